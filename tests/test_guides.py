@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
+import jsonschema
 import pytest
+import yaml
 
 from argosy_engine.models.registry import architectures
 from argosy_protocol.embeddings import EmbeddingRequest
@@ -18,6 +21,7 @@ from argosy_protocol.openai import (
     unsupported,
 )
 from argosy_protocol.tokenization import DetokenizeRequest, TextTokenizeRequest
+from argosy_resource.model_source import LOCAL_SCHEMES, REMOTE_SCHEMES
 from argosy_resource.validation import load_manifests
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -78,6 +82,38 @@ def test_the_manifest_of_the_guide_is_valid() -> None:
     found = re.search(r"^```yaml\n(.*?)^```", SERVING, re.MULTILINE | re.DOTALL)
     assert found
     assert [service.served_name for service in load_manifests(found[1])] == ["qwen3-8b"]
+
+
+@pytest.mark.parametrize("page", ["models.md", "serving.md"])
+def test_every_manifest_and_every_value_of_the_chart_in_a_guide_is_valid(page: str) -> None:
+    schema = json.loads((DOCS.parent / "charts" / "argosy" / "values.schema.json").read_text("utf-8"))
+    count = 0
+    for block in re.findall(
+        r"^```yaml\n(.*?)^```", (DOCS / page).read_text("utf-8"), re.MULTILINE | re.DOTALL
+    ):
+        (*documents,) = yaml.safe_load_all(block)
+        if any(document.get("kind") == "InferenceService" for document in documents):
+            assert load_manifests(block)
+            count += 1
+        elif not any("kind" in document for document in documents) and "spec" not in documents[0]:
+            jsonschema.Draft202012Validator(schema).validate(documents[0])
+            count += 1
+    assert count >= 2
+
+
+def test_the_guide_has_the_sources_that_a_manifest_may_have() -> None:
+    """Forms of the guide, with a name in the place of each capital word."""
+    names = {"ORG/NAME": "org/name", "BUCKET": "bucket", "HOST": "registry.example", "REPOSITORY": "a/b",
+             "PREFIX": "a", "PATH": "a", "REV": "v1", "DIGEST": "0" * 64, "TAG": "v1", "CLAIM": "claim"}  # fmt: skip
+    cells = re.findall(r"^\| (.*?) \|", (DOCS / "models.md").read_text("utf-8"), re.MULTILINE)
+    forms = {form for cell in cells for form in re.findall(r"`([a-z0-9]+://[^`]+)`", cell)}
+    manifest = "apiVersion: inference.argosy.dev/v1alpha1\nkind: InferenceService\nmetadata: {name: a}\n"
+    for form in forms:
+        for word, name in names.items():
+            form = re.sub(rf"\b{word}\b", name, form)
+        source = re.sub(r"[\[\]]", "", form)
+        assert load_manifests(f"{manifest}spec: {{model: {{source: '{source}'}}}}"), form
+    assert {form.partition(":")[0] for form in forms} == {*REMOTE_SCHEMES, *LOCAL_SCHEMES}
 
 
 def test_reasons_and_conditions_of_the_guide_are_the_operators() -> None:
