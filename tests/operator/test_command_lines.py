@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from builders import isvc
+from builders import CONFIG, isvc
 
+from argosy.commands.models import build_parser as models_parser
 from argosy_engine.api.serve import parse_args
+from argosy_operator.desired.model_volume import model_volume
 from argosy_resource.engine_command import engine_args
 from argosy_router.main import build_parser, config_of
 
@@ -44,6 +46,31 @@ def test_engine_understands_every_flag() -> None:
 def test_engine_understands_a_share_of_gpu_memory() -> None:
     _, engine = parse_args(engine_args(isvc(engine={"gpuMemoryUtilization": 0.85}))[1:])
     assert engine.gpu_memory_utilization == 0.85
+
+
+def test_engine_understands_where_a_fetched_model_is() -> None:
+    service = isvc(model={"source": "hf://org/name@main"})
+    _, engine = parse_args(engine_args(service, download_dir="/models")[1:])
+    assert (engine.model, engine.download_dir) == ("hf://org/name@main", "/models")
+
+
+def test_the_fetcher_understands_the_arguments_of_its_container() -> None:
+    fetch = model_volume(isvc(model={"source": "hf://org/name@main"}), CONFIG).fetch
+    assert fetch is not None
+    assert fetch["args"][0] == "models"
+    read = models_parser().parse_args(fetch["args"][1:])
+    assert (read.model, read.download_dir) == ("hf://org/name@main", "/models")
+    assert (read.progress_port, read.make_room) == (8009, True)
+
+
+def test_the_fetcher_understands_the_charts_arguments() -> None:
+    text = (ROOT / "charts" / "argosy" / "templates" / "node-cache.yaml").read_text()
+    args = re.findall(r"^        - (prune|--.+)$", text, re.MULTILINE)
+    values = {"--max-size={{ . }}": "--max-size=500Gi", "--max-age={{ . }}": "--max-age=30d"}
+    assert values.keys() <= set(args)
+    read = models_parser().parse_args([values.get(arg, arg) for arg in args])
+    assert (read.tree, read.every) == ("/cache/models", 3600)
+    assert (read.max_size, read.max_age) == (500 * 2**30, 30 * 86400)
 
 
 def test_router_understands_the_charts_arguments(tmp_path: Path) -> None:
