@@ -6,12 +6,13 @@ import dataclasses
 from typing import Any
 
 import pytest
-from builders import CONFIG, isvc, isvc_object
+from builders import CONFIG, isvc, isvc_object, pod
 from harness import Operator, condition, living_pods, new_cluster
 from virtual_time import virtual_time
 
 from argosy_operator.config import OperatorConfig
 from argosy_operator.desired.children import plan_children
+from argosy_operator.desired.diff import compute_diff
 from argosy_operator.kinds import DEPLOYMENTS
 from argosy_operator.observed.observation import Observation
 
@@ -228,6 +229,18 @@ async def test_replicas_outlive_the_node_cache_and_an_edit_that_asks_for_it() ->
         cluster.edit("tiny", lambda spec: spec.update(model={"source": "builtin://tiny"}))
         await operator.settle()
         assert condition(cluster, "Ready") == ("True", "ReplicasRoutable")
+
+
+def test_a_service_without_its_cache_takes_no_turn_from_others() -> None:
+    service = isvc(model=ON_NODE)
+    config = dataclasses.replace(CONFIG, **NODE_CACHE)
+    made = plan_children(service, Observation(), config)
+    observed = Observation(deployment=made.deployment, pods=(pod("a", made.revision),))
+    changed = dataclasses.replace(config, engine_image="new:2")
+    assert compute_diff(service, observed, changed).takes_turn
+    without = compute_diff(service, observed, dataclasses.replace(changed, node_cache_path=""))
+    assert not without.takes_turn
+    assert "Deployment" not in [change.wanted["kind"] for change in without.children]
 
 
 def deployments(cluster: Any, name: str) -> list[Manifest]:
