@@ -43,6 +43,15 @@ def test_a_whole_model_is_downloaded(hub: HubServer, tmp_path: Path, redirects_s
     assert {path: content.read_bytes() for path, content in files_under(folder).items()} == FILES
 
 
+def test_it_listens_where_it_is_told(tmp_path: Path) -> None:
+    with HubServer("127.0.0.2") as hub:
+        hub.add_model("org/model", FILES)
+        folder = Path(snapshot_download("org/model", cache_dir=tmp_path, endpoint=hub.endpoint, token=False))
+        addresses = (hub.endpoint, f"http://{hub.storage_host}")
+    assert all(address.startswith("http://127.0.0.2:") for address in addresses)
+    assert (folder / "model.safetensors").read_bytes() == FILES["model.safetensors"]
+
+
 def test_ids_are_those_of_git_and_lfs(hub: HubServer) -> None:
     info = HfApi(endpoint=hub.endpoint, token=False).model_info("org/model", files_metadata=True)
     assert info.sha == hub.repositories["org/model"].refs["main"]

@@ -1,4 +1,4 @@
-"""A bucket on loopback, in what S3 and Google's XML interface have in common: listings in pages, and reads of ranges.
+"""A bucket on this machine, in what S3's and Google's XML interfaces share: listings in pages, and reads of ranges.
 
 For behaviour that a real store shows only in trouble; signatures are not checked.
 """
@@ -34,6 +34,7 @@ class BucketServer(ScriptedHttp):
         objects: dict[str, bytes] | None = None,
         page_size: int = 1000,
         tls: tuple[Path, Path] | None = None,
+        host: str = "127.0.0.1",
     ) -> None:
         self.objects = dict(objects or {})
         self.etags: dict[str, str] = {}
@@ -44,7 +45,7 @@ class BucketServer(ScriptedHttp):
         self.on_list: Callable[[Asked], Reply | None] = lambda _: None
         self.on_read: Callable[[Asked], Reply | None] = lambda _: None
         self._page_size = page_size
-        super().__init__(self._respond, tls)
+        super().__init__(self._respond, tls, host)
 
     def num_listings(self) -> int:
         return sum("list-type" in asked.query for asked in self.asked)

@@ -1,4 +1,4 @@
-"""HubServer: a Hugging Face hub on loopback, which huggingface_hub accepts through HF_ENDPOINT.
+"""HubServer: a Hugging Face hub on this machine, which huggingface_hub accepts through HF_ENDPOINT.
 
 It has repositories with revisions, private and gated ones, and answers with the statuses and headers of the real hub.
 Large files come from a second port, with signed addresses that expire; small ones by a relative redirect. Every request
@@ -13,6 +13,7 @@ import hmac
 import json
 import re
 import socket
+import socketserver
 import threading
 import time
 from collections import Counter
@@ -62,6 +63,9 @@ class _Empty(Exception):
 class HubServer:
     """The look-alike; a context manager.
 
+    Args:
+        host: address to listen on.
+
     Attributes:
         tokens: each token that the hub knows, and the private and gated repositories that its account may read.
         uses_per_signature: how often a signed address works; None: until `expire_signatures`.
@@ -70,7 +74,7 @@ class HubServer:
         clients: what is closed before the server is.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = "127.0.0.1") -> None:
         self.repositories: dict[str, Repository] = {}
         self.renamed: dict[str, str] = {}
         self.tokens: dict[str, set[str]] = {}
@@ -86,8 +90,8 @@ class HubServer:
         self._serial = 0
         self._first_valid = 1
         self._uses: Counter[int] = Counter()
-        self._hub = _Origin(lambda handler: self._answer(handler, self._answer_as_hub))
-        self._storage = _Origin(lambda handler: self._answer(handler, self._answer_as_storage))
+        self._hub = _Origin(host, lambda handler: self._answer(handler, self._answer_as_hub))
+        self._storage = _Origin(host, lambda handler: self._answer(handler, self._answer_as_storage))
 
     def __enter__(self) -> HubServer:
         return self
@@ -395,17 +399,21 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, answer: Callable[[_Handler], None]) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+    def __init__(self, host: str, answer: Callable[[_Handler], None]) -> None:
+        super().__init__((host, 0), _Handler)
         self.answer = answer
         self.connections: set[socket.socket] = set()
+
+    def server_bind(self) -> None:
+        """Bind without HTTPServer's search for a name, which asks a name server about addresses other than loopback."""
+        socketserver.TCPServer.server_bind(self)
 
 
 class _Origin:
     """One listening port with its threads."""
 
-    def __init__(self, answer: Callable[[_Handler], None]) -> None:
-        self._server = _Server(answer)
+    def __init__(self, host: str, answer: Callable[[_Handler], None]) -> None:
+        self._server = _Server(host, answer)
         self._thread = threading.Thread(
             target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
         )
@@ -413,7 +421,8 @@ class _Origin:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self._server.server_address[1]}"
+        host, port = self._server.server_address[:2]
+        return f"http://{host}:{port}"
 
     def close(self) -> None:
         self._server.shutdown()

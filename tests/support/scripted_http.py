@@ -1,7 +1,8 @@
-"""An HTTP server on loopback that answers as a function of the test says, and keeps what it was asked."""
+"""An HTTP server on this machine that answers as a function of the test says, and keeps what it was asked."""
 
 from __future__ import annotations
 
+import socketserver
 import ssl
 import sys
 import threading
@@ -46,13 +47,19 @@ class ScriptedHttp:
     Args:
         answer: called for each request, in the thread of its connection.
         tls: files of a certificate and its key.
+        host: address to listen on.
     """
 
-    def __init__(self, answer: Callable[[Asked], Reply], tls: tuple[Path, Path] | None = None) -> None:
+    def __init__(
+        self,
+        answer: Callable[[Asked], Reply],
+        tls: tuple[Path, Path] | None = None,
+        host: str = "127.0.0.1",
+    ) -> None:
         self.asked: list[Asked] = []
         self._answer = answer
         self._failures: list[BaseException] = []
-        self._server = _Server(self)
+        self._server = _Server(self, host)
         if tls is not None:
             context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
             context.load_cert_chain(*tls)
@@ -63,7 +70,8 @@ class ScriptedHttp:
 
     @property
     def authority(self) -> str:
-        return f"127.0.0.1:{self._server.server_address[1]}"
+        host, port = self._server.server_address[:2]
+        return f"{host}:{port}"
 
     @property
     def url(self) -> str:
@@ -96,9 +104,13 @@ class ScriptedHttp:
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
-    def __init__(self, script: ScriptedHttp) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+    def __init__(self, script: ScriptedHttp, host: str) -> None:
+        super().__init__((host, 0), _Handler)
         self.script = script
+
+    def server_bind(self) -> None:
+        """Bind without HTTPServer's search for a name, which asks a name server about addresses other than loopback."""
+        socketserver.TCPServer.server_bind(self)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Clients may hang up whenever they like; other failures are kept by `reply`."""
