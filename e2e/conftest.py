@@ -91,9 +91,7 @@ def stack(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[Stack]:
     cluster.advertise_gpus(GPUS)
     cluster.kubectl.namespace(TENANT, RESTRICTED)
     cluster.kubectl.namespace(SYSTEM, RESTRICTED)
-    if not cluster.external:
-        site = volumes.site_packages(cluster.settings, ("torch", "numpy", "xgrammar"))
-        cluster.expose_folder(TENANT, TORCH_CLAIM, site)
+    expose_torch(cluster, TENANT)
     try:
         install(cluster, images)
         with cluster.service(SYSTEM, "argosy-router", 80) as url:
@@ -102,6 +100,13 @@ def stack(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[Stack]:
     finally:
         if not cluster.external:
             cluster.kubectl.delete_namespace(TENANT)
+
+
+def expose_torch(cluster: Cluster, namespace: str) -> None:
+    """Give a namespace the claim from which its engines take torch, which their image lacks."""
+    if not cluster.external:
+        site = volumes.site_packages(cluster.settings, ("torch", "numpy", "xgrammar"))
+        cluster.expose_folder(namespace, TORCH_CLAIM, site)
 
 
 def build_context() -> Path:

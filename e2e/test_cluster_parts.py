@@ -313,3 +313,11 @@ def test_a_volume_is_bound_to_its_claim_and_nodes() -> None:
     assert claim["spec"]["volumeName"] == volume["metadata"]["name"]
     assert volume["spec"]["claimRef"] == {"namespace": "ns", "name": "torch"}
     assert volume["spec"]["accessModes"] == claim["spec"]["accessModes"] == ["ReadOnlyMany"]
+
+
+def test_what_belongs_to_one_run_is_removed_from_a_nodes_disk_and_images_are_kept(settings: Settings) -> None:
+    for each in settings.nodes:
+        for folder in ("containerd", "kubelet", "argosy/models", "disks/ns-models"):
+            (each.data / folder).mkdir(parents=True)
+    node.forget(settings)
+    assert [path.name for each in settings.nodes for path in each.data.iterdir()] == ["containerd"] * 2

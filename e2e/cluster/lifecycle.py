@@ -9,7 +9,7 @@ from __future__ import annotations
 import fcntl
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -34,6 +34,8 @@ from cluster import (
 from cluster.kubectl import Helm, Kubectl
 from cluster.settings import NodeSettings, Settings
 from cluster.shell import ClusterError, find, remove_tree, run, say
+
+JOINED_TAINT = "argosy-e2e=joined:NoSchedule"
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,34 @@ class Cluster:
     def expose_folder(self, namespace: str, name: str, folder: Path) -> str:
         """See `volumes.expose`; returns the claim's name."""
         return volumes.expose(self.settings, self.kubectl, namespace, name, folder)
+
+    def make_disk(self, namespace: str, name: str, *, size: str = "") -> Path:
+        """See `volumes.make_disk`."""
+        return volumes.make_disk(self.settings, self.kubectl, namespace, name, size=size)
+
+    def join_node(self, tags: Sequence[str]) -> Cluster:
+        """Boot a second node that has these images, and return the cluster with it.
+
+        The node stays until the cluster is taken down. Its taint keeps other pods away than those that tolerate it, so
+        tests that know of one node are not affected.
+        """
+        if self.external:
+            raise ClusterError("an external cluster gets no nodes from here")
+        grown = replace(self, settings=replace(self.settings, node_count=2))
+        second = grown.settings.nodes[1]
+        if self.settings.node_count == 1:
+            binaries = go_binaries.binaries(self.settings)
+            with _exclusive(self.settings):
+                pki.create_node(self.settings, second)
+                network.connect(second, self.settings.nodes)
+                (self.settings.state / "node-count").write_text("2")
+                node.start(self.settings, binaries, second)
+            images.load_single_binary(grown.settings, binaries, "pause")
+            node.wait_ready(self.kubectl, second)
+        self.kubectl("taint", "node", second.name, JOINED_TAINT, "--overwrite")
+        for tag in tags:
+            images.load(grown.settings, tag)
+        return grown
 
     def collect_artifacts(self, target: Path) -> Path:
         """See `artifacts.collect`."""

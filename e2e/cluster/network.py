@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from cluster.settings import (
@@ -36,14 +37,18 @@ def create(settings: Settings) -> None:
     ip("link", "add", BRIDGE, "type", "bridge")
     ip("addr", "add", f"{HOST_ADDRESS}/24", "dev", BRIDGE)
     ip("link", "set", BRIDGE, "up")
-    for node in settings.nodes:
-        _connect(node)
-    for node in settings.nodes:
-        ip("route", "add", node.pod_subnet, "via", node.address)
-        for other in settings.nodes:
-            if other != node:
-                ip("-n", node.netns, "route", "add", other.pod_subnet, "via", other.address)
+    for number, node in enumerate(settings.nodes):
+        connect(node, settings.nodes[:number])
     route_services_through(settings.nodes[0])
+
+
+def connect(node: NodeSettings, others: Sequence[NodeSettings]) -> None:
+    """Give a node its namespace and cable, and routes between its pods, the host and the pods of other nodes."""
+    _plug_in(node)
+    ip("route", "add", node.pod_subnet, "via", node.address)
+    for other in others:
+        ip("-n", node.netns, "route", "add", other.pod_subnet, "via", other.address)
+        ip("-n", other.netns, "route", "add", node.pod_subnet, "via", node.address)
 
 
 def route_services_through(node: NodeSettings) -> None:
@@ -80,7 +85,7 @@ def ip(*words: str) -> None:
     run("ip", *words)
 
 
-def _connect(node: NodeSettings) -> None:
+def _plug_in(node: NodeSettings) -> None:
     ip("netns", "add", node.netns)
     ip("link", "add", node.link, "type", "veth", "peer", "name", "eth0", "netns", node.netns)
     ip("link", "set", node.link, "master", BRIDGE, "up")

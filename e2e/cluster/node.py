@@ -28,8 +28,12 @@ MOUNT_POINTS = (
     "/run/netns",
     "/var/log/pods",
     "/var/log/containers",
+    "/var/lib/argosy",
 )
 """Folders a node mounts its own over; they must exist on the host, where they stay untouched."""
+OWN_FOLDERS = ("kubelet", "argosy", "disks")
+"""Below a node's data folder, what belongs to one run: the kubelet's state, what pods keep in /var/lib/argosy, and the
+disks of claims (`volumes.make_disk`)."""
 
 
 def start(settings: Settings, binaries: Path, node: NodeSettings) -> None:
@@ -73,7 +77,8 @@ def forget(settings: Settings, *, images: bool = False) -> None:
         if images:
             remove_tree(node.data)
         else:
-            remove_tree(node.data / "kubelet")
+            for folder in OWN_FOLDERS:
+                remove_tree(node.data / folder)
     created = settings.state / "created-folders"
     if created.exists():
         for line in created.read_text().splitlines():
@@ -135,7 +140,7 @@ def _write_files(settings: Settings, node: NodeSettings) -> None:
         remove_tree(node.run / stale)
     for folder in ("containerd", "netns", "cni-state", "cni-config"):
         (node.run / folder).mkdir(parents=True, exist_ok=True)
-    for folder in ("containerd", "kubelet"):
+    for folder in ("containerd", *OWN_FOLDERS):
         (node.data / folder).mkdir(parents=True, exist_ok=True)
     for folder in ("pods", "containers"):
         (node_logs(settings, node) / folder).mkdir(parents=True, exist_ok=True)

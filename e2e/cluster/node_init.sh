@@ -11,6 +11,7 @@ hostname "$NODE"
 over() { mount --bind "$1" "$2"; }
 over "$DATA/containerd" /var/lib/containerd
 over "$DATA/kubelet" /var/lib/kubelet
+over "$DATA/argosy" /var/lib/argosy
 over "$RUN/cni-state" /var/lib/cni
 over "$RUN/cni-config" /etc/cni/net.d
 over "$RUN/containerd" /run/containerd

@@ -44,11 +44,13 @@ def create(settings: Settings) -> None:
         _issue(folder, name, subject, "clientAuth")
         _kubeconfig(folder, name, folder / f"{name}.kubeconfig")
     for node in settings.nodes:
-        _node(folder, node)
+        create_node(settings, node)
     _kubeconfig(folder, "admin", settings.kubeconfig)
 
 
-def _node(folder: Path, node: NodeSettings) -> None:
+def create_node(settings: Settings, node: NodeSettings) -> None:
+    """Write the certificates and the kubeconfig of a node."""
+    folder = settings.pki
     _issue(folder, node.name, f"/O=system:nodes/CN=system:node:{node.name}", "clientAuth")
     _kubeconfig(folder, node.name, folder / f"{node.name}.kubeconfig")
     names = (f"DNS:{node.name}", f"IP:{node.address}")

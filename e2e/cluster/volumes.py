@@ -1,9 +1,9 @@
-"""Mounts a folder of this machine into pods as a read-only PersistentVolume, for what is too large for an image.
+"""Volumes for pods: a folder of this machine, read-only, for what is too large for an image; and disks of a node.
 
 PyPI's torch is 5 GB with its CUDA libraries. `site_packages` makes a folder of torch and what it needs, by
 hard links to an environment that has them (no copy, no download) when its Python is the base image's, else by
 pip, once. `expose` shows a folder to pods: bound read-only into every node, then a `local` PersistentVolume
-and a bound claim.
+and a bound claim. `make_disk` makes such a volume of an empty folder, or of a disk that is soon full.
 """
 
 from __future__ import annotations
@@ -68,10 +68,27 @@ def expose(
         _volume(namespace, name, mount_point, size, [each.name for each in settings.nodes]),
         _claim(namespace, name, size),
     )
-    kubectl.wait(
-        f"persistentvolumeclaim/{name}", "jsonpath={.status.phase}=Bound", "-n", namespace, timeout=120
-    )
+    _wait_bound(kubectl, namespace, name)
     return name
+
+
+def make_disk(settings: Settings, kubectl: Kubectl, namespace: str, name: str, *, size: str = "") -> Path:
+    """Make an empty disk on the first node, to which pods of `namespace` write through the claim `name`; returns its
+    folder. With a `size` (`8m`) it holds no more, and only the node sees what is in the folder.
+    """
+    if settings.external_kubeconfig:
+        raise ClusterError("the nodes of an external cluster get no disks from here")
+    chosen = settings.nodes[0]
+    folder = chosen.data / "disks" / f"{namespace}-{name}"
+    folder.mkdir()
+    if size:
+        node.inside(settings, chosen, "mount", "-t", "tmpfs", "-o", f"size={size}", "none", folder)
+    kubectl.apply(
+        _volume(namespace, name, folder, "1Gi", [chosen.name], "ReadWriteOnce"),
+        _claim(namespace, name, "1Gi", "ReadWriteOnce"),
+    )
+    _wait_bound(kubectl, namespace, name)
+    return folder
 
 
 def withdraw(kubectl: Kubectl, namespace: str, name: str) -> None:
@@ -80,7 +97,14 @@ def withdraw(kubectl: Kubectl, namespace: str, name: str) -> None:
     kubectl("delete", "pv", f"{namespace}-{name}", "--ignore-not-found")
 
 
-def _volume(namespace: str, name: str, path: Path, size: str, nodes: list[str]) -> dict[str, Any]:
+def _wait_bound(kubectl: Kubectl, namespace: str, name: str) -> None:
+    bound = "jsonpath={.status.phase}=Bound"
+    kubectl.wait(f"persistentvolumeclaim/{name}", bound, "-n", namespace, timeout=120)
+
+
+def _volume(
+    namespace: str, name: str, path: Path, size: str, nodes: list[str], access: str = "ReadOnlyMany"
+) -> dict[str, Any]:
     hostnames = {"key": "kubernetes.io/hostname", "operator": "In", "values": nodes}
     return {
         "apiVersion": "v1",
@@ -88,7 +112,7 @@ def _volume(namespace: str, name: str, path: Path, size: str, nodes: list[str]) 
         "metadata": {"name": f"{namespace}-{name}"},
         "spec": {
             "capacity": {"storage": size},
-            "accessModes": ["ReadOnlyMany"],
+            "accessModes": [access],
             "persistentVolumeReclaimPolicy": "Retain",
             "storageClassName": STORAGE_CLASS,
             "claimRef": {"namespace": namespace, "name": name},
@@ -98,13 +122,13 @@ def _volume(namespace: str, name: str, path: Path, size: str, nodes: list[str]) 
     }
 
 
-def _claim(namespace: str, name: str, size: str) -> dict[str, Any]:
+def _claim(namespace: str, name: str, size: str, access: str = "ReadOnlyMany") -> dict[str, Any]:
     return {
         "apiVersion": "v1",
         "kind": "PersistentVolumeClaim",
         "metadata": {"name": name, "namespace": namespace},
         "spec": {
-            "accessModes": ["ReadOnlyMany"],
+            "accessModes": [access],
             "storageClassName": STORAGE_CLASS,
             "volumeName": f"{namespace}-{name}",
             "resources": {"requests": {"storage": size}},
