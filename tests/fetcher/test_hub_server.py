@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
 from huggingface_hub.errors import (
@@ -19,6 +21,7 @@ from huggingface_hub.errors import (
 from hub_faults import Fault
 from hub_repositories import files_under
 from hub_server import HubServer
+from loopback_certificate import issue_certificate
 
 FILES = {"config.json": b'{"a": 1}', "model.safetensors": bytes(range(256)) * 4000, "sub/x y.json": b"{}"}
 
@@ -50,6 +53,15 @@ def test_it_listens_where_it_is_told(tmp_path: Path) -> None:
         addresses = (hub.endpoint, f"http://{hub.storage_host}")
     assert all(address.startswith("http://127.0.0.2:") for address in addresses)
     assert (folder / "model.safetensors").read_bytes() == FILES["model.safetensors"]
+
+
+def test_it_speaks_tls_on_both_ports(tmp_path: Path) -> None:
+    tls = issue_certificate(tmp_path)
+    with HubServer(tls=tls) as hub, httpx.Client(verify=ssl.create_default_context(cafile=tls[0])) as client:
+        hub.add_model("org/model", FILES)
+        answer = client.get(f"{hub.endpoint}/org/model/resolve/main/model.safetensors", follow_redirects=True)
+    assert answer.content == FILES["model.safetensors"]
+    assert [str(each.url).partition(":")[0] for each in (*answer.history, answer)] == ["https", "https"]
 
 
 def test_ids_are_those_of_git_and_lfs(hub: HubServer) -> None:

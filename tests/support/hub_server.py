@@ -14,6 +14,7 @@ import json
 import re
 import socket
 import socketserver
+import ssl
 import threading
 import time
 from collections import Counter
@@ -65,6 +66,7 @@ class HubServer:
 
     Args:
         host: address to listen on.
+        tls: files of a certificate and its key, for both ports.
 
     Attributes:
         tokens: each token that the hub knows, and the private and gated repositories that its account may read.
@@ -74,7 +76,7 @@ class HubServer:
         clients: what is closed before the server is.
     """
 
-    def __init__(self, host: str = "127.0.0.1") -> None:
+    def __init__(self, host: str = "127.0.0.1", tls: tuple[Path, Path] | None = None) -> None:
         self.repositories: dict[str, Repository] = {}
         self.renamed: dict[str, str] = {}
         self.tokens: dict[str, set[str]] = {}
@@ -90,8 +92,8 @@ class HubServer:
         self._serial = 0
         self._first_valid = 1
         self._uses: Counter[int] = Counter()
-        self._hub = _Origin(host, lambda handler: self._answer(handler, self._answer_as_hub))
-        self._storage = _Origin(host, lambda handler: self._answer(handler, self._answer_as_storage))
+        self._hub = _Origin(host, tls, lambda handler: self._answer(handler, self._answer_as_hub))
+        self._storage = _Origin(host, tls, lambda handler: self._answer(handler, self._answer_as_storage))
 
     def __enter__(self) -> HubServer:
         return self
@@ -412,8 +414,14 @@ class _Server(ThreadingHTTPServer):
 class _Origin:
     """One listening port with its threads."""
 
-    def __init__(self, host: str, answer: Callable[[_Handler], None]) -> None:
+    def __init__(self, host: str, tls: tuple[Path, Path] | None, answer: Callable[[_Handler], None]) -> None:
         self._server = _Server(host, answer)
+        self._scheme = "http"
+        if tls is not None:
+            context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+            context.load_cert_chain(*tls)
+            self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
+            self._scheme = "https"
         self._thread = threading.Thread(
             target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
         )
@@ -422,7 +430,7 @@ class _Origin:
     @property
     def url(self) -> str:
         host, port = self._server.server_address[:2]
-        return f"http://{host}:{port}"
+        return f"{self._scheme}://{host}:{port}"
 
     def close(self) -> None:
         self._server.shutdown()

@@ -1,4 +1,4 @@
-"""Certificates for servers of tests on 127.0.0.1."""
+"""Certificates for servers of tests on this machine."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import subprocess
 from pathlib import Path
 
 
-def issue_certificate(folder: Path) -> tuple[Path, Path]:
-    """Return files of a certificate that is its own authority, and of its key."""
+def issue_certificate(folder: Path, address: str = "127.0.0.1") -> tuple[Path, Path]:
+    """Return files of an address's certificate, which is its own authority, and of its key."""
     certificate, key = folder / "loopback.crt", folder / "loopback.key"
     new = (
         "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj /CN=fetcher-test -days 2"
     )
-    extensions = ("subjectAltName=IP:127.0.0.1", "basicConstraints=critical,CA:FALSE")
+    extensions = (f"subjectAltName=IP:{address}", "basicConstraints=critical,CA:FALSE")
     files = [
         "-addext",
         extensions[0],
