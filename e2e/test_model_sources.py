@@ -8,8 +8,8 @@ from __future__ import annotations
 import base64
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path, PurePath
 from typing import Any
 
 import pytest
@@ -22,7 +22,8 @@ from cluster.shell import poll
 from conftest import GPUS, SYSTEM, TENANT, Stack, expose_torch, install
 from hub_faults import Fault, Hold
 from hub_repositories import files_under
-from hub_server import HubServer
+from hub_server import HubServer, SeenRequest
+from loopback_certificate import issue_certificate
 from published_checkpoints import PUBLISHED
 from scripted_http import Asked, Reply
 from test_whole_path import condition, is_ready, manifest, sdk
@@ -33,6 +34,8 @@ CLAIM, SMALL_CLAIM = "models", "small"
 KEY_ID, SECRET_KEY = "AKIAE2E", "e2e-secret-access-key"
 TOKEN, WRONG_TOKEN = "hf_e2e_right", "hf_e2e_wrong"
 S3_SECRET, HUB_SECRET = "s3-credentials", "hub-token"
+CREDENTIALS = "/var/run/argosy/model-credentials"
+"""Where the container that fetches sees the Secret."""
 S3_SOURCE = f"s3://{BUCKET}/acme/qwen"
 NODE, CLAIMED = {"type": "node"}, {"type": "claim", "claimName": CLAIM}
 LOOK = """
@@ -100,19 +103,29 @@ def pods(cluster: Cluster, name: str, namespace: str = TENANT) -> list[dict[str,
     return [pod for pod in found if not pod["metadata"].get("deletionTimestamp")]
 
 
-def events(cluster: Cluster, name: str, namespace: str = TENANT) -> dict[str, str]:
-    found = cluster.kubectl.get("events", "-n", namespace)["items"]
-    return {each["reason"]: each["message"] for each in found if each["involvedObject"]["name"] == name}
+def wait_for_event(
+    cluster: Cluster, name: str, reason: str, text: str = "", *, namespace: str = TENANT
+) -> None:
+    def was_told() -> bool:
+        found = cluster.kubectl.get("events", "-n", namespace)["items"]
+        about = [each for each in found if each["involvedObject"]["name"] == name]
+        return any(each["reason"] == reason and text in each["message"] for each in about)
+
+    poll(f"the event {reason}", was_told, 30, interval=0.5)
 
 
 def delete(cluster: Cluster, name: str, namespace: str = TENANT) -> None:
     cluster.kubectl("delete", "isvc", name, "-n", namespace, "--timeout=60s")
 
 
-def weights_fetched(hub: HubServer) -> Counter[str]:
-    """How often the content of each file of weights was asked for."""
-    asked = hub.requests("content")
-    return Counter(seen.path for seen in asked if seen.path.endswith(".safetensors") and seen.status < 300)
+def weights_asked_for(seen: Iterable[SeenRequest | Asked]) -> Counter[str]:
+    """How often each file of weights was asked for; not counted are single bytes, which show what a server can do."""
+    found: Counter[str] = Counter()
+    for each in seen:
+        first, _, last = each.headers.get("range", "").removeprefix("bytes=").partition("-")
+        if each.path.endswith(".safetensors") and (first != last or not first):
+            found[PurePath(each.path).name] += 1
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -133,12 +146,28 @@ def bucket(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture(scope="module")
 def hub(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubServer]:
-    """A hub with a private model of one file of weights and a public one of four."""
+    """The cluster's mirror of a hub, with a model whose weights are four files."""
+    folder = tmp_path_factory.mktemp("sharded")
+    PUBLISHED["qwen2"].write(folder)
     with HubServer(HOST_ADDRESS) as server:
-        for name, kind, is_private in (("acme/private", "llama", True), ("acme/sharded", "qwen2", False)):
-            folder = tmp_path_factory.mktemp(kind)
-            PUBLISHED[kind].write(folder)
-            server.add_model(name, files_under(folder), is_private=is_private)
+        server.add_model("acme/sharded", files_under(folder))
+        yield server
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return issue_certificate(tmp_path_factory.mktemp("certificate"), HOST_ADDRESS)
+
+
+@pytest.fixture(scope="module")
+def private_hub(
+    cluster: Cluster, certificate: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[HubServer]:
+    """A hub of the tenant's own, with TLS, because tokens are sent, and a private model."""
+    folder = tmp_path_factory.mktemp("private")
+    PUBLISHED["llama"].write(folder)
+    with HubServer(HOST_ADDRESS, certificate) as server:
+        server.add_model("acme/private", files_under(folder), is_private=True)
         server.tokens[TOKEN] = {"acme/private"}
         yield server
 
@@ -209,10 +238,10 @@ def test_each_node_fetches_once_and_engines_have_no_credentials(
     assert cached("True", "Cached")(found)
     assert found["status"]["modelCache"] == "cached"
     assert "cached" in release.kubectl("get", "isvc", "everywhere", "-n", CACHED).stdout.split()
-    assert "ModelCached" in events(release, "everywhere", CACHED)
+    wait_for_event(release, "everywhere", "ModelCached", namespace=CACHED)
     replicas = pods(release, "everywhere", CACHED)
     assert len({pod["spec"]["nodeName"] for pod in replicas}) == 2
-    assert len([path for path in bucket.paths() if path.endswith("/model.safetensors")]) == 2
+    assert weights_asked_for(bucket.asked) == {"model.safetensors": 2}
     for node in release.settings.nodes:
         assert len(list((node.data / "argosy" / "models" / CACHED).rglob("model.safetensors"))) == 1
     with sdk(stack) as client:
@@ -269,22 +298,28 @@ def test_where_hostpath_is_refused_the_status_names_the_other_cache(release: Clu
 
 
 @pytest.mark.usefixtures("disk")
-def test_a_wrong_token_is_told_and_the_right_one_helps(release: Cluster, hub: HubServer) -> None:
-    put_secret(release, TENANT, HUB_SECRET, HF_TOKEN=WRONG_TOKEN)
+def test_a_wrong_token_is_told_and_the_right_one_helps(
+    release: Cluster, private_hub: HubServer, certificate: tuple[Path, Path]
+) -> None:
+    values = {
+        "HF_ENDPOINT": private_hub.endpoint,
+        "SSL_CERT_FILE": f"{CREDENTIALS}/ca.crt",
+        "ca.crt": certificate[0].read_text(),
+    }
+    put_secret(release, TENANT, HUB_SECRET, HF_TOKEN=WRONG_TOKEN, **values)
     document = service("private", "hf://acme/private", CLAIMED, secret=HUB_SECRET, replicas=2)
     release.kubectl.apply(document)
     found = wait_for(
         release, "private", "the refusal", cached("False", "FetchFailed", "does not accept the token")
     )
-    put_secret(release, TENANT, HUB_SECRET, HF_TOKEN=TOKEN)
+    put_secret(release, TENANT, HUB_SECRET, HF_TOKEN=TOKEN, **values)
     told = condition(found, "ModelCached")["message"]
     assert "HF_TOKEN" in told
     assert found["status"]["modelCache"] == "failed"
-    assert "does not accept the token" in events(release, "private")["ModelFetchFailed"]
-    assert not weights_fetched(hub)
+    wait_for_event(release, "private", "ModelFetchFailed", "does not accept the token")
     found = wait_for(release, "private", "two replicas that share what one has fetched")
     assert cached("True", "Cached")(found)
-    assert weights_fetched(hub) == {"model.safetensors": 1}
+    assert weights_asked_for(private_hub.requests("content")) == {"model.safetensors": 1}
     assert WRONG_TOKEN not in told
     delete(release, "private")
 
@@ -300,11 +335,11 @@ def test_a_killed_fetch_is_continued(release: Cluster, hub: HubServer, disk: Pat
         found = wait_for(release, "cut", "the progress", cached("False", "Fetching", "%"))
         assert "%" in found["status"]["modelCache"]
         assert "fetching the model" in condition(found, "WorkloadReady")["message"]
-        assert "ModelFetching" in events(release, "cut")
+        wait_for_event(release, "cut", "ModelFetching")
         for shard in shards[:2]:
             poll(f"{shard} to be complete", lambda shard=shard: list(disk.rglob(shard)), 60)
         assert all(hold.reached.wait(60) for hold in holds)
-        assert weights_fetched(hub).keys() == set(shards)
+        assert weights_asked_for(hub.requests("content")).keys() == set(shards)
         hub.forget_requests()
         (pod,) = pods(release, "cut")
         words = ("pod", pod["metadata"]["name"], "-n", TENANT, "--grace-period=1", "--timeout=60s")
@@ -313,7 +348,7 @@ def test_a_killed_fetch_is_continued(release: Cluster, hub: HubServer, disk: Pat
         for hold in holds:
             hold.release.set()
     wait_for(release, "cut", "a replica with what was continued")
-    assert weights_fetched(hub).keys() == set(shards[2:])
+    assert weights_asked_for(hub.requests("content")).keys() == set(shards[2:])
     delete(release, "cut")
 
 
