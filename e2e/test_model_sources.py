@@ -60,8 +60,14 @@ def service(
     if secret:
         model["secretRef"] = {"name": secret}
     engine = {"threads": 1, "maxNumSeqs": 4, "maxModelLen": 1024}
-    spec = {"replicas": 1, "resources": {"memory": "2Gi"}, "engine": engine, **changes}
-    made = manifest(model=model, **spec)
+    spec = {
+        "model": model,
+        "replicas": 1,
+        "engine": engine,
+        "resources": {"memory": "2Gi"},
+        "rollout": {"drainSeconds": 0},
+    }
+    made = manifest(**(spec | changes))
     made["metadata"] |= {"name": name, "namespace": namespace}
     return made
 
