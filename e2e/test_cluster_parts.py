@@ -313,6 +313,8 @@ def test_a_volume_is_bound_to_its_claim_and_nodes() -> None:
     assert claim["spec"]["volumeName"] == volume["metadata"]["name"]
     assert volume["spec"]["claimRef"] == {"namespace": "ns", "name": "torch"}
     assert volume["spec"]["accessModes"] == claim["spec"]["accessModes"] == ["ReadOnlyMany"]
+    disk = volumes._volume("ns", "models", Path("/run/x"), "1Gi", ["node-a"], "ReadWriteOnce")
+    assert disk["spec"]["accessModes"] == ["ReadWriteOnce"]
 
 
 def test_what_belongs_to_one_run_is_removed_from_a_nodes_disk_and_images_are_kept(settings: Settings) -> None:
