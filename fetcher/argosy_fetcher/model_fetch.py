@@ -78,6 +78,8 @@ def fetch_model(
     if (offline or not refresh) and (found := fetch.find()) is not None:
         return fetch.present(found)
     if offline:
+        if (found := fetch.find_at_any_endpoint()) is not None:
+            return fetch.present(found)
         raise fetch.offline_error(requested or source.name)
     with disk_errors(source.name, store.root), store.lock(source.name, fetch.note_wait):
         if not refresh and (found := fetch.find()) is not None:  # another process has just fetched it
@@ -104,6 +106,9 @@ class _Fetch:
 
     def find(self) -> StoredModel | None:
         return self._store.find(self._source.name, self._source.requested_revision)
+
+    def find_at_any_endpoint(self) -> StoredModel | None:
+        return self._store.find_at_any_endpoint(self._source.name, self._source.requested_revision)
 
     def offline_error(self, model: str) -> Offline:
         requests_off = "and requests are off (ARGOSY_OFFLINE, HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE)"

@@ -288,6 +288,21 @@ class Store:
             self._sweep(directory)
         return Pruned(tuple(removed), tuple(in_use), freed_bytes)
 
+    def find_at_any_endpoint(self, source: str, requested_revision: str) -> StoredModel | None:
+        """Return the model of a source whose endpoint is not known here, such as in a pod whose engine has no
+        credentials: of those that differ in nothing else, the one that was used last.
+
+        Args:
+            source: canonical name without an endpoint.
+        """
+        found = [
+            model
+            for model in self.list()
+            if model.source.partition(store_layout.ENDPOINT)[0] == source
+            and requested_revision in (model.revision, *model.requested_revisions)
+        ]
+        return max(found, key=lambda model: model.last_used_at, default=None)
+
     def damaged_path(self, source: str, requested_revision: str) -> Path | None:
         """Return the directory of a model that `find` would find if it were complete."""
         directory = self._directory(source)

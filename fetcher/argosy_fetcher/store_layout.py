@@ -37,6 +37,8 @@ PARTIAL_PREFIX: Final = ".argosy-partial-"
 TRASH_PREFIX: Final = ".argosy-trash-"
 PACKED: Final = ".argosy-packed"
 UNPACKED: Final = ".argosy-unpacked"
+ENDPOINT: Final = "?endpoint="
+"""In a source's canonical name, before the address of a hub or a bucket's store other than the default one."""
 
 _DEFAULT_REVISIONS: Final = {"hf": "main", "oci": "latest"}
 """What a source without a revision means, by its scheme."""

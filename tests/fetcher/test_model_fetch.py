@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from argosy_fetcher.retry import RetryPolicy
 from argosy_fetcher.snapshot import Digest, RemoteFile, check_path
 from argosy_fetcher.store import Store
 from argosy_fetcher.transfer import TransferSettings
+from argosy_protocol.model_progress import Phase
 from model_files import CONFIG, other_files, served_files
 from recorded_progress import RecordedProgress
 from scripted_source import COMMIT, Read, ScriptedSource, Stop
@@ -252,3 +255,56 @@ def test_two_sources_do_not_share_a_model(tmp_path: Path) -> None:
     second = fetch_model(other, store, settings=QUICK)
     assert first.path != second.path
     assert published(second.path) == served_files(seed=1)
+
+
+def test_a_fetch_that_waits_for_another_tells_its_phases(tmp_path: Path) -> None:
+    source, store = ScriptedSource(served_files()), Store(tmp_path)
+    waits = threading.Event()
+
+    class Waiting(RecordedProgress):
+        def enter(self, phase: Phase) -> None:
+            super().enter(phase)
+            if phase == "waiting":
+                waits.set()
+
+    progress = Waiting()
+    with ThreadPoolExecutor(1) as threads:
+        with store.lock(source.name, lambda: None):
+            fetched = threads.submit(fetch_model, source, store, progress=progress, settings=QUICK)
+            assert waits.wait(60)
+            assert progress.phases == ["waiting"]
+        fetched.result()
+    assert progress.phases == ["waiting", "resolving"]
+    assert progress.events == ["resolved", "begin", "end"]
+
+
+def test_offline_a_model_is_found_without_its_endpoint(tmp_path: Path) -> None:
+    """An engine in a pod has neither the Secret nor the variables with which its model was fetched."""
+    now = [1000.0]
+    store = Store(tmp_path, now=lambda: now[0])
+    plain, blue, green = "s3://models/tiny", "http://blue:9000", "http://green:9000"
+    for endpoint in (blue, green):
+        now[0] += 1.0
+        fetch_model(
+            ScriptedSource(served_files(), name=f"{plain}?endpoint={endpoint}"), store, settings=QUICK
+        )
+
+    def found(name: str, revision: str = "main") -> str:
+        source = ScriptedSource({}, name=name, requested_revision=revision)
+        return fetch_model(source, store, offline=True).source
+
+    assert found(plain) == f"{plain}?endpoint={green}"
+    now[0] += 1.0
+    assert found(f"{plain}?endpoint={blue}") == f"{plain}?endpoint={blue}"
+    assert found(plain) == f"{plain}?endpoint={blue}"  # the last used
+    for name, revision in (
+        (plain, "other"),
+        ("s3://models/ti", "main"),
+        (f"{plain}?endpoint=http://red", "main"),
+    ):
+        with pytest.raises(Offline):
+            found(name, revision)
+    asked = ScriptedSource({}, name=plain)
+    asked.snapshot_failures.append(ModelNotFound("none"))
+    with pytest.raises(ModelNotFound):  # where requests are allowed the source is asked
+        fetch_model(asked, store, settings=QUICK)

@@ -43,6 +43,7 @@ def test_an_archive_is_unpacked_and_deleted(tmp_path: Path, packing: Packing) ->
     assert not list(model.path.rglob("*archive*"))
     assert not [path for path in model.path.iterdir() if path.is_dir()]
     assert progress.events == ["resolved", "begin", "end"]
+    assert progress.phases == ["resolving", "unpacking"]
     assert progress.received == progress.total == source.num_bytes
     assert Store(tmp_path).list()[0].size == sum(map(len, served_files().values()))
 
