@@ -193,14 +193,18 @@ def _fetch_configs(
 def find_model(
     uri: SourceUri, *, download_dir: str | None = None, environment: Mapping[str, str] | None = None
 ) -> StoredModel | None:
-    """Return the model if the store has it, or else, if no request may be made, Hugging Face's own cache. Makes no
-    request.
+    """Return the model if the store has it; else, if no request may be made, the store's from any endpoint, or that of
+    Hugging Face's own cache. Makes no request.
 
     Raises:
         FetchError: the URI is local, or the store or the credentials cannot be read.
     """
     values = os.environ if environment is None else environment
-    found = open_store(download_dir, values).find(*name_in_store(uri, values))
+    store = open_store(download_dir, values)
+    name, requested_revision = name_in_store(uri, values)
+    found = store.find(name, requested_revision)
+    if found is None and is_offline(values):
+        found = store.find_at_any_endpoint(name, requested_revision)
     if found is None and uri.scheme == "hf" and is_offline(values):
         from argosy_fetcher.sources.hub_environment import hub_cache  # imports the hub's client
 

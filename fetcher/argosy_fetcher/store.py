@@ -295,11 +295,12 @@ class Store:
         Args:
             source: canonical name without an endpoint.
         """
+        wanted = store_layout.equal_revisions(source, requested_revision)
         found = [
             model
             for model in self.list()
             if model.source.partition(store_layout.ENDPOINT)[0] == source
-            and requested_revision in (model.revision, *model.requested_revisions)
+            and not wanted.isdisjoint((model.revision, *model.requested_revisions))
         ]
         return max(found, key=lambda model: model.last_used_at, default=None)
 
