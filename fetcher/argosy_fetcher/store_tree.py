@@ -31,7 +31,7 @@ MAX_DELETIONS: Final = 1_000_000
 _MAX_DEPTH: Final = 3
 """Levels of folders that a model has at most."""
 _BATCH: Final = 1000
-_TENANT: Final = re.compile(r"[a-z0-9][a-z0-9.-]{0,252}")
+_TENANT: Final = re.compile(r"[a-z0-9][a-z0-9.-]{0,254}")
 """Names of namespaces and Secrets."""
 _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _LOCK_FILE: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC

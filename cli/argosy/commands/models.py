@@ -11,7 +11,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,8 +26,7 @@ from argosy.terminal import age, table
 from argosy_fetcher.errors import FetchError
 from argosy_fetcher.progress import Progress
 from argosy_fetcher.progress_display import progress_display, size_text
-from argosy_fetcher.progress_meter import ProgressMeter
-from argosy_fetcher.pull import find_model, name_in_store, open_store, pull_model
+from argosy_fetcher.pull import PulledModel, find_model, name_in_store, open_store, pull_model
 from argosy_fetcher.source_uri import SourceUri, from_argument
 from argosy_fetcher.store import Store, StoredModel
 from argosy_fetcher.store_layout import equal_revisions, source_directory
@@ -189,26 +188,28 @@ def _as_json(model: StoredModel, state: str) -> dict[str, Any]:
 
 def _pull(options: argparse.Namespace) -> int:
     uri = _remote(options)
-    make_room = cache_min_age() if options.make_room else None
-    with progress_display() as shown, _reported(options.progress_port, uri, shown) as progress:
-        model = pull_model(
-            uri,
-            progress=progress,
-            download_dir=options.download_dir,
-            check_config=engine_check(uri),
-            refresh=options.refresh,
-            make_room_after=make_room,
-        )
-        if isinstance(progress, ProgressMeter):
-            revision = _short(model.revision)
-            write_termination_message(f"{model.source} revision {revision}: {progress.outcome()}")
+    with progress_display() as shown:
+        if options.progress_port is None:
+            model = _pulled(uri, options, shown)
+        else:
+            with pod_fetch(str(uri), options.progress_port, shown) as meter:
+                model = _pulled(uri, options, meter)
+                revision = _short(model.revision)
+                write_termination_message(f"{model.source} revision {revision}: {meter.outcome()}")
     model.close()
     print(model.path)
     return OK
 
 
-def _reported(port: int | None, uri: SourceUri, shown: Progress) -> AbstractContextManager[Progress]:
-    return nullcontext(shown) if port is None else pod_fetch(str(uri), port, shown)
+def _pulled(uri: SourceUri, options: argparse.Namespace, progress: Progress) -> PulledModel:
+    return pull_model(
+        uri,
+        progress=progress,
+        download_dir=options.download_dir,
+        check_config=engine_check(uri),
+        refresh=options.refresh,
+        make_room_after=cache_min_age() if options.make_room else None,
+    )
 
 
 def _path(options: argparse.Namespace) -> int:
