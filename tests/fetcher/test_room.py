@@ -9,6 +9,7 @@ import pytest
 
 from argosy_fetcher.disk import MARGIN_BYTES
 from argosy_fetcher.errors import NoSpace
+from argosy_fetcher.file_lock import SharedLock
 from argosy_fetcher.progress import Silent
 from argosy_fetcher.pull import PulledModel, open_store, pull_model
 from argosy_fetcher.room import make_room
@@ -28,8 +29,10 @@ def _names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def pull(name: str, hours_ago: float) -> PulledModel:
+    """Pull a model that was used then. It can be held again."""
     publish_tiny(name)
     model = pull_model(parse(f"hf://{name}"), progress=Silent())
+    model.close()
     then = NOW - hours_ago * HOUR_S
     os.utime(model.path / LAST_USE, (then, then))
     return model
@@ -64,7 +67,7 @@ def stored() -> tuple[int, int]:
 
 def test_what_was_used_longest_ago_goes_first_and_no_more_than_needed() -> None:
     for name, hours in (("a", 2), ("b", 9), ("c", 5)):
-        pull(f"acme/{name}", hours).close()
+        pull(f"acme/{name}", hours)
     size, full = stored()
     assert make(0, full)[0] == ["a", "b", "c"]
     left, notes = make(size, full)
@@ -75,23 +78,23 @@ def test_what_was_used_longest_ago_goes_first_and_no_more_than_needed() -> None:
 
 def test_what_is_held_or_was_just_used_stays() -> None:
     held = pull("acme/held", 9)
-    pull("acme/new", 9).close()
-    pull("acme/used", 0.5).close()
-    pull("acme/old", 2).close()
+    pull("acme/new", 9)
+    pull("acme/used", 0.5)
+    pull("acme/old", 2)
     size, full = stored()
-    assert make(size, full)[0] == ["held", "new", "used"]
-    held.close()
+    with SharedLock(held.path / LAST_USE):
+        assert make(size, full)[0] == ["held", "new", "used"]
 
 
 def test_nothing_goes_if_it_would_not_be_enough() -> None:
-    pull("acme/old", 9).close()
-    pull("acme/used", 0.5).close()
+    pull("acme/old", 9)
+    pull("acme/used", 0.5)
     size, full = stored()
     assert make(2 * size, full) == (["old", "used"], [])
 
 
 def test_a_disk_that_does_not_tell_its_room_is_left_alone() -> None:
-    pull("acme/old", 9).close()
+    pull("acme/old", 9)
     store = open_store(None)
     make_room(store, 1, source="", min_age=0.0, note=lambda _: None, now=lambda: NOW, free=lambda: None)
     assert len(store.list()) == 1
@@ -99,7 +102,6 @@ def test_a_disk_that_does_not_tell_its_room_is_left_alone() -> None:
 
 def test_a_pull_makes_room_only_if_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
     old = pull("acme/old", 9)
-    old.close()
     os.utime(old.path / LAST_USE, (0, 0))
     _, full = stored()
     disk = Disk(open_store(None), full)
