@@ -12,7 +12,7 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -92,27 +92,24 @@ def pull_model(
         TransientError: the source or the network does not answer; what has arrived is kept.
     """
     values = os.environ if environment is None else environment
-    store = open_store(download_dir, values)
+    pull = _Pull(
+        uri=uri,
+        store=open_store(download_dir, values),
+        progress=progress,
+        check_config=check_config,
+        refresh=refresh and not is_offline(values),
+        make_room_after=make_room_after,
+        environment=values,
+        cancelled=cancelled,
+    )
     for _ in range(_MAX_REMOVALS):
-        is_found_anew = refresh and not is_offline(values)
-        found = None if is_found_anew else find_model(uri, download_dir=download_dir, environment=values)
+        found = None if pull.refresh else find_model(uri, download_dir=download_dir, environment=values)
         if found is not None:
-            progress.resolved(found.source, found.revision)
-            progress.end()
-            model = PulledModel(found.path, found.source, found.revision)
-        elif not has_weights and (configs := _fetch_configs(uri, progress, check_config, values)) is not None:
+            model = pull.present(found)
+        elif not has_weights and (configs := pull.fetch_configs()) is not None:
             return configs
         else:
-            model = _fetch(
-                uri,
-                store,
-                progress,
-                check_config,
-                refresh,
-                values,
-                cancelled,
-                make_room_after=make_room_after,
-            )
+            model = pull.fetch()
         try:
             return replace(model, hold=hold_model(model.path))
         except ModelRemoved:
@@ -120,74 +117,79 @@ def pull_model(
     raise ModelRemoved(f"{uri}: other processes remove it from the store again and again; stop them")
 
 
-def _fetch(
-    uri: SourceUri,
-    store: Store,
-    progress: Progress,
-    check_config: CheckConfig | None,
-    refresh: bool,
-    environment: Mapping[str, str],
-    cancelled: threading.Event | None,
-    *,
-    make_room_after: float | None,
-) -> PulledModel:
-    """Fetch a model, at the revision that it is pinned to if the source still has that."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pull:
+    """One call of `pull_model`, whose arguments these are."""
 
-    def fetch(at: SourceUri) -> PulledModel:
-        with closing(open_source(at, load_credentials(environment))) as source:
-            room = None
-            if make_room_after is not None:
-                room = partial(
-                    make_room, store, source=source.name, min_age=make_room_after, note=progress.note
-                )
+    uri: SourceUri
+    store: Store
+    progress: Progress
+    check_config: CheckConfig | None
+    refresh: bool
+    make_room_after: float | None
+    environment: Mapping[str, str]
+    cancelled: threading.Event | None
+
+    def present(self, model: StoredModel) -> PulledModel:
+        """Report a model that is on this machine."""
+        self.progress.resolved(model.source, model.revision)
+        self.progress.end()
+        return PulledModel(model.path, model.source, model.revision)
+
+    def fetch(self) -> PulledModel:
+        """Fetch a model, at the revision that it is pinned to if the source still has that."""
+        uri, note = self.uri, self.progress.note
+        name, requested = name_in_store(uri, self.environment)
+        pinned = self.store.pinned_revision(name, requested)
+        may_ask = not self.refresh and not is_offline(self.environment) and uri.scheme in _WITH_COMMITS
+        if not may_ask or pinned in (None, requested):
+            return self._fetch_at(uri)
+        note(
+            f"{uri}: fetching {pinned} again, to which it is pinned; "
+            "`argosy models pull --refresh` takes what it is now"
+        )
+        try:
+            return self._fetch_at(structs.replace(uri, revision=pinned))
+        except ModelNotFound:
+            note(f"{uri}: {pinned} is not there any more; taking what it is now")
+        return self._fetch_at(uri)
+
+    def _fetch_at(self, uri: SourceUri) -> PulledModel:
+        with closing(open_source(uri, load_credentials(self.environment))) as source:
             found = fetch_model(
                 source,
-                store,
-                progress=progress,
-                check_config=check_config,
-                refresh=refresh,
-                offline=is_offline(environment),
-                requested=str(uri),
-                settings=TransferSettings(make_room=room),
-                cancelled=cancelled,
+                self.store,
+                progress=self.progress,
+                check_config=self.check_config,
+                refresh=self.refresh,
+                offline=is_offline(self.environment),
+                requested=str(self.uri),
+                settings=TransferSettings(make_room=self._room_for(source.name)),
+                cancelled=self.cancelled,
             )
         return PulledModel(found.path, found.source, found.revision)
 
-    name, requested = name_in_store(uri, environment)
-    pinned = store.pinned_revision(name, requested)
-    may_ask = not refresh and not is_offline(environment) and uri.scheme in _WITH_COMMITS
-    if not may_ask or pinned in (None, requested):
-        return fetch(uri)
-    progress.note(
-        f"{uri}: fetching {pinned} again, to which it is pinned; `argosy models pull --refresh` takes what it is now"
-    )
-    try:
-        return fetch(structs.replace(uri, revision=pinned))
-    except ModelNotFound:
-        progress.note(f"{uri}: {pinned} is not there any more; taking what it is now")
-    return fetch(uri)
+    def _room_for(self, source: str) -> Callable[[int], None] | None:
+        if self.make_room_after is None:
+            return None
+        return partial(
+            make_room, self.store, source=source, min_age=self.make_room_after, note=self.progress.note
+        )
 
-
-def _fetch_configs(
-    uri: SourceUri,
-    progress: Progress,
-    check_config: CheckConfig | None,
-    environment: Mapping[str, str],
-) -> PulledModel | None:
-    """Fetch config and tokenizer; None if they are in an archive, or no request may be made."""
-    if is_offline(environment):
-        return None
-    path = Path(tempfile.mkdtemp(prefix="argosy-config-"))
-    atexit.register(
-        shutil.rmtree, path, ignore_errors=True
-    )  # engines read it until then, such as at `wake_up`
-    with closing(open_source(uri, load_credentials(environment))) as source:
-        snapshot = fetch_configs(source, path, check_config=check_config, note=progress.note)
-    if snapshot is None:
-        return None
-    progress.resolved(snapshot.source, snapshot.revision)
-    progress.end()
-    return PulledModel(path, snapshot.source, snapshot.revision)
+    def fetch_configs(self) -> PulledModel | None:
+        """Fetch config and tokenizer; None if they are in an archive, or no request may be made."""
+        if is_offline(self.environment):
+            return None
+        path = Path(tempfile.mkdtemp(prefix="argosy-config-"))
+        # Engines read it until then, such as at `wake_up`.
+        atexit.register(shutil.rmtree, path, ignore_errors=True)
+        with closing(open_source(self.uri, load_credentials(self.environment))) as source:
+            snapshot = fetch_configs(source, path, check_config=self.check_config, note=self.progress.note)
+        if snapshot is None:
+            return None
+        self.progress.resolved(snapshot.source, snapshot.revision)
+        self.progress.end()
+        return PulledModel(path, snapshot.source, snapshot.revision)
 
 
 def find_model(
