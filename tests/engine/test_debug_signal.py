@@ -110,17 +110,17 @@ def num_threads(pid: int) -> int:
 def test_workers_and_the_grammar_process_name_themselves(capfd: pytest.CaptureFixture[str]) -> None:
     written = ""
 
-    def stacks_of(name: str, pid: int) -> None:
-        def has_told() -> bool:
-            nonlocal written
-            written += capfd.readouterr().err
-            return f"{name}, process {pid}: " in written
+    def told() -> str:
+        nonlocal written
+        written += capfd.readouterr().err
+        return written
 
+    def stacks_of(name: str, pid: int) -> None:
         os.kill(pid, signal.SIGUSR1)
-        wait_until(has_told, name)
-        told = written.partition(f"{name}, process {pid}: ")
-        assert "most recent call first" in told[0]
-        assert "its stacks are above" in told[2]
+        wait_until(lambda: f"{name}, process {pid}: " in told(), name)
+        before, _, after = written.partition(f"{name}, process {pid}: ")
+        assert "most recent call first" in before
+        assert "its stacks are above" in after
 
     args = EngineArgs.of(model="builtin://tiny", device="cpu", dtype="float32", threads=1)
     executor = MultiprocExecutor(args, world_size=1)
@@ -142,7 +142,10 @@ def test_workers_and_the_grammar_process_name_themselves(capfd: pytest.CaptureFi
         thread = threading.Thread(target=compile_endlessly)
         thread.start()
         wait_until(lambda: any(num_threads(pid) > 1 for pid in children(server)), "a compilation")
-        stacks_of("argosy engine grammar compilation", children(server)[0])
+        os.kill(
+            children(server)[0], signal.SIGUSR1
+        )  # whose native code has no time for Python: the stack names it
+        wait_until(lambda: "grammar_server.py" in (seen := told()) and " in _work" in seen, "its stack")
         compilation.kill()
         thread.join()
         assert client.new_compilation().run(GrammarSpec("regex", "a")) is not None

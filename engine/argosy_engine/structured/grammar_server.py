@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 
 from argosy_engine.osproc.child_process import die_with_parent, open_pidfd
-from argosy_engine.osproc.debug_signal import describe_on_signal, dump_stacks_on_signal
+from argosy_engine.osproc.debug_signal import dump_stacks_on_signal
 from argosy_engine.structured.grammar_messages import (
     COMPILED,
     FAULT,
@@ -121,7 +121,6 @@ def _work(socket_: socket.socket, backend: XGrammarBackend, fault: str | None) -
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
     job = msgspec.msgpack.decode(_receive(socket_), type=CompileJob)
-    describe_on_signal("argosy engine grammar compilation", lambda: f"{_describe(job)}; its stacks are above")
     # SIGALRM's default action kills the process without needing the interpreter.
     signal.setitimer(signal.ITIMER_REAL, job.deadline_s)
     _limit_memory()
@@ -147,10 +146,6 @@ def _result(
         return INVALID, str(error)
     except MemoryError:
         return INVALID, f"compiling it takes more than {MAX_MEMORY_BYTES >> 20} MiB of memory"
-
-
-def _describe(job: CompileJob) -> str:
-    return "vocabulary" if job.spec is None else f"{job.spec.kind} of {len(job.spec.text)} characters"
 
 
 def _receive(connection: socket.socket) -> bytes:
