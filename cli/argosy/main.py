@@ -96,7 +96,8 @@ def _run(command: Command, arguments: list[str]) -> int:
         if not command.extra or missing.startswith("argosy"):
             raise
         sys.stderr.write(
-            f"argosy {command.name}: needs the package {missing!r}: pip install 'argosy[{command.extra}]'\n"
+            f"argosy {command.name}: needs the package {missing!r}: "
+            f"`pip install '.[{command.extra}]'` in the checkout\n"
         )
         return FAILURE
     except KeyboardInterrupt:

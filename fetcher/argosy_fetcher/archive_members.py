@@ -70,7 +70,9 @@ def require_unpacker(packing: Packing) -> None:
         try:
             import zstandard  # noqa: F401
         except ImportError:
-            raise FetchError("archives with zstd need a package: pip install 'argosy[fetch]'") from None
+            raise FetchError(
+                "archives with zstd need a package: `pip install '.[fetch]'` in the checkout"
+            ) from None
 
 
 @contextmanager

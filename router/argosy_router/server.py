@@ -389,7 +389,9 @@ def _tracer(config: RouterConfig) -> Tracer | None:
     try:
         from argosy_router.observability.tracing import Tracer
     except ImportError:
-        raise ConfigError("--otlp-traces-endpoint needs OpenTelemetry: pip install 'argosy[otlp]'") from None
+        raise ConfigError(
+            "--otlp-traces-endpoint needs OpenTelemetry: `pip install '.[otlp]'` in the checkout"
+        ) from None
     return Tracer(config.otlp_traces_endpoint, socket.gethostname())
 
 

@@ -95,7 +95,10 @@ def test_a_missing_extra_is_named(
     command = Command("serve", "no_such_package.serve:main", "help", "engine")
     monkeypatch.setattr(cli, "COMMANDS", (command,))
     assert main(["serve"]) == 1
-    assert "needs the package 'no_such_package': pip install 'argosy[engine]'" in capsys.readouterr().err
+    assert (
+        "needs the package 'no_such_package': `pip install '.[engine]'` in the checkout"
+        in capsys.readouterr().err
+    )
 
 
 def test_crd_prints_the_definition(capsys: pytest.CaptureFixture[str]) -> None:

@@ -242,6 +242,7 @@ def test_local_sources_are_not_opened() -> None:
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SOURCES, "s3", "no_such_package.client:Source")
     with pytest.raises(
-        FetchError, match=r"s3:// needs the package 'no_such_package': pip install 'argosy\[fetch\]'"
+        FetchError,
+        match=r"s3:// needs the package 'no_such_package': `pip install '\.\[fetch\]'` in the checkout",
     ):
         open_source(parse("s3://bucket/x"), {})

@@ -47,6 +47,7 @@ def main(argv: Sequence[str]) -> int:
     options = _parse(argv)
     services = read_services(options.file, gpus=len(local_gpus()))
     state = choose_state_dir(options.state_dir)
+    _is_running(state, options.port)  # before a model is fetched, which may take an hour
     with local_services(services, is_plain=options.detach) as local:
         is_new = _ensure_supervisor(state, options.port)
         is_foreground = is_new and not options.detach
@@ -114,22 +115,34 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def _ensure_supervisor(state: StateDir, wanted_port: int | None) -> bool:
     """Start a supervisor unless one is running; return whether it was started."""
+    if _is_running(state, wanted_port):
+        return False
+    env = {API_KEY_ENV: os.environ.get(API_KEY_ENV, "")}
+    start_supervisor(state, ("--port", str(wanted_port or DEFAULT_PORT)), env)
+    return True
+
+
+def _is_running(state: StateDir, wanted_port: int | None) -> bool:
+    """Return whether a supervisor is running.
+
+    Raises:
+        UsageError: it is, and its router has another port.
+        CommandError: it is not, and another program has the port.
+    """
     state.create()
     connection = state.connect()
-    if connection is not None:
-        client = ControlClient(connection, Watch())
-        status = client.next_status()
-        client.close()
-        if status and wanted_port is not None and not status.router.url.endswith(f":{wanted_port}"):
-            raise UsageError(
-                f"the fleet already listens on {status.router.url}; `argosy down` first to change the port"
-            )
+    if connection is None:
+        router_port = wanted_port or DEFAULT_PORT
+        if not is_port_free(router_port):
+            raise CommandError(f"port {router_port} of 127.0.0.1 is taken; choose another with --port PORT")
         return False
-    router_port = wanted_port or DEFAULT_PORT
-    if not is_port_free(router_port):
-        raise CommandError(f"port {router_port} of 127.0.0.1 is taken; choose another with --port PORT")
-    env = {API_KEY_ENV: os.environ.get(API_KEY_ENV, "")}
-    start_supervisor(state, ("--port", str(router_port)), env)
+    client = ControlClient(connection, Watch())
+    status = client.next_status()
+    client.close()
+    if status and wanted_port is not None and not status.router.url.endswith(f":{wanted_port}"):
+        raise UsageError(
+            f"the fleet already listens on {status.router.url}; `argosy down` first to change the port"
+        )
     return True
 
 

@@ -15,7 +15,7 @@ from argosy_fetcher.errors import FetchError, InvalidSource
 from argosy_fetcher.source_uri import SourceUri
 from argosy_fetcher.sources.source import Source
 
-EXTRA: Final = "argosy[fetch]"
+EXTRA: Final = ".[fetch]"
 
 SOURCES: Final[dict[str, str]] = {
     "hf": "argosy_fetcher.sources.hub:HubSource",
@@ -59,5 +59,7 @@ def open_source(uri: SourceUri, credentials: Mapping[str, str] | None = None) ->
         missing = (error.name or "").partition(".")[0]
         if missing.startswith("argosy"):
             raise
-        raise FetchError(f"{uri.scheme}:// needs the package {missing!r}: pip install '{EXTRA}'") from None
+        raise FetchError(
+            f"{uri.scheme}:// needs the package {missing!r}: `pip install '{EXTRA}'` in the checkout"
+        ) from None
     return made(uri, load_credentials() if credentials is None else credentials)
