@@ -1,12 +1,14 @@
 """Compare the throughput of the fetcher with `hf download` and with plain S3 clients, from servers on loopback.
 
-    python bench/fetcher/throughput.py [--gib 2] [--shards 4] [--runs 3] [--directory /dev/shm] [-o FILE]
+    python bench/fetcher/throughput.py [--gib 2] [--shards 4] [--runs 3] [--directory /dev/shm] [--boto3 PYTHON]
+        [-o FILE]
 
 Writes a model of random bytes, serves it from another process, and lets each client download it into an empty
 directory, in alternating order. Figures are medians over the runs and include the start of the client's process.
 `ratio` compares Argosy's throughput with the best other client of the same server: 1.0 is as fast. The fetcher also
 checks hashes and forces its files to disk, which the others do not; in memory (the default directory, if there is one)
-the latter costs nothing, so that networks are compared and not disks. The directory holds the model twice.
+the latter costs nothing, so that networks are compared and not disks. The directory holds the model twice. `--boto3` is
+the interpreter of an environment with boto3, which cannot share ours; without it, that client is left out.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from loopback_servers import MODEL
 HERE = Path(__file__).resolve().parent
 GIB = 1 << 30
 BLOCK_BYTES = 16 << 20
-CLIENTS = {"hub": ("argosy-hub", "hf"), "bucket": ("argosy-bucket", "obstore", "boto3")}
+CLIENTS = {"hub": ["argosy-hub", "hf"], "bucket": ["argosy-bucket", "obstore"]}
 """Ours first, for each server."""
 TIMEOUT_S = 1800
 
@@ -79,10 +81,11 @@ def serving(directory: Path) -> Iterator[dict[str, str]]:
             process.stdin.close()
 
 
-def command_of(client: str, endpoint: str, directory: Path) -> tuple[list[str], dict[str, str]]:
+def command_of(client: str, endpoint: str, directory: Path, boto3: str) -> tuple[list[str], dict[str, str]]:
     """Return a client's command line, and what its environment has in addition."""
     if client != "hf":
-        return [sys.executable, str(HERE / "downloads.py"), client, endpoint, str(directory)], {}
+        python = boto3 if client == "boto3" else sys.executable
+        return [python, str(HERE / "downloads.py"), client, endpoint, str(directory)], {}
     environment = {
         "HF_ENDPOINT": endpoint,
         "HF_HOME": str(directory),
@@ -93,9 +96,9 @@ def command_of(client: str, endpoint: str, directory: Path) -> tuple[list[str], 
     return [str(Path(sys.executable).with_name("hf")), "download", MODEL], environment
 
 
-def download(server: str, client: str, endpoint: str, directory: Path, num_bytes: int) -> Run:
+def download(server: str, client: str, endpoint: str, directory: Path, num_bytes: int, boto3: str) -> Run:
     directory.mkdir()
-    command, environment = command_of(client, endpoint, directory)
+    command, environment = command_of(client, endpoint, directory, boto3)
     before, started = os.times(), time.perf_counter()
     subprocess.run(
         command,
@@ -144,7 +147,10 @@ def main() -> None:
         "--directory", type=Path, default=default if default.is_dir() else Path(tempfile.gettempdir())
     )
     parser.add_argument("-o", "--output", type=Path, help="also write all runs as JSON")
+    parser.add_argument("--boto3", default="", metavar="PYTHON")
     arguments = parser.parse_args()
+    if arguments.boto3:
+        CLIENTS["bucket"].append("boto3")
     runs: list[Run] = []
     with tempfile.TemporaryDirectory(dir=arguments.directory, prefix="argosy-bench-") as root:
         model = Path(root) / "model"
@@ -155,7 +161,9 @@ def main() -> None:
                 for server, clients in CLIENTS.items():
                     for client in clients if number % 2 == 0 else reversed(clients):
                         target = Path(root) / "download"
-                        runs.append(download(server, client, addresses[server], target, num_bytes))
+                        runs.append(
+                            download(server, client, addresses[server], target, num_bytes, arguments.boto3)
+                        )
     print_table(runs)
     if arguments.output is not None:
         arguments.output.write_text(json.dumps([asdict(run) for run in runs], indent=1))
