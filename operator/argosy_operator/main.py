@@ -19,7 +19,7 @@ from typing import Final
 import aiohttp
 from aiohttp import web
 
-from argosy_operator.cluster.fetch_watch import http_progress, progress_session
+from argosy_operator.cluster.fetch_watch import http_progress
 from argosy_operator.cluster.kubernetes_api import KubernetesApi
 from argosy_operator.cluster.router_watch import http_fetch
 from argosy_operator.config import ConfigError, OperatorConfig
@@ -79,14 +79,10 @@ async def run(config: OperatorConfig, *, health_port: int) -> int:
     Raises:
         OperatorError: there is no cluster, or it could not be read the first time.
     """
-    async with (
-        await KubernetesApi.connect() as api,
-        aiohttp.ClientSession() as session,
-        progress_session() as pods,
-    ):
+    async with await KubernetesApi.connect() as api, aiohttp.ClientSession() as session:
         config = await ensure_keys(api, config)
         fetch = http_fetch(session, config.fleet_key, is_tls=config.router_speaks_tls)
-        controller = Controller(api, config, fetch=fetch, ask_progress=http_progress(pods))
+        controller = Controller(api, config, fetch=fetch, ask_progress=http_progress)
         async with _served(controller, config, health_port):
             await controller.start()  # before kopf, which looks only once which resources are served
             stop = asyncio.Event()

@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-import aiohttp
 import msgspec
 import pytest
 from aiohttp import web
@@ -21,12 +20,12 @@ from argosy_operator.cluster import fetch_watch
 from argosy_operator.cluster.fetch_watch import (
     CHANGE_INTERVAL,
     DEADLINE,
+    MAX_POLLS_AT_ONCE,
     MAX_POLLS_PER_SECOND,
     POLL_INTERVAL,
     FetchingPod,
     FetchWatch,
     http_progress,
-    progress_session,
     read_fetching_pod,
 )
 from argosy_operator.kinds import Name
@@ -69,7 +68,7 @@ async def test_view_follows_the_reports() -> None:
     watch.set_pods([pod("a"), pod("b")])
     await asyncio.sleep(1)
     assert watch.view == {"uid-a": so_far(10), "uid-b": report("waiting")}
-    assert changes == [(0.0, ("team", "tiny")), (0.0, ("team", "tiny"))]
+    assert [service for _, service in changes] == [("team", "tiny"), ("team", "tiny")]
     fetchers.answers["a"] = so_far(20)
     await asyncio.sleep(2 * CHANGE_INTERVAL)
     assert watch.view["uid-a"] == so_far(20)
@@ -103,7 +102,7 @@ async def test_a_pod_is_polled_often_and_announces_changes_seldom() -> None:
     [
         None,
         ConnectionRefusedError(),
-        aiohttp.ClientPayloadError("cut"),
+        ConnectionResetError("cut"),
         msgspec.ValidationError("wrong"),
         UnicodeDecodeError("utf-8", b"\xff", 0, 1, "wrong"),
         ValueError("too long"),
@@ -178,6 +177,39 @@ async def test_many_pods_are_polled_at_a_bounded_rate() -> None:
     )
 
 
+@virtual_time
+async def test_a_restart_does_not_ask_all_pods_at_once() -> None:
+    names = [f"p{number}" for number in range(1000)]
+    fetchers = Fetchers(**dict.fromkeys(names, so_far(10)))
+    watch = FetchWatch(fetchers, Changes())
+    watch.set_pods(map(pod, names))
+    await asyncio.sleep(60)
+    watch.close()
+    in_second = Counter(int(at) for at, _ in fetchers.asked)
+    assert max(in_second.values()) < 2 * MAX_POLLS_PER_SECOND
+
+
+@virtual_time
+async def test_pods_that_never_answer_occupy_a_bounded_number_of_polls() -> None:
+    running = most = 0
+
+    async def ask(address: str) -> ModelProgress:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            running -= 1
+        raise AssertionError
+
+    watch = FetchWatch(ask, Changes())
+    watch.set_pods(pod(f"p{number}") for number in range(100))
+    await asyncio.sleep(60)
+    watch.close()
+    assert most == MAX_POLLS_AT_ONCE
+
+
 @pytest.mark.parametrize(
     ("name", "container", "is_fetching"),
     [
@@ -232,9 +264,7 @@ async def served(
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     monkeypatch.setattr(fetch_watch, "PROGRESS_PORT", runner.addresses[0][1])
     try:
-        async with progress_session() as session:
-            ask = http_progress(session)
-            yield lambda: ask("127.0.0.1"), paths
+        yield lambda: http_progress("127.0.0.1"), paths
     finally:
         await runner.cleanup()
 
@@ -296,6 +326,57 @@ async def test_an_endless_answer_is_cut(monkeypatch: pytest.MonkeyPatch) -> None
             sent += 65536
 
     async with served(answer, monkeypatch) as (ask, _):
-        with pytest.raises(ValueError, match="more than 4096 bytes"):
+        with pytest.raises(ValueError, match="more than 8192 bytes"):
             await ask()
     assert sent < 1 << 26, "the connection was closed, as far as buffers allow"
+
+
+@pytest.mark.parametrize(
+    ("name", "begin", "repeated"),
+    [
+        ("interim responses", b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+        ("early hints", b"", b"HTTP/1.1 103 Early Hints\r\nX-A: b\r\n\r\n"),
+        ("fields", b"HTTP/1.1 200 OK\r\n", b"X-A: b\r\n"),
+        ("chunks", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"1\r\n \r\n"),
+        ("no line", b"", b"x"),
+    ],
+)
+async def test_an_endless_head_is_cut(
+    name: str, begin: bytes, repeated: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = 0
+    closed = asyncio.Event()
+
+    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
+        writer.write(begin)
+        try:
+            while True:
+                writer.write(repeated * 1000)
+                await writer.drain()
+                sent += 1000 * len(repeated)
+        except OSError:
+            closed.set()
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    monkeypatch.setattr(fetch_watch, "PROGRESS_PORT", server.sockets[0].getsockname()[1])
+    async with server, asyncio.timeout(10):
+        with pytest.raises(ValueError, match="more than 8192 bytes"):
+            await http_progress("127.0.0.1")
+        await closed.wait()
+    assert sent < 1 << 26, name
+
+
+async def test_a_report_after_an_interim_response_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\n\r\n" + REPORT)
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    monkeypatch.setattr(fetch_watch, "PROGRESS_PORT", server.sockets[0].getsockname()[1])
+    async with server:
+        with pytest.raises(ValueError, match="no answer of status 200"):
+            await http_progress("127.0.0.1")

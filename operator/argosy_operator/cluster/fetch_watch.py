@@ -3,7 +3,8 @@
 Owns one poll per fetching pod, and the view of the last reports. Must not know the pods' conditions. Pods are not
 trusted: an answer is bounded in bytes and time, redirects are not followed, and one that is missing, late or wrong
 changes nothing. Invariants: a report is kept as long as the container runs that made it; a pod announces at most one
-change per CHANGE_INTERVAL; on average all pods together are polled at most MAX_POLLS_PER_SECOND times a second.
+change per CHANGE_INTERVAL; on average all pods together are polled at most MAX_POLLS_PER_SECOND times a second, from
+the start of the operator on.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import random
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, Final
 
-import aiohttp
 import msgspec
 from msgspec import Struct
 
@@ -32,11 +32,14 @@ CHANGE_INTERVAL: Final = 5.0
 """Seconds between two changes of one pod's report. Each is a write to the API server."""
 MAX_POLLS_PER_SECOND: Final = 50
 """Polls of all pods together. With more than 100 pods each of them is polled less often."""
+MAX_POLLS_AT_ONCE: Final = 20
+"""Polls of all pods that run at the same time. Bounds what pods that all answer as slowly as they may can occupy."""
 DEADLINE: Final = 2.0
 """Seconds for one poll."""
+MAX_ANSWER_BYTES: Final = 2 * MAX_REPORT_BYTES
+"""Of an answer, head and body. A longer one is not read."""
 
 UNUSABLE: Final = (
-    aiohttp.ClientError,
     TimeoutError,
     OSError,
     ValueError,
@@ -89,6 +92,7 @@ class FetchWatch:
         self._on_change = on_change
         self._polled: dict[str, tuple[FetchingPod, asyncio.Task[None]]] = {}
         self._reports: dict[str, ModelProgress] = {}
+        self._running = asyncio.Semaphore(MAX_POLLS_AT_ONCE)
 
     @property
     def view(self) -> Mapping[str, ModelProgress]:
@@ -123,6 +127,8 @@ class FetchWatch:
             self.forget(uid)
 
     async def _poll(self, pod: FetchingPod) -> None:
+        # An operator that starts finds all fetching pods at once.
+        await asyncio.sleep(len(self._polled) / MAX_POLLS_PER_SECOND * random.random())  # noqa: S311 - as below
         while True:
             has_changed = await self._refresh(pod)
             interval = CHANGE_INTERVAL if has_changed else POLL_INTERVAL
@@ -132,7 +138,7 @@ class FetchWatch:
     async def _refresh(self, pod: FetchingPod) -> bool:
         """Poll a pod once. Whether its report changed in a way that is shown."""
         try:
-            async with asyncio.timeout(DEADLINE):
+            async with self._running, asyncio.timeout(DEADLINE):
                 report = await self._ask(pod.address)
         except UNUSABLE as error:
             logger.debug("pod %s does not report its fetch: %s", pod.name, error or type(error).__name__)
@@ -145,40 +151,39 @@ class FetchWatch:
         return True
 
 
-def progress_session() -> aiohttp.ClientSession:
-    """A session for `http_progress`, in which pods share nothing: no cookies, and no limit of connections behind which
-    the poll of one pod could wait for another's."""
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, force_close=True),
-        cookie_jar=aiohttp.DummyCookieJar(),
-        auto_decompress=False,  # a few bytes could become gigabytes
-        read_bufsize=MAX_REPORT_BYTES,
-    )
-
-
-def http_progress(session: aiohttp.ClientSession) -> AskProgress:
-    """Ask pods over HTTP on PROGRESS_PORT."""
-
-    async def ask(address: str) -> ModelProgress:
-        host = f"[{address}]" if ":" in address else address
-        url = f"http://{host}:{PROGRESS_PORT}{PROGRESS_PATH}"
-        async with session.get(url, allow_redirects=False) as response:
-            if response.status != 200:
-                raise ValueError(f"status {response.status}")
-            return msgspec.json.decode(await _read(response), type=ModelProgress)
-
-    return ask
-
-
-async def _read(response: aiohttp.ClientResponse) -> bytes:
-    """The body.
+async def http_progress(address: str) -> ModelProgress:
+    """Ask a pod over HTTP on PROGRESS_PORT. A plain connection, because an HTTP client skips interim responses (1xx)
+    without limit, and those would keep it from its deadline.
 
     Raises:
-        ValueError: it is longer than MAX_REPORT_BYTES.
+        ValueError: not an answer of status 200 with one report, within MAX_ANSWER_BYTES and MAX_REPORT_BYTES.
     """
-    body = b""
-    while chunk := await response.content.read(MAX_REPORT_BYTES):
-        body += chunk
-        if len(body) > MAX_REPORT_BYTES:
-            raise ValueError(f"more than {MAX_REPORT_BYTES} bytes")
-    return body
+    reader, writer = await asyncio.open_connection(address, PROGRESS_PORT, limit=MAX_ANSWER_BYTES)
+    try:
+        host = f"[{address}]" if ":" in address else address
+        # HTTP/1.0: the answer is not chunked, and ends with the connection.
+        writer.write(f"GET {PROGRESS_PATH} HTTP/1.0\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+        answer = await _read(reader)
+    finally:
+        writer.transport.abort()
+    head, _, body = answer.partition(b"\r\n\r\n")
+    status = head.partition(b"\r\n")[0].split(b" ")
+    if status[0] not in (b"HTTP/1.0", b"HTTP/1.1") or status[1:2] != [b"200"]:
+        raise ValueError("no answer of status 200")
+    if len(body) > MAX_REPORT_BYTES:
+        raise ValueError(f"more than {MAX_REPORT_BYTES} bytes")
+    return msgspec.json.decode(body, type=ModelProgress)
+
+
+async def _read(reader: asyncio.StreamReader) -> bytes:
+    """The whole answer, head and body.
+
+    Raises:
+        ValueError: it is longer than MAX_ANSWER_BYTES.
+    """
+    answer = b""
+    while chunk := await reader.read(MAX_ANSWER_BYTES):
+        answer += chunk
+        if len(answer) > MAX_ANSWER_BYTES:
+            raise ValueError(f"more than {MAX_ANSWER_BYTES} bytes")
+    return answer
