@@ -6,7 +6,7 @@ overrides what the init container's end says.
 
     False  Fetching     the init container runs: its progress
     True   Cached       it has succeeded: its last line
-    False  FetchFailed  it has failed: its last line. Stays while the next attempt has not got beyond its start
+    False  FetchFailed  it has failed: its last line. Stays until the next attempt fetches
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def cached_change(pod: Pod, progress: ModelProgress | None) -> CachedChange | No
     elif fetch.state == "failed":
         change = CachedChange(pod=pod, status="False", reason="FetchFailed", message=fetch.exit_message)
     elif fetch.state == "running" and progress is not None:
-        if fetch.has_failed and progress.phase == "resolving":
+        if fetch.has_failed and progress.phase in ("resolving", "waiting"):
             return None
         change = CachedChange(pod=pod, status="False", reason="Fetching", message=summary(progress))
     else:
