@@ -84,7 +84,10 @@ def test_the_container_that_fetches() -> None:
     spec = pod_spec({"source": HUB}, config, resources=resources, engine=engine)
     (fetch,), (only,) = spec["initContainers"], spec["containers"]
     assert fetch["name"] == "fetch-model"
-    assert (fetch["image"], fetch["imagePullPolicy"]) == ("other:1", CONFIG.image_pull_policy)
+    assert (fetch["image"], fetch["imagePullPolicy"]) == (CONFIG.engine_image, CONFIG.image_pull_policy)
+    assert only["image"] == "other:1", (
+        "an image that a service chooses neither writes to the store nor has the Secret"
+    )
     assert fetch["args"] == [
         *("models", "pull", HUB, "--download-dir", "/models"),
         *("--progress-port", "8009", "--make-room"),

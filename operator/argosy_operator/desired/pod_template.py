@@ -96,15 +96,23 @@ def _image_pull_secrets(
 
 
 def _init_containers(service: InferenceService, config: OperatorConfig, model: ModelVolume) -> list[Manifest]:
+    """Never `spec.engine.image`: `fetch-model` writes to a store that other services read, and has a Secret that the
+    author of a resource need not be able to read."""
     if model.fetch is None:
         return []
-    return [{**_any_container(service, config), "resources": _resources(service, gpu=False), **model.fetch}]
+    return [
+        {
+            **_any_container(config.engine_image, config),
+            "resources": _resources(service, gpu=False),
+            **model.fetch,
+        }
+    ]
 
 
-def _any_container(service: InferenceService, config: OperatorConfig) -> Manifest:
+def _any_container(image: str, config: OperatorConfig) -> Manifest:
     """What all containers of the pod have in common."""
     return {
-        "image": service.spec.engine.image or config.engine_image,
+        "image": image,
         "imagePullPolicy": config.image_pull_policy,
         "securityContext": {
             "allowPrivilegeEscalation": False,
@@ -120,7 +128,7 @@ def _any_container(service: InferenceService, config: OperatorConfig) -> Manifes
 def _engine_container(service: InferenceService, config: OperatorConfig, model: ModelVolume) -> Manifest:
     drain = service.spec.rollout.drain_seconds
     return {
-        **_any_container(service, config),
+        **_any_container(service.spec.engine.image or config.engine_image, config),
         "name": ENGINE_CONTAINER,
         "args": engine_args(service, model=model.model, download_dir=model.download_dir),
         "env": _env(service, model),
