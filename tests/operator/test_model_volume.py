@@ -99,6 +99,16 @@ def test_the_container_that_fetches() -> None:
     assert literals(fetch) == {"HTTPS_PROXY": "http://proxy:3128", "HOME": "/tmp"}
 
 
+def test_kubernetes_expands_no_variable_in_a_source() -> None:
+    """The kubelet replaces $(NAME) in args, and turns $$ into $."""
+    key = "$(ARGOSY_API_KEY)"
+    (engine,) = pod_spec({"source": f"file:///{key}"})["containers"]
+    assert engine["args"][:2] == ["serve", "/$$(ARGOSY_API_KEY)"]
+    spec = pod_spec({"source": f"s3://bucket/$/{key}"})
+    (fetch,), (engine,) = spec["initContainers"], spec["containers"]
+    assert fetch["args"][2] == engine["args"][1] == "s3://bucket/$$/$$(ARGOSY_API_KEY)"
+
+
 def test_nothing_that_an_engine_writes_reaches_the_container_that_fetches() -> None:
     """A pod whose sandbox is made anew runs its init containers again: a `.netrc` or a configuration in a shared home
     would send credentials elsewhere."""

@@ -8,6 +8,7 @@ has to enable; the revision is a hash of the template, so pods are replaced if, 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Final
 
 import msgspec
@@ -100,13 +101,9 @@ def _init_containers(service: InferenceService, config: OperatorConfig, model: M
     author of a resource need not be able to read."""
     if model.fetch is None:
         return []
-    return [
-        {
-            **_any_container(config.engine_image, config),
-            "resources": _resources(service, gpu=False),
-            **model.fetch,
-        }
-    ]
+    common = _any_container(config.engine_image, config)
+    resources = _resources(service, gpu=False)
+    return [{**common, "resources": resources, **model.fetch, "args": _literal(model.fetch["args"])}]
 
 
 def _any_container(image: str, config: OperatorConfig) -> Manifest:
@@ -130,7 +127,7 @@ def _engine_container(service: InferenceService, config: OperatorConfig, model: 
     return {
         **_any_container(service.spec.engine.image or config.engine_image, config),
         "name": ENGINE_CONTAINER,
-        "args": engine_args(service, model=model.model, download_dir=model.download_dir),
+        "args": _literal(engine_args(service, model=model.model, download_dir=model.download_dir)),
         "env": _env(service, model),
         "ports": [{"name": "http", "containerPort": ENGINE_PORT, "protocol": "TCP"}],
         "startupProbe": _probe("/ready", period=1, failures=_STARTUP_SECONDS),
@@ -143,6 +140,12 @@ def _engine_container(service: InferenceService, config: OperatorConfig, model: 
         # everywhere.
         **_present(lifecycle={"preStop": {"sleep": {"seconds": drain}}} if drain else None),
     }
+
+
+def _literal(args: Iterable[str]) -> list[str]:
+    """Arguments that Kubernetes passes on as they are. It expands $(NAME), so that a source could name a variable with
+    a key in it; $$ is one $."""
+    return [arg.replace("$", "$$") for arg in args]
 
 
 def _probe(path: str, *, period: int, failures: int) -> Manifest:
