@@ -256,6 +256,38 @@ def test_a_service_without_its_cache_takes_no_turn_from_others() -> None:
     assert "Deployment" not in [change.wanted["kind"] for change in without.children]
 
 
+@pytest.mark.parametrize("ended_by", ["administrator", "user"])
+@virtual_time
+async def test_a_service_that_loses_its_cache_during_its_turn_holds_up_no_other(ended_by: str) -> None:
+    cluster = new_cluster()
+    before = {"source": "builtin://tiny"} if ended_by == "user" else ON_NODE
+    node_cache = "" if ended_by == "user" else "/var/lib/argosy"
+    async with Operator(cluster, node_cache_path=node_cache) as operator:
+        cluster.create(isvc_object("a", model=before))
+        cluster.create(isvc_object("b"))
+        await operator.settle()
+    cluster.broken_images.add("broken:1")
+    async with Operator(cluster, node_cache_path=node_cache, engine_image="broken:1") as operator:
+        await operator.settle()
+        assert condition(cluster, "Progressing", "b") == ("False", "WaitingForTurn")
+        if ended_by == "user":
+            cluster.edit("a", lambda spec: spec.update(model=ON_NODE))
+            await operator.settle()
+            assert images(cluster, "b") == ["argosy-engine:test", "broken:1"], "it has its turn"
+    async with Operator(cluster, engine_image="good:2") as operator:
+        await operator.settle()
+        assert condition(cluster, "Ready", "a") == ("False", "NodeCacheDisabled")
+        assert condition(cluster, "Ready", "b") == ("True", "ReplicasRoutable")
+        assert images(cluster, "b") == ["good:2"]
+    async with Operator(cluster, engine_image="good:2", **NODE_CACHE) as operator:
+        await operator.settle()
+        assert condition(cluster, "Ready", "a") == ("True", "ReplicasRoutable")
+
+
+def images(cluster: Any, name: str) -> list[str]:
+    return sorted(pod["spec"]["containers"][0]["image"] for pod in living_pods(cluster, name))
+
+
 def deployments(cluster: Any, name: str) -> list[Manifest]:
     """Specs of the service's Deployments."""
     return [

@@ -19,9 +19,11 @@ from argosy_operator.cluster.store import Store
 from argosy_operator.config import OperatorConfig
 from argosy_operator.desired.cached_condition import cached_patch
 from argosy_operator.desired.diff import Diff, compute_diff
+from argosy_operator.desired.model_volume import cache_problem
 from argosy_operator.desired.readiness_gate import gate_patch
 from argosy_operator.errors import ApiError, OperatorError
 from argosy_operator.kinds import INFERENCE_SERVICES, PODS, Name
+from argosy_operator.observed.deployment import has_the_turn
 from argosy_operator.observed.observation import Observation, Routers
 from argosy_operator.observed.pod import Pod, Problem
 from argosy_operator.reconcile.child_writer import ChildWriter
@@ -60,7 +62,7 @@ class Reconciler:
         self._metrics = metrics
         self._now = now
         self.key_secrets = KeySecrets(api, metrics)
-        self._turn = RolloutLock(store, on_turn_ended)
+        self._turn = RolloutLock(store, on_turn_ended, is_left_alone=self._is_left_alone)
         self._observer = Observer(store, self._turn, routers=routers, fetches=fetches)
         self._children = ChildWriter(api, store, metrics)
         self._reporter = Reporter(api, store, config, metrics=metrics, now=now, look_again=look_again)
@@ -112,11 +114,21 @@ class Reconciler:
             stored = await self._children.apply(service, change)
             if stored is not None:
                 self._turn.note(change.live, stored)
+        if diff.plan.problem is not None and has_the_turn(observed.deployment):
+            self._turn.skip()
         for kind, obj in diff.surplus:
             await self._children.delete(kind, obj)
         for cached in diff.cached:
             await self._patch_pod(service, cached.pod, cached_patch(cached, now=self._now()))
         return True
+
+    def _is_left_alone(self, key: Name) -> bool:
+        """Whether the plan of a service has a problem, for which its Deployment is not applied."""
+        obj = self._store.get(INFERENCE_SERVICES, *key)
+        try:
+            return obj is not None and cache_problem(parse(obj), self._config) is not None
+        except msgspec.ValidationError:
+            return False
 
     async def _patch_pod(self, service: InferenceService, pod: Pod, patch: dict[str, Any]) -> None:
         """Patch the status of a pod, which may be gone by now."""

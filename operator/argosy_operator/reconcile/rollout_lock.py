@@ -1,7 +1,8 @@
 """Staged rollout of the operator's own changes: records which service has the turn.
 
 Only one service at a time rolls out such a change; which one has to wait, `desired.staged_rollout` decides. An
-annotation of the Deployment records the turn; this module covers the time from the decision to the write.
+annotation of the Deployment records the turn; this module covers the time from the decision to the write. A service
+whose Deployment is left alone keeps the annotation, but holds up no other one.
 Must not know: what halts a rollout (`argosy_resource.rollout_policy`).
 Invariant: no two services are given the turn, because a claim is made without an await after the observation that
 found no other holder.
@@ -19,10 +20,14 @@ from argosy_operator.observed.deployment import has_the_turn
 
 
 class RolloutLock:
-    """Knows which service has the turn. Calls `on_ended` when services that wait should be reconciled again."""
+    """Knows which service has the turn. Calls `on_ended` when services that wait should be reconciled again.
+    `is_left_alone(service)`: whether the service's Deployment is not applied at present."""
 
-    def __init__(self, store: Store, on_ended: Callable[[], None]) -> None:
+    def __init__(
+        self, store: Store, on_ended: Callable[[], None], *, is_left_alone: Callable[[Name], bool]
+    ) -> None:
         self._store = store
+        self._is_left_alone = is_left_alone
         self._on_ended = on_ended
         self._claimed: Name | None = None
 
@@ -31,7 +36,7 @@ class RolloutLock:
         if self._claimed is not None and self._claimed != besides:
             return "/".join(self._claimed)
         for service in self._by_deployment():
-            if service != besides:
+            if service != besides and not self._is_left_alone(service):
                 return "/".join(service)
         return ""
 
@@ -51,6 +56,10 @@ class RolloutLock:
         """Note the write of a child: a Deployment that gave the turn back lets another service have it."""
         if has_the_turn(before) and not has_the_turn(after):
             self._on_ended()
+
+    def skip(self) -> None:
+        """Note that a service which has the turn is left alone: another one may have it."""
+        self._on_ended()
 
     def _by_deployment(self) -> Iterator[Name]:
         for obj in self._store.all(DEPLOYMENTS):
