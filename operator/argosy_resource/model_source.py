@@ -87,6 +87,21 @@ SOURCE_RULES: Final[dict[str, Any]] = rules_of(
 REMOTE_PATTERN: Final = f"^({'|'.join(REMOTE_SCHEMES)})://"
 """Begins the sources that are fetched; for CEL rules over other fields."""
 
+FETCH_ENV: Final = [
+    "ARGOSY_CREDENTIALS_DIR",
+    "AWS_ENDPOINT_URL",
+    "AWS_ENDPOINT_URL_S3",
+    "GOOGLE_BASE_URL",
+    "HF_ENDPOINT",
+    "STORAGE_EMULATOR_HOST",
+]
+"""Variables that are part of a model's name in the store, or lead to such. In an engine alone they make it look for
+another model than was fetched."""
+FETCH_ENV_MESSAGE: Final = (
+    "the engine does not fetch: HF_ENDPOINT, AWS_ENDPOINT_URL and other addresses and credentials of sources belong in "
+    "the Secret of spec.model.secretRef, or in the Helm chart's modelFetch.env"
+)
+
 
 def is_remote(source: str) -> bool:
     """Whether the model has to be fetched."""

@@ -21,7 +21,13 @@ from argosy_protocol.engine_limits import (
     Threads,
 )
 from argosy_protocol.fleet import RoutingPolicy
-from argosy_resource.model_source import MODELS_MOUNT, REMOTE_PATTERN, SOURCE_RULES
+from argosy_resource.model_source import (
+    FETCH_ENV,
+    FETCH_ENV_MESSAGE,
+    MODELS_MOUNT,
+    REMOTE_PATTERN,
+    SOURCE_RULES,
+)
 from argosy_resource.overlay import EnvVar, PodTemplate
 from argosy_resource.schema_types import (
     MAP_BY_NAME,
@@ -345,6 +351,24 @@ class InferenceServiceSpec(Struct, frozen=True, kw_only=True, rename="camel"):
                 f"mount.mountPath != '{MODELS_MOUNT}' && !mount.mountPath.startsWith('{MODELS_MOUNT}/')))"
             ),
             message=f"{MODELS_MOUNT} is where fetched models are mounted; mount the volume elsewhere",
+            field_path=".podTemplate.spec.containers",
+        ),
+        Rule(
+            rule=(
+                f"!self.model.source.matches('{REMOTE_PATTERN}') || !has(self.engine) || !has(self.engine.env) || "
+                f"self.engine.env.all(variable, !(variable.name in {FETCH_ENV}))"
+            ),
+            message=FETCH_ENV_MESSAGE,
+            field_path=".engine.env",
+        ),
+        Rule(
+            rule=(
+                f"!self.model.source.matches('{REMOTE_PATTERN}') || !has(self.podTemplate) || "
+                "!has(self.podTemplate.spec) || !has(self.podTemplate.spec.containers) || "
+                "self.podTemplate.spec.containers.all(container, !has(container.env) || "
+                f"container.env.all(variable, !(variable.name in {FETCH_ENV})))"
+            ),
+            message=FETCH_ENV_MESSAGE,
             field_path=".podTemplate.spec.containers",
         ),
     )

@@ -123,6 +123,12 @@ GOOD: dict[str, str] = {
     "cache in the pod, with a limit only": manifest(f"model: {{{HUB}, cache: {{sizeLimit: 60Gi}}}}"),
     "cache of the node": manifest(f"model: {{{HUB}, cache: {{type: node}}}}"),
     "cache on a claim": manifest(f"model: {{{HUB}, cache: {{type: claim, claimName: models}}}}"),
+    "another variable of an engine whose model is fetched": manifest(
+        f"model: {{{HUB}}}\nengine: {{env: [{{name: HF_HOME, value: /tmp}}]}}"
+    ),
+    "endpoint beside a model that is not fetched": manifest(
+        f"{TINY}\nengine: {{env: [{{name: HF_ENDPOINT, value: 'https://hub'}}]}}"
+    ),
     "mount at /models beside a model on a claim": manifest(
         """
 model: {source: 'pvc://models'}
@@ -241,6 +247,17 @@ BAD: dict[str, tuple[str, str]] = {
     "limit of another cache": (
         manifest(f"model: {{{HUB}, cache: {{type: node, sizeLimit: 60Gi}}}}"),
         "sizeLimit is for type none only",
+    ),
+    "endpoint of a source in the engine": (
+        manifest(f"model: {{{HUB}}}\nengine: {{env: [{{name: HF_ENDPOINT, value: 'https://hub'}}]}}"),
+        "belong in the Secret of spec.model.secretRef",
+    ),
+    "endpoint of a source in the overlay": (
+        manifest(
+            "model: {source: 's3://models/a'}\npodTemplate: {spec: {containers: [{name: engine, env: "
+            "[{name: AWS_ENDPOINT_URL_S3, value: 'https://s3'}]}]}}"
+        ),
+        "belong in the Secret of spec.model.secretRef",
     ),
     "mount below the fetched models": (
         manifest(
