@@ -147,6 +147,30 @@ def test_a_failed_fetch_is_a_replicas_problem() -> None:
     assert found(made, "Stalled")[:2] == ("False", "AsExpected")
 
 
+TOO_LARGE = 'Usage of EmptyDir volume "argosy-models" exceeds the limit "1Gi". '
+
+
+def evicted(name: str, minute: int, message: str = TOO_LARGE, **state: Any) -> Pod:
+    failed = {"is_finished": True, "created": f"2025-12-31T23:{minute}:00Z", **state}
+    return msgspec.structs.replace(replica(name, AT_43), problem=Problem("Evicted", message), **failed)
+
+
+def test_pods_that_are_evicted_during_their_fetch_are_a_problem() -> None:
+    gone = (evicted("c", 10, "old news"), evicted("b", 50), evicted("a", 40, "old news"))
+    elsewhere = evicted("d", 55, "of an older revision", revision="old")
+    made = report(*gone, elsewhere, replica("e", AT_9), replicas=1)
+    message = f"pod b: {TOO_LARGE.rstrip('. ')}; the model is larger than spec.model.cache.sizeLimit"
+    assert found(made, "Ready") == ("False", "Evicted", f"0/1 updated replicas ready; {message}")
+    assert found(made, "Degraded") == ("True", "Evicted", message)
+    assert found(made, "Progressing")[:2] == ("True", "FetchingModel")
+    overdue = report(*gone, replica("e", AT_9), replicas=1, is_overdue=True)
+    assert found(overdue, "Progressing")[:2] == ("False", "ProgressDeadlineExceeded")
+    assert found(overdue, "Stalled")[:2] == ("True", "ProgressDeadlineExceeded")
+    recovered = report(*gone, replica("e", DONE, up=True), replicas=1)
+    assert found(recovered, "Degraded")[0] == "False"
+    assert found(recovered, "Ready")[0] == "True"
+
+
 def test_a_failed_fetch_halts_a_rollout() -> None:
     made = report(replica("new", FAILED), replica("a", DONE, revision="old", up=True))
     assert found(made, "Progressing")[:2] == ("False", "RolloutHalted")

@@ -30,8 +30,10 @@ Manifest = dict[str, Any]
 
 CREDENTIALS_DIR: Final = "/var/run/argosy/model-credentials"
 
+MODELS_VOLUME: Final = "argosy-models"
+"""The volume with a store."""
+
 _MODEL: Final = "argosy-model"
-_MODELS: Final = "argosy-models"
 _CREDENTIALS: Final = "argosy-model-credentials"
 _SCRATCH: Final = "argosy-fetch-tmp"
 _SCRATCH_MOUNT: Final = "/tmp"  # noqa: S108 - a path in the pod
@@ -100,7 +102,7 @@ def _store(service: InferenceService, config: OperatorConfig) -> ModelVolume:
     cache, secret = _cache(service), service.spec.model.secret_ref
     scope = "public" if secret is None else f"secret-{secret.name}"
     volume: Manifest
-    mount: Manifest = {"name": _MODELS, "mountPath": MODELS_MOUNT}
+    mount: Manifest = {"name": MODELS_VOLUME, "mountPath": MODELS_MOUNT}
     match cache.type:
         case "none":
             limit = {} if cache.size_limit is None else {"sizeLimit": cache.size_limit}
@@ -112,7 +114,7 @@ def _store(service: InferenceService, config: OperatorConfig) -> ModelVolume:
             # The directory exists where the chart's DaemonSet runs. Without it the pod waits, and says for what.
             volume = {"hostPath": {"path": f"{config.node_cache_path}/models", "type": "Directory"}}
             mount["subPath"] = f"{service.metadata.namespace}/{scope}"
-    volumes = [{"name": _MODELS, **volume}, {"name": _SCRATCH, "emptyDir": {}}]
+    volumes = [{"name": MODELS_VOLUME, **volume}, {"name": _SCRATCH, "emptyDir": {}}]
     if secret is not None:
         # Optional, so that a pod starts without it and the fetcher tells which Secret is missing.
         projected = {"secretName": secret.name, "optional": True, "defaultMode": 0o440}

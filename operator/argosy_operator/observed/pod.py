@@ -32,6 +32,8 @@ class Pod(Struct, frozen=True, kw_only=True):
     name: str
     uid: str
     revision: str = ""
+    created: str = ""
+    """When it was created (RFC 3339)."""
     node: str = ""
     is_terminating: bool = False
     is_finished: bool = False
@@ -78,6 +80,7 @@ def read_pod(obj: Object) -> Pod:
         name=metadata["name"],
         uid=metadata["uid"],
         revision=metadata.get("labels", {}).get(REVISION_LABEL, ""),
+        created=metadata.get("creationTimestamp") or "",
         node=spec.get("nodeName") or "",
         is_terminating=bool(metadata.get("deletionTimestamp")),
         is_finished=status.get("phase") in ("Failed", "Succeeded"),

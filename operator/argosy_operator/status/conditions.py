@@ -18,11 +18,13 @@ from __future__ import annotations
 
 from typing import Final
 
+from argosy_operator.observed.pod import Problem
 from argosy_operator.status.condition_state import ConditionState
 from argosy_operator.status.model_cached import fetching, has_fetch_progress, model_cached
 from argosy_operator.status.replica_problems import (
     container_problem,
     failed_create,
+    failed_pod,
     lost_node,
     unschedulable,
     unschedulable_too_long,
@@ -88,7 +90,9 @@ def progressing(view: ServiceView) -> ConditionState:
         )
         return ConditionState("False", "WaitingForTurn", message)
     deadline = view.deployment_condition("Progressing")
-    if deadline.get("reason") == "ProgressDeadlineExceeded" and not has_fetch_progress(view):
+    # A fetch that goes on is no excuse if it ends with an eviction, and begins anew in the next pod.
+    is_excused = has_fetch_progress(view) and failed_pod(view) is None
+    if deadline.get("reason") == "ProgressDeadlineExceeded" and not is_excused:
         seconds = view.service.spec.rollout.progress_deadline_seconds
         return ConditionState("False", "ProgressDeadlineExceeded", f"no progress for {seconds} s: {so_far}")
     if phase == "waiting-for-capacity":
@@ -118,7 +122,7 @@ def workload_ready(view: ServiceView) -> ConditionState:
     if view.is_complete and counts.ready == counts.desired:
         return ConditionState("True", "ReplicasReady", f"{counts.ready}/{counts.desired} replicas ready")
     so_far = f"{counts.ready}/{counts.desired} updated replicas ready"
-    cause = failed_create(view) or container_problem(view) or lost_node(view) or unschedulable(view)
+    cause = _problem(view) or unschedulable(view)
     if cause is not None:
         return ConditionState("False", cause.reason, f"{so_far}; {cause.message}")
     if not view.is_current:
@@ -160,7 +164,7 @@ def degraded(view: ServiceView) -> ConditionState:
     progress = progressing(view)
     if progress.reason == "ProgressDeadlineExceeded":
         return ConditionState("True", progress.reason, progress.message)
-    cause = failed_create(view) or container_problem(view) or lost_node(view) or unschedulable_too_long(view)
+    cause = _problem(view) or unschedulable_too_long(view)
     if cause is not None:
         return ConditionState("True", cause.reason, cause.message)
     canary = view.service.spec.router.canary
@@ -188,6 +192,10 @@ def stalled(view: ServiceView) -> ConditionState:
     if progress.reason in ("RolloutHalted", "ProgressDeadlineExceeded"):
         return ConditionState("True", progress.reason, progress.message)
     return ConditionState("False", "AsExpected")
+
+
+def _problem(view: ServiceView) -> Problem | None:
+    return failed_create(view) or container_problem(view) or failed_pod(view) or lost_node(view)
 
 
 def _halt_message(view: ServiceView) -> str:

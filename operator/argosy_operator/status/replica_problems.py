@@ -1,7 +1,8 @@
 """Why replicas do not run, as the reason and message of a condition.
 
-Owns the causes that Kubernetes reports: a Deployment that cannot create pods, a container that does not run, a lost
-node, a pod that no node takes. Invariant: a message names the pod, and equal inputs name the same one.
+Owns the causes that Kubernetes reports: a Deployment that cannot create pods, a container that does not run, a pod
+that was evicted, a lost node, a pod that no node takes. Invariant: a message names the pod, and equal inputs name the
+same one.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Final
 
+from argosy_operator.desired.model_volume import MODELS_VOLUME
 from argosy_operator.observed.pod import Pod, Problem
 from argosy_operator.status.view import ServiceView
 
@@ -19,6 +21,8 @@ _HOST_PATH_REMEDY: Final = (
     "; a node cache needs hostPath: set spec.model.cache.type to claim or none, or have the administrator label the "
     "namespace pod-security.kubernetes.io/enforce=privileged"
 )
+
+_SIZE_LIMIT_REMEDY: Final = "; the model is larger than spec.model.cache.sizeLimit"
 
 
 def failed_create(view: ServiceView) -> Problem | None:
@@ -39,6 +43,26 @@ def container_problem(view: ServiceView) -> Problem | None:
         assert pod.problem is not None
         return Problem(pod.problem.reason, f"pod {pod.name}: {pod.problem.message or pod.problem.reason}")
     return None
+
+
+def failed_pod(view: ServiceView) -> Problem | None:
+    """The newest pod of the planned revision that failed for good (evicted, say), while its replacement is not ready:
+    the same may happen to that one."""
+    if view.counts.ready >= view.counts.desired:
+        return None
+    failed = [
+        pod
+        for pod in view.observed.pods
+        if pod.is_finished and pod.problem is not None and pod.revision == view.plan.revision
+    ]
+    if not failed:
+        return None
+    pod = max(failed, key=lambda pod: (pod.created, pod.name))
+    assert pod.problem is not None
+    message = pod.problem.message or pod.problem.reason
+    if pod.problem.reason == "Evicted" and f'"{MODELS_VOLUME}" exceeds the limit' in message:
+        message = message.rstrip(". ") + _SIZE_LIMIT_REMEDY
+    return Problem(pod.problem.reason, f"pod {pod.name}: {message}")
 
 
 def lost_node(view: ServiceView) -> Problem | None:
