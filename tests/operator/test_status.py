@@ -6,10 +6,14 @@ from typing import Any
 
 import pytest
 from builders import CONFIG, NOW, gate_condition, isvc_object, pod, pod_object
+from harness import new_cluster
 
+from argosy_operator.cluster.store import Store
 from argosy_operator.desired.children import plan_children
 from argosy_operator.observed.observation import Observation, Routers
 from argosy_operator.observed.pod import Pod, Problem, read_pod
+from argosy_operator.reconcile.metrics import OperatorMetrics
+from argosy_operator.reconcile.reporter import Reporter
 from argosy_operator.status.report import invalid_status, status
 from argosy_protocol.fleet import NameConflict
 from argosy_resource.types import InferenceServiceStatus, parse
@@ -224,6 +228,52 @@ def test_message_names_the_pod_and_its_trouble() -> None:
     made = report((new(1), new(2, **STARTING, problem=Problem("ImagePullBackOff", "not found"))))
     message = next(each.message for each in made.conditions if each.type == "Ready")
     assert message == "1/2 updated replicas ready; pod new-2: not found"
+
+
+@pytest.mark.parametrize(
+    ("name", "since", "prepared", "is_told"),
+    [
+        ("for three minutes", "2025-12-31T23:57:00Z", "False", True),
+        ("for a minute", "2025-12-31T23:59:00Z", "False", False),
+        ("mounted", "2025-12-31T23:57:00Z", "True", False),
+        ("an older kubelet", "2025-12-31T23:57:00Z", None, False),
+    ],
+)
+def test_volumes_that_are_not_mounted_are_told(
+    name: str, since: str, prepared: str | None, is_told: bool
+) -> None:
+    conditions = [{"type": "PodScheduled", "status": "True", "lastTransitionTime": since}]
+    if prepared is not None:
+        conditions.append({"type": "PodReadyToStartContainers", "status": prepared})
+    labels = {"inference.argosy.dev/revision": REVISION}
+    made = report(
+        (read_pod(pod_object("p", labels=labels, phase="Pending", conditions=conditions)),), replicas=1
+    )
+    state = next(each for each in made.conditions if each.type == "WorkloadReady")
+    assert (state.status, state.reason) == ("False", "Starting")
+    assert ("pod p: its volumes are not mounted yet" in state.message) is is_told, name
+    assert ("kubectl describe pod p" in state.message) is is_told
+    assert states(made)["Degraded"] == FINE
+
+
+async def test_the_service_is_looked_at_again_when_its_volumes_have_taken_too_long() -> None:
+    cluster = new_cluster()
+    later: list[float] = []
+    service = parse(isvc_object(replicas=1))
+    cluster.create(isvc_object(replicas=1))
+    reporter = Reporter(
+        cluster,
+        Store(),
+        CONFIG,
+        metrics=OperatorMetrics(),
+        now=lambda: NOW,
+        look_again=lambda name, seconds: later.append(seconds),
+    )
+    observed = Observation(
+        deployment=live_deployment(1), pods=(new(1, **STARTING, unmounted_since="2025-12-31T23:59:00Z"),)
+    )
+    await reporter.report(service, observed, plan_children(service, observed, CONFIG), None)
+    assert later == [60.0]
 
 
 def test_transition_time_is_kept_while_the_status_stays() -> None:

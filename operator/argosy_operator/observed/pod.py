@@ -49,6 +49,9 @@ class Pod(Struct, frozen=True, kw_only=True):
     """Message of the scheduler, while no node takes the pod; else empty."""
     unschedulable_since: str = ""
     """Time since which the scheduler finds no node (RFC 3339); else empty."""
+    unmounted_since: str = ""
+    """Time since which it has a node (RFC 3339), while the node has not prepared it for its containers: volumes are
+    mounted first, then the network is set up. Else empty."""
     problem: Problem | None = None
     fetch: ModelFetch | None = None
     """None if the pod does not fetch its model."""
@@ -90,10 +93,18 @@ def read_pod(obj: Object) -> Pod:
         is_lost=_is_lost(conditions),
         unschedulable=scheduled.get("message", "") if scheduled.get("reason") == "Unschedulable" else "",
         unschedulable_since=scheduled.get("lastTransitionTime") or "",
+        unmounted_since=_unmounted_since(conditions),
         problem=_problem(status, container, fetch),
         fetch=fetch,
         restarts=container.get("restartCount", 0),
     )
+
+
+def _unmounted_since(conditions: Mapping[str, Object]) -> str:
+    scheduled, prepared = conditions.get("PodScheduled", {}), conditions.get("PodReadyToStartContainers", {})
+    if scheduled.get("status") != "True" or prepared.get("status") != "False":
+        return ""
+    return scheduled.get("lastTransitionTime") or ""
 
 
 def _is_lost(conditions: Mapping[str, Object]) -> bool:

@@ -22,7 +22,7 @@ from argosy_operator.reconcile.event_recorder import EventRecorder
 from argosy_operator.reconcile.metrics import OperatorMetrics
 from argosy_operator.status.events import events_between
 from argosy_operator.status.model_cached import seconds_until_stuck
-from argosy_operator.status.replica_problems import seconds_until_degraded
+from argosy_operator.status.replica_problems import seconds_until_degraded, seconds_until_unmounted
 from argosy_operator.status.report import invalid_status, status
 from argosy_resource.types import InferenceService
 
@@ -64,6 +64,7 @@ class Reporter:
         alive = [pod for pod in observed.pods if pod.is_alive]
         deadline = service.spec.rollout.progress_deadline_seconds
         waits = [seconds_until_degraded(pod, now) for pod in alive if pod.unschedulable]
+        waits += [seconds_until_unmounted(pod, now) for pod in alive if pod.unmounted_since]
         waits += [seconds_until_stuck(pod, now, deadline) for pod in alive if not pod.is_up]
         if later := [seconds for seconds in waits if seconds > 0]:
             self._look_again(name, min(later))

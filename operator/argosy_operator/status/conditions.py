@@ -26,6 +26,7 @@ from argosy_operator.status.replica_problems import (
     failed_create,
     failed_pod,
     lost_node,
+    unmounted,
     unschedulable,
     unschedulable_too_long,
 )
@@ -130,6 +131,8 @@ def workload_ready(view: ServiceView) -> ConditionState:
     under_way = fetching(view)
     if under_way:
         return ConditionState("False", "FetchingModel", f"{so_far}; fetching the model: {under_way}")
+    if not_mounted := unmounted(view):
+        return ConditionState("False", "Starting", f"{so_far}; {not_mounted}")
     waiting = [pod.name for pod in view.observed.pods if pod.is_alive and not pod.is_up]
     return ConditionState(
         "False", "Starting", f"{so_far}; waiting for {_names(waiting)}" if waiting else so_far

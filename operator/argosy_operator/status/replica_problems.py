@@ -16,6 +16,8 @@ from argosy_operator.status.view import ServiceView
 
 UNSCHEDULABLE_SECONDS: Final = 300
 """A replica may wait this long for a node before the service is degraded. An autoscaler takes minutes to add one."""
+UNMOUNTED_SECONDS: Final = 120
+"""A replica's volumes may take this long before the status names them. Attaching a disk takes a minute."""
 
 _HOST_PATH_REMEDY: Final = (
     "; a node cache needs hostPath: set spec.model.cache.type to claim or none, or have the administrator label the "
@@ -85,6 +87,23 @@ def _lacks_claim(pod: Pod) -> bool:
     return "persistentvolumeclaim" in pod.unschedulable and "not found" in pod.unschedulable
 
 
+def unmounted(view: ServiceView) -> str:
+    """The replica whose node has not prepared it for UNMOUNTED_SECONDS, and where Kubernetes says why; empty if none
+    is."""
+    for pod in sorted(view.observed.pods, key=lambda pod: pod.name):
+        if pod.is_alive and pod.unmounted_since and seconds_until_unmounted(pod, view.now) <= 0:
+            return (
+                f"pod {pod.name}: its volumes are not mounted yet, or its network is not set up: "
+                f"kubectl describe pod {pod.name}"
+            )
+    return ""
+
+
+def seconds_until_unmounted(pod: Pod, now: str) -> float:
+    """Seconds until the status says that a pod's volumes are not mounted; 0 or less if it does now."""
+    return UNMOUNTED_SECONDS - _seconds_since(pod.unmounted_since, now)
+
+
 def unschedulable_too_long(view: ServiceView) -> Problem | None:
     """A replica that no node has taken for UNSCHEDULABLE_SECONDS, or ever can. A rollout that waits for a GPU does not
     count: it has a deadline of its own."""
@@ -102,8 +121,11 @@ def seconds_until_degraded(pod: Pod, now: str) -> float:
     """Seconds until a pod that cannot be scheduled makes its service degraded; 0 or less if it does now."""
     if _lacks_claim(pod):
         return 0.0
+    return UNSCHEDULABLE_SECONDS - _seconds_since(pod.unschedulable_since, now)
+
+
+def _seconds_since(time: str, now: str) -> float:
     try:
-        waited = datetime.fromisoformat(now) - datetime.fromisoformat(pod.unschedulable_since)
+        return (datetime.fromisoformat(now) - datetime.fromisoformat(time)).total_seconds()
     except (ValueError, TypeError):  # the condition has no time, or one without a zone
-        return float(UNSCHEDULABLE_SECONDS)
-    return UNSCHEDULABLE_SECONDS - waited.total_seconds()
+        return 0.0
