@@ -75,12 +75,12 @@ def fetch_model(
         TransientError: nothing came from the source for too long. What has arrived is kept.
     """
     fetch = _Fetch(source, store, progress, check_config, settings, cancelled)
-    if (offline or not refresh) and (found := fetch.find()) is not None:
-        return fetch.present(found)
     if offline:
-        if (found := fetch.find_at_any_endpoint()) is not None:
+        if (found := fetch.find_offline()) is not None:
             return fetch.present(found)
         raise fetch.offline_error(requested or source.name)
+    if not refresh and (found := fetch.find()) is not None:
+        return fetch.present(found)
     with disk_errors(source.name, store.root), store.lock(source.name, fetch.note_wait):
         if not refresh and (found := fetch.find()) is not None:  # another process has just fetched it
             return fetch.present(found)
@@ -107,8 +107,8 @@ class _Fetch:
     def find(self) -> StoredModel | None:
         return self._store.find(self._source.name, self._source.requested_revision)
 
-    def find_at_any_endpoint(self) -> StoredModel | None:
-        return self._store.find_at_any_endpoint(self._source.name, self._source.requested_revision)
+    def find_offline(self) -> StoredModel | None:
+        return self._store.find_offline(self._source.name, self._source.requested_revision)
 
     def offline_error(self, model: str) -> Offline:
         requests_off = "and requests are off (ARGOSY_OFFLINE, HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE)"

@@ -111,9 +111,13 @@ def pull_model(
         else:
             model = pull.fetch()
         try:
-            return replace(model, hold=hold_model(model.path))
+            held = replace(model, hold=hold_model(model.path))
         except ModelRemoved:
             progress.note(f"{uri}: another process removed it from the store; fetching it again")
+            continue
+        if not is_offline(values):
+            pull.store.choose(model.path)
+        return held
     raise ModelRemoved(f"{uri}: other processes remove it from the store again and again; stop them")
 
 
@@ -195,8 +199,8 @@ class _Pull:
 def find_model(
     uri: SourceUri, *, download_dir: str | None = None, environment: Mapping[str, str] | None = None
 ) -> StoredModel | None:
-    """Return the model if the store has it; else, if no request may be made, the store's from any endpoint, or that of
-    Hugging Face's own cache. Makes no request.
+    """Return the model if the store has it; else, if no request may be made, that of Hugging Face's own cache. Makes
+    no request. Where none may be made, the endpoint need not be known (`Store.find_offline`).
 
     Raises:
         FetchError: the URI is local, or the store or the credentials cannot be read.
@@ -204,9 +208,8 @@ def find_model(
     values = os.environ if environment is None else environment
     store = open_store(download_dir, values)
     name, requested_revision = name_in_store(uri, values)
-    found = store.find(name, requested_revision)
-    if found is None and is_offline(values):
-        found = store.find_at_any_endpoint(name, requested_revision)
+    find = store.find_offline if is_offline(values) else store.find
+    found = find(name, requested_revision)
     if found is None and uri.scheme == "hf" and is_offline(values):
         from argosy_fetcher.sources.hub_environment import hub_cache  # imports the hub's client
 

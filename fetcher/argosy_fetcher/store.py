@@ -288,9 +288,28 @@ class Store:
             self._sweep(directory)
         return Pruned(tuple(removed), tuple(in_use), freed_bytes)
 
+    def find_offline(self, source: str, requested_revision: str) -> StoredModel | None:
+        """Return a complete model for a program that may make no request, and may therefore not know the endpoint that
+        the model was fetched from, such as a pod's engine, which has no credentials.
+
+        An endpoint in the name wins if the store has its model. Otherwise all endpoints count, the default one
+        included: whoever fetches knows which one is meant, and what was `choose`n last is taken.
+
+        Args:
+            source: canonical name, with the endpoint if one is configured.
+
+        Raises:
+            FetchError: the store cannot be read.
+        """
+        found = self.find(source, requested_revision)
+        name, _, endpoint = source.partition(store_layout.ENDPOINT)
+        if found is not None and endpoint:
+            return found
+        return self.find_at_any_endpoint(name, requested_revision) or found
+
     def find_at_any_endpoint(self, source: str, requested_revision: str) -> StoredModel | None:
-        """Return the model of a source whose endpoint is not known here, such as in a pod whose engine has no
-        credentials: of those that differ in nothing else, the one that was used last.
+        """Return the model of a source at any endpoint: of those that differ in nothing else, the one that was chosen
+        last, or was used last if none was chosen.
 
         Args:
             source: canonical name without an endpoint.
@@ -302,7 +321,16 @@ class Store:
             if model.source.partition(store_layout.ENDPOINT)[0] == source
             and not wanted.isdisjoint((model.revision, *model.requested_revisions))
         ]
-        return max(found, key=lambda model: model.last_used_at, default=None)
+        return max(found, key=lambda model: (_chosen_at(model.path), model.last_used_at), default=None)
+
+    def choose(self, path: Path) -> None:
+        """Note that a model is what a program means that knows its endpoint, unless the store is read-only. Its last
+        use would not tell that: other programs that hold another endpoint's model renew theirs."""
+        now = self._now()
+        with suppress(OSError):
+            if (path / store_layout.LAST_USE).exists():
+                (path / store_layout.CHOSEN).touch()
+                os.utime(path / store_layout.CHOSEN, (now, now))
 
     def damaged_path(self, source: str, requested_revision: str) -> Path | None:
         """Return the directory of a model that `find` would find if it were complete."""
@@ -395,6 +423,13 @@ def _readable(directory: Path) -> Iterator[None]:
             f"the store cannot be read: {error.filename or directory}: {error.strerror or error}; check its owner and "
             "permissions, and its disk"
         ) from error
+
+
+def _chosen_at(path: Path) -> float:
+    try:
+        return (path / store_layout.CHOSEN).stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _incomplete(path: Path, source: str | None) -> StoredModel | None:

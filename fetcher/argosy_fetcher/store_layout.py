@@ -29,6 +29,8 @@ from argosy_fetcher.snapshot import Digest, check_path
 MANIFEST: Final = ".argosy-model.json"
 LAST_USE: Final = ".argosy-used"
 """Its modification time is the last use. Processes that use the model hold a shared lock on it."""
+CHOSEN: Final = ".argosy-chosen"
+"""Its modification time is when a program that may make requests last wanted this model, from this endpoint."""
 LOCK: Final = ".argosy-lock"
 REFS: Final = ".argosy-refs.json"
 SNAPSHOT: Final = ".argosy-snapshot.json"

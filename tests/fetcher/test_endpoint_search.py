@@ -81,3 +81,35 @@ def test_another_revision_is_not_found(tmp_path: Path) -> None:
     assert store.find_at_any_endpoint("hf://acme/tiny", "v1") == model
     assert store.find_at_any_endpoint("hf://acme/tiny", model.revision) == model
     assert store.find_at_any_endpoint("hf://acme/tiny", "v2") is None
+
+
+def pull(store: Path, monkeypatch: pytest.MonkeyPatch, endpoint: str = "", *, fetch: bool = True) -> str:
+    """Pull as fetch-model does, or as an engine that makes no request; returns the name of what was found."""
+    name = "hf://acme/tiny" + (f"?endpoint={endpoint}" if endpoint else "")
+    source = ScriptedSource(served_files(), name=name)
+    monkeypatch.setattr("argosy_fetcher.pull.open_source", lambda uri, credentials: source)
+    environment = {"ARGOSY_MODELS_DIR": str(store), "HF_ENDPOINT": endpoint}
+    environment |= {} if fetch else {"ARGOSY_OFFLINE": "1"}
+    pulled = pull_model(parse("hf://acme/tiny"), progress=Silent(), environment=environment)
+    pulled.close()
+    return pulled.source
+
+
+def test_an_engine_loads_what_was_just_fetched_although_the_default_endpoint_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mirror = "hf://acme/tiny?endpoint=https://mirror"
+    assert pull(tmp_path, monkeypatch) == "hf://acme/tiny"
+    assert pull(tmp_path, monkeypatch, "https://mirror") == mirror
+    with Store(tmp_path).hold(Store(tmp_path).list()[0].path):  # another engine's use changes nothing
+        assert pull(tmp_path, monkeypatch, fetch=False) == mirror
+        assert pull(tmp_path, monkeypatch) == "hf://acme/tiny"  # in the store already, and meant now
+        assert pull(tmp_path, monkeypatch, fetch=False) == "hf://acme/tiny"
+    assert pull(tmp_path, monkeypatch, "https://mirror", fetch=False) == mirror
+
+
+def test_an_endpoint_that_has_no_model_here_does_not_hide_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pull(tmp_path, monkeypatch)
+    assert pull(tmp_path, monkeypatch, "https://mirror", fetch=False) == "hf://acme/tiny"

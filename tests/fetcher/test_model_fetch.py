@@ -297,11 +297,8 @@ def test_offline_a_model_is_found_without_its_endpoint(tmp_path: Path) -> None:
     now[0] += 1.0
     assert found(f"{plain}?endpoint={blue}") == f"{plain}?endpoint={blue}"
     assert found(plain) == f"{plain}?endpoint={blue}"  # the last used
-    for name, revision in (
-        (plain, "other"),
-        ("s3://models/ti", "main"),
-        (f"{plain}?endpoint=http://red", "main"),
-    ):
+    assert found(f"{plain}?endpoint=http://red") == f"{plain}?endpoint={blue}"  # this one is not stored
+    for name, revision in ((plain, "other"), ("s3://models/ti", "main")):
         with pytest.raises(Offline):
             found(name, revision)
     asked = ScriptedSource({}, name=plain)
