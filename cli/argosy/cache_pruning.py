@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Final
 
@@ -19,6 +21,7 @@ from argosy_fetcher.store_tree import PruneLimits, TreePruned, prune_tree
 
 MIN_AGE_ENV: Final = "ARGOSY_CACHE_MIN_AGE"
 _DEFAULT_MIN_AGE: Final = "1h"
+_FIRST_WAIT_S: Final = 3600.0
 
 
 def cache_min_age() -> float:
@@ -35,16 +38,18 @@ def cache_min_age() -> float:
 
 
 def prune_repeatedly(tree: Path, limits: PruneLimits, *, every_s: float | None) -> int:
-    """Prune once, or again and again until SIGTERM.
+    """Prune once, or again and again until SIGTERM. Then the first round removes nothing by age: after a machine was
+    off for weeks, those who hold models need a while to start, and the round after it sees who does.
 
     Raises:
         CommandError: the tree cannot be read.
     """
     with ends_at_sigterm("stopped by SIGTERM"):
-        while True:
+        for number in count():
+            is_first = every_s is not None and number == 0
             started = time.time()
             try:
-                pruned = prune_tree(tree, limits)
+                pruned = prune_tree(tree, replace(limits, max_age=None) if is_first else limits)
             except OSError as error:
                 raise CommandError(
                     f"cannot read {tree}: {error.strerror or error}; name the directory with --tree that has the "
@@ -53,7 +58,8 @@ def prune_repeatedly(tree: Path, limits: PruneLimits, *, every_s: float | None) 
             _print(pruned, started)
             if every_s is None:
                 return OK
-            time.sleep(every_s)
+            time.sleep(min(every_s, _FIRST_WAIT_S) if is_first else every_s)
+    raise AssertionError("the rounds do not end")
 
 
 def _print(pruned: TreePruned, now: float) -> None:

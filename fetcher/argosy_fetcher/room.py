@@ -36,6 +36,7 @@ def make_room(
         free: the disk's free bytes; None if they are not known.
     """
     free = free or (lambda: free_bytes(store.root))
+    store.touch_held(now(), min_age)
     unused = [
         model
         for model in (*store.list(), *store.list_partial())

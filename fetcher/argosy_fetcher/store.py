@@ -168,6 +168,16 @@ class Store:
         with suppress(OSError):
             os.utime(path / store_layout.LAST_USE, (now, now))
 
+    def touch_held(self, now: float, min_age: float) -> None:
+        """Note the use of all models that processes hold and that were not used within `min_age` seconds: a process
+        whose store is read-only cannot do that itself."""
+        for model in self.list():
+            lock = model.path / store_layout.LAST_USE
+            if now - model.last_used_at >= min_age:
+                with suppress(OSError), try_exclusive_lock(lock) as is_locked:
+                    if not is_locked:
+                        os.utime(lock, (now, now))
+
     @contextmanager
     def lock(self, source: str, on_wait: Callable[[], None]) -> Iterator[None]:
         """Be the only process that fetches from a source.

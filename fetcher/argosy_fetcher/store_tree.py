@@ -86,7 +86,7 @@ def prune_tree(tree: Path, limits: PruneLimits, *, now: Callable[[], float] = ti
     """
     time_now = now()
     with _opened(tree, None) as root:
-        models = sorted(_models(root, time_now), key=lambda model: model.last_used_at)
+        models = sorted(_models(root, time_now, limits.min_age), key=lambda model: model.last_used_at)
         total = sum(model.size for model in models)
         removed: list[TreeModel] = []
         in_use: list[TreeModel] = []
@@ -109,7 +109,7 @@ def prune_tree(tree: Path, limits: PruneLimits, *, now: Callable[[], float] = ti
     return TreePruned(tuple(removed), tuple(in_use), tuple(failed), total)
 
 
-def _models(root: int, now: float) -> Iterator[TreeModel]:
+def _models(root: int, now: float, min_age: float) -> Iterator[TreeModel]:
     for namespace, in_namespace in _subdirectories(root, _is_tenant, iter(range(MAX_ENTRIES))):
         for scope, in_scope in _subdirectories(in_namespace, _is_tenant, iter(range(MAX_ENTRIES))):
             budget = iter(range(MAX_ENTRIES))
@@ -121,6 +121,10 @@ def _models(root: int, now: float) -> Iterator[TreeModel]:
                         continue
                     size, changed_at = _measure(model, budget)
                     used_at = _last_use(model) or changed_at
+                    if (
+                        now - used_at >= min_age
+                    ):  # else it may be held at this moment, for which it must be free
+                        _touch_if_held(model, now)
                     yield TreeModel((namespace, scope, source, name), size, min(used_at, now))
 
 
@@ -161,6 +165,14 @@ def _last_use(model: int) -> float | None:
     except OSError:
         return None
     return status.st_mtime if stat.S_ISREG(status.st_mode) else None
+
+
+def _touch_if_held(model: int, now: float) -> None:
+    """Note the use of a model that a process holds, because that process may see it read-only: its age counts from the
+    last round in which somebody held it."""
+    with suppress(OSError), _locked(store_layout.LAST_USE, model) as is_free:
+        if not is_free:
+            os.utime(store_layout.LAST_USE, (now, now), dir_fd=model, follow_symlinks=False)
 
 
 def _remove(root: int, model: TreeModel, now: float) -> bool:

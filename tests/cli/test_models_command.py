@@ -264,6 +264,26 @@ def test_pruning_a_tree_refuses_what_it_cannot_do(
     )
 
 
+def test_repeated_rounds_remove_nothing_by_age_at_first(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """After a reboot the engines that use the models do not hold them yet."""
+    publish_tiny("acme/tiny")
+    tree = tmp_path / "tree"
+    path = run(capsys, "pull", "acme/tiny", "--download-dir", str(tree / "blue/public")).strip()
+    use(path, 40)
+    command = ["models", "prune", "--tree", str(tree), "--max-age", "30d", "--every", "1"]
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "argosy", *command], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    rounds = [process.stdout.readline() for _ in range(2)]
+    process.terminate()
+    process.communicate(timeout=60)
+    assert rounds[0] == "freed 0 B; 6.2 MiB are left\n"
+    assert rounds[1].startswith("removed ")
+
+
 def test_pruning_a_tree_again_and_again_ends_at_sigterm(tmp_path: Path) -> None:
     command = ["models", "prune", "--tree", str(tmp_path), "--max-size", "0", "--every", "3600"]
     process = subprocess.Popen(

@@ -115,3 +115,14 @@ def test_a_pull_makes_room_only_if_it_may(monkeypatch: pytest.MonkeyPatch) -> No
     pull_model(uri, progress=shown, make_room_after=0.0).close()
     assert [model.source for model in open_store(None).list()] == ["hf://acme/tiny"]
     assert [note for note in shown.notes if "to make room" in note]
+
+
+def test_the_age_counts_from_the_last_time_that_a_model_was_seen_held() -> None:
+    held, old = pull("acme/held", 9), pull("acme/old", 5)
+    with SharedLock(held.path / LAST_USE):  # by an engine that sees the store read-only
+        make(0, stored()[1])
+    size, full = stored()
+    assert make(size, full)[0] == ["held"]
+    assert not old.path.exists()
+    os.utime(held.path / LAST_USE, (0, 0))
+    assert make(size, size + MARGIN_BYTES)[0] == []

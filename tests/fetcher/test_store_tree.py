@@ -64,6 +64,7 @@ def test_what_is_held_fetched_or_just_used_stays(tmp_path: Path) -> None:
         pruned = prune(tmp_path, ALL)
     assert pruned.removed == ()
     assert {model.path[3] for model in pruned.in_use} == {"held", fetched.name}
+    use(held, 9)
     assert len(prune(tmp_path, ALL).removed) == 2
 
 
@@ -205,3 +206,14 @@ def test_shared_files_count_once(tmp_path: Path) -> None:
 def test_a_tree_that_does_not_exist_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         prune(tmp_path / "none", ALL)
+
+
+def test_the_age_counts_from_the_last_round_in_which_a_model_was_held(tmp_path: Path) -> None:
+    path = add(tmp_path, f"blue/public/{SOURCE}/a", 40 * 24)
+    limits = PruneLimits(None, 30 * 24 * HOUR_S, min_age=HOUR_S)
+    with SharedLock(path / LAST_USE):  # by an engine that sees the store read-only
+        assert prune(tmp_path, limits).removed == ()
+    assert prune(tmp_path, limits).removed == ()
+    assert (path / LAST_USE).stat().st_mtime == NOW
+    use(path, 40 * 24)
+    assert len(prune(tmp_path, limits).removed) == 1
