@@ -54,6 +54,16 @@ def size_bytes(text: str) -> int:
     return int(float(found[1]) * factor)
 
 
+def percent_or_bytes(text: str) -> float | int:
+    """Parse a share of a disk such as 15% (a float), or a size (an int)."""
+    number = text.removesuffix("%")
+    if number == text:
+        return size_bytes(text)
+    if not (number.isascii() and number.isdigit() and int(number) < 100):
+        raise argparse.ArgumentTypeError("must be a share such as 15%, or a size such as 50G")
+    return float(number)
+
+
 def age_seconds(text: str) -> float:
     """Parse a duration with a unit: s, m, h, d or w."""
     found = _AGE.fullmatch(text)

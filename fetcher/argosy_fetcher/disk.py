@@ -8,6 +8,7 @@ import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -22,6 +23,26 @@ _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _NO_FSYNC: Final = frozenset({errno.EINVAL, errno.ENOTSUP})
 
 
+@dataclass(frozen=True, slots=True)
+class FreeSpace:
+    """Room that must stay free on a disk: bytes, or a share of the disk."""
+
+    num_bytes: int = MARGIN_BYTES
+    percent: float | None = None
+    max_bytes: int | None = None
+    """Bound of the share."""
+
+    def of(self, disk: os.statvfs_result) -> int:
+        """Return the bytes that must stay free, at least `MARGIN_BYTES`."""
+        if self.percent is None:
+            return max(self.num_bytes, MARGIN_BYTES)
+        share = int(disk.f_blocks * disk.f_frsize * self.percent / 100)
+        return max(share if self.max_bytes is None else min(share, self.max_bytes), MARGIN_BYTES)
+
+
+_MARGIN: Final = FreeSpace()
+
+
 def free_bytes(directory: Path) -> int | None:
     """Return how much may still be written to the disk of a directory; None if its file system does not tell."""
     found = os.statvfs(directory)
@@ -29,17 +50,25 @@ def free_bytes(directory: Path) -> int | None:
     return found.f_bavail * found.f_frsize if is_known else None
 
 
-def require_space(directory: Path, num_bytes: int, model: str) -> None:
+def require_space(
+    directory: Path, num_bytes: int, model: str, min_free: FreeSpace = _MARGIN, tried: str = ""
+) -> None:
     """Check that the disk of a directory has room for more bytes.
+
+    Args:
+        min_free: what must be left then.
+        tried: what was done for more room, for the message.
 
     Raises:
         NoSpace: it has not.
     """
     free = free_bytes(directory)
-    if num_bytes and free is not None and free < num_bytes + MARGIN_BYTES:
+    reserved = min_free.of(os.statvfs(directory))
+    if num_bytes and free is not None and free < num_bytes + reserved:
         raise NoSpace(
             f"{model}: {format_bytes(num_bytes)} more must be stored, and the disk of {directory} has "
-            f"{format_bytes(free)} free; make room (argosy models prune), or {OTHER_DIRECTORY}"
+            f"{format_bytes(free)} free, of which {format_bytes(reserved)} must stay free; {tried}"
+            f"make room (argosy models prune), or {OTHER_DIRECTORY}"
         )
 
 

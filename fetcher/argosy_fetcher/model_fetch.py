@@ -203,7 +203,7 @@ class _Fetch:
     ) -> tuple[StoredFile, ...]:
         self._progress.enter("unpacking")
         self._progress.note(f"{snapshot.source}: unpacking")
-        unpacker = Unpacker(empty_directory(partial / UNPACKED), snapshot.source)
+        unpacker = Unpacker(empty_directory(partial / UNPACKED), snapshot.source, self._settings.min_free)
         for path, file in targets.items():
             if file.packing == "none":
                 unpacker.add_file(file.path, path, file.size)

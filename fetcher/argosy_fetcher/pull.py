@@ -23,6 +23,7 @@ from msgspec import structs
 
 from argosy_fetcher.config_fetch import fetch_configs
 from argosy_fetcher.credentials import load_credentials
+from argosy_fetcher.disk import FreeSpace
 from argosy_fetcher.errors import InvalidSource, ModelNotFound, ModelRemoved, Offline
 from argosy_fetcher.header_fetch import fetch_headers
 from argosy_fetcher.hub_cache import find_cached_model
@@ -45,6 +46,7 @@ OFFLINE_ENVS: Final = ("ARGOSY_OFFLINE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE
 _TRUE: Final = frozenset({"1", "true", "yes", "on"})
 _MAX_REMOVALS: Final = 3
 """How often a model may be removed between its fetch and its use before that is an error."""
+_MARGIN: Final = FreeSpace()
 _WITH_COMMITS: Final = ("hf", "oci")
 """Schemes whose URIs can name any revision that a snapshot has."""
 
@@ -72,6 +74,7 @@ def pull_model(
     refresh: bool = False,
     has_weights: bool = True,
     make_room_after: float | None = None,
+    min_free: FreeSpace = _MARGIN,
     environment: Mapping[str, str] | None = None,
     cancelled: threading.Event | None = None,
 ) -> PulledModel:
@@ -83,6 +86,7 @@ def pull_model(
         refresh: ask the source again which revision a branch, a tag or the source itself has.
         has_weights: False fetches config and tokenizer only, into a directory that is deleted when this process ends.
         make_room_after: if the disk is full, remove models that nobody has used for so many seconds; None: never.
+        min_free: what a fetch leaves of the disk.
         environment: os.environ if left out.
         cancelled: ends a fetch when it is set. What has arrived is kept.
 
@@ -99,6 +103,7 @@ def pull_model(
         check_config=check_config,
         refresh=refresh and not is_offline(values),
         make_room_after=make_room_after,
+        min_free=min_free,
         environment=values,
         cancelled=cancelled,
     )
@@ -131,6 +136,7 @@ class _Pull:
     check_config: CheckConfig | None
     refresh: bool
     make_room_after: float | None
+    min_free: FreeSpace
     environment: Mapping[str, str]
     cancelled: threading.Event | None
 
@@ -168,7 +174,11 @@ class _Pull:
                 refresh=self.refresh,
                 offline=is_offline(self.environment),
                 requested=str(self.uri),
-                settings=TransferSettings(make_room=self._room_for(source.name)),
+                settings=TransferSettings(
+                    make_room=self._room_for(source.name),
+                    room_of="" if self.make_room_after is None else str(self.store.root),
+                    min_free=self.min_free,
+                ),
                 cancelled=self.cancelled,
             )
         return PulledModel(found.path, found.source, found.revision)
@@ -177,7 +187,12 @@ class _Pull:
         if self.make_room_after is None:
             return None
         return partial(
-            make_room, self.store, source=source, min_age=self.make_room_after, note=self.progress.note
+            make_room,
+            self.store,
+            source=source,
+            min_age=self.make_room_after,
+            note=self.progress.note,
+            min_free=self.min_free,
         )
 
     def fetch_configs(self) -> PulledModel | None:

@@ -6,13 +6,17 @@ or that was used a moment ago, stays; if all the others together would not make 
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
+from typing import Final
 
-from argosy_fetcher.disk import MARGIN_BYTES, format_bytes, free_bytes
+from argosy_fetcher.disk import FreeSpace, format_bytes, free_bytes
 from argosy_fetcher.errors import FetchError
 from argosy_fetcher.progress_display import duration_text
 from argosy_fetcher.store import Store
+
+_MARGIN: Final = FreeSpace()
 
 
 def make_room(
@@ -22,6 +26,7 @@ def make_room(
     source: str,
     min_age: float,
     note: Callable[[str], None],
+    min_free: FreeSpace = _MARGIN,
     now: Callable[[], float] = time.time,
     free: Callable[[], int | None] | None = None,
 ) -> None:
@@ -32,6 +37,7 @@ def make_room(
         min_age: seconds for which a model must not have been used. An engine that is about to start holds its model
             a few seconds after it was fetched.
         note: is told of each model that is removed.
+        min_free: what must be left of the disk then.
         now: seconds since the epoch.
         free: the disk's free bytes; None if they are not known.
     """
@@ -43,7 +49,7 @@ def make_room(
         if model.source != source and now() - model.last_used_at >= min_age
     ]
     found = free()
-    wanted = num_bytes + MARGIN_BYTES
+    wanted = num_bytes + min_free.of(os.statvfs(store.root))
     if found is None or found >= wanted or found + sum(model.size for model in unused) < wanted:
         return
     for model in sorted(unused, key=lambda model: model.last_used_at):

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Final
 
 from argosy_fetcher import store_layout
+from argosy_fetcher.disk import FreeSpace
 
 MAX_ENTRIES: Final = 100_000
 """Files and directories of one store that are looked at in one round. A thousand models have fewer."""
@@ -46,6 +47,8 @@ class PruneLimits:
     min_age: float
     """Seconds after its last use in which a model stays. An engine that is about to start holds its model a few
     seconds after it was fetched."""
+    min_free: FreeSpace | None = None
+    """Of the tree's disk, whoever fills it; None for no limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +97,9 @@ def prune_tree(tree: Path, limits: PruneLimits, *, now: Callable[[], float] = ti
         for model in models:
             unused_for = time_now - model.last_used_at
             is_old = limits.max_age is not None and unused_for > limits.max_age
-            is_too_much = limits.max_bytes is not None and total > limits.max_bytes
+            is_too_much = (limits.max_bytes is not None and total > limits.max_bytes) or _is_full(
+                root, limits
+            )
             if unused_for < limits.min_age or not (is_old or is_too_much):
                 continue
             try:
@@ -126,6 +131,11 @@ def _models(root: int, now: float, min_age: float) -> Iterator[TreeModel]:
                     ):  # else it may be held at this moment, for which it must be free
                         _touch_if_held(model, now)
                     yield TreeModel((namespace, scope, source, name), size, min(used_at, now))
+
+
+def _is_full(root: int, limits: PruneLimits) -> bool:
+    disk = os.fstatvfs(root)
+    return limits.min_free is not None and disk.f_bavail * disk.f_frsize < limits.min_free.of(disk)
 
 
 def _is_tenant(name: str) -> bool:

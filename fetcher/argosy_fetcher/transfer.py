@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from argosy_fetcher.disk import disk_errors, require_space
+from argosy_fetcher.disk import FreeSpace, disk_errors, require_space
 from argosy_fetcher.errors import HashMismatch
 from argosy_fetcher.partial_file import PartialFile
 from argosy_fetcher.progress import Progress
@@ -38,6 +38,10 @@ class TransferSettings:
     retry: RetryPolicy = field(default_factory=RetryPolicy)
     make_room: Callable[[int], None] | None = None
     """Called with the bytes that must still be stored, before the disk's room is checked."""
+    room_of: str = ""
+    """Where `make_room` looks for models that may go, for messages."""
+    min_free: FreeSpace = field(default_factory=FreeSpace)
+    """What a fetch leaves of the disk."""
 
 
 def transfer(
@@ -112,7 +116,11 @@ class _Transfer:
             needed += file.file.size - stored
         if self._settings.make_room is not None:
             self._settings.make_room(needed + extra_bytes)
-        require_space(self._directory, needed + extra_bytes, self._source.name)
+        room_of = self._settings.room_of
+        tried = f"{room_of} is all that this fetch may take models from, and those stay; " if room_of else ""
+        require_space(
+            self._directory, needed + extra_bytes, self._source.name, self._settings.min_free, tried
+        )
         self._progress.begin(total, present)
         self._queue.run(self._settings.max_parts_in_flight)
 

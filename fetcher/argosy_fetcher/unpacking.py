@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from argosy_fetcher.archive_members import Member, MemberReader, open_archive
-from argosy_fetcher.disk import require_space
+from argosy_fetcher.disk import FreeSpace, require_space
 from argosy_fetcher.errors import UnsupportedModel
 from argosy_fetcher.selection import CONFIG, is_served_name
 from argosy_fetcher.snapshot import MAX_FILES, Packing, check_path
@@ -23,6 +23,8 @@ _WHITEOUT: Final = ".wh."
 """Prefix of a file in an image's layer that removes a file of the layers below."""
 _OPAQUE: Final = ".wh..wh..opq"
 """A file in an image's layer that removes what the layers below have in its folder."""
+
+_MARGIN: Final = FreeSpace()
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +42,12 @@ class Unpacker:
         model: the model's name, for messages.
     """
 
-    def __init__(self, directory: Path, model: str) -> None:
+    def __init__(self, directory: Path, model: str, min_free: FreeSpace = _MARGIN) -> None:
         self.files: dict[str, UnpackedFile] = {}
         """The files by their path in the archives."""
         self._directory = directory
         self._model = model
+        self._min_free = min_free
         self._num_written = 0
 
     def add_file(self, name: str, path: Path, size: int) -> None:
@@ -90,7 +93,7 @@ class Unpacker:
             raise UnsupportedModel(f"{self._model}: its archives have more than {MAX_FILES} files of models")
 
     def _write(self, member: Member, members: MemberReader) -> UnpackedFile:
-        require_space(self._directory, member.size, self._model)
+        require_space(self._directory, member.size, self._model, self._min_free)
         target = self._directory / f"{self._num_written:06}"
         self._num_written += 1
         with target.open("xb") as file:

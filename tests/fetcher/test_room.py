@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from argosy_fetcher.disk import MARGIN_BYTES
+from argosy_fetcher.disk import MARGIN_BYTES, FreeSpace
 from argosy_fetcher.errors import NoSpace
 from argosy_fetcher.file_lock import SharedLock
 from argosy_fetcher.progress import Silent
@@ -126,3 +126,19 @@ def test_the_age_counts_from_the_last_time_that_a_model_was_seen_held() -> None:
     assert not old.path.exists()
     os.utime(held.path / LAST_USE, (0, 0))
     assert make(size, size + MARGIN_BYTES)[0] == []
+
+
+def test_a_share_of_the_disk_stays_free(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A node whose disk is nearly full evicts its pods."""
+    disk = os.statvfs(tmp_path)
+    total = disk.f_blocks * disk.f_frsize
+    assert FreeSpace(percent=15.0).of(disk) == int(total * 0.15)
+    assert FreeSpace(percent=15.0, max_bytes=total // 100).of(disk) == max(total // 100, MARGIN_BYTES)
+    publish_tiny("acme/tiny")
+    monkeypatch.setattr("argosy_fetcher.disk.free_bytes", lambda _: 1 << 30)
+    uri = parse("hf://acme/tiny")
+    with pytest.raises(NoSpace, match=r"2\.0 GiB must stay free; make room"):
+        pull_model(uri, progress=Silent(), min_free=FreeSpace(num_bytes=2 << 30))
+    with pytest.raises(NoSpace, match=rf"{tmp_path} is all that this fetch may take models from"):
+        pull_model(uri, progress=Silent(), min_free=FreeSpace(num_bytes=2 << 30), make_room_after=0.0)
+    pull_model(uri, progress=Silent(), min_free=FreeSpace(num_bytes=900 << 20)).close()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from argosy_fetcher import store_tree
+from argosy_fetcher.disk import FreeSpace
 from argosy_fetcher.file_lock import SharedLock, exclusive_lock
 from argosy_fetcher.store_layout import LAST_USE, LOCK, MANIFEST, PARTIAL_PREFIX, TRASH_PREFIX
 from argosy_fetcher.store_tree import PruneLimits, TreePruned, prune_tree
@@ -217,3 +218,10 @@ def test_the_age_counts_from_the_last_round_in_which_a_model_was_held(tmp_path: 
     assert (path / LAST_USE).stat().st_mtime == NOW
     use(path, 40 * 24)
     assert len(prune(tmp_path, limits).removed) == 1
+
+
+def test_models_go_until_so_much_of_the_disk_is_free(tmp_path: Path) -> None:
+    add(tmp_path, f"blue/public/{SOURCE}/a", 9)
+    assert prune(tmp_path, PruneLimits(None, None, 0.0, FreeSpace(num_bytes=1))).removed == ()
+    assert prune(tmp_path, PruneLimits(None, None, 100 * HOUR_S, FreeSpace(percent=100.0))).removed == ()
+    assert len(prune(tmp_path, PruneLimits(None, None, 0.0, FreeSpace(percent=100.0))).removed) == 1

@@ -60,13 +60,14 @@ def test_the_fetcher_understands_the_arguments_of_its_container() -> None:
     assert fetch["args"][0] == "models"
     read = models_parser().parse_args(fetch["args"][1:])
     assert (read.model, read.download_dir) == ("hf://org/name@main", "/models")
-    assert (read.progress_port, read.make_room) == (8009, True)
+    assert (read.progress_port, read.make_room, read.min_free) == (8009, True, 15.0)
 
 
 def test_the_fetcher_understands_the_charts_arguments() -> None:
     text = (ROOT / "charts" / "argosy" / "templates" / "node-cache.yaml").read_text()
     args = re.findall(r"^        - (prune|--.+)$", text, re.MULTILINE)
     values = {"--max-size={{ . }}": "--max-size=500Gi", "--max-age={{ . }}": "--max-age=30d"}
+    values["--min-free={{ . }}"] = "--min-free=20%"
     assert values.keys() <= set(args)
     read = models_parser().parse_args([values.get(arg, arg) for arg in args])
     assert (read.tree, read.every) == ("/cache/models", 3600)

@@ -90,7 +90,7 @@ def test_the_container_that_fetches() -> None:
     )
     assert fetch["args"] == [
         *("models", "pull", HUB, "--download-dir", "/models"),
-        *("--progress-port", "8009", "--make-room"),
+        *("--progress-port", "8009", "--make-room", "--min-free", "15%"),
     ]
     assert fetch["resources"] == {"requests": {"cpu": "4", "memory": "32Gi"}, "limits": {"memory": "32Gi"}}
     assert fetch["securityContext"] == only["securityContext"]
@@ -107,6 +107,11 @@ def test_kubernetes_expands_no_variable_in_a_source() -> None:
     spec = pod_spec({"source": f"s3://bucket/$/{key}"})
     (fetch,), (engine,) = spec["initContainers"], spec["containers"]
     assert fetch["args"][2] == engine["args"][1] == "s3://bucket/$$/$$(ARGOSY_API_KEY)"
+
+
+def test_a_claim_is_filled_and_a_nodes_disk_is_not() -> None:
+    claim = pod_spec({"source": HUB, "cache": {"type": "claim", "claimName": "models"}})
+    assert "--min-free" not in claim["initContainers"][0]["args"]
 
 
 def test_nothing_that_an_engine_writes_reaches_the_container_that_fetches() -> None:

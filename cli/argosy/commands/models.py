@@ -17,12 +17,13 @@ from typing import Any, Final
 
 import msgspec
 
-from argosy.arguments import Parser, age_seconds, port, positive_seconds, size_bytes
+from argosy.arguments import Parser, age_seconds, percent_or_bytes, port, positive_seconds, size_bytes
 from argosy.cache_pruning import MIN_AGE_ENV, cache_min_age, prune_repeatedly
 from argosy.errors import OK, CommandError, UsageError
 from argosy.fetching import engine_check, fetch_errors
 from argosy.pod_fetch import pod_fetch, write_termination_message
 from argosy.terminal import age, table
+from argosy_fetcher.disk import FreeSpace
 from argosy_fetcher.errors import FetchError
 from argosy_fetcher.progress import Progress
 from argosy_fetcher.progress_display import progress_display, size_text
@@ -35,6 +36,8 @@ from argosy_fetcher.store_tree import PruneLimits
 _HEADER: Final = ("MODEL", "REVISION", "SIZE", "USED", "STATE")
 _MIN_ABBREVIATION: Final = 7
 """Characters of an abbreviated revision, as git's."""
+_MAX_LEFT_BYTES: Final = 50 << 30
+"""Bound of the share of a disk that `pull --min-free` leaves."""
 _SHOWN_REVISION: Final = 12
 
 
@@ -88,6 +91,12 @@ def _add_pull(commands: argparse._SubParsersAction[Parser]) -> None:
         help=f"remove models that nobody uses if the disk is full, but none used within ${MIN_AGE_ENV} (1h)",
     )
     parser.add_argument(
+        "--min-free",
+        type=percent_or_bytes,
+        metavar="FREE",
+        help="leave so much of the disk: 50G, or 15%% of it but at most 50 GiB (64M)",
+    )
+    parser.add_argument(
         "--progress-port",
         type=port,
         metavar="PORT",
@@ -132,6 +141,12 @@ def _add_prune(commands: argparse._SubParsersAction[Parser]) -> None:
     )
     parser.add_argument(
         "--max-age", type=age_seconds, metavar="AGE", help="remove what was not used for AGE: 30d, 12h"
+    )
+    parser.add_argument(
+        "--min-free",
+        type=percent_or_bytes,
+        metavar="FREE",
+        help="with --tree: remove until so much of the disk is free: 20%%, 100G",
     )
     _add_download_dir(parser)
     parser.set_defaults(run=_prune)
@@ -209,7 +224,18 @@ def _pulled(uri: SourceUri, options: argparse.Namespace, progress: Progress) -> 
         check_config=engine_check(uri),
         refresh=options.refresh,
         make_room_after=cache_min_age() if options.make_room else None,
+        min_free=_free_space(options.min_free, _MAX_LEFT_BYTES),
     )
+
+
+def _free_space(value: float | int | None, max_bytes: int | None = None) -> FreeSpace:
+    match value:
+        case None:
+            return FreeSpace()
+        case float():
+            return FreeSpace(percent=value, max_bytes=max_bytes)
+        case _:
+            return FreeSpace(num_bytes=value)
 
 
 def _path(options: argparse.Namespace) -> int:
@@ -263,12 +289,15 @@ def _short(revision: str) -> str:
 
 
 def _prune(options: argparse.Namespace) -> int:
-    if options.max_size is None and options.max_age is None:
+    if options.min_free is not None and options.tree is None:
+        raise UsageError("--min-free needs --tree DIR")
+    if options.max_size is None and options.max_age is None and options.min_free is None:
         raise UsageError("give --max-size SIZE, --max-age AGE or both")
     if options.every is not None and options.every < 1.0:
         raise UsageError("--every must be at least 1 second")
     if options.tree is not None:
-        limits = PruneLimits(options.max_size, options.max_age, min_age=cache_min_age())
+        min_free = None if options.min_free is None else _free_space(options.min_free)
+        limits = PruneLimits(options.max_size, options.max_age, cache_min_age(), min_free)
         return prune_repeatedly(Path(options.tree), limits, every_s=options.every)
     if options.every is not None:
         raise UsageError("--every needs --tree DIR")

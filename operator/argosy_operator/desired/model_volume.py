@@ -30,9 +30,11 @@ Manifest = dict[str, Any]
 
 CREDENTIALS_DIR: Final = "/var/run/argosy/model-credentials"
 
+_MIN_FREE: Final = "15%"
+"""Of the node's disk. The kubelet evicts below 10 % of it, or 15 % where it keeps images as well."""
+
 MODELS_VOLUME: Final = "argosy-models"
 """The volume with a store."""
-
 _MODEL: Final = "argosy-model"
 _CREDENTIALS: Final = "argosy-model-credentials"
 _SCRATCH: Final = "argosy-fetch-tmp"
@@ -132,7 +134,9 @@ def _store(service: InferenceService, config: OperatorConfig) -> ModelVolume:
 def _fetch_container(service: InferenceService, config: OperatorConfig, store: Manifest) -> Manifest:
     """The container that fetches the model unless the store has it. Its temporary directory is its own: what an engine
     has left in one must not configure the fetcher of a restarted pod."""
-    model = service.spec.model
+    model, cache_type = service.spec.model, _cache(service).type
+    # The kubelet evicts pods of a node whose disk is nearly full. A claim has a disk of its own.
+    min_free = () if cache_type == "claim" else ("--min-free", _MIN_FREE)
     env = {**config.fetch_env, "HOME": _SCRATCH_MOUNT}
     mounts = [store, {"name": _SCRATCH, "mountPath": _SCRATCH_MOUNT}]
     if model.secret_ref is not None:
@@ -143,6 +147,7 @@ def _fetch_container(service: InferenceService, config: OperatorConfig, store: M
         "args": [
             *("models", "pull", model.source, "--download-dir", MODELS_MOUNT),
             *("--progress-port", str(PROGRESS_PORT), "--make-room"),
+            *min_free,
         ],
         "env": [{"name": name, "value": value} for name, value in env.items()],
         "ports": [{"name": "progress", "containerPort": PROGRESS_PORT, "protocol": "TCP"}],
