@@ -74,7 +74,7 @@ def fetch_model(
         FetchError: the most specific class that applies.
         TransientError: nothing came from the source for too long. What has arrived is kept.
     """
-    fetch = _Fetch(source, store, progress, check_config, settings, cancelled)
+    fetch = _Fetch(source, store, progress, check_config, settings, cancelled, refresh)
     if offline:
         if (found := fetch.find_offline()) is not None:
             return fetch.present(found)
@@ -96,12 +96,14 @@ class _Fetch:
         check_config: CheckConfig | None,
         settings: TransferSettings,
         cancelled: threading.Event | None,
+        refresh: bool,
     ) -> None:
         self._source = SiblingRevisions(source, store)
         self._store = store
         self._progress = progress
         self._check_config = check_config
         self._settings = settings
+        self._refresh = refresh
         self._cancelled = cancelled or threading.Event()
 
     def find(self) -> StoredModel | None:
@@ -185,6 +187,8 @@ class _Fetch:
         ]
         for file in files:
             require_unpacker(file.packing)
+        if not self._refresh and (refusal := self._store.refusal(snapshot)):
+            raise UnsupportedModel(f"{refusal} (found within the last day; --refresh fetches it again)")
         partial = self._store.open_partial(snapshot)
         packed = partial / PACKED
         packed.mkdir(exist_ok=True)
@@ -194,6 +198,9 @@ class _Fetch:
             return self._unpack(snapshot, targets, partial)
         except (OSError, NoSpace):
             raise  # another attempt may succeed
+        except FetchError as error:
+            self._store.refuse(snapshot, str(error))  # else a pod would fetch it again and again
+            raise
         except Exception:
             self._store.discard_partial(snapshot)  # of no use, and large
             raise

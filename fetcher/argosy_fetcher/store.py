@@ -29,6 +29,7 @@ from argosy_fetcher.store_usage import StoreUsage, files_below, stored_bytes, un
 
 _LEFTOVER_AGE: Final = 86400.0
 """Files of interrupted writes are deleted after a day, in case that locks have no effect on this file system."""
+_REFUSAL_S: Final = 86400.0
 _OWN_FILES: Final = (store_layout.MANIFEST, store_layout.LAST_USE, store_layout.SNAPSHOT)
 
 
@@ -204,6 +205,28 @@ class Store:
     def discard_partial(self, snapshot: Snapshot) -> None:
         """Delete what was fetched of a snapshot. Called with the source's lock held."""
         _discard(self._partial(snapshot))
+
+    def refuse(self, snapshot: Snapshot, reason: str) -> None:
+        """Delete what was fetched of a snapshot, and remember why it is not served. Called with the lock held."""
+        path = self._partial(snapshot)
+        _keep_only(path, {store_layout.SNAPSHOT})
+        data = reason.encode(errors="replace")[: store_layout.MAX_REFUSAL_BYTES]
+        replace_file(path / store_layout.REFUSED, data)
+
+    def refusal(self, snapshot: Snapshot) -> str:
+        """Return why a snapshot was refused within a day; empty if it was not. Another version of this program may
+        serve it, and therefore a refusal ends. Called with the lock held."""
+        path = self._partial(snapshot)
+        if store_layout.read_snapshot_record(path) != encode_snapshot(snapshot):
+            return ""
+        try:
+            age = time.time() - (path / store_layout.REFUSED).stat().st_mtime
+        except FileNotFoundError:
+            return ""
+        if age > _REFUSAL_S:
+            (path / store_layout.REFUSED).unlink(missing_ok=True)
+            return ""
+        return store_layout.read_refusal(path)
 
     def gathered(self, snapshot: Snapshot) -> tuple[StoredFile, ...] | None:
         """Return the files of a snapshot if they are all there, because a process ended while it published them.

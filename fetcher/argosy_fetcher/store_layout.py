@@ -37,6 +37,8 @@ SNAPSHOT: Final = ".argosy-snapshot.json"
 """In a partial directory: the snapshot whose files it gathers."""
 PARTIAL_PREFIX: Final = ".argosy-partial-"
 TRASH_PREFIX: Final = ".argosy-trash-"
+REFUSED: Final = ".argosy-refused"
+"""In a partial directory: why what was fetched into it is not served."""
 PACKED: Final = ".argosy-packed"
 UNPACKED: Final = ".argosy-unpacked"
 ENDPOINT: Final = "?endpoint="
@@ -48,6 +50,7 @@ _ABSENT: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELO
 """What opening a file says if there is none of this name. Anything else is a failure to read it."""
 _REVISION: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _SOURCE_DIRECTORY: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*-[0-9a-f]{8}")
+MAX_REFUSAL_BYTES: Final = 4096
 _MAX_SLUG: Final = 80
 _MAX_OWN_FILE_BYTES: Final = 64 << 20
 _MAX_REFS: Final = 256
@@ -183,6 +186,11 @@ def write_ref(directory: Path, source: str, requested_revision: str, revision: s
 def read_snapshot_record(directory: Path) -> bytes:
     """Return the record of the snapshot that a partial directory gathers; empty if there is none."""
     return _read_bytes(directory / SNAPSHOT)
+
+
+def read_refusal(directory: Path) -> str:
+    """Return why the content of a partial directory was refused; empty if it was not."""
+    return _read_bytes(directory / REFUSED)[:MAX_REFUSAL_BYTES].decode(errors="replace")
 
 
 def source_of_partial(directory: Path) -> str | None:

@@ -205,7 +205,7 @@ def test_a_full_disk_is_noticed_before_weights_are_fetched(
     monkeypatch.setattr(os, "statvfs", lambda path: nearly_full)
     source = ScriptedSource(served_files(shard_bytes=400_000))
     with pytest.raises(
-        NoSpace, match=r"hf://acme/tiny: 1\.1 MiB more .* 65\.0 MiB free; .*argosy models prune"
+        NoSpace, match=r"hf://acme/tiny: 1\.1 MiB more .* 65\.0 MiB free, .*argosy models prune"
     ):
         fetch_model(source, Store(tmp_path), settings=QUICK)
     assert not any(path.endswith(".safetensors") for path in source.paths_read())

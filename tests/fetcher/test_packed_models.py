@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,7 @@ def test_an_unserved_architecture_is_refused_and_its_archive_deleted(tmp_path: P
 
     with pytest.raises(UnsupportedModel, match="not served"):
         fetch_model(archived(served_files()), Store(tmp_path), check_config=check_config, settings=SETTINGS)
-    assert Store(tmp_path).list_partial() == ()
+    assert [model.size for model in Store(tmp_path).list_partial()] == [0]  # its refusal
 
 
 @pytest.mark.parametrize(
@@ -138,3 +139,32 @@ def test_a_missing_package_is_noticed_before_the_transfer(
     with pytest.raises(FetchError, match="archives with zstd need a package"):
         fetch_model(source, Store(tmp_path), settings=SETTINGS)
     assert source.reads == []
+
+
+def test_a_refused_archive_is_not_fetched_again_by_the_next_attempt(tmp_path: Path) -> None:
+    def refuse(config: dict[str, Any]) -> None:
+        raise UnsupportedModel("the architecture is not supported")
+
+    store, first, second = Store(tmp_path), archived(served_files()), archived(served_files())
+    with pytest.raises(UnsupportedModel):
+        fetch_model(first, store, settings=SETTINGS, check_config=refuse)
+    assert first.paths_read()
+    with pytest.raises(UnsupportedModel, match=r"the architecture is not supported .*--refresh"):
+        fetch_model(second, store, settings=SETTINGS, check_config=refuse)
+    assert not second.paths_read()
+    (partial,) = store.list_partial()
+    assert partial.size < 4096
+    fetch_model(second, store, settings=SETTINGS, refresh=True)
+    assert not store.list_partial()
+
+
+def test_a_refusal_ends_after_a_day(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    with pytest.raises(UnsupportedModel):
+        fetch_model(archived({"tiny/README": b"no model"}), store, settings=SETTINGS)
+    (record,) = tmp_path.rglob(".argosy-refused")
+    os.utime(record, (0, 0))
+    again = archived({"tiny/README": b"no model"})
+    with pytest.raises(UnsupportedModel):
+        fetch_model(again, store, settings=SETTINGS)
+    assert again.paths_read()
