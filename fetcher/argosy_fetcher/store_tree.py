@@ -15,6 +15,7 @@ import re
 import secrets
 import stat
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -26,7 +27,9 @@ from argosy_fetcher import store_layout
 from argosy_fetcher.disk import FreeSpace
 
 MAX_ENTRIES: Final = 100_000
-"""Files and directories of one store that are looked at in one round. A thousand models have fewer."""
+"""Files and directories of one namespace that are looked at in one round. A thousand models have fewer."""
+MAX_MODELS: Final = 2000
+"""Models of one namespace that are looked at in one round."""
 MAX_DELETIONS: Final = 1_000_000
 """Files and directories of one model that are deleted in one round; the next round goes on."""
 _MAX_DEPTH: Final = 3
@@ -58,12 +61,21 @@ class TreeModel:
     path: tuple[str, str, str, str]
     """Namespace, scope, the source's directory, and the model's in it."""
     size: int
-    """Bytes on the disk; of a file that other models have as well, this model's share."""
+    """Bytes on the disk, without files that a model of the same store has which was used later."""
     last_used_at: float
     """Seconds since the epoch; never in the future, whatever its file says."""
 
     def __str__(self) -> str:
         return "/".join(self.path)
+
+
+@dataclass(slots=True)
+class _Usage:
+    num_bytes: int
+    """Of files with one name."""
+    shared: dict[int, int]
+    """Bytes of files with several names, which other models may have as well, by inode."""
+    changed_at: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +91,8 @@ class TreePruned:
 
 
 def prune_tree(tree: Path, limits: PruneLimits, *, now: Callable[[], float] = time.time) -> TreePruned:
-    """Remove what was not used for `max_age`, then what was used longest ago until all have at most `max_bytes`.
+    """Remove what was not used for `max_age`; then, until all have at most `max_bytes` and the disk has `min_free`,
+    what was used longest ago in the namespace that has most.
 
     Args:
         now: seconds since the epoch.
@@ -89,48 +102,111 @@ def prune_tree(tree: Path, limits: PruneLimits, *, now: Callable[[], float] = ti
     """
     time_now = now()
     with _opened(tree, None) as root:
-        models = sorted(_models(root, time_now, limits.min_age), key=lambda model: model.last_used_at)
-        total = sum(model.size for model in models)
-        removed: list[TreeModel] = []
-        in_use: list[TreeModel] = []
-        failed: list[tuple[TreeModel, str]] = []
-        for model in models:
-            unused_for = time_now - model.last_used_at
-            is_old = limits.max_age is not None and unused_for > limits.max_age
-            is_too_much = (limits.max_bytes is not None and total > limits.max_bytes) or _is_full(
-                root, limits
-            )
-            if unused_for < limits.min_age or not (is_old or is_too_much):
-                continue
-            try:
-                is_removed = _remove(root, model, time_now)
-            except FileNotFoundError:
-                continue  # its tenant was faster
-            except OSError as error:
-                failed.append((model, error.strerror or str(error)))
-                continue
-            (removed if is_removed else in_use).append(model)
-            total -= model.size if is_removed else 0
-    return TreePruned(tuple(removed), tuple(in_use), tuple(failed), total)
+        pruning = _Pruning(root, limits, time_now)
+        pruning.by_age()
+        pruning.by_size()
+    return TreePruned(
+        tuple(pruning.removed),
+        tuple(pruning.in_use),
+        tuple(pruning.failed),
+        sum(pruning.num_bytes.values()),
+    )
 
 
-def _models(root: int, now: float, min_age: float) -> Iterator[TreeModel]:
+class _Pruning:
+    """One round."""
+
+    def __init__(self, root: int, limits: PruneLimits, now: float) -> None:
+        self.removed: list[TreeModel] = []
+        self.in_use: list[TreeModel] = []
+        self.failed: list[tuple[TreeModel, str]] = []
+        self.num_bytes: Counter[str] = Counter()
+        """By namespace."""
+        self._root = root
+        self._limits = limits
+        self._now = now
+        models = sorted(
+            _models(root, now, limits.min_age, self.num_bytes), key=lambda model: model.last_used_at
+        )
+        self._unused = [model for model in models if now - model.last_used_at >= limits.min_age]
+
+    def by_age(self) -> None:
+        max_age = self._limits.max_age
+        if max_age is not None:
+            old = [model for model in self._unused if self._now - model.last_used_at > max_age]
+            self._unused = self._unused[len(old) :]
+            for model in old:
+                self._try(model)
+
+    def by_size(self) -> None:
+        """Remove from the namespace that has most. Times are what tenants say: the order must not let one of them keep
+        all of its models at the cost of others."""
+        unused: dict[str, deque[TreeModel]] = {}
+        for model in self._unused:
+            unused.setdefault(model.path[0], deque()).append(model)
+        while unused and self._is_too_much():
+            namespace = max(unused, key=lambda name: (self.num_bytes[name], -unused[name][0].last_used_at))
+            self._try(unused[namespace].popleft())
+            if not unused[namespace]:
+                del unused[namespace]
+
+    def _is_too_much(self) -> bool:
+        max_bytes = self._limits.max_bytes
+        is_above = max_bytes is not None and sum(self.num_bytes.values()) > max_bytes
+        return is_above or _is_full(self._root, self._limits)
+
+    def _try(self, model: TreeModel) -> None:
+        try:
+            is_removed = _remove(self._root, model, self._now)
+        except FileNotFoundError:
+            return  # its tenant was faster
+        except OSError as error:
+            self.failed.append((model, error.strerror or str(error)))
+            return
+        (self.removed if is_removed else self.in_use).append(model)
+        self.num_bytes[model.path[0]] -= model.size if is_removed else 0
+
+
+def _models(root: int, now: float, min_age: float, num_bytes: Counter[str]) -> Iterator[TreeModel]:
+    """Yield the models of all stores, and add what each namespace has on the disk."""
     for namespace, in_namespace in _subdirectories(root, _is_tenant, iter(range(MAX_ENTRIES))):
-        for scope, in_scope in _subdirectories(in_namespace, _is_tenant, iter(range(MAX_ENTRIES))):
-            budget = iter(range(MAX_ENTRIES))
-            for source, in_source in _subdirectories(in_scope, store_layout.is_source_directory, budget):
-                for name, model in _subdirectories(in_source, _is_model, budget):
-                    if name.startswith(store_layout.TRASH_PREFIX):
-                        with suppress(OSError):
-                            _delete(in_source, name)  # what an interrupted removal has left
-                        continue
-                    size, changed_at = _measure(model, budget)
-                    used_at = _last_use(model) or changed_at
-                    if (
-                        now - used_at >= min_age
-                    ):  # else it may be held at this moment, for which it must be free
-                        _touch_if_held(model, now)
-                    yield TreeModel((namespace, scope, source, name), size, min(used_at, now))
+        budget, num_left = iter(range(MAX_ENTRIES)), iter(range(MAX_MODELS))
+        for scope, in_scope in _subdirectories(in_namespace, _is_tenant, budget):
+            found = list(_in_scope((namespace, scope), in_scope, now, min_age, budget, num_left))
+            counted: set[int] = set()
+            for path, usage, used_at in sorted(found, key=lambda entry: -entry[2]):
+                # A file that several models have counts for the one that will go last.
+                size = usage.num_bytes + sum(
+                    size for inode, size in usage.shared.items() if inode not in counted
+                )
+                counted.update(usage.shared)
+                num_bytes[namespace] += size
+                if not path[3].startswith(store_layout.TRASH_PREFIX):
+                    yield TreeModel(path, size, used_at)
+
+
+def _in_scope(
+    parents: tuple[str, str],
+    in_scope: int,
+    now: float,
+    min_age: float,
+    budget: Iterator[int],
+    num_left: Iterator[int],
+) -> Iterator[tuple[tuple[str, str, str, str], _Usage, float]]:
+    """Yield path, room and last use of a store's models, and of what interrupted removals have left."""
+    for source, in_source in _subdirectories(in_scope, store_layout.is_source_directory, budget):
+        for name, model in _subdirectories(in_source, _is_model, budget):
+            if next(num_left, None) is None:
+                return
+            if name.startswith(store_layout.TRASH_PREFIX):
+                with suppress(OSError):
+                    _delete(in_source, name)
+                    continue
+            usage = _measure(model, budget)
+            used_at = _last_use(model) or usage.changed_at
+            if now - used_at >= min_age:  # else it may be about to be held, for which it must be free
+                _touch_if_held(model, now)
+            yield (*parents, source, name), usage, min(used_at, now)
 
 
 def _is_full(root: int, limits: PruneLimits) -> bool:
@@ -148,13 +224,16 @@ def _is_model(name: str) -> bool:
     return store_layout.is_revision(name)
 
 
-def _measure(model: int, budget: Iterator[int]) -> tuple[int, float]:
-    """Return a model's bytes on the disk, and the time of its last change."""
-    size, changed_at = 0, os.fstat(model).st_mtime
+def _measure(model: int, budget: Iterator[int]) -> _Usage:
+    """Return a model's room on the disk, and the time of its last change."""
+    usage = _Usage(0, {}, os.fstat(model).st_mtime)
     for status in _files(model, budget, _MAX_DEPTH):
-        size += status.st_blocks * 512 // max(status.st_nlink, 1)
-        changed_at = max(changed_at, status.st_mtime)
-    return size, changed_at
+        if status.st_nlink > 1:
+            usage.shared[status.st_ino] = status.st_blocks * 512
+        else:
+            usage.num_bytes += status.st_blocks * 512
+        usage.changed_at = max(usage.changed_at, status.st_mtime)
+    return usage
 
 
 def _files(directory: int, budget: Iterator[int], depth: int) -> Iterator[os.stat_result]:

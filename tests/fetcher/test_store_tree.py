@@ -225,3 +225,28 @@ def test_models_go_until_so_much_of_the_disk_is_free(tmp_path: Path) -> None:
     assert prune(tmp_path, PruneLimits(None, None, 0.0, FreeSpace(num_bytes=1))).removed == ()
     assert prune(tmp_path, PruneLimits(None, None, 100 * HOUR_S, FreeSpace(percent=100.0))).removed == ()
     assert len(prune(tmp_path, PruneLimits(None, None, 0.0, FreeSpace(percent=100.0))).removed) == 1
+
+
+def test_the_namespace_that_has_most_gives_first(tmp_path: Path) -> None:
+    """Whatever times a tenant gives to its files."""
+    small = add(tmp_path, f"blue/public/{SOURCE}/a", 9)
+    for name in "bcd":
+        add(tmp_path, f"green/public/{SOURCE}/{name}", 2)
+    pruned = prune(tmp_path, PruneLimits(2 * SIZE, None, min_age=HOUR_S))
+    assert [model.path[0] for model in pruned.removed] == ["green", "green"]
+    assert small.exists()
+
+
+def test_links_outside_of_models_hide_no_bytes(tmp_path: Path) -> None:
+    path = add(tmp_path, f"blue/public/{SOURCE}/a", 9)
+    for number in range(10):
+        os.link(path / "model-0.safetensors", path.parent.parent / f"link-{number}")
+    assert prune(tmp_path, PruneLimits(None, None, min_age=0.0)).kept_bytes == SIZE
+
+
+def test_the_models_of_one_namespace_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_tree, "MAX_MODELS", 3)
+    for number in range(4):
+        add(tmp_path, f"blue/scope-{number % 2}/{SOURCE}/{number}", 9)
+    add(tmp_path, f"green/public/{SOURCE}/a", 9)
+    assert prune(tmp_path, PruneLimits(None, None, min_age=0.0)).kept_bytes == 4 * SIZE
