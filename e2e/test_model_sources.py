@@ -196,7 +196,7 @@ def release(stack: Stack, hub: HubServer, bucket: BucketServer) -> Iterator[Clus
     )
     cluster.advertise_gpus(1)
     kubectl.namespace(SYSTEM, dict.fromkeys(RESTRICTED, "privileged"))
-    mirror = [{"name": "HF_ENDPOINT", "value": hub.endpoint}]
+    mirror = [{"name": "HF_ENDPOINT", "value": hub.endpoint}, {"name": "ARGOSY_MIN_FREE", "value": "64M"}]
     install(
         cluster, stack.images,
         "--set", "nodeCache.enabled=true",
@@ -204,6 +204,7 @@ def release(stack: Stack, hub: HubServer, bucket: BucketServer) -> Iterator[Clus
         "--set-json", f"modelFetch.env={json.dumps(mirror)}",
     )  # fmt: skip
     yield cluster
+    kubectl("delete", "secret", HUB_SECRET, "-n", TENANT, "--ignore-not-found")
     install(cluster, stack.images)
     kubectl.namespace(SYSTEM, RESTRICTED)
     kubectl.delete_namespace(CACHED)

@@ -19,6 +19,8 @@ VARIABLES = {
     "Models (`argosy serve`, `argosy doctor`, `argosy models`, `LLM`)": {
         "ARGOSY_MODELS_DIR": "Directory in which fetched models are kept, if `--download-dir` is not given "
         "(`$HF_HOME/argosy` if `HF_HOME` is set, else `argosy/models` in the user's cache).",
+        "ARGOSY_MIN_FREE": "How much of the disk `argosy models pull` leaves, if `--min-free` is not given (`64M`; in "
+        "pods that fetch to their node's disk `15%`, which the chart's `modelFetch.env` can change).",
         "ARGOSY_CACHE_MIN_AGE": "How long a model must not have been used before `argosy models pull --make-room` or "
         "`prune --tree` removes it (`1h`).",
         "ARGOSY_OFFLINE, HF_HUB_OFFLINE, TRANSFORMERS_OFFLINE": "`1` forbids requests: only models in the store, or "

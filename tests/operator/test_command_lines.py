@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 from builders import CONFIG, isvc
 
 from argosy.commands.models import build_parser as models_parser
@@ -54,9 +55,11 @@ def test_engine_understands_where_a_fetched_model_is() -> None:
     assert (engine.model, engine.download_dir) == ("hf://org/name@main", "/models")
 
 
-def test_the_fetcher_understands_the_arguments_of_its_container() -> None:
+def test_the_fetcher_understands_the_arguments_of_its_container(monkeypatch: pytest.MonkeyPatch) -> None:
     fetch = model_volume(isvc(model={"source": "hf://org/name@main"}), CONFIG).fetch
     assert fetch is not None
+    for variable in fetch["env"]:
+        monkeypatch.setenv(variable["name"], variable["value"])
     assert fetch["args"][0] == "models"
     read = models_parser().parse_args(fetch["args"][1:])
     assert (read.model, read.download_dir) == ("hf://org/name@main", "/models")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -90,13 +91,13 @@ def test_the_container_that_fetches() -> None:
     )
     assert fetch["args"] == [
         *("models", "pull", HUB, "--download-dir", "/models"),
-        *("--progress-port", "8009", "--make-room", "--min-free", "15%"),
+        *("--progress-port", "8009", "--make-room"),
     ]
     assert fetch["resources"] == {"requests": {"cpu": "4", "memory": "32Gi"}, "limits": {"memory": "32Gi"}}
     assert fetch["securityContext"] == only["securityContext"]
     assert fetch["terminationMessagePolicy"] == "FallbackToLogsOnError"
     assert [port["containerPort"] for port in fetch["ports"]] == [8009]
-    assert literals(fetch) == {"HTTPS_PROXY": "http://proxy:3128", "HOME": "/tmp"}
+    assert literals(fetch) == {"HTTPS_PROXY": "http://proxy:3128", "HOME": "/tmp", "ARGOSY_MIN_FREE": "15%"}
 
 
 def test_kubernetes_expands_no_variable_in_a_source() -> None:
@@ -111,7 +112,12 @@ def test_kubernetes_expands_no_variable_in_a_source() -> None:
 
 def test_a_claim_is_filled_and_a_nodes_disk_is_not() -> None:
     claim = pod_spec({"source": HUB, "cache": {"type": "claim", "claimName": "models"}})
-    assert "--min-free" not in claim["initContainers"][0]["args"]
+    assert "ARGOSY_MIN_FREE" not in literals(claim["initContainers"][0])
+
+
+def test_the_administrator_decides_how_much_of_a_nodes_disk_is_left() -> None:
+    config = replace(CONFIG, fetch_env={"ARGOSY_MIN_FREE": "5%"})
+    assert literals(pod_spec({"source": HUB}, config)["initContainers"][0])["ARGOSY_MIN_FREE"] == "5%"
 
 
 def test_nothing_that_an_engine_writes_reaches_the_container_that_fetches() -> None:

@@ -8,6 +8,7 @@ directory.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -33,6 +34,7 @@ from argosy_fetcher.store import Store, StoredModel
 from argosy_fetcher.store_layout import equal_revisions, source_directory
 from argosy_fetcher.store_tree import PruneLimits
 
+MIN_FREE_ENV: Final = "ARGOSY_MIN_FREE"
 _HEADER: Final = ("MODEL", "REVISION", "SIZE", "USED", "STATE")
 _MIN_ABBREVIATION: Final = 7
 """Characters of an abbreviated revision, as git's."""
@@ -93,8 +95,9 @@ def _add_pull(commands: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument(
         "--min-free",
         type=percent_or_bytes,
+        default=os.environ.get(MIN_FREE_ENV),
         metavar="FREE",
-        help="leave so much of the disk: 50G, or 15%% of it but at most 50 GiB (64M)",
+        help=f"leave so much of the disk: 50G, or 15%% of it but at most 50 GiB (${MIN_FREE_ENV}, else 64M)",
     )
     parser.add_argument(
         "--progress-port",

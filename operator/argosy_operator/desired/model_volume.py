@@ -136,8 +136,8 @@ def _fetch_container(service: InferenceService, config: OperatorConfig, store: M
     has left in one must not configure the fetcher of a restarted pod."""
     model, cache_type = service.spec.model, _cache(service).type
     # The kubelet evicts pods of a node whose disk is nearly full. A claim has a disk of its own.
-    min_free = () if cache_type == "claim" else ("--min-free", _MIN_FREE)
-    env = {**config.fetch_env, "HOME": _SCRATCH_MOUNT}
+    min_free = {} if cache_type == "claim" else {"ARGOSY_MIN_FREE": _MIN_FREE}
+    env = {**min_free, **config.fetch_env, "HOME": _SCRATCH_MOUNT}
     mounts = [store, {"name": _SCRATCH, "mountPath": _SCRATCH_MOUNT}]
     if model.secret_ref is not None:
         env["ARGOSY_CREDENTIALS_DIR"] = CREDENTIALS_DIR
@@ -147,7 +147,6 @@ def _fetch_container(service: InferenceService, config: OperatorConfig, store: M
         "args": [
             *("models", "pull", model.source, "--download-dir", MODELS_MOUNT),
             *("--progress-port", str(PROGRESS_PORT), "--make-room"),
-            *min_free,
         ],
         "env": [{"name": name, "value": value} for name, value in env.items()],
         "ports": [{"name": "progress", "containerPort": PROGRESS_PORT, "protocol": "TCP"}],
