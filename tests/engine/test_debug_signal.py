@@ -133,8 +133,9 @@ def test_workers_and_the_grammar_process_name_themselves(capfd: pytest.CaptureFi
     executor = MultiprocExecutor(args, world_size=1)
     client = GrammarClient(GrammarServerArgs(str(resolve_model("builtin://tiny")), 1024, [2], 1))
     try:
+        before = {*children(os.getpid())}  # other tests' processes may not have ended yet
         executor.start()
-        (worker,) = children(os.getpid())
+        (worker,) = {*children(os.getpid())} - before
         stacks_of("argosy engine worker", worker)
         client.warm_up()
         server = client.pid
