@@ -96,12 +96,14 @@ def pull_model(
         TransientError: the source or the network does not answer; what has arrived is kept.
     """
     values = os.environ if environment is None else environment
+    offline = is_offline(values)
     pull = _Pull(
         uri=uri,
         store=open_store(download_dir, values),
         progress=progress,
         check_config=check_config,
-        refresh=refresh and not is_offline(values),
+        refresh=refresh and not offline,
+        offline=offline,
         make_room_after=make_room_after,
         min_free=min_free,
         environment=values,
@@ -120,7 +122,7 @@ def pull_model(
         except ModelRemoved:
             progress.note(f"{uri}: another process removed it from the store; fetching it again")
             continue
-        if not is_offline(values):
+        if not offline:
             pull.store.choose(model.path)
         return held
     raise ModelRemoved(f"{uri}: other processes remove it from the store again and again; stop them")
@@ -135,6 +137,7 @@ class _Pull:
     progress: Progress
     check_config: CheckConfig | None
     refresh: bool
+    offline: bool
     make_room_after: float | None
     min_free: FreeSpace
     environment: Mapping[str, str]
@@ -151,7 +154,7 @@ class _Pull:
         uri, note = self.uri, self.progress.note
         name, requested = name_in_store(uri, self.environment)
         pinned = self.store.pinned_revision(name, requested)
-        may_ask = not self.refresh and not is_offline(self.environment) and uri.scheme in _WITH_COMMITS
+        may_ask = not self.refresh and not self.offline and uri.scheme in _WITH_COMMITS
         if not may_ask or pinned in (None, requested):
             return self._fetch_at(uri)
         note(
@@ -172,7 +175,7 @@ class _Pull:
                 progress=self.progress,
                 check_config=self.check_config,
                 refresh=self.refresh,
-                offline=is_offline(self.environment),
+                offline=self.offline,
                 requested=str(self.uri),
                 settings=TransferSettings(
                     make_room=self._room_for(source.name),
@@ -197,7 +200,7 @@ class _Pull:
 
     def fetch_configs(self) -> PulledModel | None:
         """Fetch config and tokenizer; None if they are in an archive, or no request may be made."""
-        if is_offline(self.environment):
+        if self.offline:
             return None
         path = Path(tempfile.mkdtemp(prefix="argosy-config-"))
         # Engines read it until then, such as at `wake_up`.

@@ -367,9 +367,8 @@ class Store:
 
     def damaged_path(self, source: str, requested_revision: str) -> Path | None:
         """Return the directory of a model that `find` would find if it were complete."""
-        directory = self._directory(source)
-        revision = store_layout.read_refs(directory).get(requested_revision, requested_revision)
-        path = directory / revision
+        revision = self.pinned_revision(source, requested_revision) or requested_revision
+        path = self._directory(source) / revision
         return path if store_layout.is_revision(revision) and path.is_dir() else None
 
     def _directory(self, source: str) -> Path:

@@ -216,6 +216,17 @@ def test_no_revision_is_the_default_one(tmp_path: Path, source: str, default: st
     assert store.list()[0].requested_revisions == ()
 
 
+@pytest.mark.parametrize("requested", ["", "main"])
+def test_a_damaged_model_is_found_by_either_name_of_the_default_revision(
+    tmp_path: Path, requested: str
+) -> None:
+    store = Store(tmp_path)
+    model = add(store, "hf://acme/tiny", requested="main")
+    (model.path / "tokenizer.json").unlink()
+    assert store.find("hf://acme/tiny", requested) is None
+    assert store.damaged_path("hf://acme/tiny", requested) == model.path
+
+
 def test_what_cannot_be_read_is_not_taken_for_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
