@@ -16,7 +16,7 @@ INSTALLED_DEV := .venv/.installed-dev-$(HASH)
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet $(PIP_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev wheel up down test test-wheel test-sanitizers attack generate lint e2e bench bench-engine bench-router clean
+.PHONY: help install install-dev wheel up down test test-wheel test-sanitizers attack generate gpu-report lint e2e bench bench-engine bench-router clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -72,6 +72,9 @@ generate: $(INSTALLED_DEV) ## write the CRD, the dashboard, the alert rules and 
 	$(BIN)/python -P -m argosy_resource.crd
 	PYTHONPATH=generators $(BIN)/python -P -m monitoring charts/argosy/files
 	PYTHONPATH=generators $(BIN)/python -P -m docs_reference docs/reference
+
+gpu-report: $(INSTALLED_DEV) ## compile the GPU kernels for every known device and write docs/reference/gpu-kernels.md
+	PYTHONPATH=generators $(BIN)/python -P -m gpu_report -o docs/reference/gpu-kernels.md
 
 lint: $(INSTALLED_DEV) ## style, types, import contracts
 	$(BIN)/ruff check .

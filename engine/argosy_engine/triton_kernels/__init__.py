@@ -1,0 +1,5 @@
+"""Our Triton kernels, each with the function that chooses its configuration and launches it.
+
+Nothing here is imported unless a backend on CUDA is chosen (or Triton's interpreter is asked for): importing Triton
+takes longer than loading a small model.
+"""

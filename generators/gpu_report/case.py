@@ -1,0 +1,24 @@
+"""Case: one use of a kernel whose launches are compiled and reported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from argosy_engine.triton_kernels.device_traits import DeviceTraits
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One call of a kernel's host function on fake CUDA tensors."""
+
+    label: str
+    """Shapes and dtypes, as a reader of the report looks for them."""
+    call: Callable[[], object]
+    """Creates the arguments and calls the host function; runs under FakeTensorMode, device traits and recording."""
+    is_sampled: bool = False
+    """Whether `make test` compiles it too."""
+
+
+Cases = Callable[[DeviceTraits], Iterator[Case]]
+"""Yields every configuration that the host function can choose on a device."""
