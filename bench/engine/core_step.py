@@ -178,7 +178,7 @@ def measure(
     grammar = GrammarRequest(GrammarSpec("json", SCHEMA, False)) if has_grammar else None
     for index in range(num_requests):
         prompt = [(index * 7919 + i) % 1000 + 10 for i in range(PROMPT_TOKENS - index % BLOCK_SIZE)]
-        params = SamplingParams(max_tokens=STEPS + 2, logprobs=5 if has_logprobs else None, seed=1)
+        params = SamplingParams(max_tokens=2 * STEPS, logprobs=5 if has_logprobs else None, seed=1)
         core.add_request(EngineCoreRequest(f"{index:024x}", prompt, params, 0.0, grammar=grammar))
     while core.scheduler.blocked:
         core.structured.wait(0.1)
