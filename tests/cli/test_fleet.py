@@ -315,3 +315,29 @@ def test_a_key_guards_the_router_and_a_long_path_is_no_obstacle(
         assert "pass --api-key KEY" in capfd.readouterr().err
     finally:
         fleet.close()
+
+
+@pytest.mark.parametrize(("before", "present"), [("", "no key"), ("sesame", "another key")])
+def test_a_running_fleet_refuses_another_key(
+    before: str,
+    present: str,
+    fleet: LocalFleet,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fleet.manifest()
+    monkeypatch.setenv("ARGOSY_ROUTER_API_KEY", before)
+    assert fleet.start() == 0
+    assert fleet.up() == 0  # the same key
+    monkeypatch.setenv("ARGOSY_ROUTER_API_KEY", "changed")
+    fleet.manifest(replicas=2)
+    capfd.readouterr()
+    assert fleet.up() == 2
+    error = capfd.readouterr().err
+    assert f"requires {present} of clients" in error
+    assert "`argosy down` first to change the key, or unset ARGOSY_ROUTER_API_KEY" in error
+    assert "changed" not in error
+    assert len(fleet.replicas()) == 1
+    monkeypatch.delenv("ARGOSY_ROUTER_API_KEY")  # which asks for no change
+    assert fleet.up() == 0
+    assert len(fleet.replicas()) == 2

@@ -126,7 +126,7 @@ def _is_running(state: StateDir, wanted_port: int | None) -> bool:
     """Return whether a supervisor is running.
 
     Raises:
-        UsageError: it is, and its router has another port.
+        UsageError: it is, and its router has another port or another key for clients.
         CommandError: it is not, and another program has the port.
     """
     state.create()
@@ -142,6 +142,13 @@ def _is_running(state: StateDir, wanted_port: int | None) -> bool:
     if status and wanted_port is not None and not status.router.url.endswith(f":{wanted_port}"):
         raise UsageError(
             f"the fleet already listens on {status.router.url}; `argosy down` first to change the port"
+        )
+    api_key = os.environ.get(API_KEY_ENV, "")
+    if status and api_key and status.router.api_key_fingerprint != state.fingerprint(api_key):
+        present = "another key" if status.router.api_key_fingerprint else "no key"
+        raise UsageError(
+            f"the fleet already runs, and requires {present} of clients, not the one in {API_KEY_ENV}; `argosy down` "
+            f"first to change the key, or unset {API_KEY_ENV}"
         )
     return True
 

@@ -97,6 +97,8 @@ class RouterStatus(Struct, frozen=True, kw_only=True, tag=True):
     reason: str = ""
     restarts: int = 0
     pid: int | None = None
+    api_key_fingerprint: str = ""
+    """`StateDir.fingerprint` of the key that it requires of clients; empty if it requires none."""
 
 
 class FleetStatus(Struct, frozen=True, kw_only=True, tag=True):

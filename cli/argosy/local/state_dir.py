@@ -11,6 +11,8 @@ The directory is `--state-dir`, else `$ARGOSY_STATE_DIR`, else `.argosy` in the 
 from __future__ import annotations
 
 import fcntl
+import hashlib
+import hmac
 import os
 import secrets
 import socket
@@ -21,6 +23,7 @@ from argosy.errors import CommandError
 
 STATE_DIR_ENV: Final = "ARGOSY_STATE_DIR"
 _FLEET_KEY_BYTES: Final = 32
+_FINGERPRINT_DIGITS: Final = 16
 
 
 def choose_state_dir(option: str | None) -> StateDir:
@@ -64,6 +67,12 @@ class StateDir:
             key = secrets.token_hex(_FLEET_KEY_BYTES).encode()
             self.write(self._key_file, key)
             return key
+
+    def fingerprint(self, secret: str) -> str:
+        """A keyed hash, by which the clients' key can be compared without being shown; empty for an empty secret."""
+        if not secret:
+            return ""
+        return hmac.new(self.fleet_key(), secret.encode(), hashlib.sha256).hexdigest()[:_FINGERPRINT_DIGITS]
 
     def write(self, path: Path, data: bytes) -> None:
         """Replace a file atomically, with mode 0600: a reader sees the old content or the new."""

@@ -47,6 +47,7 @@ class Supervisor:
         self._settings = settings
         self._on_status = on_status
         self._fleet_key = state.fleet_key()
+        self._api_key_fingerprint = state.fingerprint(settings.api_key)
         self._gpus = local_gpus()
         self._wanted: dict[str, InferenceService] = {}
         self._replicas: dict[str, Replica] = {}
@@ -103,6 +104,7 @@ class Supervisor:
             reason=self._router.reason,
             restarts=self._router.restarts,
             pid=self._router.pid,
+            api_key_fingerprint=self._api_key_fingerprint,
         )
         keys = dict.fromkeys((*self._wanted, *(replica.service.key for replica in self._replicas.values())))
         services = tuple(self._service_status(key) for key in keys)
