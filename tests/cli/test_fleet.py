@@ -15,9 +15,16 @@ from pathlib import Path
 import pytest
 from local_fleet import FAKE_SUPERVISOR, Load, LocalFleet, descendants, kill, watched
 
+from argosy.local import control_client
 from argosy.local.control_messages import FleetStatus
+from argosy.local.settings import free_port
 
 pytestmark = pytest.mark.timeout(400)
+UP = (
+    "import sys; from argosy.local import control_client; from argosy.main import main; "
+    f"control_client.SUPERVISOR = {FAKE_SUPERVISOR!r}; sys.exit(main())"
+)
+"""A program that runs a command with the fake supervisor."""
 
 
 def names(status: FleetStatus) -> list[str]:
@@ -262,14 +269,10 @@ def test_a_taken_port_is_refused_with_the_remedy(
 @contextmanager
 def foreground(fleet: LocalFleet) -> Iterator[subprocess.Popen[str]]:
     """`argosy up` without --detach, once everything is ready."""
-    script = (
-        "import sys; from argosy.local import control_client; from argosy.main import main; "
-        f"control_client.SUPERVISOR = {FAKE_SUPERVISOR!r}; sys.exit(main())"
-    )
     fleet.manifest()
     command = ["up", "-f", str(fleet.file), "--port", str(fleet.port), "--state-dir", str(fleet.state.root)]
     with subprocess.Popen(
-        [sys.executable, "-P", "-c", script, *command], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-P", "-c", UP, *command], stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:
@@ -341,3 +344,25 @@ def test_a_running_fleet_refuses_another_key(
     monkeypatch.delenv("ARGOSY_ROUTER_API_KEY")  # which asks for no change
     assert fleet.up() == 0
     assert len(fleet.replicas()) == 2
+
+
+def test_a_second_up_waits_and_is_refused_another_port(
+    fleet: LocalFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet.manifest()
+    fleet.state.create()
+    command = ["up", "-f", str(fleet.file), "--detach", "--state-dir", str(fleet.state.root)]
+    with fleet.state.changing(lambda: pytest.fail("nobody else holds the lock")):
+        second = subprocess.Popen(
+            [sys.executable, "-P", "-c", UP, *command, "--port", str(free_port())],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert second.stderr is not None
+        assert second.stderr.readline().startswith("another `argosy up` starts or changes this fleet")
+        monkeypatch.setattr(control_client, "SUPERVISOR", FAKE_SUPERVISOR)
+        control_client.start_supervisor(fleet.state, ("--port", str(fleet.port)), {})
+    with second:
+        assert f"the fleet already listens on {fleet.url}; `argosy down` first" in second.stderr.read()
+    assert second.returncode == 2
+    assert fleet.status().services == ()

@@ -1,7 +1,8 @@
 """`argosy up`: start the fleet of a manifest on this machine, or change a running one.
 
 Owns: the command's arguments, what it waits for, and when it gives up. Must not know: how replicas are run.
-Invariant: an invalid manifest, or a model that cannot be fetched, changes nothing.
+Invariants: an invalid manifest, or a model that cannot be fetched, changes nothing; of two at once, the second applies
+its manifest to the fleet that the first has started, or is refused.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import sys
 import time
 from collections.abc import Sequence
 from types import FrameType
@@ -49,9 +51,10 @@ def main(argv: Sequence[str]) -> int:
     state = choose_state_dir(options.state_dir)
     _is_running(state, options.port)  # before a model is fetched, which may take an hour
     with local_services(services, is_plain=options.detach) as local:
-        is_new = _ensure_supervisor(state, options.port)
-        is_foreground = is_new and not options.detach
-        client = ControlClient(connect(state), Apply(services=local, stop_on_disconnect=is_foreground))
+        with state.changing(_tell_of_waiting):
+            is_new = _ensure_supervisor(state, options.port)
+            is_foreground = is_new and not options.detach
+            client = ControlClient(connect(state), Apply(services=local, stop_on_disconnect=is_foreground))
         return _follow(client, state, options, is_new)
 
 
@@ -111,6 +114,10 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     add_state_dir(parser)
     return parser.parse_args(argv)
+
+
+def _tell_of_waiting() -> None:
+    print("another `argosy up` starts or changes this fleet; waiting for it", file=sys.stderr, flush=True)
 
 
 def _ensure_supervisor(state: StateDir, wanted_port: int | None) -> bool:

@@ -1,7 +1,7 @@
 """The state directory of a local fleet.
 
-Owns: the paths inside it, its permissions, the fleet key, the lock that excludes a second supervisor, and the control
-socket's address. Must not know: the messages on the socket.
+Owns: the paths inside it, its permissions, the fleet key, the locks that exclude a second supervisor and a second
+change at once, and the control socket's address. Must not know: the messages on the socket.
 Invariants: everything in the directory is readable by its owner only; the process that holds the lock is the only
 supervisor.
 
@@ -16,6 +16,8 @@ import hmac
 import os
 import secrets
 import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -41,6 +43,7 @@ class StateDir:
         self.control_socket = root / "control.sock"
         self._key_file = root / "fleet.key"
         self._lock_file = root / "lock"
+        self._change_lock_file = root / "change.lock"
 
     def create(self) -> None:
         """Create the directory with mode 0700.
@@ -95,6 +98,24 @@ class StateDir:
             os.close(descriptor)
             return None
         return descriptor
+
+    @contextmanager
+    def changing(self, on_wait: Callable[[], None]) -> Iterator[None]:
+        """Hold the lock of commands that start or change the fleet, so that each finds what the one before has left.
+
+        Args:
+            on_wait: called before waiting for another command, which holds the lock until its supervisor answers.
+        """
+        descriptor = os.open(self._change_lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                on_wait()
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
 
     def listen(self) -> socket.socket:
         """Bind the control socket, replacing a dead supervisor's. Call it with the lock held."""
