@@ -42,6 +42,23 @@ def test_a_router_s_word_holds_for_one_request(serving: tuple[OpenAIServing, boo
     assert made.check_model("small") == "small"
 
 
+@pytest.mark.parametrize(
+    ("count", "end"),
+    [(1, "serves 'name-0'"), (8, "'name-6', 'name-7'"), (64, "'name-6', 'name-7' and 56 more")],
+)
+def test_an_unknown_name_is_answered_with_those_that_are_served(count: int, end: str) -> None:
+    made = OpenAIServing(cast(Any, None), [f"name-{index}" for index in range(count)])
+    try:
+        with pytest.raises(NotFound) as refusal:
+            made.check_model("org/Tiny")
+    finally:
+        made.close()
+    assert str(refusal.value).startswith(
+        "the model 'org/Tiny' does not exist here; this engine serves 'name-0'"
+    )
+    assert str(refusal.value).endswith(end)
+
+
 @pytest.mark.parametrize("given", [False, True])
 def test_the_flag(given: bool) -> None:
     options, _ = parse_args(["builtin://tiny", *(["--any-model-name"] if given else [])])

@@ -38,6 +38,8 @@ from argosy_protocol.openai import (
 )
 
 _Request = TypeVar("_Request", bound=GenerationRequest)
+_SHOWN_NAMES = 8
+"""Names that the error about an unknown model lists."""
 
 
 class OpenAIServing:
@@ -95,9 +97,16 @@ class OpenAIServing:
             return self.names[0]
         if name not in self.names and not self._takes_any_name:
             raise NotFound(
-                f"the model {name[:128]!r} does not exist here", param="model", code="model_not_found"
+                f"the model {name[:128]!r} does not exist here; this engine serves {self._shown_names()}",
+                param="model",
+                code="model_not_found",
             )
         return name
+
+    def _shown_names(self) -> str:
+        shown = ", ".join(repr(name) for name in self.names[:_SHOWN_NAMES])
+        more = len(self.names) - _SHOWN_NAMES
+        return f"{shown} and {more} more" if more > 0 else shown
 
     async def prepare(
         self, render: Callable[[_Request], Sequence[TokenizedPrompt]], request: _Request, size: int
