@@ -12,6 +12,8 @@ from msgspec import Meta, Struct
 
 from argosy_engine.errors import ConfigError
 from argosy_engine.sample.token_logprobs import LogprobsMode
+from argosy_fetcher.errors import InvalidSource
+from argosy_fetcher.source_uri import from_argument
 from argosy_protocol.engine_limits import (
     BlockSize,
     KvCacheBytes,
@@ -34,6 +36,21 @@ Parallelism = Annotated[
         description="accepted for compatibility with vLLM; only 1, because an engine runs on one device",
     ),
 ]
+
+
+def default_name(model: str) -> str:
+    """Return the name of a model that is given none: without revision, and `ORG/NAME` for a repository of the hub.
+
+    What is on this machine has the directory's path, or a built-in model's name. Other sources keep their scheme, but
+    no URL its query, which may be a signature.
+    """
+    try:
+        uri = from_argument(model)
+    except InvalidSource:
+        return model.partition("?")[0]
+    if uri.scheme in ("hf", "file", "builtin"):
+        return uri.location
+    return uri.name.partition("?")[0]
 
 
 class HfOverrides(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -211,14 +228,8 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
 
     @property
     def canonical_name(self) -> str:
-        """The name that seeds chunk hashes and that `/v1/models` lists first: unless it is given, the model as typed,
-        without `builtin://` and without a URL's query, which may be a signature."""
-        if self.served_model_name:
-            return self.served_model_name[0]
-        scheme, separator, rest = self.model.partition("://")
-        if separator and scheme == "builtin":
-            return rest
-        return self.model.partition("?")[0] if separator and scheme in ("http", "https") else self.model
+        """The name that seeds chunk hashes and that `/v1/models` lists first: unless it is given, `default_name`."""
+        return self.served_model_name[0] if self.served_model_name else default_name(self.model)
 
     @classmethod
     def of(cls, **fields: object) -> EngineArgs:

@@ -112,11 +112,12 @@ def test_what_the_engine_does_not_serve_is_refused_before_any_weight(
     ("model", "name"),
     [
         ("acme/tiny", "acme/tiny"),
-        ("hf://acme/tiny", "hf://acme/tiny"),
-        ("acme/tiny@v1", "acme/tiny@v1"),
+        ("hf://acme/tiny", "acme/tiny"),
+        ("acme/tiny@v1", "acme/tiny"),
+        ("hf://acme/tiny@v1", "acme/tiny"),
     ],
 )
-def test_the_served_name_is_what_was_typed_unless_it_is_given(model: str, name: str) -> None:
+def test_a_model_of_the_hub_has_the_name_of_its_repository_unless_it_is_given(model: str, name: str) -> None:
     publish_tiny("acme/tiny")
     with local_model(EngineArgs.of(model=model), quiet()) as local:
         assert local.canonical_name == name
@@ -124,8 +125,27 @@ def test_the_served_name_is_what_was_typed_unless_it_is_given(model: str, name: 
         assert local.served_model_name == ("mine", "also")
 
 
-def test_a_url_s_query_is_no_part_of_the_name() -> None:
-    assert EngineArgs.of(model="https://host/m.tar?sig=hunter2").canonical_name == "https://host/m.tar"
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("builtin://tiny", "tiny"),
+        ("/models/tiny", "/models/tiny"),
+        ("file:///models/tiny", "/models/tiny"),
+        ("s3://bucket/tiny", "s3://bucket/tiny"),
+        ("oci://host/org/tiny:v1", "oci://host/org/tiny"),
+        (f"oci://host/org/tiny@sha256:{'a' * 64}", "oci://host/org/tiny"),
+        ("https://host/m.tar?sig=hunter2", "https://host/m.tar"),
+        (f"https://host/m.tar?x=1&sig=hunter2#sha256={'a' * 64}", "https://host/m.tar"),
+        ("ftp://host/m?sig=hunter2", "ftp://host/m"),
+    ],
+)
+def test_neither_revision_nor_query_is_part_of_a_name(model: str, name: str) -> None:
+    assert EngineArgs.of(model=model).canonical_name == name
+
+
+def test_a_directory_whose_name_looks_like_a_revision_keeps_it(tmp_path: Path) -> None:
+    (tmp_path / "acme" / "tiny@v1").mkdir(parents=True)
+    assert EngineArgs.of(model="acme/tiny@v1").canonical_name == "acme/tiny@v1"
 
 
 def test_arguments_of_a_fetch_end_with_it(tmp_path: Path) -> None:
