@@ -1,6 +1,7 @@
 """`argosy doctor MODEL`: prints device, memory and the memory budget that a start with these flags would have.
 
-Reads config.json and the safetensors headers, of a remote model nothing else; imports no torch and starts no device.
+Reads config.json and the safetensors headers, of a remote model nothing else, whose files its source is asked for;
+imports no torch and starts no device. A folder without tokenizer, or with missing or damaged weights, is refused.
 The KV cache is sized by the function the worker uses, from an estimate of the activations, so a start with the same
 memory free agrees with it.
 
@@ -19,8 +20,9 @@ from argosy_engine.api.engine_flag_parser import EngineFlagParser
 from argosy_engine.config import EngineArgs, MemoryBudget
 from argosy_engine.errors import ConfigError, DoesNotFit, FetchFailed
 from argosy_engine.frontend.memory_report import budget_table, size
-from argosy_engine.frontend.model_source import model_headers
+from argosy_engine.frontend.model_source import is_remote, model_headers
 from argosy_engine.models.config_file import load_model_config
+from argosy_engine.models.folder_check import check_folder
 from argosy_engine.models.safetensors_header import checkpoint_elements
 from argosy_engine.sizing.device import DeviceMemory, choose_dtype, cpu_memory, gpu_memory
 from argosy_engine.sizing.kv_cache_sizing import (
@@ -75,12 +77,14 @@ def diagnose(args: EngineArgs, device: DeviceMemory | None = None) -> Diagnosis:
         device: replaces the detected device.
 
     Raises:
-        ConfigError: no such model, a checkpoint that cannot be served, or no such device.
+        ConfigError: no such model, a checkpoint that cannot be served or lacks files, or no such device.
         FetchFailed: the model's source does not answer.
     """
     with model_headers(args) as path:
         config = load_model_config(path)
-        elements = dummy_elements(config) if args.load_format == "dummy" else checkpoint_elements(path)
+        has_weights = args.load_format != "dummy"
+        check_folder(path, has_tokenizer=not is_remote(args), has_weights=has_weights)
+        elements = checkpoint_elements(path) if has_weights else dummy_elements(config)
     device = device or _find_device(args)
     dtype = choose_dtype(args.dtype, config.dtype, device.device)
     diagnosis = Diagnosis(

@@ -1,0 +1,102 @@
+"""Folders of models with missing and damaged files: what `argosy doctor` says of them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from argosy_engine.api.doctor import main as doctor
+from argosy_engine.errors import ConfigError
+from argosy_engine.models.folder_check import check_folder
+from argosy_engine.models.model_path import resolve_model
+
+INDEX = "model.safetensors.index.json"
+SHARDS = tuple(f"model-{number:05}-of-00003.safetensors" for number in (1, 2, 3))
+
+
+@pytest.fixture(params=["one file", "shards"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """The tiny model, in one file or in three."""
+    path = tmp_path / "tiny"
+    shutil.copytree(resolve_model("builtin://tiny"), path, copy_function=shutil.copy)
+    if request.param == "shards":
+        tensors = load_file(path / "model.safetensors")
+        (path / "model.safetensors").unlink()
+        names = sorted(tensors)
+        weight_map = {}
+        for number, shard in enumerate(SHARDS):
+            part = {name: tensors[name] for name in names[number::3]}
+            save_file(part, path / shard)
+            weight_map |= dict.fromkeys(part, shard)
+        (path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    return path
+
+
+def weights(folder: Path) -> Path:
+    """The second shard, or the only file."""
+    return sorted(folder.glob("*.safetensors"))[:2][-1]
+
+
+def cut(file: Path, size: int) -> None:
+    file.write_bytes(file.read_bytes()[:size])
+
+
+FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no tokenizer": (lambda path: (path / "tokenizer.json").unlink(), "tokenizer.json is missing (write one"),
+    "empty tokenizer": (lambda path: cut(path / "tokenizer.json", 0), "tokenizer.json is damaged"),
+    "cut tokenizer": (lambda path: cut(path / "tokenizer.json", 1000), "tokenizer.json is damaged"),
+    "no weights": (lambda path: weights(path).unlink(), ".safetensors"),
+    "empty weights": (lambda path: cut(weights(path), 0), "safetensors is cut off or damaged"),
+    "cut header": (lambda path: cut(weights(path), 100), "safetensors is cut off or damaged"),
+    "cut weights": (lambda path: cut(weights(path), 100_000), "safetensors has 100000 bytes instead of "),
+}
+
+
+def test_a_whole_folder_is_fine(folder: Path) -> None:
+    check_folder(folder)
+    assert doctor([str(folder), "--device", "cpu"]) == 0
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_doctor_names_what_is_missing(fault: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    damage, message = FAULTS[fault]
+    name = weights(folder).name if "weights" in fault or "header" in fault else "tokenizer.json"
+    damage(folder)
+    assert doctor([str(folder), "--device", "cpu"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert name in captured.err
+    assert message in captured.err
+
+
+def test_everything_that_is_missing_is_named_at_once(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    names = ["tokenizer.json", *(file.name for file in folder.glob("*.safetensors"))]
+    for file in folder.glob("*.safetensors"):
+        cut(file, 50_000)
+    with pytest.raises(ConfigError) as refusal:
+        check_folder(folder)
+    assert all(name in str(refusal.value) for name in names)
+    check_folder(folder, has_tokenizer=False, has_weights=False)
+
+
+def test_a_shard_without_a_tensor_of_the_index_is_damaged(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(3)}, tmp_path / SHARDS[0])
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": SHARDS[0], "b": SHARDS[0]}}))
+    with pytest.raises(ConfigError, match=r"00003\.safetensors lacks tensors that the index lists \(b\)"):
+        check_folder(tmp_path, has_tokenizer=False)
+
+
+def test_a_message_is_bounded(tmp_path: Path) -> None:
+    weight_map = {f"layer.{number}": f"model-{number}.safetensors" for number in range(2000)}
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ConfigError, match=r"; and 1994 more$") as refusal:
+        check_folder(tmp_path, has_tokenizer=False)
+    assert len(str(refusal.value)) < 1000
