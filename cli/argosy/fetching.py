@@ -17,16 +17,30 @@ from argosy_fetcher.errors import FetchError, InvalidSource, TransientError
 from argosy_fetcher.progress_display import printable
 from argosy_fetcher.source_uri import SourceUri
 
-ENGINE_CHECK: Final = "argosy_engine.models.fetch_check:check_fetched_config"
-"""The engine's refusal of models that it does not serve. Named, not imported, because the command line does not depend
+_ENGINE_CHECKS: Final = "argosy_engine.models.fetch_check"
+"""The engine's refusals of models that it does not serve. Named, not imported, because the command line does not depend
 on the engine, which need not be installed."""
 
 
 def engine_check(uri: SourceUri) -> Callable[[dict[str, Any]], None] | None:
     """Return the engine's check of a config.json; None if the engine cannot be imported."""
-    module, _, name = ENGINE_CHECK.partition(":")
+    check = _engine_function("check_fetched_config")
+    return None if check is None else partial(check, uri.name)
+
+
+def check_local_model(source: str) -> None:
+    """Check a model that is on this machine, if the engine can be imported.
+
+    Raises:
+        UnsupportedModel: the engine could not load it.
+    """
+    if (check := _engine_function("check_local_model")) is not None:
+        check(source)
+
+
+def _engine_function(name: str) -> Callable[..., None] | None:
     try:
-        return partial(getattr(import_module(module), name), uri.name)
+        return getattr(import_module(_ENGINE_CHECKS), name)
     except ModuleNotFoundError:
         return None
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from local_fleet import LocalFleet
 
 from argosy.commands import up
 from argosy_fetcher.errors import AccessDenied, ModelInUse
 from argosy_fetcher.pull import open_store
-from named_sources import PUBLISHED, publish_tiny, serve_names
+from named_sources import PUBLISHED, TINY, publish_tiny, serve_names
 from scripted_source import Read, Stop
 
 
@@ -70,6 +73,60 @@ def test_an_architecture_that_is_not_served_changes_nothing(
     assert "architecture BertModel is not supported" in capfd.readouterr().err.splitlines()[-1]
     assert source.paths_read() == {"config.json"}
     assert fleet.replicas() == (before,)
+
+
+@pytest.mark.parametrize(
+    ("missing", "config", "message"),
+    [
+        ("config.json", None, "has no config.json"),
+        ("tokenizer.json", None, "tokenizer.json is missing"),
+        ("model.safetensors", None, "it has no model.safetensors"),
+        ("README.md", {"architectures": ["BertModel"]}, "architecture BertModel is not supported"),
+    ],
+)
+def test_a_folder_that_cannot_be_loaded_changes_nothing(
+    missing: str,
+    config: dict[str, Any] | None,
+    message: str,
+    fleet: LocalFleet,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    fleet.manifest()
+    assert fleet.start() == 0
+    (before,) = fleet.replicas()
+    folder = fleet.root / "model"
+    shutil.copytree(TINY, folder, copy_function=shutil.copy)
+    (folder / missing).unlink(missing_ok=True)
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps(config))
+    fleet.manifest(model={"source": f"file://{folder}"})
+    assert fleet.up() == 2
+    error = capfd.readouterr().err
+    assert error.startswith("argosy up: default/tiny: ")
+    assert message in error
+    assert error.endswith("; nothing was changed\n")
+    assert fleet.replicas() == (before,)
+
+    fleet.manifest(
+        model={"source": f"file://{folder}"}, replicas=0
+    )  # what is not served may wait for its files
+    assert fleet.up() == 0
+
+
+def test_a_folder_is_checked_before_anything_is_fetched(
+    fleet: LocalFleet, capfd: pytest.CaptureFixture[str]
+) -> None:
+    source = publish_tiny("acme/tiny")
+    fleet.manifest(model={"source": "hf://acme/tiny"})
+    folder = fleet.root / "empty"
+    folder.mkdir()
+    second = yaml.safe_load(fleet.file.read_text())
+    second["metadata"]["name"], second["spec"]["model"]["source"] = "folder", f"file://{folder}"
+    fleet.file.write_text(fleet.file.read_text() + "---\n" + yaml.safe_dump(second))
+    assert fleet.start() == 2
+    assert "default/folder: " in capfd.readouterr().err
+    assert source.num_snapshots == 0
+    assert fleet.state.connect() is None
 
 
 def test_an_edit_fetches_before_the_old_replicas_go(fleet: LocalFleet) -> None:

@@ -2,7 +2,7 @@
 
 Owns which models of the manifests are fetched, and what their replicas get instead: a directory, so that an engine that
 starts again needs neither network nor credentials. Must not know processes. Invariant: if one of the models cannot be
-fetched, nothing has changed.
+fetched, or a folder cannot be loaded, nothing has changed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from contextlib import ExitStack, contextmanager
 
 from msgspec.structs import replace
 
-from argosy.fetching import engine_check, fetch_errors
+from argosy.errors import UsageError
+from argosy.fetching import check_local_model, engine_check, fetch_errors
+from argosy_fetcher.errors import UnsupportedModel
 from argosy_fetcher.progress_display import LineDisplay, ProgressDisplay, progress_display
 from argosy_fetcher.pull import PulledModel, pull_model
 from argosy_fetcher.source_uri import SourceUri, parse
@@ -30,11 +32,15 @@ def local_services(
         is_plain: show lines, although there is a terminal.
 
     Raises:
-        UsageError: a source is malformed.
+        UsageError: a source is malformed, or a model of this machine cannot be loaded.
         CommandError: a model cannot be fetched.
     """
     with ExitStack() as held, fetch_errors():
         models: dict[SourceUri, PulledModel] = {}
+        for service in filter(
+            _is_served, services
+        ):  # all of them before the first fetch, which may take an hour
+            _check_local(service)
         for service in services:
             uri = parse(service.spec.model.source)
             if uri.is_remote and uri not in models and _is_served(service):
@@ -46,6 +52,16 @@ def local_services(
         kept = held.pop_all()
     with kept:
         yield local
+
+
+def _check_local(service: InferenceService) -> None:
+    source = service.spec.model.source
+    if parse(source).is_remote:
+        return
+    try:
+        check_local_model(source)
+    except UnsupportedModel as error:
+        raise UsageError(f"{service.key}: {error}; nothing was changed") from error
 
 
 def _is_served(service: InferenceService) -> bool:
