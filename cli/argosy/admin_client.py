@@ -71,7 +71,7 @@ def call(
     except msgspec.DecodeError:
         message = ""
     if response.status == 401:
-        message += "; pass --admin-key KEY"
+        message += "; pass --admin-key KEY, or set ARGOSY_FLEET_KEY"
     raise CommandError(f"{response.status} {message or response.reason}")
 
 

@@ -67,7 +67,8 @@ VARIABLES = {
     "Command line": {
         "ARGOSY_STATE_DIR": "State directory of the local fleet, if `--state-dir` is not given (`.argosy`).",
         "OPENAI_API_KEY": "Key for `argosy chat`, if neither `--api-key` nor `ARGOSY_ROUTER_API_KEY` is given.",
-        "ARGOSY_ROUTER_ADMIN_KEY": "Key of the router's admin port, for `argosy route`.",
+        "ARGOSY_ROUTER_ADMIN_KEY": "Key of the router's admin port, for `argosy route` and `argosy dashboard`; "
+        "without it they derive it from `ARGOSY_FLEET_KEY`.",
     },
 }
 """Program -> variable -> meaning."""

@@ -5,17 +5,11 @@ Owns: the address with its key. Must not know: what the page shows.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from typing import Final
 
-from argosy.admin_access import admin_port
+from argosy.admin_access import ADMIN_KEY_ENV, FLEET_KEY_ENV, admin_port
 from argosy.arguments import Parser, add_state_dir
 from argosy.errors import OK
-from argosy_protocol.bearer_keys import internal_key
-from argosy_protocol.routable_report import ADMIN_KEY_UID
-
-FLEET_KEY_ENV: Final = "ARGOSY_FLEET_KEY"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -24,13 +18,11 @@ def main(argv: Sequence[str]) -> int:
         description="Print the address of a router's admin page. The key follows the #, a part that "
         "browsers do not send; the page reads it and removes it from the address bar.",
         epilog=f"The running local fleet's unless --admin-url names another router's admin port; the key of that one "
-        f"is derived from the fleet key in {FLEET_KEY_ENV}.",
+        f"is {ADMIN_KEY_ENV}, or belongs to the fleet key in {FLEET_KEY_ENV}.",
     )
     parser.add_argument("--admin-url", metavar="URL", help="admin port of a router (the running fleet's)")
     add_state_dir(parser)
     options = parser.parse_args(argv)
-    fleet_key = os.environ.get(FLEET_KEY_ENV, "")
-    given = internal_key(fleet_key.encode(), ADMIN_KEY_UID) if fleet_key else ""
-    url, key = admin_port(options.admin_url, given, options.state_dir)
+    url, key = admin_port(options.admin_url, options.state_dir)
     print(f"{url}/#key={key}" if key else f"{url}/")
     return OK

@@ -5,7 +5,6 @@ Owns: the table. Must not know: how the choice is made, which the router's admin
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -15,13 +14,12 @@ from urllib.parse import urlencode
 
 import msgspec
 
-from argosy.admin_access import admin_port
+from argosy.admin_access import ADMIN_KEY_ENV, FLEET_KEY_ENV, admin_port
 from argosy.admin_client import call
 from argosy.arguments import Parser, add_state_dir
 from argosy.errors import OK, CommandError, UsageError
 from argosy.terminal import table
 
-ADMIN_KEY_ENV: Final = "ARGOSY_ROUTER_ADMIN_KEY"
 _ANSWER_S: Final = 10.0
 _RECENT: Final = ("AGE", "REQUEST", "REPLICA", "ROUTE", "PROMPT", "CACHED", "PREDICTED", "TTFT", "STATUS")
 
@@ -31,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
         prog="argosy route",
         description="Show which replica a prompt would get, with each term of each candidate's cost.",
         epilog=f"The running local fleet is asked unless --admin-url names a router's admin port; its key comes from "
-        f"--admin-key or {ADMIN_KEY_ENV}.",
+        f"--admin-key, {ADMIN_KEY_ENV}, or the fleet key in {FLEET_KEY_ENV}.",
     )
     parser.add_argument("model", nargs="?", help="a name the router lists under /v1/models")
     parser.add_argument("prompt", nargs="?", help="the user's message; - reads standard input")
@@ -52,8 +50,7 @@ def main(argv: Sequence[str]) -> int:
     )
     add_state_dir(parser)
     options = parser.parse_args(argv)
-    key = options.admin_key or os.environ.get(ADMIN_KEY_ENV, "")
-    url, key = admin_port(options.admin_url, key, options.state_dir)
+    url, key = admin_port(options.admin_url, options.state_dir, options.admin_key)
     if options.recent is not None:
         query = urlencode({"limit": options.recent, "model": options.model or ""})
         answer = call(
