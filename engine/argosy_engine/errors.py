@@ -3,7 +3,8 @@
 EngineError
 ├── ConfigError            whoever runs the engine: a flag or model cannot work; the message names the remedy
 │   └── DoesNotFit         not enough memory; the message says which --max-model-len would fit
-├── FetchFailed            whoever runs the engine, by trying again: the model's source or the network does not answer
+├── FetchFailed            whoever runs the engine, by trying again: the model's source or the network does not answer,
+│                          or the disk is full
 ├── InvalidRequest         the client: HTTP 400 (`param` names the field)
 │   └── PromptTooLong      code context_length_exceeded
 ├── RequestFailed          nobody: this request failed through the engine's fault (HTTP 500); others are not affected

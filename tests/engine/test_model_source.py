@@ -17,7 +17,7 @@ from argosy_engine.errors import ConfigError, FetchFailed
 from argosy_engine.frontend.model_source import is_remote, local_model, local_model_async, model_headers
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.model_path import hold_stored_model, resolve_model
-from argosy_fetcher.errors import ModelInUse, TransientError
+from argosy_fetcher.errors import ModelInUse, NoSpace, TransientError
 from argosy_fetcher.progress_display import LineDisplay
 from argosy_fetcher.pull import find_model, open_store
 from argosy_fetcher.source_uri import parse
@@ -188,12 +188,17 @@ def test_a_local_model_has_no_revision() -> None:
         LLM("builtin://tiny", revision="v1", **SMALL)
 
 
-def test_a_source_that_does_not_answer_is_no_config_error(capsys: pytest.CaptureFixture[str]) -> None:
-    PUBLISHED["acme/tiny"] = TransientError("hf://acme/tiny: no answer")
-    with pytest.raises(FetchFailed, match="no answer"):
+@pytest.mark.parametrize(
+    "error", [TransientError("hf://acme/tiny: no answer"), NoSpace("hf://acme/tiny: the disk is full")]
+)
+def test_what_another_attempt_may_cure_is_no_config_error(
+    error: Exception, capsys: pytest.CaptureFixture[str]
+) -> None:
+    PUBLISHED["acme/tiny"] = error
+    with pytest.raises(FetchFailed, match=str(error)):
         LLM("acme/tiny", **SMALL)
     assert doctor(["acme/tiny"]) == 2
-    assert capsys.readouterr().err == "argosy doctor: hf://acme/tiny: no answer\n"
+    assert capsys.readouterr().err == f"argosy doctor: {error}\n"
 
 
 def test_doctor_reads_headers_only_and_says_the_same() -> None:

@@ -22,7 +22,7 @@ from argosy_engine.config import EngineArgs
 from argosy_engine.errors import ConfigError, FetchFailed
 from argosy_engine.models.fetch_check import check_fetched_config
 from argosy_engine.models.model_path import hold_stored_model, resolve_model
-from argosy_fetcher.errors import FetchError, TransientError
+from argosy_fetcher.errors import FetchError, NoSpace, TransientError
 from argosy_fetcher.progress import Progress
 from argosy_fetcher.progress_display import ProgressDisplay, progress_display
 from argosy_fetcher.source_uri import SourceUri, from_argument
@@ -49,7 +49,7 @@ def local_model(args: EngineArgs, display: ProgressDisplay | None = None) -> Ite
 
     Raises:
         ConfigError: the model does not exist, is hidden from the credentials, or cannot be served.
-        FetchFailed: the source or the network does not answer.
+        FetchFailed: the source or the network does not answer, or the disk is full.
     """
     uri = _uri(args)
     if not uri.is_remote:
@@ -154,10 +154,10 @@ def _fetch_errors() -> Iterator[None]:
     """Raise the fetcher's errors as the engine's."""
     try:
         yield
+    except (TransientError, NoSpace) as error:
+        raise FetchFailed(str(error)) from error
     except FetchError as error:
         raise ConfigError(str(error)) from error
-    except TransientError as error:
-        raise FetchFailed(str(error)) from error
 
 
 async def _pull_in_daemon_thread(uri: SourceUri, args: EngineArgs, progress: Progress) -> PulledModel:
