@@ -14,8 +14,18 @@ from typing import ClassVar, Final
 OK: Final = 0
 FAILURE: Final = 1
 USAGE: Final = 2
+ADDRESS: Final = 3
 INTERRUPTED: Final = 130
 TERMINATED: Final = 143
+EXIT_CODES: Final = {
+    OK: "success; of a server, a stop that was asked for",
+    FAILURE: "failure, such as no answer, a full disk or a model that does not fit",
+    USAGE: "wrong usage, a bad manifest, or a model that cannot be served",
+    ADDRESS: "the address of a server is taken",
+    INTERRUPTED: "interrupted by Ctrl-C",
+    TERMINATED: "a fetch or a repeated prune was ended by SIGTERM",
+}
+"""Exit codes of all commands but `argosy operator`, which says its own, and what they mean."""
 
 
 class CommandError(Exception):

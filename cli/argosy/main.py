@@ -3,8 +3,7 @@
 Owns: the table, the help, the exit codes. Must not know: what a command does. It must not import what a command needs,
 because `argosy --help` has to answer at once; so commands are named by strings.
 
-Exit codes: 0 ok, 1 the operation failed, 2 wrong usage or a bad manifest, 130 interrupted, 143
-terminated.
+Exit codes: `argosy.errors.EXIT_CODES`.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from argosy.errors import FAILURE, INTERRUPTED, OK, USAGE, CommandError
+from argosy.errors import EXIT_CODES, FAILURE, INTERRUPTED, OK, USAGE, CommandError
 
 
 class Command(NamedTuple):
@@ -119,11 +118,14 @@ def _unknown(name: str) -> int:
 def _help() -> str:
     width = max(len(command.name) for command in COMMANDS)
     lines = [f"  {command.name:<{width}}  {command.help}" for command in COMMANDS]
+    codes = [f"  {code:>3}  {meaning}" for code, meaning in EXIT_CODES.items()]
     return (
         f"{_USAGE}\nFleets of inference engines behind one OpenAI endpoint.\n\ncommands:\n"
         + "\n".join(lines)
         + "\n\n`argosy COMMAND --help` shows a command's arguments; `argosy --version` the version."
-        + "\nexit codes: 0 ok, 1 failed, 2 wrong usage or a bad manifest, 130 interrupted\n"
+        + "\n\nexit codes:\n"
+        + "\n".join(codes)
+        + "\n"
     )
 
 

@@ -8,13 +8,14 @@ from importlib import import_module
 from typing import Never
 from unittest import mock
 
+from argosy.errors import EXIT_CODES
 from argosy.main import COMMANDS
+from argosy_operator.main import EXIT_CODES as OPERATOR_EXIT_CODES
 from docs_reference.flags import rows_of
 from docs_reference.markdown import code, page, section, table
 
 _INTRODUCTION = """\
-`argosy COMMAND --help` prints the same. Exit codes: 0 success, 1 failure, 2 wrong usage or a bad manifest, 3 the
-address of a server is not available, 130 interrupted. `-o json`, where a command has it, prints JSON for scripts."""
+`argosy COMMAND --help` prints the same. `-o json`, where a command has it, prints JSON for scripts."""
 _ELSEWHERE = {"serve": "engine-flags.md", "router": "router-flags.md"}
 _SUBCOMMANDS = {"bench": ("router", "argosy.commands.bench_router:main")}
 """Command -> its only subcommand, and what that runs. Subcommands that argparse knows are found in the parser."""
@@ -30,7 +31,7 @@ class _Made(Exception):
 
 def commands_page() -> str:
     rows = [(_link(command.name), command.help) for command in COMMANDS]
-    sections = [section("Commands", table(("command", "what it does"), rows))]
+    sections = [section("Commands", table(("command", "what it does"), rows)), _exit_codes()]
     for command in COMMANDS:
         if command.name not in _ELSEWHERE:
             subcommand, target = _SUBCOMMANDS.get(command.name, ("", command.target))
@@ -40,6 +41,17 @@ def commands_page() -> str:
             sections.append(_section(name, parser))
             sections += [_section(f"{name} {inner}", made) for inner, made in _subparsers(parser)]
     return page("Command line", _INTRODUCTION, sections)
+
+
+def _exit_codes() -> str:
+    rows = [(str(number), meaning) for number, meaning in EXIT_CODES.items()]
+    operators = [(str(number), meaning) for number, meaning in OPERATOR_EXIT_CODES.items()]
+    return section(
+        "Exit codes",
+        table(("code", "meaning"), rows),
+        f"Those of {code('argosy operator')}:",
+        table(("code", "meaning"), operators),
+    )
 
 
 def parser_of(main: Callable[[Sequence[str]], object]) -> argparse.ArgumentParser:

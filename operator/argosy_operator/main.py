@@ -35,11 +35,17 @@ logger = logging.getLogger(__name__)
 EXIT_CONFIG: Final = 2
 EXIT_CLUSTER: Final = 3
 EXIT_ADDRESS: Final = 4
+EXIT_CODES: Final = {
+    0: "stopped by a signal",
+    1: "a part of it failed",
+    EXIT_CONFIG: "invalid settings",
+    EXIT_CLUSTER: "no usable cluster",
+    EXIT_ADDRESS: "the health port is taken",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run until SIGTERM. Exit codes: 0 stopped, 1 a part failed, 2 invalid settings, 3 no usable cluster, 4 the health
-    port is taken."""
+    """Run until SIGTERM; return one of `EXIT_CODES`."""
     parser = argparse.ArgumentParser(
         prog="argosy operator",
         description="Reconciles InferenceServices. Settings come from the environment: POD_NAMESPACE, "
@@ -47,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "ARGOSY_ROUTER_KEYS_SECRET, ARGOSY_IMAGE_PULL_POLICY, ARGOSY_IMAGE_PULL_SECRETS, ARGOSY_ROUTER_URL, "
         "ARGOSY_MODEL_FETCH_ENV, ARGOSY_NODE_CACHE_PATH, ARGOSY_NODE_CACHE_SELECTOR, ARGOSY_IMAGE_VOLUMES, "
         "ARGOSY_WATCH_NAMESPACES.",
+        epilog="Exit codes: " + ", ".join(f"{code} {meaning}" for code, meaning in EXIT_CODES.items()) + ".",
     )
     parser.add_argument(
         "--health-port", type=int, default=8082, help="port of /healthz and /metrics; 0 for none"

@@ -9,7 +9,10 @@ import sys
 import pytest
 
 from argosy import main as cli
+from argosy.errors import EXIT_CODES, CommandError, UsageError
 from argosy.main import COMMANDS, Command, main
+from argosy_engine.api import serve
+from argosy_router import main as router
 
 HEAVY = ("torch", "numpy", "fastapi", "uvicorn", "kopf", "kubernetes", "rich", "yaml", "jsonschema", "celpy")
 HEAVY_OF_OURS = (
@@ -82,6 +85,19 @@ def test_errors_are_one_line_with_the_remedy(
     text = capsys.readouterr().err
     assert text.startswith(error)
     assert text.count("\n") == 1
+
+
+def test_the_help_lists_every_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    _, _, listed = capsys.readouterr().out.partition("exit codes:\n")
+    assert [int(line.split()[0]) for line in listed.splitlines()] == list(EXIT_CODES)
+    assert set(EXIT_CODES) >= {error.exit_code for error in (CommandError, UsageError)}
+    assert EXIT_CODES.keys() >= {
+        router.EXIT_USAGE,
+        router.EXIT_ADDRESS,
+        serve.EXIT_ADDRESS,
+        serve.EXIT_INTERRUPTED,
+    }
 
 
 def test_no_arguments_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:

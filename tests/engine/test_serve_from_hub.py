@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -76,17 +77,20 @@ def test_the_server_answers_while_the_model_is_fetched(hub: HubServer, tmp_path:
         wait_until(lambda: httpx.get(f"{server.url}/ready").status_code == 200, "the model")
 
 
-def test_a_signal_ends_a_fetch_and_the_next_start_serves(hub: HubServer, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_signal_ends_a_fetch_and_the_next_start_serves(
+    number: signal.Signals, code: int, hub: HubServer, tmp_path: Path
+) -> None:
     hold = Hold(after_bytes=3_000_000)
     hub.faults.add("content", Fault(hold=hold), path="model.safetensors")
     port, env = free_port(), environment(hub, tmp_path)
     arguments = [*SERVE, "--port", str(port)]
     with running(arguments, tmp_path / "log", port=port, env=env, ready_path="/health") as server:
         assert hold.reached.wait(60.0)
-        assert server.stop(timeout_s=30.0) == 0
+        assert server.stop(number, timeout_s=30.0) == code
     hold.release.set()
-    with running(arguments, tmp_path / "log", port=port, env=env):
-        pass
+    with running(arguments, tmp_path / "log", port=port, env=env) as server:
+        assert server.stop(number) == 0  # once the model is loaded, either is a stop that was asked for
 
 
 @pytest.mark.parametrize(

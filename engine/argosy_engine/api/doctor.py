@@ -33,6 +33,7 @@ from argosy_engine.sizing.kv_cache_sizing import (
     plan_memory,
 )
 
+_EXIT_CODES = "Exit codes: 0 it fits, 1 it does not, 2 wrong usage, or a model or device that cannot work."
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -52,7 +53,9 @@ class Diagnosis(Struct, kw_only=True):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = EngineFlagParser("argosy doctor", "Print device, memory and KV budget before a load.")
+    parser = EngineFlagParser(
+        "argosy doctor", "Print device, memory and KV budget before a load.", _EXIT_CODES
+    )
     parser.add_argument(
         "-o", "--output", choices=("table", "json"), default="table", help="format (default: %(default)s)"
     )

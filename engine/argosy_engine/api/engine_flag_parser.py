@@ -12,8 +12,8 @@ from argosy_protocol.program.flags import FlagParser, InvalidValue
 class EngineFlagParser(FlagParser):
     """Parser whose only positional argument is the model, as in `vllm serve`."""
 
-    def __init__(self, prog: str, description: str) -> None:
-        super().__init__(prog, description)
+    def __init__(self, prog: str, description: str, epilog: str | None = None) -> None:
+        super().__init__(prog, description, epilog)
         self.add_argument(
             "model",
             nargs="?",

@@ -38,6 +38,11 @@ logger = logging.getLogger("argosy.api")
 
 EXIT_ADDRESS = 3
 """Exit code if the address is not available, as in the router."""
+EXIT_INTERRUPTED = 130
+EXIT_CODES = (
+    "Exit codes: 0 stopped by a signal, 1 the engine died or the model cannot be fetched now, 2 wrong usage or a model "
+    "that cannot be served, 3 the address is taken, 130 Ctrl-C before the model was loaded."
+)
 _MIN_DESCRIPTORS = 128
 """Minimum number of free descriptors. Half are for connections; the server and its core use 30, and a few more while
 the core starts."""
@@ -48,11 +53,7 @@ _LAST_BYTES_S = 5
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the server and return the exit code.
-
-    0: drained; 1: the engine died, or the model could not be fetched for now; 2: wrong usage; 3: the address is not
-    available.
-    """
+    """Run the server and return the exit code, as `EXIT_CODES` says."""
     started = time.perf_counter()
     dump_stacks_on_signal()
     options, args = parse_args(argv)
@@ -77,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"argosy serve: the engine core died: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        return 130
+        return EXIT_INTERRUPTED
 
 
 async def _serve(
@@ -117,8 +118,15 @@ async def _serve(
     )
     stop, hurry = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
+    interrupted = asyncio.Event()
+
+    def stop_by(number: int) -> None:
+        if number == signal.SIGINT and not stop.is_set():
+            interrupted.set()
+        (hurry if stop.is_set() else stop).set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, lambda: (hurry if stop.is_set() else stop).set())
+        loop.add_signal_handler(number, stop_by, number)
     describe_server_on_signal(loop, engine)
     serving = asyncio.create_task(server.serve(sockets), name="http")
     port = int(sockets[0].getsockname()[1])
@@ -132,6 +140,8 @@ async def _serve(
             await asyncio.wait({stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
         if serving.done() and not stop.is_set():
             return 1  # uvicorn has logged the reason
+        if interrupted.is_set() and not loading.done():
+            return EXIT_INTERRUPTED
         await drain(engine, options.shutdown_timeout, hurry)
         return 1 if engine.llm is not None and engine.llm.is_dead else 0
     finally:
@@ -223,7 +233,7 @@ def _print_start_up(
 
 def build_parser() -> EngineFlagParser:
     """Make the parser of the server's and the engine's flags."""
-    parser = EngineFlagParser("argosy serve", "Serve one model behind an OpenAI API.")
+    parser = EngineFlagParser("argosy serve", "Serve one model behind an OpenAI API.", EXIT_CODES)
     parser.add_config(ServerArgs, "server")
     parser.add_engine_flags()
     return parser
