@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Sequence
 from typing import Final, NoReturn
 
 from argosy.errors import UsageError
@@ -14,7 +15,19 @@ _AGE_UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
 class Parser(argparse.ArgumentParser):
-    """Argument parser whose errors look like all other errors of a command: one line, with the remedy."""
+    """Argument parser whose errors look like all other errors of a command: one line, with the remedy.
+
+    Flags may stand before, between and behind positional arguments.
+    """
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        if (
+            self._subparsers is not None
+        ):  # whose arguments argparse cannot mix, and which have no two positional ones
+            return super().parse_args(args, namespace)
+        return self.parse_intermixed_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; `{self.prog} --help` shows the arguments")

@@ -72,6 +72,19 @@ def test_a_command_shows_its_arguments(command: str, capsys: pytest.CaptureFixtu
         (["up", "-f", "missing.yaml"], 2, "argosy up: cannot read missing.yaml: No such file or directory\n"),
         (["chat", "tiny", "hi", "--url", "ftp://x"], 2, "argosy chat: 'ftp://x' is not an http"),
         (
+            [
+                "route",
+                "tiny",
+                "--session",
+                "s",
+                "hi",
+                "--admin-url",
+                "http://127.0.0.1:1",
+            ],  # a flag in between
+            1,
+            "argosy route: no answer from http://127.0.0.1:1",
+        ),
+        (
             ["chat", "tiny", "hi", "--url", "http://127.0.0.1:1"],
             1,
             "argosy chat: no answer from http://127.0.0.1:1",
