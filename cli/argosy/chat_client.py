@@ -20,6 +20,8 @@ class Delta(NamedTuple):
 
     text: str
     is_reasoning: bool = False
+    finish_reason: str = ""
+    """Why the answer ended, in its last piece: `stop`, `length` or another reason of the API."""
 
 
 class ChatClient:
@@ -65,6 +67,8 @@ class ChatClient:
                         yield Delta(text, is_reasoning=True)
                     if text := delta.get("content"):
                         yield Delta(text)
+                    if reason := choice.get("finish_reason"):
+                        yield Delta("", finish_reason=str(reason))
         except (OSError, http.client.HTTPException) as error:
             raise CommandError(f"the stream broke off: {error}") from error
         finally:

@@ -49,6 +49,11 @@ def test_text_and_reasoning_come_as_they_are() -> None:
     assert chat(STREAM + events + b"data: [DONE]\n\n") == [Delta("hm", is_reasoning=True), Delta("hi")]
 
 
+def test_the_last_piece_says_why_the_answer_ended() -> None:
+    end = b'data: {"choices":[{"index":0,"delta":{"content":"hi"},"finish_reason":"length"}]}\n\n'
+    assert chat(STREAM + end + b"data: [DONE]\n\n") == [Delta("hi"), Delta("", finish_reason="length")]
+
+
 @pytest.mark.parametrize(
     ("answer", "message"),
     [

@@ -1,7 +1,8 @@
 """`argosy chat`: talk to a model through the router.
 
 Owns: the conversation on a terminal. Must not know: HTTP. Only the answer goes to standard output, as it arrives, so
-that the command can be part of a pipe.
+that the command can be part of a pipe; reasoning is shown on a terminal only, dimmed, and otherwise noted on standard
+error.
 """
 
 from __future__ import annotations
@@ -91,15 +92,23 @@ def _converse(endpoint: ChatClient, request: dict[str, Any], history: list[Messa
 
 def _answer(endpoint: ChatClient, request: dict[str, Any], messages: list[Message]) -> str:
     """Print the answer as it arrives; return its text."""
-    return _print(endpoint.chat({**request, "messages": messages}))
+    return _print(endpoint.chat({**request, "messages": messages}), has_limit="max_tokens" in request)
 
 
-def _print(deltas: Iterable[Delta]) -> str:
-    text, was_reasoning = "", False
+def _print(deltas: Iterable[Delta], *, has_limit: bool) -> str:
+    text, finish_reason = "", ""
+    was_reasoning = has_reasoned = False
     is_styled = sys.stdout.isatty()
     for delta in deltas:
-        if delta.is_reasoning and not is_styled:
-            continue  # a pipe gets only the answer
+        finish_reason = delta.finish_reason or finish_reason
+        if not delta.text:
+            continue
+        if delta.is_reasoning and not is_styled:  # a pipe gets only the answer
+            if not has_reasoned:
+                _note("the model is thinking")
+            has_reasoned = True
+            continue
+        has_reasoned |= delta.is_reasoning
         if is_styled and delta.is_reasoning != was_reasoning:
             sys.stdout.write(_DIM if delta.is_reasoning else f"{_PLAIN}\n")
             was_reasoning = delta.is_reasoning
@@ -108,7 +117,16 @@ def _print(deltas: Iterable[Delta]) -> str:
         sys.stdout.write(delta.text)
         sys.stdout.flush()
     sys.stdout.write(f"{_PLAIN}\n" if was_reasoning else "\n")
+    sys.stdout.flush()
+    if finish_reason == "length" and not text.strip():
+        doing = "was still thinking" if has_reasoned else "had said nothing"
+        remedy = "raise --max-tokens" if has_limit else "its context is full; ask in fewer words"
+        _note(f"the model {doing} when it reached the limit of tokens; {remedy}")
     return text
+
+
+def _note(text: str) -> None:
+    print(f"({text})", file=sys.stderr, flush=True)
 
 
 def _fleet_url(state_dir: str | None) -> str:
@@ -136,5 +154,7 @@ def _with_models(error: CommandError, endpoint: ChatClient, model: str) -> Comma
         names = endpoint.models()
     except CommandError:
         return error
+    if model in names or any(repr(name) in str(error) for name in names):  # an engine lists them itself
+        return error
     known = ", ".join(repr(name) for name in names) or "none yet"
-    return CommandError(f"{error}; models: {known}" if model not in names else str(error))
+    return CommandError(f"{error}; models: {known}")
