@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Final
@@ -14,23 +14,30 @@ _MAX_MISSING: Final = 100
 
 
 @contextmanager
-def exclusive_lock(path: Path, on_wait: Callable[[], None]) -> Iterator[None]:
+def exclusive_lock(
+    path: Path,
+    on_wait: Callable[[], None],
+    waiting: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> Iterator[None]:
     """Hold a lock file exclusively, creating it and its directory.
 
     Args:
         on_wait: called once if another process, or another thread, holds it.
+        waiting: makes a context that lasts as long as the wait for it.
 
     Raises:
         OSError: it cannot be created.
     """
-    descriptor = _acquire(path, on_wait)
+    descriptor = _acquire(path, on_wait, waiting)
     try:
         yield
     finally:
         os.close(descriptor)
 
 
-def _acquire(path: Path, on_wait: Callable[[], None]) -> int:
+def _acquire(
+    path: Path, on_wait: Callable[[], None], waiting: Callable[[], AbstractContextManager[object]]
+) -> int:
     num_missing = 0
     while True:
         try:
@@ -44,7 +51,8 @@ def _acquire(path: Path, on_wait: Callable[[], None]) -> int:
         try:
             if not _try_lock(descriptor, fcntl.LOCK_EX):
                 on_wait()
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
+                with waiting():
+                    fcntl.flock(descriptor, fcntl.LOCK_EX)
             if _is_at(descriptor, path):
                 return descriptor
         except BaseException:

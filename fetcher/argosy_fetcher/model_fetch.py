@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,7 +19,10 @@ from argosy_fetcher.archive_members import require_unpacker
 from argosy_fetcher.digests import HEX_DIGITS
 from argosy_fetcher.disk import disk_errors, empty_directory, fsync_file
 from argosy_fetcher.errors import FetchError, NoSpace, Offline, UnsupportedModel
+from argosy_fetcher.lock_holder import IDLE_AFTER_S, HolderMark
+from argosy_fetcher.marked_progress import MarkedProgress
 from argosy_fetcher.progress import Progress, Silent
+from argosy_fetcher.progress_display import duration_text
 from argosy_fetcher.range_reader import read_whole
 from argosy_fetcher.retry import Attempts, retrying
 from argosy_fetcher.selection import MAX_SMALL_FILE_BYTES, CheckConfig, is_served_name, select
@@ -58,6 +62,7 @@ def fetch_model(
     requested: str = "",
     settings: TransferSettings = _DEFAULTS,
     cancelled: threading.Event | None = None,
+    idle_after_s: float = IDLE_AFTER_S,
 ) -> FetchedModel:
     """Return a model from the store, after fetching what is missing.
 
@@ -68,6 +73,8 @@ def fetch_model(
         offline: make no request; takes precedence over `refresh`.
         requested: the model as the user wrote it, for messages.
         cancelled: ends the fetch when it is set. What has arrived is kept.
+        idle_after_s: how long a process that fetches the model may make no progress before that is told to `progress`
+            while this one waits for it.
 
     Raises:
         Cancelled: the event was set.
@@ -81,10 +88,14 @@ def fetch_model(
         raise fetch.offline_error(requested or source.name)
     if not refresh and (found := fetch.find()) is not None:
         return fetch.present(found)
-    with disk_errors(source.name, store.root), store.lock(source.name, fetch.note_wait):
+    on_idle = partial(fetch.note_idle_holder, idle_after_s)
+    with (
+        disk_errors(source.name, store.root),
+        store.lock(source.name, fetch.note_wait, on_idle=on_idle, idle_after_s=idle_after_s) as mark,
+    ):
         if not refresh and (found := fetch.find()) is not None:  # another process has just fetched it
             return fetch.present(found)
-        return fetch.run()
+        return fetch.run(mark)
 
 
 class _Fetch:
@@ -129,6 +140,17 @@ class _Fetch:
         self._progress.enter("waiting")
         self._progress.note(f"{self._source.name}: waiting for another process that fetches it")
 
+    def note_idle_holder(self, idle_after_s: float, holder: str) -> None:
+        """Tell that the process that this one waits for makes no progress, or, without a holder, that it does again."""
+        if not holder:
+            self.note_wait()
+            return
+        self._progress.enter("blocked")
+        self._progress.note(
+            f"{holder} holds the lock of {self._source.name} in the store, and has made no progress for "
+            f"{duration_text(idle_after_s)}"
+        )
+
     def present(self, model: StoredModel) -> FetchedModel:
         """Report a model that is in the store."""
         self._progress.resolved(model.source, model.revision)
@@ -137,8 +159,9 @@ class _Fetch:
         self._progress.end()
         return FetchedModel(model.path, model.source, model.revision)
 
-    def run(self) -> FetchedModel:
+    def run(self, mark: HolderMark) -> FetchedModel:
         """Fetch, with the source's lock held."""
+        self._progress = MarkedProgress(self._progress, mark)
         self._progress.enter("resolving")
         name, requested_revision = self._source.name, self._source.requested_revision
         snapshot = retrying(self._attempts("list of files"), self._source.snapshot)
@@ -210,7 +233,12 @@ class _Fetch:
     ) -> tuple[StoredFile, ...]:
         self._progress.enter("unpacking")
         self._progress.note(f"{snapshot.source}: unpacking")
-        unpacker = Unpacker(empty_directory(partial / UNPACKED), snapshot.source, self._settings.min_free)
+        unpacker = Unpacker(
+            empty_directory(partial / UNPACKED),
+            snapshot.source,
+            self._settings.min_free,
+            on_progress=lambda: self._progress.advance(0),
+        )
         for path, file in targets.items():
             if file.packing == "none":
                 unpacker.add_file(file.path, path, file.size)

@@ -11,7 +11,7 @@ import os
 import shutil
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -112,8 +112,11 @@ class PartialFile:
             self._finished.add(part)
         return self.advance()
 
-    def advance(self) -> bool:
+    def advance(self, on_progress: Callable[[], None] = lambda: None) -> bool:
         """Bring the digest up to the first missing part, unless another thread does that.
+
+        Args:
+            on_progress: called after each part.
 
         Returns:
             True for exactly one call, after the last part: `is_intact` and `commit` come next.
@@ -134,6 +137,7 @@ class PartialFile:
                 if self._hasher is not None:
                     hash_range(self._hasher, descriptor, *self.bounds(part))
                 self._num_hashed = part + 1
+                on_progress()
 
     def is_intact(self) -> bool:
         """Whether the content of all parts has the digest."""

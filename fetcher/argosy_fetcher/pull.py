@@ -27,6 +27,7 @@ from argosy_fetcher.disk import FreeSpace
 from argosy_fetcher.errors import InvalidSource, ModelNotFound, ModelRemoved, Offline
 from argosy_fetcher.header_fetch import fetch_headers
 from argosy_fetcher.hub_cache import find_cached_model
+from argosy_fetcher.lock_holder import IDLE_AFTER_S
 from argosy_fetcher.model_fetch import fetch_model
 from argosy_fetcher.model_hold import ModelHold, hold_model
 from argosy_fetcher.progress import Progress
@@ -77,6 +78,7 @@ def pull_model(
     min_free: FreeSpace = _MARGIN,
     environment: Mapping[str, str] | None = None,
     cancelled: threading.Event | None = None,
+    idle_after_s: float = IDLE_AFTER_S,
 ) -> PulledModel:
     """Return the model, fetched if the store does not have it. A model that it has costs no request.
 
@@ -89,6 +91,7 @@ def pull_model(
         min_free: what a fetch leaves of the disk.
         environment: os.environ if left out.
         cancelled: ends a fetch when it is set. What has arrived is kept.
+        idle_after_s: as in `fetch_model`.
 
     Raises:
         Cancelled: the event was set.
@@ -108,6 +111,7 @@ def pull_model(
         min_free=min_free,
         environment=values,
         cancelled=cancelled,
+        idle_after_s=idle_after_s,
     )
     for _ in range(_MAX_REMOVALS):
         found = None if pull.refresh else find_model(uri, download_dir=download_dir, environment=values)
@@ -142,6 +146,7 @@ class _Pull:
     min_free: FreeSpace
     environment: Mapping[str, str]
     cancelled: threading.Event | None
+    idle_after_s: float
 
     def present(self, model: StoredModel) -> PulledModel:
         """Report a model that is on this machine."""
@@ -183,6 +188,7 @@ class _Pull:
                     min_free=self.min_free,
                 ),
                 cancelled=self.cancelled,
+                idle_after_s=self.idle_after_s,
             )
         return PulledModel(found.path, found.source, found.revision)
 

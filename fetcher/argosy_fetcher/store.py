@@ -23,6 +23,7 @@ from argosy_fetcher import store_layout
 from argosy_fetcher.disk import TEMPORARY_PREFIX, fsync_directory, replace_file
 from argosy_fetcher.errors import FetchError, ModelInUse, ModelRemoved
 from argosy_fetcher.file_lock import SharedLock, exclusive_lock, try_exclusive_lock
+from argosy_fetcher.lock_holder import IDLE_AFTER_S, HolderMark, Idle, watched
 from argosy_fetcher.snapshot import Digest, Snapshot, encode_snapshot
 from argosy_fetcher.store_layout import Manifest, StoredFile
 from argosy_fetcher.store_usage import StoreUsage, files_below, stored_bytes, unshared_bytes
@@ -180,15 +181,27 @@ class Store:
                         os.utime(lock, (now, now))
 
     @contextmanager
-    def lock(self, source: str, on_wait: Callable[[], None]) -> Iterator[None]:
-        """Be the only process that fetches from a source.
+    def lock(
+        self,
+        source: str,
+        on_wait: Callable[[], None],
+        *,
+        on_idle: Idle = lambda holder: None,
+        idle_after_s: float = IDLE_AFTER_S,
+    ) -> Iterator[HolderMark]:
+        """Be the only process that fetches from a source. Yields what tells others that this one makes progress.
+
+        Args:
+            on_wait: called once if another process holds the lock.
+            on_idle: called, from another thread, while that process makes no progress for `idle_after_s`.
 
         Raises:
             OSError: the store cannot be written.
         """
-        with exclusive_lock(self._directory(source) / store_layout.LOCK, on_wait):
+        path = self._directory(source) / store_layout.LOCK
+        with exclusive_lock(path, on_wait, lambda: watched(path, on_idle, idle_after_s)):
             fsync_directory(self.root)
-            yield
+            yield HolderMark(path)
 
     def open_partial(self, snapshot: Snapshot) -> Path:
         """Return the directory in which a snapshot's files gather, with what an earlier attempt has left if the

@@ -159,7 +159,7 @@ class _Transfer:
         return tasks
 
     def _advance(self, file: PartialFile) -> None:
-        if file.advance():
+        if file.advance(lambda: self._progress.advance(0)):
             self._complete(file)
 
     def _fetch_part(self, file: PartialFile, part: int) -> None:

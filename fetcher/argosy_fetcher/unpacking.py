@@ -8,7 +8,7 @@ never made or followed; files that are not served are not written.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -40,14 +40,23 @@ class Unpacker:
     Args:
         directory: an empty directory for the unpacked files.
         model: the model's name, for messages.
+        on_progress: called for each piece that was written, and for each member.
     """
 
-    def __init__(self, directory: Path, model: str, min_free: FreeSpace = _MARGIN) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        model: str,
+        min_free: FreeSpace = _MARGIN,
+        *,
+        on_progress: Callable[[], None] = lambda: None,
+    ) -> None:
         self.files: dict[str, UnpackedFile] = {}
         """The files by their path in the archives."""
         self._directory = directory
         self._model = model
         self._min_free = min_free
+        self._on_progress = on_progress
         self._num_written = 0
 
     def add_file(self, name: str, path: Path, size: int) -> None:
@@ -68,6 +77,7 @@ class Unpacker:
         below = _Whiteouts(self.files)
         with open_archive(path, packing, f"{self._model}: {name}") as members:
             for member in members:
+                self._on_progress()
                 folder, _, base = member.path.rpartition("/")
                 if base.startswith(_WHITEOUT) and packing != "zip":
                     below.add(member.path)
@@ -99,6 +109,7 @@ class Unpacker:
         with target.open("xb") as file:
             for chunk in members.chunks():
                 file.write(chunk)
+                self._on_progress()
         return UnpackedFile(target, member.size)
 
 

@@ -23,6 +23,8 @@ VARIABLES = {
         "pods that fetch to their node's disk `15%`, which the chart's `modelFetch.env` can change).",
         "ARGOSY_CACHE_MIN_AGE": "How long a model must not have been used before `argosy models pull --make-room` or "
         "`prune --tree` removes it (`1h`).",
+        "ARGOSY_LOCK_IDLE": "How long a process that fetches a model may make no progress before `argosy models pull`, "
+        "which waits for it, says who it is (`10m`).",
         "ARGOSY_OFFLINE, HF_HUB_OFFLINE, TRANSFORMERS_OFFLINE": "`1` forbids requests: only models in the store, or "
         "complete in Hugging Face's own cache, are served.",
         "ARGOSY_CREDENTIALS_DIR": "Directory with one file per credential, named like the variables below, such as a "

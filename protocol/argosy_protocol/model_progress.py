@@ -15,9 +15,9 @@ PROGRESS_PATH: Final = "/progress"
 MAX_REPORT_BYTES: Final = 4096
 """A longer report is not read."""
 
-Phase = Literal["waiting", "resolving", "fetching", "unpacking", "done"]
-"""`waiting`: another process fetches the model into the same store. `resolving`: the source is asked for the revision
-and its files."""
+Phase = Literal["waiting", "blocked", "resolving", "fetching", "unpacking", "done"]
+"""`waiting`: another process fetches the model into the same store. `blocked`: that process has made no progress for
+long, and the note names it. `resolving`: the source is asked for the revision and its files."""
 
 NumBytes = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
@@ -49,8 +49,11 @@ _UNITS: Final = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10,
 
 def summary(progress: ModelProgress) -> str:
     """Describe a fetch in one line: `43 % 12.1/28.0 GiB, eta 70 s`. While nothing arrives, the note says why."""
+    note = "".join(char if char.isprintable() else " " for char in progress.note).strip()
     if progress.phase == "waiting":
         return WAITING
+    if progress.phase == "blocked":
+        return note or WAITING
     if progress.phase == "done":
         return "fetched"
     if progress.phase == "resolving":
@@ -61,7 +64,6 @@ def summary(progress: ModelProgress) -> str:
         text = _share(progress) if progress.total_bytes else "fetching"
     if progress.eta_seconds is not None:
         return f"{text}, eta {_duration(progress.eta_seconds)}"
-    note = "".join(char if char.isprintable() else " " for char in progress.note).strip()
     return f"{text}; {note}" if note else text
 
 

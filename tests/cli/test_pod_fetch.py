@@ -122,3 +122,16 @@ def test_a_secret_that_is_missing_is_said_to_be(hub: HubServer, tmp_path: Path) 
     assert process.returncode == 2
     assert "the Secret of spec.model.secretRef is missing or empty" in errors.splitlines()[-1]
     assert hub.requests() == []
+
+
+def test_how_long_another_fetch_may_stand_still_is_a_duration(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("ARGOSY_LOCK_IDLE", raising=False)
+    assert pod_fetch.lock_idle_after() == 600.0
+    monkeypatch.setenv("ARGOSY_LOCK_IDLE", "3m")
+    assert pod_fetch.lock_idle_after() == 180.0
+    for value in ("soon", "0s"):
+        monkeypatch.setenv("ARGOSY_LOCK_IDLE", value)
+        assert main(["models", "pull", "acme/tiny"]) == 2
+        assert "ARGOSY_LOCK_IDLE" in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from archives import tar_of
 from argosy_fetcher.errors import (
     AccessDenied,
     FetchError,
@@ -276,6 +278,57 @@ def test_a_fetch_that_waits_for_another_tells_its_phases(tmp_path: Path) -> None
         fetched.result()
     assert progress.phases == ["waiting", "resolving"]
     assert progress.events == ["resolved", "begin", "end"]
+
+
+def test_a_fetch_that_waits_for_one_without_progress_names_it(tmp_path: Path) -> None:
+    source, store = ScriptedSource(served_files()), Store(tmp_path)
+    told = threading.Event()
+
+    class Waiting(RecordedProgress):
+        def note(self, text: str) -> None:
+            super().note(text)
+            if "no progress" in text:
+                told.set()
+
+    progress = Waiting()
+    with ThreadPoolExecutor(1) as threads:
+        with store.lock(source.name, lambda: None):
+            fetched = threads.submit(
+                fetch_model, source, store, progress=progress, settings=QUICK, idle_after_s=0.01
+            )
+            assert told.wait(60)
+            assert progress.phases == ["waiting", "blocked"]
+        fetched.result()
+    assert f"{socket.gethostname()[:63]} (process {os.getpid()}) holds the lock" in progress.notes[1]
+    assert progress.phases == ["waiting", "blocked", "resolving"]
+    assert progress.events == ["resolved", "begin", "end"]
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_a_fetch_shows_those_who_wait_that_it_makes_progress(
+    is_packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("argosy_fetcher.lock_holder.MARK_INTERVAL_S", 0.0)
+    files = {"model.tar": tar_of(served_files())} if is_packed else served_files()
+    source = ScriptedSource(files, packing={"model.tar": "tar"} if is_packed else {})
+    marked: dict[str, list[bool]] = {"fetching": [], "unpacking": []}
+    store = Store(tmp_path)
+    with store.lock(source.name, lambda: None):
+        (lock,) = tmp_path.glob("*/.argosy-lock")
+
+    class Looking(RecordedProgress):
+        def advance(self, num_bytes: int) -> None:
+            super().advance(num_bytes)
+            phase = "unpacking" if "unpacking" in self.phases else "fetching"
+            marked[phase].append(lock.stat().st_mtime > 1e9)
+            os.utime(lock, (1e9, 1e9))
+
+    one_at_a_time = TransferSettings(part_bytes=256, max_parts_in_flight=1)
+    fetch_model(source, store, progress=Looking(), settings=one_at_a_time)
+    assert len(marked["fetching"]) > 1
+    assert all(marked["fetching"])
+    assert (len(marked["unpacking"]) > 1) == is_packed
+    assert all(marked["unpacking"])
 
 
 def test_offline_a_model_is_found_without_its_endpoint(tmp_path: Path) -> None:

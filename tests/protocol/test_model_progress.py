@@ -34,6 +34,8 @@ def progress(phase: str = "fetching", **fields: Any) -> ModelProgress:
          "50 % 1.0/2.0 GiB, eta 5 s"),
         (progress(), "fetching"),
         (progress("waiting", total_bytes=GIB, note="pid 7"), WAITING),
+        (progress("blocked", note="pod-7 holds the lock"), "pod-7 holds the lock"),
+        (progress("blocked"), WAITING),
         (progress("resolving"), "resolving the revision"),
         (progress("resolving", note="a\x1b[2J\nb"), "resolving the revision; a [2J b"),
         (progress("unpacking"), "unpacking"),

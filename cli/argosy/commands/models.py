@@ -22,7 +22,7 @@ from argosy.arguments import Parser, age_seconds, percent_or_bytes, port, positi
 from argosy.cache_pruning import MIN_AGE_ENV, cache_min_age, prune_repeatedly
 from argosy.errors import OK, CommandError, UsageError
 from argosy.fetching import engine_check, fetch_errors
-from argosy.pod_fetch import pod_fetch, write_termination_message
+from argosy.pod_fetch import lock_idle_after, pod_fetch, write_termination_message
 from argosy.terminal import age, table
 from argosy_fetcher.disk import FreeSpace
 from argosy_fetcher.errors import FetchError
@@ -228,6 +228,7 @@ def _pulled(uri: SourceUri, options: argparse.Namespace, progress: Progress) -> 
         refresh=options.refresh,
         make_room_after=cache_min_age() if options.make_room else None,
         min_free=_free_space(options.min_free, _MAX_LEFT_BYTES),
+        idle_after_s=lock_idle_after(),
     )
 
 

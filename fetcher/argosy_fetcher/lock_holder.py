@@ -1,0 +1,110 @@
+"""Lock holder: who holds a lock file, and whether that process still makes progress.
+
+Owns what the file says besides its lock: its content names the holder, and its time changes while the holder makes
+progress. Must not know what is done under the lock. Invariant: no two clocks are compared, because machines share
+locks: whoever waits measures on its own clock since when the time has not changed.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+MARK_INTERVAL_S: Final = 10.0
+"""Seconds between two marks of progress. Each is a write to the file system of the store."""
+LOOK_INTERVAL_S: Final = 15.0
+IDLE_AFTER_S: Final = 600.0
+"""A holder may go this long without progress. A source that sends nothing is given up after half of it."""
+_MAX_NAME_BYTES: Final = 128
+_STOP_S: Final = 5.0
+"""How long the end of a wait is held up by a file system that does not answer."""
+
+Idle = Callable[[str], None]
+"""Called with the name of a holder that has made no progress for too long, and with an empty one when it makes progress
+again."""
+
+
+class HolderMark:
+    """The holder's side. Used by the process that has the lock; from several threads."""
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._path = path
+        self._clock = clock
+        self._marked_at = clock()
+        # In place, since the file is what is locked. Its name helps people only, so that failures do not matter.
+        with suppress(OSError):
+            path.write_text(f"{socket.gethostname()[:63]} (process {os.getpid()})\n")
+
+    def progressed(self) -> None:
+        """Mark the lock file, unless that was done lately."""
+        now = self._clock()
+        if now - self._marked_at >= MARK_INTERVAL_S:
+            self._marked_at = now
+            with suppress(OSError):
+                os.utime(self._path)
+
+
+class HolderWatch:
+    """The side of a process that waits for the lock.
+
+    Args:
+        path: the lock file.
+        on_idle: called when the holder has made no progress for `idle_after_s`, and when it makes progress again.
+        now: seconds from any start, as `look` is given them.
+    """
+
+    def __init__(self, path: Path, on_idle: Idle, idle_after_s: float, now: float) -> None:
+        self._path = path
+        self._on_idle = on_idle
+        self._idle_after_s = idle_after_s
+        self._since = now
+        self._seen = self._time()
+        self._is_idle = False
+
+    def look(self, now: float) -> None:
+        """Look at the holder's mark."""
+        seen = self._time()
+        if seen != self._seen:
+            self._seen, self._since = seen, now
+        is_idle = now - self._since >= self._idle_after_s
+        if is_idle != self._is_idle:
+            self._is_idle = is_idle
+            self._on_idle(self._holder() if is_idle else "")
+
+    def _time(self) -> int:
+        try:
+            return self._path.stat().st_mtime_ns
+        except OSError:
+            return 0
+
+    def _holder(self) -> str:
+        name = b""
+        with suppress(OSError), self._path.open("rb") as file:
+            name = file.read(_MAX_NAME_BYTES)
+        text = "".join(char for char in name.decode(errors="replace") if char.isprintable())
+        return text.strip() or "an unknown process"
+
+
+@contextmanager
+def watched(path: Path, on_idle: Idle, idle_after_s: float) -> Iterator[None]:
+    """Watch a lock's holder in another thread, while the caller waits for the lock."""
+    watch = HolderWatch(path, on_idle, idle_after_s, time.monotonic())
+    ended = threading.Event()
+
+    def look() -> None:
+        while not ended.wait(min(LOOK_INTERVAL_S, idle_after_s)):
+            watch.look(time.monotonic())
+
+    thread = threading.Thread(target=look, name="lock's holder", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(_STOP_S)  # a last message must not come after the wait

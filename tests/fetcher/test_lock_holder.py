@@ -1,0 +1,75 @@
+"""Who holds a lock, and whether it makes progress, as those see it who wait."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+from argosy_fetcher.lock_holder import MARK_INTERVAL_S, HolderMark, HolderWatch
+
+LONG_AGO = (1e9, 1e9)
+NAME = f"{socket.gethostname()[:63]} (process {os.getpid()})"
+
+
+def test_a_holder_is_named_once_when_it_has_made_no_progress_for_long(tmp_path: Path) -> None:
+    lock, told = tmp_path / "lock", []
+    HolderMark(lock)
+    watch = HolderWatch(lock, told.append, 600.0, now=0.0)
+    watch.look(599.0)
+    assert told == []
+    watch.look(601.0)
+    watch.look(5000.0)
+    assert told == [NAME]
+
+
+def test_a_holder_that_makes_progress_again_is_told_too(tmp_path: Path) -> None:
+    lock, told = tmp_path / "lock", []
+    HolderMark(lock)
+    watch = HolderWatch(lock, told.append, 600.0, now=0.0)
+    watch.look(700.0)
+    os.utime(lock, LONG_AGO)  # another machine's clock may be anything
+    watch.look(710.0)
+    assert told == [NAME, ""]
+    watch.look(1300.0)
+    assert told == [NAME, ""]
+    watch.look(1311.0)
+    assert told == [NAME, "", NAME]
+
+
+def test_another_holder_begins_anew(tmp_path: Path) -> None:
+    lock, told = tmp_path / "lock", []
+    lock.write_text("another-pod (process 7)\n")
+    os.utime(lock, LONG_AGO)
+    watch = HolderWatch(lock, told.append, 600.0, now=0.0)
+    watch.look(700.0)
+    HolderMark(lock)
+    watch.look(800.0)
+    assert told == ["another-pod (process 7)", ""]
+
+
+def test_progress_is_marked_now_and_then(tmp_path: Path) -> None:
+    lock, now = tmp_path / "lock", [0.0]
+    mark = HolderMark(lock, lambda: now[0])
+    os.utime(lock, LONG_AGO)
+    now[0] = MARK_INTERVAL_S - 1
+    mark.progressed()
+    assert lock.stat().st_mtime == LONG_AGO[1]
+    now[0] = MARK_INTERVAL_S
+    mark.progressed()
+    assert lock.stat().st_mtime > LONG_AGO[1]
+    os.utime(lock, LONG_AGO)
+    mark.progressed()
+    assert lock.stat().st_mtime == LONG_AGO[1]
+
+
+def test_a_lock_that_says_nothing_is_held_by_an_unknown_process(tmp_path: Path) -> None:
+    lock, told = tmp_path / "lock", []
+    for content in (b"", b"\n\x00\x1b", b"\xff" * 1000):
+        lock.write_bytes(content)
+        HolderWatch(lock, told.append, 600.0, now=0.0).look(600.0)
+    assert told[:2] == ["an unknown process"] * 2
+    assert len(told[2]) <= 128
+    lock.unlink()
+    HolderWatch(lock, told.append, 600.0, now=0.0).look(600.0)
+    assert told[3] == "an unknown process"
