@@ -15,9 +15,9 @@ Schema = dict[str, Any]
 _INTRODUCTION = """\
 Every field of an `InferenceService` (group `inference.argosy.dev`, version `v1alpha1`, short name `isvc`), from
 [crds/inferenceservices.yaml](../../crds/inferenceservices.yaml). `kubectl explain isvc.spec --recursive` prints them
-from a cluster, and `argosy crd` prints the definition itself. A field that is not listed is refused. The API server
-evaluates the rules below each table, and `argosy up` evaluates the same ones. Manifests are in
-[examples/](../../examples)."""
+from a cluster, and `argosy crd` prints the definition itself. A field that is not listed is refused. A quantity is a
+string such as `500m` or `16Gi`, or a whole number. The API server evaluates the rules below each table, and `argosy up`
+evaluates the same ones. Manifests are in [examples/](../../examples)."""
 
 
 def resource_page(crd: Path) -> str:
@@ -53,13 +53,15 @@ def _rows(path: str, schema: Schema, is_required: bool) -> Iterator[tuple[str, s
     default = "required" if is_required else code(_json(schema["default"])) if "default" in schema else ""
     yield code(path), _type(schema), default, schema.get("description", "")
     inner = schema
-    while inner["type"] == "array":
+    while inner.get("type") == "array":
         inner, path = inner["items"], path + "[]"
     for name, field in inner.get("properties", {}).items():
         yield from _rows(f"{path}.{name}", field, name in inner.get("required", ()))
 
 
 def _type(schema: Schema) -> str:
+    if schema.get("x-kubernetes-int-or-string"):
+        return "quantity"
     kind = schema["type"]
     if "enum" in schema:
         return ", ".join(code(str(value)) for value in schema["enum"])
@@ -86,7 +88,7 @@ def _all_messages(path: str, schema: Schema) -> Iterator[str]:
     """Messages of the rules at or below a field, with the field."""
     for message in _messages(schema):
         yield f"{code(path)}: {message}"
-    if schema["type"] == "array":
+    if schema.get("type") == "array":
         yield from _all_messages(path + "[]", schema["items"])
     for name, field in schema.get("properties", {}).items():
         yield from _all_messages(f"{path}.{name}", field)

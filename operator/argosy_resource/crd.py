@@ -87,7 +87,7 @@ def struct_schema(struct: type[msgspec.Struct], *, defaults: bool) -> Schema:
 
 def field_default(field: msgspec.inspect.Field, schema: Schema) -> object:
     """The default that the API server writes: a scalar's own, `{}` where a nested field has one, else none."""
-    if schema["type"] == "object":
+    if schema.get("type") == "object":
         nested = schema.get("properties", {}).values()
         is_optional = isinstance(field.type, msgspec.inspect.UnionType)
         return (
@@ -95,7 +95,7 @@ def field_default(field: msgspec.inspect.Field, schema: Schema) -> object:
             if not field.required and not is_optional and any("default" in each for each in nested)
             else None
         )
-    if schema["type"] == "array" or field.default is msgspec.NODEFAULT or field.default == "":
+    if schema.get("type") == "array" or field.default is msgspec.NODEFAULT or field.default == "":
         return None
     return field.default
 
@@ -108,12 +108,16 @@ def type_schema(info: msgspec.inspect.Type, *, defaults: bool) -> Schema:
             for key, value in (extra or {}).items():
                 schema[key] = [*schema.get(key, []), *value] if key == "x-kubernetes-validations" else value
             own = f"self.matches('{schema.get('pattern')}')"
-            if any(rule["rule"] == own for rule in schema.get("x-kubernetes-validations", ())):
+            if any(rule["rule"].endswith(own) for rule in schema.get("x-kubernetes-validations", ())):
                 del schema["pattern"]  # the rule says it in words
             return schema
         case msgspec.inspect.UnionType(types=members):
-            (member,) = (each for each in members if not isinstance(each, msgspec.inspect.NoneType))
-            return type_schema(member, defaults=defaults)
+            schemas = [
+                type_schema(each, defaults=defaults)
+                for each in members
+                if not isinstance(each, msgspec.inspect.NoneType)
+            ]
+            return schemas[0] if len(schemas) == 1 else _int_or_string(schemas)
         case msgspec.inspect.StructType(cls=struct):
             return struct_schema(struct, defaults=defaults)
         case msgspec.inspect.BoolType():
@@ -134,6 +138,17 @@ def type_schema(info: msgspec.inspect.Type, *, defaults: bool) -> Schema:
             nested = type_schema(item, defaults=defaults)
             return {"type": "array", "items": nested, **_bounds(minItems=low, maxItems=high)}
     raise TypeError(f"no structural schema for {info!r}")
+
+
+def _int_or_string(schemas: list[Schema]) -> Schema:
+    """What Kubernetes calls int-or-string: a schema without a type, with the bounds of both. Without the `anyOf` that
+    is often seen beside it, too, for which the API server would add three errors to the one that says it."""
+    kinds = {schema["type"] for schema in schemas}
+    assert kinds == {"integer", "string"}, "no other union is structural"
+    bounds = {key: bound for schema in schemas for key, bound in schema.items()}
+    return {"x-kubernetes-int-or-string": True} | {
+        key: bound for key, bound in bounds.items() if key not in ("type", "format")
+    }
 
 
 def _bounds(**bounds: object) -> Schema:

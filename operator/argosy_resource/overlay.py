@@ -16,8 +16,8 @@ from argosy_resource.schema_types import (
     AnnotationValue,
     LabelKey,
     LabelValue,
+    ListedQuantity,
     ObjectName,
-    Quantity,
     Rule,
     rules_of,
 )
@@ -170,7 +170,7 @@ class EmptyDirVolume(Struct, frozen=True, kw_only=True, rename="camel"):
 
     medium: Literal["", "Memory"] | None = None
     """`Memory` for a tmpfs; it counts against the memory limit."""
-    size_limit: Quantity | None = None
+    size_limit: ListedQuantity | None = None
     """Upper bound of its size."""
 
 

@@ -50,24 +50,33 @@ def matches(pattern: str, message: str) -> dict[str, Any]:
     return rules_of(Rule(rule=f"self.matches('{pattern}')", message=message))
 
 
+def number_or_matches(pattern: str, message: str) -> dict[str, Any]:
+    """`matches` for a field that is a whole number or a string."""
+    assert not {"'", "\\"} & set(pattern)
+    return rules_of(Rule(rule=f"type(self) == int || self.matches('{pattern}')", message=message))
+
+
 SET: Final[dict[str, Any]] = {"x-kubernetes-list-type": "set"}
 MAP_BY_TYPE: Final[dict[str, Any]] = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]}
 MAP_BY_NAME: Final[dict[str, Any]] = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]}
 
 QUANTITY_PATTERN: Final = r"^[0-9]+([.][0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?$"
 
+_WholeQuantity = Annotated[int, Meta(ge=0, le=10**18)]
+_QuantityText = Annotated[str, Meta(pattern=QUANTITY_PATTERN, max_length=32)]
 Quantity = Annotated[
-    str,
+    _WholeQuantity | _QuantityText,
     Meta(
-        pattern=QUANTITY_PATTERN,
-        max_length=32,
-        extra_json_schema=matches(
+        extra_json_schema=number_or_matches(
             QUANTITY_PATTERN,
             "must be a quantity: a number, perhaps followed by m, k, Ki, M, Mi, G, Gi, T or Ti, such as 500m or 16Gi",
         ),
     ),
 ]
-"""A Kubernetes quantity as a string, such as `500m` or `16Gi`."""
+"""A Kubernetes quantity: a string such as `500m` or `16Gi`, or a whole number."""
+ListedQuantity = _WholeQuantity | _QuantityText
+"""A `Quantity` inside a list. Its pattern is no CEL rule: an API server that does not apply `maxLength` to the cost of
+an int-or-string (Kubernetes 1.33) would refuse the definition, as it multiplies the cost by the list's length."""
 
 CACHE_PATTERN: Final = (
     r"^([1-9][0-9]{6,12}|[1-9][0-9]{3,9}(k|Ki)|[1-9][0-9]{0,6}(M|Mi)|[1-9][0-9]{0,3}(G|Gi)"
@@ -75,11 +84,9 @@ CACHE_PATTERN: Final = (
 )
 """A number of bytes that an engine's KV cache may have (`engine_limits.KvCacheBytes`), whatever its suffix."""
 CacheQuantity = Annotated[
-    str,
+    Annotated[int, Meta(ge=10**6, le=63 << 40)] | Annotated[str, Meta(pattern=CACHE_PATTERN, max_length=32)],
     Meta(
-        pattern=CACHE_PATTERN,
-        max_length=32,
-        extra_json_schema=matches(
+        extra_json_schema=number_or_matches(
             CACHE_PATTERN,
             "must be a number of bytes between 1M and 63Ti: a whole number, perhaps with k, Ki, M, Mi, G, Gi, T or Ti, "
             "such as 2Gi or 512Mi",
@@ -135,12 +142,19 @@ _SUFFIXES: Final = {
 }
 
 
-def quantity_bytes(quantity: str) -> int:
+def quantity_text(quantity: int | str | None) -> str | None:
+    """The quantity as Kubernetes stores it, so that pods do not depend on how it was written; None stays None."""
+    return None if quantity is None else str(quantity)
+
+
+def quantity_bytes(quantity: int | str) -> int:
     """Bytes of a `CacheQuantity`.
 
     Raises:
-        ValueError: not a whole number with a known suffix.
+        ValueError: a string that is not a whole number with a known suffix.
     """
+    if isinstance(quantity, int):
+        return quantity
     digits = quantity.rstrip("kKMGTi")
     suffix = quantity[len(digits) :]
     if suffix not in _SUFFIXES or not digits.isdigit():

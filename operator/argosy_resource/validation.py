@@ -102,8 +102,8 @@ def validate_manifest(document: object, *, default_namespace: str = "default") -
     if errors:
         raise ManifestError(errors, resource)
     schema = _schema()
-    # A copy of plain JSON values; the caller's document stays as it is.
-    manifest: dict[str, Any] = json.loads(json.dumps(document))
+    # A copy of plain JSON values; the caller's document stays as it is. 4.0 becomes 4, as in the JSON of kubectl.
+    manifest: dict[str, Any] = json.loads(json.dumps(document), parse_float=_number)
     stages = (_unknown_fields, _schema_errors, _list_errors, _cel_errors)
     for stage in stages:
         if stage is _schema_errors:
@@ -118,13 +118,29 @@ def validate_manifest(document: object, *, default_namespace: str = "default") -
         raise ManifestError((FieldError("metadata", str(error)),), resource) from error
 
 
+def _number(text: str) -> int | float:
+    number = float(text)
+    return int(number) if number.is_integer() else number
+
+
 @functools.cache
 def _schema() -> Schema:
     from argosy_resource import crd
 
     schema = crd.schema()
     schema["properties"]["metadata"] = _METADATA_SCHEMA
+    _type_int_or_strings(schema)
     return schema
+
+
+def _type_int_or_strings(schema: Schema) -> None:
+    """Say in JSON Schema what `x-kubernetes-int-or-string` says to an API server."""
+    if schema.get("x-kubernetes-int-or-string"):
+        schema["type"] = ["integer", "string"]
+    for nested in schema.get("properties", {}).values():
+        _type_int_or_strings(nested)
+    if "items" in schema:
+        _type_int_or_strings(schema["items"])
 
 
 def _documents(text: str) -> Iterator[object]:
@@ -227,7 +243,8 @@ def _kubernetes_errors(error: Any, path: str) -> Iterator[FieldError]:
                     yield FieldError(_join(path, name), "Required value")
         case "type":
             found = f'"{_type_name(error.instance)}"'
-            yield FieldError(path, f"Invalid value: {found}: {path} in body must be of type {limit}: {found}")
+            kinds = limit if isinstance(limit, str) else ",".join(limit)
+            yield FieldError(path, f"Invalid value: {found}: {path} in body must be of type {kinds}: {found}")
         case "enum":
             supported = ", ".join(f'"{each}"' for each in limit)
             yield FieldError(path, f"Unsupported value: {value}: supported values: {supported}")

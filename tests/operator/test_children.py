@@ -288,6 +288,27 @@ def test_revision_stays(spec: dict[str, Any]) -> None:
     assert plan(**spec).revision == plan().revision
 
 
+def test_a_quantity_renders_alike_as_number_and_as_string() -> None:
+    def spec(cpu: object, memory: object, scratch: object) -> dict[str, Any]:
+        volumes = [{"name": "scratch", "emptyDir": {"sizeLimit": scratch}}]
+        return {
+            "resources": {"cpu": cpu, "memory": memory},
+            "podTemplate": {"spec": {"volumes": volumes}},
+            "model": {"source": "hf://org/name", "cache": {"sizeLimit": scratch}},
+        }
+
+    numbers, strings = plan(**spec(4, 1024, 2048)), plan(**spec("4", "1024", "2048"))
+    assert numbers.deployment["spec"]["template"] == strings.deployment["spec"]["template"]
+    assert container(numbers)["resources"] == {
+        "requests": {"cpu": "4", "memory": "1024"},
+        "limits": {"memory": "1024"},
+    }
+    limits = [
+        volume["emptyDir"].get("sizeLimit") for volume in pod_spec(numbers)["volumes"] if "emptyDir" in volume
+    ]
+    assert limits.count("2048") == 2
+
+
 @pytest.mark.parametrize("spec", OTHER_REVISION, ids=str)
 def test_revision_changes(spec: dict[str, Any]) -> None:
     made = plan(**spec)

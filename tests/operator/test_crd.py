@@ -35,12 +35,17 @@ STATUS = dict(nodes(crd.schema()["properties"]["status"], "status"))
 @pytest.mark.parametrize("path", [*SPEC, *STATUS])
 def test_everything_is_bounded(path: str) -> None:
     schema = (SPEC | STATUS)[path]
-    match schema["type"]:
+    match "int-or-string" if schema.get("x-kubernetes-int-or-string") else schema["type"]:
         case "string":
             assert "maxLength" in schema or "enum" in schema
         case "integer" | "number":
             assert "minimum" in schema
             assert "maximum" in schema or path in STATUS
+        case "int-or-string":
+            assert "type" not in schema
+            assert {"minimum", "maximum", "maxLength"} <= schema.keys()
+            rules = [rule["rule"] for rule in schema.get("x-kubernetes-validations", ())]
+            assert "pattern" in schema or any(".matches('^" in rule for rule in rules)
         case "array":
             assert "maxItems" in schema
         case "object":

@@ -38,7 +38,7 @@ def test_a_number_is_accepted_by_both_or_by_none(field: str, flag: str) -> None:
 
 def test_no_numeric_field_is_left_out() -> None:
     own = {"shutdownTimeoutSeconds", "gpuMemoryUtilization"}  # a flag of the server; a share
-    found = {name for name, schema in ENGINE.items() if schema["type"] in ("integer", "number")}
+    found = {name for name, schema in ENGINE.items() if schema.get("type") in ("integer", "number")}
     assert found - own == NUMBERS.keys()
 
 
@@ -50,6 +50,12 @@ def test_every_cache_size_is_accepted_by_the_engine(quantity: str) -> None:
 @pytest.mark.parametrize("quantity", ["1M", "64Mi", "2Gi", "9999Gi", "63Ti", "1000000", "1000k", "1024Ki"])
 def test_usual_cache_sizes_are_accepted(quantity: str) -> None:
     assert re.fullmatch(CACHE_PATTERN, quantity)
+
+
+@pytest.mark.parametrize("bound", ["minimum", "maximum"])
+def test_the_extremes_of_a_cache_size_in_digits_are_accepted(bound: str) -> None:
+    size = ENGINE["kvCacheMemory"][bound]
+    assert EngineArgs.of(model="m", kv_cache_memory_bytes=size).kv_cache_memory_bytes == size
 
 
 @pytest.mark.parametrize("bound", ["minimum", "maximum"])

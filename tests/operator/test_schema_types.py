@@ -8,9 +8,9 @@ from argosy_resource.schema_types import quantity_bytes
 
 
 @pytest.mark.parametrize(
-    ("text", "count"), [("1", 1), ("64Mi", 2**26), ("2G", 2 * 10**9), ("3Ti", 3 * 2**40)]
+    ("text", "count"), [("1", 1), (2**26, 2**26), ("64Mi", 2**26), ("2G", 2 * 10**9), ("3Ti", 3 * 2**40)]
 )
-def test_quantity_bytes(text: str, count: int) -> None:
+def test_quantity_bytes(text: int | str, count: int) -> None:
     assert quantity_bytes(text) == count
 
 

@@ -139,6 +139,20 @@ podTemplate: {spec: {containers: [{name: engine, volumeMounts: [{name: a, mountP
     "auto with gpu": manifest(f"{TINY}\nresources: {{gpu: {{}}}}"),
     "mig slice": manifest(f"{TINY}\nresources: {{gpu: {{resourceName: nvidia.com/mig-1g.10gb}}}}"),
     "cpu": manifest(f"{TINY}\nengine: {{device: cpu, threads: 1, kvCacheMemory: 64Mi}}"),
+    "quantities as strings": manifest(f"{TINY}\nresources: {{cpu: 500m, memory: 1.5Gi}}"),
+    "quantities as whole numbers": manifest(
+        f"{TINY}\nresources: {{cpu: 4, memory: 17179869184}}\nengine: {{kvCacheMemory: 1000000}}"
+    ),
+    "whole numbers with a point": manifest(
+        f"{TINY}\nreplicas: 2.0\nresources: {{cpu: 4.0}}\nengine: {{gpuMemoryUtilization: 1.0}}"
+    ),
+    "quantity of zero": manifest(f"{TINY}\nresources: {{cpu: 0}}"),
+    "size limit of a cache as a whole number": manifest(
+        f"model: {{{HUB}, cache: {{sizeLimit: 60000000000}}}}"
+    ),
+    "size limit of a volume as a whole number": manifest(
+        f"{TINY}\npodTemplate: {{spec: {{volumes: [{{name: scratch, emptyDir: {{sizeLimit: 1000000}}}}]}}}}"
+    ),
     "every engine field": manifest(
         TINY
         + """
@@ -356,6 +370,46 @@ podTemplate: {{spec: {{containers: [{{name: engine, volumeMounts: [{{name: a, mo
     "memory in words": (
         manifest(f"{TINY}\nresources: {{memory: 16 gigabytes}}"),
         "must be a quantity: a number, perhaps followed by m, k, Ki, M, Mi, G, Gi, T or Ti, such as 500m or 16Gi",
+    ),
+    "negative quantity": (
+        manifest(f"{TINY}\nresources: {{cpu: -1}}"),
+        "spec.resources.cpu in body should be greater than or equal to 0",
+    ),
+    "negative quantity as a string": (
+        manifest(f"{TINY}\nresources: {{cpu: '-1'}}"),
+        'spec.resources.cpu: Invalid value: "-1": must be a quantity',
+    ),
+    "quantity beyond all machines": (
+        manifest(f"{TINY}\nresources: {{memory: 1000000000000000001}}"),
+        "spec.resources.memory in body should be less than or equal to 1000000000000000000",
+    ),
+    "quantity of too many digits": (
+        manifest(f"{TINY}\nresources: {{memory: '{'1' * 33}'}}"),
+        "spec.resources.memory: Too long: may not be more than 32 bytes",
+    ),
+    "fraction of a cpu without quotes": (
+        manifest(f"{TINY}\nresources: {{cpu: 0.5}}"),
+        'spec.resources.cpu in body must be of type integer,string: "number"',
+    ),
+    "quantity that is a boolean": (
+        manifest(f"{TINY}\nresources: {{cpu: true}}"),
+        'spec.resources.cpu in body must be of type integer,string: "boolean"',
+    ),
+    "empty quantity": (
+        manifest(f"{TINY}\nresources: {{memory: ''}}"),
+        'spec.resources.memory: Invalid value: "": must be a quantity',
+    ),
+    "smaller cache in digits than the engine takes": (
+        manifest(f"{TINY}\nengine: {{kvCacheMemory: 999999}}"),
+        "spec.engine.kvCacheMemory in body should be greater than or equal to 1000000",
+    ),
+    "larger cache in digits than the engine takes": (
+        manifest(f"{TINY}\nengine: {{kvCacheMemory: 69269232549889}}"),
+        "spec.engine.kvCacheMemory in body should be less than or equal to 69269232549888",
+    ),
+    "size limit of a volume in words": (
+        manifest(f"{TINY}\npodTemplate: {{spec: {{volumes: [{{name: a, emptyDir: {{sizeLimit: 2GB}}}}]}}}}"),
+        "spec.podTemplate.spec.volumes[0].emptyDir.sizeLimit in body should match '^[0-9]+",
     ),
     "cache in a unit that there is not": (
         manifest(f"{TINY}\nengine: {{kvCacheMemory: 2GB}}"),

@@ -24,6 +24,7 @@ from argosy_resource.engine_address import PROGRESS_PORT
 from argosy_resource.engine_command import claim_name
 from argosy_resource.model_source import MODEL_MOUNT, MODELS_MOUNT, image_reference, is_remote
 from argosy_resource.overlay import FETCH_CONTAINER
+from argosy_resource.schema_types import quantity_text
 from argosy_resource.types import InferenceService, ModelCache
 
 Manifest = dict[str, Any]
@@ -107,7 +108,7 @@ def _store(service: InferenceService, config: OperatorConfig) -> ModelVolume:
     mount: Manifest = {"name": MODELS_VOLUME, "mountPath": MODELS_MOUNT}
     match cache.type:
         case "none":
-            limit = {} if cache.size_limit is None else {"sizeLimit": cache.size_limit}
+            limit = {} if cache.size_limit is None else {"sizeLimit": quantity_text(cache.size_limit)}
             volume = {"emptyDir": limit}
         case "claim":
             volume = {"persistentVolumeClaim": {"claimName": cache.claim_name}}

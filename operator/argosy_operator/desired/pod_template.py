@@ -25,7 +25,8 @@ from argosy_operator.names import (
 )
 from argosy_resource.engine_address import API_KEY_ENV, ENGINE_PORT
 from argosy_resource.engine_command import engine_args
-from argosy_resource.overlay import ENGINE_CONTAINER, VOLUME_PREFIX
+from argosy_resource.overlay import ENGINE_CONTAINER, VOLUME_PREFIX, Volume
+from argosy_resource.schema_types import quantity_text
 from argosy_resource.types import InferenceService
 
 USER_ID: Final = 10001
@@ -178,7 +179,15 @@ def _volumes(service: InferenceService, model: ModelVolume) -> list[Manifest]:
         {"name": "argosy-home", "emptyDir": {}},
         {"name": "argosy-shm", "emptyDir": {"medium": "Memory", "sizeLimit": "1Gi"}},
     ]
-    return [*own, *model.volumes, *(_builtins(volume) for volume in service.spec.pod_template.spec.volumes)]
+    return [*own, *model.volumes, *map(_volume, service.spec.pod_template.spec.volumes)]
+
+
+def _volume(volume: Volume) -> Manifest:
+    """A volume of the overlay."""
+    manifest: Manifest = _builtins(volume)
+    if volume.empty_dir is not None and volume.empty_dir.size_limit is not None:
+        manifest["emptyDir"]["sizeLimit"] = quantity_text(volume.empty_dir.size_limit)
+    return manifest
 
 
 def _volume_mounts(service: InferenceService, model: ModelVolume) -> list[Manifest]:
@@ -200,8 +209,9 @@ def _volume_mounts(service: InferenceService, model: ModelVolume) -> list[Manife
 
 def _resources(service: InferenceService, *, gpu: bool) -> Manifest:
     resources = service.spec.resources
-    requests = _present(cpu=resources.cpu, memory=resources.memory)
-    limits = _present(memory=resources.memory)
+    memory = quantity_text(resources.memory)
+    requests = _present(cpu=quantity_text(resources.cpu), memory=memory)
+    limits = _present(memory=memory)
     if gpu and resources.gpu is not None:
         requests[resources.gpu.resource_name] = limits[resources.gpu.resource_name] = str(resources.gpu.count)
     return _present(requests=requests, limits=limits)
