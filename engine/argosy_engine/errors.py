@@ -12,6 +12,7 @@ EngineError
 ├── EngineBusy             the client, by retrying later: HTTP 503 with a retry hint
 │   ├── ResourceBusy       the same; requests that do not need what is busy are answered
 │   └── EngineAsleep       whoever put the engine to sleep; other replicas may be awake
+├── EngineClosed           the caller of an offline engine, who has closed it
 └── EngineDead             nobody: the core process has exited; in-flight requests fail, /health reports unhealthy
 """
 
@@ -63,6 +64,10 @@ class ResourceBusy(EngineBusy):
 
 
 class EngineAsleep(EngineBusy):
+    pass
+
+
+class EngineClosed(EngineError):
     pass
 
 

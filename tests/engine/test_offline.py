@@ -9,8 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from argosy_engine import LLM, EngineArgs, LLMEngine, SamplingParams, StructuredOutputsParams
-from argosy_engine.errors import InvalidRequest
+from argosy_engine import (
+    LLM,
+    BeamSearchParams,
+    EngineArgs,
+    LLMEngine,
+    SamplingParams,
+    StructuredOutputsParams,
+)
+from argosy_engine.errors import EngineClosed, InvalidRequest
 from argosy_engine.frontend.llm import RequestOutput
 from argosy_engine.frontend.prompts import as_list, text_or_token_ids
 from argosy_engine.messages.core_messages import EngineCoreOutputs, FinishReason
@@ -57,6 +64,37 @@ def test_parameters_are_for_all_prompts_or_one_for_each(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="1 sampling_params for 2 prompts"):
         llm.generate(prompts, [short], use_tqdm=False)
     assert llm.generate([], use_tqdm=False) == []
+
+
+@pytest.mark.parametrize("multiprocess", [False, True])
+def test_a_closed_engine_says_so(multiprocess: bool) -> None:
+    args: dict[str, Any] = {"device": "cpu", "threads": 1, "num_gpu_blocks_override": 64}
+    with LLM("builtin://tiny", multiprocess=multiprocess, **args) as llm:
+        (output,) = llm.generate("The sea", SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
+        assert len(output.token_ids) == 2
+    llm.close()
+    messages = [{"role": "user", "content": "Hello!"}]
+    for call in (
+        lambda: llm.generate("The sea", use_tqdm=False),
+        lambda: llm.chat(messages, use_tqdm=False),
+        lambda: llm.encode("The sea", use_tqdm=False),
+        lambda: llm.beam_search("The sea", BeamSearchParams(beam_width=2, max_tokens=2)),
+        llm.sleep,
+        llm.wake_up,
+    ):
+        with pytest.raises(EngineClosed, match="the engine is closed; make a new LLM"):
+            call()
+
+
+def test_leaving_the_context_after_an_error_closes_the_engine() -> None:
+    args = EngineArgs.of(model="builtin://tiny", device="cpu", threads=1, num_gpu_blocks_override=64)
+    engine = LLMEngine.from_engine_args(args)
+    engine.add_request("1", "The sea")
+    with pytest.raises(ZeroDivisionError), engine:
+        raise ZeroDivisionError
+    assert engine.has_unfinished_requests()
+    with pytest.raises(EngineClosed):
+        engine.step()
 
 
 IDS = [5, 6, 7]

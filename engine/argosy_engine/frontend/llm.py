@@ -1,4 +1,8 @@
-"""LLM: offline generation with the core in this process. `LLM(model).generate(prompts)` and `.chat(messages)`."""
+"""LLM: offline generation with the core in this process. `LLM(model).generate(prompts)` and `.chat(messages)`.
+
+with LLM("builtin://tiny") as llm:
+    (output,) = llm.chat([{"role": "user", "content": "Hello!"}])
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,12 @@ import itertools
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
 from argosy_engine.config import EngineArgs
+from argosy_engine.core.proc.core_client import SyncClient
 from argosy_engine.errors import EngineError, InvalidRequest
 from argosy_engine.frontend.beam_search import (
     BeamSearch,
@@ -33,7 +38,7 @@ __all__ = ["LLM", "CompletionOutput", "RequestOutput"]
 
 
 class LLM:
-    """A model, loaded in this process or in one of its own.
+    """A model, loaded in this process or in one of its own. A context manager that closes it.
 
     Args:
         model: `ORG/NAME` of a Hugging Face hub, a directory, `builtin://tiny`, or another source
@@ -58,11 +63,15 @@ class LLM:
         paths = tuple(processor_path(processor) for processor in logits_processors)
         args = EngineArgs.of(model=model, logits_processors=paths, **engine_args)
         self.engine = LLMEngine.from_engine_args(args, multiprocess=multiprocess)
-        self.client = self.engine.client
         self.config = self.engine.config
         self.input_processor = self.engine.input_processor
         self.renderer = self.engine.renderer
         self._request_ids = itertools.count()
+
+    @property
+    def client(self) -> SyncClient:
+        """The engine's client of its core."""
+        return self.engine.client
 
     def generate(
         self,
@@ -184,7 +193,15 @@ class LLM:
         self.engine.wake_up()
 
     def close(self) -> None:
+        """Free the model and end the core. Further calls have no effect; other methods raise EngineClosed from then
+        on."""
         self.engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _run(
         self,

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 from argosy_engine.config import EngineArgs
-from argosy_engine.core.proc.core_client import InprocClient, SyncClient, SyncMPClient
+from argosy_engine.core.proc.core_client import ClosedClient, InprocClient, SyncClient, SyncMPClient
 from argosy_engine.errors import InvalidRequest
 from argosy_engine.frontend.input_processor import InputProcessor
 from argosy_engine.frontend.memory_report import budget_table
@@ -32,13 +32,14 @@ logger = logging.getLogger("argosy.frontend")
 
 
 class LLMEngine:
-    """
+    """A context manager that closes the engine.
+
     Args:
         client: owned by this engine from now on; `close` closes it.
     """
 
     def __init__(self, client: SyncClient) -> None:
-        self.client = client
+        self.client: SyncClient = client
         self.config = client.config
         self.input_processor = InputProcessor(client.config)
         self.renderer = self.input_processor.renderer
@@ -161,4 +162,12 @@ class LLMEngine:
         self.client.call_utility("wake_up")
 
     def close(self) -> None:
-        self.client.close()
+        """Free the model and end the core. Further calls have no effect; any other method raises EngineClosed."""
+        client, self.client = self.client, ClosedClient(self.config)
+        client.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,8 +1,9 @@
-"""Clients of the engine core: one in the same process, two over ZMQ to a process of its own.
+"""Clients of the engine core: one in the same process, two over ZMQ to a process of its own, one without a core.
 
 All of them exchange the same messages with the same `EngineCore`:
 
 InprocClient    direct calls, for offline use and tests
+ClosedClient    stands in for a client that its owner has closed
 SyncMPClient    blocking, for offline use with the core in its own process
 AsyncMPClient   asyncio, for the API server (`async_core_client`)
 
@@ -24,7 +25,7 @@ import zmq
 
 from argosy_engine.config import EngineArgs, ResolvedConfig
 from argosy_engine.core.proc.core_handle import START_TIMEOUT_S, CoreHandle
-from argosy_engine.errors import EngineDead, UtilityFailed
+from argosy_engine.errors import EngineClosed, EngineDead, UtilityFailed
 from argosy_engine.messages.core_messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -108,6 +109,33 @@ class InprocClient:
 
     def close(self) -> None:
         self.core.shutdown()
+
+
+class ClosedClient:
+    """Client of a closed engine: it has no work and ignores aborts; everything else raises EngineClosed."""
+
+    has_work = False
+
+    def __init__(self, config: ResolvedConfig) -> None:
+        self.config = config
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        raise self._closed()
+
+    def abort_requests(self, request_ids: Iterable[str]) -> None:
+        pass
+
+    def step(self) -> EngineCoreOutputs:
+        raise self._closed()
+
+    def call_utility(self, method: str, *args: Any) -> Any:
+        raise self._closed()
+
+    def close(self) -> None:
+        pass
+
+    def _closed(self) -> EngineClosed:
+        return EngineClosed("the engine is closed; make a new LLM or LLMEngine, or close it later")
 
 
 class SyncMPClient:
