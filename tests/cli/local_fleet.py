@@ -19,9 +19,9 @@ import yaml
 from argosy.local import control_client
 from argosy.local.control_client import ControlClient, connect
 from argosy.local.control_messages import FleetStatus, ReplicaStatus, Stop, Watch
-from argosy.local.settings import free_port
 from argosy.local.state_dir import StateDir
 from argosy.main import main
+from processes import free_port
 
 FAKE_SUPERVISOR = (sys.executable, str(Path(__file__).with_name("fake_supervisor.py")))
 QUICK_SUPERVISOR = (sys.executable, str(Path(__file__).with_name("quick_supervisor.py")))

@@ -14,13 +14,13 @@ import msgspec
 import pytest
 
 from argosy import pod_fetch
-from argosy.local.settings import free_port
 from argosy.main import main
 from argosy_fetcher.store import Store
 from argosy_protocol.model_progress import ModelProgress
 from hub_repositories import files_under
 from hub_server import HubServer
 from named_sources import TINY, publish_tiny, serve_names
+from processes import free_port
 
 DEADLINE_S = 60.0
 

@@ -6,13 +6,13 @@ import asyncio
 import os
 import resource
 import signal
-import socket
 import sys
 from pathlib import Path
 
 import pytest
 
 from argosy_protocol.fleet import FleetDocument, encode_fleet
+from processes import free_port
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, event
 from .harness import raw, rig, service, until
@@ -115,8 +115,7 @@ async def test_a_process_drains_on_sigterm(tmp_path: Path) -> None:
     async with FakeEngine(script=slow) as engine:
         path = tmp_path / "fleet.json"
         path.write_bytes(encode_fleet(FleetDocument(services=(service([engine]),))))
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        port = free_port()
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             *(

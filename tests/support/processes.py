@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -11,14 +12,36 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+LOWEST_PORT = 10_000
+"""Of those that tests' servers get; well-known services of a machine listen on lower ones."""
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Reserve a TCP port for a server that a test starts, until this process ends.
+
+    It lies below the range from which the kernel takes ports for sockets that name none (Linux only), so that no other
+    test's socket gets it before the server binds it, and no other process gets it here: this one keeps the UDP port of
+    the same number.
+
+    Raises:
+        OSError: every port is taken.
+    """
+    above = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ports = range(LOWEST_PORT, above)
+    for port in random.SystemRandom().sample(ports, len(ports)):
+        with (
+            socket.socket() as probe,
+            socket.socket(type=socket.SOCK_DGRAM) as reservation,
+            suppress(OSError),
+        ):
+            probe.bind(("", port))
+            reservation.bind(("127.0.0.1", port))
+            reservation.detach()  # stays bound
+            return port
+    raise OSError(f"no free port from {LOWEST_PORT} to {above - 1}")
 
 
 def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
@@ -58,6 +81,15 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def held_files(pid: int) -> set[str]:
+    """Return the paths of all files that a process maps or holds open and that still have a name (Linux only)."""
+    paths = [line.split(maxsplit=5)[5:] for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed since
+            paths.append([os.readlink(descriptor)])
+    return {path for (path,) in filter(None, paths) if path[0] == "/" and not path.endswith(" (deleted)")}
 
 
 def cpu_share(pids: Sequence[int], seconds: float) -> float:
