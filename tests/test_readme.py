@@ -6,22 +6,23 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 
 from argosy.local.settings import is_port_free
 from hub_repositories import files_under
 from hub_server import HubServer
 from named_sources import TINY
+from processes import answers, wait_until
 
 README = (Path(__file__).parent.parent / "README.md").read_text("utf-8")
 DEADLINE_S = 100.0
 URL = "http://127.0.0.1:8000"
 """The default of `argosy serve`, which the lines name."""
+
+pytestmark = pytest.mark.timeout(4 * DEADLINE_S)
 
 
 @pytest.fixture
@@ -75,23 +76,12 @@ def test_the_lines_serve_a_model_of_a_hub(hub: HubServer, tmp_path: Path) -> Non
     assert hub.sent_bytes < 1_000_000
     server = start(folder, hub, activate, f"exec {serve}")
     try:
-        wait_until_ready(server)
+        wait_until(lambda: server.poll() is not None or answers(f"{URL}/ready"), "the server", DEADLINE_S)
         answered = start(folder, hub, activate, chat)
         assert answered.communicate(timeout=DEADLINE_S)[0].strip()
         assert answered.returncode == 0
     finally:
         server.terminate()
         output, _ = server.communicate(timeout=DEADLINE_S)
+        print(output)  # for a failure's report
     assert "fetched 6.2 MiB" in output
-
-
-def wait_until_ready(server: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while server.poll() is None and time.monotonic() < deadline:
-        try:
-            if httpx.get(f"{URL}/ready", timeout=DEADLINE_S).status_code == 200:
-                return
-        except httpx.TransportError:
-            continue  # it does not listen yet
-    server.kill()
-    raise AssertionError(server.communicate()[0])
