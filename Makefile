@@ -7,12 +7,16 @@ MODEL  ?= tiny
 PROMPT ?= Hello! What can you do?
 PIP_ARGS ?=
 ATTACK_S ?= 3600
+TEST_PROCESSES ?= 2
 export PROMPT
 
 BIN  := .venv/bin
 HASH := $(shell $(PYTHON) -c 'import hashlib; print(hashlib.sha256(open("pyproject.toml", "rb").read()).hexdigest()[:12])')
 INSTALLED     := .venv/.installed-$(HASH)
 INSTALLED_DEV := .venv/.installed-dev-$(HASH)
+# Tests mostly wait for the servers that they start, so they run in several processes: each runs whole files, and the
+# first process that crashes ends the run.
+PARALLEL := --numprocesses $(TEST_PROCESSES) --dist loadfile --max-worker-restart 0
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet $(PIP_ARGS)
 
 .DEFAULT_GOAL := help
@@ -56,11 +60,11 @@ up: $(INSTALLED) ## start the local fleet on the tiny model and send it one chat
 down: ## stop the local fleet
 	@if [ -x $(BIN)/argosy ]; then $(BIN)/argosy down; fi
 
-test: $(INSTALLED_DEV) ## run every test that needs no root
-	$(BIN)/python -P -m pytest tests
+test: $(INSTALLED_DEV) ## run every test that needs no root, in TEST_PROCESSES processes at once
+	$(BIN)/python -P -m pytest tests $(PARALLEL) --durations 10
 
 test-wheel: wheel ## install that wheel without the checkout; run a fleet and the router's tests on it
-	PORT=$(PORT) bash tests/installed_wheel.sh
+	PORT=$(PORT) bash tests/installed_wheel.sh $(PARALLEL)
 
 test-sanitizers: $(INSTALLED_DEV) ## run the tests of the C and C++ sources under address and undefined-behaviour sanitizers
 	bash tests/sanitizers.sh
