@@ -366,3 +366,21 @@ def test_a_second_up_waits_and_is_refused_another_port(
         assert f"the fleet already listens on {fleet.url}; `argosy down` first" in second.stderr.read()
     assert second.returncode == 2
     assert fleet.status().services == ()
+
+
+def test_a_service_without_replicas_is_listed(fleet: LocalFleet, capfd: pytest.CaptureFixture[str]) -> None:
+    fleet.manifest(replicas=0)
+    assert fleet.start() == 0
+    capfd.readouterr()
+    assert fleet.argosy("ps") == 0
+    rows = [line.split(maxsplit=4) for line in capfd.readouterr().out.splitlines()]
+    revision = fleet.status().services[0].revision
+    assert rows[1] == ["-", "tiny", "NoReplica", revision, "default/tiny: spec.replicas is 0"]
+    for name in ("tiny", "default/tiny"):
+        assert fleet.argosy("logs", name) == 1
+        error = capfd.readouterr().err
+        assert error == "argosy logs: default/tiny has no replica, and so no log: its spec.replicas is 0\n"
+    assert fleet.argosy("logs", "router") == 0
+    capfd.readouterr()
+    assert fleet.argosy("logs", "huge") == 1
+    assert "no log of huge in " in capfd.readouterr().err

@@ -17,10 +17,11 @@ from argosy.arguments import Parser, add_state_dir
 from argosy.errors import OK, CommandError
 from argosy.local.child_process import tail
 from argosy.local.control_client import ControlClient
-from argosy.local.control_messages import Watch
+from argosy.local.control_messages import ServiceStatus, Watch
 from argosy.local.state_dir import StateDir, choose_state_dir
 
 _POLL_S: Final = 0.2
+_ANSWER_S: Final = 5.0
 
 
 def main(argv: Sequence[str]) -> int:
@@ -38,6 +39,10 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     state = choose_state_dir(options.state_dir)
     paths = _logs(state, options.name)
+    if not paths and (service := _service_without_replicas(state, options.name)):
+        raise CommandError(
+            f"{service.key} has no replica, and so no log: {service.reason or 'its spec.replicas is 0'}"
+        )
     if not paths:
         known = ", ".join(path.stem for path in _logs(state, "")) or "none"
         raise CommandError(f"no log of {options.name or 'any process'} in {state.logs}; there are: {known}")
@@ -58,6 +63,29 @@ def _logs(state: StateDir, name: str) -> list[Path]:
         return [exact]
     paths = sorted(state.logs.glob("*.log"))
     return [path for path in paths if not name or path.stem.rpartition("-")[0] == name]
+
+
+def _service_without_replicas(state: StateDir, name: str) -> ServiceStatus | None:
+    """Find the service of a running fleet that a name means, if it has no replicas."""
+    connection = state.connect()
+    if connection is None:
+        return None
+    client = ControlClient(connection, Watch())
+    try:
+        status = client.next_status(_ANSWER_S)
+    except TimeoutError:
+        return None
+    finally:
+        client.close()
+    names = (f"default/{name}", name, name.replace(".", "/", 1))
+    return next(
+        (
+            service
+            for service in (status.services if status else ())
+            if service.key in names and not service.replicas
+        ),
+        None,
+    )
 
 
 class _Follower:

@@ -14,7 +14,7 @@ import msgspec
 from argosy.arguments import Parser, add_state_dir
 from argosy.errors import OK, CommandError
 from argosy.local.control_client import ControlClient, connect
-from argosy.local.control_messages import FleetStatus, Watch
+from argosy.local.control_messages import FleetStatus, ServiceStatus, Watch
 from argosy.local.state_dir import choose_state_dir
 from argosy.terminal import age, table
 
@@ -63,6 +63,7 @@ def _render(status: FleetStatus, now: float) -> str:
         for service in status.services
         for replica in service.replicas
     ]
+    rows += [_row_without_replica(service) for service in status.services if not service.replicas]
     state = "Ready" if router.is_ready else "Starting"
     rows.append(
         (
@@ -80,3 +81,8 @@ def _render(status: FleetStatus, now: float) -> str:
     )
     notes = [f"{service.key}: {service.reason}" for service in status.services if service.reason]
     return "\n".join((table(_HEADER, rows), *notes))
+
+
+def _row_without_replica(service: ServiceStatus) -> tuple[str, ...]:
+    reason = f"{service.key}: spec.replicas is 0" if service.desired == 0 and not service.reason else ""
+    return ("-", service.model, "NoReplica", service.revision, "", "", "", "", "", reason)
