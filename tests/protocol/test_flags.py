@@ -98,12 +98,54 @@ def test_a_bad_value_is_told_by_its_flag_and_in_words(arguments: list[str], mess
         read(arguments)
 
 
-def test_unknown_flags_get_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("unknown", "suggestion"),
+    [
+        ("--prot", "; did you mean --port?"),
+        ("--port-number=1", ""),
+        ("--tokken", "; did you mean --token?"),
+        ("--memry=4k", "; did you mean --memory?"),
+        ("--time-outs", "; did you mean --timeout?"),
+        ("--no_check", "; did you mean --no-check?"),
+        ("--cors", ""),
+        ("--tensor", ""),
+        ("-x", ""),
+        ("--", ""),
+    ],
+)
+def test_an_unknown_flag_gets_a_suggestion_if_one_is_close(
+    unknown: str, suggestion: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as left:
-        read(["--prot", "1"])
+        read([unknown, "1"])
     assert left.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line == "prog: unknown argument --prot; did you mean --port?; `prog --help` lists the flags"
+    assert line == f"prog: unknown argument {unknown}{suggestion}; `prog --help` lists the flags"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Longer:
+    max_model_len: int = 1
+    gpu_memory_utilization: float = 1.0
+
+
+@pytest.mark.parametrize(
+    ("unknown", "suggestion"),
+    [
+        ("--max-len", "; did you mean --max-model-len?"),
+        ("--gpu-memory", "; did you mean --gpu-memory-utilization?"),
+        ("--model", ""),
+        ("--len", ""),
+    ],
+)
+def test_a_flag_that_lacks_a_word_gets_a_suggestion(
+    unknown: str, suggestion: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = FlagParser("prog", "Does it.")
+    parser.add_config(Longer)
+    with pytest.raises(SystemExit):
+        parser.parse_args([unknown, "1"])
+    assert capsys.readouterr().err.startswith(f"prog: unknown argument {unknown}{suggestion}; `prog --help`")
 
 
 def test_hidden_fields_have_no_flag_and_may_be_given_otherwise() -> None:

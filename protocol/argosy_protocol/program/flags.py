@@ -25,6 +25,8 @@ import msgspec
 MAX_CONFIG_FILE_BYTES = 1 << 20
 _SIZES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 """vLLM's suffixes: small letters are decimal, capitals binary."""
+_MIN_LIKENESS = 0.75
+"""Above it a flag is suggested for an unknown one: one of four letters may be wrong."""
 
 T = TypeVar("T")
 
@@ -390,5 +392,22 @@ def _json_value(value: str, name: str) -> Any:
 
 
 def _suggestion(word: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(word.split("=")[0], list(known), n=1)
-    return f"; did you mean {close[0]}?" if close else ""
+    """The end of a message about an unknown flag or key: the known one that is meant, if one is close; else empty.
+
+    Leading dashes do not count, because they would make short flags alike that have nothing in common.
+    """
+    asked = _words(word.split("=")[0])
+    rated = [(_likeness(asked, _words(name)), name) for name in known]
+    likeness, closest = max(rated, default=(0.0, ""), key=lambda pair: pair[0])
+    return f"; did you mean {closest}?" if likeness >= _MIN_LIKENESS else ""
+
+
+def _words(name: str) -> list[str]:
+    return name.lstrip("-").replace("_", "-").split("-")
+
+
+def _likeness(asked: list[str], known: list[str]) -> float:
+    """How alike two names are, from 0 to 1. A name that leaves out one word but the first is close enough."""
+    ratio = difflib.SequenceMatcher(None, "-".join(known), "-".join(asked)).ratio()
+    left_out = (known[:index] + known[index + 1 :] for index in range(1, len(known)))
+    return max(ratio, _MIN_LIKENESS) if asked in left_out else ratio
