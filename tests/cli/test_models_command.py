@@ -166,7 +166,10 @@ def test_prune_removes_by_age_and_by_size(capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (["pull", "./nowhere"], "'./nowhere' is a directory, or the name of none; write hf://ORG/NAME"),
+        (["pull", "./nowhere"], "'./nowhere' is neither ORG/NAME of a hub nor another source; see"),
+        (["pull", "/"], "'/' is a directory of this machine; write hf://ORG/NAME"),
+        (["pull", "Qwen3-0.6B"], "'Qwen3-0.6B' has no organisation: write ORG/Qwen3-0.6B, as the hub's page"),
+        (["rm", "gpt2@main"], "'gpt2@main' has no organisation: write ORG/gpt2@main, as"),
         (["pull", "builtin://tiny"], "builtin:// models are not kept in the store"),
         (["pull", "s3://UPPER/x"], "'UPPER' is no name of a bucket"),
         (["pull", "hf://a/b@v1", "--revision", "v2"], "names another revision"),
@@ -174,7 +177,9 @@ def test_prune_removes_by_age_and_by_size(capsys: pytest.CaptureFixture[str]) ->
         (["prune", "--max-size", "much"], "argument --max-size: must be a size such as 500G"),
         (["prune", "--max-size", "5GB"], "argument --max-size: must be a size such as 500G"),
         (["prune", "--max-age", "30"], "argument --max-age: must be a number with a unit"),
-        (["fetch"], "invalid choice: 'fetch'"),
+        (["xyzzy"], "invalid choice: 'xyzzy'"),
+        (["ls"], "'ls' is not a command; did you mean `argosy models list`?"),
+        (["delete", "acme/tiny"], "'delete' is not a command; did you mean `argosy models rm`?"),
         ([], "the following arguments are required: COMMAND"),
     ],
 )

@@ -41,9 +41,24 @@ _MIN_ABBREVIATION: Final = 7
 _MAX_LEFT_BYTES: Final = 50 << 30
 """Bound of the share of a disk that `pull --min-free` leaves."""
 _SHOWN_REVISION: Final = 12
+_OTHER_NAMES: Final = {
+    "ls": "list",
+    "show": "list",
+    "delete": "rm",
+    "remove": "rm",
+    "download": "pull",
+    "fetch": "pull",
+    "get": "pull",
+    "clean": "prune",
+}
+"""What other programs call our commands."""
 
 
 def main(argv: Sequence[str]) -> int:
+    if argv and argv[0] in _OTHER_NAMES:
+        raise UsageError(
+            f"{argv[0]!r} is not a command; did you mean `argosy models {_OTHER_NAMES[argv[0]]}`?"
+        )
     options = build_parser().parse_args(argv)
     run: Callable[[argparse.Namespace], int] = options.run
     with fetch_errors():
@@ -327,7 +342,17 @@ def _remote(options: argparse.Namespace) -> SourceUri:
     if uri.is_remote:
         return uri.at_revision(options.revision)
     if uri.scheme == "file":
-        raise UsageError(
-            f"{options.model!r} is a directory, or the name of none; write hf://ORG/NAME for a repository"
-        )
+        raise UsageError(_not_a_repository(options.model))
     raise UsageError(f"{uri.scheme}:// models are not kept in the store")
+
+
+def _not_a_repository(model: str) -> str:
+    if Path(model).expanduser().exists():
+        return f"{model!r} is a directory of this machine; write hf://ORG/NAME for a repository of that name"
+    name, at, revision = model.partition("@")
+    if "/" not in name:
+        return (
+            f"{model!r} has no organisation: write ORG/{name}{at}{revision}, as the hub's page of the model shows it, "
+            "such as Qwen/Qwen3-0.6B"
+        )
+    return f"{model!r} is neither ORG/NAME of a hub nor another source; see `argosy models pull --help`"
