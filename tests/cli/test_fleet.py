@@ -379,8 +379,20 @@ def test_a_service_without_replicas_is_listed(fleet: LocalFleet, capfd: pytest.C
     for name in ("tiny", "default/tiny"):
         assert fleet.argosy("logs", name) == 1
         error = capfd.readouterr().err
-        assert error == "argosy logs: default/tiny has no replica, and so no log: its spec.replicas is 0\n"
+        assert error == "argosy logs: default/tiny has no replica: its spec.replicas is 0\n"
     assert fleet.argosy("logs", "router") == 0
     capfd.readouterr()
     assert fleet.argosy("logs", "huge") == 1
     assert "no log of huge in " in capfd.readouterr().err
+
+    fleet.manifest(replicas=1)
+    assert fleet.up() == 0
+    fleet.manifest(replicas=0)
+    assert fleet.up() == 0
+    capfd.readouterr()
+    assert fleet.argosy("logs", "tiny") == 0
+    captured = capfd.readouterr()
+    assert "fake engine listens" in captured.out
+    assert captured.err == (
+        "default/tiny has no replica: its spec.replicas is 0; these are logs of earlier ones\n"
+    )

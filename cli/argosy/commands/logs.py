@@ -39,10 +39,11 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     state = choose_state_dir(options.state_dir)
     paths = _logs(state, options.name)
-    if not paths and (service := _service_without_replicas(state, options.name)):
-        raise CommandError(
-            f"{service.key} has no replica, and so no log: {service.reason or 'its spec.replicas is 0'}"
-        )
+    if service := _service_without_replicas(state, options.name):
+        why = f"{service.key} has no replica: {service.reason or 'its spec.replicas is 0'}"
+        if not paths:
+            raise CommandError(why)
+        print(f"{why}; these are logs of earlier ones", file=sys.stderr, flush=True)
     if not paths:
         known = ", ".join(path.stem for path in _logs(state, "")) or "none"
         raise CommandError(f"no log of {options.name or 'any process'} in {state.logs}; there are: {known}")
@@ -67,6 +68,8 @@ def _logs(state: StateDir, name: str) -> list[Path]:
 
 def _service_without_replicas(state: StateDir, name: str) -> ServiceStatus | None:
     """Find the service of a running fleet that a name means, if it has no replicas."""
+    if not name or state.log_file(name).exists():  # of a process: shown even if the supervisor hangs
+        return None
     connection = state.connect()
     if connection is None:
         return None
