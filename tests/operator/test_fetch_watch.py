@@ -18,11 +18,14 @@ from virtual_time import virtual_time
 
 from argosy_operator.cluster import fetch_watch
 from argosy_operator.cluster.fetch_watch import (
+    BURST,
     CHANGE_INTERVAL,
     DEADLINE,
     MAX_POLLS_AT_ONCE,
     MAX_POLLS_PER_SECOND,
     POLL_INTERVAL,
+    SERVICE_INTERVAL,
+    SLOW_CHANGE_INTERVAL,
     FetchingPod,
     FetchWatch,
     http_progress,
@@ -117,7 +120,7 @@ async def test_a_pod_without_a_usable_answer_costs_the_others_nothing(answer: Ex
     watch.set_pods([pod("bad"), pod("good")])
     await asyncio.sleep(30)
     assert watch.view == {"uid-good": so_far(10)}
-    assert len(changes) == 1
+    assert len(changes) <= 2, "one report, and that all were asked"
     bad = [at for at, address in fetchers.asked if address == "bad"]
     assert len(bad) >= 30 / (POLL_INTERVAL + DEADLINE) / 2, "it is asked again"
     fetchers.answers["bad"] = so_far(5)
@@ -175,6 +178,71 @@ async def test_many_pods_are_polled_at_a_bounded_rate() -> None:
     assert min(turns[name] for name in names) >= 200 * MAX_POLLS_PER_SECOND / len(names) / 2, (
         "each has its turn"
     )
+
+
+@virtual_time
+async def test_many_pods_of_one_service_announce_a_bounded_number_of_changes() -> None:
+    names = [f"p{number}" for number in range(1000)]
+    fetchers, changes = Fetchers(**dict.fromkeys(names, so_far(0))), Changes()
+    watch = FetchWatch(fetchers, changes)
+    watch.set_pods(map(pod, names))
+    for step in range(20):
+        fetchers.answers = dict.fromkeys(names, so_far(step))
+        await asyncio.sleep(10)
+    num_told = len(watch.view)
+    watch.close()
+    bound = BURST + 200 / SERVICE_INTERVAL
+    assert bound / 2 <= len(changes) <= bound + 1, "and one when all were asked for the first time"
+    assert num_told >= bound / 2, "each has its turn"
+
+
+@virtual_time
+async def test_many_pods_of_one_service_do_not_slow_down_another_one() -> None:
+    names = [f"p{number}" for number in range(100)]
+    fetchers, changes = Fetchers(alone=so_far(0), **dict.fromkeys(names, so_far(0))), Changes()
+    watch = FetchWatch(fetchers, changes)
+    alone = msgspec.structs.replace(pod("alone"), service=("team", "other"))
+    watch.set_pods([alone, *map(pod, names)])
+    for second in range(60):
+        fetchers.answers = dict.fromkeys(("alone", *names), so_far(second))
+        await asyncio.sleep(1)
+    watch.close()
+    assert [name for _, name in changes].count(("team", "other")) >= 60 / CHANGE_INTERVAL / 2
+
+
+@virtual_time
+async def test_slow_progress_is_announced_seldom() -> None:
+    fetchers, changes = Fetchers(a=so_far(43)), Changes()
+    watch = FetchWatch(fetchers, changes)
+    watch.set_pods([pod("a")])
+    for second in range(300):
+        fetchers.answers["a"] = so_far(43, eta_seconds=9000.0 - 60 * second)
+        await asyncio.sleep(1)
+    assert 300 / SLOW_CHANGE_INTERVAL / 2 <= len(changes) <= 300 / SLOW_CHANGE_INTERVAL + 2
+    changes.clear()
+    fetchers.answers["a"] = so_far(43, note="503 from the hub")
+    await asyncio.sleep(2 * CHANGE_INTERVAL)
+    watch.close()
+    assert len(changes) == 1, "what stops it is told at once"
+
+
+@virtual_time
+async def test_what_was_not_asked_yet_is_known() -> None:
+    fetchers, changes = Fetchers(a=ConnectionRefusedError(), b=None), Changes()
+    watch = FetchWatch(fetchers, changes)
+    watch.set_pods([pod("a"), pod("b")])
+    assert watch.unpolled == {"uid-a", "uid-b"}
+    await asyncio.sleep(1)
+    assert watch.unpolled == {"uid-b"}
+    assert changes == []
+    await asyncio.sleep(DEADLINE)
+    assert watch.unpolled == set()
+    assert [name for _, name in changes] == [("team", "tiny")], "the service is looked at when all were asked"
+    watch.follow(pod("a", "c2"))
+    assert watch.unpolled == {"uid-a"}
+    watch.forget("uid-a")
+    assert watch.unpolled == set()
+    watch.close()
 
 
 @virtual_time

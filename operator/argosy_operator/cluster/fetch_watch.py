@@ -3,8 +3,9 @@
 Owns one poll per fetching pod, and the view of the last reports. Must not know the pods' conditions. Pods are not
 trusted: an answer is bounded in bytes and time, redirects are not followed, and one that is missing, late or wrong
 changes nothing. Invariants: a report is kept as long as the container runs that made it; a pod announces at most one
-change per CHANGE_INTERVAL; on average all pods together are polled at most MAX_POLLS_PER_SECOND times a second, from
-the start of the operator on.
+change per CHANGE_INTERVAL, and fewer while its share of the model stays the same; the pods of one service announce
+BURST changes and then at most one per SERVICE_INTERVAL, since each is a write to a pod and one to the service; on
+average all pods together are polled at most MAX_POLLS_PER_SECOND times a second, from the start of the operator on.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Set
 from typing import Any, Final
 
 import msgspec
@@ -21,7 +22,7 @@ from msgspec import Struct
 from argosy_operator.cluster.store import service_of
 from argosy_operator.kinds import Name
 from argosy_operator.observed.model_fetch import fetch_container
-from argosy_protocol.model_progress import MAX_REPORT_BYTES, PROGRESS_PATH, ModelProgress, summary
+from argosy_protocol.model_progress import MAX_REPORT_BYTES, PROGRESS_PATH, ModelProgress, percent, summary
 from argosy_resource.engine_address import PROGRESS_PORT
 
 logger = logging.getLogger(__name__)
@@ -30,6 +31,12 @@ POLL_INTERVAL: Final = 2.0
 """Seconds between two polls of one pod while its report stays the same."""
 CHANGE_INTERVAL: Final = 5.0
 """Seconds between two changes of one pod's report. Each is a write to the API server."""
+SLOW_CHANGE_INTERVAL: Final = 30.0
+"""Seconds between two changes of one pod's report in which the share of the model that has arrived is the same."""
+SERVICE_INTERVAL: Final = 2.0
+"""Seconds between two changes of all pods of one service, once it has had BURST of them."""
+BURST: Final = 10
+"""Changes that the pods of one service may announce at once."""
 MAX_POLLS_PER_SECOND: Final = 50
 """Polls of all pods together. With more than 100 pods each of them is polled less often."""
 MAX_POLLS_AT_ONCE: Final = 20
@@ -92,7 +99,15 @@ class FetchWatch:
         self._on_change = on_change
         self._polled: dict[str, tuple[FetchingPod, asyncio.Task[None]]] = {}
         self._reports: dict[str, ModelProgress] = {}
+        self._announced_at: dict[str, float] = {}
+        self._unpolled: set[str] = set()
+        self._services: dict[Name, _ServiceFetches] = {}
         self._running = asyncio.Semaphore(MAX_POLLS_AT_ONCE)
+
+    @property
+    def unpolled(self) -> Set[str]:
+        """UIDs of the pods that fetch and were not asked yet."""
+        return self._unpolled
 
     @property
     def view(self) -> Mapping[str, ModelProgress]:
@@ -112,14 +127,23 @@ class FetchWatch:
         if pod.uid in self._polled and self._polled[pod.uid][0] == pod:
             return
         self.forget(pod.uid)
+        self._services.setdefault(pod.service, _ServiceFetches()).add(pod.uid)
+        self._unpolled.add(pod.uid)
         self._polled[pod.uid] = pod, asyncio.create_task(self._poll(pod), name=f"fetch of {pod.name}")
 
     def forget(self, uid: str) -> None:
         """Stop polling a pod, and drop its report."""
-        _, task = self._polled.pop(uid, (None, None))
-        if task is not None:
-            task.cancel()
+        pod, task = self._polled.pop(uid, (None, None))
+        if pod is None or task is None:
+            return
+        task.cancel()
         self._reports.pop(uid, None)
+        self._announced_at.pop(uid, None)
+        self._unpolled.discard(uid)
+        fetches = self._services[pod.service]
+        fetches.discard(uid)
+        if not fetches.pods:
+            del self._services[pod.service]
 
     def close(self) -> None:
         """Stop polling."""
@@ -131,6 +155,7 @@ class FetchWatch:
         await asyncio.sleep(len(self._polled) / MAX_POLLS_PER_SECOND * random.random())  # noqa: S311 - as below
         while True:
             has_changed = await self._refresh(pod)
+            self._note_polled(pod, has_changed)
             interval = CHANGE_INTERVAL if has_changed else POLL_INTERVAL
             interval = max(interval, len(self._polled) / MAX_POLLS_PER_SECOND)
             await asyncio.sleep(interval * random.uniform(1.0, 1.2))  # noqa: S311 - spreads the pods over time
@@ -143,12 +168,63 @@ class FetchWatch:
         except UNUSABLE as error:
             logger.debug("pod %s does not report its fetch: %s", pod.name, error or type(error).__name__)
             return False
-        before = self._reports.get(pod.uid)
-        if before is not None and summary(before) == summary(report):
+        before, now = self._reports.get(pod.uid), asyncio.get_running_loop().time()
+        if before is not None:
+            if summary(before) == summary(report):
+                return False
+            is_slow = _step(before) == _step(report)
+            if is_slow and now - self._announced_at[pod.uid] < SLOW_CHANGE_INTERVAL:
+                return False
+        if not self._services[pod.service].may_change(now):
             return False
-        self._reports[pod.uid] = report
+        self._reports[pod.uid], self._announced_at[pod.uid] = report, now
         self._on_change(pod.service)
         return True
+
+    def _note_polled(self, pod: FetchingPod, has_changed: bool) -> None:
+        """Note the first poll of a pod. Whether a service stands still is known when all of its pods were asked."""
+        if pod.uid not in self._unpolled:
+            return
+        self._unpolled.discard(pod.uid)
+        fetches = self._services[pod.service]
+        fetches.unpolled.discard(pod.uid)
+        if not fetches.unpolled and not has_changed:
+            self._on_change(pod.service)
+
+
+class _ServiceFetches:
+    """The pods of one service that fetch, by UID, and a token bucket of the changes that they may announce."""
+
+    def __init__(self) -> None:
+        self.pods: set[str] = set()
+        self.unpolled: set[str] = set()
+        self._tokens = float(BURST)
+        self._at = 0.0
+
+    def add(self, uid: str) -> None:
+        self.pods.add(uid)
+        self.unpolled.add(uid)
+
+    def discard(self, uid: str) -> None:
+        self.pods.discard(uid)
+        self.unpolled.discard(uid)
+
+    def may_change(self, now: float) -> bool:
+        """Whether a change may be announced now; if so, it counts."""
+        self._tokens = min(float(BURST), self._tokens + (now - self._at) / SERVICE_INTERVAL)
+        self._at = now
+        if self._tokens < 1.0:
+            return False
+        self._tokens -= 1.0
+        return True
+
+
+def _step(report: ModelProgress) -> tuple[object, ...]:
+    """What of a report is shown without delay: all but the bytes and the time that is left."""
+    shown = summary(report)
+    share = percent(shown)
+    note = "" if report.eta_seconds is not None else report.note
+    return report.phase, share, note
 
 
 async def http_progress(address: str) -> ModelProgress:

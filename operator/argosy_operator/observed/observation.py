@@ -49,6 +49,8 @@ class Observation(Struct, frozen=True, kw_only=True):
     routers: Routers = Routers()
     fetches: Mapping[str, ModelProgress] = {}
     """The last report of each model fetch that runs, by UID of its pod."""
+    unpolled_fetches: frozenset[str] = frozenset()
+    """UIDs of the pods whose model fetch runs and was not asked yet since the operator, or the fetch, started."""
     conflicts: tuple[NameConflict, ...] = ()
     """Names that the service claims and an older service owns."""
     rolling_elsewhere: str = ""

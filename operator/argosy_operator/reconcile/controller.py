@@ -98,6 +98,7 @@ class Controller:
             now=utc_now,
             routers=lambda: self.routers.view,
             fetches=lambda: self.fetches.view,
+            unpolled=lambda: self.fetches.unpolled,
             on_turn_ended=self._requeue_waiting_for_turn,
             look_again=self.queue.add_after,
         )

@@ -6,7 +6,7 @@ it is of one moment.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 
 from argosy_operator.cluster.store import Store
 from argosy_operator.kinds import DEPLOYMENTS, INFERENCE_SERVICES, PODS, Kind, Name, Object, object_name
@@ -29,18 +29,20 @@ class Observer:
         *,
         routers: Callable[[], Routers],
         fetches: Callable[[], Mapping[str, ModelProgress]],
+        unpolled: Callable[[], Set[str]],
     ) -> None:
         self._store = store
         self._turn = turn
         self._routers = routers
         self._fetches = fetches
+        self._unpolled = unpolled
 
     def observe(self, service: InferenceService, conflicts: tuple[NameConflict, ...]) -> Observation:
         """Take an observation of the service, as of now."""
         key = (service.metadata.namespace, service.metadata.name)
         children = self._children(service, key)
         pods = tuple(read_pod(obj) for obj in self._store.children(PODS, key))
-        reports = self._fetches()
+        reports, unpolled = self._fetches(), self._unpolled()
         deployment = children.get((DEPLOYMENTS, (service.metadata.namespace, child_name(service))))
         return Observation(
             deployment=deployment if deployment is not None and is_owned(deployment, service) else None,
@@ -48,6 +50,7 @@ class Observer:
             pods=pods,
             routers=self._routers(),
             fetches={pod.uid: reports[pod.uid] for pod in pods if pod.uid in reports},
+            unpolled_fetches=frozenset(pod.uid for pod in pods if pod.uid in unpolled),
             conflicts=conflicts,
             rolling_elsewhere=self._turn.holder(besides=key),
             lacks_canary=self._lacks_canary(service),

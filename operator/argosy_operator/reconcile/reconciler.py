@@ -8,7 +8,7 @@ written that is already so; there is no state but the cluster's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from contextlib import nullcontext
 from typing import Any, Final
 
@@ -53,6 +53,7 @@ class Reconciler:
         now: Callable[[], str],
         routers: Callable[[], Routers],
         fetches: Callable[[], Mapping[str, ModelProgress]],
+        unpolled: Callable[[], Set[str]],
         on_turn_ended: Callable[[], None],
         look_again: Callable[[Name, float], None],
     ) -> None:
@@ -63,7 +64,7 @@ class Reconciler:
         self._now = now
         self.key_secrets = KeySecrets(api, metrics)
         self._turn = RolloutLock(store, on_turn_ended, is_left_alone=self._is_left_alone)
-        self._observer = Observer(store, self._turn, routers=routers, fetches=fetches)
+        self._observer = Observer(store, self._turn, routers=routers, fetches=fetches, unpolled=unpolled)
         self._children = ChildWriter(api, store, metrics)
         self._reporter = Reporter(api, store, config, metrics=metrics, now=now, look_again=look_again)
 
