@@ -13,6 +13,7 @@ from harness import Operator, condition, deployment, edit_engine, is_ready, livi
 from virtual_time import virtual_time
 
 from argosy_operator.errors import ApiError
+from argosy_operator.kinds import EVENTS
 from argosy_operator.names import MODEL_CACHED_CONDITION
 from argosy_resource.overlay import FETCH_CONTAINER
 
@@ -112,6 +113,62 @@ async def test_another_operator_goes_on_where_the_first_one_ended() -> None:
         await operator.settle()
     (pod,) = living_pods(cluster)
     assert cached(pod)[:2] == ("True", "Cached")
+
+
+@virtual_time
+async def test_an_operator_that_was_down_for_long_reports_no_stall_before_it_has_asked() -> None:
+    cluster = fetching_cluster()
+    async with Operator(cluster) as operator:
+        operator.fetchers.reports[ADDRESS] = so_far(10)
+        cluster.create(isvc_object())
+        await operator.settle()
+    (pod,) = living_pods(cluster)
+    for each in pod["status"]["conditions"]:
+        if each["type"] == MODEL_CACHED_CONDITION:
+            each["lastProbeTime"] = "2020-01-01T00:00:00Z"
+    overdue = {"type": "Progressing", "status": "False", "reason": "ProgressDeadlineExceeded"}
+    deployment(cluster)["status"]["conditions"] = [overdue]
+    seen: list[tuple[str, str]] = []
+    cluster.listeners.append(lambda kind, event, obj: seen.append(condition(cluster, "Stalled")))
+    async with Operator(cluster) as operator:
+        operator.fetchers.reports[ADDRESS] = so_far(20)
+        await operator.settle()
+        assert condition(cluster, "Progressing") == ("True", "FetchingModel")
+        assert set(seen) == {("False", "AsExpected")}
+    for each in living_pods(cluster)[0]["status"]["conditions"]:
+        if each["type"] == MODEL_CACHED_CONDITION:
+            each["lastProbeTime"] = "2020-01-01T00:00:00Z"
+    async with Operator(cluster) as operator:
+        operator.fetchers.reports[ADDRESS] = so_far(20)
+        await operator.settle()
+        assert condition(cluster, "Stalled") == ("True", "ProgressDeadlineExceeded"), (
+            "nothing has arrived since"
+        )
+
+
+@virtual_time
+async def test_a_lock_that_is_held_for_ever_is_told_once() -> None:
+    cluster = fetching_cluster()
+    note = "pod-7 (process 1) holds the lock of hf://Qwen/Qwen3-8B in the store, and has made no progress for 10 min"
+    async with Operator(cluster) as operator:
+        operator.fetchers.reports[ADDRESS] = report("waiting")
+        cluster.create(isvc_object())
+        await operator.settle()
+        assert condition(cluster, "Stalled") == ("False", "AsExpected")
+        operator.fetchers.reports[ADDRESS] = report("blocked", note=note)
+        await operator.settle()
+        assert cached(living_pods(cluster)[0]) == ("False", "StoreLocked", note)
+        assert condition(cluster, "Stalled") == ("True", "ModelStoreLocked")
+        assert note in cluster.condition("Stalled")["message"]
+        cluster.writes.clear()
+        await asyncio.sleep(3600)
+        assert cluster.writes == []
+        operator.fetchers.reports[ADDRESS] = so_far(5)
+        await operator.settle()
+        assert condition(cluster, "Stalled") == ("False", "AsExpected")
+        assert condition(cluster, "WorkloadReady") == ("False", "FetchingModel")
+    events = [obj for (kind, _, _), obj in cluster.objects.items() if kind is EVENTS]
+    assert [each["count"] for each in events if each["reason"] == "ModelStoreLocked"] == [1]
 
 
 @virtual_time

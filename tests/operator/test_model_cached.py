@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -56,7 +57,11 @@ def with_fetch(plan: Plan) -> Plan:
 
 
 def report(
-    *pods: Pod, is_fetched: bool = True, is_overdue: bool = False, **spec: Any
+    *pods: Pod,
+    is_fetched: bool = True,
+    is_overdue: bool = False,
+    unpolled: Iterable[str] = (),
+    **spec: Any,
 ) -> InferenceServiceStatus:
     service: InferenceService = parse(isvc_object(replicas=spec.pop("replicas", 2), **spec))
     wanted = plan_children(service, Observation(), CONFIG).deployment
@@ -65,7 +70,12 @@ def report(
         "metadata": {**wanted["metadata"], "generation": 2},
         "status": {"observedGeneration": 2, "conditions": [DEADLINE] if is_overdue else []},
     }
-    observed = Observation(deployment=deployment, pods=pods, routers=Routers(known=True, alive=1))
+    observed = Observation(
+        deployment=deployment,
+        pods=pods,
+        routers=Routers(known=True, alive=1),
+        unpolled_fetches=frozenset(unpolled),
+    )
     plan = plan_children(service, observed, CONFIG)
     return status(service, observed, with_fetch(plan) if is_fetched else plan, config=CONFIG, now=NOW)
 
@@ -210,11 +220,46 @@ def test_a_fetch_that_moves_is_progress(name: str, pods: tuple[Pod, ...], progre
     assert is_degraded == (progress == OVERDUE), name
 
 
+def test_a_fetch_that_was_not_asked_yet_does_not_stand_still() -> None:
+    unknown = report(replica("a", STUCK), is_overdue=True, replicas=1, unpolled={"uid-a"})
+    assert found(unknown, "Progressing")[:2] == UNDER_WAY
+    assert found(unknown, "Stalled")[:2] == ("False", "AsExpected")
+    asked = report(replica("a", STUCK), is_overdue=True, replicas=1, unpolled={"uid-of-another"})
+    assert found(asked, "Stalled")[:2] == ("True", "ProgressDeadlineExceeded")
+
+
+HOLDER = (
+    "pod-7 (process 1) holds the lock of hf://Qwen/Qwen3-8B in the store, and has made no progress for 10 min"
+)
+BLOCKED = fetch("running", HOLDER, reason="StoreLocked")
+
+
+def test_a_lock_that_is_held_without_progress_is_told_with_its_holder() -> None:
+    made = report(replica("b", BLOCKED), replica("a", WAITS))
+    status, reason, message = found(made, "ModelCached")
+    assert (status, reason) == ("False", "StoreLocked")
+    assert message.startswith(f"pod b: {HOLDER}; delete that pod, ")
+    assert made.model_cache == "locked"
+    for kind in ("Stalled", "Degraded"):
+        assert found(made, kind) == ("True", "ModelStoreLocked", message), kind
+    assert found(made, "Ready")[:2] == ("False", "ModelStoreLocked")
+    assert found(made, "Reconciling")[0] == "False"
+    assert found(report(replica("b", BLOCKED), is_overdue=True), "Progressing")[:2] == OVERDUE
+    released = report(replica("b", AT_9), replica("a", WAITS))
+    assert found(released, "Stalled")[:2] == ("False", "AsExpected")
+    told = events_between(released.conditions, made.conditions)
+    assert [(each.type, each.reason, each.message) for each in told] == [
+        ("Warning", "ModelStoreLocked", message)
+    ]
+    assert [each.reason for each in events_between(made.conditions, released.conditions)] == ["ModelFetching"]
+
+
 def test_when_to_look_again_at_a_fetch() -> None:
     assert seconds_until_stuck(replica("a", AT_43), NOW, 1800) == 1740
     assert seconds_until_stuck(replica("a", STUCK), NOW, 1800) == -1800
     assert seconds_until_stuck(replica("a", WAITS), NOW, 1800) == 1800
     assert seconds_until_stuck(replica("a", FAILED), NOW, 1800) == 0
+    assert seconds_until_stuck(replica("a", BLOCKED), NOW, 1800) == 0
     assert seconds_until_stuck(replica("a", fetch("running", at="yesterday")), NOW, 1800) == 0
 
 

@@ -5,6 +5,7 @@ operator is the condition's sole writer. Invariants: the condition changes only 
 overrides what the init container's end says.
 
     False  Fetching     the init container runs: its progress
+    False  StoreLocked  it waits for a process that makes no progress: the one that has the store's lock
     True   Cached       it has succeeded: its last line
     False  FetchFailed  it has failed: its last line. Stays until the next attempt fetches
 """
@@ -25,7 +26,7 @@ class CachedChange(Struct, frozen=True, kw_only=True):
 
     pod: Pod
     status: Literal["True", "False"]
-    reason: Literal["Cached", "Fetching", "FetchFailed"]
+    reason: Literal["Cached", "Fetching", "StoreLocked", "FetchFailed"]
     message: str
 
 
@@ -42,7 +43,13 @@ def cached_change(pod: Pod, progress: ModelProgress | None) -> CachedChange | No
     elif fetch.state == "running" and progress is not None:
         if fetch.has_failed and progress.phase in ("resolving", "waiting"):
             return None
-        change = CachedChange(pod=pod, status="False", reason="Fetching", message=summary(progress))
+        is_blocked = progress.phase == "blocked" and bool(progress.note)
+        change = CachedChange(
+            pod=pod,
+            status="False",
+            reason="StoreLocked" if is_blocked else "Fetching",
+            message=summary(progress),
+        )
     else:
         return None
     present = (fetch.condition_status, fetch.condition_reason, fetch.condition_message)

@@ -43,6 +43,11 @@ class ModelFetch(Struct, frozen=True, kw_only=True):
         return self.state == "running" and not self.has_failed
 
     @property
+    def is_blocked(self) -> bool:
+        """Whether it waits for a process that has the store's lock and makes no progress."""
+        return self.is_under_way and self.condition_reason == "StoreLocked"
+
+    @property
     def failure(self) -> str:
         """Why it failed, while it has failed."""
         return self.exit_message or self.condition_message
@@ -50,7 +55,7 @@ class ModelFetch(Struct, frozen=True, kw_only=True):
     @property
     def summary(self) -> str:
         """How far it is, while it is under way; empty if it has not reported."""
-        return self.condition_message if self.condition_reason == "Fetching" else ""
+        return self.condition_message if self.condition_reason in ("Fetching", "StoreLocked") else ""
 
 
 def read_fetch(spec: Object, status: Object) -> ModelFetch | None:

@@ -20,7 +20,7 @@ from typing import Final
 
 from argosy_operator.observed.pod import Problem
 from argosy_operator.status.condition_state import ConditionState
-from argosy_operator.status.model_cached import fetching, has_fetch_progress, model_cached
+from argosy_operator.status.model_cached import fetching, has_fetch_progress, model_cached, store_locked
 from argosy_operator.status.replica_problems import (
     container_problem,
     failed_create,
@@ -194,11 +194,20 @@ def stalled(view: ServiceView) -> ConditionState:
     progress = progressing(view)
     if progress.reason in ("RolloutHalted", "ProgressDeadlineExceeded"):
         return ConditionState("True", progress.reason, progress.message)
+    if (locked := _locked(view)) is not None:
+        return ConditionState("True", locked.reason, locked.message)
     return ConditionState("False", "AsExpected")
 
 
 def _problem(view: ServiceView) -> Problem | None:
-    return failed_create(view) or container_problem(view) or failed_pod(view) or lost_node(view)
+    return (
+        failed_create(view) or container_problem(view) or failed_pod(view) or lost_node(view) or _locked(view)
+    )
+
+
+def _locked(view: ServiceView) -> Problem | None:
+    message = store_locked(view)
+    return Problem("ModelStoreLocked", message) if message else None
 
 
 def _halt_message(view: ServiceView) -> str:

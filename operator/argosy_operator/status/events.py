@@ -26,6 +26,7 @@ _FETCH: Final[Mapping[str, tuple[EventType, str]]] = {
     "Fetching": ("Normal", "ModelFetching"),
     "Cached": ("Normal", "ModelCached"),
     "FetchFailed": ("Warning", "ModelFetchFailed"),
+    "StoreLocked": ("Warning", "ModelStoreLocked"),
 }
 """Reasons of ModelCached that become an event, with its type and reason."""
 

@@ -7,6 +7,7 @@ rollout for as long as a rollout may go without, counted from its last report th
     True     LocalSource  nothing is fetched
     True     Cached       every replica that began to fetch has its model
     False    Fetching     the least advanced of the fetches under way
+    False    StoreLocked  a replica waits for a process that has the store's lock and makes no progress
     False    FetchFailed  the last attempt of a replica failed
     Unknown  Pending      no replica has begun to fetch
 """
@@ -24,6 +25,10 @@ from argosy_protocol.model_progress import WAITING, percent
 
 _MAX_COLUMN: Final = 64
 """Characters of the column; a report's note can be longer."""
+_LOCK_REMEDY: Final = (
+    "; delete that pod, and another one continues its fetch; if it does not run any more, the file system keeps its "
+    "lock: restart what serves the volume, or set spec.model.cache to another one"
+)
 
 
 def model_cached(view: ServiceView) -> ConditionState:
@@ -35,6 +40,9 @@ def model_cached(view: ServiceView) -> ConditionState:
     for name, fetch in fetches:
         if fetch.has_failed:
             return ConditionState("False", "FetchFailed", f"pod {name}: {fetch.failure}")
+    locked = store_locked(view)
+    if locked:
+        return ConditionState("False", "StoreLocked", locked)
     under_way = fetching(view)
     if under_way:
         return ConditionState("False", "Fetching", under_way)
@@ -50,7 +58,16 @@ def model_cache_column(view: ServiceView) -> str:
     if reason == "Fetching":
         text = _slowest(view)[1]
         return text if len(text) <= _MAX_COLUMN else f"{text[: _MAX_COLUMN - 3]}..."
-    return {"Cached": "cached", "FetchFailed": "failed"}.get(reason, "")
+    return {"Cached": "cached", "FetchFailed": "failed", "StoreLocked": "locked"}.get(reason, "")
+
+
+def store_locked(view: ServiceView) -> str:
+    """The pod that waits for a store's lock whose holder makes no progress, who that is, and the remedy; empty if no
+    pod does."""
+    for name, fetch in _fetches(view):
+        if fetch.is_blocked:
+            return f"pod {name}: {fetch.summary}{_LOCK_REMEDY}"
+    return ""
 
 
 def fetching(view: ServiceView) -> str:
@@ -60,10 +77,11 @@ def fetching(view: ServiceView) -> str:
 
 
 def has_fetch_progress(view: ServiceView) -> bool:
-    """Whether a replica that is not up yet fetches, or has fetched, its model, and that has moved on lately."""
+    """Whether a replica that is not up yet fetches, or has fetched, its model, and that has moved on lately; or was not
+    asked yet by this operator, which may have been down for longer than a fetch may stand still."""
     deadline = view.service.spec.rollout.progress_deadline_seconds
     return any(
-        seconds_until_stuck(pod, view.now, deadline) > 0
+        seconds_until_stuck(pod, view.now, deadline) > 0 or pod.uid in view.observed.unpolled_fetches
         for pod in view.observed.pods
         if pod.is_alive and not pod.is_up
     )
@@ -71,9 +89,9 @@ def has_fetch_progress(view: ServiceView) -> bool:
 
 def seconds_until_stuck(pod: Pod, now: str, deadline: int) -> float:
     """Seconds until the fetch of a pod has gone without progress for `deadline` seconds; 0 or less if it has, or if
-    there is none. A fetch that waits for another pod's never has: the other one's service tells."""
+    there is none. A fetch that waits for another pod's has none as soon as that one is known to make none."""
     fetch = pod.fetch
-    if fetch is None or fetch.has_failed:
+    if fetch is None or fetch.has_failed or fetch.is_blocked:
         return 0.0
     if fetch.is_under_way and fetch.summary == WAITING:
         return float(deadline)
