@@ -14,8 +14,10 @@ from virtual_time import virtual_time
 from argosy_operator.config import OperatorConfig
 from argosy_operator.desired.children import plan_children
 from argosy_operator.desired.diff import compute_diff
+from argosy_operator.desired.model_volume import cache_problem
 from argosy_operator.kinds import DEPLOYMENTS
 from argosy_operator.observed.observation import Observation
+from argosy_resource.types import parse
 
 Manifest = dict[str, Any]
 HUB = "hf://org/name@main"
@@ -229,6 +231,29 @@ async def test_without_a_node_cache_no_pod_is_made_and_the_status_says_why() -> 
     async with Operator(cluster, **NODE_CACHE) as operator:
         await operator.settle()
     assert condition(cluster, "Ready") == ("True", "ReplicasRoutable")
+
+
+@virtual_time
+async def test_a_placement_on_nodes_without_the_cache_is_told_at_once() -> None:
+    cluster = new_cluster()
+    selector = {"cache": "yes", "zone": "a"}
+    placement = {"nodeSelector": {"zone": "b", "gpu": "h200"}}
+    async with Operator(cluster, **NODE_CACHE, node_cache_selector=selector) as operator:
+        cluster.create(isvc_object(model=ON_NODE, placement=placement))
+        await operator.settle()
+        assert not living_pods(cluster)
+        for kind, status in (("Ready", "False"), ("Degraded", "True"), ("Stalled", "True")):
+            assert condition(cluster, kind) == (status, "NodeCacheElsewhere")
+        assert "label zone is 'a' there and 'b' in spec.placement" in cluster.condition("Ready")["message"]
+        cluster.edit("tiny", lambda spec: spec["placement"]["nodeSelector"].update(zone="a"))
+        await operator.settle()
+        assert condition(cluster, "Ready") == ("True", "ReplicasRoutable")
+
+
+def test_other_caches_do_not_restrict_the_placement() -> None:
+    config = dataclasses.replace(CONFIG, **NODE_CACHE, node_cache_selector={"zone": "a"})
+    service = parse(isvc_object(model={"source": HUB}, placement={"nodeSelector": {"zone": "b"}}))
+    assert cache_problem(service, config) is None
 
 
 @virtual_time

@@ -256,6 +256,20 @@ def test_volumes_that_are_not_mounted_are_told(
     assert states(made)["Degraded"] == FINE
 
 
+@pytest.mark.parametrize("cache", ["node", "none"])
+def test_a_node_that_may_have_no_cache_is_named(cache: str) -> None:
+    model = {"source": "hf://org/name", "cache": {"type": cache}}
+    plan = plan_children(parse(isvc_object(model=model)), Observation(), CONFIG)
+    deployment = live_deployment(1)
+    deployment["metadata"]["labels"] = plan.deployment["metadata"]["labels"]
+    deployment["spec"] = {**plan.deployment["spec"], "replicas": 1}
+    waiting = pod("p", plan.revision, **STARTING, unmounted_since="2025-12-31T23:00:00Z")
+    made = report((waiting,), replicas=1, deployment=deployment, model=model)
+    told = next(each.message for each in made.conditions if each.type == "WorkloadReady")
+    assert "kubectl describe pod p" in told
+    assert ("node node-a may have no node cache" in told) == (cache == "node")
+
+
 async def test_the_service_is_looked_at_again_when_its_volumes_have_taken_too_long() -> None:
     cluster = new_cluster()
     later: list[float] = []

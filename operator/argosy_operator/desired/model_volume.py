@@ -78,13 +78,28 @@ def model_volume(service: InferenceService, config: OperatorConfig) -> ModelVolu
 
 def cache_problem(service: InferenceService, config: OperatorConfig) -> Problem | None:
     """Why the service's cache cannot be provided here; None if it can."""
-    if _cache(service).type != "node" or config.node_cache_path:
+    if _cache(service).type != "node":
         return None
-    return Problem(
-        "NodeCacheDisabled",
-        "spec.model.cache.type is node, and this cluster has no node cache; set it to claim or none, or have the "
-        "administrator set nodeCache.enabled in the Helm chart",
-    )
+    if not config.node_cache_path:
+        return Problem(
+            "NodeCacheDisabled",
+            "spec.model.cache.type is node, and this cluster has no node cache; set it to claim or none, or have the "
+            "administrator set nodeCache.enabled in the Helm chart",
+        )
+    asked = service.spec.placement.node_selector
+    elsewhere = [
+        f"{label} is {value!r} there and {asked[label]!r} in spec.placement.nodeSelector"
+        for label, value in sorted(config.node_cache_selector.items())
+        if asked.get(label, value) != value
+    ]
+    if elsewhere:
+        return Problem(
+            "NodeCacheElsewhere",
+            "spec.model.cache.type is node, and no node with the node cache fits spec.placement.nodeSelector: label "
+            f"{', '.join(elsewhere)}; change the selector or the cache's type, or have the administrator set "
+            "nodeCache.nodeSelector in the Helm chart",
+        )
+    return None
 
 
 def _cache(service: InferenceService) -> ModelCache:

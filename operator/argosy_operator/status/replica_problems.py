@@ -24,6 +24,10 @@ _HOST_PATH_REMEDY: Final = (
     "namespace pod-security.kubernetes.io/enforce=privileged"
 )
 
+_NO_CACHE_REMEDY: Final = (
+    "; node {node} may have no node cache: its DaemonSet runs where nodeCache.nodeSelector and nodeCache.tolerations "
+    "of the Helm chart allow it, and spec.placement must not lead to other nodes"
+)
 _SIZE_LIMIT_REMEDY: Final = "; the model is larger than spec.model.cache.sizeLimit"
 
 
@@ -92,9 +96,13 @@ def unmounted(view: ServiceView) -> str:
     is."""
     for pod in sorted(view.observed.pods, key=lambda pod: pod.name):
         if pod.is_alive and pod.unmounted_since and seconds_until_unmounted(pod, view.now) <= 0:
+            remedy = ""
+            cache = view.service.spec.model.cache
+            if cache is not None and cache.type == "node":
+                remedy = _NO_CACHE_REMEDY.format(node=pod.node)
             return (
                 f"pod {pod.name}: its volumes are not mounted yet, or its network is not set up: "
-                f"kubectl describe pod {pod.name}"
+                f"kubectl describe pod {pod.name}{remedy}"
             )
     return ""
 
