@@ -8,19 +8,26 @@ for byte, in whatever order they are given.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Final
 
 from argosy_protocol.fleet import (
     Canary,
     Endpoint,
     FleetDocument,
     FleetService,
+    ModelFetchState,
     NameConflict,
     ServiceLimits,
     resolve_names,
 )
+from argosy_protocol.model_progress import stage
 from argosy_resource.engine_address import ENGINE_PORT, selector
 from argosy_resource.engine_command import engine_model
+from argosy_resource.model_source import is_remote
 from argosy_resource.types import InferenceService, RouterLimits
+
+_MAX_SOURCE: Final = 256
+"""Characters of a source that are shown; the router refuses more."""
 
 
 def fleet_service(
@@ -43,8 +50,18 @@ def fleet_service(
         limits=_limits(service.spec.router.limits),
         hedge_after=service.spec.router.hedge_after,
         canary=None if canary is None else Canary(service=canary.service, weight=canary.weight),
+        fetch=None if endpoints else fetch_state(service),
         internal_key=internal_key,
     )
+
+
+def fetch_state(service: InferenceService) -> ModelFetchState | None:
+    """How far the fetch of the service's model is, as its status says; None if nothing is fetched."""
+    source = service.spec.model.source
+    if not is_remote(source):
+        return None
+    shown = source.partition("?")[0].partition("#")[0]
+    return ModelFetchState(source=shown[:_MAX_SOURCE], state=stage(service.status.model_cache))
 
 
 def _limits(limits: RouterLimits) -> ServiceLimits:

@@ -56,6 +56,16 @@ class Canary(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The share in per cent."""
 
 
+class ModelFetchState(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How far the fetch of a service's model is, for people. It must change seldom: with it the document changes."""
+
+    source: Annotated[str, Meta(max_length=256)] = ""
+    """Where the model comes from, without what may be a signature."""
+    state: Annotated[str, Meta(max_length=32)] = ""
+    """`cached`, `failed`, `locked`, `waiting`, `unpacking`, or `fetching` with the share in steps of a tenth; empty
+    before the first replica has begun."""
+
+
 class FleetService(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One InferenceService as the router sees it."""
 
@@ -82,6 +92,8 @@ class FleetService(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Multiple of the predicted time to first token after which a stream is hedged at a second replica. Zero means
     never, None the router's own default."""
     canary: Canary | None = None
+    fetch: ModelFetchState | None = None
+    """None if replicas fetch nothing."""
     internal_key: str = ""
     """Bearer key of the engines if the document itself is private (local fleet). In a cluster it is empty, and the
     router derives the key from the fleet key and `uid`."""

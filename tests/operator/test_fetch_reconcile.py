@@ -74,7 +74,7 @@ async def test_a_fetch_from_its_start_to_a_routable_replica() -> None:
 async def test_a_moving_fetch_is_written_every_few_seconds_and_a_still_one_not_at_all() -> None:
     cluster = fetching_cluster()
     async with Operator(cluster) as operator:
-        cluster.create(isvc_object())
+        cluster.create(isvc_object(model={"source": "hf://Qwen/Qwen3-8B"}))
         await operator.settle()
         cluster.writes.clear()
         for second in range(100):
@@ -89,7 +89,9 @@ async def test_a_moving_fetch_is_written_every_few_seconds_and_a_still_one_not_a
     services = [name for verb, kind, name in writes if (verb, kind) == ("patch-status", "InferenceService")]
     assert 10 <= len(pods) <= 21
     assert len(services) <= len(pods)
-    assert len(writes) == len(pods) + len(services), "nothing else is written"
+    documents = [name for verb, kind, name in writes if kind == "ConfigMap"]
+    assert 5 <= len(documents) <= 11, "the routers are told in steps of a tenth"
+    assert len(writes) == len(pods) + len(services) + len(documents), "nothing else is written"
 
 
 @virtual_time

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from builders import isvc, isvc_object
 
 from argosy_protocol.fleet import (
     Canary,
     Endpoint,
+    ModelFetchState,
     ServiceLimits,
     decode_fleet,
     encode_fleet,
@@ -61,6 +63,38 @@ def test_fleet_service() -> None:
         service, endpoints=(Endpoint(name="e", url="http://127.0.0.1:1"),), internal_key="k"
     )
     assert (local.selector, local.internal_key) == ({}, "k")
+
+
+@pytest.mark.parametrize(
+    ("source", "column", "shown", "state"),
+    [
+        ("hf://org/name@main", "", "hf://org/name@main", ""),
+        ("hf://org/name", "43 % 12.0/28.0 GiB, eta 70 s", "hf://org/name", "fetching 40 %"),
+        ("hf://org/name", "49 % 13.8/28.0 GiB; 503 from the hub", "hf://org/name", "fetching 40 %"),
+        ("hf://org/name", "unpacking, 100 % 28.0/28.0 GiB", "hf://org/name", "unpacking"),
+        ("hf://org/name", "resolving the revision", "hf://org/name", "fetching"),
+        ("hf://org/name", "waiting for another pod that fetches it", "hf://org/name", "waiting"),
+        ("hf://org/name", "cached", "hf://org/name", "cached"),
+        ("hf://org/name", "failed", "hf://org/name", "failed"),
+        ("hf://org/name", "locked", "hf://org/name", "locked"),
+        ("https://h/m.tar?signature=secret#sha256=" + "a" * 64, "failed", "https://h/m.tar", "failed"),
+        ("https://h/" + "x" * 999 + ".tar", "cached", "https://h/" + "x" * 246, "cached"),
+    ],
+)
+def test_the_stage_of_a_fetch_is_shown(source: str, column: str, shown: str, state: str) -> None:
+    obj = isvc_object(model={"source": source})
+    obj["status"] = {"modelCache": column}
+    document = fleet_document([parse(obj)])
+    assert decode_fleet(encode_fleet(document)) == document, "the router accepts it"
+    assert document.services[0].fetch == ModelFetchState(source=shown, state=state)
+
+
+def test_a_model_that_is_not_fetched_has_no_stage() -> None:
+    assert fleet_service(isvc(model={"source": "builtin://tiny"})).fetch is None
+    local = fleet_service(
+        isvc(model={"source": "hf://org/name"}), endpoints=(Endpoint(name="e", url="http://127.0.0.1:1"),)
+    )
+    assert local.fetch is None, "`argosy up` fetches before it starts a replica"
 
 
 def test_fleet_document_is_the_same_in_any_order() -> None:

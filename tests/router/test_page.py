@@ -13,13 +13,14 @@ import pytest
 
 import chromium
 from argosy_protocol.bearer_keys import internal_key
+from argosy_protocol.fleet import FleetDocument, ModelFetchState
 from argosy_protocol.routable_report import ADMIN_KEY_UID
 from argosy_router.admin.app import PAGE
 from argosy_router.admin.history import INTERVAL_S, SAMPLES, History, quantile
 from chromium import Page, browser
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, completion, event
-from .harness import Rig, chat, rig
+from .harness import Rig, chat, rig, service
 
 FLEET_KEY = b"0123456789abcdef"
 ADMIN_KEY = internal_key(FLEET_KEY, ADMIN_KEY_UID)
@@ -78,6 +79,15 @@ async def test_the_overview_tells_what_replicas_do() -> None:
         assert {replica["hit_ratio"] for replica in used} == {0.8}
         assert service["trend"]["recent"]["hit_ratio"] == 0.8
         assert service["trend"]["recent"]["failed_ratio"] == 0
+
+
+FETCHING = ModelFetchState(source="hf://org/name", state="fetching 40 %")
+
+
+async def test_the_overview_tells_how_far_the_fetch_of_a_model_is() -> None:
+    async with rig([], wait=False, fields={"fetch": FETCHING}, admin_port=0) as r:
+        (service,) = (await r.http.get(r.router.admin_url + "/overview")).json()["services"]
+        assert (service["model_source"], service["model_fetch"]) == ("hf://org/name", "fetching 40 %")
 
 
 async def test_curves_are_bounded_and_follow_the_sums() -> None:
@@ -276,6 +286,18 @@ async def test_a_person_sees_the_fleet(page: Page) -> None:
         assert await page.js(light) != dark
         refused = [problem for problem in page.problems if "401" not in problem]
         assert refused == []
+
+
+@needs_browser
+async def test_a_person_sees_how_far_the_fetch_of_a_model_is(page: Page) -> None:
+    fields = {"fetch": FETCHING}
+    async with rig([], wait=False, fields=fields, fleet_key=FLEET_KEY, admin_port=0) as r:
+        await page.goto(f"{r.router.admin_url}/#key={ADMIN_KEY}")
+        shown = "document.getElementById('replicas-empty').textContent"
+        await page.until(f"{shown}.includes('Model: fetching 40 % (hf://org/name)')")
+        r.discovery.set(FleetDocument(services=(service([], fetch=ModelFetchState(state="cached")),)))
+        await page.until(f"!{shown}.includes('Model:')")
+        assert page.problems == []
 
 
 @needs_browser

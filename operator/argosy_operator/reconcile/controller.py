@@ -57,6 +57,8 @@ WATCHED: Final[Mapping[Kind, str]] = {
 FLEET: Final[Name] = ("", "")
 """The key that stands for the fleet document."""
 
+STAGE_INTERVAL: Final = 5.0
+"""Seconds for which stages of model fetches are gathered, before the fleet document is written with them."""
 _RESYNC_RETRY: Final = 5.0
 _RELIST_PAUSE: Final = 5.0
 """Seconds between a new list by the event source (its watch had expired, say) and a resync: after an outage the source
@@ -236,6 +238,8 @@ class Controller:
                     await self._publish_fleet()
                 else:
                     await self._reconciler.reconcile(key, self._fleet.conflicts_of(key))
+                    if self._fleet.lags(key):
+                        self.queue.add_after(FLEET, STAGE_INTERVAL)
             except OperatorError as error:
                 outcome = "error"
                 logger.warning("%s: %s", _shown(key), error)

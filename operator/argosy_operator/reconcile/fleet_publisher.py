@@ -19,6 +19,7 @@ from argosy_operator.kinds import CONFIGMAPS, INFERENCE_SERVICES, Name, Object, 
 from argosy_operator.names import FLEET_CONFIGMAP, FLEET_KEY, NAME_LABEL
 from argosy_operator.reconcile.metrics import OperatorMetrics
 from argosy_protocol.fleet import NameConflict, encode_fleet, resolve_names
+from argosy_protocol.model_progress import stage
 from argosy_resource.engine_address import COMPONENT_LABEL
 from argosy_resource.fleet_document import fleet_document, without_canary
 from argosy_resource.types import InferenceService, parse
@@ -37,12 +38,20 @@ class FleetPublisher:
         self._conflicts: dict[str, tuple[NameConflict, ...]] = {}
         """Names that a service lost, by the service's key."""
         self._without_canary: frozenset[str] = frozenset()
+        self._stages: dict[Name, str] = {}
+        """How far the fetch of each service's model is in the last document."""
         self._parsed: dict[Name, tuple[Object, InferenceService]] = {}
         """Resources as parsed, so that each version is parsed once."""
 
     def conflicts_of(self, service: Name) -> tuple[NameConflict, ...]:
         """Names that a service claims and an older one owns, as of the last `publish`."""
         return self._conflicts.get("/".join(service), ())
+
+    def lags(self, service: Name) -> bool:
+        """Whether the last document shows another stage of the fetch of a service's model than its status."""
+        published = self._stages.get(service)
+        obj = self._store.get(INFERENCE_SERVICES, *service)
+        return published is not None and obj is not None and published != _stage(obj)
 
     async def publish(self) -> list[Name]:
         """Write the document if it changed. Returns the services that lost or won a name, or whose canary came or
@@ -58,6 +67,11 @@ class FleetPublisher:
         if must_apply(wanted, live):
             self._metrics.writes.labels(CONFIGMAPS.name, "apply").inc()
             await self._api.apply(wanted)
+        self._stages = {
+            (each.namespace, each.name): each.fetch.state
+            for each in document.services
+            if each.fetch is not None
+        }
         conflicts: dict[str, tuple[NameConflict, ...]] = {}
         for conflict in resolve_names(document).conflicts:
             conflicts[conflict.loser] = (*conflicts.get(conflict.loser, ()), conflict)
@@ -106,3 +120,7 @@ class FleetPublisher:
             },
             "data": {FLEET_KEY: text},
         }
+
+
+def _stage(obj: Object) -> str:
+    return stage(obj.get("status", {}).get("modelCache") or "")

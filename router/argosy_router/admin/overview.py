@@ -49,6 +49,10 @@ class ServiceView(Struct, frozen=True, kw_only=True):
     model: str
     aliases: Sequence[str]
     policy: str
+    model_source: str
+    """Where its model is fetched from; empty if it is not."""
+    model_fetch: str
+    """How far that is: `cached`, `fetching 40 %`; empty if nothing is known."""
     index_chunks: int
     bytes_per_token: float
     trend: Trend
@@ -95,12 +99,14 @@ class Overviews:
         )
 
     def _service(self, service: Service, now: float) -> ServiceView:
-        model = service.spec.model
+        model, fetch = service.spec.model, service.spec.fetch
         return ServiceView(
             service=service.spec.qualified_name,
             model=model,
             aliases=service.spec.aliases,
             policy=self._fleet.policy or service.spec.policy,
+            model_source="" if fetch is None else fetch.source,
+            model_fetch="" if fetch is None else fetch.state,
             index_chunks=len(service.index),
             bytes_per_token=service.lengths.bytes_per_token,
             trend=self._history.trend(model, now),

@@ -236,6 +236,10 @@ reason.addEventListener("change", () => showDecisions());
 
 export const isPaused = () => pause.getAttribute("aria-pressed") === "true";
 
+/** How far the fetch of the service's model is, after `start`; nothing is said of a model that every replica has. */
+const fetched = ({ model_fetch: state, model_source: source }, start = ", model ") =>
+  state && state !== "cached" ? `${start}${state} (${source})` : "";
+
 /** `service` is undefined where the router has none; `latest` is null while paused. */
 export function show(service, latest) {
   $("tiles").hidden = !service;
@@ -243,10 +247,10 @@ export function show(service, latest) {
   const replicas = service?.replicas ?? [];
   replicaTable.show(replicas, (r) => r.name);
   const routable = replicas.filter((r) => r.is_available).length;
-  setText($("replicas-note"), service ? `${replicas.length ? `${routable} of ${replicas.length} routable, ` : ""}policy ${service.policy}` : "");
+  setText($("replicas-note"), service ? `${replicas.length ? `${routable} of ${replicas.length} routable, ` : ""}policy ${service.policy}${fetched(service)}` : "");
   $("replicas-empty").hidden = replicas.length > 0;
   setText($("replicas-empty"), service
-    ? "No replica yet. Requests are answered with 503 until one is ready."
+    ? `No replica yet. Requests are answered with 503 until one is ready.${fetched(service, " Model: ")}`
     : "The router knows no service yet: create an InferenceService, or name engines with --replica.");
   if (latest) decisions = latest;
   showDecisions();
