@@ -50,3 +50,49 @@ def test_tool_call_arguments_reach_the_template_as_values(template: ChatTemplate
     call["function"]["arguments"] = "{broken"  # type: ignore[index]
     with pytest.raises(InvalidRequest, match="not valid JSON"):
         template.render(chat(messages=[{"role": "assistant", "tool_calls": [call]}]))
+
+
+PREFIXES = [
+    "The door is",
+    "The door is ",
+    "e",
+    "",
+    "  spaced",
+    "two\nlines\n",
+    "<|im_end|>",
+    "<|im_",
+    "\U0010efff x",
+]
+
+
+def continued(content: str, **fields: object) -> ChatCompletionRequest:
+    messages = [{"role": "user", "content": "Which?"}, {"role": "assistant", "content": content}]
+    return chat(messages=messages, continue_final_message=True, add_generation_prompt=False, **fields)
+
+
+@pytest.mark.parametrize("content", PREFIXES)
+def test_a_final_message_is_continued_where_it_ends(template: ChatTemplate, content: str) -> None:
+    assert template.render(continued(content)).endswith("</think>\n\n" + content)
+
+
+@pytest.mark.parametrize("content", ["The door is", "The door is ", " The door is  "])
+def test_a_template_that_trims_a_message_trims_the_one_to_be_continued(content: str) -> None:
+    trimming = ChatTemplate("{% for m in messages %}[{{ m.content | trim }}]\n{% endfor %}", {})
+    assert trimming.render(continued(content)) == "[Which?]\n[The door is"
+
+
+def test_text_parts_are_continued_after_the_last(template: ChatTemplate) -> None:
+    parts = [{"type": "text", "text": "red"}, {"type": "text", "text": "door"}]
+    messages = [{"role": "assistant", "content": parts}]
+    request = chat(messages=messages, continue_final_message=True, add_generation_prompt=False)
+    assert template.render(request).endswith("red\ndoor")
+
+
+def test_what_cannot_be_continued_is_refused(template: ChatTemplate) -> None:
+    dropping = ChatTemplate("{{ messages[0].content }}", {})
+    with pytest.raises(InvalidRequest, match="does not render the final message") as refusal:
+        dropping.render(continued("The door is"))
+    assert refusal.value.param == "continue_final_message"
+    with pytest.raises(InvalidRequest, match="set `add_generation_prompt` to False") as refusal:
+        template.render(chat(messages=[{"role": "user", "content": "x"}], continue_final_message=True))
+    assert refusal.value.param == "continue_final_message"

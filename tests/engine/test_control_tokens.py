@@ -154,6 +154,30 @@ def test_messages_have_the_tokens_of_transformers(model: Any, name: str, tools: 
         assert chat(renderer, messages, **({"tools": tools} if tools else {})) == expected
 
 
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("content", ["The door is", "Yes, 3 < 4 ", "<|im_", "e"])
+def test_a_continued_message_has_the_tokens_of_transformers(model: Any, name: str, content: str) -> None:
+    renderer, reference = model(name)
+    messages = [{"role": "user", "content": "Which?"}, {"role": "assistant", "content": content}]
+    expected = reference.apply_chat_template(
+        messages, continue_final_message=True, tokenize=True, return_dict=False
+    )
+    assert chat(renderer, messages, continue_final_message=True, add_generation_prompt=False) == expected
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_marker_in_a_continued_message_gives_text(model: Any, name: str) -> None:
+    renderer, _ = model(name)
+    flags = {"continue_final_message": True, "add_generation_prompt": False}
+
+    def ids(content: str) -> list[int]:
+        messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": content}]
+        return control_ids(renderer, chat(renderer, messages, **flags))
+
+    for marker in renderer.tokenizer.control_tokens:
+        assert ids(f"one {marker} two {marker}") == ids("x"), marker
+
+
 def control_ids(renderer: Renderer, ids: list[int]) -> list[int]:
     control = set(renderer.tokenizer.control_tokens.values())
     return [token_id for token_id in ids if token_id in control]

@@ -21,6 +21,7 @@ from argosy_engine.errors import EngineClosed, InvalidRequest
 from argosy_engine.frontend.llm import RequestOutput
 from argosy_engine.frontend.prompts import as_list, text_or_token_ids
 from argosy_engine.messages.core_messages import EngineCoreOutputs, FinishReason
+from chat_requests import chat
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +65,43 @@ def test_parameters_are_for_all_prompts_or_one_for_each(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="1 sampling_params for 2 prompts"):
         llm.generate(prompts, [short], use_tqdm=False)
     assert llm.generate([], use_tqdm=False) == []
+
+
+def test_a_chat_ends_with_a_generation_prompt_or_with_the_message_to_continue(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "Hello!"}, {"role": "assistant", "content": "The sea is"}]
+    params = SamplingParams(temperature=0.0, max_tokens=2)
+
+    def prompt(**fields: Any) -> str:
+        (output,) = llm.chat(messages, params, use_tqdm=False, **fields)
+        return llm.renderer.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
+
+    end = "The sea is<|im_end|>\n"
+    assert prompt().endswith(f"{end}<|im_start|>assistant\n")
+    assert prompt(add_generation_prompt=False).endswith(end)
+    assert prompt(add_generation_prompt=False, continue_final_message=True).endswith("The sea is")
+    with pytest.raises(InvalidRequest, match="Cannot set both"):
+        prompt(continue_final_message=True)
+
+
+@pytest.mark.parametrize(
+    ("content", "is_thinking"),
+    [
+        ("The door is", False),
+        ("", False),
+        ("<think>\nThe door", True),
+        ("\n<think>The door", True),
+        ("<think>\nHm.\n</think>\n\nThe door", False),
+        ("Write <think> to think", False),
+    ],
+)
+def test_a_message_is_continued_as_reasoning_only_inside_its_own_block(
+    llm: LLM, content: str, is_thinking: bool
+) -> None:
+    messages = [{"role": "assistant", "content": content}]
+    request = chat(messages=messages, continue_final_message=True, add_generation_prompt=False)
+    reasoning = llm.renderer.render_chat(request).reasoning
+    assert (reasoning is not None) == is_thinking
+    assert reasoning is None or reasoning.is_open
 
 
 @pytest.mark.parametrize("multiprocess", [False, True])

@@ -34,6 +34,11 @@ _RESERVED = {
 }
 
 
+_END_OF_MESSAGE = "\U0010efff "
+"""Appended to a final message that is to be continued, to find its end in the rendered text. A template that trims
+messages removes the space."""
+
+
 class _TemplateRaised(Exception):
     """Raised by `raise_exception` in a template that rejects the messages."""
 
@@ -83,9 +88,19 @@ class ChatTemplate:
         Args:
             through: applied to each value before the template gets it.
 
+        With `continue_final_message` it ends with the last message's content, as in transformers.
+
         Raises:
-            InvalidRequest: the template rejects the messages, tools or template arguments.
+            InvalidRequest: the template rejects the messages, tools or template arguments, or does not render a final
+                message that is to be continued.
         """
+        is_continued = request.continue_final_message
+        if is_continued and request.add_generation_prompt:
+            raise InvalidRequest(
+                "Cannot set both `continue_final_message` and `add_generation_prompt` to True; set "
+                "`add_generation_prompt` to False",
+                param="continue_final_message",
+            )
         arguments = dict(request.chat_template_kwargs or {})
         if request.reasoning_effort is not None and "reasoning_effort" in self.variables:
             arguments.setdefault("reasoning_effort", request.reasoning_effort)
@@ -105,8 +120,10 @@ class ChatTemplate:
         }
         if through is not None:
             values = {name: through(value) for name, value in values.items()}
+        if is_continued:
+            values["messages"][-1]["content"] += _END_OF_MESSAGE
         try:
-            return self._template.render(
+            text = self._template.render(
                 **self._special_tokens, **values, add_generation_prompt=request.add_generation_prompt
             )
         except _TemplateRaised as error:
@@ -115,6 +132,23 @@ class ChatTemplate:
             raise InvalidRequest(
                 f"the chat template cannot render these messages: {error}", "messages"
             ) from None
+        return _through_final_message(text) if is_continued else text
+
+
+def _through_final_message(text: str) -> str:
+    """Cut a rendered chat after the content of its final message.
+
+    Raises:
+        InvalidRequest: the template did not render that content.
+    """
+    end = text.rfind(_END_OF_MESSAGE.rstrip())
+    if end < 0:
+        raise InvalidRequest(
+            "the chat template does not render the final message, so that it cannot be continued; leave out "
+            "continue_final_message",
+            param="continue_final_message",
+        )
+    return text[:end] if text.startswith(_END_OF_MESSAGE, end) else text[:end].rstrip()
 
 
 def _plain_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:

@@ -99,17 +99,32 @@ class LLM:
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them.
 
+        Args:
+            add_generation_prompt: end the prompt with the beginning of an assistant's message.
+            continue_final_message: end the prompt with the last message's content, which the model continues, instead.
+                The output has the continuation only. Needs `add_generation_prompt=False`.
+            tools: functions that the model may call, as OpenAI's API has them.
+            chat_template_kwargs: variables of the model's chat template, such as `enable_thinking`.
+
         Raises:
-            InvalidRequest: malformed messages, or the chat template cannot take them.
+            InvalidRequest: malformed messages, the chat template cannot take them, or `continue_final_message` with
+                `add_generation_prompt`.
         """
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        fields = {"tools": tools, "chat_template_kwargs": chat_template_kwargs}
+        fields = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+            "chat_template_kwargs": chat_template_kwargs,
+        }
         prompts = []
         for conversation in conversations:
             try:

@@ -20,7 +20,7 @@ from argosy_engine.frontend.prompts import PromptType, text_or_token_ids
 from argosy_engine.frontend.render_pool import stop_if_abandoned
 from argosy_engine.frontend.tokenizer import Encoded, Tokenizer
 from argosy_engine.messages.core_messages import ChunkEnd
-from argosy_engine.structured.reasoning import Reasoning, reasoning_after
+from argosy_engine.structured.reasoning import Reasoning, reasoning_after, reasoning_in
 from argosy_protocol.chunk_hash import chain_seed
 from argosy_protocol.openai import (
     ChatCompletionRequest,
@@ -78,6 +78,9 @@ class Renderer:
         prompt = self._text_prompt(text, segments, request, add_special_tokens=False, cuts=cuts)
         if not self.has_thinking:
             return prompt
+        if request.continue_final_message:
+            begun = "\n".join(_texts(request.messages[-1]))
+            return prompt._replace(reasoning=reasoning_in(begun, THINK, END_THINK, *self._think_ids))
         return prompt._replace(reasoning=reasoning_after(text, THINK, END_THINK, *self._think_ids))
 
     def chat_tokens(self, request: ChatCompletionRequest) -> list[int]:
@@ -168,8 +171,6 @@ class Renderer:
         """Render a chat; return the text and the offsets at which it is split. Checks lengths before rendering."""
         if self.template is None:
             raise InvalidRequest("this model has no chat template; use /v1/completions", param="messages")
-        if request.continue_final_message:
-            raise InvalidRequest("continue_final_message is not supported", param="continue_final_message")
         # Templates may drop an assistant's answers and reasoning, but not the other messages.
         self._check_characters(
             sum(len(text) for m in request.messages if m.role != "assistant" for text in _texts(m))

@@ -26,3 +26,13 @@ def reasoning_after(
     if prompt.endswith(end):
         return None
     return Reasoning(tuple(start_ids), tuple(end_ids), prompt.endswith(start))
+
+
+def reasoning_in(
+    message: str, start: str, end: str, start_ids: list[int], end_ids: list[int]
+) -> Reasoning | None:
+    """Return the markers of the think block that a message, which is to be continued, has begun and not closed; None
+    otherwise, because the model does not think in the middle of an answer."""
+    if not message.lstrip().startswith(start) or end in message:
+        return None
+    return Reasoning(tuple(start_ids), tuple(end_ids), is_open=True)
