@@ -25,6 +25,7 @@ from argosy_engine.frontend.beam_search import (
     max_output_tokens,
 )
 from argosy_engine.frontend.llm_engine import LLMEngine
+from argosy_engine.frontend.llm_tokenizer import LLMTokenizer
 from argosy_engine.frontend.outputs import CompletionOutput, RequestOutput, log_failures
 from argosy_engine.frontend.pooling import PoolingRequestOutput, encode
 from argosy_engine.frontend.prompts import PromptType, as_list
@@ -72,6 +73,10 @@ class LLM:
     def client(self) -> SyncClient:
         """The engine's client of its core."""
         return self.engine.client
+
+    def get_tokenizer(self) -> LLMTokenizer:
+        """Return the model's tokenizer and chat template. They work after `close`, too."""
+        return LLMTokenizer(self.renderer)
 
     def generate(
         self,

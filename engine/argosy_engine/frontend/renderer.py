@@ -93,6 +93,15 @@ class Renderer:
         text, cuts = self._chat_text(request, segments)
         return self.encode(text, add_special_tokens=False, cuts=cuts).ids
 
+    def chat_text(self, request: ChatCompletionRequest) -> str:
+        """Return the text of a chat's prompt, in which control tokens of the template look like those in messages.
+
+        Raises:
+            InvalidRequest: as `render_chat`.
+        """
+        (segments,) = prompt_segments(request)
+        return self._chat_text(request, segments)[0]
+
     def render_completion(self, request: CompletionRequest) -> list[TokenizedPrompt]:
         """Tokenise each prompt of the batch.
 
