@@ -14,13 +14,13 @@ from __future__ import annotations
 import difflib
 import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import msgspec
 from msgspec import Struct
 
-from argosy_resource.types import API_VERSION, KIND, InferenceService, parse
+from argosy_resource.types import API_VERSION, GROUP, KIND, InferenceService, parse
 
 if TYPE_CHECKING:
     import celpy
@@ -72,14 +72,24 @@ class ManifestError(Exception):
         super().__init__(f"{resource} is invalid: {text}" if resource else text)
 
 
-def load_manifests(text: str, *, default_namespace: str = "default") -> list[InferenceService]:
+def load_manifests(
+    text: str, *, default_namespace: str = "default", on_other: Callable[[str], None] | None = None
+) -> list[InferenceService]:
     """Load every resource of a YAML file (several documents, or a `List`), validated and with defaults.
 
+    Args:
+        on_other: called with each object of a kind that is not ours, such as `ConfigMap "settings"`, which is skipped
+            then. Without it such an object is an error.
+
     Raises:
-        ManifestError: not YAML, a key given twice, another kind, or a resource that an API server would reject.
+        ManifestError: not YAML, a key given twice, another kind, or a resource that an API server would reject. Another
+            kind of our group and another group's InferenceService are errors in any case.
     """
     services: list[InferenceService] = []
     for document in _documents(text):
+        if on_other is not None and isinstance(document, dict) and _is_other(document):
+            on_other(_kind_and_name(document))
+            continue
         service = validate_manifest(document, default_namespace=default_namespace)
         if any(service.key == other.key for other in services):
             raise ManifestError(
@@ -169,11 +179,31 @@ def _documents(text: str) -> Iterator[object]:
             if document is None:
                 continue
             if isinstance(document, dict) and document.get("kind") == "List":
-                yield from document.get("items") or ()
+                items = document.get("items") or ()
+                if not isinstance(items, list | tuple):
+                    message = (
+                        f"Invalid value: {_json(_type_name(items))}: items in body must be of type array"
+                    )
+                    raise ManifestError((FieldError("items", message),))
+                yield from items
             else:
                 yield document
     except yaml.YAMLError as error:
         raise ManifestError((FieldError("", f"not valid YAML: {error}"),)) from error
+
+
+def _is_other(document: dict[str, Any]) -> bool:
+    """Whether it is an object of a kind that is not ours and cannot be meant to be."""
+    version, kind = document.get("apiVersion"), document.get("kind")
+    if not isinstance(version, str) or not isinstance(kind, str):
+        return False
+    return kind != KIND and version.partition("/")[0] != GROUP
+
+
+def _kind_and_name(document: dict[str, Any]) -> str:
+    metadata = document.get("metadata")
+    name = metadata.get("name") if isinstance(metadata, dict) else None
+    return f'{document["kind"]} "{name}"' if isinstance(name, str) else str(document["kind"])
 
 
 def _name(document: object) -> str:

@@ -32,10 +32,55 @@ def test_several_documents_are_one_fleet(tmp_path: Path) -> None:
     assert read(tmp_path, manifest("a") + "---\n" + manifest("b")) == ["default/a", "default/b"]
 
 
+SECRET = "apiVersion: v1\nkind: Secret\nmetadata: {name: token}\n"
+DEPLOYMENT = "apiVersion: apps/v1\nkind: Deployment\nmetadata: {name: web}\nspec: {replicas: -1}\n"
+
+
+def indented(*texts: str) -> str:
+    """The objects as the items of a `List`."""
+    return yaml.safe_dump(
+        {"apiVersion": "v1", "kind": "List", "items": [yaml.safe_load(text) for text in texts]}
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "---\n".join((SECRET, manifest("a"), DEPLOYMENT)),
+        indented(SECRET, manifest("a"), DEPLOYMENT),
+    ],
+)
+def test_other_kinds_are_skipped_and_named(
+    tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert read(tmp_path, text) == ["default/a"]
+    assert capsys.readouterr().err == (
+        'skipped, as a local fleet has InferenceServices only: Secret "token", Deployment "web"\n'
+    )
+
+
+def test_many_other_kinds_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert read(tmp_path, "---\n".join([manifest("a"), *[SECRET] * 13])) == ["default/a"]
+    assert capsys.readouterr().err.endswith('Secret "token" and 3 more\n')
+
+
 @pytest.mark.parametrize(
     ("text", "message", "details"),
     [
         ("", "no InferenceService in it", ""),
+        (SECRET, 'no InferenceService in it, but Secret "token"', ""),
+        (
+            manifest().replace("inference.argosy.dev/v1alpha1", "serving.kserve.io/v1beta1"),
+            'InferenceService "tiny" is not valid',
+            'apiVersion: Unsupported value: "serving.kserve.io/v1beta1"',
+        ),
+        (
+            manifest().replace("InferenceService", "InferenceServise"),
+            "is not valid",
+            'kind: Unsupported value: "InferenceServise"',
+        ),
+        (SECRET + "---\nspec: {}\n", "is not valid", "kind: Required value"),
+        ("kind: List\nitems: 5\n", "is not valid", "items in body must be of type array"),
         ("a: [", "is not valid; nothing was changed", "not valid YAML"),
         (manifest(replicas=-1), 'InferenceService "tiny" is not valid', "spec.replicas: Invalid value: -1"),
         (manifest(replica=2), 'InferenceService "tiny" is not valid', "did you mean 'replicas'?"),

@@ -1,9 +1,9 @@
 """Reading manifests for a local fleet.
 
-Owns: reading the files, and checks for what a valid manifest may request but this machine cannot do. Must not know:
-processes.
+Owns: reading the files, checks for what a valid manifest may request but this machine cannot do, and lines on standard
+error that name what it does without. Must not know: processes.
 Invariant: a manifest is validated by the same code as in a cluster; what cannot be done here is refused before anything
-starts.
+starts, or, if the fleet serves without it, named.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 from argosy.errors import UsageError
 from argosy_protocol.fleet import resolve_names
@@ -18,6 +19,8 @@ from argosy_resource.engine_command import claim_name, model_path
 from argosy_resource.fleet_document import fleet_document, without_canary
 from argosy_resource.types import InferenceService
 from argosy_resource.validation import ManifestError, load_manifests
+
+_MOST_LISTED: Final = 10
 
 
 def read_services(names: Sequence[str], *, gpus: int) -> tuple[InferenceService, ...]:
@@ -27,6 +30,7 @@ def read_services(names: Sequence[str], *, gpus: int) -> tuple[InferenceService,
         UsageError: a file cannot be read, or a manifest is not valid or cannot run here.
     """
     services: list[InferenceService] = []
+    others: list[str] = []
     for name in names:
         try:
             text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
@@ -34,7 +38,7 @@ def read_services(names: Sequence[str], *, gpus: int) -> tuple[InferenceService,
             why = error.strerror if isinstance(error, OSError) else "not UTF-8"
             raise UsageError(f"cannot read {name}: {why}") from error
         try:
-            services += load_manifests(text)
+            services += load_manifests(text, on_other=others.append)
         except ManifestError as error:
             problems = "\n".join(f"  {problem}" for problem in error.errors)
             raise UsageError(
@@ -42,11 +46,24 @@ def read_services(names: Sequence[str], *, gpus: int) -> tuple[InferenceService,
                 details=problems,
             ) from error
     if not services:
-        raise UsageError(f"{', '.join(names)}: no InferenceService in it")
+        found = f", but {_listed(others)}" if others else ""
+        raise UsageError(f"{', '.join(names)}: no InferenceService in it{found}")
     _check_together(services)
     for service in services:
         _check_here(service, gpus)
+    if others:
+        _tell(f"skipped, as a local fleet has InferenceServices only: {_listed(others)}")
     return tuple(services)
+
+
+def _listed(objects: Sequence[str]) -> str:
+    shown = ", ".join(objects[:_MOST_LISTED])
+    more = len(objects) - _MOST_LISTED
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _check_together(services: Sequence[InferenceService]) -> None:
