@@ -147,7 +147,7 @@ def test_an_edit_fetches_before_the_old_replicas_go(fleet: LocalFleet) -> None:
     assert [replica.name for replica in fleet.replicas()] == ["tiny-1"]
 
 
-def test_the_fields_for_clusters_are_told_to_have_no_effect(
+def test_a_model_with_fields_for_clusters_is_served(
     fleet: LocalFleet, capfd: pytest.CaptureFixture[str]
 ) -> None:
     publish_tiny("acme/tiny")
@@ -155,8 +155,8 @@ def test_the_fields_for_clusters_are_told_to_have_no_effect(
     fleet.manifest(model={"source": "hf://acme/tiny", "secretRef": {"name": "token"}, "cache": cache})
     assert fleet.start() == 0
     assert (
-        "default/tiny: spec.model.secretRef and cache are for clusters; here the environment's credentials and this "
-        "machine's store are used"
+        "default/tiny: without effect on this machine: spec.model.secretRef (the environment's credentials are used), "
+        "spec.model.cache (this machine's store is used)"
     ) in capfd.readouterr().err.splitlines()
 
 

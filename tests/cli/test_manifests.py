@@ -65,6 +65,73 @@ def test_many_other_kinds_are_counted(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize(
+    ("spec", "fields"),
+    [
+        ({}, ""),
+        ({"engine": {"image": "x"}}, "spec.engine.image"),
+        ({"resources": {"cpu": 4, "memory": "1Gi"}}, "spec.resources.cpu, spec.resources.memory"),
+        ({"resources": {"gpu": {}}}, ""),
+        (
+            {"resources": {"gpu": {"resourceName": "nvidia.com/mig-1g.10gb"}}},
+            "spec.resources.gpu.resourceName",
+        ),
+        (
+            {"placement": {"nodeSelector": {"a": "b"}, "tolerations": [{}], "priorityClassName": "p"}},
+            "spec.placement.nodeSelector, spec.placement.tolerations, spec.placement.priorityClassName",
+        ),
+        ({"rollout": {"maxSurge": 2, "maxUnavailable": 1, "drainSeconds": 5}}, ""),
+        (
+            {"rollout": {"drainSeconds": 6, "progressDeadlineSeconds": 60}},
+            "spec.rollout.drainSeconds, spec.rollout.progressDeadlineSeconds",
+        ),
+        (
+            {"podTemplate": {"metadata": {"labels": {"a": "b"}, "annotations": {"a": "b"}}}},
+            "spec.podTemplate.metadata.labels, spec.podTemplate.metadata.annotations",
+        ),
+        (
+            {
+                "podTemplate": {
+                    "spec": {
+                        "imagePullSecrets": [{"name": "a"}],
+                        "volumes": [{"name": "a", "emptyDir": {}}],
+                        "containers": [
+                            {
+                                "name": "engine",
+                                "env": [
+                                    {"name": "A", "valueFrom": {"secretKeyRef": {"name": "a", "key": "b"}}}
+                                ],
+                                "volumeMounts": [{"name": "a", "mountPath": "/a"}],
+                            }
+                        ],
+                    }
+                }
+            },
+            "spec.podTemplate.spec.volumes, spec.podTemplate.spec.imagePullSecrets, "
+            "spec.podTemplate.spec.containers[].volumeMounts, spec.podTemplate.spec.containers[].env[].valueFrom",
+        ),
+        (
+            {
+                "replicas": 2,
+                "engine": {"threads": 1, "env": [{"name": "A", "value": "b"}], "shutdownTimeoutSeconds": 1},
+                "router": {"policy": "least-load", "limits": {"maxQueuedRequests": 5}},
+                "podTemplate": {
+                    "spec": {"containers": [{"name": "engine", "env": [{"name": "A", "value": "b"}]}]}
+                },
+            },
+            "",
+        ),
+    ],
+    ids=str,
+)
+def test_fields_for_clusters_are_named_in_one_line(
+    tmp_path: Path, spec: dict[str, object], fields: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    read(tmp_path, manifest(**spec), gpus=1)
+    line = f"default/tiny: without effect on this machine: {fields}\n"
+    assert capsys.readouterr().err == (line if fields else "")
+
+
+@pytest.mark.parametrize(
     ("text", "message", "details"),
     [
         ("", "no InferenceService in it", ""),

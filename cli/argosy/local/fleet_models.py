@@ -44,7 +44,6 @@ def local_services(
         for service in services:
             uri = parse(service.spec.model.source)
             if uri.is_remote and uri not in models and _is_served(service):
-                _tell_what_is_not_used(service)
                 with _display(is_plain) as shown:
                     models[uri] = pull_model(uri, progress=shown, check_config=engine_check(uri))
                 held.callback(models[uri].close)
@@ -74,16 +73,6 @@ def _localized(service: InferenceService, models: dict[SourceUri, PulledModel]) 
         return service
     model = replace(service.spec.model, source=f"file://{found.path}", secret_ref=None, cache=None)
     return replace(service, spec=replace(service.spec, model=model))
-
-
-def _tell_what_is_not_used(service: InferenceService) -> None:
-    model = service.spec.model
-    fields = [name for name, value in (("secretRef", model.secret_ref), ("cache", model.cache)) if value]
-    if fields:
-        _write(
-            f"{service.key}: spec.model.{' and '.join(fields)} {'are' if len(fields) > 1 else 'is'} for clusters; "
-            "here the environment's credentials and this machine's store are used"
-        )
 
 
 def _display(is_plain: bool) -> ProgressDisplay:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from argosy.errors import UsageError
+from argosy.local.cluster_fields import cluster_fields
 from argosy_protocol.fleet import resolve_names
 from argosy_resource.engine_command import claim_name, model_path
 from argosy_resource.fleet_document import fleet_document, without_canary
@@ -53,6 +54,9 @@ def read_services(names: Sequence[str], *, gpus: int) -> tuple[InferenceService,
         _check_here(service, gpus)
     if others:
         _tell(f"skipped, as a local fleet has InferenceServices only: {_listed(others)}")
+    for service in services:
+        if fields := cluster_fields(service):
+            _tell(f"{service.key}: without effect on this machine: {', '.join(fields)}")
     return tuple(services)
 
 
