@@ -25,6 +25,7 @@ from chart_rules import helper_rules
 from argosy.arguments import age_seconds, size_bytes
 from argosy_operator.desired.model_volume import model_volume
 from argosy_operator.reconcile.controller import WATCHED
+from argosy_resource.types import ModelCache, SecretReference
 from argosy_resource.validation import load_manifests
 from argosy_router.main import build_parser, config_of
 
@@ -289,6 +290,17 @@ def test_helm_test_requests(
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.name)
 def test_examples_are_valid(path: Path) -> None:
     assert load_manifests(path.read_text())
+
+
+def test_the_alternatives_in_the_comments_of_the_hub_example_are_valid() -> None:
+    text = (ROOT / "examples" / "hub-model.yaml").read_text()
+    with_claim = re.sub(
+        r"# (type: claim|claimName:)", r"\1", re.sub(r"\n +(type: none|sizeLimit:).*", "", text)
+    )
+    with_secret = re.sub(r"# (secretRef:|  name: hf-token)", r"\1", with_claim)
+    (service,) = load_manifests(with_secret)
+    assert service.spec.model.cache == ModelCache(type="claim", claim_name="models")
+    assert service.spec.model.secret_ref == SecretReference(name="hf-token")
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "images").glob("*.Dockerfile")), ids=lambda path: path.name)
