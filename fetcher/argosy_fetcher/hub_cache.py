@@ -20,7 +20,7 @@ from typing import Final
 from argosy_fetcher.errors import UnsupportedModel
 from argosy_fetcher.selection import MAX_SMALL_FILE_BYTES, is_served_name, select
 from argosy_fetcher.snapshot import RemoteFile, Snapshot
-from argosy_fetcher.store import StoredModel
+from argosy_fetcher.store_index import StoredModel
 
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 _MAX_REF_BYTES: Final = 128

@@ -29,7 +29,8 @@ from argosy_fetcher.selection import MAX_SMALL_FILE_BYTES, CheckConfig, is_serve
 from argosy_fetcher.sibling_revisions import SiblingRevisions
 from argosy_fetcher.snapshot import MAX_FILES, RemoteFile, Snapshot
 from argosy_fetcher.sources.source import Source
-from argosy_fetcher.store import Store, StoredModel
+from argosy_fetcher.store import Store
+from argosy_fetcher.store_index import StoredModel
 from argosy_fetcher.store_layout import PACKED, UNPACKED, StoredFile, is_revision
 from argosy_fetcher.transfer import TransferSettings, transfer
 from argosy_fetcher.unpacking import UnpackedFile, Unpacker, model_folder

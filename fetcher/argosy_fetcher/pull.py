@@ -39,7 +39,8 @@ from argosy_fetcher.sources.bucket_endpoint import bucket_name
 from argosy_fetcher.sources.hub_endpoint import hub_source_name
 from argosy_fetcher.sources.oci_reference import parse_reference
 from argosy_fetcher.sources.registry import open_source
-from argosy_fetcher.store import Store, StoredModel
+from argosy_fetcher.store import Store
+from argosy_fetcher.store_index import StoredModel
 from argosy_fetcher.store_layout import choose_root
 from argosy_fetcher.transfer import TransferSettings
 

@@ -11,7 +11,8 @@ from argosy_fetcher.model_fetch import fetch_model
 from argosy_fetcher.progress import Silent
 from argosy_fetcher.pull import find_model, pull_model
 from argosy_fetcher.source_uri import parse
-from argosy_fetcher.store import Store, StoredModel
+from argosy_fetcher.store import Store
+from argosy_fetcher.store_index import StoredModel
 from bucket_server import forget_cloud
 from model_files import served_files
 from scripted_source import ScriptedSource

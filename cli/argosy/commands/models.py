@@ -30,7 +30,8 @@ from argosy_fetcher.progress import Progress
 from argosy_fetcher.progress_display import progress_display, size_text
 from argosy_fetcher.pull import PulledModel, find_model, name_in_store, open_store, pull_model
 from argosy_fetcher.source_uri import SourceUri, from_argument
-from argosy_fetcher.store import Store, StoredModel
+from argosy_fetcher.store import Store
+from argosy_fetcher.store_index import StoredModel
 from argosy_fetcher.store_layout import equal_revisions, source_directory
 from argosy_fetcher.store_tree import PruneLimits
 
