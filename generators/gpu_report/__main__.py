@@ -1,4 +1,5 @@
-"""Writes the report on kernels compiled ahead of time: python -m gpu_report [--sample] [--device NAME] [-o FILE]."""
+"""Writes the report on kernels compiled ahead of time: python -m gpu_report [--sample] [--device NAME] [--module NAME]
+[-o FILE]."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import sys
 from pathlib import Path
 
 from argosy_engine.triton_kernels.device_traits import KNOWN_DEVICES
+from gpu_report.cases import ALL_CASES
 from gpu_report.report import Row, compiled_rows
 
 
@@ -17,10 +19,12 @@ def main() -> int:
     parser.add_argument(
         "--device", action="append", choices=sorted(KNOWN_DEVICES), help="default: all of them"
     )
+    parser.add_argument("--module", action="append", choices=sorted(ALL_CASES), help="default: all of them")
     parser.add_argument("-o", "--output", type=Path, help="write the table there instead of printing it")
     args = parser.parse_args()
     rows = []
-    for row in compiled_rows(args.device or list(KNOWN_DEVICES), only_sample=args.sample):
+    modules, devices = args.module or list(ALL_CASES), args.device or list(KNOWN_DEVICES)
+    for row in compiled_rows(modules, devices, only_sample=args.sample):
         print(_progress(row), file=sys.stderr, flush=True)
         rows.append(row)
     table = "\n".join([*_HEAD, *map(_line, rows)]) + "\n"

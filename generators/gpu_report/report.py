@@ -28,12 +28,12 @@ class Row:
     """Why the kernel must not be launched so; empty if all is well."""
 
 
-def compiled_rows(devices: list[str], *, only_sample: bool = False) -> Iterator[Row]:
-    """Compile the launches of all cases, in the order of modules, cases and devices."""
-    for module, cases in ALL_CASES.items():
+def compiled_rows(modules: list[str], devices: list[str], *, only_sample: bool = False) -> Iterator[Row]:
+    """Compile the launches of these modules' cases for these devices."""
+    for module in modules:
         for name in devices:
             traits = KNOWN_DEVICES[name]
-            for case in cases(traits):
+            for case in ALL_CASES[module](traits):
                 if case.is_sampled or not only_sample:
                     yield from _rows(module, case, name, traits)
 
