@@ -1,6 +1,9 @@
 """The cases of each kernel, one module per kernel module with a function `cases`."""
 
 from gpu_report.case import Cases
+from gpu_report.cases import rms_norm
 
-ALL_CASES: dict[str, Cases] = {}
+ALL_CASES: dict[str, Cases] = {
+    "rms_norm": rms_norm.cases,
+}
 """By the name of the kernel module."""

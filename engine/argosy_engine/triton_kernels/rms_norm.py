@@ -1,0 +1,121 @@
+"""RMSNorm (arXiv 1910.07467), alone or after adding to the residual stream.
+
+One program normalises one row and keeps it in registers, so that memory is read and written once. Arithmetic is in
+float32; only the sum with the residual is rounded to the model's dtype before it is normalised, because that is what
+the next layer reads.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from argosy_engine.triton_kernels.launch import launch
+
+MAX_WIDTH = 16384
+"""Widest row that a program holds in registers without spilling: 32 elements per thread."""
+
+
+@triton.jit
+def _rms_norm(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    x_stride,
+    residual_stride,
+    out_stride,
+    width,
+    eps,
+    HAS_RESIDUAL: tl.constexpr,
+    ADDS_ONE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < width
+    x = tl.load(x_ptr + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        residual = tl.load(residual_ptr + row * residual_stride + columns, mask=mask, other=0.0)
+        total = (x + residual.to(tl.float32)).to(residual_ptr.dtype.element_ty)
+        tl.store(residual_ptr + row * residual_stride + columns, total, mask=mask)
+        x = total.to(tl.float32)
+    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    if ADDS_ONE:
+        weight += 1.0
+    scale = tl.rsqrt(tl.sum(x * x, axis=0) / width + eps)
+    tl.store(
+        out_ptr + row * out_stride + columns, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=mask
+    )
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    adds_one: bool = False,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return x / rms(x) * weight over the last dimension.
+
+    Args:
+        x: [T, width], float32, bfloat16 or float16; rows may be strided. It may be `out` itself.
+        weight: [width], of any of these dtypes.
+        adds_one: multiply by 1 + weight, for Gemma's weights as its checkpoints store them.
+        out: [T, width]; default: allocated with x's dtype.
+
+    Raises:
+        ValueError: width is above `MAX_WIDTH`.
+    """
+    return _launch(x, None, weight, eps, adds_one, out)
+
+
+def add_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    adds_one: bool = False,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Add x to the residual [T, width] in place and return the RMSNorm of the sum; see `rms_norm`."""
+    return _launch(x, residual, weight, eps, adds_one, out)
+
+
+def _launch(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    adds_one: bool,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    rows, width = x.shape
+    if width > MAX_WIDTH:
+        raise ValueError(f"RMSNorm of rows of {width} elements; at most {MAX_WIDTH} fit in registers")
+    if out is None:
+        out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
+    block = triton.next_power_of_2(width)
+    launch(
+        _rms_norm,
+        (rows,),
+        # 8 elements per thread are one 16-byte load of a 16-bit dtype; wider rows take several per thread.
+        num_warps=min(max(block // 256, 1), 4 if block <= 2048 else 8 if block <= 4096 else 16),
+        num_stages=1,
+        x_ptr=x,
+        residual_ptr=residual,
+        weight_ptr=weight,
+        out_ptr=out,
+        x_stride=x.stride(0),
+        residual_stride=0 if residual is None else residual.stride(0),
+        out_stride=out.stride(0),
+        width=width,
+        eps=eps,
+        HAS_RESIDUAL=residual is not None,
+        ADDS_ONE=adds_one,
+        BLOCK=block,
+    )
+    return out

@@ -1,0 +1,34 @@
+"""Cases of RMSNorm: widths of published models, with and without the residual, and Gemma's weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from argosy_engine.triton_kernels.device_traits import DeviceTraits
+from argosy_engine.triton_kernels.rms_norm import MAX_WIDTH, add_rms_norm, rms_norm
+from gpu_report.case import Case
+
+_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+def cases(traits: DeviceTraits) -> Iterator[Case]:
+    for width in (128, 1024, 3072, 5120, MAX_WIDTH):
+        for dtype, name in _DTYPES.items():
+            sampled = width == 5120 and dtype is torch.bfloat16
+            yield Case(f"add, {name}, width {width}", _call(width, dtype, True, False), sampled)
+    for width in (128, 4096, MAX_WIDTH):
+        yield Case(f"bf16, width {width}", _call(width, torch.bfloat16, False, False))
+    yield Case("bf16, width 2304, 1 + weight", _call(2304, torch.bfloat16, False, True), is_sampled=True)
+
+
+def _call(width: int, dtype: torch.dtype, has_residual: bool, adds_one: bool) -> Callable[[], object]:
+    def call() -> object:
+        x = torch.empty(64, width, dtype=dtype, device="cuda")
+        weight = torch.empty(width, dtype=dtype, device="cuda")
+        if has_residual:
+            return add_rms_norm(x, torch.empty_like(x), weight, 1e-6, adds_one=adds_one)
+        return rms_norm(x, weight, 1e-6, adds_one=adds_one)
+
+    return call
