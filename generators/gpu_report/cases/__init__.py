@@ -1,9 +1,10 @@
 """The cases of each kernel, one module per kernel module with a function `cases`."""
 
 from gpu_report.case import Cases
-from gpu_report.cases import rms_norm
+from gpu_report.cases import rms_norm, silu_and_mul
 
 ALL_CASES: dict[str, Cases] = {
     "rms_norm": rms_norm.cases,
+    "silu_and_mul": silu_and_mul.cases,
 }
 """By the name of the kernel module."""

@@ -1,0 +1,17 @@
+"""Activations of gated MLPs (arXiv 2002.05202), for use inside kernels. In float32."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def silu(x):
+    return x * tl.sigmoid(x)
+
+
+@triton.jit
+def gelu_tanh(x):
+    # x * (1 + tanh(y)) / 2 is x * sigmoid(2 y): exact where tanh is close to -1, and needs no libdevice.
+    return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))

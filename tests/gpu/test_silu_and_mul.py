@@ -1,0 +1,56 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from argosy_engine.triton_kernels.silu_and_mul import gelu_tanh_and_mul, silu_and_mul
+
+
+def silu_reference(gate, up):
+    return F.silu(gate) * up
+
+
+def gelu_reference(gate, up):
+    return F.gelu(gate, approximate="tanh") * up
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # numpy's, where a GPU has none
+
+ACTIVATIONS = [(silu_and_mul, silu_reference), (gelu_tanh_and_mul, gelu_reference)]
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    activation=st.sampled_from(ACTIVATIONS),
+    rows=st.integers(1, 4),
+    inner=st.one_of(st.integers(1, 200), st.sampled_from([1024, 1500, 3072])),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+)
+def test_activation_matches_the_reference(activation, rows, inner, dtype):
+    activate, reference = activation
+    gate_up = (4 * torch.randn(rows, 2 * inner, generator=torch.Generator().manual_seed(0))).to(dtype)
+    out = activate(gate_up)
+    assert out.shape == (rows, inner)
+    torch.testing.assert_close(out, reference(*gate_up.float().chunk(2, dim=-1)).to(dtype))
+
+
+@pytest.mark.parametrize(("activate", "reference"), ACTIVATIONS)
+def test_extreme_gates(activate, reference):
+    gate = torch.tensor([[-1e4, -90.0, -10.0, -5.5, 0.0, 5.5, 90.0, 1e4]])
+    up = torch.full_like(gate, 0.5)
+    torch.testing.assert_close(
+        activate(torch.cat((gate, up), dim=-1)), reference(gate, up), atol=1e-6, rtol=1e-5
+    )
+
+
+def test_strided_rows_and_given_output():
+    wide = torch.randn(3, 100)
+    out = torch.full((3, 48), 7.0)
+    silu_and_mul(wide[:, 16:80], out=out[:, :32])
+    torch.testing.assert_close(out[:, :32], silu_reference(wide[:, 16:48], wide[:, 48:80]))
+    assert torch.equal(out[:, 32:], torch.full((3, 16), 7.0))
+
+
+def test_nothing_runs_for_an_empty_batch():
+    assert silu_and_mul(torch.empty(0, 64)).shape == (0, 32)
