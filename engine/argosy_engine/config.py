@@ -177,6 +177,13 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
         bool,
         Meta(description="accepted for compatibility with vLLM; no effect, because there are no CUDA graphs"),
     ] = False
+    attention_backend: Annotated[
+        Literal["auto", "cpu", "torch"],
+        Meta(
+            description="auto: the first that can serve; cpu: our C++ kernels; torch: plain torch operations, "
+            "the reference"
+        ),
+    ] = "auto"
     distributed_executor_backend: Annotated[
         Literal["uni", "mp"],
         Meta(description="uni: the worker lives in the core's process; mp: in a process of its own"),

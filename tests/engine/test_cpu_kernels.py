@@ -19,14 +19,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from argosy_engine.attention.cpu_attn import CpuAttention
+from argosy_engine.attention.cpu_attn import CpuBackend
+from argosy_engine.attention.layer import Attention
 from argosy_engine.attention.metadata import AttentionMetadata
-from argosy_engine.attention.torch_attn import TorchAttention
+from argosy_engine.attention.torch_attn import TorchBackend
 from argosy_engine.config import EngineArgs
 from argosy_engine.core.proc.core_client import InprocClient
 from argosy_engine.messages.core_messages import EngineCoreRequest
 from argosy_engine.models import layers
 from argosy_engine.models.config_file import load_model_config
+from argosy_engine.models.layer_factory import LayerFactory
 from argosy_engine.models.llama import Llama
 from argosy_engine.models.llama_config import LlamaConfig
 from argosy_engine.models.weights import DummyWeights
@@ -34,7 +36,7 @@ from argosy_engine.native import build, library
 from argosy_engine.native.build import NativeUnavailable
 from argosy_engine.native.library import Kernels
 from argosy_engine.params.sampling_params import SamplingParams
-from attention_cases import Case, Span, random_case
+from attention_cases import Case, Span, attention_metadata, random_case
 from greedy_reference import differing_tokens
 
 HERE = [variant for variant in build.VARIANTS if variant.cpu_flags <= build.cpu_flags()]
@@ -172,13 +174,7 @@ def test_all_layers_in_one_call_equal_the_layers_one_by_one(
             tables[row, column] = next(blocks)
 
     def step(starts: list[int], ends: list[int]) -> AttentionMetadata:
-        slots = [
-            int(tables[row, at // 16]) * 16 + at % 16
-            for row in range(3)
-            for at in range(starts[row], ends[row])
-        ]
-        query_lens = [end - start for start, end in zip(starts, ends, strict=True)]
-        return AttentionMetadata(0, query_lens, ends, torch.tensor(slots), tables, torch.tensor([]))
+        return attention_metadata(list(zip(starts, ends, strict=True)), tables, 16)
 
     ends = [length + 1 for length in lengths]
     tokens = [
@@ -186,10 +182,11 @@ def test_all_layers_in_one_call_equal_the_layers_one_by_one(
     ]
     results: list[list[torch.Tensor]] = []
     for is_whole in (True, False):
-        model = Llama(config, DummyWeights(dtype, torch.device("cpu"), 3), 1200)
-        assert model.native is not None
+        weights = DummyWeights(dtype, torch.device("cpu"), 3)
+        model = Llama(config, LayerFactory(weights, CpuBackend(dtype), 1200))
+        assert model.fused is not None
         if not is_whole:
-            model.native = None
+            model.fused = None
         cache = torch.zeros(
             config.num_hidden_layers, 2, 100, 16, config.num_key_value_heads, config.head_dim, dtype=dtype
         )
@@ -273,13 +270,16 @@ def test_without_the_kernels_tokens_are_the_same(
 def test_a_debug_build_stops_at_a_slot_outside_of_the_cache() -> None:
     script = (
         "import torch\n"
-        "from argosy_engine.attention.cpu_attn import CpuAttention\n"
+        "from argosy_engine.attention.cpu_attn import CpuBackend\n"
+        "from argosy_engine.attention.layer import Attention\n"
         "from argosy_engine.attention.metadata import AttentionMetadata\n"
-        "attend = CpuAttention.create(2, 2, 16, dtype=torch.float32, device=torch.device('cpu'))\n"
+        "from argosy_engine.attention.params import AttentionParams\n"
+        "params = AttentionParams(num_heads=2, num_kv_heads=2, head_dim=16, scale=0.25)\n"
+        "attend = Attention(params, CpuBackend(torch.float32))\n"
         "cache = torch.zeros(2, 4, 16, 2, 16)\n"
-        "one = torch.tensor([1])\n"
+        "one, tables = torch.tensor([1]), torch.zeros(1, 1, dtype=torch.int64)\n"
         "for slot in (5, 64):\n"
-        "    meta = AttentionMetadata(1, [1], [1], torch.tensor([slot]), torch.zeros(1, 1, dtype=torch.int64), one)\n"
+        "    meta = AttentionMetadata(1, [1], [1], one - 1, torch.tensor([slot]), tables, one)\n"
         "    attend(torch.zeros(1, 96), cache, meta)\n"
         "    print('survived', slot, flush=True)\n"
     )
@@ -407,20 +407,11 @@ def native_run(
         chunk: cuts the spans of a step to that many tokens.
         is_alone: every sequence in steps of its own.
     """
-    shape = case.shape
-    attend = CpuAttention(
-        kernels,
-        shape.num_heads,
-        shape.num_kv_heads,
-        shape.head_dim,
-        sliding_window=shape.sliding_window,
-        logit_softcap=shape.logit_softcap,
-    )
     cache = case.empty_cache()
+    attend = Attention(case.shape.params, CpuBackend(cache.dtype, kernels))
 
     def step(rows: list[int], spans: list[Span]) -> torch.Tensor:
-        qkv = torch.cat([case.rows(tensors, rows, spans) for tensors in (case.q, case.k, case.v)], dim=1)
-        return attend(qkv, cache, case.metadata(rows, spans))
+        return attend(case.qkv(rows, spans), cache, case.metadata(rows, spans))
 
     for row, (start, _) in enumerate(case.spans):
         if start:
@@ -439,27 +430,10 @@ def native_run(
 
 
 def torch_run(case: Case) -> torch.Tensor:
-    shape = case.shape
-    attend = TorchAttention(
-        shape.num_heads,
-        shape.num_kv_heads,
-        shape.head_dim,
-        sliding_window=shape.sliding_window,
-        logit_softcap=shape.logit_softcap,
-    )
     cache = case.empty_cache().zero_()
-    rows = list(range(len(case.spans)))
-
-    def write(rows: list[int], spans: list[Span]) -> None:
-        k, v = (
-            case.rows(tensors, rows, spans).view(-1, shape.num_kv_heads, shape.head_dim)
-            for tensors in (case.k, case.v)
-        )
-        attend.write(cache, k, v, case.metadata(rows, spans))
-
+    attend = Attention(case.shape.params, TorchBackend(cache.dtype))
     for row, (start, _) in enumerate(case.spans):
         if start:
-            write([row], [(0, start)])
-    write(rows, case.spans)
-    q = case.rows(case.q, rows, case.spans).view(-1, shape.num_heads, shape.head_dim)
-    return attend(q, cache, case.metadata(rows, case.spans)).flatten(1)
+            attend(case.qkv([row], [(0, start)]), cache, case.metadata([row], [(0, start)]))
+    rows = list(range(len(case.spans)))
+    return attend(case.qkv(rows, case.spans), cache, case.metadata(rows, case.spans))

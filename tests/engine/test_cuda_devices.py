@@ -22,10 +22,12 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
+from argosy_engine.attention.torch_attn import TorchBackend
 from argosy_engine.errors import ConfigError
 from argosy_engine.messages.scheduler_output import GrammarBitmask, NewRequest, SchedulerOutput
 from argosy_engine.models import registry
 from argosy_engine.models.config_file import load_model_config
+from argosy_engine.models.layer_factory import LayerFactory
 from argosy_engine.models.weights import DummyWeights
 from argosy_engine.params.pooling_params import PoolingParams
 from argosy_engine.params.sampling_params import SamplingParams
@@ -93,7 +95,9 @@ def fake(name: str, path: Path) -> FakeDevice:
     config = load_model_config(path)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode, torch.no_grad():
-        model = registry.model_class(config.architecture)(config, DummyWeights(torch.bfloat16, CUDA, 0), 128)
+        weights = DummyWeights(torch.bfloat16, CUDA, 0)
+        factory = LayerFactory(weights, TorchBackend(torch.bfloat16), 128)
+        model = registry.model_class(config.architecture)(config, factory)
         runner = ModelRunner(
             model, config, num_blocks=16, block_size=16, max_num_seqs=8, max_model_len=128, dtype=torch.bfloat16,
             device=CUDA, sampling=SamplerOptions(vocab_size=config.vocab_size),

@@ -204,7 +204,7 @@ def test_attention_by_torch_asks_for_room_to_gather(config: ModelConfig) -> None
             max_num_batched_tokens=1024,
         )
         with_kernels, without = (
-            estimate_activations(config, args, 4, has_kernels=has) for has in (True, False)
+            estimate_activations(config, args, 4, backend) for backend in ("cpu", "torch")
         )
         return without - with_kernels
 

@@ -14,15 +14,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from argosy_engine.attention.cpu_attn import CpuAttention
-from argosy_engine.attention.metadata import AttentionMetadata
 from argosy_engine.config import EngineArgs
 from argosy_engine.core.proc.core_client import InprocClient
 from argosy_engine.messages.core_messages import EngineCoreRequest
 from argosy_engine.models import registry
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.loader import load_model
+from argosy_engine.native.library import kernels
 from argosy_engine.params.sampling_params import SamplingParams
+from attention_cases import attention_metadata
 from greedy_reference import differing_tokens
 from random_checkpoints import KINDS, make_checkpoint
 
@@ -55,13 +55,24 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @torch.inference_mode()
 def logits_of(
-    path: Path, token_ids: list[int], load_format: Any = "auto", dtype: torch.dtype = torch.float32
+    path: Path,
+    token_ids: list[int],
+    load_format: Any = "auto",
+    dtype: torch.dtype = torch.float32,
+    backend: str = "cpu" if kernels() else "torch",
 ) -> torch.Tensor:
     """Logits [T, vocab_size] of one sequence in one step, by our model alone."""
     config = load_model_config(path)
     device = torch.device("cpu")
     model = load_model(
-        path, config, dtype=dtype, device=device, max_positions=512, load_format=load_format, seed=0
+        path,
+        config,
+        dtype=dtype,
+        device=device,
+        attention_backend=backend,
+        max_positions=512,
+        load_format=load_format,
+        seed=0,
     ).model
     count = len(token_ids)
     num_blocks = -(-count // BLOCK_SIZE)
@@ -70,14 +81,7 @@ def logits_of(
         dtype=dtype,
     )
     positions = torch.arange(count)
-    meta = AttentionMetadata(
-        num_decodes=0,
-        query_lens=[count],
-        seq_lens=[count],
-        slot_mapping=positions,
-        block_tables=torch.arange(num_blocks).unsqueeze(0),
-        decode_seq_lens=torch.zeros(0, dtype=torch.int64),
-    )
+    meta = attention_metadata([(0, count)], torch.arange(num_blocks).unsqueeze(0), BLOCK_SIZE)
     return model.logits(model.forward(torch.tensor(token_ids), positions, kv_cache, meta))
 
 
@@ -115,16 +119,14 @@ def test_bfloat16_is_close(name: str, checkpoint: Any) -> None:
     assert similarity.median() > 0.99, similarity
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gemma2", "gemma3"])
-def test_logits_are_the_same_without_kernels(
-    name: str, checkpoint: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("name", KINDS)
+def test_the_torch_backend_gives_the_same_logits(name: str, checkpoint: Any) -> None:
     path, reference = checkpoint(name)
-    monkeypatch.setattr(CpuAttention, "serves", lambda *_: False)
     token_ids = list(range(2, 100))
     with torch.inference_mode():
         expected = reference(torch.tensor([token_ids])).logits[0].float()
-    torch.testing.assert_close(logits_of(path, token_ids), expected, atol=1e-4, rtol=1e-4)
+    ours = logits_of(path, token_ids, backend="torch")
+    torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -62,7 +62,14 @@ def sharded(made: Any, tmp_path: Path) -> Path:
 def load(path: Path, dtype: torch.dtype = torch.float32) -> Any:
     config = load_model_config(path)
     return load_model(
-        path, config, dtype=dtype, device=CPU, max_positions=64, load_format="auto", seed=0
+        path,
+        config,
+        dtype=dtype,
+        device=CPU,
+        attention_backend="torch",
+        max_positions=64,
+        load_format="auto",
+        seed=0,
     ).model
 
 
@@ -432,7 +439,7 @@ def test_loading_imports_neither_torchs_compiler_nor_transformers(made: Any) -> 
         "from argosy_engine.models.loader import load_model\n"
         "for path in map(Path, sys.argv[1:]):\n"
         "    load_model(path, load_model_config(path), dtype=torch.bfloat16, device=torch.device('cpu'),\n"
-        "        max_positions=64, load_format='auto', seed=0)\n"
+        "        attention_backend='torch', max_positions=64, load_format='auto', seed=0)\n"
         "heavy = 'torch._dynamo', 'torch._inductor', 'sympy', 'transformers'\n"
         "print([name for name in heavy if name in sys.modules])"
     )

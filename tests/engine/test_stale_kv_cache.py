@@ -15,8 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from argosy_engine.attention.cpu_attn import CpuAttention
-from argosy_engine.attention.torch_attn import TorchAttention
+from argosy_engine.attention.cpu_attn import CpuBackend
+from argosy_engine.attention.layer import Attention
+from argosy_engine.attention.torch_attn import TorchBackend
 from argosy_engine.config import EngineArgs
 from argosy_engine.core.proc.core_client import InprocClient
 from argosy_engine.messages.core_messages import EngineCoreOutput, EngineCoreRequest
@@ -51,27 +52,16 @@ def attend(backend: str, case: Case, poison: float) -> torch.Tensor:
     """The case's step over a cache that is full of `poison` wherever a later owner may have written: beyond the tokens
     of a request, in blocks behind its window, in blocks of others and in the null block."""
     shape, rows = case.shape, list(range(len(case.spans)))
-    options = {"sliding_window": shape.sliding_window, "logit_softcap": shape.logit_softcap}
-    sizes = shape.num_heads, shape.num_kv_heads, shape.head_dim
     cache = torch.full_like(case.empty_cache(), poison)
+    dtype = cache.dtype
     if backend == "torch":
-        portable = TorchAttention(*sizes, **options)
-
-        def run(rows: list[int], spans: list[Span]) -> torch.Tensor:
-            q, k, v = (
-                case.rows(tensors, rows, spans).view(-1, heads, shape.head_dim)
-                for tensors, heads in ((case.q, sizes[0]), (case.k, sizes[1]), (case.v, sizes[1]))
-            )
-            meta = case.metadata(rows, spans)
-            portable.write(cache, k, v, meta)
-            return portable(q, cache, meta).flatten(1)
+        attention = Attention(shape.params, TorchBackend(dtype))
     else:
-        kernels = Kernels(build.library_path(next(v for v in build.VARIANTS if v.name == backend)))
-        native = CpuAttention(kernels, *sizes, **options)
+        loaded = Kernels(build.library_path(next(v for v in build.VARIANTS if v.name == backend)))
+        attention = Attention(shape.params, CpuBackend(dtype, loaded))
 
-        def run(rows: list[int], spans: list[Span]) -> torch.Tensor:
-            qkv = torch.cat([case.rows(tensors, rows, spans) for tensors in (case.q, case.k, case.v)], 1)
-            return native(qkv.contiguous(), cache, case.metadata(rows, spans))
+    def run(rows: list[int], spans: list[Span]) -> torch.Tensor:
+        return attention(case.qkv(rows, spans), cache, case.metadata(rows, spans))
 
     for row, (start, _) in enumerate(case.spans):
         if start:

@@ -1,4 +1,4 @@
-"""TorchAttention against attention written out token by token in float64."""
+"""The torch backend against attention written out token by token in float64."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from argosy_engine.attention import torch_attn
-from argosy_engine.attention.metadata import AttentionMetadata
-from argosy_engine.attention.torch_attn import TorchAttention
+from argosy_engine.attention.layer import Attention
+from argosy_engine.attention.params import AttentionParams
+from argosy_engine.attention.torch_attn import TorchBackend
+from attention_cases import attention_metadata
 
 BLOCK_SIZE = 8
 OPTIONS = {
@@ -39,26 +41,17 @@ def test_equals_the_definition(
     free = rng.sample(range(1, num_blocks), num_blocks - 1)
     tables = torch.zeros(len(requests), 8, dtype=torch.int64)
     kv_cache = torch.randn(2, num_blocks, BLOCK_SIZE, kv_heads, head_dim)
-    slots: list[int] = []
-    for row, (new, total) in enumerate(requests):
+    for row, (_, total) in enumerate(requests):
         for block in range(-(-total // BLOCK_SIZE)):
             tables[row, block] = free.pop()
-        slots += [
-            int(tables[row, position // BLOCK_SIZE]) * BLOCK_SIZE + position % BLOCK_SIZE
-            for position in range(total - new, total)
-        ]
-    meta = AttentionMetadata(
-        num_decodes=5,
-        query_lens=[new for new, _ in requests],
-        seq_lens=[total for _, total in requests],
-        slot_mapping=torch.tensor(slots),
-        block_tables=tables,
-        decode_seq_lens=torch.tensor([total for _, total in requests[:5]]),
+    meta = attention_metadata([(total - new, total) for new, total in requests], tables, BLOCK_SIZE)
+    num_tokens = sum(new for new, _ in requests)
+    q, k, v = (torch.randn(num_tokens, count, head_dim) for count in (heads, kv_heads, kv_heads))
+    params = AttentionParams(
+        num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, **{"scale": 0.25, **options}
     )
-    q, k, v = (torch.randn(len(slots), count, head_dim) for count in (heads, kv_heads, kv_heads))
-    attention = TorchAttention(heads, kv_heads, head_dim, **options)
-    attention.write(kv_cache, k, v, meta)
-    ours = attention(q, kv_cache, meta)
+    attention = Attention(params, TorchBackend(torch.float32))
+    ours = attention(torch.cat((q, k, v), dim=1).flatten(1), kv_cache, meta).view(q.shape)
     start = 0
     for row, (new, total) in enumerate(requests):
         blocks = tables[row, : -(-total // BLOCK_SIZE)]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from argosy_engine.attention.metadata import AttentionMetadata
+from argosy_engine.attention.params import AttentionParams
 
 Span = tuple[int, int]
 """First and end (exclusive) position of the tokens that a request computes."""
@@ -22,6 +23,44 @@ class Shape:
     block_size: int
     sliding_window: int | None
     logit_softcap: float | None
+
+    @property
+    def params(self) -> AttentionParams:
+        return AttentionParams(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            scale=self.head_dim**-0.5,
+            sliding_window=self.sliding_window,
+            logit_softcap=self.logit_softcap,
+        )
+
+
+def attention_metadata(spans: list[Span], tables: torch.Tensor, block_size: int) -> AttentionMetadata:
+    """Return the metadata of a step on the CPU.
+
+    Args:
+        spans: per request; those of one token come first.
+        tables: block table of each request, [R, max_blocks].
+    """
+    query_lens = [end - start for start, end in spans]
+    ends = [end for _, end in spans]
+    num_decodes = query_lens.count(1)
+    positions = [position for start, end in spans for position in range(start, end)]
+    rows = [row for row, (start, end) in enumerate(spans) for _ in range(start, end)]
+    slots = [
+        int(tables[row, position // block_size]) * block_size + position % block_size
+        for row, position in zip(rows, positions, strict=True)
+    ]
+    return AttentionMetadata(
+        num_decodes=num_decodes,
+        query_lens=query_lens,
+        seq_lens=ends,
+        positions=torch.tensor(positions),
+        slot_mapping=torch.tensor(slots),
+        block_tables=tables,
+        decode_seq_lens=torch.tensor(ends[:num_decodes]),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,23 +84,11 @@ class Case:
 
     def metadata(self, rows: list[int], spans: list[Span]) -> AttentionMetadata:
         """Return the metadata of a step that computes spans[i] of sequence rows[i]."""
-        size = self.shape.block_size
-        slots = [
-            int(self.tables[row, position // size]) * size + position % size
-            for row, (start, end) in zip(rows, spans, strict=True)
-            for position in range(start, end)
-        ]
-        query_lens = [end - start for start, end in spans]
-        num_decodes = query_lens.count(1)
-        ends = [end for _, end in spans]
-        return AttentionMetadata(
-            num_decodes=num_decodes,
-            query_lens=query_lens,
-            seq_lens=ends,
-            slot_mapping=torch.tensor(slots),
-            block_tables=self.tables[rows].contiguous(),
-            decode_seq_lens=torch.tensor(ends[:num_decodes]),
-        )
+        return attention_metadata(spans, self.tables[rows].contiguous(), self.shape.block_size)
+
+    def qkv(self, rows: list[int], spans: list[Span]) -> torch.Tensor:
+        """Return the fused projection of the spans, [T, (num_heads + 2 num_kv_heads) * head_dim]."""
+        return torch.cat([self.rows(tensors, rows, spans) for tensors in (self.q, self.k, self.v)], dim=1)
 
     def rows(self, tensors: list[torch.Tensor], rows: list[int], spans: list[Span]) -> torch.Tensor:
         """Concatenate the spans of q, k or v: [T, heads * head_dim]."""

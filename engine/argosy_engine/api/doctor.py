@@ -1,4 +1,4 @@
-"""`argosy doctor MODEL`: prints device, memory and the memory budget that a start with these flags would have.
+"""`argosy doctor MODEL`: prints device, attention backend and the memory budget of a start with these flags.
 
 Reads config.json and the safetensors headers, of a remote model nothing else, whose files its source is asked for;
 imports no torch and starts no device. A folder without tokenizer, or with missing or damaged weights, is refused.
@@ -17,6 +17,7 @@ import msgspec
 from msgspec import Struct
 
 from argosy_engine.api.engine_flag_parser import EngineFlagParser
+from argosy_engine.attention.selector import AttentionNeeds, BackendChoice, select_backend
 from argosy_engine.config import EngineArgs, MemoryBudget
 from argosy_engine.errors import ConfigError, DoesNotFit, FetchFailed
 from argosy_engine.frontend.memory_report import budget_table, size
@@ -45,6 +46,9 @@ class Diagnosis(Struct, kw_only=True):
     architecture: str
     dtype: str
     device: DeviceMemory
+    attention_backend: str
+    refused_backends: dict[str, str]
+    """Attention backends that would have been preferred, and why each cannot serve."""
     budget: MemoryBudget | None = None
     kv_cache_bytes: int | None = None
     kv_cache_tokens: int | None = None
@@ -90,15 +94,19 @@ def diagnose(args: EngineArgs, device: DeviceMemory | None = None) -> Diagnosis:
         elements = checkpoint_elements(path) if has_weights else dummy_elements(config)
     device = device or _find_device(args)
     dtype = choose_dtype(args.dtype, config.dtype, device.device)
+    needs = AttentionNeeds(device.device, dtype, args.block_size, config.attention_layers)
+    backend = select_backend(needs, args.attention_backend)
     diagnosis = Diagnosis(
         fits=False,
         model=args.canonical_name,
         architecture=config.architecture,
         dtype=dtype,
         device=device,
+        attention_backend=backend.name,
+        refused_backends=dict(backend.refused),
     )
     itemsize = _ITEMSIZE[dtype]
-    activations = estimate_activations(config, args, itemsize)
+    activations = estimate_activations(config, args, itemsize, backend.name)
     try:
         budget = plan_memory(
             args,
@@ -130,6 +138,8 @@ def _render(diagnosis: Diagnosis) -> str:
         f"{diagnosis.model}: {diagnosis.architecture}, {diagnosis.dtype} on {device.device} ({device.name})",
         f"memory {size(device.total_bytes)}, available {size(device.available_bytes)}",
     ]
+    backend = BackendChoice(diagnosis.attention_backend, diagnosis.refused_backends)
+    lines.append(f"attention backend {backend}")
     if diagnosis.budget is not None:
         lines.append(budget_table(diagnosis.budget))
     lines.append(f"does not fit: {diagnosis.problem}" if diagnosis.problem else "fits")

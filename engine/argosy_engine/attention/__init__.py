@@ -1,4 +1,16 @@
-"""Attention over the paged KV cache: a step's metadata, and the backends (plain torch, CPU kernels)."""
+"""Attention over the paged KV cache.
+
+    params           constants of one layer's attention, known from config.json; no torch
+    selector         registry of backends, and the choice between them; no torch
+    backend          what a backend is
+    layer            Attention, the module that every model uses
+    metadata         a step's requests, positions and slots
+    rotary, rms_norm rotary tables, and the norm of heads, in plain torch
+    torch_attn       backend `torch`: the reference
+    cpu_attn         backend `cpu`: our C++ kernels; native_step and native_decoder belong to it
+
+A backend is one module that is imported only if it is chosen.
+"""
 
 WORKSPACE_BYTES = 256 << 20
 """Limit on the gathered keys and values, or the scores, that the torch backend materialises at a time. Exceeded only

@@ -1,4 +1,4 @@
-"""Paged attention with our CPU kernels: one call for a step's prompts and decodes, without gathering the cache.
+"""Backend `cpu`: our C++ kernels. One call attends for a step's prompts and decodes, without gathering the cache.
 
 The kernels use their own layout inside a block (src/step.h), so a layer's cache must be written and read by the same
 backend. The shape and size of `kv_cache` are the same as for other backends.
@@ -6,47 +6,84 @@ backend. The shape and size of `kv_cache` are the same as for other backends.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
+from argosy_engine.attention.backend import DecoderParts
 from argosy_engine.attention.metadata import AttentionMetadata
-from argosy_engine.attention.native_step import NativeStep
-from argosy_engine.native.library import DTYPES, AttentionLayerStruct, Kernels, StepStruct, kernels
+from argosy_engine.attention.native_decoder import NativeDecoder
+from argosy_engine.attention.native_step import native_step
+from argosy_engine.attention.params import AttentionParams
+from argosy_engine.attention.rms_norm import rms_norm
+from argosy_engine.attention.rotary import RotaryEmbedding
+from argosy_engine.native.library import AttentionLayerStruct, Kernels, kernels
 
-_MAX_HEAD_DIM = 256
-_MAX_GROUP = 48
-"""Query heads per KV head that the kernels support: the rows of a tile."""
+
+class CpuBackend:
+    """Attention by the CPU kernels.
+
+    Args:
+        dtype: of the activations; the kernels must support it.
+        loaded: kernels to use; default: those for this CPU, which must be available.
+    """
+
+    name = "cpu"
+
+    def __init__(self, dtype: torch.dtype, loaded: Kernels | None = None) -> None:
+        found = loaded or kernels()
+        assert found is not None, "select_backend found the kernels available"
+        self._dtype = dtype
+        self._kernels = found
+
+    def attention(
+        self,
+        params: AttentionParams,
+        *,
+        rotary: RotaryEmbedding | None,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        eps: float,
+    ) -> CpuAttention:
+        return CpuAttention(self._kernels, self._dtype, params, rotary, q_norm, k_norm, eps)
+
+    def fuse_decoder(self, layers: Sequence[DecoderParts]) -> NativeDecoder | None:
+        attention = [layer.attention for layer in layers if isinstance(layer.attention, CpuAttention)]
+        if len(attention) < len(layers) or not all(each.norms_in_kernel for each in attention):
+            return None
+        return NativeDecoder(self._kernels, attention, layers) if all(map(_has_kernels, layers)) else None
+
+
+def _has_kernels(layer: DecoderParts) -> bool:
+    linears = layer.qkv, layer.output, layer.gate_up, layer.down
+    return layer.input_norm.has_kernel and layer.post_norm.has_kernel and all(part.packed for part in linears)
 
 
 class CpuAttention:
-    """One layer's norm of q and k heads, rotary embedding, KV write and attention, on the fused q, k, v projection.
-
-    Args:
-        cosines, sines: float32 [positions, rotary_dim / 2]; None: no rotary embedding.
-        q_norm, k_norm: weights [head_dim] of RMSNorm over each head, or None.
-        scale, sliding_window, logit_softcap: as in TorchAttention.
-    """
+    """One layer's attention by the kernels. Arguments: `layer.Attention`."""
 
     def __init__(
         self,
-        kernels: Kernels,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        *,
-        cosines: torch.Tensor | None = None,
-        sines: torch.Tensor | None = None,
-        q_norm: torch.Tensor | None = None,
-        k_norm: torch.Tensor | None = None,
-        eps: float = 0.0,
-        scale: float | None = None,
-        sliding_window: int | None = None,
-        logit_softcap: float | None = None,
+        loaded: Kernels,
+        dtype: torch.dtype,
+        params: AttentionParams,
+        rotary: RotaryEmbedding | None,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        eps: float,
     ) -> None:
-        self._kernels = kernels
-        self._kept_alive = (cosines, sines, q_norm, k_norm)
-        cosines_at, sines_at, q_norm_at, k_norm_at = (
+        self._kernels = loaded
+        self._params, self._eps = params, eps
+        norms = [(q_norm, slice(0, params.num_heads))]
+        norms.append((k_norm, slice(params.num_heads, params.num_heads + params.num_kv_heads)))
+        # The kernels read the norms' weights in the activations' dtype.
+        self._torch_norms = [
+            (norm, heads) for norm, heads in norms if norm is not None and norm.dtype is not dtype
+        ]
+        cosines, sines = (None, None) if rotary is None else (rotary.cosines, rotary.sines)
+        in_kernel = [norm if norm is not None and norm.dtype is dtype else None for norm, _ in norms]
+        self._kept_alive = (*in_kernel, cosines, sines)
+        q_norm_at, k_norm_at, cosines_at, sines_at = (
             None if tensor is None else tensor.data_ptr() for tensor in self._kept_alive
         )
         self.layer = AttentionLayerStruct(
@@ -54,50 +91,27 @@ class CpuAttention:
             k_norm=k_norm_at,
             cosines=cosines_at,
             sines=sines_at,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
+            num_heads=params.num_heads,
+            num_kv_heads=params.num_kv_heads,
+            head_dim=params.head_dim,
             rotary_dim=0 if cosines is None else cosines.shape[1] * 2,
-            window=sliding_window or 0,
-            scale=head_dim**-0.5 if scale is None else scale,
-            softcap=logit_softcap or 0.0,
+            window=params.sliding_window or 0,
+            scale=params.scale,
+            softcap=params.logit_softcap or 0.0,
             eps=eps,
         )
 
-    @classmethod
-    def create(
-        cls,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        **options: Any,
-    ) -> CpuAttention | None:
-        """Create the backend, or return None if the kernels do not support the device, dtype or shapes."""
-        if device.type != "cpu" or dtype not in DTYPES:
-            return None
-        if head_dim > _MAX_HEAD_DIM or num_heads // num_kv_heads > _MAX_GROUP:
-            return None
-        loaded = kernels()
-        if loaded is None or head_dim % loaded.lanes:
-            return None
-        return cls(loaded, num_heads, num_kv_heads, head_dim, **options)
-
-    def serves(self, kv_cache: torch.Tensor) -> bool:
-        """Whether the kernels support a cache [..., block_size, num_kv_heads, head_dim]: its block size must be a
-        multiple of `lanes`."""
-        return kv_cache.shape[-3] % self._kernels.lanes == 0
+    @property
+    def norms_in_kernel(self) -> bool:
+        """Whether the kernels compute the norms of heads, if there are any."""
+        return not self._torch_norms
 
     def __call__(self, qkv: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
-        """Write keys and values to the cache and compute attention, [T, num_heads * head_dim].
-
-        Args:
-            qkv: [T, (num_heads + 2 num_kv_heads) * head_dim], contiguous; changed in place.
-            kv_cache: this layer's, [2, num_blocks, block_size, num_kv_heads, head_dim].
-        """
         self.bind(kv_cache)
+        if self._torch_norms:
+            heads = qkv.view(len(qkv), -1, self._params.head_dim)
+            for norm, chosen in self._torch_norms:
+                heads[:, chosen] = rms_norm(heads[:, chosen], norm, self._eps)
         layer, step = self.layer, native_step(meta)
         self._kernels.rotate_and_write(layer, step, qkv)
         return self._kernels.attention(layer, step, qkv)
@@ -109,10 +123,3 @@ class CpuAttention:
             _, layer.num_blocks, layer.block_size, _, _ = kv_cache.shape
             layer.k_cache = address
             layer.v_cache = address + kv_cache.stride(0) * kv_cache.itemsize
-
-
-def native_step(meta: AttentionMetadata) -> StepStruct:
-    """Return a step's metadata in the kernels' form, created on the first call and shared by all layers."""
-    if meta.native_step is None:
-        meta.native_step = NativeStep(meta.seq_lens, meta.query_lens, meta.slot_mapping, meta.block_tables)
-    return meta.native_step.struct

@@ -1,4 +1,4 @@
-"""Paged attention in plain torch: the portable backend and the reference for all kernels.
+"""Backend `torch`: paged attention in plain torch, portable and the reference for all kernels.
 
 Decodes run as padded batches grouped by length, so that one long request does not slow down the others; prompts run one
 by one over their gathered blocks. Both are split so that gathered keys and values, or scores, stay within
@@ -7,51 +7,88 @@ by one over their gathered blocks. Both are split so that gathered keys and valu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 
 from argosy_engine.attention import WORKSPACE_BYTES
+from argosy_engine.attention.backend import DecoderParts
 from argosy_engine.attention.metadata import AttentionMetadata
+from argosy_engine.attention.params import AttentionParams
+from argosy_engine.attention.rms_norm import rms_norm
+from argosy_engine.attention.rotary import RotaryEmbedding
 
 _BUCKET_TOKENS = 256
 """Decodes whose lengths round up to the same multiple share a padded batch."""
 
 
-class TorchAttention:
-    """One layer's causal, grouped-query attention.
+class TorchBackend:
+    """Attention in plain torch, on any device and in any dtype."""
 
-    Args:
-        scale: factor on the scores; default 1 / sqrt(head_dim).
-        sliding_window: number of tokens that a token attends to, itself included; None: all tokens before it.
-        logit_softcap: scores become cap * tanh(score / cap) (Gemma 2, arXiv 2408.00118).
-    """
+    name = "torch"
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        pass
+
+    def attention(
+        self,
+        params: AttentionParams,
+        *,
+        rotary: RotaryEmbedding | None,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        eps: float,
+    ) -> TorchAttention:
+        return TorchAttention(params, rotary, q_norm, k_norm, eps)
+
+    def fuse_decoder(self, layers: Sequence[DecoderParts]) -> None:
+        return None
+
+
+class TorchAttention:
+    """One layer's attention in plain torch. Arguments: `layer.Attention`."""
 
     def __init__(
         self,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        *,
-        scale: float | None = None,
-        sliding_window: int | None = None,
-        logit_softcap: float | None = None,
+        params: AttentionParams,
+        rotary: RotaryEmbedding | None,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        eps: float,
     ) -> None:
-        self.num_heads = num_heads
-        self.num_kv_heads = num_kv_heads
-        self.head_dim = head_dim
-        self.scale = head_dim**-0.5 if scale is None else scale
-        self.sliding_window = sliding_window
-        self.logit_softcap = logit_softcap
+        self.num_heads, self.num_kv_heads = params.num_heads, params.num_kv_heads
+        self.head_dim = params.head_dim
+        self.scale = params.scale
+        self.sliding_window = params.sliding_window
+        self.logit_softcap = params.logit_softcap
+        self._split = [params.num_heads, params.num_kv_heads, params.num_kv_heads]
+        self._rotary = rotary
+        self._q_norm, self._k_norm, self._eps = q_norm, k_norm, eps
 
-    def write(
-        self, kv_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, meta: AttentionMetadata
-    ) -> None:
-        """Write this step's keys and values, each [T, num_kv_heads, head_dim], to their slots."""
+    def __call__(self, qkv: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
+        q, k, v = qkv.view(len(qkv), -1, self.head_dim).split(self._split, dim=1)
+        if self._q_norm is not None:
+            q = rms_norm(q, self._q_norm, self._eps)
+        if self._k_norm is not None:
+            k = rms_norm(k, self._k_norm, self._eps)
+        if self._rotary is not None:
+            q, k = self._rotate(self._rotary, q, k, meta)
         flat = kv_cache.view(2, -1, self.num_kv_heads, self.head_dim)
         flat[0].index_copy_(0, meta.slot_mapping, k)
         flat[1].index_copy_(0, meta.slot_mapping, v)
+        return self._attend_all(q.contiguous(), kv_cache, meta).view(len(qkv), -1)
 
-    def __call__(self, q: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
+    @staticmethod
+    def _rotate(
+        rotary: RotaryEmbedding, q: torch.Tensor, k: torch.Tensor, meta: AttentionMetadata
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        selected = meta.shared.get(rotary)
+        if selected is None:
+            selected = meta.shared[rotary] = rotary.select(meta.positions)
+        return rotary.apply(q, *selected), rotary.apply(k, *selected)
+
+    def _attend_all(self, q: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
         """Compute causal attention of q [T, num_heads, head_dim] over the cache; the result has q's shape."""
         out = torch.empty_like(q)
         if meta.num_decodes:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from msgspec.structs import replace
+
+from argosy_engine.attention.params import AttentionParams
 from argosy_engine.errors import ConfigError
 from argosy_engine.models.model_config import (
     ModelConfig,
@@ -32,6 +35,11 @@ class GemmaConfig(ModelConfig, frozen=True, kw_only=True):
     """Scores are divided by its square root."""
     attn_logit_softcapping: Positive | None
     final_logit_softcapping: Positive | None
+
+    @property
+    def attention_layers(self) -> tuple[AttentionParams, ...]:
+        scale, cap = self.query_pre_attn_scalar**-0.5, self.attn_logit_softcapping
+        return tuple(replace(layer, scale=scale, logit_softcap=cap) for layer in super().attention_layers)
 
     @classmethod
     def fields_of(cls, raw: RawConfig) -> dict[str, Any]:

@@ -11,31 +11,30 @@ import torch
 import torch.nn.functional as F
 
 from argosy_engine.attention.metadata import AttentionMetadata
+from argosy_engine.attention.params import AttentionParams
 from argosy_engine.models.gpt2_config import GPT2Config
 from argosy_engine.models.gpt2_layers import ACTIVATIONS, LayerNorm, MultiHeadAttention
+from argosy_engine.models.layer_factory import LayerFactory
 from argosy_engine.models.layers import Linear
-from argosy_engine.models.weights import Weights
 
 
 class GPT2Layer:
-    def __init__(self, config: GPT2Config, weights: Weights, index: int) -> None:
+    def __init__(
+        self, config: GPT2Config, factory: LayerFactory, index: int, params: AttentionParams
+    ) -> None:
         prefix = f"transformer.h.{index}."
         hidden, inner = config.hidden_size, config.intermediate_size
 
         def conv1d(name: str, in_features: int, out_features: int) -> Linear:
-            return weights.linear({prefix + name: out_features}, in_features, bias=True, is_transposed=True)
+            return factory.linear({prefix + name: out_features}, in_features, bias=True, is_transposed=True)
 
-        scale = config.head_dim**-0.5 if config.scales_attention else 1.0
-        self.norm_1 = LayerNorm(weights, prefix + "ln_1", hidden, config.layer_norm_eps)
+        self.norm_1 = LayerNorm(factory, prefix + "ln_1", hidden, config.layer_norm_eps)
         self.attend = MultiHeadAttention(
             conv1d("attn.c_attn", hidden, 3 * hidden),
             conv1d("attn.c_proj", hidden, hidden),
-            config.num_attention_heads,
-            config.head_dim,
-            weights,
-            scale=scale / (index + 1) if config.scales_attention_by_layer else scale,
+            factory.attention(params),
         )
-        self.norm_2 = LayerNorm(weights, prefix + "ln_2", hidden, config.layer_norm_eps)
+        self.norm_2 = LayerNorm(factory, prefix + "ln_2", hidden, config.layer_norm_eps)
         self.up = conv1d("mlp.c_fc", hidden, inner)
         self.down = conv1d("mlp.c_proj", inner, hidden)
         self.activation = ACTIVATIONS[config.activation]
@@ -50,16 +49,18 @@ class GPT2:
     checkpoint_prefix = "transformer."
     ignored_tensors = (r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",)
 
-    def __init__(self, config: GPT2Config, weights: Weights, max_positions: int) -> None:
+    def __init__(self, config: GPT2Config, factory: LayerFactory) -> None:
         hidden = config.hidden_size
-        self.embedding = weights.take("transformer.wte.weight", config.vocab_size, hidden)
-        self.positions = weights.take("transformer.wpe.weight", config.max_position_embeddings, hidden)
-        self.layers = [GPT2Layer(config, weights, index) for index in range(config.num_hidden_layers)]
-        self.norm = LayerNorm(weights, "transformer.ln_f", hidden, config.layer_norm_eps)
+        self.embedding = factory.take("transformer.wte.weight", config.vocab_size, hidden)
+        self.positions = factory.take("transformer.wpe.weight", config.max_position_embeddings, hidden)
+        self.layers = [
+            GPT2Layer(config, factory, index, params) for index, params in enumerate(config.attention_layers)
+        ]
+        self.norm = LayerNorm(factory, "transformer.ln_f", hidden, config.layer_norm_eps)
         if config.tie_word_embeddings:
             self.lm_head = Linear(self.embedding)
         else:
-            self.lm_head = weights.linear({"lm_head": config.vocab_size}, hidden)
+            self.lm_head = factory.linear({"lm_head": config.vocab_size}, hidden)
 
     def forward(
         self,

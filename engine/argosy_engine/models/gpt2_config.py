@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from msgspec.structs import replace
+
+from argosy_engine.attention.params import AttentionParams
 from argosy_engine.errors import ConfigError
 from argosy_engine.models.model_config import ModelConfig, Positive, RawConfig, Size, layer_count
 
@@ -16,6 +19,14 @@ class GPT2Config(ModelConfig, frozen=True, kw_only=True):
     """Whether scores are divided by sqrt(head_dim)."""
     scales_attention_by_layer: bool
     """Whether scores are also divided by the layer's number, counted from 1."""
+
+    @property
+    def attention_layers(self) -> tuple[AttentionParams, ...]:
+        scale = self.head_dim**-0.5 if self.scales_attention else 1.0
+        return tuple(
+            replace(layer, scale=scale / (index + 1) if self.scales_attention_by_layer else scale)
+            for index, layer in enumerate(super().attention_layers)
+        )
 
     @classmethod
     def fields_of(cls, raw: RawConfig) -> dict[str, Any]:

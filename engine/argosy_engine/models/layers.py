@@ -1,4 +1,4 @@
-"""Layers shared by the architectures: linear, gated linear, RMSNorm, rotary embedding.
+"""Layers shared by the architectures: linear, gated linear, RMSNorm.
 
 Weights are plain tensors in inference mode. On a CPU the layers use our own kernels (`native`). Where these are
 unavailable, `Linear` stores its weight in the layout that torch multiplies fastest at decode batch sizes (bf16:
@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from argosy_engine.attention.rms_norm import rms_norm
 from argosy_engine.native.library import DTYPES, Kernels, PackedLinear, kernels
 
 
@@ -103,49 +104,10 @@ class RMSNorm:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self._kernels is not None and x.dim() == 2:
             return self._kernels.rms_norm(x.contiguous(), self.weight, self.eps)
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return wide.to(x.dtype) * self.weight
+        return rms_norm(x, self.weight, self.eps)
 
     def after_adding(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """Add x to the residual in place and return the norm of the sum; both [T, width], contiguous."""
         if self._kernels is not None:
             return self._kernels.rms_norm(x, self.weight, self.eps, residual)
         return self(residual.add_(x))
-
-
-class RotaryEmbedding:
-    """Rotary position embedding that rotates halves (arXiv 2104.09864), the layout of Llama checkpoints.
-
-    Args:
-        inv_freq: float32 [head_dim / 2] on the CPU, see `rope.inverse_frequencies`.
-
-    The tables are always computed on the CPU. Weights are planned on the meta device, and torch's arithmetic there
-    first imports torch's compiler, which takes longer than the rest of a small model's load.
-    """
-
-    def __init__(
-        self,
-        inv_freq: torch.Tensor,
-        max_positions: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        attention_scaling: float = 1.0,
-    ) -> None:
-        angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inv_freq)
-        self._dtype = dtype
-        self.cosines = (angles.cos() * attention_scaling).to(device)
-        """float32 [max_positions, head_dim / 2]"""
-        self.sines = (angles.sin() * attention_scaling).to(device)
-
-    def select(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cos and sin for positions [T], each [T, 1, head_dim]. Called once per step for all layers."""
-        cos, sin = self.cosines[positions].to(self._dtype), self.sines[positions].to(self._dtype)
-        return torch.cat((cos, cos), dim=-1).unsqueeze(1), torch.cat((sin, sin), dim=-1).unsqueeze(1)
-
-    @staticmethod
-    def apply(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Rotate x [T, heads, head_dim]."""
-        half = x.shape[-1] // 2
-        rotated = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
-        return x * cos + rotated * sin

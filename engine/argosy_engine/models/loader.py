@@ -12,8 +12,11 @@ from typing import Any, Literal
 
 import torch
 
+from argosy_engine.attention.selector import load_backend
+from argosy_engine.attention.torch_attn import TorchBackend
 from argosy_engine.errors import ConfigError
 from argosy_engine.models import registry
+from argosy_engine.models.layer_factory import LayerFactory
 from argosy_engine.models.model_config import ModelConfig
 from argosy_engine.models.registry import CausalLM
 from argosy_engine.models.weights import DummyWeights, SafetensorsWeights, WeightPlan, Weights
@@ -37,7 +40,7 @@ class LoadedModel:
 def plan_weights(config: ModelConfig, dtype: torch.dtype) -> WeightPlan:
     """Return names, shapes and bytes of the weights that a config asks for. Needs no checkpoint."""
     plan = WeightPlan(dtype)
-    registry.model_class(config.architecture)(config, plan, 1)
+    registry.model_class(config.architecture)(config, LayerFactory(plan, TorchBackend(dtype), 1))
     return plan
 
 
@@ -47,6 +50,7 @@ def load_model(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    attention_backend: str,
     max_positions: int,
     load_format: Literal["auto", "dummy"],
     seed: int,
@@ -54,6 +58,7 @@ def load_model(
     """Build the model with its weights on the device.
 
     Args:
+        attention_backend: one that `select_backend` has chosen.
         max_positions: length of computed position tables.
         seed: seed of dummy weights.
 
@@ -67,17 +72,18 @@ def load_model(
             f"{config.architecture} cannot run in {name}: {reason}; use --dtype bfloat16 or float32"
         )
     model_class = registry.model_class(config.architecture)
+    backend = load_backend(attention_backend, dtype)
     with torch.inference_mode():
         plan = plan_weights(config, dtype)
         elements = {name: math.prod(shape) for name, shape in plan.shapes.items()}
         if load_format == "dummy":
             weights: Weights = DummyWeights(dtype, device, seed)
-            return LoadedModel(model_class(config, weights, max_positions), elements)
+            return LoadedModel(model_class(config, LayerFactory(weights, backend, max_positions)), elements)
         reader = SafetensorsWeights(path, dtype, device, prefix=model_class.checkpoint_prefix)
         reader.check(plan, [*model_class.ignored_tensors, *_tied_head(config)])
         with LoadProgress(reader.stored_bytes(plan)) as progress:
             reader.on_read = progress.advance
-            model = model_class(config, reader, max_positions)
+            model = model_class(config, LayerFactory(reader, backend, max_positions))
         return LoadedModel(model, elements)
 
 

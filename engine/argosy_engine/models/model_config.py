@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import msgspec
 from msgspec import Meta, Struct
 
+from argosy_engine.attention.params import AttentionParams
 from argosy_engine.errors import ConfigError
 
 MAX_CONFIG_BYTES = 16 << 20
@@ -51,6 +52,21 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     name is vLLM's; Hugging Face has none."""
     matryoshka_dimensions: Annotated[tuple[Size, ...], Meta(max_length=256)] = ()
     """Embedding lengths that the model was trained for; empty: any length, if `is_matryoshka`."""
+
+    @property
+    def attention_layers(self) -> tuple[AttentionParams, ...]:
+        """Constants of each layer's attention. A family whose layers differ in more than the window overrides it."""
+        positions = self.max_position_embeddings
+        return tuple(
+            AttentionParams(
+                num_heads=self.num_attention_heads,
+                num_kv_heads=self.num_key_value_heads,
+                head_dim=self.head_dim,
+                scale=self.head_dim**-0.5,
+                sliding_window=None if window is None or window >= positions else window,
+            )
+            for window in self.sliding_windows
+        )
 
     @property
     def pooled_size(self) -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import torch
 
+from argosy_engine.models.layer_factory import LayerFactory
 from argosy_engine.models.llama import GatedMLP
-from argosy_engine.models.weights import Weights
 
 
 class SparseMLP:
@@ -19,7 +19,7 @@ class SparseMLP:
 
     def __init__(
         self,
-        weights: Weights,
+        factory: LayerFactory,
         prefix: str,
         hidden: int,
         inner: int,
@@ -28,9 +28,9 @@ class SparseMLP:
         experts_per_token: int,
         normalises: bool,
     ) -> None:
-        self.router = weights.linear({prefix + "gate": num_experts}, hidden)
+        self.router = factory.linear({prefix + "gate": num_experts}, hidden)
         self.experts = [
-            GatedMLP(weights, f"{prefix}experts.{index}.", hidden, inner, bias=False)
+            GatedMLP(factory, f"{prefix}experts.{index}.", hidden, inner, bias=False)
             for index in range(num_experts)
         ]
         self.experts_per_token = experts_per_token

@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 
 from argosy_engine.attention.metadata import AttentionMetadata
+from argosy_engine.attention.params import AttentionParams
 from argosy_engine.models.gpt2_layers import ACTIVATIONS, LayerNorm, MultiHeadAttention
+from argosy_engine.models.layer_factory import LayerFactory
 from argosy_engine.models.layers import Linear
 from argosy_engine.models.opt_config import OPTConfig
-from argosy_engine.models.weights import Weights
 
 _POSITION_OFFSET = 2
 """Rows at the start of the position table that training reserved for padding."""
@@ -19,22 +20,20 @@ _EPS = 1e-5
 
 
 class OPTLayer:
-    def __init__(self, config: OPTConfig, weights: Weights, index: int) -> None:
+    def __init__(self, config: OPTConfig, factory: LayerFactory, index: int, params: AttentionParams) -> None:
         prefix = f"model.decoder.layers.{index}."
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.has_bias
         attention = prefix + "self_attn."
         self.norm_before = config.norm_before
-        self.attention_norm = LayerNorm(weights, prefix + "self_attn_layer_norm", hidden, _EPS)
+        self.attention_norm = LayerNorm(factory, prefix + "self_attn_layer_norm", hidden, _EPS)
         self.attend = MultiHeadAttention(
-            weights.linear({attention + f"{name}_proj": hidden for name in "qkv"}, hidden, bias=bias),
-            weights.linear({attention + "out_proj": hidden}, hidden, bias=bias),
-            config.num_attention_heads,
-            config.head_dim,
-            weights,
+            factory.linear({attention + f"{name}_proj": hidden for name in "qkv"}, hidden, bias=bias),
+            factory.linear({attention + "out_proj": hidden}, hidden, bias=bias),
+            factory.attention(params),
         )
-        self.mlp_norm = LayerNorm(weights, prefix + "final_layer_norm", hidden, _EPS)
-        self.up = weights.linear({prefix + "fc1": inner}, hidden, bias=bias)
-        self.down = weights.linear({prefix + "fc2": hidden}, inner, bias=bias)
+        self.mlp_norm = LayerNorm(factory, prefix + "final_layer_norm", hidden, _EPS)
+        self.up = factory.linear({prefix + "fc1": inner}, hidden, bias=bias)
+        self.down = factory.linear({prefix + "fc2": hidden}, inner, bias=bias)
         self.activation = ACTIVATIONS[config.activation]
 
     def __call__(self, hidden: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
@@ -53,25 +52,27 @@ class OPT:
     checkpoint_prefix = "model."
     ignored_tensors = ()
 
-    def __init__(self, config: OPTConfig, weights: Weights, max_positions: int) -> None:
+    def __init__(self, config: OPTConfig, factory: LayerFactory) -> None:
         base = "model.decoder."
         hidden, width = config.hidden_size, config.embedding_size
-        self.embedding = weights.take(base + "embed_tokens.weight", config.vocab_size, width)
-        self.positions = weights.take(
+        self.embedding = factory.take(base + "embed_tokens.weight", config.vocab_size, width)
+        self.positions = factory.take(
             base + "embed_positions.weight", config.max_position_embeddings + _POSITION_OFFSET, hidden
         )
         self.project_in = self.project_out = None
         if width != hidden:
-            self.project_in = weights.linear({base + "project_in": hidden}, width)
-            self.project_out = weights.linear({base + "project_out": width}, hidden)
-        self.layers = [OPTLayer(config, weights, index) for index in range(config.num_hidden_layers)]
+            self.project_in = factory.linear({base + "project_in": hidden}, width)
+            self.project_out = factory.linear({base + "project_out": width}, hidden)
+        self.layers = [
+            OPTLayer(config, factory, index, params) for index, params in enumerate(config.attention_layers)
+        ]
         self.norm = None
         if config.has_final_norm:
-            self.norm = LayerNorm(weights, base + "final_layer_norm", hidden, _EPS)
+            self.norm = LayerNorm(factory, base + "final_layer_norm", hidden, _EPS)
         if config.tie_word_embeddings:
             self.lm_head = Linear(self.embedding)
         else:
-            self.lm_head = weights.linear({"lm_head": config.vocab_size}, width)
+            self.lm_head = factory.linear({"lm_head": config.vocab_size}, width)
 
     def forward(
         self,

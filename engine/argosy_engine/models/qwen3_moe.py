@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+from argosy_engine.models.layer_factory import LayerFactory
 from argosy_engine.models.llama import MLP, Llama
 from argosy_engine.models.llama_config import Qwen3MoeConfig
 from argosy_engine.models.moe import SparseMLP
-from argosy_engine.models.weights import Weights
 
 
 class Qwen3Moe(Llama):
     config: Qwen3MoeConfig
 
-    def make_mlp(self, weights: Weights, prefix: str, index: int) -> MLP:
+    def make_mlp(self, factory: LayerFactory, prefix: str, index: int) -> MLP:
         config = self.config
         if not config.is_sparse(index):
-            return super().make_mlp(weights, prefix, index)
+            return super().make_mlp(factory, prefix, index)
         return SparseMLP(
-            weights,
+            factory,
             prefix,
             config.hidden_size,
             config.moe_intermediate_size,

@@ -15,22 +15,19 @@ if TYPE_CHECKING:
     import torch
 
     from argosy_engine.attention.metadata import AttentionMetadata
+    from argosy_engine.models.layer_factory import LayerFactory
     from argosy_engine.models.model_config import ModelConfig
-    from argosy_engine.models.weights import Weights
 
 
 class CausalLM(Protocol):
-    """A model over a step's flattened batch of T tokens. The constructor takes each weight exactly once.
-
-    `max_positions` is the length of position tables that are computed rather than loaded.
-    """
+    """A model over a step's flattened batch of T tokens. The constructor takes each weight exactly once."""
 
     checkpoint_prefix: ClassVar[str]
     """Prefix of the base model's tensor names. Checkpoints of the base model alone lack it."""
     ignored_tensors: ClassVar[Sequence[str]]
     """Patterns of tensor names that checkpoints may contain and the model does not use."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, max_positions: int) -> None: ...
+    def __init__(self, config: ModelConfig, factory: LayerFactory) -> None: ...
 
     def forward(
         self,

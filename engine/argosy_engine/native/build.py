@@ -23,6 +23,9 @@ from pathlib import Path
 SOURCES = Path(__file__).parent / "src"
 PREBUILT = Path(__file__).parent / "prebuilt"
 
+ENVIRONMENT_VARIABLE = "ARGOSY_NATIVE"
+"""0: compute with torch; debug: use kernels that check their indices; anything else: use kernels where possible."""
+
 _COMPILE_TIMEOUT_S = 300.0
 """An idle machine takes a few seconds, a busy one with one core a minute."""
 BASE_FLAGS = (
@@ -43,6 +46,8 @@ class Variant:
     name: str
     cpu_flags: frozenset[str]
     compile_flags: tuple[str, ...]
+    lanes: int
+    """float32 elements of a vector register."""
 
 
 _AVX2 = ("-mavx2", "-mfma")
@@ -52,15 +57,35 @@ VARIANTS = (
         "avx512_bf16",
         frozenset({"avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"}),
         (*_AVX512, "-mavx512bf16"),
+        16,
     ),
-    Variant("avx512", frozenset({"avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl"}), _AVX512),
-    Variant("avx2", frozenset({"avx2", "fma"}), _AVX2),
+    Variant("avx512", frozenset({"avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl"}), _AVX512, 16),
+    Variant("avx2", frozenset({"avx2", "fma"}), _AVX2, 8),
 )
 """Best first."""
 
 
 class NativeUnavailable(Exception):
     """The kernels cannot be used on this machine; the message says why. The engine falls back to torch."""
+
+
+def usable_variant() -> Variant:
+    """Return the variant that an engine would use, as far as can be told without building it.
+
+    Raises:
+        NativeUnavailable: the kernels are switched off, or there is no variant for this CPU, or neither a prebuilt
+            library nor a compiler.
+    """
+    if os.environ.get(ENVIRONMENT_VARIABLE) == "0":
+        raise NativeUnavailable(f"the kernels are off ({ENVIRONMENT_VARIABLE}=0)")
+    variant = choose_variant(cpu_flags())
+    if not _prebuilt(variant).is_file():
+        find_compiler()
+    return variant
+
+
+def _prebuilt(variant: Variant) -> Path:
+    return PREBUILT / f"{variant.name}-{_digest(variant, '')}.so"
 
 
 def library_path(variant: Variant | None = None, *, is_debug: bool = False) -> Path:
@@ -70,7 +95,7 @@ def library_path(variant: Variant | None = None, *, is_debug: bool = False) -> P
         NativeUnavailable: no variant for this CPU, no compiler, no place to keep the result, or a failed build.
     """
     variant = variant or choose_variant(cpu_flags())
-    prebuilt = PREBUILT / f"{variant.name}-{_digest(variant, '')}.so"
+    prebuilt = _prebuilt(variant)
     if not is_debug and prebuilt.is_file():
         return prebuilt
     compiler = find_compiler()

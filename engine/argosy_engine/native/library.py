@@ -18,12 +18,9 @@ import torch
 from numpy.typing import NDArray
 
 from argosy_engine.native.allocation import allocate
-from argosy_engine.native.build import NativeUnavailable, library_path
+from argosy_engine.native.build import ENVIRONMENT_VARIABLE, NativeUnavailable, library_path
 
 log = logging.getLogger(__name__)
-
-ENVIRONMENT_VARIABLE = "ARGOSY_NATIVE"
-"""0: compute with torch; debug: use kernels that check their indices; anything else: use kernels where possible."""
 
 
 class AttentionLayerStruct(Structure):

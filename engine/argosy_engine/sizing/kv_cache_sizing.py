@@ -32,17 +32,14 @@ def kv_block_bytes(config: ModelConfig, itemsize: int, block_size: int) -> int:
     return block_bytes(kv_cache_groups(config, itemsize, block_size))
 
 
-def estimate_activations(
-    config: ModelConfig, args: EngineArgs, itemsize: int, *, has_kernels: bool = True
-) -> int:
+def estimate_activations(config: ModelConfig, args: EngineArgs, itemsize: int, attention_backend: str) -> int:
     """Estimate the peak activation bytes of the largest step.
 
     The peak is in the widest layer over all tokens, or in sampling with log probabilities for all requests.
 
     Args:
         itemsize: bytes per element of the model's dtype.
-        has_kernels: whether the CPU kernels are used. Without them torch attends and samples, which gathers keys and
-            values and needs more arrays over the vocabulary.
+        attention_backend: `torch` gathers keys and values, and samples with more arrays over the vocabulary.
     """
     q = config.num_attention_heads * config.head_dim
     kv = config.num_key_value_heads * config.head_dim
@@ -53,7 +50,7 @@ def estimate_activations(
     rows = min(args.max_num_seqs, args.max_num_batched_tokens)
     # logits in the model's dtype and float32, log-softmax, a sorted copy and its indices (int64)
     sampling = itemsize + 4 + 4 + 4 + 8
-    if not has_kernels:
+    if attention_backend == "torch":
         context = wanted_model_len(args, config) * 2 * kv * itemsize
         # once as gathered, and once in the layout of the product
         layer += 2 * max(min(rows * context, WORKSPACE_BYTES), context)

@@ -163,6 +163,7 @@ class ModelRunner:
         block_of, offsets = np.divmod(positions, self.block_size)
         max_blocks = int(-(-seq_lens.max() // self.block_size))
         decode_seq_lens = self._tensor(seq_lens[:num_decodes])
+        all_positions = self._tensor(positions)
         metas = []
         for tables in batch.block_tables:
             slot_mapping = tables[slot_of, block_of].astype(np.int64) * self.block_size + offsets
@@ -171,6 +172,7 @@ class ModelRunner:
                     num_decodes=num_decodes,
                     query_lens=query_lens.tolist(),
                     seq_lens=seq_lens.tolist(),
+                    positions=all_positions,
                     slot_mapping=self._tensor(slot_mapping),
                     block_tables=self._tensor(tables[slots, :max_blocks].astype(np.int64)),
                     decode_seq_lens=decode_seq_lens,
@@ -181,7 +183,7 @@ class ModelRunner:
             meta = replace(meta, layers=tuple(metas[group] for group in self._group_of_layer))
         tokens = self._tensor(token_ids.astype(np.int64))
         self._pending_steps.fill(tokens, slots, ends - 1)
-        return tokens, self._tensor(positions), meta
+        return tokens, all_positions, meta
 
     def _score_prompts(
         self,

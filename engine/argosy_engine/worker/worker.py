@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import time
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from argosy_engine.attention.selector import AttentionNeeds, BackendChoice, select_backend
 from argosy_engine.config import EngineArgs, MemoryBudget
 from argosy_engine.errors import ConfigError
 from argosy_engine.messages.scheduler_output import SchedulerOutput
@@ -35,6 +37,8 @@ from argosy_engine.worker.memory_profiling import measure_activations
 from argosy_engine.worker.model_runner import ModelRunner
 from argosy_engine.worker.pending_step import PendingStep
 from argosy_fetcher.model_hold import ModelHold
+
+logger = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -62,6 +66,7 @@ class Worker:
         self._config: ModelConfig
         self._device: torch.device
         self._dtype: torch.dtype
+        self._backend: BackendChoice
         self._sampling: SamplerOptions
         self._budget: MemoryBudget
         self._fingerprint: str
@@ -77,18 +82,27 @@ class Worker:
             self._device = device = choose_device(args.device, self.rank, self.world_size)
             torch.set_num_threads(args.threads or len(os.sched_getaffinity(0)))
             memory = cpu_memory() if device.type == "cpu" else _cuda_memory(device)
-        has_kernels = False
+        unavailable: dict[str, str] = {}
         if device.type == "cpu":
             with self._phase("kernels"):
                 if (loaded_kernels := kernels()) is not None:
                     loaded_kernels.set_threads(torch.get_num_threads())
-                    has_kernels = True
+                else:
+                    unavailable["cpu"] = "there are no CPU kernels; an earlier line of this log says why"
         with self._phase("config"):
             self._path = resolve_model(args.model)
             self._hold = hold_stored_model(self._path)
             self._config = config = load_model_config(self._path)
             self._dtype = dtype = _DTYPES[choose_dtype(args.dtype, config.dtype, device.type)]
             longest = wanted_model_len(args, config)
+            self._backend = select_backend(
+                AttentionNeeds(
+                    device.type, str(dtype).removeprefix("torch."), args.block_size, config.attention_layers
+                ),
+                args.attention_backend,
+                unavailable,
+            )
+            logger.info("attention backend: %s", self._backend)
             self._sampling = SamplerOptions(
                 model_path=str(self._path),
                 vocab_size=config.vocab_size,
@@ -100,7 +114,7 @@ class Worker:
         with self._phase("fingerprint"):
             self._fingerprint = self._current_fingerprint()
         if device.type == "cpu":
-            activation_bytes = estimate_activations(config, args, dtype.itemsize, has_kernels=has_kernels)
+            activation_bytes = estimate_activations(config, args, dtype.itemsize, self._backend.name)
         else:
             with self._phase("profile"):
                 activation_bytes = measure_activations(
@@ -176,6 +190,7 @@ class Worker:
             self._config,
             dtype=self._dtype,
             device=self._device,
+            attention_backend=self._backend.name,
             max_positions=wanted_model_len(self.args, self._config) + 1,
             load_format=self.args.load_format,
             seed=self.args.seed or 0,

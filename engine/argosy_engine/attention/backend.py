@@ -1,0 +1,90 @@
+"""AttentionBackend: what an implementation of attention provides. The registry of backends: `selector`.
+
+A backend owns everything between the projection to q, k and v and the output projection: the norm of q and k heads, the
+rotary embedding, the layout of keys and values inside a block of the KV cache, the write to it, and attention itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import torch
+
+from argosy_engine.attention.metadata import AttentionMetadata
+from argosy_engine.attention.params import AttentionParams
+from argosy_engine.attention.rotary import RotaryEmbedding
+
+if TYPE_CHECKING:
+    from argosy_engine.native.library import PackedLinear
+
+
+class AttentionImpl(Protocol):
+    """One layer's attention by one backend."""
+
+    def __call__(self, qkv: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
+        """See `layer.Attention.__call__`."""
+        ...
+
+
+class AttentionBackend(Protocol):
+    """Makes the attention of layers, all of one dtype."""
+
+    name: str
+
+    def attention(
+        self,
+        params: AttentionParams,
+        *,
+        rotary: RotaryEmbedding | None,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        eps: float,
+    ) -> AttentionImpl:
+        """Make one layer's attention. Arguments: `layer.Attention`."""
+        ...
+
+    def fuse_decoder(self, layers: Sequence[DecoderParts]) -> FusedDecoder | None:
+        """Return a faster way to run all layers of a decoder, or None if the backend has none for these layers."""
+        ...
+
+
+class FusedDecoder(Protocol):
+    """All layers of a decoder in one call."""
+
+    def __call__(
+        self, x: torch.Tensor, kv_cache: Sequence[torch.Tensor], meta: AttentionMetadata
+    ) -> torch.Tensor:
+        """Turn embeddings x [T, hidden_size] into hidden states before the final norm, in place; returns x."""
+        ...
+
+
+class DecoderNorm(Protocol):
+    """An RMSNorm, as far as `fuse_decoder` looks at it."""
+
+    weight: torch.Tensor
+    eps: float
+
+    @property
+    def has_kernel(self) -> bool: ...
+
+
+class DecoderLinear(Protocol):
+    """A linear or gated linear layer, as far as `fuse_decoder` looks at it."""
+
+    @property
+    def packed(self) -> PackedLinear | None:
+        """The weight in the layout of the CPU kernels, if they compute this layer."""
+        ...
+
+
+class DecoderParts(NamedTuple):
+    """The parts of one Llama-style layer: norm, attention with its projections, norm, gated MLP."""
+
+    input_norm: DecoderNorm
+    qkv: DecoderLinear
+    attention: AttentionImpl
+    output: DecoderLinear
+    post_norm: DecoderNorm
+    gate_up: DecoderLinear
+    down: DecoderLinear

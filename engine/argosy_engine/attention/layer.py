@@ -1,0 +1,44 @@
+"""Attention: one layer's attention, the same module in every model. It knows its constants; a backend computes."""
+
+from __future__ import annotations
+
+import torch
+
+from argosy_engine.attention.backend import AttentionBackend
+from argosy_engine.attention.metadata import AttentionMetadata
+from argosy_engine.attention.params import AttentionParams
+from argosy_engine.attention.rotary import RotaryEmbedding
+
+
+class Attention:
+    """Norm of q and k heads, rotary embedding, KV cache write and attention of one layer.
+
+    Args:
+        rotary: tables of the rotary embedding; None: q and k are not rotated.
+        q_norm, k_norm: weights [head_dim] of an RMSNorm over each head before the rotation, or None. In float32 or in
+            the model's dtype; see `rms_norm`.
+        eps: of these norms.
+    """
+
+    def __init__(
+        self,
+        params: AttentionParams,
+        backend: AttentionBackend,
+        *,
+        rotary: RotaryEmbedding | None = None,
+        q_norm: torch.Tensor | None = None,
+        k_norm: torch.Tensor | None = None,
+        eps: float = 0.0,
+    ) -> None:
+        self.params = params
+        self.impl = backend.attention(params, rotary=rotary, q_norm=q_norm, k_norm=k_norm, eps=eps)
+
+    def __call__(self, qkv: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
+        """Write keys and values to the cache and compute attention, [T, num_heads * head_dim].
+
+        Args:
+            qkv: [T, (num_heads + 2 num_kv_heads) * head_dim], contiguous; may be changed in place.
+            kv_cache: this layer's, [2, num_blocks, block_size, num_kv_heads, head_dim].
+            meta: this layer's.
+        """
+        return self.impl(qkv, kv_cache, meta)

@@ -1,0 +1,25 @@
+"""AttentionParams: the constants of one layer's attention that a model's config determines. No torch."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+
+class AttentionParams(Struct, frozen=True, kw_only=True):
+    """Constants of one layer's causal, grouped-query attention."""
+
+    num_heads: int
+    num_kv_heads: int
+    """Divides `num_heads`."""
+    head_dim: int
+    scale: float
+    """Factor on the scores; usually 1 / sqrt(head_dim)."""
+    sliding_window: int | None = None
+    """Number of tokens that a token attends to, itself included; None: all tokens before it."""
+    logit_softcap: float | None = None
+    """Scores become cap * tanh(score / cap) (Gemma 2, arXiv 2408.00118)."""
+
+    @property
+    def qkv_size(self) -> int:
+        """Elements per token of the fused projection to q, k and v."""
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim

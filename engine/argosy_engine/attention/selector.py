@@ -1,0 +1,122 @@
+"""Attention backends: the registry, and the choice between them with a reason for each that was passed over. No torch.
+
+`argosy doctor` and the worker choose with the same function. To add a backend: a module that implements
+`backend.AttentionBackend`, and an entry here with what it cannot serve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, NamedTuple
+
+from argosy_engine.attention.params import AttentionParams
+from argosy_engine.errors import ConfigError
+from argosy_engine.native.build import NativeUnavailable, usable_variant
+
+if TYPE_CHECKING:
+    import torch
+
+    from argosy_engine.attention.backend import AttentionBackend
+
+AUTO = "auto"
+
+MAX_CPU_HEAD_DIM = 256
+MAX_CPU_GROUP = 48
+"""Query heads per KV head that the CPU kernels support: the rows of a tile."""
+
+
+class AttentionNeeds(NamedTuple):
+    """What a backend has to serve."""
+
+    device: str
+    """`cpu` or `cuda`."""
+    dtype: str
+    """`float32`, `bfloat16` or `float16`."""
+    block_size: int
+    layers: Sequence[AttentionParams]
+
+
+class BackendChoice(NamedTuple):
+    name: str
+    refused: Mapping[str, str]
+    """The backends that would have been preferred, and why each cannot serve."""
+
+    def __str__(self) -> str:
+        reasons = "; ".join(f"not {name}: {reason}" for name, reason in self.refused.items())
+        return f"{self.name} ({reasons})" if reasons else self.name
+
+
+def select_backend(
+    needs: AttentionNeeds, forced: str = AUTO, unavailable: Mapping[str, str] | None = None
+) -> BackendChoice:
+    """Choose the first backend that can serve, in order of preference, or check the forced one.
+
+    Args:
+        forced: `--attention-backend`.
+        unavailable: backends that were found not to work in this process, with the reason.
+
+    Raises:
+        ConfigError: the forced backend cannot serve.
+    """
+    refused: dict[str, str] = {}
+    for name, backend in _BACKENDS.items():
+        if forced not in (AUTO, name):
+            continue
+        reason = (unavailable or {}).get(name) or backend.refusal(needs)
+        if reason is None:
+            return BackendChoice(name, refused)
+        refused[name] = reason
+    raise ConfigError(
+        f"--attention-backend {forced} cannot serve this model here: {refused[forced]}; use --attention-backend {AUTO}"
+        if forced in refused
+        else f"--attention-backend {forced} is not known; there is: {', '.join((AUTO, *_BACKENDS))}"
+    )
+
+
+def load_backend(name: str, dtype: torch.dtype) -> AttentionBackend:
+    """Import a backend that `select_backend` has chosen.
+
+    Args:
+        dtype: of the activations.
+    """
+    module, _, function = _BACKENDS[name].factory.partition(":")
+    return getattr(import_module(f"argosy_engine.attention.{module}"), function)(dtype)
+
+
+def _refuse_cpu(needs: AttentionNeeds) -> str | None:
+    if needs.device != "cpu":
+        return "it computes on CPUs only"
+    if needs.dtype not in ("float32", "bfloat16"):
+        return f"it computes in float32 or bfloat16, not {needs.dtype}"
+    try:
+        variant = usable_variant()
+    except NativeUnavailable as unavailable:
+        return str(unavailable)
+    lanes = variant.lanes
+    if needs.block_size % lanes:
+        return f"--block-size {needs.block_size} is not a multiple of {lanes}, this CPU's vector length"
+    for layer in needs.layers:
+        if layer.head_dim % lanes or layer.head_dim > MAX_CPU_HEAD_DIM:
+            return f"a head size of {layer.head_dim} is not a multiple of {lanes} up to {MAX_CPU_HEAD_DIM}"
+        if layer.num_heads // layer.num_kv_heads > MAX_CPU_GROUP:
+            return f"more than {MAX_CPU_GROUP} query heads share a KV head"
+    return None
+
+
+def _refuse_nothing(needs: AttentionNeeds) -> str | None:
+    return None
+
+
+class _Backend(NamedTuple):
+    refusal: Callable[[AttentionNeeds], str | None]
+    """Returns why the backend cannot serve, or None. Neither imports torch nor starts a device."""
+    factory: str
+    """module:callable in this package; makes the backend for a dtype."""
+
+
+_BACKENDS: Mapping[str, _Backend] = {
+    "cpu": _Backend(_refuse_cpu, "cpu_attn:CpuBackend"),
+    "torch": _Backend(_refuse_nothing, "torch_attn:TorchBackend"),
+}
+"""In order of preference. The last one serves everything."""

@@ -1,0 +1,69 @@
+"""LayerFactory: makes a model's layers from its weights. What depends on the device is decided here, not in models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from argosy_engine.attention.backend import AttentionBackend, DecoderParts, FusedDecoder
+from argosy_engine.attention.layer import Attention
+from argosy_engine.attention.params import AttentionParams
+from argosy_engine.attention.rotary import RotaryEmbedding
+from argosy_engine.models.layers import GatedLinear, Linear
+from argosy_engine.models.rope import inverse_frequencies
+from argosy_engine.models.rope_config import RopeParameters
+from argosy_engine.models.weights import Weights
+
+
+class LayerFactory:
+    """Makes the layers of one model.
+
+    Args:
+        weights: source of the tensors; a model's constructor takes each exactly once.
+        backend: computes the model's attention.
+        max_positions: length of position tables that are computed rather than loaded.
+    """
+
+    def __init__(self, weights: Weights, backend: AttentionBackend, max_positions: int) -> None:
+        self.weights = weights
+        self.dtype, self.device = weights.dtype, weights.device
+        self.max_positions = max_positions
+        self._backend = backend
+
+    def take(self, name: str, *shape: int) -> torch.Tensor:
+        """Return a tensor in the engine's dtype, on its device."""
+        return self.weights.take(name, *shape)
+
+    def linear(
+        self, parts: Mapping[str, int], in_features: int, *, bias: bool = False, is_transposed: bool = False
+    ) -> Linear:
+        """Make one projection, or several fused along their outputs. Arguments: `Weights.linear`."""
+        return self.weights.linear(parts, in_features, bias=bias, is_transposed=is_transposed)
+
+    def gated_linear(self, gate: str, up: str, inner: int, in_features: int, *, bias: bool) -> GatedLinear:
+        """Make two projections to `inner` features, fused with silu(gate) * up."""
+        return self.weights.gated_linear(gate, up, inner, in_features, bias=bias)
+
+    def rotary(self, rope: RopeParameters, head_dim: int) -> RotaryEmbedding:
+        """Make the tables of a rotary embedding, which layers share."""
+        frequencies = inverse_frequencies(rope, head_dim)
+        return RotaryEmbedding(
+            frequencies, self.max_positions, self.dtype, self.device, rope.attention_scaling
+        )
+
+    def attention(
+        self,
+        params: AttentionParams,
+        *,
+        rotary: RotaryEmbedding | None = None,
+        q_norm: torch.Tensor | None = None,
+        k_norm: torch.Tensor | None = None,
+        eps: float = 0.0,
+    ) -> Attention:
+        """Make one layer's attention. Arguments: `Attention`."""
+        return Attention(params, self._backend, rotary=rotary, q_norm=q_norm, k_norm=k_norm, eps=eps)
+
+    def fuse_decoder(self, layers: Sequence[DecoderParts]) -> FusedDecoder | None:
+        """Return a faster way to run all layers of a decoder; None: run them one by one."""
+        return self._backend.fuse_decoder(layers)
