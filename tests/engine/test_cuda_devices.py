@@ -99,7 +99,7 @@ def fake(name: str, path: Path) -> FakeDevice:
         factory = LayerFactory(weights, TorchBackend(torch.bfloat16), 128)
         model = registry.model_class(config.architecture)(config, factory)
         runner = ModelRunner(
-            model, config, num_blocks=16, block_size=16, max_num_seqs=8, max_model_len=128, dtype=torch.bfloat16,
+            model, config, num_blocks=16, block_size=16, max_num_seqs=8, max_model_len=128,
             device=CUDA, sampling=SamplerOptions(vocab_size=config.vocab_size),
         )  # fmt: skip
     return FakeDevice(mode, runner)

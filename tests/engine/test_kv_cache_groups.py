@@ -6,20 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from argosy_engine.attention.kv_cache_spec import FullAttentionSpec, RecurrentStateSpec, SlidingWindowSpec
 from argosy_engine.core.kv_cache.block_pool import BlockPool
 from argosy_engine.core.kv_cache.kv_cache_groups import make_groups
 from argosy_engine.core.kv_cache.kv_cache_manager import KVCacheManager
 from argosy_engine.core.request import Request
 from argosy_engine.errors import ConfigError
 from argosy_engine.messages.core_messages import EngineCoreRequest
-from argosy_engine.messages.kv_cache_interface import (
-    FullAttentionSpec,
-    RecurrentStateSpec,
-    SlidingWindowSpec,
-    block_bytes,
-    group_layers,
-    peak_blocks,
-)
+from argosy_engine.messages.kv_cache_interface import block_bytes, check_pages, group_layers, peak_blocks
 from argosy_engine.params.sampling_params import SamplingParams
 
 BLOCK = 4
@@ -54,9 +48,21 @@ def test_kinds_are_split_into_groups_of_the_rarest_kinds_size() -> None:
     assert block_bytes(groups) == 200
 
 
-def test_attention_layers_of_different_sizes_are_refused() -> None:
-    with pytest.raises(ConfigError, match="differ"):
-        group_layers([FULL, SlidingWindowSpec(200, 6)])
+def test_layers_of_smaller_pages_form_larger_groups_which_the_pool_refuses() -> None:
+    """Two layers of 100 bytes per block take the place of one of 200."""
+    wide = SlidingWindowSpec(200, 6)
+    groups = group_layers([FULL, FULL, wide, FULL, FULL, wide])
+    assert [group.layers for group in groups] == [(0, 1, 3, 4), (2, 5)]
+    assert block_bytes(groups) == 400
+    with pytest.raises(ConfigError, match="100, 200 bytes per block"):
+        check_pages(groups)
+    check_pages(group_layers([FULL, SLIDING]))
+
+
+def test_a_large_state_does_not_enlarge_the_groups_of_other_layers() -> None:
+    groups = group_layers([FULL, FULL, RecurrentStateSpec(1000), RecurrentStateSpec(1000)])
+    assert [group.layers for group in groups] == [(0, 1), (2,), (3,)]
+    assert block_bytes(groups) == 1000
 
 
 @given(cached=st.sets(st.integers(0, 11)), length=st.integers(0, 12), window=st.integers(1, 30))

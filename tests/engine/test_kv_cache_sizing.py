@@ -19,12 +19,13 @@ from argosy_engine.attention import WORKSPACE_BYTES
 from argosy_engine.config import EngineArgs
 from argosy_engine.errors import ConfigError, DoesNotFit
 from argosy_engine.frontend.memory_report import budget_table
+from argosy_engine.messages.kv_cache_interface import block_bytes
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.model_config import ModelConfig
 from argosy_engine.models.model_path import resolve_model
 from argosy_engine.models.safetensors_header import checkpoint_elements
 from argosy_engine.sizing.device import DeviceMemory, cpu_memory
-from argosy_engine.sizing.kv_cache_sizing import estimate_activations, kv_block_bytes, plan_memory
+from argosy_engine.sizing.kv_cache_sizing import estimate_activations, plan_memory, planned_groups
 
 TINY = resolve_model("builtin://tiny")
 GIB = 1 << 30
@@ -38,7 +39,8 @@ def config() -> ModelConfig:
 def plan(config: ModelConfig, available: int, device: str = "cpu", used: int = 0, **flags: object):  # type: ignore[no-untyped-def]
     args = EngineArgs.of(model="builtin://tiny", **flags)
     memory = DeviceMemory(device, "test", available + used, available)
-    return plan_memory(args, config, memory, itemsize=2, weights_bytes=10 << 20, activation_bytes=6 << 20)
+    groups = planned_groups(config, 2, args.block_size)
+    return plan_memory(args, config, memory, groups=groups, weights_bytes=10 << 20, activation_bytes=6 << 20)
 
 
 @given(
@@ -90,7 +92,7 @@ def test_the_length_that_an_error_names_fits_and_one_more_does_not(config: Model
 
 
 def test_flags_override_memory(config: ModelConfig) -> None:
-    block = kv_block_bytes(config, 2, 16)
+    block = block_bytes(planned_groups(config, 2, 16))
     by_bytes = plan(config, GIB, kv_cache_memory_bytes=300 * block + 1)
     assert (by_bytes.num_blocks, by_bytes.limited_by) == (300, "--kv-cache-memory-bytes")
     by_count = plan(config, GIB, num_gpu_blocks_override=7)

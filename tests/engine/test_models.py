@@ -14,14 +14,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from argosy_engine.attention.torch_attn import TorchBackend
 from argosy_engine.config import EngineArgs
 from argosy_engine.core.proc.core_client import InprocClient
 from argosy_engine.messages.core_messages import EngineCoreRequest
 from argosy_engine.models import registry
 from argosy_engine.models.config_file import load_model_config
+from argosy_engine.models.layer_factory import LayerFactory
 from argosy_engine.models.loader import load_model
+from argosy_engine.models.weights import WeightPlan
 from argosy_engine.native.library import kernels
 from argosy_engine.params.sampling_params import SamplingParams
+from argosy_engine.sizing.kv_cache_sizing import planned_groups
+from argosy_engine.worker.kv_cache import allocate_kv_cache, layer_groups
 from attention_cases import attention_metadata
 from greedy_reference import differing_tokens
 from random_checkpoints import KINDS, make_checkpoint
@@ -106,6 +111,23 @@ def test_logits_equal_transformers_and_every_option_matters(
         config = json.loads((path / "config.json").read_text())
         (changed / "config.json").write_text(json.dumps({**config, **change}))
         assert (logits_of(changed, token_ids) - expected).abs().max() > 1e-2, change
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_keep_what_their_config_announces(name: str, dtype: torch.dtype, checkpoint: Any) -> None:
+    """The KV cache is sized by the config before a model is built, and allocated by the model's layers."""
+    config = load_model_config(checkpoint(name)[0])
+    plan = LayerFactory(WeightPlan(dtype), TorchBackend(dtype), 1)
+    model = registry.model_class(config.architecture)(config, plan)
+    groups = layer_groups(model, BLOCK_SIZE)
+    assert groups == planned_groups(config, dtype.itemsize, BLOCK_SIZE)
+    device = torch.device("cpu")
+    for layer, cache in zip(
+        model.attention_layers, allocate_kv_cache(model, groups, 3, BLOCK_SIZE, device), strict=True
+    ):
+        assert cache.dtype is dtype
+        assert cache.nbytes == 3 * layer.kv_cache_spec(BLOCK_SIZE).page_bytes
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -8,16 +8,16 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from argosy_engine.core.kv_cache.kv_cache_manager import KVCacheManager
-from argosy_engine.core.request import Request, RequestStatus
-from argosy_engine.core.sched.scheduler import Scheduler
-from argosy_engine.messages.core_messages import EngineCoreOutput, EngineCoreRequest, FinishReason
-from argosy_engine.messages.kv_cache_interface import (
+from argosy_engine.attention.kv_cache_spec import (
     FullAttentionSpec,
     KVCacheSpec,
     RecurrentStateSpec,
     SlidingWindowSpec,
 )
+from argosy_engine.core.kv_cache.kv_cache_manager import KVCacheManager
+from argosy_engine.core.request import Request, RequestStatus
+from argosy_engine.core.sched.scheduler import Scheduler
+from argosy_engine.messages.core_messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from argosy_engine.messages.model_runner_output import ModelRunnerOutput
 from argosy_engine.messages.scheduler_output import SchedulerOutput
 from argosy_engine.params.sampling_params import SamplingParams

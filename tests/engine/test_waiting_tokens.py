@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from argosy_engine.attention.kv_cache_spec import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from argosy_engine.core.kv_cache.kv_cache_manager import KVCacheManager
 from argosy_engine.core.request import Request, RequestStatus
 from argosy_engine.core.sched.scheduler import Scheduler
 from argosy_engine.messages.core_messages import EngineCoreRequest
-from argosy_engine.messages.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from argosy_engine.messages.model_runner_output import ModelRunnerOutput
 from argosy_engine.params.sampling_params import SamplingParams
 

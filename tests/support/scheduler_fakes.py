@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from argosy_engine.messages.kv_cache_interface import (
+from argosy_engine.attention.kv_cache_spec import (
     FullAttentionSpec,
     KVCacheSpec,
     RecurrentStateSpec,

@@ -32,6 +32,7 @@ from argosy_engine.sizing.kv_cache_sizing import (
     estimate_activations,
     estimate_weights,
     plan_memory,
+    planned_groups,
 )
 
 _EXIT_CODES = "Exit codes: 0 it fits, 1 it does not, 2 wrong usage, or a model or device that cannot work."
@@ -112,7 +113,7 @@ def diagnose(args: EngineArgs, device: DeviceMemory | None = None) -> Diagnosis:
             args,
             config,
             device,
-            itemsize=itemsize,
+            groups=planned_groups(config, itemsize, args.block_size),
             weights_bytes=estimate_weights(config, elements, itemsize, device.device),
             activation_bytes=activations + (CUDA_CONTEXT_BYTES if device.device == "cuda" else 0),
         )

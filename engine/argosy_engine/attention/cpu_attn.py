@@ -33,7 +33,7 @@ class CpuBackend:
     def __init__(self, dtype: torch.dtype, loaded: Kernels | None = None) -> None:
         found = loaded or kernels()
         assert found is not None, "select_backend found the kernels available"
-        self._dtype = dtype
+        self.kv_cache_dtype = self._dtype = dtype
         self._kernels = found
 
     def attention(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from argosy_engine.attention.backend import AttentionBackend
+from argosy_engine.attention.kv_cache_spec import KVCacheSpec
 from argosy_engine.attention.metadata import AttentionMetadata
 from argosy_engine.attention.params import AttentionParams
 from argosy_engine.attention.rotary import RotaryEmbedding
@@ -31,6 +32,7 @@ class Attention:
         eps: float = 0.0,
     ) -> None:
         self.params = params
+        self.kv_cache_dtype = backend.kv_cache_dtype
         self.impl = backend.attention(params, rotary=rotary, q_norm=q_norm, k_norm=k_norm, eps=eps)
 
     def __call__(self, qkv: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
@@ -42,3 +44,11 @@ class Attention:
             meta: this layer's.
         """
         return self.impl(qkv, kv_cache, meta)
+
+    def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
+        """Return what the layer keeps in a block of `block_size` tokens."""
+        return self.params.kv_cache_spec(block_size, self.kv_cache_dtype.itemsize)
+
+    def kv_cache_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
+        """Return the shape of the layer's KV cache, [2, num_blocks, block_size, num_kv_heads, head_dim]."""
+        return 2, num_blocks, block_size, self.params.num_kv_heads, self.params.head_dim

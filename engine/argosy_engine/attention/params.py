@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from argosy_engine.attention.kv_cache_spec import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+
 
 class AttentionParams(Struct, frozen=True, kw_only=True):
     """Constants of one layer's causal, grouped-query attention."""
@@ -23,3 +25,14 @@ class AttentionParams(Struct, frozen=True, kw_only=True):
     def qkv_size(self) -> int:
         """Elements per token of the fused projection to q, k and v."""
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+    def kv_cache_spec(self, block_size: int, itemsize: int) -> KVCacheSpec:
+        """Return what the layer keeps in a block of `block_size` tokens.
+
+        Args:
+            itemsize: bytes per element of a key or value.
+        """
+        page_bytes = 2 * block_size * self.num_kv_heads * self.head_dim * itemsize
+        if self.sliding_window is None:
+            return FullAttentionSpec(page_bytes)
+        return SlidingWindowSpec(page_bytes, self.sliding_window)

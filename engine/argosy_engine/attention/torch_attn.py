@@ -29,7 +29,7 @@ class TorchBackend:
     name = "torch"
 
     def __init__(self, dtype: torch.dtype) -> None:
-        pass
+        self.kv_cache_dtype = dtype
 
     def attention(
         self,

@@ -1,9 +1,8 @@
-"""KV cache specs and groups: what a layer keeps per token, and how layers share the block pool. No torch.
+"""KV cache groups: how layers share the block pool. No torch.
 
-A `KVCacheSpec` describes one layer's part of a block; sizes are in bytes. Layers with equal specs form groups of equal
-size. A block of the pool has the same size whichever group uses it, and a request has one block table per group, so the
-i-th layers of all groups share one tensor. A model with one kind of layer has one group. Design: vLLM,
-`v1/kv_cache_interface.py`.
+A layer's `KVCacheSpec` describes its part of a block, a page; sizes are in bytes. Layers with equal specs form groups.
+A block of the pool has the same size whichever group uses it, and a request has one block table per group, so the i-th
+layers of all groups share one tensor. A model with one kind of layer has one group.
 """
 
 from __future__ import annotations
@@ -12,31 +11,13 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
+from argosy_engine.attention.kv_cache_spec import (
+    FullAttentionSpec,
+    KVCacheSpec,
+    RecurrentStateSpec,
+    SlidingWindowSpec,
+)
 from argosy_engine.errors import ConfigError
-from argosy_engine.models.model_config import ModelConfig
-
-
-class FullAttentionSpec(Struct, frozen=True, tag="full_attention"):
-    """Keys and values of every token, kept until the request ends."""
-
-    page_bytes: int
-    """Bytes of one block in one layer."""
-
-
-class SlidingWindowSpec(Struct, frozen=True, tag="sliding_window"):
-    """Keys and values of the last `window` tokens, including the newest."""
-
-    page_bytes: int
-    window: int
-
-
-class RecurrentStateSpec(Struct, frozen=True, tag="recurrent_state"):
-    """One state per request, kept in one block and overwritten by every step. It cannot be shared between requests."""
-
-    page_bytes: int
-
-
-KVCacheSpec = FullAttentionSpec | SlidingWindowSpec | RecurrentStateSpec
 
 
 class KVCacheGroup(Struct, frozen=True):
@@ -46,44 +27,37 @@ class KVCacheGroup(Struct, frozen=True):
     layers: tuple[int, ...]
 
 
-def kv_cache_groups(config: ModelConfig, itemsize: int, block_size: int) -> tuple[KVCacheGroup, ...]:
-    """Group a model's layers.
-
-    Args:
-        itemsize: bytes per element of a key or value.
-        block_size: tokens per block.
-    """
-    page_bytes = 2 * config.num_key_value_heads * config.head_dim * itemsize * block_size
-    return group_layers(
-        [
-            FullAttentionSpec(page_bytes)
-            if window is None or window >= config.max_position_embeddings
-            else SlidingWindowSpec(page_bytes, window)
-            for window in config.sliding_windows
-        ]
-    )
-
-
 def group_layers(specs: Sequence[KVCacheSpec]) -> tuple[KVCacheGroup, ...]:
-    """Split layers into groups of equal spec. All groups have as many layers as the rarest spec, except for remainders.
+    """Split layers into groups of equal spec, so that a block takes about the same number of bytes in each.
 
-    Full attention comes first, because its prefix hits bound those of the other groups.
-
-    Raises:
-        ConfigError: attention layers differ in the bytes that they keep per token.
+    If all pages have one size, all groups have as many layers as the rarest spec, except for remainders. A page that
+    is half as large counts half. Full attention comes first, because its prefix hits bound those of the other groups.
     """
     kinds: dict[KVCacheSpec, list[int]] = {}
     for layer, spec in enumerate(specs):
         kinds.setdefault(spec, []).append(layer)
-    if len({spec.page_bytes for spec in kinds if not isinstance(spec, RecurrentStateSpec)}) > 1:
-        raise ConfigError("attention layers that differ in KV heads or head size are not supported")
-    size = min(len(layers) for layers in kinds.values())
-    ordered = sorted(kinds.items(), key=lambda item: not isinstance(item[0], FullAttentionSpec))
-    return tuple(
-        KVCacheGroup(spec, tuple(layers[start : start + size]))
-        for spec, layers in ordered
-        for start in range(0, len(layers), size)
-    )
+    group_bytes = min(len(layers) * spec.page_bytes for spec, layers in kinds.items())
+    groups = []
+    for spec, layers in sorted(kinds.items(), key=lambda item: not isinstance(item[0], FullAttentionSpec)):
+        size = max(group_bytes // spec.page_bytes, 1)
+        groups += [
+            KVCacheGroup(spec, tuple(layers[start : start + size])) for start in range(0, len(layers), size)
+        ]
+    return tuple(groups)
+
+
+def check_pages(groups: Sequence[KVCacheGroup]) -> None:
+    """Check that the pool can hold the groups: it has pages of one size.
+
+    Raises:
+        ConfigError: layers differ in the bytes that they keep per block.
+    """
+    sizes = sorted({group.spec.page_bytes for group in groups})
+    if len(sizes) > 1:
+        raise ConfigError(
+            f"layers that differ in KV heads or head size are not supported: they keep {', '.join(map(str, sizes))} "
+            "bytes per block, and the KV cache holds pages of one size; use another model"
+        )
 
 
 def block_bytes(groups: Sequence[KVCacheGroup]) -> int:

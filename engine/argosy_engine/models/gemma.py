@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
+from argosy_engine.attention.layer import Attention
 from argosy_engine.attention.metadata import AttentionMetadata
 from argosy_engine.attention.params import AttentionParams
 from argosy_engine.attention.rms_norm import rms_norm
@@ -103,6 +104,10 @@ class Gemma:
             self.lm_head = Linear(self.embedding)
         else:
             self.lm_head = factory.linear({"lm_head": config.vocab_size}, config.hidden_size)
+
+    @property
+    def attention_layers(self) -> list[Attention]:
+        return [layer.attention for layer in self.layers]
 
     def forward(
         self,

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
+from argosy_engine.attention.layer import Attention
 from argosy_engine.attention.metadata import AttentionMetadata
 from argosy_engine.attention.params import AttentionParams
 from argosy_engine.models.gpt2_config import GPT2Config
@@ -61,6 +62,10 @@ class GPT2:
             self.lm_head = Linear(self.embedding)
         else:
             self.lm_head = factory.linear({"lm_head": config.vocab_size}, hidden)
+
+    @property
+    def attention_layers(self) -> list[Attention]:
+        return [layer.attend.attention for layer in self.layers]
 
     def forward(
         self,

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from argosy_engine.attention.backend import DecoderParts
+from argosy_engine.attention.layer import Attention
 from argosy_engine.attention.metadata import AttentionMetadata
 from argosy_engine.attention.params import AttentionParams
 from argosy_engine.attention.rotary import RotaryEmbedding
@@ -132,6 +133,10 @@ class Llama:
     def make_mlp(self, factory: LayerFactory, prefix: str, index: int) -> MLP:
         config = self.config
         return GatedMLP(factory, prefix, config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+
+    @property
+    def attention_layers(self) -> list[Attention]:
+        return [layer.attention for layer in self.layers]
 
     def forward(
         self,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
+from argosy_engine.attention.layer import Attention
 from argosy_engine.attention.metadata import AttentionMetadata
 from argosy_engine.attention.params import AttentionParams
 from argosy_engine.models.gpt2_layers import ACTIVATIONS, LayerNorm, MultiHeadAttention
@@ -73,6 +74,10 @@ class OPT:
             self.lm_head = Linear(self.embedding)
         else:
             self.lm_head = factory.linear({"lm_head": config.vocab_size}, width)
+
+    @property
+    def attention_layers(self) -> list[Attention]:
+        return [layer.attend.attention for layer in self.layers]
 
     def forward(
         self,

@@ -14,6 +14,7 @@ from argosy_engine.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
+    from argosy_engine.attention.layer import Attention
     from argosy_engine.attention.metadata import AttentionMetadata
     from argosy_engine.models.layer_factory import LayerFactory
     from argosy_engine.models.model_config import ModelConfig
@@ -28,6 +29,11 @@ class CausalLM(Protocol):
     """Patterns of tensor names that checkpoints may contain and the model does not use."""
 
     def __init__(self, config: ModelConfig, factory: LayerFactory) -> None: ...
+
+    @property
+    def attention_layers(self) -> Sequence[Attention]:
+        """The attention of each layer, in the order of `kv_cache`."""
+        ...
 
     def forward(
         self,

@@ -14,7 +14,13 @@ from argosy_engine.attention import WORKSPACE_BYTES
 from argosy_engine.config import EngineArgs, MemoryBudget
 from argosy_engine.device_defaults import memory_utilization
 from argosy_engine.errors import ConfigError, DoesNotFit
-from argosy_engine.messages.kv_cache_interface import KVCacheGroup, block_bytes, kv_cache_groups, peak_blocks
+from argosy_engine.messages.kv_cache_interface import (
+    KVCacheGroup,
+    block_bytes,
+    check_pages,
+    group_layers,
+    peak_blocks,
+)
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.model_config import ModelConfig
 from argosy_engine.models.model_path import resolve_model
@@ -27,9 +33,13 @@ _MIB = 1 << 20
 _GIB = 1 << 30
 
 
-def kv_block_bytes(config: ModelConfig, itemsize: int, block_size: int) -> int:
-    """Return the bytes of a block: keys and values of all layers of a KV cache group."""
-    return block_bytes(kv_cache_groups(config, itemsize, block_size))
+def planned_groups(config: ModelConfig, itemsize: int, block_size: int) -> tuple[KVCacheGroup, ...]:
+    """Return the KV cache groups of a model that is not built, which its config determines.
+
+    Args:
+        itemsize: bytes per element of a key or value.
+    """
+    return group_layers([layer.kv_cache_spec(block_size, itemsize) for layer in config.attention_layers])
 
 
 def estimate_activations(config: ModelConfig, args: EngineArgs, itemsize: int, attention_backend: str) -> int:
@@ -91,7 +101,7 @@ def plan_memory(
     config: ModelConfig,
     memory: DeviceMemory,
     *,
-    itemsize: int,
+    groups: Sequence[KVCacheGroup],
     weights_bytes: int,
     activation_bytes: int,
 ) -> MemoryBudget:
@@ -99,13 +109,14 @@ def plan_memory(
 
     Args:
         memory: the device's memory before the weights were loaded.
-        itemsize: bytes per element of a key or value.
+        groups: those of the model's layers.
 
     Raises:
+        ConfigError: the pool cannot hold these groups.
         DoesNotFit: not even one request of full length fits; the message says which length would fit.
     """
     utilization = memory_utilization(args, memory.device)
-    groups = kv_cache_groups(config, itemsize, args.block_size)
+    check_pages(groups)
     block_size, bytes_per_block = args.block_size, block_bytes(groups)
     wanted_len = wanted_model_len(args, config)
     if memory.device == "cuda":

@@ -5,6 +5,7 @@ Must not know: the engine core, text, how it is run.
     worker             chooses device and dtype, loads the weights, sizes the KV cache
     memory_profiling   runs the largest steps to measure their peak memory
     model_runner       turns a scheduled step into tensors, and runs the forward pass
+    kv_cache           groups of layers, and their views of the block pool
     input_batch        state of the running requests in preallocated arrays
     pending_step       a launched step whose tokens are not on the host yet
     async_output       sampled tokens while they are copied to the host

@@ -12,15 +12,14 @@ import numpy as np
 import torch
 
 from argosy_engine.attention.metadata import AttentionMetadata
-from argosy_engine.messages.kv_cache_interface import kv_cache_groups
 from argosy_engine.messages.model_runner_output import ModelRunnerOutput
 from argosy_engine.messages.scheduler_output import SchedulerOutput
 from argosy_engine.models.model_config import ModelConfig
 from argosy_engine.models.registry import CausalLM
-from argosy_engine.native.allocation import allocate
 from argosy_engine.sample.logprobs import score_prompt
 from argosy_engine.sample.sampler import SamplerOptions
 from argosy_engine.worker.input_batch import InputBatch
+from argosy_engine.worker.kv_cache import allocate_kv_cache, layer_groups
 from argosy_engine.worker.pending_step import PendingStep, PendingSteps
 from argosy_engine.worker.pooler import Pooler
 
@@ -37,7 +36,6 @@ class ModelRunner:
         block_size: int,
         max_num_seqs: int,
         max_model_len: int,
-        dtype: torch.dtype,
         device: torch.device,
         sampling: SamplerOptions,
     ) -> None:
@@ -45,29 +43,11 @@ class ModelRunner:
         self.pooler = Pooler(model)
         self.device = device
         self.block_size = block_size
-        self.groups = kv_cache_groups(config, dtype.itemsize, block_size)
-        # The i-th layers of all groups share the i-th entry, because a block belongs to one group at a time.
-        storage = _allocate(
-            (
-                max(len(group.layers) for group in self.groups),
-                2,
-                num_blocks,
-                block_size,
-                config.num_key_value_heads,
-                config.head_dim,
-            ),
-            dtype,
-            device,
-        )
-        location_of = {
-            layer: (group, index)
-            for group, members in enumerate(self.groups)
-            for index, layer in enumerate(members.layers)
-        }
-        locations = [location_of[layer] for layer in range(config.num_hidden_layers)]
-        self.kv_cache = [storage[index] for _, index in locations]
+        self.groups = layer_groups(model, block_size)
+        self.kv_cache = allocate_kv_cache(model, self.groups, num_blocks, block_size, device)
         """One tensor [2, num_blocks, block_size, num_kv_heads, head_dim] per layer."""
-        self._group_of_layer = [group for group, _ in locations]
+        group_of = {layer: index for index, group in enumerate(self.groups) for layer in group.layers}
+        self._group_of_layer = [group_of[layer] for layer in range(len(group_of))]
         self.batch = InputBatch(
             max_num_seqs,
             max_model_len,
@@ -213,8 +193,3 @@ class ModelRunner:
 
     def _tensor(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values).to(self.device, non_blocking=True)
-
-
-def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Allocate a zeroed tensor. On a CPU its memory is not committed until it is used."""
-    return allocate(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)

@@ -33,6 +33,7 @@ from argosy_engine.sizing.kv_cache_sizing import (
     plan_memory,
     wanted_model_len,
 )
+from argosy_engine.worker.kv_cache import layer_groups
 from argosy_engine.worker.memory_profiling import measure_activations
 from argosy_engine.worker.model_runner import ModelRunner
 from argosy_engine.worker.pending_step import PendingStep
@@ -129,7 +130,7 @@ class Worker:
                 args,
                 config,
                 memory,
-                itemsize=dtype.itemsize,
+                groups=layer_groups(loaded.model, args.block_size),
                 weights_bytes=estimate_weights(config, loaded.elements, dtype.itemsize, device.type),
                 activation_bytes=activation_bytes,
             )
@@ -217,7 +218,6 @@ class Worker:
             block_size=self.args.block_size,
             max_num_seqs=self.args.max_num_seqs,
             max_model_len=max_model_len,
-            dtype=self._dtype,
             device=self._device,
             sampling=self._sampling,
         )

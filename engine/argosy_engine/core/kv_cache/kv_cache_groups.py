@@ -10,13 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
+from argosy_engine.attention.kv_cache_spec import KVCacheSpec, RecurrentStateSpec, SlidingWindowSpec
 from argosy_engine.core.kv_cache.block_pool import BlockPool
-from argosy_engine.messages.kv_cache_interface import (
-    KVCacheSpec,
-    RecurrentStateSpec,
-    SlidingWindowSpec,
-    peak_blocks,
-)
+from argosy_engine.messages.kv_cache_interface import peak_blocks
 
 NULL_BLOCK = 0
 

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from argosy_engine.attention.kv_cache_spec import FullAttentionSpec, KVCacheSpec
 from argosy_engine.core.kv_cache.block_pool import BlockPool
 from argosy_engine.core.kv_cache.kv_cache_groups import NULL_BLOCK, FullAttentionGroup, make_groups
 from argosy_engine.core.kv_cache.prefix_announcer import PrefixAnnouncer
 from argosy_engine.core.kv_cache.waiting_tokens import WaitingTokens
 from argosy_engine.core.request import Request
-from argosy_engine.messages.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 from argosy_engine.messages.scheduler_output import BlockIds
 
 

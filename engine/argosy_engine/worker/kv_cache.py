@@ -1,0 +1,38 @@
+"""KV cache tensors: the groups of a model's layers, and one view of the shared storage per layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from argosy_engine.messages.kv_cache_interface import KVCacheGroup, group_layers
+from argosy_engine.models.registry import CausalLM
+from argosy_engine.native.allocation import allocate
+
+
+def layer_groups(model: CausalLM, block_size: int) -> tuple[KVCacheGroup, ...]:
+    """Group the model's layers by what each says that it keeps."""
+    return group_layers([layer.kv_cache_spec(block_size) for layer in model.attention_layers])
+
+
+def allocate_kv_cache(
+    model: CausalLM, groups: Sequence[KVCacheGroup], num_blocks: int, block_size: int, device: torch.device
+) -> list[torch.Tensor]:
+    """Allocate the pool and return each layer's view of it, [2, num_blocks, block_size, num_kv_heads, head_dim].
+
+    The i-th layers of all groups view the same bytes, because a block belongs to one group at a time. On a CPU the
+    memory is not committed until it is used.
+    """
+    (page_bytes,) = {group.spec.page_bytes for group in groups}
+    shape = max(len(group.layers) for group in groups), num_blocks * page_bytes
+    if device.type == "cpu":
+        storage = allocate(shape, torch.uint8)
+    else:
+        storage = torch.zeros(shape, dtype=torch.uint8, device=device)
+    views: dict[int, torch.Tensor] = {}
+    for group in groups:
+        for pages, index in zip(storage, group.layers, strict=False):
+            layer = model.attention_layers[index]
+            views[index] = pages.view(layer.kv_cache_dtype).view(layer.kv_cache_shape(num_blocks, block_size))
+    return [views[index] for index in range(len(views))]
