@@ -26,7 +26,6 @@ from argosy_engine.attention.torch_attn import TorchBackend
 from argosy_engine.config import EngineArgs
 from argosy_engine.core.proc.core_client import InprocClient
 from argosy_engine.messages.core_messages import EngineCoreRequest
-from argosy_engine.models import layers
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.layer_factory import LayerFactory
 from argosy_engine.models.llama import Llama
@@ -254,7 +253,7 @@ def test_without_the_kernels_tokens_are_the_same(
         max_num_batched_tokens=24,
     )
     client = InprocClient(args)
-    assert (layers.kernels() is None) == (value == "0")
+    assert (library.kernels() is None) == (value == "0")
     params = SamplingParams(temperature=0.0, max_tokens=12)
     prompts = [[5, 6, 7], list(range(20, 70)), [9]]
     outputs: dict[str, list[int]] = {}

@@ -19,7 +19,6 @@ from argosy_engine.attention.rms_norm import rms_norm
 from argosy_engine.attention.rotary import RotaryEmbedding
 from argosy_engine.models.gemma_config import GemmaConfig
 from argosy_engine.models.layer_factory import LayerFactory
-from argosy_engine.models.layers import Linear
 
 
 class GemmaRMSNorm:
@@ -100,10 +99,7 @@ class Gemma:
             )
         ]
         self.norm = GemmaRMSNorm(factory, "model.norm", config.hidden_size, config.rms_norm_eps)
-        if config.tie_word_embeddings:
-            self.lm_head = Linear(self.embedding)
-        else:
-            self.lm_head = factory.linear({"lm_head": config.vocab_size}, config.hidden_size)
+        self.lm_head = factory.output_head(self.embedding, is_tied=config.tie_word_embeddings)
 
     @property
     def attention_layers(self) -> list[Attention]:

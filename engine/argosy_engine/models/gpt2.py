@@ -16,7 +16,7 @@ from argosy_engine.attention.params import AttentionParams
 from argosy_engine.models.gpt2_config import GPT2Config
 from argosy_engine.models.gpt2_layers import ACTIVATIONS, LayerNorm, MultiHeadAttention
 from argosy_engine.models.layer_factory import LayerFactory
-from argosy_engine.models.layers import Linear
+from argosy_engine.models.linear import Linear
 
 
 class GPT2Layer:
@@ -58,10 +58,7 @@ class GPT2:
             GPT2Layer(config, factory, index, params) for index, params in enumerate(config.attention_layers)
         ]
         self.norm = LayerNorm(factory, "transformer.ln_f", hidden, config.layer_norm_eps)
-        if config.tie_word_embeddings:
-            self.lm_head = Linear(self.embedding)
-        else:
-            self.lm_head = factory.linear({"lm_head": config.vocab_size}, hidden)
+        self.lm_head = factory.output_head(self.embedding, is_tied=config.tie_word_embeddings)
 
     @property
     def attention_layers(self) -> list[Attention]:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from argosy_engine.attention.layer import Attention
 from argosy_engine.attention.metadata import AttentionMetadata
 from argosy_engine.models.layer_factory import LayerFactory
-from argosy_engine.models.layers import Linear
+from argosy_engine.models.linear import Linear
 
 ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": F.relu,

@@ -10,7 +10,8 @@ from argosy_engine.attention.backend import AttentionBackend, DecoderParts, Fuse
 from argosy_engine.attention.layer import Attention
 from argosy_engine.attention.params import AttentionParams
 from argosy_engine.attention.rotary import RotaryEmbedding
-from argosy_engine.models.layers import GatedLinear, Linear
+from argosy_engine.models.linear import GatedLinear, Linear, LinearSpec
+from argosy_engine.models.linear_method import LinearMethod, UnquantizedLinearMethod
 from argosy_engine.models.rope import inverse_frequencies
 from argosy_engine.models.rope_config import RopeParameters
 from argosy_engine.models.weights import Weights
@@ -23,13 +24,21 @@ class LayerFactory:
         weights: source of the tensors; a model's constructor takes each exactly once.
         backend: computes the model's attention.
         max_positions: length of position tables that are computed rather than loaded.
+        linear_method: loads and computes the model's linear layers.
     """
 
-    def __init__(self, weights: Weights, backend: AttentionBackend, max_positions: int) -> None:
+    def __init__(
+        self,
+        weights: Weights,
+        backend: AttentionBackend,
+        max_positions: int,
+        linear_method: LinearMethod | None = None,
+    ) -> None:
         self.weights = weights
         self.dtype, self.device = weights.dtype, weights.device
         self.max_positions = max_positions
         self._backend = backend
+        self._method = linear_method or UnquantizedLinearMethod()
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
         """Return a tensor in the engine's dtype, on its device."""
@@ -38,12 +47,21 @@ class LayerFactory:
     def linear(
         self, parts: Mapping[str, int], in_features: int, *, bias: bool = False, is_transposed: bool = False
     ) -> Linear:
-        """Make one projection, or several fused along their outputs. Arguments: `Weights.linear`."""
-        return self.weights.linear(parts, in_features, bias=bias, is_transposed=is_transposed)
+        """Make one projection, or several fused along their outputs. Arguments: `LinearSpec`."""
+        spec = LinearSpec(parts, in_features, bias, is_transposed)
+        return Linear(self._method.load(self.weights, spec))
 
     def gated_linear(self, gate: str, up: str, inner: int, in_features: int, *, bias: bool) -> GatedLinear:
         """Make two projections to `inner` features, fused with silu(gate) * up."""
-        return self.weights.gated_linear(gate, up, inner, in_features, bias=bias)
+        spec = LinearSpec({gate: inner, up: inner}, in_features, bias)
+        return GatedLinear(self._method.load_gated(self.weights, spec))
+
+    def output_head(self, embedding: torch.Tensor, *, is_tied: bool) -> Linear:
+        """Make the projection to the vocabulary: `lm_head` or, if it is tied, the embedding [vocab_size, in] itself."""
+        if is_tied:
+            return Linear(self._method.tie(embedding))
+        vocab_size, in_features = embedding.shape
+        return self.linear({"lm_head": vocab_size}, in_features)
 
     def rotary(self, rope: RopeParameters, head_dim: int) -> RotaryEmbedding:
         """Make the tables of a rotary embedding, which layers share."""

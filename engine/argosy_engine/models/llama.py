@@ -17,7 +17,7 @@ from argosy_engine.attention.metadata import AttentionMetadata
 from argosy_engine.attention.params import AttentionParams
 from argosy_engine.attention.rotary import RotaryEmbedding
 from argosy_engine.models.layer_factory import LayerFactory
-from argosy_engine.models.layers import Linear, RMSNorm
+from argosy_engine.models.layers import RMSNorm
 from argosy_engine.models.llama_config import LlamaConfig
 
 MLP = Callable[[torch.Tensor], torch.Tensor]
@@ -125,10 +125,7 @@ class Llama:
         self.fused = factory.fuse_decoder(parts) if len(parts) == len(self.layers) else None
         """Runs all layers at once, if the attention backend can."""
         self.norm = RMSNorm(factory.take("model.norm.weight", config.hidden_size), config.rms_norm_eps)
-        if config.tie_word_embeddings:
-            self.lm_head = Linear(self.embedding)
-        else:
-            self.lm_head = factory.linear({"lm_head": config.vocab_size}, config.hidden_size)
+        self.lm_head = factory.output_head(self.embedding, is_tied=config.tie_word_embeddings)
 
     def make_mlp(self, factory: LayerFactory, prefix: str, index: int) -> MLP:
         config = self.config

@@ -12,7 +12,6 @@ from argosy_engine.attention.metadata import AttentionMetadata
 from argosy_engine.attention.params import AttentionParams
 from argosy_engine.models.gpt2_layers import ACTIVATIONS, LayerNorm, MultiHeadAttention
 from argosy_engine.models.layer_factory import LayerFactory
-from argosy_engine.models.layers import Linear
 from argosy_engine.models.opt_config import OPTConfig
 
 _POSITION_OFFSET = 2
@@ -70,10 +69,7 @@ class OPT:
         self.norm = None
         if config.has_final_norm:
             self.norm = LayerNorm(factory, base + "final_layer_norm", hidden, _EPS)
-        if config.tie_word_embeddings:
-            self.lm_head = Linear(self.embedding)
-        else:
-            self.lm_head = factory.linear({"lm_head": config.vocab_size}, width)
+        self.lm_head = factory.output_head(self.embedding, is_tied=config.tie_word_embeddings)
 
     @property
     def attention_layers(self) -> list[Attention]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,10 @@ from safetensors import SafetensorError, safe_open
 
 from argosy_engine.errors import ConfigError
 from argosy_engine.models.checkpoint import checkpoint_shards
-from argosy_engine.models.layers import GatedLinear, Linear
 
-_FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPES = {**_FLOATS, "F8_E4M3": torch.float8_e4m3fn}
+"""Dtypes that a layer may take, by their names in safetensors."""
 _MAX_NAMED = 6
 """Tensor names that an error message lists for each kind of fault."""
 
@@ -39,50 +40,13 @@ class Weights(ABC):
         self.num_bytes = 0
 
     @abstractmethod
-    def take(self, name: str, *shape: int) -> torch.Tensor:
-        """Return the tensor in the engine's dtype, on its device."""
-
-    def linear(
-        self, parts: Mapping[str, int], in_features: int, *, bias: bool = False, is_transposed: bool = False
-    ) -> Linear:
-        """Take one projection, or several fused along their outputs.
+    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return the tensor on the engine's device.
 
         Args:
-            parts: output features by tensor name (without `.weight`).
-            is_transposed: whether the checkpoint stores [in, out] (GPT-2's Conv1D).
+            dtype: of the tensor in the checkpoint, which is not converted. None: any floating point dtype, converted
+                to the engine's.
         """
-
-        return Linear(*self._fused(parts, in_features, bias=bias, is_transposed=is_transposed))
-
-    def gated_linear(self, gate: str, up: str, inner: int, in_features: int, *, bias: bool) -> GatedLinear:
-        """Take two projections to `inner` features, fused with silu(gate) * up."""
-        return GatedLinear(*self._fused({gate: inner, up: inner}, in_features, bias=bias))
-
-    def _fused(
-        self, parts: Mapping[str, int], in_features: int, *, bias: bool, is_transposed: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        def take_weight(name: str, out_features: int) -> torch.Tensor:
-            if is_transposed:
-                return self.take(name + ".weight", in_features, out_features).t()
-            return self.take(name + ".weight", out_features, in_features)
-
-        weight = self._fuse(parts, take_weight)
-        return weight, self._fuse(parts, lambda name, size: self.take(name + ".bias", size)) if bias else None
-
-    def _fuse(self, parts: Mapping[str, int], take: Callable[[str, int], torch.Tensor]) -> torch.Tensor:
-        """Concatenate the parts along dimension 0, copying each into place as it is read to limit peak memory."""
-        if len(parts) == 1:
-            return take(*next(iter(parts.items())))
-        fused: torch.Tensor | None = None
-        start = 0
-        for name, size in parts.items():
-            part = take(name, size)
-            if fused is None:
-                fused = part.new_empty((sum(parts.values()), *part.shape[1:]))
-            fused[start : start + size].copy_(part)
-            start += size
-        assert fused is not None
-        return fused
 
 
 class WeightPlan(Weights):
@@ -91,10 +55,14 @@ class WeightPlan(Weights):
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__(dtype, torch.device("meta"))
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self.stored_dtypes: dict[str, torch.dtype] = {}
+        """Dtypes of tensors that are taken as they are stored."""
 
-    def take(self, name: str, *shape: int) -> torch.Tensor:
+    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         self.shapes[name] = shape
-        tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
+        if dtype is not None:
+            self.stored_dtypes[name] = dtype
+        tensor = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
         self.num_bytes += tensor.nbytes
         return tensor
 
@@ -106,12 +74,12 @@ class DummyWeights(Weights):
         super().__init__(dtype, device)
         self._generator = torch.Generator().manual_seed(seed % (1 << 63))
 
-    def take(self, name: str, *shape: int) -> torch.Tensor:
+    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         if len(shape) == 1:
             tensor = torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
         else:
             tensor = torch.randn(shape, generator=self._generator) * shape[-1] ** -0.5
-        tensor = tensor.to(device=self.device, dtype=self.dtype)
+        tensor = tensor.to(device=self.device, dtype=dtype or self.dtype)
         self.num_bytes += tensor.nbytes
         return tensor
 
@@ -137,13 +105,13 @@ class SafetensorsWeights(Weights):
         if not any(name.startswith(prefix) for name in self._files):
             self._files = {_prefixed(name, prefix): source for name, source in self._files.items()}
 
-    def take(self, name: str, *shape: int) -> torch.Tensor:
+    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         file, stored_name = self._files[name]
         try:
             stored = file.get_tensor(stored_name)
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"cannot read tensor {stored_name} of {self.path}: {error}") from None
-        tensor = stored.to(device=self.device, dtype=self.dtype)
+        tensor = stored.to(device=self.device, dtype=dtype or self.dtype)
         self.num_bytes += tensor.nbytes
         self.on_read(stored.nbytes)
         return tensor
@@ -169,7 +137,8 @@ class SafetensorsWeights(Weights):
             if name not in slices:
                 continue
             found, dtype = tuple(slices[name].get_shape()), slices[name].get_dtype()
-            if dtype not in _FLOAT_BYTES:
+            wanted = plan.stored_dtypes.get(name)
+            if dtype not in _FLOATS if wanted is None else _DTYPES.get(dtype) is not wanted:
                 quantised.append(f"{name} is {dtype}")
             elif found != shape:
                 misshaped.append(f"{name} is {list(found)}, not {list(shape)}")
@@ -188,7 +157,8 @@ class SafetensorsWeights(Weights):
         total = 0
         for name, shape in plan.shapes.items():
             file, stored = self._files[name]
-            total += math.prod(shape) * _FLOAT_BYTES[file.get_slice(stored).get_dtype()]
+            itemsize = _DTYPES[file.get_slice(stored).get_dtype()].itemsize
+            total += math.prod(shape) * itemsize
         return total
 
 

@@ -1,0 +1,81 @@
+"""LinearMethod: how a model's linear layers are loaded and computed.
+
+A method decides which tensors of the checkpoint make up a layer, in which dtype they are read, how they are laid out,
+and what multiplies by them. Models only describe their projections (`linear.LinearSpec`). Design: vLLM's
+`LinearMethodBase`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from argosy_engine.models.linear import LinearSpec
+from argosy_engine.models.linear_kernels import (
+    GatedLinearKernel,
+    LinearKernel,
+    gated_linear_kernel,
+    linear_kernel,
+)
+from argosy_engine.models.weights import Weights
+
+
+class LinearMethod(Protocol):
+    """One way to store and multiply the weights of linear layers."""
+
+    def load(self, weights: Weights, spec: LinearSpec) -> LinearKernel:
+        """Take the layer's tensors, each exactly once."""
+        ...
+
+    def load_gated(self, weights: Weights, spec: LinearSpec) -> GatedLinearKernel:
+        """The same for two parts of equal size, the gate's first, fused with silu(gate) * up."""
+        ...
+
+    def tie(self, embedding: torch.Tensor) -> LinearKernel:
+        """Use an embedding [vocab_size, in] that was taken before as the weight of an output head."""
+        ...
+
+
+class UnquantizedLinearMethod:
+    """Weights in the engine's dtype, whatever the checkpoint's."""
+
+    def load(self, weights: Weights, spec: LinearSpec) -> LinearKernel:
+        return linear_kernel(*_take_fused(weights, spec))
+
+    def load_gated(self, weights: Weights, spec: LinearSpec) -> GatedLinearKernel:
+        return gated_linear_kernel(*_take_fused(weights, spec))
+
+    def tie(self, embedding: torch.Tensor) -> LinearKernel:
+        return linear_kernel(embedding)
+
+
+def _take_fused(weights: Weights, spec: LinearSpec) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Take the weight [out, in] and the bias [out] of all parts."""
+
+    def take_weight(name: str, out_features: int) -> torch.Tensor:
+        if spec.is_transposed:
+            return weights.take(name + ".weight", spec.in_features, out_features).t()
+        return weights.take(name + ".weight", out_features, spec.in_features)
+
+    weight = _fuse(spec, take_weight)
+    if not spec.has_bias:
+        return weight, None
+    return weight, _fuse(spec, lambda name, size: weights.take(name + ".bias", size))
+
+
+def _fuse(spec: LinearSpec, take: Callable[[str, int], torch.Tensor]) -> torch.Tensor:
+    """Concatenate the parts along dimension 0, copying each into place as it is read to limit peak memory."""
+    if len(spec.parts) == 1:
+        return take(*next(iter(spec.parts.items())))
+    fused: torch.Tensor | None = None
+    start = 0
+    for name, size in spec.parts.items():
+        part = take(name, size)
+        if fused is None:
+            fused = part.new_empty((spec.out_features, *part.shape[1:]))
+        fused[start : start + size].copy_(part)
+        start += size
+    assert fused is not None
+    return fused
