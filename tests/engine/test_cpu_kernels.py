@@ -268,7 +268,7 @@ def test_without_the_kernels_tokens_are_the_same(
 
 def test_a_debug_build_stops_at_a_slot_outside_of_the_cache() -> None:
     script = (
-        "import torch\n"
+        "import numpy as np, torch\n"
         "from argosy_engine.attention.cpu_attn import CpuBackend\n"
         "from argosy_engine.attention.layer import Attention\n"
         "from argosy_engine.attention.metadata import AttentionMetadata\n"
@@ -276,9 +276,11 @@ def test_a_debug_build_stops_at_a_slot_outside_of_the_cache() -> None:
         "params = AttentionParams(num_heads=2, num_kv_heads=2, head_dim=16, scale=0.25)\n"
         "attend = Attention(params, CpuBackend(torch.float32))\n"
         "cache = torch.zeros(2, 4, 16, 2, 16)\n"
-        "one, tables = torch.tensor([1]), torch.zeros(1, 1, dtype=torch.int64)\n"
+        "starts, lens = np.array([0, 1], np.int32), np.ones(1, np.int32)\n"
         "for slot in (5, 64):\n"
-        "    meta = AttentionMetadata(1, [1], [1], one - 1, torch.tensor([slot]), tables, one)\n"
+        "    meta = AttentionMetadata(num_decodes=1, query_start_loc=torch.from_numpy(starts),\n"
+        "        seq_lens=torch.from_numpy(lens), positions=torch.tensor([0]), slot_mapping=torch.tensor([slot]),\n"
+        "        block_table=torch.zeros(1, 1, dtype=torch.int32), query_start_loc_cpu=starts, seq_lens_cpu=lens)\n"
         "    attend(torch.zeros(1, 96), cache, meta)\n"
         "    print('survived', slot, flush=True)\n"
     )

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -242,7 +243,8 @@ def test_the_largest_steps_run_and_sample_every_request(
     forward = runner.model.forward
 
     def spy(token_ids: Any, positions: Any, kv_cache: Any, meta: Any) -> Any:
-        seen.append((meta.num_decodes, meta.query_lens, meta.seq_lens))
+        query_lens = np.diff(meta.query_start_loc_cpu).tolist()
+        seen.append((meta.num_decodes, query_lens, meta.seq_lens.tolist()))
         return forward(token_ids, positions, kv_cache, meta)
 
     monkeypatch.setattr(runner.model, "forward", spy)

@@ -6,6 +6,7 @@ import math
 import random
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from argosy_engine.attention.metadata import AttentionMetadata
@@ -44,8 +45,8 @@ def attention_metadata(spans: list[Span], tables: torch.Tensor, block_size: int)
         tables: block table of each request, [R, max_blocks].
     """
     query_lens = [end - start for start, end in spans]
-    ends = [end for _, end in spans]
-    num_decodes = query_lens.count(1)
+    starts = np.cumsum([0, *query_lens], dtype=np.int32)
+    ends = np.array([end for _, end in spans], np.int32)
     positions = [position for start, end in spans for position in range(start, end)]
     rows = [row for row, (start, end) in enumerate(spans) for _ in range(start, end)]
     slots = [
@@ -53,13 +54,14 @@ def attention_metadata(spans: list[Span], tables: torch.Tensor, block_size: int)
         for row, position in zip(rows, positions, strict=True)
     ]
     return AttentionMetadata(
-        num_decodes=num_decodes,
-        query_lens=query_lens,
-        seq_lens=ends,
+        num_decodes=query_lens.count(1),
+        query_start_loc=torch.from_numpy(starts),
+        seq_lens=torch.from_numpy(ends),
         positions=torch.tensor(positions),
         slot_mapping=torch.tensor(slots),
-        block_tables=tables,
-        decode_seq_lens=torch.tensor(ends[:num_decodes]),
+        block_table=tables.to(torch.int32),
+        query_start_loc_cpu=starts,
+        seq_lens_cpu=ends,
     )
 
 

@@ -30,7 +30,6 @@ class AttentionImpl(Protocol):
 class AttentionBackend(Protocol):
     """Makes the attention of layers, all of one dtype."""
 
-    name: str
     kv_cache_dtype: torch.dtype
     """Of keys and values in the cache."""
 

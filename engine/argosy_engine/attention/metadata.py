@@ -1,30 +1,37 @@
-"""AttentionMetadata: request, position and KV cache slot of each token in a step's flattened batch. Built once per step
-for all layers."""
+"""AttentionMetadata: request, position and KV cache slot of each token in a step's flattened batch.
+
+Built once per step and KV cache group. What kernels read are tensors on the device; names and dtypes are vLLM's.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class AttentionMetadata:
-    """Metadata of a batch flattened to T tokens of R requests, decodes (one new token) first.
-
-    `positions` is int64 [T], `slot_mapping` int64 [T] (block * block_size + offset), `block_tables` int64
-    [R, max_blocks]. Per request, `query_lens` counts the new tokens and `seq_lens` all tokens after this step.
-    """
+    """Metadata of a batch flattened to T tokens of R requests, decodes (one new token) first."""
 
     num_decodes: int
-    query_lens: list[int]
-    seq_lens: list[int]
+    query_start_loc: torch.Tensor
+    """int32 [R + 1]: index of each request's first token, and T."""
+    seq_lens: torch.Tensor
+    """int32 [R]: each request's number of tokens after this step."""
     positions: torch.Tensor
+    """int64 [T]: each token's position in its sequence."""
     slot_mapping: torch.Tensor
-    block_tables: torch.Tensor
-    decode_seq_lens: torch.Tensor
-    """int64 [num_decodes], the decodes' `seq_lens` on the device."""
+    """int64 [T]: where each token's key and value go, block * block_size + offset."""
+    block_table: torch.Tensor
+    """int32 [R, max_blocks]: each request's blocks, in token order."""
+    query_start_loc_cpu: NDArray[np.int32]
+    """`query_start_loc` on the host; on a CPU the same memory."""
+    seq_lens_cpu: NDArray[np.int32]
+    """`seq_lens` on the host; on a CPU the same memory."""
     layers: tuple[AttentionMetadata, ...] = ()
     """Metadata of each layer, if the layers belong to several KV cache groups, which differ only in slots and block
     tables. Empty otherwise."""

@@ -1,31 +1,28 @@
-"""NativeStep: one step's metadata in the form that the CPU kernels read, a struct of pointers into arrays."""
+"""NativeStep: one step's metadata in the form that the CPU kernels read, a struct of pointers to its tensors."""
 
 from __future__ import annotations
-
-import numpy as np
 
 from argosy_engine.attention.metadata import AttentionMetadata
 from argosy_engine.native.library import StepStruct
 
 
 class NativeStep:
-    """Owns the arrays that `struct` points to."""
+    """Keeps the tensors alive that `struct` points to."""
 
     def __init__(self, meta: AttentionMetadata) -> None:
-        lens = np.array(meta.seq_lens, dtype=np.int32)
-        starts = np.zeros(len(lens) + 1, dtype=np.int32)
-        np.cumsum(meta.query_lens, out=starts[1:])
-        positions, slots, tables = meta.positions, meta.slot_mapping, meta.block_tables
-        self._kept_alive = (lens, starts, positions, slots, tables)
+        tables = meta.block_table
+        tensors = meta.positions, meta.slot_mapping, meta.query_start_loc, meta.seq_lens, tables
+        self._kept_alive = tensors
+        positions, slots, query_starts, seq_lens, block_tables = (tensor.data_ptr() for tensor in tensors)
         self.struct = StepStruct(
-            positions=positions.data_ptr(),
-            slots=slots.data_ptr(),
-            query_starts=starts.ctypes.data,
-            seq_lens=lens.ctypes.data,
-            block_tables=tables.data_ptr(),
+            positions=positions,
+            slots=slots,
+            query_starts=query_starts,
+            seq_lens=seq_lens,
+            block_tables=block_tables,
             table_stride=tables.stride(0),
-            num_tokens=len(slots),
-            num_requests=len(lens),
+            num_tokens=len(meta.slot_mapping),
+            num_requests=len(meta.seq_lens),
         )
 
 

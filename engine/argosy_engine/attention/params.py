@@ -21,11 +21,6 @@ class AttentionParams(Struct, frozen=True, kw_only=True):
     logit_softcap: float | None = None
     """Scores become cap * tanh(score / cap) (Gemma 2, arXiv 2408.00118)."""
 
-    @property
-    def qkv_size(self) -> int:
-        """Elements per token of the fused projection to q, k and v."""
-        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
-
     def kv_cache_spec(self, block_size: int, itemsize: int) -> KVCacheSpec:
         """Return what the layer keeps in a block of `block_size` tokens.
 

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 
-MAX_CPU_HEAD_DIM = 256
-MAX_CPU_GROUP = 48
+_MAX_CPU_HEAD_DIM = 256
+_MAX_CPU_GROUP = 48
 """Query heads per KV head that the CPU kernels support: the rows of a tile."""
 
 
@@ -97,10 +97,10 @@ def _refuse_cpu(needs: AttentionNeeds) -> str | None:
     if needs.block_size % lanes:
         return f"--block-size {needs.block_size} is not a multiple of {lanes}, this CPU's vector length"
     for layer in needs.layers:
-        if layer.head_dim % lanes or layer.head_dim > MAX_CPU_HEAD_DIM:
-            return f"a head size of {layer.head_dim} is not a multiple of {lanes} up to {MAX_CPU_HEAD_DIM}"
-        if layer.num_heads // layer.num_kv_heads > MAX_CPU_GROUP:
-            return f"more than {MAX_CPU_GROUP} query heads share a KV head"
+        if layer.head_dim % lanes or layer.head_dim > _MAX_CPU_HEAD_DIM:
+            return f"a head size of {layer.head_dim} is not a multiple of {lanes} up to {_MAX_CPU_HEAD_DIM}"
+        if layer.num_heads // layer.num_kv_heads > _MAX_CPU_GROUP:
+            return f"more than {_MAX_CPU_GROUP} query heads share a KV head"
     return None
 
 

@@ -26,8 +26,6 @@ _BUCKET_TOKENS = 256
 class TorchBackend:
     """Attention in plain torch, on any device and in any dtype."""
 
-    name = "torch"
-
     def __init__(self, dtype: torch.dtype) -> None:
         self.kv_cache_dtype = dtype
 
@@ -93,30 +91,30 @@ class TorchAttention:
         out = torch.empty_like(q)
         if meta.num_decodes:
             self._decode(q[: meta.num_decodes], kv_cache, meta, out[: meta.num_decodes])
-        start = meta.num_decodes
-        for row in range(meta.num_decodes, len(meta.query_lens)):
-            end = start + meta.query_lens[row]
-            out[start:end] = self._prefill(q[start:end], kv_cache, meta.block_tables[row], meta.seq_lens[row])
-            start = end
+        starts, seq_lens = meta.query_start_loc_cpu.tolist(), meta.seq_lens_cpu.tolist()
+        for row in range(meta.num_decodes, len(seq_lens)):
+            prompt = slice(starts[row], starts[row + 1])
+            out[prompt] = self._prefill(q[prompt], kv_cache, meta.block_table[row], seq_lens[row])
         return out
 
     def _decode(
         self, q: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata, out: torch.Tensor
     ) -> None:
+        seq_lens = meta.seq_lens_cpu[: meta.num_decodes].tolist()
         buckets: dict[int, list[int]] = {}
-        for row in range(meta.num_decodes):
-            buckets.setdefault(-(-meta.seq_lens[row] // _BUCKET_TOKENS), []).append(row)
+        for row, seq_len in enumerate(seq_lens):
+            buckets.setdefault(-(-seq_len // _BUCKET_TOKENS), []).append(row)
         token_bytes = 2 * self.num_kv_heads * self.head_dim * kv_cache.itemsize
         for bucket, rows in buckets.items():
             size = max(WORKSPACE_BYTES // (bucket * _BUCKET_TOKENS * token_bytes), 1)
             if meta.num_decodes <= size and len(buckets) == 1:
-                longest = max(meta.seq_lens[: meta.num_decodes])
+                longest = max(seq_lens)
                 out.copy_(self._decode_rows(q, kv_cache, meta, slice(0, meta.num_decodes), longest))
                 return
             for start in range(0, len(rows), size):
                 part = rows[start : start + size]
                 index = torch.tensor(part, device=q.device)
-                longest = max(meta.seq_lens[row] for row in part)
+                longest = max(seq_lens[row] for row in part)
                 out[index] = self._decode_rows(q[index], kv_cache, meta, index, longest)
 
     def _decode_rows(
@@ -130,10 +128,10 @@ class TorchAttention:
         block_size = kv_cache.shape[2]
         num_blocks = -(-longest // block_size)
         batch, groups = q.shape[0], self.num_heads // self.num_kv_heads
-        tables = meta.block_tables[rows, :num_blocks].reshape(-1)
+        tables = meta.block_table[rows, :num_blocks].reshape(-1)
         shape = (batch, num_blocks * block_size, self.num_kv_heads, self.head_dim)
         positions = torch.arange(shape[1], device=q.device)
-        seq_lens = meta.decode_seq_lens[rows].unsqueeze(1)
+        seq_lens = meta.seq_lens[rows].unsqueeze(1)
         hidden = positions >= seq_lens
         if self.sliding_window is not None:
             hidden |= positions < seq_lens - self.sliding_window

@@ -142,22 +142,26 @@ class ModelRunner:
         token_ids = batch.token_ids[slot_of, positions]
         block_of, offsets = np.divmod(positions, self.block_size)
         max_blocks = int(-(-seq_lens.max() // self.block_size))
-        decode_seq_lens = self._tensor(seq_lens[:num_decodes])
+        starts = np.zeros(len(slots) + 1, np.int32)
+        starts[1:] = ends
+        lens = seq_lens.astype(np.int32)
+        query_start_loc, lens_tensor = self._tensor(starts), self._tensor(lens)
         all_positions = self._tensor(positions)
-        metas = []
-        for tables in batch.block_tables:
-            slot_mapping = tables[slot_of, block_of].astype(np.int64) * self.block_size + offsets
-            metas.append(
-                AttentionMetadata(
-                    num_decodes=num_decodes,
-                    query_lens=query_lens.tolist(),
-                    seq_lens=seq_lens.tolist(),
-                    positions=all_positions,
-                    slot_mapping=self._tensor(slot_mapping),
-                    block_tables=self._tensor(tables[slots, :max_blocks].astype(np.int64)),
-                    decode_seq_lens=decode_seq_lens,
-                )
+        metas = [
+            AttentionMetadata(
+                num_decodes=num_decodes,
+                query_start_loc=query_start_loc,
+                seq_lens=lens_tensor,
+                positions=all_positions,
+                slot_mapping=self._tensor(
+                    tables[slot_of, block_of].astype(np.int64) * self.block_size + offsets
+                ),
+                block_table=self._tensor(tables[slots, :max_blocks]),
+                query_start_loc_cpu=starts,
+                seq_lens_cpu=lens,
             )
+            for tables in batch.block_tables
+        ]
         meta = metas[0]
         if len(metas) > 1:
             meta = replace(meta, layers=tuple(metas[group] for group in self._group_of_layer))

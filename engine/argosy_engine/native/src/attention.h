@@ -57,7 +57,7 @@ class AttentionJob {
     const int kv_head, group, dim, rows;
     const int first_row;       // the tile's first token in the step's flattened batch
     const int first_position;  // the tile's first token in its sequence
-    const int64_t* table;
+    const int32_t* table;
     alignas(64) T query[kTileRows * kMaxHeadDim];
     alignas(64) float score[kTileRows * kTileKeys];
     alignas(64) T prob[kTileRows * kTileKeys];

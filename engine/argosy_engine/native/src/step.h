@@ -44,7 +44,7 @@ struct Step {
   const int64_t* slots;         // [num_tokens] block * block_size + offset
   const int32_t* query_starts;  // [num_requests + 1]
   const int32_t* seq_lens;      // [num_requests], this step's tokens included
-  const int64_t* block_tables;  // [num_requests][table_stride]
+  const int32_t* block_tables;  // [num_requests][table_stride]
   int64_t table_stride;
   int32_t num_tokens, num_requests;
 };
