@@ -9,6 +9,7 @@ import os
 os.environ["TRITON_INTERPRET"] = "1"
 import triton
 
+from interpreted_dot import multiply_bfloat16
 from interpreted_rounding import round_like_a_gpu
 
 triton.knobs.runtime.interpret = True
@@ -17,3 +18,4 @@ assert not isinstance(triton.language.sum, triton.JITFunction), (
     "triton was imported before tests/gpu/conftest.py"
 )
 round_like_a_gpu()
+multiply_bfloat16()
