@@ -1,9 +1,10 @@
 """The cases of each kernel, one module per kernel module with a function `cases`."""
 
 from gpu_report.case import Cases
-from gpu_report.cases import rms_norm, rope_and_cache, silu_and_mul
+from gpu_report.cases import paged_attention, rms_norm, rope_and_cache, silu_and_mul
 
 ALL_CASES: dict[str, Cases] = {
+    "paged_attention": paged_attention.cases,
     "rms_norm": rms_norm.cases,
     "rope_and_cache": rope_and_cache.cases,
     "silu_and_mul": silu_and_mul.cases,

@@ -1,0 +1,191 @@
+"""Attention over the paged KV cache: one launch for decodes, chunked prefill and whole prompts.
+
+This module chooses the layout of the query tiles, from shapes:
+
+- packed: the tiles of all requests follow one another, and a program finds its request by binary search in
+  `query_start_loc` (as vLLM's unified kernel does). For prompts, also mixed with decodes.
+- one tile per request: where every request's queries fit one tile (decode, verification of drafts, short prompts). If
+  there are few such tiles for the device, their keys are split into segments too (`split_kv`).
+
+`paged_attention_kernel` does the work.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+
+from argosy_engine.triton_kernels.attention_tiles import MAX_GROUP_SIZE, choose_tiles
+from argosy_engine.triton_kernels.device_traits import device_traits
+from argosy_engine.triton_kernels.launch import launch
+from argosy_engine.triton_kernels.paged_attention_kernel import paged_attention_kernel
+from argosy_engine.triton_kernels.split_kv import MAX_SEGMENTS, choose_num_segments, merge_segments
+
+MAX_HEAD_DIM = 256
+
+_FP8 = torch.float8_e4m3fn
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def paged_attention(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    *,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    max_query_len: int,
+    scale: float,
+    sliding_window: int | None = None,
+    logit_softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    num_segments: int | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Compute causal attention of each request's last queries over its keys and values in the cache.
+
+    The launches depend on shapes and on the Python arguments only. A request of no queries (a row of padding, where
+    `query_start_loc` repeats) writes nothing, nor does a token before `query_start_loc[0]` or from
+    `query_start_loc[R]` on. So a batch can also be computed in two calls, decodes and prompts, on slices of
+    `query_start_loc`, `seq_lens` and `block_table` with the same q and out.
+
+    With one value of num_segments (such as 1) and of max_query_len, a request's result does not depend on the other
+    requests of the batch.
+
+    Args:
+        q: [T, num_heads, head_dim], bfloat16, float16 or float32; any strides with contiguous heads.
+        kv_cache: [2, num_blocks, block_size, num_kv_heads, head_dim] of q's dtype or float8_e4m3fn. It holds this
+            step's keys and values already.
+        query_start_loc: int32 [R + 1], index of each request's first query in q, and the end of the last one.
+        seq_lens: int32 [R], tokens of each request including its queries.
+        block_table: int32 [R, max_blocks], block ids of each request; entries that its tokens do not reach, or that
+            left the window, are not read.
+        max_query_len: upper bound on the queries of a request. A request with more gets a wrong result.
+        scale: factor on the scores, usually 1 / sqrt(head_dim).
+        sliding_window: number of tokens that a token attends to, itself included; None: all tokens before it.
+        logit_softcap: scores become cap * tanh(score / cap) (Gemma 2, arXiv 2408.00118).
+        sinks: [num_heads], a logit per head that takes part in the softmax and has no value (gpt-oss).
+        k_scale: float32 [1], factor on the keys of an FP8 cache; None: 1.
+        v_scale: float32 [1], factor on its values; None: 1.
+        num_segments: parts that a request's keys are split into, in [1, 32]; None: chosen by shapes.
+        out: [T, num_heads, head_dim] of q's dtype with contiguous heads; None: allocated.
+
+    Returns:
+        out; rows that belong to no request are undefined if it was allocated here.
+
+    Raises:
+        ValueError: a shape, dtype or option that the kernel does not support.
+    """
+    num_tokens, num_heads, head_dim = q.shape
+    _, _, block_size, num_kv_heads, _ = kv_cache.shape
+    traits = device_traits(q.device)
+    _check(q, kv_cache, traits.has_fp8, sliding_window, logit_softcap, num_segments)
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    num_requests, max_blocks = block_table.shape
+    max_query_len = min(max_query_len, num_tokens)
+    if num_requests == 0 or max_query_len == 0:
+        return out
+    group_size = num_heads // num_kv_heads
+    tiles = choose_tiles(traits, q.dtype, kv_cache.dtype, head_dim, group_size, max_query_len)
+    block_q = tiles.block_m // group_size
+    is_packed = max_query_len > block_q
+    if is_packed:
+        num_query_tiles = num_tokens // block_q + num_requests
+    else:
+        num_query_tiles = num_requests
+    num_programs = num_query_tiles * num_kv_heads
+    if num_segments is None:
+        max_tiles = triton.cdiv(max_blocks * block_size, tiles.tile)
+        num_segments = 1 if is_packed else choose_num_segments(traits, num_programs, max_tiles)
+    lse = None
+    target = out.unsqueeze(2)
+    if num_segments > 1:
+        target = q.new_empty((num_tokens, num_heads, num_segments, head_dim), dtype=torch.float32)
+        lse = q.new_empty((num_tokens, num_heads, num_segments), dtype=torch.float32)
+    launch(
+        paged_attention_kernel,
+        (num_programs, num_segments),
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        out_ptr=target,
+        lse_ptr=lse,
+        q_ptr=q,
+        k_ptr=kv_cache[0],
+        v_ptr=kv_cache[1],
+        query_start_loc_ptr=query_start_loc,
+        seq_lens_ptr=seq_lens,
+        block_table_ptr=block_table,
+        sinks_ptr=sinks,
+        k_scale_ptr=k_scale,
+        v_scale_ptr=v_scale,
+        scale=float(scale),
+        logit_softcap=logit_softcap,
+        sliding_window=sliding_window,
+        num_requests=num_requests,
+        num_kv_heads=num_kv_heads,
+        out_stride_token=target.stride(0),
+        out_stride_head=target.stride(1),
+        out_stride_segment=target.stride(2),
+        q_stride_token=q.stride(0),
+        q_stride_head=q.stride(1),
+        kv_stride_block=kv_cache.stride(1),
+        kv_stride_slot=kv_cache.stride(2),
+        kv_stride_head=kv_cache.stride(3),
+        block_table_stride=block_table.stride(0),
+        HEAD_DIM=head_dim,
+        HEAD_DIM_PADDED=triton.next_power_of_2(head_dim),
+        GROUP_SIZE=group_size,
+        BLOCK_SIZE=block_size,
+        BLOCK_M=tiles.block_m,
+        BLOCK_Q=block_q,
+        TILE=tiles.tile,
+        IS_PACKED=is_packed,
+    )
+    if lse is not None:
+        merge_segments(out, target, lse, query_start_loc)
+    return out
+
+
+def _check(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    has_fp8: bool,
+    sliding_window: int | None,
+    logit_softcap: float | None,
+    num_segments: int | None,
+) -> None:
+    num_heads, head_dim = q.shape[1:]
+    num_kv_heads = kv_cache.shape[3]
+    if q.dtype not in _DTYPES:
+        raise ValueError(f"queries are {q.dtype}; paged attention takes bfloat16, float16 and float32")
+    if kv_cache.dtype not in (q.dtype, _FP8):
+        raise ValueError(
+            f"a KV cache of {kv_cache.dtype} for queries of {q.dtype}: use their dtype or {_FP8}"
+        )
+    if kv_cache.dtype is _FP8 and not has_fp8:
+        raise ValueError(
+            "this GPU has no FP8 (it needs compute capability 8.9): use a KV cache of the model's dtype"
+        )
+    if kv_cache.shape[4] != head_dim or head_dim > MAX_HEAD_DIM:
+        raise ValueError(
+            f"head_dim is {head_dim} in the queries and {kv_cache.shape[4]} in the KV cache: "
+            f"it must be the same, and up to {MAX_HEAD_DIM}"
+        )
+    if num_heads % num_kv_heads or num_heads > MAX_GROUP_SIZE * num_kv_heads:
+        raise ValueError(
+            f"{num_heads} heads share {num_kv_heads} KV heads: "
+            f"it must be a multiple, up to {MAX_GROUP_SIZE} times as many"
+        )
+    if sliding_window is not None and sliding_window < 1:
+        raise ValueError(
+            f"sliding_window is {sliding_window}: it counts the token itself, so it is 1 or more"
+        )
+    if logit_softcap is not None and not 0 < logit_softcap < math.inf:
+        raise ValueError(f"logit_softcap is {logit_softcap}: it must be positive; None turns it off")
+    if num_segments is not None and not 1 <= num_segments <= MAX_SEGMENTS:
+        raise ValueError(f"num_segments is {num_segments}: it must be between 1 and {MAX_SEGMENTS}")

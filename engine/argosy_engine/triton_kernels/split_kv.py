@@ -1,0 +1,108 @@
+"""Split-KV: how many segments a sequence's KV cache is cut into, and how the segments' results are merged.
+
+A decode of few sequences has fewer programs than the device has SMs, and the longest sequence alone decides when it
+ends. So each sequence is cut into segments that are attended to by programs of their own, and a second kernel merges
+them (Flash-Decoding, https://pytorch.org/blog/flash-decoding).
+
+A segment's result is its normalised output o_s and the base-2 logarithm of its softmax denominator, lse_s. The merged
+output is sum(2^lse_s * o_s) / sum(2^lse_s). A segment without a visible key has lse_s = -inf, and its o_s is not read.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from argosy_engine.triton_kernels.device_traits import DeviceTraits
+from argosy_engine.triton_kernels.launch import launch
+
+MAX_SEGMENTS = 32
+_PROGRAMS_PER_SM = 4
+"""Programs that a split decode aims at: two to be resident, and as many again so that lengths may differ."""
+_MIN_TILES = 2
+"""Key tiles of a segment where a sequence is as long as it may become. With fewer, merging costs more than it gains."""
+
+
+def choose_num_segments(traits: DeviceTraits, num_programs: int, max_tiles: int) -> int:
+    """Return the number of segments, a power of two in [1, MAX_SEGMENTS]; 1 means that splitting does not pay.
+
+    It depends on shapes only, so that one number holds for every replay of a captured CUDA graph.
+
+    Args:
+        num_programs: programs without splitting.
+        max_tiles: key tiles of the longest sequence that the block table can hold.
+    """
+    wanted = min(_PROGRAMS_PER_SM * traits.num_sms // num_programs, max_tiles // _MIN_TILES, MAX_SEGMENTS)
+    return 1 << (wanted.bit_length() - 1) if wanted > 1 else 1
+
+
+def merge_segments(
+    out: torch.Tensor, partial_out: torch.Tensor, lse: torch.Tensor, query_start_loc: torch.Tensor
+) -> None:
+    """Merge the segments' results into out; rows of tokens that belong to no request are left as they are.
+
+    Args:
+        out: [T, num_heads, head_dim], with contiguous heads.
+        partial_out: float32 [T, num_heads, num_segments, head_dim], contiguous.
+        lse: float32 [T, num_heads, num_segments], contiguous.
+        query_start_loc: int32 [R + 1].
+    """
+    num_tokens, num_heads, num_segments, head_dim = partial_out.shape
+    launch(
+        _merge_segments_kernel,
+        (num_tokens * num_heads,),
+        num_warps=4 if num_segments * head_dim > 1024 else 2,
+        num_stages=1,
+        out_ptr=out,
+        partial_out_ptr=partial_out,
+        lse_ptr=lse,
+        query_start_loc_ptr=query_start_loc,
+        num_requests=len(query_start_loc) - 1,
+        out_stride_token=out.stride(0),
+        out_stride_head=out.stride(1),
+        NUM_HEADS=num_heads,
+        NUM_SEGMENTS=num_segments,
+        NUM_SEGMENTS_PADDED=triton.next_power_of_2(num_segments),
+        HEAD_DIM=head_dim,
+        HEAD_DIM_PADDED=triton.next_power_of_2(head_dim),
+    )
+
+
+@triton.jit
+def _merge_segments_kernel(
+    out_ptr,
+    partial_out_ptr,
+    lse_ptr,
+    query_start_loc_ptr,
+    num_requests,
+    out_stride_token,
+    out_stride_head,
+    NUM_HEADS: tl.constexpr,
+    NUM_SEGMENTS: tl.constexpr,
+    NUM_SEGMENTS_PADDED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr,
+):
+    """Merge the segments of one token's head; one program each."""
+    row = tl.program_id(0).to(tl.int64)
+    token, head = row // NUM_HEADS, row % NUM_HEADS
+    first_token = tl.load(query_start_loc_ptr)
+    end_token = tl.load(query_start_loc_ptr + num_requests)
+    if (token < first_token) | (token >= end_token):
+        return
+    segment = tl.arange(0, NUM_SEGMENTS_PADDED)
+    dim = tl.arange(0, HEAD_DIM_PADDED)
+    lse = tl.load(lse_ptr + row * NUM_SEGMENTS + segment, mask=segment < NUM_SEGMENTS, other=float("-inf"))
+    weight = tl.exp2(lse - tl.max(lse, axis=0))
+    partial_out = tl.load(
+        partial_out_ptr + (row * NUM_SEGMENTS + segment[:, None]) * HEAD_DIM + dim[None, :],
+        mask=(lse > float("-inf"))[:, None] & (dim < HEAD_DIM)[None, :],
+        other=0.0,
+    )
+    merged = tl.sum(partial_out * weight[:, None], axis=0) / tl.sum(weight, axis=0)
+    tl.store(
+        out_ptr + token * out_stride_token + head * out_stride_head + dim,
+        merged.to(out_ptr.dtype.element_ty),
+        mask=dim < HEAD_DIM,
+    )

@@ -1,0 +1,90 @@
+"""Cases of paged attention: prompts, decodes and split decodes of published head sizes, and each option once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from argosy_engine.triton_kernels.device_traits import DeviceTraits
+from argosy_engine.triton_kernels.paged_attention import paged_attention
+from gpu_report.case import Case
+
+_FP8 = torch.float8_e4m3fn
+_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_MODES = {"prefill": (4, 2048), "decode": (512, 1), "split decode": (4, 1), "drafts": (4, 5)}
+"""Requests, and queries of each."""
+_NUM_KV_HEADS = 8
+
+
+def cases(traits: DeviceTraits) -> Iterator[Case]:
+    for head_dim in (64, 128, 256):
+        for mode in ("prefill", "decode", "split decode"):
+            for dtype in _DTYPES:
+                sampled = (mode, head_dim, dtype, traits.capability) in _SAMPLED
+                yield _case(mode, head_dim=head_dim, dtype=dtype, is_sampled=sampled)
+            if traits.has_fp8:
+                sampled = (mode, head_dim, _FP8, traits.capability) in _SAMPLED
+                yield _case(mode, head_dim=head_dim, kv_dtype=_FP8, is_sampled=sampled)
+    for mode in ("prefill", "decode"):
+        for group_size in (1, 8):
+            yield _case(mode, group_size=group_size)
+        for head_dim in (80, 96, 112):
+            yield _case(mode, head_dim=head_dim)
+        yield _case(mode, block_size=32)
+        yield _case(mode, block_size=64)
+        yield _case(mode, sliding_window=4096)
+        yield _case(mode, head_dim=256, group_size=2, logit_softcap=50.0)
+        yield _case(mode, head_dim=64, group_size=8, sliding_window=128, has_sinks=True)
+    yield _case("drafts", head_dim=128)
+
+
+_SAMPLED = {
+    ("prefill", 128, torch.bfloat16, 90),
+    ("split decode", 128, torch.bfloat16, 100),
+    ("split decode", 128, _FP8, 89),
+}
+"""One case of each kernel on some devices, with their capability: a prompt takes seconds to compile."""
+
+
+def _case(
+    mode: str,
+    *,
+    head_dim: int = 128,
+    group_size: int = 4,
+    dtype: torch.dtype = torch.bfloat16,
+    kv_dtype: torch.dtype | None = None,
+    block_size: int = 16,
+    has_sinks: bool = False,
+    is_sampled: bool = False,
+    **options: Any,
+) -> Case:
+    num_requests, max_query_len = _MODES[mode]
+    label = f"{mode}, {_DTYPES[dtype]}{', FP8 cache' if kv_dtype else ''}, head_dim {head_dim}, group {group_size}"
+    label += "" if block_size == 16 else f", block_size {block_size}"
+    label += "".join(f", {name} {value}" for name, value in options.items()) + (
+        ", sinks" if has_sinks else ""
+    )
+
+    def call() -> object:
+        num_heads = _NUM_KV_HEADS * group_size
+        return paged_attention(
+            _empty(num_requests * max_query_len, num_heads, head_dim, dtype=dtype),
+            _empty(2, 1024, block_size, _NUM_KV_HEADS, head_dim, dtype=kv_dtype or dtype),
+            query_start_loc=_empty(num_requests + 1, dtype=torch.int32),
+            seq_lens=_empty(num_requests, dtype=torch.int32),
+            block_table=_empty(num_requests, 512, dtype=torch.int32),
+            max_query_len=max_query_len,
+            scale=head_dim**-0.5,
+            sinks=_empty(num_heads, dtype=dtype) if has_sinks else None,
+            k_scale=_empty(1, dtype=torch.float32) if kv_dtype else None,
+            v_scale=_empty(1, dtype=torch.float32) if kv_dtype else None,
+            **options,
+        )
+
+    return Case(label, call, is_sampled)
+
+
+def _empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="cuda")
