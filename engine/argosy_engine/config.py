@@ -178,10 +178,10 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
         Meta(description="accepted for compatibility with vLLM; no effect, because there are no CUDA graphs"),
     ] = False
     attention_backend: Annotated[
-        Literal["auto", "cpu", "torch"],
+        Literal["auto", "cpu", "triton", "torch"],
         Meta(
-            description="auto: the first that can serve; cpu: our C++ kernels; torch: plain torch operations, "
-            "the reference"
+            description="auto: the first that can serve; cpu: our C++ kernels; triton: our kernels for GPUs; "
+            "torch: plain torch operations, the reference"
         ),
     ] = "auto"
     distributed_executor_backend: Annotated[

@@ -45,7 +45,6 @@ def test_a_cpu_uses_the_kernels() -> None:
 @pytest.mark.parametrize(
     ("needs", "reason"),
     [
-        (NEEDS._replace(device="cuda"), "CPUs only"),
         (NEEDS._replace(dtype="float16"), "not float16"),
         (NEEDS._replace(block_size=20), "--block-size 20 is not a multiple of"),
         (NEEDS._replace(layers=[LAYER, replace(LAYER, head_dim=20)]), "head size of 20"),
@@ -58,9 +57,11 @@ def test_what_the_kernels_cannot_serve_is_left_to_torch_with_the_reason(
 ) -> None:
     choice = select_backend(needs)
     assert choice.name == "torch"
-    assert list(choice.refused) == ["cpu"]
+    assert list(choice.refused) == ["cpu", "triton"]
     assert reason in choice.refused["cpu"]
-    assert f"torch (not cpu: {choice.refused['cpu']})" == str(choice)
+    assert "computes on GPUs" in choice.refused["triton"]
+    reasons = [f"not {name}: {choice.refused[name]}" for name in ("cpu", "triton")]
+    assert f"torch ({'; '.join(reasons)})" == str(choice)
     with pytest.raises(ConfigError, match=f"--attention-backend cpu cannot serve .*{reason}"):
         select_backend(needs, "cpu")
     assert select_backend(needs, "torch").refused == {}
@@ -78,7 +79,7 @@ def test_kernels_that_are_off_or_broken_are_a_reason(monkeypatch: pytest.MonkeyP
 
 
 def test_an_unknown_backend_is_refused() -> None:
-    with pytest.raises(ConfigError, match="there is: auto, cpu, torch"):
+    with pytest.raises(ConfigError, match="there is: auto, cpu, triton, torch"):
         select_backend(NEEDS, "flash")
 
 

@@ -9,6 +9,8 @@
     rotary, rms_norm rotary tables, and the norm of heads, in plain torch
     torch_attn       backend `torch`: the reference
     cpu_attn         backend `cpu`: our C++ kernels; native_step and native_decoder belong to it
+    triton_attn      backend `triton`: our kernels for GPUs
+    self_test        what a backend must compute on the device before it is used
 
 A backend is one module that is imported only if it is chosen.
 """

@@ -6,8 +6,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
 
 from argosy_engine.attention.params import AttentionParams
@@ -24,6 +26,9 @@ AUTO = "auto"
 _MAX_CPU_HEAD_DIM = 256
 _MAX_CPU_GROUP = 48
 """Query heads per KV head that the CPU kernels support: the rows of a tile."""
+MAX_TRITON_HEAD_DIM = 256
+MAX_TRITON_GROUP = 64
+"""Query heads per KV head that the Triton kernels support: the rows of a tile."""
 
 
 class AttentionNeeds(NamedTuple):
@@ -104,6 +109,19 @@ def _refuse_cpu(needs: AttentionNeeds) -> str | None:
     return None
 
 
+def _refuse_triton(needs: AttentionNeeds) -> str | None:
+    if needs.device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return "it computes on GPUs; on a CPU only in Triton's interpreter (TRITON_INTERPRET=1), for tests"
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    for layer in needs.layers:
+        if layer.head_dim > MAX_TRITON_HEAD_DIM:
+            return f"a head size of {layer.head_dim} is more than {MAX_TRITON_HEAD_DIM}"
+        if layer.num_heads // layer.num_kv_heads > MAX_TRITON_GROUP:
+            return f"more than {MAX_TRITON_GROUP} query heads share a KV head"
+    return None
+
+
 def _refuse_nothing(needs: AttentionNeeds) -> str | None:
     return None
 
@@ -117,6 +135,7 @@ class _Backend(NamedTuple):
 
 _BACKENDS: Mapping[str, _Backend] = {
     "cpu": _Backend(_refuse_cpu, "cpu_attn:CpuBackend"),
+    "triton": _Backend(_refuse_triton, "triton_attn:TritonBackend"),
     "torch": _Backend(_refuse_nothing, "torch_attn:TorchBackend"),
 }
 """In order of preference. The last one serves everything."""

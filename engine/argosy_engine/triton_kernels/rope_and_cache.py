@@ -109,24 +109,30 @@ def _norm_and_rotate(
     rest = ROTARY_DIM + tl.arange(0, REST_BLOCK)[None, :]
     half_mask = is_head[:, None] & (half < HALF)
     rest_mask = is_head[:, None] & (rest < HEAD_DIM)
-    first = tl.load(x + half, mask=half_mask, other=0.0).to(tl.float32)
-    second = tl.load(x + HALF + half, mask=half_mask, other=0.0).to(tl.float32)
+    if ROTARY_DIM > 0:
+        first = tl.load(x + half, mask=half_mask, other=0.0).to(tl.float32)
+        second = tl.load(x + HALF + half, mask=half_mask, other=0.0).to(tl.float32)
     if ROTARY_DIM < HEAD_DIM:
         passed = tl.load(x + rest, mask=rest_mask, other=0.0).to(tl.float32)
     if norm_ptr is not None:
-        squares = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
-        if ROTARY_DIM < HEAD_DIM:
-            squares += tl.sum(passed * passed, axis=1)
+        if ROTARY_DIM == 0:
+            squares = tl.sum(passed * passed, axis=1)
+        else:
+            squares = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
+            if ROTARY_DIM < HEAD_DIM:
+                squares += tl.sum(passed * passed, axis=1)
         scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
-        first *= scale * _weight(norm_ptr + half, half < HALF, ADDS_ONE)
-        second *= scale * _weight(norm_ptr + HALF + half, half < HALF, ADDS_ONE)
+        if ROTARY_DIM > 0:
+            first *= scale * _weight(norm_ptr + half, half < HALF, ADDS_ONE)
+            second *= scale * _weight(norm_ptr + HALF + half, half < HALF, ADDS_ONE)
         if ROTARY_DIM < HEAD_DIM:
             passed *= scale * _weight(norm_ptr + rest, rest < HEAD_DIM, ADDS_ONE)
-    table = tl.load(position_ptr).to(tl.int64) * table_stride + half
-    cosine = tl.load(cosines_ptr + table, mask=half < HALF, other=0.0)
-    sine = tl.load(sines_ptr + table, mask=half < HALF, other=0.0)
-    _store(out + half, first * cosine - second * sine, scale_ptr, half_mask)
-    _store(out + HALF + half, second * cosine + first * sine, scale_ptr, half_mask)
+    if ROTARY_DIM > 0:
+        table = tl.load(position_ptr).to(tl.int64) * table_stride + half
+        cosine = tl.load(cosines_ptr + table, mask=half < HALF, other=0.0)
+        sine = tl.load(sines_ptr + table, mask=half < HALF, other=0.0)
+        _store(out + half, first * cosine - second * sine, scale_ptr, half_mask)
+        _store(out + HALF + half, second * cosine + first * sine, scale_ptr, half_mask)
     if ROTARY_DIM < HEAD_DIM:
         _store(out + rest, passed, scale_ptr, rest_mask)
 
@@ -148,8 +154,8 @@ def _store(pointers, value, scale_ptr, mask):
 def rope_and_cache(
     qkv: torch.Tensor,
     positions: torch.Tensor,
-    cosines: torch.Tensor,
-    sines: torch.Tensor,
+    cosines: torch.Tensor | None,
+    sines: torch.Tensor | None,
     slot_mapping: torch.Tensor,
     kv_cache: torch.Tensor,
     *,
@@ -167,7 +173,7 @@ def rope_and_cache(
         qkv: [T, (num_heads + 2 * num_kv_heads) * head_dim]: queries, keys, values; float32, bfloat16 or float16; rows
             may be strided. Keys and values are left as they are.
         positions: int32 or int64 [T], below the length of the tables.
-        cosines: float32 [positions, rotary_dim / 2]; the rest of a head's dimensions is not rotated.
+        cosines: float32 [positions, rotary_dim / 2]; the rest of a head's dimensions is not rotated. None: nothing is.
         sines: the same shape as cosines.
         slot_mapping: int64 [T], block * block_size + offset. Rows with -1 are padding and left alone.
         kv_cache: [2, num_blocks, block_size, num_kv_heads, head_dim], qkv's dtype or float8_e4m3fn.
@@ -187,7 +193,7 @@ def rope_and_cache(
         raise ValueError("FP8 KV cache on a device without FP8: choose the model's dtype for the cache")
     if is_fp8 != (k_scale is not None) or is_fp8 != (v_scale is not None):
         raise ValueError("k_scale and v_scale belong to an FP8 KV cache, which needs both")
-    rotary_dim = 2 * cosines.shape[1]
+    rotary_dim = 0 if cosines is None else 2 * cosines.shape[1]
     tokens, head_block = len(slot_mapping), triton.next_power_of_2(head_dim)
     if rotary_dim < head_dim:
         head_block *= 2  # the part that is not rotated has registers of its own
@@ -216,7 +222,7 @@ def rope_and_cache(
         v_scale_ptr=v_scale,
         eps=eps,
         qkv_stride=qkv.stride(0),
-        table_stride=cosines.stride(0),
+        table_stride=0 if cosines is None else cosines.stride(0),
         cache_kv_stride=kv_cache.stride(0),
         cache_block_stride=kv_cache.stride(1),
         cache_token_stride=kv_cache.stride(2),
@@ -231,7 +237,7 @@ def rope_and_cache(
         ADDS_ONE=adds_one,
         Q_HEADS=q_heads,
         KV_HEADS=kv_heads,
-        HALF_BLOCK=triton.next_power_of_2(rotary_dim // 2),
+        HALF_BLOCK=triton.next_power_of_2(max(rotary_dim // 2, 1)),
         REST_BLOCK=triton.next_power_of_2(max(head_dim - rotary_dim, 1)),
         HEAD_BLOCK=triton.next_power_of_2(head_dim),
     )

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from argosy_engine.attention.selector import AttentionNeeds, BackendChoice, select_backend
+from argosy_engine.attention.self_test import working_backend
 from argosy_engine.config import EngineArgs, MemoryBudget
 from argosy_engine.errors import ConfigError
 from argosy_engine.messages.scheduler_output import SchedulerOutput
@@ -96,13 +97,13 @@ class Worker:
             self._config = config = load_model_config(self._path)
             self._dtype = dtype = _DTYPES[choose_dtype(args.dtype, config.dtype, device.type)]
             longest = wanted_model_len(args, config)
-            self._backend = select_backend(
-                AttentionNeeds(
-                    device.type, str(dtype).removeprefix("torch."), args.block_size, config.attention_layers
-                ),
-                args.attention_backend,
-                unavailable,
+            needs = AttentionNeeds(
+                device.type, str(dtype).removeprefix("torch."), args.block_size, config.attention_layers
             )
+            if device.type == "cpu":  # the kernels were tested when they were built
+                self._backend = select_backend(needs, args.attention_backend, unavailable)
+            else:
+                self._backend = working_backend(needs, args.attention_backend, unavailable, dtype, device)
             logger.info("attention backend: %s", self._backend)
             self._sampling = SamplerOptions(
                 model_path=str(self._path),

@@ -1,0 +1,142 @@
+"""Self-test: a backend computes a small step on the device before it is trusted; a wrong one gives way to the next.
+
+A driver, a compiler or a device may do what no test on another machine has seen. The test runs the shapes of the
+model's own layers, prompts and decodes over shuffled blocks, against plain torch in float32.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from msgspec.structs import replace
+
+from argosy_engine.attention.backend import AttentionBackend
+from argosy_engine.attention.layer import Attention
+from argosy_engine.attention.metadata import AttentionMetadata
+from argosy_engine.attention.params import AttentionParams
+from argosy_engine.attention.rotary import RotaryEmbedding
+from argosy_engine.attention.selector import AUTO, AttentionNeeds, BackendChoice, load_backend, select_backend
+from argosy_engine.attention.torch_attn import TorchBackend
+from argosy_engine.errors import ConfigError
+
+_MAX_ERROR_RATIO = 2.0
+"""How many times torch's error in the same dtype a backend's error may be."""
+_FLOOR = 1e-4
+"""Error that is always allowed; torch in float32 has none against itself."""
+_STEPS: Sequence[Sequence[tuple[int, int]]] = (
+    ((0, 37), (0, 90), (0, 5)),
+    ((37, 38), (90, 91), (5, 33)),
+)
+"""First and end position of the tokens that each of three requests computes: prompts, then two decodes and a chunk."""
+_MAX_TOKENS = 96
+_MAX_WINDOW = 40
+"""Longer sliding windows are shortened to this, so that the test sees their ends."""
+
+
+def working_backend(
+    needs: AttentionNeeds,
+    forced: str,
+    unavailable: Mapping[str, str],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> BackendChoice:
+    """Choose a backend that passes the self-test on the device. Plain torch is not tested.
+
+    Args:
+        forced: `--attention-backend`.
+        unavailable: see `select_backend`.
+
+    Raises:
+        ConfigError: the forced backend cannot serve, or fails the test.
+    """
+    broken = dict(unavailable)
+    while True:
+        choice = select_backend(needs, forced, broken)
+        if choice.name == "torch":
+            return choice
+        reason = self_test(choice.name, needs, dtype, device)
+        if reason is None:
+            return choice
+        if forced != AUTO:
+            raise ConfigError(
+                f"--attention-backend {forced} fails its test on this device: {reason}; use --attention-backend torch"
+            )
+        broken[choice.name] = reason
+
+
+@torch.inference_mode()
+def self_test(name: str, needs: AttentionNeeds, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Run a backend on the device with the shapes of the model's layers; return why it must not be used, or None."""
+    for params in dict.fromkeys(needs.layers):
+        window = params.sliding_window and min(params.sliding_window, _MAX_WINDOW)
+        layer = _TestLayer(replace(params, sliding_window=window), needs.block_size, dtype, device)
+        try:
+            outputs = layer.outputs(load_backend(name, dtype), dtype)
+        except Exception as error:  # whatever a compiler or a driver raise
+            return f"it failed with {type(error).__name__}: {str(error)[:300]}"
+        truth = layer.outputs(TorchBackend(torch.float32), torch.float32)
+        allowed = _MAX_ERROR_RATIO * _error(layer.outputs(TorchBackend(dtype), dtype), truth) + _FLOOR
+        error = _error(outputs, truth)
+        if not error <= allowed:  # NaN is an error, too
+            heads = f"{params.num_heads} heads of {params.head_dim}, {params.num_kv_heads} KV heads"
+            return f"it is wrong by {error:.2g} where {allowed:.2g} is allowed ({heads})"
+    return None
+
+
+def _error(outputs: Sequence[torch.Tensor], truth: Sequence[torch.Tensor]) -> float:
+    return max(
+        float((ours.float() - theirs).abs().max()) for ours, theirs in zip(outputs, truth, strict=True)
+    )
+
+
+class _TestLayer:
+    """One layer's random weights and inputs, the same for every backend."""
+
+    def __init__(
+        self, params: AttentionParams, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._params, self._block_size, self._device = params, block_size, device
+        generator = torch.Generator().manual_seed(0)
+        tokens = [sum(end - start for start, end in step) for step in _STEPS]
+        width = (params.num_heads + 2 * params.num_kv_heads) * params.head_dim
+        self._qkv = [torch.randn(count, width, generator=generator).to(device, dtype) for count in tokens]
+        self._norms = (1 + torch.rand(2, params.head_dim, generator=generator)).to(device, dtype)
+        frequencies = 1e4 ** (-torch.arange(0, params.head_dim // 2) * 2 / params.head_dim)
+        self._frequencies = frequencies.float()
+        blocks = -(-_MAX_TOKENS // block_size)
+        order = torch.randperm(3 * blocks, generator=generator).to(torch.int32)
+        self._table = order.view(3, blocks)
+
+    def outputs(self, backend: AttentionBackend, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Compute all steps and return their results."""
+        rotary = RotaryEmbedding(self._frequencies, _MAX_TOKENS, dtype, self._device)
+        q_norm, k_norm = self._norms.to(dtype)
+        attention = Attention(self._params, backend, rotary=rotary, q_norm=q_norm, k_norm=k_norm, eps=1e-6)
+        shape = attention.kv_cache_shape(self._table.numel(), self._block_size)
+        # Stale values, NaN included, must not reach a result.
+        kv_cache = torch.full(shape, torch.nan, dtype=attention.kv_cache_dtype, device=self._device)
+        return [
+            attention(qkv.to(dtype, copy=True), kv_cache, self._metadata(step))
+            for qkv, step in zip(self._qkv, _STEPS, strict=True)
+        ]
+
+    def _metadata(self, step: Sequence[tuple[int, int]]) -> AttentionMetadata:
+        starts = np.array([0, *itertools.accumulate(end - start for start, end in step)], np.int32)
+        seq_lens = np.array([end for _, end in step], np.int32)
+        rows = torch.tensor([row for row, (start, end) in enumerate(step) for _ in range(start, end)])
+        positions = torch.cat([torch.arange(start, end) for start, end in step])
+        blocks = self._table[rows, positions // self._block_size]
+        slots = blocks.long() * self._block_size + positions % self._block_size
+        return AttentionMetadata(
+            num_decodes=sum(end - start == 1 for start, end in step),
+            query_start_loc=torch.from_numpy(starts).to(self._device),
+            seq_lens=torch.from_numpy(seq_lens).to(self._device),
+            positions=positions.to(self._device),
+            slot_mapping=slots.to(self._device),
+            block_table=self._table.to(self._device),
+            query_start_loc_cpu=starts,
+            seq_lens_cpu=seq_lens,
+        )

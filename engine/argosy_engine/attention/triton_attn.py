@@ -1,0 +1,83 @@
+"""Backend `triton`: our Triton kernels, on NVIDIA GPUs from compute capability 8.0 on, on CPUs in Triton's interpreter.
+
+Two kernels per layer: `rope_and_cache` between the projection and the cache, then `paged_attention` (a third one merges
+the segments of a decode whose keys were split).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from argosy_engine.attention.backend import DecoderParts
+from argosy_engine.attention.metadata import AttentionMetadata
+from argosy_engine.attention.params import AttentionParams
+from argosy_engine.attention.rotary import RotaryEmbedding
+from argosy_engine.triton_kernels.paged_attention import paged_attention
+from argosy_engine.triton_kernels.rope_and_cache import rope_and_cache
+
+
+class TritonBackend:
+    """Attention by the Triton kernels."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.kv_cache_dtype = dtype
+
+    def attention(
+        self,
+        params: AttentionParams,
+        *,
+        rotary: RotaryEmbedding | None,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        eps: float,
+    ) -> TritonAttention:
+        return TritonAttention(params, rotary, q_norm, k_norm, eps)
+
+    def fuse_decoder(self, layers: Sequence[DecoderParts]) -> None:
+        return None
+
+
+class TritonAttention:
+    """One layer's attention by the Triton kernels. Arguments: `layer.Attention`."""
+
+    def __init__(
+        self,
+        params: AttentionParams,
+        rotary: RotaryEmbedding | None,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        eps: float,
+    ) -> None:
+        self._params = params
+        self._rotary = rotary
+        self._q_norm, self._k_norm, self._eps = q_norm, k_norm, eps
+
+    def __call__(self, qkv: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
+        params = self._params
+        rope_and_cache(
+            qkv,
+            meta.positions,
+            self._rotary.cosines if self._rotary else None,
+            self._rotary.sines if self._rotary else None,
+            meta.slot_mapping,
+            kv_cache,
+            num_heads=params.num_heads,
+            q_norm=self._q_norm,
+            k_norm=self._k_norm,
+            eps=self._eps,
+        )
+        queries = qkv[:, : params.num_heads * params.head_dim]
+        attended = paged_attention(
+            queries.view(-1, params.num_heads, params.head_dim),
+            kv_cache,
+            query_start_loc=meta.query_start_loc,
+            seq_lens=meta.seq_lens,
+            block_table=meta.block_table,
+            max_query_len=meta.max_query_len,
+            scale=params.scale,
+            sliding_window=params.sliding_window,
+            logit_softcap=params.logit_softcap,
+        )
+        return attended.view(len(qkv), -1)

@@ -1,0 +1,64 @@
+"""The test that a backend has to pass on the device before it is used."""
+
+import pytest
+import torch
+
+from argosy_engine.attention import triton_attn
+from argosy_engine.attention.params import AttentionParams
+from argosy_engine.attention.selector import AttentionNeeds
+from argosy_engine.attention.self_test import self_test, working_backend
+from argosy_engine.errors import ConfigError
+
+CPU = torch.device("cpu")
+FULL = AttentionParams(num_heads=2, num_kv_heads=1, head_dim=16, scale=0.2)
+LOCAL = AttentionParams(
+    num_heads=2, num_kv_heads=1, head_dim=16, scale=0.2, sliding_window=4096, logit_softcap=50.0
+)
+
+
+def needs(dtype, layer=FULL):
+    return AttentionNeeds("cuda", dtype, 16, [layer])
+
+
+def test_our_kernels_pass():
+    assert self_test("triton", needs("bfloat16", LOCAL), torch.bfloat16, CPU) is None
+    assert working_backend(needs("float32"), "auto", {}, torch.float32, CPU).name == "triton"
+
+
+class FirstBlockOnly(triton_attn.TritonAttention):
+    """Computes as if every request had one block."""
+
+    def __call__(self, qkv, kv_cache, meta):
+        meta.block_table = meta.block_table[:, :1].expand_as(meta.block_table).contiguous()
+        return super().__call__(qkv, kv_cache, meta)
+
+
+class Failing(triton_attn.TritonAttention):
+    def __call__(self, qkv, kv_cache, meta):
+        raise RuntimeError("CUDA error: an illegal instruction was encountered")
+
+
+class NotANumber(triton_attn.TritonAttention):
+    def __call__(self, qkv, kv_cache, meta):
+        return super().__call__(qkv, kv_cache, meta) * torch.nan
+
+
+@pytest.mark.parametrize(
+    ("broken", "reason"),
+    [
+        (FirstBlockOnly, "it is wrong by"),
+        (NotANumber, "it is wrong by nan"),
+        (Failing, "it failed with RuntimeError: CUDA error: an illegal instruction was encountered"),
+    ],
+)
+def test_a_broken_backend_gives_way_to_torch(broken, reason, monkeypatch):
+    monkeypatch.setattr(triton_attn, "TritonAttention", broken)
+    choice = working_backend(needs("float32"), "auto", {}, torch.float32, CPU)
+    assert choice.name == "torch"
+    assert reason in choice.refused["triton"]
+
+
+def test_a_forced_backend_that_is_broken_is_refused(monkeypatch):
+    monkeypatch.setattr(triton_attn, "TritonAttention", Failing)
+    with pytest.raises(ConfigError, match="--attention-backend triton fails its test on this device"):
+        working_backend(needs("float32"), "triton", {}, torch.float32, CPU)

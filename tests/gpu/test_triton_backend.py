@@ -1,0 +1,64 @@
+"""The Triton backend in whole models of every architecture, against transformers."""
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from argosy_engine.attention.metadata import AttentionMetadata
+from argosy_engine.attention.params import AttentionParams
+from argosy_engine.attention.selector import AttentionNeeds, select_backend
+from argosy_engine.errors import ConfigError
+from argosy_engine.models.config_file import load_model_config
+from argosy_engine.models.loader import load_model
+from attention_cases import attention_metadata
+from random_checkpoints import KINDS, make_checkpoint
+
+BLOCK_SIZE = 16
+PROMPT, DECODED = 30, 1
+LAYER = AttentionParams(num_heads=4, num_kv_heads=2, head_dim=64, scale=0.125)
+
+
+@pytest.mark.parametrize("name", ["llama3-rope", "qwen3-yarn", "gemma2", "gemma3", "gpt2", "qwen3-moe"])
+@torch.inference_mode()
+def test_prompt_and_decodes_have_the_logits_of_transformers(name, tmp_path):
+    reference = make_checkpoint(KINDS[name], tmp_path)
+    token_ids = list(range(2, 2 + PROMPT + DECODED))
+    expected = reference(torch.tensor([token_ids])).logits[0].float()
+    config = load_model_config(tmp_path)
+    model = load_model(
+        tmp_path,
+        config,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        attention_backend="triton",
+        max_positions=64,
+        load_format="auto",
+        seed=0,
+    ).model
+    shape = (2, 3, BLOCK_SIZE, config.num_key_value_heads, config.head_dim)
+    kv_cache = [torch.full(shape, torch.nan) for _ in range(config.num_hidden_layers)]
+    tables = torch.tensor([[2, 0]])
+    ours = []
+    for start, end in [(0, PROMPT), *((at, at + 1) for at in range(PROMPT, PROMPT + DECODED))]:
+        meta: AttentionMetadata = attention_metadata([(start, end)], tables, BLOCK_SIZE)
+        hidden = model.forward(torch.tensor(token_ids[start:end]), torch.arange(start, end), kv_cache, meta)
+        ours.append(model.logits(hidden))
+    torch.testing.assert_close(torch.cat(ours), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_gpu_uses_the_kernels():
+    choice = select_backend(AttentionNeeds("cuda", "bfloat16", 16, [LAYER]))
+    assert (choice.name, dict(choice.refused)) == ("triton", {"cpu": "it computes on CPUs only"})
+
+
+@pytest.mark.parametrize(
+    ("device", "layer", "reason"),
+    [
+        ("cpu", LAYER, "computes on GPUs"),
+        ("cuda", replace(LAYER, head_dim=512), "head size of 512 is more than 256"),
+        ("cuda", replace(LAYER, num_heads=256), "more than 64 query heads"),
+    ],
+)
+def test_what_the_kernels_cannot_serve_is_refused(device, layer, reason):
+    with pytest.raises(ConfigError, match=reason):
+        select_backend(AttentionNeeds(device, "bfloat16", 16, [layer]), "triton")
