@@ -1,4 +1,4 @@
-"""Models that are fetched: from a bucket and from a hub, into the caches of nodes and claims, with what goes wrong.
+"""Models that are fetched: from buckets, a hub and a registry, into caches of nodes and claims, with what goes wrong.
 
 The sources run on this machine, at the bridge's address, to which pods have a route.
 """
@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePath
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 
@@ -20,10 +21,13 @@ from cluster.kubectl import RESTRICTED
 from cluster.settings import HOST_ADDRESS
 from cluster.shell import poll
 from conftest import GPUS, SYSTEM, TENANT, Stack, expose_torch, install
+from go_registry import GoRegistry, built_registry, find_go, running_go_registry
 from hub_faults import Fault, Hold
 from hub_repositories import files_under
 from hub_server import HubServer, SeenRequest
 from loopback_certificate import issue_certificate
+from oci_artifacts import files as layers
+from oci_artifacts import push
 from published_checkpoints import PUBLISHED
 from scripted_http import Asked, Reply
 from test_whole_path import condition, is_ready, manifest, sdk
@@ -34,9 +38,13 @@ CLAIM, SMALL_CLAIM = "models", "small"
 KEY_ID, SECRET_KEY = "AKIAE2E", "e2e-secret-access-key"
 TOKEN, WRONG_TOKEN = "hf_e2e_right", "hf_e2e_wrong"
 S3_SECRET, HUB_SECRET = "s3-credentials", "hub-token"
+GS_SECRET, REGISTRY_SECRET = "google-storage", "registry"
+REGISTRY_LOGIN = ("e2e", "e2e-registry-password")
+REPOSITORY = "acme/qwen"
 CREDENTIALS = "/var/run/argosy/model-credentials"
 """Where the container that fetches sees the Secret."""
 S3_SOURCE = f"s3://{BUCKET}/acme/qwen"
+IN_POD = {"type": "none"}
 NODE, CLAIMED = {"type": "node"}, {"type": "claim", "claimName": CLAIM}
 LOOK = """
 import json, os
@@ -129,8 +137,9 @@ def weights_asked_for(seen: Iterable[SeenRequest | Asked]) -> Counter[str]:
     found: Counter[str] = Counter()
     for each in seen:
         first, _, last = each.headers.get("range", "").removeprefix("bytes=").partition("-")
-        if each.path.endswith(".safetensors") and (first != last or not first):
-            found[PurePath(each.path).name] += 1
+        path = unquote(each.path)  # clients of Google's storage quote slashes and dots too
+        if path.endswith(".safetensors") and (first != last or not first):
+            found[PurePath(path).name] += 1
     return found
 
 
@@ -147,6 +156,29 @@ def bucket(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
     with BucketServer(objects, host=HOST_ADDRESS) as server:
         server.on_list = server.on_read = check
+        yield server
+
+
+@pytest.fixture(scope="module")
+def google_bucket(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[BucketServer]:
+    """A look-alike of Google Cloud Storage with a public model."""
+    folder = tmp_path_factory.mktemp("google")
+    PUBLISHED["qwen3"].write(folder)
+    objects = {f"acme/qwen/{path}": Path(file).read_bytes() for path, file in files_under(folder).items()}
+    with BucketServer(objects, host=HOST_ADDRESS) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def registry(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GoRegistry]:
+    """A container registry, go-containerregistry's, with a login and a model whose files are layers."""
+    folder = tmp_path_factory.mktemp("registry")
+    PUBLISHED["qwen3"].write(folder)
+    go = find_go()
+    assert go is not None
+    with running_go_registry(built_registry(go), REGISTRY_LOGIN, HOST_ADDRESS) as server:
+        contents = {path: Path(file).read_bytes() for path, file in files_under(folder).items()}
+        push(server, REPOSITORY, "v1", layers(contents))
         yield server
 
 
@@ -204,7 +236,7 @@ def release(stack: Stack, hub: HubServer, bucket: BucketServer) -> Iterator[Clus
         "--set-json", f"modelFetch.env={json.dumps(mirror)}",
     )  # fmt: skip
     yield cluster
-    kubectl("delete", "secret", HUB_SECRET, "-n", TENANT, "--ignore-not-found")
+    kubectl("delete", "secret", HUB_SECRET, GS_SECRET, REGISTRY_SECRET, "-n", TENANT, "--ignore-not-found")
     install(cluster, stack.images)
     kubectl.namespace(SYSTEM, RESTRICTED)
     kubectl.delete_namespace(CACHED)
@@ -291,6 +323,41 @@ def test_a_service_that_comes_back_to_its_node_asks_nobody(release: Cluster, buc
     assert "already stored" in fetch["state"]["terminated"]["message"]
     assert bucket.asked == []
     delete(release, "everywhere", CACHED)
+
+
+def test_a_bucket_of_google_is_a_source(release: Cluster, google_bucket: BucketServer) -> None:
+    put_secret(release, TENANT, GS_SECRET, STORAGE_EMULATOR_HOST=google_bucket.url)
+    source = f"gs://{BUCKET}/acme/qwen"
+    release.kubectl.apply(service("google", source, IN_POD, secret=GS_SECRET))
+    found = wait_for(release, "google", "a replica")
+    check_fetched(release, "google", source, found)
+    assert weights_asked_for(google_bucket.asked) == {"model.safetensors": 1}
+    delete(release, "google")
+
+
+def test_a_registry_is_a_source(release: Cluster, registry: GoRegistry) -> None:
+    user, password = REGISTRY_LOGIN
+    values = {"OCI_REGISTRY": registry.host, "OCI_USERNAME": user, "ARGOSY_OCI_PLAIN_HTTP": registry.host}
+    put_secret(release, TENANT, REGISTRY_SECRET, **values, OCI_PASSWORD="wrong")
+    source = f"oci://{registry.host}/{REPOSITORY}:v1"
+    release.kubectl.apply(service("from-registry", source, IN_POD, secret=REGISTRY_SECRET))
+    wait_for(release, "from-registry", "the refusal", cached("False", "FetchFailed", "OCI_"))
+    put_secret(release, TENANT, REGISTRY_SECRET, **values, OCI_PASSWORD=password)
+    found = wait_for(release, "from-registry", "a replica")
+    check_fetched(release, "from-registry", f"oci://{registry.host}/{REPOSITORY}", found)
+    assert password not in json.dumps(pods(release, "from-registry"))
+    delete(release, "from-registry")
+
+
+def check_fetched(cluster: Cluster, name: str, source: str, found: dict[str, Any]) -> None:
+    """The init container has fetched the model from its source, and the service says so."""
+    assert cached("True", "Cached")(found)
+    assert found["status"]["modelCache"] == "cached"
+    (pod,) = pods(cluster, name)
+    (fetch,) = pod["status"]["initContainerStatuses"]
+    message = fetch["state"]["terminated"]["message"]
+    assert message.startswith(source)
+    assert "fetched in" in message
 
 
 def test_where_hostpath_is_refused_the_status_names_the_other_cache(release: Cluster) -> None:

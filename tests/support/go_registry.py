@@ -12,7 +12,7 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -62,8 +62,8 @@ def built_registry(go: str) -> Path:
 class GoRegistry:
     """A running registry, which tests push to over HTTP."""
 
-    def __init__(self, port: int, login: tuple[str, str] | None) -> None:
-        self.host = f"127.0.0.1:{port}"
+    def __init__(self, host: str, port: int, login: tuple[str, str] | None) -> None:
+        self.host = f"{host}:{port}"
         self._http = httpx.Client(base_url=f"http://{self.host}", auth=login, timeout=30.0)
 
     def add_blob(self, repository: str, content: bytes) -> None:
@@ -88,21 +88,24 @@ class GoRegistry:
 
 
 @contextmanager
-def running_go_registry(binary: Path, login: tuple[str, str] | None = None) -> Iterator[GoRegistry]:
+def running_go_registry(
+    binary: Path, login: tuple[str, str] | None = None, host: str = "127.0.0.1"
+) -> Iterator[GoRegistry]:
     """Run a registry until the block ends.
 
     Args:
         login: user name and password that it requires.
+        host: address to listen on.
     """
-    env: Mapping[str, str] = {}
+    env = {"REGISTRY_HOST": host}
     if login is not None:
-        env = {"REGISTRY_USERNAME": login[0], "REGISTRY_PASSWORD": login[1]}
+        env |= {"REGISTRY_USERNAME": login[0], "REGISTRY_PASSWORD": login[1]}
     with subprocess.Popen(
         [str(binary)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, **env}
     ) as process:
         try:
             assert process.stdout is not None
-            registry = GoRegistry(int(process.stdout.readline()), login)
+            registry = GoRegistry(host, int(process.stdout.readline()), login)
             try:
                 yield registry
             finally:

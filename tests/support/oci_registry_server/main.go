@@ -1,7 +1,8 @@
-// Command oci_registry_server serves the container registry of go-containerregistry on a free loopback port, in memory.
+// Command oci_registry_server serves the container registry of go-containerregistry on a free port, in memory.
 //
-// It prints the port to standard output and serves until standard input ends. With REGISTRY_USERNAME and
-// REGISTRY_PASSWORD in its environment it requires them (HTTP Basic).
+// It prints the port to standard output and serves until standard input ends. REGISTRY_HOST in its environment is the
+// address to listen on, 127.0.0.1 if it is empty. With REGISTRY_USERNAME and REGISTRY_PASSWORD it requires them (HTTP
+// Basic).
 package main
 
 import (
@@ -18,7 +19,11 @@ import (
 )
 
 func main() {
-	listener, err := net.Listen("tcp", "127.0.0.1:0")
+	host := os.Getenv("REGISTRY_HOST")
+	if host == "" {
+		host = "127.0.0.1"
+	}
+	listener, err := net.Listen("tcp", net.JoinHostPort(host, "0"))
 	if err != nil {
 		log.Fatal(err)
 	}
