@@ -1,8 +1,8 @@
 """Bounded field types of the custom resource, and its CEL rules.
 
-Owns the small types that `types` and `overlay` are written in, and `Rule`, which a struct carries in its `rules`. Knows
-nothing of what the fields mean. Invariant: every string, number and list has a limit, so that the API server can bound
-the cost of CEL rules, and no field takes unbounded memory.
+Owns the small types that `types` and `pod_overlay` are written in, and `Rule`, which a struct carries in its `rules`.
+Knows nothing of what the fields mean. Invariant: every string, number and list has a limit, so that the API server can
+bound the cost of CEL rules, and no field takes unbounded memory.
 """
 
 from __future__ import annotations

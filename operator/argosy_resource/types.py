@@ -28,7 +28,7 @@ from argosy_resource.model_source import (
     REMOTE_PATTERN,
     SOURCE_RULES,
 )
-from argosy_resource.overlay import EnvVar, PodTemplate
+from argosy_resource.pod_overlay import EnvVar, PodTemplate
 from argosy_resource.schema_types import (
     MAP_BY_NAME,
     MAP_BY_TYPE,

@@ -20,7 +20,7 @@ from argosy_operator.cluster.api import ObjectList
 from argosy_operator.errors import ApiError
 from argosy_operator.kinds import CONFIGMAPS, DEPLOYMENTS, EVENTS, INFERENCE_SERVICES, PODS, Kind, kind_of
 from argosy_operator.names import FIELD_MANAGER, ROUTABLE_GATE
-from argosy_resource.overlay import FETCH_CONTAINER
+from argosy_resource.pod_overlay import FETCH_CONTAINER
 from argosy_resource.validation import apply_defaults, validate_manifest
 
 Object = dict[str, Any]

@@ -15,7 +15,7 @@ from virtual_time import virtual_time
 from argosy_operator.errors import ApiError
 from argosy_operator.kinds import EVENTS
 from argosy_operator.names import MODEL_CACHED_CONDITION
-from argosy_resource.overlay import FETCH_CONTAINER
+from argosy_resource.pod_overlay import FETCH_CONTAINER
 
 ADDRESS = "10.0.0.1"
 

@@ -19,7 +19,7 @@ from argosy_operator.status.events import events_between
 from argosy_operator.status.model_cached import seconds_until_stuck
 from argosy_operator.status.report import status
 from argosy_protocol.model_progress import WAITING
-from argosy_resource.overlay import FETCH_CONTAINER
+from argosy_resource.pod_overlay import FETCH_CONTAINER
 from argosy_resource.types import InferenceService, InferenceServiceStatus, parse
 
 REVISION = plan_children(parse(isvc_object()), Observation(), CONFIG).revision

@@ -25,7 +25,7 @@ from argosy_operator.names import (
 )
 from argosy_resource.engine_address import API_KEY_ENV, ENGINE_PORT
 from argosy_resource.engine_command import engine_args
-from argosy_resource.overlay import ENGINE_CONTAINER, VOLUME_PREFIX, Volume
+from argosy_resource.pod_overlay import ENGINE_CONTAINER, VOLUME_PREFIX, Volume
 from argosy_resource.schema_types import quantity_text
 from argosy_resource.types import InferenceService
 

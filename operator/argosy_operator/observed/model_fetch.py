@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from argosy_operator.names import MODEL_CACHED_CONDITION
 from argosy_operator.observed.container_exit import describe_exit, last_line
-from argosy_resource.overlay import FETCH_CONTAINER
+from argosy_resource.pod_overlay import FETCH_CONTAINER
 
 Object = Mapping[str, Any]
 FetchState = Literal["pending", "running", "succeeded", "failed"]

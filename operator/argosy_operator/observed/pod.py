@@ -14,7 +14,7 @@ from msgspec import Struct
 from argosy_operator.names import REVISION_LABEL, ROUTABLE_GATE
 from argosy_operator.observed.container_exit import describe_exit
 from argosy_operator.observed.model_fetch import ModelFetch, fetch_container, read_fetch
-from argosy_resource.overlay import ENGINE_CONTAINER
+from argosy_resource.pod_overlay import ENGINE_CONTAINER
 
 Object = Mapping[str, Any]
 

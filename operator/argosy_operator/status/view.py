@@ -15,7 +15,7 @@ from argosy_operator.desired.children import Plan
 from argosy_operator.observed.deployment import serving_revision
 from argosy_operator.observed.observation import Observation
 from argosy_operator.observed.pod import Pod, Problem
-from argosy_resource.overlay import FETCH_CONTAINER
+from argosy_resource.pod_overlay import FETCH_CONTAINER
 from argosy_resource.types import InferenceService
 
 
