@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from argosy_operator.cluster.api import ObjectList
+from argosy_operator.cluster.api_server import ObjectList
 from argosy_operator.errors import ApiError
 from argosy_operator.kinds import CONFIGMAPS, DEPLOYMENTS, EVENTS, INFERENCE_SERVICES, PODS, Kind, kind_of
 from argosy_operator.names import FIELD_MANAGER, ROUTABLE_GATE
@@ -37,7 +37,7 @@ Listener = Callable[[Kind, str, Object], None]
 
 
 class FakeKubernetes:
-    """Implements `argosy_operator.cluster.api.Api`, and the rest of a cluster."""
+    """Implements `argosy_operator.cluster.api_server.Api`, and the rest of a cluster."""
 
     def __init__(self, *, gpus: int = 100) -> None:
         self.objects: dict[Key, Object] = {}

@@ -18,7 +18,7 @@ from kubernetes.aio.client.exceptions import ApiException
 from kubernetes.aio.dynamic.client import DynamicClient
 from kubernetes.aio.dynamic.resource import Resource
 
-from argosy_operator.cluster.api import ObjectList
+from argosy_operator.cluster.api_server import ObjectList
 from argosy_operator.errors import ApiError
 from argosy_operator.kinds import Kind, Object, kind_of
 from argosy_operator.names import FIELD_MANAGER

@@ -14,7 +14,7 @@ import logging
 import secrets
 from typing import Final
 
-from argosy_operator.cluster.api import Api
+from argosy_operator.cluster.api_server import Api
 from argosy_operator.config import OperatorConfig
 from argosy_operator.errors import ApiError, OperatorError
 from argosy_operator.names import FIELD_MANAGER, MANAGED_BY_LABEL, NAME_LABEL

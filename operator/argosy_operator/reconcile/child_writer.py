@@ -11,7 +11,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from argosy_operator.cluster.api import Api
+from argosy_operator.cluster.api_server import Api
 from argosy_operator.cluster.store import Store
 from argosy_operator.desired.diff import ChildChange
 from argosy_operator.desired.drift import must_apply

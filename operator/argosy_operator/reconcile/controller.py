@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, Final
 
-from argosy_operator.cluster.api import Api
+from argosy_operator.cluster.api_server import Api
 from argosy_operator.cluster.fetch_watch import AskProgress, FetchWatch, read_fetching_pod
 from argosy_operator.cluster.router_watch import Fetch, RouterWatch, read_router_pod
 from argosy_operator.cluster.store import Store, service_of

@@ -17,7 +17,7 @@ from typing import Any, Final
 import xxhash
 from msgspec import Struct
 
-from argosy_operator.cluster.api import Api
+from argosy_operator.cluster.api_server import Api
 from argosy_operator.errors import ApiError
 from argosy_operator.names import FIELD_MANAGER
 from argosy_operator.status.events import Event

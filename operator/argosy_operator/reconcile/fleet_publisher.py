@@ -11,7 +11,7 @@ from collections import Counter
 
 import msgspec
 
-from argosy_operator.cluster.api import Api
+from argosy_operator.cluster.api_server import Api
 from argosy_operator.cluster.store import Store
 from argosy_operator.config import OperatorConfig
 from argosy_operator.desired.drift import must_apply, with_applied_hash

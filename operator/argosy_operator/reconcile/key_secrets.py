@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from argosy_operator.cluster.api import Api
+from argosy_operator.cluster.api_server import Api
 from argosy_operator.desired.drift import contains
 from argosy_operator.errors import ChildNotOwned
 from argosy_operator.kinds import SECRETS, Object, object_name

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
-from argosy_operator.cluster.api import Api
+from argosy_operator.cluster.api_server import Api
 from argosy_operator.cluster.store import Store
 from argosy_operator.config import OperatorConfig
 from argosy_operator.desired.cached_condition import cached_patch

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from argosy_operator.cluster.api import Api
+from argosy_operator.cluster.api_server import Api
 from argosy_operator.cluster.store import Store
 from argosy_operator.config import OperatorConfig
 from argosy_operator.desired.children import Plan

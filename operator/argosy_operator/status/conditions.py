@@ -30,7 +30,7 @@ from argosy_operator.status.replica_problems import (
     unschedulable,
     unschedulable_too_long,
 )
-from argosy_operator.status.view import ServiceView
+from argosy_operator.status.service_view import ServiceView
 from argosy_resource.types import ConditionType
 
 NO_ROUTER: Final = "no router answers; routers run in the operator's namespace"

@@ -20,7 +20,7 @@ from typing import Final
 from argosy_operator.observed.model_fetch import ModelFetch
 from argosy_operator.observed.pod import Pod
 from argosy_operator.status.condition_state import ConditionState
-from argosy_operator.status.view import ServiceView
+from argosy_operator.status.service_view import ServiceView
 from argosy_protocol.model_progress import WAITING, percent
 
 _MAX_COLUMN: Final = 64

@@ -12,7 +12,7 @@ from typing import Final
 
 from argosy_operator.desired.model_volume import MODELS_VOLUME
 from argosy_operator.observed.pod import Pod, Problem
-from argosy_operator.status.view import ServiceView
+from argosy_operator.status.service_view import ServiceView
 
 UNSCHEDULABLE_SECONDS: Final = 300
 """A replica may wait this long for a node before the service is degraded. An autoscaler takes minutes to add one."""

@@ -19,7 +19,7 @@ from argosy_operator.observed.pod import Problem
 from argosy_operator.status.condition_state import ConditionState
 from argosy_operator.status.conditions import condition_states
 from argosy_operator.status.model_cached import model_cache_column
-from argosy_operator.status.view import Counts, ServiceView
+from argosy_operator.status.service_view import Counts, ServiceView
 from argosy_resource.engine_address import selector
 from argosy_resource.types import (
     Condition,
