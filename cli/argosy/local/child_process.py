@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from argosy.local import with_parent
+from argosy.local import end_with_parent
 
 LOG_LIMIT_BYTES: Final = 10 * 1024 * 1024
 """Size at which a log is renamed to `NAME.log.1`, replacing the previous one."""
@@ -69,7 +69,7 @@ class Process:
             OSError: the system cannot start a process or open the log.
         """
         log = LogFile(log_path)
-        wrapper = (sys.executable, "-I", "-S", with_parent.__file__)
+        wrapper = (sys.executable, "-I", "-S", end_with_parent.__file__)
         try:
             process = await asyncio.create_subprocess_exec(
                 *(*wrapper, str(os.getpid()), str(more_oom_score_adj), *command),

@@ -1,6 +1,6 @@
 """Run a command that ends with the process that started it.
 
-    python with_parent.py PARENT_PID MORE_OOM_SCORE_ADJ COMMAND...
+    python end_with_parent.py PARENT_PID MORE_OOM_SCORE_ADJ COMMAND...
 
 Owns: what is done before exec: prctl(PR_SET_PDEATHSIG, SIGKILL), so that even `kill -9` of the supervisor leaves no
 engine behind, and how much sooner than the supervisor Linux kills the command when memory runs out. It is a separate
