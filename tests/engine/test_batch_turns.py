@@ -7,7 +7,7 @@ from argosy_engine.core.request import Request
 from argosy_engine.core.sched.scheduler import Scheduler
 from argosy_engine.messages.core_messages import EngineCoreRequest
 from argosy_engine.params.sampling_params import SamplingParams
-from scheduler_fakes import FakeWorker
+from fake_worker import FakeWorker
 
 BLOCK, BUDGET = 4, 32
 

@@ -12,7 +12,7 @@ from argosy_engine.core.request import Request
 from argosy_engine.core.sched.scheduler import Scheduler, SchedulingPolicy
 from argosy_engine.messages.core_messages import EngineCoreRequest
 from argosy_engine.params.sampling_params import SamplingParams
-from scheduler_fakes import FakeWorker
+from fake_worker import FakeWorker
 
 BLOCK, SLOTS, LONG = 4, 8, 60
 

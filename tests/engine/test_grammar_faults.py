@@ -19,7 +19,7 @@ from argosy_engine.structured.compile_queue import CompileQueue
 from argosy_engine.structured.grammar_state import GrammarState
 from argosy_engine.structured.manager import GrammarRequest, StructuredOutputManager
 from argosy_engine.structured.structured_outputs_params import GrammarSpec
-from core_fakes import BLOCK, FakeExecutor
+from fake_executor import BLOCK, FakeExecutor
 
 CHOICES = {"a": "apple", "b": "banana", "c": "cherry"}
 

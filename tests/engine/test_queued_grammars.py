@@ -21,7 +21,7 @@ from argosy_engine.structured.compile_queue import CompileQueue
 from argosy_engine.structured.manager import GrammarRequest, StructuredOutputManager
 from argosy_engine.structured.queued_grammars import MAX_RESUMED, QueuedGrammars
 from argosy_engine.structured.structured_outputs_params import GrammarSpec
-from core_fakes import BLOCK, FakeExecutor
+from fake_executor import BLOCK, FakeExecutor
 
 
 def spec(text: str) -> GrammarSpec:

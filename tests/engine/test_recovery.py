@@ -16,8 +16,8 @@ from argosy_engine.errors import EngineDead
 from argosy_engine.messages.core_messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from argosy_engine.messages.scheduler_output import SchedulerOutput
 from argosy_engine.params.sampling_params import SamplingParams
-from core_fakes import BLOCK, FakeExecutor
-from scheduler_fakes import next_token
+from fake_executor import BLOCK, FakeExecutor
+from fake_worker import next_token
 
 
 @pytest.fixture(params=[False, True], ids=["sync", "async"])

@@ -12,7 +12,7 @@ from argosy_engine.core.request import Request, RequestStatus
 from argosy_engine.core.request_watchdog import CHECK_INTERVAL_S, Watchdog
 from argosy_engine.messages.core_messages import EngineCoreRequest, ErrorKind, FinishReason
 from argosy_engine.params.sampling_params import SamplingParams
-from core_fakes import BLOCK, FakeExecutor
+from fake_executor import BLOCK, FakeExecutor
 
 TIMEOUT_S = 60.0
 

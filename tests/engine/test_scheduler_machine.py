@@ -21,7 +21,7 @@ from argosy_engine.messages.core_messages import EngineCoreOutput, EngineCoreReq
 from argosy_engine.messages.model_runner_output import ModelRunnerOutput
 from argosy_engine.messages.scheduler_output import SchedulerOutput
 from argosy_engine.params.sampling_params import SamplingParams
-from scheduler_fakes import FakeWorker, next_token
+from fake_worker import FakeWorker, next_token
 
 BLOCK = 4
 MAX_MODEL_LEN = 40

@@ -12,8 +12,8 @@ from argosy_engine.messages.core_messages import EngineCoreRequest, UtilityCall
 from argosy_engine.params.sampling_params import SamplingParams
 from argosy_engine.structured.manager import GrammarRequest
 from argosy_engine.structured.structured_outputs_params import GrammarSpec
-from core_fakes import BLOCK, FakeExecutor
-from scheduler_fakes import next_token
+from fake_executor import BLOCK, FakeExecutor
+from fake_worker import next_token
 
 
 @pytest.fixture(params=[False, True], ids=["sync", "async"])

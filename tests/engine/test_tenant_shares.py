@@ -19,7 +19,7 @@ from argosy_engine.structured.manager import GrammarRequest, StructuredOutputMan
 from argosy_engine.structured.structured_outputs_params import GrammarSpec
 from argosy_protocol.embeddings import EmbeddingRequest
 from argosy_protocol.openai import CompletionRequest
-from core_fakes import BLOCK, FakeExecutor
+from fake_executor import BLOCK, FakeExecutor
 
 
 class NeverCompiles:

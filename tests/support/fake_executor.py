@@ -14,7 +14,7 @@ from argosy_engine.messages.scheduler_output import GrammarBitmask, SchedulerOut
 from argosy_engine.messages.worker_info import WorkerInfo
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.model_path import resolve_model
-from scheduler_fakes import FakeWorker
+from fake_worker import FakeWorker
 
 BLOCK = 4
 
