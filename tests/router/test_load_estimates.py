@@ -14,7 +14,7 @@ from argosy_protocol.telemetry import Load
 from argosy_router.fleet.links import foreign_poller
 from argosy_router.fleet.links.engine_metrics import parse_load
 from argosy_router.prefixes.index import PrefixIndex
-from argosy_router.prompts.length_model import PRIOR_BYTES_PER_TOKEN
+from argosy_router.prompts.prompt_length_model import PRIOR_BYTES_PER_TOKEN
 
 from .engine_expositions import EXPOSITIONS, vllm
 from .fake_engine import Connection, FakeEngine, Received, completion

@@ -18,7 +18,7 @@ from setuptools.errors import CompileError
 
 from argosy_protocol import chunk_hash
 from argosy_protocol.prompt_segments import Segment, SegmentKind
-from argosy_router.native import estimate, ranking
+from argosy_router.native import chunk_tokens, ranking
 from argosy_router.prefixes import table
 from compile_router import ROUTER, in_c
 
@@ -74,7 +74,7 @@ def test_hashes_and_tokens(native: Callable[[str], ModuleType]) -> None:
         assert hashes.typecode == same.typecode
         assert hashes == same
         sizes = [len(data) for _, data in prompt]
-        tokens, same = (room.chunk_tokens(sizes, bytes_per_token) for room in (hashing, estimate))
+        tokens, same = (room.chunk_tokens(sizes, bytes_per_token) for room in (hashing, chunk_tokens))
         assert tokens.typecode == same.typecode
         assert tokens == same
         assert len(tokens) == len(hashes)
@@ -83,7 +83,7 @@ def test_hashes_and_tokens(native: Callable[[str], ModuleType]) -> None:
 
 
 def test_tokens_fit_their_items(native: Callable[[str], ModuleType]) -> None:
-    for room in (native("_hashing"), estimate):
+    for room in (native("_hashing"), chunk_tokens):
         assert list(room.chunk_tokens([0, 3], 1e-10)) == [0, 2**32 - 1]
 
 

@@ -19,8 +19,8 @@ from argosy_router.fleet.replica_load import ReplicaLoad
 from argosy_router.policy import POLICIES, Decision, RouteRequest
 from argosy_router.policy.rate_priors import assumed
 from argosy_router.prefixes.index import PrefixIndex
-from argosy_router.prompts.length_model import PromptLengthModel
 from argosy_router.prompts.prompt_hash import Prompt, PromptHasher
+from argosy_router.prompts.prompt_length_model import PromptLengthModel
 
 RECENT_S: Final = 60.0
 """Time constant with which the weight of past work decays (half after some 40 s) in a replica's share of new

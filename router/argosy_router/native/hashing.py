@@ -6,7 +6,7 @@ try:
     from argosy_router.native._hashing import chunk_hashes, chunk_tokens, first_ranked
 except ImportError:
     from argosy_protocol.chunk_hash import chunk_hashes
-    from argosy_router.native.estimate import chunk_tokens
+    from argosy_router.native.chunk_tokens import chunk_tokens
     from argosy_router.native.ranking import first_ranked
 
 __all__ = ["chunk_hashes", "chunk_tokens", "first_ranked"]

@@ -2,6 +2,6 @@
 
 Must not know: replicas, indexes, HTTP.
 
-prompt_hash   chunk hashes and sizes
-length_model  estimate of a prompt's tokens from its bytes
+prompt_hash          chunk hashes and sizes
+prompt_length_model  estimate of a prompt's tokens from its bytes
 """

@@ -17,7 +17,7 @@ from argosy_router.metrics.registry import Metrics
 from argosy_router.observability.access_log import AccessEntry, AccessLog
 from argosy_router.observability.trace_capture import CapturedRequest, TraceCapture
 from argosy_router.observability.usage_ledger import UsageLedger
-from argosy_router.prompts.length_model import learnt
+from argosy_router.prompts.prompt_length_model import learnt
 from argosy_router.proxy.accounting.outcome import CLIENT_GONE, RequestOutcome
 from argosy_router.proxy.request.call import Call
 from argosy_router.proxy.upstream.attempt_log import AttemptLog, AttemptRecord, HedgeOutcome

@@ -29,8 +29,8 @@ from argosy_router.auth.accounts import Account
 from argosy_router.fleet.fleet import Fleet
 from argosy_router.fleet.service import Service
 from argosy_router.http.messages import Request
-from argosy_router.prompts.length_model import tokens_of
 from argosy_router.prompts.prompt_hash import Prompt
+from argosy_router.prompts.prompt_length_model import tokens_of
 from argosy_router.proxy.request.body_rewrite import with_another, with_fields, with_usage_requested
 from argosy_router.proxy.request.call import Call
 from argosy_router.proxy.request.header_policy import forwarded as forwarded_headers
