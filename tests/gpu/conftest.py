@@ -7,11 +7,11 @@ if find_spec("triton") is None:
 else:
     import triton
 
-    from interpreted_dot import multiply_bfloat16
-    from interpreted_rounding import round_like_a_gpu
+    from interpreted_calls import patch_once_per_launch
+    from interpreter_arithmetic import compute_like_a_gpu
 
     assert not isinstance(triton.language.sum, triton.JITFunction), (
         "triton was imported before tests/conftest.py"
     )
-    round_like_a_gpu()
-    multiply_bfloat16()
+    compute_like_a_gpu()
+    patch_once_per_launch()
