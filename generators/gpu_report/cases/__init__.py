@@ -1,9 +1,16 @@
 """The cases of each kernel, one module per kernel module with a function `cases`."""
 
 from gpu_report.case import Cases
-from gpu_report.cases import paged_attention, rms_norm, rope_and_cache, silu_and_mul
+from gpu_report.cases import (
+    moe_routing,
+    paged_attention,
+    rms_norm,
+    rope_and_cache,
+    silu_and_mul,
+)
 
 ALL_CASES: dict[str, Cases] = {
+    "moe_routing": moe_routing.cases,
     "paged_attention": paged_attention.cases,
     "rms_norm": rms_norm.cases,
     "rope_and_cache": rope_and_cache.cases,

@@ -1,0 +1,245 @@
+"""Routing of tokens to experts on the device: top-k, then a counting sort of (token, expert) pairs by expert.
+
+Two launches and no synchronisation: how many pairs an expert gets is known on the device alone, so buffers and grids
+have the size of the worst case. The sort is stable and uses no atomics, hence results do not vary between runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from argosy_engine.triton_kernels.launch import launch
+
+_TILE_ELEMENTS = 2048
+"""Elements of the (rows, experts) tiles that a program holds in registers: 8 per thread of 8 warps."""
+_MAX_CHUNK_PAIRS = 512
+"""Pairs that one program sorts. Each reads the counts of all chunks, so chunks grow with the batch up to here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """Which expert computes which token, on the device. A pair is token * k + rank.
+
+    A tile is up to `tile_rows` consecutive entries of `pairs` with the same expert.
+    """
+
+    weights: torch.Tensor
+    """float32 [T, k]: of each chosen expert, highest logit first. 0 in padding rows."""
+    experts: torch.Tensor
+    """int32 [T, k]; -1 in padding rows."""
+    pairs: torch.Tensor
+    """int32 [T * k], sorted by expert, then by pair. Undefined past the pairs that are not padding."""
+    tile_experts: torch.Tensor
+    """int32 [max_tiles]. Undefined past `num_tiles`, as the next two."""
+    tile_starts: torch.Tensor
+    """int32 [max_tiles]: index into `pairs`."""
+    tile_ends: torch.Tensor
+    """int32 [max_tiles]: end of the expert's pairs, so a tile's rows end there or after `tile_rows`."""
+    num_tiles: torch.Tensor
+    """int32 [1]"""
+    tile_rows: int
+
+
+@triton.jit
+def _route(
+    logits_ptr,
+    slots_ptr,
+    weights_ptr,
+    experts_ptr,
+    counts_ptr,
+    logits_stride,
+    num_tokens,
+    K: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    NORMALISES: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ROWS: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+    EXPERT_BLOCK: tl.constexpr,
+):
+    chunk = tl.program_id(0)
+    expert = tl.arange(0, EXPERT_BLOCK)[None, :]
+    rank = tl.arange(0, K_BLOCK)[None, :]
+    counts = tl.zeros([EXPERT_BLOCK], dtype=tl.int32)
+    for start in range(0, CHUNK, ROWS):
+        row = chunk * CHUNK + start + tl.arange(0, ROWS)
+        is_row = row < num_tokens
+        is_token = is_row
+        if slots_ptr is not None:
+            is_token = tl.load(slots_ptr + row, mask=is_row, other=-1) >= 0
+        mask = is_token[:, None] & (expert < NUM_EXPERTS)
+        offset = row.to(tl.int64)[:, None] * logits_stride + expert
+        logits = tl.load(logits_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+        # Finite, NaN included: below, -inf marks what must not be chosen, and a chosen expert must exist.
+        logits = tl.where(logits > -3.0e38, logits, -3.0e38)
+        logits = tl.where(expert < NUM_EXPERTS, logits, -float("inf"))
+        top = tl.max(logits, axis=1)
+        scores = tl.exp(logits - top[:, None])
+        total = tl.sum(scores, axis=1)
+        left = logits
+        weights = tl.zeros([ROWS, K_BLOCK], dtype=tl.float32)
+        chosen = tl.zeros([ROWS, K_BLOCK], dtype=tl.int32)
+        for index in range(K):
+            best, choice = tl.max(left, axis=1, return_indices=True)
+            weights = tl.where(rank == index, tl.exp(best - top)[:, None], weights)
+            chosen = tl.where(rank == index, choice[:, None], chosen)
+            is_choice = expert == choice[:, None]
+            left = tl.where(is_choice, -float("inf"), left)
+            counts += tl.sum((is_choice & is_token[:, None]).to(tl.int32), axis=0)
+        if NORMALISES:
+            total = tl.sum(weights, axis=1)
+        weights = tl.where(is_token[:, None], weights / total[:, None], 0.0)
+        chosen = tl.where(is_token[:, None], chosen, -1)
+        pair = row[:, None] * K + rank
+        store_mask = is_row[:, None] & (rank < K)
+        tl.store(weights_ptr + pair, weights, mask=store_mask)
+        tl.store(experts_ptr + pair, chosen, mask=store_mask)
+    column = tl.arange(0, EXPERT_BLOCK)
+    tl.store(counts_ptr + chunk * NUM_EXPERTS + column, counts, mask=column < NUM_EXPERTS)
+
+
+@triton.jit
+def _sort_by_expert(
+    experts_ptr,
+    counts_ptr,
+    pairs_ptr,
+    tile_experts_ptr,
+    tile_starts_ptr,
+    tile_ends_ptr,
+    num_tiles_ptr,
+    num_pairs,
+    num_chunks,
+    NUM_EXPERTS: tl.constexpr,
+    CHUNK_PAIRS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    EXPERT_BLOCK: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+):
+    chunk = tl.program_id(0)
+    expert = tl.arange(0, EXPERT_BLOCK)
+    is_expert = expert < NUM_EXPERTS
+    total = tl.zeros([EXPERT_BLOCK], dtype=tl.int32)
+    before = tl.zeros([EXPERT_BLOCK], dtype=tl.int32)
+    for first in range(0, num_chunks, PAIRS):
+        other = first + tl.arange(0, PAIRS)
+        counts = tl.load(
+            counts_ptr + other[:, None] * NUM_EXPERTS + expert[None, :],
+            mask=(other < num_chunks)[:, None] & is_expert[None, :],
+            other=0,
+        )
+        total += tl.sum(counts, axis=0)
+        before += tl.sum(tl.where((other < chunk)[:, None], counts, 0), axis=0)
+    end = tl.cumsum(total, axis=0)
+
+    # Every program writes its share of the tiles: of each expert, tiles chunk, chunk + num_chunks, ...
+    tiles = (total + TILE_ROWS - 1) // TILE_ROWS
+    first_tile = tl.cumsum(tiles, axis=0) - tiles
+    for nth in range(chunk, tl.max(tiles, axis=0), num_chunks):
+        tile = first_tile + nth
+        is_tile = nth < tiles
+        tl.store(tile_experts_ptr + tile, expert, mask=is_tile)
+        tl.store(tile_starts_ptr + tile, end - total + nth * TILE_ROWS, mask=is_tile)
+        tl.store(tile_ends_ptr + tile, end, mask=is_tile)
+    if chunk == 0:
+        tl.store(num_tiles_ptr, tl.sum(tiles, axis=0))
+
+    place = end - total + before
+    for first in range(0, CHUNK_PAIRS, PAIRS):
+        index = first + tl.arange(0, PAIRS)
+        pair = chunk * CHUNK_PAIRS + index
+        is_pair = (index < CHUNK_PAIRS) & (pair < num_pairs)
+        chosen = tl.load(experts_ptr + pair, mask=is_pair, other=-1)
+        is_chosen = (chosen[:, None] == expert[None, :]).to(tl.int32)
+        earlier = tl.cumsum(is_chosen, axis=0) - is_chosen
+        target = tl.sum(is_chosen * (earlier + place[None, :]), axis=1)
+        tl.store(pairs_ptr + target, pair, mask=chosen >= 0)
+        place += tl.sum(is_chosen, axis=0)
+
+
+def route(
+    logits: torch.Tensor,
+    experts_per_token: int,
+    *,
+    normalises: bool,
+    tile_rows: int,
+    slot_mapping: torch.Tensor | None = None,
+) -> Routing:
+    """Choose each token's experts by softmax and top-k, and sort the pairs by expert.
+
+    Args:
+        logits: [T, num_experts], float32, bfloat16 or float16. Of equal ones the lower expert is chosen first; NaN
+            counts as the lowest number.
+        experts_per_token: k, at most num_experts.
+        normalises: whether to scale a token's k weights to sum to 1 (`norm_topk_prob`).
+        tile_rows: rows of the tiles, a power of two.
+        slot_mapping: int64 [T]; rows with -1 are padding and get no expert.
+    """
+    tokens, num_experts = logits.shape
+    k, device = experts_per_token, logits.device
+    expert_block = triton.next_power_of_2(num_experts)
+    rows = max(_TILE_ELEMENTS // max(expert_block, triton.next_power_of_2(k)), 1)
+    most = max(_MAX_CHUNK_PAIRS // triton.next_power_of_2(k), 1)
+    chunk = min(triton.next_power_of_2(max(triton.cdiv(tokens, 32), 1)), most)
+    num_chunks = triton.cdiv(tokens, chunk)
+    pairs = tokens * k
+    max_tiles = min(pairs // tile_rows + min(num_experts, pairs), pairs)
+
+    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    counts = empty(num_chunks, num_experts)
+    routing = Routing(
+        weights=empty(tokens, k, dtype=torch.float32),
+        experts=empty(tokens, k),
+        pairs=empty(pairs),
+        tile_experts=empty(max_tiles),
+        tile_starts=empty(max_tiles),
+        tile_ends=empty(max_tiles),
+        num_tiles=empty(1),
+        tile_rows=tile_rows,
+    )
+    launch(
+        _route,
+        (num_chunks,),
+        num_warps=8 if min(rows, chunk) * expert_block >= _TILE_ELEMENTS else 4,
+        num_stages=1,
+        logits_ptr=logits,
+        slots_ptr=slot_mapping,
+        weights_ptr=routing.weights,
+        experts_ptr=routing.experts,
+        counts_ptr=counts,
+        logits_stride=logits.stride(0),
+        num_tokens=tokens,
+        K=k,
+        NUM_EXPERTS=num_experts,
+        NORMALISES=normalises,
+        CHUNK=chunk,
+        ROWS=min(rows, chunk),
+        K_BLOCK=triton.next_power_of_2(k),
+        EXPERT_BLOCK=expert_block,
+    )
+    launch(
+        _sort_by_expert,
+        (num_chunks,),
+        num_warps=4,
+        num_stages=1,
+        experts_ptr=routing.experts,
+        counts_ptr=counts,
+        pairs_ptr=routing.pairs,
+        tile_experts_ptr=routing.tile_experts,
+        tile_starts_ptr=routing.tile_starts,
+        tile_ends_ptr=routing.tile_ends,
+        num_tiles_ptr=routing.num_tiles,
+        num_pairs=pairs,
+        num_chunks=num_chunks,
+        NUM_EXPERTS=num_experts,
+        CHUNK_PAIRS=chunk * k,
+        PAIRS=min(max(_TILE_ELEMENTS // expert_block, 1), 32),
+        EXPERT_BLOCK=expert_block,
+        TILE_ROWS=tile_rows,
+    )
+    return routing

@@ -1,0 +1,32 @@
+"""Cases of routing: experts and experts per token of published models, small and large batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from argosy_engine.triton_kernels.device_traits import DeviceTraits
+from argosy_engine.triton_kernels.moe_routing import route
+from gpu_report.case import Case
+
+
+def cases(traits: DeviceTraits) -> Iterator[Case]:
+    for experts, k in ((8, 2), (60, 4), (128, 8), (512, 10)):
+        for tokens in (1, 256, 8192):
+            yield Case(
+                f"bf16, {tokens} tokens, {k} of {experts} experts",
+                _call(tokens, experts, k, torch.bfloat16),
+                is_sampled=tokens == 8192 and experts == 128,
+            )
+    for dtype, name in ((torch.float16, "fp16"), (torch.float32, "fp32")):
+        yield Case(f"{name}, 8192 tokens, 8 of 128 experts", _call(8192, 128, 8, dtype))
+
+
+def _call(tokens: int, experts: int, k: int, dtype: torch.dtype) -> Callable[[], object]:
+    def call() -> object:
+        logits = torch.empty(tokens, experts, dtype=dtype, device="cuda")
+        slots = torch.empty(tokens, dtype=torch.int64, device="cuda")
+        return route(logits, k, normalises=True, tile_rows=16, slot_mapping=slots)
+
+    return call
