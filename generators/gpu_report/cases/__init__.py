@@ -2,6 +2,7 @@
 
 from gpu_report.case import Cases
 from gpu_report.cases import (
+    fused_moe,
     moe_routing,
     paged_attention,
     rms_norm,
@@ -10,6 +11,7 @@ from gpu_report.cases import (
 )
 
 ALL_CASES: dict[str, Cases] = {
+    "fused_moe": fused_moe.cases,
     "moe_routing": moe_routing.cases,
     "paged_attention": paged_attention.cases,
     "rms_norm": rms_norm.cases,

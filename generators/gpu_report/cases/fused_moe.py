@@ -1,0 +1,55 @@
+"""Cases of the experts' matrix products: Qwen3-30B-A3B's and Mixtral's shapes, from one token to a full prefill."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from argosy_engine.triton_kernels.device_traits import DeviceTraits
+from argosy_engine.triton_kernels.fused_moe import fused_moe
+from gpu_report.case import Case
+
+_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_QWEN3 = (128, 8, 2048, 768)
+_MIXTRAL = (8, 2, 4096, 14336)
+
+
+def cases(traits: DeviceTraits) -> Iterator[Case]:
+    for tokens in (1, 512, 1024, 8192):  # tiles of 16, 32, 64 and 128 rows
+        for dtype, name in _DTYPES.items():
+            yield Case(
+                f"{name}, {tokens} tokens, 128 experts",
+                _call(tokens, *_QWEN3, dtype=dtype),
+                is_sampled=tokens == 8192 and dtype is torch.bfloat16,
+            )
+        if traits.has_fp8:
+            for dtype, name in _DTYPES.items():
+                yield Case(
+                    f"{name}, FP8 weights, {tokens} tokens, 128 experts",
+                    _call(tokens, *_QWEN3, dtype=dtype, is_fp8=True),
+                )
+    yield Case("bf16, 64 tokens, 8 experts", _call(64, *_MIXTRAL, dtype=torch.bfloat16))
+    yield Case("bf16, 64 tokens, 8 experts of uneven size", _call(64, 8, 2, 1000, 360, dtype=torch.bfloat16))
+
+
+def _call(
+    tokens: int, experts: int, k: int, hidden: int, inner: int, *, dtype: torch.dtype, is_fp8: bool = False
+) -> Callable[[], object]:
+    def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, device="cuda")
+
+    def call() -> object:
+        weight_dtype = torch.float8_e4m3fn if is_fp8 else dtype
+        return fused_moe(
+            empty(tokens, hidden),
+            empty(tokens, experts),
+            empty(experts, 2 * inner, hidden, dtype=weight_dtype),
+            empty(experts, hidden, inner, dtype=weight_dtype),
+            k,
+            normalises=True,
+            w1_scale=empty(experts, 2 * inner, dtype=torch.float32) if is_fp8 else None,
+            w2_scale=empty(experts, hidden, dtype=torch.float32) if is_fp8 else None,
+        )
+
+    return call

@@ -1,0 +1,157 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from argosy_engine.triton_kernels.device_traits import KNOWN_DEVICES, assume_device
+from argosy_engine.triton_kernels.fused_moe import fused_moe
+from argosy_engine.triton_kernels.launch import recorded_launches
+
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+
+
+def random(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def inputs(tokens, *, experts=4, hidden=64, inner=32, dtype=torch.float32):
+    """Return x, logits, w1 and w2. Weights are scaled so that all results are of the order of 1."""
+    return (
+        random(tokens, hidden, dtype=dtype, seed=1),
+        random(tokens, experts, seed=2),
+        (random(experts, 2 * inner, hidden, seed=3) / hidden**0.5).to(dtype),
+        (random(experts, hidden, inner, seed=4) / inner**0.5).to(dtype),
+    )
+
+
+def expected(x, logits, w1, w2, k, *, normalises, activate=F.silu):
+    x, w1, w2 = x.float(), w1.float(), w2.float()
+    chosen = torch.softmax(logits.float(), dim=-1).topk(k, dim=-1)
+    weights = chosen.values
+    if normalises:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    out = torch.zeros_like(x)
+    for token, experts in enumerate(chosen.indices.tolist()):
+        for expert, weight in zip(experts, weights[token], strict=True):
+            gate, up = (w1[expert] @ x[token]).chunk(2)
+            out[token] += weight * (w2[expert] @ (activate(gate) * up))
+    return out
+
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def assert_close(out, wanted):
+    tolerance = TOLERANCE[out.dtype]
+    torch.testing.assert_close(out.float(), wanted, rtol=tolerance, atol=tolerance)
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    tokens=st.integers(1, 12),
+    shape=st.sampled_from([(1, 1), (4, 2), (7, 3)]),
+    hidden=st.sampled_from([32, 64, 80]),
+    inner=st.sampled_from([16, 48, 100]),
+    normalises=st.booleans(),
+    dtype=st.sampled_from(list(TOLERANCE)),
+)
+def test_experts_match_the_reference(tokens, shape, hidden, inner, normalises, dtype):
+    experts, k = shape
+    args = inputs(tokens, experts=experts, hidden=hidden, inner=inner, dtype=dtype)
+    out = fused_moe(*args, k, normalises=normalises)
+    assert out.dtype is dtype
+    assert_close(out, expected(*args, k, normalises=normalises))
+
+
+@pytest.mark.parametrize("tokens", [40, 70])
+def test_tiles_of_many_rows(tokens):
+    args = inputs(tokens, experts=1, dtype=torch.bfloat16)
+    assert_close(fused_moe(*args, 1, normalises=True), expected(*args, 1, normalises=True))
+
+
+def test_all_tokens_at_one_expert():
+    x, _, w1, w2 = inputs(70, experts=12)
+    logits = torch.zeros(70, 12)
+    logits[:, 3] = 9.0
+    out = fused_moe(x, logits, w1, w2, 1, normalises=True)
+    assert_close(out, expected(x, logits, w1, w2, 1, normalises=True))
+
+
+def test_gelu():
+    args = inputs(3)
+    wanted = expected(*args, 2, normalises=True, activate=lambda gate: F.gelu(gate, approximate="tanh"))
+    assert_close(fused_moe(*args, 2, normalises=True, is_gelu=True), wanted)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("is_per_channel", [False, True])
+def test_fp8_weights(dtype, is_per_channel):
+    x, logits, w1, w2 = inputs(5, dtype=dtype)
+
+    def quantised(weight):
+        dim = -1 if is_per_channel else (1, 2)
+        scale = weight.float().abs().amax(dim=dim, keepdim=True) / 448
+        return (weight.float() / scale).to(torch.float8_e4m3fn), scale
+
+    (w1, w1_scale), (w2, w2_scale) = quantised(w1), quantised(w2)
+    wanted = expected(x, logits, w1.float() * w1_scale, w2.float() * w2_scale, 2, normalises=True)
+    w1_scale, w2_scale = (
+        scale.squeeze(-1) if is_per_channel else scale.flatten() for scale in (w1_scale, w2_scale)
+    )
+    out = fused_moe(x, logits, w1, w2, 2, normalises=True, w1_scale=w1_scale, w2_scale=w2_scale)
+    assert_close(out, wanted)
+
+
+def test_padding_is_zero_and_changes_nothing():
+    x, logits, w1, w2 = inputs(6)
+    slots = torch.tensor([0, -1, 5, -1, -1, 7])
+    used = slots >= 0
+    x[~used], logits[~used] = torch.nan, torch.nan
+    out = fused_moe(x, logits, w1, w2, 2, normalises=True, slot_mapping=slots)
+    assert (out[~used] == 0).all()
+    assert torch.equal(out[used], fused_moe(x[used], logits[used], w1, w2, 2, normalises=True))
+
+
+def test_nan_stays_in_its_row():
+    args = inputs(4)
+    args[0][1, 5] = torch.nan
+    out = fused_moe(*args, 2, normalises=True)
+    assert out[1].isnan().all()
+    rest = [0, 2, 3]
+    assert_close(out[rest], expected(*args, 2, normalises=True)[rest])
+
+
+def test_strided_rows_and_given_output():
+    x, *args = inputs(4)
+    out = torch.full((4, 80), 7.0)
+    fused_moe(torch.cat((x, x), dim=1)[:, :64], *args, 2, normalises=True, out=out[:, :64])
+    assert_close(out[:, :64], expected(x, *args, 2, normalises=True))
+    assert (out[:, 64:] == 7.0).all()
+
+
+def test_five_launches_whatever_the_batch():
+    for tokens in (1, 300):
+        with recorded_launches() as launches:
+            fused_moe(*inputs(tokens), 2, normalises=True)
+        assert len(launches) == 5
+
+
+def test_empty_batch():
+    assert fused_moe(*inputs(0), 2, normalises=True).shape == (0, 64)
+
+
+def test_fp8_weights_need_both_scales():
+    x, logits, w1, w2 = inputs(1)
+    with pytest.raises(ValueError, match="w1_scale"):
+        fused_moe(x, logits, w1, w2, 2, normalises=True, w1_scale=torch.ones(4))
+    w1, w2 = w1.to(torch.float8_e4m3fn), w2.to(torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match="w2_scale"):
+        fused_moe(x, logits, w1, w2, 2, normalises=True, w1_scale=torch.ones(4))
+
+
+def test_fp8_weights_are_refused_where_the_device_has_none():
+    x, logits, w1, w2 = inputs(1)
+    w1, w2 = w1.to(torch.float8_e4m3fn), w2.to(torch.float8_e4m3fn)
+    with assume_device(KNOWN_DEVICES["A100"]), pytest.raises(ValueError, match="FP8"):
+        fused_moe(x, logits, w1, w2, 2, normalises=True, w1_scale=torch.ones(4), w2_scale=torch.ones(4))
