@@ -16,6 +16,9 @@ _MIN_ROWS = 16
 _MAX_FEW_ROWS = 32
 _AMPLE_SHARED_MEMORY = 160 << 10
 """Of data-centre GPUs (A100, H100, B200); the others have 99 KiB."""
+_OPERANDS_IN_SHARED_MEMORY = (9, 10)
+"""Major capabilities whose matrix products read shared memory (`wgmma`, `tcgen05`). The products of the others
+(`mma.sync`) take keys and values from registers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +58,14 @@ def choose_tiles(
     """
     if dtype is torch.float32:
         return AttentionTiles(max(_MIN_ROWS, triton.next_power_of_2(group_size)), 16, 8, 2)
-    is_ample = traits.shared_memory >= _AMPLE_SHARED_MEMORY
-    narrower = 1 if is_ample or kv_dtype is dtype else 2
+    num_stages = 3 if traits.shared_memory >= _AMPLE_SHARED_MEMORY else 2
     rows = triton.next_power_of_2(max_query_len * group_size)
     if rows <= _MAX_FEW_ROWS:
         tile = 64 if head_dim <= 128 else 32
-        return AttentionTiles(max(_MIN_ROWS, rows), tile // narrower, 4, 3 if is_ample else 2)
-    if head_dim <= 128:
-        return AttentionTiles(128, 64 // narrower, 8, 3 if is_ample else 2)
-    return AttentionTiles(64, 32, 8, 2)
+        if kv_dtype is not dtype and num_stages == 2:
+            tile //= 2
+        return AttentionTiles(max(_MIN_ROWS, rows), tile, 4, num_stages)
+    if head_dim > 128:
+        return AttentionTiles(64, 32, 8, 2)
+    reads_shared_memory = traits.capability // 10 in _OPERANDS_IN_SHARED_MEMORY
+    return AttentionTiles(128, 64 if reads_shared_memory or head_dim <= 64 else 32, 8, num_stages)
