@@ -108,7 +108,7 @@ def _attend(
     return accumulator, denominator, maximum
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_requests"])
 def paged_attention_kernel(
     out_ptr,
     lse_ptr,

@@ -69,7 +69,7 @@ def merge_segments(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_requests"])
 def _merge_segments_kernel(
     out_ptr,
     partial_out_ptr,
