@@ -7,6 +7,7 @@ from gpu_report.cases import (
     paged_attention,
     rms_norm,
     rope_and_cache,
+    sampling,
     silu_and_mul,
 )
 
@@ -16,6 +17,7 @@ ALL_CASES: dict[str, Cases] = {
     "paged_attention": paged_attention.cases,
     "rms_norm": rms_norm.cases,
     "rope_and_cache": rope_and_cache.cases,
+    "sampling": sampling.cases,
     "silu_and_mul": silu_and_mul.cases,
 }
 """By the name of the kernel module."""
