@@ -10,6 +10,7 @@ from gpu_report.cases import (
     rope_and_cache,
     sampling,
     silu_and_mul,
+    top_logprobs,
 )
 
 ALL_CASES: dict[str, Cases] = {
@@ -21,5 +22,6 @@ ALL_CASES: dict[str, Cases] = {
     "rope_and_cache": rope_and_cache.cases,
     "sampling": sampling.cases,
     "silu_and_mul": silu_and_mul.cases,
+    "top_logprobs": top_logprobs.cases,
 }
 """By the name of the kernel module."""
