@@ -138,6 +138,8 @@ NO_PUBLIC_NAME = {
     "_replace": "part of the public interface of named tuples",
     "_exit": "`os` has no other name for it",
     "_from_config": "transformers has no other way to make a model of a given class from its configuration",
+    "_patch_lang": "Triton's interpreter has no other place to replace its functions once per launch",
+    "_convert_float": "Triton's interpreter has no other place to correct its rounding",
 }
 """Private-looking names that tests may use on other objects, and why."""
 
