@@ -316,8 +316,7 @@ class _Tiling:
         if is_wide:
             block_n, block_k = 32, 32
         elif tile_rows <= 32:
-            # Weights that are widened pass through registers, which 128 x 32 of them and 32 rows of x would overflow.
-            block_n, block_k = 64 // products, 64 if weight_dtype is not dtype and tile_rows > 16 else 128
+            block_n, block_k = 64 // products, 128
         else:
             block_n, block_k = 128 // products, 64
         if depth % block_k:
@@ -330,7 +329,8 @@ class _Tiling:
             block_m=tile_rows,
             block_n=block_n,
             block_k=block_k,
-            num_warps=8 if tile_rows >= 128 else 4,
+            # Weights that are widened pass through registers: more warps share them.
+            num_warps=8 if tile_rows >= 128 or (widened and tile_rows == 32 and not is_wide) else 4,
             num_stages=2 if is_wide else num_stages,
             precision="ieee" if is_wide else "tf32",
         )
