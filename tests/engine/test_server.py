@@ -377,9 +377,10 @@ def test_telemetry_tells_how_many_sequences_yield_slots(http: httpx.Client) -> N
         loads: list[Load] = []
         for data in telemetry.iter_raw():
             loads += [frame for frame in reader.feed(data) if isinstance(frame, Load)]
-            if any(load.num_yielding for load in loads) or len(loads) > 100:
+            # The sequences begin one by one.
+            if any(load.num_yielding >= 3 for load in loads) or len(loads) > 100:
                 break
-    assert loads[-1].num_yielding == 3
+    assert max(load.num_yielding for load in loads) == 3
 
 
 def test_metrics_have_vllm_names(http: httpx.Client) -> None:
