@@ -293,7 +293,7 @@ async def test_a_person_sees_how_far_the_fetch_of_a_model_is(page: Page) -> None
     fields = {"fetch": FETCHING}
     async with rig([], wait=False, fields=fields, fleet_key=FLEET_KEY, admin_port=0) as r:
         await page.goto(f"{r.router.admin_url}/#key={ADMIN_KEY}")
-        shown = "document.getElementById('replicas-empty').textContent"
+        shown = "(document.getElementById('replicas-empty')?.textContent ?? '')"
         await page.until(f"{shown}.includes('Model: fetching 40 % (hf://org/name)')")
         r.discovery.set(FleetDocument(services=(service([], fetch=ModelFetchState(state="cached")),)))
         await page.until(f"!{shown}.includes('Model:')")

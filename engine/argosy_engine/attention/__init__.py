@@ -6,7 +6,8 @@
     backend          what a backend is
     layer            Attention, the module that every model uses
     metadata         a step's requests, positions and slots
-    rotary, rms_norm rotary tables, and the norm of heads, in plain torch
+    rotary           rotary tables, in plain torch
+    torch_rms_norm   the norm of heads, in plain torch
     torch_attn       backend `torch`: the reference
     cpu_attn         backend `cpu`: our C++ kernels; native_step and native_decoder belong to it
     triton_attn      backend `triton`: our kernels for GPUs

@@ -15,8 +15,8 @@ from argosy_engine.attention.metadata import AttentionMetadata
 from argosy_engine.attention.native_decoder import NativeDecoder
 from argosy_engine.attention.native_step import native_step
 from argosy_engine.attention.params import AttentionParams
-from argosy_engine.attention.rms_norm import rms_norm
 from argosy_engine.attention.rotary import RotaryEmbedding
+from argosy_engine.attention.torch_rms_norm import rms_norm
 from argosy_engine.native.library import AttentionLayerStruct, Kernels, kernels
 
 

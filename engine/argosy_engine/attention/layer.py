@@ -17,7 +17,7 @@ class Attention:
     Args:
         rotary: tables of the rotary embedding; None: q and k are not rotated.
         q_norm, k_norm: weights [head_dim] of an RMSNorm over each head before the rotation, or None. In float32 or in
-            the model's dtype; see `rms_norm`.
+            the model's dtype; see `torch_rms_norm`.
         eps: of these norms.
     """
 

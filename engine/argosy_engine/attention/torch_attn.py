@@ -16,8 +16,8 @@ from argosy_engine.attention import WORKSPACE_BYTES
 from argosy_engine.attention.backend import DecoderParts
 from argosy_engine.attention.metadata import AttentionMetadata
 from argosy_engine.attention.params import AttentionParams
-from argosy_engine.attention.rms_norm import rms_norm
 from argosy_engine.attention.rotary import RotaryEmbedding
+from argosy_engine.attention.torch_rms_norm import rms_norm
 
 _BUCKET_TOKENS = 256
 """Decodes whose lengths round up to the same multiple share a padded batch."""

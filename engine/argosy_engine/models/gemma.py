@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from argosy_engine.attention.layer import Attention
 from argosy_engine.attention.metadata import AttentionMetadata
 from argosy_engine.attention.params import AttentionParams
-from argosy_engine.attention.rms_norm import rms_norm
 from argosy_engine.attention.rotary import RotaryEmbedding
+from argosy_engine.attention.torch_rms_norm import rms_norm
 from argosy_engine.models.gemma_config import GemmaConfig
 from argosy_engine.models.layer_factory import LayerFactory
 

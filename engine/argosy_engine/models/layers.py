@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from argosy_engine.attention.rms_norm import rms_norm
+from argosy_engine.attention.torch_rms_norm import rms_norm
 from argosy_engine.models.linear_kernels import supporting_kernels
 
 
