@@ -29,4 +29,4 @@ if [ -n "$wheels" ]; then
     "$python" -m pip install --quiet --no-index --find-links "$wheels" --target "$site" $missing
   fi
 fi
-PYTHONPATH="protocol:engine:router:operator:cli:$site${PYTHONPATH:+:$PYTHONPATH}" "$python" bench/engine/gpu.py "$@"
+PYTHONPATH="protocol:fetcher:engine:router:operator:cli:$site${PYTHONPATH:+:$PYTHONPATH}" "$python" bench/engine/gpu.py "$@"

@@ -8,6 +8,8 @@ from argosy_engine.attention.params import AttentionParams
 from argosy_engine.attention.selector import AttentionNeeds
 from argosy_engine.attention.self_test import self_test, working_backend
 from argosy_engine.errors import ConfigError
+from argosy_engine.triton_kernels import paged_attention, rope_and_cache, split_kv
+from argosy_engine.triton_kernels.launch import launch
 
 CPU = torch.device("cpu")
 FULL = AttentionParams(num_heads=2, num_kv_heads=1, head_dim=16, scale=0.2)
@@ -23,6 +25,28 @@ def needs(dtype, layer=FULL):
 def test_our_kernels_pass():
     assert self_test("triton", needs("bfloat16", LOCAL), torch.bfloat16, CPU) is None
     assert working_backend(needs("float32"), "auto", {}, torch.float32, CPU).name == "triton"
+
+
+def test_every_kind_of_step_is_launched(monkeypatch):
+    launches = []
+
+    def spy(kernel, grid, **arguments):
+        launches.append((kernel.__name__.lstrip("_"), arguments))
+        launch(kernel, grid, **arguments)
+
+    for module in (paged_attention, rope_and_cache, split_kv):
+        monkeypatch.setattr(module, "launch", spy)
+    assert self_test("triton", needs("float32"), torch.float32, CPU) is None
+    assert {name for name, _ in launches} == {
+        "paged_attention_kernel",
+        "merge_segments_kernel",
+        "rope_and_cache",
+    }
+    packed = {each["IS_PACKED"] for name, each in launches if name == "paged_attention_kernel"}
+    assert packed == {True, False}
+    rotated = [each for name, each in launches if name == "rope_and_cache"]
+    kinds = {(each["q_norm_ptr"] is not None, each["ROTARY_DIM"] > 0) for each in rotated}
+    assert kinds == {(True, True), (False, True), (False, False)}
 
 
 class FirstBlockOnly(triton_attn.TritonAttention):

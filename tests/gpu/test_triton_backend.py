@@ -46,6 +46,14 @@ def test_prompt_and_decodes_have_the_logits_of_transformers(name, tmp_path):
     torch.testing.assert_close(torch.cat(ours), expected, atol=1e-4, rtol=1e-4)
 
 
+def test_on_a_cpu_the_interpreter_computes_in_float32_only(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    needs = AttentionNeeds("cpu", "float32", 16, [LAYER])
+    assert select_backend(needs, "triton").name == "triton"
+    with pytest.raises(ConfigError, match="use --dtype float32"):
+        select_backend(needs._replace(dtype="bfloat16"), "triton")
+
+
 def test_a_gpu_uses_the_kernels():
     choice = select_backend(AttentionNeeds("cuda", "bfloat16", 16, [LAYER]))
     assert (choice.name, dict(choice.refused)) == ("triton", {"cpu": "it computes on CPUs only"})

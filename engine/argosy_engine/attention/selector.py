@@ -112,6 +112,8 @@ def _refuse_cpu(needs: AttentionNeeds) -> str | None:
 def _refuse_triton(needs: AttentionNeeds) -> str | None:
     if needs.device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return "it computes on GPUs; on a CPU only in Triton's interpreter (TRITON_INTERPRET=1), for tests"
+    if needs.device != "cuda" and needs.dtype != "float32":
+        return f"Triton's interpreter computes wrongly in {needs.dtype}; use --dtype float32 there"
     if find_spec("triton") is None:
         return "triton is not installed"
     for layer in needs.layers:

@@ -26,12 +26,18 @@ _MAX_ERROR_RATIO = 2.0
 """How many times torch's error in the same dtype a backend's error may be."""
 _FLOOR = 1e-4
 """Error that is always allowed; torch in float32 has none against itself."""
-_STEPS: Sequence[Sequence[tuple[int, int]]] = (
+_Step = Sequence[tuple[int, int]]
+"""First and end position of the tokens that each of three requests computes."""
+_STEPS: Sequence[_Step] = (
     ((0, 37), (0, 90), (0, 5)),
     ((37, 38), (90, 91), (5, 33)),
+    ((38, 39), (91, 92), (33, 34)),
 )
-"""First and end position of the tokens that each of three requests computes: prompts, then two decodes and a chunk."""
+"""Prompts; two decodes and a chunk; decodes alone, whose kernels have other tiles and split the keys."""
+_FIRST_TOKENS: Sequence[_Step] = (((0, 1), (0, 1), (0, 1)),)
 _MAX_TOKENS = 96
+_TABLE_TOKENS = 1024
+"""What the block table has room for, by which kernels choose how far they split the keys of a decode."""
 _MAX_WINDOW = 40
 """Longer sliding windows are shortened to this, so that the test sees their ends."""
 
@@ -69,27 +75,62 @@ def working_backend(
 
 @torch.inference_mode()
 def self_test(name: str, needs: AttentionNeeds, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Run a backend on the device with the shapes of the model's layers; return why it must not be used, or None."""
+    """Run a backend on the device with the shapes of the model's layers; return why it must not be used, or None.
+
+    Raises:
+        ConfigError: the backend has left the device unusable for this process.
+    """
     for params in dict.fromkeys(needs.layers):
         window = params.sliding_window and min(params.sliding_window, _MAX_WINDOW)
         layer = _TestLayer(replace(params, sliding_window=window), needs.block_size, dtype, device)
-        try:
-            outputs = layer.outputs(load_backend(name, dtype), dtype)
-        except Exception as error:  # whatever a compiler or a driver raise
-            return f"it failed with {type(error).__name__}: {str(error)[:300]}"
-        truth = layer.outputs(TorchBackend(torch.float32), torch.float32)
-        allowed = _MAX_ERROR_RATIO * _error(layer.outputs(TorchBackend(dtype), dtype), truth) + _FLOOR
-        error = _error(outputs, truth)
-        if not error <= allowed:  # NaN is an error, too
-            heads = f"{params.num_heads} heads of {params.head_dim}, {params.num_kv_heads} KV heads"
-            return f"it is wrong by {error:.2g} where {allowed:.2g} is allowed ({heads})"
+        heads = f"{params.num_heads} heads of {params.head_dim}, {params.num_kv_heads} KV heads"
+        for has_norms, has_rotary, steps in _VARIANTS:
+            try:
+                outputs = layer.outputs(load_backend(name, dtype), dtype, has_norms, has_rotary, steps)
+                _synchronize(device)  # a kernel's fault shows here
+            except Exception as error:  # whatever a compiler or a driver raise
+                reason = f"it failed with {type(error).__name__}: {str(error)[:300]}"
+                _check_usable(name, device, reason)
+                return reason
+            truth = layer.outputs(TorchBackend(torch.float32), torch.float32, has_norms, has_rotary, steps)
+            theirs = layer.outputs(TorchBackend(dtype), dtype, has_norms, has_rotary, steps)
+            allowed = _MAX_ERROR_RATIO * _error(theirs, truth) + _FLOOR
+            error = _error(outputs, truth)
+            if not error <= allowed:  # NaN is an error, too
+                return f"it is wrong by {error:.2g} where {allowed:.2g} is allowed ({heads})"
     return None
+
+
+_VARIANTS = (
+    (True, True, _STEPS),
+    (False, True, _FIRST_TOKENS),
+    (False, False, _FIRST_TOKENS),
+)
+"""Whether heads are normed and rotated, which are kernels of their own, and the steps that are computed so."""
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _check_usable(name: str, device: torch.device, reason: str) -> None:
+    try:
+        _synchronize(device)
+    except Exception as error:
+        raise ConfigError(
+            f"attention backend {name} has left {device} unusable: {reason}; start again with --attention-backend torch"
+        ) from error
 
 
 def _error(outputs: Sequence[torch.Tensor], truth: Sequence[torch.Tensor]) -> float:
     return max(
         float((ours.float() - theirs).abs().max()) for ours, theirs in zip(outputs, truth, strict=True)
     )
+
+
+def _num_tokens(step: _Step) -> int:
+    return sum(end - start for start, end in step)
 
 
 class _TestLayer:
@@ -100,30 +141,39 @@ class _TestLayer:
     ) -> None:
         self._params, self._block_size, self._device = params, block_size, device
         generator = torch.Generator().manual_seed(0)
-        tokens = [sum(end - start for start, end in step) for step in _STEPS]
+        tokens = [_num_tokens(step) for step in _STEPS]
         width = (params.num_heads + 2 * params.num_kv_heads) * params.head_dim
         self._qkv = [torch.randn(count, width, generator=generator).to(device, dtype) for count in tokens]
         self._norms = (1 + torch.rand(2, params.head_dim, generator=generator)).to(device, dtype)
         frequencies = 1e4 ** (-torch.arange(0, params.head_dim // 2) * 2 / params.head_dim)
         self._frequencies = frequencies.float()
         blocks = -(-_MAX_TOKENS // block_size)
-        order = torch.randperm(3 * blocks, generator=generator).to(torch.int32)
-        self._table = order.view(3, blocks)
+        self._num_blocks = 3 * blocks
+        order = torch.randperm(self._num_blocks, generator=generator).to(torch.int32)
+        self._table = torch.zeros(3, -(-_TABLE_TOKENS // block_size), dtype=torch.int32)
+        self._table[:, :blocks] = order.view(3, blocks)
 
-    def outputs(self, backend: AttentionBackend, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Compute all steps and return their results."""
-        rotary = RotaryEmbedding(self._frequencies, _MAX_TOKENS, dtype, self._device)
-        q_norm, k_norm = self._norms.to(dtype)
+    def outputs(
+        self,
+        backend: AttentionBackend,
+        dtype: torch.dtype,
+        has_norms: bool,
+        has_rotary: bool,
+        steps: Sequence[_Step],
+    ) -> list[torch.Tensor]:
+        """Compute the steps and return their results."""
+        rotary = RotaryEmbedding(self._frequencies, _MAX_TOKENS, dtype, self._device) if has_rotary else None
+        q_norm, k_norm = self._norms.to(dtype) if has_norms else (None, None)
         attention = Attention(self._params, backend, rotary=rotary, q_norm=q_norm, k_norm=k_norm, eps=1e-6)
-        shape = attention.kv_cache_shape(self._table.numel(), self._block_size)
+        shape = attention.kv_cache_shape(self._num_blocks, self._block_size)
         # Stale values, NaN included, must not reach a result.
         kv_cache = torch.full(shape, torch.nan, dtype=attention.kv_cache_dtype, device=self._device)
         return [
-            attention(qkv.to(dtype, copy=True), kv_cache, self._metadata(step))
-            for qkv, step in zip(self._qkv, _STEPS, strict=True)
+            attention(qkv[: _num_tokens(step)].to(dtype, copy=True), kv_cache, self._metadata(step))
+            for qkv, step in zip(self._qkv, steps, strict=False)
         ]
 
-    def _metadata(self, step: Sequence[tuple[int, int]]) -> AttentionMetadata:
+    def _metadata(self, step: _Step) -> AttentionMetadata:
         starts = np.array([0, *itertools.accumulate(end - start for start, end in step)], np.int32)
         seq_lens = np.array([end for _, end in step], np.int32)
         rows = torch.tensor([row for row, (start, end) in enumerate(step) for _ in range(start, end)])

@@ -108,7 +108,7 @@ def _attend(
     return accumulator, denominator, maximum
 
 
-@triton.jit(do_not_specialize=["num_requests"])
+@triton.jit(do_not_specialize=["num_requests", "block_table_stride"])
 def paged_attention_kernel(
     out_ptr,
     lse_ptr,

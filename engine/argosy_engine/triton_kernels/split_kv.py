@@ -52,35 +52,35 @@ def merge_segments(
     launch(
         _merge_segments_kernel,
         (num_tokens * num_heads,),
-        num_warps=4 if num_segments * head_dim > 1024 else 2,
+        num_warps=4,
         num_stages=1,
         out_ptr=out,
         partial_out_ptr=partial_out,
         lse_ptr=lse,
         query_start_loc_ptr=query_start_loc,
         num_requests=len(query_start_loc) - 1,
+        num_segments=num_segments,
         out_stride_token=out.stride(0),
         out_stride_head=out.stride(1),
         NUM_HEADS=num_heads,
-        NUM_SEGMENTS=num_segments,
-        NUM_SEGMENTS_PADDED=triton.next_power_of_2(num_segments),
+        MAX_SEGMENTS=MAX_SEGMENTS,
         HEAD_DIM=head_dim,
         HEAD_DIM_PADDED=triton.next_power_of_2(head_dim),
     )
 
 
-@triton.jit(do_not_specialize=["num_requests"])
+@triton.jit(do_not_specialize=["num_requests", "num_segments"])
 def _merge_segments_kernel(
     out_ptr,
     partial_out_ptr,
     lse_ptr,
     query_start_loc_ptr,
     num_requests,
+    num_segments,
     out_stride_token,
     out_stride_head,
     NUM_HEADS: tl.constexpr,
-    NUM_SEGMENTS: tl.constexpr,
-    NUM_SEGMENTS_PADDED: tl.constexpr,
+    MAX_SEGMENTS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
 ):
@@ -91,12 +91,12 @@ def _merge_segments_kernel(
     end_token = tl.load(query_start_loc_ptr + num_requests)
     if (token < first_token) | (token >= end_token):
         return
-    segment = tl.arange(0, NUM_SEGMENTS_PADDED)
+    segment = tl.arange(0, MAX_SEGMENTS)
     dim = tl.arange(0, HEAD_DIM_PADDED)
-    lse = tl.load(lse_ptr + row * NUM_SEGMENTS + segment, mask=segment < NUM_SEGMENTS, other=float("-inf"))
+    lse = tl.load(lse_ptr + row * num_segments + segment, mask=segment < num_segments, other=float("-inf"))
     weight = tl.exp2(lse - tl.max(lse, axis=0))
     partial_out = tl.load(
-        partial_out_ptr + (row * NUM_SEGMENTS + segment[:, None]) * HEAD_DIM + dim[None, :],
+        partial_out_ptr + (row * num_segments + segment[:, None]) * HEAD_DIM + dim[None, :],
         mask=(lse > float("-inf"))[:, None] & (dim < HEAD_DIM)[None, :],
         other=0.0,
     )
