@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from collections.abc import Sequence
 from typing import Final, NoReturn
 
@@ -11,13 +12,15 @@ from argosy.errors import UsageError
 
 _SIZE: Final = re.compile(r"(\d{1,15}(?:\.\d{1,6})?)(?:([kmgt])|([KMGT])(?:iB?)?)?")
 _AGE: Final = re.compile(r"(\d{1,9}(?:\.\d{1,6})?)([smhdw])")
+_POSITIONAL: Final = "\0"
+"""Marks an argument behind `--` while argparse reads it; no argument of a process can contain it."""
 _AGE_UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
 class Parser(argparse.ArgumentParser):
     """Argument parser whose errors look like all other errors of a command: one line, with the remedy.
 
-    Flags may stand before, between and behind positional arguments.
+    Flags may stand before, between and behind positional arguments. What is behind the first `--` is positional.
     """
 
     def parse_args(  # type: ignore[override]
@@ -27,10 +30,18 @@ class Parser(argparse.ArgumentParser):
             self._subparsers is not None
         ):  # whose arguments argparse cannot mix, and which have no two positional ones
             return super().parse_args(args, namespace)
-        return self.parse_intermixed_args(args, namespace)
+        given = list(sys.argv[1:] if args is None else args)
+        if "--" in given:  # which parse_intermixed_args forgets before it reads the positional arguments
+            at = given.index("--") + 1
+            given[at:] = [_POSITIONAL + argument for argument in given[at:]]
+        options = self.parse_intermixed_args(given, namespace)
+        for name, value in vars(options).items():
+            if isinstance(value, str):
+                setattr(options, name, value.removeprefix(_POSITIONAL))
+        return options
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; `{self.prog} --help` shows the arguments")
+        raise UsageError(f"{message.replace(_POSITIONAL, '')}; `{self.prog} --help` shows the arguments")
 
 
 def add_state_dir(parser: argparse.ArgumentParser) -> None:
