@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +20,9 @@ from argosy_engine.models.model_path import resolve_model
 
 INDEX = "model.safetensors.index.json"
 SHARDS = tuple(f"model-{number:05}-of-00003.safetensors" for number in (1, 2, 3))
+NESTED = b'{"a":' + b"[" * 100_000
+"""More lists within lists than a parser follows."""
+NO_TEXT = b'{"\xff": 1}'
 
 
 @pytest.fixture(params=["one file", "shards"])
@@ -43,6 +48,10 @@ def weights(folder: Path) -> Path:
     return sorted(folder.glob("*.safetensors"))[:2][-1]
 
 
+def write_header(file: Path, header: bytes) -> None:
+    file.write_bytes(struct.pack("<Q", len(header)) + header)
+
+
 def cut(file: Path, size: int) -> None:
     file.write_bytes(file.read_bytes()[:size])
 
@@ -51,9 +60,29 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no tokenizer": (lambda path: (path / "tokenizer.json").unlink(), "tokenizer.json is missing (write one"),
     "empty tokenizer": (lambda path: cut(path / "tokenizer.json", 0), "tokenizer.json is damaged"),
     "cut tokenizer": (lambda path: cut(path / "tokenizer.json", 1000), "tokenizer.json is damaged"),
+    "nested tokenizer": (
+        lambda path: (path / "tokenizer.json").write_bytes(NESTED),
+        "tokenizer.json is damaged",
+    ),
+    "tokenizer that is no text": (
+        lambda path: (path / "tokenizer.json").write_bytes(NO_TEXT),
+        "tokenizer.json is damaged",
+    ),
+    "huge tokenizer": (
+        lambda path: os.truncate(path / "tokenizer.json", 100 << 30),
+        "tokenizer.json is larger than 268435456 bytes",
+    ),
     "no weights": (lambda path: weights(path).unlink(), ".safetensors"),
     "empty weights": (lambda path: cut(weights(path), 0), "safetensors is cut off or damaged"),
     "cut header": (lambda path: cut(weights(path), 100), "safetensors is cut off or damaged"),
+    "nested header": (
+        lambda path: write_header(weights(path), NESTED),
+        "safetensors is cut off or damaged",
+    ),
+    "header that is no text": (
+        lambda path: write_header(weights(path), NO_TEXT),
+        "safetensors is cut off or damaged",
+    ),
     "cut weights": (lambda path: cut(weights(path), 100_000), "safetensors has 100000 bytes instead of "),
 }
 
@@ -100,3 +129,26 @@ def test_a_message_is_bounded(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"; and 1994 more$") as refusal:
         check_folder(tmp_path, has_tokenizer=False)
     assert len(str(refusal.value)) < 1000
+
+
+def test_names_of_tensors_cannot_move_the_cursor_nor_fill_the_screen(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(3)}, tmp_path / SHARDS[0])
+    names = ["\x1b[2J\nb", "c" * 1000, "\ud800"]
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, SHARDS[0])}))
+    with pytest.raises(ConfigError) as refusal:
+        check_folder(tmp_path, has_tokenizer=False)
+    assert str(refusal.value).isprintable()
+    assert "?[2J?b" in str(refusal.value)
+    assert len(str(refusal.value)) < len(str(tmp_path)) + 400
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["\x1b[2J.safetensors", "\ud800.safetensors", "a" * 250 + ".safetensors", "é" * 125 + ".safetensors"],
+)
+def test_a_shard_whose_name_is_not_printable_or_too_long_is_refused(name: str, tmp_path: Path) -> None:
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(ConfigError, match="with printable names of at most 255 bytes") as refusal:
+        check_folder(tmp_path, has_tokenizer=False)
+    assert str(refusal.value).isprintable()
+    assert len(str(refusal.value)) < 2 * len(str(tmp_path)) + 400

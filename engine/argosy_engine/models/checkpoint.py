@@ -7,6 +7,11 @@ from pathlib import Path
 from argosy_engine.errors import ConfigError
 from argosy_engine.models.model_config import read_json
 
+_MAX_NAME_BYTES = 255
+"""What a file system takes as a file's name."""
+_MAX_SHOWN = 128
+"""Characters of a malformed name that an error message shows."""
+
 
 def checkpoint_shards(path: Path) -> dict[Path, set[str] | None]:
     """Return the checkpoint's safetensors files, each with the tensors that the index lists for it.
@@ -29,7 +34,22 @@ def checkpoint_shards(path: Path) -> dict[Path, set[str] | None]:
     shards: dict[Path, set[str]] = {}
     for tensor, name in weight_map.items():
         # A shard is a file next to its index; anything else could read outside the checkpoint.
-        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-            raise ConfigError(f"{index} names {name!r}; shards are .safetensors files in its own folder")
+        if not isinstance(name, str) or not _is_shard_name(name):
+            shown = (
+                repr(name[:_MAX_SHOWN]) if isinstance(name, str) else "a file by something else than a text"
+            )
+            raise ConfigError(
+                f"{index} names {shown}; shards are .safetensors files in its own folder, with printable names of at "
+                f"most {_MAX_NAME_BYTES} bytes"
+            )
         shards.setdefault(path / name, set()).add(tensor)
     return dict(shards)
+
+
+def _is_shard_name(name: str) -> bool:
+    return (
+        name.isprintable()
+        and len(name.encode()) <= _MAX_NAME_BYTES
+        and Path(name).name == name
+        and name.endswith(".safetensors")
+    )

@@ -14,10 +14,15 @@ import msgspec
 from argosy_engine.errors import ConfigError
 from argosy_engine.models.checkpoint import checkpoint_shards
 from argosy_engine.models.safetensors_header import read_header
+from argosy_fetcher.progress_display import printable
 
 TOKENIZER = "tokenizer.json"
+MAX_TOKENIZER_BYTES = 256 << 20
+"""Far more than any tokenizer has."""
 _MAX_NAMED = 6
 """Files that an error message lists, and tensors of a file."""
+_MAX_NAME = 128
+"""Characters of a tensor's name that an error message shows."""
 _TOKENIZER_REMEDY = (
     "write one with transformers: AutoTokenizer.from_pretrained(MODEL).save_pretrained(DIRECTORY)"
 )
@@ -49,8 +54,11 @@ def _tokenizer_faults(path: Path) -> Iterator[str]:
         yield f"{TOKENIZER} is missing ({_TOKENIZER_REMEDY})"
         return
     try:
+        if file.stat().st_size > MAX_TOKENIZER_BYTES:
+            yield f"{TOKENIZER} is larger than {MAX_TOKENIZER_BYTES} bytes; copy it again"
+            return
         msgspec.json.decode(file.read_bytes(), type=dict[str, msgspec.Raw])
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         yield f"{TOKENIZER} is damaged ({error}); copy it again"
 
 
@@ -85,6 +93,7 @@ def _file_fault(file: Path, wanted: set[str]) -> str:
         return f"{file.name} has {size} bytes instead of {whole}; copy it again"
     if missing := sorted(wanted - tensors.keys()):
         more = len(missing) - _MAX_NAMED
-        names = ", ".join(missing[:_MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
+        names = ", ".join(printable(name[:_MAX_NAME]) for name in missing[:_MAX_NAMED])
+        names += f" and {more} more" if more > 0 else ""
         return f"{file.name} lacks tensors that the index lists ({names}); copy it and the index again"
     return ""

@@ -60,7 +60,7 @@ def read_header(file: Path) -> tuple[int, dict[str, StoredTensor]]:
             header = msgspec.json.decode(handle.read(length), type=dict[str, Any])
     except FileNotFoundError:
         raise ConfigError(f"{file} is missing") from None
-    except (OSError, struct.error, msgspec.DecodeError) as error:
+    except (OSError, struct.error, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"cannot read {file}: {error}") from None
     header.pop("__metadata__", None)
     try:
