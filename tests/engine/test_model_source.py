@@ -197,7 +197,7 @@ def test_what_another_attempt_may_cure_is_no_config_error(
     PUBLISHED["acme/tiny"] = error
     with pytest.raises(FetchFailed, match=str(error)):
         LLM("acme/tiny", **SMALL)
-    assert doctor(["acme/tiny"]) == 2
+    assert doctor(["acme/tiny"]) == 1
     assert capsys.readouterr().err == f"argosy doctor: {error}\n"
 
 

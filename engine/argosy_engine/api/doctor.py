@@ -5,7 +5,8 @@ imports no torch and starts no device. A folder without tokenizer, or with missi
 The KV cache is sized by the function the worker uses, from an estimate of the activations, so a start with the same
 memory free agrees with it.
 
-Exit codes: 0 it fits, 1 it does not, 2 wrong usage, or a model or device that cannot work or does not answer.
+Exit codes: 0 it fits, 1 it does not, or the model's source does not answer or the disk is full, 2 wrong usage, or a
+model or device that cannot work.
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ from argosy_engine.sizing.kv_cache_sizing import (
     planned_groups,
 )
 
-_EXIT_CODES = "Exit codes: 0 it fits, 1 it does not, 2 wrong usage, or a model or device that cannot work."
+_EXIT_CODES = (
+    "Exit codes: 0 it fits, 1 it does not, or the model's source does not answer or the disk is full, 2 wrong usage, "
+    "or a model or device that cannot work."
+)
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -71,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         diagnosis = diagnose(args)
     except (ConfigError, FetchFailed) as error:
         print(f"argosy doctor: {error}", file=sys.stderr)
-        return 2
+        return 1 if isinstance(error, FetchFailed) else 2
     if options.output == "json":
         sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(diagnosis), indent=2) + b"\n")
     else:
