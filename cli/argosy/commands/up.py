@@ -151,8 +151,9 @@ def _is_running(state: StateDir, wanted_port: int | None) -> bool:
             f"the fleet already listens on {status.router.url}; `argosy down` first to change the port"
         )
     api_key = os.environ.get(API_KEY_ENV, "")
-    if status and api_key and status.router.api_key_fingerprint != state.fingerprint(api_key):
-        present = "another key" if status.router.api_key_fingerprint else "no key"
+    required = status.router.api_key_fingerprint if status else None
+    if api_key and required is not None and required != state.fingerprint(api_key):
+        present = "another key" if required else "no key"
         raise UsageError(
             f"the fleet already runs, and requires {present} of clients, not the one in {API_KEY_ENV}; `argosy down` "
             f"first to change the key, or unset {API_KEY_ENV}"

@@ -97,8 +97,9 @@ class RouterStatus(Struct, frozen=True, kw_only=True, tag=True):
     reason: str = ""
     restarts: int = 0
     pid: int | None = None
-    api_key_fingerprint: str = ""
-    """`StateDir.fingerprint` of the key that it requires of clients; empty if it requires none."""
+    api_key_fingerprint: str | None = None
+    """`StateDir.fingerprint` of the key that it requires of clients; empty if it requires none, None if the supervisor
+    is of an earlier version, which does not say."""
 
 
 class FleetStatus(Struct, frozen=True, kw_only=True, tag=True):
