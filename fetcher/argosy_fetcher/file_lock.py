@@ -1,9 +1,15 @@
-"""File locks between processes, by flock: exclusive ones with waiting, and shared ones that mark a use."""
+"""File locks between processes, by flock: exclusive ones with waiting, and shared ones that mark a use.
+
+Invariant: an exclusive lock is on a regular file, and no link is followed to it, because its holder writes to it, and
+others can write to the directory.
+"""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -18,19 +24,19 @@ def exclusive_lock(
     path: Path,
     on_wait: Callable[[], None],
     waiting: Callable[[], AbstractContextManager[object]] = nullcontext,
-) -> Iterator[None]:
-    """Hold a lock file exclusively, creating it and its directory.
+) -> Iterator[int]:
+    """Hold a lock file exclusively, creating it and its directory. Yields its descriptor, open for reading and writing.
 
     Args:
         on_wait: called once if another process, or another thread, holds it.
         waiting: makes a context that lasts as long as the wait for it.
 
     Raises:
-        OSError: it cannot be created.
+        OSError: it cannot be created, or is something else than a regular file.
     """
     descriptor = _acquire(path, on_wait, waiting)
     try:
-        yield
+        yield descriptor
     finally:
         os.close(descriptor)
 
@@ -42,7 +48,7 @@ def _acquire(
     while True:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            descriptor = _open_regular(path, os.O_CREAT)
         except FileNotFoundError:  # the directory was removed in between, or cannot be made at all
             num_missing += 1
             if num_missing > _MAX_MISSING:
@@ -61,11 +67,38 @@ def _acquire(
         os.close(descriptor)  # the file was removed by the process that held it
 
 
+def _open_regular(path: Path, flags: int = 0) -> int:
+    """Open a regular file for reading and writing.
+
+    Raises:
+        OSError: it cannot be opened, or is something else, such as a symbolic link.
+    """
+    flags |= os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        descriptor = os.open(path, flags, 0o644)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise _not_regular(path) from None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise _not_regular(path)
+    return descriptor
+
+
+def _not_regular(path: Path) -> OSError:
+    return OSError(errno.EINVAL, "the lock is not a regular file; remove it", str(path))
+
+
 @contextmanager
 def try_exclusive_lock(path: Path) -> Iterator[bool]:
-    """Hold an existing lock file exclusively, or yield False if another holds it or it does not exist."""
+    """Hold an existing lock file exclusively, or yield False if another holds it or it does not exist.
+
+    Raises:
+        OSError: it cannot be opened, or is something else than a regular file.
+    """
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        descriptor = _open_regular(path)
     except FileNotFoundError:
         yield False
         return

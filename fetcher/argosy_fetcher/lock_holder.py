@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import socket
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -31,15 +32,21 @@ again."""
 
 
 class HolderMark:
-    """The holder's side. Used by the process that has the lock; from several threads."""
+    """The holder's side. Used by the process that has the lock; from several threads.
 
-    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        self._path = path
+    Args:
+        descriptor: of the locked file, open for writing. It is the caller's to close, after the last use of this.
+    """
+
+    def __init__(self, descriptor: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._descriptor = descriptor
         self._clock = clock
         self._marked_at = clock()
+        name = f"{socket.gethostname()[:63]} (process {os.getpid()})\n".encode()
         # In place, since the file is what is locked. Its name helps people only, so that failures do not matter.
         with suppress(OSError):
-            path.write_text(f"{socket.gethostname()[:63]} (process {os.getpid()})\n")
+            os.ftruncate(descriptor, os.pwrite(descriptor, name, 0))
+            os.utime(descriptor)
 
     def progressed(self) -> None:
         """Mark the lock file, unless that was done lately."""
@@ -47,7 +54,7 @@ class HolderMark:
         if now - self._marked_at >= MARK_INTERVAL_S:
             self._marked_at = now
             with suppress(OSError):
-                os.utime(self._path)
+                os.utime(self._descriptor)
 
 
 class HolderWatch:
@@ -79,16 +86,25 @@ class HolderWatch:
 
     def _time(self) -> int:
         try:
-            return self._path.stat().st_mtime_ns
+            return self._path.lstat().st_mtime_ns
         except OSError:
             return 0
 
     def _holder(self) -> str:
         name = b""
-        with suppress(OSError), self._path.open("rb") as file:
-            name = file.read(_MAX_NAME_BYTES)
+        with suppress(OSError):
+            name = _read_regular(self._path, _MAX_NAME_BYTES)
         text = "".join(char for char in name.decode(errors="replace") if char.isprintable())
         return text.strip() or "an unknown process"
+
+
+def _read_regular(path: Path, num_bytes: int) -> bytes:
+    """The start of a regular file; nothing of anything else."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        return os.read(descriptor, num_bytes) if stat.S_ISREG(os.fstat(descriptor).st_mode) else b""
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

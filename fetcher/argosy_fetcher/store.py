@@ -97,9 +97,9 @@ class Store(PrunableStore):
             OSError: the store cannot be written.
         """
         path = self._directory(source) / store_layout.LOCK
-        with exclusive_lock(path, on_wait, lambda: watched(path, on_idle, idle_after_s)):
+        with exclusive_lock(path, on_wait, lambda: watched(path, on_idle, idle_after_s)) as descriptor:
             fsync_directory(self.root)
-            yield HolderMark(path)
+            yield HolderMark(descriptor)
 
     def open_partial(self, snapshot: Snapshot) -> Path:
         """Return the directory in which a snapshot's files gather, with what an earlier attempt has left if the

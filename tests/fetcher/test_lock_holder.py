@@ -4,17 +4,34 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
+from argosy_fetcher.file_lock import exclusive_lock, try_exclusive_lock
 from argosy_fetcher.lock_holder import MARK_INTERVAL_S, HolderMark, HolderWatch
 
 LONG_AGO = (1e9, 1e9)
 NAME = f"{socket.gethostname()[:63]} (process {os.getpid()})"
 
 
+@contextmanager
+def opened(lock: Path) -> Iterator[int]:
+    with exclusive_lock(lock, lambda: pytest.fail("nobody else has the lock")) as descriptor:
+        yield descriptor
+
+
+def hold(lock: Path) -> None:
+    """Take the lock, name its holder, and leave it."""
+    with opened(lock) as descriptor:
+        HolderMark(descriptor)
+
+
 def test_a_holder_is_named_once_when_it_has_made_no_progress_for_long(tmp_path: Path) -> None:
     lock, told = tmp_path / "lock", []
-    HolderMark(lock)
+    hold(lock)
     watch = HolderWatch(lock, told.append, 600.0, now=0.0)
     watch.look(599.0)
     assert told == []
@@ -25,7 +42,7 @@ def test_a_holder_is_named_once_when_it_has_made_no_progress_for_long(tmp_path: 
 
 def test_a_holder_that_makes_progress_again_is_told_too(tmp_path: Path) -> None:
     lock, told = tmp_path / "lock", []
-    HolderMark(lock)
+    hold(lock)
     watch = HolderWatch(lock, told.append, 600.0, now=0.0)
     watch.look(700.0)
     os.utime(lock, LONG_AGO)  # another machine's clock may be anything
@@ -43,24 +60,25 @@ def test_another_holder_begins_anew(tmp_path: Path) -> None:
     os.utime(lock, LONG_AGO)
     watch = HolderWatch(lock, told.append, 600.0, now=0.0)
     watch.look(700.0)
-    HolderMark(lock)
+    hold(lock)
     watch.look(800.0)
     assert told == ["another-pod (process 7)", ""]
 
 
 def test_progress_is_marked_now_and_then(tmp_path: Path) -> None:
     lock, now = tmp_path / "lock", [0.0]
-    mark = HolderMark(lock, lambda: now[0])
-    os.utime(lock, LONG_AGO)
-    now[0] = MARK_INTERVAL_S - 1
-    mark.progressed()
-    assert lock.stat().st_mtime == LONG_AGO[1]
-    now[0] = MARK_INTERVAL_S
-    mark.progressed()
-    assert lock.stat().st_mtime > LONG_AGO[1]
-    os.utime(lock, LONG_AGO)
-    mark.progressed()
-    assert lock.stat().st_mtime == LONG_AGO[1]
+    with opened(lock) as descriptor:
+        mark = HolderMark(descriptor, lambda: now[0])
+        os.utime(lock, LONG_AGO)
+        now[0] = MARK_INTERVAL_S - 1
+        mark.progressed()
+        assert lock.stat().st_mtime == LONG_AGO[1]
+        now[0] = MARK_INTERVAL_S
+        mark.progressed()
+        assert lock.stat().st_mtime > LONG_AGO[1]
+        os.utime(lock, LONG_AGO)
+        mark.progressed()
+        assert lock.stat().st_mtime == LONG_AGO[1]
 
 
 def test_a_lock_that_says_nothing_is_held_by_an_unknown_process(tmp_path: Path) -> None:
@@ -73,3 +91,31 @@ def test_a_lock_that_says_nothing_is_held_by_an_unknown_process(tmp_path: Path) 
     lock.unlink()
     HolderWatch(lock, told.append, 600.0, now=0.0).look(600.0)
     assert told[3] == "an unknown process"
+
+
+def test_a_longer_name_of_the_holder_before_is_gone(tmp_path: Path) -> None:
+    lock = tmp_path / "lock"
+    lock.write_text(f"{'x' * 100} (process 7)\n")
+    hold(lock)
+    assert lock.read_text() == f"{NAME}\n"
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling link", "fifo"])
+def test_what_another_put_in_place_of_the_lock_is_neither_followed_nor_written(
+    kind: str, tmp_path: Path
+) -> None:
+    lock, target, told = tmp_path / "lock", tmp_path / "target", []
+    if kind == "fifo":
+        os.mkfifo(lock)
+    else:
+        lock.symlink_to(target)
+    if kind == "link":
+        target.write_text("another-pod (process 7)\n")
+    with pytest.raises(OSError, match="the lock is not a regular file; remove it"):
+        hold(lock)
+    with pytest.raises(OSError, match="the lock is not a regular file"), try_exclusive_lock(lock):
+        pytest.fail("it has been locked")
+    HolderWatch(lock, told.append, 600.0, now=0.0).look(600.0)
+    assert told == ["an unknown process"]
+    assert target.exists() == (kind == "link")
+    assert kind != "link" or target.read_text() == "another-pod (process 7)\n"
