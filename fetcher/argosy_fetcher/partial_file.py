@@ -8,16 +8,18 @@ Must not know sources, retries or progress.
 from __future__ import annotations
 
 import os
-import shutil
 import stat
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Final
 
 from argosy_fetcher.digests import Hasher, hash_range, new_hasher
 from argosy_fetcher.part_journal import PartJournal
 from argosy_fetcher.snapshot import RemoteFile
+
+_COPY_BYTES: Final = 1 << 22
 
 
 class PartialFile:
@@ -162,21 +164,28 @@ class PartialFile:
         self._part_path.replace(self.path)
         self._journal.delete()
 
-    def adopt(self, local: Path) -> bool:
+    def adopt(self, local: Path, on_progress: Callable[[], None] = lambda: None) -> bool:
         """Take the content from another file of this machine, by a hard link if that is possible.
+
+        Args:
+            on_progress: called after each piece that was copied, of a part at most, each part that was hashed,
+                and when all is on disk.
 
         Returns:
             Whether its content has the digest. If not, nothing has changed.
         """
         digest = self.file.digest
         self._local_path.unlink(missing_ok=True)
-        if digest is None or not _link_or_copy(local, self._local_path, self.file.size):
+        if digest is None or not self._link_or_copy(local, on_progress):
             return False
         hasher = new_hasher(digest, self.file.size)
         descriptor = os.open(self._local_path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            hash_range(hasher, descriptor, 0, self.file.size)
+            for part in range(self._num_parts):
+                hash_range(hasher, descriptor, *self.bounds(part))
+                on_progress()
             os.fsync(descriptor)
+            on_progress()
         finally:
             os.close(descriptor)
         if hasher.hexdigest() != digest.hex:
@@ -187,6 +196,31 @@ class PartialFile:
         self._journal.delete()
         return True
 
+    def _link_or_copy(self, local: Path, on_progress: Callable[[], None]) -> bool:
+        """Return False if the other file cannot be read or has another size."""
+        try:
+            local = local.resolve(strict=True)
+            found = local.stat()
+        except OSError:
+            return False
+        if not stat.S_ISREG(found.st_mode) or found.st_size != self.file.size:
+            return False
+        if found.st_uid == os.geteuid():  # a file of another user could change after its digest was checked
+            try:
+                os.link(local, self._local_path)
+                return True
+            except OSError:
+                pass  # another file system, or one without links
+        try:
+            readable = local.open("rb")
+        except OSError:
+            return False
+        with readable, self._local_path.open("xb") as copy:
+            while data := readable.read(min(_COPY_BYTES, self._part_bytes)):
+                copy.write(data)
+                on_progress()
+        return _regular_size(self._local_path) == self.file.size
+
 
 def _regular_size(path: Path) -> int | None:
     """Return the size of a regular file; None if there is none, or something else."""
@@ -195,27 +229,3 @@ def _regular_size(path: Path) -> int | None:
     except FileNotFoundError:
         return None
     return found.st_size if stat.S_ISREG(found.st_mode) else None
-
-
-def _link_or_copy(source: Path, target: Path, size: int) -> bool:
-    """Return False if the source cannot be read or has another size."""
-    try:
-        source = source.resolve(strict=True)
-        found = source.stat()
-    except OSError:
-        return False
-    if not stat.S_ISREG(found.st_mode) or found.st_size != size:
-        return False
-    if found.st_uid == os.geteuid():  # a file of another user could change after its digest was checked
-        try:
-            os.link(source, target)
-            return True
-        except OSError:
-            pass  # another file system, or one without links
-    try:
-        readable = source.open("rb")
-    except OSError:
-        return False
-    with readable, target.open("xb") as copy:
-        shutil.copyfileobj(readable, copy, 1 << 22)
-    return _regular_size(target) == size

@@ -189,7 +189,7 @@ class _Transfer:
         file.commit()
 
     def _adopt(self, file: PartialFile, local: Path) -> None:
-        if file.adopt(local):
+        if file.adopt(local, lambda: self._progress.advance(0)):
             return
         self._progress.note(f"{self._source.name}: {local} is not {file.file.path}; fetching it")
         self._progress.advance(file.num_present_bytes - file.file.size)

@@ -364,6 +364,14 @@ def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert found(tmp_path) == CONTENT
 
 
+class CountedProgress(RecordedProgress):
+    num_advances = 0
+
+    def advance(self, num_bytes: int) -> None:
+        super().advance(num_bytes)
+        self.num_advances += 1
+
+
 class CachedSource(ScriptedSource):
     """A source some of whose files lie on this machine."""
 
@@ -403,6 +411,26 @@ def test_local_copies_are_copied_where_links_fail(tmp_path: Path, monkeypatch: p
     fetch(source, tmp_path / "store")
     assert found(tmp_path / "store") == CONTENT
     assert source.paths_read() == {"b"}
+
+
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_local_copies_show_progress_part_by_part(
+    is_copied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those who wait for this fetch would take a large copy, or its check, for one that stands still."""
+
+    def link(source: Path, target: Path) -> None:
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+
+    if is_copied:
+        monkeypatch.setattr(os, "link", link)
+    source, progress = cached_source(tmp_path / "cache", CONTENT["a"]), CountedProgress()
+    (tmp_path / "store").mkdir()
+    targets = {tmp_path / "store" / file.path: file for file in source.files if file.path == "a"}
+    transfer(source, targets, tmp_path / "store", progress=progress, settings=QUICK, known={})
+    num_parts = -(-len(CONTENT["a"]) // QUICK.part_bytes)
+    assert progress.num_advances == num_parts * (2 if is_copied else 1) + 1
+    assert progress.received == 0
 
 
 @pytest.mark.parametrize("damaged", [b"?" + CONTENT["a"][1:], CONTENT["a"][:-1]])
