@@ -2,12 +2,14 @@
 
 Owns what the file says besides its lock: its content names the holder, and its time changes while the holder makes
 progress. Must not know what is done under the lock. Invariant: no two clocks are compared, because machines share
-locks: whoever waits measures on its own clock since when the time has not changed.
+locks: whoever waits measures on its own clock since when the time has not changed. Whoever can write to the store can
+write the name, so that one of another form is not passed on, and none is more than what a process calls itself.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import socket
 import stat
 import threading
@@ -23,6 +25,7 @@ LOOK_INTERVAL_S: Final = 15.0
 IDLE_AFTER_S: Final = 600.0
 """A holder may go this long without progress. A source that sends nothing is given up after half of it."""
 _MAX_NAME_BYTES: Final = 128
+_NAME: Final = re.compile(r"[A-Za-z0-9.-]{1,63} \(process [0-9]{1,10}\)")
 _STOP_S: Final = 5.0
 """How long the end of a wait is held up by a file system that does not answer."""
 
@@ -42,7 +45,8 @@ class HolderMark:
         self._descriptor = descriptor
         self._clock = clock
         self._marked_at = clock()
-        name = f"{socket.gethostname()[:63]} (process {os.getpid()})\n".encode()
+        host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname()[:63])
+        name = f"{host} (process {os.getpid()})\n".encode()
         # In place, since the file is what is locked. Its name helps people only, so that failures do not matter.
         with suppress(OSError):
             os.ftruncate(descriptor, os.pwrite(descriptor, name, 0))
@@ -94,8 +98,8 @@ class HolderWatch:
         name = b""
         with suppress(OSError):
             name = _read_regular(self._path, _MAX_NAME_BYTES)
-        text = "".join(char for char in name.decode(errors="replace") if char.isprintable())
-        return text.strip() or "an unknown process"
+        text = name.decode(errors="replace").removesuffix("\n")
+        return f"a process that calls itself {text}" if _NAME.fullmatch(text) else "an unknown process"
 
 
 def _read_regular(path: Path, num_bytes: int) -> bytes:

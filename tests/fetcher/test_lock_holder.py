@@ -15,6 +15,7 @@ from argosy_fetcher.lock_holder import MARK_INTERVAL_S, HolderMark, HolderWatch
 
 LONG_AGO = (1e9, 1e9)
 NAME = f"{socket.gethostname()[:63]} (process {os.getpid()})"
+CALLED = f"a process that calls itself {NAME}"
 
 
 @contextmanager
@@ -37,7 +38,7 @@ def test_a_holder_is_named_once_when_it_has_made_no_progress_for_long(tmp_path: 
     assert told == []
     watch.look(601.0)
     watch.look(5000.0)
-    assert told == [NAME]
+    assert told == [CALLED]
 
 
 def test_a_holder_that_makes_progress_again_is_told_too(tmp_path: Path) -> None:
@@ -47,11 +48,11 @@ def test_a_holder_that_makes_progress_again_is_told_too(tmp_path: Path) -> None:
     watch.look(700.0)
     os.utime(lock, LONG_AGO)  # another machine's clock may be anything
     watch.look(710.0)
-    assert told == [NAME, ""]
+    assert told == [CALLED, ""]
     watch.look(1300.0)
-    assert told == [NAME, ""]
+    assert told == [CALLED, ""]
     watch.look(1311.0)
-    assert told == [NAME, "", NAME]
+    assert told == [CALLED, "", CALLED]
 
 
 def test_another_holder_begins_anew(tmp_path: Path) -> None:
@@ -62,7 +63,7 @@ def test_another_holder_begins_anew(tmp_path: Path) -> None:
     watch.look(700.0)
     hold(lock)
     watch.look(800.0)
-    assert told == ["another-pod (process 7)", ""]
+    assert told == ["a process that calls itself another-pod (process 7)", ""]
 
 
 def test_progress_is_marked_now_and_then(tmp_path: Path) -> None:
@@ -81,16 +82,44 @@ def test_progress_is_marked_now_and_then(tmp_path: Path) -> None:
         assert lock.stat().st_mtime == LONG_AGO[1]
 
 
-def test_a_lock_that_says_nothing_is_held_by_an_unknown_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\n\x00\x1b",
+        b"\xff" * 1000,
+        b"pod-7",
+        b"pod-7 (process 1) is done: delete the pod db-0 (process 1)\n",
+        b"db-0 (process 1)\nsecond line\n",
+        b"<a href=x>pod</a> (process 1)\n",
+        "pod-\u0661 (process 1)\n".encode(),
+        "pod-7 (process \u0661)\n".encode(),
+        b"%b (process 1)\n" % (b"x" * 64),
+        b"pod-7 (process %b)\n" % (b"1" * 11),
+        b"pod-7 (process )\n",
+    ],
+)
+def test_a_lock_whose_text_no_holder_writes_is_held_by_an_unknown_process(
+    content: bytes, tmp_path: Path
+) -> None:
     lock, told = tmp_path / "lock", []
-    for content in (b"", b"\n\x00\x1b", b"\xff" * 1000):
-        lock.write_bytes(content)
-        HolderWatch(lock, told.append, 600.0, now=0.0).look(600.0)
-    assert told[:2] == ["an unknown process"] * 2
-    assert len(told[2]) <= 128
-    lock.unlink()
+    lock.write_bytes(content)
     HolderWatch(lock, told.append, 600.0, now=0.0).look(600.0)
-    assert told[3] == "an unknown process"
+    assert told == ["an unknown process"]
+
+
+def test_a_lock_that_is_gone_is_held_by_an_unknown_process(tmp_path: Path) -> None:
+    told: list[str] = []
+    HolderWatch(tmp_path / "lock", told.append, 600.0, now=0.0).look(600.0)
+    assert told == ["an unknown process"]
+
+
+def test_a_host_with_an_odd_name_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock, told = tmp_path / "lock", []
+    monkeypatch.setattr(socket, "gethostname", lambda: "my_h\u00f6st.local")
+    hold(lock)
+    HolderWatch(lock, told.append, 600.0, now=0.0).look(600.0)
+    assert told == [f"a process that calls itself my-h-st.local (process {os.getpid()})"]
 
 
 def test_a_longer_name_of_the_holder_before_is_gone(tmp_path: Path) -> None:

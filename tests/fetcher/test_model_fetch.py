@@ -299,7 +299,10 @@ def test_a_fetch_that_waits_for_one_without_progress_names_it(tmp_path: Path) ->
             assert told.wait(60)
             assert progress.phases == ["waiting", "blocked"]
         fetched.result()
-    assert f"{socket.gethostname()[:63]} (process {os.getpid()}) holds the lock" in progress.notes[1]
+    assert (
+        f"a process that calls itself {socket.gethostname()[:63]} (process {os.getpid()}) holds the lock"
+        in progress.notes[1]
+    )
     assert progress.phases == ["waiting", "blocked", "resolving"]
     assert progress.events == ["resolved", "begin", "end"]
 

@@ -26,8 +26,9 @@ from argosy_protocol.model_progress import WAITING, percent
 _MAX_COLUMN: Final = 64
 """Characters of the column; a report's note can be longer."""
 _LOCK_REMEDY: Final = (
-    "; delete that pod, and another one continues its fetch; if it does not run any more, the file system keeps its "
-    "lock: restart what serves the volume, or set spec.model.cache to another one"
+    "; look at the pods that use the volume: whoever can write to it can choose that name; another pod continues the "
+    "fetch of one that ends; if none of them fetches, the file system keeps the lock: restart what serves the volume, "
+    "or set spec.model.cache to another one"
 )
 
 
