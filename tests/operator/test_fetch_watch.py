@@ -227,6 +227,44 @@ async def test_slow_progress_is_announced_seldom() -> None:
 
 
 @virtual_time
+async def test_replaced_pods_of_a_service_announce_no_more_than_its_other_pods() -> None:
+    names = [f"p{number}" for number in range(60)]
+    fetchers, changes = Fetchers(**dict.fromkeys(names, so_far(10))), Changes()
+    watch = FetchWatch(fetchers, changes)
+    for name in names:
+        watch.set_pods([pod(name)])
+        await asyncio.sleep(0.1)
+    watch.set_pods([])
+    assert BURST <= len(changes) <= BURST + 60 * 0.1 / SERVICE_INTERVAL + 1
+    changes.clear()
+    await asyncio.sleep(BURST * SERVICE_INTERVAL)
+    watch.set_pods(map(pod, names))
+    await asyncio.sleep(2)
+    watch.close()
+    assert BURST <= len(changes) <= BURST + 2 / SERVICE_INTERVAL + 1, "what was not used comes back"
+
+
+@virtual_time
+async def test_that_all_pods_were_asked_is_told_late_after_many_changes() -> None:
+    names = [f"p{number}" for number in range(BURST)]
+    fetchers, changes = (
+        Fetchers(**dict.fromkeys(names, so_far(10)), silent=ConnectionRefusedError()),
+        Changes(),
+    )
+    watch = FetchWatch(fetchers, changes)
+    watch.set_pods(map(pod, names))
+    await asyncio.sleep(0.5)
+    assert len(changes) == BURST
+    watch.set_pods([pod("silent")])
+    await asyncio.sleep(0.5)
+    assert watch.unpolled == set()
+    assert len(changes) == BURST
+    await asyncio.sleep(60)
+    watch.close()
+    assert len(changes) == BURST + 1, "once, when the service may announce a change again"
+
+
+@virtual_time
 async def test_what_was_not_asked_yet_is_known() -> None:
     fetchers, changes = Fetchers(a=ConnectionRefusedError(), b=None), Changes()
     watch = FetchWatch(fetchers, changes)

@@ -3,9 +3,10 @@
 Owns one poll per fetching pod, and the view of the last reports. Must not know the pods' conditions. Pods are not
 trusted: an answer is bounded in bytes and time, redirects are not followed, and one that is missing, late or wrong
 changes nothing. Invariants: a report is kept as long as the container runs that made it; a pod announces at most one
-change per CHANGE_INTERVAL, and fewer while its share of the model stays the same; the pods of one service announce
-BURST changes and then at most one per SERVICE_INTERVAL, since each is a write to a pod and one to the service; on
-average all pods together are polled at most MAX_POLLS_PER_SECOND times a second, from the start of the operator on.
+change per CHANGE_INTERVAL, and fewer while its share of the model stays the same; the pods of one service, those that
+replace others included, announce BURST changes and then at most one per SERVICE_INTERVAL, since each is a write to a
+pod and one to the service; on average all pods together are polled at most MAX_POLLS_PER_SECOND times a second, from
+the start of the operator on.
 """
 
 from __future__ import annotations
@@ -102,6 +103,8 @@ class FetchWatch:
         self._announced_at: dict[str, float] = {}
         self._unpolled: set[str] = set()
         self._services: dict[Name, _ServiceFetches] = {}
+        self._emptied_at: dict[Name, float] = {}
+        """When the last pod of a service left, of those that have none, the oldest first."""
         self._running = asyncio.Semaphore(MAX_POLLS_AT_ONCE)
 
     @property
@@ -127,6 +130,8 @@ class FetchWatch:
         if pod.uid in self._polled and self._polled[pod.uid][0] == pod:
             return
         self.forget(pod.uid)
+        self._drop_empty_services()
+        self._emptied_at.pop(pod.service, None)
         self._services.setdefault(pod.service, _ServiceFetches()).add(pod.uid)
         self._unpolled.add(pod.uid)
         self._polled[pod.uid] = pod, asyncio.create_task(self._poll(pod), name=f"fetch of {pod.name}")
@@ -143,12 +148,20 @@ class FetchWatch:
         fetches = self._services[pod.service]
         fetches.discard(uid)
         if not fetches.pods:
-            del self._services[pod.service]
+            self._emptied_at[pod.service] = asyncio.get_running_loop().time()
 
     def close(self) -> None:
         """Stop polling."""
         for uid in list(self._polled):
             self.forget(uid)
+
+    def _drop_empty_services(self) -> None:
+        """Drop services whose last pod left so long ago that their buckets are full: new ones are no different."""
+        now = asyncio.get_running_loop().time()
+        for service, left_at in list(self._emptied_at.items()):  # in the order of their times
+            if now - left_at < BURST * SERVICE_INTERVAL:
+                break
+            del self._emptied_at[service], self._services[service]
 
     async def _poll(self, pod: FetchingPod) -> None:
         # An operator that starts finds all fetching pods at once.
@@ -182,13 +195,17 @@ class FetchWatch:
         return True
 
     def _note_polled(self, pod: FetchingPod, has_changed: bool) -> None:
-        """Note the first poll of a pod. Whether a service stands still is known when all of its pods were asked."""
-        if pod.uid not in self._unpolled:
-            return
-        self._unpolled.discard(pod.uid)
+        """Note a poll of a pod. Whether a service stands still is known when all of its pods were asked, which is
+        announced with the first change after that, or alone."""
         fetches = self._services[pod.service]
-        fetches.unpolled.discard(pod.uid)
-        if not fetches.unpolled and not has_changed:
+        if pod.uid in self._unpolled:
+            self._unpolled.discard(pod.uid)
+            fetches.unpolled.discard(pod.uid)
+            fetches.is_due = not fetches.unpolled
+        if has_changed:
+            fetches.is_due = False
+        elif fetches.is_due and fetches.may_change(asyncio.get_running_loop().time()):
+            fetches.is_due = False
             self._on_change(pod.service)
 
 
@@ -198,6 +215,8 @@ class _ServiceFetches:
     def __init__(self) -> None:
         self.pods: set[str] = set()
         self.unpolled: set[str] = set()
+        self.is_due = False
+        """Whether it is to be announced that all were asked."""
         self._tokens = float(BURST)
         self._at = 0.0
 
