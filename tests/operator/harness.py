@@ -20,6 +20,9 @@ from argosy_protocol.model_progress import ModelProgress
 from argosy_protocol.routable_report import ReplicaReport, RoutableReport
 from argosy_resource.engine_address import SERVICE_LABEL
 
+_ROUNDING = 1e-6
+"""Seconds by which virtual time may fall short of a timer. It stands still while a wait for less is repeated."""
+
 ROUTER_POD = {
     "apiVersion": "v1",
     "kind": "Pod",
@@ -60,7 +63,7 @@ class FakeRouter:
             if replicas != self._last:
                 self._last, self._revision = replicas, self._revision + 1
             left = deadline - asyncio.get_running_loop().time()
-            if self._revision != seen or left <= 0:
+            if self._revision != seen or left < _ROUNDING:
                 break
             self.changed.clear()
             with contextlib.suppress(TimeoutError):
