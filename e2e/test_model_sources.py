@@ -6,6 +6,7 @@ The sources run on this machine, at the bridge's address, to which pods have a r
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -29,7 +30,7 @@ from loopback_certificate import issue_certificate
 from oci_artifacts import files as layers
 from oci_artifacts import push
 from published_checkpoints import PUBLISHED
-from scripted_http import Asked, Reply
+from scripted_http import Asked, Reply, ScriptedHttp, file_reply
 from test_whole_path import condition, is_ready, manifest, sdk
 
 CACHED = "team-cached"
@@ -38,7 +39,7 @@ CLAIM, SMALL_CLAIM = "models", "small"
 KEY_ID, SECRET_KEY = "AKIAE2E", "e2e-secret-access-key"
 TOKEN, WRONG_TOKEN = "hf_e2e_right", "hf_e2e_wrong"
 S3_SECRET, HUB_SECRET = "s3-credentials", "hub-token"
-GS_SECRET, REGISTRY_SECRET = "google-storage", "registry"
+GS_SECRET, REGISTRY_SECRET, WEB_SECRET = "google-storage", "registry", "web-server"
 REGISTRY_LOGIN = ("e2e", "e2e-registry-password")
 REPOSITORY = "acme/qwen"
 CREDENTIALS = "/var/run/argosy/model-credentials"
@@ -236,7 +237,17 @@ def release(stack: Stack, hub: HubServer, bucket: BucketServer) -> Iterator[Clus
         "--set-json", f"modelFetch.env={json.dumps(mirror)}",
     )  # fmt: skip
     yield cluster
-    kubectl("delete", "secret", HUB_SECRET, GS_SECRET, REGISTRY_SECRET, "-n", TENANT, "--ignore-not-found")
+    kubectl(
+        "delete",
+        "secret",
+        HUB_SECRET,
+        GS_SECRET,
+        REGISTRY_SECRET,
+        WEB_SECRET,
+        "-n",
+        TENANT,
+        "--ignore-not-found",
+    )
     install(cluster, stack.images)
     kubectl.namespace(SYSTEM, RESTRICTED)
     kubectl.delete_namespace(CACHED)
@@ -347,6 +358,27 @@ def test_a_registry_is_a_source(release: Cluster, registry: GoRegistry) -> None:
     check_fetched(release, "from-registry", f"oci://{registry.host}/{REPOSITORY}", found)
     assert password not in json.dumps(pods(release, "from-registry"))
     delete(release, "from-registry")
+
+
+def test_a_web_server_is_a_source(release: Cluster, certificate: tuple[Path, Path], tmp_path: Path) -> None:
+    PUBLISHED["qwen3"].write(tmp_path)
+    contents = {path: Path(file).read_bytes() for path, file in files_under(tmp_path).items()}
+    sums = "".join(f"{hashlib.sha256(content).hexdigest()}  {path}\n" for path, content in contents.items())
+
+    def answer(asked: Asked) -> Reply:
+        path = asked.path.removeprefix("/qwen/")
+        content = sums.encode() if path == "SHA256SUMS" else contents.get(path)
+        return Reply(404) if content is None else file_reply(asked, content, {"ETag": f'"{path}"'})
+
+    values = {"SSL_CERT_FILE": f"{CREDENTIALS}/ca.crt", "ca.crt": certificate[0].read_text()}
+    put_secret(release, TENANT, WEB_SECRET, **values)
+    with ScriptedHttp(answer, certificate, HOST_ADDRESS) as server:
+        source = f"{server.url}/qwen/SHA256SUMS"
+        release.kubectl.apply(service("web", source, IN_POD, secret=WEB_SECRET))
+        found = wait_for(release, "web", "a replica")
+        assert weights_asked_for(server.asked) == {"model.safetensors": 1}
+    check_fetched(release, "web", source, found)
+    delete(release, "web")
 
 
 def check_fetched(cluster: Cluster, name: str, source: str, found: dict[str, Any]) -> None:
