@@ -38,12 +38,5 @@ class AttentionMetadata:
     shared: dict[Any, Any] = field(default_factory=dict)
     """What a backend has derived from this metadata, for the layers after the first."""
 
-    @property
-    def max_query_len(self) -> int:
-        """The most new tokens of a request."""
-        if self.num_decodes == len(self.seq_lens_cpu):
-            return 1
-        return int(np.diff(self.query_start_loc_cpu).max())
-
     def of_layer(self, index: int) -> AttentionMetadata:
         return self.layers[index] if self.layers else self

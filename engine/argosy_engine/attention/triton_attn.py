@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from argosy_engine.attention.backend import DecoderParts
@@ -75,9 +76,19 @@ class TritonAttention:
             query_start_loc=meta.query_start_loc,
             seq_lens=meta.seq_lens,
             block_table=meta.block_table,
-            max_query_len=meta.max_query_len,
+            max_query_len=_max_query_len(meta),
             scale=params.scale,
             sliding_window=params.sliding_window,
             logit_softcap=params.logit_softcap,
         )
         return attended.view(len(qkv), -1)
+
+
+def _max_query_len(meta: AttentionMetadata) -> int:
+    """Return the most new tokens of a request, found once for all layers."""
+    found = meta.shared.get(_max_query_len)
+    if found is None:
+        has_prompts = meta.num_decodes < len(meta.seq_lens_cpu)
+        found = int(np.diff(meta.query_start_loc_cpu).max()) if has_prompts else 1
+        meta.shared[_max_query_len] = found
+    return found
