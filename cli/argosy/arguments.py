@@ -26,9 +26,7 @@ class Parser(argparse.ArgumentParser):
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
-        if (
-            self._subparsers is not None
-        ):  # whose arguments argparse cannot mix, and which have no two positional ones
+        if self._subparsers is not None:  # argparse cannot mix theirs, which have no two positional ones
             return super().parse_args(args, namespace)
         given = list(sys.argv[1:] if args is None else args)
         if "--" in given:  # which parse_intermixed_args forgets before it reads the positional arguments

@@ -14,7 +14,6 @@ import tempfile
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # silences a warning; this is also Triton's default
 
@@ -96,7 +95,7 @@ def compile_launch(launch: Launch, device: DeviceTraits) -> CompiledKernel:
     )
 
 
-def _resource_usage(cubin: bytes) -> dict[str, Any]:
+def _resource_usage(cubin: bytes) -> dict[str, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
