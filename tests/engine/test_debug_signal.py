@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -108,13 +109,21 @@ def num_threads(pid: int) -> int:
     return len(os.listdir(f"/proc/{pid}/task"))
 
 
-def test_workers_and_the_grammar_process_name_themselves(capfd: pytest.CaptureFixture[str]) -> None:
-    written = ""
+@contextlib.contextmanager
+def standard_error_in(log: Path) -> Iterator[None]:
+    """Send standard error to a file to which several processes append: capfd's loses what they write as it is read."""
+    before = os.dup(2)
+    try:
+        with log.open("ab") as output:
+            os.dup2(output.fileno(), 2)
+        yield
+    finally:
+        os.dup2(before, 2)
+        os.close(before)
 
-    def told() -> str:
-        nonlocal written
-        written += capfd.readouterr().err
-        return written
+
+def test_workers_and_the_grammar_process_name_themselves(tmp_path: Path) -> None:
+    log = tmp_path / "log"
 
     def stacks_of(name: str, pid: int) -> None:
         polls = itertools.count()
@@ -122,17 +131,23 @@ def test_workers_and_the_grammar_process_name_themselves(capfd: pytest.CaptureFi
         def has_told() -> bool:
             if next(polls) % 100 == 0:  # again every few seconds: a busy process may merge two signals
                 os.kill(pid, signal.SIGUSR1)
-            return f"{name}, process {pid}: " in told()
+            return f"{name}, process {pid}: " in log.read_text()
 
-        wait_until(has_told, name)
-        before, _, after = written.partition(f"{name}, process {pid}: ")
+        try:
+            wait_until(has_told, name)
+        except AssertionError as error:
+            status = Path(f"/proc/{pid}/status").read_text()
+            raise AssertionError(f"{error}\n{status}\n{log.read_text()}") from error
+        before, _, after = log.read_text().partition(f"{name}, process {pid}: ")
         assert "most recent call first" in before
         assert "its stacks are above" in after
 
     args = EngineArgs.of(model="builtin://tiny", device="cpu", dtype="float32", threads=1)
     executor = MultiprocExecutor(args, world_size=1)
     client = GrammarClient(GrammarServerArgs(str(resolve_model("builtin://tiny")), 1024, [2], 1))
-    try:
+    with standard_error_in(log), contextlib.ExitStack() as ends:
+        ends.callback(executor.shutdown)
+        ends.callback(client.close)
         before = {*children(os.getpid())}  # other tests' processes may not have ended yet
         executor.start()
         (worker,) = {*children(os.getpid())} - before
@@ -152,11 +167,10 @@ def test_workers_and_the_grammar_process_name_themselves(capfd: pytest.CaptureFi
         wait_until(lambda: any(num_threads(pid) > 1 for pid in children(server)), "a compilation")
         # Its native code has no time for Python, so its stack names it.
         os.kill(children(server)[0], signal.SIGUSR1)
-        wait_until(lambda: "grammar_server.py" in (seen := told()) and " in _work" in seen, "its stack")
+        wait_until(
+            lambda: "grammar_server.py" in (seen := log.read_text()) and " in _work" in seen, "its stack"
+        )
         compilation.kill()
         thread.join()
         assert client.new_compilation().run(GrammarSpec("regex", "a")) is not None
-    finally:
-        client.close()
-        executor.shutdown()
-    assert "rank 0 of 1" in written
+    assert "rank 0 of 1" in log.read_text()
