@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -83,10 +83,23 @@ hangs_here()
 """
 
 
+@contextlib.contextmanager
+def signal_blocked() -> Iterator[None]:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@pytest.mark.parametrize("inherited", [contextlib.nullcontext, signal_blocked])
 @pytest.mark.parametrize("state", ["starting", "describing"])
-def test_a_hanging_main_thread_is_reported(state: str, tmp_path: Path) -> None:
+def test_a_hanging_main_thread_is_reported(
+    state: str, inherited: Callable[[], contextlib.AbstractContextManager[None]], tmp_path: Path
+) -> None:
     log = tmp_path / "log"
     with (
+        inherited(),
         log.open("wb") as output,
         subprocess.Popen(
             [sys.executable, "-P", "-c", HANGS, state], stdout=subprocess.PIPE, stderr=output

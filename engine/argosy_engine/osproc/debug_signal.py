@@ -20,6 +20,8 @@ logger = logging.getLogger("argosy.core")
 def dump_stacks_on_signal(program: str = "") -> None:
     """Dump stacks on SIGUSR1, which kills the process by default. Call it as early as possible, in the main thread.
 
+    The signal is unblocked, because a process inherits what the thread that started it has blocked.
+
     Args:
         program: name to write after the stacks, for a process that does not call `describe_on_signal`. It is written
             once the main thread runs Python code.
@@ -30,6 +32,7 @@ def dump_stacks_on_signal(program: str = "") -> None:
 
     signal.signal(signal.SIGUSR1, name if program else signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1, chain=bool(program))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
 
 
 def describe_on_signal(program: str, describe: Callable[[], str]) -> None:
