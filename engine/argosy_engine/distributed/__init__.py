@@ -1,0 +1,8 @@
+"""Several processes that compute one model: which part each has, and how they exchange tensors.
+
+    parallel_config   sizes of the parallel dimensions, and where a rank is in them; no torch
+    parallel_state    this process's groups, joined over torch.distributed
+    communicator      collectives of one group
+
+Must not know: models, the scheduler, how the processes are started.
+"""

@@ -1,0 +1,94 @@
+"""ParallelState: this process's place among the workers of an engine core, and its groups.
+
+The processes find each other as `init_method` says, a URL of torch.distributed: a file that the executor makes for them
+on one machine, `env://` if torchrun has started them. Connections of processes on one machine stay on the loopback
+interface. A process whose peer ends gets an error from gloo and none from NCCL, so the executor watches the processes.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from argosy_engine.distributed.communicator import Communicator, GroupCommunicator, LocalCommunicator
+from argosy_engine.distributed.parallel_config import ParallelConfig
+
+TIMEOUT = timedelta(minutes=30)
+"""How long a process waits for its peers, which may still be reading their weights. Whether they live is not found out
+by this: the executor sees the end of a worker at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelState:
+    """The groups that this process is a member of."""
+
+    config: ParallelConfig
+    rank: int
+    """Among all workers of the engine core."""
+    tensor: Communicator
+    """Ranks that share this process's layers."""
+    pipeline: Communicator
+    """Ranks that hold the layers before and after this process's."""
+    world: Communicator
+
+    def destroy(self) -> None:
+        """Leave the groups. No collective may be running."""
+        if self.world.size > 1 and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def single_process() -> ParallelState:
+    """Return the state of the only worker of an engine core."""
+    alone = LocalCommunicator()
+    return ParallelState(ParallelConfig(), 0, alone, alone, alone)
+
+
+def init_parallel_state(
+    config: ParallelConfig, rank: int, device: torch.device, init_method: str
+) -> ParallelState:
+    """Join the groups of a rank. Waits until all workers of the engine core have called it.
+
+    Args:
+        init_method: how the processes find each other: `file:///PATH`, `env://` or `tcp://HOST:PORT`.
+    """
+    if config.world_size == 1:
+        return single_process()
+    if init_method.startswith("file:"):  # one machine
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    is_cuda = device.type == "cuda"
+    dist.init_process_group(
+        "nccl" if is_cuda else "gloo",
+        init_method=init_method,
+        rank=rank,
+        world_size=config.world_size,
+        timeout=TIMEOUT,
+        device_id=device if is_cuda else None,
+    )
+    world = dist.group.WORLD
+    assert world is not None
+    return ParallelState(
+        config,
+        rank,
+        tensor=_join(rank, config.tensor_groups(), world),
+        pipeline=_join(rank, config.pipeline_groups(), world),
+        world=GroupCommunicator(world),
+    )
+
+
+def _join(rank: int, groups: list[list[int]], world: dist.ProcessGroup) -> Communicator:
+    """Make all groups of one dimension, as every process must, and return this rank's."""
+    mine: Communicator = LocalCommunicator()
+    for ranks in groups:
+        if len(ranks) == world.size():
+            return GroupCommunicator(world)
+        if len(ranks) > 1:
+            group = dist.new_group(ranks, timeout=TIMEOUT)
+            if rank in ranks:
+                assert isinstance(group, dist.ProcessGroup)
+                mine = GroupCommunicator(group)
+    return mine
