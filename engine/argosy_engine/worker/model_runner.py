@@ -64,6 +64,7 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> PendingStep:
         """Launch a step, including sampling unless it awaits a grammar bitmask."""
+        self._pending_steps.land()
         self._apply(step)
         if not step.num_scheduled_tokens:
             return PendingStep(self.batch, self._pending_steps, ModelRunnerOutput([], []))

@@ -1,10 +1,13 @@
 """PendingStep: a launched step whose tokens are not on the host yet.
 
 The device does not wait for the host: the next step may be launched before the host knows this step's tokens, and reads
-them on the device. Only `get` waits, and it is called one step later.
+them on the device. Only `get` and `wait` wait, and they are called one step later. `wait` may be called by another
+thread than the one that launches steps, because it does not touch the host's tables: those are written by `land`.
 """
 
 from __future__ import annotations
+
+import threading
 
 import numpy as np
 import torch
@@ -40,10 +43,16 @@ class PendingSteps:
         for step in self.steps:
             step.free(slot)
 
-    def wait_for_tokens(self) -> None:
-        """Wait for the tokens of all these steps."""
+    def land(self) -> None:
+        """Write the tokens that another thread has waited for to the host's tables."""
         for step in list(self.steps):
-            step.wait_for_tokens()
+            if step.has_tokens:
+                step.land()
+
+    def wait_for_tokens(self) -> None:
+        """Wait for the tokens of all these steps, and write them to the host's tables."""
+        for step in list(self.steps):
+            step.land()
 
 
 class PendingStep:
@@ -80,7 +89,11 @@ class PendingStep:
         self._drafts = drafts or []
         self._freed: set[int] = set()
         self._sampled: PendingTokens | None = None
-        self._has_tokens = False
+        self._tokens: list[list[int]] | None = None
+        """New tokens of each of the R requests, once they are on the host."""
+        self._lock = threading.Lock()
+        """Held by the thread that waits for the tokens."""
+        self._has_landed = False
 
     @torch.inference_mode()
     def sample(self, grammar: GrammarBitmask | None) -> None:
@@ -123,16 +136,30 @@ class PendingStep:
     def free(self, slot: int) -> None:
         self._freed.add(slot)
 
-    def wait_for_tokens(self) -> None:
-        """Wait for the tokens and write them to the host's tables."""
-        if self._has_tokens or self._sampled is None:
+    @property
+    def has_tokens(self) -> bool:
+        """Whether the tokens are on the host."""
+        return self._tokens is not None
+
+    def wait(self) -> ModelRunnerOutput:
+        """Wait for the end of the step and return its output. Any thread may call it, after `sample`."""
+        with self._lock:
+            if self._tokens is None and self._sampled is not None:
+                tokens, logprobs = self._sampled.wait()
+                for row, token_ids in zip(self._rows, tokens, strict=True):
+                    self._output.sampled_token_ids[row] = token_ids
+                for index, entries in logprobs.items():
+                    self._output.logprobs[self._output.request_ids[self._rows[index]]] = entries
+                self._tokens = tokens
+        return self._output
+
+    def land(self) -> None:
+        """Wait for the tokens and write them to the host's tables, in the thread that launches steps."""
+        self.wait()
+        tokens = self._tokens
+        if tokens is None or self._has_landed:
             return
-        self._has_tokens = True
-        tokens, logprobs = self._sampled.wait()
-        for row, token_ids in zip(self._rows, tokens, strict=True):
-            self._output.sampled_token_ids[row] = token_ids
-        for index, entries in logprobs.items():
-            self._output.logprobs[self._output.request_ids[self._rows[index]]] = entries
+        self._has_landed = True
         self._write([token_ids[0] for token_ids in tokens])
         for index, drafts in enumerate(self._drafts):
             slot = int(self._slots[index])
@@ -156,8 +183,8 @@ class PendingStep:
         self._batch.num_computed[slot] = end - 1
 
     def get(self) -> ModelRunnerOutput:
-        """Wait for the end of the step and return its output."""
-        self.wait_for_tokens()
+        """Wait for the end of the step, write its tokens to the host's tables and return its output."""
+        self.land()
         return self._output
 
     def _mask(self, grammar: GrammarBitmask) -> GrammarMask:
