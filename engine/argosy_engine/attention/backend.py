@@ -27,22 +27,28 @@ class AttentionImpl(Protocol):
         ...
 
 
+class AttentionWeights(NamedTuple):
+    """What one layer's attention has besides its constants."""
+
+    rotary: RotaryEmbedding | None = None
+    """Tables of the rotary embedding; None: q and k are not rotated."""
+    q_norm: torch.Tensor | None = None
+    """Weight [head_dim] of an RMSNorm over each query head before the rotation, in float32 or in the model's dtype; see
+    `torch_rms_norm`. None: no norm."""
+    k_norm: torch.Tensor | None = None
+    """The same for the key heads."""
+    eps: float = 0.0
+    """Of these norms."""
+
+
 class AttentionBackend(Protocol):
     """Makes the attention of layers, all of one dtype."""
 
     kv_cache_dtype: torch.dtype
     """Of keys and values in the cache."""
 
-    def attention(
-        self,
-        params: AttentionParams,
-        *,
-        rotary: RotaryEmbedding | None,
-        q_norm: torch.Tensor | None,
-        k_norm: torch.Tensor | None,
-        eps: float,
-    ) -> AttentionImpl:
-        """Make one layer's attention. Arguments: `layer.Attention`."""
+    def attention(self, params: AttentionParams, weights: AttentionWeights) -> AttentionImpl:
+        """Make one layer's attention."""
         ...
 
     def fuse_decoder(self, layers: Sequence[DecoderParts]) -> FusedDecoder | None:

@@ -10,12 +10,11 @@ from collections.abc import Sequence
 
 import torch
 
-from argosy_engine.attention.backend import DecoderParts
+from argosy_engine.attention.backend import AttentionWeights, DecoderParts
 from argosy_engine.attention.metadata import AttentionMetadata
 from argosy_engine.attention.native_decoder import NativeDecoder
 from argosy_engine.attention.native_step import native_step
 from argosy_engine.attention.params import AttentionParams
-from argosy_engine.attention.rotary import RotaryEmbedding
 from argosy_engine.attention.torch_rms_norm import rms_norm
 from argosy_engine.native.library import AttentionLayerStruct, Kernels, kernels
 
@@ -34,16 +33,8 @@ class CpuBackend:
         self.kv_cache_dtype = self._dtype = dtype
         self._kernels = found
 
-    def attention(
-        self,
-        params: AttentionParams,
-        *,
-        rotary: RotaryEmbedding | None,
-        q_norm: torch.Tensor | None,
-        k_norm: torch.Tensor | None,
-        eps: float,
-    ) -> CpuAttention:
-        return CpuAttention(self._kernels, self._dtype, params, rotary, q_norm, k_norm, eps)
+    def attention(self, params: AttentionParams, weights: AttentionWeights) -> CpuAttention:
+        return CpuAttention(self._kernels, self._dtype, params, weights)
 
     def fuse_decoder(self, layers: Sequence[DecoderParts]) -> NativeDecoder | None:
         attention = [layer.attention for layer in layers if isinstance(layer.attention, CpuAttention)]
@@ -58,26 +49,24 @@ def _has_kernels(layer: DecoderParts) -> bool:
 
 
 class CpuAttention:
-    """One layer's attention by the kernels. Arguments: `layer.Attention`."""
+    """One layer's attention by the kernels."""
 
     def __init__(
         self,
         loaded: Kernels,
         dtype: torch.dtype,
         params: AttentionParams,
-        rotary: RotaryEmbedding | None,
-        q_norm: torch.Tensor | None,
-        k_norm: torch.Tensor | None,
-        eps: float,
+        weights: AttentionWeights,
     ) -> None:
         self._kernels = loaded
-        self._params, self._eps = params, eps
-        norms = [(q_norm, slice(0, params.num_heads))]
-        norms.append((k_norm, slice(params.num_heads, params.num_heads + params.num_kv_heads)))
+        self._params, self._eps = params, weights.eps
+        norms = [(weights.q_norm, slice(0, params.num_heads))]
+        norms.append((weights.k_norm, slice(params.num_heads, params.num_heads + params.num_kv_heads)))
         # The kernels read the norms' weights in the activations' dtype.
         self._torch_norms = [
             (norm, heads) for norm, heads in norms if norm is not None and norm.dtype is not dtype
         ]
+        rotary = weights.rotary
         cosines, sines = (None, None) if rotary is None else (rotary.cosines, rotary.sines)
         in_kernel = [norm if norm is not None and norm.dtype is dtype else None for norm, _ in norms]
         self._kept_alive = (*in_kernel, cosines, sines)
@@ -96,7 +85,7 @@ class CpuAttention:
             window=params.sliding_window or 0,
             scale=params.scale,
             softcap=params.logit_softcap or 0.0,
-            eps=eps,
+            eps=weights.eps,
         )
 
     @property

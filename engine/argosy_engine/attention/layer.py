@@ -4,36 +4,24 @@ from __future__ import annotations
 
 import torch
 
-from argosy_engine.attention.backend import AttentionBackend
+from argosy_engine.attention.backend import AttentionBackend, AttentionWeights
 from argosy_engine.attention.kv_cache_spec import KVCacheSpec
 from argosy_engine.attention.metadata import AttentionMetadata
 from argosy_engine.attention.params import AttentionParams
-from argosy_engine.attention.rotary import RotaryEmbedding
 
 
 class Attention:
-    """Norm of q and k heads, rotary embedding, KV cache write and attention of one layer.
-
-    Args:
-        rotary: tables of the rotary embedding; None: q and k are not rotated.
-        q_norm, k_norm: weights [head_dim] of an RMSNorm over each head before the rotation, or None. In float32 or in
-            the model's dtype; see `torch_rms_norm`.
-        eps: of these norms.
-    """
+    """Norm of q and k heads, rotary embedding, KV cache write and attention of one layer."""
 
     def __init__(
         self,
         params: AttentionParams,
         backend: AttentionBackend,
-        *,
-        rotary: RotaryEmbedding | None = None,
-        q_norm: torch.Tensor | None = None,
-        k_norm: torch.Tensor | None = None,
-        eps: float = 0.0,
+        weights: AttentionWeights = AttentionWeights(),  # noqa: B008 (immutable)
     ) -> None:
         self.params = params
         self.kv_cache_dtype = backend.kv_cache_dtype
-        self.impl = backend.attention(params, rotary=rotary, q_norm=q_norm, k_norm=k_norm, eps=eps)
+        self.impl = backend.attention(params, weights)
 
     def __call__(self, qkv: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
         """Write keys and values to the cache and compute attention, [T, num_heads * head_dim].

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
-from argosy_engine.attention.backend import AttentionBackend
+from argosy_engine.attention.backend import AttentionBackend, AttentionWeights
 from argosy_engine.attention.layer import Attention
 from argosy_engine.attention.metadata import AttentionMetadata
 from argosy_engine.attention.params import AttentionParams
@@ -164,7 +164,7 @@ class _TestLayer:
         """Compute the steps and return their results."""
         rotary = RotaryEmbedding(self._frequencies, _MAX_TOKENS, dtype, self._device) if has_rotary else None
         q_norm, k_norm = self._norms.to(dtype) if has_norms else (None, None)
-        attention = Attention(self._params, backend, rotary=rotary, q_norm=q_norm, k_norm=k_norm, eps=1e-6)
+        attention = Attention(self._params, backend, AttentionWeights(rotary, q_norm, k_norm, 1e-6))
         shape = attention.kv_cache_shape(self._num_blocks, self._block_size)
         # Stale values, NaN included, must not reach a result.
         kv_cache = torch.full(shape, torch.nan, dtype=attention.kv_cache_dtype, device=self._device)

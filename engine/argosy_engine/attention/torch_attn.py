@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from argosy_engine.attention import WORKSPACE_BYTES
-from argosy_engine.attention.backend import DecoderParts
+from argosy_engine.attention.backend import AttentionWeights, DecoderParts
 from argosy_engine.attention.metadata import AttentionMetadata
 from argosy_engine.attention.params import AttentionParams
 from argosy_engine.attention.rotary import RotaryEmbedding
@@ -29,49 +29,34 @@ class TorchBackend:
     def __init__(self, dtype: torch.dtype) -> None:
         self.kv_cache_dtype = dtype
 
-    def attention(
-        self,
-        params: AttentionParams,
-        *,
-        rotary: RotaryEmbedding | None,
-        q_norm: torch.Tensor | None,
-        k_norm: torch.Tensor | None,
-        eps: float,
-    ) -> TorchAttention:
-        return TorchAttention(params, rotary, q_norm, k_norm, eps)
+    def attention(self, params: AttentionParams, weights: AttentionWeights) -> TorchAttention:
+        return TorchAttention(params, weights)
 
     def fuse_decoder(self, layers: Sequence[DecoderParts]) -> None:
         return None
 
 
 class TorchAttention:
-    """One layer's attention in plain torch. Arguments: `layer.Attention`."""
+    """One layer's attention in plain torch."""
 
-    def __init__(
-        self,
-        params: AttentionParams,
-        rotary: RotaryEmbedding | None,
-        q_norm: torch.Tensor | None,
-        k_norm: torch.Tensor | None,
-        eps: float,
-    ) -> None:
+    def __init__(self, params: AttentionParams, weights: AttentionWeights) -> None:
         self.num_heads, self.num_kv_heads = params.num_heads, params.num_kv_heads
         self.head_dim = params.head_dim
         self.scale = params.scale
         self.sliding_window = params.sliding_window
         self.logit_softcap = params.logit_softcap
         self._split = [params.num_heads, params.num_kv_heads, params.num_kv_heads]
-        self._rotary = rotary
-        self._q_norm, self._k_norm, self._eps = q_norm, k_norm, eps
+        self._weights = weights
 
     def __call__(self, qkv: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
         q, k, v = qkv.view(len(qkv), -1, self.head_dim).split(self._split, dim=1)
-        if self._q_norm is not None:
-            q = rms_norm(q, self._q_norm, self._eps)
-        if self._k_norm is not None:
-            k = rms_norm(k, self._k_norm, self._eps)
-        if self._rotary is not None:
-            q, k = self._rotate(self._rotary, q, k, meta)
+        weights = self._weights
+        if weights.q_norm is not None:
+            q = rms_norm(q, weights.q_norm, weights.eps)
+        if weights.k_norm is not None:
+            k = rms_norm(k, weights.k_norm, weights.eps)
+        if weights.rotary is not None:
+            q, k = self._rotate(weights.rotary, q, k, meta)
         flat = kv_cache.view(2, -1, self.num_kv_heads, self.head_dim)
         flat[0].index_copy_(0, meta.slot_mapping, k)
         flat[1].index_copy_(0, meta.slot_mapping, v)

@@ -11,10 +11,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from argosy_engine.attention.backend import DecoderParts
+from argosy_engine.attention.backend import AttentionWeights, DecoderParts
 from argosy_engine.attention.metadata import AttentionMetadata
 from argosy_engine.attention.params import AttentionParams
-from argosy_engine.attention.rotary import RotaryEmbedding
 from argosy_engine.triton_kernels.paged_attention import paged_attention
 from argosy_engine.triton_kernels.rope_and_cache import rope_and_cache
 
@@ -25,49 +24,33 @@ class TritonBackend:
     def __init__(self, dtype: torch.dtype) -> None:
         self.kv_cache_dtype = dtype
 
-    def attention(
-        self,
-        params: AttentionParams,
-        *,
-        rotary: RotaryEmbedding | None,
-        q_norm: torch.Tensor | None,
-        k_norm: torch.Tensor | None,
-        eps: float,
-    ) -> TritonAttention:
-        return TritonAttention(params, rotary, q_norm, k_norm, eps)
+    def attention(self, params: AttentionParams, weights: AttentionWeights) -> TritonAttention:
+        return TritonAttention(params, weights)
 
     def fuse_decoder(self, layers: Sequence[DecoderParts]) -> None:
         return None
 
 
 class TritonAttention:
-    """One layer's attention by the Triton kernels. Arguments: `layer.Attention`."""
+    """One layer's attention by the Triton kernels."""
 
-    def __init__(
-        self,
-        params: AttentionParams,
-        rotary: RotaryEmbedding | None,
-        q_norm: torch.Tensor | None,
-        k_norm: torch.Tensor | None,
-        eps: float,
-    ) -> None:
+    def __init__(self, params: AttentionParams, weights: AttentionWeights) -> None:
         self._params = params
-        self._rotary = rotary
-        self._q_norm, self._k_norm, self._eps = q_norm, k_norm, eps
+        self._weights = weights
 
     def __call__(self, qkv: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
-        params = self._params
+        params, weights = self._params, self._weights
         rope_and_cache(
             qkv,
             meta.positions,
-            self._rotary.cosines if self._rotary else None,
-            self._rotary.sines if self._rotary else None,
+            weights.rotary.cosines if weights.rotary else None,
+            weights.rotary.sines if weights.rotary else None,
             meta.slot_mapping,
             kv_cache,
             num_heads=params.num_heads,
-            q_norm=self._q_norm,
-            k_norm=self._k_norm,
-            eps=self._eps,
+            q_norm=weights.q_norm,
+            k_norm=weights.k_norm,
+            eps=weights.eps,
         )
         queries = qkv[:, : params.num_heads * params.head_dim]
         attended = paged_attention(

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
+from argosy_engine.attention.backend import AttentionWeights
 from argosy_engine.attention.layer import Attention
 from argosy_engine.attention.metadata import AttentionMetadata
 from argosy_engine.attention.params import AttentionParams
@@ -72,7 +73,7 @@ class GemmaLayer:
             q_norm = GemmaRMSNorm(factory, attention + "q_norm", head_dim, eps).weight
             k_norm = GemmaRMSNorm(factory, attention + "k_norm", head_dim, eps).weight
         self.mlp = GeGLU(factory, prefix + "mlp.", hidden, config.intermediate_size)
-        self.attention = factory.attention(params, rotary=rotary, q_norm=q_norm, k_norm=k_norm, eps=eps)
+        self.attention = factory.attention(params, AttentionWeights(rotary, q_norm, k_norm, eps))
 
     def __call__(self, hidden: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
         """Run the layer on hidden [T, hidden_size]; the output has the same shape."""

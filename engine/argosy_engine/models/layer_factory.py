@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from argosy_engine.attention.backend import AttentionBackend, DecoderParts, FusedDecoder
+from argosy_engine.attention.backend import AttentionBackend, AttentionWeights, DecoderParts, FusedDecoder
 from argosy_engine.attention.layer import Attention
 from argosy_engine.attention.params import AttentionParams
 from argosy_engine.attention.rotary import RotaryEmbedding
@@ -73,14 +73,10 @@ class LayerFactory:
     def attention(
         self,
         params: AttentionParams,
-        *,
-        rotary: RotaryEmbedding | None = None,
-        q_norm: torch.Tensor | None = None,
-        k_norm: torch.Tensor | None = None,
-        eps: float = 0.0,
+        weights: AttentionWeights = AttentionWeights(),  # noqa: B008 (immutable)
     ) -> Attention:
-        """Make one layer's attention. Arguments: `Attention`."""
-        return Attention(params, self._backend, rotary=rotary, q_norm=q_norm, k_norm=k_norm, eps=eps)
+        """Make one layer's attention."""
+        return Attention(params, self._backend, weights)
 
     def fuse_decoder(self, layers: Sequence[DecoderParts]) -> FusedDecoder | None:
         """Return a faster way to run all layers of a decoder; None: run them one by one."""

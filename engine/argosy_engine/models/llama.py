@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
-from argosy_engine.attention.backend import DecoderParts
+from argosy_engine.attention.backend import AttentionWeights, DecoderParts
 from argosy_engine.attention.layer import Attention
 from argosy_engine.attention.metadata import AttentionMetadata
 from argosy_engine.attention.params import AttentionParams
@@ -71,7 +71,7 @@ class DecoderLayer:
             q_norm = factory.take(attention + "q_norm.weight", head_dim)
             k_norm = factory.take(attention + "k_norm.weight", head_dim)
         self.mlp = make_mlp(factory, prefix + "mlp.", index)
-        self.attention = factory.attention(params, rotary=rotary, q_norm=q_norm, k_norm=k_norm, eps=eps)
+        self.attention = factory.attention(params, AttentionWeights(rotary, q_norm, k_norm, eps))
 
     def parts(self) -> DecoderParts | None:
         """Return the layer's parts for `LayerFactory.fuse_decoder`; None if its MLP is not a gated one."""
