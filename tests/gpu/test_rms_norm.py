@@ -51,6 +51,22 @@ def test_sum_is_rounded_and_kept_as_the_residual(rows, width, dtype, adds_one):
     torch.testing.assert_close(out, expected(total, weight.float() + adds_one).to(dtype))
 
 
+@settings(max_examples=10, deadline=None)
+@given(
+    rows=st.integers(1, 4),
+    width=st.integers(1, 300),
+    dtype=st.sampled_from(DTYPES),
+    adds_one=st.booleans(),
+)
+def test_what_is_added_may_have_a_norm_of_its_own(rows, width, dtype, adds_one):
+    x, residual = (random(rows, width, dtype=dtype, seed=seed) for seed in range(2))
+    weight, x_weight = random(width, seed=2), random(width, seed=3)
+    total = (residual.double() + expected(x, x_weight + adds_one)).to(dtype)
+    out = add_rms_norm(x, residual, weight, EPS, x_weight=x_weight, adds_one=adds_one)
+    torch.testing.assert_close(residual, total)
+    torch.testing.assert_close(out, expected(residual, weight + adds_one).to(dtype))
+
+
 def test_widest_row():
     x, weight = random(2, MAX_WIDTH, dtype=torch.bfloat16), random(MAX_WIDTH, seed=1)
     torch.testing.assert_close(rms_norm(x, weight, EPS), expected(x, weight).to(torch.bfloat16))

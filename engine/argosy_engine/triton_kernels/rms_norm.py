@@ -1,4 +1,4 @@
-"""RMSNorm (arXiv 1910.07467), alone or after adding to the residual stream.
+"""RMSNorm (arXiv 1910.07467), alone, or after adding to the residual stream what may have a norm of its own.
 
 One program normalises one row and keeps it in registers, so that memory is read and written once. Arithmetic is in
 float32; only the sum with the residual is rounded to the model's dtype before it is normalised, because that is what
@@ -22,6 +22,7 @@ def _rms_norm(
     x_ptr,
     residual_ptr,
     weight_ptr,
+    x_weight_ptr,
     out_ptr,
     x_stride,
     residual_stride,
@@ -36,18 +37,23 @@ def _rms_norm(
     columns = tl.arange(0, BLOCK)
     mask = columns < width
     x = tl.load(x_ptr + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    if x_weight_ptr is not None:
+        x = _normed(x, x_weight_ptr, columns, mask, width, eps, ADDS_ONE)
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + row * residual_stride + columns, mask=mask, other=0.0)
         total = (x + residual.to(tl.float32)).to(residual_ptr.dtype.element_ty)
         tl.store(residual_ptr + row * residual_stride + columns, total, mask=mask)
         x = total.to(tl.float32)
+    x = _normed(x, weight_ptr, columns, mask, width, eps, ADDS_ONE)
+    tl.store(out_ptr + row * out_stride + columns, x.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _normed(x, weight_ptr, columns, mask, width, eps, ADDS_ONE: tl.constexpr):
     weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
     if ADDS_ONE:
         weight += 1.0
-    scale = tl.rsqrt(tl.sum(x * x, axis=0) / width + eps)
-    tl.store(
-        out_ptr + row * out_stride + columns, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=mask
-    )
+    return x * tl.rsqrt(tl.sum(x * x, axis=0) / width + eps) * weight
 
 
 def rms_norm(
@@ -69,7 +75,7 @@ def rms_norm(
     Raises:
         ValueError: width is above `MAX_WIDTH`.
     """
-    return _launch(x, None, weight, eps, adds_one, out)
+    return _launch(x, None, weight, None, eps, adds_one, out)
 
 
 def add_rms_norm(
@@ -78,17 +84,24 @@ def add_rms_norm(
     weight: torch.Tensor,
     eps: float,
     *,
+    x_weight: torch.Tensor | None = None,
     adds_one: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Add x to the residual [T, width] in place and return the RMSNorm of the sum; see `rms_norm`."""
-    return _launch(x, residual, weight, eps, adds_one, out)
+    """Add x to the residual [T, width] in place and return the RMSNorm of the sum; see `rms_norm`.
+
+    Args:
+        x_weight: [width], of an RMSNorm of x before it is added (Gemma's norms after attention and MLP); None: there
+            is none. It has the same eps and `adds_one`.
+    """
+    return _launch(x, residual, weight, x_weight, eps, adds_one, out)
 
 
 def _launch(
     x: torch.Tensor,
     residual: torch.Tensor | None,
     weight: torch.Tensor,
+    x_weight: torch.Tensor | None,
     eps: float,
     adds_one: bool,
     out: torch.Tensor | None,
@@ -108,6 +121,7 @@ def _launch(
         x_ptr=x,
         residual_ptr=residual,
         weight_ptr=weight,
+        x_weight_ptr=x_weight,
         out_ptr=out,
         x_stride=x.stride(0),
         residual_stride=0 if residual is None else residual.stride(0),

@@ -21,6 +21,17 @@ def cases(traits: DeviceTraits) -> Iterator[Case]:
     for width in (128, 4096, MAX_WIDTH):
         yield Case(f"bf16, width {width}", _call(width, torch.bfloat16, False, False))
     yield Case("bf16, width 2304, 1 + weight", _call(2304, torch.bfloat16, False, True), is_sampled=True)
+    for width in (2304, 5376, MAX_WIDTH):
+        yield Case(f"add normed, bf16, width {width}", _call_normed(width), is_sampled=width == MAX_WIDTH)
+
+
+def _call_normed(width: int) -> Callable[[], object]:
+    def call() -> object:
+        x = torch.empty(64, width, dtype=torch.bfloat16, device="cuda")
+        weight = torch.empty(width, dtype=torch.float32, device="cuda")
+        return add_rms_norm(x, torch.empty_like(x), weight, 1e-6, x_weight=torch.empty_like(weight))
+
+    return call
 
 
 def _call(width: int, dtype: torch.dtype, has_residual: bool, adds_one: bool) -> Callable[[], object]:
