@@ -13,6 +13,7 @@ import msgspec
 
 from argosy_engine.errors import ConfigError
 from argosy_engine.models.checkpoint import checkpoint_shards
+from argosy_engine.models.file_permission import permission_fault
 from argosy_engine.models.safetensors_header import read_header
 from argosy_fetcher.progress_display import printable
 
@@ -58,6 +59,8 @@ def _tokenizer_faults(path: Path) -> Iterator[str]:
             yield f"{TOKENIZER} is larger than {MAX_TOKENIZER_BYTES} bytes; copy it again"
             return
         msgspec.json.decode(file.read_bytes(), type=dict[str, msgspec.Raw])
+    except PermissionError:
+        yield f"{TOKENIZER}: {permission_fault(path)}"
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         yield f"{TOKENIZER} is damaged ({error}); copy it again"
 
@@ -81,6 +84,10 @@ def _file_fault(file: Path, wanted: set[str]) -> str:
     """
     if not file.is_file():
         return f"{file.name} is missing; copy it again"
+    try:
+        file.open("rb").close()
+    except PermissionError:
+        return f"{file.name}: {permission_fault(file.parent)}"
     try:
         start, tensors = read_header(file)
     except ConfigError as error:

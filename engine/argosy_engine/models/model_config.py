@@ -16,6 +16,7 @@ from msgspec import Meta, Struct
 
 from argosy_engine.attention.params import AttentionParams
 from argosy_engine.errors import ConfigError
+from argosy_engine.models.file_permission import may_not_read
 
 MAX_CONFIG_BYTES = 16 << 20
 
@@ -117,6 +118,8 @@ def read_json(path: Path) -> dict[str, Any]:
         if path.stat().st_size > MAX_CONFIG_BYTES:
             raise ConfigError(f"{path} is larger than {MAX_CONFIG_BYTES} bytes")
         value = json.loads(path.read_bytes())
+    except PermissionError:
+        raise may_not_read(path.parent, path) from None
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from None
     if not isinstance(value, dict):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from argosy_engine.errors import ConfigError
+from argosy_engine.models.file_permission import may_not_read
 from argosy_fetcher.errors import FetchError
 from argosy_fetcher.model_hold import ModelHold, hold_model
 
@@ -29,7 +30,11 @@ def resolve_model(source: str) -> Path:
             f"model source {source!r} is not on this machine; give a directory, file:// or builtin://tiny"
         )
     path = Path(rest if separator else source).expanduser()
-    if not (path / "config.json").is_file():
+    try:
+        has_config = (path / "config.json").is_file()
+    except PermissionError:
+        raise may_not_read(path, path / "config.json") from None
+    if not has_config:
         old_name = (
             "" if "/" in source else ", where old names have an organisation too: openai-community/gpt2"
         )

@@ -15,6 +15,7 @@ import msgspec
 
 from argosy_engine.errors import ConfigError
 from argosy_engine.models.checkpoint import checkpoint_shards
+from argosy_engine.models.file_permission import may_not_read
 
 MAX_HEADER_BYTES = 100 << 20
 """The limit that the format defines."""
@@ -60,6 +61,8 @@ def read_header(file: Path) -> tuple[int, dict[str, StoredTensor]]:
             header = msgspec.json.decode(handle.read(length), type=dict[str, Any])
     except FileNotFoundError:
         raise ConfigError(f"{file} is missing") from None
+    except PermissionError:
+        raise may_not_read(file.parent, file) from None
     except (OSError, struct.error, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"cannot read {file}: {error}") from None
     header.pop("__metadata__", None)

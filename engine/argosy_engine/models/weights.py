@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from argosy_engine.errors import ConfigError
 from argosy_engine.models.checkpoint import checkpoint_shards
+from argosy_engine.models.file_permission import may_not_read
 
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _DTYPES = {**_FLOATS, "F8_E4M3": torch.float8_e4m3fn}
@@ -185,8 +186,18 @@ def _open_file(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
+        _check_permission(path)  # of which the library says that there is no such file
         raise ConfigError(
             f"cannot read {path}: {error}; the file is cut off or damaged, download it again"
             if path.is_file()
             else f"{path} is missing"
         ) from None
+
+
+def _check_permission(path: Path) -> None:
+    try:
+        path.open("rb").close()
+    except PermissionError:
+        raise may_not_read(path.parent, path) from None
+    except OSError:
+        return
