@@ -59,6 +59,7 @@ def engine_args(
         ("--download-dir", download_dir),
         ("--device", None if engine.device == "auto" else engine.device),
         ("--dtype", None if engine.dtype == "auto" else engine.dtype),
+        ("--attention-backend", None if engine.attention_backend == "auto" else engine.attention_backend),
         ("--max-model-len", engine.max_model_len),
         ("--max-num-seqs", engine.max_num_seqs),
         ("--max-num-batched-tokens", engine.max_num_batched_tokens),

@@ -154,6 +154,9 @@ class Engine(Struct, frozen=True, kw_only=True, rename="camel"):
     """Where the model computes. `auto` uses a GPU if the replica has one. `cuda` needs resources.gpu."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of weights and activations. `auto` follows the model and the device."""
+    attention_backend: Literal["auto", "cpu", "triton", "torch"] = "auto"
+    """What computes attention. `auto` takes the first of cpu, triton and torch that can serve the model on the device;
+    with another one the engine refuses to start where that cannot."""
     max_model_len: MaxModelLen | None = None
     """Longest sequence, prompt and output together, in tokens. The model's own limit if left out."""
     max_num_seqs: MaxNumSeqs | None = None

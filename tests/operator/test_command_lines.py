@@ -23,6 +23,7 @@ def test_engine_understands_every_flag() -> None:
         engine={
             "device": "cpu",
             "dtype": "float32",
+            "attentionBackend": "torch",
             "maxModelLen": 1024,
             "maxNumSeqs": 8,
             "maxNumBatchedTokens": 512,
@@ -38,7 +39,7 @@ def test_engine_understands_every_flag() -> None:
     assert engine.model == "builtin://tiny"
     assert tuple(engine.served_model_name) == ("tiny",), "names of clients are the fleet document's"
     assert options.any_model_name
-    assert (engine.device, engine.dtype) == ("cpu", "float32")
+    assert (engine.device, engine.dtype, engine.attention_backend) == ("cpu", "float32", "torch")
     assert (engine.max_model_len, engine.max_num_seqs, engine.max_num_batched_tokens) == (1024, 8, 512)
     assert (engine.block_size, engine.kv_cache_memory_bytes, engine.threads) == (16, 64 * 2**20, 1)
     assert engine.enable_prefix_caching is False

@@ -36,6 +36,19 @@ def test_a_number_is_accepted_by_both_or_by_none(field: str, flag: str) -> None:
             EngineArgs.of(model="m", **{flag: value})
 
 
+@pytest.mark.parametrize(
+    ("field", "flag"),
+    [("device", "device"), ("dtype", "dtype"), ("attentionBackend", "attention_backend")],
+)
+def test_the_choices_are_those_of_the_engine(field: str, flag: str) -> None:
+    for choice in ENGINE[field]["enum"]:
+        EngineArgs.of(model="m", **{flag: choice})
+    with pytest.raises(ConfigError) as refused:
+        EngineArgs.of(model="m", **{flag: "other"})
+    _, _, choices = str(refused.value).partition("must be one of ")
+    assert set(choices.split(", ")) == set(ENGINE[field]["enum"])
+
+
 def test_no_numeric_field_is_left_out() -> None:
     own = {"shutdownTimeoutSeconds", "gpuMemoryUtilization"}  # a flag of the server; a share
     found = {name for name, schema in ENGINE.items() if schema.get("type") in ("integer", "number")}

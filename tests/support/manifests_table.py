@@ -160,6 +160,7 @@ engine:
   image: registry.example/argosy-engine:1.0@sha256:0123456789abcdef
   device: auto
   dtype: bfloat16
+  attentionBackend: torch
   maxModelLen: 4096
   maxNumSeqs: 64
   maxNumBatchedTokens: 2048
