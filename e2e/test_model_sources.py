@@ -381,6 +381,29 @@ def test_a_web_server_is_a_source(release: Cluster, certificate: tuple[Path, Pat
     delete(release, "web")
 
 
+def test_a_folder_of_a_claim_is_a_source(stack: Stack, release: Cluster, disk: Path) -> None:
+    """The claim that caches models holds another one, which somebody has copied there."""
+    folder = disk / "by-hand" / "qwen"
+    folder.mkdir(parents=True)
+    PUBLISHED["qwen3"].write(folder)
+    for path in files_under(folder).values():
+        Path(path).chmod(0o644)  # safetensors writes files that only their owner may read
+    document = service("by-hand", f"pvc://{CLAIM}/by-hand/qwen", IN_POD)
+    del document["spec"]["model"]["cache"]
+    release.kubectl.apply(document)
+    found = wait_for(release, "by-hand", "a replica")
+    assert condition(found, "ModelCached")["reason"] == "LocalSource"
+    (pod,) = pods(release, "by-hand")
+    assert "initContainerStatuses" not in pod["status"]
+    with sdk(stack) as client:
+        answer = client.completions.create(
+            model="by-hand", prompt="Hello", max_tokens=8, extra_body={"ignore_eos": True}
+        )
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 8
+    delete(release, "by-hand")
+
+
 def check_fetched(cluster: Cluster, name: str, source: str, found: dict[str, Any]) -> None:
     """The init container has fetched the model from its source, and the service says so."""
     assert cached("True", "Cached")(found)
