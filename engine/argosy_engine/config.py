@@ -22,7 +22,7 @@ from argosy_protocol.engine_limits import (
     MaxNumSeqs,
     Threads,
 )
-from argosy_protocol.program.flags import Flag, InvalidValue, convert
+from argosy_protocol.program.flags import Flag, InvalidValue, convert_arguments
 
 Device = Literal["auto", "cuda", "cpu"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -240,13 +240,13 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
 
     @classmethod
     def of(cls, **fields: object) -> EngineArgs:
-        """Build and check the arguments.
+        """Build and check the arguments; sizes may be text, such as `64M`.
 
         Raises:
             ConfigError: an unknown field, a wrong type or a value out of bounds.
         """
         try:
-            args = convert(fields, cls)
+            args = convert_arguments(fields, cls)
         except InvalidValue as error:
             raise ConfigError(str(error)) from None
         args.check()

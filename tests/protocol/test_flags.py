@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import pytest
 from msgspec import Meta, Struct
 
-from argosy_protocol.program.flags import Flag, FlagParser, InvalidValue
+from argosy_protocol.program.flags import Flag, FlagParser, InvalidValue, convert_arguments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,3 +166,17 @@ def test_help_tells_defaults_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "whether (default: on)" in text
     assert "which\n" in text
     assert "how long (default: 5)" in text
+
+
+def test_arguments_of_python_take_what_flags_take() -> None:
+    assert convert_arguments({"memory": "64M", "port": 8080}, Config) == Config(memory=64 << 20, port=8080)
+    for memory in ("64X", 0):
+        with pytest.raises(InvalidValue, match="memory: must be a whole number at least 1"):
+            convert_arguments({"memory": memory}, Config)
+
+
+@pytest.mark.parametrize(("name", "hint"), [("prot", "; did you mean port?"), ("colour", "")])
+def test_an_unknown_argument_is_named_with_the_one_that_is_meant(name: str, hint: str) -> None:
+    with pytest.raises(InvalidValue) as refused:
+        convert_arguments({name: 1}, Config)
+    assert str(refused.value) == f"there is no argument {name}{hint}"

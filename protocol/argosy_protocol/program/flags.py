@@ -276,6 +276,24 @@ def convert(values: Mapping[str, Any], cls: type[T], dec_hook: Callable[[type, A
         raise InvalidValue(_explained(str(error), cls)) from None
 
 
+def convert_arguments(values: Mapping[str, Any], cls: type[T]) -> T:
+    """Build a configuration from a Python caller's keyword arguments, which take what the flags take: `64M` as well.
+
+    Raises:
+        InvalidValue: an argument is unknown, of the wrong type or out of bounds.
+    """
+    fields = {field.path[0]: field for field in fields_of(cls)}
+    for name in values:
+        if name not in fields:
+            raise InvalidValue(f"there is no argument {name}{_suggestion(name, fields)}")
+    sized = {
+        name: _size(value, fields[name].name)
+        for name, value in values.items()
+        if isinstance(value, str) and fields[name].flag.is_size
+    }
+    return convert({**values, **sized}, cls)
+
+
 def _explained(message: str, cls: type) -> str:
     """Rephrase msgspec's message with the flag's name instead of the path, and the bounds in words."""
     reason, _, path = message.partition(" - at `$.")
