@@ -43,6 +43,18 @@ def test_texts_have_the_tokens_of_transformers(llm: LLM, reference: Any, text: s
     assert tokenizer.convert_ids_to_tokens(ids) == reference.convert_ids_to_tokens(ids)
 
 
+def test_several_texts_are_encoded_and_decoded_at_once(llm: LLM, reference: Any) -> None:
+    tokenizer, texts = llm.get_tokenizer(), ["The sea", "", "a<|im_end|>b"]
+    for text in (texts[0], texts):
+        found, expected = tokenizer(text), reference(text, return_token_type_ids=False)
+        assert dict(found) == dict(expected)
+        assert found.input_ids == expected.input_ids
+        assert found.attention_mask == expected.attention_mask
+    ids = tokenizer(texts, add_special_tokens=False).input_ids
+    assert tokenizer.batch_decode(ids) == reference.batch_decode(ids) == texts
+    assert tokenizer.batch_decode(ids, skip_special_tokens=True)[2] == "ab"
+
+
 def test_the_vocabulary_is_that_of_transformers(llm: LLM, reference: Any) -> None:
     tokenizer = llm.get_tokenizer()
     assert tokenizer.get_vocab() == reference.get_vocab()

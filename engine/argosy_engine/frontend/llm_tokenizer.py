@@ -16,6 +16,20 @@ from argosy_engine.frontend.renderer import Renderer
 from argosy_protocol.openai import ChatCompletionRequest
 
 
+class Encoding(dict[str, Any]):
+    """What a call of the tokenizer returns, with items that are attributes as well: `input_ids` and `attention_mask`,
+    lists of integers for one text, and lists of these for several."""
+
+    @property
+    def input_ids(self) -> Any:
+        return self["input_ids"]
+
+    @property
+    def attention_mask(self) -> Any:
+        """Ones: nothing is padded."""
+        return self["attention_mask"]
+
+
 class LLMTokenizer:
     """The model's tokenizer. Methods have the names, defaults and results of transformers' tokenizers."""
 
@@ -31,6 +45,18 @@ class LLMTokenizer:
     def eos_token_id(self) -> int | None:
         """The first token that ends an output, or None if the model has none."""
         return next(iter(self._renderer.config.eos_token_ids), None)
+
+    def __call__(self, text: str | Sequence[str], *, add_special_tokens: bool = True) -> Encoding:
+        """Tokenise a text or several, without padding and truncation.
+
+        Raises:
+            InvalidRequest: as `encode`.
+        """
+        if isinstance(text, str):
+            ids = self.encode(text, add_special_tokens)
+            return Encoding(input_ids=ids, attention_mask=[1] * len(ids))
+        batch = [self.encode(each, add_special_tokens) for each in text]
+        return Encoding(input_ids=batch, attention_mask=[[1] * len(ids) for ids in batch])
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Tokenise a text.
@@ -49,6 +75,16 @@ class LLMTokenizer:
         ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
         self._renderer.check_token_ids(ids, "token_ids")
         return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def batch_decode(
+        self, sequences: Sequence[int | Sequence[int]], skip_special_tokens: bool = False
+    ) -> list[str]:
+        """Return the text of each sequence of token ids.
+
+        Raises:
+            InvalidRequest: as `decode`.
+        """
+        return [self.decode(sequence, skip_special_tokens) for sequence in sequences]
 
     def get_vocab(self) -> dict[str, int]:
         """Return the tokens, as spelled in the vocabulary, with their ids."""
