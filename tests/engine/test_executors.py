@@ -135,7 +135,7 @@ def check_sleep(engine: LLMEngine, expected: dict[str, list[int]]) -> None:
     for level in (1, 2):
         engine.sleep(level)
         assert engine.collective_rpc("holds_memory") == [False]
-        with pytest.raises(EngineAsleep):
+        with pytest.raises(EngineAsleep, match=r"wake_up\(\) of an LLM or POST /wake_up"):
             engine.add_request("asleep", "Once", GREEDY)
         engine.wake_up()
         assert engine.collective_rpc("holds_memory") == [True]

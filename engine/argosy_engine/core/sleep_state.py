@@ -28,7 +28,9 @@ class SleepState:
     def check_awake(self) -> None:
         """Raise EngineAsleep if the engine is asleep."""
         if self.level:
-            raise EngineAsleep("the engine is asleep; wake it up first (POST /wake_up)")
+            raise EngineAsleep(
+                "the engine is asleep; wake it up first, with wake_up() of an LLM or POST /wake_up of a server"
+            )
 
     def sleep(self, level: int) -> None:
         """Free weights and KV cache. A sleeping engine may be put to sleep at another level.
