@@ -178,10 +178,10 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
         Meta(description="accepted for compatibility with vLLM; no effect, because there are no CUDA graphs"),
     ] = False
     attention_backend: Annotated[
-        Literal["auto", "cpu", "triton", "torch"],
+        Literal["auto", "cpu", "triton", "torch", "flash_attn"],
         Meta(
             description="auto: the first that can serve; cpu: our C++ kernels; triton: our kernels for GPUs; "
-            "torch: plain torch operations, the reference"
+            "torch: plain torch operations, the reference; flash_attn: the flash-attn library, if it is installed"
         ),
     ] = "auto"
     distributed_executor_backend: Annotated[

@@ -154,7 +154,7 @@ class Engine(Struct, frozen=True, kw_only=True, rename="camel"):
     """Where the model computes. `auto` uses a GPU if the replica has one. `cuda` needs resources.gpu."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of weights and activations. `auto` follows the model and the device."""
-    attention_backend: Literal["auto", "cpu", "triton", "torch"] = "auto"
+    attention_backend: Literal["auto", "cpu", "triton", "torch", "flash_attn"] = "auto"
     """What computes attention. `auto` takes the first of cpu, triton and torch that can serve the model on the device;
     with another one the engine refuses to start where that cannot."""
     max_model_len: MaxModelLen | None = None

@@ -12,6 +12,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
 
+from argosy_engine.attention.flash_attn_versions import V2_PAGE_SIZE, installed_versions
 from argosy_engine.attention.params import AttentionParams
 from argosy_engine.errors import ConfigError
 from argosy_engine.native.build import NativeUnavailable, usable_variant
@@ -124,6 +125,24 @@ def _refuse_triton(needs: AttentionNeeds) -> str | None:
     return None
 
 
+def _refuse_flash_attn(needs: AttentionNeeds) -> str | None:
+    if needs.device != "cuda":
+        return "it computes on GPUs only"
+    if needs.dtype not in ("bfloat16", "float16"):
+        return f"it computes in bfloat16 or float16, not {needs.dtype}"
+    if (reason := _refuse_triton(needs)) is not None:  # whose kernel writes the cache
+        return reason
+    for layer in needs.layers:
+        if layer.head_dim % 8:
+            return f"a head size of {layer.head_dim} is not a multiple of 8"
+    versions = installed_versions()
+    if not versions:
+        return "flash-attn is not installed (pip install flash-attn)"
+    if versions == (2,) and needs.block_size != V2_PAGE_SIZE:
+        return f"flash-attn 2 needs --block-size {V2_PAGE_SIZE}, not {needs.block_size}"
+    return None
+
+
 def _refuse_nothing(needs: AttentionNeeds) -> str | None:
     return None
 
@@ -139,5 +158,6 @@ _BACKENDS: Mapping[str, _Backend] = {
     "cpu": _Backend(_refuse_cpu, "cpu_attn:CpuBackend"),
     "triton": _Backend(_refuse_triton, "triton_attn:TritonBackend"),
     "torch": _Backend(_refuse_nothing, "torch_attn:TorchBackend"),
+    "flash_attn": _Backend(_refuse_flash_attn, "flash_attn:FlashAttnBackend"),
 }
-"""In order of preference. The last one serves everything."""
+"""In order of preference. `torch` serves everything, so those after it must be asked for."""

@@ -39,27 +39,14 @@ class TritonAttention:
         self._weights = weights
 
     def __call__(self, qkv: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
-        params, weights = self._params, self._weights
-        rope_and_cache(
-            qkv,
-            meta.positions,
-            weights.rotary.cosines if weights.rotary else None,
-            weights.rotary.sines if weights.rotary else None,
-            meta.slot_mapping,
-            kv_cache,
-            num_heads=params.num_heads,
-            q_norm=weights.q_norm,
-            k_norm=weights.k_norm,
-            eps=weights.eps,
-        )
-        queries = qkv[:, : params.num_heads * params.head_dim]
+        params = self._params
         attended = paged_attention(
-            queries.view(-1, params.num_heads, params.head_dim),
+            prepare(qkv, kv_cache, meta, params, self._weights),
             kv_cache,
             query_start_loc=meta.query_start_loc,
             seq_lens=meta.seq_lens,
             block_table=meta.block_table,
-            max_query_len=_max_query_len(meta),
+            max_query_len=max_query_len(meta),
             scale=params.scale,
             sliding_window=params.sliding_window,
             logit_softcap=params.logit_softcap,
@@ -67,11 +54,34 @@ class TritonAttention:
         return attended.view(len(qkv), -1)
 
 
-def _max_query_len(meta: AttentionMetadata) -> int:
+def prepare(
+    qkv: torch.Tensor,
+    kv_cache: torch.Tensor,
+    meta: AttentionMetadata,
+    params: AttentionParams,
+    weights: AttentionWeights,
+) -> torch.Tensor:
+    """Norm and rotate q and k, write keys and values to the cache; return the queries [T, num_heads, head_dim]."""
+    rope_and_cache(
+        qkv,
+        meta.positions,
+        weights.rotary.cosines if weights.rotary else None,
+        weights.rotary.sines if weights.rotary else None,
+        meta.slot_mapping,
+        kv_cache,
+        num_heads=params.num_heads,
+        q_norm=weights.q_norm,
+        k_norm=weights.k_norm,
+        eps=weights.eps,
+    )
+    return qkv[:, : params.num_heads * params.head_dim].view(-1, params.num_heads, params.head_dim)
+
+
+def max_query_len(meta: AttentionMetadata) -> int:
     """Return the most new tokens of a request, found once for all layers."""
-    found = meta.shared.get(_max_query_len)
+    found = meta.shared.get(max_query_len)
     if found is None:
         has_prompts = meta.num_decodes < len(meta.seq_lens_cpu)
         found = int(np.diff(meta.query_start_loc_cpu).max()) if has_prompts else 1
-        meta.shared[_max_query_len] = found
+        meta.shared[max_query_len] = found
     return found
