@@ -14,12 +14,14 @@ from safetensors.torch import save_file
 from argosy_engine.attention.torch_attn import TorchBackend
 from argosy_engine.errors import ConfigError
 from argosy_engine.models import linear_kernels
+from argosy_engine.models.experts import ExpertsSpec, StackedExperts
 from argosy_engine.models.layer_factory import LayerFactory
+from argosy_engine.models.layer_kernels import GatedActivation, gelu_tanh_and_mul
 from argosy_engine.models.linear import Linear, LinearSpec
 from argosy_engine.models.linear_kernels import (
     GatedLinearKernel,
     LinearKernel,
-    TorchGatedLinear,
+    SplitGatedLinear,
     TorchLinear,
     gated_linear_kernel,
     linear_kernel,
@@ -53,6 +55,8 @@ def test_whichever_kernel_is_chosen_the_result_is_the_definition(
     gated = gated_linear_kernel(weight, bias)
     torch.testing.assert_close(gated(x).double(), F.silu(gate) * up, **tolerance)
     assert has_kernels or layer.packed is gated.packed is None
+    gelu = gated_linear_kernel(weight, bias, gelu_tanh_and_mul)
+    torch.testing.assert_close(gelu(x).double(), F.gelu(gate, approximate="tanh") * up, **tolerance)
 
 
 class ScaledLinearMethod:
@@ -66,8 +70,13 @@ class ScaledLinearMethod:
             parts.append((stored.to(scale.dtype) * scale).to(weights.dtype))
         return TorchLinear(torch.cat(parts), None)
 
-    def load_gated(self, weights: Weights, spec: LinearSpec) -> GatedLinearKernel:
-        return TorchGatedLinear(self.load(weights, spec))
+    def load_gated(
+        self, weights: Weights, spec: LinearSpec, activation: GatedActivation
+    ) -> GatedLinearKernel:
+        return SplitGatedLinear(self.load(weights, spec), activation)
+
+    def load_experts(self, weights: Weights, spec: ExpertsSpec) -> StackedExperts:
+        raise NotImplementedError
 
     def tie(self, embedding: torch.Tensor) -> LinearKernel:
         return TorchLinear(embedding, None)

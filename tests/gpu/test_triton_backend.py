@@ -1,4 +1,4 @@
-"""The Triton backend in whole models of every architecture, against transformers."""
+"""The Triton kernels in whole models of every architecture, against transformers."""
 
 import pytest
 import torch
@@ -18,7 +18,10 @@ PROMPT, DECODED = 30, 1
 LAYER = AttentionParams(num_heads=4, num_kv_heads=2, head_dim=64, scale=0.125)
 
 
-@pytest.mark.parametrize("name", ["llama3-rope", "qwen3-yarn", "gemma2", "gemma3", "gpt2", "qwen3-moe"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama3-rope", "qwen2-window", "qwen3-yarn", "gemma2", "gemma3", "gpt2", "opt-post-norm", "qwen3-moe"],
+)
 @torch.inference_mode()
 def test_prompt_and_decodes_have_the_logits_of_transformers(name, tmp_path):
     reference = make_checkpoint(KINDS[name], tmp_path)

@@ -46,6 +46,8 @@ class AttentionBackend(Protocol):
 
     kv_cache_dtype: torch.dtype
     """Of keys and values in the cache."""
+    uses_triton: bool
+    """Whether our Triton kernels compute it. Then they compute the model's other layers, too."""
 
     def attention(self, params: AttentionParams, weights: AttentionWeights) -> AttentionImpl:
         """Make one layer's attention."""

@@ -27,6 +27,8 @@ class CpuBackend:
         loaded: kernels to use; default: those for this CPU, which must be available.
     """
 
+    uses_triton = False
+
     def __init__(self, dtype: torch.dtype, loaded: Kernels | None = None) -> None:
         found = loaded or kernels()
         assert found is not None, "select_backend found the kernels available"

@@ -30,6 +30,8 @@ class FlashAttnBackend:
         ConfigError: no installed version computes on this device.
     """
 
+    uses_triton = True
+
     def __init__(self, dtype: torch.dtype) -> None:
         self.kv_cache_dtype = dtype
         self._attend = _attend_on(torch.cuda.get_device_capability())

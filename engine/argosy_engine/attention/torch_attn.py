@@ -26,6 +26,8 @@ _BUCKET_TOKENS = 256
 class TorchBackend:
     """Attention in plain torch, on any device and in any dtype."""
 
+    uses_triton = False
+
     def __init__(self, dtype: torch.dtype) -> None:
         self.kv_cache_dtype = dtype
 

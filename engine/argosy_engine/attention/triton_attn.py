@@ -21,6 +21,8 @@ from argosy_engine.triton_kernels.rope_and_cache import rope_and_cache
 class TritonBackend:
     """Attention by the Triton kernels."""
 
+    uses_triton = True
+
     def __init__(self, dtype: torch.dtype) -> None:
         self.kv_cache_dtype = dtype
 

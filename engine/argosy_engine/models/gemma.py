@@ -17,32 +17,32 @@ from argosy_engine.attention.layer import Attention
 from argosy_engine.attention.metadata import AttentionMetadata
 from argosy_engine.attention.params import AttentionParams
 from argosy_engine.attention.rotary import RotaryEmbedding
-from argosy_engine.attention.torch_rms_norm import rms_norm
 from argosy_engine.models.gemma_config import GemmaConfig
 from argosy_engine.models.layer_factory import LayerFactory
+from argosy_engine.models.layers import RMSNorm
 
 
-class GemmaRMSNorm:
-    """x / rms(x) * (1 + weight) over the last dimension, computed in float32."""
-
-    def __init__(self, factory: LayerFactory, name: str, size: int, eps: float) -> None:
-        self.weight = factory.take(name + ".weight", size).to(torch.float32, copy=True).add_(1.0)
-        self.eps = eps
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.weight, self.eps)
+def gemma_rms_norm(factory: LayerFactory, name: str, size: int, eps: float) -> RMSNorm:
+    """Make x / rms(x) * (1 + weight)."""
+    return factory.rms_norm(name, size, eps, adds_one=True)
 
 
 class GeGLU:
     """down(gelu(gate(x)) * up(x)) (arXiv 2002.05202)."""
 
     def __init__(self, factory: LayerFactory, prefix: str, hidden: int, inner: int) -> None:
-        self.gate_up = factory.linear({prefix + "gate_proj": inner, prefix + "up_proj": inner}, hidden)
+        self.gate_up = factory.gated_linear(
+            prefix + "gate_proj",
+            prefix + "up_proj",
+            inner,
+            hidden,
+            bias=False,
+            activation="gelu_pytorch_tanh",
+        )
         self.down = factory.linear({prefix + "down_proj": hidden}, inner)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.gelu(gate, approximate="tanh") * up)
+        return self.down(self.gate_up(x))
 
 
 class GemmaLayer:
@@ -53,13 +53,16 @@ class GemmaLayer:
         index: int,
         params: AttentionParams,
         rotary: RotaryEmbedding,
+        previous_norm: RMSNorm | None,
     ) -> None:
+        self.previous_norm = previous_norm
+        """The last layer's `post_mlp_norm`."""
         prefix = f"model.layers.{index}."
         eps, hidden, head_dim = config.rms_norm_eps, config.hidden_size, params.head_dim
-        self.input_norm = GemmaRMSNorm(factory, prefix + "input_layernorm", hidden, eps)
-        self.post_attention_norm = GemmaRMSNorm(factory, prefix + "post_attention_layernorm", hidden, eps)
-        self.pre_mlp_norm = GemmaRMSNorm(factory, prefix + "pre_feedforward_layernorm", hidden, eps)
-        self.post_mlp_norm = GemmaRMSNorm(factory, prefix + "post_feedforward_layernorm", hidden, eps)
+        self.input_norm = gemma_rms_norm(factory, prefix + "input_layernorm", hidden, eps)
+        self.post_attention_norm = gemma_rms_norm(factory, prefix + "post_attention_layernorm", hidden, eps)
+        self.pre_mlp_norm = gemma_rms_norm(factory, prefix + "pre_feedforward_layernorm", hidden, eps)
+        self.post_mlp_norm = gemma_rms_norm(factory, prefix + "post_feedforward_layernorm", hidden, eps)
         attention = prefix + "self_attn."
         q, kv = params.num_heads * head_dim, params.num_kv_heads * head_dim
         self.qkv = factory.linear(
@@ -70,16 +73,31 @@ class GemmaLayer:
         self.output = factory.linear({attention + "o_proj": hidden}, q, bias=config.attention_bias)
         q_norm = k_norm = None
         if config.qk_norm:
-            q_norm = GemmaRMSNorm(factory, attention + "q_norm", head_dim, eps).weight
-            k_norm = GemmaRMSNorm(factory, attention + "k_norm", head_dim, eps).weight
+            q_norm = gemma_rms_norm(factory, attention + "q_norm", head_dim, eps).weight
+            k_norm = gemma_rms_norm(factory, attention + "k_norm", head_dim, eps).weight
         self.mlp = GeGLU(factory, prefix + "mlp.", hidden, config.intermediate_size)
         self.attention = factory.attention(params, AttentionWeights(rotary, q_norm, k_norm, eps))
 
-    def __call__(self, hidden: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
-        """Run the layer on hidden [T, hidden_size]; the output has the same shape."""
-        attended = self.output(self.attention(self.qkv(self.input_norm(hidden)), kv_cache, meta))
-        hidden = hidden + self.post_attention_norm(attended)
-        return hidden + self.post_mlp_norm(self.mlp(self.pre_mlp_norm(hidden)))
+    def __call__(
+        self,
+        x: torch.Tensor | None,
+        residual: torch.Tensor,
+        kv_cache: torch.Tensor,
+        meta: AttentionMetadata,
+    ) -> torch.Tensor:
+        """Run the layer; return what the next one gets as x. All tensors are [T, hidden_size].
+
+        Args:
+            x: the last layer's output, which has to be normed by its `post_mlp_norm` and added to the residual: that is
+                left to this layer's norm, which reads both anyway. None in the first layer.
+            residual: updated in place.
+        """
+        if x is None:
+            normed = self.input_norm(residual)
+        else:
+            normed = self.input_norm.after_adding(x, residual, self.previous_norm)
+        attended = self.output(self.attention(self.qkv(normed), kv_cache, meta))
+        return self.mlp(self.pre_mlp_norm.after_adding(attended, residual, self.post_attention_norm))
 
 
 class Gemma:
@@ -93,13 +111,12 @@ class Gemma:
         rotary_global, rotary_local = (
             factory.rotary(rope, config.head_dim) for rope in (config.rope_global, config.rope_local)
         )
-        self.layers = [
-            GemmaLayer(config, factory, index, params, rotary_global if window is None else rotary_local)
-            for index, (params, window) in enumerate(
-                zip(config.attention_layers, config.sliding_windows, strict=True)
-            )
-        ]
-        self.norm = GemmaRMSNorm(factory, "model.norm", config.hidden_size, config.rms_norm_eps)
+        self.layers: list[GemmaLayer] = []
+        for index, params in enumerate(config.attention_layers):
+            rotary = rotary_global if config.sliding_windows[index] is None else rotary_local
+            previous_norm = self.layers[-1].post_mlp_norm if self.layers else None
+            self.layers.append(GemmaLayer(config, factory, index, params, rotary, previous_norm))
+        self.norm = gemma_rms_norm(factory, "model.norm", config.hidden_size, config.rms_norm_eps)
         self.lm_head = factory.output_head(self.embedding, is_tied=config.tie_word_embeddings)
 
     @property
@@ -113,10 +130,11 @@ class Gemma:
         kv_cache: Sequence[torch.Tensor],
         meta: AttentionMetadata,
     ) -> torch.Tensor:
-        hidden = F.embedding(token_ids, self.embedding) * self.embedding_scale
+        residual = F.embedding(token_ids, self.embedding) * self.embedding_scale
+        x: torch.Tensor | None = None
         for index, layer in enumerate(self.layers):
-            hidden = layer(hidden, kv_cache[index], meta.of_layer(index))
-        return hidden
+            x = layer(x, residual, kv_cache[index], meta.of_layer(index))
+        return residual if x is None else residual.add_(self.layers[-1].post_mlp_norm(x))
 
     def last_hidden_state(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.norm(hidden)

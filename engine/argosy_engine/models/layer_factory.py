@@ -10,6 +10,9 @@ from argosy_engine.attention.backend import AttentionBackend, AttentionWeights, 
 from argosy_engine.attention.layer import Attention
 from argosy_engine.attention.params import AttentionParams
 from argosy_engine.attention.rotary import RotaryEmbedding
+from argosy_engine.models.experts import Experts, ExpertsSpec, SeparateExperts, TritonExperts
+from argosy_engine.models.layer_kernels import layer_kernels
+from argosy_engine.models.layers import RMSNorm
 from argosy_engine.models.linear import GatedLinear, Linear, LinearSpec
 from argosy_engine.models.linear_method import LinearMethod, UnquantizedLinearMethod
 from argosy_engine.models.rope import inverse_frequencies
@@ -39,6 +42,7 @@ class LayerFactory:
         self.max_positions = max_positions
         self._backend = backend
         self._method = linear_method or UnquantizedLinearMethod()
+        self._kernels = layer_kernels(uses_triton=backend.uses_triton)
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
         """Return a tensor in the engine's dtype, on its device."""
@@ -51,10 +55,42 @@ class LayerFactory:
         spec = LinearSpec(parts, in_features, bias, is_transposed)
         return Linear(self._method.load(self.weights, spec))
 
-    def gated_linear(self, gate: str, up: str, inner: int, in_features: int, *, bias: bool) -> GatedLinear:
-        """Make two projections to `inner` features, fused with silu(gate) * up."""
+    def gated_linear(
+        self, gate: str, up: str, inner: int, in_features: int, *, bias: bool, activation: str = "silu"
+    ) -> GatedLinear:
+        """Make two projections to `inner` features, fused with activation(gate) * up.
+
+        Args:
+            activation: a name of `LayerKernels.gated_activations`.
+        """
         spec = LinearSpec({gate: inner, up: inner}, in_features, bias)
-        return GatedLinear(self._method.load_gated(self.weights, spec))
+        return GatedLinear(
+            self._method.load_gated(self.weights, spec, self._kernels.gated_activations[activation])
+        )
+
+    def experts(self, spec: ExpertsSpec) -> Experts:
+        """Make the experts of one layer, whose activation is silu."""
+        if self._backend.uses_triton:
+            return TritonExperts(spec, self._method.load_experts(self.weights, spec))
+        return SeparateExperts(spec, [self._expert(spec, index) for index in range(spec.num_experts)])
+
+    def _expert(self, spec: ExpertsSpec, index: int) -> tuple[GatedLinear, Linear]:
+        gate, up, down = (spec.projection(index, name) for name in ("gate", "up", "down"))
+        return (
+            self.gated_linear(gate, up, spec.inner, spec.hidden, bias=False),
+            self.linear({down: spec.hidden}, spec.inner),
+        )
+
+    def rms_norm(self, name: str, size: int, eps: float, *, adds_one: bool = False) -> RMSNorm:
+        """Make an RMSNorm with the weight NAME.weight.
+
+        Args:
+            adds_one: multiply by 1 + weight, in float32.
+        """
+        weight = self.take(name + ".weight", size)
+        if adds_one:
+            weight = weight.to(torch.float32, copy=True).add_(1.0)
+        return RMSNorm(weight, eps, self.dtype, self._kernels)
 
     def output_head(self, embedding: torch.Tensor, *, is_tied: bool) -> Linear:
         """Make the projection to the vocabulary: `lm_head` or, if it is tied, the embedding [vocab_size, in] itself."""

@@ -4,30 +4,48 @@ from __future__ import annotations
 
 import torch
 
-from argosy_engine.attention.torch_rms_norm import rms_norm
+from argosy_engine.models.layer_kernels import LayerKernels, TorchLayerKernels
 from argosy_engine.models.linear_kernels import supporting_kernels
 
 
 class RMSNorm:
-    """x / rms(x) * weight over the last dimension, computed in float32 (arXiv 1910.07467)."""
+    """x / rms(x) * weight over the last dimension, computed in float32 (arXiv 1910.07467).
 
-    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+    Args:
+        weight: [width], in the activations' dtype or in float32.
+        dtype: of the activations.
+        kernels: compute where our CPU kernels cannot.
+    """
+
+    def __init__(self, weight: torch.Tensor, eps: float, dtype: torch.dtype, kernels: LayerKernels) -> None:
         self.weight = weight
         self.eps = eps
-        loaded = supporting_kernels(weight)
-        self._kernels = loaded if loaded is not None and weight.shape[0] % loaded.lanes == 0 else None
+        self._kernels = kernels
+        native = supporting_kernels(weight) if isinstance(kernels, TorchLayerKernels) else None
+        can_serve = native is not None and weight.dtype is dtype and weight.shape[0] % native.lanes == 0
+        self._native = native if can_serve else None
 
     @property
     def has_kernel(self) -> bool:
-        return self._kernels is not None
+        """Whether our CPU kernels compute it."""
+        return self._native is not None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self._kernels is not None and x.dim() == 2:
-            return self._kernels.rms_norm(x.contiguous(), self.weight, self.eps)
-        return rms_norm(x, self.weight, self.eps)
+        if self._native is not None and x.dim() == 2:
+            return self._native.rms_norm(x.contiguous(), self.weight, self.eps)
+        return self._kernels.rms_norm(x, self.weight, self.eps)
 
-    def after_adding(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """Add x to the residual in place and return the norm of the sum; both [T, width], contiguous."""
-        if self._kernels is not None:
-            return self._kernels.rms_norm(x, self.weight, self.eps, residual)
-        return self(residual.add_(x))
+    def after_adding(
+        self, x: torch.Tensor, residual: torch.Tensor, x_norm: RMSNorm | None = None
+    ) -> torch.Tensor:
+        """Add x to the residual in place and return the norm of the sum; both [T, width], contiguous.
+
+        Args:
+            x_norm: a norm with the same eps, which is applied to x before it is added.
+        """
+        if self._native is None:
+            x_weight = None if x_norm is None else x_norm.weight
+            return self._kernels.add_rms_norm(x, residual, self.weight, self.eps, x_weight)
+        if x_norm is not None:
+            x = x_norm(x)
+        return self._native.rms_norm(x, self.weight, self.eps, residual)

@@ -47,7 +47,7 @@ class Linear:
 
 
 class GatedLinear:
-    """silu(gate) * up for x [T, in], where x W^T + b = [gate, up] with W [2 * inner, in]; returns [T, inner]."""
+    """activation(gate) * up for x [T, in], where x W^T + b = [gate, up] with W [2 * inner, in]; returns [T, inner]."""
 
     def __init__(self, kernel: GatedLinearKernel) -> None:
         self._kernel = kernel

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from argosy_engine.models.layer_kernels import GatedActivation, silu_and_mul
 from argosy_engine.native.library import DTYPES, Kernels, PackedLinear, kernels
 
 
@@ -29,7 +30,7 @@ class LinearKernel(Protocol):
 
 
 class GatedLinearKernel(Protocol):
-    """Computes silu(gate) * up, [T, inner], for x [T, in], where [gate, up] = x W^T + b."""
+    """Computes activation(gate) * up, [T, inner], for x [T, in], where [gate, up] = x W^T + b."""
 
     packed: PackedLinear | None
 
@@ -48,12 +49,14 @@ def linear_kernel(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Lin
     return TorchLinear(weight, bias)
 
 
-def gated_linear_kernel(weight: torch.Tensor, bias: torch.Tensor | None = None) -> GatedLinearKernel:
+def gated_linear_kernel(
+    weight: torch.Tensor, bias: torch.Tensor | None = None, activation: GatedActivation = silu_and_mul
+) -> GatedLinearKernel:
     """Choose a kernel for a weight [2 * inner, in], the gate's rows first, and move the weight into its layout."""
-    loaded = supporting_kernels(weight)
+    loaded = supporting_kernels(weight) if activation is silu_and_mul else None
     if loaded is not None and _fills_units(weight) and weight.shape[0] // 2 % loaded.lanes == 0:
         return CpuGatedLinear(loaded, weight, bias)
-    return TorchGatedLinear(linear_kernel(weight, bias))
+    return SplitGatedLinear(linear_kernel(weight, bias), activation)
 
 
 def supporting_kernels(weight: torch.Tensor) -> Kernels | None:
@@ -146,14 +149,13 @@ class TorchLinear:
         return self(x)
 
 
-class TorchGatedLinear:
-    """A linear kernel, then the gate in torch."""
+class SplitGatedLinear:
+    """A linear kernel, then the gated activation."""
 
     packed: PackedLinear | None = None
 
-    def __init__(self, linear: LinearKernel) -> None:
-        self._linear = linear
+    def __init__(self, linear: LinearKernel, activation: GatedActivation = silu_and_mul) -> None:
+        self._linear, self._activation = linear, activation
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self._linear(x).chunk(2, dim=-1)
-        return F.silu(gate) * up
+        return self._activation(self._linear(x))

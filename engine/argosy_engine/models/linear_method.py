@@ -12,6 +12,8 @@ from typing import Protocol
 
 import torch
 
+from argosy_engine.models.experts import ExpertsSpec, StackedExperts
+from argosy_engine.models.layer_kernels import GatedActivation
 from argosy_engine.models.linear import LinearSpec
 from argosy_engine.models.linear_kernels import (
     GatedLinearKernel,
@@ -29,8 +31,14 @@ class LinearMethod(Protocol):
         """Take the layer's tensors, each exactly once."""
         ...
 
-    def load_gated(self, weights: Weights, spec: LinearSpec) -> GatedLinearKernel:
-        """The same for two parts of equal size, the gate's first, fused with silu(gate) * up."""
+    def load_gated(
+        self, weights: Weights, spec: LinearSpec, activation: GatedActivation
+    ) -> GatedLinearKernel:
+        """The same for two parts of equal size, the gate's first, followed by the activation."""
+        ...
+
+    def load_experts(self, weights: Weights, spec: ExpertsSpec) -> StackedExperts:
+        """Take the tensors of all experts, for kernels that compute them together."""
         ...
 
     def tie(self, embedding: torch.Tensor) -> LinearKernel:
@@ -44,8 +52,25 @@ class UnquantizedLinearMethod:
     def load(self, weights: Weights, spec: LinearSpec) -> LinearKernel:
         return linear_kernel(*_take_fused(weights, spec))
 
-    def load_gated(self, weights: Weights, spec: LinearSpec) -> GatedLinearKernel:
-        return gated_linear_kernel(*_take_fused(weights, spec))
+    def load_gated(
+        self, weights: Weights, spec: LinearSpec, activation: GatedActivation
+    ) -> GatedLinearKernel:
+        return gated_linear_kernel(*_take_fused(weights, spec), activation)
+
+    def load_experts(self, weights: Weights, spec: ExpertsSpec) -> StackedExperts:
+        count, hidden, inner = spec.num_experts, spec.hidden, spec.inner
+        stacked = StackedExperts(
+            torch.empty(count, 2 * inner, hidden, dtype=weights.dtype, device=weights.device),
+            torch.empty(count, hidden, inner, dtype=weights.dtype, device=weights.device),
+        )
+        # Each tensor goes to its place as it is read, so that no second copy of the experts is held.
+        for index in range(count):
+            for half, name in enumerate(("gate", "up")):
+                rows = stacked.gate_up[index, half * inner : (half + 1) * inner]
+                rows.copy_(weights.take(spec.projection(index, name) + ".weight", inner, hidden))
+            taken = weights.take(spec.projection(index, "down") + ".weight", hidden, inner)
+            stacked.down[index].copy_(taken)
+        return stacked
 
     def tie(self, embedding: torch.Tensor) -> LinearKernel:
         return linear_kernel(embedding)

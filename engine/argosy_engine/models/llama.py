@@ -17,11 +17,10 @@ from argosy_engine.attention.metadata import AttentionMetadata
 from argosy_engine.attention.params import AttentionParams
 from argosy_engine.attention.rotary import RotaryEmbedding
 from argosy_engine.models.layer_factory import LayerFactory
-from argosy_engine.models.layers import RMSNorm
 from argosy_engine.models.llama_config import LlamaConfig
 
-MLP = Callable[[torch.Tensor], torch.Tensor]
-"""Maps [T, hidden_size] to the same shape."""
+MLP = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Maps x [T, hidden_size] and slot_mapping [T], which tells padding, to x's shape."""
 MakeMLP = Callable[[LayerFactory, str, int], MLP]
 
 
@@ -34,7 +33,7 @@ class GatedMLP:
         )
         self.down = factory.linear({prefix + "down_proj": hidden}, inner, bias=bias)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, slot_mapping: torch.Tensor) -> torch.Tensor:
         return self.down(self.gate_up(x))
 
 
@@ -56,8 +55,8 @@ class DecoderLayer:
     ) -> None:
         prefix = f"model.layers.{index}."
         eps, hidden, head_dim = config.rms_norm_eps, config.hidden_size, params.head_dim
-        self.input_norm = RMSNorm(factory.take(prefix + "input_layernorm.weight", hidden), eps)
-        self.post_norm = RMSNorm(factory.take(prefix + "post_attention_layernorm.weight", hidden), eps)
+        self.input_norm = factory.rms_norm(prefix + "input_layernorm", hidden, eps)
+        self.post_norm = factory.rms_norm(prefix + "post_attention_layernorm", hidden, eps)
         attention = prefix + "self_attn."
         q, kv = params.num_heads * head_dim, params.num_kv_heads * head_dim
         self.qkv = factory.linear(
@@ -104,7 +103,7 @@ class DecoderLayer:
             x = self.input_norm.after_adding(x, residual)
         attended = self.output(self.attention(self.qkv(x), kv_cache, meta))
         x = self.post_norm.after_adding(attended, residual)
-        return self.mlp(x), residual
+        return self.mlp(x, meta.slot_mapping), residual
 
 
 class Llama:
@@ -124,7 +123,7 @@ class Llama:
         parts = [each for layer in self.layers if (each := layer.parts())]
         self.fused = factory.fuse_decoder(parts) if len(parts) == len(self.layers) else None
         """Runs all layers at once, if the attention backend can."""
-        self.norm = RMSNorm(factory.take("model.norm.weight", config.hidden_size), config.rms_norm_eps)
+        self.norm = factory.rms_norm("model.norm", config.hidden_size, config.rms_norm_eps)
         self.lm_head = factory.output_head(self.embedding, is_tied=config.tie_word_embeddings)
 
     def make_mlp(self, factory: LayerFactory, prefix: str, index: int) -> MLP:

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import torch
 
+from argosy_engine.models.experts import ExpertsSpec
 from argosy_engine.models.layer_factory import LayerFactory
-from argosy_engine.models.llama import GatedMLP
 
 
 class SparseMLP:
@@ -29,30 +29,17 @@ class SparseMLP:
         normalises: bool,
     ) -> None:
         self.router = factory.linear({prefix + "gate": num_experts}, hidden)
-        self.experts = [
-            GatedMLP(factory, f"{prefix}experts.{index}.", hidden, inner, bias=False)
-            for index in range(num_experts)
-        ]
-        self.experts_per_token = experts_per_token
-        self.normalises = normalises
+        self.experts = factory.experts(
+            ExpertsSpec(
+                prefix=prefix + "experts.",
+                num_experts=num_experts,
+                hidden=hidden,
+                inner=inner,
+                experts_per_token=experts_per_token,
+                normalises=normalises,
+            )
+        )
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Run the experts on x [T, hidden_size]; the output has the same shape."""
-        chosen = torch.softmax(self.router(x).float(), dim=-1).topk(self.experts_per_token, dim=-1)
-        weights, experts = chosen.values, chosen.indices
-        if self.normalises:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
-        # Sorting by expert makes each expert's tokens contiguous, so each active expert runs once.
-        order = experts.flatten().argsort(stable=True)
-        rows = order // self.experts_per_token
-        weights = weights.flatten()[order].to(x.dtype).unsqueeze(1)
-        out = torch.zeros_like(x)
-        start = 0
-        for expert, count in enumerate(
-            torch.bincount(experts.flatten(), minlength=len(self.experts)).tolist()
-        ):
-            if count:
-                run = slice(start, start + count)
-                out.index_add_(0, rows[run], self.experts[expert](x[rows[run]]) * weights[run])
-                start += count
-        return out
+    def __call__(self, x: torch.Tensor, slot_mapping: torch.Tensor) -> torch.Tensor:
+        """Run the experts on x [T, hidden_size]; the output has the same shape. For slot_mapping see `Experts`."""
+        return self.experts(x, self.router(x), slot_mapping)

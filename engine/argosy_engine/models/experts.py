@@ -1,0 +1,121 @@
+"""Experts: the gated MLPs of a mixture of experts. How a router's logits become their weighted sum.
+
+Their weights are stacked for kernels that compute all experts in one launch; elsewhere each expert is a pair of linear
+layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+
+from argosy_engine.models.linear import GatedLinear, Linear
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsSpec:
+    """What a model asks for. A token takes the `experts_per_token` experts of the highest router logits."""
+
+    prefix: str
+    """Of the checkpoint's names, see `projection`."""
+    num_experts: int
+    hidden: int
+    inner: int
+    """Intermediate size of one expert."""
+    experts_per_token: int
+    normalises: bool
+    """Whether a token's weights, by softmax over all experts, are scaled to sum to 1."""
+
+    def projection(self, index: int, name: str) -> str:
+        """Return the checkpoint's name of an expert's projection `gate`, `up` or `down`, without `.weight`."""
+        return f"{self.prefix}{index}.{name}_proj"
+
+
+class Experts(Protocol):
+    """Runs tokens through their experts."""
+
+    def __call__(
+        self, x: torch.Tensor, router_logits: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the weighted sum of each token's experts, [T, hidden].
+
+        Args:
+            x: [T, hidden].
+            router_logits: [T, num_experts].
+            slot_mapping: int64 [T]; tokens with -1 are padding, whose results do not matter.
+        """
+        ...
+
+
+class SeparateExperts:
+    """One pair of linear layers per expert: each active expert runs once, on its tokens.
+
+    It reads on the host how many tokens each expert got, so on a GPU it waits for the device.
+    """
+
+    def __init__(self, spec: ExpertsSpec, experts: Sequence[tuple[GatedLinear, Linear]]) -> None:
+        self._spec = spec
+        self._experts = experts
+
+    def __call__(
+        self, x: torch.Tensor, router_logits: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> torch.Tensor:
+        k = self._spec.experts_per_token
+        chosen = torch.softmax(router_logits.float(), dim=-1).topk(k, dim=-1)
+        weights, experts = chosen.values, chosen.indices
+        if self._spec.normalises:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        # Sorting by expert makes each expert's tokens contiguous, so each active expert runs once.
+        order = experts.flatten().argsort(stable=True)
+        rows = order // k
+        weights = weights.flatten()[order].to(x.dtype).unsqueeze(1)
+        out = torch.zeros_like(x)
+        start = 0
+        counts = torch.bincount(experts.flatten(), minlength=len(self._experts)).tolist()
+        for (gate_up, down), count in zip(self._experts, counts, strict=True):
+            if count:
+                run = slice(start, start + count)
+                out.index_add_(0, rows[run], down(gate_up(x[rows[run]])) * weights[run])
+                start += count
+        return out
+
+
+class StackedExperts(NamedTuple):
+    """The weights of all experts."""
+
+    gate_up: torch.Tensor
+    """[num_experts, 2 * inner, hidden], the gate's rows first."""
+    down: torch.Tensor
+    """[num_experts, hidden, inner]"""
+    gate_up_scale: torch.Tensor | None = None
+    """float32 [num_experts, 2 * inner], factors of FP8 weights; None: the weights have the activations' dtype."""
+    down_scale: torch.Tensor | None = None
+    """float32 [num_experts, hidden]"""
+
+
+class TritonExperts:
+    """All experts in five launches, without waiting for the device."""
+
+    def __init__(self, spec: ExpertsSpec, weights: StackedExperts) -> None:
+        from argosy_engine.triton_kernels.fused_moe import fused_moe
+
+        self._spec, self._weights = spec, weights
+        self._fused_moe = fused_moe
+
+    def __call__(
+        self, x: torch.Tensor, router_logits: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> torch.Tensor:
+        return self._fused_moe(
+            x,
+            router_logits,
+            self._weights.gate_up,
+            self._weights.down,
+            self._spec.experts_per_token,
+            normalises=self._spec.normalises,
+            w1_scale=self._weights.gate_up_scale,
+            w2_scale=self._weights.down_scale,
+            slot_mapping=slot_mapping,
+        )

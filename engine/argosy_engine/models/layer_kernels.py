@@ -1,0 +1,89 @@
+"""LayerKernels: what computes norms and gated activations, chosen once per model with its attention backend.
+
+Linear layers: `linear_kernels`. Experts: `experts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from argosy_engine.attention.torch_rms_norm import rms_norm
+
+GatedActivation = Callable[[torch.Tensor], torch.Tensor]
+"""Maps [gate, up], [T, 2 * inner], to activation(gate) * up, [T, inner]."""
+
+
+class LayerKernels(Protocol):
+    """Norms and gated activations on the activations' device."""
+
+    gated_activations: Mapping[str, GatedActivation]
+    """By the activation's name in configs: `silu` and `gelu_pytorch_tanh`."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """Return x / rms(x) * weight over the last dimension, for x [T, width] and weight [width]."""
+        ...
+
+    def add_rms_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        x_weight: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Add x, or its RMSNorm by x_weight, to the residual in place and return the RMSNorm of the sum.
+
+        All of x, residual and the result are [T, width] and contiguous.
+        """
+        ...
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def gelu_tanh_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
+class TorchLayerKernels:
+    """Plain torch, on any device."""
+
+    gated_activations: Mapping[str, GatedActivation] = {
+        "silu": silu_and_mul,
+        "gelu_pytorch_tanh": gelu_tanh_and_mul,
+    }
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return rms_norm(x, weight, eps)
+
+    def add_rms_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        x_weight: torch.Tensor | None,
+    ) -> torch.Tensor:
+        if x_weight is not None:
+            x = rms_norm(x, x_weight, eps)
+        return rms_norm(residual.add_(x), weight, eps)
+
+
+def layer_kernels(*, uses_triton: bool) -> LayerKernels:
+    """Return the kernels of a model.
+
+    Args:
+        uses_triton: `AttentionBackend.uses_triton`.
+    """
+    if not uses_triton:
+        return TorchLayerKernels()
+    from argosy_engine.models.triton_layer_kernels import TritonLayerKernels
+
+    return TritonLayerKernels()
