@@ -26,6 +26,7 @@ from argosy_protocol.program.flags import Flag, InvalidValue, convert_arguments
 
 Device = Literal["auto", "cuda", "cpu"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+KVCacheDType = Literal["auto", "fp8", "fp8_e4m3"]
 
 
 Parallelism = Annotated[
@@ -115,6 +116,13 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
         Flag(is_size=True),
     ] = None
     block_size: Annotated[BlockSize, Meta(description="tokens per KV block")] = 16
+    kv_cache_dtype: Annotated[
+        KVCacheDType,
+        Meta(
+            description="auto: the model's dtype; fp8 or fp8_e4m3: keys and values in 8 bits, half the memory of "
+            "bfloat16, with the checkpoint's scales if it has any (attention backends triton and torch)"
+        ),
+    ] = "auto"
     max_num_seqs: Annotated[MaxNumSeqs, Meta(description="maximum number of running requests")] = 256
     max_num_batched_tokens: Annotated[
         MaxNumBatchedTokens, Meta(description="token budget of one step"), Flag(is_size=True)
@@ -232,6 +240,10 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
             "default: random"
         ),
     ] = None
+
+    @property
+    def has_fp8_kv_cache(self) -> bool:
+        return self.kv_cache_dtype != "auto"
 
     @property
     def canonical_name(self) -> str:

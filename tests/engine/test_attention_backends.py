@@ -46,6 +46,7 @@ def test_a_cpu_uses_the_kernels() -> None:
     ("needs", "reason"),
     [
         (NEEDS._replace(dtype="float16"), "not float16"),
+        (NEEDS._replace(has_fp8_kv_cache=True), "in the model's dtype only"),
         (NEEDS._replace(block_size=20), "--block-size 20 is not a multiple of"),
         (NEEDS._replace(layers=[LAYER, replace(LAYER, head_dim=20)]), "head size of 20"),
         (NEEDS._replace(layers=[replace(LAYER, head_dim=512)]), "head size of 512"),

@@ -9,6 +9,7 @@ from argosy_engine.attention.selector import AttentionNeeds
 from argosy_engine.attention.self_test import self_test, working_backend
 from argosy_engine.errors import ConfigError
 from argosy_engine.triton_kernels import paged_attention, rope_and_cache, split_kv
+from argosy_engine.triton_kernels.device_traits import KNOWN_DEVICES, assume_device
 from argosy_engine.triton_kernels.launch import launch
 
 CPU = torch.device("cpu")
@@ -25,6 +26,20 @@ def needs(dtype, layer=FULL):
 def test_our_kernels_pass():
     assert self_test("triton", needs("bfloat16", LOCAL), torch.bfloat16, CPU) is None
     assert working_backend(needs("float32"), "auto", {}, torch.float32, CPU).name == "triton"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_our_kernels_pass_with_an_fp8_kv_cache(dtype):
+    fp8 = needs(dtype)._replace(has_fp8_kv_cache=True)
+    assert self_test("triton", fp8, getattr(torch, dtype), CPU) is None
+
+
+def test_a_gpu_without_fp8_leaves_an_fp8_kv_cache_to_torch():
+    fp8 = needs("bfloat16")._replace(has_fp8_kv_cache=True)
+    with assume_device(KNOWN_DEVICES["A100"]):
+        choice = working_backend(fp8, "auto", {}, torch.bfloat16, CPU)
+    assert choice.name == "torch"
+    assert "FP8 KV cache on a device without FP8" in choice.refused["triton"]
 
 
 def test_every_kind_of_step_is_launched(monkeypatch):

@@ -63,6 +63,7 @@ def test_a_device_that_no_installed_version_computes_on_is_refused(monkeypatch, 
         ((2,), needs(16), "flash-attn 2 needs --block-size 256, not 16"),
         ((3,), needs(16, dtype="float32"), "bfloat16 or float16, not float32"),
         ((3,), needs(16)._replace(device="cpu"), "GPUs only"),
+        ((3,), needs(16)._replace(has_fp8_kv_cache=True), "not in FP8"),
         (
             (3,),
             needs(16, AttentionParams(num_heads=1, num_kv_heads=1, head_dim=20, scale=1.0)),

@@ -18,35 +18,54 @@ PROMPT, DECODED = 30, 1
 LAYER = AttentionParams(num_heads=4, num_kv_heads=2, head_dim=64, scale=0.125)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["llama3-rope", "qwen2-window", "qwen3-yarn", "gemma2", "gemma3", "gpt2", "opt-post-norm", "qwen3-moe"],
-)
 @torch.inference_mode()
-def test_prompt_and_decodes_have_the_logits_of_transformers(name, tmp_path):
-    reference = make_checkpoint(KINDS[name], tmp_path)
-    token_ids = list(range(2, 2 + PROMPT + DECODED))
-    expected = reference(torch.tensor([token_ids])).logits[0].float()
-    config = load_model_config(tmp_path)
+def logits(path, token_ids, backend="triton", *, has_fp8_kv_cache=False):
+    """Return the logits of a prompt and of decodes after it, [tokens, vocab_size]."""
+    config = load_model_config(path)
     model = load_model(
-        tmp_path,
+        path,
         config,
         dtype=torch.float32,
         device=torch.device("cpu"),
-        attention_backend="triton",
+        attention_backend=backend,
+        has_fp8_kv_cache=has_fp8_kv_cache,
         max_positions=64,
         load_format="auto",
         seed=0,
     ).model
     shape = (2, 3, BLOCK_SIZE, config.num_key_value_heads, config.head_dim)
-    kv_cache = [torch.full(shape, torch.nan) for _ in range(config.num_hidden_layers)]
+    kv_cache = [torch.full(shape, torch.nan).to(layer.kv_cache_dtype) for layer in model.attention_layers]
     tables = torch.tensor([[2, 0]])
     ours = []
-    for start, end in [(0, PROMPT), *((at, at + 1) for at in range(PROMPT, PROMPT + DECODED))]:
+    for start, end in [(0, PROMPT), *((at, at + 1) for at in range(PROMPT, len(token_ids)))]:
         meta: AttentionMetadata = attention_metadata([(start, end)], tables, BLOCK_SIZE)
         hidden = model.forward(torch.tensor(token_ids[start:end]), torch.arange(start, end), kv_cache, meta)
         ours.append(model.logits(hidden))
-    torch.testing.assert_close(torch.cat(ours), expected, atol=1e-4, rtol=1e-4)
+    return torch.cat(ours)
+
+
+TOKEN_IDS = list(range(2, 2 + PROMPT + DECODED))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["llama3-rope", "qwen2-window", "qwen3-yarn", "gemma2", "gemma3", "gpt2", "opt-post-norm", "qwen3-moe"],
+)
+def test_prompt_and_decodes_have_the_logits_of_transformers(name, tmp_path):
+    reference = make_checkpoint(KINDS[name], tmp_path)
+    with torch.inference_mode():
+        expected = reference(torch.tensor([TOKEN_IDS])).logits[0].float()
+    torch.testing.assert_close(logits(tmp_path, TOKEN_IDS), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_an_fp8_kv_cache_gives_what_torch_gives_with_one(tmp_path):
+    make_checkpoint(KINDS["qwen3-yarn"], tmp_path)
+    ours, torchs = (
+        logits(tmp_path, TOKEN_IDS, backend, has_fp8_kv_cache=True) for backend in ("triton", "torch")
+    )
+    exact = logits(tmp_path, TOKEN_IDS, "torch")
+    error = (ours - torchs).square().mean().sqrt()
+    assert error < 0.1 * (torchs - exact).square().mean().sqrt()
 
 
 def test_on_a_cpu_the_interpreter_computes_in_float32_only(monkeypatch):

@@ -99,7 +99,9 @@ def diagnose(args: EngineArgs, device: DeviceMemory | None = None) -> Diagnosis:
         elements = checkpoint_elements(path) if has_weights else dummy_elements(config)
     device = device or _find_device(args)
     dtype = choose_dtype(args.dtype, config.dtype, device.device)
-    needs = AttentionNeeds(device.device, dtype, args.block_size, config.attention_layers)
+    needs = AttentionNeeds(
+        device.device, dtype, args.block_size, config.attention_layers, args.has_fp8_kv_cache
+    )
     backend = select_backend(needs, args.attention_backend)
     diagnosis = Diagnosis(
         fits=False,
@@ -117,7 +119,7 @@ def diagnose(args: EngineArgs, device: DeviceMemory | None = None) -> Diagnosis:
             args,
             config,
             device,
-            groups=planned_groups(config, itemsize, args.block_size),
+            groups=planned_groups(config, 1 if args.has_fp8_kv_cache else itemsize, args.block_size),
             weights_bytes=estimate_weights(config, elements, itemsize, device.device),
             activation_bytes=activations + (CUDA_CONTEXT_BYTES if device.device == "cuda" else 0),
         )

@@ -39,6 +39,10 @@ class AttentionWeights(NamedTuple):
     """The same for the key heads."""
     eps: float = 0.0
     """Of these norms."""
+    k_scale: torch.Tensor | None = None
+    """float32 [1]: an FP8 KV cache stores key / k_scale. None: the cache has the model's dtype."""
+    v_scale: torch.Tensor | None = None
+    """The same for the values."""
 
 
 class AttentionBackend(Protocol):

@@ -41,6 +41,7 @@ class AttentionNeeds(NamedTuple):
     """`float32`, `bfloat16` or `float16`."""
     block_size: int
     layers: Sequence[AttentionParams]
+    has_fp8_kv_cache: bool = False
 
 
 class BackendChoice(NamedTuple):
@@ -80,14 +81,15 @@ def select_backend(
     )
 
 
-def load_backend(name: str, dtype: torch.dtype) -> AttentionBackend:
+def load_backend(name: str, dtype: torch.dtype, *, has_fp8_kv_cache: bool = False) -> AttentionBackend:
     """Import a backend that `select_backend` has chosen.
 
     Args:
         dtype: of the activations.
     """
     module, _, function = _BACKENDS[name].factory.partition(":")
-    return getattr(import_module(f"argosy_engine.attention.{module}"), function)(dtype)
+    factory = getattr(import_module(f"argosy_engine.attention.{module}"), function)
+    return factory(dtype, has_fp8_kv_cache=True) if has_fp8_kv_cache else factory(dtype)
 
 
 def _refuse_cpu(needs: AttentionNeeds) -> str | None:
@@ -95,6 +97,8 @@ def _refuse_cpu(needs: AttentionNeeds) -> str | None:
         return "it computes on CPUs only"
     if needs.dtype not in ("float32", "bfloat16"):
         return f"it computes in float32 or bfloat16, not {needs.dtype}"
+    if needs.has_fp8_kv_cache:
+        return "it keeps keys and values in the model's dtype only (--kv-cache-dtype auto)"
     try:
         variant = usable_variant()
     except NativeUnavailable as unavailable:
@@ -130,6 +134,8 @@ def _refuse_flash_attn(needs: AttentionNeeds) -> str | None:
         return "it computes on GPUs only"
     if needs.dtype not in ("bfloat16", "float16"):
         return f"it computes in bfloat16 or float16, not {needs.dtype}"
+    if needs.has_fp8_kv_cache:
+        return "it keeps keys and values in the dtype of the activations, not in FP8"
     if (reason := _refuse_triton(needs)) is not None:  # whose kernel writes the cache
         return reason
     for layer in needs.layers:

@@ -80,20 +80,27 @@ def self_test(name: str, needs: AttentionNeeds, dtype: torch.dtype, device: torc
     Raises:
         ConfigError: the backend has left the device unusable for this process.
     """
+    has_fp8 = needs.has_fp8_kv_cache
     for params in dict.fromkeys(needs.layers):
         window = params.sliding_window and min(params.sliding_window, _MAX_WINDOW)
         layer = _TestLayer(replace(params, sliding_window=window), needs.block_size, dtype, device)
         heads = f"{params.num_heads} heads of {params.head_dim}, {params.num_kv_heads} KV heads"
         for has_norms, has_rotary, steps in _VARIANTS:
             try:
-                outputs = layer.outputs(load_backend(name, dtype), dtype, has_norms, has_rotary, steps)
+                outputs = layer.outputs(
+                    load_backend(name, dtype, has_fp8_kv_cache=has_fp8), dtype, has_norms, has_rotary, steps
+                )
                 _synchronize(device)  # a kernel's fault shows here
             except Exception as error:  # whatever a compiler or a driver raise
                 reason = f"it failed with {type(error).__name__}: {str(error)[:300]}"
                 _check_usable(name, device, reason)
                 return reason
-            truth = layer.outputs(TorchBackend(torch.float32), torch.float32, has_norms, has_rotary, steps)
-            theirs = layer.outputs(TorchBackend(dtype), dtype, has_norms, has_rotary, steps)
+            truth, theirs = (
+                layer.outputs(
+                    TorchBackend(each, has_fp8_kv_cache=has_fp8), each, has_norms, has_rotary, steps
+                )
+                for each in (torch.float32, dtype)
+            )
             allowed = _MAX_ERROR_RATIO * _error(theirs, truth) + _FLOOR
             error = _error(outputs, truth)
             if not error <= allowed:  # NaN is an error, too
@@ -164,10 +171,14 @@ class _TestLayer:
         """Compute the steps and return their results."""
         rotary = RotaryEmbedding(self._frequencies, _MAX_TOKENS, dtype, self._device) if has_rotary else None
         q_norm, k_norm = self._norms.to(dtype) if has_norms else (None, None)
-        attention = Attention(self._params, backend, AttentionWeights(rotary, q_norm, k_norm, 1e-6))
+        weights = AttentionWeights(rotary, q_norm, k_norm, 1e-6)
+        if backend.kv_cache_dtype is torch.float8_e4m3fn:
+            k_scale, v_scale = torch.tensor([[0.5], [0.25]], device=self._device)
+            weights = weights._replace(k_scale=k_scale, v_scale=v_scale)
+        attention = Attention(self._params, backend, weights)
         shape = attention.kv_cache_shape(self._num_blocks, self._block_size)
         # Stale values, NaN included, must not reach a result.
-        kv_cache = torch.full(shape, torch.nan, dtype=attention.kv_cache_dtype, device=self._device)
+        kv_cache = torch.full(shape, torch.nan, device=self._device).to(attention.kv_cache_dtype)
         return [
             attention(qkv[: _num_tokens(step)].to(dtype, copy=True), kv_cache, self._metadata(step))
             for qkv, step in zip(self._qkv, steps, strict=False)

@@ -21,6 +21,8 @@ from argosy_engine.attention.torch_rms_norm import rms_norm
 
 _BUCKET_TOKENS = 256
 """Decodes whose lengths round up to the same multiple share a padded batch."""
+_MAX_FP8 = 448.0
+"""Largest float8_e4m3fn number."""
 
 
 class TorchBackend:
@@ -28,14 +30,36 @@ class TorchBackend:
 
     uses_triton = False
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.kv_cache_dtype = dtype
+    def __init__(self, dtype: torch.dtype, *, has_fp8_kv_cache: bool = False) -> None:
+        self.kv_cache_dtype = torch.float8_e4m3fn if has_fp8_kv_cache else dtype
 
     def attention(self, params: AttentionParams, weights: AttentionWeights) -> TorchAttention:
         return TorchAttention(params, weights)
 
     def fuse_decoder(self, layers: Sequence[DecoderParts]) -> None:
         return None
+
+
+def _write(
+    cache: torch.Tensor, slots: torch.Tensor, values: torch.Tensor, scale: torch.Tensor | None
+) -> None:
+    """Write keys or values [T, num_kv_heads, head_dim] to their slots of a cache [slots, num_kv_heads, head_dim]."""
+    if scale is None:
+        cache.index_copy_(0, slots, values)
+        return
+    stored = (values.float() / scale).clamp(-_MAX_FP8, _MAX_FP8).to(cache.dtype)
+    # torch copies FP8 by index only as bytes.
+    cache.view(torch.uint8).index_copy_(0, slots, stored.view(torch.uint8))
+
+
+def _read(
+    cache: torch.Tensor, blocks: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return blocks of keys or values in the activations' dtype."""
+    if scale is None:
+        return cache.index_select(0, blocks)
+    stored = cache.view(torch.uint8).index_select(0, blocks).view(cache.dtype)
+    return (stored.float() * scale).to(dtype)
 
 
 class TorchAttention:
@@ -60,8 +84,8 @@ class TorchAttention:
         if weights.rotary is not None:
             q, k = self._rotate(weights.rotary, q, k, meta)
         flat = kv_cache.view(2, -1, self.num_kv_heads, self.head_dim)
-        flat[0].index_copy_(0, meta.slot_mapping, k)
-        flat[1].index_copy_(0, meta.slot_mapping, v)
+        _write(flat[0], meta.slot_mapping, k, weights.k_scale)
+        _write(flat[1], meta.slot_mapping, v, weights.v_scale)
         return self._attend_all(q.contiguous(), kv_cache, meta).view(len(qkv), -1)
 
     @staticmethod
@@ -91,7 +115,9 @@ class TorchAttention:
         buckets: dict[int, list[int]] = {}
         for row, seq_len in enumerate(seq_lens):
             buckets.setdefault(-(-seq_len // _BUCKET_TOKENS), []).append(row)
-        token_bytes = 2 * self.num_kv_heads * self.head_dim * kv_cache.itemsize
+        # FP8 is widened to float32 on its way to the activations' dtype.
+        itemsize = kv_cache.itemsize if self._weights.k_scale is None else 4
+        token_bytes = 2 * self.num_kv_heads * self.head_dim * itemsize
         for bucket, rows in buckets.items():
             size = max(WORKSPACE_BYTES // (bucket * _BUCKET_TOKENS * token_bytes), 1)
             if meta.num_decodes <= size and len(buckets) == 1:
@@ -122,9 +148,10 @@ class TorchAttention:
         hidden = positions >= seq_lens
         if self.sliding_window is not None:
             hidden |= positions < seq_lens - self.sliding_window
-        k = kv_cache[0].index_select(0, tables).view(shape).permute(0, 2, 3, 1)
+        k = _read(kv_cache[0], tables, self._weights.k_scale, q.dtype).view(shape).permute(0, 2, 3, 1)
         # Hidden positions may hold stale values, and a probability of zero times NaN is NaN.
-        v = kv_cache[1].index_select(0, tables).view(shape).masked_fill_(hidden[:, :, None, None], 0.0)
+        v = _read(kv_cache[1], tables, self._weights.v_scale, q.dtype).view(shape)
+        v = v.masked_fill_(hidden[:, :, None, None], 0.0)
         # matmul + softmax, not SDPA: with one query per row it is about twice as fast on a CPU.
         scores = torch.matmul(q.view(batch, self.num_kv_heads, groups, self.head_dim), k).float() * self.scale
         scores = self._cap(scores).masked_fill_(hidden[:, None, None, :], float("-inf"))
@@ -141,8 +168,8 @@ class TorchAttention:
         blocks = table[first_block : -(-seq_len // block_size)]
         shape = (-1, self.num_kv_heads, self.head_dim)
         seen = slice(first - first_block * block_size, seq_len - first_block * block_size)
-        k = kv_cache[0].index_select(0, blocks).view(shape)[seen].transpose(0, 1)
-        v = kv_cache[1].index_select(0, blocks).view(shape)[seen].transpose(0, 1)
+        k = _read(kv_cache[0], blocks, self._weights.k_scale, q.dtype).view(shape)[seen].transpose(0, 1)
+        v = _read(kv_cache[1], blocks, self._weights.v_scale, q.dtype).view(shape)[seen].transpose(0, 1)
         num_seen = seq_len - first
         if self.logit_softcap is None and self._sees_all_before(num_new, num_seen):
             return self._attend(q, k, v)

@@ -23,8 +23,8 @@ class TritonBackend:
 
     uses_triton = True
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.kv_cache_dtype = dtype
+    def __init__(self, dtype: torch.dtype, *, has_fp8_kv_cache: bool = False) -> None:
+        self.kv_cache_dtype = torch.float8_e4m3fn if has_fp8_kv_cache else dtype
 
     def attention(self, params: AttentionParams, weights: AttentionWeights) -> TritonAttention:
         return TritonAttention(params, weights)
@@ -41,9 +41,9 @@ class TritonAttention:
         self._weights = weights
 
     def __call__(self, qkv: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
-        params = self._params
+        params, weights = self._params, self._weights
         attended = paged_attention(
-            prepare(qkv, kv_cache, meta, params, self._weights),
+            prepare(qkv, kv_cache, meta, params, weights),
             kv_cache,
             query_start_loc=meta.query_start_loc,
             seq_lens=meta.seq_lens,
@@ -52,6 +52,8 @@ class TritonAttention:
             scale=params.scale,
             sliding_window=params.sliding_window,
             logit_softcap=params.logit_softcap,
+            k_scale=weights.k_scale,
+            v_scale=weights.v_scale,
         )
         return attended.view(len(qkv), -1)
 
@@ -75,6 +77,8 @@ def prepare(
         q_norm=weights.q_norm,
         k_norm=weights.k_norm,
         eps=weights.eps,
+        k_scale=weights.k_scale,
+        v_scale=weights.v_scale,
     )
     return qkv[:, : params.num_heads * params.head_dim].view(-1, params.num_heads, params.head_dim)
 

@@ -76,7 +76,9 @@ class GemmaLayer:
             q_norm = gemma_rms_norm(factory, attention + "q_norm", head_dim, eps).weight
             k_norm = gemma_rms_norm(factory, attention + "k_norm", head_dim, eps).weight
         self.mlp = GeGLU(factory, prefix + "mlp.", hidden, config.intermediate_size)
-        self.attention = factory.attention(params, AttentionWeights(rotary, q_norm, k_norm, eps))
+        self.attention = factory.attention(
+            params, AttentionWeights(rotary, q_norm, k_norm, eps), prefix=attention
+        )
 
     def __call__(
         self,

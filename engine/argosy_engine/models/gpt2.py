@@ -33,7 +33,7 @@ class GPT2Layer:
         self.attend = MultiHeadAttention(
             conv1d("attn.c_attn", hidden, 3 * hidden),
             conv1d("attn.c_proj", hidden, hidden),
-            factory.attention(params),
+            factory.attention(params, prefix=prefix + "attn."),
         )
         self.norm_2 = LayerNorm(factory, prefix + "ln_2", hidden, config.layer_norm_eps)
         self.up = conv1d("mlp.c_fc", hidden, inner)

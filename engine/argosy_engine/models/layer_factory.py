@@ -11,7 +11,7 @@ from argosy_engine.attention.layer import Attention
 from argosy_engine.attention.params import AttentionParams
 from argosy_engine.attention.rotary import RotaryEmbedding
 from argosy_engine.models.experts import Experts, ExpertsSpec, SeparateExperts, TritonExperts
-from argosy_engine.models.layer_kernels import layer_kernels
+from argosy_engine.models.layer_kernels import LayerKernels, TorchLayerKernels
 from argosy_engine.models.layers import RMSNorm
 from argosy_engine.models.linear import GatedLinear, Linear, LinearSpec
 from argosy_engine.models.linear_method import LinearMethod, UnquantizedLinearMethod
@@ -42,7 +42,7 @@ class LayerFactory:
         self.max_positions = max_positions
         self._backend = backend
         self._method = linear_method or UnquantizedLinearMethod()
-        self._kernels = layer_kernels(uses_triton=backend.uses_triton)
+        self._kernels = _layer_kernels(backend)
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
         """Return a tensor in the engine's dtype, on its device."""
@@ -110,10 +110,39 @@ class LayerFactory:
         self,
         params: AttentionParams,
         weights: AttentionWeights = AttentionWeights(),  # noqa: B008 (immutable)
+        *,
+        prefix: str,
     ) -> Attention:
-        """Make one layer's attention."""
+        """Make one layer's attention, with the scales of an FP8 KV cache.
+
+        Args:
+            prefix: of the attention's tensors in the checkpoint, which may have such scales.
+        """
+        if self._backend.kv_cache_dtype is torch.float8_e4m3fn:
+            weights = weights._replace(
+                k_scale=self._kv_scale(prefix, "k"), v_scale=self._kv_scale(prefix, "v")
+            )
         return Attention(params, self._backend, weights)
+
+    def _kv_scale(self, prefix: str, name: str) -> torch.Tensor:
+        """Return the scale of keys or values, float32 [1]; 1 if the checkpoint has none."""
+        # compressed-tensors, ModelOpt, and what compressed-tensors wrote in 2024
+        names = [
+            f"{prefix}{name}_scale",
+            f"{prefix}{name}_proj.{name}_scale",
+            f"{prefix}{name}_proj.output_scale",
+        ]
+        found = self.weights.find_scale(names)
+        return torch.ones(1, device=self.device) if found is None else found
 
     def fuse_decoder(self, layers: Sequence[DecoderParts]) -> FusedDecoder | None:
         """Return a faster way to run all layers of a decoder; None: run them one by one."""
         return self._backend.fuse_decoder(layers)
+
+
+def _layer_kernels(backend: AttentionBackend) -> LayerKernels:
+    if not backend.uses_triton:
+        return TorchLayerKernels()
+    from argosy_engine.models.triton_layer_kernels import TritonLayerKernels
+
+    return TritonLayerKernels()

@@ -74,16 +74,3 @@ class TorchLayerKernels:
         if x_weight is not None:
             x = rms_norm(x, x_weight, eps)
         return rms_norm(residual.add_(x), weight, eps)
-
-
-def layer_kernels(*, uses_triton: bool) -> LayerKernels:
-    """Return the kernels of a model.
-
-    Args:
-        uses_triton: `AttentionBackend.uses_triton`.
-    """
-    if not uses_triton:
-        return TorchLayerKernels()
-    from argosy_engine.models.triton_layer_kernels import TritonLayerKernels
-
-    return TritonLayerKernels()

@@ -70,7 +70,9 @@ class DecoderLayer:
             q_norm = factory.take(attention + "q_norm.weight", head_dim)
             k_norm = factory.take(attention + "k_norm.weight", head_dim)
         self.mlp = make_mlp(factory, prefix + "mlp.", index)
-        self.attention = factory.attention(params, AttentionWeights(rotary, q_norm, k_norm, eps))
+        self.attention = factory.attention(
+            params, AttentionWeights(rotary, q_norm, k_norm, eps), prefix=attention
+        )
 
     def parts(self) -> DecoderParts | None:
         """Return the layer's parts for `LayerFactory.fuse_decoder`; None if its MLP is not a gated one."""

@@ -51,6 +51,7 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device,
     attention_backend: str,
+    has_fp8_kv_cache: bool = False,
     max_positions: int,
     load_format: Literal["auto", "dummy"],
     seed: int,
@@ -72,7 +73,7 @@ def load_model(
             f"{config.architecture} cannot run in {name}: {reason}; use --dtype bfloat16 or float32"
         )
     model_class = registry.model_class(config.architecture)
-    backend = load_backend(attention_backend, dtype)
+    backend = load_backend(attention_backend, dtype, has_fp8_kv_cache=has_fp8_kv_cache)
     with torch.inference_mode():
         plan = plan_weights(config, dtype)
         elements = {name: math.prod(shape) for name, shape in plan.shapes.items()}

@@ -29,7 +29,7 @@ class OPTLayer:
         self.attend = MultiHeadAttention(
             factory.linear({attention + f"{name}_proj": hidden for name in "qkv"}, hidden, bias=bias),
             factory.linear({attention + "out_proj": hidden}, hidden, bias=bias),
-            factory.attention(params),
+            factory.attention(params, prefix=attention),
         )
         self.mlp_norm = LayerNorm(factory, prefix + "final_layer_norm", hidden, _EPS)
         self.up = factory.linear({prefix + "fc1": inner}, hidden, bias=bias)

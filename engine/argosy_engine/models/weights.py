@@ -49,6 +49,14 @@ class Weights(ABC):
                 to the engine's.
         """
 
+    def find_scale(self, names: Sequence[str]) -> torch.Tensor | None:
+        """Return the first of these scales that the checkpoint has, float32 [1] on the engine's device.
+
+        Raises:
+            ConfigError: it is not one number.
+        """
+        return None
+
 
 class WeightPlan(Weights):
     """Records names, shapes and bytes of what a model takes, on the meta device: no memory used, no file read."""
@@ -107,15 +115,28 @@ class SafetensorsWeights(Weights):
             self._files = {_prefixed(name, prefix): source for name, source in self._files.items()}
 
     def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        file, stored_name = self._files[name]
-        try:
-            stored = file.get_tensor(stored_name)
-        except (OSError, SafetensorError) as error:
-            raise ConfigError(f"cannot read tensor {stored_name} of {self.path}: {error}") from None
+        stored = self._read(name)
         tensor = stored.to(device=self.device, dtype=dtype or self.dtype)
         self.num_bytes += tensor.nbytes
         self.on_read(stored.nbytes)
         return tensor
+
+    def find_scale(self, names: Sequence[str]) -> torch.Tensor | None:
+        for name in names:
+            if name not in self._files:
+                continue
+            stored = self._read(name)
+            if stored.numel() != 1 or not stored.is_floating_point():
+                raise ConfigError(f"{name} of {self.path} is {list(stored.shape)}: a scale is one number")
+            return stored.to(device=self.device, dtype=torch.float32).reshape(1)
+        return None
+
+    def _read(self, name: str) -> torch.Tensor:
+        file, stored_name = self._files[name]
+        try:
+            return file.get_tensor(stored_name)
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"cannot read tensor {stored_name} of {self.path}: {error}") from None
 
     def check(self, plan: WeightPlan, ignored: Sequence[str]) -> None:
         """Compare the checkpoint's headers with what the model will take, before any data is read.

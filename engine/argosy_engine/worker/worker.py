@@ -98,7 +98,11 @@ class Worker:
             self._dtype = dtype = _DTYPES[choose_dtype(args.dtype, config.dtype, device.type)]
             longest = wanted_model_len(args, config)
             needs = AttentionNeeds(
-                device.type, str(dtype).removeprefix("torch."), args.block_size, config.attention_layers
+                device.type,
+                str(dtype).removeprefix("torch."),
+                args.block_size,
+                config.attention_layers,
+                args.has_fp8_kv_cache,
             )
             if device.type == "cpu":  # the kernels were tested when they were built
                 self._backend = select_backend(needs, args.attention_backend, unavailable)
@@ -193,6 +197,7 @@ class Worker:
             dtype=self._dtype,
             device=self._device,
             attention_backend=self._backend.name,
+            has_fp8_kv_cache=self.args.has_fp8_kv_cache,
             max_positions=wanted_model_len(self.args, self._config) + 1,
             load_format=self.args.load_format,
             seed=self.args.seed or 0,
@@ -208,6 +213,7 @@ class Worker:
             repr(args.logits_processors),
             args.logprobs_mode,
             f"dummy {args.seed or 0}" if is_dummy else "",
+            *(["fp8 kv cache"] if args.has_fp8_kv_cache else []),
         )
         return fingerprint(self._path, settings, has_weights=not is_dummy)
 
