@@ -137,6 +137,8 @@ class StubExecutor:
     def collective_rpc(self, call: CollectiveRpc) -> list[Any]:
         return [None]
 
+    def check_health(self) -> None: ...
+
     def shutdown(self) -> None: ...
 
 

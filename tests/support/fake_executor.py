@@ -71,4 +71,6 @@ class FakeExecutor:
             self.worker = FakeWorker(BLOCK)
         return [None]
 
+    def check_health(self) -> None: ...
+
     def shutdown(self) -> None: ...

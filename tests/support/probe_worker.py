@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
+from typing import Any
 
 from msgspec import structs
 
+from argosy_engine.messages.model_runner_output import ModelRunnerOutput
+from argosy_engine.messages.scheduler_output import SchedulerOutput
 from argosy_engine.messages.worker_info import WorkerInfo
 from argosy_engine.worker.worker import Worker
 
@@ -35,6 +39,49 @@ class UnequalWorker(ProbeWorker):
     def start(self) -> WorkerInfo:
         self.args = structs.replace(self.args, num_gpu_blocks_override=512 - 100 * self.rank)
         return super().start()
+
+
+class ScriptedWorker(ProbeWorker):
+    """A worker whose steps do what the first id that they release says: `WHEN:WHAT:ARGUMENT`.
+
+    WHEN is `launch`, or `end`, which is when the step's tokens are awaited.
+    """
+
+    def execute(self, step: SchedulerOutput) -> Any:
+        if not step.finished_request_ids:
+            return super().execute(step)
+        when, what, argument = step.finished_request_ids[0].split(":")
+        if when == "launch":
+            self.act(what, argument)
+        return ScriptedStep(self, when, what, argument)
+
+    def act(self, what: str, argument: str) -> None:
+        if what == "fail" and self.rank == int(argument):
+            raise RuntimeError("as asked")
+        if what == "open":
+            self.open_pipe(argument)
+        elif what == "tell":
+            with open(argument, "wb"):
+                pass
+        elif what == "lose" and self.rank:
+            with open(argument, "wb"):
+                os.kill(os.getpid(), signal.SIGKILL)
+        elif what == "lose":
+            with open(argument, "rb") as pipe:
+                pipe.read()
+            raise RuntimeError("the peer is gone")
+
+
+class ScriptedStep:
+    def __init__(self, worker: ScriptedWorker, when: str, what: str, argument: str) -> None:
+        self._worker = worker
+        self._script = when, what, argument
+
+    def wait(self) -> ModelRunnerOutput:
+        when, what, argument = self._script
+        if when == "end":
+            self._worker.act(what, argument)
+        return ModelRunnerOutput([what], [[]])
 
 
 class NoWorker:

@@ -57,4 +57,12 @@ class Executor(Protocol):
         """
         ...
 
+    def check_health(self) -> None:
+        """Check that all workers live. It does not wait, so that an idle core can call it often.
+
+        Raises:
+            EngineDead: a worker's process ended.
+        """
+        ...
+
     def shutdown(self) -> None: ...

@@ -109,18 +109,22 @@ class BroadcastWriter:
             os.eventfd_write(fd, 1)
 
     def _await_space(self) -> None:
-        for rank, fd in enumerate(self._space):
+        for fd in self._space:
             while True:
                 try:
                     os.eventfd_read(fd)
                     break
                 except BlockingIOError:
                     pass
+                # A reader may be slow because it waits for another that has ended.
+                ranks = {stream.fileno(): rank for rank, stream in enumerate(self.sockets)}
                 poller = select.poll()
                 poller.register(fd, select.POLLIN)
-                poller.register(self.sockets[rank].fileno(), select.POLLRDHUP)
-                if any(events & (select.POLLRDHUP | select.POLLHUP) for _, events in poller.poll()):
-                    raise EngineDead(f"worker {rank} ended")
+                for stream in ranks:
+                    poller.register(stream, select.POLLRDHUP)
+                for stream, events in poller.poll():
+                    if events & (select.POLLRDHUP | select.POLLHUP):
+                        raise EngineDead(f"worker {ranks[stream]} ended")
 
     def _send_file(self, message: bytes) -> None:
         if len(message) > MAX_MESSAGE_BYTES:

@@ -2,7 +2,8 @@
 
 A call is broadcast once to all ranks; answers come back per rank, in the order of the calls. Workers are fresh
 interpreters, because a process with threads must not fork, and nothing is pickled. The end of a worker is detected on
-its socket; workers end with the core. Design: vLLM's `MultiprocExecutor`.
+its socket, whichever worker the core waits for, and its last message says why it ended; workers end with the core.
+Design: vLLM's `MultiprocExecutor`.
 """
 
 from __future__ import annotations
@@ -13,19 +14,24 @@ import subprocess
 import sys
 import time
 from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from argosy_engine.config import EngineArgs
-from argosy_engine.errors import ConfigError, EngineDead, UtilityFailed
+from argosy_engine.errors import ConfigError, EngineDead, EngineError, UtilityFailed
 from argosy_engine.executor.broadcast import BroadcastWriter, MessageStream
-from argosy_engine.executor.worker_messages import CALL, EXECUTE, FAILED, INIT, SAMPLE, WorkerFailure
+from argosy_engine.executor.worker_messages import CALL, DIED, EXECUTE, FAILED, INIT, SAMPLE, WorkerFailure
 from argosy_engine.messages.collective_rpc import CollectiveRpc
 from argosy_engine.messages.model_runner_output import ModelRunnerOutput
 from argosy_engine.messages.scheduler_output import GrammarBitmask, SchedulerOutput
 from argosy_engine.messages.worker_info import WorkerInfo
 from argosy_engine.osproc.child_process import EXIT_TIMEOUT_S, describe_exit, end_child, parent_argument
+
+ROOT_CAUSE_S = 0.25
+"""How long to wait for the ends of other workers when one ends: a worker whose peer has died fails with an error of its
+own, which is not the reason."""
 
 
 class PendingAnswer:
@@ -59,6 +65,8 @@ class MultiprocExecutor:
         self._answers = [MessageStream(stream) for stream in self._queue.sockets]
         self._ranks = {stream.fileno(): rank for rank, stream in enumerate(self._queue.sockets)}
         self._pollers = [self._poller(rank) for rank in range(world_size)]
+        self._ends = self._poller()
+        self._death: EngineError | None = None
         self._processes: list[subprocess.Popen[bytes]] = []
         self._encode = msgspec.msgpack.Encoder().encode
         self._outputs = msgspec.msgpack.Decoder(ModelRunnerOutput)
@@ -81,24 +89,21 @@ class MultiprocExecutor:
                 )
             )
         self._queue.close_reader_ends()
-        self._queue.put(INIT + self._encode(self._args))
+        self._send(INIT + self._encode(self._args))
         answers = [self._answer(rank) for rank in range(len(self._processes))]
-        for answer in answers:
-            if isinstance(answer, WorkerFailure):
-                raise ConfigError(answer.message) if answer.is_config_error else EngineDead(answer.message)
         infos = [msgspec.msgpack.decode(_payload(answer), type=WorkerInfo) for answer in answers]
         # A block id is used on every rank, so the rank with the least memory determines the number of blocks.
         tightest = min(infos, key=lambda info: info.memory.num_blocks)
         return msgspec.structs.replace(infos[0], memory=tightest.memory)
 
     def execute(self, step: SchedulerOutput) -> PendingAnswer:
-        self._queue.put(EXECUTE + self._encode(step))
+        self._send(EXECUTE + self._encode(step))
         pending = PendingAnswer(self)
         self._pending.append(pending)
         return pending
 
     def sample(self, grammar: GrammarBitmask | None) -> None:
-        self._queue.put(SAMPLE + self._encode(grammar))
+        self._send(SAMPLE + self._encode(grammar))
 
     def receive(self) -> None:
         """Wait for the answer to the oldest step.
@@ -106,17 +111,14 @@ class MultiprocExecutor:
         Raises:
             EngineDead: see `Executor.execute`.
         """
-        answer = self._answer(0)
-        if isinstance(answer, WorkerFailure):
-            raise EngineDead(f"a step failed in worker 0: {answer.message}")
-        self._pending.popleft().output = self._outputs.decode(answer)
+        self._pending.popleft().output = self._outputs.decode(_payload(self._answer(0)))
 
     def collective_rpc(self, call: CollectiveRpc) -> list[Any]:
         while self._pending:  # answers come in the order of the calls
             self.receive()
         method, timeout = call.method, call.timeout
         deadline = None if timeout is None else time.monotonic() + timeout
-        self._queue.put(CALL + self._encode(call))
+        self._send(CALL + self._encode(call))
         answers: list[memoryview | WorkerFailure] = []
         try:
             for rank in range(self._world_size):
@@ -138,6 +140,16 @@ class MultiprocExecutor:
             end_child(process, f"worker {rank}")
         self._processes = []
 
+    def check_health(self) -> None:
+        if self._ends.poll(0):
+            raise self._dead()
+
+    def _send(self, message: bytes) -> None:
+        try:
+            self._queue.put(message)
+        except EngineDead:
+            raise self._dead() from None
+
     def _answer(self, rank: int, deadline: float | None = None) -> memoryview | WorkerFailure:
         """Wait for a worker's next answer, discarding those to calls that have timed out.
 
@@ -145,6 +157,7 @@ class MultiprocExecutor:
             deadline: by `time.monotonic()`.
 
         Raises:
+            ConfigError: a worker cannot start.
             EngineDead: this or another worker ended first.
             TimeoutError: the deadline has passed.
         """
@@ -153,12 +166,11 @@ class MultiprocExecutor:
             events = self._pollers[rank].poll(timeout_ms)
             if not events:
                 raise TimeoutError
-            for fd, event in events:
-                if not event & select.POLLIN:
-                    raise self._dead(self._ranks[fd])
+            if any(not event & select.POLLIN for _, event in events):
+                raise self._dead()
             message = self._answers[rank].receive()
-            if message is None:
-                raise self._dead(rank)
+            if message is None or message[:1] == DIED:
+                raise self._dead({rank: message})
             if not self._num_late[rank]:
                 break
             self._num_late[rank] -= 1
@@ -166,18 +178,57 @@ class MultiprocExecutor:
             return msgspec.msgpack.decode(message[1:], type=WorkerFailure)
         return memoryview(message)[1:]
 
-    def _poller(self, awaited: int) -> select.poll:
-        """Make a poller that reports an answer of one worker, or the end of any worker."""
+    def _poller(self, awaited: int | None = None) -> select.poll:
+        """Make a poller that reports an answer of the awaited worker, or the end of any worker."""
         poller = select.poll()
         for rank, stream in enumerate(self._queue.sockets):
             poller.register(stream, select.POLLRDHUP | (select.POLLIN if rank == awaited else 0))
         return poller
 
-    def _dead(self, rank: int) -> EngineDead:
+    def _dead(self, received: Mapping[int, bytes | None] | None = None) -> EngineError:
+        """Return the error that says why workers have ended: that some were killed, else why they failed.
+
+        Args:
+            received: rank -> last message, of a worker whose last message has been received.
+        """
+        if self._death is None:
+            last = self._last_messages(dict(received or {}))
+            killed, failed = [], []
+            for rank, message in sorted(last.items()):
+                if message is None or message[:1] != DIED:
+                    killed.append(f"worker {rank} ended ({self._describe_exit(rank)})")
+                    continue
+                failure = msgspec.msgpack.decode(message[1:], type=WorkerFailure)
+                if failure.is_config_error:
+                    self._death = ConfigError(failure.message)
+                    return self._death
+                failed.append(f"worker {rank} failed: {failure.message}")
+            self._death = EngineDead("; ".join(killed or failed))
+        return self._death
+
+    def _last_messages(self, last: dict[int, bytes | None]) -> dict[int, bytes | None]:
+        """Return the last messages of the workers that have ended, by rank, adding to those that are known."""
+        deadline = time.monotonic() + ROOT_CAUSE_S
+        poller = self._poller()
+        for rank in last:
+            poller.unregister(self._queue.sockets[rank])
+        while len(last) < self._world_size:
+            events = poller.poll(max(deadline - time.monotonic(), 0.0) * 1000)
+            if not events:
+                break
+            for fd, _ in events:
+                poller.unregister(fd)
+                rank = self._ranks[fd]
+                last[rank] = None
+                while (message := self._answers[rank].receive()) is not None:
+                    last[rank] = message
+        return last
+
+    def _describe_exit(self, rank: int) -> str:
         process = self._processes[rank]
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(EXIT_TIMEOUT_S)
-        return EngineDead(f"worker {rank} ended ({describe_exit(process.poll())})")
+        return describe_exit(process.poll())
 
 
 def _payload(answer: memoryview | WorkerFailure) -> memoryview:

@@ -32,5 +32,7 @@ class UniprocExecutor:
         except Exception as error:
             raise UtilityFailed(f"{call.method} failed: {type(error).__name__}: {error}") from error
 
+    def check_health(self) -> None: ...
+
     def shutdown(self) -> None:
         self._worker.shutdown()

@@ -7,7 +7,7 @@ from msgspec import Struct
 INIT = b"\x00"
 """`EngineArgs`: make the worker and load the model. The first message; every rank answers with `WorkerInfo`."""
 EXECUTE = b"\x01"
-"""`SchedulerOutput`: run a step. Every rank computes the same tokens; only rank 0 answers, with `ModelRunnerOutput`."""
+"""`SchedulerOutput`: run a step. Only one rank answers, with `ModelRunnerOutput`; on the others only a failure does."""
 SAMPLE = b"\x02"
 """`GrammarBitmask` or None, for the previous step, which awaits it and is answered only now."""
 CALL = b"\x03"
@@ -16,7 +16,9 @@ CALL = b"\x03"
 DONE = b"\x00"
 """Answer: the result."""
 FAILED = b"\x01"
-"""Answer: `WorkerFailure`."""
+"""Answer: `WorkerFailure` of a call; the worker goes on."""
+DIED = b"\x02"
+"""Last message: `WorkerFailure` of the start or of a step, with which the worker's process ends."""
 
 
 class WorkerFailure(Struct, array_like=True):

@@ -1,26 +1,26 @@
 """WorkerProcess: a worker's own process, `python -m argosy_engine.executor.worker_process RANK WORLD_SIZE PARENT FD...`
 
-It reads calls from the broadcast queue and answers over its socket. It ends with the core: a thread waits until the
-other end of the socket closes, and the kernel kills the process if that thread cannot run (`osproc.child_process`). A
-message is one byte for its kind, then msgpack.
+It reads calls from the broadcast queue and answers over its socket. Steps overlap: this thread launches the next one
+while another waits for the tokens of the last (`AnswerQueue`). It ends with the core: a thread waits until the other
+end of the socket closes, and the kernel kills the process if that thread cannot run (`osproc.child_process`). A message
+is one byte for its kind, then msgpack.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import select
 import signal
 import sys
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
 from argosy_engine.config import EngineArgs
-from argosy_engine.errors import ConfigError, UtilityFailed
+from argosy_engine.executor.answer_queue import AnswerQueue
 from argosy_engine.executor.broadcast import BroadcastReader, MessageStream, ReaderEnds
-from argosy_engine.executor.worker_messages import CALL, DONE, EXECUTE, FAILED, WorkerFailure
+from argosy_engine.executor.worker_messages import CALL, EXECUTE
 from argosy_engine.messages.collective_rpc import CollectiveRpc
 from argosy_engine.messages.scheduler_output import GrammarBitmask, SchedulerOutput
 from argosy_engine.osproc.child_process import die_with_parent
@@ -29,8 +29,7 @@ from argosy_protocol.program.log_format import configure_logging
 
 if TYPE_CHECKING:
     from argosy_engine.worker.pending_step import PendingStep
-
-logger = logging.getLogger("argosy.worker")
+    from argosy_engine.worker.worker import Worker
 
 
 def main() -> None:
@@ -61,60 +60,61 @@ class WorkerProcess:
         self._rank = rank
         self._world_size = world_size
         self._reader = reader
-        self._answers = MessageStream(reader.socket)
-        self._encode = msgspec.msgpack.Encoder().encode
+        self._answers = AnswerQueue(rank, MessageStream(reader.socket))
 
-    def serve(self) -> None:
-        """Answer calls until the core ends. Returns only if the worker could not start."""
-        args = msgspec.msgpack.decode(self._reader.get()[1:], type=EngineArgs)
+    def serve(self) -> NoReturn:
+        """Answer calls until the core ends or a step fails, either of which ends the process."""
         try:
-            from argosy_engine.executor.worker_class import public_method, worker_class
-
-            worker = worker_class(args.worker_cls)(args, self._rank, self._world_size)
-            self._done(worker.start())
+            worker = self._start()
+            self._serve(worker)
         except Exception as error:
-            self._fail("start", error)
-            return
+            self._answers.die(error)
+
+    def _start(self) -> Worker:
+        args = msgspec.msgpack.decode(self._reader.get()[1:], type=EngineArgs)
+        from argosy_engine.executor.worker_class import worker_class
+
+        worker = worker_class(args.worker_cls)(args, self._rank, self._world_size)
+        self._answers.put_result(worker.start())
+        return worker
+
+    def _serve(self, worker: Worker) -> NoReturn:
+        """Launch steps and run calls, as they come.
+
+        Raises:
+            Exception: a step failed to launch.
+        """
         steps = msgspec.msgpack.Decoder(SchedulerOutput)
         grammars = msgspec.msgpack.Decoder(GrammarBitmask | None)
         calls = msgspec.msgpack.Decoder(CollectiveRpc)
+        is_answered = self._rank == 0
         awaiting: PendingStep | None = None
         while True:
             message = self._reader.get()
             kind, payload = message[:1], memoryview(message)[1:]
-            try:
-                if kind == CALL:
-                    call = calls.decode(payload)
-                    self._done(public_method(worker, call.method)(*call.args, **call.kwargs))
-                    continue
-                if kind == EXECUTE:
-                    step = steps.decode(payload)
-                    pending = worker.execute(step)
-                    if step.awaits_grammar:
-                        awaiting = pending
-                        continue
+            if kind == CALL:
+                self._call(worker, calls.decode(payload))
+            elif kind == EXECUTE:
+                step = steps.decode(payload)
+                pending = worker.execute(step)
+                if step.awaits_grammar:
+                    awaiting = pending
                 else:
-                    assert awaiting is not None
-                    pending, awaiting = awaiting, None
-                    pending.sample(grammars.decode(payload))
-                output = pending.get()
-                if self._rank == 0:
-                    self._done(output)
-            except Exception as error:
-                self._fail("call", error)
-                if kind != CALL and self._rank != 0:
-                    os._exit(1)  # the core does not wait for this rank's answer, but notices its end
+                    self._answers.put_step(pending.wait, is_answered=is_answered)
+            else:
+                assert awaiting is not None
+                awaiting.sample(grammars.decode(payload))
+                self._answers.put_step(awaiting.wait, is_answered=is_answered)
+                awaiting = None
 
-    def _done(self, result: Any) -> None:
-        self._answers.send(DONE + self._encode(result))
+    def _call(self, worker: Worker, call: CollectiveRpc) -> None:
+        from argosy_engine.executor.worker_class import public_method
 
-    def _fail(self, activity: str, error: Exception) -> None:
-        if isinstance(error, (ConfigError, UtilityFailed)):  # the message is meant for the caller
-            failure = WorkerFailure(str(error), isinstance(error, ConfigError))
-        else:
-            logger.exception("worker %d failed (%s)", self._rank, activity)
-            failure = WorkerFailure(f"{type(error).__name__}: {error}")
-        self._answers.send(FAILED + self._encode(failure))
+        self._answers.join()  # the method finds no step in flight
+        try:
+            self._answers.put_result(public_method(worker, call.method)(*call.args, **call.kwargs))
+        except Exception as error:
+            self._answers.put_failure(error)
 
 
 if __name__ == "__main__":

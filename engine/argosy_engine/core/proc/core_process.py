@@ -159,11 +159,13 @@ class CoreProcess:
         while True:
             self._turned_at = time.monotonic()
             core.tick()
-            if not core.has_work and not self.wait_for_input():
-                core.check_when_idle()
-                core.structured.warm_up()
-                self.output_queue.put(core.idle_outputs())
-                continue
+            if not core.has_work:
+                core.executor.check_health()
+                if not self.wait_for_input():
+                    core.check_when_idle()
+                    core.structured.warm_up()
+                    self.output_queue.put(core.idle_outputs())
+                    continue
             self.drain_inputs()
             if not core.has_work:
                 continue
