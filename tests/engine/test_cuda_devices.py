@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -35,9 +34,9 @@ from argosy_engine.sample.sampler import SamplerOptions
 from argosy_engine.sample.topk_topp_sampler import SamplingBatch, processed_logits, sample
 from argosy_engine.worker.model_runner import ModelRunner
 from argosy_engine.worker.worker import choose_device
+from gpu_accounting.fake_device import CUDA, FakeRuntime, fake_cuda
 from random_checkpoints import KINDS
 
-CUDA = torch.device("cuda")
 READS = (DataDependentOutputException, DynamicOutputShapeException)
 """Where a value is asked for: the end of what can be followed."""
 GREEDY = SamplingParams(temperature=0.0)
@@ -64,13 +63,7 @@ class FakeDevice:
         Args:
             steps: new requests of each; those of earlier steps compute one more token.
         """
-        with pytest.MonkeyPatch.context() as patch, self.mode, torch.no_grad():
-            real = torch.from_numpy
-            patch.setattr(torch, "from_numpy", lambda array: self.mode.from_tensor(real(array)))
-            # In inference mode copies between devices pass the fakes by.
-            patch.setattr(torch.inference_mode, "__enter__", lambda _: None)
-            patch.setattr(torch.inference_mode, "__exit__", lambda *_: None)
-            patch.setattr(torch.cuda, "Event", MagicMock)
+        with fake_cuda(self.mode):
             for step in _schedule(steps[:-1], [], None):
                 self.runner.execute(step)
             (last,) = _schedule(steps[-1:], [each for new in steps[:-1] for each in new], grammar)
@@ -99,8 +92,8 @@ def fake(name: str, path: Path) -> FakeDevice:
         factory = LayerFactory(weights, TorchBackend(torch.bfloat16), 128)
         model = registry.model_class(config.architecture)(config, factory)
         runner = ModelRunner(
-            model, config, num_blocks=16, block_size=16, max_num_seqs=8, max_model_len=128,
-            device=CUDA, sampling=SamplerOptions(vocab_size=config.vocab_size),
+            model, config, num_blocks=16, block_size=16, max_num_seqs=8, max_num_batched_tokens=128, max_model_len=128,
+            device=CUDA, sampling=SamplerOptions(vocab_size=config.vocab_size), runtime=FakeRuntime(),
         )  # fmt: skip
     return FakeDevice(mode, runner)
 

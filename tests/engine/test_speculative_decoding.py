@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from argosy_engine.executor.abstract import PendingOutput
 from argosy_engine.messages.core_messages import EngineCoreRequest
 from argosy_engine.messages.model_runner_output import ModelRunnerOutput
 from argosy_engine.messages.scheduler_output import GrammarBitmask, SchedulerOutput
+from argosy_engine.worker import worker as worker_module
+from checked_copies import CheckedRuntime
 
 PROMPTS = [
     "Once upon a time",
@@ -137,3 +140,16 @@ def test_drafts_change_nothing_but_the_number_of_steps(
     assert 0.3 < oracle.num_accepted / oracle.num_drafts < 0.95
     if not changes:
         assert oracle.num_steps < max(len(token_ids) for token_ids, _, _ in expected)
+
+
+def test_drafts_are_verified_with_inputs_in_device_buffers(
+    expected: list[tuple[list[int], Any, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        worker_module, "ModelRunner", partial(worker_module.ModelRunner, runtime=CheckedRuntime())
+    )
+    llm = make()
+    compile_grammars(llm)
+    oracle = Oracle(llm, [token_ids for token_ids, _, _ in expected])
+    assert answers(llm) == expected
+    assert oracle.num_accepted

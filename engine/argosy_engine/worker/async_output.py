@@ -12,6 +12,7 @@ import torch
 from argosy_engine.sample.logprobs import LogprobsTensors
 from argosy_engine.sample.sampler import SamplerOutput
 from argosy_engine.sample.token_logprobs import TokenLogprobs
+from argosy_engine.worker.host_copies import HostCopies, HostCopy
 
 
 class SampledTokens(NamedTuple):
@@ -35,29 +36,25 @@ class PendingTokens(Protocol):
 
 
 class AsyncTokens:
-    """One token per row, copied to the host asynchronously. `wait` does not wait for work that was launched later."""
+    """One token per row, copied to the host asynchronously.
 
-    def __init__(self, sampled: SamplerOutput) -> None:
+    Args:
+        copies: starts the copy; None: the tensors are on the host, because a CPU has computed them.
+    """
+
+    def __init__(self, sampled: SamplerOutput, copies: HostCopies | None) -> None:
         self.first = sampled.token_ids
         self.failed = sampled.failed
         self._logprobs = sampled.logprobs
         tensors = (sampled.token_ids, *(sampled.logprobs.tensors if sampled.logprobs else ()))
-        self._event: torch.cuda.Event | None = None
-        self._tensors: tuple[torch.Tensor, ...] = tensors
-        if self.first.device.type == "cuda":
-            self._tensors = tuple(
-                torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
-                for tensor in tensors
-            )
-            self._event = torch.cuda.Event()
-            self._event.record()
+        self._copy = HostCopy(tensors) if copies is None else copies.start(tensors)
 
     def wait(self) -> SampledTokens:
-        if self._event is not None:
-            self._event.synchronize()
-        token_ids, *tensors = self._tensors
+        token_ids, *tensors = self._copy.wait()
         logprobs = {}
         if self._logprobs is not None:
             by_row = self._logprobs._replace(tensors=LogprobsTensors(*tensors)).by_row()
             logprobs = {row: [entry] for row, entry in by_row.items()}
-        return SampledTokens([[token] for token in token_ids.tolist()], logprobs)
+        tokens = SampledTokens([[token] for token in token_ids.tolist()], logprobs)
+        self._copy.release()
+        return tokens

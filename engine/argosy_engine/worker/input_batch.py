@@ -22,6 +22,7 @@ class InputBatch:
         max_blocks: most blocks of a request in one group.
         num_groups: number of KV cache groups, each with a block table.
         eos_token_ids: passed to the sampler, which uses the same slots.
+        tracks_blocks: whether to note changes of the block tables for `take_changed_blocks`.
     """
 
     def __init__(
@@ -33,6 +34,8 @@ class InputBatch:
         eos_token_ids: tuple[int, ...],
         device: torch.device,
         sampling: SamplerOptions,
+        *,
+        tracks_blocks: bool = False,
     ) -> None:
         self.num_slots = max_num_seqs
         self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int32)
@@ -46,6 +49,7 @@ class InputBatch:
         self.sampler = Sampler(self.token_ids, eos_token_ids, device, sampling)
         self.slot_of: dict[str, int] = {}
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+        self._changed_blocks: list[tuple[int, int, int, int]] | None = [] if tracks_blocks else None
 
     def add(self, request: NewRequest) -> None:
         slot = self._free_slots.pop()
@@ -67,6 +71,14 @@ class InputBatch:
             start = self.num_blocks[group, slot]
             self.block_tables[group, slot, start : start + len(added)] = added
             self.num_blocks[group, slot] = start + len(added)
+            if self._changed_blocks is not None and added:
+                self._changed_blocks.append((group, slot, int(start), len(added)))
+
+    def take_changed_blocks(self) -> list[tuple[int, int, int, int]]:
+        """Return the ranges (group, slot, first, count) of the block tables that changed since the last call."""
+        changed, self._changed_blocks = self._changed_blocks, []
+        assert changed is not None, "made without tracks_blocks"
+        return changed
 
     def add_drafts(self, slot: int, token_ids: list[int]) -> None:
         """Write draft tokens after the known tokens, for the step that computes and verifies them."""

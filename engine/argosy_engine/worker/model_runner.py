@@ -1,31 +1,38 @@
 """ModelRunner: turns a SchedulerOutput into tensors, runs the forward pass and samples.
 
-It owns the KV cache tensor and the input batch. Requests with one new token come first in the flattened batch, because
-the attention backend handles them together.
+It owns the KV cache tensor and the input batch. On the host a step becomes numpy arrays (`step_arrays`), whatever the
+device; `step_inputs` makes tensors of them on a CPU, `device_inputs` on a GPU.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import torch
 
-from argosy_engine.attention.metadata import AttentionMetadata
 from argosy_engine.messages.model_runner_output import ModelRunnerOutput
 from argosy_engine.messages.scheduler_output import SchedulerOutput
 from argosy_engine.models.model_config import ModelConfig
 from argosy_engine.models.registry import CausalLM
 from argosy_engine.sample.logprobs import score_prompt
 from argosy_engine.sample.sampler import SamplerOptions
+from argosy_engine.worker.device_inputs import DeviceInputs
+from argosy_engine.worker.device_runtime import CudaRuntime, DeviceRuntime
+from argosy_engine.worker.host_copies import HostCopies
 from argosy_engine.worker.input_batch import InputBatch
 from argosy_engine.worker.kv_cache import allocate_kv_cache, layer_groups
 from argosy_engine.worker.pending_step import PendingStep, PendingSteps
 from argosy_engine.worker.pooler import Pooler
+from argosy_engine.worker.step_arrays import StepArrays, flatten_step
+from argosy_engine.worker.step_inputs import HostInputs, StepInputs
 
 
 class ModelRunner:
-    """Executes scheduled steps on one device."""
+    """Executes scheduled steps on one device.
+
+    Args:
+        max_num_batched_tokens: most tokens of a step.
+        runtime: copies to and from the device; default: CUDA's on a GPU. A CPU needs none.
+    """
 
     def __init__(
         self,
@@ -35,9 +42,11 @@ class ModelRunner:
         num_blocks: int,
         block_size: int,
         max_num_seqs: int,
+        max_num_batched_tokens: int,
         max_model_len: int,
         device: torch.device,
         sampling: SamplerOptions,
+        runtime: DeviceRuntime | None = None,
     ) -> None:
         self.model = model
         self.pooler = Pooler(model)
@@ -47,7 +56,9 @@ class ModelRunner:
         self.kv_cache = allocate_kv_cache(model, self.groups, num_blocks, block_size, device)
         """One tensor [2, num_blocks, block_size, num_kv_heads, head_dim] per layer."""
         group_of = {layer: index for index, group in enumerate(self.groups) for layer in group.layers}
-        self._group_of_layer = [group_of[layer] for layer in range(len(group_of))]
+        group_of_layer = [group_of[layer] for layer in range(len(group_of))]
+        if runtime is None and device.type == "cuda":
+            runtime = CudaRuntime(device)
         self.batch = InputBatch(
             max_num_seqs,
             max_model_len,
@@ -56,9 +67,21 @@ class ModelRunner:
             config.eos_token_ids,
             device,
             sampling,
+            tracks_blocks=runtime is not None,
         )
+        self._inputs: StepInputs = HostInputs(self.batch, group_of_layer, block_size)
+        if runtime is not None:
+            self._inputs = DeviceInputs(
+                self.batch,
+                group_of_layer,
+                block_size,
+                max_num_tokens=max_num_batched_tokens,
+                device=device,
+                runtime=runtime,
+            )
         self._logprobs_mode = sampling.logprobs_mode
-        self._pending_steps = PendingSteps()
+        copies = None if runtime is None else HostCopies(runtime)
+        self._pending_steps = PendingSteps(self.batch, self._inputs, copies)
         self.vocab_size = config.vocab_size
 
     @torch.inference_mode()
@@ -67,44 +90,21 @@ class ModelRunner:
         self._pending_steps.land()
         self._apply(step)
         if not step.num_scheduled_tokens:
-            return PendingStep(self.batch, self._pending_steps, ModelRunnerOutput([], []))
-        # Requests with one new token come first; sorted() is stable, so the rest keeps the scheduler's order.
-        scheduled = sorted(step.num_scheduled_tokens.items(), key=lambda item: item[1] > 1)
-        request_ids = [request_id for request_id, _ in scheduled]
-        slots = np.fromiter(
-            (self.batch.slot_of[request_id] for request_id in request_ids), np.int64, len(scheduled)
-        )
-        query_lens = np.fromiter((count for _, count in scheduled), np.int64, len(scheduled))
-        computed = self.batch.num_computed[slots]
-        seq_lens, ends = computed + query_lens, np.cumsum(query_lens)
-        token_ids, positions, meta = self._inputs(slots, query_lens, computed, seq_lens, ends)
-
-        hidden = self.model.forward(token_ids, positions, self.kv_cache, meta)
-        # Only requests that reach the end of their known tokens sample a next token.
-        is_sampled = seq_lens >= self.batch.num_tokens[slots]
-        self.batch.num_computed[slots] = seq_lens
-        output = ModelRunnerOutput(request_ids, [[] for _ in request_ids], {}, {})
-        output.pooler_output = self.pooler.pool(request_ids, hidden, query_lens, is_sampled)
+            return PendingStep(self._pending_steps, ModelRunnerOutput([], []))
+        arrays = flatten_step(self.batch, step, self._pending_steps.slots())
+        tensors = self._inputs.tensors(arrays)
+        hidden = self.model.forward(tensors.token_ids, tensors.positions, self.kv_cache, tensors.meta)
+        slots, sampled = arrays.slots, arrays.sampled
+        self.batch.num_computed[slots] = arrays.seq_lens
+        output = ModelRunnerOutput(arrays.request_ids, [[] for _ in arrays.request_ids], {}, {})
+        output.pooler_output = self.pooler.pool(arrays, hidden)
         if (self.batch.num_prompt_logprobs[slots] >= 0).any():
-            self._score_prompts(output, hidden, slots, query_lens, computed)
-        if not is_sampled.any():
-            return PendingStep(self.batch, self._pending_steps, output)
-        rows = np.flatnonzero(is_sampled).tolist()
-        last_rows, first_positions = ends[is_sampled] - 1, seq_lens[is_sampled]
-        drafts: list[list[int]] = []
-        if step.scheduled_spec_token_ids:
-            drafts = [step.scheduled_spec_token_ids.get(request_ids[row], []) for row in rows]
-            counts = np.array([len(each) for each in drafts])
-            first_positions = first_positions - counts
-            last_rows = np.concatenate(
-                [np.arange(last - count, last + 1) for last, count in zip(last_rows, counts, strict=True)]
-            )
-        if len(last_rows) < len(hidden):
-            hidden = hidden.index_select(0, self._tensor(last_rows))
-        logits = self.model.logits(hidden)
-        pending = PendingStep(
-            self.batch, self._pending_steps, output, logits, rows, slots[is_sampled], first_positions, drafts
-        )
+            self._score_prompts(output, hidden, arrays)
+        if not sampled.rows:
+            return PendingStep(self._pending_steps, output)
+        if tensors.sampled_tokens is not None:
+            hidden = hidden.index_select(0, tensors.sampled_tokens)
+        pending = PendingStep(self._pending_steps, output, self.model.logits(hidden), sampled)
         if not step.awaits_grammar:
             pending.sample(step.grammar)
         return pending
@@ -125,62 +125,15 @@ class ModelRunner:
         for request_id, drafts in step.scheduled_spec_token_ids.items():
             self.batch.add_drafts(self.batch.slot_of[request_id], drafts)
 
-    def _inputs(
-        self,
-        slots: np.ndarray,
-        query_lens: np.ndarray,
-        computed: np.ndarray,
-        seq_lens: np.ndarray,
-        ends: np.ndarray,
-    ) -> tuple[torch.Tensor, torch.Tensor, AttentionMetadata]:
-        """Build the flattened token ids [T], positions [T] and attention metadata of a step."""
-        batch = self.batch
-        num_decodes = int((query_lens == 1).sum())
-        slot_of, positions = slots, computed
-        if num_decodes < len(slots):
-            slot_of = np.repeat(slots, query_lens)
-            positions = np.arange(len(slot_of)) + np.repeat(seq_lens - ends, query_lens)
-        token_ids = batch.token_ids[slot_of, positions]
-        block_of, offsets = np.divmod(positions, self.block_size)
-        max_blocks = int(-(-seq_lens.max() // self.block_size))
-        starts = np.zeros(len(slots) + 1, np.int32)
-        starts[1:] = ends
-        lens = seq_lens.astype(np.int32)
-        query_start_loc, lens_tensor = self._tensor(starts), self._tensor(lens)
-        all_positions = self._tensor(positions)
-        metas = [
-            AttentionMetadata(
-                num_decodes=num_decodes,
-                query_start_loc=query_start_loc,
-                seq_lens=lens_tensor,
-                positions=all_positions,
-                slot_mapping=self._tensor(
-                    tables[slot_of, block_of].astype(np.int64) * self.block_size + offsets
-                ),
-                block_table=self._tensor(tables[slots, :max_blocks]),
-                query_start_loc_cpu=starts,
-                seq_lens_cpu=lens,
-            )
-            for tables in batch.block_tables
-        ]
-        meta = metas[0]
-        if len(metas) > 1:
-            meta = replace(meta, layers=tuple(metas[group] for group in self._group_of_layer))
-        tokens = self._tensor(token_ids.astype(np.int64))
-        self._pending_steps.fill(tokens, slots, ends - 1)
-        return tokens, all_positions, meta
-
     def _score_prompts(
         self,
         output: ModelRunnerOutput,
         hidden: torch.Tensor,
-        slots: np.ndarray,
-        query_lens: np.ndarray,
-        computed: np.ndarray,
+        arrays: StepArrays,
     ) -> None:
         """Compute log probabilities of this step's prompt tokens for the requests that asked for them."""
-        batch = self.batch
-        starts = np.cumsum(query_lens) - query_lens
+        batch, slots, computed, query_lens = self.batch, arrays.slots, arrays.computed, arrays.query_lens
+        starts = arrays.ends - query_lens
         for row in np.flatnonzero(batch.num_prompt_logprobs[slots] >= 0).tolist():
             slot, first = slots[row], computed[row]
             # A position's hidden state predicts the next token, so the last prompt token's predicts output.

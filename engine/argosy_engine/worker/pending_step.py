@@ -17,26 +17,39 @@ from argosy_engine.messages.model_runner_output import ModelRunnerOutput
 from argosy_engine.messages.scheduler_output import GrammarBitmask
 from argosy_engine.sample.sampler import GrammarMask
 from argosy_engine.worker.async_output import AsyncTokens, PendingTokens
+from argosy_engine.worker.host_copies import HostCopies
 from argosy_engine.worker.input_batch import InputBatch
 from argosy_engine.worker.rejection_sampler import RejectionSampled
+from argosy_engine.worker.step_arrays import NO_ROWS, SampledRows
+from argosy_engine.worker.step_inputs import StepInputs
 
 
 class PendingSteps:
-    """Steps whose sampled tokens are not in the host's tables yet, oldest first; at most one."""
+    """Steps whose sampled tokens are not in the host's tables yet, oldest first.
 
-    def __init__(self) -> None:
+    Args:
+        batch: the host's tables.
+        inputs: keeps the sampled tokens on the device for the steps that are launched meanwhile.
+        copies: copies results to the host; None: a CPU computes them there.
+    """
+
+    def __init__(self, batch: InputBatch, inputs: StepInputs, copies: HostCopies | None) -> None:
+        self.batch = batch
+        self.inputs = inputs
+        self.copies = copies
         self.steps: list[PendingStep] = []
 
-    def fill(self, token_ids: torch.Tensor, slots: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
-        """Copy their sampled tokens into the inputs of the next step, on the device.
+    def slots(self) -> NDArray[np.bool_] | None:
+        """Return the slots whose requests' last token is not in the host's tables, bool [num_slots].
 
-        Args:
-            token_ids: int64 [T], the tokens of the next step; changed in place.
-            slots: int64 [N], the slots of its requests.
-            ends: int64 [N], index of each request's last token in `token_ids`.
+        None: there are no such steps.
         """
+        if not self.steps:
+            return None
+        in_flight = np.zeros(self.batch.num_slots, bool)
         for step in self.steps:
-            step.fill(token_ids, slots, ends)
+            in_flight[step.held_slots()] = True
+        return in_flight
 
     def free(self, slot: int) -> None:
         """Note that the slot no longer belongs to the request that these steps computed."""
@@ -60,33 +73,23 @@ class PendingStep:
 
     Args:
         output: what is known so far; `get` completes it.
-        logits: [R + number of drafts, vocab_size] of the R requests that sample a token: for each, one row after its
-            known tokens and one after each of its drafts. None if no request samples.
-        rows: indices of these R requests in the output.
-        slots: int64 [R].
-        positions: int64 [R], position in its sequence of the first token that each request samples.
-        drafts: draft tokens of each of the R requests; empty if no request has any.
+        logits: one row for each of `sampled.tokens`. None if no request samples.
+        sampled: the requests that sample a token.
     """
 
     def __init__(
         self,
-        batch: InputBatch,
         pending_steps: PendingSteps,
         output: ModelRunnerOutput,
         logits: torch.Tensor | None = None,
-        rows: list[int] | None = None,
-        slots: NDArray[np.int64] | None = None,
-        positions: NDArray[np.int64] | None = None,
-        drafts: list[list[int]] | None = None,
+        sampled: SampledRows = NO_ROWS,
     ) -> None:
-        self._batch = batch
         self._pending_steps = pending_steps
+        self._batch = pending_steps.batch
         self._output = output
         self._logits = logits
-        self._rows = rows or []
-        self._slots = np.empty(0, np.int64) if slots is None else slots
-        self._positions = np.empty(0, np.int64) if positions is None else positions
-        self._drafts = drafts or []
+        self._rows, self._slots = sampled.rows, sampled.slots
+        self._positions, self._drafts = sampled.positions, sampled.drafts
         self._freed: set[int] = set()
         self._sampled: PendingTokens | None = None
         self._tokens: list[list[int]] | None = None
@@ -110,28 +113,21 @@ class PendingStep:
                 batch.sampler, logits, self._slots, self._positions, self._drafts, mask
             )
         else:
-            self._sampled = AsyncTokens(batch.sampler.sample(logits, self._slots, self._positions, mask))
+            sampled = batch.sampler.sample(logits, self._slots, self._positions, mask)
+            self._sampled = AsyncTokens(sampled, self._pending_steps.copies)
+        # First tokens suffice: a request with drafts is not scheduled again before this step's tokens are known.
+        self._pending_steps.inputs.keep(self._slots, self._sampled.first)
         self._output.errors = {
             self._output.request_ids[self._rows[index]]: why for index, why in self._sampled.failed.items()
         }
         batch.num_tokens[self._slots] += 1
         self._pending_steps.steps.append(self)
 
-    def fill(self, token_ids: torch.Tensor, slots: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
-        """Copy sampled tokens into the next step's inputs; see `PendingSteps.fill`.
-
-        First tokens suffice, because a request with drafts is not scheduled again before this step's tokens are known.
-        """
-        assert self._sampled is not None
-        row_of = np.full(self._batch.num_slots, -1, np.int64)
-        row_of[self._slots] = np.arange(len(self._slots))
-        row_of[list(self._freed)] = -1
-        index = row_of[slots]
-        late = np.flatnonzero(index >= 0)
-        if len(late):
-            device = token_ids.device
-            source = torch.from_numpy(index[late]).to(device)
-            token_ids[torch.from_numpy(ends[late]).to(device)] = self._sampled.first[source]
+    def held_slots(self) -> NDArray[np.int64]:
+        """Return the slots that still belong to the requests which sampled a token in this step."""
+        if not self._freed:
+            return self._slots
+        return self._slots[~np.isin(self._slots, list(self._freed))]
 
     def free(self, slot: int) -> None:
         self._freed.add(slot)

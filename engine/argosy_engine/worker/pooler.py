@@ -5,14 +5,12 @@ A prompt may be computed in chunks, so the pooler keeps the sum of its states be
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import numpy as np
 import torch
 import torch.nn.functional as F
 
 from argosy_engine.models.registry import CausalLM
 from argosy_engine.params.pooling_params import PoolingParams
+from argosy_engine.worker.step_arrays import StepArrays
 
 
 class Pooler:
@@ -31,33 +29,24 @@ class Pooler:
         self._params.pop(request_id, None)
         self._sums.pop(request_id, None)
 
-    def pool(
-        self,
-        request_ids: Sequence[str],
-        hidden: torch.Tensor,
-        query_lens: np.ndarray,
-        is_complete: np.ndarray,
-    ) -> dict[str, list[float]]:
+    def pool(self, step: StepArrays, hidden: torch.Tensor) -> dict[str, list[float]]:
         """Return the vectors of the requests whose prompts are complete with this step.
 
         Args:
-            request_ids: the N requests of the step, in batch order.
             hidden: [T, hidden_size], states of the step's tokens before the final norm.
-            query_lens: int64 [N], tokens of each request in the step.
-            is_complete: bool [N], whether the step contains the request's last token.
         """
         vectors: dict[str, list[float]] = {}
         if not self._params:
             return vectors
-        ends = np.cumsum(query_lens)
-        for row, request_id in enumerate(request_ids):
+        complete = set(step.sampled.rows)
+        for row, request_id in enumerate(step.request_ids):
             params = self._params.get(request_id)
             if params is None:
                 continue
-            end = int(ends[row])
+            end = int(step.ends[row])
             if params.pooling_type == "mean":
-                self._add_to_sum(request_id, hidden[end - int(query_lens[row]) : end])
-            if is_complete[row]:
+                self._add_to_sum(request_id, hidden[end - int(step.query_lens[row]) : end])
+            if row in complete:
                 vectors[request_id] = self._finish(request_id, params, hidden[end - 1 : end])
         return vectors
 

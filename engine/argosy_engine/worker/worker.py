@@ -224,6 +224,7 @@ class Worker:
             num_blocks=num_blocks,
             block_size=self.args.block_size,
             max_num_seqs=self.args.max_num_seqs,
+            max_num_batched_tokens=self.args.max_num_batched_tokens,
             max_model_len=max_model_len,
             device=self._device,
             sampling=self._sampling,
