@@ -15,6 +15,10 @@ class ModelNotFound(FetchError):
     """The repository, bucket, image or revision does not exist, or is hidden from these credentials."""
 
 
+class ModelHidden(ModelNotFound):
+    """The repository does not exist or is hidden from these credentials; the source does not say which."""
+
+
 class AccessDenied(FetchError):
     """Credentials are missing, wrong, or the model is gated."""
 
@@ -57,3 +61,7 @@ class TransientError(Exception):
     def __init__(self, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class UnknownHost(TransientError):
+    """The network's name servers know no host of this name. Few attempts are worth making: they may be out of date."""

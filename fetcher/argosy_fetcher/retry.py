@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from argosy_fetcher.errors import TransientError
+from argosy_fetcher.errors import TransientError, UnknownHost
 
 _Result = TypeVar("_Result")
 
@@ -30,6 +30,8 @@ class RetryPolicy:
     """Seconds without progress after which a fetch gives up: longer than restarts of routers and servers take."""
     min_failures: int = 3
     """Failures in a row before it gives up, so that one long wait at the server's wish is followed by attempts."""
+    max_unknown_host: int = 5
+    """Failures in a row after which it gives up if no server has that name, and nothing has come from the source."""
     first_delay: float = 0.5
     """Doubled by each failure in a row."""
     max_delay: float = 30.0
@@ -61,6 +63,8 @@ class Outage:
         """When the first attempt failed; None while there is progress."""
         self.num_noted = 0
         """The most failures in a row that a note was written about. Threads that fail alike need one note together."""
+        self.has_progressed = False
+        """Whether anything has ever come from the source."""
 
     def end(self) -> None:
         self.since = None
@@ -99,6 +103,7 @@ class Attempts:
     def progressed(self) -> None:
         """Reset the count: something has arrived."""
         self._failures = 0
+        self._outage.has_progressed = True
         if self._outage.since is not None:
             self._outage.end()
 
@@ -123,7 +128,8 @@ class Attempts:
         since = self._outage.since
         if since is None:
             since = self._outage.since = now
-        if self._failures >= self._policy.min_failures and now - since >= self._policy.max_outage:
+        is_too_long = self._failures >= self._policy.min_failures and now - since >= self._policy.max_outage
+        if is_too_long or self._is_hopeless(error):
             raise TransientError(
                 f"{self._what}: gave up after {self._failures} failures in a row and {now - since:.0f} s without "
                 f"progress: {error}; what has arrived is kept, so another run continues from there",
@@ -131,6 +137,13 @@ class Attempts:
             ) from error
         self._wait(error)
         self.check_cancelled()
+
+    def _is_hopeless(self, error: TransientError) -> bool:
+        return (
+            isinstance(error, UnknownHost)
+            and not self._outage.has_progressed
+            and self._failures >= self._policy.max_unknown_host
+        )
 
     def _wait(self, error: TransientError) -> None:
         delay = self._policy.delay(self._failures, error.retry_after_s)

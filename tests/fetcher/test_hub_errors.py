@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from argosy_fetcher.errors import AccessDenied, FetchError, ModelNotFound, TransientError
+from argosy_fetcher.errors import AccessDenied, FetchError, ModelHidden, ModelNotFound, TransientError
 from argosy_fetcher.snapshot import RemoteFile
 from argosy_fetcher.source_uri import SourceUri
 from argosy_fetcher.sources.hub import HubSource
@@ -45,10 +45,10 @@ def fetch(hub: HubServer, name: str, token: str = "", revision: str = "") -> dic
 
 
 REFUSALS = {
-    "missing, no token": ("org/none", "", "", ModelNotFound, ["does not exist", "private", "set HF_TOKEN"]),
-    "missing": ("org/none", TOKEN, "", ModelNotFound, ["does not exist", "token's account may not see it"]),
-    "private, no token": ("org/private", "", "", ModelNotFound, ["private and no token", "set HF_TOKEN"]),
-    "private, other account": ("org/private", TOKEN, "", ModelNotFound, ["token's account may not see it"]),
+    "missing, no token": ("org/none", "", "", ModelHidden, ["does not exist", "private", "set HF_TOKEN"]),
+    "missing": ("org/none", TOKEN, "", ModelHidden, ["does not exist", "token's account may not see it"]),
+    "private, no token": ("org/private", "", "", ModelHidden, ["private and no token", "set HF_TOKEN"]),
+    "private, other account": ("org/private", TOKEN, "", ModelHidden, ["token's account may not see it"]),
     "wrong token": (MODEL, "hf_wrong", "", AccessDenied, ["does not accept the token", "/settings/tokens"]),
     "gated, no token": ("org/gated", "", "", AccessDenied, ["is gated", "/org/gated, then set HF_TOKEN"]),
     "gated": ("org/gated", TOKEN, "", AccessDenied, ["is gated", "accept the terms at", "/org/gated"]),

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from argosy_fetcher.errors import FetchError, ModelNotFound, TransientError
+from argosy_fetcher.errors import FetchError, TransientError, UnknownHost
 from argosy_fetcher.sources.oci_http import DOCUMENT_TIMEOUT, read_document, retry_after, translated
 
 REQUEST = httpx.Request("GET", "https://registry.example:5000/v2/x?X-Amz-Signature=s3cret")
@@ -33,7 +33,7 @@ def certificate_error() -> ssl.SSLError:
         (certificate_error(), FetchError, "self-signed certificate.*SSL_CERT_FILE"),
         (ssl_error("WRONG_VERSION_NUMBER"), FetchError, "ARGOSY_OCI_PLAIN_HTTP=registry.example:5000"),
         (ssl_error("UNEXPECTED_EOF_WHILE_READING"), TransientError, "no answer from registry.example:5000"),
-        (socket.gaierror(socket.EAI_NONAME, "unknown"), ModelNotFound, "no host registry.example:5000"),
+        (socket.gaierror(socket.EAI_NONAME, "unknown"), UnknownHost, "no host registry.example:5000"),
         (socket.gaierror(socket.EAI_AGAIN, "later"), TransientError, "no answer from"),
         (ConnectionRefusedError(111, "refused"), TransientError, "no answer from"),
         (None, TransientError, "no answer from"),

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from argosy_fetcher.errors import ModelNotFound, TransientError
+from argosy_fetcher.errors import ModelNotFound, TransientError, UnknownHost
 from argosy_fetcher.retry import Attempts, Cancelled, Outage, RetryPolicy, retrying
 from retry_time import RetryTime
 
@@ -50,6 +50,23 @@ def test_five_minutes_without_progress_are_enough() -> None:
     assert 300 <= time.now <= 330
     assert f"it: gave up after {len(time.waits) + 1} failures in a row and {time.now:.0f} s" in str(error)
     assert str(error).endswith("503; what has arrived is kept, so another run continues from there")
+
+
+def test_a_host_that_does_not_exist_is_asked_for_a_few_times() -> None:
+    time = RetryTime()
+    attempts = Attempts("it", time.policy(), lambda text: None)
+    error = fail_until_given_up(attempts, UnknownHost("there is no host x"))
+    assert "gave up after 5 failures in a row" in str(error)
+    assert "there is no host x" in str(error)
+    assert time.now < 10
+
+
+def test_a_host_that_has_answered_before_is_not_given_up_so_soon() -> None:
+    time, outage = RetryTime(), Outage()
+    stuck, other = (Attempts(name, time.policy(), lambda text: None, None, outage) for name in ("a", "b"))
+    other.progressed()
+    fail_until_given_up(stuck, UnknownHost("there is no host x"))
+    assert time.now >= 300
 
 
 def test_the_last_failure_is_raised_with_its_retry_after() -> None:

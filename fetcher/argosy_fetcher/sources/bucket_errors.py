@@ -22,6 +22,7 @@ from argosy_fetcher.errors import (
     TransientError,
     UnsupportedModel,
 )
+from argosy_fetcher.sources.unknown_host import names_unknown_host, unknown_host
 
 Provider: TypeAlias = Literal["s3", "gs"]
 
@@ -146,6 +147,8 @@ def _unanswered(text: str, details: str, bucket: Bucket, where: str) -> FetchErr
         )
     if "builder error" in text:
         return FetchError(f"{where}: {bucket.endpoint} cannot be used as an endpoint")
+    if names_unknown_host(details):
+        return unknown_host(where, bucket.endpoint, _ENDPOINT_NAME[bucket.provider])
     if any(phrase in text for phrase in _TRANSPORT):
         return TransientError(f"{where}: no connection to {bucket.endpoint}, or it was cut")
     return FetchError(

@@ -13,10 +13,19 @@ import re
 from collections.abc import Mapping
 from email.utils import parsedate_to_datetime
 from typing import Final
+from urllib.parse import urlsplit
 
 from msgspec import Struct
 
-from argosy_fetcher.errors import AccessDenied, FetchError, ModelNotFound, SourceChanged, TransientError
+from argosy_fetcher.errors import (
+    AccessDenied,
+    FetchError,
+    ModelHidden,
+    ModelNotFound,
+    SourceChanged,
+    TransientError,
+)
+from argosy_fetcher.sources.unknown_host import is_unknown_host, unknown_host
 
 _TRANSIENT: Final = frozenset((408, 425, 429))
 """Beside all from 500 on, some of which are of proxies in front of a server, such as Cloudflare's 520 to 530."""
@@ -66,7 +75,7 @@ def error_of(
             f"set HF_TOKEN to one from {model.endpoint}/settings/tokens, or unset it for a public model"
         )
     if status == 401:
-        return ModelNotFound(
+        return ModelHidden(
             f"{model.name} does not exist on {model.endpoint}, or it is private and no token was sent; "
             "check its name, or set HF_TOKEN (or run `hf auth login`)"
         )
@@ -81,7 +90,7 @@ def error_of(
         return _vanished(model, path)
     if status == 404:
         who = "the token's account may not see it" if model.token else "it is private and no token was sent"
-        return ModelNotFound(
+        return ModelHidden(
             f"{model.name} does not exist on {model.endpoint}, or {who}; check its name and HF_TOKEN"
         )
     if status == 403:
@@ -113,6 +122,9 @@ def storage_error(
 
 def unreachable(model: HubModel, error: Exception, storage_host: str = "") -> TransientError:
     """Return the error for a request that got no answer, from the hub or from the host of a file's content."""
+    if is_unknown_host(error):
+        host = storage_host or urlsplit(model.endpoint).netloc
+        return unknown_host(model.name, host, "HF_ENDPOINT")
     if storage_host:
         return TransientError(
             f"{model.name}: {storage_host}, where {model.endpoint} keeps its files, does not answer ({reason(error)}); "

@@ -5,7 +5,8 @@ message names hosts, statuses and codes, never a URL (it may be signed), a heade
 
     TransientError    429 and TOOMANYREQUESTS, 408, 5xx, timeouts, cut connections
     AccessDenied      401, 403, DENIED, UNAUTHORIZED
-    ModelNotFound     404, NAME_UNKNOWN, MANIFEST_UNKNOWN, a host that does not exist
+    UnknownHost       a host that does not exist
+    ModelNotFound     404, NAME_UNKNOWN, MANIFEST_UNKNOWN
     InvalidSource     NAME_INVALID, TAG_INVALID, DIGEST_INVALID
     UnsupportedModel  406, 415, a document that is too large
     FetchError        everything else: TLS, other statuses
@@ -15,7 +16,6 @@ from __future__ import annotations
 
 import email.utils
 import re
-import socket
 import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -36,6 +36,7 @@ from argosy_fetcher.errors import (
 from argosy_fetcher.sources.documents import MalformedDocument, decode_document
 from argosy_fetcher.sources.oci_reference import PLAIN_HTTP_ENV
 from argosy_fetcher.sources.tls import trusted
+from argosy_fetcher.sources.unknown_host import is_unknown_host, unknown_host
 
 CONNECT_TIMEOUT: Final = 10.0
 SILENCE_TIMEOUT: Final = 30.0
@@ -105,8 +106,8 @@ def _translation(subject: str, error: httpx.HTTPError) -> FetchError | Transient
             return FetchError(
                 f"{subject}: {host} does not speak TLS; if its network is trusted, set {PLAIN_HTTP_ENV}={host}"
             )
-        if isinstance(cause, socket.gaierror) and cause.errno == socket.EAI_NONAME:
-            return ModelNotFound(f"{subject}: there is no host {host}")
+    if is_unknown_host(error):
+        return unknown_host(subject, host, "its name")
     if isinstance(error, (httpx.UnsupportedProtocol, httpx.LocalProtocolError)):
         return FetchError(f"{subject}: the request to {host} cannot be made ({type(error).__name__})")
     return TransientError(f"{subject}: no answer from {host} ({type(error).__name__}: {error})")

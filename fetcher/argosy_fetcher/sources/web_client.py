@@ -30,6 +30,7 @@ from argosy_fetcher.errors import (
 from argosy_fetcher.loopback import is_loopback
 from argosy_fetcher.sources.credential_values import header_value
 from argosy_fetcher.sources.tls import is_untrusted, trusted, untrusted
+from argosy_fetcher.sources.unknown_host import is_unknown_host, unknown_host
 from argosy_protocol import __version__
 
 MAX_REDIRECTS = 5
@@ -138,6 +139,8 @@ class WebClient:
                 raise FetchError(f"{where}: the server redirects to something that is not a URL") from None
             if is_untrusted(error):
                 raise untrusted(where, url.host) from None
+            if is_unknown_host(error):
+                raise unknown_host(where, url.host, "the URL") from None
             raise TransientError(f"{where}: no answer from {url.host} ({type(error).__name__})") from None
 
     def _refusal(self, response: httpx.Response, where: str) -> FetchError | TransientError:
