@@ -35,6 +35,10 @@ class NoSpace(FetchError):
     """The disk has no room for what is missing."""
 
 
+class ModelTooLarge(NoSpace):
+    """The model is larger than the caller allows."""
+
+
 class SourceChanged(FetchError):
     """The source changed a file while it was read, although its revision should be immutable."""
 

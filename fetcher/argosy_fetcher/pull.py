@@ -77,6 +77,7 @@ def pull_model(
     has_weights: bool = True,
     make_room_after: float | None = None,
     min_free: FreeSpace = _MARGIN,
+    max_bytes: int | None = None,
     environment: Mapping[str, str] | None = None,
     cancelled: threading.Event | None = None,
     idle_after_s: float = IDLE_AFTER_S,
@@ -90,6 +91,7 @@ def pull_model(
         has_weights: False fetches config and tokenizer only, into a directory that is deleted when this process ends.
         make_room_after: if the disk is full, remove models that nobody has used for so many seconds; None: never.
         min_free: what a fetch leaves of the disk.
+        max_bytes: most that a model may have that is fetched; None: no limit.
         environment: os.environ if left out.
         cancelled: ends a fetch when it is set. What has arrived is kept.
         idle_after_s: as in `fetch_model`.
@@ -110,6 +112,7 @@ def pull_model(
         offline=offline,
         make_room_after=make_room_after,
         min_free=min_free,
+        max_bytes=max_bytes,
         environment=values,
         cancelled=cancelled,
         idle_after_s=idle_after_s,
@@ -145,6 +148,7 @@ class _Pull:
     offline: bool
     make_room_after: float | None
     min_free: FreeSpace
+    max_bytes: int | None
     environment: Mapping[str, str]
     cancelled: threading.Event | None
     idle_after_s: float
@@ -187,6 +191,7 @@ class _Pull:
                     make_room=self._room_for(source.name),
                     room_of="" if self.make_room_after is None else str(self.store.root),
                     min_free=self.min_free,
+                    max_bytes=self.max_bytes,
                 ),
                 cancelled=self.cancelled,
                 idle_after_s=self.idle_after_s,

@@ -16,8 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from argosy_fetcher.disk import FreeSpace, disk_errors, require_space
-from argosy_fetcher.errors import HashMismatch
+from argosy_fetcher.disk import FreeSpace, disk_errors, format_bytes, require_space
+from argosy_fetcher.errors import HashMismatch, ModelTooLarge
 from argosy_fetcher.partial_file import PartialFile
 from argosy_fetcher.progress import Progress
 from argosy_fetcher.range_reader import mismatch_message, read_range
@@ -42,6 +42,8 @@ class TransferSettings:
     """Where `make_room` looks for models that may go, for messages."""
     min_free: FreeSpace = field(default_factory=FreeSpace)
     """What a fetch leaves of the disk."""
+    max_bytes: int | None = None
+    """Most that the model may have; None: no limit."""
 
 
 def transfer(
@@ -71,6 +73,7 @@ def transfer(
         Cancelled: the event was set.
         HashMismatch: a file's content was wrong twice.
         NoSpace: the disk has no room. What has arrived is kept.
+        ModelTooLarge: the files are larger than `settings` allow. Nothing is fetched.
         FetchError: from the source, or the directory cannot be written.
         TransientError: nothing came from the source for too long.
     """
@@ -109,6 +112,7 @@ class _Transfer:
 
     def run(self, extra_bytes: int) -> None:
         total = sum(file.file.size for file in self._files)
+        self._check_size(total + extra_bytes)
         present = needed = 0
         for file in self._files:
             found, stored = self._plan(file)
@@ -123,6 +127,12 @@ class _Transfer:
         )
         self._progress.begin(total, present)
         self._queue.run(self._settings.max_parts_in_flight)
+
+    def _check_size(self, num_bytes: int) -> None:
+        most = self._settings.max_bytes
+        if most is not None and num_bytes > most:
+            size, limit = format_bytes(num_bytes), format_bytes(most)
+            raise ModelTooLarge(f"{self._source.name}: {size} must be stored, and at most {limit} may be")
 
     def _plan(self, file: PartialFile) -> tuple[int, int]:
         """Queue a file's tasks. Returns how much of it is on this machine, and how much takes no more room."""

@@ -7,6 +7,7 @@ bound the cost of CEL rules, and no field takes unbounded memory.
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Annotated, Any, Final
 
 from msgspec import Meta, Struct
@@ -130,6 +131,7 @@ ServedName = Annotated[
 ]
 
 _SUFFIXES: Final = {
+    "m": Fraction(1, 1000),
     "": 1,
     "k": 10**3,
     "M": 10**6,
@@ -148,15 +150,15 @@ def quantity_text(quantity: int | str | None) -> str | None:
 
 
 def quantity_bytes(quantity: int | str) -> int:
-    """Bytes of a `CacheQuantity`.
+    """Whole bytes of a `Quantity`; a part of a byte does not count.
 
     Raises:
-        ValueError: a string that is not a whole number with a known suffix.
+        ValueError: a string that is not a number with a known suffix.
     """
     if isinstance(quantity, int):
         return quantity
-    digits = quantity.rstrip("kKMGTi")
+    digits = quantity.rstrip("mkKMGTi")
     suffix = quantity[len(digits) :]
-    if suffix not in _SUFFIXES or not digits.isdigit():
+    if suffix not in _SUFFIXES or not digits.replace(".", "", 1).isdecimal():
         raise ValueError(f"not a quantity of bytes: {quantity!r}")
-    return int(digits) * _SUFFIXES[suffix]
+    return int(Fraction(digits) * _SUFFIXES[suffix])

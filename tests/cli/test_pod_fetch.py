@@ -124,6 +124,44 @@ def test_a_secret_that_is_missing_is_said_to_be(hub: HubServer, tmp_path: Path) 
     assert hub.requests() == []
 
 
+def test_a_failure_says_what_to_change_in_the_manifest(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    hub.add_model("acme/private", files_under(TINY), is_private=True)
+    log, secret = tmp_path / "termination-log", tmp_path / "secret"
+    monkeypatch.setattr(pod_fetch.write_termination_message, "__defaults__", (log,))
+    monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("HF_TOKEN", "HF_HOME", "HF_HUB_OFFLINE", "ARGOSY_OFFLINE", "ARGOSY_CREDENTIALS_DIR"):
+        monkeypatch.delenv(name, raising=False)
+
+    def failure(model: str, *more: str) -> str:
+        log.write_text("")
+        store = ["--download-dir", str(tmp_path / "store")]
+        assert main(["models", "pull", model, *store, "--progress-port", str(free_port()), *more]) == 1
+        return log.read_text()
+
+    told = failure("hf://acme/private")
+    assert told.startswith("hf://acme/private does not exist on ")
+    assert told.endswith("the Secret that spec.model.secretRef names; none is named")
+    secret.mkdir()
+    (secret / "HF_TOKN").write_text("hf_a_token")
+    monkeypatch.setenv("ARGOSY_CREDENTIALS_DIR", str(secret))
+    told = failure("hf://acme/private")
+    assert told.endswith("the Secret of spec.model.secretRef; it has HF_TOKN")
+    assert "hf_a_token" not in told
+    told = failure("hf://acme/tiny", "--max-size", "1M")
+    assert "6.2 MiB must be stored, and at most 1.0 MiB may be; raise spec.model.cache.sizeLimit" in told
+    assert weights(hub) == 0
+    told = failure("hf://acme/tiny", "--min-free", "99%")
+    assert told.endswith("give the claim more room, or the model another spec.model.cache")
+    assert "secretRef" not in failure("hf://acme/tiny@no-such-revision")
+
+
+def weights(hub: HubServer) -> int:
+    return sum(seen.path.endswith(".safetensors") for seen in hub.requests("content"))
+
+
 def test_how_long_another_fetch_may_stand_still_is_a_duration(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,6 +11,7 @@ from builders import CONFIG, isvc, isvc_object, pod
 from harness import Operator, condition, living_pods, new_cluster
 from virtual_time import virtual_time
 
+from argosy.commands.models import build_parser as models_parser
 from argosy_operator.config import OperatorConfig
 from argosy_operator.desired.children import plan_children
 from argosy_operator.desired.diff import compute_diff
@@ -100,6 +101,17 @@ def test_the_container_that_fetches() -> None:
     assert fetch["terminationMessagePolicy"] == "FallbackToLogsOnError"
     assert [port["containerPort"] for port in fetch["ports"]] == [8009]
     assert literals(fetch) == {"HTTPS_PROXY": "http://proxy:3128", "HOME": "/tmp", "ARGOSY_MIN_FREE": "15%"}
+
+
+@pytest.mark.parametrize(
+    ("limit", "size"),
+    [("60Gi", str(60 << 30)), (1000, "1000"), ("0.5Gi", str(1 << 29)), ("9000Ti", "9" * 15)],
+)
+def test_a_model_that_the_kubelet_would_evict_is_not_fetched(limit: int | str, size: str) -> None:
+    spec = pod_spec({"source": HUB, "cache": {"type": "none", "sizeLimit": limit}})
+    (fetch,) = spec["initContainers"]
+    assert fetch["args"][-2:] == ["--max-size", size]
+    assert models_parser().parse_args(fetch["args"][1:]).max_size == int(size)
 
 
 def test_kubernetes_expands_no_variable_in_a_source() -> None:

@@ -116,6 +116,9 @@ def _add_pull(commands: argparse._SubParsersAction[Parser]) -> None:
         help=f"leave so much of the disk: 50G, or 15%% of it but at most 50 GiB (${MIN_FREE_ENV}, else 64M)",
     )
     parser.add_argument(
+        "--max-size", type=size_bytes, metavar="SIZE", help="fetch no model that is larger: 60G"
+    )
+    parser.add_argument(
         "--progress-port",
         type=port,
         metavar="PORT",
@@ -244,6 +247,7 @@ def _pulled(uri: SourceUri, options: argparse.Namespace, progress: Progress) -> 
         refresh=options.refresh,
         make_room_after=cache_min_age() if options.make_room else None,
         min_free=_free_space(options.min_free, _MAX_LEFT_BYTES),
+        max_bytes=options.max_size,
         idle_after_s=lock_idle_after(),
     )
 

@@ -24,7 +24,7 @@ from argosy_resource.engine_address import PROGRESS_PORT
 from argosy_resource.engine_command import claim_name
 from argosy_resource.model_source import MODEL_MOUNT, MODELS_MOUNT, image_reference, is_remote
 from argosy_resource.pod_overlay import FETCH_CONTAINER
-from argosy_resource.schema_types import quantity_text
+from argosy_resource.schema_types import quantity_bytes, quantity_text
 from argosy_resource.types import InferenceService, ModelCache
 
 Manifest = dict[str, Any]
@@ -36,6 +36,8 @@ _MIN_FREE: Final = "15%"
 
 MODELS_VOLUME: Final = "argosy-models"
 """The volume with a store."""
+_LARGEST_SIZE: Final = 10**15 - 1
+"""The most that `argosy models pull --max-size` takes; no disk of a node has so much."""
 _MODEL: Final = "argosy-model"
 _CREDENTIALS: Final = "argosy-model-credentials"
 _SCRATCH: Final = "argosy-fetch-tmp"
@@ -150,9 +152,11 @@ def _store(service: InferenceService, config: OperatorConfig) -> ModelVolume:
 def _fetch_container(service: InferenceService, config: OperatorConfig, store: Manifest) -> Manifest:
     """The container that fetches the model unless the store has it. Its temporary directory is its own: what an engine
     has left in one must not configure the fetcher of a restarted pod."""
-    model, cache_type = service.spec.model, _cache(service).type
+    model, cache = service.spec.model, _cache(service)
     # The kubelet evicts pods of a node whose disk is nearly full. A claim has a disk of its own.
-    min_free = {} if cache_type == "claim" else {"ARGOSY_MIN_FREE": _MIN_FREE}
+    min_free = {} if cache.type == "claim" else {"ARGOSY_MIN_FREE": _MIN_FREE}
+    # It evicts those as well that exceed their limit, and the next pod would fetch the model again.
+    limit = () if cache.size_limit is None else ("--max-size", _max_size(cache.size_limit))
     env = {**min_free, **config.fetch_env, "HOME": _SCRATCH_MOUNT}
     mounts = [store, {"name": _SCRATCH, "mountPath": _SCRATCH_MOUNT}]
     if model.secret_ref is not None:
@@ -162,9 +166,14 @@ def _fetch_container(service: InferenceService, config: OperatorConfig, store: M
         "name": FETCH_CONTAINER,
         "args": [
             *("models", "pull", model.source, "--download-dir", MODELS_MOUNT),
-            *("--progress-port", str(PROGRESS_PORT), "--make-room"),
+            *("--progress-port", str(PROGRESS_PORT), "--make-room", *limit),
         ],
         "env": [{"name": name, "value": value} for name, value in env.items()],
         "ports": [{"name": "progress", "containerPort": PROGRESS_PORT, "protocol": "TCP"}],
         "volumeMounts": mounts,
     }
+
+
+def _max_size(limit: int | str) -> str:
+    """A limit in the digits that the fetcher takes."""
+    return str(min(quantity_bytes(limit), _LARGEST_SIZE))
