@@ -53,13 +53,16 @@ def container_problem(view: ServiceView) -> Problem | None:
 
 def failed_pod(view: ServiceView) -> Problem | None:
     """The newest pod of the planned revision that failed for good (evicted, say), while its replacement is not ready:
-    the same may happen to that one."""
+    the same may happen to that one. Pods that are deleted end as they should."""
     if view.counts.ready >= view.counts.desired:
         return None
     failed = [
         pod
         for pod in view.observed.pods
-        if pod.is_finished and pod.problem is not None and pod.revision == view.plan.revision
+        if pod.is_finished
+        and not pod.is_terminating
+        and pod.problem is not None
+        and pod.revision == view.plan.revision
     ]
     if not failed:
         return None
