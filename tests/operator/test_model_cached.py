@@ -113,7 +113,7 @@ NOTED = fetch("running", "5 % 1.4/28.0 GiB; " + "503 " * 100)
         ("both wait for another service's", report(replica("b", WAITS), replica("a", WAITS)),
          ("False", "Fetching", f"pod a: {WAITING}"), WAITING),
         ("a long note", report(replica("a", NOTED)), ("False", "Fetching", f"pod a: {NOTED.summary}"),
-         NOTED.summary[:61] + "..."),
+         "5 % 1.4/28.0 GiB; retrying"),
         ("one has it, one fetches", report(replica("a", DONE, up=True), replica("b", AT_9)),
          ("False", "Fetching", "pod b: 9 % 2.5/28.0 GiB, eta 9 min"), "9 % 2.5/28.0 GiB, eta 9 min"),
         ("one has it, one has no node", report(replica("b", DONE, up=True), replica("a", NOT_BEGUN)),
@@ -163,6 +163,14 @@ TOO_LARGE = 'Usage of EmptyDir volume "argosy-models" exceeds the limit "1Gi". '
 def evicted(name: str, minute: int, message: str = TOO_LARGE, **state: Any) -> Pod:
     failed = {"is_finished": True, "created": f"2025-12-31T23:{minute}:00Z", **state}
     return msgspec.structs.replace(replica(name, AT_43), problem=Problem("Evicted", message), **failed)
+
+
+def test_a_replica_that_somebody_deletes_is_no_problem() -> None:
+    exited = Problem("ContainerExited", "last exit: Completed, code 0")
+    deleted = evicted("b", 50, is_terminating=True)
+    made = report(msgspec.structs.replace(deleted, problem=exited), replica("e", AT_9), replicas=1)
+    assert found(made, "Degraded") == ("False", "AsExpected", "")
+    assert found(made, "Ready")[1] == "FetchingModel"
 
 
 def test_pods_that_are_evicted_during_their_fetch_are_a_problem() -> None:

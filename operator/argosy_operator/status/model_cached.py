@@ -23,8 +23,10 @@ from argosy_operator.status.condition_state import ConditionState
 from argosy_operator.status.service_view import ServiceView
 from argosy_protocol.model_progress import WAITING, percent
 
-_MAX_COLUMN: Final = 64
-"""Characters of the column; a report's note can be longer."""
+_MAX_COLUMN: Final = 48
+"""Characters of a fetch's progress in the column; more than any has."""
+_RETRYING: Final = "retrying"
+"""What the column says of a note, which the condition has: a column stays narrow."""
 _LOCK_REMEDY: Final = (
     "; look at the pods that use the volume: whoever can write to it can choose that name; another pod continues the "
     "fetch of one that ends; if none of them fetches, the file system keeps the lock: restart what serves the volume, "
@@ -57,8 +59,8 @@ def model_cache_column(view: ServiceView) -> str:
     """The condition in a few words: `cached`, `failed`, or how far the fetch is; empty if there is none."""
     reason = model_cached(view).reason
     if reason == "Fetching":
-        text = _slowest(view)[1]
-        return text if len(text) <= _MAX_COLUMN else f"{text[: _MAX_COLUMN - 3]}..."
+        text, has_note, _ = _slowest(view)[1].partition("; ")
+        return f"{text[:_MAX_COLUMN]}; {_RETRYING}" if has_note else text[:_MAX_COLUMN]
     return {"Cached": "cached", "FetchFailed": "failed", "StoreLocked": "locked"}.get(reason, "")
 
 
