@@ -360,10 +360,10 @@ def test_tensors_are_dropped_as_soon_as_they_are_in_place(
     most = 0
     take = weights.SafetensorsWeights.take
 
-    def watched(self: Any, name: str, *shape: int) -> torch.Tensor:
+    def watched(self: Any, name: str, *shape: int, **options: Any) -> torch.Tensor:
         nonlocal most
         most = max(most, sum(ref() is not None for ref in alive))
-        tensor = take(self, name, *shape)
+        tensor = take(self, name, *shape, **options)
         if len(shape) > 1 and "embed" not in name:
             alive.append(weakref.ref(tensor))
         return tensor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 from msgspec import Struct
 
 from argosy_engine.attention.kv_cache_spec import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
@@ -20,6 +21,15 @@ class AttentionParams(Struct, frozen=True, kw_only=True):
     """Number of tokens that a token attends to, itself included; None: all tokens before it."""
     logit_softcap: float | None = None
     """Scores become cap * tanh(score / cap) (Gemma 2, arXiv 2408.00118)."""
+
+    def of_rank(self, tensor_parallel_size: int) -> AttentionParams:
+        """Return the constants of the heads that one of several tensor-parallel ranks computes. All ranks have as many;
+        KV heads are replicated if there are fewer than ranks."""
+        return msgspec.structs.replace(
+            self,
+            num_heads=self.num_heads // tensor_parallel_size,
+            num_kv_heads=max(self.num_kv_heads // tensor_parallel_size, 1),
+        )
 
     def kv_cache_spec(self, block_size: int, itemsize: int) -> KVCacheSpec:
         """Return what the layer keeps in a block of `block_size` tokens.

@@ -6,7 +6,7 @@ layers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -53,10 +53,11 @@ class Experts(Protocol):
 class SeparateExperts:
     """One pair of linear layers per expert: each active expert runs once, on its tokens.
 
-    It reads on the host how many tokens each expert got, so on a GPU it waits for the device.
+    The sum has only the experts that this process holds. It reads on the host how many tokens each expert got, so on a
+    GPU it waits for the device.
     """
 
-    def __init__(self, spec: ExpertsSpec, experts: Sequence[tuple[GatedLinear, Linear]]) -> None:
+    def __init__(self, spec: ExpertsSpec, experts: Mapping[int, tuple[GatedLinear, Linear]]) -> None:
         self._spec = spec
         self._experts = experts
 
@@ -74,17 +75,18 @@ class SeparateExperts:
         weights = weights.flatten()[order].to(x.dtype).unsqueeze(1)
         out = torch.zeros_like(x)
         start = 0
-        counts = torch.bincount(experts.flatten(), minlength=len(self._experts)).tolist()
-        for (gate_up, down), count in zip(self._experts, counts, strict=True):
-            if count:
+        counts = torch.bincount(experts.flatten(), minlength=self._spec.num_experts).tolist()
+        for index, count in enumerate(counts):
+            if count and index in self._experts:
+                gate_up, down = self._experts[index]
                 run = slice(start, start + count)
                 out.index_add_(0, rows[run], down(gate_up(x[rows[run]])) * weights[run])
-                start += count
+            start += count
         return out
 
 
 class StackedExperts(NamedTuple):
-    """The weights of all experts."""
+    """The weights of all experts, or this process's part of each: some of the `inner` features."""
 
     gate_up: torch.Tensor
     """[num_experts, 2 * inner, hidden], the gate's rows first."""

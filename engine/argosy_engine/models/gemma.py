@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 
 from argosy_engine.attention.backend import AttentionWeights
 from argosy_engine.attention.layer import Attention
@@ -39,7 +38,7 @@ class GeGLU:
             bias=False,
             activation="gelu_pytorch_tanh",
         )
-        self.down = factory.linear({prefix + "down_proj": hidden}, inner)
+        self.down = factory.row_linear(prefix + "down_proj", inner, hidden)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(self.gate_up(x))
@@ -64,13 +63,15 @@ class GemmaLayer:
         self.pre_mlp_norm = gemma_rms_norm(factory, prefix + "pre_feedforward_layernorm", hidden, eps)
         self.post_mlp_norm = gemma_rms_norm(factory, prefix + "post_feedforward_layernorm", hidden, eps)
         attention = prefix + "self_attn."
-        q, kv = params.num_heads * head_dim, params.num_kv_heads * head_dim
-        self.qkv = factory.linear(
-            {attention + "q_proj": q, attention + "k_proj": kv, attention + "v_proj": kv},
+        self.qkv = factory.qkv_linear(
+            [attention + name for name in ("q_proj", "k_proj", "v_proj")],
+            params,
             hidden,
             bias=config.attention_bias,
         )
-        self.output = factory.linear({attention + "o_proj": hidden}, q, bias=config.attention_bias)
+        self.output = factory.row_linear(
+            attention + "o_proj", params.num_heads * head_dim, hidden, bias=config.attention_bias
+        )
         q_norm = k_norm = None
         if config.qk_norm:
             q_norm = gemma_rms_norm(factory, attention + "q_norm", head_dim, eps).weight
@@ -108,8 +109,9 @@ class Gemma:
 
     def __init__(self, config: GemmaConfig, factory: LayerFactory) -> None:
         self.config = config
-        self.embedding = factory.take("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
-        self.embedding_scale = torch.tensor(config.hidden_size**0.5, dtype=factory.dtype).item()
+        vocab_size, hidden = config.vocab_size, config.hidden_size
+        self.embedding = factory.embedding("model.embed_tokens.weight", vocab_size, hidden)
+        self.embedding_scale = torch.tensor(hidden**0.5, dtype=factory.dtype).item()
         rotary_global, rotary_local = (
             factory.rotary(rope, config.head_dim) for rope in (config.rope_global, config.rope_local)
         )
@@ -118,8 +120,8 @@ class Gemma:
             rotary = rotary_global if config.sliding_windows[index] is None else rotary_local
             previous_norm = self.layers[-1].post_mlp_norm if self.layers else None
             self.layers.append(GemmaLayer(config, factory, index, params, rotary, previous_norm))
-        self.norm = gemma_rms_norm(factory, "model.norm", config.hidden_size, config.rms_norm_eps)
-        self.lm_head = factory.output_head(self.embedding, is_tied=config.tie_word_embeddings)
+        self.norm = gemma_rms_norm(factory, "model.norm", hidden, config.rms_norm_eps)
+        self.lm_head = factory.output_head(self.embedding, vocab_size, is_tied=config.tie_word_embeddings)
 
     @property
     def attention_layers(self) -> list[Attention]:
@@ -132,7 +134,7 @@ class Gemma:
         kv_cache: Sequence[torch.Tensor],
         meta: AttentionMetadata,
     ) -> torch.Tensor:
-        residual = F.embedding(token_ids, self.embedding) * self.embedding_scale
+        residual = self.embedding(token_ids) * self.embedding_scale
         x: torch.Tensor | None = None
         for index, layer in enumerate(self.layers):
             x = layer(x, residual, kv_cache[index], meta.of_layer(index))

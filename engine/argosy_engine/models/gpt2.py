@@ -26,18 +26,18 @@ class GPT2Layer:
         prefix = f"transformer.h.{index}."
         hidden, inner = config.hidden_size, config.intermediate_size
 
-        def conv1d(name: str, in_features: int, out_features: int) -> Linear:
-            return factory.linear({prefix + name: out_features}, in_features, bias=True, is_transposed=True)
+        def conv1d_row(name: str, in_features: int) -> Linear:
+            return factory.row_linear(prefix + name, in_features, hidden, bias=True, is_transposed=True)
 
         self.norm_1 = LayerNorm(factory, prefix + "ln_1", hidden, config.layer_norm_eps)
         self.attend = MultiHeadAttention(
-            conv1d("attn.c_attn", hidden, 3 * hidden),
-            conv1d("attn.c_proj", hidden, hidden),
+            factory.qkv_linear([prefix + "attn.c_attn"], params, hidden, bias=True, is_transposed=True),
+            conv1d_row("attn.c_proj", hidden),
             factory.attention(params, prefix=prefix + "attn."),
         )
         self.norm_2 = LayerNorm(factory, prefix + "ln_2", hidden, config.layer_norm_eps)
-        self.up = conv1d("mlp.c_fc", hidden, inner)
-        self.down = conv1d("mlp.c_proj", inner, hidden)
+        self.up = factory.column_linear({prefix + "mlp.c_fc": inner}, hidden, bias=True, is_transposed=True)
+        self.down = conv1d_row("mlp.c_proj", inner)
         self.activation = ACTIVATIONS[config.activation]
 
     def __call__(self, hidden: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
@@ -52,13 +52,15 @@ class GPT2:
 
     def __init__(self, config: GPT2Config, factory: LayerFactory) -> None:
         hidden = config.hidden_size
-        self.embedding = factory.take("transformer.wte.weight", config.vocab_size, hidden)
+        self.embedding = factory.embedding("transformer.wte.weight", config.vocab_size, hidden)
         self.positions = factory.take("transformer.wpe.weight", config.max_position_embeddings, hidden)
         self.layers = [
             GPT2Layer(config, factory, index, params) for index, params in enumerate(config.attention_layers)
         ]
         self.norm = LayerNorm(factory, "transformer.ln_f", hidden, config.layer_norm_eps)
-        self.lm_head = factory.output_head(self.embedding, is_tied=config.tie_word_embeddings)
+        self.lm_head = factory.output_head(
+            self.embedding, config.vocab_size, is_tied=config.tie_word_embeddings
+        )
 
     @property
     def attention_layers(self) -> list[Attention]:
@@ -71,7 +73,7 @@ class GPT2:
         kv_cache: Sequence[torch.Tensor],
         meta: AttentionMetadata,
     ) -> torch.Tensor:
-        hidden = F.embedding(token_ids, self.embedding) + F.embedding(positions, self.positions)
+        hidden = self.embedding(token_ids) + F.embedding(positions, self.positions)
         for index, layer in enumerate(self.layers):
             hidden = layer(hidden, kv_cache[index], meta.of_layer(index))
         return hidden

@@ -1,4 +1,5 @@
-"""LayerFactory: makes a model's layers from its weights. What depends on the device is decided here, not in models."""
+"""LayerFactory: makes a model's layers from its weights. What depends on the device, and which part of a layer this
+tensor-parallel rank has, is decided here, not in models: they give the sizes of the whole."""
 
 from __future__ import annotations
 
@@ -10,13 +11,22 @@ from argosy_engine.attention.backend import AttentionBackend, AttentionWeights, 
 from argosy_engine.attention.layer import Attention
 from argosy_engine.attention.params import AttentionParams
 from argosy_engine.attention.rotary import RotaryEmbedding
+from argosy_engine.distributed.communicator import Communicator, LocalCommunicator
+from argosy_engine.models.embedding import Embedding, VocabParallelEmbedding
 from argosy_engine.models.experts import Experts, ExpertsSpec, SeparateExperts, TritonExperts
 from argosy_engine.models.layer_kernels import LayerKernels, TorchLayerKernels
 from argosy_engine.models.layers import RMSNorm
-from argosy_engine.models.linear import GatedLinear, Linear, LinearSpec
+from argosy_engine.models.linear import (
+    GatedLinear,
+    Linear,
+    LinearSpec,
+    RowParallelLinear,
+    VocabParallelHead,
+)
 from argosy_engine.models.linear_method import LinearMethod, UnquantizedLinearMethod
 from argosy_engine.models.rope import inverse_frequencies
 from argosy_engine.models.rope_config import RopeParameters
+from argosy_engine.models.sharding import WHOLE, Shard, Sharding
 from argosy_engine.models.weights import Weights
 
 
@@ -28,6 +38,8 @@ class LayerFactory:
         backend: computes the model's attention.
         max_positions: length of position tables that are computed rather than loaded.
         linear_method: loads and computes the model's linear layers.
+        sharding: this rank's part of the layers.
+        communicator: of the ranks that share the layers.
     """
 
     def __init__(
@@ -36,6 +48,8 @@ class LayerFactory:
         backend: AttentionBackend,
         max_positions: int,
         linear_method: LinearMethod | None = None,
+        sharding: Sharding = WHOLE,
+        communicator: Communicator | None = None,
     ) -> None:
         self.weights = weights
         self.dtype, self.device = weights.dtype, weights.device
@@ -43,43 +57,64 @@ class LayerFactory:
         self._backend = backend
         self._method = linear_method or UnquantizedLinearMethod()
         self._kernels = _layer_kernels(backend)
+        self.sharding = sharding
+        self._communicator = communicator or LocalCommunicator()
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
         """Return a tensor in the engine's dtype, on its device."""
         return self.weights.take(name, *shape)
 
-    def linear(
+    def linear(self, parts: Mapping[str, int], in_features: int, *, bias: bool = False) -> Linear:
+        """Make one projection, or several fused along their outputs, of which every rank has the whole."""
+        return Linear(self._method.load(self.weights, LinearSpec(parts, in_features, bias)))
+
+    def column_linear(
         self, parts: Mapping[str, int], in_features: int, *, bias: bool = False, is_transposed: bool = False
     ) -> Linear:
-        """Make one projection, or several fused along their outputs. Arguments: `LinearSpec`."""
-        spec = LinearSpec(parts, in_features, bias, is_transposed)
+        """Make one projection, or several fused along their outputs, of which a rank computes its part of each.
+
+        Arguments: `LinearSpec`.
+        """
+        spec = LinearSpec(parts, in_features, bias, is_transposed, self._equal_parts(parts))
         return Linear(self._method.load(self.weights, spec))
 
     def gated_linear(
         self, gate: str, up: str, inner: int, in_features: int, *, bias: bool, activation: str = "silu"
     ) -> GatedLinear:
-        """Make two projections to `inner` features, fused with activation(gate) * up.
+        """Make two projections to `inner` features, fused with activation(gate) * up. A rank computes its part of both.
 
         Args:
             activation: a name of `LayerKernels.gated_activations`.
         """
-        spec = LinearSpec({gate: inner, up: inner}, in_features, bias)
+        parts = {gate: inner, up: inner}
+        spec = LinearSpec(parts, in_features, bias, outputs=self._equal_parts(parts))
         return GatedLinear(
             self._method.load_gated(self.weights, spec, self._kernels.gated_activations[activation])
         )
 
     def experts(self, spec: ExpertsSpec) -> Experts:
-        """Make the experts of one layer, whose activation is silu."""
-        if self._backend.uses_triton:
-            return TritonExperts(spec, self._method.load_experts(self.weights, spec))
-        return SeparateExperts(spec, [self._expert(spec, index) for index in range(spec.num_experts)])
+        """Make the experts of one layer, whose activation is silu. `sum_ranks` has to sum their results.
+
+        A rank has some of the experts, or a part of each.
+        """
+        if self._backend.uses_triton and not self.sharding.has_whole_experts:
+            features = self.sharding.part(spec.inner)
+            return TritonExperts(spec, self._method.load_experts(self.weights, spec, features))
+        sharding = WHOLE if self.sharding.has_whole_experts else self.sharding
+        factory = LayerFactory(self.weights, self._backend, self.max_positions, self._method, sharding)
+        held = self.sharding.experts(spec.num_experts)
+        return SeparateExperts(spec, {index: factory._expert(spec, index) for index in held})
 
     def _expert(self, spec: ExpertsSpec, index: int) -> tuple[GatedLinear, Linear]:
         gate, up, down = (spec.projection(index, name) for name in ("gate", "up", "down"))
         return (
             self.gated_linear(gate, up, spec.inner, spec.hidden, bias=False),
-            self.linear({down: spec.hidden}, spec.inner),
+            self.row_linear(down, spec.inner, spec.hidden),
         )
+
+    def sum_ranks(self, x: torch.Tensor) -> torch.Tensor:
+        """Add what every rank has computed, in place; returns x."""
+        return self._communicator.all_reduce(x)
 
     def rms_norm(self, name: str, size: int, eps: float, *, adds_one: bool = False) -> RMSNorm:
         """Make an RMSNorm with the weight NAME.weight.
@@ -92,12 +127,70 @@ class LayerFactory:
             weight = weight.to(torch.float32, copy=True).add_(1.0)
         return RMSNorm(weight, eps, self.dtype, self._kernels)
 
-    def output_head(self, embedding: torch.Tensor, *, is_tied: bool) -> Linear:
-        """Make the projection to the vocabulary: `lm_head` or, if it is tied, the embedding [vocab_size, in] itself."""
-        if is_tied:
-            return Linear(self._method.tie(embedding))
-        vocab_size, in_features = embedding.shape
-        return self.linear({"lm_head": vocab_size}, in_features)
+    def qkv_linear(
+        self,
+        names: Sequence[str],
+        params: AttentionParams,
+        in_features: int,
+        *,
+        bias: bool = False,
+        is_transposed: bool = False,
+    ) -> Linear:
+        """Make the projections to q, k and v, of which a rank computes its heads.
+
+        Args:
+            names: of the three projections, or of the one that the checkpoint has for all.
+        """
+        widths = [heads * params.head_dim for heads in (params.num_heads, *2 * (params.num_kv_heads,))]
+        parts = dict(zip(names, widths, strict=True)) if len(names) > 1 else {names[0]: sum(widths)}
+        outputs: dict[str, tuple[range, ...]] | None = None
+        if self.sharding.size > 1:
+            ranges = self.sharding.qkv(params)
+            if len(names) > 1:
+                outputs = {name: (each,) for name, each in zip(names, ranges, strict=True)}
+            else:
+                starts = (0, widths[0], widths[0] + widths[1])
+                outputs = {names[0]: tuple(map(_moved, ranges, starts))}
+        spec = LinearSpec(parts, in_features, bias, is_transposed, outputs)
+        return Linear(self._method.load(self.weights, spec))
+
+    def row_linear(
+        self,
+        name: str,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = False,
+        is_transposed: bool = False,
+    ) -> Linear:
+        """Make a projection from features of which each rank has computed a part. Arguments: `LinearSpec`."""
+        parts = {name: out_features}
+        if self.sharding.size == 1:
+            return Linear(
+                self._method.load(self.weights, LinearSpec(parts, in_features, bias, is_transposed))
+            )
+        has_bias = bias and self.sharding.rank == 0  # the sum over the ranks contains it once
+        inputs = self.sharding.part(in_features)
+        spec = LinearSpec(parts, in_features, has_bias, is_transposed, inputs=inputs)
+        return RowParallelLinear(self._method.load(self.weights, spec), self._communicator)
+
+    def embedding(self, name: str, vocab_size: int, width: int) -> Embedding:
+        """Make the embedding of tokens, of which a rank has its part of the vocabulary."""
+        if self.sharding.size == 1:
+            return Embedding(self.take(name, vocab_size, width))
+        tokens = self.sharding.tokens(vocab_size)
+        weight = self.weights.take(name, vocab_size, width, shard=Shard(0, (tokens,)))
+        return VocabParallelEmbedding(weight, tokens, self._communicator)
+
+    def output_head(self, embedding: Embedding, vocab_size: int, *, is_tied: bool) -> Linear:
+        """Make the projection to the vocabulary: `lm_head` or, if it is tied, the weight of the embedding."""
+        name, in_features = "lm_head", embedding.weight.shape[1]
+        outputs = {name: (self.sharding.tokens(vocab_size),)} if self.sharding.size > 1 else None
+        spec = LinearSpec({name: vocab_size}, in_features, outputs=outputs)
+        kernel = self._method.tie(embedding.weight) if is_tied else self._method.load(self.weights, spec)
+        if self.sharding.size == 1:
+            return Linear(kernel)
+        return VocabParallelHead(kernel, self._communicator, vocab_size)
 
     def rotary(self, rope: RopeParameters, head_dim: int) -> RotaryEmbedding:
         """Make the tables of a rotary embedding, which layers share."""
@@ -113,11 +206,12 @@ class LayerFactory:
         *,
         prefix: str,
     ) -> Attention:
-        """Make one layer's attention, with the scales of an FP8 KV cache.
+        """Make one layer's attention, of which a rank computes its heads, with the scales of an FP8 KV cache.
 
         Args:
             prefix: of the attention's tensors in the checkpoint, which may have such scales.
         """
+        params = params if self.sharding.size == 1 else params.of_rank(self.sharding.size)
         if self._backend.kv_cache_dtype is torch.float8_e4m3fn:
             weights = weights._replace(
                 k_scale=self._kv_scale(prefix, "k"), v_scale=self._kv_scale(prefix, "v")
@@ -136,8 +230,21 @@ class LayerFactory:
         return torch.ones(1, device=self.device) if found is None else found
 
     def fuse_decoder(self, layers: Sequence[DecoderParts]) -> FusedDecoder | None:
-        """Return a faster way to run all layers of a decoder; None: run them one by one."""
-        return self._backend.fuse_decoder(layers)
+        """Return a faster way to run all layers of a decoder; None: run them one by one.
+
+        It exchanges nothing between ranks, so there is none if they share the layers.
+        """
+        return self._backend.fuse_decoder(layers) if self.sharding.size == 1 else None
+
+    def _equal_parts(self, parts: Mapping[str, int]) -> dict[str, tuple[range, ...]] | None:
+        """Return the rank's output features of projections; None: all."""
+        if self.sharding.size == 1:
+            return None
+        return {name: (self.sharding.part(size),) for name, size in parts.items()}
+
+
+def _moved(indices: range, start: int) -> range:
+    return range(indices.start + start, indices.stop + start)
 
 
 def _layer_kernels(backend: AttentionBackend) -> LayerKernels:

@@ -6,8 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
+from argosy_engine.distributed.communicator import Communicator
 from argosy_engine.models.linear_kernels import GatedLinearKernel, LinearKernel
+from argosy_engine.models.sharding import Shard
 from argosy_engine.native.library import PackedLinear
 
 
@@ -21,10 +24,33 @@ class LinearSpec:
     has_bias: bool = False
     is_transposed: bool = False
     """Whether the checkpoint stores [in, out] (GPT-2's Conv1D)."""
+    outputs: Mapping[str, tuple[range, ...]] | None = None
+    """Output features of each part that this process computes; None: all."""
+    inputs: range | None = None
+    """Input features that this process multiplies; None: all."""
 
     @property
     def out_features(self) -> int:
-        return sum(self.parts.values())
+        """Number of output features that this process computes."""
+        return sum(self.num_outputs(name) for name in self.parts)
+
+    def num_outputs(self, name: str) -> int:
+        """Return the number of output features of a part that this process computes."""
+        if self.outputs is None:
+            return self.parts[name]
+        return sum(len(each) for each in self.outputs[name])
+
+    def weight_shard(self, name: str) -> Shard | None:
+        """Return what this process takes of a part's weight as it is stored. Divided along one dimension at most."""
+        if self.inputs is not None:
+            return Shard(0 if self.is_transposed else 1, (self.inputs,))
+        if self.outputs is not None:
+            return Shard(1 if self.is_transposed else 0, self.outputs[name])
+        return None
+
+    def output_shard(self, name: str) -> Shard | None:
+        """Return what this process takes of a tensor with one element per output feature of a part."""
+        return None if self.outputs is None else Shard(0, self.outputs[name])
 
 
 class Linear:
@@ -44,6 +70,37 @@ class Linear:
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """Apply the layer as an output head. The CPU kernels return their float32 sums; others return x's dtype."""
         return self._kernel.logits(x)
+
+
+class RowParallelLinear(Linear):
+    """A linear layer whose inputs are divided among the ranks; the partial results are summed."""
+
+    def __init__(self, kernel: LinearKernel, communicator: Communicator) -> None:
+        super().__init__(kernel)
+        self._communicator = communicator
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._communicator.all_reduce(self._kernel(x))
+
+
+class VocabParallelHead(Linear):
+    """An output head whose tokens are divided among the ranks. All ranks get all logits.
+
+    Args:
+        vocab_size: number of tokens of all ranks. The last rank may have fewer than the others.
+    """
+
+    def __init__(self, kernel: LinearKernel, communicator: Communicator, vocab_size: int) -> None:
+        super().__init__(kernel)
+        self._communicator = communicator
+        self._vocab_size = vocab_size
+        self._width = -(-vocab_size // communicator.size)
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        own = self._kernel.logits(x)
+        if own.shape[1] < self._width:
+            own = F.pad(own, (0, self._width - own.shape[1]))
+        return self._communicator.all_gather(own)[:, : self._vocab_size]
 
 
 class GatedLinear:

@@ -21,6 +21,7 @@ from argosy_engine.models.linear_kernels import (
     gated_linear_kernel,
     linear_kernel,
 )
+from argosy_engine.models.sharding import Shard
 from argosy_engine.models.weights import Weights
 
 
@@ -37,8 +38,12 @@ class LinearMethod(Protocol):
         """The same for two parts of equal size, the gate's first, followed by the activation."""
         ...
 
-    def load_experts(self, weights: Weights, spec: ExpertsSpec) -> StackedExperts:
-        """Take the tensors of all experts, for kernels that compute them together."""
+    def load_experts(self, weights: Weights, spec: ExpertsSpec, features: range) -> StackedExperts:
+        """Take the tensors of all experts, for kernels that compute them together.
+
+        Args:
+            features: those of each expert's `inner` features that this process computes.
+        """
         ...
 
     def tie(self, embedding: torch.Tensor) -> LinearKernel:
@@ -57,8 +62,9 @@ class UnquantizedLinearMethod:
     ) -> GatedLinearKernel:
         return gated_linear_kernel(*_take_fused(weights, spec), activation)
 
-    def load_experts(self, weights: Weights, spec: ExpertsSpec) -> StackedExperts:
-        count, hidden, inner = spec.num_experts, spec.hidden, spec.inner
+    def load_experts(self, weights: Weights, spec: ExpertsSpec, features: range) -> StackedExperts:
+        count, hidden, inner = spec.num_experts, spec.hidden, len(features)
+        rows, columns = (Shard(dim, (features,)) if inner < spec.inner else None for dim in (0, 1))
         stacked = StackedExperts(
             torch.empty(count, 2 * inner, hidden, dtype=weights.dtype, device=weights.device),
             torch.empty(count, hidden, inner, dtype=weights.dtype, device=weights.device),
@@ -66,10 +72,11 @@ class UnquantizedLinearMethod:
         # Each tensor goes to its place as it is read, so that no second copy of the experts is held.
         for index in range(count):
             for half, name in enumerate(("gate", "up")):
-                rows = stacked.gate_up[index, half * inner : (half + 1) * inner]
-                rows.copy_(weights.take(spec.projection(index, name) + ".weight", inner, hidden))
-            taken = weights.take(spec.projection(index, "down") + ".weight", hidden, inner)
-            stacked.down[index].copy_(taken)
+                weight = spec.projection(index, name) + ".weight"
+                place = stacked.gate_up[index, half * inner : (half + 1) * inner]
+                place.copy_(weights.take(weight, spec.inner, hidden, shard=rows))
+            weight = spec.projection(index, "down") + ".weight"
+            stacked.down[index].copy_(weights.take(weight, hidden, spec.inner, shard=columns))
         return stacked
 
     def tie(self, embedding: torch.Tensor) -> LinearKernel:
@@ -77,27 +84,31 @@ class UnquantizedLinearMethod:
 
 
 def _take_fused(weights: Weights, spec: LinearSpec) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Take the weight [out, in] and the bias [out] of all parts."""
+    """Take this process's part of the weight, [out, in], and of the bias, [out], of all projections."""
 
-    def take_weight(name: str, out_features: int) -> torch.Tensor:
+    def take_weight(name: str) -> torch.Tensor:
+        out_features, shard = spec.parts[name], spec.weight_shard(name)
         if spec.is_transposed:
-            return weights.take(name + ".weight", spec.in_features, out_features).t()
-        return weights.take(name + ".weight", out_features, spec.in_features)
+            return weights.take(name + ".weight", spec.in_features, out_features, shard=shard).t()
+        return weights.take(name + ".weight", out_features, spec.in_features, shard=shard)
 
     weight = _fuse(spec, take_weight)
     if not spec.has_bias:
         return weight, None
-    return weight, _fuse(spec, lambda name, size: weights.take(name + ".bias", size))
+    return weight, _fuse(
+        spec, lambda name: weights.take(name + ".bias", spec.parts[name], shard=spec.output_shard(name))
+    )
 
 
-def _fuse(spec: LinearSpec, take: Callable[[str, int], torch.Tensor]) -> torch.Tensor:
+def _fuse(spec: LinearSpec, take: Callable[[str], torch.Tensor]) -> torch.Tensor:
     """Concatenate the parts along dimension 0, copying each into place as it is read to limit peak memory."""
     if len(spec.parts) == 1:
-        return take(*next(iter(spec.parts.items())))
+        return take(next(iter(spec.parts)))
     fused: torch.Tensor | None = None
     start = 0
-    for name, size in spec.parts.items():
-        part = take(name, size)
+    for name in spec.parts:
+        size = spec.num_outputs(name)
+        part = take(name)
         if fused is None:
             fused = part.new_empty((spec.out_features, *part.shape[1:]))
         fused[start : start + size].copy_(part)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.nn.functional as F
 
 from argosy_engine.attention.backend import AttentionWeights, DecoderParts
 from argosy_engine.attention.layer import Attention
@@ -31,7 +30,7 @@ class GatedMLP:
         self.gate_up = factory.gated_linear(
             prefix + "gate_proj", prefix + "up_proj", inner, hidden, bias=bias
         )
-        self.down = factory.linear({prefix + "down_proj": hidden}, inner, bias=bias)
+        self.down = factory.row_linear(prefix + "down_proj", inner, hidden, bias=bias)
 
     def __call__(self, x: torch.Tensor, slot_mapping: torch.Tensor) -> torch.Tensor:
         return self.down(self.gate_up(x))
@@ -58,13 +57,15 @@ class DecoderLayer:
         self.input_norm = factory.rms_norm(prefix + "input_layernorm", hidden, eps)
         self.post_norm = factory.rms_norm(prefix + "post_attention_layernorm", hidden, eps)
         attention = prefix + "self_attn."
-        q, kv = params.num_heads * head_dim, params.num_kv_heads * head_dim
-        self.qkv = factory.linear(
-            {attention + "q_proj": q, attention + "k_proj": kv, attention + "v_proj": kv},
+        self.qkv = factory.qkv_linear(
+            [attention + name for name in ("q_proj", "k_proj", "v_proj")],
+            params,
             hidden,
             bias=config.attention_bias,
         )
-        self.output = factory.linear({attention + "o_proj": hidden}, q, bias=config.output_bias)
+        self.output = factory.row_linear(
+            attention + "o_proj", params.num_heads * head_dim, hidden, bias=config.output_bias
+        )
         q_norm = k_norm = None
         if config.qk_norm:
             q_norm = factory.take(attention + "q_norm.weight", head_dim)
@@ -116,7 +117,8 @@ class Llama:
 
     def __init__(self, config: LlamaConfig, factory: LayerFactory) -> None:
         self.config = config
-        self.embedding = factory.take("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        vocab_size, hidden = config.vocab_size, config.hidden_size
+        self.embedding = factory.embedding("model.embed_tokens.weight", vocab_size, hidden)
         rotary = factory.rotary(config.rope, config.head_dim)
         self.layers = [
             DecoderLayer(config, factory, index, params, rotary, self.make_mlp)
@@ -125,8 +127,8 @@ class Llama:
         parts = [each for layer in self.layers if (each := layer.parts())]
         self.fused = factory.fuse_decoder(parts) if len(parts) == len(self.layers) else None
         """Runs all layers at once, if the attention backend can."""
-        self.norm = factory.rms_norm("model.norm", config.hidden_size, config.rms_norm_eps)
-        self.lm_head = factory.output_head(self.embedding, is_tied=config.tie_word_embeddings)
+        self.norm = factory.rms_norm("model.norm", hidden, config.rms_norm_eps)
+        self.lm_head = factory.output_head(self.embedding, vocab_size, is_tied=config.tie_word_embeddings)
 
     def make_mlp(self, factory: LayerFactory, prefix: str, index: int) -> MLP:
         config = self.config
@@ -147,7 +149,7 @@ class Llama:
 
         kv_cache: one tensor per layer, [2, num_blocks, block_size, num_kv_heads, head_dim].
         """
-        x = F.embedding(token_ids, self.embedding)
+        x = self.embedding(token_ids)
         if self.fused is not None:
             return self.fused(x, kv_cache, meta)
         residual: torch.Tensor | None = None

@@ -106,6 +106,18 @@ class Qwen3MoeConfig(LlamaConfig, frozen=True, kw_only=True):
                 f"num_experts_per_tok {self.num_experts_per_tok} exceeds num_experts {self.num_experts}"
             )
 
+    @property
+    def num_routed_experts(self) -> int:
+        return self.num_experts
+
+    def divided_sizes(self, *, has_whole_experts: bool) -> dict[str, int]:
+        sizes = super().divided_sizes(has_whole_experts=has_whole_experts)
+        if not has_whole_experts:
+            sizes["moe_intermediate_size"] = self.moe_intermediate_size
+        if all(self.is_sparse(index) for index in range(self.num_hidden_layers)):
+            del sizes["intermediate_size"]  # of dense layers
+        return sizes
+
     def is_sparse(self, index: int) -> bool:
         return index not in self.mlp_only_layers and (index + 1) % self.decoder_sparse_step == 0
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import sys
 import time
 from dataclasses import dataclass
@@ -14,11 +13,13 @@ import torch
 
 from argosy_engine.attention.selector import load_backend
 from argosy_engine.attention.torch_attn import TorchBackend
+from argosy_engine.distributed.communicator import Communicator
 from argosy_engine.errors import ConfigError
 from argosy_engine.models import registry
 from argosy_engine.models.layer_factory import LayerFactory
 from argosy_engine.models.model_config import ModelConfig
 from argosy_engine.models.registry import CausalLM
+from argosy_engine.models.sharding import WHOLE, Sharding
 from argosy_engine.models.weights import DummyWeights, SafetensorsWeights, WeightPlan, Weights
 
 logger = logging.getLogger("argosy.models")
@@ -34,13 +35,14 @@ _GIB = 1 << 30
 class LoadedModel:
     model: CausalLM
     elements: dict[str, int]
-    """Number of elements of each tensor that the model took, by name."""
+    """Number of elements that the model took of each tensor, by name."""
 
 
-def plan_weights(config: ModelConfig, dtype: torch.dtype) -> WeightPlan:
+def plan_weights(config: ModelConfig, dtype: torch.dtype, sharding: Sharding = WHOLE) -> WeightPlan:
     """Return names, shapes and bytes of the weights that a config asks for. Needs no checkpoint."""
     plan = WeightPlan(dtype)
-    registry.model_class(config.architecture)(config, LayerFactory(plan, TorchBackend(dtype), 1))
+    factory = LayerFactory(plan, TorchBackend(dtype), 1, sharding=sharding)
+    registry.model_class(config.architecture)(config, factory)
     return plan
 
 
@@ -55,6 +57,8 @@ def load_model(
     max_positions: int,
     load_format: Literal["auto", "dummy"],
     seed: int,
+    sharding: Sharding = WHOLE,
+    communicator: Communicator | None = None,
 ) -> LoadedModel:
     """Build the model with its weights on the device.
 
@@ -62,6 +66,8 @@ def load_model(
         attention_backend: one that `select_backend` has chosen.
         max_positions: length of computed position tables.
         seed: seed of dummy weights.
+        sharding: the part of the model that this process has.
+        communicator: of the processes that share the model's layers.
 
     Raises:
         ConfigError: the checkpoint is damaged, its tensors do not match its config, or the model cannot run in `dtype`.
@@ -74,18 +80,23 @@ def load_model(
         )
     model_class = registry.model_class(config.architecture)
     backend = load_backend(attention_backend, dtype, has_fp8_kv_cache=has_fp8_kv_cache)
+
+    def build(weights: Weights) -> CausalLM:
+        factory = LayerFactory(weights, backend, max_positions, sharding=sharding, communicator=communicator)
+        return model_class(config, factory)
+
     with torch.inference_mode():
-        plan = plan_weights(config, dtype)
-        elements = {name: math.prod(shape) for name, shape in plan.shapes.items()}
+        plan = taken = plan_weights(config, dtype)
+        if sharding != WHOLE:
+            taken = plan_weights(config, dtype, sharding)
         if load_format == "dummy":
-            weights: Weights = DummyWeights(dtype, device, seed)
-            return LoadedModel(model_class(config, LayerFactory(weights, backend, max_positions)), elements)
+            return LoadedModel(build(DummyWeights(dtype, device, seed)), taken.elements)
         reader = SafetensorsWeights(path, dtype, device, prefix=model_class.checkpoint_prefix)
         reader.check(plan, [*model_class.ignored_tensors, *_tied_head(config)])
-        with LoadProgress(reader.stored_bytes(plan)) as progress:
+        with LoadProgress(reader.stored_bytes(taken)) as progress:
             reader.on_read = progress.advance
-            model = model_class(config, LayerFactory(reader, backend, max_positions))
-        return LoadedModel(model, elements)
+            model = build(reader)
+        return LoadedModel(model, taken.elements)
 
 
 def _tied_head(config: ModelConfig) -> list[str]:

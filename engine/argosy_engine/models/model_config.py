@@ -70,6 +70,22 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
         )
 
     @property
+    def num_routed_experts(self) -> int:
+        """Number of experts of a mixture-of-experts layer; 0 without one."""
+        return 0
+
+    def divided_sizes(self, *, has_whole_experts: bool) -> dict[str, int]:
+        """Return the sizes that the number of tensor-parallel ranks has to divide, by their names.
+
+        Args:
+            has_whole_experts: whether each expert stays whole.
+        """
+        sizes = {"num_attention_heads": self.num_attention_heads}
+        if (inner := getattr(self, "intermediate_size", None)) is not None:  # not every family has one
+            sizes["intermediate_size"] = inner
+        return sizes
+
+    @property
     def pooled_size(self) -> int:
         """Number of elements of the model's last hidden state."""
         return self.hidden_size

@@ -39,7 +39,8 @@ class SparseMLP:
                 normalises=normalises,
             )
         )
+        self.sum_ranks = factory.sum_ranks
 
     def __call__(self, x: torch.Tensor, slot_mapping: torch.Tensor) -> torch.Tensor:
         """Run the experts on x [T, hidden_size]; the output has the same shape. For slot_mapping see `Experts`."""
-        return self.experts(x, self.router(x), slot_mapping)
+        return self.sum_ranks(self.experts(x, self.router(x), slot_mapping))

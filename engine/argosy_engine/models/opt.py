@@ -27,13 +27,13 @@ class OPTLayer:
         self.norm_before = config.norm_before
         self.attention_norm = LayerNorm(factory, prefix + "self_attn_layer_norm", hidden, _EPS)
         self.attend = MultiHeadAttention(
-            factory.linear({attention + f"{name}_proj": hidden for name in "qkv"}, hidden, bias=bias),
-            factory.linear({attention + "out_proj": hidden}, hidden, bias=bias),
+            factory.qkv_linear([attention + f"{name}_proj" for name in "qkv"], params, hidden, bias=bias),
+            factory.row_linear(attention + "out_proj", hidden, hidden, bias=bias),
             factory.attention(params, prefix=attention),
         )
         self.mlp_norm = LayerNorm(factory, prefix + "final_layer_norm", hidden, _EPS)
-        self.up = factory.linear({prefix + "fc1": inner}, hidden, bias=bias)
-        self.down = factory.linear({prefix + "fc2": hidden}, inner, bias=bias)
+        self.up = factory.column_linear({prefix + "fc1": inner}, hidden, bias=bias)
+        self.down = factory.row_linear(prefix + "fc2", inner, hidden, bias=bias)
         self.activation = ACTIVATIONS[config.activation]
 
     def __call__(self, hidden: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
@@ -55,7 +55,7 @@ class OPT:
     def __init__(self, config: OPTConfig, factory: LayerFactory) -> None:
         base = "model.decoder."
         hidden, width = config.hidden_size, config.embedding_size
-        self.embedding = factory.take(base + "embed_tokens.weight", config.vocab_size, width)
+        self.embedding = factory.embedding(base + "embed_tokens.weight", config.vocab_size, width)
         self.positions = factory.take(
             base + "embed_positions.weight", config.max_position_embeddings + _POSITION_OFFSET, hidden
         )
@@ -69,7 +69,9 @@ class OPT:
         self.norm = None
         if config.has_final_norm:
             self.norm = LayerNorm(factory, base + "final_layer_norm", hidden, _EPS)
-        self.lm_head = factory.output_head(self.embedding, is_tied=config.tie_word_embeddings)
+        self.lm_head = factory.output_head(
+            self.embedding, config.vocab_size, is_tied=config.tie_word_embeddings
+        )
 
     @property
     def attention_layers(self) -> list[Attention]:
@@ -82,7 +84,7 @@ class OPT:
         kv_cache: Sequence[torch.Tensor],
         meta: AttentionMetadata,
     ) -> torch.Tensor:
-        hidden = F.embedding(token_ids, self.embedding)
+        hidden = self.embedding(token_ids)
         if self.project_in is not None:
             hidden = self.project_in(hidden)
         hidden = hidden + F.embedding(positions + _POSITION_OFFSET, self.positions)

@@ -2,12 +2,12 @@
 
 There are three sources: `WeightPlan` records what the model asks for, `SafetensorsWeights` reads a checkpoint, and
 `DummyWeights` draws random numbers. Safetensors is the only supported format, because it cannot carry code. Files are
-memory-mapped, and each tensor is read when the model takes it, so peak memory is the model plus one (fused) tensor.
+memory-mapped, and each tensor is read when the model takes it, so peak memory is the model plus one (fused) tensor. A
+tensor-parallel rank reads only its part.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -16,10 +16,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from xxhash import xxh64_intdigest
 
 from argosy_engine.errors import ConfigError
 from argosy_engine.models.checkpoint import checkpoint_shards
 from argosy_engine.models.file_permission import may_not_read
+from argosy_engine.models.sharding import Shard
 
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _DTYPES = {**_FLOATS, "F8_E4M3": torch.float8_e4m3fn}
@@ -41,12 +43,16 @@ class Weights(ABC):
         self.num_bytes = 0
 
     @abstractmethod
-    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def take(
+        self, name: str, *shape: int, dtype: torch.dtype | None = None, shard: Shard | None = None
+    ) -> torch.Tensor:
         """Return the tensor on the engine's device.
 
         Args:
+            shape: of the whole tensor.
             dtype: of the tensor in the checkpoint, which is not converted. None: any floating point dtype, converted
                 to the engine's.
+            shard: the part to return; None: the whole.
         """
 
     def find_scale(self, names: Sequence[str]) -> torch.Tensor | None:
@@ -59,35 +65,53 @@ class Weights(ABC):
 
 
 class WeightPlan(Weights):
-    """Records names, shapes and bytes of what a model takes, on the meta device: no memory used, no file read."""
+    """Records names, shapes and bytes of what a model takes, on the meta device: no memory used, no file read.
+
+    Attributes:
+        shapes: of the whole tensors.
+        elements: number of elements taken of each.
+    """
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__(dtype, torch.device("meta"))
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self.elements: dict[str, int] = {}
         self.stored_dtypes: dict[str, torch.dtype] = {}
         """Dtypes of tensors that are taken as they are stored."""
 
-    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def take(
+        self, name: str, *shape: int, dtype: torch.dtype | None = None, shard: Shard | None = None
+    ) -> torch.Tensor:
         self.shapes[name] = shape
         if dtype is not None:
             self.stored_dtypes[name] = dtype
-        tensor = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+        taken = shape if shard is None else shard.shape(shape)
+        tensor = torch.empty(taken, dtype=dtype or self.dtype, device=self.device)
+        self.elements[name] = tensor.numel()
         self.num_bytes += tensor.nbytes
         return tensor
 
 
 class DummyWeights(Weights):
-    """Random weights of the right shapes, for benchmarks without a checkpoint."""
+    """Random weights of the right shapes, for benchmarks without a checkpoint.
+
+    A tensor depends on the seed and its name only, so ranks take parts of the same model.
+    """
 
     def __init__(self, dtype: torch.dtype, device: torch.device, seed: int) -> None:
         super().__init__(dtype, device)
-        self._generator = torch.Generator().manual_seed(seed % (1 << 63))
+        self._seed = seed % (1 << 63)
 
-    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def take(
+        self, name: str, *shape: int, dtype: torch.dtype | None = None, shard: Shard | None = None
+    ) -> torch.Tensor:
         if len(shape) == 1:
             tensor = torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
         else:
-            tensor = torch.randn(shape, generator=self._generator) * shape[-1] ** -0.5
+            generator = torch.Generator().manual_seed(xxh64_intdigest(name.encode(), self._seed) >> 1)
+            tensor = torch.randn(shape, generator=generator) * shape[-1] ** -0.5
+        if shard is not None:
+            tensor = torch.cat([_narrow(tensor, shard.dim, each) for each in shard.ranges], dim=shard.dim)
         tensor = tensor.to(device=self.device, dtype=dtype or self.dtype)
         self.num_bytes += tensor.nbytes
         return tensor
@@ -114,8 +138,10 @@ class SafetensorsWeights(Weights):
         if not any(name.startswith(prefix) for name in self._files):
             self._files = {_prefixed(name, prefix): source for name, source in self._files.items()}
 
-    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        stored = self._read(name)
+    def take(
+        self, name: str, *shape: int, dtype: torch.dtype | None = None, shard: Shard | None = None
+    ) -> torch.Tensor:
+        stored = self._read(name, shard)
         tensor = stored.to(device=self.device, dtype=dtype or self.dtype)
         self.num_bytes += tensor.nbytes
         self.on_read(stored.nbytes)
@@ -131,10 +157,10 @@ class SafetensorsWeights(Weights):
             return stored.to(device=self.device, dtype=torch.float32).reshape(1)
         return None
 
-    def _read(self, name: str) -> torch.Tensor:
+    def _read(self, name: str, shard: Shard | None = None) -> torch.Tensor:
         file, stored_name = self._files[name]
         try:
-            return file.get_tensor(stored_name)
+            return file.get_tensor(stored_name) if shard is None else _read_part(file, stored_name, shard)
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"cannot read tensor {stored_name} of {self.path}: {error}") from None
 
@@ -175,13 +201,24 @@ class SafetensorsWeights(Weights):
             raise ConfigError(f"the tensors of {self.path} do not fit its config.json: {text}")
 
     def stored_bytes(self, plan: WeightPlan) -> int:
-        """Return the bytes that the plan's tensors take up in the files. Call `check` on the plan first."""
+        """Return the bytes that what the plan takes takes up in the files. Call `check` on the plan first."""
         total = 0
-        for name, shape in plan.shapes.items():
+        for name, count in plan.elements.items():
             file, stored = self._files[name]
-            itemsize = _DTYPES[file.get_slice(stored).get_dtype()].itemsize
-            total += math.prod(shape) * itemsize
+            total += count * _DTYPES[file.get_slice(stored).get_dtype()].itemsize
         return total
+
+
+def _read_part(file: Any, name: str, shard: Shard) -> torch.Tensor:
+    """Read part of a tensor of an open file."""
+    whole = file.get_slice(name)
+    leading = (slice(None),) * shard.dim
+    parts = [whole[(*leading, slice(each.start, each.stop))] for each in shard.ranges]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=shard.dim)
+
+
+def _narrow(tensor: torch.Tensor, dim: int, indices: range) -> torch.Tensor:
+    return tensor.narrow(dim, indices.start, len(indices))
 
 
 def _some(names: list[str]) -> str:

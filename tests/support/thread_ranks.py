@@ -1,0 +1,76 @@
+"""Ranks of one group as threads of this process, which exchange tensors directly. One runs at a time.
+
+For what a rank computes. Processes and their connections: `communicator_ranks`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+
+from argosy_engine.distributed.communicator import Communicator, LocalCommunicator
+
+T = TypeVar("T")
+
+TIMEOUT_S = 60.0
+
+
+class ThreadCommunicator(LocalCommunicator):
+    """Sums and concatenates the tensors of all threads. They take turns: a thread waits only in a collective."""
+
+    def __init__(self, group: _Group, rank: int) -> None:
+        self._group = group
+        self.rank, self.size = rank, len(group.tensors)
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        total, *others = self._exchange(x)
+        total = total.clone()
+        for other in others:
+            total += other
+        self.barrier()  # all have read x
+        return x.copy_(total)
+
+    def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        gathered = torch.cat(self._exchange(x), dim)
+        self.barrier()
+        return gathered
+
+    def barrier(self) -> None:
+        self._group.turn.release()
+        try:
+            self._group.barrier.wait(TIMEOUT_S)
+        finally:
+            self._group.turn.acquire()
+
+    def _exchange(self, x: torch.Tensor) -> list[torch.Tensor]:
+        self._group.tensors[self.rank] = x
+        self.barrier()
+        assert len({each.shape for each in self._group.tensors}) == 1
+        return list(self._group.tensors)
+
+
+class _Group:
+    def __init__(self, size: int) -> None:
+        self.tensors = [torch.empty(0)] * size
+        self.turn = threading.Lock()
+        self.barrier = threading.Barrier(size)
+
+
+def run_threads(size: int, function: Callable[[Communicator], T]) -> list[T]:
+    """Call a function for every rank of a group and return the results by rank."""
+    group = _Group(size)
+
+    def run(rank: int) -> T:
+        with group.turn, torch.inference_mode():
+            try:
+                return function(ThreadCommunicator(group, rank))
+            except BaseException:
+                group.barrier.abort()
+                raise
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(run, range(size)))
