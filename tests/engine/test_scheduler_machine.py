@@ -62,6 +62,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         watermark=st.sampled_from([0.0, 0.2]),
         mixed=st.sampled_from([None, 2, 6]),
         max_in_flight=st.sampled_from([1, 2, 2, 3]),
+        is_pipeline=st.booleans(),
     )
     def start(
         self,
@@ -76,6 +77,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         watermark: float,
         mixed: int | None,
         max_in_flight: int,
+        is_pipeline: bool,
     ) -> None:
         self.budget, self.max_num_seqs = budget, max_num_seqs
         self.capacity = (num_blocks - 1) * BLOCK
@@ -85,6 +87,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.capacity = MAX_MODEL_LEN
         if kind == "recurrent":
             num_drafts = 0  # a state cannot be taken back
+        if is_pipeline:
+            num_drafts = 0
         self.scheduler = Scheduler(
             KVCacheManager(num_blocks, BLOCK, caching, watermark, specs, budget),
             max_num_batched_tokens=budget,
@@ -94,8 +98,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             long_prefill_token_threshold=threshold,
             max_num_mixed_prefill_tokens=mixed,
             policy=policy,  # type: ignore[arg-type]
+            pipeline_parallel_size=max_in_flight if is_pipeline else 1,
         )
         self.worker = FakeWorker(BLOCK, num_drafts, specs)
+        self.first_stage = FakeWorker(BLOCK, 0, specs, samples=False)
+        """Is given the steps of a pipeline of several stages, and never samples."""
         self.max_in_flight = max_in_flight
         self.results: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         """Of steps that were computed and are not booked yet."""
@@ -201,6 +208,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.scheduler.requests.keys() - self.blocked:
             assert step.num_scheduled_tokens or self.results or self.scheduler.has_work, "a livelock"
         self.results.append((step, self.worker.execute(step)))
+        if self.scheduler.pipeline_parallel_size > 1:
+            self.first_stage.execute(step)
         if victim is not None:
             self.scheduler.abort([victim])
             self.blocked.discard(victim)

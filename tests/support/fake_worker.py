@@ -44,11 +44,18 @@ class FakeWorker:
 
     Args:
         num_drafts: draft tokens proposed after each step; those at every third position are wrong.
+        samples: whether it is the last stage of a pipeline; others learn tokens from the scheduler.
     """
 
     def __init__(
-        self, block_size: int, num_drafts: int = 0, specs: Sequence[KVCacheSpec] = (FullAttentionSpec(0),)
+        self,
+        block_size: int,
+        num_drafts: int = 0,
+        specs: Sequence[KVCacheSpec] = (FullAttentionSpec(0),),
+        *,
+        samples: bool = True,
     ) -> None:
+        self.samples = samples
         self.specs = specs
         self.block_size = block_size
         self.num_drafts = num_drafts
@@ -67,6 +74,8 @@ class FakeWorker:
             self.rows[new.request_id] = Row(
                 list(new.token_ids), [list(ids) for ids in new.block_ids], new.num_computed_tokens
             )
+        for request_id, token in step.new_token_ids.items():
+            self._learn(self.rows[request_id], token)
         for request_id, count in step.num_scheduled_tokens.items():
             self._write(request_id, count, step.scheduled_spec_token_ids.get(request_id, []))
         output = ModelRunnerOutput(list(step.num_scheduled_tokens), [])
@@ -74,6 +83,11 @@ class FakeWorker:
             drafts = step.scheduled_spec_token_ids.get(request_id, [])
             output.sampled_token_ids.append(self._read_and_sample(request_id, count, drafts, output))
         return output
+
+    def _learn(self, row: Row, token: int) -> None:
+        if not self.samples and row.num_computed == len(row.tokens):
+            row.tokens.append(token)
+        assert row.tokens[row.num_computed] == token
 
     def _slot(self, row: Row, group: int, position: int) -> tuple[int, int]:
         if isinstance(self.specs[group], RecurrentStateSpec):
@@ -113,7 +127,7 @@ class FakeWorker:
         end = row.num_computed + count
         known = row.tokens + drafts
         self._read(row, end, known)
-        if end < len(row.tokens):
+        if end < len(row.tokens) or not self.samples:
             row.num_computed = end
             return []
         sampled = []

@@ -5,8 +5,8 @@ The same class serves both ways to run: in the caller's process (`InprocClient`)
 raise. A fault in the bookkeeping (scheduler, KV cache) is logged, and the state is rebuilt.
 
 With async scheduling two steps are in flight: while the device computes one, the core schedules and launches the next
-and processes the output of the one before. The tokens are the same as without it; the output of a step for a request
-that has ended meanwhile is dropped.
+and processes the output of the one before. With pipeline parallelism there is one in flight per stage, each of other
+requests. The tokens are the same in all cases; the output of a step for a request that has ended meanwhile is dropped.
 """
 
 from __future__ import annotations
@@ -85,6 +85,7 @@ class EngineCore:
             long_prefill_token_threshold=args.long_prefill_token_threshold,
             max_num_mixed_prefill_tokens=max_num_mixed_prefill_tokens(args, info.device),
             policy=args.scheduling_policy,
+            pipeline_parallel_size=args.pipeline_parallel_size,
         )
         self.structured = create_structured_output_manager(
             info.model_path,
@@ -92,7 +93,7 @@ class EngineCore:
             info.config.eos_token_ids,
             args.structured_outputs_cache_bytes,
         )
-        self._max_in_flight = 2 if self.config.async_scheduling else 1
+        self._max_in_flight = 2 if self.config.async_scheduling else args.pipeline_parallel_size
         self._launched: deque[_LaunchedStep] = deque()
         """Steps whose output is not processed yet, oldest first."""
         self._last_step: SchedulerOutput | None = None
@@ -211,7 +212,8 @@ class EngineCore:
             if self.structured:
                 self.structured.start(request.request_id for request in step.new_requests)
                 # What a grammar allows depends on tokens that are still in flight; `_mask_next` sends the mask then.
-                step.awaits_grammar = bool(self._launched and self._with_grammar(step))
+                is_async = self.config.async_scheduling
+                step.awaits_grammar = bool(is_async and self._launched and self._with_grammar(step))
                 step.grammar = None if step.awaits_grammar else self._grammar_bitmask(step)
             return step
         except Exception:

@@ -68,3 +68,6 @@ class SchedulerOutput(Struct, array_like=True, gc=False):
     grammar: GrammarBitmask | None = None
     awaits_grammar: bool = False
     """Whether the bitmask follows later (`PendingOutput.sample`), because it depends on tokens that are in flight."""
+    new_token_ids: dict[str, int] = {}
+    """Request id -> the one token that it computes in this step, for pipeline stages that have not sampled it. Only
+    with pipeline parallelism."""

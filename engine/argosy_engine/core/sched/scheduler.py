@@ -8,10 +8,13 @@ Tenants take turns with one another (`TenantQueue`), and the prompts of a batch 
 slot is free, a call with many running sequences yields at most one slot per step to another call (`CallQueue`). Design:
 vLLM V1, `v1/core/sched/scheduler.py`.
 
-With async scheduling the next step is scheduled before the output of the last one is processed. A step that samples
-for a request yields at least one token, which is scheduled as a placeholder before its id is known. A request is not
+With async scheduling the next step is scheduled before the output of the last one is processed. A step that samples for
+a request yields at least one token, which is scheduled as a placeholder before its id is known. A request is not
 scheduled while a token in flight may be its last by length, while its drafts are being verified, or, once preempted,
 until its steps in flight have ended.
+
+With pipeline parallelism as many steps are in flight as there are stages. A step takes its share of the running
+requests, and none whose next token is still in flight.
 
 The scheduler knows no tensors, no text and no clients. Invariants: the scheduled tokens of a step never exceed the
 budget; every added request is answered by exactly one output with a finish reason, unless its client aborted it.
@@ -52,6 +55,7 @@ class Scheduler:
         max_num_mixed_prefill_tokens: cap on the prefill tokens of a step while a request decodes, because they delay
             its next token; None means no cap.
         policy: `fcfs` ignores the requests' priority.
+        pipeline_parallel_size: number of stages; with more than one, steps carry the tokens that the first computes.
     """
 
     def __init__(
@@ -66,6 +70,7 @@ class Scheduler:
         long_prefill_token_threshold: int = 0,
         max_num_mixed_prefill_tokens: int | None = None,
         policy: SchedulingPolicy = "fcfs",
+        pipeline_parallel_size: int = 1,
     ) -> None:
         self.kv = kv
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -76,6 +81,7 @@ class Scheduler:
         self.long_prefill_token_threshold = long_prefill_token_threshold
         self.max_num_mixed_prefill_tokens = max_num_mixed_prefill_tokens or max_num_batched_tokens
         self.policy = policy
+        self.pipeline_parallel_size = pipeline_parallel_size
         self.requests: dict[str, Request] = {}
         self.waiting = CallQueue(max_num_seqs)
         self.blocked: dict[str, Request] = {}
@@ -198,6 +204,8 @@ class Scheduler:
         assert plan.token_budget >= 0
         released, self._released = self._released, []
         step = plan.step(released)
+        if self.pipeline_parallel_size > 1:
+            step.new_token_ids = self._new_token_ids(plan)
         if step.num_scheduled_tokens:
             self.in_flight.push(step)
         return step
@@ -218,7 +226,7 @@ class Scheduler:
     def _schedule_running(self, plan: StepPlan) -> None:
         num_preemptions = self.num_preemptions
         scheduled = plan.num_scheduled_tokens
-        for request in self.running:
+        for request in self.running if self.pipeline_parallel_size == 1 else self._share_of_stage():
             if plan.token_budget <= 0:
                 break
             num_computed = request.num_computed_tokens + 1
@@ -236,6 +244,21 @@ class Scheduler:
                 self._extend(request, plan)
         if num_preemptions != self.num_preemptions:
             self.running = [r for r in self.running if r.status is RequestStatus.RUNNING]
+
+    def _share_of_stage(self) -> list[Request]:
+        """Return the running requests that a pipeline's next step takes, so that every stage has as much to compute."""
+        most = -(-len(self.running) // self.pipeline_parallel_size)
+        return [request for request in self.running if not request.num_output_placeholders][:most]
+
+    def _new_token_ids(self, plan: StepPlan) -> dict[str, int]:
+        """Return the tokens that the step computes of requests whose other tokens the workers know."""
+        new = {request.request_id for request in plan.new_requests}
+        token_ids = {}
+        for request_id, count in plan.num_scheduled_tokens.items():
+            if count == 1 and request_id not in new:
+                request = self.requests[request_id]
+                token_ids[request_id] = request.all_token_ids[request.num_computed_tokens - 1]
+        return token_ids
 
     def _extend(self, request: Request, plan: StepPlan) -> None:
         """Schedule tokens of a running request and allocate their blocks, preempting requests to make room."""

@@ -1,7 +1,8 @@
 """StepsInFlight: steps that are scheduled but whose output is not processed yet, oldest first.
 
-There is at most one, or two with async scheduling. A request may end, and a new one may take its id, while a step that
-computes it still runs. The output of that step for this id is then stale and must be dropped.
+There is at most one, two with async scheduling, and one per stage with pipeline parallelism. A request may end, and a
+new one may take its id, while a step that computes it still runs. The output of that step for this id is then stale and
+must be dropped.
 """
 
 from __future__ import annotations
