@@ -20,7 +20,7 @@ PARALLEL := --numprocesses $(TEST_PROCESSES) --dist loadfile --max-worker-restar
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet $(PIP_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev wheel up down test test-wheel test-sanitizers attack generate gpu-report lint e2e bench bench-engine bench-router clean
+.PHONY: help install install-dev wheel up down test test-wheel test-sanitizers attack generate gpu-report gpu-accounting lint e2e bench bench-engine bench-router clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -79,6 +79,9 @@ generate: $(INSTALLED_DEV) ## write the CRD, the dashboard, the alert rules and 
 
 gpu-report: $(INSTALLED_DEV) ## compile the GPU kernels for every known device and write docs/reference/gpu-kernels.md
 	PYTHONPATH=generators $(BIN)/python -P -m gpu_report -o docs/reference/gpu-kernels.md
+
+gpu-accounting: $(INSTALLED_DEV) ## count the launches, copies and bytes of a step on a GPU, and write them into docs/performance.md
+	PYTHONPATH=generators $(BIN)/python -P -m gpu_accounting --into docs/performance.md
 
 lint: $(INSTALLED_DEV) ## style, types, import contracts
 	$(BIN)/ruff check .

@@ -1,0 +1,260 @@
+"""Builds the engine's model runner on fake CUDA tensors, runs steps on it and counts what they do on the device.
+
+A model is built twice, with few layers, and the counts of the whole model follow from the difference: layers are the
+same, so that a step of 48 layers is not followed operation by operation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from argosy_engine.attention.selector import load_backend
+from argosy_engine.messages.scheduler_output import NewRequest, SchedulerOutput
+from argosy_engine.models import registry
+from argosy_engine.models.config_file import parse_config
+from argosy_engine.models.layer_factory import LayerFactory
+from argosy_engine.models.loader import plan_weights
+from argosy_engine.models.model_config import ModelConfig
+from argosy_engine.models.weights import DummyWeights
+from argosy_engine.params.sampling_params import SamplingParams
+from argosy_engine.sample.sampler import SamplerOptions
+from argosy_engine.triton_kernels.device_traits import KNOWN_DEVICES, assume_device
+from argosy_engine.worker.model_runner import ModelRunner
+from gpu_accounting.fake_device import CUDA, FakeRuntime, fake_cuda
+from gpu_accounting.models import MODELS, PERIODS
+from gpu_accounting.step_trace import HiddenSync, Operation, StepTrace
+
+BLOCK_SIZE = 16
+CONTEXT = 1024
+"""Tokens of each decoding request before the step."""
+MAX_NUM_SEQS = 256
+MAX_MODEL_LEN = 4096
+GREEDY = SamplingParams(temperature=0.0, max_tokens=512)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A step: how many requests decode, and the prompts that are computed."""
+
+    name: str
+    decodes: int = 0
+    prompts: tuple[int, ...] = ()
+
+
+SHAPES = (
+    Shape("prefill", prompts=(512,) * 4),
+    Shape("mixed", decodes=8, prompts=(512,)),
+    *(Shape(f"decode {count}", decodes=count) for count in (1, 8, 64, 256)),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StepCounts:
+    """What a step of a whole model does on the device."""
+
+    model: str
+    shape: Shape
+    layer: float
+    """Launches per layer."""
+    rest: float
+    """Launches outside the layers but those of sampling."""
+    sampling: int
+    """Launches of sampling."""
+    copies_to_device: int
+    copies_to_host: int
+    blocking_copies: int
+    num_bytes: float
+    """Moved by all launches."""
+    necessary_bytes: float
+    """Of weights, keys and values that the step cannot do without."""
+    hidden_sync: str = ""
+    """Why the step could not be followed to its end: the host waits for the device there."""
+
+
+class AccountedRunner:
+    """A model runner on fake CUDA tensors.
+
+    Args:
+        num_layers: of the config, instead of all.
+    """
+
+    def __init__(self, raw: dict[str, Any], num_layers: int, device: str = "H100") -> None:
+        self.config = parse_config({**raw, "num_hidden_layers": num_layers}, {})
+        self._traits = KNOWN_DEVICES[device]
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        runtime = FakeRuntime()
+        self.trace = StepTrace(runtime)
+        self._names = 0
+        with self._on_device():
+            backend = load_backend("triton", torch.bfloat16)
+            weights = DummyWeights(torch.bfloat16, CUDA, 0)
+            factory = LayerFactory(weights, backend, MAX_MODEL_LEN)
+            model = registry.model_class(self.config.architecture)(self.config, factory)
+            self.runner = ModelRunner(
+                model,
+                self.config,
+                num_blocks=MAX_NUM_SEQS * (CONTEXT // BLOCK_SIZE + 2),
+                block_size=BLOCK_SIZE,
+                max_num_seqs=MAX_NUM_SEQS,
+                max_num_batched_tokens=2048,
+                max_model_len=MAX_MODEL_LEN,
+                device=CUDA,
+                sampling=SamplerOptions(vocab_size=self.config.vocab_size),
+                runtime=runtime,
+            )
+        self._forward_inputs: list[torch.Tensor] = []
+        self._mark_phases()
+
+    def add(self, shape: Shape, params: SamplingParams = GREEDY) -> SchedulerOutput:
+        """Return a step of new requests of this shape."""
+        requests = []
+        for length, computed in [(CONTEXT, CONTEXT - 1)] * shape.decodes + [
+            (each, 0) for each in shape.prompts
+        ]:
+            self._names += 1
+            blocks = [[1 + index for index in range(-(-length // BLOCK_SIZE) + 1)]] * len(self.runner.groups)
+            requests.append(NewRequest(str(self._names), [3] * length, blocks, computed, params))
+        scheduled = {each.request_id: len(each.token_ids) - each.num_computed_tokens for each in requests}
+        return _step(requests, scheduled)
+
+    def execute(self, step: SchedulerOutput) -> list[Operation]:
+        """Launch a step and return its operations.
+
+        Raises:
+            HiddenSync: it waits for the device.
+        """
+        trace = self.trace
+        trace.operations = []
+        trace.enter("inputs")
+        with self._on_device(), trace.recording():
+            self.runner.execute(step)
+        return trace.operations
+
+    def finish(self, step: SchedulerOutput) -> None:
+        """Take the requests of a step out of the batch."""
+        with self._on_device():
+            self.runner.execute(_step([], {}, list(step.num_scheduled_tokens)))
+
+    def forward_addresses(self) -> list[tuple[int, int]]:
+        """Return where the inputs of the last forward pass lie: the storage of each, and the offset in it."""
+        return [
+            (StorageWeakRef(tensor.untyped_storage()).cdata, tensor.storage_offset())
+            for tensor in self._forward_inputs
+        ]
+
+    @contextmanager
+    def _on_device(self) -> Iterator[None]:
+        with fake_cuda(self._mode), assume_device(self._traits):
+            yield
+
+    def _mark_phases(self) -> None:
+        model: Any = self.runner.model
+        sampler: Any = self.runner.batch.sampler
+        trace, forward, logits, sample = self.trace, model.forward, model.logits, sampler.sample
+
+        def marked_forward(token_ids: Any, positions: Any, kv_cache: Any, meta: Any) -> Any:
+            trace.enter("forward")
+            trace.seq_lens = meta.seq_lens_cpu.tolist()
+            names = ("query_start_loc", "seq_lens", "positions", "slot_mapping", "block_table")
+            self._forward_inputs = [token_ids, positions, *(getattr(meta, name) for name in names)]
+            return forward(token_ids, positions, kv_cache, meta)
+
+        def marked_logits(hidden: Any) -> Any:
+            trace.enter("logits")
+            return logits(hidden)
+
+        def marked_sample(*arguments: Any) -> Any:
+            trace.enter("sampling")
+            sampled = sample(*arguments)
+            trace.enter("output")
+            return sampled
+
+        model.forward, model.logits, sampler.sample = marked_forward, marked_logits, marked_sample
+
+
+def decode_again(step: SchedulerOutput) -> SchedulerOutput:
+    """Return the step that computes one more token of each request of a step."""
+    return _step([], dict.fromkeys(step.num_scheduled_tokens, 1))
+
+
+def count_steps(
+    model: str, params: SamplingParams = GREEDY, shapes: tuple[Shape, ...] = SHAPES
+) -> list[StepCounts]:
+    """Count the steps of a published model."""
+    raw, period = MODELS[model], PERIODS.get(model, 1)
+    config = parse_config(raw, {})
+    small, large = (AccountedRunner(raw, depth) for depth in (period, 2 * period))
+    return [_count(model, config, period, shape, small, large, params) for shape in shapes]
+
+
+def _count(
+    model: str,
+    config: ModelConfig,
+    period: int,
+    shape: Shape,
+    small: AccountedRunner,
+    large: AccountedRunner,
+    params: SamplingParams,
+) -> StepCounts:
+    totals = []
+    for runner in (small, large):
+        step = runner.add(shape, params)
+        try:
+            operations = runner.execute(step)
+            if not shape.prompts:  # the first step also sends the requests' block tables
+                operations = runner.execute(decode_again(step))
+        except HiddenSync as error:
+            return StepCounts(model, shape, 0, 0, 0, 0, 0, 0, 0, 0, hidden_sync=str(error))
+        finally:
+            runner.finish(step)
+        totals.append((operations, Counter(each.phase for each in operations if each.kind == "launch")))
+    (few, few_launches), (many, many_launches) = totals
+    layer = (many_launches["forward"] - few_launches["forward"]) / period
+    layer_bytes = (sum(each.num_bytes for each in many) - sum(each.num_bytes for each in few)) / period
+    kinds = Counter(each.kind for each in many)
+    return StepCounts(
+        model=model,
+        shape=shape,
+        layer=layer,
+        rest=sum(few_launches.values()) - layer * period - few_launches["sampling"],
+        sampling=many_launches["sampling"],
+        copies_to_device=kinds["copy to device"],
+        copies_to_host=kinds["copy to host"],
+        blocking_copies=kinds["blocking copy"],
+        num_bytes=sum(each.num_bytes for each in few) + layer_bytes * (config.num_hidden_layers - period),
+        necessary_bytes=_necessary_bytes(config, shape),
+    )
+
+
+def _necessary_bytes(config: ModelConfig, shape: Shape) -> int:
+    """Return the bytes of weights (of the experts that tokens can choose), keys and values that a step moves."""
+    tokens = shape.decodes + sum(shape.prompts)
+    plan = plan_weights(config, torch.bfloat16)
+    experts = getattr(config, "num_experts", 0)
+    hit = min(1.0, tokens * getattr(config, "num_experts_per_tok", 0) / experts) if experts else 0.0
+    weights = 0.0
+    for name, dims in plan.shapes.items():
+        if "embed_tokens" not in name or config.tie_word_embeddings:
+            weights += 2 * math.prod(dims) * (hit if ".experts." in name else 1.0)
+    kv = 0
+    for layer in config.attention_layers:
+        seen = CONTEXT if layer.sliding_window is None else min(CONTEXT, layer.sliding_window)
+        kv += (
+            2 * 2 * layer.num_kv_heads * layer.head_dim * (shape.decodes * seen + sum(shape.prompts) + tokens)
+        )
+    return int(weights) + kv
+
+
+def _step(
+    new: list[NewRequest], scheduled: dict[str, int], finished: list[str] | None = None
+) -> SchedulerOutput:
+    return SchedulerOutput(new, {}, scheduled, sum(scheduled.values()), finished or [], {})

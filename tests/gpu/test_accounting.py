@@ -1,0 +1,160 @@
+"""What a step does on a GPU, counted on fake CUDA tensors: launches, copies between host and device, waits, bytes.
+
+`LIMITS` and `SAMPLING_LIMITS` are what holds now; they only ever get lower. The goals are 10 launches per dense layer,
+13 per layer with experts, 8 for sampling whatever its parameters, 1.25 times the necessary bytes when decoding.
+"""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from argosy_engine.params.sampling_params import SamplingParams
+from gpu_accounting.fake_device import CUDA
+from gpu_accounting.measurement import (
+    SHAPES,
+    AccountedRunner,
+    Shape,
+    StepCounts,
+    count_steps,
+    decode_again,
+)
+from gpu_accounting.models import MODELS
+from gpu_accounting.step_trace import HiddenSync, Operation
+
+
+class Limits(NamedTuple):
+    layer: int
+    """Launches per layer."""
+    rest: int
+    """Launches outside the layers: inputs, embedding, last norm, output head, keeping the sampled tokens."""
+    traffic: float
+    """Bytes moved at decode over those of weights, keys and values."""
+
+
+LIMITS = {
+    "Qwen3-0.6B": Limits(27, 15, 1.06),
+    "Qwen3-8B": Limits(27, 15, 1.12),
+    "Llama-3-8B": Limits(27, 15, 1.12),
+    "Gemma-3-12B": Limits(43, 16, 1.11),
+}
+WAITING = {"Qwen3-30B-A3B": "bincount"}
+"""Models whose layers wait for the device, by the operation that does. The goal is that there are none."""
+
+
+class SamplingLimits(NamedTuple):
+    launches: int
+    blocking_copies: int
+
+
+SAMPLING = {
+    "greedy": SamplingParams(temperature=0.0),
+    "temperature": SamplingParams(temperature=0.7, seed=1),
+    "top": SamplingParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, seed=1),
+    "penalties": SamplingParams(
+        temperature=0.7, repetition_penalty=1.1, frequency_penalty=0.1, presence_penalty=0.1, seed=1
+    ),
+    "logprobs": SamplingParams(temperature=0.7, logprobs=3, seed=1),
+}
+SAMPLING_LIMITS = {
+    "greedy": SamplingLimits(1, 0),
+    "temperature": SamplingLimits(13, 2),
+    "top": SamplingLimits(43, 7),
+    "penalties": SamplingLimits(57, 6),
+    "logprobs": SamplingLimits(24, 3),
+}
+
+
+@pytest.fixture(scope="module", params=LIMITS)
+def counted(request: pytest.FixtureRequest) -> list[StepCounts]:
+    return count_steps(request.param)
+
+
+def test_steps_are_within_their_limits(counted: list[StepCounts]) -> None:
+    assert [each.shape for each in counted] == list(SHAPES)
+    for each in counted:
+        limits = LIMITS[each.model]
+        assert not each.hidden_sync
+        assert (each.copies_to_device, each.copies_to_host, each.blocking_copies) == (1, 1, 0), each
+        assert each.layer <= limits.layer, each
+        assert each.rest <= limits.rest, each
+        if not each.shape.prompts:
+            assert 1 <= each.num_bytes / each.necessary_bytes <= limits.traffic, each
+
+
+def test_every_model_has_limits() -> None:
+    assert {*LIMITS, *WAITING} == set(MODELS)
+
+
+@pytest.mark.parametrize("model", WAITING)
+def test_a_layer_that_waits_is_noticed(model: str) -> None:
+    (counts,) = count_steps(model, shapes=(Shape("decode", decodes=8),))
+    assert WAITING[model] in counts.hidden_sync
+
+
+@pytest.mark.parametrize("name", SAMPLING)
+def test_sampling_is_within_its_limits(name: str) -> None:
+    (counts,) = count_steps("Qwen3-0.6B", SAMPLING[name], (Shape("decode", decodes=8),))
+    assert not counts.hidden_sync
+    limits = SAMPLING_LIMITS[name]
+    assert counts.sampling <= limits.launches
+    assert counts.blocking_copies <= limits.blocking_copies
+    assert (counts.copies_to_device, counts.copies_to_host) == (1, 1)
+
+
+@pytest.fixture(scope="module")
+def runner() -> AccountedRunner:
+    return AccountedRunner(MODELS["Qwen3-0.6B"], 2)
+
+
+def test_every_step_of_one_size_is_the_same(runner: AccountedRunner) -> None:
+    """The same operations with the same shapes on tensors at the same addresses, as a CUDA graph needs it."""
+    step = runner.add(Shape("decode", decodes=8))
+    runner.execute(step)
+    first = _without_bytes(runner.execute(decode_again(step)))
+    addresses = runner.forward_addresses()
+    # Another step whose requests get new blocks, and other requests.
+    appended = decode_again(step)
+    appended.new_block_ids = {next(iter(appended.num_scheduled_tokens)): [[7]]}
+    assert _without_bytes(runner.execute(appended)) == first
+    assert runner.forward_addresses() == addresses
+    runner.finish(step)
+    others = runner.add(Shape("decode", decodes=8))
+    runner.execute(others)
+    assert _without_bytes(runner.execute(decode_again(others))) == first
+    assert runner.forward_addresses() == addresses
+    runner.finish(others)
+
+
+def test_waits_and_copies_are_noticed(runner: AccountedRunner) -> None:
+    """The instrument itself: a model that asks for a value, and one that copies a tensor from the host."""
+    step = runner.add(Shape("decode", decodes=2))
+    model = runner.runner.model
+    forward = model.forward
+    expected = runner.execute(step)
+
+    def copying(*arguments: torch.Tensor) -> torch.Tensor:
+        hidden = forward(*arguments)
+        return hidden + torch.zeros(1, device="cpu").to(CUDA, torch.bfloat16)
+
+    def waiting(*arguments: torch.Tensor) -> torch.Tensor:
+        hidden = forward(*arguments)
+        return hidden * hidden[0, 0].item()
+
+    try:
+        model.forward = copying
+        operations = runner.execute(decode_again(step))
+        assert [each.kind for each in operations].count("blocking copy") == 1
+        assert len(operations) > len(expected)
+        model.forward = waiting
+        with pytest.raises(HiddenSync, match="_local_scalar_dense waits"):
+            runner.execute(decode_again(step))
+    finally:
+        model.forward = forward
+        runner.finish(step)
+
+
+def _without_bytes(operations: list[Operation]) -> list[Operation]:
+    """Attention's traffic depends on the lengths of the requests."""
+    return [replace(each, num_bytes=0) for each in operations]
