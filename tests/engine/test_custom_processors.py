@@ -16,7 +16,7 @@ from argosy_engine import LLM, LogitsProcessor, SamplingParams
 from argosy_engine.errors import ConfigError, InvalidRequest, RequestFailed
 from argosy_engine.frontend.input_processor import check_extra_args
 from argosy_engine.sample.logits_processor.interface import Rows, load_logits_processors, processor_path
-from argosy_engine.sample.sampler import Sampler, SamplerOptions
+from argosy_engine.sample.sampler import Sampler, SamplerOptions, make_sampler
 from probe_processors import Faulty, NeverTwice
 
 VOCAB, SLOTS = 11, 6
@@ -24,7 +24,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def sampler_with(processor: type[LogitsProcessor]) -> Sampler:
-    return Sampler(
+    return make_sampler(
         np.zeros((SLOTS, 32), np.int32),
         (1,),
         torch.device("cpu"),

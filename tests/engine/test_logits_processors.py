@@ -15,7 +15,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 from argosy_engine.params.sampling_params import SamplingParams
 from argosy_engine.sample.logits_processor.interface import Added, BatchUpdate, Rows
 from argosy_engine.sample.logits_processor.penalties import Penalties
-from argosy_engine.sample.sampler import GrammarMask, Sampler, SamplerOptions
+from argosy_engine.sample.sampler import GrammarMask, SamplerOptions, make_sampler
 from argosy_engine.sample.token_logprobs import LogprobsMode
 
 VOCAB = 67
@@ -30,7 +30,7 @@ class Batch:
 
     def __init__(self, options: SamplerOptions = DEFAULTS) -> None:
         self.token_ids = np.zeros((SLOTS, 64), np.int32)
-        self.sampler = Sampler(self.token_ids, EOS, CPU, options)
+        self.sampler = make_sampler(self.token_ids, EOS, CPU, options)
         self.tokens: dict[int, list[int]] = {}
 
     def add(self, slot: int, params: SamplingParams, prompt: list[int], output: list[int]) -> None:

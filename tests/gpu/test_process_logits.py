@@ -6,7 +6,8 @@ from argosy_engine.params.sampling_params import SamplingParams
 from argosy_engine.sample.logits_processor.builtin import AllowedTokenIds, LogitBias, MinTokens
 from argosy_engine.sample.logits_processor.interface import Added, BatchUpdate, Rows
 from argosy_engine.sample.logits_processor.penalties import Penalties
-from argosy_engine.sample.sampler import GrammarMask, apply_grammar
+from argosy_engine.sample.sampler import GrammarMask
+from argosy_engine.sample.torch_sampler import apply_grammar
 from argosy_engine.triton_kernels.penalty_counts import IN_PROMPT, clear_entries, count_tokens
 from argosy_engine.triton_kernels.process_logits import RowEdits, RowMasks, RowPenalties, process_logits
 

@@ -1,36 +1,39 @@
-"""Sampler: turns logits into token ids for a whole batch.
+"""Sampler: the interface of what turns logits into token ids for a whole batch, and the state that its kinds share.
 
-The order is vLLM V1's (v1/sample/sampler.py): snapshot of the raw log probabilities, grammar mask, allowed_token_ids,
-bad_words, min_tokens, logit_bias, penalties, custom processors (`--logits-processors`), then the draw
-(`topk_topp_sampler`: temperature, min_p, top-k, top-p) and the log probabilities of the drawn tokens.
+There are two. `torch_sampler` runs torch operations, and our CPU kernels where the logits are on a CPU. `kernel_sampler`
+runs our Triton kernels. Both work in the order of vLLM V1 (v1/sample/sampler.py): snapshot of the raw log probabilities,
+grammar mask, allowed_token_ids, bad_words, min_tokens, logit_bias, penalties, custom processors (`--logits-processors`),
+then the draw (temperature, min_p, top-k, top-p) and the log probabilities of the drawn tokens. Greedy tokens are the
+same; the same seed draws other tokens, because a device has no use for the order that an inverse CDF needs
+(`triton_kernels/token_noise.py`).
 
-`Sampler` keeps each request's sampling state by slot. A step does only the work that its live requests need: an
+A sampler keeps each request's sampling state by slot. A step does only the work that its live requests need: an
 all-greedy batch is one argmax.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from abc import ABC, abstractmethod
+from importlib import import_module
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from argosy_engine.params.sampling_params import SamplingParams
-from argosy_engine.sample.logits_processor.builtin import AllowedTokenIds, BadWords, LogitBias, MinTokens
 from argosy_engine.sample.logits_processor.interface import (
     Added,
     BatchUpdate,
     Ints,
     LogitsProcessor,
     ProcessorConfig,
-    Rows,
 )
 from argosy_engine.sample.logits_processor.isolation import IsolatedProcessor
-from argosy_engine.sample.logits_processor.penalties import Penalties
-from argosy_engine.sample.logprobs import LogprobsTensors, gather_logprobs, score
+from argosy_engine.sample.logprobs import LogprobsTensors
 from argosy_engine.sample.token_logprobs import LogprobsMode, TokenLogprobs
-from argosy_engine.sample.topk_topp_sampler import SamplingBatch, processed_logits, sample
+
+SamplerKind = Literal["torch", "kernels"]
 
 
 class GrammarMask(NamedTuple):
@@ -70,12 +73,30 @@ class SamplerOptions(NamedTuple):
     vocab_size: int = 0
     logprobs_mode: LogprobsMode = "raw_logprobs"
     logits_processors: tuple[type[LogitsProcessor], ...] = ()
+    kind: SamplerKind = "torch"
 
 
-_DEFAULTS = SamplerOptions()
+def make_sampler(
+    token_ids: NDArray[np.int32],
+    eos_token_ids: tuple[int, ...],
+    device: torch.device,
+    options: SamplerOptions,
+) -> Sampler:
+    """Make a sampler of the kind that the options name; see `Sampler` for the arguments.
+
+    Raises:
+        ConfigError: a logits processor of the options cannot be constructed.
+    """
+    module, _, name = _KINDS[options.kind].partition(":")
+    kind: type[Sampler] = getattr(import_module(f"argosy_engine.sample.{module}"), name)
+    return kind(token_ids, eos_token_ids, device, options)
 
 
-class Sampler:
+_KINDS = {"torch": "torch_sampler:TorchSampler", "kernels": "kernel_sampler:KernelSampler"}
+"""module:class; only those who use the kernels need triton."""
+
+
+class Sampler(ABC):
     """Batched sampler; a request has a slot for as long as it runs.
 
     Args:
@@ -92,37 +113,19 @@ class Sampler:
         token_ids: NDArray[np.int32],
         eos_token_ids: tuple[int, ...],
         device: torch.device,
-        options: SamplerOptions = _DEFAULTS,
+        options: SamplerOptions,
     ) -> None:
-        num_slots = len(token_ids)
-        self._num_slots = num_slots
-        self._temperature = np.zeros(num_slots, np.float32)
-        self._top_p = np.ones(num_slots, np.float32)
-        self._top_k = np.zeros(num_slots, np.int64)
-        self._min_p = np.zeros(num_slots, np.float32)
-        self._seeds = np.zeros(num_slots, np.int64)
-        self._num_logprobs = np.full(num_slots, -1, np.int64)
+        self._num_slots = len(token_ids)
+        self._num_logprobs = np.full(self._num_slots, -1, np.int64)
         self._logprobs_mode = options.logprobs_mode
-        self._penalties = Penalties(num_slots, device)
         config = ProcessorConfig(options.model_path, options.vocab_size, eos_token_ids, token_ids, device)
         self._isolated = tuple(IsolatedProcessor(kind, config) for kind in options.logits_processors)
-        self._processors: tuple[LogitsProcessor | IsolatedProcessor, ...] = (
-            AllowedTokenIds(),
-            BadWords(token_ids),
-            MinTokens(eos_token_ids),
-            LogitBias(),
-            self._penalties,
-            *self._isolated,
-        )
+        self._processors: tuple[LogitsProcessor | IsolatedProcessor, ...] = self._isolated
+        """All that want to hear of requests, in the order in which they change logits."""
         self._update = BatchUpdate()
 
     def add(self, slot: int, params: SamplingParams, token_ids: list[int], num_prompt_tokens: int) -> None:
         """Add a request in a slot, with its tokens so far."""
-        self._temperature[slot] = 0.0 if params.is_greedy else params.temperature
-        self._top_p[slot] = params.top_p
-        self._top_k[slot] = max(params.top_k, 0)
-        self._min_p[slot] = params.min_p
-        self._seeds[slot] = params.seed or 0
         self._num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
         self._update.added.append(Added(slot, params, token_ids, num_prompt_tokens))
 
@@ -137,52 +140,34 @@ class Sampler:
         self._flush()
         return any(processor.reads_tokens for processor in self._processors if processor)
 
+    @abstractmethod
+    def stage(self, slots: Ints, positions: Ints) -> NDArray[np.int32]:
+        """Return what `sample` needs on the device for these rows, for the caller to copy with the rest of a step.
+
+        The length, 0 for a sampler that needs nothing, depends on the number of rows only.
+
+        Args:
+            slots: [R]; a slot may have several rows.
+            positions: [R]; see `sample`.
+        """
+
+    @abstractmethod
     def sample(
-        self, logits: torch.Tensor, slots: Ints, positions: Ints, grammar: GrammarMask | None = None
+        self,
+        logits: torch.Tensor,
+        slots: Ints,
+        positions: Ints,
+        grammar: GrammarMask | None = None,
+        staged: torch.Tensor | None = None,
     ) -> SamplerOutput:
         """Sample one token per row.
 
         Args:
             logits: [R, vocab_size] of any float dtype; may be changed in place.
             slots: [R], distinct slots.
-            positions: [R], the index of the sampled token in its sequence.
+            positions: [R], the index of the sampled token in its sequence; -1: padding.
+            staged: what `stage` returned for these rows, int32 on the device, 16-byte aligned. None: copy it now.
         """
-        self._flush()
-        rows = Rows(slots, positions, self._num_slots)
-        counts = self._num_logprobs[slots]
-        with_logprobs = np.flatnonzero(counts >= 0)
-        index = scores = None
-        if len(with_logprobs):
-            index = torch.from_numpy(with_logprobs).to(logits.device)
-            if self._logprobs_mode.startswith("raw"):
-                scores = score(logits[index], self._logprobs_mode)
-        active = [processor for processor in self._processors if processor]
-        if active or grammar is not None:
-            logits = logits.float()
-            if grammar is not None:
-                apply_grammar(logits, grammar)
-            for processor in active:
-                processor.apply(logits, rows)
-        batch = SamplingBatch(
-            self._temperature[slots],
-            self._top_p[slots],
-            self._top_k[slots],
-            self._min_p[slots],
-            self._seeds[slots],
-            positions,
-        )
-        tokens = sample(logits, batch)
-        if self._penalties:
-            self._penalties.observe(rows, tokens)
-        failed = self._failed(slots)
-        if index is None:
-            return SamplerOutput(tokens, None, failed)
-        if scores is None:
-            scores = score(processed_logits(logits, batch)[index], self._logprobs_mode)
-        wanted = counts[with_logprobs]
-        gathered = gather_logprobs(scores, tokens[index], int(wanted.max()))
-        logprobs = SampledLogprobs(with_logprobs.tolist(), wanted.tolist(), gathered)
-        return SamplerOutput(tokens, logprobs, failed)
 
     def _failed(self, slots: Ints) -> dict[int, str]:
         """Return the rows for which a custom processor failed, with the reasons."""
@@ -204,12 +189,3 @@ class Sampler:
         """
         if any(added.slot == slot for added in self._update.added):
             self._flush()
-
-
-def apply_grammar(logits: torch.Tensor, grammar: GrammarMask) -> None:
-    """Mask out all tokens that the grammars do not allow, in place."""
-    device, vocab_size = logits.device, logits.shape[1]
-    rows = torch.from_numpy(grammar.rows).to(device)
-    words = torch.from_numpy(grammar.bitmask).to(device)
-    bits = (words.unsqueeze(2) >> torch.arange(32, dtype=torch.int32, device=device)) & 1
-    logits[rows] = logits[rows].masked_fill_(bits.flatten(1)[:, :vocab_size] == 0, float("-inf"))

@@ -78,7 +78,7 @@ def _reaches(NUM_REACHES: tl.constexpr):
     return tl.where(step == NUM_REACHES - 1, float("inf"), tl.exp2(step.to(tl.float32) * 0.75))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def _measure_reaches(
     logits_ptr,
     temperature_ptr,
@@ -157,7 +157,7 @@ def _mass_limit(mass, top_p):
     return tl.maximum(limit.to(tl.int64), 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def _collect_candidates(
     logits_ptr,
     temperature_ptr,

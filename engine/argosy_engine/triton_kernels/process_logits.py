@@ -52,11 +52,11 @@ class RowEdits:
     entries: torch.Tensor
     """int32 [R], each row's entry; -1: none."""
     lengths: torch.Tensor
-    """int32 [E], number of tokens."""
+    """int32 [E], number of tokens; entries may be apart, here and below."""
     token_ids: torch.Tensor
     """int32 [E, L]"""
     biases: torch.Tensor
-    """float32 [E, L], added to the logits (logit_bias); minus infinity bans the token."""
+    """float32 [E, L], as far apart as `token_ids`, added to the logits (logit_bias); minus infinity bans the token."""
     first_positions: torch.Tensor
     """int64 [E, L], the first position at which the token is not suppressed (min_tokens); 0: never suppressed."""
 
@@ -110,7 +110,9 @@ def process_logits(
         row_stride=logits.stride(0),
         out_stride=out.stride(0),
         num_words=triton.cdiv(vocab_size, 32),
-        edits_width=edits.token_ids.shape[1] if edits else 0,
+        lengths_stride=edits.lengths.stride(0) if edits else 0,
+        edits_stride=edits.token_ids.stride(0) if edits else 0,
+        first_positions_stride=edits.first_positions.stride(0) if edits else 0,
         BLOCK=_BLOCK,
         EDITS=_EDITS,
     )
@@ -138,7 +140,9 @@ def _process_logits(
     row_stride,
     out_stride,
     num_words,
-    edits_width,
+    lengths_stride,
+    edits_stride,
+    first_positions_stride,
     BLOCK: tl.constexpr,
     EDITS: tl.constexpr,
 ):
@@ -160,18 +164,19 @@ def _process_logits(
         if entry >= 0:
             # An edit comes before the penalties, so its token's logit is computed anew and written over the other.
             tl.debug_barrier()
-            for first in range(0, tl.load(edit_lengths_ptr + entry), EDITS):
+            length = tl.load(edit_lengths_ptr + entry * lengths_stride)
+            for first in range(0, length, EDITS):
                 at = first + tl.arange(0, EDITS)
-                is_edit = at < tl.load(edit_lengths_ptr + entry)
-                edited = tl.load(edit_ids_ptr + entry * edits_width + at, mask=is_edit, other=-1)
+                edited = tl.load(edit_ids_ptr + entry * edits_stride + at, mask=at < length, other=-1)
                 is_edit = (edited >= start) & (edited < tl.minimum(start + BLOCK, vocab_size))
-                at += entry * edits_width
                 value = tl.load(row_ptr + edited, mask=is_edit, other=0.0).to(tl.float32)
                 value = _mask(value, edited, is_edit, row, grammar_entries_ptr, grammar_ptr, num_words)
                 value = _mask(value, edited, is_edit, row, allowed_entries_ptr, allowed_ptr, num_words)
-                first_position = tl.load(first_positions_ptr + at, mask=is_edit, other=0)
+                first_position = tl.load(
+                    first_positions_ptr + entry * first_positions_stride + at, mask=is_edit, other=0
+                )
                 value = tl.where((position < first_position) & (value > -1e30), -1e30, value)
-                value += tl.load(biases_ptr + at, mask=is_edit, other=0.0)
+                value += tl.load(biases_ptr + entry * edits_stride + at, mask=is_edit, other=0.0)
                 value = _penalize(
                     value,
                     edited,

@@ -44,6 +44,8 @@ from argosy_engine.triton_kernels.ordered_keys import float_of_key, load_logits,
 from argosy_engine.triton_kernels.token_noise import PAIR, exponential, exponential_pair
 
 _MAX_SPLITS = 256
+_FEW_SPLITS = 16
+"""Kernels are compiled for up to this many parts of a row, and for up to the maximum: for two sizes of batches."""
 _TILE = 2 * PAIR.value
 
 
@@ -106,7 +108,7 @@ def sample_tokens(
     device = logits.device
     chunk = choose_chunk(num_rows, vocab_size, device_traits(device).num_sms)
     num_splits = triton.cdiv(vocab_size, chunk)
-    splits = triton.next_power_of_2(num_splits)
+    splits = _FEW_SPLITS if num_splits <= _FEW_SPLITS else _MAX_SPLITS
     if out is None:
         out = torch.empty(num_rows, dtype=torch.int64, device=device)
     best_keys, drawn_keys = torch.empty(2, num_rows, num_splits, dtype=torch.int64, device=device).unbind(0)
@@ -195,7 +197,7 @@ def choose_chunk(num_rows: int, vocab_size: int, num_sms: int) -> int:
     return int(triton.cdiv(triton.cdiv(vocab_size, splits), _TILE) * _TILE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def _scan_logits(
     logits_ptr,
     temperature_ptr,
@@ -241,7 +243,7 @@ def _scan_logits(
     tl.store(drawn_keys_ptr + row * num_splits + split, tl.max(drawn, axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def _draw_tokens(
     logits_ptr,
     temperature_ptr,

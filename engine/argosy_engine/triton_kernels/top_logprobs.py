@@ -100,7 +100,7 @@ def top_logprobs(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _score_tiles(
     logits_ptr,
     rows_ptr,
@@ -138,7 +138,7 @@ def _score_tiles(
         keys = tl.where(keys == best, -9223372036854775808, keys)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _merge_tiles(
     logits_ptr,
     rows_ptr,

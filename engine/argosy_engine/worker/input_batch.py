@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from argosy_engine.messages.scheduler_output import BlockIds, NewRequest
-from argosy_engine.sample.sampler import Sampler, SamplerOptions
+from argosy_engine.sample.sampler import SamplerOptions, make_sampler
 
 
 class InputBatch:
@@ -46,7 +46,7 @@ class InputBatch:
         self.num_prompt = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_prompt_logprobs = np.full(max_num_seqs, -1, dtype=np.int64)
         """Number of alternatives per prompt token; -1 if the request did not ask, or got them before a preemption."""
-        self.sampler = Sampler(self.token_ids, eos_token_ids, device, sampling)
+        self.sampler = make_sampler(self.token_ids, eos_token_ids, device, sampling)
         self.slot_of: dict[str, int] = {}
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._changed_blocks: list[tuple[int, int, int, int]] | None = [] if tracks_blocks else None

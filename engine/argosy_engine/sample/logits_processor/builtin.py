@@ -146,12 +146,14 @@ class BadWords(LogitsProcessor):
 
     Args:
         token_ids: int32 [num_slots, max_len], every request's tokens so far; the owner keeps it up to date.
+        shortest: length of the shortest words to look at; the owner bans shorter ones by other means.
     """
 
     reads_tokens = True
 
-    def __init__(self, token_ids: NDArray[np.int32]) -> None:
+    def __init__(self, token_ids: NDArray[np.int32], shortest: int = 1) -> None:
         self._token_ids = token_ids
+        self._shortest = shortest
         self._words: dict[int, list[tuple[int, ...]]] = {}
         self._first_output: dict[int, int] = {}
         self._join()
@@ -165,11 +167,14 @@ class BadWords(LogitsProcessor):
 
     def update_state(self, update: BatchUpdate) -> None:
         gone = [self._words.pop(slot, None) is not None for slot in update.removed]
-        came = [added for added in update.added if self.is_used_by(added.params)]
-        for slot, params, _, num_prompt in came:
-            self._words[slot] = list(params.bad_words_token_ids)
-            self._first_output[slot] = num_prompt
-        if any(gone) or came:
+        has_come = False
+        for slot, params, _, num_prompt in update.added:
+            words = [word for word in params.bad_words_token_ids if len(word) >= self._shortest]
+            if words:
+                self._words[slot] = words
+                self._first_output[slot] = num_prompt
+                has_come = True
+        if any(gone) or has_come:
             self._join()
 
     def _join(self) -> None:
