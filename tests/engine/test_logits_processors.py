@@ -15,87 +15,9 @@ from transformers import RepetitionPenaltyLogitsProcessor
 from argosy_engine.params.sampling_params import SamplingParams
 from argosy_engine.sample.logits_processor.interface import Added, BatchUpdate, Rows
 from argosy_engine.sample.logits_processor.penalties import Penalties
-from argosy_engine.sample.sampler import GrammarMask, SamplerOptions, make_sampler
+from argosy_engine.sample.sampler import GrammarMask, SamplerOptions
 from argosy_engine.sample.token_logprobs import LogprobsMode
-
-VOCAB = 67
-EOS = (1, 2)
-SLOTS = 8
-CPU = torch.device("cpu")
-DEFAULTS = SamplerOptions()
-
-
-class Batch:
-    """A sampler with the token table its owner keeps; steps are driven by hand."""
-
-    def __init__(self, options: SamplerOptions = DEFAULTS) -> None:
-        self.token_ids = np.zeros((SLOTS, 64), np.int32)
-        self.sampler = make_sampler(self.token_ids, EOS, CPU, options)
-        self.tokens: dict[int, list[int]] = {}
-
-    def add(self, slot: int, params: SamplingParams, prompt: list[int], output: list[int]) -> None:
-        self.tokens[slot] = prompt + output
-        self.token_ids[slot, : len(self.tokens[slot])] = self.tokens[slot]
-        self.sampler.add(slot, params, prompt + output, len(prompt))
-
-    def remove(self, slot: int) -> None:
-        del self.tokens[slot]
-        self.sampler.remove(slot)
-
-    def step(self, slots: list[int], logits: torch.Tensor, grammar: GrammarMask | None = None) -> Any:
-        positions = np.array([len(self.tokens[slot]) for slot in slots])
-        out = self.sampler.sample(logits.clone(), np.array(slots), positions, grammar)
-        for slot, token in zip(slots, out.token_ids.tolist(), strict=True):
-            self.token_ids[slot, len(self.tokens[slot])] = token
-            self.tokens[slot].append(token)
-        return out
-
-
-def reference(logits: np.ndarray, params: SamplingParams, prompt: list[int], output: list[int]) -> np.ndarray:
-    """Processed logits of one row, as vLLM's documentation describes them, in plain steps."""
-    x = logits.astype(np.float64).copy()
-    if params.allowed_token_ids is not None:
-        x = np.where(np.isin(np.arange(VOCAB), params.allowed_token_ids), x, -np.inf)
-    for word in params.bad_words_token_ids:
-        prefix = list(word[:-1])
-        if len(output) >= len(prefix) and output[len(output) - len(prefix) :] == prefix:
-            x[word[-1]] = -np.inf
-    if len(output) < params.min_tokens:
-        x[[*EOS, *params.stop_token_ids]] = -np.inf
-    for token, bias in (params.logit_bias or {}).items():
-        x[token] += bias
-    for token in set(prompt) | set(output):
-        x[token] = (
-            x[token] / params.repetition_penalty if x[token] > 0 else x[token] * params.repetition_penalty
-        )
-    for token in set(output):
-        x[token] -= params.frequency_penalty * output.count(token) + params.presence_penalty
-    return x
-
-
-TOKEN = st.integers(0, VOCAB - 1)
-PARAMS = st.fixed_dictionaries(
-    {"temperature": st.sampled_from([0.0, 0.0, 0.7, 1.0]), "seed": st.integers(0, 1 << 40)},
-    optional={
-        "top_k": st.integers(1, 9),
-        "top_p": st.floats(0.1, 1.0),
-        "min_p": st.floats(0.0, 0.9),
-        "presence_penalty": st.floats(-2, 2),
-        "frequency_penalty": st.floats(-2, 2),
-        "repetition_penalty": st.floats(0.5, 3.0),
-        "logit_bias": st.dictionaries(TOKEN, st.floats(-20, 20), max_size=5),
-        "allowed_token_ids": st.sets(TOKEN, min_size=12).map(tuple),
-        "bad_words_token_ids": st.lists(
-            st.lists(st.integers(0, 4), min_size=1, max_size=3).map(tuple), max_size=4
-        ).map(tuple),
-        "min_tokens": st.integers(0, 6),
-        "stop_token_ids": st.sets(TOKEN, max_size=2).map(tuple),
-        "logprobs": st.integers(0, 5),
-    },
-).map(lambda fields: SamplingParams(max_tokens=32, **fields))
-EVENT = st.tuples(
-    st.integers(0, SLOTS - 1), PARAMS, st.lists(TOKEN, min_size=1, max_size=9), st.lists(TOKEN, max_size=4)
-)
+from sampler_steps import CPU, EVENT, SLOTS, VOCAB, Batch, cut, reference
 
 
 @settings(max_examples=60, deadline=None)
@@ -220,26 +142,13 @@ def test_logprobs_modes(mode: LogprobsMode) -> None:
         expected = logits[row].double()
         if mode != "raw_logits":
             expected = torch.from_numpy(reference(logits[row].numpy(), params, [3], [7, 9]))
-            expected = _cut(expected / (params.temperature or 1.0), params)
+            expected = cut(expected / (params.temperature or 1.0), params)
         if mode == "processed_logprobs":
             expected = expected.log_softmax(-1)
         seen = ~reported.isnan()
         assert int(seen.sum()) >= min(params.logprobs, VOCAB)
         torch.testing.assert_close(reported[seen], expected[seen].float(), rtol=1e-4, atol=1e-4)
         assert entry.rank == int((expected > expected[entry.token_ids[0]]).sum()) + 1
-
-
-def _cut(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """min_p, top-k and top-p, one after the other, of one row."""
-    kept = logits.clone()
-    if params.min_p:
-        kept[logits < logits.max() + math.log(params.min_p)] = -math.inf
-    if params.top_k:
-        kept[kept < kept.topk(params.top_k).values[-1]] = -math.inf
-    if params.top_p < 1.0:
-        probs, order = kept.softmax(-1).sort(descending=True)
-        kept[order[probs.cumsum(-1) - probs >= params.top_p]] = -math.inf
-    return kept
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

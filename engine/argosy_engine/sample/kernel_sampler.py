@@ -8,8 +8,8 @@
 | `top_logprobs` | 2 | log probabilities |
 
 Which kernels run depends on a few facts about the whole step that the host knows; values are read on the device. The
-parameters of a step's rows travel with the step (`stage`): 48 bytes a row, gathered by numpy out of arrays by slot. So
-requests come and go without a copy of their own, unless they need a table (`request_tables`), and a row's parameters lie
+parameters of a step's rows travel with the step (`stage`): 48 bytes a row, gathered by numpy out of arrays by slot.
+So requests come and go without a copy of their own, unless they need a table (`request_tables`), and the parameters lie
 at addresses that the runner chooses. A grammar's masks come last, in one copy.
 
 Torch operations run in three cases: custom processors and bad words of several tokens, which change the processed
@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from argosy_engine.params.sampling_params import SamplingParams
 from argosy_engine.sample.logits_processor.builtin import BadWords
-from argosy_engine.sample.logits_processor.interface import BatchUpdate, Ints, LogitsProcessor, Rows
+from argosy_engine.sample.logits_processor.interface import Ints, Rows
 from argosy_engine.sample.logprobs import LogprobsTensors, gather_logprobs, score
 from argosy_engine.sample.request_tables import AllowedTable, EditTable, PenaltyTable
 from argosy_engine.sample.sampler import GrammarMask, SampledLogprobs, Sampler, SamplerOptions, SamplerOutput

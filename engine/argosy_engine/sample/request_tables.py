@@ -85,7 +85,9 @@ class EditTable:
         entry = np.zeros(4 * width + 4, np.int32)
         entry.view(np.int64)[:count] = [first_positions.get(token, 0) for token in tokens]
         entry[2 * width : 2 * width + count] = tokens
-        entry[3 * width : 3 * width + count].view(np.float32)[:] = [biases.get(token, 0.0) for token in tokens]
+        entry[3 * width : 3 * width + count].view(np.float32)[:] = [
+            biases.get(token, 0.0) for token in tokens
+        ]
         entry[4 * width] = count
         return entry
 

@@ -1,11 +1,11 @@
 """Sampler: the interface of what turns logits into token ids for a whole batch, and the state that its kinds share.
 
-There are two. `torch_sampler` runs torch operations, and our CPU kernels where the logits are on a CPU. `kernel_sampler`
-runs our Triton kernels. Both work in the order of vLLM V1 (v1/sample/sampler.py): snapshot of the raw log probabilities,
-grammar mask, allowed_token_ids, bad_words, min_tokens, logit_bias, penalties, custom processors (`--logits-processors`),
-then the draw (temperature, min_p, top-k, top-p) and the log probabilities of the drawn tokens. Greedy tokens are the
-same; the same seed draws other tokens, because a device has no use for the order that an inverse CDF needs
-(`triton_kernels/token_noise.py`).
+There are two. `torch_sampler` runs torch operations, and our CPU kernels where the logits are on a CPU.
+`kernel_sampler` runs our Triton kernels. Both work in the order of vLLM V1 (v1/sample/sampler.py): snapshot of the raw
+log probabilities, grammar mask, allowed_token_ids, bad_words, min_tokens, logit_bias, penalties, custom processors
+(`--logits-processors`), then the draw (temperature, min_p, top-k, top-p) and the log probabilities of the drawn tokens.
+Their greedy tokens are the same. The same seed draws other tokens, because the inverse CDF of the one needs tokens in
+an order, which takes a sort (`triton_kernels/token_noise.py`).
 
 A sampler keeps each request's sampling state by slot. A step does only the work that its live requests need: an
 all-greedy batch is one argmax.

@@ -11,13 +11,17 @@ import torch
 def upload(array: np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
     """Return a copy of the array on the device; on a CPU, the array's own memory.
 
-    The copy is asynchronous, out of pinned memory that torch caches and does not hand out again before the copy is done.
+    The copy is asynchronous, out of pinned memory that torch caches and hands out again only once the copy is done.
     """
     host = torch.from_numpy(array)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+    return _pinned(host).to(device, non_blocking=True) if device.type == "cuda" else host
 
 
 def upload_into(target: torch.Tensor, array: np.ndarray[Any, Any]) -> None:
-    """Copy the array into a contiguous tensor of the same shape and dtype on any device, asynchronously."""
+    """Copy the array into a tensor of the same shape and dtype on any device, asynchronously."""
     host = torch.from_numpy(array)
-    target.copy_(host.pin_memory() if target.device.type == "cuda" else host, non_blocking=True)
+    target.copy_(_pinned(host) if target.device.type == "cuda" else host, non_blocking=True)
+
+
+def _pinned(host: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(host, pin_memory=True).copy_(host)

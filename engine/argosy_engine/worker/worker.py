@@ -114,6 +114,7 @@ class Worker:
                 vocab_size=config.vocab_size,
                 logprobs_mode=args.logprobs_mode,
                 logits_processors=load_logits_processors(args.logits_processors),
+                kind="kernels" if self._backend.name == "triton" else "torch",
             )
         with self._phase("weights"):
             loaded = self._load()

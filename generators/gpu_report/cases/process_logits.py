@@ -43,15 +43,16 @@ def _count() -> None:
 def _call(vocab_size: int, dtype: torch.dtype, kinds: tuple[str, ...]) -> Callable[[], object]:
     def call() -> object:
         words = -(-vocab_size // 32)
+        table = _empty(16, 5764)
         values: dict[str, Any] = {
             "grammar": RowMasks(_empty(64), _empty(8, words)),
             "allowed": RowMasks(_empty(64), _empty(8, words)),
             "edits": RowEdits(
                 _empty(64),
-                _empty(16),
-                _empty(16, 1312),
-                _empty(16, 1312, dtype=torch.float32),
-                _empty(16, 1312, dtype=torch.int64),
+                table[:, 5760],
+                table[:, 2880:4320],
+                table.view(torch.float32)[:, 4320:5760],
+                table.view(torch.int64)[:, :1440],
             ),
             "penalties": RowPenalties(_empty(64), _empty(16, vocab_size), _empty(16, 3, dtype=torch.float32)),
         }

@@ -22,7 +22,8 @@ def cases(traits: DeviceTraits) -> Iterator[Case]:
             is_sampled=is_sampled and dtype is torch.bfloat16,
         )
         yield Case(f"{name}, 256 rows, vocabulary 151936, no limits", _call(256, 151936, dtype, False))
-    for rows, vocab_size in ((1, 50257), (256, 151936), (1024, 262144)):
+        yield Case(f"{name}, 256 rows, vocabulary 151936", _call(256, 151936, dtype, True, stores_cuts=True))
+    for rows, vocab_size in ((1, 50257), (1024, 262144)):
         yield Case(
             f"fp32, {rows} rows, vocabulary {vocab_size}", _call(rows, vocab_size, torch.float32, True)
         )
