@@ -1,12 +1,13 @@
 """The command line and environment of one replica's engine.
 
 Owns the translation of `spec.model` and `spec.engine` into flags of `argosy serve` (vLLM's names), for pods and for the
-local fleet. Must not know pods or keys. Invariant: only fields that the user set become flags, so the engine alone
-knows its defaults.
+local fleet, and the way back for messages of engines. Must not know pods or keys. Invariant: only fields that the user
+set become flags, so the engine alone knows its defaults.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 from argosy_resource.engine_address import ENGINE_PORT
@@ -14,6 +15,24 @@ from argosy_resource.model_source import MODEL_MOUNT
 from argosy_resource.types import InferenceService
 
 ANY_HOST: Final = "0.0.0.0"  # noqa: S104 - a pod's network namespace is its own
+
+FLAG_FIELDS: Final = {
+    "--device": "device",
+    "--dtype": "dtype",
+    "--attention-backend": "attentionBackend",
+    "--max-model-len": "maxModelLen",
+    "--max-num-seqs": "maxNumSeqs",
+    "--max-num-batched-tokens": "maxNumBatchedTokens",
+    "--block-size": "blockSize",
+    "--kv-cache-memory-bytes": "kvCacheMemory",
+    "--gpu-memory-utilization": "gpuMemoryUtilization",
+    "--enable-prefix-caching": "enablePrefixCaching",
+    "--no-enable-prefix-caching": "enablePrefixCaching",
+    "--threads": "threads",
+    "--shutdown-timeout": "shutdownTimeoutSeconds",
+}
+"""Flags of the engine by which its messages name fields of `spec.engine`."""
+_FLAG: Final = re.compile(r"(?<![\w-])--[a-z]+(?:-[a-z]+)*(?![\w-])")
 
 _PVC: Final = "pvc://"
 _FILE: Final = "file://"
@@ -77,6 +96,13 @@ def engine_args(
     if not engine.enable_prefix_caching:
         args.append("--no-enable-prefix-caching")
     return args
+
+
+def flags_as_fields(message: str) -> str:
+    """Say which fields of a manifest the flags are that an engine's message names; empty if it names none of them."""
+    flags = dict.fromkeys(flag for flag in _FLAG.findall(message) if flag in FLAG_FIELDS)
+    named = [f"{flag} is spec.engine.{FLAG_FIELDS[flag]}" for flag in flags]
+    return f"in the manifest {', '.join(named)}" if named else ""
 
 
 def engine_env(service: InferenceService) -> dict[str, str]:

@@ -9,9 +9,11 @@ import pytest
 from builders import CONFIG, isvc
 
 from argosy.commands.models import build_parser as models_parser
+from argosy_engine.api.serve import build_parser as engine_parser
 from argosy_engine.api.serve import parse_args
 from argosy_operator.desired.model_volume import model_volume
-from argosy_resource.engine_command import engine_args
+from argosy_resource import crd
+from argosy_resource.engine_command import FLAG_FIELDS, engine_args, flags_as_fields
 from argosy_router.main import build_parser, config_of
 
 ROOT = Path(__file__).parents[2]
@@ -48,6 +50,28 @@ def test_engine_understands_every_flag() -> None:
 def test_engine_understands_a_share_of_gpu_memory() -> None:
     _, engine = parse_args(engine_args(isvc(engine={"gpuMemoryUtilization": 0.85}))[1:])
     assert engine.gpu_memory_utilization == 0.85
+
+
+def test_every_flag_of_a_field_is_known_by_it() -> None:
+    """Else a message of the engine about it would not name the field."""
+    fields = crd.schema()["properties"]["spec"]["properties"]["engine"]["properties"]
+    assert set(FLAG_FIELDS.values()) == fields.keys() - {"image", "env"}
+    help_text = engine_parser().format_help()
+    assert [flag for flag in FLAG_FIELDS if flag not in help_text] == []
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        ("--max-model-len 9 exceeds 4", "in the manifest --max-model-len is spec.engine.maxModelLen"),
+        ("--block-size (--block-size 3) and --dtype",
+         "in the manifest --block-size is spec.engine.blockSize, --dtype is spec.engine.dtype"),
+        ("--device-x, --revision and -dtype are others", ""),
+        ("no flag", ""),
+    ],
+)  # fmt: skip
+def test_a_message_of_the_engine_is_told_in_fields(message: str, told: str) -> None:
+    assert flags_as_fields(message) == told
 
 
 def test_engine_understands_where_a_fetched_model_is() -> None:

@@ -342,9 +342,13 @@ OOM = {"terminated": {"reason": "OOMKilled", "exitCode": 137}}
         ("crash loop with last words", {"state": WAITING, "lastState": {"terminated": {
             "reason": "Error", "exitCode": 2, "message": "loading\nargosy serve: no config.json\n \n"}}},
          "CrashLoopBackOff", "back-off (last exit: Error, code 2: argosy serve: no config.json)"),
+        ("last words about a flag", {"ready": False, "state": {"terminated": {
+            "reason": "Error", "exitCode": 2, "message": "argosy serve: --max-model-len 9 exceeds 4"}}},
+         "ContainerExited", "last exit: Error, code 2: argosy serve: --max-model-len 9 exceeds 4; in the manifest "
+         "--max-model-len is spec.engine.maxModelLen"),
         ("last words that would move a terminal's cursor", {"ready": False, "state": {"terminated": {
             "reason": "Error", "exitCode": 2, "message": "a\x1b[2Jb" + "x" * 9999}}},
-         "ContainerExited", "last exit: Error, code 2: a [2Jb" + "x" * 506),
+         "ContainerExited", "last exit: Error, code 2: a [2Jb" + "x" * 1018),
         ("restarted long ago", {"state": {"running": {}}, "ready": True, "lastState": OOM}, None, ""),
     ],
 )  # fmt: skip

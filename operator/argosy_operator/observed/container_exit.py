@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-_MAX_LAST_LINE: Final = 512
+from argosy_resource.engine_command import flags_as_fields
+
+_MAX_LAST_LINE: Final = 1024
 """Characters of a container's last line; an exception's text can be as long as its input."""
 
 
@@ -21,7 +23,8 @@ def last_line(ended: Mapping[str, Any]) -> str:
 
 
 def describe_exit(ended: Mapping[str, Any]) -> str:
-    """Reason and exit code, with the last line, which usually says why."""
+    """Reason and exit code, with the last line, which usually says why, and the fields that an engine's flags are."""
     result = f"{ended.get('reason') or 'Error'}, code {ended.get('exitCode', '?')}"
     line = last_line(ended)
-    return f"{result}: {line}" if line else result
+    fields = flags_as_fields(line)
+    return (f"{result}: {line}" if line else result) + (f"; {fields}" if fields else "")
