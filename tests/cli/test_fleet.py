@@ -176,7 +176,9 @@ def test_when_memory_runs_out_a_replica_that_is_not_ready_is_killed_before_one_t
     assert scores == {"Routable": own, "Starting": min(1000, own + 500)}
 
 
-def test_without_a_surge_an_edit_replaces_the_only_replica_in_place(fleet: LocalFleet) -> None:
+def test_without_a_surge_an_edit_replaces_the_only_replica_in_place(
+    fleet: LocalFleet, capfd: pytest.CaptureFixture[str]
+) -> None:
     fleet.manifest(replicas=1, rollout={"maxSurge": 0})
     assert fleet.start() == 0
     fleet.manifest(
@@ -184,6 +186,14 @@ def test_without_a_surge_an_edit_replaces_the_only_replica_in_place(fleet: Local
     )
     assert fleet.up() == 0
     assert names(fleet.status()) == ["tiny-1"]
+    capfd.readouterr()
+    for name in ((), ("tiny",)):
+        assert fleet.argosy("logs", *name) == 0
+        captured = capfd.readouterr()
+        assert "tiny-0  " not in captured.out
+        assert captured.err == "left out: replicas that are gone, tiny-0\n"
+    assert fleet.argosy("logs", "tiny-0") == 0
+    assert "fake engine listens" in capfd.readouterr().out
 
 
 def test_a_replica_that_cannot_start_is_shown_with_the_end_of_its_log(

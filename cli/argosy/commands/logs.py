@@ -16,8 +16,9 @@ from typing import BinaryIO, Final
 from argosy.arguments import Parser, add_state_dir
 from argosy.errors import OK, CommandError
 from argosy.local.child_process import tail
-from argosy.local.control_client import ControlClient
-from argosy.local.control_messages import ServiceStatus, Watch
+from argosy.local.control_client import SUPERVISOR_LOG, ControlClient
+from argosy.local.control_messages import FleetStatus, ServiceStatus, Watch
+from argosy.local.router_process import LOG_NAME
 from argosy.local.state_dir import StateDir, choose_state_dir
 
 _POLL_S: Final = 0.2
@@ -39,11 +40,18 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     state = choose_state_dir(options.state_dir)
     paths = _logs(state, options.name)
-    if service := _service_without_replicas(state, options.name):
+    is_process = bool(options.name) and state.log_file(options.name).exists()
+    status = None if is_process else _status(state)  # of a process: shown even if the supervisor hangs
+    gone: set[Path] = set()
+    if service := _service_without_replicas(status, options.name):
         why = f"{service.key} has no replica: {service.reason or 'its spec.replicas is 0'}"
         if not paths:
             raise CommandError(why)
         print(f"{why}; these are logs of earlier ones", file=sys.stderr, flush=True)
+    elif gone := _gone(status, paths, options.name):
+        paths = [path for path in paths if path not in gone]
+        names = ", ".join(sorted(path.stem for path in gone))
+        print(f"left out: replicas that are gone, {names}", file=sys.stderr, flush=True)
     if not paths:
         known = ", ".join(path.stem for path in _logs(state, "")) or "none"
         raise CommandError(f"no log of {options.name or 'any process'} in {state.logs}; there are: {known}")
@@ -54,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
             if text := tail(path, options.lines):
                 _print(path, text.encode() + b"\n", is_prefixed)
         if options.follow:
-            _follow(state, options.name, ends, files, is_prefixed)
+            _follow(state, options.name, ends, files, is_prefixed, gone)
     return OK
 
 
@@ -66,26 +74,37 @@ def _logs(state: StateDir, name: str) -> list[Path]:
     return [path for path in paths if not name or path.stem.rpartition("-")[0] == name]
 
 
-def _service_without_replicas(state: StateDir, name: str) -> ServiceStatus | None:
-    """Find the service of a running fleet that a name means, if it has no replicas."""
-    if not name or state.log_file(name).exists():  # of a process: shown even if the supervisor hangs
-        return None
+def _status(state: StateDir) -> FleetStatus | None:
+    """Ask the supervisor; None if none runs or it does not answer."""
     connection = state.connect()
     if connection is None:
         return None
     client = ControlClient(connection, Watch())
     try:
-        status = client.next_status(_ANSWER_S)
+        return client.next_status(_ANSWER_S)
     except TimeoutError:
         return None
     finally:
         client.close()
+
+
+def _gone(status: FleetStatus | None, paths: Sequence[Path], name: str) -> set[Path]:
+    """The logs of replicas that a running fleet does not have any more; none if the name has no others."""
+    if status is None:
+        return set()
+    present = {replica.name for service in status.services for replica in service.replicas}
+    gone = {path for path in paths if path.stem not in present | {LOG_NAME, SUPERVISOR_LOG}}
+    return set() if name and len(gone) == len(paths) else gone
+
+
+def _service_without_replicas(status: FleetStatus | None, name: str) -> ServiceStatus | None:
+    """Find the service of a running fleet that a name means, if it has no replicas."""
     names = (f"default/{name}", name, name.replace(".", "/", 1))
     return next(
         (
             service
             for service in (status.services if status else ())
-            if service.key in names and not service.replicas
+            if name and service.key in names and not service.replicas
         ),
         None,
     )
@@ -111,14 +130,19 @@ class _Follower:
 
 
 def _follow(
-    state: StateDir, name: str, ends: dict[Path, _Follower], files: ExitStack, is_prefixed: bool
+    state: StateDir,
+    name: str,
+    ends: dict[Path, _Follower],
+    files: ExitStack,
+    is_prefixed: bool,
+    left_out: set[Path],
 ) -> None:
     connection = state.connect()
     watch = ControlClient(connection, Watch()) if connection else None
     while True:
         is_over = watch is None or _has_ended(watch)
         for path in _logs(state, name):
-            if path not in ends:
+            if path not in ends and path not in left_out:
                 ends[path] = _Follower(path, files, from_start=True)
         for path, end in ends.items():
             if data := end.read():
