@@ -1,7 +1,7 @@
 """An engine without a model, run by a supervisor in place of `argosy serve`.
 
 Its behaviour comes from the manifest's `engine.env`: FAKE_EXIT ends the process at once with that code,
-FAKE_LOADS keeps it from becoming ready,
+after printing FAKE_TEXT, FAKE_LOADS keeps it from becoming ready,
 FAKE_LIFE_S ends it so many seconds after it was ready, FAKE_ANSWER is what it says. A chat answer takes FAKE_ANSWER_S,
 so that requests are under way when things change.
 """
@@ -112,6 +112,6 @@ async def main() -> None:
 if __name__ == "__main__":
     print("arguments", sys.argv[1:], flush=True)
     if "FAKE_EXIT" in os.environ:
-        print("fake engine: told to fail", flush=True)
+        print(os.environ.get("FAKE_TEXT", "fake engine: told to fail"), flush=True)
         sys.exit(int(os.environ["FAKE_EXIT"]))
     asyncio.run(main())

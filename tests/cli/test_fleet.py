@@ -208,6 +208,7 @@ def test_a_replica_that_cannot_start_is_shown_with_the_end_of_its_log(
     assert "fake engine: told to fail" in captured.err
     last = captured.err.splitlines()[-1]
     assert last.startswith("argosy up: tiny-1 does not start: exited with code 1 while starting")
+    assert "the fleet keeps trying: `argosy up` with a corrected manifest changes it" in last
     assert load.failures == []  # the old replica still serves
     replicas = {replica.name: replica for replica in fleet.replicas()}
     assert replicas["tiny-0"].phase == "Routable"
@@ -215,6 +216,23 @@ def test_a_replica_that_cannot_start_is_shown_with_the_end_of_its_log(
     fleet.manifest(replicas=1, engine={"env": [{"name": "FAKE_ANSWER", "value": "mended"}]})
     assert fleet.up() == 0
     assert [replica.name for replica in fleet.replicas()] == ["tiny-2"]
+
+
+def test_a_model_that_an_engine_refuses_is_wrong_usage_and_names_the_field(
+    fleet: LocalFleet, capfd: pytest.CaptureFixture[str]
+) -> None:
+    env = [
+        {"name": "FAKE_EXIT", "value": "2"},
+        {"name": "FAKE_TEXT", "value": "argosy serve: --max-model-len 9 is too much"},
+    ]
+    fleet.manifest(replicas=1, engine={"env": env})
+    assert fleet.start() == 2
+    last = capfd.readouterr().err.splitlines()[-1]
+    assert (
+        "exited with code 2 while starting (in the manifest --max-model-len is spec.engine.maxModelLen)"
+        in last
+    )
+    assert last.endswith("`argosy down` stops it")
 
 
 def test_a_replica_that_dies_soon_after_it_was_ready_does_not_take_an_update_on(

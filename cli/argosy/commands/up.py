@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 from argosy.arguments import Parser, add_state_dir, port, positive_seconds
 from argosy.commands.down import GRACE_S, stop_fleet
 from argosy.errors import INTERRUPTED, OK, CommandError, UsageError
-from argosy.local.child_process import tail
+from argosy.local.child_process import NOTE_PREFIX, tail
 from argosy.local.control_client import ControlClient, connect, start_supervisor
 from argosy.local.control_messages import Apply, FleetStatus, ReplicaStatus, Watch
 from argosy.local.control_server import API_KEY_ENV
@@ -30,6 +30,7 @@ from argosy.local.router_process import LOG_NAME
 from argosy.local.settings import DEFAULT_PORT, is_port_free
 from argosy.local.state_dir import StateDir, choose_state_dir
 from argosy.terminal import PlainProgress, Progress, progress
+from argosy_resource.engine_command import flags_as_fields
 
 _MOST_FAILURES: Final = 3
 """Failed starts of one replica after which `up` gives up; the supervisor keeps trying."""
@@ -64,7 +65,7 @@ def _follow(client: ControlClient, state: StateDir, options: argparse.Namespace,
     before = signal.signal(signal.SIGTERM, _interrupt)
     shown = progress()
     try:
-        status = _wait_until_settled(client, state, shown, options.timeout)
+        status = _wait_until_settled(client, state, shown, options.timeout, is_left=not is_foreground)
         shown.close()
         print(summary(status), flush=True)
         if not is_foreground:
@@ -162,18 +163,26 @@ def _is_running(state: StateDir, wanted_port: int | None) -> bool:
 
 
 def _wait_until_settled(
-    client: ControlClient, state: StateDir, shown: Progress, timeout_s: float
+    client: ControlClient, state: StateDir, shown: Progress, timeout_s: float, *, is_left: bool
 ) -> FleetStatus:
+    """Wait until the fleet is ready.
+
+    Args:
+        is_left: whether the fleet goes on if it does not become ready.
+
+    Raises:
+        CommandError: it does not; a UsageError, if it cannot.
+    """
     deadline = time.monotonic() + timeout_s
     restarts: dict[str, int] | None = None
     while True:
         try:
             status = client.next_status(max(0.0, deadline - time.monotonic()))
         except TimeoutError:
-            raise CommandError(
-                f"not ready after {timeout_s:g} s; the fleet keeps trying: `argosy ps` shows why, "
-                "--timeout S waits longer"
-            ) from None
+            left = (
+                "; the fleet keeps trying: `argosy ps` shows why, `argosy down` stops it" if is_left else ""
+            )
+            raise CommandError(f"not ready after {timeout_s:g} s{left}; --timeout S waits longer") from None
         if status is None:
             raise CommandError("the fleet was stopped; `argosy logs supervisor` shows why")
         if restarts is None:
@@ -182,11 +191,21 @@ def _wait_until_settled(
         if status.is_settled:
             return status
         if failure := _failure(status, restarts):
-            raise CommandError(
-                f"{failure.name} does not start: {failure.reason}; above is the end of its log, "
-                f"`argosy logs {failure.name}` prints all of it",
-                details=tail(state.log_file(failure.name), _TAIL_LINES),
-            )
+            raise _not_started(failure, tail(state.log_file(failure.name), _TAIL_LINES), is_left)
+
+
+def _not_started(failure: Failure, log_end: str, is_left: bool) -> CommandError:
+    """Return the error for a replica or router that does not start: wrong usage if another manifest is needed."""
+    said = [line for line in log_end.splitlines() if not line.startswith(NOTE_PREFIX)]
+    fields = flags_as_fields(said[-1]) if said else ""
+    text = (
+        f"{failure.name} does not start: {failure.reason}{f' ({fields})' if fields else ''}; above is the end of its "
+        f"log, `argosy logs {failure.name}` prints all of it"
+    )
+    if is_left:
+        text += "; the fleet keeps trying: `argosy up` with a corrected manifest changes it, `argosy down` stops it"
+    is_hopeless = failure.reason.startswith(_HOPELESS)
+    return (UsageError if is_hopeless else CommandError)(text, details=log_end)
 
 
 def _failure(status: FleetStatus, restarts_before: dict[str, int]) -> Failure | None:

@@ -20,6 +20,8 @@ from argosy.local import end_with_parent
 
 LOG_LIMIT_BYTES: Final = 10 * 1024 * 1024
 """Size at which a log is renamed to `NAME.log.1`, replacing the previous one."""
+NOTE_PREFIX: Final = "-- "
+"""Begins lines of a log that are ours, not the child's."""
 _READ_BYTES: Final = 1 << 16
 
 
@@ -102,7 +104,7 @@ class Process:
 
     def note(self, text: str) -> None:
         """Add a line of the supervisor's to the log."""
-        self._log.write(f"-- {text}\n".encode())
+        self._log.write(f"{NOTE_PREFIX}{text}\n".encode())
 
     def reset_oom_score_adj(self) -> None:
         """Give all processes of the child's group the `oom_score_adj` of this process."""
