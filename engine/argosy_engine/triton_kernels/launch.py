@@ -7,13 +7,17 @@ of real ones there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 Grid = tuple[int, ...]
+Variant = tuple[Hashable, ...]
+"""What Triton compiles a kernel for: its name, types, constants, and facts about integers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +37,33 @@ class Launch:
         """The kernel's name without a leading underscore."""
         return str(self.kernel.__name__).lstrip("_")
 
+    @property
+    def variant(self) -> Variant:
+        """Launches of one variant share their code, if their tensors are aligned to 16 bytes alike."""
+        interpreted = getattr(self.kernel, "kwargs", {})
+        general = (
+            getattr(self.kernel, "do_not_specialize", None) or interpreted.get("do_not_specialize") or ()
+        )
+        return (
+            self.name,
+            self.num_warps,
+            self.num_stages,
+            *(_specialization(name, value, name in general) for name, value in self.arguments.items()),
+        )
+
+
+def _specialization(name: str, value: Any, is_general: bool) -> Hashable:
+    if isinstance(value, torch.Tensor):
+        return value.dtype
+    if name.isupper() or value is None:
+        return value  # type: ignore[no-any-return] # compile-time constants are numbers and booleans
+    if isinstance(value, int) and not is_general:
+        return value == 1, value % 16 == 0
+    return type(value).__name__
+
 
 _recorded: ContextVar[list[Launch] | None] = ContextVar("recorded", default=None)
+_variants: ContextVar[set[Variant] | None] = ContextVar("variants", default=None)
 
 
 def launch(kernel: Any, grid: Grid, *, num_warps: int = 4, num_stages: int = 3, **arguments: Any) -> None:
@@ -49,6 +78,9 @@ def launch(kernel: Any, grid: Grid, *, num_warps: int = 4, num_stages: int = 3, 
     launches = _recorded.get()
     if launches is None:
         kernel[grid](**arguments, num_warps=num_warps, num_stages=num_stages)
+        variants = _variants.get()
+        if variants is not None:
+            variants.add(Launch(kernel, grid, arguments, num_warps, num_stages).variant)
     else:
         launches.append(Launch(kernel, grid, arguments, num_warps, num_stages))
 
@@ -62,3 +94,14 @@ def recorded_launches() -> Iterator[list[Launch]]:
         yield launches
     finally:
         _recorded.reset(token)
+
+
+@contextmanager
+def launched_variants() -> Iterator[set[Variant]]:
+    """Collect the variants that are started in the returned set."""
+    variants: set[Variant] = set()
+    token = _variants.set(variants)
+    try:
+        yield variants
+    finally:
+        _variants.reset(token)

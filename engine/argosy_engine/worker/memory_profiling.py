@@ -70,17 +70,18 @@ def run_largest_steps(runner: ModelRunner, args: EngineArgs, max_model_len: int)
         ([max_model_len - 1] * count, [max_model_len - 1 - chunk for chunk in chunks]),
     ):
         requests = [
-            _request(runner, args, row, *shape)
+            dummy_request(runner, args, row, *shape, _full_sampling(runner, args))
             for row, shape in enumerate(zip(lengths, computed, strict=True))
         ]
-        result = runner.execute(_step(requests, _grammar(runner, requests))).get()
-        runner.execute(_step([], None, [request.request_id for request in requests]))
+        result = runner.execute(dummy_step(requests, allow_all(runner, requests))).get()
+        runner.execute(dummy_step([], None, [request.request_id for request in requests]))
         num_sampled += sum(bool(sampled) for sampled in result.sampled_token_ids)
     return num_sampled
 
 
-def _request(runner: ModelRunner, args: EngineArgs, row: int, length: int, num_computed: int) -> NewRequest:
-    sampling = SamplingParams(
+def _full_sampling(runner: ModelRunner, args: EngineArgs) -> SamplingParams:
+    """Parameters that use every table and kernel of the sampler."""
+    return SamplingParams(
         temperature=2.0,
         top_p=0.999999,  # keeps nearly the whole vocabulary
         min_p=1e-9,
@@ -89,21 +90,30 @@ def _request(runner: ModelRunner, args: EngineArgs, row: int, length: int, num_c
         repetition_penalty=1.1,
         seed=0,
         max_tokens=1,
+        logit_bias={0: 0.0},
+        allowed_token_ids=tuple(range(runner.vocab_size)),
         logprobs=runner.vocab_size if args.max_logprobs < 0 else args.max_logprobs,
     )
+
+
+def dummy_request(
+    runner: ModelRunner, args: EngineArgs, row: int, length: int, num_computed: int, sampling: SamplingParams
+) -> NewRequest:
+    """Make a request whose tokens are all in one block, which nothing else may use."""
     blocks = [1] * -(-length // args.block_size)
-    return NewRequest(f"profile-{row}", [0] * length, [blocks] * len(runner.groups), num_computed, sampling)
+    return NewRequest(f"dummy-{row}", [0] * length, [blocks] * len(runner.groups), num_computed, sampling)
 
 
-def _grammar(runner: ModelRunner, requests: list[NewRequest]) -> GrammarBitmask:
+def allow_all(runner: ModelRunner, requests: list[NewRequest]) -> GrammarBitmask:
     """Make a bitmask that allows every token."""
     words = len(requests) * -(-runner.vocab_size // 32)
     return GrammarBitmask([request.request_id for request in requests], b"\xff" * (4 * words))
 
 
-def _step(
+def dummy_step(
     new: list[NewRequest], grammar: GrammarBitmask | None, finished: Sequence[str] = ()
 ) -> SchedulerOutput:
+    """Make a step that computes the rest of new requests."""
     scheduled = {request.request_id: len(request.token_ids) - request.num_computed_tokens for request in new}
     return SchedulerOutput(
         new_requests=new,

@@ -27,6 +27,7 @@ from argosy_engine.models.registry import CausalLM
 from argosy_engine.native.library import kernels
 from argosy_engine.sample.logits_processor.interface import load_logits_processors
 from argosy_engine.sample.sampler import SamplerOptions
+from argosy_engine.sample.self_test import self_test
 from argosy_engine.sizing.device import DeviceMemory, choose_dtype, cpu_memory
 from argosy_engine.sizing.kv_cache_sizing import (
     estimate_activations,
@@ -38,6 +39,7 @@ from argosy_engine.worker.kv_cache import layer_groups
 from argosy_engine.worker.memory_profiling import measure_activations
 from argosy_engine.worker.model_runner import ModelRunner
 from argosy_engine.worker.pending_step import PendingStep
+from argosy_engine.worker.warm_up import warm_up
 from argosy_fetcher.model_hold import ModelHold
 
 logger = logging.getLogger(__name__)
@@ -114,8 +116,9 @@ class Worker:
                 vocab_size=config.vocab_size,
                 logprobs_mode=args.logprobs_mode,
                 logits_processors=load_logits_processors(args.logits_processors),
-                kind="kernels" if self._backend.name == "triton" else "torch",
             )
+            if self._backend.name == "triton":
+                self._sampling = self._with_kernels(self._sampling)
         with self._phase("weights"):
             loaded = self._load()
         with self._phase("fingerprint"):
@@ -143,6 +146,9 @@ class Worker:
             self._runner = self._make_runner(
                 loaded.model, self._budget.num_blocks, self._budget.max_model_len
             )
+        if device.type == "cuda" and self._backend.name == "triton":
+            with self._phase("warm-up"):
+                warm_up(self._runner, args, self._budget.max_model_len)
         return WorkerInfo(
             model_path=str(self._path),
             model_fingerprint=self._fingerprint,
@@ -191,6 +197,16 @@ class Worker:
         if self._hold is not None:
             self._hold.close()
 
+    def _with_kernels(self, options: SamplerOptions) -> SamplerOptions:
+        """Let the sampler use our Triton kernels, if they pass their test on a GPU."""
+        reason = self_test(options, self._dtype, self._device) if self._device.type == "cuda" else None
+        if reason is not None:
+            logger.warning(
+                "sampling runs torch operations, because the kernels failed their test: %s", reason
+            )
+            return options
+        return options._replace(kind="kernels")
+
     def _load(self) -> LoadedModel:
         return load_model(
             self._path,
@@ -215,6 +231,7 @@ class Worker:
             args.logprobs_mode,
             f"dummy {args.seed or 0}" if is_dummy else "",
             *(["fp8 kv cache"] if args.has_fp8_kv_cache else []),
+            *(("kernels draw",) if self._sampling.kind == "kernels" else ()),
         )
         return fingerprint(self._path, settings, has_weights=not is_dummy)
 

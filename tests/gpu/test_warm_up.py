@@ -1,0 +1,83 @@
+"""The warm-up launches every variant of the kernels that steps of requests need afterwards."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from argosy_engine.config import EngineArgs
+from argosy_engine.models.config_file import load_model_config
+from argosy_engine.models.loader import load_model
+from argosy_engine.models.model_path import resolve_model
+from argosy_engine.params.sampling_params import SamplingParams
+from argosy_engine.sample.sampler import SamplerOptions
+from argosy_engine.triton_kernels.launch import launched_variants
+from argosy_engine.worker.memory_profiling import allow_all, dummy_request, dummy_step
+from argosy_engine.worker.model_runner import ModelRunner
+from argosy_engine.worker.warm_up import warm_up
+
+MAX_LEN, ROWS = 20, 2
+SAMPLING = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.7, top_k=3, seed=1),
+    SamplingParams(seed=2, presence_penalty=1.0, logprobs=1),
+    SamplingParams(temperature=0.0, allowed_token_ids=(1, 2, 3), logprobs=0),
+    SamplingParams(seed=3, min_p=0.1, logit_bias={3: 1.0}, logprobs=1),
+]
+
+
+@pytest.fixture(scope="module")
+def args() -> EngineArgs:
+    return EngineArgs.of(
+        model="builtin://tiny",
+        dtype="float32",
+        max_num_seqs=ROWS,
+        max_num_batched_tokens=24,
+        block_size=16,
+        max_logprobs=1,
+    )
+
+
+@pytest.fixture(scope="module")
+def runner(args: EngineArgs) -> ModelRunner:
+    path: Path = resolve_model(args.model)
+    config = load_model_config(path)
+    model = load_model(
+        path,
+        config,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        attention_backend="triton",
+        max_positions=MAX_LEN + 1,
+        load_format="auto",
+        seed=0,
+    ).model
+    return ModelRunner(
+        model,
+        config,
+        num_blocks=3,
+        block_size=16,
+        max_num_seqs=ROWS,
+        max_model_len=MAX_LEN,
+        device=torch.device("cpu"),
+        sampling=SamplerOptions(vocab_size=config.vocab_size, kind="kernels"),
+    )
+
+
+def test_requests_launch_no_other_variants(runner: ModelRunner, args: EngineArgs) -> None:
+    known = warm_up(runner, args, MAX_LEN)
+    rng = random.Random(0)
+    for turn in range(5):
+        requests = []
+        for row in range(rng.randint(1, ROWS)):
+            length = rng.randint(2, 15)
+            computed = length - 1 if rng.random() < 0.6 else 0
+            requests.append(dummy_request(runner, args, row, length, computed, rng.choice(SAMPLING)))
+        with launched_variants() as variants:
+            runner.execute(dummy_step(requests, allow_all(runner, requests) if turn % 3 == 0 else None)).get()
+        runner.execute(dummy_step([], None, [request.request_id for request in requests]))
+        assert variants
+        assert not variants - known
