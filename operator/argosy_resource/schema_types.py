@@ -130,7 +130,7 @@ ServedName = Annotated[
     ),
 ]
 
-_SUFFIXES: Final = {
+_SUFFIXES: Final[dict[str, Fraction | int]] = {
     "m": Fraction(1, 1000),
     "": 1,
     "k": 10**3,
