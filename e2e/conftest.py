@@ -82,7 +82,7 @@ def stack(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[Stack]:
     images = {
         name: cluster.build_image(context / f"{name}.Dockerfile", context, name, arguments)
         for name, arguments in (
-            ("engine", {"INSTALL_TORCH": "0", "BUILD_KERNELS": "0"}),
+            ("engine", {"INSTALL_TORCH": "0", "BUILD_KERNELS": "0", "INSTALL_GCC": "0"}),
             ("router", {"COMPILE": "0"}),
             ("operator", {}),
         )

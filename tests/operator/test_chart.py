@@ -24,6 +24,7 @@ from chart_rules import helper_rules
 
 from argosy.arguments import age_seconds, size_bytes
 from argosy_operator.desired.model_volume import model_volume
+from argosy_operator.desired.pod_template import HOME
 from argosy_operator.reconcile.controller import WATCHED
 from argosy_resource.types import ModelCache, SecretReference
 from argosy_resource.validation import load_manifests
@@ -313,6 +314,20 @@ def test_images_run_as_a_number_and_take_their_base_as_an_argument(path: Path) -
     assert set(stages) == {"${BASE}"}
     assert "PYTHONSAFEPATH=1" in text
     assert 'ENTRYPOINT ["/opt/venv/bin/argosy"]' in text
+
+
+def test_the_engines_image_has_what_triton_compiles_with() -> None:
+    """A compiler with the headers of libc, and a home that is the volume of the operator's pods."""
+    text = (ROOT / "images" / "engine.Dockerfile").read_text()
+    image = text.split("\nFROM ")[-1]
+    assert re.search(r"apt-get install .* gcc libc6-dev\b", image)
+    assert f"ENV HOME={HOME} " in image
+    assert f"chown 10001:10001 {HOME}\n" in image
+
+
+def test_the_engines_dependencies_are_a_layer_below_its_wheel() -> None:
+    image = (ROOT / "images" / "engine.Dockerfile").read_text().split("\nFROM ")[-1]
+    assert image.index("-r /tmp/requirements.txt") < image.index("COPY argosy-*.whl")
 
 
 @pytest.mark.parametrize("has_torch", [True, False])
