@@ -1,25 +1,27 @@
-"""Compare the engine with transformers on a GPU: greedy tokens and speed. Run it with bench/gpu.sh.
+"""Check and measure the engine on one GPU, in under nine minutes and without a network. Run it with bench/gpu.sh.
 
-    1. tokens: a small random checkpoint in float32; each of our greedy tokens must be transformers' best one.
-    2. offline: 16 x and 64 x (128 in, 128 out) of a random 449 M model in bfloat16, against `generate`.
-    3. one stream: TTFT of 512 tokens, ITL, and the share of the memory bandwidth that a decode step reaches. A step
-       reads all weights once; the bandwidth is that of a large copy, measured here.
-    4. served: the same through `argosy serve`, 1 and 16 in flight.
+    tokens       a small random checkpoint in float32: each of our greedy tokens must be transformers' best one
+    kernels      each Triton kernel against torch, then its share of the memory's speed, which a copy reaches
+    decode       a random model of Qwen3-0.6B's shape in bfloat16 at 1k context: share of the roofline (`gpu_steps`)
+    prefill      the same model, prompts of 1k tokens
+    eager        the same decodes with --enforce-eager, if the engine has CUDA graphs
+    waits        no launch of a step waits for the device (torch.cuda.set_sync_debug_mode)
+    breakdown    the kernels that take the time of decode steps
+    transformers `generate` with a static cache on the same model and prompts
 
-Rounds alternate; the first one warms up. `--device cpu` only tests the script itself, with small settings.
+Sections print as they end. One that fails, or for which no time is left, says "not measured" and why. The exit status
+is 1 if a token or a kernel is wrong, or a launch waits. `--device cpu` only tries the script, with small settings.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import gc
-import random
-import statistics
+import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -35,6 +37,53 @@ NEEDED = {
 TIE = 1e-3
 """A token is accepted if its logit is at most this far below transformers' best one: the order of summation differs."""
 GIB = 1 << 30
+SECONDS = 500.0
+"""Time for all sections; gpu.sh ends the program a little later."""
+DECODE_LENGTH = 64
+
+
+@dataclass
+class Bench:
+    """What the sections share: the device, the models, and the engine that most of them use."""
+
+    options: argparse.Namespace
+    started: float = field(default_factory=time.monotonic)
+    is_wrong: bool = False
+    _llm: Any = None
+
+    def __post_init__(self) -> None:
+        from gpu_device import Device
+
+        self.device = Device(self.options.device)
+        is_cuda = self.device.is_cuda
+        self.batches = (1, 8, 64, 256) if is_cuda else (1, 2)
+        self.context, self.length = (1024, DECODE_LENGTH) if is_cuda else (40, 4)
+        self.bandwidth = self.device.copy_bytes_per_s()
+        self.flops = self.device.matmul_flops_per_s()
+
+    @property
+    def left(self) -> float:
+        """Seconds left."""
+        return SECONDS - (time.monotonic() - self.started)
+
+    def model(self) -> Path:
+        from random_model import write
+
+        shape = "q06" if self.device.is_cuda else "tiny"
+        return write(self.options.models / shape, shape)
+
+    def llm(self) -> Any:
+        from gpu_steps import start
+
+        if self._llm is None:
+            self._llm = start(self.model(), self.device)
+        return self._llm
+
+    def release(self) -> None:
+        """Free the engine's memory on the device, including what torch's allocator caches."""
+        if self._llm is not None:
+            free(self._llm, self.device.is_cuda)
+            self._llm = None
 
 
 def main() -> int:
@@ -42,8 +91,8 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--models", type=Path, default=Path(tempfile.gettempdir()) / "argosy-bench")
+    parser.add_argument("--only", choices=SECTIONS, nargs="+", default=list(SECTIONS))
     parser.add_argument(
         "--missing", action="store_true", help="name what would have to be installed, and stop"
     )
@@ -51,22 +100,28 @@ def main() -> int:
     if options.missing:
         print(" ".join(name for module, name in NEEDED.items() if find_spec(module) is None))
         return 0
-    is_small = options.device == "cpu"
+    if options.device == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
     print(versions(options.device), flush=True)
-    print("\n## Greedy tokens in float32\n", flush=True)
-    if not check_tokens(options):
-        return 1
-    shape = "tiny" if is_small else "m06"
-    rows = [
-        *offline(options, shape, (4,) if is_small else (16, 64), 8 if is_small else 128),
-        *served(options, shape),
-    ]
-    print(f"\n## Speed: random {shape}, bfloat16, medians of {options.rounds}\n")
-    print("| | argosy | transformers | ours is |\n|---|---|---|---|")
-    for name, ours, theirs in rows:
-        ratio = "" if theirs is None else f"{ours / theirs:.2f}x"
-        print(f"| {name} | {ours:.4g} | {'' if theirs is None else f'{theirs:.4g}'} | {ratio} |")
-    return 0
+    bench = Bench(options)
+    print(
+        f"copies of 1 GiB: {bench.bandwidth / 1e9:.0f} GB/s; matrix product: {bench.flops / 1e12:.0f} TFLOP/s"
+    )
+    for name in options.only:
+        print(f"\n## {name}\n", flush=True)
+        section, least_s = SECTIONS[name]
+        if bench.left < least_s:
+            print(f"not measured: {bench.left:.0f} s are left, and it takes up to {least_s} s", flush=True)
+            continue
+        before = time.monotonic()
+        try:
+            for line in section(bench):
+                print(line, flush=True)
+        except Exception as error:  # the other sections are worth having
+            print(f"not measured: {type(error).__name__}: {error}", flush=True)
+            bench.is_wrong |= name in ("tokens", "kernels", "waits")
+        print(f"\n({time.monotonic() - before:.0f} s)", flush=True)
+    return int(bench.is_wrong)
 
 
 def versions(device: str) -> str:
@@ -85,189 +140,143 @@ def versions(device: str) -> str:
     return ", ".join(parts)
 
 
-def prompts(seed: str, count: int, length: int) -> list[list[int]]:
-    from random_model import VOCAB_SIZE
+def free(llm: Any, is_cuda: bool) -> None:
+    import gc
 
-    rng = random.Random(seed)
-    return [[rng.randrange(300, VOCAB_SIZE) for _ in range(length)] for _ in range(count)]
-
-
-def engine(options: argparse.Namespace, model: Path, dtype: str) -> Any:
-    from argosy_engine import LLM
-
-    # Leaves memory for transformers' model, which is loaded at the same time.
-    return LLM(str(model), device=options.device, dtype=dtype, gpu_memory_utilization=0.5)
-
-
-def release(options: argparse.Namespace, llm: Any) -> None:
-    """Free the engine's memory on the device, including what torch's allocator caches."""
     import torch
 
     llm.close()
     gc.collect()
-    if options.device == "cuda":
+    if is_cuda:
         torch.cuda.empty_cache()
 
 
-def generate(llm: Any, batch: list[list[int]], length: int) -> list[list[int]]:
-    from argosy_engine import SamplingParams
-
-    params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
-    return [output.token_ids for output in llm.generate(batch, params, use_tqdm=False)]
-
-
-def reference(options: argparse.Namespace, model: Path, dtype: str) -> Any:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
-    return loaded.to(options.device).eval()
-
-
-def check_tokens(options: argparse.Namespace) -> bool:
+def tokens(bench: Bench) -> Iterator[str]:
     """Compare greedy tokens for a batch of prompts of different lengths, then again with cached prefixes."""
     import torch
+    from gpu_steps import draw_prompts
     from random_model import write
+    from transformers import AutoModelForCausalLM
 
-    model = write(options.models / "tiny", "tiny")
-    llm, hf = engine(options, model, "float32"), reference(options, model, "float32")
-    batch = [prompt[: 5 + 37 * index] for index, prompt in enumerate(prompts("check", 12, 500))]
+    from argosy_engine import LLM, SamplingParams
+
+    device = bench.options.device
+    model = write(bench.options.models / "tiny", "tiny")
+    llm = LLM(str(model), device=device, dtype="float32", gpu_memory_utilization=0.3)
+    hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(device).eval()
+    batch = [prompt[: 5 + 37 * index] for index, prompt in enumerate(draw_prompts("check", 12, 500))]
+    params = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
     wrong = checked = 0
     with torch.inference_mode():
         for _ in range(2):
-            for prompt, output in zip(batch, generate(llm, batch, 32), strict=True):
-                logits = hf(torch.tensor([prompt + output], device=options.device)).logits[
-                    0, len(prompt) - 1 : -1
-                ]
-                chosen = logits.gather(1, torch.tensor(output, device=options.device).unsqueeze(1)).squeeze(1)
+            for prompt, result in zip(batch, llm.generate(batch, params, use_tqdm=False), strict=True):
+                output = list(result.outputs[0].token_ids)
+                ids = torch.tensor([prompt + output], device=device)
+                logits = hf(ids).logits[0, len(prompt) - 1 : -1]
+                chosen = logits.gather(1, ids[0, len(prompt) :].unsqueeze(1)).squeeze(1)
                 wrong += int((logits.max(-1).values - chosen > TIE).sum())
                 checked += len(output)
-    release(options, llm)
-    print(f"{checked - wrong} of {checked} tokens are transformers' choice", flush=True)
-    return wrong == 0
+    free(llm, bench.device.is_cuda)
+    bench.is_wrong |= wrong > 0
+    yield f"{checked - wrong} of {checked} tokens are transformers' choice"
 
 
-def offline(
-    options: argparse.Namespace, shape: str, batches: tuple[int, ...], length: int
-) -> list[tuple[str, float, float | None]]:
-    """Measure offline generation; returns (figure, our value, transformers' value)."""
-    from random_model import write
+def kernels(bench: Bench) -> Iterator[str]:
+    from gpu_kernels import bandwidths, check
 
-    model = write(options.models / shape, shape)
-    started = time.perf_counter()
-    llm = engine(options, model, "bfloat16")
-    generate(llm, [[5, 6, 7]], 1)
-    start_s = time.perf_counter() - started
-    hf = reference(options, model, "bfloat16")
-    contenders: tuple[Callable[[list[list[int]], int], Any], ...] = (
-        lambda batch, tokens: generate(llm, batch, tokens),
-        lambda batch, tokens: hf_generate(options, hf, batch, tokens),
+    for name, fault in check(bench.device):
+        bench.is_wrong |= fault is not None
+        yield f"{'wrong' if fault else 'right'}: {name}{': ' + fault if fault else ''}"
+    yield "\n| kernel | GB/s | share of a copy |\n|---|---|---|"
+    for name, speed in bandwidths(bench.device):
+        yield f"| {name} | {speed / 1e9:.1f} | {speed / bench.bandwidth:.0%} |"
+
+
+def decode(bench: Bench) -> Iterator[str]:
+    yield from _decodes(bench, bench.llm())
+
+
+def _decodes(bench: Bench, llm: Any) -> Iterator[str]:
+    from gpu_steps import Shape, decodes
+
+    yield f"| batch, at {bench.context} tokens | ms per step | tok/s | share of the roofline |\n|---|---|---|---|"
+    shape = Shape.of(bench.model())
+    for count, seconds, share in decodes(
+        llm, shape, bench.device, bench.bandwidth, bench.batches, bench.context, bench.length
+    ):
+        yield f"| {count} | {seconds * 1e3:.2f} | {count / seconds:.0f} | {share:.0%} |"
+
+
+def prefill(bench: Bench) -> Iterator[str]:
+    from gpu_steps import Shape
+    from gpu_steps import prefill as measure
+
+    speed, share = measure(
+        bench.llm(),
+        Shape.of(bench.model()),
+        bench.device,
+        bench.flops,
+        16 if bench.device.is_cuda else 2,
+        bench.context,
     )
-    rows: list[tuple[str, float, float | None]] = [("start to first token s", start_s, None)]
-    for size in batches:
-        speeds = [
-            [size * length / seconds for seconds in each]
-            for each in timed(options, contenders, f"offline {size}", size, 128, length)
-        ]
-        rows.append((f"{size} x (128 in, {length} out): out tok/s", *map(statistics.median, speeds)))
-    first = [statistics.median(each) for each in timed(options, contenders, "first", 1, 512, 1)]
-    whole = [statistics.median(each) for each in timed(options, contenders, "whole", 1, 512, length)]
-    itl = [(total - ttft) / (length - 1) for total, ttft in zip(whole, first, strict=True)]
-    rows.append(("one stream: TTFT of 512 tokens ms", *(value * 1e3 for value in first)))
-    rows.append(("one stream: ITL ms", *(value * 1e3 for value in itl)))
-    if options.device == "cuda":
-        num_bytes = sum(parameter.nbytes for parameter in hf.parameters())
-        least = num_bytes / copy_bytes_per_s()
-        rows.append(("one stream: share of the memory's speed", *(least / value for value in itl)))
-    release(options, llm)
-    return rows
+    yield f"{speed:.0f} prompt tok/s, {share:.0%} of the roofline"
 
 
-def timed(
-    options: argparse.Namespace,
-    contenders: tuple[Callable[[list[list[int]], int], Any], ...],
-    name: str,
-    count: int,
-    input_len: int,
-    output_len: int,
-) -> list[list[float]]:
-    """Return the seconds of each contender's rounds. Prompts differ from round to round, so nothing is cached."""
-    seconds: list[list[float]] = [[] for _ in contenders]
-    for number in range(options.rounds + 1):
-        batch = prompts(f"{name} {number}", count, input_len)
-        for measured, run in zip(seconds, contenders, strict=True):
-            synchronize(options)
-            before = time.perf_counter()
-            run(batch, output_len)
-            synchronize(options)
-            if number:
-                measured.append(time.perf_counter() - before)
-    print(f"{name}: done", flush=True)
-    return seconds
+def eager(bench: Bench) -> Iterator[str]:
+    from gpu_steps import start
 
+    from argosy_engine.config import EngineArgs
 
-def hf_generate(options: argparse.Namespace, model: Any, batch: list[list[int]], length: int) -> None:
-    import torch
-
-    ids = torch.tensor(batch, device=options.device)
-    with torch.inference_mode():
-        model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=length, min_new_tokens=length, do_sample=False,
-            pad_token_id=0,
-        )  # fmt: skip
-
-
-def synchronize(options: argparse.Namespace) -> None:
-    import torch
-
-    if options.device == "cuda":
-        torch.cuda.synchronize()
-
-
-def copy_bytes_per_s() -> float:
-    """Measure the device's memory bandwidth, reads plus writes, with copies of 1 GiB."""
-    import torch
-
-    source = torch.empty(GIB, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    times = []
-    for _ in range(10):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        target.copy_(source)
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
-    return 2 * GIB / min(times)
-
-
-def served(options: argparse.Namespace, shape: str) -> list[tuple[str, float, float | None]]:
-    """Measure streamed completions over HTTP; returns (figure, our value, None)."""
-    from servers import start_argosy
-    from stream_client import closed_loop
-
-    server = start_argosy(
-        str(options.models / shape), "bfloat16", options.models, 1, "--gpu-memory-utilization", "0.5",
-        device=options.device,
-    )  # fmt: skip
-    rows: list[tuple[str, float, float | None]] = [("served: start to first token s", server.start_s, None)]
+    if "compilation_config" not in EngineArgs.__struct_fields__:
+        yield "not measured: this engine has no CUDA graphs, so that the decodes above are eager"
+        return
+    bench.release()
+    llm = start(bench.model(), bench.device, enforce_eager=True)
     try:
-        for in_flight in (1, 16):
-            figures: list[tuple[float, float, float]] = []
-            for number in range(options.rounds + 1):
-                batch = prompts(f"served {in_flight} {number}", 2 * in_flight, 128)
-                with server.awake():
-                    streams, seconds = asyncio.run(closed_loop(server.url, "bench", batch, 64, in_flight))
-                ttft, itl = (
-                    statistics.median(getattr(stream, name) for stream in streams) for name in ("ttft", "itl")
-                )
-                figures.append((ttft * 1e3, itl * 1e3, len(streams) * 64 / seconds))
-            columns = zip(*figures[1:], strict=True)
-            for name, values in zip(("TTFT p50 ms", "ITL p50 ms", "out tok/s"), columns, strict=True):
-                rows.append((f"served, {in_flight} in flight: {name}", statistics.median(values), None))
+        yield from _decodes(bench, llm)
     finally:
-        server.stop()
-    return rows
+        free(llm, bench.device.is_cuda)
+
+
+def waits(bench: Bench) -> Iterator[str]:
+    from gpu_steps import launch_waits
+
+    fault = launch_waits(bench.llm(), bench.device)
+    bench.is_wrong |= fault is not None
+    yield "no launch of a step waits for the device" if fault is None else f"a launch waits: {fault}"
+
+
+def breakdown(bench: Bench) -> Iterator[str]:
+    from gpu_steps import breakdown as measure
+
+    for count in (1, bench.batches[-2]):
+        yield f"\n| batch {count} | calls | share of the busy time |\n|---|---|---|"
+        for name, calls, share in measure(bench.llm(), bench.device, count, bench.context):
+            yield f"| {name} | {calls} | {share:.1%} |"
+
+
+def transformers(bench: Bench) -> Iterator[str]:
+    from gpu_steps import transformers_decodes
+
+    bench.release()
+    yield f"| batch, at {bench.context} tokens | ms per step | tok/s |\n|---|---|---|"
+    for count, seconds in transformers_decodes(
+        bench.model(), bench.device, bench.batches[:-1], bench.context, bench.length
+    ):
+        yield f"| {count} | {seconds * 1e3:.2f} | {count / seconds:.0f} |"
+
+
+SECTIONS: dict[str, tuple[Callable[[Bench], Iterator[str]], float]] = {
+    "tokens": (tokens, 60),
+    "kernels": (kernels, 60),
+    "decode": (decode, 60),
+    "prefill": (prefill, 10),
+    "waits": (waits, 10),
+    "breakdown": (breakdown, 15),
+    "eager": (eager, 60),
+    "transformers": (transformers, 60),
+}
+"""Sections by name, and the seconds that must be left for one to start."""
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Write a Qwen3 checkpoint with random weights, for measuring speed: `tiny` (5 M parameters) or `m06` (449 M).
+"""Write a Qwen3 checkpoint with random weights, for measuring speed: `tiny` (5 M parameters), `m06` (449 M) or
+`q06` (596 M: Qwen3-0.6B, whose vocabulary is 18 times as large).
 
     python bench/engine/random_model.py FOLDER tiny
 
@@ -16,6 +17,8 @@ SHAPES = {
              "num_key_value_heads": 4, "head_dim": 32},
     "m06": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
             "num_key_value_heads": 8, "head_dim": 128},
+    "q06": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+            "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936},
 }  # fmt: skip
 VOCAB_SIZE = 8192
 TEMPLATE = (
@@ -47,12 +50,11 @@ def write(folder: Path, shape: str) -> Path:
     fast.chat_template = TEMPLATE
     fast.save_pretrained(folder)
     config = Qwen3Config(
-        vocab_size=VOCAB_SIZE,
         max_position_embeddings=4096,
         eos_token_id=fast.eos_token_id,
         pad_token_id=fast.pad_token_id,
         tie_word_embeddings=True,
-        **SHAPES[shape],
+        **{"vocab_size": VOCAB_SIZE} | SHAPES[shape],
     )
     torch.manual_seed(0)
     Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,32 @@ def test_without_a_gpu_nothing_is_measured(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 3
     assert done.stderr == f"gpu.sh: {python} has no torch that sees an NVIDIA GPU; nothing was measured\n"
+
+
+def test_a_section_that_fails_is_not_measured_and_ends_no_other(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import gpu
+
+    def fail(_: gpu.Bench) -> Iterator[str]:
+        yield "begun"
+        raise RuntimeError("out of memory")
+
+    def succeed(bench: gpu.Bench) -> Iterator[str]:
+        yield f"{bench.context} tokens"
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr("sys.argv", ["gpu.py", "--device", "cpu", "--only", "eager", "decode", "prefill"])
+    sections = {"eager": (fail, 0.0), "decode": (succeed, 1e9), "prefill": (succeed, 0.0)}
+    monkeypatch.setattr(gpu, "SECTIONS", sections)
+    assert gpu.main() == 0
+    printed = capsys.readouterr().out
+    assert "begun\nnot measured: RuntimeError: out of memory\n" in printed
+    assert "s are left, and it takes up to" in printed.split("## decode")[1]
+    assert "40 tokens\n" in printed.split("## prefill")[1]
+    monkeypatch.setattr("sys.argv", ["gpu.py", "--device", "cpu", "--only", "tokens"])
+    monkeypatch.setattr(gpu, "SECTIONS", {"tokens": (fail, 0.0)})
+    assert gpu.main() == 1, "tokens that cannot be compared are not right"
 
 
 def test_the_summary_judges_ratios_figures_and_gaps() -> None:
