@@ -176,7 +176,9 @@ class CandidatePool:
         if not usable:
             model = self.spec.model
             asked = name if name in self.partial_aliases else f"{model}:{name}" if name else model
-            raise Unavailable(f"no replica of model {asked!r} is ready", retry_after_s=1.0)
+            raise Unavailable(
+                f"no replica of model {asked!r} is ready{_fetch_note(self.spec)}", retry_after_s=1.0
+            )
         admitted = usable
         if not self.is_in_panic:
             admitted = [replica for replica in usable if replica.health.admits(now)]
@@ -186,3 +188,13 @@ class CandidatePool:
 
     def _with_slots(self, replicas: list[Replica]) -> Candidates:
         return Candidates(replicas, self._index.slot_changes)
+
+
+def _fetch_note(spec: FleetService) -> str:
+    """Why a service may have no replica: the fetch of its model, unless every replica has that."""
+    state = "" if spec.fetch is None else spec.fetch.state
+    if state in ("", "cached"):
+        return ""
+    if state in ("failed", "locked"):
+        return "; its model could not be fetched"
+    return f"; its model is being fetched ({state})"
