@@ -263,6 +263,11 @@ def _schema_errors(schema: Schema, value: object, path: str) -> Iterator[FieldEr
         yield from _kubernetes_errors(error, where)
 
 
+def _lacks_quotes(limit: Any, value: object) -> bool:
+    """Whether a number would be taken as text, such as the quantity 0.5."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and "string" in limit
+
+
 def _kubernetes_errors(error: Any, path: str) -> Iterator[FieldError]:
     limit, value = error.validator_value, _json(error.instance)
     should = f"Invalid value: {value}: {path} in body should"
@@ -274,7 +279,9 @@ def _kubernetes_errors(error: Any, path: str) -> Iterator[FieldError]:
         case "type":
             found = f'"{_type_name(error.instance)}"'
             kinds = limit if isinstance(limit, str) else ",".join(limit)
-            yield FieldError(path, f"Invalid value: {found}: {path} in body must be of type {kinds}: {found}")
+            remedy = f'; write it in quotes: "{value}"' if _lacks_quotes(limit, error.instance) else ""
+            told = f"Invalid value: {found}: {path} in body must be of type {kinds}: {found}{remedy}"
+            yield FieldError(path, told)
         case "enum":
             supported = ", ".join(f'"{each}"' for each in limit)
             yield FieldError(path, f"Unsupported value: {value}: supported values: {supported}")

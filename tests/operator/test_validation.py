@@ -75,6 +75,15 @@ def test_refused_before_the_schema(text: str, error: str) -> None:
     assert error in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("spec", "number"), [("resources: {cpu: 0.5}", "0.5"), ("engine: {env: [{name: A, value: 1}]}", "1")]
+)
+def test_a_number_that_must_be_text_is_told_to_want_quotes(spec: str, number: str) -> None:
+    with pytest.raises(ManifestError) as caught:
+        load_manifests(manifest(f"{TINY}\n{spec}"))
+    assert f'; write it in quotes: "{number}"' in str(caught.value)
+
+
 def test_several_documents_and_lists() -> None:
     text = manifest(TINY, name="a") + "---\n---\n" + manifest(TINY, name="b")
     assert [service.key for service in load_manifests(text, default_namespace="n")] == ["n/a", "n/b"]
