@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from argosy_engine.distributed.parallel_config import ParallelConfig
 from argosy_engine.errors import ConfigError
 from argosy_engine.sample.token_logprobs import LogprobsMode
 from argosy_fetcher.errors import InvalidSource
@@ -34,7 +35,7 @@ Parallelism = Annotated[
     Meta(
         ge=1,
         le=1024,
-        description="accepted for compatibility with vLLM; only 1, because an engine runs on one device",
+        description="accepted for compatibility with vLLM; only 1",
     ),
 ]
 
@@ -104,9 +105,20 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
         ),
         Flag(is_json=True),
     ] = None
-    tensor_parallel_size: Annotated[Parallelism, Flag(short="-tp")] = 1
+    tensor_parallel_size: Annotated[
+        int,
+        Meta(ge=1, le=1024, description="devices that share every layer of the model; a worker process each"),
+        Flag(short="-tp"),
+    ] = 1
     pipeline_parallel_size: Annotated[Parallelism, Flag(short="-pp")] = 1
     data_parallel_size: Annotated[Parallelism, Flag(short="-dp")] = 1
+    enable_expert_parallel: Annotated[
+        bool,
+        Meta(
+            description="divide a layer's experts among the devices of --tensor-parallel-size, rather than each of "
+            "the experts"
+        ),
+    ] = False
     load_format: Annotated[
         Literal["auto", "dummy"], Meta(description="dummy: random weights, for benchmarks")
     ] = "auto"
@@ -174,7 +186,7 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
     ] = None
     kv_cache_memory_bytes: Annotated[
         KvCacheBytes | None,
-        Meta(description="KV cache size, instead of sizing it from memory"),
+        Meta(description="KV cache size of each worker, instead of sizing it from memory"),
         Flag(is_size=True),
     ] = None
     num_gpu_blocks_override: Annotated[
@@ -193,9 +205,12 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
         ),
     ] = "auto"
     distributed_executor_backend: Annotated[
-        Literal["uni", "mp"],
-        Meta(description="uni: the worker lives in the core's process; mp: in a process of its own"),
-    ] = "uni"
+        Literal["uni", "mp"] | None,
+        Meta(
+            description="uni: the worker lives in the core's process; mp: every worker in a process of its own; "
+            "default: uni for one worker, mp for several"
+        ),
+    ] = None
     worker_cls: Annotated[
         str,
         Meta(min_length=1, max_length=512, description="subclass of Worker to run, as package.module.Class"),
@@ -231,7 +246,10 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
     ] = 256 << 20
     threads: Annotated[
         Threads | None,
-        Meta(description="CPU compute threads; default: the cores this process may use"),
+        Meta(
+            description="CPU compute threads of each worker; default: the cores this process may use, divided among "
+            "the workers"
+        ),
     ] = None
     seed: Annotated[
         Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None,
@@ -249,6 +267,20 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
     def canonical_name(self) -> str:
         """The name that seeds chunk hashes and that `/v1/models` lists first: unless it is given, `default_name`."""
         return self.served_model_name[0] if self.served_model_name else default_name(self.model)
+
+    @property
+    def parallel_config(self) -> ParallelConfig:
+        return ParallelConfig(
+            tensor=self.tensor_parallel_size,
+            pipeline=self.pipeline_parallel_size,
+            data=self.data_parallel_size,
+            enable_expert_parallel=self.enable_expert_parallel,
+        )
+
+    @property
+    def executor_backend(self) -> Literal["uni", "mp"]:
+        """`--distributed-executor-backend` or its default."""
+        return self.distributed_executor_backend or ("uni" if self.parallel_config.world_size == 1 else "mp")
 
     @classmethod
     def of(cls, **fields: object) -> EngineArgs:
@@ -275,17 +307,22 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
             self.check_model_len(self.max_model_len)
 
     def check_parallelism(self) -> None:
-        """Reject parallelism over several devices.
+        """Reject layouts that are not supported.
 
         Raises:
-            ConfigError: a parallel size is not 1.
+            ConfigError: a parallel size is not, or not by this executor.
         """
-        for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+        for name in ("pipeline_parallel_size", "data_parallel_size"):
             if (size := getattr(self, name)) != 1:
                 raise ConfigError(
-                    f"--{name.replace('_', '-')} {size} is not supported: an engine runs on one device; "
-                    "leave it at 1, and start more engines behind a router for more throughput"
+                    f"--{name.replace('_', '-')} {size} is not supported; leave it at 1, and use "
+                    "--tensor-parallel-size for larger models, or more engines behind a router for more throughput"
                 )
+        world_size = self.parallel_config.world_size
+        if self.distributed_executor_backend == "uni" and world_size > 1:
+            raise ConfigError(
+                f"--distributed-executor-backend uni runs one worker, and {world_size} are needed; use mp"
+            )
 
     def check_model_len(self, max_model_len: int) -> None:
         """Check that a prompt of `max_model_len` tokens can be scheduled.
@@ -305,10 +342,12 @@ class MemoryBudget(Struct, frozen=True, kw_only=True):
 
     device: str
     """`cpu` or `cuda`."""
+    num_workers: int = 1
+    """Workers that share the model. Each needs as much as is given here, on a device of its own or on the same CPU."""
     total_bytes: int
     """The device's memory; on a CPU, the most that this process may use (the host's memory or its cgroup's limit)."""
     available_bytes: int
-    """Memory that was free when the engine started."""
+    """Memory that was free when the engine started; on a CPU, a worker's share of it."""
     utilization: float
     """`--gpu-memory-utilization` or its default."""
     weights_bytes: int

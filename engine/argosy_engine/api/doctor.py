@@ -26,6 +26,7 @@ from argosy_engine.frontend.model_source import is_remote, model_headers
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.folder_check import check_folder
 from argosy_engine.models.safetensors_header import checkpoint_elements
+from argosy_engine.models.sharding import check_tensor_parallel
 from argosy_engine.sizing.device import DeviceMemory, choose_dtype, cpu_memory, gpu_memory
 from argosy_engine.sizing.kv_cache_sizing import (
     CUDA_CONTEXT_BYTES,
@@ -34,6 +35,7 @@ from argosy_engine.sizing.kv_cache_sizing import (
     estimate_weights,
     plan_memory,
     planned_groups,
+    rank_elements,
 )
 
 _EXIT_CODES = (
@@ -97,11 +99,14 @@ def diagnose(args: EngineArgs, device: DeviceMemory | None = None) -> Diagnosis:
         has_weights = args.load_format != "dummy"
         check_folder(path, has_tokenizer=not is_remote(args), has_weights=has_weights)
         elements = checkpoint_elements(path) if has_weights else dummy_elements(config)
+    ranks = args.tensor_parallel_size
+    check_tensor_parallel(config, ranks, args.enable_expert_parallel)
+    if ranks > 1:
+        elements = rank_elements(config, elements, ranks)
     device = device or _find_device(args)
     dtype = choose_dtype(args.dtype, config.dtype, device.device)
-    needs = AttentionNeeds(
-        device.device, dtype, args.block_size, config.attention_layers, args.has_fp8_kv_cache
-    )
+    layers = [layer.of_rank(ranks) for layer in config.attention_layers]
+    needs = AttentionNeeds(device.device, dtype, args.block_size, layers, args.has_fp8_kv_cache)
     backend = select_backend(needs, args.attention_backend)
     diagnosis = Diagnosis(
         fits=False,
@@ -119,8 +124,8 @@ def diagnose(args: EngineArgs, device: DeviceMemory | None = None) -> Diagnosis:
             args,
             config,
             device,
-            groups=planned_groups(config, 1 if args.has_fp8_kv_cache else itemsize, args.block_size),
-            weights_bytes=estimate_weights(config, elements, itemsize, device.device),
+            groups=planned_groups(config, 1 if args.has_fp8_kv_cache else itemsize, args.block_size, ranks),
+            weights_bytes=estimate_weights(config, elements, itemsize, device.device, ranks),
             activation_bytes=activations + (CUDA_CONTEXT_BYTES if device.device == "cuda" else 0),
         )
     except DoesNotFit as error:

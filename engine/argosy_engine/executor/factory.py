@@ -12,10 +12,10 @@ def make_executor(args: EngineArgs) -> Executor:
     Raises:
         ConfigError: `--worker-cls` is not a worker, or the system does not support the backend.
     """
-    if args.distributed_executor_backend == "mp":
+    if args.executor_backend == "mp":
         from argosy_engine.executor.multiproc_executor import MultiprocExecutor
 
-        return MultiprocExecutor(args)
+        return MultiprocExecutor(args, args.parallel_config.world_size)
     from argosy_engine.executor.uniproc_executor import UniprocExecutor
 
     return UniprocExecutor(args)

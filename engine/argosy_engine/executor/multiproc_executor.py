@@ -3,12 +3,13 @@
 A call is broadcast once to all ranks; answers come back per rank, in the order of the calls. Workers are fresh
 interpreters, because a process with threads must not fork, and nothing is pickled. The end of a worker is detected on
 its socket, whichever worker the core waits for, and its last message says why it ended; workers end with the core.
-Design: vLLM's `MultiprocExecutor`.
+They find each other by a memory file. Design: vLLM's `MultiprocExecutor`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import subprocess
 import sys
@@ -77,17 +78,19 @@ class MultiprocExecutor:
 
     def start(self) -> WorkerInfo:
         safe_path = ["-P"] if sys.flags.safe_path else []
+        rendezvous = os.memfd_create("argosy-rendezvous", os.MFD_CLOEXEC)
         for rank, ends in enumerate(self._queue.ends):
             module = ["-m", "argosy_engine.executor.worker_process"]
-            numbers = (*ends.fds, ends.num_chunks, ends.chunk_bytes)
+            numbers = (rendezvous, *ends.fds, ends.num_chunks, ends.chunk_bytes)
             arguments = [str(rank), str(self._world_size), parent_argument(), *map(str, numbers)]
             self._processes.append(
                 subprocess.Popen(  # noqa: S603 (our own interpreter and module)
                     [sys.executable, *safe_path, *module, *arguments],
                     stdin=subprocess.DEVNULL,
-                    pass_fds=ends.fds,
+                    pass_fds=(rendezvous, *ends.fds),
                 )
             )
+        os.close(rendezvous)
         self._queue.close_reader_ends()
         self._send(INIT + self._encode(self._args))
         answers = [self._answer(rank) for rank in range(len(self._processes))]

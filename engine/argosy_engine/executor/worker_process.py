@@ -1,9 +1,10 @@
 """WorkerProcess: a worker's own process, `python -m argosy_engine.executor.worker_process RANK WORLD_SIZE PARENT FD...`
 
-It reads calls from the broadcast queue and answers over its socket. Steps overlap: this thread launches the next one
-while another waits for the tokens of the last (`AnswerQueue`). It ends with the core: a thread waits until the other
-end of the socket closes, and the kernel kills the process if that thread cannot run (`osproc.child_process`). A message
-is one byte for its kind, then msgpack.
+The first descriptor is a memory file by which the workers find each other; the others are the broadcast queue's. It
+reads calls from the broadcast queue and answers over its socket. Steps overlap: this thread launches the next one while
+another waits for the tokens of the last (`AnswerQueue`). It ends with the core: a thread waits until the other end of
+the socket closes, and the kernel kills the process if that thread cannot run (`osproc.child_process`). A message is one
+byte for its kind, then msgpack.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ def main() -> None:
     # Ctrl-C goes to the whole process group, but the core decides when its workers end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    rank, world_size, parent, *ends = (int(argument) for argument in sys.argv[1:])
+    rank, world_size, parent, rendezvous, *ends = (int(argument) for argument in sys.argv[1:])
     die_with_parent(parent)
     describe_on_signal("argosy engine worker", lambda: f"rank {rank} of {world_size}; its stacks are above")
     reader = BroadcastReader(ReaderEnds(*ends))
     threading.Thread(target=_exit_with_core, args=(reader.socket.fileno(),), daemon=True, name="core").start()
-    WorkerProcess(rank, world_size, reader).serve()
+    WorkerProcess(rank, world_size, reader, f"file:///proc/self/fd/{rendezvous}").serve()
 
 
 def _exit_with_core(fd: int) -> None:
@@ -54,11 +55,12 @@ def _exit_with_core(fd: int) -> None:
 
 
 class WorkerProcess:
-    """Serves the core's calls in a worker's process."""
+    """Serves the core's calls in a worker's process. Arguments: `Worker`."""
 
-    def __init__(self, rank: int, world_size: int, reader: BroadcastReader) -> None:
+    def __init__(self, rank: int, world_size: int, reader: BroadcastReader, init_method: str) -> None:
         self._rank = rank
         self._world_size = world_size
+        self._init_method = init_method
         self._reader = reader
         self._answers = AnswerQueue(rank, MessageStream(reader.socket))
 
@@ -74,7 +76,7 @@ class WorkerProcess:
         args = msgspec.msgpack.decode(self._reader.get()[1:], type=EngineArgs)
         from argosy_engine.executor.worker_class import worker_class
 
-        worker = worker_class(args.worker_cls)(args, self._rank, self._world_size)
+        worker = worker_class(args.worker_cls)(args, self._rank, self._world_size, self._init_method)
         self._answers.put_result(worker.start())
         return worker
 

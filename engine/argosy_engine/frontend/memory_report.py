@@ -22,9 +22,10 @@ def budget_table(budget: MemoryBudget) -> str:
     else:
         share = f"{budget.utilization:g} of what weights leave of {size(budget.available_bytes)}"
     kind = "peak of the largest step" + ("" if budget.device == "cuda" else ", estimated")
+    workers = f"on each of {budget.num_workers} workers, as below" if budget.num_workers > 1 else ""
     reason = share if budget.limited_by == "memory" else f"set by {budget.limited_by}"
     rows = (
-        ("weights", size(budget.weights_bytes), ""),
+        ("weights", size(budget.weights_bytes), workers),
         ("activations", size(budget.activation_bytes), kind),
         (
             "KV cache",

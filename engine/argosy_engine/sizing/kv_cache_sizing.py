@@ -10,6 +10,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 
+import msgspec
+
 from argosy_engine.attention import WORKSPACE_BYTES
 from argosy_engine.config import EngineArgs, MemoryBudget
 from argosy_engine.device_defaults import memory_utilization
@@ -24,6 +26,7 @@ from argosy_engine.messages.kv_cache_interface import (
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.model_config import ModelConfig
 from argosy_engine.models.model_path import resolve_model
+from argosy_engine.models.sharding import check_tensor_parallel
 from argosy_engine.sizing.device import DeviceMemory
 
 CUDA_CONTEXT_BYTES = 600 << 20
@@ -33,17 +36,20 @@ _MIB = 1 << 20
 _GIB = 1 << 30
 
 
-def planned_groups(config: ModelConfig, itemsize: int, block_size: int) -> tuple[KVCacheGroup, ...]:
-    """Return the KV cache groups of a model that is not built, which its config determines.
+def planned_groups(
+    config: ModelConfig, itemsize: int, block_size: int, tensor_parallel_size: int = 1
+) -> tuple[KVCacheGroup, ...]:
+    """Return the KV cache groups of a model that is not built, on one rank, which its config determines.
 
     Args:
         itemsize: bytes per element of a key or value.
     """
-    return group_layers([layer.kv_cache_spec(block_size, itemsize) for layer in config.attention_layers])
+    layers = [layer.of_rank(tensor_parallel_size) for layer in config.attention_layers]
+    return group_layers([layer.kv_cache_spec(block_size, itemsize) for layer in layers])
 
 
 def estimate_activations(config: ModelConfig, args: EngineArgs, itemsize: int, attention_backend: str) -> int:
-    """Estimate the peak activation bytes of the largest step.
+    """Estimate the peak activation bytes of a worker's largest step.
 
     The peak is in the widest layer over all tokens, or in sampling with log probabilities for all requests.
 
@@ -51,9 +57,10 @@ def estimate_activations(config: ModelConfig, args: EngineArgs, itemsize: int, a
         itemsize: bytes per element of the model's dtype.
         attention_backend: `torch` gathers keys and values, and samples with more arrays over the vocabulary.
     """
-    q = config.num_attention_heads * config.head_dim
-    kv = config.num_key_value_heads * config.head_dim
-    inner = getattr(config, "intermediate_size", 4 * config.hidden_size)  # not every family has one
+    ranks = args.tensor_parallel_size
+    q = config.num_attention_heads * config.head_dim // ranks
+    kv = max(config.num_key_value_heads // ranks, 1) * config.head_dim
+    inner = getattr(config, "intermediate_size", 4 * config.hidden_size) // ranks  # not every family has one
     values = 4 * config.hidden_size + 2 * q + 2 * kv + 4 * inner
     norm = 8 * config.hidden_size  # float32, in and out
     layer = args.max_num_batched_tokens * (values * itemsize + norm)
@@ -68,12 +75,18 @@ def estimate_activations(config: ModelConfig, args: EngineArgs, itemsize: int, a
     return max(layer, rows * config.vocab_size * sampling)
 
 
-def estimate_weights(config: ModelConfig, elements: Mapping[str, int], itemsize: int, device: str) -> int:
-    """Estimate the bytes of the loaded weights.
+def estimate_weights(
+    config: ModelConfig,
+    elements: Mapping[str, int],
+    itemsize: int,
+    device: str,
+    tensor_parallel_size: int = 1,
+) -> int:
+    """Estimate the bytes of a worker's loaded weights.
 
     Args:
-        elements: element count of each tensor: for `argosy doctor` those of the checkpoint, for an engine those of
-            the tensors that it has loaded.
+        elements: element count of each tensor: for `argosy doctor` those of the checkpoint or `rank_elements` of them,
+            for an engine those of the tensors that it has loaded.
         itemsize: bytes per element.
     """
     tied_copy = "lm_head.weight"
@@ -82,8 +95,21 @@ def estimate_weights(config: ModelConfig, elements: Mapping[str, int], itemsize:
     )
     if config.tie_word_embeddings and device == "cpu":
         # Two copies: the output projection is laid out for the matrix product, the embedding for look-ups.
-        total += config.vocab_size * config.hidden_size
+        total += -(-config.vocab_size // tensor_parallel_size) * config.hidden_size
     return total * itemsize
+
+
+def rank_elements(config: ModelConfig, elements: Mapping[str, int], size: int) -> dict[str, int]:
+    """Estimate how many elements of each tensor one of `size` tensor-parallel ranks holds.
+
+    Ranks divide matrices and hold vectors whole. Few matrices are not divided, and small: learned positions, routers.
+    """
+    widest = max(4 * config.hidden_size, *config.divided_sizes(has_whole_experts=False).values())
+    held = {name: count if count <= widest else -(-count // size) for name, count in elements.items()}
+    # KV heads that several ranks hold
+    copied = (max(config.num_key_value_heads / size, 1) - config.num_key_value_heads / size) * config.head_dim
+    held["replicated KV heads"] = int(2 * config.num_hidden_layers * config.hidden_size * copied)
+    return held
 
 
 def dummy_elements(config: ModelConfig) -> dict[str, int]:
@@ -108,13 +134,16 @@ def plan_memory(
     """Size the KV cache and determine `max_model_len`.
 
     Args:
-        memory: the device's memory before the weights were loaded.
-        groups: those of the model's layers.
+        memory: the device's memory before the weights were loaded. Workers on a CPU share it.
+        groups: those of the model's layers, on one worker.
 
     Raises:
         ConfigError: the pool cannot hold these groups.
         DoesNotFit: not even one request of full length fits; the message says which length would fit.
     """
+    if memory.device == "cpu":
+        available = memory.available_bytes // args.parallel_config.world_size
+        memory = msgspec.structs.replace(memory, available_bytes=available)
     utilization = memory_utilization(args, memory.device)
     check_pages(groups)
     block_size, bytes_per_block = args.block_size, block_bytes(groups)
@@ -158,6 +187,7 @@ def plan_memory(
     args.check_model_len(max_model_len)
     return MemoryBudget(
         device=memory.device,
+        num_workers=args.parallel_config.world_size,
         total_bytes=memory.total_bytes,
         available_bytes=memory.available_bytes,
         utilization=utilization,
@@ -178,7 +208,9 @@ def check_model(args: EngineArgs) -> None:
     Raises:
         ConfigError: the model cannot be served, or not with these flags.
     """
-    wanted_model_len(args, load_model_config(resolve_model(args.model)))
+    config = load_model_config(resolve_model(args.model))
+    check_tensor_parallel(config, args.tensor_parallel_size, args.enable_expert_parallel)
+    wanted_model_len(args, config)
 
 
 def wanted_model_len(args: EngineArgs, config: ModelConfig) -> int:

@@ -15,6 +15,7 @@ import torch
 from argosy_engine.attention.selector import AttentionNeeds, BackendChoice, select_backend
 from argosy_engine.attention.self_test import working_backend
 from argosy_engine.config import EngineArgs, MemoryBudget
+from argosy_engine.distributed.parallel_state import init_parallel_state, single_process
 from argosy_engine.errors import ConfigError
 from argosy_engine.messages.scheduler_output import SchedulerOutput
 from argosy_engine.messages.worker_info import WorkerInfo
@@ -24,6 +25,7 @@ from argosy_engine.models.loader import LoadedModel, load_model
 from argosy_engine.models.model_config import ModelConfig
 from argosy_engine.models.model_path import hold_stored_model, resolve_model
 from argosy_engine.models.registry import CausalLM
+from argosy_engine.models.sharding import Sharding, check_tensor_parallel
 from argosy_engine.native.library import kernels
 from argosy_engine.sample.logits_processor.interface import load_logits_processors
 from argosy_engine.sample.sampler import SamplerOptions
@@ -56,18 +58,23 @@ class Worker:
         args: arguments of the engine.
         rank: index among the `world_size` workers on this machine; on CUDA also the index of its visible GPU.
         world_size: number of workers.
+        init_method: how the workers find each other (`init_parallel_state`).
     """
 
-    def __init__(self, args: EngineArgs, rank: int = 0, world_size: int = 1) -> None:
+    def __init__(
+        self, args: EngineArgs, rank: int = 0, world_size: int = 1, init_method: str = "env://"
+    ) -> None:
         self.args = args
         self.rank = rank
         self.world_size = world_size
+        self._init_method = init_method
         self._phases: list[tuple[str, float]] = []
         self._runner: ModelRunner | None = None
         self._hold: ModelHold | None = None
         """Keeps the checkpoint, which `wake_up` reads again, from being removed from the store."""
         self._path: Path
         self._config: ModelConfig
+        self._parallel = single_process()
         self._device: torch.device
         self._dtype: torch.dtype
         self._backend: BackendChoice
@@ -84,8 +91,10 @@ class Worker:
         args = self.args
         with self._phase("device"):
             self._device = device = choose_device(args.device, self.rank, self.world_size)
-            torch.set_num_threads(args.threads or len(os.sched_getaffinity(0)))
+            torch.set_num_threads(args.threads or max(len(os.sched_getaffinity(0)) // self.world_size, 1))
+            self._parallel = init_parallel_state(args.parallel_config, self.rank, device, self._init_method)
             memory = cpu_memory() if device.type == "cpu" else _cuda_memory(device)
+            self._parallel.world.barrier()  # no worker takes memory before all have seen what is free
         unavailable: dict[str, str] = {}
         if device.type == "cpu":
             with self._phase("kernels"):
@@ -97,13 +106,14 @@ class Worker:
             self._path = resolve_model(args.model)
             self._hold = hold_stored_model(self._path)
             self._config = config = load_model_config(self._path)
+            check_tensor_parallel(config, args.tensor_parallel_size, args.enable_expert_parallel)
             self._dtype = dtype = _DTYPES[choose_dtype(args.dtype, config.dtype, device.type)]
             longest = wanted_model_len(args, config)
             needs = AttentionNeeds(
                 device.type,
                 str(dtype).removeprefix("torch."),
                 args.block_size,
-                config.attention_layers,
+                [layer.of_rank(args.tensor_parallel_size) for layer in config.attention_layers],
                 args.has_fp8_kv_cache,
             )
             if device.type == "cpu":  # the kernels were tested when they were built
@@ -140,7 +150,9 @@ class Worker:
                 config,
                 memory,
                 groups=layer_groups(loaded.model, args.block_size),
-                weights_bytes=estimate_weights(config, loaded.elements, dtype.itemsize, device.type),
+                weights_bytes=estimate_weights(
+                    config, loaded.elements, dtype.itemsize, device.type, args.tensor_parallel_size
+                ),
                 activation_bytes=activation_bytes,
             )
             self._runner = self._make_runner(
@@ -194,6 +206,7 @@ class Worker:
 
     def shutdown(self) -> None:
         self._runner = None
+        self._parallel.destroy()
         if self._hold is not None:
             self._hold.close()
 
@@ -208,6 +221,7 @@ class Worker:
         return options._replace(kind="kernels")
 
     def _load(self) -> LoadedModel:
+        group = self._parallel.tensor
         return load_model(
             self._path,
             self._config,
@@ -218,6 +232,8 @@ class Worker:
             max_positions=wanted_model_len(self.args, self._config) + 1,
             load_format=self.args.load_format,
             seed=self.args.seed or 0,
+            sharding=Sharding(group.rank, group.size, self.args.enable_expert_parallel),
+            communicator=group,
         )
 
     def _current_fingerprint(self) -> str:
@@ -268,7 +284,10 @@ def choose_device(wanted: str, rank: int, world_size: int) -> torch.device:
         return torch.device("cpu")
     count = torch.cuda.device_count()
     if count < world_size:
-        raise ConfigError(f"{world_size} workers need a GPU each, and torch sees {count}")
+        raise ConfigError(
+            f"{world_size} workers need a GPU each, and torch sees {count}; use a smaller --tensor-parallel-size, or "
+            "--device cpu"
+        )
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     return device
