@@ -55,6 +55,16 @@ def default_name(model: str) -> str:
     return uri.name.partition("?")[0]
 
 
+class CompilationConfig(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What is captured for replay (`--compilation-config`). Names are vLLM's."""
+
+    cudagraph_mode: Literal["NONE", "FULL_DECODE_ONLY"] = "FULL_DECODE_ONLY"
+    cudagraph_capture_sizes: Annotated[
+        tuple[Annotated[int, Meta(ge=1, le=1 << 14)], ...], Meta(max_length=256)
+    ] = ()
+    """Numbers of requests; empty: `worker.cuda_graphs.capture_sizes` chooses."""
+
+
 class HfOverrides(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """Fields of config.json that `--hf-overrides` may override.
 
@@ -194,9 +204,17 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
         Meta(description="number of KV blocks, for tests of preemption"),
     ] = None
     enforce_eager: Annotated[
-        bool,
-        Meta(description="accepted for compatibility with vLLM; no effect, because there are no CUDA graphs"),
+        bool, Meta(description="cuda: launch every kernel of every step, instead of replaying CUDA graphs")
     ] = False
+    compilation_config: Annotated[
+        CompilationConfig,
+        Meta(
+            description="JSON object; cudagraph_mode: FULL_DECODE_ONLY (default on cuda: steps that only decode are "
+            "captured as CUDA graphs) or NONE; cudagraph_capture_sizes: numbers of requests to capture "
+            "(default: 1, 2, 4, 8 and further, up to --max-num-seqs and 512)"
+        ),
+        Flag(is_json=True),
+    ] = CompilationConfig()
     attention_backend: Annotated[
         Literal["auto", "cpu", "triton", "torch", "flash_attn"],
         Meta(

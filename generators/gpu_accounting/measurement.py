@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +28,7 @@ from argosy_engine.models.weights import DummyWeights
 from argosy_engine.params.sampling_params import SamplingParams
 from argosy_engine.sample.sampler import SamplerOptions
 from argosy_engine.triton_kernels.device_traits import KNOWN_DEVICES, assume_device
+from argosy_engine.worker.cuda_graphs import CapturedGraph
 from argosy_engine.worker.model_runner import ModelRunner
 from gpu_accounting.fake_device import CUDA, FakeRuntime, fake_cuda
 from gpu_accounting.models import MODELS, PERIODS
@@ -126,6 +127,11 @@ class AccountedRunner:
         scheduled = {each.request_id: len(each.token_ids) - each.num_computed_tokens for each in requests}
         return _step(requests, scheduled)
 
+    def capture(self, sizes: list[int]) -> None:
+        """Capture decode steps of these numbers of requests as CUDA graphs, whose replays count as one launch."""
+        with self._on_device(), self.trace.recording():
+            assert self.runner.capture_graphs(sizes, _CountedGraphs(self.trace))
+
     def execute(self, step: SchedulerOutput) -> list[Operation]:
         """Launch a step and return its operations.
 
@@ -179,6 +185,25 @@ class AccountedRunner:
             return sampled
 
         model.forward, model.logits, sampler.sample = marked_forward, marked_logits, marked_sample
+
+
+class _CountedGraphs:
+    """A GraphApi that records replays."""
+
+    def __init__(self, trace: StepTrace) -> None:
+        self._trace = trace
+
+    def capture(self, run: Callable[[], torch.Tensor]) -> CapturedGraph:
+        return _CountedGraph(run(), self._trace)
+
+
+class _CountedGraph:
+    def __init__(self, output: torch.Tensor, trace: StepTrace) -> None:
+        self.output = output
+        self._trace = trace
+
+    def replay(self) -> None:
+        self._trace.note_replay(len(self.output))
 
 
 def decode_again(step: SchedulerOutput) -> SchedulerOutput:

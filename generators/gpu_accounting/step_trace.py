@@ -78,6 +78,11 @@ class StepTrace(TorchDispatchMode):
         self._note_launches()
         self.phase = phase
 
+    def note_replay(self, size: int) -> None:
+        """Record the replay of a CUDA graph of `size` requests: one launch from the host's point of view."""
+        self._note_launches()
+        self.operations.append(Operation("forward", "launch", "cuda graph", (size,), 0))
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -87,7 +87,7 @@ def test_an_engine_generates_the_same(
 class Steps:
     """The same steps as tensors by `HostInputs` and by `DeviceInputs`."""
 
-    def __init__(self, *, num_groups: int = 1, num_slots: int = 4, max_blocks: int = 8) -> None:
+    def __init__(self, *, num_groups: int = 1, num_slots: int = 8, max_blocks: int = 8) -> None:
         self.runtime = CheckedRuntime()
         layers = [index % num_groups for index in range(2 * num_groups)]
         self.batch = InputBatch(
@@ -100,7 +100,6 @@ class Steps:
             layers,
             BLOCK_SIZE,
             max_num_tokens=256,
-            max_num_rows=8,
             device=CPU,
             runtime=self.runtime,
         )
@@ -147,7 +146,7 @@ def test_tensors_equal_those_of_the_host() -> None:
     assert steps.batch.slot_of["other"] == freed
     for inputs in (steps.device, steps.host):
         inputs.keep(arrays.sampled.slots, torch.tensor([101, 102]))
-    in_flight = np.zeros(4, bool)
+    in_flight = np.zeros(8, bool)
     in_flight[steps.batch.slot_of["decode"]] = True
     steps.batch.num_tokens[steps.batch.slot_of["decode"]] = 40
     steps.batch.num_computed[steps.batch.slot_of["decode"]] = 39

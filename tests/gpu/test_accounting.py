@@ -4,6 +4,7 @@
 13 per layer with experts, 8 for sampling whatever its parameters, 1.25 times the necessary bytes when decoding.
 """
 
+from collections import Counter
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -125,6 +126,21 @@ def test_every_step_of_one_size_is_the_same(runner: AccountedRunner) -> None:
     assert _without_bytes(runner.execute(decode_again(others))) == first
     assert runner.forward_addresses() == addresses
     runner.finish(others)
+
+
+def test_a_captured_decode_step_is_a_few_launches() -> None:
+    runner = AccountedRunner(MODELS["Qwen3-0.6B"], 2)
+    runner.capture([8, 4])
+    for decodes, size in ((3, 4), (8, 8)):
+        step = runner.add(Shape("decode", decodes=decodes))
+        runner.execute(step)
+        operations = runner.execute(decode_again(step))
+        runner.finish(step)
+        kinds = Counter(each.kind for each in operations)
+        assert (kinds["copy to device"], kinds["copy to host"], kinds["blocking copy"]) == (1, 1, 0)
+        assert [each.shapes for each in operations if each.phase == "forward"] == [(size,)]
+        limits = LIMITS["Qwen3-0.6B"]
+        assert kinds["launch"] <= limits.rest + SAMPLING_LIMITS["greedy"].launches
 
 
 def test_waits_and_copies_are_noticed(runner: AccountedRunner) -> None:

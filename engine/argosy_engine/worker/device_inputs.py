@@ -38,7 +38,6 @@ class DeviceInputs:
         batch: must track its changed blocks.
         group_of_layer: KV cache group of each layer.
         max_num_tokens: most tokens of a step.
-        max_num_rows: most requests of a step, padding included; default: the number of slots.
     """
 
     def __init__(
@@ -48,12 +47,11 @@ class DeviceInputs:
         block_size: int,
         *,
         max_num_tokens: int,
-        max_num_rows: int | None = None,
         device: torch.device,
         runtime: DeviceRuntime,
     ) -> None:
         num_groups, num_slots, max_blocks = batch.block_tables.shape
-        rows = max(max_num_rows or 0, num_slots)
+        rows = num_slots
         max_num_tokens = max(max_num_tokens, rows)
         self._batch = batch
         self._group_of_layer = group_of_layer
@@ -83,8 +81,8 @@ class DeviceInputs:
         """Return the tensors of a step.
 
         Args:
-            num_rows: of a step of decodes only: pad it to this number of requests, with one token each that has no
-                slot and is part of no request. Default: no padding.
+            num_rows: of a step of decodes only: pad it to this number of requests, at most the number of slots, by
+                requests without tokens and tokens that belong to none. Default: no padding.
         """
         count, num_groups = len(step.slots), len(self._batch.block_tables)
         padding = 0 if num_rows is None else num_rows - count
@@ -100,7 +98,7 @@ class DeviceInputs:
         slots = staging.put(_padded(step.slots, padding, self._padding))
         # What follows has no fixed size, and no part of a captured graph reads it.
         wanted = step.sampled.tokens
-        has_subset = 0 < len(wanted) < step.num_tokens + padding
+        has_subset = 0 < len(wanted) < step.num_tokens
         sampled_tokens = staging.put(wanted) if has_subset else None
         self._sampled_slots = staging.put(step.sampled.slots) if len(wanted) else None
         entries, blocks = staging.put(updates[0]), staging.put(updates[1])

@@ -24,11 +24,15 @@ def measure_activations(
     max_model_len: int,
     device: torch.device,
     memory: DeviceMemory,
+    graph_sizes: Sequence[int] = (),
 ) -> int:
-    """Measure the bytes needed on a CUDA device besides weights and KV cache: the largest steps' peak, and libraries.
+    """Measure the bytes needed on a CUDA device besides weights and KV cache.
+
+    These are the largest steps' peak, CUDA graphs, and libraries.
 
     Args:
         runner: makes a ModelRunner from (num_blocks, max_model_len).
+        graph_sizes: decode steps that will be captured; ascending.
         memory: the device's memory before anything was loaded.
 
     Raises:
@@ -38,7 +42,8 @@ def measure_activations(
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     try:
-        run_largest_steps(runner(2, max_model_len), args, max_model_len)
+        profiled = runner(2, max_model_len)
+        run_largest_steps(profiled, args, max_model_len)
         torch.cuda.synchronize(device)
     except torch.OutOfMemoryError:
         raise ConfigError(
@@ -47,9 +52,34 @@ def measure_activations(
         ) from None
     peak = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()
+    peak += _measure_graphs(profiled, graph_sizes, device)
+    del profiled
+    torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)
     libraries = memory.available_bytes - free - torch.cuda.memory_reserved(device)
     return peak + max(libraries, 0)
+
+
+def _measure_graphs(runner: ModelRunner, sizes: Sequence[int], device: torch.device) -> int:
+    """Return the bytes that CUDA graphs of these sizes will take.
+
+    All of them share the memory of intermediate results, which the largest determines, and take some each. So the two
+    largest are captured, and the second counts for all others. Design: vLLM's `profile_cudagraph_memory`.
+    """
+    used = []
+    for size in list(reversed(sizes))[:2]:
+        free, _ = torch.cuda.mem_get_info(device)
+        if not runner.capture_graphs([size]):
+            return 0
+        torch.cuda.empty_cache()
+        left, _ = torch.cuda.mem_get_info(device)
+        used.append(max(free - left, 0))
+    return estimate_graphs(used, len(sizes))
+
+
+def estimate_graphs(used: Sequence[int], count: int) -> int:
+    """Estimate the bytes of `count` graphs from those that capturing the largest and the second took."""
+    return sum(used[:1]) + sum(used[1:2]) * (count - 1)
 
 
 def run_largest_steps(runner: ModelRunner, args: EngineArgs, max_model_len: int) -> int:

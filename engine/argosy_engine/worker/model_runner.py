@@ -6,6 +6,8 @@ device; `step_inputs` makes tensors of them on a CPU, `device_inputs` on a GPU.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -15,6 +17,7 @@ from argosy_engine.models.model_config import ModelConfig
 from argosy_engine.models.registry import CausalLM
 from argosy_engine.sample.logprobs import score_prompt
 from argosy_engine.sample.sampler import SamplerOptions
+from argosy_engine.worker.cuda_graphs import DecodeGraphs, GraphApi, TorchGraphs
 from argosy_engine.worker.device_inputs import DeviceInputs
 from argosy_engine.worker.device_runtime import CudaRuntime, DeviceRuntime
 from argosy_engine.worker.host_copies import HostCopies
@@ -23,7 +26,7 @@ from argosy_engine.worker.kv_cache import allocate_kv_cache, layer_groups
 from argosy_engine.worker.pending_step import PendingStep, PendingSteps
 from argosy_engine.worker.pooler import Pooler
 from argosy_engine.worker.step_arrays import StepArrays, flatten_step
-from argosy_engine.worker.step_inputs import HostInputs, StepInputs
+from argosy_engine.worker.step_inputs import HostInputs, StepInputs, StepTensors
 
 
 class ModelRunner:
@@ -82,6 +85,7 @@ class ModelRunner:
         self._logprobs_mode = sampling.logprobs_mode
         copies = None if runtime is None else HostCopies(runtime)
         self._pending_steps = PendingSteps(self.batch, self._inputs, copies)
+        self._graphs: DecodeGraphs | None = None
         self.vocab_size = config.vocab_size
 
     @torch.inference_mode()
@@ -92,8 +96,7 @@ class ModelRunner:
         if not step.num_scheduled_tokens:
             return PendingStep(self._pending_steps, ModelRunnerOutput([], []))
         arrays = flatten_step(self.batch, step, self._pending_steps.slots())
-        tensors = self._inputs.tensors(arrays)
-        hidden = self.model.forward(tensors.token_ids, tensors.positions, self.kv_cache, tensors.meta)
+        hidden, tensors = self._compute(arrays)
         slots, sampled = arrays.slots, arrays.sampled
         self.batch.num_computed[slots] = arrays.seq_lens
         output = ModelRunnerOutput(arrays.request_ids, [[] for _ in arrays.request_ids], {}, {})
@@ -108,6 +111,31 @@ class ModelRunner:
         if not step.awaits_grammar:
             pending.sample(step.grammar)
         return pending
+
+    @torch.inference_mode()
+    def capture_graphs(self, sizes: Sequence[int], api: GraphApi | None = None) -> bool:
+        """Capture the forward passes of decode steps as CUDA graphs; see `DecodeGraphs.capture`.
+
+        May be called again with more sizes. Needs a runtime, and no request.
+
+        Args:
+            api: default: torch's.
+        """
+        if self._graphs is None:
+            assert isinstance(self._inputs, DeviceInputs)
+            self._graphs = DecodeGraphs(self._inputs, self._forward, api or TorchGraphs())
+        return self._graphs.capture(sizes)
+
+    def _compute(self, arrays: StepArrays) -> tuple[torch.Tensor, StepTensors]:
+        """Run the forward pass; return hidden states [T, hidden_size] and what they were computed from."""
+        replayed = self._graphs.run(arrays) if self._graphs is not None else None
+        if replayed is not None:
+            return replayed
+        tensors = self._inputs.tensors(arrays)
+        return self._forward(tensors), tensors
+
+    def _forward(self, tensors: StepTensors) -> torch.Tensor:
+        return self.model.forward(tensors.token_ids, tensors.positions, self.kv_cache, tensors.meta)
 
     def _apply(self, step: SchedulerOutput) -> None:
         """Apply the scheduler's diff to the input batch."""

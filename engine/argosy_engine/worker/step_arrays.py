@@ -127,3 +127,21 @@ def _sampled_rows(
             [np.arange(last - count, last + 1) for last, count in zip(tokens, counts, strict=True)]
         )
     return SampledRows(rows=rows, slots=slots[is_sampled], positions=positions, tokens=tokens, drafts=drafts)
+
+
+def empty_step() -> StepArrays:
+    """Return a step without requests, which padding makes a step of any size."""
+    return StepArrays(
+        request_ids=[],
+        num_decodes=0,
+        slots=_NONE,
+        query_lens=_NONE,
+        computed=_NONE,
+        seq_lens=_NONE,
+        ends=_NONE,
+        token_slots=_NONE,
+        positions=_NONE,
+        late=_NONE,
+        late_slots=_NONE,
+        sampled=NO_ROWS,
+    )

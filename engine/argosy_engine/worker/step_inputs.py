@@ -26,7 +26,7 @@ class StepTensors(NamedTuple):
     """int64 [T]"""
     meta: AttentionMetadata
     sampled_tokens: torch.Tensor | None
-    """int64, `SampledRows.tokens`. None: the logits of all tokens are needed, or of none."""
+    """int64, `SampledRows.tokens`. None: the logits of all tokens are needed (but not of padding), or of none."""
 
 
 class StepInputs(Protocol):

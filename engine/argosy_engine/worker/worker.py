@@ -37,6 +37,7 @@ from argosy_engine.sizing.kv_cache_sizing import (
     plan_memory,
     wanted_model_len,
 )
+from argosy_engine.worker.cuda_graphs import graph_sizes
 from argosy_engine.worker.kv_cache import layer_groups
 from argosy_engine.worker.memory_profiling import measure_activations
 from argosy_engine.worker.model_runner import ModelRunner
@@ -143,6 +144,7 @@ class Worker:
                     longest,
                     device,
                     memory,
+                    self._graph_sizes(),
                 )
         with self._phase("kv cache"):
             self._budget = plan_memory(
@@ -161,6 +163,9 @@ class Worker:
         if device.type == "cuda" and self._backend.name == "triton":
             with self._phase("warm-up"):
                 warm_up(self._runner, args, self._budget.max_model_len)
+        if sizes := self._graph_sizes():
+            with self._phase("graphs"):
+                self._runner.capture_graphs(sizes)
         return WorkerInfo(
             model_path=str(self._path),
             model_fingerprint=self._fingerprint,
@@ -203,6 +208,8 @@ class Worker:
                     f"the checkpoint in {self._path} has changed since this engine started; restart it"
                 )
             self._runner = self._make_runner(model, self._budget.num_blocks, self._budget.max_model_len)
+            if sizes := self._graph_sizes():
+                self._runner.capture_graphs(sizes)
 
     def shutdown(self) -> None:
         self._runner = None
@@ -250,6 +257,10 @@ class Worker:
             *(("kernels draw",) if self._sampling.kind == "kernels" else ()),
         )
         return fingerprint(self._path, settings, has_weights=not is_dummy)
+
+    def _graph_sizes(self) -> list[int]:
+        """Return the decode steps to capture as CUDA graphs, by number of requests; empty: all run eagerly."""
+        return graph_sizes(self.args, self._device.type, self._backend.name)
 
     def _make_runner(self, model: CausalLM, num_blocks: int, max_model_len: int) -> ModelRunner:
         return ModelRunner(

@@ -1,0 +1,187 @@
+"""CUDA graphs: forward passes of decode steps, captured once per number of requests and replayed with one launch.
+
+A graph repeats the same kernels on the same addresses. `DeviceInputs` provides these: what a step needs is copied to
+where the captured kernels read it. A step of fewer requests is padded to the next captured size by rows that are part
+of no request. Steps that compute more than one token of a request run eagerly, and so does what follows the forward
+pass: the output head and sampling.
+
+`FULL_DECODE_ONLY` is vLLM's name for this mode. Attention must not depend on lengths that the host knows, which leaves
+the backend `triton`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from argosy_engine.config import EngineArgs
+from argosy_engine.worker.device_inputs import DeviceInputs
+from argosy_engine.worker.step_arrays import StepArrays, empty_step
+from argosy_engine.worker.step_inputs import StepTensors
+
+logger = logging.getLogger(__name__)
+
+Forward = Callable[[StepTensors], torch.Tensor]
+"""Computes hidden states [T, hidden_size] of a step."""
+
+_MAX_DEFAULT_SIZE = 512
+_CAPTURABLE_BACKENDS = frozenset({"triton"})
+
+
+class CapturedGraph(Protocol):
+    """A captured forward pass."""
+
+    output: torch.Tensor
+    """[size, hidden_size], overwritten by each replay."""
+
+    def replay(self) -> None:
+        """Start it. It reads its inputs where they were when it was captured."""
+        ...
+
+
+class GraphApi(Protocol):
+    """Captures what a device is asked to do. All graphs of one object share the memory of intermediate results."""
+
+    def capture(self, run: Callable[[], torch.Tensor]) -> CapturedGraph:
+        """Capture a call of `run`.
+
+        Raises:
+            RuntimeError: an operation cannot be captured.
+        """
+        ...
+
+
+def graph_sizes(args: EngineArgs, device: str, attention_backend: str) -> list[int]:
+    """Return the numbers of requests whose decode steps an engine captures, ascending; none: all steps run eagerly.
+
+    Args:
+        device: `cpu` or `cuda`.
+    """
+    config = args.compilation_config
+    if device != "cuda" or args.enforce_eager or config.cudagraph_mode == "NONE":
+        return []
+    if attention_backend not in _CAPTURABLE_BACKENDS:
+        logger.info(
+            "no CUDA graphs: the attention backend %s depends on the lengths of requests", attention_backend
+        )
+        return []
+    return capture_sizes(args.max_num_seqs, config.cudagraph_capture_sizes)
+
+
+def capture_sizes(max_num_seqs: int, wanted: Sequence[int] = ()) -> list[int]:
+    """Return the numbers of requests to capture, ascending, at most max_num_seqs.
+
+    Args:
+        wanted: `cudagraph_capture_sizes`; default: 1, 2, 4, then steps of 8 to 256 and of 16 to 512, and max_num_seqs.
+    """
+    if wanted:
+        return sorted({size for size in wanted if size <= max_num_seqs})
+    last = min(max_num_seqs, _MAX_DEFAULT_SIZE)
+    sizes = {1, 2, 4, *range(8, 257, 8), *range(272, _MAX_DEFAULT_SIZE + 1, 16), last}
+    return sorted(size for size in sizes if size <= last)
+
+
+class DecodeGraphs:
+    """Graphs of decode steps.
+
+    Args:
+        inputs: provides the tensors that the graphs read.
+        forward: must depend on nothing but these tensors and their shapes.
+        api: captures and replays.
+    """
+
+    def __init__(self, inputs: DeviceInputs, forward: Forward, api: GraphApi) -> None:
+        self._inputs = inputs
+        self._forward = forward
+        self._api = api
+        self._graphs: dict[int, CapturedGraph] = {}
+        self._size_for: list[int] = [0]
+        """By number of requests; 0: none is captured."""
+
+    def capture(self, sizes: Sequence[int]) -> bool:
+        """Capture steps of these numbers of requests, the largest first, so that the others fit in its memory.
+
+        Returns:
+            False if a capture failed. Then no graph is used, and a warning names the size and the operation.
+        """
+        started = time.perf_counter()
+        for size in sorted(set(sizes) - self._graphs.keys(), reverse=True):
+            tensors = self._inputs.tensors(empty_step(), num_rows=size)
+            last = _LastOperation()
+            try:
+                self._forward(
+                    tensors
+                )  # compiles kernels and lets libraries allocate, which a capture must not
+                with last:
+                    self._graphs[size] = self._api.capture(lambda tensors=tensors: self._forward(tensors))
+            except RuntimeError as error:
+                self._graphs.clear()
+                self._size_for = [0]
+                logger.warning(
+                    "no CUDA graphs: capturing a step of %d requests failed after %s: %s; steps run eagerly",
+                    size,
+                    last.name or "no operation",
+                    error,
+                )
+                return False
+        captured = sorted(self._graphs)
+        self._size_for = [0]
+        for size in captured:
+            self._size_for += [size] * (size + 1 - len(self._size_for))
+        if captured:
+            seconds = time.perf_counter() - started
+            logger.info(
+                "captured %d CUDA graphs, up to %d requests, in %.1f s", len(captured), captured[-1], seconds
+            )
+        return True
+
+    def run(self, step: StepArrays) -> tuple[torch.Tensor, StepTensors] | None:
+        """Replay a step's forward pass and return the hidden states [T, hidden_size], valid until the next call.
+
+        None: there is no graph for this step.
+        """
+        count = len(step.slots)
+        if step.num_decodes < count or count >= len(self._size_for):
+            return None
+        size = self._size_for[count]
+        tensors = self._inputs.tensors(step, num_rows=size)
+        graph = self._graphs[size]
+        graph.replay()
+        return graph.output[:count], tensors
+
+
+class TorchGraphs:
+    """CUDA graphs of torch, in one memory pool."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def capture(self, run: Callable[[], torch.Tensor]) -> CapturedGraph:
+        return _TorchGraph(run, self._pool)
+
+
+class _TorchGraph:
+    def __init__(self, run: Callable[[], torch.Tensor], pool: Any) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        # Other threads may call CUDA meanwhile: only this thread's calls must be capturable.
+        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+            self.output = run()
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
+class _LastOperation(TorchDispatchMode):
+    """Notes the last operation of torch, to name it if it fails."""
+
+    name = ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.name = str(func)
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,195 @@
+"""CUDA graphs of decode steps, with an API that calls the captured function again instead of replaying kernels."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from argosy_engine import EngineArgs, LLMEngine, SamplingParams
+from argosy_engine.errors import ConfigError
+from argosy_engine.messages.scheduler_output import NewRequest, SchedulerOutput
+from argosy_engine.sample.sampler import SamplerOptions
+from argosy_engine.worker import worker as worker_module
+from argosy_engine.worker.cuda_graphs import DecodeGraphs, capture_sizes, graph_sizes
+from argosy_engine.worker.device_inputs import DeviceInputs
+from argosy_engine.worker.input_batch import InputBatch
+from argosy_engine.worker.memory_profiling import estimate_graphs
+from argosy_engine.worker.model_runner import ModelRunner
+from argosy_engine.worker.step_arrays import StepArrays, flatten_step
+from argosy_engine.worker.step_inputs import StepTensors
+from checked_copies import CheckedRuntime
+from rerun_graphs import RerunGraphs
+
+CPU = torch.device("cpu")
+PROMPTS = ["Hello", "The sky is", "Tell me about the sea"]
+
+
+def generate(
+    monkeypatch: pytest.MonkeyPatch, graphs: RerunGraphs | None, **flags: Any
+) -> dict[str, list[int]]:
+    """Generate with our Triton kernels; interpreted ones behave as on a device where rows are padding."""
+
+    def make(*args: Any, **kwargs: Any) -> ModelRunner:
+        runner = ModelRunner(*args, **kwargs, runtime=CheckedRuntime())
+        if graphs is not None:
+            assert runner.capture_graphs([1, 2, 4], graphs)
+        return runner
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(worker_module, "ModelRunner", make)
+    args = EngineArgs.of(
+        model="builtin://tiny", device="cpu", dtype="float32", threads=1, num_gpu_blocks_override=64,
+        attention_backend="triton", max_num_seqs=4, max_model_len=128, **flags,
+    )  # fmt: skip
+    engine = LLMEngine.from_engine_args(args)
+    try:
+        for index, prompt in enumerate(PROMPTS):
+            params = SamplingParams(temperature=0.0, max_tokens=4 + index, ignore_eos=True)
+            engine.add_request(str(index), prompt, params)
+        finished = {}
+        while engine.has_unfinished_requests():
+            finished |= {
+                each.request_id: each.outputs[0].token_ids for each in engine.step() if each.finished
+            }
+        return finished
+    finally:
+        engine.close()
+
+
+def test_an_engine_generates_the_same_with_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = generate(monkeypatch, None)
+    graphs = RerunGraphs()
+    assert generate(monkeypatch, graphs, async_scheduling=True) == expected
+    assert graphs.captured == [4, 2, 1]
+    assert {*graphs.replays} == {4, 2, 1}  # 3 requests are padded to 4; then 2, then 1 are left
+
+
+class Steps:
+    """Steps of up to 6 requests over a toy model that reads every tensor of a step."""
+
+    def __init__(self, api: RerunGraphs) -> None:
+        self.batch = InputBatch(6, 64, 4, 1, (1,), CPU, SamplerOptions(), tracks_blocks=True)
+        self.inputs = DeviceInputs(
+            self.batch, [0], 16, max_num_tokens=64, device=CPU, runtime=CheckedRuntime()
+        )
+        self.num_eager = 0
+        self.graphs = DecodeGraphs(self.inputs, self.forward, api)
+
+    def forward(self, tensors: StepTensors) -> torch.Tensor:
+        self.num_eager += 1
+        meta = tensors.meta
+        parts = (
+            tensors.token_ids,
+            tensors.positions,
+            meta.slot_mapping,
+            meta.seq_lens,
+            meta.block_table[:, 0],
+        )
+        return torch.stack([part.float() for part in parts], dim=1)
+
+    def step(self, lengths: dict[str, int], queries: int = 1) -> StepArrays:
+        for name, length in lengths.items():
+            self.batch.add(
+                NewRequest(name, [length] * length, [[length]], length - queries, SamplingParams())
+            )
+        scheduled = dict.fromkeys(lengths, queries)
+        return flatten_step(self.batch, SchedulerOutput([], {}, scheduled, len(scheduled), [], {}), None)
+
+
+def test_a_replay_reads_the_step_it_is_called_for() -> None:
+    api = RerunGraphs()
+    steps = Steps(api)
+    assert steps.graphs.capture([2, 4])
+    assert api.captured == [4, 2]
+    for lengths in ({"a": 3, "b": 5, "c": 9}, {"d": 7}):
+        ran = steps.graphs.run(steps.step(lengths))
+        assert ran is not None
+        expected = [[n, n - 1, 16 * n + n - 1, n, n] for n in lengths.values()]
+        assert ran[0].tolist() == expected
+    assert api.replays == [4, 2]
+
+
+def test_steps_of_other_shapes_run_eagerly() -> None:
+    steps = Steps(RerunGraphs())
+    assert steps.graphs.run(steps.step({"before": 3})) is None
+    assert steps.graphs.capture([2])
+    assert steps.graphs.run(steps.step({"a": 3, "b": 5, "c": 9})) is None
+    assert steps.graphs.run(steps.step({"prompt": 4}, queries=4)) is None
+
+
+def test_a_failed_capture_names_size_and_operation_and_leaves_eager_steps(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    steps = Steps(RerunGraphs(fails_at=2))
+    assert not steps.graphs.capture([4, 2, 1])
+    assert steps.graphs.run(steps.step({"a": 3})) is None
+    (record,) = caplog.records
+    assert "a step of 2 requests failed after aten.stack" in record.getMessage()
+    assert "not permitted when stream is capturing" in record.getMessage()
+
+
+def test_more_sizes_may_be_captured_later() -> None:
+    api = RerunGraphs()
+    steps = Steps(api)
+    assert steps.graphs.capture([4])
+    assert steps.graphs.capture([1, 2, 4])
+    assert api.captured == [4, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "wanted", "sizes"),
+    [
+        (1, (), [1]),
+        (7, (), [1, 2, 4, 7]),
+        (20, (), [1, 2, 4, 8, 16, 20]),
+        (16, (32, 3, 16, 3), [3, 16]),
+    ],
+)
+def test_sizes_are_bounded_by_the_requests_that_may_run(
+    max_num_seqs: int, wanted: tuple[int, ...], sizes: list[int]
+) -> None:
+    assert capture_sizes(max_num_seqs, wanted) == sizes
+
+
+def test_the_largest_sizes_are_further_apart() -> None:
+    sizes = capture_sizes(1024)
+    assert sizes[:5] == [1, 2, 4, 8, 16]
+    assert sizes[-3:] == [480, 496, 512]
+    assert len(sizes) == 3 + 32 + 16
+
+
+@pytest.mark.parametrize(
+    ("flags", "device", "backend", "sizes"),
+    [
+        ({}, "cuda", "triton", [1, 2, 4]),
+        ({"compilation_config": {"cudagraph_capture_sizes": [3, 1, 64]}}, "cuda", "triton", [1, 3]),
+        ({"compilation_config": {"cudagraph_mode": "NONE"}}, "cuda", "triton", []),
+        ({"enforce_eager": True}, "cuda", "triton", []),
+        ({}, "cuda", "torch", []),
+        ({}, "cpu", "triton", []),
+    ],
+)
+def test_flags_and_device_decide_what_is_captured(
+    flags: dict[str, Any], device: str, backend: str, sizes: list[int]
+) -> None:
+    args = EngineArgs.of(model="builtin://tiny", max_num_seqs=4, **flags)
+    assert graph_sizes(args, device, backend) == sizes
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"cudagraph_mode": "PIECEWISE"}, "cudagraph-mode: must be one of NONE, FULL_DECODE_ONLY"),
+        ({"cudagraph_capture_sizes": [0]}, "cudagraph-capture-sizes"),
+        ({"level": 3}, "level"),
+    ],
+)
+def test_a_compilation_config_that_is_not_supported_is_refused(config: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        EngineArgs.of(model="builtin://tiny", compilation_config=config)
+
+
+def test_memory_of_graphs_is_that_of_the_largest_and_of_the_others() -> None:
+    assert estimate_graphs([], 0) == 0
+    assert estimate_graphs([100], 1) == 100
+    assert estimate_graphs([100, 3], 51) == 250
