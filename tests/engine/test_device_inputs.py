@@ -87,7 +87,7 @@ def test_an_engine_generates_the_same(
 class Steps:
     """The same steps as tensors by `HostInputs` and by `DeviceInputs`."""
 
-    def __init__(self, *, num_groups: int = 1, num_slots: int = 8, max_blocks: int = 8) -> None:
+    def __init__(self, *, num_groups: int = 1, num_slots: int = 8, max_blocks: int = 9) -> None:
         self.runtime = CheckedRuntime()
         layers = [index % num_groups for index in range(2 * num_groups)]
         self.batch = InputBatch(

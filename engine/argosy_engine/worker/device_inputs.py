@@ -73,8 +73,10 @@ class DeviceInputs:
         """The last tokens, one per slot, and the staged parts."""
         self._last_tokens = self._words[: num_slots + 1]
         self._token_ids = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
-        self._tables = torch.zeros(num_slots + 1, num_groups, max_blocks, dtype=torch.int32, device=device)
-        self._step_tables = torch.zeros(rows, num_groups, max_blocks, dtype=torch.int32, device=device)
+        self._width = padded_bytes(4 * max_blocks) // 4
+        """Entries per row of the block tables: each group's begins at an aligned address."""
+        self._tables = torch.zeros(num_slots + 1, num_groups, self._width, dtype=torch.int32, device=device)
+        self._step_tables = torch.zeros(rows, num_groups, self._width, dtype=torch.int32, device=device)
         self._sampled_slots: torch.Tensor | None = None
 
     def tensors(self, step: StepArrays, *, num_rows: int | None = None) -> StepTensors:
@@ -155,7 +157,7 @@ class DeviceInputs:
 
         N is at least one per request and group, so that steps of decodes have parts of one size; the rest is padding.
         """
-        num_groups, _, max_blocks = self._batch.block_tables.shape
+        num_groups = len(self._batch.block_tables)
         ranges = self._batch.take_changed_blocks()
         if not ranges:
             entries, blocks = _NO_ENTRIES, _NO_BLOCKS
@@ -164,7 +166,7 @@ class DeviceInputs:
             ends = np.cumsum(counts)
             indices = np.arange(ends[-1]) + np.repeat(firsts - ends + counts, counts)
             groups, slots = np.repeat(groups, counts), np.repeat(slots, counts)
-            entries = (slots * num_groups + groups) * max_blocks + indices
+            entries = (slots * num_groups + groups) * self._width + indices
             # Read from the tables rather than from the changes: entries that occur twice get one value.
             blocks = self._batch.block_tables[groups, slots, indices]
         most = self._max_updates(num_rows)
@@ -175,7 +177,9 @@ class DeviceInputs:
             self._tables.view(-1).index_copy_(0, *parts)
             entries, blocks = entries[most:], blocks[most:]
         padding = max(num_rows * num_groups - len(entries), 0)
-        return _padded(entries, padding, self._padding * num_groups * max_blocks), _padded(blocks, padding, 0)
+        return _padded(entries, padding, self._padding * num_groups * self._width), _padded(
+            blocks, padding, 0
+        )
 
 
 _NO_ENTRIES, _NO_BLOCKS = np.empty(0, np.int64), np.empty(0, np.int32)
