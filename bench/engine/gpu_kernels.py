@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from argosy_engine.sample.self_test import self_test as sampler_fault
 from gpu_device import Device
 
 from argosy_engine.attention.params import AttentionParams
 from argosy_engine.attention.selector import AttentionNeeds
 from argosy_engine.attention.self_test import self_test as attention_fault
 from argosy_engine.sample.sampler import SamplerOptions
-from argosy_engine.sample.self_test import self_test as sampler_fault
 from argosy_engine.triton_kernels.paged_attention import paged_attention
 from argosy_engine.triton_kernels.process_logits import RowMasks, process_logits
 from argosy_engine.triton_kernels.rms_norm import add_rms_norm, rms_norm

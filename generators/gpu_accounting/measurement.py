@@ -109,7 +109,7 @@ class AccountedRunner:
                 max_num_batched_tokens=2048,
                 max_model_len=MAX_MODEL_LEN,
                 device=CUDA,
-                sampling=SamplerOptions(vocab_size=self.config.vocab_size),
+                sampling=SamplerOptions(vocab_size=self.config.vocab_size, kind="kernels"),
                 runtime=runtime,
             )
         self._forward_inputs: list[torch.Tensor] = []

@@ -24,6 +24,8 @@ def launch_bytes(launch: Launch, seq_lens: Sequence[int]) -> int:
         moved = _attention(launch, arguments, seq_lens)
     elif launch.name == "rope_and_cache":
         moved = _rope_and_cache(launch, arguments)
+    elif launch.name in ("gate_up_experts", "down_experts"):
+        moved = _experts(launch, arguments)
     else:
         moved = sum(tensor.nbytes for tensor in arguments.values())
     return moved
@@ -37,6 +39,14 @@ def _attention(launch: Launch, arguments: dict[str, torch.Tensor], seq_lens: Seq
     tables = sum(4 * -(-seq_len // block_size) for seq_len in seq_lens)
     rest = sum(arguments[name].nbytes for name in ("q_ptr", "out_ptr", "lse_ptr") if name in arguments)
     return 2 * visible * num_kv_heads * head_dim * keys.itemsize + tables + rest
+
+
+def _experts(launch: Launch, arguments: dict[str, torch.Tensor]) -> int:
+    """The weights of an expert that no token has chosen are not read. As many are hit as can be."""
+    weights = [arguments[name] for name in ("weight_ptr", "scale_ptr") if name in arguments]
+    hit = min(1.0, len(arguments["out_ptr"]) / len(weights[0]))
+    rest = sum(tensor.nbytes for tensor in arguments.values()) - sum(each.nbytes for each in weights)
+    return rest + int(hit * sum(each.nbytes for each in weights))
 
 
 def _rope_and_cache(launch: Launch, arguments: dict[str, torch.Tensor]) -> int:

@@ -1,7 +1,7 @@
 """What a step does on a GPU, counted on fake CUDA tensors: launches, copies between host and device, waits, bytes.
 
-`LIMITS` and `SAMPLING_LIMITS` are what holds now; they only ever get lower. The goals are 10 launches per dense layer,
-13 per layer with experts, 8 for sampling whatever its parameters, 1.25 times the necessary bytes when decoding.
+`LIMITS` only ever get lower. The goals are 10 launches per dense layer, 13 per layer with experts, 8 for sampling
+whatever its parameters, 1.25 times the necessary bytes when decoding.
 """
 
 from collections import Counter
@@ -35,18 +35,12 @@ class Limits(NamedTuple):
 
 
 LIMITS = {
-    "Qwen3-0.6B": Limits(27, 15, 1.06),
-    "Qwen3-8B": Limits(27, 15, 1.12),
-    "Llama-3-8B": Limits(27, 15, 1.12),
-    "Gemma-3-12B": Limits(43, 16, 1.11),
+    "Qwen3-0.6B": Limits(10, 9, 1.04),
+    "Qwen3-8B": Limits(10, 9, 1.06),
+    "Llama-3-8B": Limits(10, 9, 1.07),
+    "Qwen3-30B-A3B": Limits(13, 9, 1.04),
+    "Gemma-3-12B": Limits(10, 11, 1.04),
 }
-WAITING = {"Qwen3-30B-A3B": "bincount"}
-"""Models whose layers wait for the device, by the operation that does. The goal is that there are none."""
-
-
-class SamplingLimits(NamedTuple):
-    launches: int
-    blocking_copies: int
 
 
 SAMPLING = {
@@ -57,14 +51,21 @@ SAMPLING = {
         temperature=0.7, repetition_penalty=1.1, frequency_penalty=0.1, presence_penalty=0.1, seed=1
     ),
     "logprobs": SamplingParams(temperature=0.7, logprobs=3, seed=1),
+    "everything": SamplingParams(
+        temperature=0.7,
+        top_k=5,
+        top_p=0.9,
+        min_p=0.1,
+        repetition_penalty=1.1,
+        frequency_penalty=0.1,
+        presence_penalty=0.1,
+        min_tokens=3,
+        logit_bias={3: 1.0},
+        logprobs=3,
+        seed=1,
+    ),
 }
-SAMPLING_LIMITS = {
-    "greedy": SamplingLimits(1, 0),
-    "temperature": SamplingLimits(13, 2),
-    "top": SamplingLimits(43, 7),
-    "penalties": SamplingLimits(57, 6),
-    "logprobs": SamplingLimits(24, 3),
-}
+MAX_SAMPLING_LAUNCHES = 8
 
 
 @pytest.fixture(scope="module", params=LIMITS)
@@ -85,22 +86,14 @@ def test_steps_are_within_their_limits(counted: list[StepCounts]) -> None:
 
 
 def test_every_model_has_limits() -> None:
-    assert {*LIMITS, *WAITING} == set(MODELS)
-
-
-@pytest.mark.parametrize("model", WAITING)
-def test_a_layer_that_waits_is_noticed(model: str) -> None:
-    (counts,) = count_steps(model, shapes=(Shape("decode", decodes=8),))
-    assert WAITING[model] in counts.hidden_sync
+    assert set(LIMITS) == set(MODELS)
 
 
 @pytest.mark.parametrize("name", SAMPLING)
 def test_sampling_is_within_its_limits(name: str) -> None:
     (counts,) = count_steps("Qwen3-0.6B", SAMPLING[name], (Shape("decode", decodes=8),))
     assert not counts.hidden_sync
-    limits = SAMPLING_LIMITS[name]
-    assert counts.sampling <= limits.launches
-    assert counts.blocking_copies <= limits.blocking_copies
+    assert counts.sampling <= MAX_SAMPLING_LAUNCHES
     assert (counts.copies_to_device, counts.copies_to_host) == (1, 1)
 
 

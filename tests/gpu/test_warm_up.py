@@ -61,6 +61,7 @@ def runner(args: EngineArgs) -> ModelRunner:
         num_blocks=3,
         block_size=16,
         max_num_seqs=ROWS,
+        max_num_batched_tokens=args.max_num_batched_tokens,
         max_model_len=MAX_LEN,
         device=torch.device("cpu"),
         sampling=SamplerOptions(vocab_size=config.vocab_size, kind="kernels"),

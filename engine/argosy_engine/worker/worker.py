@@ -29,7 +29,7 @@ from argosy_engine.models.sharding import Sharding, check_tensor_parallel
 from argosy_engine.native.library import kernels
 from argosy_engine.sample.logits_processor.interface import load_logits_processors
 from argosy_engine.sample.sampler import SamplerOptions
-from argosy_engine.sample.self_test import self_test
+from argosy_engine.sample.sampler_self_test import self_test
 from argosy_engine.sizing.device import DeviceMemory, choose_dtype, cpu_memory
 from argosy_engine.sizing.kv_cache_sizing import (
     estimate_activations,
