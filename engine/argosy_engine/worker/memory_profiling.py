@@ -6,6 +6,7 @@ two-block cache: their attention results are meaningless, their memory use is no
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 
 import torch
@@ -54,6 +55,7 @@ def measure_activations(
     torch.cuda.empty_cache()
     peak += _measure_graphs(profiled, graph_sizes, device)
     del profiled
+    gc.collect()  # a runner and its graphs refer to each other
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)
     libraries = memory.available_bytes - free - torch.cuda.memory_reserved(device)
