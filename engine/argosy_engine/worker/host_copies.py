@@ -1,6 +1,7 @@
 """HostCopies: results of a step on their way to the host, all of them in one asynchronous copy to pinned memory.
 
-Pinned buffers are reused, because allocating one may wait for the device. There are as many as steps in flight.
+Pinned buffers are allocated ahead and reused, because allocating one may wait for the device. There are as many as
+steps in flight; larger ones replace them when log probabilities are asked for.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import torch
 from argosy_engine.worker.device_runtime import DeviceEvent, DeviceRuntime
 
 _SMALLEST_BYTES = 1 << 14
+"""Enough for the tokens of 2,048 requests."""
+_STEPS_IN_FLIGHT = 2
 
 
 class HostCopy:
@@ -37,7 +40,7 @@ class HostCopies:
 
     def __init__(self, runtime: DeviceRuntime) -> None:
         self._runtime = runtime
-        self._free: list[torch.Tensor] = []
+        self._free = [runtime.pinned(_SMALLEST_BYTES).tensor for _ in range(_STEPS_IN_FLIGHT)]
 
     def start(self, tensors: Sequence[torch.Tensor]) -> HostCopy:
         """Start copying tensors of one device."""
