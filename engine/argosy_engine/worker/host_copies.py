@@ -28,7 +28,7 @@ class HostCopy:
         return self._tensors
 
     def release(self) -> None:
-        """Give the memory of the tensors on the host back."""
+        """Give the memory of the tensors on the host back. Another thread than the one that starts copies may do so."""
 
 
 class HostCopies:
