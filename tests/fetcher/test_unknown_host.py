@@ -43,7 +43,9 @@ def test_a_host_that_does_not_exist_is_named(monkeypatch: pytest.MonkeyPatch, so
 def test_a_name_server_that_does_not_answer_is_an_outage(
     monkeypatch: pytest.MonkeyPatch, source: str
 ) -> None:
-    assert type(snapshot_error(monkeypatch, source, socket.EAI_AGAIN)) is TransientError
+    error = snapshot_error(monkeypatch, source, socket.EAI_AGAIN)
+    assert type(error) is TransientError
+    assert "told by the name server" in str(error)
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,8 @@ class WebClient:
                 raise untrusted(where, url.host) from None
             if is_unknown_host(error):
                 raise unknown_host(where, url.host, "the URL") from None
-            raise TransientError(f"{where}: no answer from {url.host} ({type(error).__name__})") from None
+            reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            raise TransientError(f"{where}: no answer from {url.host} ({reason})") from None
 
     def _refusal(self, response: httpx.Response, where: str) -> FetchError | TransientError:
         status = response.status_code
