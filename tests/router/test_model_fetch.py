@@ -13,6 +13,7 @@ from .harness import rig, service
     ("state", "told"),
     [
         ("fetching 40 %", "; its model is being fetched (fetching 40 %)"),
+        ("fetching", "; its model is being fetched"),
         ("waiting", "; its model is being fetched (waiting)"),
         ("failed", "; its model could not be fetched"),
         ("locked", "; its model could not be fetched"),

@@ -197,4 +197,4 @@ def _fetch_note(spec: FleetService) -> str:
         return ""
     if state in ("failed", "locked"):
         return "; its model could not be fetched"
-    return f"; its model is being fetched ({state})"
+    return "; its model is being fetched" + ("" if state == "fetching" else f" ({state})")
