@@ -133,7 +133,7 @@ def test_a_captured_decode_step_is_a_few_launches() -> None:
         assert (kinds["copy to device"], kinds["copy to host"], kinds["blocking copy"]) == (1, 1, 0)
         assert [each.shapes for each in operations if each.phase == "forward"] == [(size,)]
         limits = LIMITS["Qwen3-0.6B"]
-        assert kinds["launch"] <= limits.rest + SAMPLING_LIMITS["greedy"].launches
+        assert kinds["launch"] <= limits.rest + MAX_SAMPLING_LAUNCHES
 
 
 def test_waits_and_copies_are_noticed(runner: AccountedRunner) -> None:
