@@ -32,11 +32,7 @@ KVCacheDType = Literal["auto", "fp8", "fp8_e4m3"]
 
 Parallelism = Annotated[
     int,
-    Meta(
-        ge=1,
-        le=1024,
-        description="accepted for compatibility with vLLM; only 1",
-    ),
+    Meta(ge=1, le=1024, description="accepted for compatibility with vLLM; only 1"),
 ]
 
 
@@ -120,7 +116,15 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
         Meta(ge=1, le=1024, description="devices that share every layer of the model; a worker process each"),
         Flag(short="-tp"),
     ] = 1
-    pipeline_parallel_size: Annotated[Parallelism, Flag(short="-pp")] = 1
+    pipeline_parallel_size: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=1024,
+            description="stages that the layers are divided into; a worker process per stage and device",
+        ),
+        Flag(short="-pp"),
+    ] = 1
     data_parallel_size: Annotated[Parallelism, Flag(short="-dp")] = 1
     enable_expert_parallel: Annotated[
         bool,
@@ -330,12 +334,15 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
         Raises:
             ConfigError: a parallel size is not, or not by this executor.
         """
-        for name in ("pipeline_parallel_size", "data_parallel_size"):
-            if (size := getattr(self, name)) != 1:
-                raise ConfigError(
-                    f"--{name.replace('_', '-')} {size} is not supported; leave it at 1, and use "
-                    "--tensor-parallel-size for larger models, or more engines behind a router for more throughput"
-                )
+        if self.data_parallel_size != 1:
+            raise ConfigError(
+                f"--data-parallel-size {self.data_parallel_size} is not supported; leave it at 1, and use more engines "
+                "behind a router for more throughput"
+            )
+        if self.async_scheduling and self.pipeline_parallel_size > 1:
+            raise ConfigError(
+                "--async-scheduling needs --pipeline-parallel-size 1: the steps of a pipeline overlap without it"
+            )
         world_size = self.parallel_config.world_size
         if self.distributed_executor_backend == "uni" and world_size > 1:
             raise ConfigError(

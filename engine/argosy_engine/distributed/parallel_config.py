@@ -35,6 +35,11 @@ class ParallelConfig(Struct, frozen=True, kw_only=True):
         """Workers of one engine core."""
         return self.tensor * self.pipeline
 
+    @property
+    def output_rank(self) -> int:
+        """The worker whose output an engine core takes: the first of those that compute the last layers."""
+        return (self.pipeline - 1) * self.tensor
+
     def placement(self, rank: int) -> RankPlacement:
         """Return where a worker of one engine core is."""
         assert 0 <= rank < self.world_size

@@ -62,6 +62,7 @@ class MultiprocExecutor:
     def __init__(self, args: EngineArgs, world_size: int = 1) -> None:
         self._args = args
         self._world_size = world_size
+        self._output_rank = args.parallel_config.output_rank
         self._queue = BroadcastWriter(world_size)
         self._answers = [MessageStream(stream) for stream in self._queue.sockets]
         self._ranks = {stream.fileno(): rank for rank, stream in enumerate(self._queue.sockets)}
@@ -114,7 +115,7 @@ class MultiprocExecutor:
         Raises:
             EngineDead: see `Executor.execute`.
         """
-        self._pending.popleft().output = self._outputs.decode(_payload(self._answer(0)))
+        self._pending.popleft().output = self._outputs.decode(_payload(self._answer(self._output_rank)))
 
     def collective_rpc(self, call: CollectiveRpc) -> list[Any]:
         while self._pending:  # answers come in the order of the calls

@@ -67,21 +67,24 @@ class WorkerProcess:
     def serve(self) -> NoReturn:
         """Answer calls until the core ends or a step fails, either of which ends the process."""
         try:
-            worker = self._start()
-            self._serve(worker)
+            args = msgspec.msgpack.decode(self._reader.get()[1:], type=EngineArgs)
+            worker = self._start(args)
+            self._serve(worker, is_answered=self._rank == args.parallel_config.output_rank)
         except Exception as error:
             self._answers.die(error)
 
-    def _start(self) -> Worker:
-        args = msgspec.msgpack.decode(self._reader.get()[1:], type=EngineArgs)
+    def _start(self, args: EngineArgs) -> Worker:
         from argosy_engine.executor.worker_class import worker_class
 
         worker = worker_class(args.worker_cls)(args, self._rank, self._world_size, self._init_method)
         self._answers.put_result(worker.start())
         return worker
 
-    def _serve(self, worker: Worker) -> NoReturn:
+    def _serve(self, worker: Worker, *, is_answered: bool) -> NoReturn:
         """Launch steps and run calls, as they come.
+
+        Args:
+            is_answered: whether the core takes this worker's outputs.
 
         Raises:
             Exception: a step failed to launch.
@@ -89,7 +92,6 @@ class WorkerProcess:
         steps = msgspec.msgpack.Decoder(SchedulerOutput)
         grammars = msgspec.msgpack.Decoder(GrammarBitmask | None)
         calls = msgspec.msgpack.Decoder(CollectiveRpc)
-        is_answered = self._rank == 0
         awaiting: PendingStep | None = None
         while True:
             message = self._reader.get()

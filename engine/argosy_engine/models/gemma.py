@@ -110,18 +110,20 @@ class Gemma:
     def __init__(self, config: GemmaConfig, factory: LayerFactory) -> None:
         self.config = config
         vocab_size, hidden = config.vocab_size, config.hidden_size
-        self.embedding = factory.embedding("model.embed_tokens.weight", vocab_size, hidden)
+        before = factory.before_layers(is_tied=config.tie_word_embeddings)
+        self.embedding = before.embedding("model.embed_tokens.weight", vocab_size, hidden)
         self.embedding_scale = torch.tensor(hidden**0.5, dtype=factory.dtype).item()
         rotary_global, rotary_local = (
             factory.rotary(rope, config.head_dim) for rope in (config.rope_global, config.rope_local)
         )
         self.layers: list[GemmaLayer] = []
-        for index, params in enumerate(config.attention_layers):
+        for index, params in factory.own_layers(config.attention_layers):
             rotary = rotary_global if config.sliding_windows[index] is None else rotary_local
             previous_norm = self.layers[-1].post_mlp_norm if self.layers else None
             self.layers.append(GemmaLayer(config, factory, index, params, rotary, previous_norm))
-        self.norm = gemma_rms_norm(factory, "model.norm", hidden, config.rms_norm_eps)
-        self.lm_head = factory.output_head(self.embedding, vocab_size, is_tied=config.tie_word_embeddings)
+        after = factory.after_layers()
+        self.norm = gemma_rms_norm(after, "model.norm", hidden, config.rms_norm_eps)
+        self.lm_head = after.output_head(self.embedding, vocab_size, is_tied=config.tie_word_embeddings)
 
     @property
     def attention_layers(self) -> list[Attention]:
@@ -133,8 +135,9 @@ class Gemma:
         positions: torch.Tensor,
         kv_cache: Sequence[torch.Tensor],
         meta: AttentionMetadata,
+        hidden: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        residual = self.embedding(token_ids) * self.embedding_scale
+        residual = self.embedding(token_ids) * self.embedding_scale if hidden is None else hidden
         x: torch.Tensor | None = None
         for index, layer in enumerate(self.layers):
             x = layer(x, residual, kv_cache[index], meta.of_layer(index))

@@ -52,13 +52,16 @@ class GPT2:
 
     def __init__(self, config: GPT2Config, factory: LayerFactory) -> None:
         hidden = config.hidden_size
-        self.embedding = factory.embedding("transformer.wte.weight", config.vocab_size, hidden)
-        self.positions = factory.take("transformer.wpe.weight", config.max_position_embeddings, hidden)
+        before = factory.before_layers(is_tied=config.tie_word_embeddings)
+        self.embedding = before.embedding("transformer.wte.weight", config.vocab_size, hidden)
+        self.positions = before.take("transformer.wpe.weight", config.max_position_embeddings, hidden)
         self.layers = [
-            GPT2Layer(config, factory, index, params) for index, params in enumerate(config.attention_layers)
+            GPT2Layer(config, factory, index, params)
+            for index, params in factory.own_layers(config.attention_layers)
         ]
-        self.norm = LayerNorm(factory, "transformer.ln_f", hidden, config.layer_norm_eps)
-        self.lm_head = factory.output_head(
+        after = factory.after_layers()
+        self.norm = LayerNorm(after, "transformer.ln_f", hidden, config.layer_norm_eps)
+        self.lm_head = after.output_head(
             self.embedding, config.vocab_size, is_tied=config.tie_word_embeddings
         )
 
@@ -72,8 +75,10 @@ class GPT2:
         positions: torch.Tensor,
         kv_cache: Sequence[torch.Tensor],
         meta: AttentionMetadata,
+        hidden: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        hidden = self.embedding(token_ids) + F.embedding(positions, self.positions)
+        if hidden is None:
+            hidden = self.embedding(token_ids) + F.embedding(positions, self.positions)
         for index, layer in enumerate(self.layers):
             hidden = layer(hidden, kv_cache[index], meta.of_layer(index))
         return hidden

@@ -1,5 +1,7 @@
 """LayerFactory: makes a model's layers from its weights. What depends on the device, and which part of a layer this
-tensor-parallel rank has, is decided here, not in models: they give the sizes of the whole."""
+tensor-parallel rank has, is decided here, not in models: they give the sizes of the whole.
+
+What a pipeline stage does not have is made on the meta device, where it takes no memory and is never called."""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ from argosy_engine.models.linear_method import LinearMethod, UnquantizedLinearMe
 from argosy_engine.models.rope import inverse_frequencies
 from argosy_engine.models.rope_config import RopeParameters
 from argosy_engine.models.sharding import WHOLE, Shard, Sharding
-from argosy_engine.models.weights import Weights
+from argosy_engine.models.stage import WHOLE_MODEL, Stage
+from argosy_engine.models.weights import WeightPlan, Weights
 
 
 class LayerFactory:
@@ -40,6 +43,7 @@ class LayerFactory:
         linear_method: loads and computes the model's linear layers.
         sharding: this rank's part of the layers.
         communicator: of the ranks that share the layers.
+        stage: the layers that this rank has.
     """
 
     def __init__(
@@ -50,6 +54,7 @@ class LayerFactory:
         linear_method: LinearMethod | None = None,
         sharding: Sharding = WHOLE,
         communicator: Communicator | None = None,
+        stage: Stage = WHOLE_MODEL,
     ) -> None:
         self.weights = weights
         self.dtype, self.device = weights.dtype, weights.device
@@ -59,6 +64,23 @@ class LayerFactory:
         self._kernels = _layer_kernels(backend)
         self.sharding = sharding
         self._communicator = communicator or LocalCommunicator()
+        self._stage = stage
+
+    def own_layers(self, layers: Sequence[AttentionParams]) -> list[tuple[int, AttentionParams]]:
+        """Return the layers of this pipeline stage, of all the model's, with their indices."""
+        return [(index, layers[index]) for index in self._stage.layers(len(layers))]
+
+    def before_layers(self, *, is_tied: bool) -> LayerFactory:
+        """Return the factory of what comes before the layers: the embedding, which a tied output head uses as well."""
+        return self if self._stage.is_first or (is_tied and self._stage.is_last) else self._absent()
+
+    def after_layers(self) -> LayerFactory:
+        """Return the factory of what comes after the layers: the final norm and the output head."""
+        return self if self._stage.is_last else self._absent()
+
+    def _absent(self) -> LayerFactory:
+        plan = WeightPlan(self.dtype)
+        return LayerFactory(plan, self._backend, self.max_positions, self._method, self.sharding)
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
         """Return a tensor in the engine's dtype, on its device."""

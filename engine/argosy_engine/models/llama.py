@@ -118,17 +118,19 @@ class Llama:
     def __init__(self, config: LlamaConfig, factory: LayerFactory) -> None:
         self.config = config
         vocab_size, hidden = config.vocab_size, config.hidden_size
-        self.embedding = factory.embedding("model.embed_tokens.weight", vocab_size, hidden)
+        before = factory.before_layers(is_tied=config.tie_word_embeddings)
+        self.embedding = before.embedding("model.embed_tokens.weight", vocab_size, hidden)
         rotary = factory.rotary(config.rope, config.head_dim)
         self.layers = [
             DecoderLayer(config, factory, index, params, rotary, self.make_mlp)
-            for index, params in enumerate(config.attention_layers)
+            for index, params in factory.own_layers(config.attention_layers)
         ]
         parts = [each for layer in self.layers if (each := layer.parts())]
         self.fused = factory.fuse_decoder(parts) if len(parts) == len(self.layers) else None
         """Runs all layers at once, if the attention backend can."""
-        self.norm = factory.rms_norm("model.norm", hidden, config.rms_norm_eps)
-        self.lm_head = factory.output_head(self.embedding, vocab_size, is_tied=config.tie_word_embeddings)
+        after = factory.after_layers()
+        self.norm = after.rms_norm("model.norm", hidden, config.rms_norm_eps)
+        self.lm_head = after.output_head(self.embedding, vocab_size, is_tied=config.tie_word_embeddings)
 
     def make_mlp(self, factory: LayerFactory, prefix: str, index: int) -> MLP:
         config = self.config
@@ -144,12 +146,10 @@ class Llama:
         positions: torch.Tensor,
         kv_cache: Sequence[torch.Tensor],
         meta: AttentionMetadata,
+        hidden: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Compute hidden states [T, hidden_size] of token_ids [T] at positions [T], before the final norm.
-
-        kv_cache: one tensor per layer, [2, num_blocks, block_size, num_kv_heads, head_dim].
-        """
-        x = self.embedding(token_ids)
+        """Compute hidden states [T, hidden_size] of token_ids [T] at positions [T]; see `CausalLM.forward`."""
+        x = self.embedding(token_ids) if hidden is None else hidden
         if self.fused is not None:
             return self.fused(x, kv_cache, meta)
         residual: torch.Tensor | None = None

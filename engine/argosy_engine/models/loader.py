@@ -20,6 +20,7 @@ from argosy_engine.models.layer_factory import LayerFactory
 from argosy_engine.models.model_config import ModelConfig
 from argosy_engine.models.registry import CausalLM
 from argosy_engine.models.sharding import WHOLE, Sharding
+from argosy_engine.models.stage import WHOLE_MODEL, Stage
 from argosy_engine.models.weights import DummyWeights, SafetensorsWeights, WeightPlan, Weights
 
 logger = logging.getLogger("argosy.models")
@@ -38,10 +39,12 @@ class LoadedModel:
     """Number of elements that the model took of each tensor, by name."""
 
 
-def plan_weights(config: ModelConfig, dtype: torch.dtype, sharding: Sharding = WHOLE) -> WeightPlan:
+def plan_weights(
+    config: ModelConfig, dtype: torch.dtype, sharding: Sharding = WHOLE, stage: Stage = WHOLE_MODEL
+) -> WeightPlan:
     """Return names, shapes and bytes of the weights that a config asks for. Needs no checkpoint."""
     plan = WeightPlan(dtype)
-    factory = LayerFactory(plan, TorchBackend(dtype), 1, sharding=sharding)
+    factory = LayerFactory(plan, TorchBackend(dtype), 1, sharding=sharding, stage=stage)
     registry.model_class(config.architecture)(config, factory)
     return plan
 
@@ -59,6 +62,7 @@ def load_model(
     seed: int,
     sharding: Sharding = WHOLE,
     communicator: Communicator | None = None,
+    stage: Stage = WHOLE_MODEL,
 ) -> LoadedModel:
     """Build the model with its weights on the device.
 
@@ -66,8 +70,9 @@ def load_model(
         attention_backend: one that `select_backend` has chosen.
         max_positions: length of computed position tables.
         seed: seed of dummy weights.
-        sharding: the part of the model that this process has.
+        sharding: the part of every layer that this process has.
         communicator: of the processes that share the model's layers.
+        stage: the layers that this process has.
 
     Raises:
         ConfigError: the checkpoint is damaged, its tensors do not match its config, or the model cannot run in `dtype`.
@@ -82,13 +87,15 @@ def load_model(
     backend = load_backend(attention_backend, dtype, has_fp8_kv_cache=has_fp8_kv_cache)
 
     def build(weights: Weights) -> CausalLM:
-        factory = LayerFactory(weights, backend, max_positions, sharding=sharding, communicator=communicator)
+        factory = LayerFactory(
+            weights, backend, max_positions, sharding=sharding, communicator=communicator, stage=stage
+        )
         return model_class(config, factory)
 
     with torch.inference_mode():
         plan = taken = plan_weights(config, dtype)
-        if sharding != WHOLE:
-            taken = plan_weights(config, dtype, sharding)
+        if sharding != WHOLE or stage != WHOLE_MODEL:
+            taken = plan_weights(config, dtype, sharding, stage)
         if load_format == "dummy":
             return LoadedModel(build(DummyWeights(dtype, device, seed)), taken.elements)
         reader = SafetensorsWeights(path, dtype, device, prefix=model_class.checkpoint_prefix)

@@ -55,21 +55,23 @@ class OPT:
     def __init__(self, config: OPTConfig, factory: LayerFactory) -> None:
         base = "model.decoder."
         hidden, width = config.hidden_size, config.embedding_size
-        self.embedding = factory.embedding(base + "embed_tokens.weight", config.vocab_size, width)
-        self.positions = factory.take(
+        before, after = factory.before_layers(is_tied=config.tie_word_embeddings), factory.after_layers()
+        self.embedding = before.embedding(base + "embed_tokens.weight", config.vocab_size, width)
+        self.positions = before.take(
             base + "embed_positions.weight", config.max_position_embeddings + _POSITION_OFFSET, hidden
         )
         self.project_in = self.project_out = None
         if width != hidden:
-            self.project_in = factory.linear({base + "project_in": hidden}, width)
-            self.project_out = factory.linear({base + "project_out": width}, hidden)
+            self.project_in = before.linear({base + "project_in": hidden}, width)
+            self.project_out = after.linear({base + "project_out": width}, hidden)
         self.layers = [
-            OPTLayer(config, factory, index, params) for index, params in enumerate(config.attention_layers)
+            OPTLayer(config, factory, index, params)
+            for index, params in factory.own_layers(config.attention_layers)
         ]
         self.norm = None
         if config.has_final_norm:
-            self.norm = LayerNorm(factory, base + "final_layer_norm", hidden, _EPS)
-        self.lm_head = factory.output_head(
+            self.norm = LayerNorm(after, base + "final_layer_norm", hidden, _EPS)
+        self.lm_head = after.output_head(
             self.embedding, config.vocab_size, is_tied=config.tie_word_embeddings
         )
 
@@ -83,11 +85,13 @@ class OPT:
         positions: torch.Tensor,
         kv_cache: Sequence[torch.Tensor],
         meta: AttentionMetadata,
+        hidden: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        hidden = self.embedding(token_ids)
-        if self.project_in is not None:
-            hidden = self.project_in(hidden)
-        hidden = hidden + F.embedding(positions + _POSITION_OFFSET, self.positions)
+        if hidden is None:
+            hidden = self.embedding(token_ids)
+            if self.project_in is not None:
+                hidden = self.project_in(hidden)
+            hidden = hidden + F.embedding(positions + _POSITION_OFFSET, self.positions)
         for index, layer in enumerate(self.layers):
             hidden = layer(hidden, kv_cache[index], meta.of_layer(index))
         return hidden

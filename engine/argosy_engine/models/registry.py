@@ -41,10 +41,12 @@ class CausalLM(Protocol):
         positions: torch.Tensor,
         kv_cache: Sequence[torch.Tensor],
         meta: AttentionMetadata,
+        hidden: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Compute hidden states [T, hidden_size] of token_ids [T] at positions [T], before the final norm.
 
         kv_cache: one tensor per layer, [2, num_blocks, block_size, num_kv_heads, head_dim].
+        hidden: what the previous stage of a pipeline has returned; the first stage embeds the tokens. May be changed.
         """
         ...
 

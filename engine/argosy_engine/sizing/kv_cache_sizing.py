@@ -27,6 +27,7 @@ from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.model_config import ModelConfig
 from argosy_engine.models.model_path import resolve_model
 from argosy_engine.models.sharding import check_tensor_parallel
+from argosy_engine.models.stage import check_pipeline_parallel
 from argosy_engine.sizing.device import DeviceMemory
 
 CUDA_CONTEXT_BYTES = 600 << 20
@@ -210,6 +211,7 @@ def check_model(args: EngineArgs) -> None:
     """
     config = load_model_config(resolve_model(args.model))
     check_tensor_parallel(config, args.tensor_parallel_size, args.enable_expert_parallel)
+    check_pipeline_parallel(config, args.pipeline_parallel_size)
     wanted_model_len(args, config)
 
 

@@ -6,6 +6,7 @@ Must not know: the engine core, text, how it is run.
     memory_profiling   runs the largest steps to measure their peak memory
     warm_up            runs the variants of kernels before the first request
     model_runner       turns a scheduled step into tensors, and runs the forward pass
+    pipeline           passes hidden states from stage to stage
     kv_cache           groups of layers, and their views of the block pool
     input_batch        state of the running requests in preallocated arrays
     step_arrays        a scheduled step as numpy arrays

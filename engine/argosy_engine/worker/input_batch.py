@@ -80,6 +80,12 @@ class InputBatch:
         assert changed is not None, "made without tracks_blocks"
         return changed
 
+    def set_token(self, slot: int, token_id: int) -> None:
+        """Write the token after the computed ones, which another pipeline stage has sampled."""
+        position = self.num_computed[slot]
+        self.token_ids[slot, position] = token_id
+        self.num_tokens[slot] = max(self.num_tokens[slot], position + 1)
+
     def add_drafts(self, slot: int, token_ids: list[int]) -> None:
         """Write draft tokens after the known tokens, for the step that computes and verifies them."""
         start = self.num_tokens[slot]

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from argosy_engine.messages.kv_cache_interface import KVCacheGroup
 from argosy_engine.messages.model_runner_output import ModelRunnerOutput
 from argosy_engine.messages.scheduler_output import SchedulerOutput
 from argosy_engine.models.model_config import ModelConfig
@@ -24,6 +25,7 @@ from argosy_engine.worker.host_copies import HostCopies
 from argosy_engine.worker.input_batch import InputBatch
 from argosy_engine.worker.kv_cache import allocate_kv_cache, layer_groups
 from argosy_engine.worker.pending_step import PendingStep, PendingSteps
+from argosy_engine.worker.pipeline import Pipeline
 from argosy_engine.worker.pooler import Pooler
 from argosy_engine.worker.step_arrays import StepArrays, flatten_step
 from argosy_engine.worker.step_inputs import HostInputs, StepInputs, StepTensors
@@ -35,6 +37,8 @@ class ModelRunner:
     Args:
         max_num_batched_tokens: most tokens of a step.
         runtime: copies to and from the device; default: CUDA's on a GPU. A CPU needs none.
+        groups: KV cache groups; default: those of the model's layers.
+        pipeline: runs the model as one stage of several; None if it is the whole model.
     """
 
     def __init__(
@@ -50,12 +54,17 @@ class ModelRunner:
         device: torch.device,
         sampling: SamplerOptions,
         runtime: DeviceRuntime | None = None,
+        groups: Sequence[KVCacheGroup] | None = None,
+        pipeline: Pipeline | None = None,
     ) -> None:
         self.model = model
+        self._pipeline = pipeline
+        self._samples = pipeline is None or pipeline.is_last
+        """Whether this is the last pipeline stage. Others learn sampled tokens from the scheduler."""
         self.pooler = Pooler(model)
         self.device = device
         self.block_size = block_size
-        self.groups = layer_groups(model, block_size)
+        self.groups = tuple(groups or layer_groups(model, block_size))
         self.kv_cache = allocate_kv_cache(model, self.groups, num_blocks, block_size, device)
         """One tensor [2, num_blocks, block_size, num_kv_heads, head_dim] per layer."""
         group_of = {layer: index for index, group in enumerate(self.groups) for layer in group.layers}
@@ -99,6 +108,8 @@ class ModelRunner:
         hidden, tensors = self._compute(arrays)
         slots, sampled = arrays.slots, arrays.sampled
         self.batch.num_computed[slots] = arrays.seq_lens
+        if not self._samples:
+            return PendingStep(self._pending_steps, ModelRunnerOutput([], []))
         output = ModelRunnerOutput(arrays.request_ids, [[] for _ in arrays.request_ids], {}, {})
         output.pooler_output = self.pooler.pool(arrays, hidden)
         if (self.batch.num_prompt_logprobs[slots] >= 0).any():
@@ -135,7 +146,8 @@ class ModelRunner:
         return self._forward(tensors), tensors
 
     def _forward(self, tensors: StepTensors) -> torch.Tensor:
-        return self.model.forward(tensors.token_ids, tensors.positions, self.kv_cache, tensors.meta)
+        forward = self.model.forward if self._pipeline is None else self._pipeline.forward
+        return forward(tensors.token_ids, tensors.positions, self.kv_cache, tensors.meta)
 
     def _apply(self, step: SchedulerOutput) -> None:
         """Apply the scheduler's diff to the input batch."""
@@ -150,6 +162,9 @@ class ModelRunner:
             self.batch.add(request)
             if request.pooling_params is not None:
                 self.pooler.add(request.request_id, request.pooling_params)
+        if not self._samples:
+            for request_id, token_id in step.new_token_ids.items():
+                self.batch.set_token(self.batch.slot_of[request_id], token_id)
         for request_id, drafts in step.scheduled_spec_token_ids.items():
             self.batch.add_drafts(self.batch.slot_of[request_id], drafts)
 

@@ -17,6 +17,7 @@ from argosy_engine.attention.self_test import working_backend
 from argosy_engine.config import EngineArgs, MemoryBudget
 from argosy_engine.distributed.parallel_state import init_parallel_state, single_process
 from argosy_engine.errors import ConfigError
+from argosy_engine.messages.kv_cache_interface import KVCacheGroup
 from argosy_engine.messages.scheduler_output import SchedulerOutput
 from argosy_engine.messages.worker_info import WorkerInfo
 from argosy_engine.models.config_file import load_model_config
@@ -26,6 +27,7 @@ from argosy_engine.models.model_config import ModelConfig
 from argosy_engine.models.model_path import hold_stored_model, resolve_model
 from argosy_engine.models.registry import CausalLM
 from argosy_engine.models.sharding import Sharding, check_tensor_parallel
+from argosy_engine.models.stage import Stage, check_pipeline_parallel
 from argosy_engine.native.library import kernels
 from argosy_engine.sample.logits_processor.interface import load_logits_processors
 from argosy_engine.sample.sampler import SamplerOptions
@@ -38,10 +40,11 @@ from argosy_engine.sizing.kv_cache_sizing import (
     wanted_model_len,
 )
 from argosy_engine.worker.cuda_graphs import graph_sizes
-from argosy_engine.worker.kv_cache import layer_groups
+from argosy_engine.worker.kv_cache import stage_groups
 from argosy_engine.worker.memory_profiling import measure_activations
 from argosy_engine.worker.model_runner import ModelRunner
 from argosy_engine.worker.pending_step import PendingStep
+from argosy_engine.worker.pipeline import Pipeline
 from argosy_engine.worker.warm_up import warm_up
 from argosy_fetcher.model_hold import ModelHold
 
@@ -108,6 +111,7 @@ class Worker:
             self._hold = hold_stored_model(self._path)
             self._config = config = load_model_config(self._path)
             check_tensor_parallel(config, args.tensor_parallel_size, args.enable_expert_parallel)
+            check_pipeline_parallel(config, args.pipeline_parallel_size)
             self._dtype = dtype = _DTYPES[choose_dtype(args.dtype, config.dtype, device.type)]
             longest = wanted_model_len(args, config)
             needs = AttentionNeeds(
@@ -151,7 +155,7 @@ class Worker:
                 args,
                 config,
                 memory,
-                groups=layer_groups(loaded.model, args.block_size),
+                groups=self._groups(loaded.model),
                 weights_bytes=estimate_weights(
                     config, loaded.elements, dtype.itemsize, device.type, args.tensor_parallel_size
                 ),
@@ -241,7 +245,17 @@ class Worker:
             seed=self.args.seed or 0,
             sharding=Sharding(group.rank, group.size, self.args.enable_expert_parallel),
             communicator=group,
+            stage=self._stage,
         )
+
+    @property
+    def _stage(self) -> Stage:
+        return Stage(self._parallel.pipeline.rank, self._parallel.pipeline.size)
+
+    def _groups(self, model: CausalLM) -> tuple[KVCacheGroup, ...]:
+        """Return the KV cache groups, which are the same on every worker but for the layers in them."""
+        layers = [layer.of_rank(self._parallel.tensor.size) for layer in self._config.attention_layers]
+        return stage_groups(model, self.args.block_size, layers, self._stage.layers(len(layers)))
 
     def _current_fingerprint(self) -> str:
         """Compute the fingerprint of the checkpoint on disk and the settings that determine outputs."""
@@ -260,9 +274,13 @@ class Worker:
 
     def _graph_sizes(self) -> list[int]:
         """Return the decode steps to capture as CUDA graphs, by number of requests; empty: all run eagerly."""
+        if self._parallel.pipeline.size > 1:  # a stage waits for the one before within its forward pass
+            return []
         return graph_sizes(self.args, self._device.type, self._backend.name)
 
     def _make_runner(self, model: CausalLM, num_blocks: int, max_model_len: int) -> ModelRunner:
+        group = self._parallel.pipeline
+        pipeline = Pipeline(model, group, self._config.hidden_size, self._dtype) if group.size > 1 else None
         return ModelRunner(
             model,
             self._config,
@@ -273,6 +291,8 @@ class Worker:
             max_model_len=max_model_len,
             device=self._device,
             sampling=self._sampling,
+            groups=self._groups(model),
+            pipeline=pipeline,
         )
 
     @contextmanager

@@ -1,0 +1,229 @@
+"""Pipeline parallelism: worker processes with a part of the layers each give the tokens of one process."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from argosy_engine import EngineArgs, LLMEngine, SamplingParams, StructuredOutputsParams
+from argosy_engine.core.proc.core_client import InprocClient, SyncMPClient
+from argosy_engine.errors import ConfigError, EngineDead
+from argosy_engine.frontend.outputs import RequestOutput
+from argosy_engine.messages.core_messages import EngineCoreRequest
+from argosy_engine.models.stage import Stage
+from argosy_engine.sample.token_logprobs import TokenLogprobs
+from preemptions import PreemptionCounter
+from processes import is_alive, wait_until, workers
+from random_checkpoints import KINDS, make_checkpoint
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+PIPELINE = {"pipeline_parallel_size": 2}
+CROWDED = {"num_gpu_blocks_override": 14, "max_model_len": 128}
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def params(**fields: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0.0, "max_tokens": 24, **fields})
+
+
+REQUESTS = [
+    ("Hello there, how are you today? " * 3, params(ignore_eos=True, max_tokens=40)),
+    ("Tell me about the sea", params(temperature=1.0, seed=3, top_p=0.9, logprobs=2)),
+    ("Tell me about the sea", params(temperature=0.8, seed=4, n=3)),
+    ("What is 2 plus 3?", params(repetition_penalty=1.3, frequency_penalty=0.5)),
+    ("A person, as JSON:", params(structured_outputs=StructuredOutputsParams(json=SCHEMA), max_tokens=60)),
+    ("Yes or no?", params(structured_outputs=StructuredOutputsParams(choice=["yes", "no"]))),
+    ("The sky is", params(max_tokens=1)),
+    ("Grass is green", params(prompt_logprobs=1, max_tokens=2)),
+]
+
+
+@contextmanager
+def engine(*, multiprocess: bool = False, **flags: Any) -> Iterator[LLMEngine]:
+    fields = {"model": "builtin://tiny", "num_gpu_blocks_override": 256, **flags}
+    made = LLMEngine.from_engine_args(
+        EngineArgs.of(device="cpu", dtype="float32", threads=1, **fields), multiprocess=multiprocess
+    )
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def generate(engine: LLMEngine) -> dict[str, RequestOutput]:
+    for index, (prompt, wanted) in enumerate(REQUESTS):
+        engine.add_request(str(index), prompt, wanted)
+    return finish(engine)
+
+
+def finish(engine: LLMEngine) -> dict[str, RequestOutput]:
+    finished = {}
+    while engine.has_unfinished_requests():
+        finished |= {output.request_id: output for output in engine.step() if output.finished}
+    return finished
+
+
+def assert_same(found: dict[str, RequestOutput], expected: dict[str, RequestOutput]) -> None:
+    """Compare outputs; log probabilities but for rounding, which depends on how prompts are cut into steps."""
+    assert found.keys() == expected.keys()
+    for index, wanted in expected.items():
+        output = found[index]
+        assert output.error is None
+        assert [(each.token_ids, each.text, each.finish_reason) for each in output.outputs] == [
+            (each.token_ids, each.text, each.finish_reason) for each in wanted.outputs
+        ]
+        assert_close(output.prompt_logprobs, wanted.prompt_logprobs)
+        for each, other in zip(output.outputs, wanted.outputs, strict=True):
+            assert_close(each.logprobs, other.logprobs)
+
+
+def assert_close(
+    found: Sequence[TokenLogprobs | None] | None, expected: Sequence[TokenLogprobs | None] | None
+) -> None:
+    for entry, wanted in zip(found or [], expected or [], strict=True):
+        if wanted is not None:
+            assert entry is not None
+            assert entry.token_ids == wanted.token_ids
+            assert entry.logprobs == pytest.approx(wanted.logprobs, abs=1e-4)
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, RequestOutput]:
+    with engine() as one:
+        return generate(one)
+
+
+@pytest.fixture(scope="module")
+def pipeline() -> Iterator[LLMEngine]:
+    with engine(**PIPELINE) as made:
+        yield made
+
+
+def test_tokens_are_those_of_one_process(pipeline: LLMEngine, expected: dict[str, RequestOutput]) -> None:
+    assert_same(generate(pipeline), expected)
+    assert_same(generate(pipeline), expected)  # from the prefix cache
+    assert sum(output.num_cached_tokens or 0 for output in generate(pipeline).values()) > 0
+    pipeline.sleep()
+    pipeline.wake_up()
+    assert_same(generate(pipeline), expected)
+
+
+def test_a_request_aborted_during_its_step_affects_no_other(pipeline: LLMEngine) -> None:
+    greedy = params(ignore_eos=True)
+    pipeline.add_request("reference", "The sea", greedy)
+    reference = finish(pipeline)["reference"].token_ids
+    for turn in range(5):
+        pipeline.add_request("leaves", "Once upon a time there was", greedy)
+        pipeline.add_request("stays", "The sea", greedy)
+        for _ in range(turn):
+            pipeline.step()
+        pipeline.abort_request("leaves")
+        pipeline.add_request("leaves", "The sea", greedy)  # the same id, perhaps the same slot
+        finished = finish(pipeline)
+        assert finished["stays"].token_ids == finished["leaves"].token_ids == reference
+
+
+def test_every_stage_has_a_step_in_flight(pipeline: LLMEngine) -> None:
+    client = pipeline.client
+    assert isinstance(client, InprocClient)
+    for name in ("a", "b"):
+        pipeline.add_request(name, "The sea", params(ignore_eos=True, max_tokens=8))
+    in_flight = []
+    while pipeline.has_unfinished_requests():
+        pipeline.step()
+        in_flight.append(len(client.core.scheduler.in_flight))
+    assert in_flight.count(1) > len(in_flight) // 2  # one is left while the other's output is processed
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        CROWDED,  # preemption
+        {"max_num_batched_tokens": 16, "max_num_seqs": 5},  # prompts in chunks, slots taken again and again
+        {"tensor_parallel_size": 2},
+    ],
+    ids=["crowded", "chunked", "tensor parallel"],
+)
+def test_tokens_are_the_same_with_other_flags(
+    expected: dict[str, RequestOutput], flags: dict[str, Any]
+) -> None:
+    with engine(**PIPELINE, **flags) as made:
+        preemptions = PreemptionCounter(made.client)
+        assert_same(generate(made), expected)
+        assert (preemptions.total > 0) == (flags is CROWDED)
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "gpt2", "qwen3-moe"])
+def test_architectures(kind: str, tmp_path: Path) -> None:
+    """Families differ in what is before and after the layers; Gemma's layers are of two kinds of KV cache."""
+    make_checkpoint(KINDS[kind], tmp_path)
+    found = []
+    for stages in (1, 3):
+        client = InprocClient(
+            EngineArgs.of(
+                model=str(tmp_path), dtype="float32", device="cpu", threads=1, max_model_len=128,
+                num_gpu_blocks_override=64, pipeline_parallel_size=stages,
+            )
+        )  # fmt: skip
+        for index, prompt in enumerate(([5, 6, 7, 8] * 10, [9, 10, 11])):
+            sampling = params(ignore_eos=True, max_tokens=16)
+            client.add_request(EngineCoreRequest(str(index), prompt, sampling, 0.0))
+        outputs: dict[str, list[int]] = {}
+        while client.has_work:
+            for output in client.step().outputs:
+                outputs.setdefault(output.request_id, []).extend(output.new_token_ids)
+        client.close()
+        found.append(outputs)
+    assert found[0] == found[1]
+    assert [len(tokens) for tokens in found[0].values()] == [16, 16]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_end_of_any_stage_ends_the_engine(rank: int, capfd: pytest.CaptureFixture[str]) -> None:
+    with engine(multiprocess=True, **PIPELINE) as made:
+        assert isinstance(made.client, SyncMPClient)
+        core = made.client.pid
+        pids = sorted(workers(core))
+        made.add_request("x", "Once", params(max_tokens=500, ignore_eos=True))
+        made.step()
+        os.kill(pids[rank], signal.SIGKILL)
+        with pytest.raises(EngineDead, match=rf"worker {rank} ended .killed by SIGKILL."):
+            finish(made)
+        wait_until(lambda: not any(map(is_alive, [core, *pids])), "all processes to end")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"pipeline_parallel_size": 99}, "exceeds the model's .* layers; use at most"),
+        ({"pipeline_parallel_size": 2, "async_scheduling": True}, "--async-scheduling needs"),
+        ({"pipeline_parallel_size": 2, "distributed_executor_backend": "uni"}, "use mp"),
+    ],
+)
+def test_what_cannot_work_is_refused(flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message), engine(**flags, multiprocess=True):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "sizes"),
+    [(4, 2, [2, 2]), (5, 2, [3, 2]), (10, 4, [2, 3, 3, 2]), (3, 3, [1, 1, 1]), (11, 4, [3, 3, 3, 2])],
+)
+def test_layers_are_divided_evenly_and_the_last_stage_has_the_fewest(
+    layers: int, stages: int, sizes: list[int]
+) -> None:
+    parts = [Stage(index, stages).layers(layers) for index in range(stages)]
+    assert [len(part) for part in parts] == sizes
+    assert [layer for part in parts for layer in part] == list(range(layers))
