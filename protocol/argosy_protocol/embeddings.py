@@ -15,6 +15,7 @@ from argosy_protocol.openai import (
     MAX_REQUEST_ID,
     MAX_TOKENS,
     CompletionRequest,
+    DataParallelRank,
     InternalFields,
     ModelField,
     TokenId,
@@ -38,6 +39,8 @@ class EmbeddingRequest(InternalFields, kw_only=True, omit_defaults=True):
     normalize: bool = True
     cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
     request_id: Annotated[str, Meta(max_length=MAX_REQUEST_ID)] | None = None
+    data_parallel_rank: DataParallelRank | None = None
+    """As `openai.GenerationRequest` has it."""
 
     def as_completion(self) -> CompletionRequest:
         """Express the inputs as the prompts of a completion without output, with the same tokens and cache keys.
@@ -46,7 +49,11 @@ class EmbeddingRequest(InternalFields, kw_only=True, omit_defaults=True):
             BadRequest: texts and token ids are mixed, or there are too many inputs.
         """
         request = CompletionRequest(
-            prompt=self.input, model=self.model, cache_salt=self.cache_salt, max_tokens=0
+            prompt=self.input,
+            model=self.model,
+            cache_salt=self.cache_salt,
+            max_tokens=0,
+            data_parallel_rank=self.data_parallel_rank,
         )
         try:
             request.prompts()

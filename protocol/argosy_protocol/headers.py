@@ -23,6 +23,9 @@ that was lost, and what it was sent since) or `foreign` (what it was sent)."""
 PREDICTED_TOKENS: Final = "x-argosy-predicted-tokens"
 """Response: prompt tokens the router expected to find in the replica's prefix cache."""
 
+DATA_PARALLEL_RANK: Final = "x-data-parallel-rank"
+"""Request to an engine: the core that computes it, as the field `data_parallel_rank`. Routers do not send it."""
+
 RESOURCE_BUSY: Final = "x-argosy-resource-busy"
 """Response of an engine, with 503: it refuses requests like this one, such as long prompts, and answers others."""
 

@@ -35,6 +35,7 @@ TokenIds = Annotated[list[TokenId], Meta(max_length=MAX_TOKENS)]
 LogprobCount = Annotated[int, Meta(ge=-1, le=MAX_LOGPROBS)]
 """-1 stands for the whole vocabulary, as in vLLM."""
 ExtraArg = str | int | float | bool | list[str | int | float | bool]
+DataParallelRank = Annotated[int, Meta(ge=0, le=1 << 20)]
 StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
 StopStrings = Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)]
 
@@ -82,14 +83,14 @@ class Resume(Struct, kw_only=True, omit_defaults=True):
 
 class InternalFields(Struct, kw_only=True, omit_defaults=True):
     """Fields by which other engines and routers direct each other: transfers of KV caches, ranks, adapters by path,
-    sessions, code. Any value but null is refused, so that no client can use them."""
+    sessions, code. Any value but null is refused, so that no client can use them. `DataParallelRank` is one more, which
+    our engine honours and the router refuses."""
 
     kv_transfer_params: None = None
     ec_transfer_params: None = None
     bootstrap_host: None = None
     bootstrap_port: None = None
     bootstrap_room: None = None
-    data_parallel_rank: None = None
     routed_dp_rank: None = None
     disagg_prefill_dp_rank: None = None
     lora_path: None = None
@@ -143,6 +144,8 @@ class GenerationRequest(InternalFields, kw_only=True, omit_defaults=True):
     """vLLM's field: arguments for custom logits processors."""
     return_tokens_as_token_ids: bool = False
     """vLLM's field: `logprobs` show tokens as `token_id:ID`, so that tokens without text can be distinguished."""
+    data_parallel_rank: DataParallelRank | None = None
+    """vLLM's: engine core that computes the request, by default the one with the least work. The router refuses it."""
     resume: Resume | None = None
     """Sent by the router only; refused without its internal header."""
     response_format: dict[str, Any] | None = None

@@ -37,6 +37,9 @@ class Hello(Struct, frozen=True, kw_only=True, tag="hello", tag_field="type", om
     min_reader_version: int = 1
     epoch: str
     rank: int = 0
+    data_parallel_size: int = 1
+    """Number of engine cores. `max_num_seqs`, `kv_cache_tokens`, and the counts of `Load`, are sums over them; the
+    rates, times and shares of `Load` are those of one core on average, or of the slowest one."""
     model: str
     """The engine's first name for its model, with which chunk hashes are seeded."""
     model_fingerprint: str

@@ -17,7 +17,12 @@ from argosy_protocol.openai import (
 )
 
 
-class TextTokenizeRequest(InternalFields, kw_only=True):
+class _InternalFields(InternalFields, kw_only=True):
+    data_parallel_rank: None = None
+    """Nothing is computed that a rank could be chosen for."""
+
+
+class TextTokenizeRequest(_InternalFields, kw_only=True):
     prompt: str
     model: ModelField = ""
     add_special_tokens: bool = True
@@ -30,7 +35,7 @@ class ChatTokenizeRequest(ChatCompletionRequest, kw_only=True, omit_defaults=Tru
     return_token_strs: bool = False
 
 
-class DetokenizeRequest(InternalFields, kw_only=True):
+class DetokenizeRequest(_InternalFields, kw_only=True):
     tokens: Annotated[list[TokenId], Meta(max_length=MAX_TOKENS)]
     model: ModelField = ""
 
@@ -47,7 +52,7 @@ class DetokenizeResponse(Struct, frozen=True, kw_only=True):
     prompt: str
 
 
-class _Form(InternalFields):
+class _Form(_InternalFields):
     """Fields that tell which of the two requests it is, and its model."""
 
     model: ModelField = ""

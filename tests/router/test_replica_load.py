@@ -60,3 +60,16 @@ def test_sequences_of_calls_with_several_yield_to_other_accounts() -> None:
     load.charge(10, 8, "a")
     load.forget()
     assert (load.yielding_to("a"), load.yielding_to("b")) == (0, 8), "of a silent replica, our own count"
+
+
+def test_prompts_queue_at_one_core_of_several() -> None:
+    """A prompt waits for those of one core, while requests fill the slots of all."""
+    load = ReplicaLoad()
+    load.max_num_seqs, load.data_parallel_size = 8, 4
+    load.report(requests=6, tokens=4000, prefill_tokens_per_s=1000.0)
+    assert (load.queued_tokens, load.requests, load.has_free_slot) == (1000, 6, True)
+    charge = load.charge(400)
+    assert (load.queued_tokens, load.requests) == (1100, 7)
+    charge.release()
+    load.forget()
+    assert load.queued_tokens == 0

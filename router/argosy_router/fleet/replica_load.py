@@ -6,6 +6,9 @@ Invariants: every charge is released exactly once, whatever becomes of its reque
 more often, but counts once). The figures that policies read are plain attributes, updated by every change, because a
 decision reads all replicas, and reads are far more frequent than changes.
 
+Figures of a replica with data parallelism are those of one of its cores (`queued_tokens`, rates), or of all (requests
+and slots).
+
 A report is up to a heartbeat old and includes all routers' work. Decisions a millisecond apart must see each other, so
 own dispatches count at once: estimate = max(own recent, reported + own change since the report). "Own recent" leaves
 out prompts charged two or more reports ago: if they are still queued, the report includes them.
@@ -41,6 +44,7 @@ class ReplicaLoad(Candidate):
         "_token_change",
         "_yielding_by_account",
         "_yielding_change",
+        "data_parallel_size",
         "inflight",
         "inflight_sequences",
         "inflight_tokens",
@@ -54,6 +58,8 @@ class ReplicaLoad(Candidate):
         """`on_measured` is called on the first measurement of a rate, so that the rates assumed for unmeasured replicas
         can be recomputed."""
         super().__init__(name, PRIOR.prefill_tokens_per_s, PRIOR.decode_step_s, PRIOR_MAX_NUM_SEQS)
+        self.data_parallel_size = 1
+        """Engine cores of the replica, which compute prompts side by side."""
         self.inflight = 0
         """This router's requests that have not ended."""
         self.inflight_sequences = 0
@@ -182,11 +188,13 @@ class ReplicaLoad(Candidate):
         if self._has_report:
             tokens = self.reported_tokens + self._token_change
             requests = self.reported_requests + self._sequence_change
-            self.queued_tokens = tokens if tokens > self._open_tokens else self._open_tokens
+            tokens = tokens if tokens > self._open_tokens else self._open_tokens
             self.requests = requests if requests > self.inflight_sequences else self.inflight_sequences
         else:
-            self.queued_tokens = self.inflight_tokens
+            tokens = self.inflight_tokens
             self.requests = self.inflight_sequences
+        # The replica sends a request to its core with the least work.
+        self.queued_tokens = tokens if self.data_parallel_size == 1 else tokens // self.data_parallel_size
         if self.yielding or self._yielding_by_account or self.reported_yielding:
             own = sum(self._yielding_by_account.values())
             self.yielding = max(own, self.reported_yielding + self._yielding_change)

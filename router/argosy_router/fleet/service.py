@@ -189,7 +189,7 @@ class Service:
             for replica in self.replicas.values():
                 replica.load.recent_work *= fading
             self._recent_since, age = now, 0.0
-        load.recent_work += exp(age) * tokens / load.prefill_tokens_per_s
+        load.recent_work += exp(age) * tokens / (load.prefill_tokens_per_s * load.data_parallel_size)
 
     def may_eject(self) -> bool:
         """Whether one more replica may be ejected."""

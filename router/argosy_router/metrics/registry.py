@@ -82,7 +82,9 @@ class Metrics:
         self.add(
             define.REPLICA_STATE.reading(self._rows(_states)),
             define.INFLIGHT_REQUESTS.reading(self._each(lambda r: r.load.inflight)),
-            define.QUEUED_TOKENS.reading(self._each(lambda r: r.load.queued_tokens)),
+            define.QUEUED_TOKENS.reading(
+                self._each(lambda r: r.load.queued_tokens * r.load.data_parallel_size)
+            ),
             define.KV_USAGE_RATIO.reading(self._each(lambda r: r.load.kv_usage)),
             define.TELEMETRY_AGE.reading(self._rows(_telemetry_ages)),
             define.TELEMETRY_SYNCS.reading(self._each(lambda r: r.syncs)),

@@ -188,6 +188,7 @@ class TelemetryClient:
         replica = self._replica
         replica.hello = hello
         replica.load.max_num_seqs = max(1, hello.max_num_seqs)
+        replica.load.data_parallel_size = max(1, hello.data_parallel_size)
         replica.load.forget()
         replica.has_announced_drain = False
 

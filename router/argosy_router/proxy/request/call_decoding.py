@@ -50,7 +50,7 @@ SESSION_HEADER = b"x-session-id"
 RoutedEndpoint = Endpoint | Literal["embeddings", "tokenize", "detokenize"]
 
 _MODEL_NAME: Final = MODEL_NAME.encode()
-_INTERNAL: Final = frozenset(InternalFields.__struct_fields__)
+_INTERNAL: Final = frozenset((*InternalFields.__struct_fields__, "data_parallel_rank"))
 _JSON: Final = b"application/json"
 
 
@@ -79,6 +79,10 @@ def decode_call(
     decoded = _decode(endpoint, body)
     if decoded.resume is not None:
         raise BadRequest("resume is an internal field", param="resume")
+    if decoded.data_parallel_rank is not None:  # the router's balance rests on the engine's choice
+        raise BadRequest(
+            "data_parallel_rank is internal to engines and refused from clients", param="data_parallel_rank"
+        )
     if decoded.vllm_xargs and not _INTERNAL.isdisjoint(decoded.vllm_xargs):
         raise BadRequest("vllm_xargs has a field that is internal to engines", param="vllm_xargs")
     service, adapter = find_service(fleet, decoded)
