@@ -30,12 +30,6 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 KVCacheDType = Literal["auto", "fp8", "fp8_e4m3"]
 
 
-Parallelism = Annotated[
-    int,
-    Meta(ge=1, le=1024, description="accepted for compatibility with vLLM; only 1"),
-]
-
-
 def default_name(model: str) -> str:
     """Return the name of a model that is given none: without revision, and `ORG/NAME` for a repository of the hub.
 
@@ -125,7 +119,16 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
         ),
         Flag(short="-pp"),
     ] = 1
-    data_parallel_size: Annotated[Parallelism, Flag(short="-dp")] = 1
+    data_parallel_size: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=1024,
+            description="number of engine cores behind the API server, each with the whole model, a KV cache and a "
+            "batch of its own; a request goes to the one with the least work",
+        ),
+        Flag(short="-dp"),
+    ] = 1
     enable_expert_parallel: Annotated[
         bool,
         Meta(
@@ -270,7 +273,7 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
         Threads | None,
         Meta(
             description="CPU compute threads of each worker; default: the cores this process may use, divided among "
-            "the workers"
+            "the workers of all engine cores"
         ),
     ] = None
     seed: Annotated[
@@ -334,11 +337,6 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
         Raises:
             ConfigError: a parallel size is not, or not by this executor.
         """
-        if self.data_parallel_size != 1:
-            raise ConfigError(
-                f"--data-parallel-size {self.data_parallel_size} is not supported; leave it at 1, and use more engines "
-                "behind a router for more throughput"
-            )
         if self.async_scheduling and self.pipeline_parallel_size > 1:
             raise ConfigError(
                 "--async-scheduling needs --pipeline-parallel-size 1: the steps of a pipeline overlap without it"
@@ -440,4 +438,16 @@ class ResolvedConfig(Struct, frozen=True, kw_only=True):
     startup_phases: tuple[tuple[str, float], ...]
     """(phase, seconds) in order, for the start-up table."""
     memory: MemoryBudget
+    """The first data-parallel rank's."""
     seed: int | None = None
+    rank_memory: tuple[MemoryBudget, ...] = ()
+    """With data parallelism the memory budget of each rank."""
+
+    @property
+    def memory_of_ranks(self) -> tuple[MemoryBudget, ...]:
+        """Memory budget of each data-parallel rank."""
+        return self.rank_memory or (self.memory,)
+
+    @property
+    def data_parallel_size(self) -> int:
+        return len(self.memory_of_ranks)

@@ -75,17 +75,21 @@ def test_no_model_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert "give a model" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("flag", ["--data-parallel-size", "-dp"])
-def test_vllm_s_parallelism_of_one_is_accepted_and_more_is_refused(
-    flag: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    parse_args(["builtin://tiny", flag, "1"])
-    for size in ("2", "8"):
-        with pytest.raises(SystemExit) as exited:
-            parse_args(["builtin://tiny", flag, size])
-        assert exited.value.code == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert f"-parallel-size {size} is not supported" in line
+@pytest.mark.parametrize(
+    ("flag", "field"),
+    [
+        ("--tensor-parallel-size", "tensor_parallel_size"),
+        ("-tp", "tensor_parallel_size"),
+        ("--pipeline-parallel-size", "pipeline_parallel_size"),
+        ("-pp", "pipeline_parallel_size"),
+        ("--data-parallel-size", "data_parallel_size"),
+        ("-dp", "data_parallel_size"),
+    ],
+)
+def test_parallelism_has_vllm_s_flags(flag: str, field: str) -> None:
+    assert getattr(parse_args(["builtin://tiny", flag, "3"])[1], field) == 3
+    with pytest.raises(SystemExit):
+        parse_args(["builtin://tiny", flag, "0"])
 
 
 def test_overrides_of_the_model_s_config_are_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -106,7 +106,9 @@ def test_the_hint_follows_the_rate_at_which_requests_end() -> None:
 class SilentClient:
     """A core that takes requests and never answers."""
 
-    config = SimpleNamespace(max_num_queued_reqs=1, max_num_queued_tokens=None, block_size=16)
+    config = SimpleNamespace(
+        max_num_queued_reqs=1, max_num_queued_tokens=None, block_size=16, data_parallel_size=1
+    )
 
     def __init__(self) -> None:
         self.added: asyncio.Queue[str] = asyncio.Queue()

@@ -9,8 +9,8 @@ import pytest
 
 from argosy_engine.api.observability import telemetry
 from argosy_engine.api.observability.telemetry import TelemetryHub
-from argosy_engine.messages.core_messages import EngineCoreOutputs, SchedulerStats
-from argosy_protocol.telemetry import FrameReader, Load
+from argosy_engine.messages.core_messages import ChunkEnd, EngineCoreOutputs, ResidencyDelta, SchedulerStats
+from argosy_protocol.telemetry import MAX_FRAME_BYTES, Frame, FrameReader, Hello, Load, Removed, unpack_u64
 from telemetry_hubs import make_hub
 
 
@@ -70,4 +70,63 @@ async def test_nothing_is_sent_after_the_end(hub: Any) -> None:
     asyncio.get_running_loop().call_later(telemetry.LOAD_INTERVAL_S, has_passed.set)  # after the load was due
     await has_passed.wait()
     assert llm.asked == asked
+    await stream.aclose()
+
+
+async def frames_of(hub: TelemetryHub, count: int) -> list[Frame]:
+    """The first frames that a new reader gets."""
+    reader, frames, stream = FrameReader(), [], hub.stream()
+    async with asyncio.timeout(10):
+        while len(frames) < count:
+            frames += reader.feed(await anext(stream))
+    await stream.aclose()
+    return frames
+
+
+async def test_the_load_of_several_cores_is_that_of_one_replica(hub: Any) -> None:
+    made: TelemetryHub = hub(num_engines=3)
+    reports = (
+        SchedulerStats(
+            num_running=3,
+            num_waiting=1,
+            queued_uncached_tokens=900,
+            kv_cache_usage=0.9,
+            prefill_tokens_per_s=4000.0,
+            decode_step_s=0.02,
+            longest_step_s=0.5,
+            num_yielding=2,
+        ),
+        SchedulerStats(num_running=2, prefill_tokens_per_s=2000.0, longest_step_s=2.0),
+    )
+    for rank, stats in enumerate(reports):
+        made.on_core_outputs(EngineCoreOutputs(stats=stats, engine_index=rank))
+    hello, _, load = await frames_of(made, 3)
+    assert isinstance(hello, Hello)
+    assert (hello.data_parallel_size, hello.max_num_seqs, hello.kv_cache_tokens) == (3, 3, 300)
+    assert isinstance(load, Load)
+    assert (load.num_running, load.num_waiting, load.num_yielding) == (5, 1, 2)
+    assert (load.queued_uncached_tokens, load.kv_usage) == (900, pytest.approx(0.3))
+    assert (load.prefill_tokens_per_s, load.decode_step_s) == (3000.0, 0.02), "of one core; not of unmeasured"
+    assert load.longest_step_s == 2.0
+    made.close()
+
+
+async def test_many_removals_are_sent_in_frames_of_bounded_size(hub: Any) -> None:
+    """A core of several that drops its whole cache removes what the others do not hold."""
+    made: TelemetryHub = hub()
+    chunks = list(range(2 * MAX_FRAME_BYTES // 8))
+    stored = ResidencyDelta(stored=[ChunkEnd(chunk, 16) for chunk in chunks[:10]])
+    made.on_core_outputs(EngineCoreOutputs(residency=stored))
+    stream = made.stream()
+    for _ in range(3):
+        await anext(stream)
+    made.on_core_outputs(EngineCoreOutputs(residency=ResidencyDelta(removed=chunks)))
+    reader, removed = FrameReader(), list[int]()
+    async with asyncio.timeout(10):
+        while len(removed) < len(chunks):
+            for frame in reader.feed(await anext(stream)):
+                assert isinstance(frame, Removed)
+                removed += unpack_u64(frame.hashes)
+    assert removed == chunks
+    made.close()
     await stream.aclose()

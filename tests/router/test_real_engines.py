@@ -58,6 +58,50 @@ async def test_prompts_come_back_to_their_prefix(engines: list[Server]) -> None:
                 assert int(answer.headers["x-argosy-predicted-tokens"]) == pytest.approx(cached, abs=128)
 
 
+@pytest.fixture
+def unequal_engines(tmp_path: Path) -> Iterator[list[Server]]:
+    """One of two cores, and one of one core."""
+    flags = (("--data-parallel-size", "2"), ())
+    ports = [free_port() for _ in flags]
+    servers = [
+        running([*ENGINE, "--port", str(port), *own], tmp_path / f"log{port}", port=port)
+        for port, own in zip(ports, flags, strict=True)
+    ]
+    with ExitStack() as stack, ThreadPoolExecutor() as starters:
+        yield list(starters.map(stack.enter_context, servers))
+
+
+async def test_prompts_come_back_to_the_core_with_their_prefix(unequal_engines: list[Server]) -> None:
+    endpoints = tuple(
+        Endpoint(name=f"r{number}", url=engine.url) for number, engine in enumerate(unequal_engines)
+    )
+    service = FleetService(namespace="default", name="svc", uid="u", model="tiny", endpoints=endpoints)
+    async with rig(document=FleetDocument(services=(service,)), wait=False, admin_port=0) as r:
+        await r.until(lambda: all(replica.is_synced for replica in r.router.fleet.replicas()))
+        assert [replica.load.data_parallel_size for replica in r.router.fleet.replicas()] == [2, 1]
+        assert r.replica(0).load.max_num_seqs == 2 * r.replica(1).load.max_num_seqs
+        prefixes = [f"The {topic} is old and the {topic} is far away. " * 24 for topic in TOPICS[:4]]
+        for rank, prefix in zip((0, 1, 0, 1), prefixes, strict=True):
+            messages = [{"role": "user", "content": prefix + "What is it?"}]
+            asked = {"model": "tiny", "max_tokens": 2, "messages": messages}
+            first = await r.http.post(
+                unequal_engines[0].url + "/v1/chat/completions", json={**asked, "data_parallel_rank": rank}
+            )
+            assert first.status_code == 200, first.text
+            await heard_of(r, asked, "r0")
+        for turn in ("Who lives there?", "How long does it take?"):
+            for prefix in prefixes:
+                answer = await r.chat(prefix + turn, max_tokens=2)
+                assert answer.headers["x-argosy-replica"] == "r0"
+                assert answer.headers["x-argosy-route"] == "cached"
+                usage = answer.json()["usage"]
+                cached = usage["prompt_tokens_details"]["cached_tokens"]
+                assert cached >= 0.8 * usage["prompt_tokens"], "it went to the core that holds the prefix"
+                assert int(answer.headers["x-argosy-predicted-tokens"]) == pytest.approx(cached, abs=128)
+        refused = await r.chat("x", data_parallel_rank=1)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "data_parallel_rank")
+
+
 async def heard_of(r: Rig, body: dict[str, Any], name: str) -> None:
     """Until the router knows that the replica holds this prompt."""
     async with asyncio.timeout(30):

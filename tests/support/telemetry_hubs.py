@@ -8,7 +8,7 @@ from typing import Any, cast
 from argosy_engine.api.observability.telemetry import TelemetryHub
 
 
-def make_hub(llm: object = None) -> TelemetryHub:
+def make_hub(llm: object = None, num_engines: int = 1) -> TelemetryHub:
     config = SimpleNamespace(
         epoch="e",
         model_name="m",
@@ -17,7 +17,8 @@ def make_hub(llm: object = None) -> TelemetryHub:
         max_model_len=1,
         max_num_seqs=1,
         scheduling_policy="fcfs",
-        memory=SimpleNamespace(kv_cache_tokens=1),
+        data_parallel_size=num_engines,
+        memory_of_ranks=[SimpleNamespace(kv_cache_tokens=100)] * num_engines,
     )
     llm = llm or SimpleNamespace(heartbeat_age_s=0.0)
     return TelemetryHub(cast("Any", llm), cast("Any", config))

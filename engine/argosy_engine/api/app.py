@@ -35,7 +35,7 @@ from argosy_engine.api.server_args import ITERATION_TIMEOUT_S
 from argosy_engine.errors import EngineError
 from argosy_engine.frontend.async_llm import AsyncLLM
 from argosy_protocol import __version__, headers
-from argosy_protocol.embeddings import decode_embedding_request
+from argosy_protocol.embeddings import EmbeddingRequest, decode_embedding_request
 from argosy_protocol.errors import (
     ApiError,
     BadRequest,
@@ -63,6 +63,7 @@ _CLIENT_CLOSED_REQUEST = 499
 
 MAX_TENANT_LENGTH = 64
 """Routers send 16 characters."""
+_MAX_RANK_DIGITS = 6
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
@@ -93,7 +94,7 @@ class Engine:
         self._telemetry = TelemetryHub(llm, llm.config)
         llm.observers.extend((self._metrics, self._telemetry))
         if self.log_stats:
-            llm.observers.append(StatsLog())
+            llm.observers.append(StatsLog(llm.config.data_parallel_size))
         self.llm = llm
         self.phase = "ready"
 
@@ -171,6 +172,7 @@ def build_app(engine: Engine) -> FastAPI:
         body = decode_request("chat/completions", raw)
         assert isinstance(body, ChatCompletionRequest)
         _check_resume(request, body)
+        _choose_rank(request, body)
         request_id, serving = _request_id(request, body.request_id), _serving(engine, request)
         response_id = _response_id(request, request_id)
         if body.stream:
@@ -184,6 +186,7 @@ def build_app(engine: Engine) -> FastAPI:
         body = decode_request("completions", raw)
         assert isinstance(body, CompletionRequest)
         _check_resume(request, body)
+        _choose_rank(request, body)
         request_id, serving = _request_id(request, body.request_id), _serving(engine, request)
         response_id = _response_id(request, request_id)
         if body.stream:
@@ -195,6 +198,7 @@ def build_app(engine: Engine) -> FastAPI:
     async def embeddings(request: Request) -> WatchedResponse:
         raw = await request.body()
         body = decode_embedding_request(raw)
+        _choose_rank(request, body)
         request_id = _request_id(request, body.request_id)
         answer = embed(_serving(engine, request), body, _response_id(request, request_id), len(raw))
         return _answer(answer, request_id, body)
@@ -320,6 +324,21 @@ def _check_resume(request: Request, body: GenerationRequest) -> None:
     """Reject `resume` from clients: it is for routers, which remove their internal headers from clients' requests."""
     if body.resume is not None and not (body.stream and _is_resumable(request)):
         raise BadRequest("resume is an internal field of streams", param="resume")
+
+
+def _choose_rank(request: Request, body: GenerationRequest | EmbeddingRequest) -> None:
+    """Set the body's `data_parallel_rank` to that of the header, if there is one."""
+    given = request.headers.get(headers.DATA_PARALLEL_RANK)
+    if given is None:
+        return
+    if not (given.isascii() and given.isdigit() and len(given) <= _MAX_RANK_DIGITS):
+        raise BadRequest(f"{headers.DATA_PARALLEL_RANK} must be a number from 0", param="data_parallel_rank")
+    if body.data_parallel_rank not in (None, int(given)):
+        raise BadRequest(
+            f"data_parallel_rank differs from the header {headers.DATA_PARALLEL_RANK}",
+            param="data_parallel_rank",
+        )
+    body.data_parallel_rank = int(given)
 
 
 def _answer(produce: Awaitable[msgspec.Struct], request_id: str, body: RequestBody) -> WatchedResponse:

@@ -37,6 +37,7 @@ from argosy_engine.sizing.kv_cache_sizing import (
     planned_groups,
     rank_elements,
 )
+from argosy_engine.sizing.rank_resources import check_gpus
 
 _EXIT_CODES = (
     "Exit codes: 0 it fits, 1 it does not, or the model's source does not answer or the disk is full, 2 wrong usage, "
@@ -56,7 +57,9 @@ class Diagnosis(Struct, kw_only=True):
     attention_backend: str
     refused_backends: dict[str, str]
     """Attention backends that would have been preferred, and why each cannot serve."""
+    data_parallel_size: int
     budget: MemoryBudget | None = None
+    """Of each data-parallel rank."""
     kv_cache_bytes: int | None = None
     kv_cache_tokens: int | None = None
     max_concurrency: float | None = None
@@ -116,6 +119,7 @@ def diagnose(args: EngineArgs, device: DeviceMemory | None = None) -> Diagnosis:
         device=device,
         attention_backend=backend.name,
         refused_backends=dict(backend.refused),
+        data_parallel_size=args.data_parallel_size,
     )
     itemsize = _ITEMSIZE[dtype]
     activations = estimate_activations(config, args, itemsize, backend.name)
@@ -138,6 +142,7 @@ def diagnose(args: EngineArgs, device: DeviceMemory | None = None) -> Diagnosis:
 
 
 def _find_device(args: EngineArgs) -> DeviceMemory:
+    check_gpus(args)
     gpu = gpu_memory() if args.device != "cpu" else None
     if args.device == "cuda" and gpu is None:
         raise ConfigError("--device cuda: there is no NVIDIA driver or GPU here; use --device auto or cpu")
@@ -153,7 +158,7 @@ def _render(diagnosis: Diagnosis) -> str:
     backend = BackendChoice(diagnosis.attention_backend, diagnosis.refused_backends)
     lines.append(f"attention backend {backend}")
     if diagnosis.budget is not None:
-        lines.append(budget_table(diagnosis.budget))
+        lines.append(budget_table(*[diagnosis.budget] * diagnosis.data_parallel_size))
     lines.append(f"does not fit: {diagnosis.problem}" if diagnosis.problem else "fits")
     return "\n".join(lines)
 

@@ -27,7 +27,7 @@ from argosy_engine.frontend.async_llm import AsyncLLM
 from argosy_engine.frontend.memory_report import budget_table
 from argosy_engine.frontend.model_source import is_remote, local_model_async
 from argosy_engine.osproc.debug_signal import dump_stacks_on_signal
-from argosy_engine.osproc.file_descriptors import raise_limit, require_free
+from argosy_engine.osproc.file_descriptors import MIN_FREE, raise_limit, require_free
 from argosy_fetcher.progress_display import ProgressDisplay, progress_display
 from argosy_protocol.bearer_keys import KeyRing
 from argosy_protocol.program.flags import InvalidValue
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     configure_logging(options.log_level.upper())
     try:
         num_descriptors = raise_limit()
-        require_free(_MIN_DESCRIPTORS)
+        require_free(_MIN_DESCRIPTORS + MIN_FREE * (args.data_parallel_size - 1))
         sockets = listen(options.host, options.port)  # before the load, which takes long
         import uvloop
 
@@ -102,6 +102,7 @@ async def _serve(
     )
     engine.log_stats = not options.disable_log_stats
     limited = RequestLimits(build_app(engine), ADMIN_PATHS)
+    num_descriptors -= MIN_FREE * (args.data_parallel_size - 1)  # of further cores
     server = _Server(
         uvicorn.Config(
             AuthMiddleware(limited, keys, options.guard_metrics, admin_keys),
@@ -220,7 +221,7 @@ def _print_start_up(
         "\n".join(
             [
                 f"{config.model_name}: {config.architecture}, {config.dtype} on {config.device}",
-                budget_table(config.memory),
+                budget_table(*config.memory_of_ranks),
                 *lines,
                 f"  {'ready':<34}{total_s:8.2f} s",
                 f"listening on {url}",

@@ -1,6 +1,6 @@
 """SIGUSR1 handler of the API server: logs where tasks wait, and the ages of requests and of telemetry readers.
 
-It forwards the signal to the core's process, which does the same (`osproc.debug_signal`).
+It forwards the signal to the processes of its cores, which do the same (`osproc.debug_signal`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ def describe_server_on_signal(loop: asyncio.AbstractEventLoop, engine: Engine) -
             state = f"state of the API: {engine.phase}" if engine.llm is None else engine.llm.describe()
             logger.warning("argosy engine API, process %d: %s\n%s", os.getpid(), state, describe_tasks(loop))
             if engine.llm is not None and not engine.llm.is_dead:
-                os.kill(engine.llm.client.pid, signal.SIGUSR1)
+                for pid in engine.llm.client.pids:
+                    os.kill(pid, signal.SIGUSR1)
         except Exception:
             logger.exception("the state could not be described")
 

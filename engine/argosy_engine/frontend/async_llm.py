@@ -14,7 +14,8 @@ from contextlib import aclosing
 from typing import Any, Literal
 
 from argosy_engine.config import EngineArgs
-from argosy_engine.core.proc.async_core_client import AsyncMPClient
+from argosy_engine.core.proc.async_core_client import AsyncClient, AsyncMPClient
+from argosy_engine.core.proc.data_parallel_client import DPLBAsyncMPClient
 from argosy_engine.errors import EngineAsleep, EngineDead, EngineError, RequestFailed
 from argosy_engine.frontend.input_processor import InputProcessor
 from argosy_engine.frontend.model_source import local_model_async
@@ -35,7 +36,7 @@ _CHUNK = 128
 
 
 class AsyncLLM:
-    def __init__(self, client: AsyncMPClient, input_processor: InputProcessor) -> None:
+    def __init__(self, client: AsyncClient, input_processor: InputProcessor) -> None:
         self.client = client
         self.config = client.config
         self.input_processor = input_processor
@@ -44,7 +45,9 @@ class AsyncLLM:
         self.output_processor = OutputProcessor(self.renderer.tokenizer, self.queue_limits)
         self.on_dead: Callable[[], None] | None = None
         self._dead: EngineDead | None = None
-        self._last_heard = time.monotonic()
+        self._last_heard = [time.monotonic()] * self.config.data_parallel_size
+        """For each core the time of its last message."""
+        self._prefill_tokens_per_s = [0.0] * self.config.data_parallel_size
         self._sleep_level = 0
         self._sleep_lock = asyncio.Lock()
         self._suspects: set[str] = set()
@@ -60,7 +63,9 @@ class AsyncLLM:
             FetchFailed: the model could not be fetched for now.
         """
         async with local_model_async(args) as local:
-            client = await AsyncMPClient.start(local)
+            client: AsyncClient = await (
+                AsyncMPClient if local.data_parallel_size == 1 else DPLBAsyncMPClient
+            ).start(local)
         try:
             return cls(client, InputProcessor(client.config))
         except BaseException:
@@ -73,8 +78,8 @@ class AsyncLLM:
 
     @property
     def heartbeat_age_s(self) -> float:
-        """Seconds since the core last sent a message."""
-        return time.monotonic() - self._last_heard
+        """Seconds since the core last sent a message; of several cores the most silent one."""
+        return time.monotonic() - min(self._last_heard)
 
     @property
     def num_live(self) -> int:
@@ -164,6 +169,7 @@ class AsyncLLM:
             return  # the client left
         if state.resume(request.resume_token_ids):
             await self.client.add_request(request)
+            state.timings.engine_index = request.data_parallel_rank or 0
             state.is_submitted = True
         else:
             ended = EngineCoreOutput(request.request_id, [], FinishReason.STOP)
@@ -215,7 +221,8 @@ class AsyncLLM:
             self._sleep_level = 0
 
     async def reset_prefix_cache(self) -> bool:
-        """Drop all cached prefixes. Returns False and has no effect while requests hold blocks."""
+        """Drop all cached prefixes. Returns False and has no effect while requests hold blocks; of several cores, those
+        without requests drop theirs all the same."""
         return bool(await self.client.call_utility("reset_prefix_cache"))
 
     async def collective_rpc(
@@ -271,29 +278,36 @@ class AsyncLLM:
         self._suspects = unknown
         for request_id in lost:
             logger.error("the core has lost request %s", request_id)
-            self.output_processor.fail(request_id, RequestFailed("the engine lost this request"))
-        if lost:
+            state = self.output_processor.fail(request_id, RequestFailed("the engine lost this request"))
+            assert state is not None
             for observer in self.observers:
-                observer.on_lost(len(lost))
+                observer.on_lost(state.timings)
+        if lost:
+            await self.client.abort_requests(lost)  # the client may still count them
         return len(lost)
 
     def describe(self) -> str:
         """Describe the ages of requests and readers for the log, without any text, in bounded size."""
+        now = time.monotonic()
+        ages = ", ".join(f"{now - heard:.3f} s" for heard in self._last_heard)
         lines = [
             f"state of the API: live={self.num_live} sleep_level={self._sleep_level} dead={self.is_dead} "
-            f"core last heard {self.heartbeat_age_s:.3f} s ago"
+            f"core last heard {ages} ago"
         ]
         return "\n".join(lines + self.output_processor.describe())
 
     async def _read_outputs(self) -> None:
         try:
-            async for outputs in self.client.outputs():
-                self._last_heard = time.monotonic()
-                for observer in self.observers:
-                    observer.on_core_outputs(outputs)
-                if outputs.stats is not None:
-                    self.queue_limits.prefill_tokens_per_s = outputs.stats.prefill_tokens_per_s
-                await self._process_outputs(outputs.outputs)
+            async with aclosing(self.client.outputs()) as messages:
+                async for outputs in messages:
+                    self._last_heard[outputs.engine_index] = time.monotonic()
+                    for observer in self.observers:
+                        observer.on_core_outputs(outputs)
+                    if outputs.stats is not None:
+                        rates = self._prefill_tokens_per_s
+                        rates[outputs.engine_index] = outputs.stats.prefill_tokens_per_s
+                        self.queue_limits.prefill_tokens_per_s = sum(rates)
+                    await self._process_outputs(outputs.outputs)
         except EngineDead as error:
             self._die(error)
         except Exception as error:

@@ -62,18 +62,22 @@ class InputProcessor:
         priority: int = 0,
         resume: Sequence[Sequence[int]] = (),
         tenant: str = "",
+        data_parallel_rank: int | None = None,
     ) -> list[EngineCoreRequest]:
         """Make the core's requests, one per choice, each with an internal id, a bounded `max_tokens` and a seed.
 
         Args:
             resume: for each choice, the output of an earlier run that it continues.
             tenant: the request's tenant (`headers.TENANT`).
+            data_parallel_rank: core that computes them; None: the one with the least work.
 
         Raises:
             PromptTooLong: prompt plus output would exceed the model's context.
             InvalidRequest: the prompt is empty, a token id is beyond the vocabulary, the structured output cannot be
-                enforced, or a priority is given to an engine that does not schedule by it.
+                enforced, a priority is given to an engine that does not schedule by it, or there is no such rank.
         """
+        if data_parallel_rank is not None:
+            self._check_rank(data_parallel_rank)
         if priority and self.config.scheduling_policy != "priority":
             raise InvalidRequest(
                 "priority needs an engine started with --scheduling-policy priority", param="priority"
@@ -104,9 +108,19 @@ class InputProcessor:
                     resume_token_ids=output,
                     grammar=grammar,
                     tenant=tenant,
+                    data_parallel_rank=data_parallel_rank,
                 )
             )
         return requests
+
+    def _check_rank(self, rank: int) -> None:
+        num_ranks = self.config.data_parallel_size
+        if not 0 <= rank < num_ranks:
+            raise InvalidRequest(
+                f"data_parallel_rank {rank} is out of range: this engine has {num_ranks} (--data-parallel-size), "
+                "numbered from 0",
+                param="data_parallel_rank",
+            )
 
     def _next_seed(self) -> int:
         """Return the seed of a choice without one: the next of the engine's own sequence, if `--seed` is set."""

@@ -44,7 +44,8 @@ class LLM:
     Args:
         model: `ORG/NAME` of a Hugging Face hub, a directory, `builtin://tiny`, or another source
             (`argosy_fetcher.source_uri`). Remote models are fetched once, into a store on this machine.
-        multiprocess: the engine core gets a process of its own, so that tokenising and stepping overlap.
+        multiprocess: the engine core gets a process of its own, so that tokenising and stepping overlap. With
+            `data_parallel_size` above 1 each core has one, and prompts spread over them.
         logits_processors: classes, or `MODULE:CLASS`, for requests with `SamplingParams.extra_args`.
         **engine_args: any other field of `EngineArgs`.
 

@@ -17,6 +17,7 @@ from typing import Any, Self
 
 from argosy_engine.config import EngineArgs
 from argosy_engine.core.proc.core_client import ClosedClient, InprocClient, SyncClient, SyncMPClient
+from argosy_engine.core.proc.data_parallel_client import DPLBSyncMPClient
 from argosy_engine.errors import InvalidRequest
 from argosy_engine.frontend.input_processor import InputProcessor
 from argosy_engine.frontend.memory_report import budget_table
@@ -52,16 +53,22 @@ class LLMEngine:
         """Load the model, after fetching it if it is remote, and log its memory budget (`argosy.frontend`, INFO).
 
         Args:
-            multiprocess: the core runs in a process of its own, so that tokenising and stepping overlap.
+            multiprocess: the core runs in a process of its own, so that tokenising and stepping overlap. Several
+                cores (`data_parallel_size`) always do.
 
         Raises:
             ConfigError: the model or an argument cannot work.
             FetchFailed: the model could not be fetched for now.
         """
         with local_model(args) as local:
-            client: SyncClient = SyncMPClient(local) if multiprocess else InprocClient(local)
+            client: SyncClient
+            if local.data_parallel_size > 1:
+                client = DPLBSyncMPClient(local)
+            else:
+                client = SyncMPClient(local) if multiprocess else InprocClient(local)
         try:
-            logger.info("memory of %s\n%s", client.config.model_name, budget_table(client.config.memory))
+            config = client.config
+            logger.info("memory of %s\n%s", config.model_name, budget_table(*config.memory_of_ranks))
             return cls(client)
         except BaseException:
             client.close()

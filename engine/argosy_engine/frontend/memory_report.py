@@ -15,8 +15,13 @@ def size(num_bytes: int) -> str:
     return f"{num_bytes} B"
 
 
-def budget_table(budget: MemoryBudget) -> str:
-    """Format the budget in five lines, numbers right-aligned."""
+def budget_table(*budgets: MemoryBudget) -> str:
+    """Format the budget in five lines, numbers right-aligned.
+
+    Args:
+        budgets: those of all data-parallel ranks, of which the smallest is shown.
+    """
+    budget = min(budgets, key=lambda each: each.num_blocks)
     if budget.device == "cuda":
         share = f"{budget.utilization:g} of {size(budget.total_bytes)}, {size(budget.available_bytes)} free at start"
     else:
@@ -39,4 +44,7 @@ def budget_table(budget: MemoryBudget) -> str:
         ),
         ("concurrency", f"{budget.max_concurrency:.1f}", f"requests of {budget.max_model_len} tokens"),
     )
-    return "\n".join(f"  {name:<14}{value:>12}  {note}".rstrip() for name, value, note in rows)
+    lines = [f"  {name:<14}{value:>12}  {note}".rstrip() for name, value, note in rows]
+    return "\n".join(
+        lines if len(budgets) == 1 else [f"  each of {len(budgets)} data-parallel ranks:", *lines]
+    )

@@ -8,14 +8,24 @@ from argosy_engine.messages.core_messages import EngineCoreOutputs
 
 
 class RequestTimings:
-    """When a request reached its milestones, in monotonic seconds; read by the metrics."""
+    """When a request reached its milestones, in monotonic seconds, and where; read by the metrics."""
 
-    __slots__ = ("arrived", "first_token", "last_token", "num_cached", "prefill_s", "queued_s")
+    __slots__ = (
+        "arrived",
+        "engine_index",
+        "first_token",
+        "last_token",
+        "num_cached",
+        "prefill_s",
+        "queued_s",
+    )
 
     def __init__(self) -> None:
         self.arrived = time.monotonic()
         self.first_token = 0.0
         self.last_token = 0.0
+        self.engine_index = 0
+        """Data-parallel rank of the core that computes the request; 0 before it is sent."""
         self.num_cached = 0
         """prompt tokens found in the prefix cache"""
         self.queued_s = 0.0
@@ -28,8 +38,8 @@ class Observer:
     def on_core_outputs(self, outputs: EngineCoreOutputs) -> None:
         """The core sent a message."""
 
-    def on_lost(self, count: int) -> None:
-        """Requests were failed because the core no longer knew them."""
+    def on_lost(self, timings: RequestTimings) -> None:
+        """A request was failed because the core no longer knew it."""
 
     def on_tokens(self, timings: RequestTimings, count: int, now: float, is_first: bool) -> None:
         """A request got tokens.

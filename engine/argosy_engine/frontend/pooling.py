@@ -42,6 +42,7 @@ def pooling_request(
     *,
     cache_salt: str | None = None,
     tenant: str = "",
+    data_parallel_rank: int | None = None,
 ) -> EngineCoreRequest:
     """Make the core's request.
 
@@ -53,7 +54,9 @@ def pooling_request(
     config = input_processor.config
     params.check_dimensions(config.embedding_size, config.is_matryoshka, config.matryoshka_dimensions)
     one_token = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-    (request,) = input_processor.process_inputs(prompt, one_token, cache_salt=cache_salt, tenant=tenant)
+    (request,) = input_processor.process_inputs(
+        prompt, one_token, cache_salt=cache_salt, tenant=tenant, data_parallel_rank=data_parallel_rank
+    )
     request.pooling_params = params
     return request
 

@@ -91,6 +91,8 @@ class EngineCoreRequest(Struct, array_like=True, omit_defaults=True, gc=False):
     call_id: str = ""
     """The same for all sequences (prompts, choices) of a call, so that calls can share the slots fairly (`CallQueue`);
     empty in a call of one sequence."""
+    data_parallel_rank: int | None = None
+    """Engine core that computes the request. None: the client chooses one, and sets this when it sends the request."""
 
 
 class UtilityCall(Struct, array_like=True, gc=False):
@@ -174,3 +176,5 @@ class EngineCoreOutputs(Struct, array_like=True, omit_defaults=True, gc=False):
     utility: UtilityOutput | None = None
     dead: str | None = None
     """Reason why the core is dying; set in its last message."""
+    engine_index: int = 0
+    """Data-parallel rank of the core, set by the client that receives the message."""

@@ -20,6 +20,7 @@ class Handshake(Struct, tag="INIT", tag_field="status"):
     """The client's answer: the arguments to run with."""
 
     engine_args: EngineArgs
+    data_parallel_rank: int = 0
 
 
 class Loading(Struct, tag="LOADING", tag_field="status"):

@@ -11,6 +11,7 @@ import ctypes
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from msgspec import Struct
 
@@ -106,20 +107,28 @@ class _NvmlMemory(ctypes.Structure):
     _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
 
 
+def visible_gpus() -> list[str]:
+    """Return the GPUs visible to this process, as CUDA_VISIBLE_DEVICES names them: indices, or what that names."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    with _nvml() as nvml:
+        count = ctypes.c_uint(0)
+        if nvml is None or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
+            return []
+    if visible is None:
+        return [str(index) for index in range(count.value)]
+    named = [name.strip() for name in visible.split(",") if name.strip()]
+    return named[: named.index("-1")] if "-1" in named else named
+
+
 def gpu_memory() -> DeviceMemory | None:
     """Return the first GPU visible to this process; None without driver or GPU, or if CUDA_VISIBLE_DEVICES hides it."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     first = (visible or "0").split(",")[0].strip()
     if visible == "" or first == "-1":
         return None
-    try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return None
-    if nvml.nvmlInit_v2() != 0:
-        return None
-    with contextlib.ExitStack() as stack:
-        stack.callback(nvml.nvmlShutdown)
+    with _nvml() as nvml:
+        if nvml is None:
+            return None
         handle = ctypes.c_void_p()
         if first.isdigit():
             found = nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(int(first)), ctypes.byref(handle))
@@ -130,3 +139,20 @@ def gpu_memory() -> DeviceMemory | None:
             return None
         nvml.nvmlDeviceGetName(handle, name, ctypes.c_uint(len(name)))
         return DeviceMemory("cuda", name.value.decode(errors="replace"), memory.total, memory.free)
+
+
+@contextlib.contextmanager
+def _nvml() -> Iterator[Any]:
+    """Yield NVIDIA's management library while it is initialised; None without a driver."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        yield None
+        return
+    if nvml.nvmlInit_v2() != 0:
+        yield None
+        return
+    try:
+        yield nvml
+    finally:
+        nvml.nvmlShutdown()

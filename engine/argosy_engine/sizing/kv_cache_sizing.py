@@ -10,8 +10,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 
-import msgspec
-
 from argosy_engine.attention import WORKSPACE_BYTES
 from argosy_engine.config import EngineArgs, MemoryBudget
 from argosy_engine.device_defaults import memory_utilization
@@ -29,6 +27,7 @@ from argosy_engine.models.model_path import resolve_model
 from argosy_engine.models.sharding import check_tensor_parallel
 from argosy_engine.models.stage import check_pipeline_parallel
 from argosy_engine.sizing.device import DeviceMemory
+from argosy_engine.sizing.rank_resources import worker_memory
 
 CUDA_CONTEXT_BYTES = 600 << 20
 """Estimate of what CUDA, cuBLAS and loaded kernels take besides our tensors, used before they are loaded."""
@@ -135,16 +134,14 @@ def plan_memory(
     """Size the KV cache and determine `max_model_len`.
 
     Args:
-        memory: the device's memory before the weights were loaded. Workers on a CPU share it.
+        memory: the device's memory before the weights were loaded. On a CPU all workers of all ranks share it.
         groups: those of the model's layers, on one worker.
 
     Raises:
         ConfigError: the pool cannot hold these groups.
         DoesNotFit: not even one request of full length fits; the message says which length would fit.
     """
-    if memory.device == "cpu":
-        available = memory.available_bytes // args.parallel_config.world_size
-        memory = msgspec.structs.replace(memory, available_bytes=available)
+    memory = worker_memory(args, memory)
     utilization = memory_utilization(args, memory.device)
     check_pages(groups)
     block_size, bytes_per_block = args.block_size, block_bytes(groups)

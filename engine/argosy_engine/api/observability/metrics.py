@@ -1,6 +1,7 @@
 """EngineMetrics: Prometheus metrics with vLLM's names, labels and buckets, so that its dashboards work unchanged.
 
-EngineMetrics observes the outputs of the core. Names are those of vLLM 0.32's /metrics.
+EngineMetrics observes the outputs of the cores. Names are those of vLLM 0.32's /metrics; the label `engine` is the
+data-parallel rank.
 """
 
 from __future__ import annotations
@@ -58,22 +59,23 @@ def _token_buckets(limit: int) -> tuple[float, ...]:
 
 
 class EngineMetrics(Observer):
-    """One registry per engine; `render` is the body of /metrics."""
+    """One registry per engine; `render` is the body of /metrics. Attributes are lists: a series for each rank."""
 
     def __init__(self, config: ResolvedConfig) -> None:
         self.registry = CollectorRegistry(auto_describe=True)
-        values = (config.model_name, "0")
+        ranks = [(config.model_name, str(rank)) for rank in range(config.data_parallel_size)]
 
-        def gauge(name: str, text: str) -> Gauge:
-            return Gauge(f"vllm:{name}", text, _LABELS, registry=self.registry).labels(*values)
+        def gauge(name: str, text: str) -> list[Gauge]:
+            family = Gauge(f"vllm:{name}", text, _LABELS, registry=self.registry)
+            return [family.labels(*values) for values in ranks]
 
-        def counter(name: str, text: str) -> Counter:
-            return Counter(f"vllm:{name}", text, _LABELS, registry=self.registry).labels(*values)
+        def counter(name: str, text: str) -> list[Counter]:
+            family = Counter(f"vllm:{name}", text, _LABELS, registry=self.registry)
+            return [family.labels(*values) for values in ranks]
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(f"vllm:{name}", text, _LABELS, buckets=buckets, registry=self.registry).labels(
-                *values
-            )
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> list[Histogram]:
+            family = Histogram(f"vllm:{name}", text, _LABELS, buckets=buckets, registry=self.registry)
+            return [family.labels(*values) for values in ranks]
 
         self._running = gauge("num_requests_running", "Requests in the model's execution batches.")
         self._waiting = gauge("num_requests_waiting", "Requests waiting to be scheduled.")
@@ -84,17 +86,18 @@ class EngineMetrics(Observer):
             (*_LABELS, "sleep_state"),
             registry=self.registry,
         )
-        self._sleep = [sleep.labels(*values, state) for state in _SLEEP_STATES]
+        self._sleep = [[sleep.labels(*values, state) for state in _SLEEP_STATES] for values in ranks]
         self.set_sleep_level(0)
         self._queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
         self._hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
         self._preemptions = counter("num_preemptions", "Preemptions.")
-        self._stalled = Counter(
+        stalled = Counter(
             "argosy_engine_stalled_requests",
             "Requests failed by the watchdog after --request-stall-timeout without progress.",
             _LABELS,
             registry=self.registry,
-        ).labels(*values)
+        )
+        self._stalled = [stalled.labels(*values) for values in ranks]
         self._prompt = counter("prompt_tokens", "Prompt tokens of finished prefills.")
         self._prompt_cached = counter("prompt_tokens_cached", "Prompt tokens taken from the prefix cache.")
         self._generated = counter("generation_tokens", "Generated tokens.")
@@ -104,7 +107,9 @@ class EngineMetrics(Observer):
             (*_LABELS, "finished_reason"),
             registry=self.registry,
         )
-        self._success = {reason: success.labels(*values, reason) for reason in _FINISH_REASONS}
+        self._success = [
+            {reason: success.labels(*values, reason) for reason in _FINISH_REASONS} for values in ranks
+        ]
         self._ttft = histogram("time_to_first_token_seconds", "Time to first token.", _TTFT)
         self._itl = histogram("inter_token_latency_seconds", "Time between output tokens.", _ITL)
         self._tpot = histogram(
@@ -121,75 +126,73 @@ class EngineMetrics(Observer):
         self._prompt_sizes = histogram("request_prompt_tokens", "Prompt tokens per request.", tokens)
         self._output_sizes = histogram("request_generation_tokens", "Generated tokens per request.", tokens)
         self._iteration = histogram("iteration_tokens_total", "Tokens per step.", _ITERATION)
-        cache_info = {
-            "model_name": config.model_name,
-            "engine": "0",
-            "block_size": str(config.block_size),
-            "num_gpu_blocks": str(config.num_gpu_blocks),
-            "cache_dtype": config.dtype,
-        }
         # vLLM exposes this as a gauge that is always 1, not as an Info metric.
-        Gauge(
+        cache_config = Gauge(
             "vllm:cache_config_info",
             "Configuration of the KV cache.",
-            tuple(cache_info),
+            (*_LABELS, "block_size", "num_gpu_blocks", "cache_dtype"),
             registry=self.registry,
-        ).labels(**cache_info).set(1)
+        )
+        for values, memory in zip(ranks, config.memory_of_ranks, strict=True):
+            cache_config.labels(*values, config.block_size, memory.num_blocks, config.dtype).set(1)
         InfoMetric("argosy_engine", "This engine.", registry=self.registry).info(
             {"device": config.device, "dtype": config.dtype, "architecture": config.architecture}
         )
 
     def set_sleep_level(self, level: int) -> None:
         """Set the sleep level; 0 is awake (`AsyncLLM.sleep`)."""
-        for index, gauge in enumerate(self._sleep):
-            gauge.set(index == level)
+        for gauges in self._sleep:
+            for index, gauge in enumerate(gauges):
+                gauge.set(index == level)
 
     def render(self) -> bytes:
         return generate_latest(self.registry)
 
     def on_core_outputs(self, outputs: EngineCoreOutputs) -> None:
-        stats = outputs.stats
+        stats, rank = outputs.stats, outputs.engine_index
         if stats is None:
             return
-        self._running.set(stats.num_running)
-        self._waiting.set(stats.num_waiting)
-        self._kv_usage.set(stats.kv_cache_usage)
+        self._running[rank].set(stats.num_running)
+        self._waiting[rank].set(stats.num_waiting)
+        self._kv_usage[rank].set(stats.kv_cache_usage)
         for metric, value in (
-            (self._queries, stats.prefix_cache_queries),
-            (self._hits, stats.prefix_cache_hits),
-            (self._preemptions, stats.num_preemptions),
+            (self._queries[rank], stats.prefix_cache_queries),
+            (self._hits[rank], stats.prefix_cache_hits),
+            (self._preemptions[rank], stats.num_preemptions),
         ):
             if value:
                 metric.inc(value)
         if stats.num_stalled:
-            self._stalled.inc(stats.num_stalled)
+            self._stalled[rank].inc(stats.num_stalled)
         if stats.iteration_tokens:
-            self._iteration.observe(stats.iteration_tokens)
+            self._iteration[rank].observe(stats.iteration_tokens)
 
-    def on_lost(self, count: int) -> None:
-        self._stalled.inc(count)
+    def on_lost(self, timings: RequestTimings) -> None:
+        self._stalled[timings.engine_index].inc()
 
     def on_tokens(self, timings: RequestTimings, count: int, now: float, is_first: bool) -> None:
-        self._generated.inc(count)
+        rank = timings.engine_index
+        self._generated[rank].inc(count)
         if is_first:
-            self._ttft.observe(now - timings.arrived)
-            self._queue_time.observe(timings.queued_s)
-            self._prefill_time.observe(timings.prefill_s)
+            self._ttft[rank].observe(now - timings.arrived)
+            self._queue_time[rank].observe(timings.queued_s)
+            self._prefill_time[rank].observe(timings.prefill_s)
         else:
-            self._itl.observe(now - timings.last_token)
+            self._itl[rank].observe(now - timings.last_token)
 
     def on_finished(self, timings: RequestTimings, num_prompt: int, num_output: int, reason: str) -> None:
-        self._success[reason].inc()
+        rank = timings.engine_index
+        self._success[rank][reason].inc()
         if timings.first_token:
-            self._prompt.inc(num_prompt)
-            self._prompt_cached.inc(timings.num_cached)
+            self._prompt[rank].inc(num_prompt)
+            self._prompt_cached[rank].inc(timings.num_cached)
         if reason in _CUT_SHORT:
             return
-        self._e2e.observe(time.monotonic() - timings.arrived)
+        self._e2e[rank].observe(time.monotonic() - timings.arrived)
         decode_s = timings.last_token - timings.first_token
-        self._decode_time.observe(decode_s)
-        self._inference_time.observe(timings.prefill_s + decode_s)
+        self._decode_time[rank].observe(decode_s)
+        self._inference_time[rank].observe(timings.prefill_s + decode_s)
         if num_output > 1:
-            self._tpot.observe(decode_s / (num_output - 1))
-        self._prompt_sizes.observe(num_prompt)
-        self._output_sizes.observe(num_output)
+            self._tpot[rank].observe(decode_s / (num_output - 1))
+        self._prompt_sizes[rank].observe(num_prompt)
+        self._output_sizes[rank].observe(num_output)

@@ -21,10 +21,22 @@ class StatsLog(Observer):
     """Observer that needs no timer: a core with work sends outputs, an idle one heartbeats.
 
     Args:
+        num_engines: number of engine cores; each has lines of its own.
         clock: monotonic seconds.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, num_engines: int = 1, clock: Callable[[], float] = time.monotonic) -> None:
+        self._engines = [_EngineStats(index, clock) for index in range(num_engines)]
+
+    def on_core_outputs(self, outputs: EngineCoreOutputs) -> None:
+        self._engines[outputs.engine_index].update(outputs)
+
+
+class _EngineStats:
+    """Statistics of one engine core since its last line."""
+
+    def __init__(self, index: int, clock: Callable[[], float]) -> None:
+        self._index = index
         self._clock = clock
         self._last = clock()
         self._generated = 0
@@ -33,7 +45,7 @@ class StatsLog(Observer):
         self._hits = 0
         self._was_busy = False
 
-    def on_core_outputs(self, outputs: EngineCoreOutputs) -> None:
+    def update(self, outputs: EngineCoreOutputs) -> None:
         stats = outputs.stats
         self._generated += sum(len(output.new_token_ids) for output in outputs.outputs)
         if stats is None:
@@ -51,8 +63,9 @@ class StatsLog(Observer):
 
     def _log(self, stats: SchedulerStats, elapsed: float) -> None:
         logger.info(
-            "Engine 000: Avg prompt throughput: %.1f tokens/s, Avg generation throughput: %.1f tokens/s, "
+            "Engine %03d: Avg prompt throughput: %.1f tokens/s, Avg generation throughput: %.1f tokens/s, "
             "Running: %d reqs, Waiting: %d reqs, GPU KV cache usage: %.1f%%, Prefix cache hit rate: %.1f%%",
+            self._index,
             self._prefilled / elapsed,
             self._generated / elapsed,
             stats.num_running,

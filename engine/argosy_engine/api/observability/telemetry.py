@@ -3,12 +3,16 @@
 The API process mirrors which chunks are resident from the core's deltas, so a router that connects gets its snapshot
 without any work for the core. Each reader has a bounded queue of encoded frames; a reader that cannot keep up is
 disconnected, and reconnects for a new snapshot.
+
+The cores of an engine with data parallelism are one replica to routers: the stream announces what any of them holds
+(`core.proc.rank_prefixes` merges their deltas), and their loads together. Counts are sums; rates, times and shares are
+those of one core.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 from argosy_engine.config import ResolvedConfig
 from argosy_engine.frontend.async_llm import AsyncLLM
@@ -17,6 +21,7 @@ from argosy_engine.messages.core_messages import EngineCoreOutputs, ResidencyDel
 from argosy_protocol import __version__
 from argosy_protocol.telemetry import (
     HEARTBEAT_INTERVAL_S,
+    SNAPSHOT_SLICE_CHUNKS,
     Cleared,
     Draining,
     Frame,
@@ -57,7 +62,8 @@ class TelemetryHub(Observer):
         self._config = config
         self._resident: dict[int, int] = {}
         self._readers: set[_Reader] = set()
-        self._stats = SchedulerStats()
+        self._stats = [SchedulerStats()] * config.data_parallel_size
+        """The last statistics of each core."""
         self._last_load = 0.0
         self._next_load: asyncio.TimerHandle | None = None
         self._is_draining = False
@@ -83,7 +89,7 @@ class TelemetryHub(Observer):
         if outputs.residency is not None:
             self._apply(outputs.residency)
         if outputs.stats is not None:
-            self._stats = outputs.stats
+            self._stats[outputs.engine_index] = outputs.stats
             loop = asyncio.get_running_loop()
             due = self._last_load + LOAD_INTERVAL_S
             if loop.time() >= due:
@@ -113,8 +119,9 @@ class TelemetryHub(Observer):
                 model_fingerprint=config.model_fingerprint,
                 block_size=config.block_size,
                 max_model_len=config.max_model_len,
-                max_num_seqs=config.max_num_seqs,
-                kv_cache_tokens=config.memory.kv_cache_tokens,
+                max_num_seqs=config.max_num_seqs * config.data_parallel_size,
+                kv_cache_tokens=sum(memory.kv_cache_tokens for memory in config.memory_of_ranks),
+                data_parallel_size=config.data_parallel_size,
                 schedules_by_priority=config.scheduling_policy == "priority",
                 takes_model_name=True,
                 engine_version=__version__,
@@ -130,10 +137,11 @@ class TelemetryHub(Observer):
         if delta.cleared:
             self._resident.clear()
             self._broadcast(Cleared())
-        if delta.removed:
-            for chunk_hash in delta.removed:
+        for start in range(0, len(delta.removed), SNAPSHOT_SLICE_CHUNKS):
+            removed = delta.removed[start : start + SNAPSHOT_SLICE_CHUNKS]
+            for chunk_hash in removed:
                 self._resident.pop(chunk_hash, None)
-            self._broadcast(Removed(hashes=pack_u64(delta.removed)))
+            self._broadcast(Removed(hashes=pack_u64(removed)))
         if delta.stored:
             hashes = [end.hash for end in delta.stored]
             tokens = [end.token_end for end in delta.stored]
@@ -141,17 +149,17 @@ class TelemetryHub(Observer):
             self._broadcast(Stored(hashes=pack_u64(hashes), tokens=pack_u32(tokens)))
 
     def _load(self) -> Load:
-        stats = self._stats
+        cores = self._stats
         return Load(
             core_step_age_s=self._llm.heartbeat_age_s,
-            num_running=stats.num_running,
-            num_waiting=stats.num_waiting,
-            queued_uncached_tokens=stats.queued_uncached_tokens,
-            kv_usage=stats.kv_cache_usage,
-            prefill_tokens_per_s=stats.prefill_tokens_per_s,
-            decode_step_s=stats.decode_step_s,
-            longest_step_s=stats.longest_step_s,
-            num_yielding=stats.num_yielding,
+            num_running=sum(stats.num_running for stats in cores),
+            num_waiting=sum(stats.num_waiting for stats in cores),
+            queued_uncached_tokens=sum(stats.queued_uncached_tokens for stats in cores),
+            kv_usage=sum(stats.kv_cache_usage for stats in cores) / len(cores),
+            prefill_tokens_per_s=_mean_of_measured([stats.prefill_tokens_per_s for stats in cores]),
+            decode_step_s=_mean_of_measured([stats.decode_step_s for stats in cores]),
+            longest_step_s=max(stats.longest_step_s for stats in cores),
+            num_yielding=sum(stats.num_yielding for stats in cores),
         )
 
     def _send_load(self) -> None:
@@ -179,3 +187,9 @@ class TelemetryHub(Observer):
                 await asyncio.sleep(wait)
             else:
                 self._send_load()
+
+
+def _mean_of_measured(values: Sequence[float]) -> float:
+    """Return the mean of the figures that are measured, i.e. not 0; 0 if none is."""
+    measured = [value for value in values if value]
+    return sum(measured) / len(measured) if measured else 0.0

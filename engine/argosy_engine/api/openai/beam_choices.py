@@ -116,7 +116,12 @@ async def _next_tokens(
         core_request
         for beam in beams
         for core_request in llm.input_processor.process_inputs(
-            beam, params, cache_salt=request.cache_salt, priority=request.priority, tenant=tenant
+            beam,
+            params,
+            cache_salt=request.cache_salt,
+            priority=request.priority,
+            tenant=tenant,
+            data_parallel_rank=request.data_parallel_rank,
         )
     ]
     return await llm.collect(requests)

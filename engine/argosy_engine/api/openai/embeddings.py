@@ -39,7 +39,12 @@ async def embed(
     )
     requests = [
         pooling_request(
-            llm.input_processor, prompt, params, cache_salt=request.cache_salt, tenant=serving.tenant
+            llm.input_processor,
+            prompt,
+            params,
+            cache_salt=request.cache_salt,
+            tenant=serving.tenant,
+            data_parallel_rank=request.data_parallel_rank,
         )
         for prompt in prompts
     ]

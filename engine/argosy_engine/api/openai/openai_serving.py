@@ -173,6 +173,7 @@ class OpenAIServing:
                 priority=request.priority,
                 resume=resumed[index * n : index * n + n],
                 tenant=self.tenant,
+                data_parallel_rank=request.data_parallel_rank,
             )
         ]
 

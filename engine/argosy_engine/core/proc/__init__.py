@@ -1,8 +1,11 @@
 """The process of the engine core, and how a client starts, reaches and ends it.
 
-core_process       the process: threads for input and output, and the busy loop
-call_parameters    what the sequences of a call hold in common
-core_handle        starts, watches and ends the process on behalf of a client
-core_client        blocking clients: in the caller's process, and over ZMQ
-async_core_client  asyncio client, for the API server
+core_process          the process: threads for input and output, and the busy loop
+call_parameters       what the sequences of a call hold in common
+core_handle           starts, watches and ends the process on behalf of a client
+core_client           blocking clients: in the caller's process, and over ZMQ
+async_core_client     asyncio client, for the API server
+data_parallel_client  both kinds for several cores, one for each data-parallel rank
+rank_balancer         which rank gets a request
+rank_prefixes         which ranks hold a prefix
 """

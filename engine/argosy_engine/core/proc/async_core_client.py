@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Iterator
-from typing import Any
+from collections.abc import AsyncGenerator, Iterator
+from typing import Any, Protocol
 
 import msgspec
 import zmq
@@ -25,6 +25,25 @@ from argosy_engine.messages.core_messages import (
 )
 
 
+class AsyncClient(Protocol):
+    """Interface that `AsyncLLM` needs from a client, of one core or several."""
+
+    config: ResolvedConfig
+
+    @property
+    def pids(self) -> list[int]: ...
+
+    async def add_request(self, request: EngineCoreRequest) -> None: ...
+
+    async def abort_requests(self, request_ids: list[str]) -> None: ...
+
+    async def call_utility(self, method: str, *args: Any) -> Any: ...
+
+    def outputs(self) -> AsyncGenerator[EngineCoreOutputs]: ...
+
+    async def close(self) -> None: ...
+
+
 class AsyncMPClient:
     """Client of a core in its own process. Create it with `start`."""
 
@@ -41,14 +60,17 @@ class AsyncMPClient:
         self.config: ResolvedConfig
 
     @classmethod
-    async def start(cls, args: EngineArgs) -> AsyncMPClient:
+    async def start(cls, args: EngineArgs, rank: int = 0) -> AsyncMPClient:
         """Start the core process and wait until its model is loaded.
+
+        Args:
+            rank: data-parallel rank of the core.
 
         Raises:
             ConfigError: the core rejects its arguments; the message is meant for the person who started it.
             EngineDead: the core died while starting.
         """
-        handle = CoreHandle(args)
+        handle = CoreHandle(args, rank)
         client = cls(handle)
         try:
             handle.start()  # fork and exec take milliseconds, once
@@ -106,7 +128,7 @@ class AsyncMPClient:
         finally:
             del self._calls[call_id]
 
-    async def outputs(self) -> AsyncIterator[EngineCoreOutputs]:
+    async def outputs(self) -> AsyncGenerator[EngineCoreOutputs]:
         """Yield everything that the core sends, until it dies.
 
         Raises:
@@ -174,6 +196,11 @@ class AsyncMPClient:
     @property
     def pid(self) -> int:
         return self._handle.pid
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes of all cores."""
+        return [self.pid]
 
     async def close(self) -> None:
         """End the core and close the sockets."""

@@ -1,5 +1,7 @@
 """Clients of the engine core: one in the same process, two over ZMQ to a process of its own, one without a core.
 
+Clients of several cores are in `data_parallel_client`.
+
 All of them exchange the same messages with the same `EngineCore`:
 
 InprocClient    direct calls, for offline use and tests
@@ -141,31 +143,51 @@ class ClosedClient:
 class SyncMPClient:
     """Blocking client of a core in its own process.
 
-    Raises (from the constructor):
+    Args:
+        rank: data-parallel rank of the core.
+        is_awaited: wait until the core is ready; otherwise only start it, and leave `wait_until_loading` and
+            `wait_until_ready` to the caller.
+
+    Raises (from the constructor, or the methods that wait):
         ConfigError: the core rejects its arguments; the message is meant for the person who started it.
         EngineDead: the core died while starting. The methods raise it if the core dies later.
     """
 
-    def __init__(self, args: EngineArgs) -> None:
+    def __init__(self, args: EngineArgs, rank: int = 0, *, is_awaited: bool = True) -> None:
         self._context = zmq.Context()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(EngineCoreOutputs)
         self._call_ids: Iterator[int] = itertools.count()
         self._unfinished: set[str] = set()
         self._pending: deque[EngineCoreOutputs] = deque()
-        self._handle = CoreHandle(args)
+        self._handle = CoreHandle(args, rank)
         self._input, self._output = bind(self._context, self._handle)
+        self._start_deadline = time.monotonic() + START_TIMEOUT_S
+        self.config: ResolvedConfig
         try:
             self._handle.start()
-            deadline = time.monotonic() + START_TIMEOUT_S
-            while self._handle.config is None:
-                reply = self._handle.greeting(self._receive(deadline, " while starting"))
-                if reply is not None:
-                    self._send(reply, deadline, " while starting")
+            if is_awaited:
+                self.wait_until_ready()
         except BaseException:
             self.close()
             raise
-        self.config: ResolvedConfig = self._handle.config
+
+    def wait_until_loading(self) -> None:
+        """Wait until the core has its arguments and loads the model."""
+        while not self._handle.is_connected:
+            self._shake_hands()
+
+    def wait_until_ready(self) -> None:
+        """Wait until the model is loaded."""
+        while self._handle.config is None:
+            self._shake_hands()
+        self.config = self._handle.config
+
+    def _shake_hands(self) -> None:
+        """Wait for the next message of the handshake and answer it."""
+        reply = self._handle.greeting(self._receive(self._start_deadline, " while starting"))
+        if reply is not None:
+            self._send(reply, self._start_deadline, " while starting")
 
     @property
     def pid(self) -> int:
@@ -185,6 +207,18 @@ class SyncMPClient:
         with contextlib.suppress(EngineDead):
             self._send([RequestType.ABORT, self._encoder.encode(aborted)])
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether `step` has something to return, or to raise, at once."""
+        return bool(self._pending or self._output.poll(0) or self._handle.poll() is not None)
+
+    def watch(self, poller: zmq.Poller) -> bool:
+        """Have a poller wait until `is_ready`; returns whether it will notice the core's end, too."""
+        poller.register(self._output, zmq.POLLIN)
+        if self._handle.pidfd is not None:
+            poller.register(self._handle.pidfd, zmq.POLLIN)
+        return self._handle.pidfd is not None
+
     def step(self) -> EngineCoreOutputs:
         outputs = self._pending.popleft() if self._pending else self._next()
         for output in outputs.outputs:
@@ -199,10 +233,10 @@ class SyncMPClient:
         self._send([RequestType.UTILITY, self._encoder.encode(call)])
         while True:
             outputs = self._next()
+            if outputs.outputs or outputs.residency is not None:
+                self._pending.append(outputs)
             if outputs.utility is not None and outputs.utility.call_id == call_id:
                 return result_of(outputs.utility)
-            if outputs.outputs:
-                self._pending.append(outputs)
 
     def close(self) -> None:
         self._handle.end()

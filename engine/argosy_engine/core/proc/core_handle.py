@@ -17,12 +17,11 @@ import msgspec
 
 from argosy_engine.config import EngineArgs, ResolvedConfig
 from argosy_engine.errors import ConfigError, EngineDead
-from argosy_engine.messages.core_messages import (
-    RequestType,
-)
+from argosy_engine.messages.core_messages import RequestType
 from argosy_engine.messages.handshake import Failed, Handshake, HandshakeMessage, Hello, Loading, Ready
 from argosy_engine.osproc.child_process import describe_exit, end_child, open_pidfd, parent_argument
 from argosy_engine.osproc.file_descriptors import require_free
+from argosy_engine.sizing.rank_resources import rank_environment
 
 START_TIMEOUT_S = 1800.0
 """Limit for a start. Loading a large model from a slow disk takes long; a core that dies is detected at once."""
@@ -33,19 +32,24 @@ class CoreHandle:
 
     Args:
         args: arguments of the engine, sent in the handshake (`greeting`).
+        rank: data-parallel rank of the core.
 
     Raises (from the constructor):
-        ConfigError: this process has too few file descriptors left.
+        ConfigError: this process has too few file descriptors left, or there are fewer GPUs than workers.
     """
 
-    def __init__(self, args: EngineArgs) -> None:
+    def __init__(self, args: EngineArgs, rank: int = 0) -> None:
         require_free()
         self._args = args
+        self._rank = rank
+        self._environment = rank_environment(args, rank)
         self._directory = Path(tempfile.mkdtemp(prefix="argosy-"))  # mode 0700
         self.input_address = f"ipc://{self._directory}/input"
         self.output_address = f"ipc://{self._directory}/output"
         self._process: subprocess.Popen[bytes] | None = None
         self.pidfd: int | None = None
+        self.is_connected = False
+        """Whether both sockets are connected, so that the core loads the model."""
         self.config: ResolvedConfig | None = None
         """Resolved configuration; set when the core is ready."""
 
@@ -62,6 +66,7 @@ class CoreHandle:
                 parent_argument(),
             ],
             stdin=subprocess.PIPE,
+            env=self._environment,
         )
         self.pidfd = open_pidfd(self._process.pid)
 
@@ -88,8 +93,9 @@ class CoreHandle:
         message = msgspec.msgpack.decode(payload, type=HandshakeMessage)
         match message:
             case Hello():
-                return [RequestType.HANDSHAKE, msgspec.msgpack.encode(Handshake(self._args))]
+                return [RequestType.HANDSHAKE, msgspec.msgpack.encode(Handshake(self._args, self._rank))]
             case Loading():
+                self.is_connected = True
                 self.remove_files()
             case Ready():
                 self.config = message.config

@@ -136,7 +136,8 @@ class CoreProcess:
         # Most objects of the start live as long as the process: exclude them from later garbage collections.
         gc.collect()
         gc.freeze()
-        describe_on_signal("argosy engine core", self._describe)
+        name = f" {init.data_parallel_rank}" if init.engine_args.data_parallel_size > 1 else ""
+        describe_on_signal(f"argosy engine core{name}", self._describe)
         self._send_handshake(Ready(msgspec.structs.replace(config, startup_phases=phases)))
         threading.Thread(target=self.process_input_socket, daemon=True, name="input").start()
         sender = threading.Thread(target=self.process_output_socket, name="output")

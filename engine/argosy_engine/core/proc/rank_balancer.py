@@ -1,0 +1,117 @@
+"""RankBalancer: chooses the engine core (data-parallel rank) of each request, and remembers it until the request ends.
+
+    cost(rank) = queued(rank) + REQUEST_TOKENS * requests(rank) + prompt - hit(rank)        in tokens
+
+    queued    prompt tokens to compute for requests that have no first token yet
+    requests  those waiting and running
+    hit       tokens of the prompt that the rank's prefix cache holds; 0 while its batch is full
+
+The lowest cost wins, and equal ranks take turns, so that prompts without a cached prefix spread over all caches. All
+requests of the cores come from one client, so its own counts are exact; nothing is asked of a core. A prefix whose rank
+has no free slot counts nothing, because a request would wait there for as long as another one runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from argosy_engine.core.proc.rank_prefixes import RankPrefixes
+from argosy_engine.messages.core_messages import EngineCoreOutputs, EngineCoreRequest
+
+REQUEST_TOKENS = 64
+"""Cost of a running or waiting request, besides its prompt: about as many decode steps with a new one."""
+
+
+class _Sent:
+    """A request that a core has and that has not ended."""
+
+    __slots__ = ("num_queued_tokens", "rank")
+
+    def __init__(self, rank: int, num_queued_tokens: int) -> None:
+        self.rank = rank
+        self.num_queued_tokens = num_queued_tokens
+        """Prompt tokens to compute; 0 once it has its first token."""
+
+
+class RankBalancer:
+    """
+    Args:
+        max_num_seqs: for each rank the size of its batch.
+    """
+
+    def __init__(self, max_num_seqs: Sequence[int]) -> None:
+        self._max_num_seqs = max_num_seqs
+        self._prefixes = RankPrefixes(len(max_num_seqs))
+        self._sent: dict[str, _Sent] = {}
+        self._num_requests = [0] * len(max_num_seqs)
+        self._num_queued_tokens = [0] * len(max_num_seqs)
+        self._next = 0
+        """Rank that is preferred among equal ones."""
+
+    @property
+    def num_requests(self) -> Sequence[int]:
+        """For each rank the requests that have not ended."""
+        return tuple(self._num_requests)
+
+    def add(self, request: EngineCoreRequest) -> int:
+        """Return the rank of a request that is about to be sent: the one that it asks for, or the best."""
+        hits = self._prefixes.hits(request.chunk_ends)
+        size = len(request.prompt_token_ids) + len(request.resume_token_ids)
+        rank = request.data_parallel_rank
+        if rank is None:
+            rank = self._best(size, hits)
+            # A core's turns count the tokens that it computes: its share of the call's.
+            if request.batch_offset:
+                request.batch_offset = max(1, request.batch_offset // len(self._num_requests))
+            request.data_parallel_rank = rank
+        sent = _Sent(rank, max(size - hits.get(rank, 0), 0))
+        self._sent[request.request_id] = sent
+        self._num_requests[rank] += 1
+        self._num_queued_tokens[rank] += sent.num_queued_tokens
+        return rank
+
+    def _best(self, size: int, hits: dict[int, int]) -> int:
+        count = len(self._num_requests)
+        best, lowest = 0, -1
+        for offset in range(count):
+            rank = (self._next + offset) % count
+            num_requests = self._num_requests[rank]
+            cost = self._num_queued_tokens[rank] + REQUEST_TOKENS * num_requests + size
+            if num_requests < self._max_num_seqs[rank]:
+                cost -= min(hits.get(rank, 0), size)
+            if lowest < 0 or cost < lowest:
+                best, lowest = rank, cost
+        self._next = (best + 1) % count
+        return best
+
+    def update(self, rank: int, outputs: EngineCoreOutputs) -> None:
+        """Take over what a core's message says, and mark the message as that core's.
+
+        Its residency becomes that of all cores together (`RankPrefixes`).
+        """
+        outputs.engine_index = rank
+        if outputs.residency is not None:
+            outputs.residency = self._prefixes.apply(rank, outputs.residency)
+        for output in outputs.outputs:
+            if output.finish_reason is not None:
+                self._forget(output.request_id)
+            elif output.prefill_stats is not None and (sent := self._sent.get(output.request_id)) is not None:
+                self._num_queued_tokens[rank] -= sent.num_queued_tokens
+                sent.num_queued_tokens = 0
+
+    def remove(self, request_ids: Iterable[str]) -> dict[int, list[str]]:
+        """Forget requests that are aborted, and return their ids by rank; those that have ended are left out."""
+        by_rank: dict[int, list[str]] = {}
+        for request_id in request_ids:
+            rank = self._forget(request_id)
+            if rank is not None:
+                by_rank.setdefault(rank, []).append(request_id)
+        return by_rank
+
+    def _forget(self, request_id: str) -> int | None:
+        sent = self._sent.pop(request_id, None)
+        if sent is None:
+            return None
+        self._num_requests[sent.rank] -= 1
+        self._num_queued_tokens[sent.rank] -= sent.num_queued_tokens
+        return sent.rank

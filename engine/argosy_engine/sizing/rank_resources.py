@@ -1,0 +1,62 @@
+"""Resources of a data-parallel rank: its share of the machine's GPUs, cores and memory. No torch.
+
+Rank r of an engine with `world_size` workers per core gets the GPUs [r * world_size, (r + 1) * world_size) of those
+that are visible. On a CPU all workers of all ranks share cores and memory equally.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+import msgspec
+
+from argosy_engine.config import EngineArgs
+from argosy_engine.errors import ConfigError
+from argosy_engine.sizing.device import DeviceMemory, visible_gpus
+
+
+def rank_args(args: EngineArgs) -> EngineArgs:
+    """Return the arguments of each rank: with its share of the cores, unless the number of threads is given."""
+    if args.data_parallel_size == 1 or args.threads is not None:
+        return args
+    num_workers = args.data_parallel_size * args.parallel_config.world_size
+    return msgspec.structs.replace(args, threads=max(1, len(os.sched_getaffinity(0)) // num_workers))
+
+
+def rank_environment(args: EngineArgs, rank: int) -> Mapping[str, str]:
+    """Return the environment of a rank's processes, in which torch sees the rank's GPUs only.
+
+    Raises:
+        ConfigError: there are GPUs, but fewer than workers.
+    """
+    gpus = check_gpus(args)
+    if not gpus:
+        return os.environ
+    own = gpus[rank * args.parallel_config.world_size : (rank + 1) * args.parallel_config.world_size]
+    return {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(own)}
+
+
+def check_gpus(args: EngineArgs) -> list[str]:
+    """Return the GPUs to divide between data-parallel ranks; empty on a CPU, or if there is nothing to divide.
+
+    Raises:
+        ConfigError: there are GPUs, but fewer than workers.
+    """
+    if args.data_parallel_size == 1 or args.device == "cpu":
+        return []
+    gpus, num_workers = visible_gpus(), args.data_parallel_size * args.parallel_config.world_size
+    if gpus and len(gpus) < num_workers:
+        raise ConfigError(
+            f"--data-parallel-size {args.data_parallel_size} needs {num_workers} GPUs, one for each worker, and "
+            f"{len(gpus)} are visible; use a smaller size, or --device cpu"
+        )
+    return gpus
+
+
+def worker_memory(args: EngineArgs, memory: DeviceMemory) -> DeviceMemory:
+    """Return the memory that a worker may plan with: on a CPU an equal share of what is available, else its GPU's."""
+    num_workers = args.data_parallel_size * args.parallel_config.world_size
+    if memory.device != "cpu" or num_workers == 1:
+        return memory
+    return msgspec.structs.replace(memory, available_bytes=memory.available_bytes // num_workers)
