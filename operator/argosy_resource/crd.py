@@ -37,7 +37,7 @@ _COLUMNS: Final[tuple[Schema, ...]] = (
     {"name": "Routable", "type": "string", "jsonPath": ".status.routable"},
     {"name": "ModelCache", "type": "string", "jsonPath": ".status.modelCache"},
     {"name": "Model", "type": "string", "jsonPath": ".status.model"},
-    {"name": "GPU", "type": "integer", "jsonPath": ".spec.resources.gpu.count"},
+    {"name": "GPU", "type": "integer", "jsonPath": ".status.gpus"},
     {"name": "URL", "type": "string", "jsonPath": ".status.url"},
     {"name": "Age", "type": "date", "jsonPath": ".metadata.creationTimestamp"},
     {"name": "Revision", "type": "string", "jsonPath": ".status.revision", "priority": 1},

@@ -1,8 +1,8 @@
 """The command line and environment of one replica's engine.
 
-Owns the translation of `spec.model` and `spec.engine` into flags of `argosy serve` (vLLM's names), for pods and for the
-local fleet, and the way back for messages of engines. Must not know pods or keys. Invariant: only fields that the user
-set become flags, so the engine alone knows its defaults.
+Owns the translation of `spec.model`, `spec.engine` and `spec.parallelism` into flags of `argosy serve` (vLLM's names),
+for pods and for the local fleet, and the way back for messages of engines. Must not know pods or keys. Invariant: only
+fields that the user set become flags, so the engine alone knows its defaults.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def engine_args(
         model: where the engine finds the model, if not at its source.
         download_dir: the store that a fetched model is in; the engine's own default if left out.
     """
-    source, engine = service.spec.model.source, service.spec.engine
+    source, engine, parallelism = service.spec.model.source, service.spec.engine, service.spec.parallelism
     values: tuple[tuple[str, object], ...] = (
         ("--download-dir", download_dir),
         ("--device", None if engine.device == "auto" else engine.device),
@@ -86,6 +86,9 @@ def engine_args(
         ("--kv-cache-memory-bytes", engine.kv_cache_memory_bytes),
         ("--gpu-memory-utilization", engine.gpu_memory_utilization),
         ("--threads", engine.threads),
+        ("--tensor-parallel-size", None if parallelism.tensor == 1 else parallelism.tensor),
+        ("--pipeline-parallel-size", None if parallelism.pipeline == 1 else parallelism.pipeline),
+        ("--data-parallel-size", None if parallelism.data == 1 else parallelism.data),
         ("--shutdown-timeout", engine.shutdown_timeout_seconds),
     )
     args = ["serve", model or model_path(source), "--host", host, "--port", str(port)]
@@ -95,6 +98,8 @@ def engine_args(
             args += [flag, str(value)]
     if not engine.enable_prefix_caching:
         args.append("--no-enable-prefix-caching")
+    if parallelism.expert:
+        args.append("--enable-expert-parallel")
     return args
 
 

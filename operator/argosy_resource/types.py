@@ -55,6 +55,16 @@ PLURAL: Final = "inferenceservices"
 SINGULAR: Final = "inferenceservice"
 SHORT_NAME: Final = "isvc"
 
+MAX_DEVICES: Final = 16
+"""Most devices of one replica: those of the largest nodes."""
+
+
+def _devices(parallelism: str) -> str:
+    """A CEL expression of the number of devices; `parallelism` is the expression of that field."""
+    sizes = (f"{parallelism}.{name}" for name in ("tensor", "pipeline", "data"))
+    return " * ".join(f"(has({size}) ? {size} : 1)" for size in sizes)
+
+
 _hedge_rules = rules_of(
     Rule(rule="double(self) == 0.0 || double(self) >= 1.0", message="must be 0 (never) or between 1 and 100")
 )
@@ -184,18 +194,43 @@ class Engine(Struct, frozen=True, kw_only=True, rename="camel"):
         return None if self.kv_cache_memory is None else quantity_bytes(self.kv_cache_memory)
 
 
-class Gpu(Struct, frozen=True, kw_only=True, rename="camel"):
-    """GPUs of one replica."""
+class Parallelism(Struct, frozen=True, kw_only=True, rename="camel"):
+    """How one replica's engine is spread over devices of its node: GPUs, or processes if it computes on the CPU."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
-            rule="!has(self.count) || self.count == 1",
-            message="a replica runs on one GPU today; for more GPUs set more replicas",
-            field_path=".count",
+            rule=f"{_devices('self')} <= {MAX_DEVICES}",
+            message=f"tensor * pipeline * data is the number of devices of one replica, at most {MAX_DEVICES}",
+        ),
+        Rule(
+            rule="!has(self.expert) || !self.expert || (has(self.tensor) && self.tensor > 1)",
+            message="expert divides the experts among the devices of tensor; set tensor to 2 or more",
+            field_path=".expert",
         ),
     )
-    count: Annotated[int, Meta(ge=1, le=16)] = 1
-    """Number of GPUs. Only 1 is possible: an engine does not span GPUs yet."""
+    tensor: Annotated[int, Meta(ge=1, le=MAX_DEVICES)] = 1
+    """Devices among which each layer's weights and attention heads are divided. It must divide the model's number of
+    attention heads. Lets a model that is too large for one device run, with less latency."""
+    pipeline: Annotated[int, Meta(ge=1, le=MAX_DEVICES)] = 1
+    """Stages among which the layers are divided, each of as many devices as tensor says."""
+    data: Annotated[int, Meta(ge=1, le=MAX_DEVICES)] = 1
+    """Copies of the model behind one engine's API, each with tensor times pipeline devices. Replicas do the same, and are
+    replaced one by one."""
+    expert: bool = False
+    """Whether the devices of tensor hold whole experts of a mixture-of-experts model, instead of a slice of each."""
+
+    @property
+    def devices(self) -> int:
+        """Number of devices of one replica."""
+        return self.tensor * self.pipeline * self.data
+
+
+class Gpu(Struct, frozen=True, kw_only=True, rename="camel"):
+    """GPUs of one replica."""
+
+    count: Annotated[int, Meta(ge=1, le=MAX_DEVICES)] | None = None
+    """Number of GPUs: one per process of spec.parallelism, as many as there are if left out. The API server refuses
+    another number, because GPUs would be reserved and not used."""
     resource_name: ResourceName = "nvidia.com/gpu"
     """Extended resource that stands for one GPU, such as `nvidia.com/gpu` or `nvidia.com/mig-1g.10gb`."""
 
@@ -347,6 +382,17 @@ class InferenceServiceSpec(Struct, frozen=True, kw_only=True, rename="camel"):
         ),
         Rule(
             rule=(
+                "!has(self.resources) || !has(self.resources.gpu) || !has(self.resources.gpu.count) || "
+                f"self.resources.gpu.count == (has(self.parallelism) ? {_devices('self.parallelism')} : 1)"
+            ),
+            message=(
+                "must equal the number of devices in spec.parallelism (tensor * pipeline * data); leave it out, or "
+                "set spec.parallelism to use more GPUs"
+            ),
+            field_path=".resources.gpu.count",
+        ),
+        Rule(
+            rule=(
                 f"!self.model.source.matches('{REMOTE_PATTERN}') || !has(self.podTemplate) || "
                 "!has(self.podTemplate.spec) || !has(self.podTemplate.spec.containers) || "
                 "self.podTemplate.spec.containers.all(container, !has(container.volumeMounts) || "
@@ -379,6 +425,8 @@ class InferenceServiceSpec(Struct, frozen=True, kw_only=True, rename="camel"):
     """Which model is served, and under which names."""
     engine: Engine = Engine()
     """How each replica's engine runs."""
+    parallelism: Parallelism = Parallelism()
+    """How one replica is spread over several devices; one device if left out."""
     replicas: Annotated[int, Meta(ge=0, le=1000)] = 1
     """Number of replicas."""
     resources: Resources = Resources()
@@ -393,6 +441,12 @@ class InferenceServiceSpec(Struct, frozen=True, kw_only=True, rename="camel"):
     """Stops reconciling; running replicas keep serving."""
     pod_template: PodTemplate = PodTemplate()
     """Additions to the pods that the operator renders."""
+
+    @property
+    def gpus(self) -> int:
+        """Number of GPUs of one replica."""
+        gpu = self.resources.gpu
+        return 0 if gpu is None else gpu.count or self.parallelism.devices
 
 
 ConditionType = Literal[
@@ -455,6 +509,8 @@ class InferenceServiceStatus(Struct, frozen=True, kw_only=True, rename="camel"):
     model_cache: Annotated[str, Meta(max_length=64)] = ""
     """How far the fetch of the model is: `cached`, `failed`, or progress such as `43 % 12.1/28.0 GiB, eta 70 s`. Empty
     before the first replica begins, and if nothing is fetched."""
+    gpus: Annotated[int, Meta(ge=0)] = 0
+    """GPUs of one replica."""
     conditions: Annotated[
         tuple[Condition, ...],
         Meta(

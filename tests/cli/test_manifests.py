@@ -153,7 +153,11 @@ def test_fields_for_clusters_are_named_in_one_line(
         (manifest(replica=2), 'InferenceService "tiny" is not valid', "did you mean 'replicas'?"),
         (manifest(model={"source": "pvc://weights/m"}), "needs a cluster; on this machine use file:///", ""),
         (manifest(model={"source": "file:///nonexistent"}), "/nonexistent is not a directory", ""),
-        (manifest(resources={"gpu": {"count": 2}}), "is not valid", "a replica runs on one GPU today"),
+        (
+            manifest(resources={"gpu": {"count": 2}}),
+            "is not valid",
+            "must equal the number of devices in spec.parallelism",
+        ),
         (
             manifest("a") + "---\n" + manifest("b", model={"source": "builtin://tiny", "servedName": "a"}),
             "default/a and default/b both claim the model name 'a'; change servedName",
@@ -171,6 +175,8 @@ def test_refusals_name_the_remedy(tmp_path: Path, text: str, message: str, detai
 def test_a_replica_needs_its_gpu_on_this_machine(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="needs 1 GPU, this machine has 0; lower"):
         read(tmp_path, manifest(resources={"gpu": {}}), gpus=0)
+    with pytest.raises(UsageError, match="needs 4 GPUs, this machine has 3; lower"):
+        read(tmp_path, manifest(resources={"gpu": {}}, parallelism={"tensor": 4}), gpus=3)
 
 
 def test_a_service_and_its_canary_may_serve_one_name(tmp_path: Path) -> None:

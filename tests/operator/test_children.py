@@ -78,6 +78,21 @@ SHUTDOWN = ["--shutdown-timeout", "45"]
             {"engine": {"gpuMemoryUtilization": 0.85}},
             [*SERVE, "--gpu-memory-utilization", "0.85", *SHUTDOWN],
         ),
+        (
+            {"parallelism": {"tensor": 2, "pipeline": 3, "data": 4, "expert": True}},
+            [
+                *SERVE,
+                *(
+                    "--tensor-parallel-size",
+                    "2",
+                    "--pipeline-parallel-size",
+                    "3",
+                    "--data-parallel-size",
+                    "4",
+                ),
+                *(*SHUTDOWN, "--enable-expert-parallel"),
+            ],
+        ),
     ],
 )
 def test_engine_args(spec: dict[str, Any], args: list[str]) -> None:
@@ -185,7 +200,7 @@ def test_gate_probes_and_drain() -> None:
         ({}, {}),
         ({"gpu": {}}, {"requests": {"nvidia.com/gpu": "1"}, "limits": {"nvidia.com/gpu": "1"}}),
         (
-            {"gpu": {"count": 2, "resourceName": "amd.com/gpu"}, "cpu": "500m", "memory": "1Gi"},
+            {"gpu": {"resourceName": "amd.com/gpu"}, "cpu": "500m", "memory": "1Gi"},
             {
                 "requests": {"cpu": "500m", "memory": "1Gi", "amd.com/gpu": "2"},
                 "limits": {"memory": "1Gi", "amd.com/gpu": "2"},
@@ -194,7 +209,8 @@ def test_gate_probes_and_drain() -> None:
     ],
 )
 def test_resources(resources: dict[str, Any], rendered: dict[str, Any]) -> None:
-    assert container(plan(resources=resources))["resources"] == rendered
+    parallelism = {"tensor": 2} if "cpu" in resources else {}
+    assert container(plan(resources=resources, parallelism=parallelism))["resources"] == rendered
 
 
 def test_placement() -> None:
@@ -277,6 +293,7 @@ OTHER_REVISION: list[dict[str, Any]] = [
     {"engine": {"shutdownTimeoutSeconds": 1}},
     {"rollout": {"drainSeconds": 1}},
     {"resources": {"gpu": {}}},
+    {"parallelism": {"tensor": 2}},
     {"placement": {"nodeSelector": {"a": "b"}}},
     {"podTemplate": {"metadata": {"annotations": {"a": "b"}}}},
     {"podTemplate": {"spec": {"imagePullSecrets": [{"name": "registry"}]}}},
@@ -286,6 +303,13 @@ OTHER_REVISION: list[dict[str, Any]] = [
 @pytest.mark.parametrize("spec", SAME_REVISION, ids=str)
 def test_revision_stays(spec: dict[str, Any]) -> None:
     assert plan(**spec).revision == plan().revision
+
+
+def test_a_number_of_gpus_that_follows_may_be_written() -> None:
+    def spec(gpu: dict[str, Any]) -> dict[str, Any]:
+        return {"parallelism": {"tensor": 2}, "resources": {"gpu": gpu}}
+
+    assert plan(**spec({"count": 2})).revision == plan(**spec({})).revision
 
 
 def test_a_quantity_renders_alike_as_number_and_as_string() -> None:

@@ -47,6 +47,15 @@ def test_engine_understands_every_flag() -> None:
     assert engine.enable_prefix_caching is False
 
 
+def test_engine_understands_several_devices() -> None:
+    parallelism = {"tensor": 2, "pipeline": 3, "data": 4, "expert": True}
+    _, engine = parse_args(engine_args(isvc(parallelism=parallelism))[1:])
+    assert engine.tensor_parallel_size == 2
+    assert engine.pipeline_parallel_size == 3
+    assert engine.data_parallel_size == 4
+    assert engine.enable_expert_parallel is True
+
+
 def test_engine_understands_a_share_of_gpu_memory() -> None:
     _, engine = parse_args(engine_args(isvc(engine={"gpuMemoryUtilization": 0.85}))[1:])
     assert engine.gpu_memory_utilization == 0.85

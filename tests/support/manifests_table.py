@@ -137,6 +137,13 @@ podTemplate: {spec: {containers: [{name: engine, volumeMounts: [{name: a, mountP
     ),
     "cuda with gpu": manifest(f"{TINY}\nengine: {{device: cuda}}\nresources: {{gpu: {{count: 1}}}}"),
     "auto with gpu": manifest(f"{TINY}\nresources: {{gpu: {{}}}}"),
+    "a gpu for each device": manifest(
+        f"{TINY}\nparallelism: {{tensor: 4, pipeline: 2, data: 2, expert: true}}\nresources: {{gpu: {{count: 16}}}}"
+    ),
+    "gpus that follow from the devices": manifest(
+        f"{TINY}\nparallelism: {{tensor: 2}}\nresources: {{gpu: {{}}}}"
+    ),
+    "devices without gpus": manifest(f"{TINY}\nparallelism: {{tensor: 2, expert: false}}"),
     "mig slice": manifest(f"{TINY}\nresources: {{gpu: {{resourceName: nvidia.com/mig-1g.10gb}}}}"),
     "cpu": manifest(f"{TINY}\nengine: {{device: cpu, threads: 1, kvCacheMemory: 64Mi}}"),
     "quantities as strings": manifest(f"{TINY}\nresources: {{cpu: 500m, memory: 1.5Gi}}"),
@@ -333,7 +340,23 @@ podTemplate: {{spec: {{containers: [{{name: engine, volumeMounts: [{{name: a, mo
     ),
     "more gpus than a replica can use": (
         manifest(f"{TINY}\nresources: {{gpu: {{count: 8}}}}"),
-        "a replica runs on one GPU today",
+        "must equal the number of devices in spec.parallelism (tensor * pipeline * data); leave it out",
+    ),
+    "fewer gpus than its devices": (
+        manifest(f"{TINY}\nparallelism: {{tensor: 4}}\nresources: {{gpu: {{count: 2}}}}"),
+        "must equal the number of devices in spec.parallelism (tensor * pipeline * data); leave it out",
+    ),
+    "more devices than a node has": (
+        manifest(f"{TINY}\nparallelism: {{tensor: 17}}"),
+        "spec.parallelism.tensor in body should be less than or equal to 16",
+    ),
+    "more devices than a node has together": (
+        manifest(f"{TINY}\nparallelism: {{tensor: 4, pipeline: 2, data: 4}}"),
+        "is the number of devices of one replica, at most 16",
+    ),
+    "experts on one device": (
+        manifest(f"{TINY}\nparallelism: {{expert: true}}"),
+        "expert divides the experts among the devices of tensor; set tensor to 2 or more",
     ),
     "shorter sequences than the engine takes": (
         manifest(f"{TINY}\nengine: {{maxModelLen: 8}}"),

@@ -93,9 +93,9 @@ def _check_here(service: InferenceService, gpus: int) -> None:
         )
     if source.startswith("file://") and not Path(model_path(source)).is_dir():
         raise UsageError(f"{service.key}: spec.model.source: {model_path(source)} is not a directory")
-    gpu = service.spec.resources.gpu
-    if gpu is not None and service.spec.replicas and gpu.count > gpus:
+    needed = service.spec.gpus
+    if service.spec.replicas and needed > gpus:
         raise UsageError(
-            f"{service.key}: a replica needs {gpu.count} GPU, this machine has {gpus}; "
-            "lower spec.resources.gpu.count or remove spec.resources.gpu to run on the CPU"
+            f"{service.key}: a replica needs {needed} GPU{'s' * (needed > 1)}, this machine has {gpus}; "
+            "lower spec.parallelism or remove spec.resources.gpu to run on the CPU"
         )

@@ -77,7 +77,7 @@ class Step(NamedTuple):
 
 def revision_of(service: InferenceService) -> str:
     """Hash of what determines a replica's process; an edit that does not change it restarts nothing."""
-    process = (engine_args(service, host="", port=0), engine_env(service), service.spec.resources.gpu)
+    process = (engine_args(service, host="", port=0), engine_env(service), service.spec.gpus)
     return xxhash.xxh3_64_hexdigest(msgspec.json.encode(process, order="sorted"))[:8]
 
 

@@ -142,13 +142,13 @@ class Supervisor:
                 self._start(service, wanted.revision)
 
     def _goal(self, service: InferenceService, members: Sequence[Member]) -> Goal:
-        gpu = service.spec.resources.gpu
-        if gpu is None:
+        gpus = service.spec.gpus
+        if not gpus:
             return goal(service, members)
         others = sum(
             len(replica.gpus) for replica in self._replicas.values() if replica.service.key != service.key
         )
-        return goal(service, members, capacity=(len(self._gpus) - others) // gpu.count)
+        return goal(service, members, capacity=(len(self._gpus) - others) // gpus)
 
     def _members(self, key: str, revision: str) -> list[Member]:
         """The service's replicas as the rollout sees them, while `revision` is the desired one."""
@@ -168,9 +168,8 @@ class Supervisor:
 
     def _start(self, service: InferenceService, revision: str) -> None:
         assert self._tasks is not None
-        gpu = service.spec.resources.gpu
         taken = [index for replica in self._replicas.values() for index in replica.gpus]
-        gpus = choose_gpus(self._gpus, taken, gpu.count if gpu else 0)
+        gpus = choose_gpus(self._gpus, taken, service.spec.gpus)
         assert gpus is not None, "the goal's capacity bounds the starts"
         replica = Replica(
             self._new_name(service),

@@ -213,7 +213,7 @@ def _resources(service: InferenceService, *, gpu: bool) -> Manifest:
     requests = _present(cpu=quantity_text(resources.cpu), memory=memory)
     limits = _present(memory=memory)
     if gpu and resources.gpu is not None:
-        requests[resources.gpu.resource_name] = limits[resources.gpu.resource_name] = str(resources.gpu.count)
+        requests[resources.gpu.resource_name] = limits[resources.gpu.resource_name] = str(service.spec.gpus)
     return _present(requests=requests, limits=limits)
 
 

@@ -9,19 +9,29 @@ import msgspec
 import xxhash
 from msgspec import Struct
 
-from argosy_resource.types import InferenceService
+from argosy_resource.types import InferenceService, Resources
 
 
 def input_digest(service: InferenceService) -> str:
     """Hash of those parts of the spec that shape the pods. Defaults are left out, so that a field which a later version
     adds does not change it."""
     spec = service.spec
-    parts = (spec.engine, spec.resources, spec.placement, spec.pod_template)
+    parts = (spec.engine, _resources(service), spec.placement, spec.pod_template)
     said = [spec.model.source, spec.rollout.drain_seconds, *map(_non_defaults, parts)]
+    if parallelism := _non_defaults(spec.parallelism):
+        said.append({"parallelism": parallelism})
     store = _non_defaults((spec.model.secret_ref, spec.model.cache))
     if any(store):
         said.append(store)
     return xxhash.xxh3_64_hexdigest(msgspec.json.encode(said, order="deterministic"))[:10]
+
+
+def _resources(service: InferenceService) -> Resources:
+    """The resources, whose GPUs are the same whether their number is written or follows."""
+    resources = service.spec.resources
+    if resources.gpu is None:
+        return resources
+    return msgspec.structs.replace(resources, gpu=msgspec.structs.replace(resources.gpu, count=None))
 
 
 def _non_defaults(value: Any) -> Any:

@@ -57,6 +57,7 @@ def status(
         draining_replicas=counts.draining,
         routable=f"{counts.routable}/{counts.desired}",
         model_cache=model_cache_column(view),
+        gpus=service.spec.gpus,
         conditions=conditions(
             condition_states(view), service.status.conditions, generation=service.metadata.generation, now=now
         ),
