@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from argosy_engine import EngineArgs, LLMEngine, SamplingParams, StructuredOutputsParams
+from argosy_engine.api.doctor import main as doctor
 from argosy_engine.core.proc.core_client import InprocClient, SyncMPClient
 from argosy_engine.errors import ConfigError, EngineDead
 from argosy_engine.frontend.outputs import RequestOutput
@@ -202,6 +204,21 @@ def test_the_end_of_any_stage_ends_the_engine(rank: int, capfd: pytest.CaptureFi
         with pytest.raises(EngineDead, match=rf"worker {rank} ended .killed by SIGKILL."):
             finish(made)
         wait_until(lambda: not any(map(is_alive, [core, *pids])), "all processes to end")
+
+
+def test_doctor_and_engine_agree_on_what_a_block_takes(
+    pipeline: LLMEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    client = pipeline.client
+    assert isinstance(client, InprocClient)
+    flags = ["builtin://tiny", "--device", "cpu", "--dtype", "float32", "-o", "json"]
+    budgets = []
+    for stages in ("1", "2"):
+        assert doctor([*flags, "--pipeline-parallel-size", stages]) == 0
+        budgets.append(json.loads(capsys.readouterr().out)["budget"])
+    assert budgets[1]["block_bytes"] == client.core.config.memory.block_bytes
+    assert budgets[0]["block_bytes"] > budgets[1]["block_bytes"]
+    assert budgets[0]["weights_bytes"] > budgets[1]["weights_bytes"]
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.folder_check import check_folder
 from argosy_engine.models.safetensors_header import checkpoint_elements
 from argosy_engine.models.sharding import check_tensor_parallel
+from argosy_engine.models.stage import check_pipeline_parallel
 from argosy_engine.sizing.device import DeviceMemory, choose_dtype, cpu_memory, gpu_memory
 from argosy_engine.sizing.kv_cache_sizing import (
     CUDA_CONTEXT_BYTES,
@@ -36,6 +37,7 @@ from argosy_engine.sizing.kv_cache_sizing import (
     plan_memory,
     planned_groups,
     rank_elements,
+    stage_elements,
 )
 from argosy_engine.sizing.rank_resources import check_gpus
 
@@ -102,8 +104,10 @@ def diagnose(args: EngineArgs, device: DeviceMemory | None = None) -> Diagnosis:
         has_weights = args.load_format != "dummy"
         check_folder(path, has_tokenizer=not is_remote(args), has_weights=has_weights)
         elements = checkpoint_elements(path) if has_weights else dummy_elements(config)
-    ranks = args.tensor_parallel_size
+    ranks, stages = args.tensor_parallel_size, args.pipeline_parallel_size
     check_tensor_parallel(config, ranks, args.enable_expert_parallel)
+    check_pipeline_parallel(config, stages)
+    elements = stage_elements(config, elements, stages)
     if ranks > 1:
         elements = rank_elements(config, elements, ranks)
     device = device or _find_device(args)
@@ -128,7 +132,9 @@ def diagnose(args: EngineArgs, device: DeviceMemory | None = None) -> Diagnosis:
             args,
             config,
             device,
-            groups=planned_groups(config, 1 if args.has_fp8_kv_cache else itemsize, args.block_size, ranks),
+            groups=planned_groups(
+                config, 1 if args.has_fp8_kv_cache else itemsize, args.block_size, ranks, stages
+            ),
             weights_bytes=estimate_weights(config, elements, itemsize, device.device, ranks),
             activation_bytes=activations + (CUDA_CONTEXT_BYTES if device.device == "cuda" else 0),
         )

@@ -46,6 +46,17 @@ def group_layers(specs: Sequence[KVCacheSpec]) -> tuple[KVCacheGroup, ...]:
     return tuple(groups)
 
 
+def groups_of_layers(groups: Sequence[KVCacheGroup], own: range) -> tuple[KVCacheGroup, ...]:
+    """Return the groups with the layers of one pipeline stage, counted from its first.
+
+    A block table is the same on every stage, so all have the same groups, some perhaps without a layer.
+    """
+    return tuple(
+        KVCacheGroup(group.spec, tuple(layer - own.start for layer in group.layers if layer in own))
+        for group in groups
+    )
+
+
 def check_pages(groups: Sequence[KVCacheGroup]) -> None:
     """Check that the pool can hold the groups: it has pages of one size.
 

@@ -43,6 +43,11 @@ WHOLE_MODEL = Stage()
 """The only stage has everything."""
 
 
+def largest_stage(count: int, size: int) -> range:
+    """Return the layers of the stage that has the most, of a model of `count` in `size` stages."""
+    return max((Stage(index, size).layers(count) for index in range(size)), key=len)
+
+
 def check_pipeline_parallel(config: ModelConfig, size: int) -> None:
     """Check that a model can be divided into `size` stages.
 

@@ -7,6 +7,7 @@ when they are first used.
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 
@@ -19,13 +20,14 @@ from argosy_engine.messages.kv_cache_interface import (
     block_bytes,
     check_pages,
     group_layers,
+    groups_of_layers,
     peak_blocks,
 )
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.model_config import ModelConfig
 from argosy_engine.models.model_path import resolve_model
 from argosy_engine.models.sharding import check_tensor_parallel
-from argosy_engine.models.stage import check_pipeline_parallel
+from argosy_engine.models.stage import check_pipeline_parallel, largest_stage
 from argosy_engine.sizing.device import DeviceMemory
 from argosy_engine.sizing.rank_resources import worker_memory
 
@@ -37,7 +39,11 @@ _GIB = 1 << 30
 
 
 def planned_groups(
-    config: ModelConfig, itemsize: int, block_size: int, tensor_parallel_size: int = 1
+    config: ModelConfig,
+    itemsize: int,
+    block_size: int,
+    tensor_parallel_size: int = 1,
+    pipeline_parallel_size: int = 1,
 ) -> tuple[KVCacheGroup, ...]:
     """Return the KV cache groups of a model that is not built, on one rank, which its config determines.
 
@@ -45,7 +51,8 @@ def planned_groups(
         itemsize: bytes per element of a key or value.
     """
     layers = [layer.of_rank(tensor_parallel_size) for layer in config.attention_layers]
-    return group_layers([layer.kv_cache_spec(block_size, itemsize) for layer in layers])
+    groups = group_layers([layer.kv_cache_spec(block_size, itemsize) for layer in layers])
+    return groups_of_layers(groups, largest_stage(len(layers), pipeline_parallel_size))
 
 
 def estimate_activations(config: ModelConfig, args: EngineArgs, itemsize: int, attention_backend: str) -> int:
@@ -109,6 +116,20 @@ def rank_elements(config: ModelConfig, elements: Mapping[str, int], size: int) -
     # KV heads that several ranks hold
     copied = (max(config.num_key_value_heads / size, 1) - config.num_key_value_heads / size) * config.head_dim
     held["replicated KV heads"] = int(2 * config.num_hidden_layers * config.hidden_size * copied)
+    return held
+
+
+def stage_elements(config: ModelConfig, elements: Mapping[str, int], size: int) -> dict[str, int]:
+    """Estimate how many elements of each tensor the largest of `size` pipeline stages holds: its layers, and what is
+    before and after them, which no single stage has."""
+    own = largest_stage(config.num_hidden_layers, size)
+    held = {}
+    for name, count in elements.items():
+        layer = re.search(r"\.(\d+)\.", name)
+        if layer is None or int(layer[1]) in own:
+            held[name] = count
+    if "layers" in held:  # of `dummy_elements`
+        held["layers"] = held["layers"] * len(own) // config.num_hidden_layers
     return held
 
 

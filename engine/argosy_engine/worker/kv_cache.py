@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from argosy_engine.attention.params import AttentionParams
-from argosy_engine.messages.kv_cache_interface import KVCacheGroup, group_layers
+from argosy_engine.messages.kv_cache_interface import KVCacheGroup, group_layers, groups_of_layers
 from argosy_engine.models.registry import CausalLM
 from argosy_engine.native.allocation import allocate
 
@@ -20,9 +20,7 @@ def layer_groups(model: CausalLM, block_size: int) -> tuple[KVCacheGroup, ...]:
 def stage_groups(
     model: CausalLM, block_size: int, layers: Sequence[AttentionParams], own: range
 ) -> tuple[KVCacheGroup, ...]:
-    """Return the groups of all layers of a pipeline, with those of one stage, counted from its first.
-
-    A block table is the same on every stage, so the stages have the same groups, some perhaps without a layer.
+    """Return the groups of all layers of a pipeline, with those of one stage (`groups_of_layers`).
 
     Args:
         model: this stage's.
@@ -31,10 +29,7 @@ def stage_groups(
     """
     itemsize = model.attention_layers[0].kv_cache_dtype.itemsize
     groups = group_layers([layer.kv_cache_spec(block_size, itemsize) for layer in layers])
-    return tuple(
-        KVCacheGroup(group.spec, tuple(layer - own.start for layer in group.layers if layer in own))
-        for group in groups
-    )
+    return groups_of_layers(groups, own)
 
 
 def allocate_kv_cache(
