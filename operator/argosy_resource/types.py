@@ -214,8 +214,8 @@ class Parallelism(Struct, frozen=True, kw_only=True, rename="camel"):
     pipeline: Annotated[int, Meta(ge=1, le=MAX_DEVICES)] = 1
     """Stages among which the layers are divided, each of as many devices as tensor says."""
     data: Annotated[int, Meta(ge=1, le=MAX_DEVICES)] = 1
-    """Copies of the model behind one engine's API, each with tensor times pipeline devices. Replicas do the same, and are
-    replaced one by one."""
+    """Copies of the model behind one engine's API, each with tensor times pipeline devices. Replicas do the same, and
+    are replaced one by one."""
     expert: bool = False
     """Whether the devices of tensor hold whole experts of a mixture-of-experts model, instead of a slice of each."""
 
