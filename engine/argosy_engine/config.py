@@ -27,6 +27,7 @@ from argosy_protocol.program.flags import Flag, InvalidValue, convert_arguments
 
 Device = Literal["auto", "cuda", "cpu"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+Quantization = Literal["fp8", "compressed-tensors", "modelopt"]
 KVCacheDType = Literal["auto", "fp8", "fp8_e4m3"]
 
 
@@ -145,6 +146,14 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
         Flag(is_size=True),
     ] = None
     block_size: Annotated[BlockSize, Meta(description="tokens per KV block")] = 16
+    quantization: Annotated[
+        Quantization | None,
+        Meta(
+            description="scheme of the weights; default: the checkpoint's; fp8 of an unquantised checkpoint: quantised "
+            "to FP8 as it is loaded, on GPUs with FP8 in bfloat16"
+        ),
+        Flag(short="-q"),
+    ] = None
     kv_cache_dtype: Annotated[
         KVCacheDType,
         Meta(

@@ -25,6 +25,7 @@ SINGLE: Final = "model.safetensors"
 TOKENIZER: Final = "tokenizer.json"
 COMPANIONS: Final = (
     "generation_config.json",
+    "hf_quant_config.json",
     TOKENIZER,
     "tokenizer_config.json",
     "special_tokens_map.json",

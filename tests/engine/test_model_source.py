@@ -90,7 +90,7 @@ def test_a_model_stays_in_the_store_while_an_engine_runs() -> None:
             {"architectures": ["BertModel"]},
             "architecture BertModel is not supported; there is: GPT2LMHeadModel",
         ),
-        ({"quantization_config": {"bits": 4}}, "quantised checkpoints are not supported"),
+        ({"quantization_config": {"bits": 4}}, "the checkpoint is quantised"),
         ({"auto_map": {"AutoModel": "model.Model"}}, "auto_map asks to run Python code"),
         ({"torch_dtype": "float8_e4m3fn", "dtype": None}, "dtype 'float8_e4m3fn' is not supported"),
         ({"hidden_size": "many"}, "Expected `int`"),

@@ -193,7 +193,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "BertModel is not supported; there is: GPT2LMHeadModel, ",
     ),
     "no architecture": ({"architectures": None}, r"\(none\) is not supported"),
-    "quantised": ({"quantization_config": {"quant_method": "fp8"}}, "quantised"),
+    "quantised": ({"quantization_config": {"quant_method": "awq"}}, "quant_method 'awq'"),
     "dtype": ({"dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn' is not supported; there is: float32"),
     "rope kind": ({"rope_parameters": {"rope_type": "longrope"}}, "RoPE scaling 'longrope'"),
     "rope factor": ({"rope_parameters": {"rope_type": "linear"}}, "'linear' lacks factor"),

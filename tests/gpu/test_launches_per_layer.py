@@ -16,10 +16,13 @@ from argosy_engine.attention.metadata import AttentionMetadata
 from argosy_engine.attention.triton_attn import TritonBackend
 from argosy_engine.models import registry
 from argosy_engine.models.config_file import load_model_config
+from argosy_engine.models.fp8_linear import Fp8LinearMethod, OnlineFp8LinearMethod
 from argosy_engine.models.layer_factory import LayerFactory
+from argosy_engine.models.quantization_config import QuantizationConfig
 from argosy_engine.models.weights import DummyWeights
 from argosy_engine.triton_kernels.device_traits import KNOWN_DEVICES, assume_device
 from argosy_engine.triton_kernels.launch import recorded_launches
+from argosy_engine.triton_kernels.quantize_fp8 import quantize_fp8
 from random_checkpoints import KINDS
 
 CUDA = torch.device("cuda")
@@ -59,7 +62,7 @@ def decode_metadata(requests):
     )
 
 
-def launched(kind, num_layers, path, *, requests=1, **fields):
+def launched(kind, num_layers, path, *, requests=1, method=None, **fields):
     """Return the names of what a decode step launches, torch's operations first."""
     kind = replace(kind, fields={**kind.fields, **fields, "num_hidden_layers": num_layers})
     getattr(transformers, kind.config)(**kind.fields, architectures=[kind.model]).save_pretrained(path)
@@ -71,7 +74,7 @@ def launched(kind, num_layers, path, *, requests=1, **fields):
         recorded_launches() as launches,
     ):
         weights = DummyWeights(torch.bfloat16, CUDA, 0)
-        factory = LayerFactory(weights, TritonBackend(torch.bfloat16), 512)
+        factory = LayerFactory(weights, TritonBackend(torch.bfloat16), 512, method)
         model = registry.model_class(config.architecture)(config, factory)
         shape = (2, MAX_BLOCKS, BLOCK_SIZE, config.num_key_value_heads, config.head_dim)
         kv_cache = [torch.empty(shape, dtype=torch.bfloat16, device=CUDA) for _ in range(num_layers)]
@@ -105,6 +108,16 @@ def test_a_dense_layer_takes_ten_launches(name, tmp_path):
 
 def test_biases_are_part_of_the_matrix_products(tmp_path):
     assert per_layer("llama3-rope", tmp_path).count("addmm") == 2 * 4
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
+def test_fp8_adds_one_launch_per_matrix_product_and_none_for_experts(name, tmp_path):
+    config = QuantizationConfig(method="fp8", ignored=("re:.*gate$",))
+    for method in (Fp8LinearMethod(config, quantize_fp8), OnlineFp8LinearMethod(quantize_fp8)):
+        names = per_layer(name, tmp_path, method=method)
+        products = names.count("_scaled_mm")
+        assert products == names.count("quantize_fp8") == 2 * (4 if name == "llama" else 2)
+        assert len(names) == len(per_layer(name, tmp_path)) + products
 
 
 def test_an_expert_layer_takes_thirteen_launches(tmp_path):

@@ -25,6 +25,7 @@ from argosy_engine.frontend.memory_report import budget_table, size
 from argosy_engine.frontend.model_source import is_remote, model_headers
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.folder_check import check_folder
+from argosy_engine.models.quantization_config import check_quantization
 from argosy_engine.models.safetensors_header import checkpoint_elements
 from argosy_engine.models.sharding import check_tensor_parallel
 from argosy_engine.models.stage import check_pipeline_parallel
@@ -110,6 +111,7 @@ def diagnose(args: EngineArgs, device: DeviceMemory | None = None) -> Diagnosis:
     elements = stage_elements(config, elements, stages)
     if ranks > 1:
         elements = rank_elements(config, elements, ranks)
+    check_quantization(config.quantization, args.quantization)
     device = device or _find_device(args)
     dtype = choose_dtype(args.dtype, config.dtype, device.device)
     layers = [layer.of_rank(ranks) for layer in config.attention_layers]

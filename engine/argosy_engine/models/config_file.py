@@ -1,6 +1,7 @@
 """Reads a checkpoint's config.json into its family's config class, or checks one before the checkpoint is fetched.
 
-A config is data: configs that name code to run (`auto_map`) are always rejected.
+What describes the quantisation of the weights is read beside it. A config is data: configs that name code to run
+(`auto_map`) are always rejected.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 from argosy_engine.errors import ConfigError
 from argosy_engine.models import registry
 from argosy_engine.models.model_config import ModelConfig, RawConfig, read_json
+from argosy_engine.models.quantization_config import parse_quantization
 
 SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
 
@@ -22,23 +24,27 @@ def load_model_config(path: Path) -> ModelConfig:
     Raises:
         ConfigError: the architecture, dtype, quantisation or an option is not supported, or values are malformed.
     """
-    file, generation = path / "config.json", path / "generation_config.json"
+    file = path / "config.json"
     raw = read_json(file)
+    generation, quantization = (
+        read_json(path / name) if (path / name).is_file() else {}
+        for name in ("generation_config.json", "hf_quant_config.json")
+    )
     try:
-        return parse_config(raw, read_json(generation) if generation.is_file() else {})
+        return parse_config(raw, generation, quantization)
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from None
 
 
-def parse_config(raw: RawConfig, generation: Mapping[str, Any]) -> ModelConfig:
-    """Parse the contents of config.json and generation_config.json.
+def parse_config(
+    raw: RawConfig, generation: Mapping[str, Any], hf_quant_config: Mapping[str, Any]
+) -> ModelConfig:
+    """Parse the contents of config.json, generation_config.json and hf_quant_config.json; the last two may be empty.
 
     Raises:
         ConfigError: as `load_model_config`.
     """
     _refuse_code(raw)
-    if raw.get("quantization_config") or raw.get("compression_config"):
-        raise ConfigError("quantised checkpoints are not supported; use the unquantised one")
     architectures = raw.get("architectures") or ["(none)"]
     architecture = str(architectures[0] if isinstance(architectures, list) else architectures)
     config_class = registry.config_class(architecture)
@@ -48,6 +54,7 @@ def parse_config(raw: RawConfig, generation: Mapping[str, Any]) -> ModelConfig:
         "eos_token_ids": _eos_token_ids(raw, generation),
         "is_matryoshka": raw.get("is_matryoshka") or False,
         "matryoshka_dimensions": raw.get("matryoshka_dimensions") or (),
+        "quantization": parse_quantization(raw, hf_quant_config),
     }
     try:
         fields = config_class.fields_of(raw)
@@ -62,7 +69,7 @@ def check_config(raw: RawConfig) -> None:
     Raises:
         ConfigError: as `load_model_config`.
     """
-    parse_config(raw, {})
+    parse_config(raw, {}, {})
 
 
 def _refuse_code(raw: RawConfig) -> None:

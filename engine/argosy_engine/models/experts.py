@@ -6,13 +6,17 @@ layers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 
 from argosy_engine.models.linear import GatedLinear, Linear
+from argosy_engine.models.sharding import Shard
+
+ExpertLayer = Literal["gate", "up", "down"]
+EXPERT_LAYERS: tuple[ExpertLayer, ...] = ("gate", "up", "down")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +33,19 @@ class ExpertsSpec:
     normalises: bool
     """Whether a token's weights, by softmax over all experts, are scaled to sum to 1."""
 
-    def projection(self, index: int, name: str) -> str:
+    def weight_shape(self, name: ExpertLayer) -> tuple[int, int]:
+        """Return the shape of a projection's weight, [out, in]."""
+        return (self.hidden, self.inner) if name == "down" else (self.inner, self.hidden)
+
+    def weight_shard(self, name: ExpertLayer, features: range) -> Shard | None:
+        """Return what a process takes of a weight that computes these of the `inner` features."""
+        return None if len(features) == self.inner else Shard(1 if name == "down" else 0, (features,))
+
+    def output_shard(self, name: ExpertLayer, features: range) -> Shard | None:
+        """Return what it takes of a tensor with one element per output feature of a projection."""
+        return None if name == "down" else self.weight_shard(name, features)
+
+    def projection(self, index: int, name: ExpertLayer) -> str:
         """Return the checkpoint's name of an expert's projection `gate`, `up` or `down`, without `.weight`."""
         return f"{self.prefix}{index}.{name}_proj"
 
@@ -96,6 +112,18 @@ class StackedExperts(NamedTuple):
     """float32 [num_experts, 2 * inner], factors of FP8 weights; None: the weights have the activations' dtype."""
     down_scale: torch.Tensor | None = None
     """float32 [num_experts, hidden]"""
+
+    def places(self, index: int) -> Iterator[tuple[ExpertLayer, torch.Tensor, torch.Tensor | None]]:
+        """Yield where an expert's projections go: the weight and, in FP8, the scales of its channels."""
+        inner = self.down.shape[2]
+        halves: tuple[tuple[ExpertLayer, slice], ...] = (
+            ("gate", slice(0, inner)),
+            ("up", slice(inner, 2 * inner)),
+        )
+        for name, rows in halves:
+            scale = None if self.gate_up_scale is None else self.gate_up_scale[index, rows]
+            yield name, self.gate_up[index, rows], scale
+        yield "down", self.down[index], None if self.down_scale is None else self.down_scale[index]
 
 
 class TritonExperts:

@@ -15,7 +15,7 @@ from argosy_engine.attention.params import AttentionParams
 from argosy_engine.attention.rotary import RotaryEmbedding
 from argosy_engine.distributed.communicator import Communicator, LocalCommunicator
 from argosy_engine.models.embedding import Embedding, VocabParallelEmbedding
-from argosy_engine.models.experts import Experts, ExpertsSpec, SeparateExperts, TritonExperts
+from argosy_engine.models.experts import EXPERT_LAYERS, Experts, ExpertsSpec, SeparateExperts, TritonExperts
 from argosy_engine.models.layer_kernels import LayerKernels, TorchLayerKernels
 from argosy_engine.models.layers import RMSNorm
 from argosy_engine.models.linear import (
@@ -86,9 +86,20 @@ class LayerFactory:
         """Return a tensor in the engine's dtype, on its device."""
         return self.weights.take(name, *shape)
 
-    def linear(self, parts: Mapping[str, int], in_features: int, *, bias: bool = False) -> Linear:
-        """Make one projection, or several fused along their outputs, of which every rank has the whole."""
-        return Linear(self._method.load(self.weights, LinearSpec(parts, in_features, bias)))
+    def linear(
+        self,
+        parts: Mapping[str, int],
+        in_features: int,
+        *,
+        bias: bool = False,
+        keeps_precision: bool = False,
+    ) -> Linear:
+        """Make one projection, or several fused along their outputs, of which every rank has the whole.
+
+        Arguments: `LinearSpec`.
+        """
+        spec = LinearSpec(parts, in_features, bias, keeps_precision=keeps_precision)
+        return Linear(self._method.load(self.weights, spec))
 
     def column_linear(
         self, parts: Mapping[str, int], in_features: int, *, bias: bool = False, is_transposed: bool = False
@@ -128,7 +139,7 @@ class LayerFactory:
         return SeparateExperts(spec, {index: factory._expert(spec, index) for index in held})
 
     def _expert(self, spec: ExpertsSpec, index: int) -> tuple[GatedLinear, Linear]:
-        gate, up, down = (spec.projection(index, name) for name in ("gate", "up", "down"))
+        gate, up, down = (spec.projection(index, name) for name in EXPERT_LAYERS)
         return (
             self.gated_linear(gate, up, spec.inner, spec.hidden, bias=False),
             self.row_linear(down, spec.inner, spec.hidden),
@@ -208,7 +219,7 @@ class LayerFactory:
         """Make the projection to the vocabulary: `lm_head` or, if it is tied, the weight of the embedding."""
         name, in_features = "lm_head", embedding.weight.shape[1]
         outputs = {name: (self.sharding.tokens(vocab_size),)} if self.sharding.size > 1 else None
-        spec = LinearSpec({name: vocab_size}, in_features, outputs=outputs)
+        spec = LinearSpec({name: vocab_size}, in_features, outputs=outputs, keeps_precision=True)
         kernel = self._method.tie(embedding.weight) if is_tied else self._method.load(self.weights, spec)
         if self.sharding.size == 1:
             return Linear(kernel)

@@ -28,6 +28,8 @@ class LinearSpec:
     """Output features of each part that this process computes; None: all."""
     inputs: range | None = None
     """Input features that this process multiplies; None: all."""
+    keeps_precision: bool = False
+    """Whether weights that the checkpoint does not quantise must stay so: a router's, the output head's."""
 
     @property
     def out_features(self) -> int:

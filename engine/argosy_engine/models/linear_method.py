@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from argosy_engine.models.experts import ExpertsSpec, StackedExperts
+from argosy_engine.models.experts import ExpertLayer, ExpertsSpec, StackedExperts
 from argosy_engine.models.layer_kernels import GatedActivation
 from argosy_engine.models.linear import LinearSpec
 from argosy_engine.models.linear_kernels import (
@@ -21,7 +21,6 @@ from argosy_engine.models.linear_kernels import (
     gated_linear_kernel,
     linear_kernel,
 )
-from argosy_engine.models.sharding import Shard
 from argosy_engine.models.weights import Weights
 
 
@@ -55,47 +54,72 @@ class UnquantizedLinearMethod:
     """Weights in the engine's dtype, whatever the checkpoint's."""
 
     def load(self, weights: Weights, spec: LinearSpec) -> LinearKernel:
-        return linear_kernel(*_take_fused(weights, spec))
+        return linear_kernel(take_fused(weights, spec), take_bias(weights, spec))
 
     def load_gated(
         self, weights: Weights, spec: LinearSpec, activation: GatedActivation
     ) -> GatedLinearKernel:
-        return gated_linear_kernel(*_take_fused(weights, spec), activation)
+        return gated_linear_kernel(take_fused(weights, spec), take_bias(weights, spec), activation)
 
     def load_experts(self, weights: Weights, spec: ExpertsSpec, features: range) -> StackedExperts:
         count, hidden, inner = spec.num_experts, spec.hidden, len(features)
-        rows, columns = (Shard(dim, (features,)) if inner < spec.inner else None for dim in (0, 1))
         stacked = StackedExperts(
             torch.empty(count, 2 * inner, hidden, dtype=weights.dtype, device=weights.device),
             torch.empty(count, hidden, inner, dtype=weights.dtype, device=weights.device),
         )
         # Each tensor goes to its place as it is read, so that no second copy of the experts is held.
         for index in range(count):
-            for half, name in enumerate(("gate", "up")):
-                weight = spec.projection(index, name) + ".weight"
-                place = stacked.gate_up[index, half * inner : (half + 1) * inner]
-                place.copy_(weights.take(weight, spec.inner, hidden, shard=rows))
-            weight = spec.projection(index, "down") + ".weight"
-            stacked.down[index].copy_(weights.take(weight, hidden, spec.inner, shard=columns))
+            for name, part, _ in stacked.places(index):
+                part.copy_(take_expert(weights, spec, index, name, features))
         return stacked
 
     def tie(self, embedding: torch.Tensor) -> LinearKernel:
         return linear_kernel(embedding)
 
 
-def _take_fused(weights: Weights, spec: LinearSpec) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Take this process's part of the weight, [out, in], and of the bias, [out], of all projections."""
+def take_expert(
+    weights: Weights,
+    spec: ExpertsSpec,
+    index: int,
+    name: ExpertLayer,
+    features: range,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Take this process's part of a projection's weight.
+
+    Args:
+        features: those of the expert's `inner` features that this process computes.
+        dtype: see `Weights.take`.
+    """
+    shard = spec.weight_shard(name, features)
+    return weights.take(
+        spec.projection(index, name) + ".weight", *spec.weight_shape(name), dtype=dtype, shard=shard
+    )
+
+
+def take_fused(weights: Weights, spec: LinearSpec, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Take this process's part of the weight, [out, in], of all projections.
+
+    Args:
+        dtype: see `Weights.take`.
+    """
 
     def take_weight(name: str) -> torch.Tensor:
         out_features, shard = spec.parts[name], spec.weight_shard(name)
         if spec.is_transposed:
-            return weights.take(name + ".weight", spec.in_features, out_features, shard=shard).t()
-        return weights.take(name + ".weight", out_features, spec.in_features, shard=shard)
+            return weights.take(
+                name + ".weight", spec.in_features, out_features, dtype=dtype, shard=shard
+            ).t()
+        return weights.take(name + ".weight", out_features, spec.in_features, dtype=dtype, shard=shard)
 
-    weight = _fuse(spec, take_weight)
+    return _fuse(spec, take_weight)
+
+
+def take_bias(weights: Weights, spec: LinearSpec) -> torch.Tensor | None:
+    """Take this process's part of the bias, [out], of all projections, if they have one."""
     if not spec.has_bias:
-        return weight, None
-    return weight, _fuse(
+        return None
+    return _fuse(
         spec, lambda name: weights.take(name + ".bias", spec.parts[name], shard=spec.output_shard(name))
     )
 

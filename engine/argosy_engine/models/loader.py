@@ -18,6 +18,7 @@ from argosy_engine.errors import ConfigError
 from argosy_engine.models import registry
 from argosy_engine.models.layer_factory import LayerFactory
 from argosy_engine.models.model_config import ModelConfig
+from argosy_engine.models.quantization import linear_method, planned_linear_method
 from argosy_engine.models.registry import CausalLM
 from argosy_engine.models.sharding import WHOLE, Sharding
 from argosy_engine.models.stage import WHOLE_MODEL, Stage
@@ -44,7 +45,8 @@ def plan_weights(
 ) -> WeightPlan:
     """Return names, shapes and bytes of the weights that a config asks for. Needs no checkpoint."""
     plan = WeightPlan(dtype)
-    factory = LayerFactory(plan, TorchBackend(dtype), 1, sharding=sharding, stage=stage)
+    method = planned_linear_method(config)
+    factory = LayerFactory(plan, TorchBackend(dtype), 1, method, sharding, stage=stage)
     registry.model_class(config.architecture)(config, factory)
     return plan
 
@@ -57,6 +59,7 @@ def load_model(
     device: torch.device,
     attention_backend: str,
     has_fp8_kv_cache: bool = False,
+    quantization: str | None = None,
     max_positions: int,
     load_format: Literal["auto", "dummy"],
     seed: int,
@@ -68,6 +71,7 @@ def load_model(
 
     Args:
         attention_backend: one that `select_backend` has chosen.
+        quantization: `--quantization`.
         max_positions: length of computed position tables.
         seed: seed of dummy weights.
         sharding: the part of every layer that this process has.
@@ -85,10 +89,11 @@ def load_model(
         )
     model_class = registry.model_class(config.architecture)
     backend = load_backend(attention_backend, dtype, has_fp8_kv_cache=has_fp8_kv_cache)
+    method = linear_method(config, quantization, dtype=dtype, device=device, uses_triton=backend.uses_triton)
 
     def build(weights: Weights) -> CausalLM:
         factory = LayerFactory(
-            weights, backend, max_positions, sharding=sharding, communicator=communicator, stage=stage
+            weights, backend, max_positions, method, sharding, communicator=communicator, stage=stage
         )
         return model_class(config, factory)
 
@@ -99,7 +104,7 @@ def load_model(
         if load_format == "dummy":
             return LoadedModel(build(DummyWeights(dtype, device, seed)), taken.elements)
         reader = SafetensorsWeights(path, dtype, device, prefix=model_class.checkpoint_prefix)
-        reader.check(plan, [*model_class.ignored_tensors, *_tied_head(config)])
+        reader.check(plan, [*model_class.ignored_tensors, *_tied_head(config), *_kv_scales(config)])
         with LoadProgress(reader.stored_bytes(taken)) as progress:
             reader.on_read = progress.advance
             model = build(reader)
@@ -109,6 +114,11 @@ def load_model(
 def _tied_head(config: ModelConfig) -> list[str]:
     """Return the patterns of tensors to ignore in tied models, whose checkpoints may also store the output head."""
     return [r"lm_head\.weight"] if config.tie_word_embeddings else []
+
+
+def _kv_scales(config: ModelConfig) -> list[str]:
+    """Return the patterns of an FP8 KV cache's scales, which quantised checkpoints may have (`LayerFactory`)."""
+    return [] if config.quantization is None else [r".*\.([kvq]_scale|[kv]_proj\.output_scale)"]
 
 
 class LoadProgress:

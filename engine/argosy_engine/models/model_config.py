@@ -17,6 +17,7 @@ from msgspec import Meta, Struct
 from argosy_engine.attention.params import AttentionParams
 from argosy_engine.errors import ConfigError
 from argosy_engine.models.file_permission import may_not_read
+from argosy_engine.models.quantization_config import QuantizationConfig
 
 MAX_CONFIG_BYTES = 16 << 20
 
@@ -53,6 +54,8 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     name is vLLM's; Hugging Face has none."""
     matryoshka_dimensions: Annotated[tuple[Size, ...], Meta(max_length=256)] = ()
     """Embedding lengths that the model was trained for; empty: any length, if `is_matryoshka`."""
+    quantization: QuantizationConfig | None = None
+    """None: the weights are not quantised."""
 
     @property
     def attention_layers(self) -> tuple[AttentionParams, ...]:

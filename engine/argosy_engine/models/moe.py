@@ -28,7 +28,7 @@ class SparseMLP:
         experts_per_token: int,
         normalises: bool,
     ) -> None:
-        self.router = factory.linear({prefix + "gate": num_experts}, hidden)
+        self.router = factory.linear({prefix + "gate": num_experts}, hidden, keeps_precision=True)
         self.experts = factory.experts(
             ExpertsSpec(
                 prefix=prefix + "experts.",

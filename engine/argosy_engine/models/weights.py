@@ -55,6 +55,16 @@ class Weights(ABC):
             shard: the part to return; None: the whole.
         """
 
+    @abstractmethod
+    def take_scale(self, name: str, count: int, shard: Shard | None = None) -> torch.Tensor:
+        """Return scale factors, float32 [count], on the engine's device.
+
+        The checkpoint may store them in any floating point dtype, and with dimensions of size 1.
+
+        Args:
+            shard: the part to return; None: the whole.
+        """
+
     def find_scale(self, names: Sequence[str]) -> torch.Tensor | None:
         """Return the first of these scales that the checkpoint has, float32 [1] on the engine's device.
 
@@ -78,6 +88,8 @@ class WeightPlan(Weights):
         self.elements: dict[str, int] = {}
         self.stored_dtypes: dict[str, torch.dtype] = {}
         """Dtypes of tensors that are taken as they are stored."""
+        self.scales: set[str] = set()
+        """Names taken by `take_scale`."""
 
     def take(
         self, name: str, *shape: int, dtype: torch.dtype | None = None, shard: Shard | None = None
@@ -87,6 +99,14 @@ class WeightPlan(Weights):
             self.stored_dtypes[name] = dtype
         taken = shape if shard is None else shard.shape(shape)
         tensor = torch.empty(taken, dtype=dtype or self.dtype, device=self.device)
+        self.elements[name] = tensor.numel()
+        self.num_bytes += tensor.nbytes
+        return tensor
+
+    def take_scale(self, name: str, count: int, shard: Shard | None = None) -> torch.Tensor:
+        self.shapes[name] = (count,)
+        self.scales.add(name)
+        tensor = torch.empty((count,) if shard is None else shard.shape((count,)), device=self.device)
         self.elements[name] = tensor.numel()
         self.num_bytes += tensor.nbytes
         return tensor
@@ -115,6 +135,9 @@ class DummyWeights(Weights):
         tensor = tensor.to(device=self.device, dtype=dtype or self.dtype)
         self.num_bytes += tensor.nbytes
         return tensor
+
+    def take_scale(self, name: str, count: int, shard: Shard | None = None) -> torch.Tensor:
+        return torch.ones((count,) if shard is None else shard.shape((count,)), device=self.device)
 
 
 class SafetensorsWeights(Weights):
@@ -146,6 +169,13 @@ class SafetensorsWeights(Weights):
         self.num_bytes += tensor.nbytes
         self.on_read(stored.nbytes)
         return tensor
+
+    def take_scale(self, name: str, count: int, shard: Shard | None = None) -> torch.Tensor:
+        stored = self._read(name, shard)
+        self.on_read(stored.nbytes)
+        scale = stored.to(device=self.device, dtype=torch.float32).flatten()
+        self.num_bytes += scale.nbytes
+        return scale
 
     def find_scale(self, names: Sequence[str]) -> torch.Tensor | None:
         for name in names:
@@ -188,7 +218,11 @@ class SafetensorsWeights(Weights):
             wanted = plan.stored_dtypes.get(name)
             if dtype not in _FLOATS if wanted is None else _DTYPES.get(dtype) is not wanted:
                 quantised.append(f"{name} is {dtype}")
-            elif found != shape:
+            elif (
+                tuple(size for size in found if size > 1) != tuple(size for size in shape if size > 1)
+                if (name in plan.scales)
+                else found != shape
+            ):
                 misshaped.append(f"{name} is {list(found)}, not {list(shape)}")
         faults = [
             ("missing", missing),

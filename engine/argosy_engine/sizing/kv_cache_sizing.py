@@ -26,6 +26,7 @@ from argosy_engine.messages.kv_cache_interface import (
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.model_config import ModelConfig
 from argosy_engine.models.model_path import resolve_model
+from argosy_engine.models.quantization_config import check_quantization
 from argosy_engine.models.sharding import check_tensor_parallel
 from argosy_engine.models.stage import check_pipeline_parallel, largest_stage
 from argosy_engine.sizing.device import DeviceMemory
@@ -89,7 +90,7 @@ def estimate_weights(
     device: str,
     tensor_parallel_size: int = 1,
 ) -> int:
-    """Estimate the bytes of a worker's loaded weights.
+    """Estimate the bytes of a worker's loaded weights. FP8 stays so on a GPU that multiplies it in bfloat16.
 
     Args:
         elements: element count of each tensor: for `argosy doctor` those of the checkpoint or `rank_elements` of them,
@@ -97,13 +98,19 @@ def estimate_weights(
         itemsize: bytes per element.
     """
     tied_copy = "lm_head.weight"
-    total = sum(
-        count for name, count in elements.items() if not (config.tie_word_embeddings and name == tied_copy)
-    )
+    keeps_fp8 = config.quantization is not None and device == "cuda" and itemsize == 2
+    total, fp8_bytes = 0, 0
+    for name, count in elements.items():
+        if config.tie_word_embeddings and name == tied_copy:
+            continue
+        if keeps_fp8 and f"{name}_scale" in elements:
+            fp8_bytes += count
+        else:
+            total += count
     if config.tie_word_embeddings and device == "cpu":
         # Two copies: the output projection is laid out for the matrix product, the embedding for look-ups.
         total += -(-config.vocab_size // tensor_parallel_size) * config.hidden_size
-    return total * itemsize
+    return total * itemsize + fp8_bytes
 
 
 def rank_elements(config: ModelConfig, elements: Mapping[str, int], size: int) -> dict[str, int]:
@@ -230,6 +237,7 @@ def check_model(args: EngineArgs) -> None:
     config = load_model_config(resolve_model(args.model))
     check_tensor_parallel(config, args.tensor_parallel_size, args.enable_expert_parallel)
     check_pipeline_parallel(config, args.pipeline_parallel_size)
+    check_quantization(config.quantization, args.quantization)
     wanted_model_len(args, config)
 
 

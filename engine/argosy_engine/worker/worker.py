@@ -135,7 +135,15 @@ class Worker:
             if self._backend.name == "triton":
                 self._sampling = self._with_kernels(self._sampling)
         with self._phase("weights"):
+            before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
             loaded = self._load()
+            if device.type == "cuda":
+                # An estimate would not know what was quantised.
+                weights_bytes = torch.cuda.memory_allocated(device) - before
+            else:
+                weights_bytes = estimate_weights(
+                    config, loaded.elements, dtype.itemsize, device.type, args.tensor_parallel_size
+                )
         with self._phase("fingerprint"):
             self._fingerprint = self._current_fingerprint()
         if device.type == "cpu":
@@ -156,9 +164,7 @@ class Worker:
                 config,
                 memory,
                 groups=self._groups(loaded.model),
-                weights_bytes=estimate_weights(
-                    config, loaded.elements, dtype.itemsize, device.type, args.tensor_parallel_size
-                ),
+                weights_bytes=weights_bytes,
                 activation_bytes=activation_bytes,
             )
             self._runner = self._make_runner(
@@ -240,6 +246,7 @@ class Worker:
             device=self._device,
             attention_backend=self._backend.name,
             has_fp8_kv_cache=self.args.has_fp8_kv_cache,
+            quantization=self.args.quantization,
             max_positions=wanted_model_len(self.args, self._config) + 1,
             load_format=self.args.load_format,
             seed=self.args.seed or 0,
@@ -269,6 +276,7 @@ class Worker:
             f"dummy {args.seed or 0}" if is_dummy else "",
             *(["fp8 kv cache"] if args.has_fp8_kv_cache else []),
             *(("kernels draw",) if self._sampling.kind == "kernels" else ()),
+            *([f"quantization {args.quantization}"] if args.quantization else []),
         )
         return fingerprint(self._path, settings, has_weights=not is_dummy)
 

@@ -1,0 +1,81 @@
+"""The choice of how a model's linear layers are loaded and computed: as they are, or quantised."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from argosy_engine.errors import ConfigError
+from argosy_engine.models.fp8_linear import Fp8LinearMethod, OnlineFp8LinearMethod, QuantizeRows
+from argosy_engine.models.linear_method import LinearMethod, UnquantizedLinearMethod
+from argosy_engine.models.model_config import ModelConfig
+from argosy_engine.models.quantization_config import check_quantization
+
+logger = logging.getLogger("argosy.models")
+
+
+def linear_method(
+    config: ModelConfig,
+    quantization: str | None,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    uses_triton: bool,
+) -> LinearMethod:
+    """Choose the method of a model, and log what becomes of quantised weights.
+
+    Args:
+        quantization: `--quantization`.
+        uses_triton: `AttentionBackend.uses_triton`.
+
+    Raises:
+        ConfigError: the flag asks for another scheme than the checkpoint's, or the device cannot do it.
+    """
+    check_quantization(config.quantization, quantization)
+    reason = _no_fp8_product(dtype, device, uses_triton)
+    if config.quantization is None:
+        if quantization is None:
+            return UnquantizedLinearMethod()
+        if reason is not None:
+            raise ConfigError(f"--quantization fp8 of an unquantised model: {reason}; leave the flag out")
+        return OnlineFp8LinearMethod(_quantize_rows())
+    method = config.quantization.method
+    if reason is None:
+        logger.info("FP8 weights (%s): multiplied in FP8", method)
+        return Fp8LinearMethod(config.quantization, _quantize_rows())
+    name = str(dtype).removeprefix("torch.")
+    logger.info("FP8 weights (%s): widened to %s at load, because %s", method, name, reason)
+    return Fp8LinearMethod(config.quantization, None)
+
+
+def planned_linear_method(config: ModelConfig) -> LinearMethod:
+    """Return a method that takes the same tensors, for a plan."""
+    if config.quantization is None:
+        return UnquantizedLinearMethod()
+    return Fp8LinearMethod(config.quantization, _unused)
+
+
+def _no_fp8_product(dtype: torch.dtype, device: torch.device, uses_triton: bool) -> str | None:
+    """Return why this device does not multiply in FP8, or None."""
+    if device.type != "cuda":
+        return "a CPU has no FP8 product"
+    if dtype is not torch.bfloat16:
+        return "FP8 products come in bfloat16 (--dtype bfloat16)"
+    if not uses_triton:
+        return "the Triton kernels do not serve here"
+    from argosy_engine.triton_kernels.device_traits import device_traits
+
+    if not device_traits(device).has_fp8:
+        return "this GPU has no FP8 (it needs compute capability 8.9)"
+    return None
+
+
+def _quantize_rows() -> QuantizeRows:
+    from argosy_engine.triton_kernels.quantize_fp8 import quantize_fp8
+
+    return quantize_fp8
+
+
+def _unused(x: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    raise AssertionError("a planned model is never run")

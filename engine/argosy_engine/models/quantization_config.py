@@ -1,0 +1,224 @@
+"""QuantizationConfig: how the weights of a checkpoint are quantised, read from config.json or hf_quant_config.json. No
+torch.
+
+FP8 (e4m3) weights with a scale per tensor or per output channel are served, as compressed-tensors, NVIDIA's ModelOpt
+and vLLM's own `fp8` write them. Other schemes are refused by name before any weight is read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from functools import cached_property
+from typing import Any, Literal
+
+from msgspec import Struct
+
+from argosy_engine.errors import ConfigError
+
+Method = Literal["compressed-tensors", "modelopt", "fp8"]
+
+_SUPPORTED = "FP8 weights per tensor or per channel, of compressed-tensors, ModelOpt or fp8"
+_MAX_IGNORED = 1 << 16
+_MAX_PATTERN = 256
+_MAX_QUANTIFIERS = 4
+"""A pattern is matched against names that are short, so its time stays bounded without quantified groups."""
+
+
+class QuantizationConfig(Struct, frozen=True, kw_only=True, dict=True):
+    """FP8 weights and how their inputs are to be quantised."""
+
+    method: Method
+    is_per_channel: bool = False
+    """Whether a weight has a scale per output channel, rather than one."""
+    is_static: bool = False
+    """Whether inputs have a scale in the checkpoint (`input_scale`), rather than one per token and step."""
+    ignored: tuple[str, ...] = ()
+    """Linear layers that are not quantised: names of layers or of modules that contain them, with `*` for any text, or
+    regular expressions after `re:`."""
+
+    def quantises(self, layer: str) -> bool:
+        """Whether a linear layer is quantised.
+
+        Args:
+            layer: its name in the checkpoint, without `.weight`.
+        """
+        if not self._names.isdisjoint(_modules(layer)):
+            return False
+        if any(pattern.match(layer) for pattern in self._expressions):
+            return False
+        return not any(fnmatchcase(module, glob) for glob in self._globs for module in _modules(layer))
+
+    @cached_property
+    def _names(self) -> frozenset[str]:
+        return frozenset(each for each in self.ignored if "*" not in each and not each.startswith("re:"))
+
+    @cached_property
+    def _globs(self) -> list[str]:
+        return [each for each in self.ignored if "*" in each and not each.startswith("re:")]
+
+    @cached_property
+    def _expressions(self) -> list[re.Pattern[str]]:
+        return [re.compile(each[3:]) for each in self.ignored if each.startswith("re:")]
+
+
+def _modules(layer: str) -> Iterator[str]:
+    """Yield a layer's name and those of the modules that contain it."""
+    while layer:
+        yield layer
+        layer = layer.rpartition(".")[0]
+
+
+def parse_quantization(
+    config: Mapping[str, Any], hf_quant_config: Mapping[str, Any]
+) -> QuantizationConfig | None:
+    """Return the quantisation of a checkpoint, or None if it is not quantised.
+
+    Args:
+        config: config.json.
+        hf_quant_config: hf_quant_config.json, which ModelOpt writes; empty if there is none.
+
+    Raises:
+        ConfigError: the scheme is not supported, or the description is malformed.
+    """
+    raw = config.get("quantization_config") or config.get("compression_config")
+    if not raw and hf_quant_config:
+        raw = {"quant_method": "modelopt", **_mapping(hf_quant_config.get("quantization"), "quantization")}
+    if not raw:
+        return None
+    raw = _mapping(raw, "quantization_config")
+    method = str(raw.get("quant_method") or "")[:64]
+    if method == "compressed-tensors":
+        return _compressed_tensors(raw)
+    if method.startswith("modelopt"):
+        return _modelopt(raw)
+    if method == "fp8":
+        return _fp8(raw)
+    raise _refused(f"quant_method {method!r}")
+
+
+def check_quantization(found: QuantizationConfig | None, wanted: str | None) -> None:
+    """Check `--quantization` against the checkpoint.
+
+    Args:
+        found: the checkpoint's.
+
+    Raises:
+        ConfigError: they contradict each other.
+    """
+    method = None if found is None else found.method
+    if wanted in (None, method) or (wanted == "fp8" and method is None):
+        return
+    is_or_not = "not quantised" if method is None else f"quantised by {method}"
+    raise ConfigError(
+        f"--quantization {wanted}: the checkpoint is {is_or_not}; leave the flag out to take what config.json says"
+    )
+
+
+def _compressed_tensors(raw: Mapping[str, Any]) -> QuantizationConfig:
+    """https://github.com/vllm-project/compressed-tensors"""
+    if (form := raw.get("format")) not in (None, "float-quantized", "naive-quantized"):
+        raise _refused(f"compressed-tensors format {form!r}")
+    if _mapping(raw.get("sparsity_config") or {}, "sparsity_config").get("format", "dense") != "dense":
+        raise _refused("compressed-tensors with sparse weights")
+    if raw.get("transform_config"):
+        raise _refused("compressed-tensors with transforms")
+    groups = list(_mapping(raw.get("config_groups") or {}, "config_groups").values())
+    schemes = {_group_scheme(_mapping(group, "config_groups")) for group in groups}
+    if len(schemes) != 1:
+        raise _refused(f"compressed-tensors with {len(schemes)} schemes in one checkpoint")
+    is_per_channel, is_static = schemes.pop()
+    return QuantizationConfig(
+        method="compressed-tensors",
+        is_per_channel=is_per_channel,
+        is_static=is_static,
+        ignored=_ignored(raw.get("ignore")),
+    )
+
+
+def _group_scheme(group: Mapping[str, Any]) -> tuple[bool, bool]:
+    """Return `is_per_channel` and `is_static`."""
+    if group.get("targets") != ["Linear"]:
+        raise _refused("compressed-tensors with other targets than Linear")
+    weights = _mapping(group.get("weights") or {}, "weights")
+    inputs = _mapping(group.get("input_activations") or {}, "input_activations")
+    for name, each in (("weights", weights), ("input activations", inputs)):
+        kind = f"{name} of {each.get('num_bits')} bits {each.get('type')!r}"
+        if (each.get("num_bits"), each.get("type")) != (8, "float") or each.get("symmetric") is False:
+            raise _refused(f"compressed-tensors with {kind}")
+    strategy, dynamic = weights.get("strategy"), inputs.get("dynamic")
+    if strategy not in ("tensor", "channel"):
+        raise _refused(f"compressed-tensors with weights per {strategy!r}")
+    if (inputs.get("strategy"), dynamic) not in (("token", True), ("tensor", False), ("tensor", True)):
+        raise _refused(f"compressed-tensors with input activations per {inputs.get('strategy')!r}")
+    return strategy == "channel", not dynamic
+
+
+def _modelopt(raw: Mapping[str, Any]) -> QuantizationConfig:
+    """https://github.com/NVIDIA/TensorRT-Model-Optimizer"""
+    nested = _mapping(raw.get("quantization") or {}, "quantization")
+    algorithm = raw.get("quant_algo") or nested.get("quant_algo")
+    is_per_channel = algorithm == "FP8_PER_CHANNEL_PER_TOKEN"
+    if algorithm != "FP8" and not is_per_channel:
+        raise _refused(f"ModelOpt's quant_algo {algorithm!r}")
+    ignored = raw.get("ignore") or raw.get("exclude_modules") or nested.get("exclude_modules")
+    return QuantizationConfig(
+        method="modelopt",
+        is_per_channel=is_per_channel,
+        is_static=not is_per_channel,
+        ignored=_ignored(ignored),
+    )
+
+
+def _fp8(raw: Mapping[str, Any]) -> QuantizationConfig:
+    if raw.get("weight_block_size"):
+        raise _refused("FP8 with scales per block (weight_block_size)")
+    scheme = raw.get("activation_scheme", "dynamic")
+    if scheme not in ("dynamic", "static"):
+        raise _refused(f"FP8 with activation_scheme {scheme!r}")
+    ignored = raw.get("ignored_layers") or raw.get("modules_to_not_convert")
+    return QuantizationConfig(method="fp8", is_static=scheme == "static", ignored=_ignored(ignored))
+
+
+def _refused(scheme: str) -> ConfigError:
+    return ConfigError(
+        f"the checkpoint is quantised: {scheme[:200]} is not supported, only {_SUPPORTED}; use such a checkpoint, or "
+        "the unquantised one"
+    )
+
+
+def _mapping(value: Any, name: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{name} is not a JSON object")
+    return value
+
+
+def _ignored(value: Any) -> tuple[str, ...]:
+    names: Sequence[Any] = value or ()
+    if not isinstance(names, list | tuple) or not all(isinstance(each, str) for each in names):
+        raise ConfigError("the list of layers that are not quantised is not a list of names")
+    if len(names) > _MAX_IGNORED or any(len(each) > _MAX_PATTERN for each in names):
+        raise ConfigError(
+            f"the list of layers that are not quantised has more than {_MAX_IGNORED} names, or one of more than "
+            f"{_MAX_PATTERN} characters"
+        )
+    for each in names:
+        if each.startswith("re:"):
+            _check_expression(each[3:])
+        elif each.count("*") > _MAX_QUANTIFIERS:
+            raise ConfigError(f"the pattern {each!r} of layers that are not quantised has too many *")
+    return tuple(names)
+
+
+def _check_expression(pattern: str) -> None:
+    """Refuse regular expressions whose matching may take exponential time."""
+    try:
+        re.compile(pattern)
+        is_simple = not re.search(r"\)[*+?{]", pattern) and not re.search(r"\\[1-9]|\(\?", pattern)
+    except re.error:
+        is_simple = False
+    if not is_simple or len(re.findall(r"[*+?{]", pattern)) > _MAX_QUANTIFIERS:
+        raise ConfigError(
+            f"the pattern {pattern!r} of layers that are not quantised is malformed or too complex; write the names out"
+        )

@@ -1,0 +1,293 @@
+"""FP8 weights: every format that is read, against a checkpoint of the same numbers in float32, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from argosy_engine.errors import ConfigError
+from argosy_engine.models.config_file import load_model_config
+from argosy_engine.models.experts import ExpertsSpec
+from argosy_engine.models.fp8_linear import Fp8LinearMethod, OnlineFp8LinearMethod
+from argosy_engine.models.linear import LinearSpec
+from argosy_engine.models.linear_kernels import LinearKernel
+from argosy_engine.models.loader import load_model
+from argosy_engine.models.quantization_config import parse_quantization
+from argosy_engine.models.sharding import Shard
+from argosy_engine.models.weights import DummyWeights
+from argosy_engine.native.library import kernels
+from argosy_engine.sizing.kv_cache_sizing import estimate_weights
+from attention_cases import attention_metadata
+from fp8_checkpoints import FORMATS, FP8, quantize_checkpoint
+from random_checkpoints import KINDS, make_checkpoint
+
+CPU = torch.device("cpu")
+BLOCK_SIZE = 16
+TOKEN_IDS = list(range(2, 22))
+
+
+COMPRESSED = FORMATS["compressed-tensors-channel"]
+
+
+def changed(**group: Any) -> dict[str, Any]:
+    raw = copy.deepcopy(COMPRESSED)
+    for name, fields in group.items():
+        raw["config_groups"]["group_0"][name] |= fields
+    return raw
+
+
+def write(path: Path, form: str, kind: str = "qwen3-yarn", **settings: Any) -> None:
+    make_checkpoint(KINDS[kind], path)
+    quantize_checkpoint(path, form, **settings)
+
+
+@torch.inference_mode()
+def logits(path: Path, backend: str = "cpu" if kernels() else "torch", **settings: Any) -> torch.Tensor:
+    config = load_model_config(path)
+    model = load_model(
+        path, config, dtype=torch.float32, device=CPU, attention_backend=backend, max_positions=64,
+        load_format="auto", seed=0, **settings,
+    ).model  # fmt: skip
+    shape = (2, 2, BLOCK_SIZE, config.num_key_value_heads, config.head_dim)
+    kv_cache = [torch.zeros(shape).to(layer.kv_cache_dtype) for layer in model.attention_layers]
+    meta = attention_metadata([(0, len(TOKEN_IDS))], torch.tensor([[1, 0]]), BLOCK_SIZE)
+    hidden = model.forward(torch.tensor(TOKEN_IDS), torch.arange(len(TOKEN_IDS)), kv_cache, meta)
+    return model.logits(hidden)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_cpu_widens_the_weights_and_says_so(
+    form: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path, form)
+    with caplog.at_level(logging.INFO, logger="argosy.models"):
+        ours = logits(tmp_path)
+    torch.testing.assert_close(ours, logits(tmp_path / "widened"), atol=1e-5, rtol=1e-5)
+    assert "widened to float32 at load, because a CPU has no FP8 product" in caplog.text
+
+
+def test_experts_are_widened_and_routers_are_not_quantised(tmp_path: Path) -> None:
+    kind = replace(KINDS["qwen3-moe"], is_sharded=False)
+    make_checkpoint(kind, tmp_path)
+    quantize_checkpoint(tmp_path, "compressed-tensors-channel")
+    torch.testing.assert_close(logits(tmp_path), logits(tmp_path / "widened"), atol=1e-5, rtol=1e-5)
+
+
+def test_scales_of_an_fp8_kv_cache_are_read_if_there_is_one(tmp_path: Path) -> None:
+    write(tmp_path, "modelopt", kv_scale=0.25)
+    exact = logits(tmp_path, "torch")
+    ours = logits(tmp_path, "torch", has_fp8_kv_cache=True)
+    assert 0 < (ours - exact).abs().mean() < 0.2 * exact.abs().mean()
+    # With a scale of 1e-4 everything saturates.
+    write(tmp_path / "small", "modelopt", kv_scale=1e-4)
+    small = logits(tmp_path / "small", "torch", has_fp8_kv_cache=True)
+    assert (small - exact).abs().mean() > 3 * (ours - exact).abs().mean()
+
+
+def quantize_rows(x: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    if scale is None:
+        scales = x.float().abs().amax(dim=1, keepdim=True) / 448
+    else:
+        scales = scale.expand(len(x), 1).contiguous()
+    return (x.float() / scales).clamp(-448, 448).to(FP8), scales
+
+
+SPEC = LinearSpec({"q_proj": 32, "k_proj": 16, "v_proj": 16}, 64)
+
+
+class GivenWeights(DummyWeights):
+    """Tensors by name, without a file."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        super().__init__(torch.bfloat16, CPU, 0)
+        self.tensors = tensors
+
+    def take(
+        self, name: str, *shape: int, dtype: torch.dtype | None = None, shard: Shard | None = None
+    ) -> torch.Tensor:
+        assert self.tensors[name].shape == shape
+        return self.tensors[name].to(dtype or self.dtype)
+
+    def take_scale(self, name: str, count: int, shard: Shard | None = None) -> torch.Tensor:
+        return self.tensors[name].float().reshape(count)
+
+
+def quantised_tensors(*, is_per_channel: bool, input_scale: float | None) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for index, (name, size) in enumerate(SPEC.parts.items()):
+        tensors[name + ".weight"] = (10 * torch.randn(size, 64, generator=generator)).to(FP8)
+        scale = torch.rand(size if is_per_channel else 1, generator=generator) * (1 + index) / 10
+        tensors[name + ".weight_scale"] = scale
+        if input_scale is not None:
+            tensors[name + ".input_scale"] = torch.tensor(input_scale * (1 + index) / 3)
+    return tensors
+
+
+def expected(x: torch.Tensor, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    weights = [
+        tensors[name + ".weight"].float() * tensors[name + ".weight_scale"].reshape(-1, 1)
+        for name in SPEC.parts
+    ]
+    return x.float() @ torch.cat(weights).t()
+
+
+@pytest.mark.parametrize("is_per_channel", [True, False])
+@pytest.mark.parametrize("input_scale", [None, 0.01])
+def test_a_product_in_fp8_is_as_exact_as_its_inputs(is_per_channel: bool, input_scale: float | None) -> None:
+    raw = changed(
+        weights={"strategy": "channel" if is_per_channel else "tensor"},
+        input_activations={"strategy": "tensor", "dynamic": False} if input_scale else {},
+    )
+    config = parse_quantization({"quantization_config": raw}, {})
+    assert config is not None
+    tensors = quantised_tensors(is_per_channel=is_per_channel, input_scale=input_scale)
+    layer = Fp8LinearMethod(config, quantize_rows).load(GivenWeights(tensors), SPEC)
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    rows, scales = quantize_rows(x, None if input_scale is None else torch.tensor([input_scale]))
+    out = layer(x)
+    assert out.dtype is torch.bfloat16
+    torch.testing.assert_close(out.float(), expected(rows.float() * scales, tensors), atol=0.05, rtol=0.01)
+    assert (out.float() - expected(x, tensors)).norm() < 0.06 * expected(x, tensors).norm()
+
+
+def relative_error(layer: LinearKernel, weight: torch.Tensor) -> float:
+    x = torch.randn(5, weight.shape[1], generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    wanted = F.linear(x.float(), weight.float())
+    return float((layer(x).float() - wanted).norm() / wanted.norm())
+
+
+def test_weights_are_quantised_online_per_channel() -> None:
+    weight = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
+    weight[3] *= 1e4  # one scale for all channels would leave nothing of the others
+    method, weights = OnlineFp8LinearMethod(quantize_rows), GivenWeights({"up.weight": weight})
+    layer = method.load(weights, LinearSpec({"up": 32}, 64))
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    wanted = F.linear(x.float(), weight)
+    error = (layer(x).float() - wanted).norm(dim=0) / wanted.norm(dim=0)
+    assert (error < 0.1).all()
+    exact = method.load(weights, LinearSpec({"up": 32}, 64, keeps_precision=True))
+    assert relative_error(exact, weight) < 0.01
+
+
+def test_experts_are_stacked_in_fp8_with_scales() -> None:
+    spec = ExpertsSpec("", num_experts=3, hidden=32, inner=16, experts_per_token=1, normalises=True)
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"gate": (16, 32), "up": (16, 32), "down": (32, 16)}
+    plain = {
+        spec.projection(index, name) + ".weight": torch.randn(shape, generator=generator)
+        for index in range(3)
+        for name, shape in shapes.items()
+    }
+    online = OnlineFp8LinearMethod(quantize_rows).load_experts(GivenWeights(plain), spec, range(16))
+    assert online.gate_up.dtype is online.down.dtype is FP8
+    assert online.gate_up_scale is not None
+    assert online.down_scale is not None
+    for index in range(3):
+        gate_up = online.gate_up[index].float() * online.gate_up_scale[index, :, None]
+        halves = [plain[spec.projection(index, name) + ".weight"] for name in ("gate", "up")]
+        torch.testing.assert_close(gate_up, torch.cat(halves), rtol=0.08, atol=0.02)
+        down = online.down[index].float() * online.down_scale[index, :, None]
+        torch.testing.assert_close(
+            down, plain[spec.projection(index, "down") + ".weight"], rtol=0.08, atol=0.02
+        )
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({"quant_method": "awq", "bits": 4}, "quant_method 'awq'"),
+        ({"quant_method": "gptq"}, "quant_method 'gptq'"),
+        ({"bits": 4}, "quant_method ''"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "scales per block"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "'NVFP4'"),
+        ({**COMPRESSED, "format": "pack-quantized"}, "format 'pack-quantized'"),
+        (changed(weights={"num_bits": 4, "type": "int"}), "weights of 4 bits 'int'"),
+        (changed(weights={"strategy": "block"}), "weights per 'block'"),
+        (changed(input_activations={"strategy": "group"}), "activations per 'group'"),
+        ({**COMPRESSED, "ignore": ["re:(a+)+b"]}, "too complex"),
+        ({**COMPRESSED, "ignore": ["re:["]}, "malformed"),
+        ({**COMPRESSED, "ignore": [3]}, "not a list of names"),
+        ({**COMPRESSED, "config_groups": 5}, "config_groups is not a JSON object"),
+        ("fp8", "quantization_config is not a JSON object"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(raw: Any, message: str, tmp_path: Path) -> None:
+    make_checkpoint(KINDS["llama"], tmp_path)
+    (tmp_path / "model.safetensors").unlink()  # no weight is read
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": raw}))
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_model_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("lm_head", {"lm_head"}),
+        ("model.layers.0", {"model.layers.0.mlp.gate", "model.layers.0.mlp.down_proj"}),
+        ("re:.*mlp.gate$", {"model.layers.0.mlp.gate", "model.layers.1.mlp.gate"}),
+        ("*.mlp.gate", {"model.layers.0.mlp.gate", "model.layers.1.mlp.gate"}),
+        ("model.layers.1*", {"model.layers.1.mlp.gate"}),
+    ],
+)
+def test_layers_that_are_not_quantised(pattern: str, names: set[str]) -> None:
+    config = parse_quantization({"quantization_config": {**COMPRESSED, "ignore": [pattern]}}, {})
+    assert config is not None
+    layers = [
+        "lm_head", "model.layers.0.mlp.gate", "model.layers.1.mlp.gate", "model.layers.0.mlp.down_proj"
+    ]  # fmt: skip
+    assert {layer for layer in layers if not config.quantises(layer)} == names
+
+
+def test_projections_that_are_computed_together_are_quantised_together(tmp_path: Path) -> None:
+    write(tmp_path, "fp8")
+    file = tmp_path / "config.json"
+    raw = json.loads(file.read_text())
+    raw["quantization_config"]["ignored_layers"].append("model.layers.0.self_attn.k_proj")
+    file.write_text(json.dumps(raw))
+    with pytest.raises(ConfigError, match=r"k_proj.* are quantised and some are not"):
+        logits(tmp_path)
+
+
+def test_the_flag_must_agree_with_the_checkpoint(tmp_path: Path) -> None:
+    write(tmp_path, "modelopt")
+    torch.testing.assert_close(logits(tmp_path, quantization="modelopt"), logits(tmp_path))
+    with pytest.raises(ConfigError, match="the checkpoint is quantised by modelopt"):
+        logits(tmp_path, quantization="fp8")
+    with pytest.raises(ConfigError, match="a CPU has no FP8 product; leave the flag out"):
+        logits(tmp_path / "widened", quantization="fp8")
+
+
+def test_missing_and_misshaped_scales_are_found_before_weights_are_read(tmp_path: Path) -> None:
+    write(tmp_path, "compressed-tensors-channel")
+    file = tmp_path / "config.json"
+    raw = json.loads(file.read_text())
+    group = raw["quantization_config"]["config_groups"]["group_0"]
+    group["weights"]["strategy"] = "tensor"
+    file.write_text(json.dumps(raw))
+    with pytest.raises(ConfigError, match=r"of another shape: .*weight_scale is \[64, 1\]"):
+        logits(tmp_path)
+    group["weights"]["strategy"] = "channel"
+    group["input_activations"] |= {"strategy": "tensor", "dynamic": False}
+    file.write_text(json.dumps(raw))
+    with pytest.raises(ConfigError, match=r"missing: .*input_scale"):
+        logits(tmp_path)
+
+
+def test_fp8_weights_take_half_on_a_gpu(tmp_path: Path) -> None:
+    write(tmp_path, "fp8")
+    config = load_model_config(tmp_path)
+    elements = {"a_proj.weight": 1000, "a_proj.weight_scale": 1, "norm.weight": 10}
+    assert estimate_weights(config, elements, 2, "cuda") == 1000 + 2 * 11
+    tied = config.vocab_size * config.hidden_size if config.tie_word_embeddings else 0
+    assert estimate_weights(config, elements, 2, "cpu") == 2 * (1011 + tied)

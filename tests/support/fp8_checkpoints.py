@@ -1,0 +1,89 @@
+"""Checkpoints with FP8 weights, made from others, as compressed-tensors, ModelOpt and vLLM's fp8 write them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+FP8 = torch.float8_e4m3fn
+
+
+def _group(strategy: str, activations: dict[str, Any]) -> dict[str, Any]:
+    bits = {"num_bits": 8, "type": "float", "symmetric": True}
+    return {
+        "targets": ["Linear"],
+        "weights": {**bits, "strategy": strategy, "dynamic": False},
+        "input_activations": {**bits, **activations},
+        "output_activations": None,
+    }
+
+
+def _compressed(strategy: str, activations: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": _group(strategy, activations)},
+        "ignore": ["lm_head", "re:.*mlp.gate$"],
+        "kv_cache_scheme": None,
+    }
+
+
+_DYNAMIC = {"strategy": "token", "dynamic": True}
+_STATIC = {"strategy": "tensor", "dynamic": False}
+_MODELOPT = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head", "*mlp.gate"]}
+
+FORMATS: dict[str, dict[str, Any]] = {
+    "compressed-tensors-channel": _compressed("channel", _DYNAMIC),
+    "compressed-tensors-tensor": _compressed("tensor", _STATIC),
+    "modelopt": {"quant_method": "modelopt", **_MODELOPT},
+    "modelopt-file": {},
+    "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic", "ignored_layers": ["lm_head"]},
+}
+"""`quantization_config` by format; `modelopt-file` has hf_quant_config.json instead."""
+
+
+def quantize_checkpoint(path: Path, form: str, *, kv_scale: float | None = None) -> None:
+    """Quantise the linear layers of a checkpoint of one file in place.
+
+    config.json gets the description, and a checkpoint beside it in `widened/` holds what the FP8 numbers stand for.
+
+    Args:
+        kv_scale: stored as the scales of keys and values, if given.
+    """
+    with safe_open(path / "model.safetensors", framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+    stored, widened = dict(tensors), dict(tensors)
+    is_per_channel = form.endswith("channel")
+    is_static = form in ("compressed-tensors-tensor", "modelopt", "modelopt-file")
+    for name, tensor in tensors.items():
+        is_linear = name.endswith("_proj.weight")
+        if not is_linear:
+            continue
+        largest = tensor.abs().amax(dim=1, keepdim=True) if is_per_channel else tensor.abs().amax()
+        # Scales in bfloat16, as compressed-tensors has them, are exact in float32.
+        scale = (largest / 448).to(torch.bfloat16 if is_per_channel else torch.float32)
+        values = (tensor / scale.float()).clamp(-448, 448).to(FP8)
+        stored[name], stored[name + "_scale"] = values, scale
+        widened[name] = values.float() * scale.float()
+        if is_static:
+            layer = name.removesuffix("weight")
+            stored[layer + "input_scale"] = torch.tensor(0.02)
+        if kv_scale is not None and name.endswith(("k_proj.weight", "v_proj.weight")):
+            kind = name.removesuffix("_proj.weight")[-1]
+            stored[name.removesuffix("weight") + f"{kind}_scale"] = torch.tensor(kv_scale)
+    save_file(stored, path / "model.safetensors")
+    config = json.loads((path / "config.json").read_text())
+    (path / "widened").mkdir()
+    (path / "widened" / "config.json").write_text(json.dumps(config))
+    save_file(widened, path / "widened" / "model.safetensors")
+    if form == "modelopt-file":
+        description = {"producer": {"name": "modelopt"}, "quantization": _MODELOPT}
+        (path / "hf_quant_config.json").write_text(json.dumps(description))
+    else:
+        (path / "config.json").write_text(json.dumps({**config, "quantization_config": FORMATS[form]}))
