@@ -19,13 +19,17 @@ LOCAL = AttentionParams(
 )
 
 
+def no_fault():
+    return None
+
+
 def needs(dtype, layer=FULL):
     return AttentionNeeds("cuda", dtype, 16, [layer])
 
 
 def test_our_kernels_pass():
     assert self_test("triton", needs("bfloat16", LOCAL), torch.bfloat16, CPU) is None
-    assert working_backend(needs("float32"), "auto", {}, torch.float32, CPU).name == "triton"
+    assert working_backend(needs("float32"), "auto", {}, torch.float32, CPU, no_fault).name == "triton"
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -37,7 +41,7 @@ def test_our_kernels_pass_with_an_fp8_kv_cache(dtype):
 def test_a_gpu_without_fp8_leaves_an_fp8_kv_cache_to_torch():
     fp8 = needs("bfloat16")._replace(has_fp8_kv_cache=True)
     with assume_device(KNOWN_DEVICES["A100"]):
-        choice = working_backend(fp8, "auto", {}, torch.bfloat16, CPU)
+        choice = working_backend(fp8, "auto", {}, torch.bfloat16, CPU, no_fault)
     assert choice.name == "torch"
     assert "FP8 KV cache on a device without FP8" in choice.refused["triton"]
 
@@ -92,7 +96,7 @@ class NotANumber(triton_attn.TritonAttention):
 )
 def test_a_broken_backend_gives_way_to_torch(broken, reason, monkeypatch):
     monkeypatch.setattr(triton_attn, "TritonAttention", broken)
-    choice = working_backend(needs("float32"), "auto", {}, torch.float32, CPU)
+    choice = working_backend(needs("float32"), "auto", {}, torch.float32, CPU, no_fault)
     assert choice.name == "torch"
     assert reason in choice.refused["triton"]
 
@@ -100,4 +104,11 @@ def test_a_broken_backend_gives_way_to_torch(broken, reason, monkeypatch):
 def test_a_forced_backend_that_is_broken_is_refused(monkeypatch):
     monkeypatch.setattr(triton_attn, "TritonAttention", Failing)
     with pytest.raises(ConfigError, match="--attention-backend triton fails its test on this device"):
-        working_backend(needs("float32"), "triton", {}, torch.float32, CPU)
+        working_backend(needs("float32"), "triton", {}, torch.float32, CPU, no_fault)
+
+
+def test_faulty_kernels_of_other_layers_are_a_reason_against_the_backend():
+    choice = working_backend(needs("float32"), "auto", {}, torch.float32, CPU, lambda: "silu is wrong by 1")
+    assert (choice.name, choice.refused["triton"]) == ("torch", "silu is wrong by 1")
+    with pytest.raises(ConfigError, match="fails its test on this device: silu is wrong by 1"):
+        working_backend(needs("float32"), "triton", {}, torch.float32, CPU, lambda: "silu is wrong by 1")

@@ -7,7 +7,7 @@ model's own layers, prompts and decodes over shuffled blocks, against plain torc
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -48,12 +48,15 @@ def working_backend(
     unavailable: Mapping[str, str],
     dtype: torch.dtype,
     device: torch.device,
+    test_layers: Callable[[], str | None],
 ) -> BackendChoice:
     """Choose a backend that passes the self-test on the device. Plain torch is not tested.
 
     Args:
         forced: `--attention-backend`.
         unavailable: see `select_backend`.
+        test_layers: returns why the Triton kernels of the other layers, which come with some backends, must not be
+            used, or None.
 
     Raises:
         ConfigError: the forced backend cannot serve, or fails the test.
@@ -64,6 +67,8 @@ def working_backend(
         if choice.name == "torch":
             return choice
         reason = self_test(choice.name, needs, dtype, device)
+        if reason is None and load_backend(choice.name, dtype).uses_triton:
+            reason = test_layers()
         if reason is None:
             return choice
         if forced != AUTO:

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ from argosy_engine.messages.scheduler_output import SchedulerOutput
 from argosy_engine.messages.worker_info import WorkerInfo
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.fingerprint import fingerprint
+from argosy_engine.models.layer_self_test import layer_self_test
 from argosy_engine.models.loader import LoadedModel, load_model
 from argosy_engine.models.model_config import ModelConfig
 from argosy_engine.models.model_path import hold_stored_model, resolve_model
@@ -124,7 +126,14 @@ class Worker:
             if device.type == "cpu":  # the kernels were tested when they were built
                 self._backend = select_backend(needs, args.attention_backend, unavailable)
             else:
-                self._backend = working_backend(needs, args.attention_backend, unavailable, dtype, device)
+                self._backend = working_backend(
+                    needs,
+                    args.attention_backend,
+                    unavailable,
+                    dtype,
+                    device,
+                    partial(layer_self_test, config, dtype, device),
+                )
             logger.info("attention backend: %s", self._backend)
             self._sampling = SamplerOptions(
                 model_path=str(self._path),

@@ -1,0 +1,57 @@
+"""The test that the kernels of norms, gated activations and experts have to pass on the device."""
+
+import pytest
+import torch
+import transformers
+
+from argosy_engine.models import triton_layer_kernels
+from argosy_engine.models.config_file import load_model_config
+from argosy_engine.models.layer_self_test import layer_self_test
+from argosy_engine.triton_kernels import fused_moe
+from random_checkpoints import KINDS
+
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+
+
+def config_of(name, path):
+    kind = KINDS[name]
+    getattr(transformers, kind.config)(**kind.fields, architectures=[kind.model]).save_pretrained(path)
+    return load_model_config(path)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", ["gemma3", "qwen3-moe", "gpt2"])
+def test_our_kernels_pass(name, dtype, tmp_path):
+    assert layer_self_test(config_of(name, tmp_path), dtype, CPU) is None
+
+
+def scaled(kernel):
+    return lambda *args, **settings: kernel(*args, **settings) * 1.1
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm"])
+def test_a_wrong_norm_is_found(name, monkeypatch, tmp_path):
+    monkeypatch.setattr(triton_layer_kernels, name, scaled(getattr(triton_layer_kernels, name)))
+    assert "RMSNorm is wrong by" in layer_self_test(config_of("llama", tmp_path), torch.bfloat16, CPU)
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu_pytorch_tanh"])
+def test_a_wrong_activation_is_found(name, monkeypatch, tmp_path):
+    activations = triton_layer_kernels.TritonLayerKernels.gated_activations
+    monkeypatch.setitem(activations, name, scaled(activations[name]))
+    assert f"{name} is wrong by" in layer_self_test(config_of("llama", tmp_path), torch.bfloat16, CPU)
+
+
+def test_wrong_experts_are_found(monkeypatch, tmp_path):
+    monkeypatch.setattr(fused_moe, "fused_moe", scaled(fused_moe.fused_moe))
+    assert "experts are wrong by" in layer_self_test(config_of("qwen3-moe", tmp_path), torch.bfloat16, CPU)
+
+
+def test_a_kernel_that_fails_is_a_reason(monkeypatch, tmp_path):
+    def fail(*args):
+        raise RuntimeError("no kernel image is available")
+
+    monkeypatch.setattr(triton_layer_kernels, "rms_norm", fail)
+    reason = layer_self_test(config_of("llama", tmp_path), torch.bfloat16, CPU)
+    assert reason == "a layer's kernels failed with RuntimeError: no kernel image is available"
