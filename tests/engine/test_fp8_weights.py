@@ -16,12 +16,12 @@ import torch.nn.functional as F
 
 from argosy_engine.errors import ConfigError
 from argosy_engine.models.config_file import load_model_config
-from argosy_engine.models.experts import ExpertsSpec
+from argosy_engine.models.experts import EXPERT_LAYERS, ExpertsSpec
 from argosy_engine.models.fp8_linear import Fp8LinearMethod, OnlineFp8LinearMethod
 from argosy_engine.models.linear import LinearSpec
 from argosy_engine.models.linear_kernels import LinearKernel
 from argosy_engine.models.loader import load_model
-from argosy_engine.models.quantization_config import parse_quantization
+from argosy_engine.models.quantization_config import QuantizationConfig, parse_quantization
 from argosy_engine.models.sharding import Shard
 from argosy_engine.models.weights import DummyWeights
 from argosy_engine.native.library import kernels
@@ -104,6 +104,12 @@ def quantize_rows(x: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Te
 SPEC = LinearSpec({"q_proj": 32, "k_proj": 16, "v_proj": 16}, 64)
 
 
+def part(tensor: torch.Tensor, shard: Shard | None) -> torch.Tensor:
+    if shard is None:
+        return tensor
+    return torch.cat([tensor.narrow(shard.dim, each.start, len(each)) for each in shard.ranges], shard.dim)
+
+
 class GivenWeights(DummyWeights):
     """Tensors by name, without a file."""
 
@@ -115,10 +121,10 @@ class GivenWeights(DummyWeights):
         self, name: str, *shape: int, dtype: torch.dtype | None = None, shard: Shard | None = None
     ) -> torch.Tensor:
         assert self.tensors[name].shape == shape
-        return self.tensors[name].to(dtype or self.dtype)
+        return part(self.tensors[name], shard).to(dtype or self.dtype)
 
     def take_scale(self, name: str, count: int, shard: Shard | None = None) -> torch.Tensor:
-        return self.tensors[name].float().reshape(count)
+        return part(self.tensors[name].float().reshape(count), shard)
 
 
 def quantised_tensors(*, is_per_channel: bool, input_scale: float | None) -> dict[str, torch.Tensor]:
@@ -200,6 +206,38 @@ def test_experts_are_stacked_in_fp8_with_scales() -> None:
         torch.testing.assert_close(
             down, plain[spec.projection(index, "down") + ".weight"], rtol=0.08, atol=0.02
         )
+
+
+@pytest.mark.parametrize("is_per_channel", [True, False])
+def test_a_rank_stacks_its_features_of_the_experts(is_per_channel: bool) -> None:
+    spec = ExpertsSpec("", num_experts=2, hidden=32, inner=16, experts_per_token=1, normalises=True)
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for index in range(2):
+        for name in EXPERT_LAYERS:
+            layer, shape = spec.projection(index, name), spec.weight_shape(name)
+            tensors[layer + ".weight"] = torch.randn(shape, generator=generator).to(FP8)
+            tensors[layer + ".weight_scale"] = torch.rand(
+                shape[0] if is_per_channel else 1, generator=generator
+            )
+    config = QuantizationConfig(method="compressed-tensors", is_per_channel=is_per_channel)
+    method = Fp8LinearMethod(config, quantize_rows)
+    whole, rank = (
+        method.load_experts(GivenWeights(tensors), spec, each) for each in (range(16), range(8, 16))
+    )
+    rows = [*range(8, 16), *range(24, 32)]
+    assert torch.equal(rank.gate_up.float(), whole.gate_up.float()[:, rows])
+    assert torch.equal(rank.down.float(), whole.down.float()[:, :, 8:])
+    assert whole.gate_up_scale is not None
+    assert rank.gate_up_scale is not None
+    assert torch.equal(rank.gate_up_scale, whole.gate_up_scale[:, rows])
+    assert whole.down_scale is not None
+    assert rank.down_scale is not None
+    assert torch.equal(rank.down_scale, whole.down_scale)
+    widened = Fp8LinearMethod(config, None).load_experts(GivenWeights(tensors), spec, range(16))
+    exact = whole.gate_up.float() * whole.gate_up_scale.unsqueeze(2)
+    torch.testing.assert_close(widened.gate_up.float(), exact, rtol=0.01, atol=1e-3)
+    assert widened.gate_up_scale is None
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from argosy_engine.models.weights import SafetensorsWeights
 from argosy_engine.native.library import kernels
 from argosy_engine.worker.kv_cache import allocate_kv_cache, layer_groups
 from attention_cases import attention_metadata
+from fp8_checkpoints import quantize_checkpoint
 from random_checkpoints import KINDS, make_checkpoint
 from thread_ranks import ThreadCommunicator, run_threads
 
@@ -96,6 +97,17 @@ def test_ranks_compute_what_one_process_computes(
     )
     torch.testing.assert_close(ranks[0], expected, atol=1e-4, rtol=1e-4)
     assert all(torch.equal(ranks[0], other) for other in ranks[1:]), "ranks would sample different tokens"
+
+
+@pytest.mark.parametrize("form", ["compressed-tensors-channel", "compressed-tensors-tensor"])
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe-mixed"])
+def test_ranks_take_their_part_of_fp8_weights_and_scales(name: str, form: str, tmp_path: Path) -> None:
+    make_checkpoint(KINDS[name], tmp_path)
+    quantize_checkpoint(tmp_path, form)
+    with torch.inference_mode():
+        expected = logits_of(tmp_path)
+    ranks = run_threads(2, lambda group: logits_of(tmp_path, group, Sharding(group.rank, 2)))
+    torch.testing.assert_close(ranks[0], expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("has_whole_experts", [False, True])
