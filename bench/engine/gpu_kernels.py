@@ -13,6 +13,7 @@ from argosy_engine.attention.params import AttentionParams
 from argosy_engine.attention.selector import AttentionNeeds
 from argosy_engine.attention.self_test import self_test as attention_fault
 from argosy_engine.sample.sampler import SamplerOptions
+from argosy_engine.sample.sampler_self_test import self_test as sampler_fault
 from argosy_engine.triton_kernels.paged_attention import paged_attention
 from argosy_engine.triton_kernels.process_logits import RowMasks, process_logits
 from argosy_engine.triton_kernels.rms_norm import add_rms_norm, rms_norm
