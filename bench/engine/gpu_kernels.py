@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from argosy_engine.sample.self_test import self_test as sampler_fault
 from gpu_device import Device
 
 from argosy_engine.attention.params import AttentionParams

@@ -89,7 +89,7 @@ class AccountedRunner:
     """
 
     def __init__(self, raw: dict[str, Any], num_layers: int, device: str = "H100") -> None:
-        self.config = parse_config({**raw, "num_hidden_layers": num_layers}, {})
+        self.config = parse_config({**raw, "num_hidden_layers": num_layers}, {}, {})
         self._traits = KNOWN_DEVICES[device]
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         runtime = FakeRuntime()
@@ -216,7 +216,7 @@ def count_steps(
 ) -> list[StepCounts]:
     """Count the steps of a published model."""
     raw, period = MODELS[model], PERIODS.get(model, 1)
-    config = parse_config(raw, {})
+    config = parse_config(raw, {}, {})
     small, large = (AccountedRunner(raw, depth) for depth in (period, 2 * period))
     return [_count(model, config, period, shape, small, large, params) for shape in shapes]
 

@@ -66,6 +66,7 @@ class DeviceInputs:
                 *[8 * rows] * 2,  # slots, sampled slots
                 *[4 * (rows + 1)] * 2,  # query_start_loc, seq_lens
                 *[8 * self._max_updates(rows)] * 2,
+                4 * len(batch.sampler.stage(np.zeros(rows, np.int64), np.zeros(rows, np.int64))),
             )
         )
         self._staging = StagingBuffer(num_bytes, device, runtime, head=8 * (num_slots + 1))
@@ -104,6 +105,10 @@ class DeviceInputs:
         sampled_tokens = staging.put(wanted) if has_subset else None
         self._sampled_slots = staging.put(step.sampled.slots) if len(wanted) else None
         entries, blocks = staging.put(updates[0]), staging.put(updates[1])
+        staged_rows = None
+        if len(wanted) and not step.sampled.drafts:
+            rows = self._batch.sampler.stage(step.sampled.slots, step.sampled.positions)
+            staged_rows = staging.put(rows) if len(rows) else None
         staging.send()
 
         self._tables.view(-1).index_copy_(0, entries, blocks)
@@ -124,7 +129,8 @@ class DeviceInputs:
             )
             for group in range(num_groups)
         ]
-        return StepTensors(token_ids, positions, with_layers(metas, self._group_of_layer), sampled_tokens)
+        meta = with_layers(metas, self._group_of_layer)
+        return StepTensors(token_ids, positions, meta, sampled_tokens, staged_rows)
 
     def keep(self, slots: Ints, token_ids: torch.Tensor) -> None:
         assert self._sampled_slots is not None

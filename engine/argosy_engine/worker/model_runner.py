@@ -118,7 +118,8 @@ class ModelRunner:
             return PendingStep(self._pending_steps, output)
         if tensors.sampled_tokens is not None:
             hidden = hidden.index_select(0, tensors.sampled_tokens)
-        pending = PendingStep(self._pending_steps, output, self.model.logits(hidden), sampled)
+        logits = self.model.logits(hidden)
+        pending = PendingStep(self._pending_steps, output, logits, sampled, tensors.staged_rows)
         if not step.awaits_grammar:
             pending.sample(step.grammar)
         return pending

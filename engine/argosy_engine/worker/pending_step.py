@@ -75,6 +75,7 @@ class PendingStep:
         output: what is known so far; `get` completes it.
         logits: one row for each of `sampled.tokens`. None if no request samples.
         sampled: the requests that sample a token.
+        staged_rows: `StepTensors.staged_rows`, valid until the next step is launched.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class PendingStep:
         output: ModelRunnerOutput,
         logits: torch.Tensor | None = None,
         sampled: SampledRows = NO_ROWS,
+        staged_rows: torch.Tensor | None = None,
     ) -> None:
         self._pending_steps = pending_steps
         self._batch = pending_steps.batch
@@ -90,6 +92,7 @@ class PendingStep:
         self._logits = logits
         self._rows, self._slots = sampled.rows, sampled.slots
         self._positions, self._drafts = sampled.positions, sampled.drafts
+        self._staged_rows = staged_rows
         self._freed: set[int] = set()
         self._sampled: PendingTokens | None = None
         self._tokens: list[list[int]] | None = None
@@ -113,7 +116,7 @@ class PendingStep:
                 batch.sampler, logits, self._slots, self._positions, self._drafts, mask
             )
         else:
-            sampled = batch.sampler.sample(logits, self._slots, self._positions, mask)
+            sampled = batch.sampler.sample(logits, self._slots, self._positions, mask, self._staged_rows)
             self._sampled = AsyncTokens(sampled, self._pending_steps.copies)
         # First tokens suffice: a request with drafts is not scheduled again before this step's tokens are known.
         self._pending_steps.inputs.keep(self._slots, self._sampled.first)

@@ -27,6 +27,8 @@ class StepTensors(NamedTuple):
     meta: AttentionMetadata
     sampled_tokens: torch.Tensor | None
     """int64, `SampledRows.tokens`. None: the logits of all tokens are needed (but not of padding), or of none."""
+    staged_rows: torch.Tensor | None = None
+    """int32, what the sampler staged for the rows that sample (`Sampler.stage`); None: it copies that itself."""
 
 
 class StepInputs(Protocol):
