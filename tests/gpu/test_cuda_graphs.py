@@ -56,6 +56,9 @@ def generate(
         engine.close()
 
 
+@pytest.mark.filterwarnings(
+    "ignore:(overflow|invalid value):RuntimeWarning"
+)  # attention leaves padding undefined
 def test_an_engine_generates_the_same_with_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = generate(monkeypatch, None)
     graphs = RerunGraphs()
