@@ -11,15 +11,16 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from argosy_engine import LLM, SamplingParams, StructuredOutputsParams
+from argosy_engine import LLM, EngineArgs, SamplingParams, StructuredOutputsParams
 from argosy_engine.config import ResolvedConfig
 from argosy_engine.core.proc.data_parallel_client import (
+    DPLBAsyncMPClient,
     DPLBSyncMPClient,
     combined_config,
     combined_result,
 )
 from argosy_engine.errors import ConfigError, EngineClosed, EngineDead, InvalidRequest, UtilityFailed
-from processes import is_alive, wait_until, workers
+from processes import children, is_alive, wait_until, workers
 
 SUPPORT = Path(__file__).parent.parent / "support"
 ARGS: dict[str, Any] = {
@@ -163,8 +164,17 @@ def test_a_core_that_is_killed_ends_the_engine() -> None:
 
 
 def test_a_start_that_fails_says_why_and_leaves_nothing(tmp_path: Path) -> None:
+    before = children(os.getpid())
     with pytest.raises(ConfigError, match="has no config"):
         LLM(str(tmp_path), data_parallel_size=2)
+    assert set(children(os.getpid())) <= set(before)
+
+
+async def test_an_asynchronous_start_that_fails_says_why_and_leaves_nothing(tmp_path: Path) -> None:
+    before = children(os.getpid())
+    with pytest.raises(ConfigError, match="has no config"):
+        await DPLBAsyncMPClient.start(EngineArgs.of(model=str(tmp_path), data_parallel_size=2))
+    assert set(children(os.getpid())) <= set(before)
 
 
 def test_a_rank_that_does_not_exist_is_refused(single: LLM) -> None:
