@@ -355,6 +355,11 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
             raise ConfigError(
                 f"--distributed-executor-backend uni runs one worker, and {world_size} are needed; use mp"
             )
+        if self.enable_expert_parallel and self.data_parallel_size > 1:
+            raise ConfigError(
+                f"--enable-expert-parallel with --data-parallel-size {self.data_parallel_size} is not supported, "
+                "because engine cores share no experts; leave one of them out"
+            )
 
     def check_model_len(self, max_model_len: int) -> None:
         """Check that a prompt of `max_model_len` tokens can be scheduled.

@@ -207,6 +207,11 @@ class Parallelism(Struct, frozen=True, kw_only=True, rename="camel"):
             message="expert divides the experts among the devices of tensor; set tensor to 2 or more",
             field_path=".expert",
         ),
+        Rule(
+            rule="!has(self.expert) || !self.expert || !has(self.data) || self.data == 1",
+            message="expert is not supported with several copies of the model; leave data at 1, and set replicas",
+            field_path=".expert",
+        ),
     )
     tensor: Annotated[int, Meta(ge=1, le=MAX_DEVICES)] = 1
     """Devices among which each layer's weights and attention heads are divided. It must divide the model's number of

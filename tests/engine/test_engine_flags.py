@@ -92,6 +92,13 @@ def test_parallelism_has_vllm_s_flags(flag: str, field: str) -> None:
         parse_args(["builtin://tiny", flag, "0"])
 
 
+def test_experts_are_not_shared_between_data_parallel_cores(capsys: pytest.CaptureFixture[str]) -> None:
+    parse_args(["builtin://tiny", "-tp", "2", "--enable-expert-parallel"])
+    with pytest.raises(SystemExit):
+        parse_args(["builtin://tiny", "-tp", "2", "-dp", "2", "--enable-expert-parallel"])
+    assert "--enable-expert-parallel with --data-parallel-size 2 is not supported" in capsys.readouterr().err
+
+
 def test_overrides_of_the_model_s_config_are_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, args = parse_args(["m", "--hf-overrides", '{"matryoshka_dimensions": [64, 128]}'])
     assert args.hf_overrides is not None

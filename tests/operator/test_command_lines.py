@@ -48,11 +48,11 @@ def test_engine_understands_every_flag() -> None:
 
 
 def test_engine_understands_several_devices() -> None:
-    parallelism = {"tensor": 2, "pipeline": 3, "data": 4, "expert": True}
-    _, engine = parse_args(engine_args(isvc(parallelism=parallelism))[1:])
+    _, engine = parse_args(engine_args(isvc(parallelism={"tensor": 2, "pipeline": 3, "data": 4}))[1:])
     assert engine.tensor_parallel_size == 2
     assert engine.pipeline_parallel_size == 3
     assert engine.data_parallel_size == 4
+    _, engine = parse_args(engine_args(isvc(parallelism={"tensor": 2, "expert": True}))[1:])
     assert engine.enable_expert_parallel is True
 
 

@@ -138,7 +138,10 @@ podTemplate: {spec: {containers: [{name: engine, volumeMounts: [{name: a, mountP
     "cuda with gpu": manifest(f"{TINY}\nengine: {{device: cuda}}\nresources: {{gpu: {{count: 1}}}}"),
     "auto with gpu": manifest(f"{TINY}\nresources: {{gpu: {{}}}}"),
     "a gpu for each device": manifest(
-        f"{TINY}\nparallelism: {{tensor: 4, pipeline: 2, data: 2, expert: true}}\nresources: {{gpu: {{count: 16}}}}"
+        f"{TINY}\nparallelism: {{tensor: 4, pipeline: 2, data: 2, expert: false}}\nresources: {{gpu: {{count: 16}}}}"
+    ),
+    "experts divided among devices": manifest(
+        f"{TINY}\nparallelism: {{tensor: 4, pipeline: 2, data: 1, expert: true}}\nresources: {{gpu: {{count: 8}}}}"
     ),
     "gpus that follow from the devices": manifest(
         f"{TINY}\nparallelism: {{tensor: 2}}\nresources: {{gpu: {{}}}}"
@@ -357,6 +360,10 @@ podTemplate: {{spec: {{containers: [{{name: engine, volumeMounts: [{{name: a, mo
     "experts on one device": (
         manifest(f"{TINY}\nparallelism: {{expert: true}}"),
         "expert divides the experts among the devices of tensor; set tensor to 2 or more",
+    ),
+    "experts of several copies of the model": (
+        manifest(f"{TINY}\nparallelism: {{tensor: 2, data: 2, expert: true}}"),
+        "expert is not supported with several copies of the model; leave data at 1, and set replicas",
     ),
     "shorter sequences than the engine takes": (
         manifest(f"{TINY}\nengine: {{maxModelLen: 8}}"),
