@@ -170,6 +170,14 @@ def test_a_start_that_fails_says_why_and_leaves_nothing(tmp_path: Path) -> None:
     assert set(children(os.getpid())) <= set(before)
 
 
+def test_each_core_may_have_several_workers(single: LLM) -> None:
+    with LLM(**ARGS, data_parallel_size=2, tensor_parallel_size=2) as llm:
+        answers = llm.collective_rpc("place", kwargs={"base": 0})
+        assert answers == [[0, 2], [1, 2]] * 2, "(rank, world size) of the workers of each core"
+        found, expected = (each.generate(PROMPTS, GREEDY, use_tqdm=False) for each in (llm, single))
+        assert [result.token_ids for result in found] == [result.token_ids for result in expected]
+
+
 async def test_an_asynchronous_start_that_fails_says_why_and_leaves_nothing(tmp_path: Path) -> None:
     before = children(os.getpid())
     with pytest.raises(ConfigError, match="has no config"):
