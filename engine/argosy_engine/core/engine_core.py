@@ -47,6 +47,16 @@ from argosy_engine.structured.manager_factory import create_structured_output_ma
 logger = logging.getLogger("argosy.core")
 
 
+_NO_STEP = SchedulerOutput(
+    new_requests=[],
+    new_block_ids={},
+    num_scheduled_tokens={},
+    total_num_scheduled_tokens=0,
+    finished_request_ids=[],
+    scheduled_spec_token_ids={},
+)
+
+
 class _LaunchedStep(NamedTuple):
     """Step that the workers compute, whose output is not processed yet."""
 
@@ -223,6 +233,9 @@ class EngineCore:
     def _process_output(self, step: SchedulerOutput, result: ModelRunnerOutput) -> EngineCoreOutputs:
         """Process the output of a step: update grammars and scheduler."""
         try:
+            if result.lost:
+                self._lose(step, result.lost)
+                step, result = _NO_STEP, ModelRunnerOutput([], [])
             stale = self.scheduler.in_flight.stale(step) if step.num_scheduled_tokens else ()
             for request_id, error in result.errors.items():
                 if request_id not in stale:
@@ -380,6 +393,34 @@ class EngineCore:
         logger.exception("fault while %s: the KV cache is rebuilt, running requests are recomputed", activity)
         error = "the engine could not keep track of this request" if self._was_rebuilt else None
         self._was_rebuilt = True
+        self._rebuild(error)
+
+    def _lose(self, step: SchedulerOutput, reason: str) -> None:
+        """End the request that computed the most tokens in a lost step, and recompute the others.
+
+        They are recomputed because the keys and values that the step should have written may be shared already.
+        """
+        counts, stale = step.num_scheduled_tokens, self.scheduler.in_flight.stale(step)
+        logger.error(
+            "a step of %d tokens for %d requests did not fit into memory: the largest ends, the others are recomputed; "
+            "lower --max-num-batched-tokens or --gpu-memory-utilization (%s)",
+            step.total_num_scheduled_tokens,
+            len(counts),
+            reason,
+        )
+        # The last one, if several are equal: it waited least.
+        ended = max(
+            reversed([each for each in counts if each not in stale]), key=counts.__getitem__, default=None
+        )
+        if ended is not None:
+            error = (
+                "there was not enough memory on the device to compute this request; try again, or send less"
+            )
+            self.scheduler.fail(ended, error, ErrorKind.INTERNAL)
+        self._rebuild()
+
+    def _rebuild(self, error: str | None = None) -> None:
+        """Rebuild the bookkeeping: recompute unfinished requests, or end them with an error."""
         self.scheduler.rebuild(error)
         self._forget_finished()
         for request_id in self.structured.request_ids:

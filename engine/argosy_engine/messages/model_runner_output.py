@@ -24,3 +24,5 @@ class ModelRunnerOutput(Struct, array_like=True, gc=False):
     """Request id -> vector, for pooling requests whose prompts are complete with this step."""
     errors: dict[str, str] = {}
     """Request id -> reason why the request cannot continue."""
+    lost: str = ""
+    """Why the step is lost as a whole, with the keys and values that it should have written. Empty: it is not."""

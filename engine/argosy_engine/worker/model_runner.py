@@ -39,6 +39,8 @@ class ModelRunner:
         runtime: copies to and from the device; default: CUDA's on a GPU. A CPU needs none.
         groups: KV cache groups; default: those of the model's layers.
         pipeline: runs the model as one stage of several; None if it is the whole model.
+        can_lose_steps: whether a step for which there is no memory is answered as lost, rather than raised: only if no
+            other worker computes it as well, because that one would wait for this one.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class ModelRunner:
         runtime: DeviceRuntime | None = None,
         groups: Sequence[KVCacheGroup] | None = None,
         pipeline: Pipeline | None = None,
+        can_lose_steps: bool = True,
     ) -> None:
         self.model = model
         self._pipeline = pipeline
@@ -93,17 +96,27 @@ class ModelRunner:
             )
         self._logprobs_mode = sampling.logprobs_mode
         copies = None if runtime is None else HostCopies(runtime)
-        self._pending_steps = PendingSteps(self.batch, self._inputs, copies)
+        self._pending_steps = PendingSteps(self.batch, self._inputs, copies, can_lose_steps=can_lose_steps)
         self._graphs: DecodeGraphs | None = None
         self.vocab_size = config.vocab_size
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> PendingStep:
-        """Launch a step, including sampling unless it awaits a grammar bitmask."""
+        """Launch a step, including sampling unless it awaits a grammar bitmask.
+
+        Raises:
+            torch.OutOfMemoryError: there is no memory for it, and it may not be lost.
+        """
         self._pending_steps.land()
         self._apply(step)
         if not step.num_scheduled_tokens:
             return PendingStep(self._pending_steps, ModelRunnerOutput([], []))
+        try:
+            return self._launch(step)
+        except torch.OutOfMemoryError as error:
+            return PendingStep(self._pending_steps, self._pending_steps.lost(error))
+
+    def _launch(self, step: SchedulerOutput) -> PendingStep:
         arrays = flatten_step(self.batch, step, self._pending_steps.slots())
         hidden, tensors = self._compute(arrays)
         slots, sampled = arrays.slots, arrays.sampled

@@ -31,13 +31,27 @@ class PendingSteps:
         batch: the host's tables.
         inputs: keeps the sampled tokens on the device for the steps that are launched meanwhile.
         copies: copies results to the host; None: a CPU computes them there.
+        can_lose_steps: see `ModelRunner`.
     """
 
-    def __init__(self, batch: InputBatch, inputs: StepInputs, copies: HostCopies | None) -> None:
+    def __init__(
+        self, batch: InputBatch, inputs: StepInputs, copies: HostCopies | None, *, can_lose_steps: bool
+    ) -> None:
         self.batch = batch
         self.inputs = inputs
         self.copies = copies
         self.steps: list[PendingStep] = []
+        self._can_lose_steps = can_lose_steps
+
+    def lost(self, error: torch.OutOfMemoryError) -> ModelRunnerOutput:
+        """Return the output of a step that could not be computed, called in the handler of its error.
+
+        Raises:
+            torch.OutOfMemoryError: the error, if no step may be lost.
+        """
+        if not self._can_lose_steps:
+            raise error
+        return ModelRunnerOutput([], [], lost=str(error).partition("\n")[0][:300])
 
     def slots(self) -> NDArray[np.bool_] | None:
         """Return the slots whose requests' last token is not in the host's tables, bool [num_slots].
@@ -103,14 +117,24 @@ class PendingStep:
 
     @torch.inference_mode()
     def sample(self, grammar: GrammarBitmask | None) -> None:
-        """Sample the tokens and start copying them to the host. Call it once, before the next step is launched."""
+        """Sample the tokens and start copying them to the host. Call it once, before the next step is launched.
+
+        Raises:
+            torch.OutOfMemoryError: there is no memory for it, and the other workers wait for this one.
+        """
         if self._logits is None:
             return
+        try:
+            self._sample(self._logits, grammar)
+        except torch.OutOfMemoryError as error:
+            self._output = self._pending_steps.lost(error)
+
+    def _sample(self, logits: torch.Tensor, grammar: GrammarBitmask | None) -> None:
         batch = self._batch
         if batch.sampler.reads_tokens:
             self._pending_steps.wait_for_tokens()
         mask = self._mask(grammar) if grammar is not None else None
-        logits, self._logits = self._logits, None
+        self._logits = None
         if self._drafts:
             self._sampled = RejectionSampled(
                 batch.sampler, logits, self._slots, self._positions, self._drafts, mask

@@ -310,6 +310,7 @@ class Worker:
             sampling=self._sampling,
             groups=self._groups(model),
             pipeline=pipeline,
+            can_lose_steps=self._parallel.world.size == 1,
         )
 
     @contextmanager
