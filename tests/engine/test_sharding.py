@@ -16,11 +16,14 @@ from argosy_engine.attention.torch_attn import TorchBackend
 from argosy_engine.errors import ConfigError
 from argosy_engine.models import registry
 from argosy_engine.models.config_file import load_model_config
+from argosy_engine.models.experts import ExpertsSpec
 from argosy_engine.models.layer_factory import LayerFactory
+from argosy_engine.models.linear_method import UnquantizedLinearMethod
 from argosy_engine.models.loader import load_model, plan_weights
 from argosy_engine.models.sharding import WHOLE, Sharding, check_tensor_parallel
-from argosy_engine.models.weights import SafetensorsWeights
+from argosy_engine.models.weights import DummyWeights, SafetensorsWeights
 from argosy_engine.native.library import kernels
+from argosy_engine.sizing.kv_cache_sizing import rank_elements
 from argosy_engine.worker.kv_cache import allocate_kv_cache, layer_groups
 from attention_cases import attention_metadata
 from fp8_checkpoints import quantize_checkpoint
@@ -147,6 +150,24 @@ def test_a_rank_holds_its_part_only(name: str, size: int, has_whole_experts: boo
     assert max(plan.num_bytes for plan in plans) < whole.num_bytes * (0.75 if size == 2 else 0.5)
 
 
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", KINDS)
+def test_sizes_without_a_model_are_those_of_a_rank(name: str, size: int, checkpoint: Any) -> None:
+    """`argosy doctor` does not build the model: it takes learned positions and routers for matrices to divide, and
+    biases for vectors that every rank has."""
+    config = load_model_config(checkpoint(name))
+    whole = plan_weights(config, torch.float32)
+    estimated = sum(rank_elements(config, whole.elements, size).values())
+    found = plan_weights(config, torch.float32, Sharding(0, size)).elements
+    undivided = sum(
+        count - count // size
+        for tensor, count in found.items()
+        if any(part in tensor for part in ("wpe", "embed_positions", "project_", "mlp.gate."))
+    )
+    has_biases = any(tensor.endswith("bias") for tensor in found)
+    assert estimated == pytest.approx(sum(found.values()) - undivided, rel=0.03 if has_biases else 0.001)
+
+
 @pytest.mark.parametrize(("name", "prefix"), [("gpt2", "transformer."), ("llama", "model.")])
 def test_a_rank_reads_its_bytes_only(name: str, prefix: str, checkpoint: Any) -> None:
     config, sharding = load_model_config(checkpoint(name)), Sharding(1, 2)
@@ -156,6 +177,23 @@ def test_a_rank_reads_its_bytes_only(name: str, prefix: str, checkpoint: Any) ->
     factory = LayerFactory(reader, TorchBackend(torch.float32), 1, sharding=sharding)
     registry.model_class(config.architecture)(config, factory)
     assert sum(read) == reader.num_bytes == plan_weights(config, torch.float32, sharding).num_bytes
+
+
+@pytest.mark.parametrize("sharding", [Sharding(1, 2), Sharding(1, 2, has_whole_experts=True)])
+def test_stacked_experts_are_parts_of_the_whole(sharding: Sharding) -> None:
+    """As kernels for GPUs hold them."""
+    weights = DummyWeights(torch.float32, CPU, 0)
+    spec = ExpertsSpec("e.", num_experts=6, hidden=8, inner=4, experts_per_token=2, normalises=True)
+    whole = UnquantizedLinearMethod().load_experts(weights, spec)
+    if sharding.has_whole_experts:
+        expected = (whole.gate_up[3:], whole.down[3:])
+        part = replace(spec, held=sharding.experts(6))
+    else:
+        expected = (whole.gate_up[:, [2, 3, 6, 7]], whole.down[:, :, 2:])
+        part = replace(spec, features=sharding.part(4))
+    found = UnquantizedLinearMethod().load_experts(weights, part)
+    assert torch.equal(found.gate_up, expected[0])
+    assert torch.equal(found.down, expected[1])
 
 
 def test_heads_of_a_rank() -> None:
@@ -176,6 +214,7 @@ def test_heads_of_a_rank() -> None:
         ("llama", {"vocab_size": 5}, 4, False, "vocab_size 5 is too small; use 1 or 2"),
         ("gpt2", {}, 8, False, "num_attention_heads 4"),
         ("qwen3-moe", {"moe_intermediate_size": 49}, 2, False, "moe_intermediate_size 49"),
+        ("qwen3-moe", {"num_experts": 3, "num_experts_per_tok": 1}, 4, True, "only 3 experts; use 1 or 2$"),
         ("llama", {}, 2, True, "LlamaForCausalLM has no experts"),
         ("llama", {}, 1, True, "LlamaForCausalLM has no experts"),
     ],

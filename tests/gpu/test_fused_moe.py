@@ -113,6 +113,24 @@ def test_padding_is_zero_and_changes_nothing():
     assert torch.equal(out[used], fused_moe(x[used], logits[used], w1, w2, 2, normalises=True))
 
 
+@pytest.mark.parametrize("split", [1, 3])
+def test_parts_of_the_experts_add_up(split):
+    """Expert parallelism: a token may have none of the experts of a part."""
+    x, logits, w1, w2 = inputs(20, experts=7)
+    slots = torch.arange(20)
+    slots[4] = -1
+    parts = [
+        fused_moe(
+            x, logits, w1[part], w2[part], 2, normalises=True, slot_mapping=slots, first_expert=part.start
+        )
+        for part in (slice(0, split), slice(split, 7))
+    ]
+    wanted = expected(x, logits, w1, w2, 2, normalises=True)
+    wanted[4] = 0.0
+    assert_close(parts[0] + parts[1], wanted)
+    assert (parts[0] == 0).all(dim=1).sum() > 1, "every token has an expert of the first part"
+
+
 def test_nan_stays_in_its_row():
     args = inputs(4)
     args[0][1, 5] = torch.nan

@@ -97,6 +97,17 @@ def test_experts_exist_and_differ_whatever_the_logits(value):
     check_sorted(routing)
 
 
+def test_pairs_with_experts_that_are_not_held_have_none():
+    logits = random_logits(40, 12)
+    whole = route(logits, 3, normalises=True, tile_rows=16)
+    for held in (range(5), range(5, 6), range(6, 12)):
+        routing = route(logits, 3, normalises=True, tile_rows=16, held=held)
+        is_held = (whole.experts >= held.start) & (whole.experts < held.stop)
+        assert torch.equal(routing.experts, torch.where(is_held, whole.experts - held.start, -1))
+        assert torch.equal(routing.weights, whole.weights)
+        check_sorted(routing)
+
+
 def test_empty_batch():
     routing = route(torch.empty(0, 8), 2, normalises=True, tile_rows=16)
     assert routing.weights.shape == (0, 2)

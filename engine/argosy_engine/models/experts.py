@@ -32,18 +32,31 @@ class ExpertsSpec:
     experts_per_token: int
     normalises: bool
     """Whether a token's weights, by softmax over all experts, are scaled to sum to 1."""
+    held: range | None = None
+    """Experts that this process computes; None: all."""
+    features: range | None = None
+    """Intermediate features of each that this process computes; None: all."""
+
+    @property
+    def held_experts(self) -> range:
+        return range(self.num_experts) if self.held is None else self.held
+
+    @property
+    def num_features(self) -> int:
+        """Number of intermediate features that this process computes."""
+        return self.inner if self.features is None else len(self.features)
 
     def weight_shape(self, name: ExpertLayer) -> tuple[int, int]:
         """Return the shape of a projection's weight, [out, in]."""
         return (self.hidden, self.inner) if name == "down" else (self.inner, self.hidden)
 
-    def weight_shard(self, name: ExpertLayer, features: range) -> Shard | None:
-        """Return what a process takes of a weight that computes these of the `inner` features."""
-        return None if len(features) == self.inner else Shard(1 if name == "down" else 0, (features,))
+    def weight_shard(self, name: ExpertLayer) -> Shard | None:
+        """Return what this process takes of a projection's weight."""
+        return None if self.features is None else Shard(1 if name == "down" else 0, (self.features,))
 
-    def output_shard(self, name: ExpertLayer, features: range) -> Shard | None:
+    def output_shard(self, name: ExpertLayer) -> Shard | None:
         """Return what it takes of a tensor with one element per output feature of a projection."""
-        return None if name == "down" else self.weight_shard(name, features)
+        return None if name == "down" else self.weight_shard(name)
 
     def projection(self, index: int, name: ExpertLayer) -> str:
         """Return the checkpoint's name of an expert's projection `gate`, `up` or `down`, without `.weight`."""
@@ -56,7 +69,7 @@ class Experts(Protocol):
     def __call__(
         self, x: torch.Tensor, router_logits: torch.Tensor, slot_mapping: torch.Tensor
     ) -> torch.Tensor:
-        """Return the weighted sum of each token's experts, [T, hidden].
+        """Return the weighted sum of each token's experts, [T, hidden], as far as this process computes them.
 
         Args:
             x: [T, hidden].
@@ -69,8 +82,7 @@ class Experts(Protocol):
 class SeparateExperts:
     """One pair of linear layers per expert: each active expert runs once, on its tokens.
 
-    The sum has only the experts that this process holds. It reads on the host how many tokens each expert got, so on a
-    GPU it waits for the device.
+    It reads on the host how many tokens each expert got, so on a GPU it waits for the device.
     """
 
     def __init__(self, spec: ExpertsSpec, experts: Mapping[int, tuple[GatedLinear, Linear]]) -> None:
@@ -102,7 +114,7 @@ class SeparateExperts:
 
 
 class StackedExperts(NamedTuple):
-    """The weights of all experts, or this process's part of each: some of the `inner` features."""
+    """The weights of the experts, or of the part that this process computes."""
 
     gate_up: torch.Tensor
     """[num_experts, 2 * inner, hidden], the gate's rows first."""
@@ -113,17 +125,21 @@ class StackedExperts(NamedTuple):
     down_scale: torch.Tensor | None = None
     """float32 [num_experts, hidden]"""
 
-    def places(self, index: int) -> Iterator[tuple[ExpertLayer, torch.Tensor, torch.Tensor | None]]:
-        """Yield where an expert's projections go: the weight and, in FP8, the scales of its channels."""
+    def places(self, place: int) -> Iterator[tuple[ExpertLayer, torch.Tensor, torch.Tensor | None]]:
+        """Yield where an expert's projections go: the weight and, in FP8, the scales of its channels.
+
+        Args:
+            place: index among the experts that this process computes.
+        """
         inner = self.down.shape[2]
         halves: tuple[tuple[ExpertLayer, slice], ...] = (
             ("gate", slice(0, inner)),
             ("up", slice(inner, 2 * inner)),
         )
         for name, rows in halves:
-            scale = None if self.gate_up_scale is None else self.gate_up_scale[index, rows]
-            yield name, self.gate_up[index, rows], scale
-        yield "down", self.down[index], None if self.down_scale is None else self.down_scale[index]
+            scale = None if self.gate_up_scale is None else self.gate_up_scale[place, rows]
+            yield name, self.gate_up[place, rows], scale
+        yield "down", self.down[place], None if self.down_scale is None else self.down_scale[place]
 
 
 class TritonExperts:
@@ -148,4 +164,5 @@ class TritonExperts:
             w1_scale=self._weights.gate_up_scale,
             w2_scale=self._weights.down_scale,
             slot_mapping=slot_mapping,
+            first_expert=self._spec.held_experts.start,
         )

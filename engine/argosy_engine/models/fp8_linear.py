@@ -104,18 +104,18 @@ class Fp8LinearMethod:
         self._input_scale(weights, tuple(spec.parts))
         return gated_linear_kernel(widened(weight, scale, weights.dtype), bias, activation)
 
-    def load_experts(self, weights: Weights, spec: ExpertsSpec, features: range) -> StackedExperts:
+    def load_experts(self, weights: Weights, spec: ExpertsSpec) -> StackedExperts:
         names = tuple(
             spec.projection(index, name) for index in range(spec.num_experts) for name in EXPERT_LAYERS
         )
         if not self._is_quantised(names):
-            return self._plain.load_experts(weights, spec, features)
-        stacked = empty_experts(spec, len(features), weights, FP8 if self._quantize else weights.dtype)
-        for index in range(spec.num_experts):
-            for layer, part, scale in stacked.places(index):
+            return self._plain.load_experts(weights, spec)
+        stacked = empty_experts(spec, weights, FP8 if self._quantize else weights.dtype)
+        for place, index in enumerate(spec.held_experts):
+            for layer, part, scale in stacked.places(place):
                 name = spec.projection(index, layer)
-                stored = take_expert(weights, spec, index, layer, features, FP8)
-                whole, shard = spec.weight_shape(layer)[0], spec.output_shard(layer, features)
+                stored = take_expert(weights, spec, index, layer, FP8)
+                whole, shard = spec.weight_shape(layer)[0], spec.output_shard(layer)
                 scales = self._scale(weights, name, whole, shard, len(part))
                 self._input_scale(weights, (name,))  # experts do not quantise activations
                 if scale is None:
@@ -185,12 +185,12 @@ class OnlineFp8LinearMethod:
     ) -> GatedLinearKernel:
         return SplitGatedLinear(self.load(weights, spec), activation)
 
-    def load_experts(self, weights: Weights, spec: ExpertsSpec, features: range) -> StackedExperts:
-        stacked = empty_experts(spec, len(features), weights, FP8)
-        for index in range(spec.num_experts):
-            for layer, part, scale in stacked.places(index):
+    def load_experts(self, weights: Weights, spec: ExpertsSpec) -> StackedExperts:
+        stacked = empty_experts(spec, weights, FP8)
+        for place, index in enumerate(spec.held_experts):
+            for layer, part, scale in stacked.places(place):
                 assert scale is not None
-                values, scales = quantized(take_expert(weights, spec, index, layer, features))
+                values, scales = quantized(take_expert(weights, spec, index, layer))
                 part.copy_(values)
                 scale.copy_(scales)
         return stacked
@@ -199,13 +199,13 @@ class OnlineFp8LinearMethod:
         return self._plain.tie(embedding)
 
 
-def empty_experts(spec: ExpertsSpec, inner: int, weights: Weights, dtype: torch.dtype) -> StackedExperts:
-    """Allocate the weights of all experts with `inner` features, and scales per channel if they are in FP8."""
+def empty_experts(spec: ExpertsSpec, weights: Weights, dtype: torch.dtype) -> StackedExperts:
+    """Allocate the weights of this process's experts, and scales per channel if they are in FP8."""
 
     def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=weights.device)
 
-    count, hidden = spec.num_experts, spec.hidden
+    count, hidden, inner = len(spec.held_experts), spec.hidden, spec.num_features
     gate_up, down = empty(count, 2 * inner, hidden), empty(count, hidden, inner)
     if dtype is not FP8:
         return StackedExperts(gate_up, down)

@@ -6,6 +6,7 @@ What a pipeline stage does not have is made on the meta device, where it takes n
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -121,29 +122,28 @@ class LayerFactory:
         """
         parts = {gate: inner, up: inner}
         spec = LinearSpec(parts, in_features, bias, outputs=self._equal_parts(parts))
-        return GatedLinear(
-            self._method.load_gated(self.weights, spec, self._kernels.gated_activations[activation])
-        )
+        return self._gated(spec, activation)
+
+    def _gated(self, spec: LinearSpec, activation: str = "silu") -> GatedLinear:
+        function = self._kernels.gated_activations[activation]
+        return GatedLinear(self._method.load_gated(self.weights, spec, function))
 
     def experts(self, spec: ExpertsSpec) -> Experts:
-        """Make the experts of one layer, whose activation is silu. `sum_ranks` has to sum their results.
-
-        A rank has some of the experts, or a part of each.
-        """
-        if self._backend.uses_triton and not self.sharding.has_whole_experts:
-            features = self.sharding.part(spec.inner)
-            return TritonExperts(spec, self._method.load_experts(self.weights, spec, features))
-        sharding = WHOLE if self.sharding.has_whole_experts else self.sharding
-        factory = LayerFactory(self.weights, self._backend, self.max_positions, self._method, sharding)
-        held = self.sharding.experts(spec.num_experts)
-        return SeparateExperts(spec, {index: factory._expert(spec, index) for index in held})
+        """Make the experts of one layer, whose activation is silu. A rank computes some of them, or a part of each:
+        their outputs are complete once `sum_ranks` has added them up."""
+        if self.sharding.size > 1:
+            features = None if self.sharding.has_whole_experts else self.sharding.part(spec.inner)
+            spec = replace(spec, held=self.sharding.experts(spec.num_experts), features=features)
+        if self._backend.uses_triton:
+            return TritonExperts(spec, self._method.load_experts(self.weights, spec))
+        return SeparateExperts(spec, {index: self._expert(spec, index) for index in spec.held_experts})
 
     def _expert(self, spec: ExpertsSpec, index: int) -> tuple[GatedLinear, Linear]:
         gate, up, down = (spec.projection(index, name) for name in EXPERT_LAYERS)
-        return (
-            self.gated_linear(gate, up, spec.inner, spec.hidden, bias=False),
-            self.row_linear(down, spec.inner, spec.hidden),
-        )
+        outputs = None if spec.features is None else {gate: (spec.features,), up: (spec.features,)}
+        gate_up = LinearSpec({gate: spec.inner, up: spec.inner}, spec.hidden, outputs=outputs)
+        down_spec = LinearSpec({down: spec.hidden}, spec.inner, inputs=spec.features)
+        return self._gated(gate_up), Linear(self._method.load(self.weights, down_spec))
 
     def sum_ranks(self, x: torch.Tensor) -> torch.Tensor:
         """Add what every rank has computed, in place; returns x."""
@@ -244,11 +244,11 @@ class LayerFactory:
         Args:
             prefix: of the attention's tensors in the checkpoint, which may have such scales.
         """
-        params = params if self.sharding.size == 1 else params.of_rank(self.sharding.size)
         if self._backend.kv_cache_dtype is torch.float8_e4m3fn:
             weights = weights._replace(
                 k_scale=self._kv_scale(prefix, "k"), v_scale=self._kv_scale(prefix, "v")
             )
+        params = params if self.sharding.size == 1 else params.of_rank(self.sharding.size)
         return Attention(params, self._backend, weights)
 
     def _kv_scale(self, prefix: str, name: str) -> torch.Tensor:

@@ -37,12 +37,8 @@ class LinearMethod(Protocol):
         """The same for two parts of equal size, the gate's first, followed by the activation."""
         ...
 
-    def load_experts(self, weights: Weights, spec: ExpertsSpec, features: range) -> StackedExperts:
-        """Take the tensors of all experts, for kernels that compute them together.
-
-        Args:
-            features: those of each expert's `inner` features that this process computes.
-        """
+    def load_experts(self, weights: Weights, spec: ExpertsSpec) -> StackedExperts:
+        """Take the tensors of the experts that this process holds, for kernels that compute them together."""
         ...
 
     def tie(self, embedding: torch.Tensor) -> LinearKernel:
@@ -61,16 +57,16 @@ class UnquantizedLinearMethod:
     ) -> GatedLinearKernel:
         return gated_linear_kernel(take_fused(weights, spec), take_bias(weights, spec), activation)
 
-    def load_experts(self, weights: Weights, spec: ExpertsSpec, features: range) -> StackedExperts:
-        count, hidden, inner = spec.num_experts, spec.hidden, len(features)
+    def load_experts(self, weights: Weights, spec: ExpertsSpec) -> StackedExperts:
+        count, hidden, inner = len(spec.held_experts), spec.hidden, spec.num_features
         stacked = StackedExperts(
             torch.empty(count, 2 * inner, hidden, dtype=weights.dtype, device=weights.device),
             torch.empty(count, hidden, inner, dtype=weights.dtype, device=weights.device),
         )
         # Each tensor goes to its place as it is read, so that no second copy of the experts is held.
-        for index in range(count):
-            for name, part, _ in stacked.places(index):
-                part.copy_(take_expert(weights, spec, index, name, features))
+        for place, index in enumerate(spec.held_experts):
+            for name, part, _ in stacked.places(place):
+                part.copy_(take_expert(weights, spec, index, name))
         return stacked
 
     def tie(self, embedding: torch.Tensor) -> LinearKernel:
@@ -82,19 +78,15 @@ def take_expert(
     spec: ExpertsSpec,
     index: int,
     name: ExpertLayer,
-    features: range,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Take this process's part of a projection's weight.
 
     Args:
-        features: those of the expert's `inner` features that this process computes.
         dtype: see `Weights.take`.
     """
-    shard = spec.weight_shard(name, features)
-    return weights.take(
-        spec.projection(index, name) + ".weight", *spec.weight_shape(name), dtype=dtype, shard=shard
-    )
+    shape, shard = spec.weight_shape(name), spec.weight_shard(name)
+    return weights.take(spec.projection(index, name) + ".weight", *shape, dtype=dtype, shard=shard)
 
 
 def take_fused(weights: Weights, spec: LinearSpec, dtype: torch.dtype | None = None) -> torch.Tensor:

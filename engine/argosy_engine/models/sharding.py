@@ -94,6 +94,8 @@ def _fault(config: ModelConfig, size: int, enable_expert_parallel: bool) -> str 
     kv_heads = config.num_key_value_heads
     if size % kv_heads and kv_heads % size:
         return f"num_key_value_heads {kv_heads} is neither a multiple of it nor divides it"
+    if enable_expert_parallel and config.num_routed_experts < size:
+        return f"it has only {config.num_routed_experts} experts"
     if -(-config.vocab_size // size) * (size - 1) >= config.vocab_size:
         return f"vocab_size {config.vocab_size} is too small"
     return None

@@ -185,13 +185,16 @@ def fused_moe(
     w1_scale: torch.Tensor | None = None,
     w2_scale: torch.Tensor | None = None,
     slot_mapping: torch.Tensor | None = None,
+    first_expert: int = 0,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Run each token through its k best experts, gated MLPs, and return the weighted sum, [T, hidden].
 
+    The weights may be those of consecutive experts only, of which a token may then have fewer than k, or none.
+
     Args:
         x: [T, hidden], float32, bfloat16 or float16; rows may be strided.
-        logits: the router's, [T, num_experts].
+        logits: the router's, [T, number of all experts].
         w1: gate and up projections, [num_experts, 2 * inner, hidden], x's dtype or float8_e4m3fn.
         w2: down projections, [num_experts, hidden, inner], w1's dtype.
         experts_per_token: k.
@@ -200,6 +203,7 @@ def fused_moe(
         w1_scale: float32 factors of FP8 weights: [num_experts], or [num_experts, 2 * inner] for one per channel.
         w2_scale: [num_experts] or [num_experts, hidden].
         slot_mapping: int64 [T]; rows with -1 are padding: no expert computes them and their output is 0.
+        first_expert: index of the first expert of the weights.
         out: [T, hidden]; default: allocated with x's dtype.
 
     Raises:
@@ -213,8 +217,11 @@ def fused_moe(
         raise ValueError("FP8 weights on a device without FP8: load a checkpoint in bfloat16")
     if is_fp8 != (w1_scale is not None) or is_fp8 != (w2_scale is not None):
         raise ValueError("w1_scale and w2_scale belong to FP8 weights, which need both")
-    tile_rows = _tile_rows(tokens * k / len(w1), x.dtype)
-    routing = route(logits, k, normalises=normalises, tile_rows=tile_rows, slot_mapping=slot_mapping)
+    tile_rows = _tile_rows(tokens * k / logits.shape[1], x.dtype)
+    held = range(first_expert, first_expert + len(w1))
+    routing = route(
+        logits, k, normalises=normalises, tile_rows=tile_rows, slot_mapping=slot_mapping, held=held
+    )
     activated = torch.empty((tokens * k, inner), dtype=x.dtype, device=x.device)
     products = torch.empty((tokens * k, hidden), dtype=x.dtype, device=x.device)
     if out is None:

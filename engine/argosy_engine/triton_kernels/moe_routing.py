@@ -30,9 +30,9 @@ class Routing:
     weights: torch.Tensor
     """float32 [T, k]: of each chosen expert, highest logit first. 0 in padding rows."""
     experts: torch.Tensor
-    """int32 [T, k]; -1 in padding rows."""
+    """int32 [T, k], counted from the first one held; -1 for others and in padding rows."""
     pairs: torch.Tensor
-    """int32 [T * k], sorted by expert, then by pair. Undefined past the pairs that are not padding."""
+    """int32 [T * k], sorted by expert, then by pair. Undefined past the pairs that have one."""
     tile_experts: torch.Tensor
     """int32 [max_tiles]. Undefined past `num_tiles`, as the next two."""
     tile_starts: torch.Tensor
@@ -55,6 +55,8 @@ def _route(
     num_tokens,
     K: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
+    FIRST_HELD: tl.constexpr,
+    NUM_HELD: tl.constexpr,
     NORMALISES: tl.constexpr,
     CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
@@ -93,13 +95,14 @@ def _route(
         if NORMALISES:
             total = tl.sum(weights, axis=1)
         weights = tl.where(is_token[:, None], weights / total[:, None], 0.0)
-        chosen = tl.where(is_token[:, None], chosen, -1)
+        chosen -= FIRST_HELD
+        chosen = tl.where(is_token[:, None] & (chosen >= 0) & (chosen < NUM_HELD), chosen, -1)
         pair = row[:, None] * K + rank
         store_mask = is_row[:, None] & (rank < K)
         tl.store(weights_ptr + pair, weights, mask=store_mask)
         tl.store(experts_ptr + pair, chosen, mask=store_mask)
-    column = tl.arange(0, EXPERT_BLOCK)
-    tl.store(counts_ptr + chunk * NUM_EXPERTS + column, counts, mask=column < NUM_EXPERTS)
+    column = tl.arange(0, EXPERT_BLOCK) - FIRST_HELD
+    tl.store(counts_ptr + chunk * NUM_HELD + column, counts, mask=(column >= 0) & (column < NUM_HELD))
 
 
 @triton.jit
@@ -167,6 +170,7 @@ def route(
     normalises: bool,
     tile_rows: int,
     slot_mapping: torch.Tensor | None = None,
+    held: range | None = None,
 ) -> Routing:
     """Choose each token's experts by softmax and top-k, and sort the pairs by expert.
 
@@ -177,8 +181,11 @@ def route(
         normalises: whether to scale a token's k weights to sum to 1 (`norm_topk_prob`).
         tile_rows: rows of the tiles, a power of two.
         slot_mapping: int64 [T]; rows with -1 are padding and get no expert.
+        held: experts to compute; pairs with others get none. None: all.
     """
     tokens, num_experts = logits.shape
+    held = range(num_experts) if held is None else held
+    held_block = triton.next_power_of_2(len(held))
     k, device = experts_per_token, logits.device
     expert_block = triton.next_power_of_2(num_experts)
     rows = max(_TILE_ELEMENTS // max(expert_block, triton.next_power_of_2(k)), 1)
@@ -186,12 +193,12 @@ def route(
     chunk = min(triton.next_power_of_2(max(triton.cdiv(tokens, 32), 1)), most)
     num_chunks = triton.cdiv(tokens, chunk)
     pairs = tokens * k
-    max_tiles = min(pairs // tile_rows + min(num_experts, pairs), pairs)
+    max_tiles = min(pairs // tile_rows + min(len(held), pairs), pairs)
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    counts = empty(num_chunks, num_experts)
+    counts = empty(num_chunks, len(held))
     routing = Routing(
         weights=empty(tokens, k, dtype=torch.float32),
         experts=empty(tokens, k),
@@ -216,6 +223,8 @@ def route(
         num_tokens=tokens,
         K=k,
         NUM_EXPERTS=num_experts,
+        FIRST_HELD=held.start,
+        NUM_HELD=len(held),
         NORMALISES=normalises,
         CHUNK=chunk,
         ROWS=min(rows, chunk),
@@ -236,10 +245,10 @@ def route(
         num_tiles_ptr=routing.num_tiles,
         num_pairs=pairs,
         num_chunks=num_chunks,
-        NUM_EXPERTS=num_experts,
+        NUM_EXPERTS=len(held),
         CHUNK_PAIRS=chunk * k,
-        PAIRS=min(max(_TILE_ELEMENTS // expert_block, 1), 32),
-        EXPERT_BLOCK=expert_block,
+        PAIRS=min(max(_TILE_ELEMENTS // held_block, 1), 32),
+        EXPERT_BLOCK=held_block,
         TILE_ROWS=tile_rows,
     )
     return routing
