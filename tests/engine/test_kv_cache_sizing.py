@@ -109,6 +109,14 @@ def test_without_chunked_prefill_the_budget_must_hold_the_longest_prompt(config:
     assert plan(config, 16 * GIB, enable_chunked_prefill=False, max_num_batched_tokens=4096)
 
 
+def test_workers_share_the_memory_of_a_cpu_and_have_a_gpu_each(config: ModelConfig) -> None:
+    pair = plan(config, 2 * GIB, tensor_parallel_size=2)
+    assert (pair.num_workers, pair.available_bytes) == (2, GIB)
+    assert pair.kv_cache_bytes == plan(config, GIB).kv_cache_bytes
+    assert "on each of 2 workers" in budget_table(pair)
+    assert plan(config, 2 * GIB, "cuda", tensor_parallel_size=2).available_bytes == 2 * GIB
+
+
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("path", ["/", "/pods/engine"])
 def test_the_tightest_cgroup_counts_and_its_page_cache_does_not(

@@ -1,0 +1,229 @@
+"""Tensor parallelism: two worker processes give what one gives, through every part of the engine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from msgspec import structs
+from openai import OpenAI
+
+from argosy_engine import LLM, EngineArgs, SamplingParams, StructuredOutputsParams
+from argosy_engine.api.doctor import diagnose
+from argosy_engine.config import MemoryBudget
+from argosy_engine.core.proc.core_client import SyncMPClient
+from argosy_engine.errors import ConfigError, EngineDead
+from argosy_engine.frontend.outputs import RequestOutput
+from argosy_engine.params.pooling_params import PoolingParams
+from argosy_engine.sample.token_logprobs import TokenLogprobs
+from preemptions import PreemptionCounter
+from processes import free_port, is_alive, running, wait_until, workers
+from random_checkpoints import KINDS, make_checkpoint
+from served_engine import SERVE_TINY
+
+ROOT = Path(__file__).parents[2]
+FLAGS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "threads": 1}
+TINY: dict[str, Any] = {"model": "builtin://tiny", **FLAGS, "max_model_len": 160}
+FEW_BLOCKS = {"num_gpu_blocks_override": 22}
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+}
+STORY = "Once upon a time there was a small ship, and it sailed far out to the north where the ice is."
+
+
+def params(**fields: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0.0, "max_tokens": 24, **fields})
+
+
+REQUESTS = [
+    (STORY, params(ignore_eos=True, max_tokens=60)),
+    (STORY + " Then", params(ignore_eos=True, max_tokens=60, logprobs=3)),
+    ("Tell me about the sea", params(temperature=1.0, seed=3, top_p=0.9, logprobs=2)),
+    ("Tell me about the sea", params(temperature=0.8, seed=4, n=3, ignore_eos=True, max_tokens=40)),
+    ("Give me words", params(temperature=1.2, seed=1, top_k=20, min_p=0.05, logit_bias={5: 3.0, 9: -100.0})),
+    ("What is 2 plus 3?", params(repetition_penalty=1.3, frequency_penalty=0.5, presence_penalty=0.1)),
+    ("A person, as JSON:", params(structured_outputs=StructuredOutputsParams(json=SCHEMA), max_tokens=60)),
+    ("Yes or no?", params(structured_outputs=StructuredOutputsParams(choice=["yes", "no"]))),
+    ("One, two, three,", params(min_tokens=12, stop=["e"], bad_words=["four"])),
+    ("Grass is green", params(prompt_logprobs=2, max_tokens=2)),
+]
+VECTORS = [PoolingParams(), PoolingParams(pooling_type="mean", normalize=False)]
+
+
+class Outcome(NamedTuple):
+    """What an engine gave for `REQUESTS` and `VECTORS`."""
+
+    generated: list[RequestOutput]
+    repeated: list[RequestOutput]
+    """The same requests again, from the prefix cache where it is of use."""
+    slept: list[RequestOutput]
+    """The same after the weights were freed and loaded again."""
+    vectors: list[list[float]]
+    num_preemptions: int
+    survivor: RequestOutput
+    """A request beside which others were aborted at every stage."""
+    memory: MemoryBudget
+
+
+def outcome_of(**flags: Any) -> Outcome:
+    with LLM(**{**TINY, **flags, **FEW_BLOCKS}) as llm:
+        prompts, wanted = [prompt for prompt, _ in REQUESTS], [each for _, each in REQUESTS]
+        counter = PreemptionCounter(llm.client)
+        generated = llm.generate(prompts, wanted, use_tqdm=False)
+        repeated = llm.generate(prompts, wanted, use_tqdm=False)
+        vectors = [llm.encode(STORY, each, use_tqdm=False)[0].outputs.embedding for each in VECTORS]
+        llm.sleep()
+        llm.wake_up()
+        slept = llm.generate(prompts, wanted, use_tqdm=False)
+        return Outcome(
+            generated, repeated, slept, vectors, counter.total, survivor_of(llm), llm.config.memory
+        )
+
+
+def survivor_of(llm: LLM) -> RequestOutput:
+    engine = llm.engine
+    engine.add_request("stays", STORY, params(ignore_eos=True, max_tokens=40))
+    for turn in range(4):
+        engine.add_request("leaves", "Tell me about the sea", params(ignore_eos=True))
+        for _ in range(turn):
+            engine.step()
+        engine.abort_request("leaves")
+    finished = {}
+    while engine.has_unfinished_requests():
+        finished |= {output.request_id: output for output in engine.step() if output.finished}
+    return finished["stays"]
+
+
+@pytest.fixture(scope="module")
+def one() -> Outcome:
+    return outcome_of()
+
+
+@pytest.fixture(scope="module")
+def two() -> Outcome:
+    return outcome_of(tensor_parallel_size=2)
+
+
+def check_logprobs(found: Sequence[TokenLogprobs | None], expected: Sequence[TokenLogprobs | None]) -> None:
+    for entry, wanted in zip(found, expected, strict=True):
+        if wanted is None:
+            assert entry is None
+            continue
+        assert entry is not None
+        assert (entry.token_ids, entry.rank) == (wanted.token_ids, wanted.rank)
+        assert entry.logprobs == pytest.approx(wanted.logprobs, abs=1e-4)
+
+
+def check_same(found: list[RequestOutput], expected: list[RequestOutput]) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.error is None
+        assert [each.token_ids for each in ours.outputs] == [each.token_ids for each in theirs.outputs]
+        assert [each.finish_reason for each in ours.outputs] == [
+            each.finish_reason for each in theirs.outputs
+        ]
+        for mine, other in zip(ours.outputs, theirs.outputs, strict=True):
+            check_logprobs(mine.logprobs, other.logprobs)
+        check_logprobs(ours.prompt_logprobs or [], theirs.prompt_logprobs or [])
+
+
+def test_tokens_and_log_probabilities_are_the_same(one: Outcome, two: Outcome) -> None:
+    check_same(two.generated, one.generated)
+    assert two.num_preemptions > 0
+    assert one.num_preemptions > 0
+
+
+def test_the_prefix_cache_changes_nothing(one: Outcome, two: Outcome) -> None:
+    check_same(two.repeated, one.generated)
+    assert two.repeated[0].num_cached_tokens == one.repeated[0].num_cached_tokens > 0
+
+
+def test_engines_that_wake_up_have_the_same_weights(one: Outcome, two: Outcome) -> None:
+    check_same(two.slept, one.generated)
+
+
+def test_vectors_are_the_same(one: Outcome, two: Outcome) -> None:
+    for found, expected in zip(two.vectors, one.vectors, strict=True):
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), atol=1e-4, rtol=1e-4)
+
+
+def test_aborted_requests_affect_no_other(one: Outcome, two: Outcome) -> None:
+    check_same([two.survivor], [one.survivor])
+
+
+def test_doctor_tells_what_each_worker_takes(two: Outcome) -> None:
+    told = diagnose(EngineArgs.of(**TINY, **FEW_BLOCKS, tensor_parallel_size=2)).budget
+    assert told is not None
+    unstable = {"total_bytes": 0, "available_bytes": 0}
+    assert structs.replace(told, **unstable) == structs.replace(two.memory, **unstable)
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("qwen3-moe")
+    make_checkpoint(KINDS["qwen3-moe"], path)
+    shutil.copy(ROOT / "models" / "argosy-tiny" / "tokenizer.json", path)
+    return path
+
+
+def test_experts_are_divided(experts: Path) -> None:
+    prompts = [[7, 8, 9], list(range(20, 60)), [300] * 5]
+    wanted = [params(), params(temperature=0.9, seed=5), params(ignore_eos=True, logprobs=2)]
+    found = []
+    for flags in ({}, {"tensor_parallel_size": 2, "enable_expert_parallel": True}):
+        with LLM(str(experts), **FLAGS, num_gpu_blocks_override=64, **flags) as llm:
+            found.append(llm.generate(prompts, wanted, use_tqdm=False))
+    check_same(found[1], found[0])
+
+
+def test_the_server_answers(tmp_path: Path) -> None:
+    port = free_port()
+    arguments = [*SERVE_TINY, "--dtype", "float32", "--tensor-parallel-size", "2", "--port", str(port)]
+    with running(arguments, tmp_path / "log", port=port) as server:
+        client = OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        answer = client.completions.create(model="tiny", prompt="The sea", max_tokens=5, temperature=0)
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens > 0
+        assert "on each of 2 workers" in server.log.read_text()
+
+
+def test_a_killed_worker_ends_the_engine_with_its_reason() -> None:
+    llm = LLM(**TINY, tensor_parallel_size=2, num_gpu_blocks_override=64, multiprocess=True)
+    try:
+        assert isinstance(llm.client, SyncMPClient)
+        core = llm.client.pid
+        pids = workers(core)
+        assert len(pids) == 2
+        llm.engine.add_request("a", STORY, params(ignore_eos=True, max_tokens=100))
+        llm.engine.step()
+        os.kill(pids[1], signal.SIGKILL)
+        with pytest.raises(EngineDead, match=r"worker 1 ended \(killed by SIGKILL\)"):
+            step_for_ever(llm)
+        wait_until(lambda: not any(map(is_alive, (core, *pids))), "core and workers to end")
+    finally:
+        llm.close()
+
+
+def step_for_ever(llm: LLM) -> None:
+    while True:
+        llm.engine.step()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"tensor_parallel_size": 3}, "num_attention_heads 4 is not a multiple of it; use 1 or 2 or 4$"),
+        ({"tensor_parallel_size": 2, "enable_expert_parallel": True}, "has no experts; leave it out"),
+        ({"tensor_parallel_size": 2, "distributed_executor_backend": "uni"}, "runs one worker.*use mp"),
+    ],
+)
+def test_a_layout_that_cannot_be_is_refused(flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LLM(**{**TINY, **flags}, multiprocess=True)
