@@ -8,6 +8,7 @@ import torch
 
 from argosy_engine.distributed.communicator import LocalCommunicator
 from argosy_engine.distributed.parallel_config import ParallelConfig, RankPlacement
+from argosy_engine.distributed.parallel_state import single_process
 from communicator_ranks import collectives, run_ranks
 
 
@@ -38,6 +39,7 @@ def test_every_process_gets_the_definition() -> None:
     config = ParallelConfig(tensor=2, pipeline=2)
     for rank, got in enumerate(run_ranks(config)):
         placement = config.placement(rank)
+        assert got["least"] == [0, 2]
         for name, place, size, base in (
             ("tensor", placement.tensor, config.tensor, 64 * placement.pipeline),
             ("pipeline", placement.pipeline, config.pipeline, 64 * placement.tensor),
@@ -51,6 +53,7 @@ def test_every_process_gets_the_definition() -> None:
 
 def test_one_process_exchanges_nothing() -> None:
     assert collectives(LocalCommunicator(), 5, torch.float32) == expected(0, 1, 5, torch.float32)
+    assert single_process().least(3, -1) == [3, -1]
     x = torch.ones(2, 3)
     assert LocalCommunicator().all_reduce(x) is LocalCommunicator().all_gather(x) is x
 

@@ -16,16 +16,22 @@ from openai import OpenAI
 
 from argosy_engine import LLM, EngineArgs, SamplingParams, StructuredOutputsParams
 from argosy_engine.api.doctor import diagnose
+from argosy_engine.attention.selector import BackendChoice
 from argosy_engine.config import MemoryBudget
 from argosy_engine.core.proc.core_client import SyncMPClient
+from argosy_engine.distributed.communicator import Communicator, LocalCommunicator
+from argosy_engine.distributed.parallel_config import ParallelConfig
+from argosy_engine.distributed.parallel_state import ParallelState
 from argosy_engine.errors import ConfigError, EngineDead
 from argosy_engine.frontend.outputs import RequestOutput
 from argosy_engine.params.pooling_params import PoolingParams
 from argosy_engine.sample.token_logprobs import TokenLogprobs
+from argosy_engine.worker.worker import agreed_backend
 from preemptions import PreemptionCounter
 from processes import free_port, is_alive, running, wait_until, workers
 from random_checkpoints import KINDS, make_checkpoint
 from served_engine import SERVE_TINY
+from thread_ranks import run_threads
 
 ROOT = Path(__file__).parents[2]
 FLAGS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "threads": 1}
@@ -192,6 +198,27 @@ def test_the_server_answers(tmp_path: Path) -> None:
         assert answer.usage is not None
         assert answer.usage.completion_tokens > 0
         assert "on each of 2 workers" in server.log.read_text()
+
+
+def test_workers_agree_on_the_size_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent.parent / "support"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "support"))
+    with LLM(**TINY, tensor_parallel_size=2, worker_cls="probe_worker.UnequalWorker") as llm:
+        assert llm.config.num_gpu_blocks == 412
+        assert llm.collective_rpc("num_blocks") == [412, 412]
+
+
+def test_workers_agree_on_an_attention_backend() -> None:
+    def agreed(group: Communicator) -> BackendChoice:
+        state = ParallelState(
+            ParallelConfig(tensor=2), group.rank, group, LocalCommunicator(), group, torch.device("cpu")
+        )
+        name = ("triton", "torch")[group.rank]
+        return agreed_backend(BackendChoice(name, {"cpu": "a GPU"}), state)
+
+    first, second = run_threads(2, agreed)
+    assert first == ("torch", {"cpu": "a GPU", "triton": "another worker cannot use it"})
+    assert second == ("torch", {"cpu": "a GPU"})
 
 
 def test_a_killed_worker_ends_the_engine_with_its_reason() -> None:

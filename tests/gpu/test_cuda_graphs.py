@@ -70,13 +70,13 @@ def test_an_engine_generates_the_same_with_graphs(monkeypatch: pytest.MonkeyPatc
 class Steps:
     """Steps of up to 6 requests over a toy model that reads every tensor of a step."""
 
-    def __init__(self, api: RerunGraphs) -> None:
+    def __init__(self, api: RerunGraphs, *, is_required: bool = False) -> None:
         self.batch = InputBatch(6, 64, 4, 1, (1,), CPU, SamplerOptions(), tracks_blocks=True)
         self.inputs = DeviceInputs(
             self.batch, [0], 16, max_num_tokens=64, device=CPU, runtime=CheckedRuntime()
         )
         self.num_eager = 0
-        self.graphs = DecodeGraphs(self.inputs, self.forward, api)
+        self.graphs = DecodeGraphs(self.inputs, self.forward, api, is_required=is_required)
 
     def forward(self, tensors: StepTensors) -> torch.Tensor:
         self.num_eager += 1
@@ -129,6 +129,13 @@ def test_a_failed_capture_names_size_and_operation_and_leaves_eager_steps(
     (record,) = caplog.records
     assert "a step of 2 requests failed after aten.stack" in record.getMessage()
     assert "not permitted when stream is capturing" in record.getMessage()
+
+
+def test_a_failed_capture_is_an_error_where_other_workers_would_replay() -> None:
+    with pytest.raises(
+        ConfigError, match=r"a step of 2 requests failed after aten\.stack.*use --enforce-eager"
+    ):
+        Steps(RerunGraphs(fails_at=2), is_required=True).graphs.capture([4, 2, 1])
 
 
 def test_more_sizes_may_be_captured_later() -> None:

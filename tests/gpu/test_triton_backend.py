@@ -10,8 +10,10 @@ from argosy_engine.attention.selector import AttentionNeeds, select_backend
 from argosy_engine.errors import ConfigError
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.loader import load_model
+from argosy_engine.models.sharding import WHOLE, Sharding
 from attention_cases import attention_metadata
 from random_checkpoints import KINDS, make_checkpoint
+from thread_ranks import run_threads
 
 BLOCK_SIZE = 16
 PROMPT, DECODED = 30, 1
@@ -19,8 +21,8 @@ LAYER = AttentionParams(num_heads=4, num_kv_heads=2, head_dim=64, scale=0.125)
 
 
 @torch.inference_mode()
-def logits(path, token_ids, backend="triton", *, has_fp8_kv_cache=False):
-    """Return the logits of a prompt and of decodes after it, [tokens, vocab_size]."""
+def logits(path, token_ids, backend="triton", *, has_fp8_kv_cache=False, sharding=WHOLE, communicator=None):
+    """Return the logits of a prompt and of decodes after it, [tokens, vocab_size], by one rank."""
     config = load_model_config(path)
     model = load_model(
         path,
@@ -32,9 +34,13 @@ def logits(path, token_ids, backend="triton", *, has_fp8_kv_cache=False):
         max_positions=64,
         load_format="auto",
         seed=0,
+        sharding=sharding,
+        communicator=communicator,
     ).model
-    shape = (2, 3, BLOCK_SIZE, config.num_key_value_heads, config.head_dim)
-    kv_cache = [torch.full(shape, torch.nan).to(layer.kv_cache_dtype) for layer in model.attention_layers]
+    kv_cache = [
+        torch.full(layer.kv_cache_shape(3, BLOCK_SIZE), torch.nan).to(layer.kv_cache_dtype)
+        for layer in model.attention_layers
+    ]
     tables = torch.tensor([[2, 0]])
     ours = []
     for start, end in [(0, PROMPT), *((at, at + 1) for at in range(PROMPT, len(token_ids)))]:
@@ -56,6 +62,21 @@ def test_prompt_and_decodes_have_the_logits_of_transformers(name, tmp_path):
     with torch.inference_mode():
         expected = reference(torch.tensor([TOKEN_IDS])).logits[0].float()
     torch.testing.assert_close(logits(tmp_path, TOKEN_IDS), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "has_whole_experts"), [("gemma2", False), ("qwen3-moe", False), ("qwen3-moe", True)]
+)
+def test_ranks_have_the_logits_of_one_process(name, has_whole_experts, tmp_path):
+    make_checkpoint(KINDS[name], tmp_path)
+    ranks = run_threads(
+        2,
+        lambda group: logits(
+            tmp_path, TOKEN_IDS, sharding=Sharding(group.rank, 2, has_whole_experts), communicator=group
+        ),
+    )
+    assert torch.equal(*ranks)
+    torch.testing.assert_close(ranks[0], logits(tmp_path, TOKEN_IDS, "torch"), atol=1e-4, rtol=1e-4)
 
 
 def test_an_fp8_kv_cache_gives_what_torch_gives_with_one(tmp_path):

@@ -73,7 +73,7 @@ def main() -> None:
     config = ParallelConfig(tensor=tensor, pipeline=pipeline)
     state = init_parallel_state(config, rank, torch.device("cpu"), f"file:///proc/self/fd/{fd}")
     with torch.inference_mode():
-        got = {
+        got: dict[str, object] = {
             name: {
                 "rank": group.rank,
                 "size": group.size,
@@ -85,6 +85,7 @@ def main() -> None:
                 ("world", state.world, 0),
             )
         }
+    got["least"] = state.least(rank, 5 - rank)
     state.destroy()
     sys.stdout.buffer.write(msgspec.json.encode(got))
 

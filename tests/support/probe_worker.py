@@ -32,6 +32,9 @@ class ProbeWorker(Worker):
     def holds_memory(self) -> bool:
         return self._runner is not None
 
+    def num_blocks(self) -> int:
+        return self._budget.num_blocks
+
 
 class UnequalWorker(ProbeWorker):
     """A worker whose rank r has room for 512 - 100 * r blocks."""

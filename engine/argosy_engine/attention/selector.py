@@ -81,6 +81,11 @@ def select_backend(
     )
 
 
+def backend_names() -> list[str]:
+    """Return the names of all backends, in order of preference."""
+    return list(_BACKENDS)
+
+
 def load_backend(name: str, dtype: torch.dtype, *, has_fp8_kv_cache: bool = False) -> AttentionBackend:
     """Import a backend that `select_backend` has chosen.
 

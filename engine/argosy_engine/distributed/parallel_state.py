@@ -34,6 +34,14 @@ class ParallelState:
     pipeline: Communicator
     """Ranks that hold the layers before and after this process's."""
     world: Communicator
+    device: torch.device
+
+    def least(self, *values: int) -> list[int]:
+        """Return the least of each value over all workers, which agree by it on what each has found out. For start-up:
+        it waits for all of them."""
+        if self.world.size == 1:
+            return list(values)
+        return self.world.all_gather(torch.tensor([values], device=self.device), dim=0).amin(dim=0).tolist()
 
     def destroy(self) -> None:
         """Leave the groups. No collective may be running."""
@@ -44,7 +52,7 @@ class ParallelState:
 def single_process() -> ParallelState:
     """Return the state of the only worker of an engine core."""
     alone = LocalCommunicator()
-    return ParallelState(ParallelConfig(), 0, alone, alone, alone)
+    return ParallelState(ParallelConfig(), 0, alone, alone, alone, torch.device("cpu"))
 
 
 def init_parallel_state(
@@ -77,6 +85,7 @@ def init_parallel_state(
         tensor=_join(rank, config.tensor_groups(), world),
         pipeline=_join(rank, config.pipeline_groups(), world),
         world=GroupCommunicator(world),
+        device=device,
     )
 
 

@@ -20,6 +20,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from argosy_engine.config import EngineArgs
+from argosy_engine.errors import ConfigError
 from argosy_engine.worker.device_inputs import DeviceInputs
 from argosy_engine.worker.step_arrays import StepArrays, empty_step
 from argosy_engine.worker.step_inputs import StepTensors
@@ -93,9 +94,14 @@ class DecodeGraphs:
         inputs: provides the tensors that the graphs read.
         forward: must depend on nothing but these tensors and their shapes.
         api: captures and replays.
+        is_required: whether a failed capture is an error. For workers that compute a model together: the others would
+            go on with steps that are padded.
     """
 
-    def __init__(self, inputs: DeviceInputs, forward: Forward, api: GraphApi) -> None:
+    def __init__(
+        self, inputs: DeviceInputs, forward: Forward, api: GraphApi, *, is_required: bool = False
+    ) -> None:
+        self._is_required = is_required
         self._inputs = inputs
         self._forward = forward
         self._api = api
@@ -108,6 +114,9 @@ class DecodeGraphs:
 
         Returns:
             False if a capture failed. Then no graph is used, and a warning names the size and the operation.
+
+        Raises:
+            ConfigError: a capture failed and is required.
         """
         started = time.perf_counter()
         for size in sorted(set(sizes) - self._graphs.keys(), reverse=True):
@@ -122,12 +131,11 @@ class DecodeGraphs:
             except RuntimeError as error:
                 self._graphs.clear()
                 self._size_for = [0]
-                logger.warning(
-                    "no CUDA graphs: capturing a step of %d requests failed after %s: %s; steps run eagerly",
-                    size,
-                    last.name or "no operation",
-                    error,
-                )
+                operation = last.name or "no operation"
+                failure = f"capturing a step of {size} requests failed after {operation}: {error}"
+                if self._is_required:
+                    raise ConfigError(f"no CUDA graphs: {failure}; use --enforce-eager") from error
+                logger.warning("no CUDA graphs: %s; steps run eagerly", failure)
                 return False
         captured = sorted(self._graphs)
         self._size_for = [0]

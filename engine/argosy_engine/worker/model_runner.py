@@ -41,6 +41,7 @@ class ModelRunner:
         pipeline: runs the model as one stage of several; None if it is the whole model.
         can_lose_steps: whether a step for which there is no memory is answered as lost, rather than raised: only if no
             other worker computes it as well, because that one would wait for this one.
+        requires_graphs: whether CUDA graphs that cannot be captured are an error; see `DecodeGraphs`.
     """
 
     def __init__(
@@ -59,8 +60,10 @@ class ModelRunner:
         groups: Sequence[KVCacheGroup] | None = None,
         pipeline: Pipeline | None = None,
         can_lose_steps: bool = True,
+        requires_graphs: bool = False,
     ) -> None:
         self.model = model
+        self._requires_graphs = requires_graphs
         self._pipeline = pipeline
         self._samples = pipeline is None or pipeline.is_last
         """Whether this is the last pipeline stage. Others learn sampled tokens from the scheduler."""
@@ -148,7 +151,9 @@ class ModelRunner:
         """
         if self._graphs is None:
             assert isinstance(self._inputs, DeviceInputs)
-            self._graphs = DecodeGraphs(self._inputs, self._forward, api or TorchGraphs())
+            self._graphs = DecodeGraphs(
+                self._inputs, self._forward, api or TorchGraphs(), is_required=self._requires_graphs
+            )
         return self._graphs.capture(sizes)
 
     def _compute(self, arrays: StepArrays) -> tuple[torch.Tensor, StepTensors]:

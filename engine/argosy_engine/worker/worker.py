@@ -11,12 +11,13 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import torch
 
-from argosy_engine.attention.selector import AttentionNeeds, BackendChoice, select_backend
+from argosy_engine.attention.selector import AttentionNeeds, BackendChoice, backend_names, select_backend
 from argosy_engine.attention.self_test import working_backend
 from argosy_engine.config import EngineArgs, MemoryBudget
-from argosy_engine.distributed.parallel_state import init_parallel_state, single_process
+from argosy_engine.distributed.parallel_state import ParallelState, init_parallel_state, single_process
 from argosy_engine.errors import ConfigError
 from argosy_engine.messages.kv_cache_interface import KVCacheGroup
 from argosy_engine.messages.scheduler_output import SchedulerOutput
@@ -39,6 +40,7 @@ from argosy_engine.sizing.kv_cache_sizing import (
     estimate_activations,
     estimate_weights,
     plan_memory,
+    request_blocks,
     wanted_model_len,
 )
 from argosy_engine.worker.cuda_graphs import graph_sizes
@@ -126,7 +128,7 @@ class Worker:
             if device.type == "cpu":  # the kernels were tested when they were built
                 self._backend = select_backend(needs, args.attention_backend, unavailable)
             else:
-                self._backend = working_backend(
+                chosen = working_backend(
                     needs,
                     args.attention_backend,
                     unavailable,
@@ -134,6 +136,7 @@ class Worker:
                     device,
                     partial(layer_self_test, config, dtype, device),
                 )
+                self._backend = agreed_backend(chosen, self._parallel)
             logger.info("attention backend: %s", self._backend)
             self._sampling = SamplerOptions(
                 model_path=str(self._path),
@@ -168,13 +171,22 @@ class Worker:
                     self._graph_sizes(),
                 )
         with self._phase("kv cache"):
-            self._budget = plan_memory(
+            groups = self._groups(loaded.model)
+            budget = plan_memory(
                 args,
                 config,
                 memory,
-                groups=self._groups(loaded.model),
+                groups=groups,
                 weights_bytes=weights_bytes,
                 activation_bytes=activation_bytes,
+            )
+            # The same on every worker, because a block id is used on all, and the largest step depends on the length.
+            num_blocks, max_model_len = self._parallel.least(budget.num_blocks, budget.max_model_len)
+            self._budget = msgspec.structs.replace(
+                budget,
+                num_blocks=num_blocks,
+                max_model_len=max_model_len,
+                request_blocks=request_blocks(groups, max_model_len, args),
             )
             self._runner = self._make_runner(
                 loaded.model, self._budget.num_blocks, self._budget.max_model_len
@@ -237,14 +249,16 @@ class Worker:
             self._hold.close()
 
     def _with_kernels(self, options: SamplerOptions) -> SamplerOptions:
-        """Let the sampler use our Triton kernels, if they pass their test on a GPU."""
+        """Let the sampler use our Triton kernels, if they pass their test on the GPU of every worker: all have to draw
+        the same tokens."""
         reason = self_test(options, self._dtype, self._device) if self._device.type == "cuda" else None
-        if reason is not None:
-            logger.warning(
-                "sampling runs torch operations, because the kernels failed their test: %s", reason
-            )
-            return options
-        return options._replace(kind="kernels")
+        if self._parallel.least(int(reason is None)) == [1]:
+            return options._replace(kind="kernels")
+        logger.warning(
+            "sampling runs torch operations, because the kernels failed their test: %s",
+            reason or "on another worker's GPU",
+        )
+        return options
 
     def _load(self) -> LoadedModel:
         group = self._parallel.tensor
@@ -311,6 +325,7 @@ class Worker:
             groups=self._groups(model),
             pipeline=pipeline,
             can_lose_steps=self._parallel.world.size == 1,
+            requires_graphs=self._parallel.world.size > 1,
         )
 
     @contextmanager
@@ -318,6 +333,15 @@ class Worker:
         started = time.perf_counter()
         yield
         self._phases.append((name, time.perf_counter() - started))
+
+
+def agreed_backend(choice: BackendChoice, parallel: ParallelState) -> BackendChoice:
+    """Return the attention backend that every worker can use: of their choices the one that is least preferred."""
+    names = backend_names()
+    (last,) = parallel.least(-names.index(choice.name))
+    if names[-last] == choice.name:
+        return choice
+    return BackendChoice(names[-last], {**choice.refused, choice.name: "another worker cannot use it"})
 
 
 def choose_device(wanted: str, rank: int, world_size: int) -> torch.device:
