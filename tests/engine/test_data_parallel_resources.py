@@ -42,6 +42,10 @@ def test_too_few_gpus_are_refused_and_none_means_a_cpu(gpus: list[str]) -> None:
         ConfigError, match=r"needs 5 GPUs, one for each worker, and 4 are visible; use a smaller"
     ):
         check_gpus(args(data_parallel_size=5))
+    with pytest.raises(ConfigError, match="use a smaller --tensor-parallel-size or --data-parallel-size, or"):
+        check_gpus(args(data_parallel_size=3, tensor_parallel_size=2))
+    with pytest.raises(ConfigError, match=r"needs 8 GPUs.*smaller --tensor-parallel-size, or --device cpu"):
+        check_gpus(args(tensor_parallel_size=8))
     assert check_gpus(args(data_parallel_size=5, device="cpu")) == []
     gpus.clear()
     assert rank_environment(args(data_parallel_size=5), 4) == os.environ

@@ -151,6 +151,16 @@ class BroadcastWriter:
         self._ring.close()
 
 
+def _await_event(fd: int) -> None:
+    """Read an eventfd. Unlike most of os, `os.eventfd_read` fails if a signal comes meanwhile, such as SIGUSR1."""
+    while True:
+        try:
+            os.eventfd_read(fd)
+        except InterruptedError:
+            continue
+        return
+
+
 class BroadcastReader:
     """Reader's end, in the reader's process. Not thread-safe."""
 
@@ -162,7 +172,7 @@ class BroadcastReader:
 
     def get(self) -> bytes:
         """Wait for the next message."""
-        os.eventfd_read(self._ends.messages)
+        _await_event(self._ends.messages)
         start = self._next * self._ends.chunk_bytes
         self._next = (self._next + 1) % self._ends.num_chunks
         size, is_large = _HEADER.unpack_from(self._ring, start)

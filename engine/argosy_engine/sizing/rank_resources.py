@@ -38,18 +38,21 @@ def rank_environment(args: EngineArgs, rank: int) -> Mapping[str, str]:
 
 
 def check_gpus(args: EngineArgs) -> list[str]:
-    """Return the GPUs to divide between data-parallel ranks; empty on a CPU, or if there is nothing to divide.
+    """Return the GPUs to divide between the workers of all ranks; empty on a CPU, or for one worker.
 
     Raises:
         ConfigError: there are GPUs, but fewer than workers.
     """
-    if args.data_parallel_size == 1 or args.device == "cpu":
+    num_workers = args.data_parallel_size * args.parallel_config.world_size
+    if num_workers == 1 or args.device == "cpu":
         return []
-    gpus, num_workers = visible_gpus(), args.data_parallel_size * args.parallel_config.world_size
+    gpus = visible_gpus()
     if gpus and len(gpus) < num_workers:
+        sizes = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+        flags = [f"--{name.replace('_', '-')}" for name in sizes if getattr(args, name) > 1]
         raise ConfigError(
-            f"--data-parallel-size {args.data_parallel_size} needs {num_workers} GPUs, one for each worker, and "
-            f"{len(gpus)} are visible; use a smaller size, or --device cpu"
+            f"the engine needs {num_workers} GPUs, one for each worker, and {len(gpus)} are visible; use a smaller "
+            f"{' or '.join(flags)}, or --device cpu"
         )
     return gpus
 

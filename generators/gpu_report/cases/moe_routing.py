@@ -19,14 +19,18 @@ def cases(traits: DeviceTraits) -> Iterator[Case]:
                 _call(tokens, experts, k, torch.bfloat16),
                 is_sampled=tokens == 8192 and experts == 128,
             )
+    # expert parallelism: the second of two ranks
+    yield Case("bf16, 256 tokens, 64 held of 128 experts", _call(256, 128, 8, torch.bfloat16, range(64, 128)))
     for dtype, name in ((torch.float16, "fp16"), (torch.float32, "fp32")):
         yield Case(f"{name}, 8192 tokens, 8 of 128 experts", _call(8192, 128, 8, dtype))
 
 
-def _call(tokens: int, experts: int, k: int, dtype: torch.dtype) -> Callable[[], object]:
+def _call(
+    tokens: int, experts: int, k: int, dtype: torch.dtype, held: range | None = None
+) -> Callable[[], object]:
     def call() -> object:
         logits = torch.empty(tokens, experts, dtype=dtype, device="cuda")
         slots = torch.empty(tokens, dtype=torch.int64, device="cuda")
-        return route(logits, k, normalises=True, tile_rows=16, slot_mapping=slots)
+        return route(logits, k, normalises=True, tile_rows=16, slot_mapping=slots, held=held)
 
     return call
