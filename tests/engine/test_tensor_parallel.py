@@ -42,6 +42,8 @@ SCHEMA = {
     "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer"}},
     "required": ["name", "age"],
 }
+LOOPBACK, LISTEN = "0100007F", "0A"
+"""127.0.0.1, and the state of a socket that listens, as the kernel writes them."""
 STORY = "Once upon a time there was a small ship, and it sailed far out to the north where the ice is."
 
 
@@ -230,12 +232,27 @@ def test_a_killed_worker_ends_the_engine_with_its_reason() -> None:
         assert len(pids) == 2
         llm.engine.add_request("a", STORY, params(ignore_eos=True, max_tokens=100))
         llm.engine.step()
+        assert listening_addresses(pids) <= {LOOPBACK}
         os.kill(pids[1], signal.SIGKILL)
         with pytest.raises(EngineDead, match=r"worker 1 ended \(killed by SIGKILL\)"):
             step_for_ever(llm)
         wait_until(lambda: not any(map(is_alive, (core, *pids))), "core and workers to end")
     finally:
         llm.close()
+
+
+def listening_addresses(pids: Sequence[int]) -> set[str]:
+    """Return the IPv4 addresses on which processes listen, as the kernel writes them; one of IPv6 is a fault."""
+    addresses = set()
+    for pid in pids:
+        held = {os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()}
+        for family in ("tcp", "tcp6"):
+            for line in Path(f"/proc/{pid}/net/{family}").read_text().splitlines()[1:]:
+                _, local, _, state, *rest = line.split()
+                if state == LISTEN and f"socket:[{rest[5]}]" in held:
+                    addresses.add(local.partition(":")[0])
+    assert addresses, "workers have no connections"
+    return addresses
 
 
 def step_for_ever(llm: LLM) -> None:
