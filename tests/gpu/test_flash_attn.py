@@ -53,7 +53,7 @@ def test_a_device_that_no_installed_version_computes_on_is_refused(monkeypatch, 
     fake_flash_attn.install(monkeypatch, tmp_path, 4)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: AMPERE)
     with pytest.raises(ConfigError, match=r"\(4\) computes on compute capability 8.0"):
-        working_backend(needs(16), "flash_attn", {}, torch.bfloat16, CPU)
+        working_backend(needs(16), "flash_attn", {}, torch.bfloat16, CPU, lambda: None)
 
 
 @pytest.mark.parametrize(
