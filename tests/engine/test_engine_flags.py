@@ -109,3 +109,16 @@ def test_overrides_of_the_model_s_config_are_json(tmp_path: Path, capsys: pytest
     with pytest.raises(SystemExit):
         parse_args(["m", "--hf-overrides", "{is_matryoshka"])
     assert "--hf-overrides is not JSON" in capsys.readouterr().err
+
+
+def test_the_compilation_config_is_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, args = parse_args(["m", "--compilation-config", '{"cudagraph_mode":"NONE"}'])
+    assert args.compilation_config.cudagraph_mode == "NONE"
+    given = config_file(tmp_path, "model: m\ncompilation-config: {cudagraph_capture_sizes: [1, 8]}\n")
+    assert parse_args(given)[1].compilation_config.cudagraph_capture_sizes == (1, 8)
+    with pytest.raises(SystemExit):
+        parse_args(["m", "--compilation-config", '{"cudagraph_mode":"PIECEWISE"}'])
+    assert (
+        "--compilation-config: cudagraph_mode: must be one of NONE, FULL_DECODE_ONLY"
+        in capsys.readouterr().err
+    )

@@ -189,9 +189,12 @@ def test_flags_and_device_decide_what_is_captured(
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        ({"cudagraph_mode": "PIECEWISE"}, "cudagraph-mode: must be one of NONE, FULL_DECODE_ONLY"),
-        ({"cudagraph_capture_sizes": [0]}, "cudagraph-capture-sizes"),
-        ({"level": 3}, "level"),
+        (
+            {"cudagraph_mode": "PIECEWISE"},
+            "--compilation-config: cudagraph_mode: must be one of NONE, FULL_DECODE_ONLY",
+        ),
+        ({"cudagraph_capture_sizes": [0]}, "--compilation-config: cudagraph_capture_sizes"),
+        ({"level": 3}, "--compilation-config: Object contains unknown field `level`"),
     ],
 )
 def test_a_compilation_config_that_is_not_supported_is_refused(config: dict[str, Any], reason: str) -> None:

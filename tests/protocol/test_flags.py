@@ -33,9 +33,15 @@ class Config:
     limits: Limits = field(default_factory=Limits)
 
 
+class Shape(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    form: Literal["round", "square"] = "round"
+    sizes: tuple[Annotated[int, Meta(ge=1)], ...] = ()
+
+
 class Other(Struct, frozen=True, kw_only=True):
     names: Annotated[tuple[str, ...], Meta(description="of whom")] = ()
     options: Annotated[dict[str, int] | None, Meta(description="what else"), Flag(is_json=True)] = None
+    shape: Annotated[Shape, Meta(description="JSON"), Flag(is_json=True)] = Shape()
 
 
 def read(
@@ -60,6 +66,19 @@ def test_every_field_is_a_flag_nested_ones_too() -> None:
         port=8080, urls=("a", "b"), mode="safe", check=False, memory=2048, limits=Limits(timeout_s=1.5)
     )
     assert other == Other(names=("x", "y"), options={"k": 1})
+
+
+def test_a_configuration_class_may_be_one_flag_with_a_json_object(tmp_path: Path) -> None:
+    shape = Shape(form="square", sizes=(1, 2))
+    _, other = read(["--shape", '{"form": "square", "sizes": [1, 2]}'])
+    assert other.shape == shape
+    file = tmp_path / "config.yaml"
+    file.write_text("shape: {form: square, sizes: [1, 2]}\n")
+    _, other = read([], file=file)
+    assert other.shape == shape
+    assert convert_arguments({"shape": {"form": "square", "sizes": [1, 2]}}, Other).shape == shape
+    with pytest.raises(SystemExit):
+        read(["--form", "square"])  # it is a key, not a flag
 
 
 def test_defaults_without_any_source() -> None:
@@ -91,6 +110,10 @@ def test_the_command_line_wins_over_the_environment_and_that_over_the_file(tmp_p
         (["--memory", "1.0001k"], "--memory 1.0001k is not a whole number"),
         (["--options", "{"], "--options is not JSON"),
         (["--options", '{"k": "v"}'], "--options: Expected `int`"),
+        (["--shape", "{"], "--shape is not JSON"),
+        (["--shape", '{"form": "flat"}'], "--shape: form: must be one of round, square"),
+        (["--shape", '{"sizes": [0]}'], "--shape: sizes: Expected `int` >= 1"),
+        (["--shape", '{"form2": "flat"}'], "--shape: Object contains unknown field `form2`"),
     ],
 )
 def test_a_bad_value_is_told_by_its_flag_and_in_words(arguments: list[str], message: str) -> None:

@@ -2,8 +2,8 @@
 
 A configuration class is a msgspec struct or a dataclass. Each of its fields is one flag: type, default and bounds come
 from the field, the help text from `msgspec.Meta(description=...)`, and the rest (group, spelling) from `Flag`. A field
-that is itself a configuration class contributes its own fields. Descriptions name environment variables, and defaults
-that depend on the device, by hand.
+that is itself a configuration class contributes its own fields, unless its flag takes JSON. Descriptions name
+environment variables, and defaults that depend on the device, by hand.
 
 Order of sources: command line, environment, file, default. The keys of a file are flag names, with `-` or `_`; a key
 without a flag is an error.
@@ -51,6 +51,7 @@ class Flag:
     is_size: bool = False
     """Whether it accepts `4k`, `2.5M`, `16G` as well as numbers."""
     is_json: bool = False
+    """Whether its value is a JSON object, also if its type is a configuration class."""
     environment: str = ""
     """Environment variable with the value, used if the command line does not give one."""
     is_hidden: bool = False
@@ -109,16 +110,16 @@ class Field:
 
 
 def fields_of(cls: type, path: tuple[str, ...] = ()) -> Iterator[Field]:
-    """Iterate over the fields of a configuration class, including nested ones."""
+    """Iterate over the fields of a configuration class. Those of a nested class take its place, unless it is JSON."""
     defaults = _defaults(cls)
     for name, annotation in get_type_hints(cls, include_extras=True).items():
         if name not in defaults:
             continue
         kind, metadata = _unwrap(annotation)
-        if _is_config(kind) and _is_config(type(defaults[name])):
+        flag = next((item for item in metadata if isinstance(item, Flag)), Flag())
+        if _is_config(kind) and _is_config(type(defaults[name])) and not flag.is_json:
             yield from fields_of(kind, (*path, name))
             continue
-        flag = next((item for item in metadata if isinstance(item, Flag)), Flag())
         meta = tuple(item for item in metadata if isinstance(item, msgspec.Meta))
         yield Field((*path, name), kind, defaults[name], meta, flag)
 
@@ -295,15 +296,31 @@ def convert_arguments(values: Mapping[str, Any], cls: type[T]) -> T:
 
 
 def _explained(message: str, cls: type) -> str:
-    """Rephrase msgspec's message with the flag's name instead of the path, and the bounds in words."""
+    """Rephrase msgspec's message with the flag's name instead of the path, and the bounds in words.
+
+    A value within a JSON object has its key behind the flag.
+    """
     reason, _, path = message.partition(" - at `$.")
     names = tuple(re.split(r"[.\[]", path.rstrip("`")))
-    for field in fields_of(cls):
-        if names[: len(field.path)] == field.path:
-            exact = names == field.path
-            requirement = field.requirement() if exact else ""
-            return f"--{field.name}: {f'must be {requirement}' if requirement else reason}"
-    return f"{reason} ({path.rstrip('`')})" if path else reason
+    field = _field_at(cls, names)
+    if field is None:
+        return f"{reason} ({path.rstrip('`')})" if path else reason
+    inner = names[len(field.path) :]
+    member = _field_at(field.kind, inner) if _is_config(field.kind) else None
+    if member is None:
+        return f"--{field.name}: {_told(field, reason, is_exact=not inner)}"
+    told = _told(member, reason, is_exact=inner == member.path)
+    return f"--{field.name}: {'.'.join(member.path)}: {told}"
+
+
+def _field_at(cls: type, names: tuple[str, ...]) -> Field | None:
+    """The field that a path of names leads to or into, or None."""
+    return next((field for field in fields_of(cls) if names[: len(field.path)] == field.path), None)
+
+
+def _told(field: Field, reason: str, *, is_exact: bool) -> str:
+    requirement = field.requirement() if is_exact else ""
+    return f"must be {requirement}" if requirement else reason
 
 
 def _is_config(kind: Any) -> bool:
@@ -368,7 +385,7 @@ def _shown_default(value: Any) -> str:
     """The default as shown in the help; empty if there is nothing to say."""
     if isinstance(value, bool):
         return "on" if value else ""
-    return "" if value in (None, (), "", b"") else _plain(value)
+    return "" if value in (None, (), "", b"") or _is_config(type(value)) else _plain(value)
 
 
 def _plain(value: Any) -> str:
