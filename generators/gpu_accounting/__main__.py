@@ -18,7 +18,7 @@ def main() -> None:
     parser.add_argument("--into", type=Path, help="page that contains the table between two markers")
     args = parser.parse_args()
     counts = [each for model in args.model or MODELS for each in count_steps(model)]
-    table = "\n".join([*_HEAD, *map(_line, counts)])
+    table = "\n".join([*_HEAD, *map(table_line, counts)])
     if args.into is None:
         print(table)
         return
@@ -33,7 +33,8 @@ _HEAD = [
 ]
 
 
-def _line(counts: StepCounts) -> str:
+def table_line(counts: StepCounts) -> str:
+    """Return a step's line of the table."""
     cells = [counts.model, counts.shape.name]
     if counts.hidden_sync:
         cells += [f"cannot be followed: {counts.hidden_sync}", "", "", "", "", ""]

@@ -6,12 +6,14 @@ whatever its parameters, 1.25 times the necessary bytes when decoding.
 
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
 
 from argosy_engine.params.sampling_params import SamplingParams
+from gpu_accounting.__main__ import table_line
 from gpu_accounting.fake_device import CUDA
 from gpu_accounting.measurement import (
     SHAPES,
@@ -83,6 +85,13 @@ def test_steps_are_within_their_limits(counted: list[StepCounts]) -> None:
         assert each.rest <= limits.rest, each
         if not each.shape.prompts:
             assert 1 <= each.num_bytes / each.necessary_bytes <= limits.traffic, each
+
+
+def test_the_page_has_these_counts(counted: list[StepCounts]) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "performance.md").read_text().splitlines()
+    start = f"| {counted[0].model} | "
+    shown = [line for line in page if line.startswith(start) and line.count("|") == 9]
+    assert shown == [table_line(each) for each in counted], "out of date; run `make gpu-accounting`"
 
 
 def test_every_model_has_limits() -> None:
