@@ -17,21 +17,25 @@ from argosy_resource.types import InferenceService
 ANY_HOST: Final = "0.0.0.0"  # noqa: S104 - a pod's network namespace is its own
 
 FLAG_FIELDS: Final = {
-    "--device": "device",
-    "--dtype": "dtype",
-    "--attention-backend": "attentionBackend",
-    "--max-model-len": "maxModelLen",
-    "--max-num-seqs": "maxNumSeqs",
-    "--max-num-batched-tokens": "maxNumBatchedTokens",
-    "--block-size": "blockSize",
-    "--kv-cache-memory-bytes": "kvCacheMemory",
-    "--gpu-memory-utilization": "gpuMemoryUtilization",
-    "--enable-prefix-caching": "enablePrefixCaching",
-    "--no-enable-prefix-caching": "enablePrefixCaching",
-    "--threads": "threads",
-    "--shutdown-timeout": "shutdownTimeoutSeconds",
+    "--device": "engine.device",
+    "--dtype": "engine.dtype",
+    "--attention-backend": "engine.attentionBackend",
+    "--max-model-len": "engine.maxModelLen",
+    "--max-num-seqs": "engine.maxNumSeqs",
+    "--max-num-batched-tokens": "engine.maxNumBatchedTokens",
+    "--block-size": "engine.blockSize",
+    "--kv-cache-memory-bytes": "engine.kvCacheMemory",
+    "--gpu-memory-utilization": "engine.gpuMemoryUtilization",
+    "--enable-prefix-caching": "engine.enablePrefixCaching",
+    "--no-enable-prefix-caching": "engine.enablePrefixCaching",
+    "--threads": "engine.threads",
+    "--shutdown-timeout": "engine.shutdownTimeoutSeconds",
+    "--tensor-parallel-size": "parallelism.tensor",
+    "--pipeline-parallel-size": "parallelism.pipeline",
+    "--data-parallel-size": "parallelism.data",
+    "--enable-expert-parallel": "parallelism.expert",
 }
-"""Flags of the engine by which its messages name fields of `spec.engine`."""
+"""Flags of the engine by which its messages name fields of `spec`."""
 _FLAG: Final = re.compile(r"(?<![\w-])--[a-z]+(?:-[a-z]+)*(?![\w-])")
 
 _PVC: Final = "pvc://"
@@ -106,7 +110,7 @@ def engine_args(
 def flags_as_fields(message: str) -> str:
     """Say which fields of a manifest the flags are that an engine's message names; empty if it names none of them."""
     flags = dict.fromkeys(flag for flag in _FLAG.findall(message) if flag in FLAG_FIELDS)
-    named = [f"{flag} is spec.engine.{FLAG_FIELDS[flag]}" for flag in flags]
+    named = [f"{flag} is spec.{FLAG_FIELDS[flag]}" for flag in flags]
     return f"in the manifest {', '.join(named)}" if named else ""
 
 

@@ -63,8 +63,9 @@ def test_engine_understands_a_share_of_gpu_memory() -> None:
 
 def test_every_flag_of_a_field_is_known_by_it() -> None:
     """Else a message of the engine about it would not name the field."""
-    fields = crd.schema()["properties"]["spec"]["properties"]["engine"]["properties"]
-    assert set(FLAG_FIELDS.values()) == fields.keys() - {"image", "env"}
+    spec = crd.schema()["properties"]["spec"]["properties"]
+    fields = {f"{part}.{name}" for part in ("engine", "parallelism") for name in spec[part]["properties"]}
+    assert set(FLAG_FIELDS.values()) == fields - {"engine.image", "engine.env"}
     help_text = engine_parser().format_help()
     assert [flag for flag in FLAG_FIELDS if flag not in help_text] == []
 
@@ -75,6 +76,12 @@ def test_every_flag_of_a_field_is_known_by_it() -> None:
         ("--max-model-len 9 exceeds 4", "in the manifest --max-model-len is spec.engine.maxModelLen"),
         ("--block-size (--block-size 3) and --dtype",
          "in the manifest --block-size is spec.engine.blockSize, --dtype is spec.engine.dtype"),
+        ("--tensor-parallel-size 3 does not divide the attention heads",
+         "in the manifest --tensor-parallel-size is spec.parallelism.tensor"),
+        ("--enable-expert-parallel with --data-parallel-size 2",
+         "in the manifest --enable-expert-parallel is spec.parallelism.expert, "
+         "--data-parallel-size is spec.parallelism.data"),
+        ("--pipeline-parallel-size 9", "in the manifest --pipeline-parallel-size is spec.parallelism.pipeline"),
         ("--device-x, --revision and -dtype are others", ""),
         ("no flag", ""),
     ],
