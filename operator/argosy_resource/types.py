@@ -215,7 +215,7 @@ class Parallelism(Struct, frozen=True, kw_only=True, rename="camel"):
     )
     tensor: Annotated[int, Meta(ge=1, le=MAX_DEVICES)] = 1
     """Devices among which each layer's weights and attention heads are divided. It must divide the model's number of
-    attention heads. Lets a model that is too large for one device run, with less latency."""
+    attention heads. Lets a model that is too large for one device run."""
     pipeline: Annotated[int, Meta(ge=1, le=MAX_DEVICES)] = 1
     """Stages among which the layers are divided, each of as many devices as tensor says."""
     data: Annotated[int, Meta(ge=1, le=MAX_DEVICES)] = 1
