@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,8 @@ from msgspec import structs
 
 from argosy_engine import LLM, EngineArgs, SamplingParams, StructuredOutputsParams
 from argosy_engine.config import ResolvedConfig
+from argosy_engine.core.proc.async_core_client import AsyncMPClient
+from argosy_engine.core.proc.core_handle import CoreHandle
 from argosy_engine.core.proc.data_parallel_client import (
     DPLBAsyncMPClient,
     DPLBSyncMPClient,
@@ -163,11 +168,25 @@ def test_a_core_that_is_killed_ends_the_engine() -> None:
         llm.generate("x")
 
 
-def test_a_start_that_fails_says_why_and_leaves_nothing(tmp_path: Path) -> None:
-    before = children(os.getpid())
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The processes of the cores that a test starts, as it starts them."""
+    pids: list[int] = []
+    start = CoreHandle.start
+
+    def start_and_record(handle: CoreHandle) -> None:
+        start(handle)
+        pids.append(handle.pid)
+
+    monkeypatch.setattr(CoreHandle, "start", start_and_record)
+    return pids
+
+
+def test_a_start_that_fails_says_why_and_leaves_nothing(tmp_path: Path, started: list[int]) -> None:
     with pytest.raises(ConfigError, match="has no config"):
         LLM(str(tmp_path), data_parallel_size=2)
-    assert set(children(os.getpid())) <= set(before)
+    assert len(started) == 2
+    assert not set(started) & set(children(os.getpid()))
 
 
 def test_each_core_may_have_several_workers(single: LLM) -> None:
@@ -178,11 +197,40 @@ def test_each_core_may_have_several_workers(single: LLM) -> None:
         assert [result.token_ids for result in found] == [result.token_ids for result in expected]
 
 
-async def test_an_asynchronous_start_that_fails_says_why_and_leaves_nothing(tmp_path: Path) -> None:
-    before = children(os.getpid())
+async def test_an_asynchronous_start_that_fails_says_why_and_leaves_nothing(
+    tmp_path: Path, started: list[int]
+) -> None:
     with pytest.raises(ConfigError, match="has no config"):
         await DPLBAsyncMPClient.start(EngineArgs.of(model=str(tmp_path), data_parallel_size=2))
-    assert set(children(os.getpid())) <= set(before)
+    assert len(started) == 2
+    assert not set(started) & set(children(os.getpid()))
+    gc.collect()  # a socket that was left open warns
+
+
+async def test_a_start_that_is_cancelled_while_it_fails_leaves_nothing(
+    tmp_path: Path, started: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when two ranks fail at once: the error of one cancels the start of the other."""
+    loop, end = asyncio.get_running_loop(), CoreHandle.end
+    is_ending, may_end = asyncio.Event(), threading.Event()
+
+    def end_when_told(handle: CoreHandle) -> None:
+        loop.call_soon_threadsafe(is_ending.set)
+        assert may_end.wait(60)
+        end(handle)
+
+    monkeypatch.setattr(CoreHandle, "end", end_when_told)
+    start = asyncio.create_task(AsyncMPClient.start(EngineArgs.of(model=str(tmp_path))))
+    await is_ending.wait()
+    start.cancel()
+    await asyncio.wait({start}, timeout=0.05)
+    is_early = start.done()
+    may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await start
+    assert not is_early, "the core has not ended"
+    assert not set(started) & set(children(os.getpid()))
+    gc.collect()  # a socket that was left open warns
 
 
 def test_a_rank_that_does_not_exist_is_refused(single: LLM) -> None:

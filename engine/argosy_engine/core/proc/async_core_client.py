@@ -203,9 +203,18 @@ class AsyncMPClient:
         return [self.pid]
 
     async def close(self) -> None:
-        """End the core and close the sockets."""
-        await asyncio.to_thread(self._handle.end)
+        """End the core and close the sockets, even if the caller is cancelled meanwhile."""
+        ending = asyncio.ensure_future(asyncio.to_thread(self._handle.end))
+        cancelled: asyncio.CancelledError | None = None
+        while not ending.done():
+            try:
+                await asyncio.wait({ending})
+            except asyncio.CancelledError as error:
+                cancelled = error
         close_all(self._context, self._input, self._output)
+        ending.result()
+        if cancelled is not None:
+            raise cancelled
 
 
 def _set_done(future: asyncio.Future[None]) -> None:

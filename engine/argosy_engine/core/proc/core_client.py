@@ -154,13 +154,13 @@ class SyncMPClient:
     """
 
     def __init__(self, args: EngineArgs, rank: int = 0, *, is_awaited: bool = True) -> None:
+        self._handle = CoreHandle(args, rank)
         self._context = zmq.Context()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(EngineCoreOutputs)
         self._call_ids: Iterator[int] = itertools.count()
         self._unfinished: set[str] = set()
         self._pending: deque[EngineCoreOutputs] = deque()
-        self._handle = CoreHandle(args, rank)
         self._input, self._output = bind(self._context, self._handle)
         self._start_deadline = time.monotonic() + START_TIMEOUT_S
         self.config: ResolvedConfig
