@@ -287,6 +287,57 @@ def test_layers_that_are_not_quantised(pattern: str, names: set[str]) -> None:
     assert {layer for layer in layers if not config.quantises(layer)} == names
 
 
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        (r"re:.*self_attn\.q_proj$", {"model.layers.10.self_attn.q_proj"}),
+        (r"re:^model\.layers\.\d+\.self_attn\.q_proj", {"model.layers.10.self_attn.q_proj"}),
+        (r"re:.*layers\.[0-9]+\.mlp\.experts\.[0-9]+\..*", {"model.layers.9.mlp.experts.3.up_proj"}),
+        ("re:.*layers.[1-3][0-9].*attn.*", {"model.layers.10.self_attn.q_proj"}),
+        ("re:.*lm_head", {"lm_head"}),
+        ("re:visual.*", set()),
+    ],
+)
+def test_expressions_as_they_are_written_are_understood(pattern: str, names: set[str]) -> None:
+    config = parse_quantization({"quantization_config": {**COMPRESSED, "ignore": [pattern]}}, {})
+    assert config is not None
+    layers = ["lm_head", "model.layers.10.self_attn.q_proj", "model.layers.9.mlp.experts.3.up_proj"]
+    assert {layer for layer in layers if not config.quantises(layer)} == names
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "(.|.)(.|.)!",
+        "a|b",
+        "(a)",
+        "a{99999999999999999999}",
+        ".*.*.*!",
+        "a**",
+        r"(.)\1",
+        "a?",
+        "[z-a]",
+        "a$b",
+        "." * 99 + "+*",
+    ],
+)
+def test_expressions_that_may_take_long_are_refused(pattern: str) -> None:
+    with pytest.raises(ConfigError, match=r"malformed or too complex: .*; write the names out"):
+        parse_quantization({"quantization_config": {**COMPRESSED, "ignore": ["re:" + pattern]}}, {})
+
+
+@pytest.mark.parametrize("pattern", ["re:.*mlp_{}", "*mlp_{}"])
+def test_patterns_are_few_and_names_may_be_many(pattern: str) -> None:
+    patterns = [pattern.format(index) for index in range(256)]
+    names = [f"layer_{index}" for index in range(1000)]
+    config = parse_quantization({"quantization_config": {**COMPRESSED, "ignore": names + patterns}}, {})
+    assert config is not None
+    assert not config.quantises("layer_999")
+    assert not config.quantises("a.mlp_255")
+    with pytest.raises(ConfigError, match="more than 256 patterns"):
+        parse_quantization({"quantization_config": {**COMPRESSED, "ignore": [*patterns, "*"]}}, {})
+
+
 def test_projections_that_are_computed_together_are_quantised_together(tmp_path: Path) -> None:
     write(tmp_path, "fp8")
     file = tmp_path / "config.json"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
+from fnmatch import translate
 from functools import cached_property
 from typing import Any, Literal
 
@@ -22,8 +22,16 @@ Method = Literal["compressed-tensors", "modelopt", "fp8"]
 _SUPPORTED = "FP8 weights per tensor or per channel, of compressed-tensors, ModelOpt or fp8"
 _MAX_IGNORED = 1 << 16
 _MAX_PATTERN = 256
-_MAX_QUANTIFIERS = 4
-"""A pattern is matched against names that are short, so its time stays bounded without quantified groups."""
+_MAX_PATTERNS = 256
+"""Patterns are matched one by one against every layer; plain names are looked up in a set."""
+_MAX_REPEATS = 2
+"""Repetitions of one kind in a regular expression. Its time grows with this power of the length of a name."""
+_MAX_STARS = 4
+_DIGIT = r"\\d|\[0-9\]"
+_CLASS = r"\[\^?[\w.-]+\]"
+_ATOM = rf"(?:[\w:/ .-]|\\[.dw_-]|{_CLASS})"
+_EXPRESSION = re.compile(rf"\^?(?:{_ATOM}[*+]?)*\$?", re.ASCII)
+_DIGITS_REPEATED = re.compile(rf"(?:{_DIGIT})[*+]")
 
 
 class QuantizationConfig(Struct, frozen=True, kw_only=True, dict=True):
@@ -36,7 +44,7 @@ class QuantizationConfig(Struct, frozen=True, kw_only=True, dict=True):
     """Whether inputs have a scale in the checkpoint (`input_scale`), rather than one per token and step."""
     ignored: tuple[str, ...] = ()
     """Linear layers that are not quantised: names of layers or of modules that contain them, with `*` for any text, or
-    regular expressions after `re:`."""
+    simple regular expressions after `re:`."""
 
     def quantises(self, layer: str) -> bool:
         """Whether a linear layer is quantised.
@@ -48,19 +56,27 @@ class QuantizationConfig(Struct, frozen=True, kw_only=True, dict=True):
             return False
         if any(pattern.match(layer) for pattern in self._expressions):
             return False
-        return not any(fnmatchcase(module, glob) for glob in self._globs for module in _modules(layer))
+        return not any(glob.match(module) for glob in self._globs for module in _modules(layer))
 
     @cached_property
     def _names(self) -> frozenset[str]:
-        return frozenset(each for each in self.ignored if "*" not in each and not each.startswith("re:"))
+        return frozenset(each for each in self.ignored if not _is_pattern(each))
 
     @cached_property
-    def _globs(self) -> list[str]:
-        return [each for each in self.ignored if "*" in each and not each.startswith("re:")]
+    def _globs(self) -> list[re.Pattern[str]]:
+        return [
+            re.compile(translate(each))
+            for each in self.ignored
+            if _is_pattern(each) and not each.startswith("re:")
+        ]
 
     @cached_property
     def _expressions(self) -> list[re.Pattern[str]]:
         return [re.compile(each[3:]) for each in self.ignored if each.startswith("re:")]
+
+
+def _is_pattern(name: str) -> bool:
+    return name.startswith("re:") or "*" in name
 
 
 def _modules(layer: str) -> Iterator[str]:
@@ -203,22 +219,33 @@ def _ignored(value: Any) -> tuple[str, ...]:
             f"the list of layers that are not quantised has more than {_MAX_IGNORED} names, or one of more than "
             f"{_MAX_PATTERN} characters"
         )
+    if sum(map(_is_pattern, names)) > _MAX_PATTERNS:
+        raise ConfigError(
+            f"the list of layers that are not quantised has more than {_MAX_PATTERNS} patterns; write the names out"
+        )
     for each in names:
         if each.startswith("re:"):
             _check_expression(each[3:])
-        elif each.count("*") > _MAX_QUANTIFIERS:
+        elif each.count("*") > _MAX_STARS:
             raise ConfigError(f"the pattern {each!r} of layers that are not quantised has too many *")
     return tuple(names)
 
 
 def _check_expression(pattern: str) -> None:
-    """Refuse regular expressions whose matching may take exponential time."""
+    """Refuse regular expressions but those of a few repeated characters, whose matching is fast.
+
+    Runs of digits are counted by themselves, because those of a layer's name are short. A `.*` at the end costs
+    nothing.
+    """
+    digits = len(_DIGITS_REPEATED.findall(pattern))
+    others = len(re.findall(r"[*+]", pattern.removesuffix(".*"))) - digits
     try:
         re.compile(pattern)
-        is_simple = not re.search(r"\)[*+?{]", pattern) and not re.search(r"\\[1-9]|\(\?", pattern)
-    except re.error:
+        is_simple = bool(_EXPRESSION.fullmatch(pattern)) and max(digits, others) <= _MAX_REPEATS
+    except (re.error, OverflowError, RecursionError):
         is_simple = False
-    if not is_simple or len(re.findall(r"[*+?{]", pattern)) > _MAX_QUANTIFIERS:
+    if not is_simple:
         raise ConfigError(
-            f"the pattern {pattern!r} of layers that are not quantised is malformed or too complex; write the names out"
+            f"the pattern {pattern!r} of layers that are not quantised is malformed or too complex: only plain text, "
+            f"classes of characters and {_MAX_REPEATS} repetitions (.*) are supported; write the names out"
         )
