@@ -553,3 +553,32 @@ def test_a_preempted_request_may_end_with_its_tokens_in_flight() -> None:
     (finished,) = [output for output in pipeline.book() if output.finish_reason is not None]
     assert (finished.request_id, pipeline.received["b"]) == ("b", answer([2] * 7, 2))
     assert "b" not in pipeline.scheduler.requests
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 4])
+@pytest.mark.parametrize("budget", [32, 8])
+def test_a_long_prompt_takes_no_request_s_turn_in_a_pipeline(num_stages: int, budget: int) -> None:
+    scheduler = make(
+        num_blocks=512,
+        max_model_len=2000,
+        max_num_batched_tokens=budget,
+        long_prefill_token_threshold=4,
+        pipeline_parallel_size=num_stages,
+    )
+    pipeline = Pipeline(scheduler)
+    scheduler.add(request("first", [1], max_tokens=500, ignore_eos=True))
+    pipeline.launch()
+    scheduler.add(request("long", [2] * 1000, max_tokens=1))
+    for name in "abcde":
+        scheduler.add(request(name, [3], max_tokens=500, ignore_eos=True))
+    waited: dict[str, int] = {}
+    for _ in range(200):
+        step = pipeline.launch()
+        running = [live.request_id for live in scheduler.running]
+        waited = {name: 0 if name in step else waited.get(name, 0) + 1 for name in running}
+        assert max(waited.values()) < 2 * len(running)
+        if len(pipeline.results) == num_stages:
+            pipeline.book()
+    assert not scheduler.requests["long"].has_first_token
+    counts = [len(pipeline.received[name]) for name in ("first", *"abcde")]
+    assert max(counts) - min(counts) <= 10

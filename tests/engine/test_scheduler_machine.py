@@ -112,6 +112,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.blocked: set[str] = set()
         self.forgiven: set[str] = set()
         """Requests that we aborted or failed ourselves."""
+        self.skipped: dict[str, int] = {}
+        """Steps of a pipeline that a running request was left out of, although it could have been in, in a row."""
         self.count = 0
 
     @rule(
@@ -201,7 +203,18 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _step(self, victim: str | None = None) -> None:
         """Schedules and computes a step; books the oldest one if no more may be in flight, or nothing is left."""
+        ready = {
+            request.request_id
+            for request in self.scheduler.running
+            if not request.num_output_placeholders and request.num_computed_tokens < request.num_tokens
+        }
         step = self.scheduler.schedule()
+        if self.scheduler.pipeline_parallel_size > 1:
+            left = {
+                request.request_id for request in self.scheduler.running
+            } - step.num_scheduled_tokens.keys()
+            self.skipped = {name: self.skipped.get(name, 0) + (name in ready) for name in left}
+            assert max(self.skipped.values(), default=0) < self.max_num_seqs, "a request starves"
         assert sum(step.num_scheduled_tokens.values()) == step.total_num_scheduled_tokens <= self.budget
         assert len(self.scheduler.running) <= self.max_num_seqs
         assert not self.blocked & set(step.num_scheduled_tokens)

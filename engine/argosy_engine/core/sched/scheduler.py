@@ -14,7 +14,7 @@ scheduled while a token in flight may be its last by length, while its drafts ar
 until its steps in flight have ended.
 
 With pipeline parallelism as many steps are in flight as there are stages. A step takes its share of the running
-requests, and none whose next token is still in flight.
+requests, those that were scheduled least recently first, and none whose next token is still in flight.
 
 The scheduler knows no tensors, no text and no clients. Invariants: the scheduled tokens of a step never exceed the
 budget; every added request is answered by exactly one output with a finish reason, unless its client aborted it.
@@ -26,7 +26,7 @@ Decoding a token that fits into the blocks already held is the common case and t
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Literal
 
 from argosy_engine.core.kv_cache.kv_cache_manager import KVCacheManager
@@ -87,6 +87,7 @@ class Scheduler:
         self.blocked: dict[str, Request] = {}
         """Requests that wait for something other than capacity; `schedule` does not look at them."""
         self.running: list[Request] = []
+        """In the order of admission; with pipeline parallelism those that were scheduled least recently first."""
         self.in_flight = StepsInFlight()
         self.num_preemptions = 0
         self._num_pending_tokens = 0
@@ -206,6 +207,7 @@ class Scheduler:
         step = plan.step(released)
         if self.pipeline_parallel_size > 1:
             step.new_token_ids = self._new_token_ids(plan)
+            self.running.sort(key=lambda request: request.request_id in plan.num_scheduled_tokens)
         if step.num_scheduled_tokens:
             self.in_flight.push(step)
         return step
@@ -226,7 +228,7 @@ class Scheduler:
     def _schedule_running(self, plan: StepPlan) -> None:
         num_preemptions = self.num_preemptions
         scheduled = plan.num_scheduled_tokens
-        for request in self.running if self.pipeline_parallel_size == 1 else self._share_of_stage():
+        for request in self.running if self.pipeline_parallel_size == 1 else self._share_of_stage(plan):
             if plan.token_budget <= 0:
                 break
             num_computed = request.num_computed_tokens + 1
@@ -245,10 +247,18 @@ class Scheduler:
         if num_preemptions != self.num_preemptions:
             self.running = [r for r in self.running if r.status is RequestStatus.RUNNING]
 
-    def _share_of_stage(self) -> list[Request]:
-        """Return the running requests that a pipeline's next step takes, so that every stage has as much to compute."""
+    def _share_of_stage(self, plan: StepPlan) -> Iterator[Request]:
+        """Yield running requests until a pipeline's next step has its share, so that all stages compute as much.
+
+        Those that were scheduled least recently come first, so that none is left out for more steps than there are
+        requests.
+        """
         most = -(-len(self.running) // self.pipeline_parallel_size)
-        return [request for request in self.running if not request.num_output_placeholders][:most]
+        for request in self.running:
+            if len(plan.num_scheduled_tokens) >= most:
+                return
+            if not request.num_output_placeholders:
+                yield request
 
     def _new_token_ids(self, plan: StepPlan) -> dict[str, int]:
         """Return the tokens that the step computes of requests whose other tokens the workers know."""
