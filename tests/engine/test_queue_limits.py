@@ -103,6 +103,48 @@ def test_the_hint_follows_the_rate_at_which_requests_end() -> None:
     assert refused.value.retry_after_s == 6.0
 
 
+def test_requests_that_choose_a_rank_leave_room_for_others() -> None:
+    limits = QueueLimits(6, 90, num_ranks=3)
+    for name in "ab":
+        limits.check(1, 5, rank=1)
+        limits.enter(name, 5, rank=1)
+    with pytest.raises(
+        EngineBusy, match="2 requests are waiting or running in data-parallel rank 1, at most 2"
+    ):
+        limits.check(1, rank=1)
+    for name, rank in (("c", 0), ("d", None), ("e", 2)):
+        limits.check(1, rank=rank)
+        limits.enter(name, 10, rank=rank)
+    limits.leave("a")
+    limits.check(1, 25, rank=1)
+    with pytest.raises(
+        EngineBusy, match="5 prompt tokens are waiting in data-parallel rank 1, at most 30 may"
+    ):
+        limits.check(1, 26, rank=1)
+    limits.start("b")
+    limits.check(1, 60, rank=1)
+    with pytest.raises(InvalidRequest, match="3 choices at once, data-parallel rank 1 takes 2"):
+        limits.check(3, rank=1)
+    for name in "bcde":
+        limits.leave(name)
+    assert limits.num_reqs == limits.num_queued_tokens == 0
+    for rank in range(3):
+        limits.check(2, 60, rank=rank)
+
+
+def test_a_rank_s_share_counts_what_was_sent_there() -> None:
+    limits = QueueLimits(4, None, num_ranks=2)
+    for name in "ab":
+        limits.enter(name, 10)
+        limits.place(name, 0)
+    with pytest.raises(EngineBusy, match="rank 0"):
+        limits.check(1, rank=0)
+    limits.check(2, rank=1)
+    limits.leave("a")
+    limits.place("a", 0)
+    limits.check(1, rank=0)
+
+
 class SilentClient:
     """A core that takes requests and never answers."""
 
@@ -150,6 +192,35 @@ async def test_a_full_engine_refuses_until_a_client_leaves() -> None:
     second.cancel()
     await asyncio.gather(second, return_exceptions=True)
     assert llm.queue_limits.num_reqs == llm.queue_limits.num_queued_tokens == 0
+    await llm.close()
+
+
+async def test_a_client_that_fills_its_rank_leaves_the_others_to_everybody() -> None:
+    client = SilentClient()
+    client.config = SimpleNamespace(
+        max_num_queued_reqs=4, max_num_queued_tokens=None, block_size=16, data_parallel_size=2
+    )
+    processor = SimpleNamespace(
+        renderer=SimpleNamespace(tokenizer=Tokenizer(resolve_model("builtin://tiny")))
+    )
+    llm = AsyncLLM(client, processor)  # type: ignore[arg-type]
+
+    def ask(name: str, rank: int | None) -> asyncio.Task[object]:
+        request = EngineCoreRequest(name, [5, 6], SamplingParams(), 0.0, data_parallel_rank=rank)
+        return asyncio.create_task(anext(llm.generate([request])))  # type: ignore[arg-type]
+
+    readers = []
+    for name in "ab":
+        readers.append(ask(name, 0))
+        assert await client.added.get() == name
+    with pytest.raises(EngineBusy, match="data-parallel rank 0, at most 2 may"):
+        await ask("c", 0)
+    for name, rank in (("d", None), ("e", 1)):
+        readers.append(ask(name, rank))
+        assert await client.added.get() == name
+    for reader in readers:
+        reader.cancel()
+    await asyncio.gather(*readers, return_exceptions=True)
     await llm.close()
 
 

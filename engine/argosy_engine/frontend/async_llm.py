@@ -41,7 +41,11 @@ class AsyncLLM:
         self.config = client.config
         self.input_processor = input_processor
         self.renderer = input_processor.renderer
-        self.queue_limits = QueueLimits(self.config.max_num_queued_reqs, self.config.max_num_queued_tokens)
+        self.queue_limits = QueueLimits(
+            self.config.max_num_queued_reqs,
+            self.config.max_num_queued_tokens,
+            num_ranks=self.config.data_parallel_size,
+        )
         self.output_processor = OutputProcessor(self.renderer.tokenizer, self.queue_limits)
         self.on_dead: Callable[[], None] | None = None
         self._dead: EngineDead | None = None
@@ -103,7 +107,7 @@ class AsyncLLM:
 
         Raises:
             EngineDead: the core died.
-            EngineBusy: too many requests are in flight, or the engine is asleep.
+            EngineBusy: too many requests are in flight, in the engine or in the rank that they choose, or it is asleep.
             EngineError: the core refused a request.
         """
         if self._dead is not None:
@@ -111,7 +115,8 @@ class AsyncLLM:
         if self._sleep_level:
             raise EngineAsleep("this engine is asleep")
         # The choices of a prompt compute it once.
-        self.queue_limits.check(len(requests), sum(len(leader.prompt_token_ids) for leader in requests[::n]))
+        num_tokens = sum(len(leader.prompt_token_ids) for leader in requests[::n])
+        self.queue_limits.check(len(requests), num_tokens, requests[0].data_parallel_rank)
         collector = OutputCollector()
         for index, request in enumerate(requests):
             num_queued_tokens = 0 if index % n else len(request.prompt_token_ids)
@@ -170,6 +175,7 @@ class AsyncLLM:
         if state.resume(request.resume_token_ids):
             await self.client.add_request(request)
             state.timings.engine_index = request.data_parallel_rank or 0
+            self.queue_limits.place(request.request_id, state.timings.engine_index)
             state.is_submitted = True
         else:
             ended = EngineCoreOutput(request.request_id, [], FinishReason.STOP)

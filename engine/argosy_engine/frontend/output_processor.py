@@ -77,7 +77,7 @@ class OutputProcessor:
             num_queued_tokens: prompt tokens that count against the queue limits until the first token.
         """
         if self._queue_limits is not None:
-            self._queue_limits.enter(request.request_id, num_queued_tokens)
+            self._queue_limits.enter(request.request_id, num_queued_tokens, request.data_parallel_rank)
         detokenizer = IncrementalDetokenizer(
             self._tokenizer, request.sampling_params, request.prompt_token_ids
         )
