@@ -51,6 +51,20 @@ def test_too_few_gpus_are_refused_and_none_means_a_cpu(gpus: list[str]) -> None:
     assert rank_environment(args(data_parallel_size=5), 4) == os.environ
 
 
+@pytest.mark.parametrize(("cores", "most"), [(1, 8), (16, 64)])
+def test_far_more_workers_than_cores_are_refused_on_a_cpu(
+    monkeypatch: pytest.MonkeyPatch, cores: int, most: int
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(cores)))
+    assert check_gpus(args(data_parallel_size=most, device="cpu")) == []
+    assert check_gpus(args(data_parallel_size=most // 4, pipeline_parallel_size=4, device="cpu")) == []
+    refusal = f"needs {most + 1} workers, .* at most {most}; use a smaller --data-parallel-size$"
+    with pytest.raises(ConfigError, match=refusal):
+        check_gpus(args(data_parallel_size=most + 1, device="cpu"))
+    with pytest.raises(ConfigError, match="--pipeline-parallel-size or --data-parallel-size"):
+        diagnose(args(data_parallel_size=1024, pipeline_parallel_size=4, device="cpu"))
+
+
 def test_one_core_keeps_the_environment(gpus: list[str]) -> None:
     assert rank_environment(args(), 0) == os.environ
 

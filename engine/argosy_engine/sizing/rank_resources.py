@@ -15,6 +15,11 @@ from argosy_engine.config import EngineArgs
 from argosy_engine.errors import ConfigError
 from argosy_engine.sizing.device import DeviceMemory, visible_gpus
 
+MIN_CPU_WORKERS = 8
+CPU_WORKERS_PER_CORE = 4
+"""On a CPU an engine may have so many workers for each core that it may use, and at least `MIN_CPU_WORKERS`."""
+_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+
 
 def rank_args(args: EngineArgs) -> EngineArgs:
     """Return the arguments of each rank: with its share of the cores, unless the number of threads is given."""
@@ -41,15 +46,20 @@ def check_gpus(args: EngineArgs) -> list[str]:
     """Return the GPUs to divide between the workers of all ranks; empty on a CPU, or for one worker.
 
     Raises:
-        ConfigError: there are GPUs, but fewer than workers.
+        ConfigError: there are GPUs, but fewer than workers; or there is none, and far more workers than cores.
     """
     num_workers = args.data_parallel_size * args.parallel_config.world_size
-    if num_workers == 1 or args.device == "cpu":
+    if num_workers == 1:
         return []
-    gpus = visible_gpus()
+    gpus = [] if args.device == "cpu" else visible_gpus()
+    flags = [f"--{name.replace('_', '-')}" for name in _SIZES if getattr(args, name) > 1]
+    most = max(MIN_CPU_WORKERS, CPU_WORKERS_PER_CORE * len(os.sched_getaffinity(0)))
+    if not gpus and args.device != "cuda" and num_workers > most:
+        raise ConfigError(
+            f"the engine needs {num_workers} workers, and this machine's CPU takes at most {most}; use a smaller "
+            f"{' or '.join(flags)}"
+        )
     if gpus and len(gpus) < num_workers:
-        sizes = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
-        flags = [f"--{name.replace('_', '-')}" for name in sizes if getattr(args, name) > 1]
         raise ConfigError(
             f"the engine needs {num_workers} GPUs, one for each worker, and {len(gpus)} are visible; use a smaller "
             f"{' or '.join(flags)}, or --device cpu"
