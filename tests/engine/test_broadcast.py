@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import os
+import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from argosy_engine.errors import EngineDead
 from argosy_engine.executor.broadcast import BroadcastReader, BroadcastWriter, MessageStream, ReaderEnds
-from processes import held_files
+from processes import held_files, wait_until
 
 READER = """
-import sys, hashlib
+import hashlib, signal, sys
 from argosy_engine.executor.broadcast import BroadcastReader, MessageStream, ReaderEnds
 reader = BroadcastReader(ReaderEnds(*map(int, sys.argv[1:])))
 answers = MessageStream(reader.socket)
+signal.signal(signal.SIGUSR1, lambda *_: answers.send(b"signalled"))
 answers.send(b"up")
 while True:
     message = reader.get()
@@ -74,6 +77,17 @@ def test_every_reader_gets_every_message_in_order(three: Readers) -> None:
     for answers in three.answers:
         assert [answers.receive() for _ in messages] == expected
     writer.join()
+
+
+def test_a_signal_does_not_end_a_reader_that_waits(three: Readers) -> None:
+    process, answers = three.processes[0], three.answers[0]
+    stat = Path(f"/proc/{process.pid}/stat")
+    wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "S", "the reader to wait")
+    process.send_signal(signal.SIGUSR1)
+    assert answers.receive() == b"signalled"
+    three.writer.put(b"message")
+    for each in three.answers:
+        assert each.receive() == hashlib.sha256(b"message").digest()
 
 
 def test_the_writer_waits_for_the_slowest_reader() -> None:
