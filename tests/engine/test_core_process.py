@@ -62,7 +62,7 @@ class FakeCore:
 @pytest.fixture
 def process(tmp_path: Path) -> Iterator[CoreProcess]:
     context = zmq.Context()
-    made = CoreProcess(tmp_path, 0, context)
+    made = CoreProcess(tmp_path, 0, context, context)
     made.core = FakeCore()  # type: ignore[assignment]
     yield made
     context.destroy(linger=0)
@@ -99,7 +99,8 @@ def test_requests_are_decoded_and_hashed_outside_of_the_busy_loop(tmp_path: Path
     context = zmq.Context()
     client = context.socket(zmq.PUSH)
     client.bind(f"ipc://{tmp_path}/input")
-    process = CoreProcess(tmp_path, 0, zmq.Context())
+    core_context = zmq.Context()
+    process = CoreProcess(tmp_path, 0, core_context, core_context)
     process.core = core = FakeCore()  # type: ignore[assignment]
     thread = threading.Thread(target=process.process_input_socket, name="input", daemon=True)
     thread.start()
@@ -119,7 +120,7 @@ def test_requests_are_decoded_and_hashed_outside_of_the_busy_loop(tmp_path: Path
 
 def test_the_sequences_of_a_call_share_their_parameters(tmp_path: Path) -> None:
     context = zmq.Context()
-    process = CoreProcess(tmp_path, 0, context)
+    process = CoreProcess(tmp_path, 0, context, context)
     process.core = core = FakeCore()  # type: ignore[assignment]
 
     def send(call_id: str, first: int) -> tuple[SamplingParams, GrammarSpec]:
@@ -213,7 +214,7 @@ from pathlib import Path
 import zmq
 from argosy_engine.core.proc.core_process import CoreProcess
 context = zmq.Context()
-core = CoreProcess(Path({str(tmp_path)!r}), 0, context)
+core = CoreProcess(Path({str(tmp_path)!r}), 0, context, context)
 context.destroy(linger=0)
 core.output_queue.put(object())
 core.{name}()

@@ -8,6 +8,7 @@ from typing import Any
 
 from msgspec import structs
 
+from argosy_engine.errors import ConfigError
 from argosy_engine.messages.model_runner_output import ModelRunnerOutput
 from argosy_engine.messages.scheduler_output import SchedulerOutput
 from argosy_engine.messages.worker_info import WorkerInfo
@@ -42,6 +43,24 @@ class UnequalWorker(ProbeWorker):
     def start(self) -> WorkerInfo:
         self.args = structs.replace(self.args, num_gpu_blocks_override=512 - 100 * self.rank)
         return super().start()
+
+
+class OtherWeightsWorker(ProbeWorker):
+    """A worker whose rank 1 loads other dummy weights than the others."""
+
+    def start(self) -> WorkerInfo:
+        self.args = structs.replace(self.args, seed=self.rank)
+        return super().start()
+
+
+class FailsLateWorker(ProbeWorker):
+    """A worker whose rank 1 loads the model and then cannot start."""
+
+    def start(self) -> WorkerInfo:
+        info = super().start()
+        if self.rank == 1:
+            raise ConfigError("as asked")
+        return info
 
 
 class ScriptedWorker(ProbeWorker):
@@ -89,3 +108,17 @@ class ScriptedStep:
 
 class NoWorker:
     pass
+
+
+class LongReasonWorker(ProbeWorker):
+    """A worker that cannot start with seed 1, and whose every step fails, for reasons of `REASON_LENGTH` characters."""
+
+    REASON_LENGTH = 1 << 24
+
+    def start(self) -> WorkerInfo:
+        if self.args.seed == 1:
+            raise ConfigError("x" * self.REASON_LENGTH)
+        return super().start()
+
+    def execute(self, step: SchedulerOutput) -> Any:
+        raise RuntimeError("x" * self.REASON_LENGTH)

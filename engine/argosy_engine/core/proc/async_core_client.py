@@ -89,7 +89,8 @@ class AsyncMPClient:
             while self._handle.config is None:
                 receive = asyncio.ensure_future(self._output.recv())
                 await asyncio.wait({receive, exited}, return_when=asyncio.FIRST_COMPLETED)
-                if not receive.done() and not await self._output.poll(0):
+                await self._await_last(receive)
+                if not receive.done():
                     receive.cancel()
                     raise self._handle.dead(" while starting")
                 reply = self._handle.greeting(await receive)
@@ -139,6 +140,7 @@ class AsyncMPClient:
         try:
             while True:
                 await asyncio.wait({receive, exited}, return_when=asyncio.FIRST_COMPLETED)
+                await self._await_last(receive)
                 if receive.done():
                     outputs = self._decoder.decode(receive.result())
                     if outputs.dead is not None:
@@ -147,7 +149,7 @@ class AsyncMPClient:
                         self._resolve(outputs.utility)
                     receive = asyncio.ensure_future(self._output.recv())
                     yield outputs
-                elif exited.done():
+                else:
                     raise self._handle.dead()
         finally:
             receive.cancel()
@@ -176,6 +178,11 @@ class AsyncMPClient:
             future.set_result(result_of(answer))
         except UtilityFailed as error:
             future.set_exception(error)
+
+    async def _await_last(self, receive: asyncio.Future[Any]) -> None:
+        """If a message has not arrived and the core has ended, wait for its last one, which says why."""
+        if not receive.done():
+            await asyncio.wait({receive}, timeout=self._handle.last_message_ms / 1000)
 
     async def _exit(self) -> None:
         """Wait until the core has ended: on its pidfd, or by polling where there is none."""

@@ -270,7 +270,9 @@ class SyncMPClient:
         if self._handle.pidfd is not None:
             poller.register(self._handle.pidfd, zmq.POLLIN)
         while not socket.poll(0, event):
-            if self._handle.poll() is not None and not socket.poll(0, event):
+            if self._handle.poll() is not None and not (
+                event == zmq.POLLIN and socket.poll(self._handle.last_message_ms)
+            ):
                 raise self._handle.dead(doing)
             if deadline is not None and time.monotonic() > deadline:
                 raise EngineDead(f"the engine core was not ready after {START_TIMEOUT_S:.0f} s")

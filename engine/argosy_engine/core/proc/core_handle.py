@@ -26,6 +26,9 @@ from argosy_engine.sizing.rank_resources import rank_environment
 START_TIMEOUT_S = 1800.0
 """Limit for a start. Loading a large model from a slow disk takes long; a core that dies is detected at once."""
 
+LAST_MESSAGE_MS = 2000
+"""How long to wait for the last message of a core that has ended by itself: it is sent, but may not be read yet."""
+
 
 class CoreHandle:
     """A client's handle of the core's process.
@@ -78,6 +81,12 @@ class CoreHandle:
     def poll(self) -> int | None:
         assert self._process is not None
         return self._process.poll()
+
+    @property
+    def last_message_ms(self) -> int:
+        """How long to wait for a message once the process has ended: one that was killed has sent no reason."""
+        code = self.poll()
+        return LAST_MESSAGE_MS if code is not None and code > 0 else 0
 
     def dead(self, doing: str = "") -> EngineDead:
         """Return the error to raise when the process has ended."""

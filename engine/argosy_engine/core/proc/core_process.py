@@ -77,12 +77,16 @@ class CoreProcess:
     Args:
         directory: directory in which the client has bound its sockets.
         parent: see `child_process.parent_argument`.
-        context: owner of this process's ends of the sockets.
+        context: owner of this process's end of the input socket.
+        output_context: owner of the output socket. Before the process ends it must be destroyed, which waits until the
+            last message, which tells the reason, is delivered.
     """
 
-    def __init__(self, directory: Path, parent: int, context: zmq.Context[Any]) -> None:
+    def __init__(
+        self, directory: Path, parent: int, context: zmq.Context[Any], output_context: zmq.Context[Any]
+    ) -> None:
         self._parent = parent
-        self._output = context.socket(zmq.PUSH)
+        self._output = output_context.socket(zmq.PUSH)
         self._output.setsockopt(zmq.LINGER, _LINGER_MS)
         self._output.setsockopt(zmq.SNDHWM, 0)
         self._output.connect(f"ipc://{directory}/output")
@@ -295,7 +299,7 @@ class CoreProcess:
             while (outputs := self.output_queue.get()) is not None:
                 self._output.send(encoder.encode(outputs))
                 self._sent_at = time.monotonic()
-            self._output.close()  # lingers until the client has everything
+            self._output.close()
 
     def _send_handshake(self, message: HandshakeMessage) -> None:
         self._output.send(msgspec.msgpack.encode(message))
@@ -340,7 +344,9 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     directory, parent = Path(sys.argv[1]), int(sys.argv[2])
     threading.Thread(target=_exit_with_parent, args=(directory,), daemon=True, name="parent").start()
-    code = CoreProcess(directory, parent, zmq.Context()).run()
+    output_context: zmq.Context[Any] = zmq.Context()
+    code = CoreProcess(directory, parent, zmq.Context(), output_context).run()
+    output_context.destroy(_LINGER_MS)  # waits until the client has everything
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
