@@ -13,7 +13,7 @@ import pytest
 
 from argosy_engine import EngineArgs, LLMEngine
 from argosy_engine.core.proc.core_client import SyncMPClient
-from argosy_engine.errors import EngineDead
+from argosy_engine.errors import ConfigError, EngineDead
 from argosy_engine.executor.multiproc_executor import MultiprocExecutor
 from argosy_engine.messages.collective_rpc import CollectiveRpc
 from argosy_engine.messages.scheduler_output import SchedulerOutput
@@ -131,6 +131,17 @@ def test_a_worker_that_fails_because_its_peer_was_killed_is_not_the_reason(pipe:
         never = executor.execute(step(f"end:lose:{pipe}"))
         with pytest.raises(EngineDead, match=r"^worker 1 ended .killed by SIGKILL.$"):
             never.get()
+
+
+@pytest.mark.parametrize("parallel", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_workers_that_load_different_weights_are_refused(parallel: str) -> None:
+    fields = {**ARGS, parallel: 2, "load_format": "dummy", "worker_cls": "probe_worker.OtherWeightsWorker"}
+    executor = MultiprocExecutor(EngineArgs.of(**fields), 2)
+    try:
+        with pytest.raises(ConfigError, match=r"^worker 1 .* their model_fingerprint differs"):
+            executor.start()
+    finally:
+        executor.shutdown()
 
 
 @pytest.mark.parametrize("state", ["new", "sleeping"])
