@@ -17,6 +17,7 @@ from argosy_engine.errors import ConfigError, EngineDead
 from argosy_engine.executor.multiproc_executor import MultiprocExecutor
 from argosy_engine.messages.collective_rpc import CollectiveRpc
 from argosy_engine.messages.scheduler_output import SchedulerOutput
+from argosy_engine.messages.worker_info import WorkerInfo
 from processes import children, is_alive, wait_until, workers
 
 ARGS = {
@@ -142,6 +143,31 @@ def test_workers_that_load_different_weights_are_refused(parallel: str) -> None:
             executor.start()
     finally:
         executor.shutdown()
+
+
+@pytest.mark.parametrize("where", ["worker", "core"])
+def test_a_start_that_fails_in_the_callers_process_leaves_no_worker(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pids: list[int] = []
+    start = MultiprocExecutor.start
+
+    def start_and_record(executor: MultiprocExecutor) -> WorkerInfo:
+        before = children(os.getpid())
+        try:
+            info = start(executor)
+        finally:
+            pids.extend(set(children(os.getpid())) - set(before))
+        raise ConfigError(f"as asked, once {info.model_path} is loaded")
+
+    monkeypatch.setattr(MultiprocExecutor, "start", start_and_record)
+    worker = "FailsLateWorker" if where == "worker" else "ProbeWorker"
+    args = EngineArgs.of(**{**ARGS, "tensor_parallel_size": 2, "worker_cls": f"probe_worker.{worker}"})
+    with pytest.raises(ConfigError, match="as asked") as caught:
+        LLMEngine.from_engine_args(args, multiprocess=False)
+    assert len(pids) == 2
+    assert caught.value, "its traceback refers to the executor"
+    assert not set(pids) & set(children(os.getpid()))
 
 
 @pytest.mark.parametrize("state", ["new", "sleeping"])

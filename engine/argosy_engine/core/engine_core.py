@@ -70,11 +70,18 @@ class EngineCore:
     """The engine core, ready to run once constructed.
 
     Raises (from the constructor):
-        ConfigError: the model cannot be served, or not with these flags.
+        ConfigError: the model cannot be served, or not with these flags. The executor is shut down then.
     """
 
     def __init__(self, args: EngineArgs, executor: Executor) -> None:
         self.executor = executor
+        try:
+            self._start(args, executor)
+        except BaseException:
+            executor.shutdown()
+            raise
+
+    def _start(self, args: EngineArgs, executor: Executor) -> None:
         info = executor.start()
         self.config = resolve_config(args, info)
         self.kv = KVCacheManager(
