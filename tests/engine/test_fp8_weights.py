@@ -6,6 +6,7 @@ import copy
 import json
 import logging
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 
 from argosy_engine.errors import ConfigError
 from argosy_engine.models.config_file import load_model_config
@@ -23,7 +25,7 @@ from argosy_engine.models.linear_kernels import LinearKernel
 from argosy_engine.models.loader import load_model
 from argosy_engine.models.quantization_config import QuantizationConfig, parse_quantization
 from argosy_engine.models.sharding import Shard
-from argosy_engine.models.weights import DummyWeights
+from argosy_engine.models.weights import DummyWeights, SafetensorsWeights
 from argosy_engine.native.library import kernels
 from argosy_engine.sizing.kv_cache_sizing import estimate_weights
 from attention_cases import attention_metadata
@@ -371,6 +373,53 @@ def test_missing_and_misshaped_scales_are_found_before_weights_are_read(tmp_path
     file.write_text(json.dumps(raw))
     with pytest.raises(ConfigError, match=r"missing: .*input_scale"):
         logits(tmp_path)
+
+
+def change_tensors(path: Path, change: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
+    file = path / "model.safetensors"
+    save_file({name: change(name, tensor).contiguous() for name, tensor in load_file(file).items()}, file)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, -0.1])
+@pytest.mark.parametrize(
+    ("form", "broken"),
+    [
+        ("compressed-tensors-channel", "model.layers.1.mlp.up_proj.weight_scale"),
+        ("modelopt", "model.layers.0.self_attn.k_proj.input_scale"),
+        ("modelopt", "model.layers.0.self_attn.k_proj.k_scale"),
+    ],
+)
+def test_scales_that_are_not_positive_numbers_are_refused(
+    form: str, broken: str, value: float, tmp_path: Path
+) -> None:
+    write(tmp_path, form, kv_scale=0.25)
+
+    def spoil(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if name == broken:
+            tensor.view(-1)[-1] = value
+        return tensor
+
+    change_tensors(tmp_path, spoil)
+    with pytest.raises(ConfigError, match=rf"{broken} of .*; quantise again or take the unquantised"):
+        logits(tmp_path, "torch", has_fp8_kv_cache=True)
+
+
+def test_ranks_take_their_part_of_scales_of_any_shape(tmp_path: Path) -> None:
+    write(tmp_path, "compressed-tensors-channel", "llama")
+
+    def parts() -> list[torch.Tensor]:
+        name, device = "model.layers.0.mlp.up_proj.weight_scale", CPU
+        weights = SafetensorsWeights(tmp_path, torch.float32, device, prefix="model.")
+        whole = weights.take_scale(name, 128)
+        return [whole] + [
+            weights.take_scale(name, 128, Shard(0, (range(start, start + 64),))) for start in (0, 64)
+        ]
+
+    expected = parts()
+    assert torch.equal(torch.cat(expected[1:]), expected[0])
+    change_tensors(tmp_path, lambda name, t: t.reshape(1, -1) if name.endswith("weight_scale") else t)
+    for ours, wanted in zip(parts(), expected, strict=True):
+        assert torch.equal(ours, wanted)
 
 
 def test_fp8_weights_take_half_on_a_gpu(tmp_path: Path) -> None:

@@ -63,13 +63,16 @@ class Weights(ABC):
 
         Args:
             shard: the part to return; None: the whole.
+
+        Raises:
+            ConfigError: not all of them are finite and greater than 0.
         """
 
     def find_scale(self, names: Sequence[str]) -> torch.Tensor | None:
         """Return the first of these scales that the checkpoint has, float32 [1] on the engine's device.
 
         Raises:
-            ConfigError: it is not one number.
+            ConfigError: it is not one number that is finite and greater than 0.
         """
         return None
 
@@ -171,21 +174,40 @@ class SafetensorsWeights(Weights):
         return tensor
 
     def take_scale(self, name: str, count: int, shard: Shard | None = None) -> torch.Tensor:
-        stored = self._read(name, shard)
+        stored = self._read_scale(name, count)
+        if shard is not None:
+            stored = torch.cat([_narrow(stored, 0, each) for each in shard.ranges])
         self.on_read(stored.nbytes)
-        scale = stored.to(device=self.device, dtype=torch.float32).flatten()
+        scale = stored.to(device=self.device, dtype=torch.float32)
         self.num_bytes += scale.nbytes
         return scale
 
     def find_scale(self, names: Sequence[str]) -> torch.Tensor | None:
         for name in names:
-            if name not in self._files:
-                continue
-            stored = self._read(name)
-            if stored.numel() != 1 or not stored.is_floating_point():
-                raise ConfigError(f"{name} of {self.path} is {list(stored.shape)}: a scale is one number")
-            return stored.to(device=self.device, dtype=torch.float32).reshape(1)
+            if name in self._files:
+                return self._read_scale(name, 1).to(device=self.device, dtype=torch.float32)
         return None
+
+    def _read_scale(self, name: str, count: int) -> torch.Tensor:
+        """Read whole scale factors [count] as they are stored, on the CPU.
+
+        Raises:
+            ConfigError: they are of another shape or dtype, or not all of them are finite and greater than 0.
+        """
+        file, stored_name = self._files[name]
+        header = file.get_slice(stored_name)
+        shape, dtype = header.get_shape(), header.get_dtype()
+        if dtype not in _FLOATS or not _is_scale_shape(shape, (count,)):
+            wanted = "a scale is one number" if count == 1 else f"there are {count} scales"
+            raise ConfigError(f"{name} of {self.path} is {list(shape)} {dtype}: {wanted}")
+        stored = self._read(name).flatten()
+        values = stored.float()
+        if not (values.isfinite() & (values > 0)).all():
+            raise ConfigError(
+                f"{name} of {self.path} has scales that are not finite or not greater than 0; quantise again or take "
+                "the unquantised checkpoint"
+            )
+        return stored
 
     def _read(self, name: str, shard: Shard | None = None) -> torch.Tensor:
         file, stored_name = self._files[name]
@@ -218,11 +240,7 @@ class SafetensorsWeights(Weights):
             wanted = plan.stored_dtypes.get(name)
             if dtype not in _FLOATS if wanted is None else _DTYPES.get(dtype) is not wanted:
                 quantised.append(f"{name} is {dtype}")
-            elif (
-                tuple(size for size in found if size > 1) != tuple(size for size in shape if size > 1)
-                if (name in plan.scales)
-                else found != shape
-            ):
+            elif not _is_scale_shape(found, shape) if name in plan.scales else found != shape:
                 misshaped.append(f"{name} is {list(found)}, not {list(shape)}")
         faults = [
             ("missing", missing),
@@ -241,6 +259,11 @@ class SafetensorsWeights(Weights):
             file, stored = self._files[name]
             total += count * _DTYPES[file.get_slice(stored).get_dtype()].itemsize
         return total
+
+
+def _is_scale_shape(found: Sequence[int], wanted: Sequence[int]) -> bool:
+    """Whether shapes are the same but for dimensions of size 1."""
+    return [size for size in found if size != 1] == [size for size in wanted if size != 1]
 
 
 def _read_part(file: Any, name: str, shard: Shard) -> torch.Tensor:
