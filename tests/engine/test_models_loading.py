@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from argosy_engine.models.loader import LoadProgress, load_model, plan_weights
 from argosy_engine.models.rope import inverse_frequencies
 from argosy_engine.models.rope_config import RopeParameters, rope_fields
 from argosy_engine.models.safetensors_header import checkpoint_elements
+from fp8_checkpoints import quantize_checkpoint
 from random_checkpoints import KINDS, make_checkpoint
 
 CPU = torch.device("cpu")
@@ -431,7 +433,7 @@ def test_a_checkpoint_in_another_dtype_fills_the_bar(
     )
 
 
-def test_loading_imports_neither_torchs_compiler_nor_transformers(made: Any) -> None:
+def test_loading_imports_neither_torchs_compiler_nor_transformers(made: Any, tmp_path: Path) -> None:
     script = (
         "import sys, torch\n"
         "from pathlib import Path\n"
@@ -446,6 +448,15 @@ def test_loading_imports_neither_torchs_compiler_nor_transformers(made: Any) -> 
     paths = [
         str(made(name)[0]) for name in ("qwen3-yarn", "mistral-window", "gpt2", "opt", "qwen3-moe", "gemma3")
     ]
+    for kind, form in (
+        ("llama", "compressed-tensors-channel"),
+        ("llama", "modelopt"),
+        ("qwen3-moe", "compressed-tensors-tensor"),
+    ):
+        path = tmp_path / f"{kind}-{form}"
+        make_checkpoint(replace(KINDS[kind], is_sharded=False), path)
+        quantize_checkpoint(path, form)
+        paths.append(str(path))
     done = subprocess.run(
         [sys.executable, "-P", "-c", script, *paths], capture_output=True, text=True, check=True
     )

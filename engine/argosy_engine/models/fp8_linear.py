@@ -146,7 +146,7 @@ class Fp8LinearMethod:
             self._scale(weights, name, size, spec.output_shard(name), spec.num_outputs(name))
             for name, size in spec.parts.items()
         ]
-        return weight, scales[0] if len(scales) == 1 else torch.cat(scales), take_bias(weights, spec)
+        return weight, _joined(scales), take_bias(weights, spec)
 
     def _scale(
         self, weights: Weights, name: str, out_features: int, shard: Shard | None, num_outputs: int
@@ -161,7 +161,9 @@ class Fp8LinearMethod:
         if not self._config.is_static:
             return None
         scales = [weights.take_scale(name + ".input_scale", 1) for name in names]
-        return scales[0] if len(scales) == 1 else torch.stack(scales).amax(dim=0)
+        if len(scales) == 1 or scales[0].is_meta:  # where it would import sympy
+            return scales[0]
+        return torch.stack(scales).amax(dim=0)
 
 
 class OnlineFp8LinearMethod:
@@ -216,6 +218,8 @@ def empty_experts(spec: ExpertsSpec, weights: Weights, dtype: torch.dtype) -> St
 def widened(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return an FP8 weight [out, in] in another dtype, multiplied by the scale of each channel [out]."""
     out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+    if weight.is_meta:  # where the product would import sympy
+        return out
     for start in range(0, len(weight), _ROWS):
         rows = slice(start, start + _ROWS)
         out[rows] = weight[rows].float().mul_(scale[rows, None])
@@ -230,6 +234,13 @@ def quantized(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         rows = slice(start, start + _ROWS)
         out[rows] = (weight[rows].float() / scale[rows, None]).clamp_(-MAX_FP8, MAX_FP8).to(FP8)
     return out, scale
+
+
+def _joined(scales: list[torch.Tensor]) -> torch.Tensor:
+    """Concatenate vectors. On the meta device `torch.cat` would import torch's compiler, which takes seconds."""
+    if len(scales) == 1:
+        return scales[0]
+    return scales[0].new_empty(sum(map(len, scales))) if scales[0].is_meta else torch.cat(scales)
 
 
 def is_aligned(weight: torch.Tensor) -> bool:
