@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
+from argosy_engine.api.doctor import diagnose
+from argosy_engine.config import EngineArgs
 from argosy_engine.errors import ConfigError
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.experts import EXPERT_LAYERS, ExpertsSpec
@@ -27,6 +29,7 @@ from argosy_engine.models.quantization_config import QuantizationConfig, parse_q
 from argosy_engine.models.sharding import Shard
 from argosy_engine.models.weights import DummyWeights, SafetensorsWeights
 from argosy_engine.native.library import kernels
+from argosy_engine.sizing.device import DeviceMemory
 from argosy_engine.sizing.kv_cache_sizing import estimate_weights
 from attention_cases import attention_metadata
 from fp8_checkpoints import FORMATS, FP8, quantize_checkpoint
@@ -373,6 +376,15 @@ def test_missing_and_misshaped_scales_are_found_before_weights_are_read(tmp_path
     file.write_text(json.dumps(raw))
     with pytest.raises(ConfigError, match=r"missing: .*input_scale"):
         logits(tmp_path)
+
+
+def test_doctor_refuses_to_quantise_where_a_start_would() -> None:
+    settings = {"model": "builtin://tiny", "quantization": "fp8"}
+    with pytest.raises(ConfigError, match="a CPU has no FP8 product; leave the flag out"):
+        diagnose(EngineArgs.of(**settings, device="cpu"))
+    gpu = DeviceMemory("cuda", "H100", 80 << 30, 80 << 30)
+    with pytest.raises(ConfigError, match="in bfloat16"):
+        diagnose(EngineArgs.of(**settings, dtype="float16"), gpu)
 
 
 def change_tensors(path: Path, change: Callable[[str, torch.Tensor], torch.Tensor]) -> None:

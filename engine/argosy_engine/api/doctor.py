@@ -25,7 +25,11 @@ from argosy_engine.frontend.memory_report import budget_table, size
 from argosy_engine.frontend.model_source import is_remote, model_headers
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.folder_check import check_folder
-from argosy_engine.models.quantization_config import check_quantization
+from argosy_engine.models.quantization_config import (
+    check_online_quantization,
+    check_quantization,
+    no_fp8_product,
+)
 from argosy_engine.models.safetensors_header import checkpoint_elements
 from argosy_engine.models.sharding import check_tensor_parallel
 from argosy_engine.models.stage import check_pipeline_parallel
@@ -117,6 +121,8 @@ def diagnose(args: EngineArgs, device: DeviceMemory | None = None) -> Diagnosis:
     layers = [layer.of_rank(ranks) for layer in config.attention_layers]
     needs = AttentionNeeds(device.device, dtype, args.block_size, layers, args.has_fp8_kv_cache)
     backend = select_backend(needs, args.attention_backend)
+    refusal = no_fp8_product(dtype, device.device, backend.name in ("triton", "flash_attn"))
+    check_online_quantization(config.quantization, args.quantization, refusal)
     diagnosis = Diagnosis(
         fits=False,
         model=args.canonical_name,

@@ -6,11 +6,14 @@ import logging
 
 import torch
 
-from argosy_engine.errors import ConfigError
 from argosy_engine.models.fp8_linear import Fp8LinearMethod, OnlineFp8LinearMethod, QuantizeRows
 from argosy_engine.models.linear_method import LinearMethod, UnquantizedLinearMethod
 from argosy_engine.models.model_config import ModelConfig
-from argosy_engine.models.quantization_config import check_quantization
+from argosy_engine.models.quantization_config import (
+    check_online_quantization,
+    check_quantization,
+    no_fp8_product,
+)
 
 logger = logging.getLogger("argosy.models")
 
@@ -34,11 +37,10 @@ def linear_method(
     """
     check_quantization(config.quantization, quantization)
     reason = _no_fp8_product(dtype, device, uses_triton)
+    check_online_quantization(config.quantization, quantization, reason)
     if config.quantization is None:
         if quantization is None:
             return UnquantizedLinearMethod()
-        if reason is not None:
-            raise ConfigError(f"--quantization fp8 of an unquantised model: {reason}; leave the flag out")
         return OnlineFp8LinearMethod(_quantize_rows())
     method = config.quantization.method
     if reason is None:
@@ -58,12 +60,9 @@ def planned_linear_method(config: ModelConfig) -> LinearMethod:
 
 def _no_fp8_product(dtype: torch.dtype, device: torch.device, uses_triton: bool) -> str | None:
     """Return why this device does not multiply in FP8, or None."""
-    if device.type != "cuda":
-        return "a CPU has no FP8 product"
-    if dtype is not torch.bfloat16:
-        return "FP8 products come in bfloat16 (--dtype bfloat16)"
-    if not uses_triton:
-        return "the Triton kernels do not serve here"
+    name = str(dtype).removeprefix("torch.")
+    if (reason := no_fp8_product(name, device.type, uses_triton)) is not None:
+        return reason
     from argosy_engine.triton_kernels.device_traits import device_traits
 
     if not device_traits(device).has_fp8:

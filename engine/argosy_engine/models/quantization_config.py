@@ -132,6 +132,36 @@ def check_quantization(found: QuantizationConfig | None, wanted: str | None) -> 
     )
 
 
+def check_online_quantization(
+    found: QuantizationConfig | None, wanted: str | None, refusal: str | None
+) -> None:
+    """Check that the device can quantise an unquantised checkpoint, if `--quantization` asks for it.
+
+    Args:
+        refusal: why the device does not multiply in FP8 (`no_fp8_product`), or None.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if found is None and wanted is not None and refusal is not None:
+        raise ConfigError(f"--quantization fp8 of an unquantised model: {refusal}; leave the flag out")
+
+
+def no_fp8_product(dtype: str, device: str, uses_triton: bool) -> str | None:
+    """Return why a device does not multiply in FP8, or None if only its compute capability is left to ask for.
+
+    Args:
+        dtype: of the activations, without `torch.`.
+        device: `cpu` or `cuda`.
+        uses_triton: `AttentionBackend.uses_triton`.
+    """
+    if device != "cuda":
+        return "a CPU has no FP8 product"
+    if dtype != "bfloat16":
+        return "FP8 products come in bfloat16 (--dtype bfloat16)"
+    return None if uses_triton else "the Triton kernels do not serve here"
+
+
 def _compressed_tensors(raw: Mapping[str, Any]) -> QuantizationConfig:
     """https://github.com/vllm-project/compressed-tensors"""
     if (form := raw.get("format")) not in (None, "float-quantized", "naive-quantized"):
