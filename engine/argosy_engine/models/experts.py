@@ -125,6 +125,19 @@ class StackedExperts(NamedTuple):
     down_scale: torch.Tensor | None = None
     """float32 [num_experts, hidden]"""
 
+    @classmethod
+    def empty(cls, spec: ExpertsSpec, dtype: torch.dtype, device: torch.device) -> StackedExperts:
+        """Allocate the weights of the experts that this process holds, and scales if they are in FP8."""
+        count, hidden, inner = len(spec.held_experts), spec.hidden, spec.num_features
+        gate_up = torch.empty(count, 2 * inner, hidden, dtype=dtype, device=device)
+        down = torch.empty(count, hidden, inner, dtype=dtype, device=device)
+        if dtype is not torch.float8_e4m3fn:
+            return cls(gate_up, down)
+        scales = (
+            torch.empty(count, size, dtype=torch.float32, device=device) for size in (2 * inner, hidden)
+        )
+        return cls(gate_up, down, *scales)
+
     def places(self, place: int) -> Iterator[tuple[ExpertLayer, torch.Tensor, torch.Tensor | None]]:
         """Yield where an expert's projections go: the weight and, in FP8, the scales of its channels.
 

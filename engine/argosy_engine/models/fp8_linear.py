@@ -110,7 +110,7 @@ class Fp8LinearMethod:
         )
         if not self._is_quantised(names):
             return self._plain.load_experts(weights, spec)
-        stacked = empty_experts(spec, weights, FP8 if self._quantize else weights.dtype)
+        stacked = StackedExperts.empty(spec, FP8 if self._quantize else weights.dtype, weights.device)
         for place, index in enumerate(spec.held_experts):
             for layer, part, scale in stacked.places(place):
                 name = spec.projection(index, layer)
@@ -188,7 +188,7 @@ class OnlineFp8LinearMethod:
         return SplitGatedLinear(self.load(weights, spec), activation)
 
     def load_experts(self, weights: Weights, spec: ExpertsSpec) -> StackedExperts:
-        stacked = empty_experts(spec, weights, FP8)
+        stacked = StackedExperts.empty(spec, FP8, weights.device)
         for place, index in enumerate(spec.held_experts):
             for layer, part, scale in stacked.places(place):
                 assert scale is not None
@@ -199,20 +199,6 @@ class OnlineFp8LinearMethod:
 
     def tie(self, embedding: torch.Tensor) -> LinearKernel:
         return self._plain.tie(embedding)
-
-
-def empty_experts(spec: ExpertsSpec, weights: Weights, dtype: torch.dtype) -> StackedExperts:
-    """Allocate the weights of this process's experts, and scales per channel if they are in FP8."""
-
-    def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=weights.device)
-
-    count, hidden, inner = len(spec.held_experts), spec.hidden, spec.num_features
-    gate_up, down = empty(count, 2 * inner, hidden), empty(count, hidden, inner)
-    if dtype is not FP8:
-        return StackedExperts(gate_up, down)
-    scales = (empty(count, size, dtype=torch.float32) for size in (2 * inner, hidden))
-    return StackedExperts(gate_up, down, *scales)
 
 
 def widened(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -58,11 +58,7 @@ class UnquantizedLinearMethod:
         return gated_linear_kernel(take_fused(weights, spec), take_bias(weights, spec), activation)
 
     def load_experts(self, weights: Weights, spec: ExpertsSpec) -> StackedExperts:
-        count, hidden, inner = len(spec.held_experts), spec.hidden, spec.num_features
-        stacked = StackedExperts(
-            torch.empty(count, 2 * inner, hidden, dtype=weights.dtype, device=weights.device),
-            torch.empty(count, hidden, inner, dtype=weights.dtype, device=weights.device),
-        )
+        stacked = StackedExperts.empty(spec, weights.dtype, weights.device)
         # Each tensor goes to its place as it is read, so that no second copy of the experts is held.
         for place, index in enumerate(spec.held_experts):
             for name, part, _ in stacked.places(place):
