@@ -36,6 +36,11 @@ class ParallelConfig(Struct, frozen=True, kw_only=True):
         return self.tensor * self.pipeline
 
     @property
+    def num_workers(self) -> int:
+        """Workers of all engine cores."""
+        return self.data * self.world_size
+
+    @property
     def output_rank(self) -> int:
         """The worker whose output an engine core takes: the first of those that compute the last layers."""
         return (self.pipeline - 1) * self.tensor

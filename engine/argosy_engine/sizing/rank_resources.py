@@ -25,7 +25,7 @@ def rank_args(args: EngineArgs) -> EngineArgs:
     """Return the arguments of each rank: with its share of the cores, unless the number of threads is given."""
     if args.data_parallel_size == 1 or args.threads is not None:
         return args
-    num_workers = args.data_parallel_size * args.parallel_config.world_size
+    num_workers = args.parallel_config.num_workers
     return msgspec.structs.replace(args, threads=max(1, len(os.sched_getaffinity(0)) // num_workers))
 
 
@@ -48,7 +48,7 @@ def check_gpus(args: EngineArgs) -> list[str]:
     Raises:
         ConfigError: there are GPUs, but fewer than workers; or there is none, and far more workers than cores.
     """
-    num_workers = args.data_parallel_size * args.parallel_config.world_size
+    num_workers = args.parallel_config.num_workers
     if num_workers == 1:
         return []
     gpus = [] if args.device == "cpu" else visible_gpus()
@@ -69,7 +69,7 @@ def check_gpus(args: EngineArgs) -> list[str]:
 
 def worker_memory(args: EngineArgs, memory: DeviceMemory) -> DeviceMemory:
     """Return the memory that a worker may plan with: on a CPU an equal share of what is available, else its GPU's."""
-    num_workers = args.data_parallel_size * args.parallel_config.world_size
+    num_workers = args.parallel_config.num_workers
     if memory.device != "cpu" or num_workers == 1:
         return memory
     return msgspec.structs.replace(memory, available_bytes=memory.available_bytes // num_workers)
