@@ -156,7 +156,7 @@ def test_more_alternatives_than_kernels_find_are_found_by_torch() -> None:
     batch = Batch(KERNELS._replace(vocab_size=vocab))
     batch.add(0, SamplingParams(temperature=0.0, logprobs=-1), [3], [])
     batch.sampler.add(1, SamplingParams(temperature=0.0, logprobs=150), [3], 1)
-    logits = torch.randn(2, vocab, generator=torch.Generator().manual_seed(1))
+    logits = torch.randn(1, vocab, generator=torch.Generator().manual_seed(1))
     out = batch.sampler.sample(logits, np.array([1]), np.array([1]), staged=None)
     (entry,) = out.logprobs.by_row().values()
     assert entry.token_ids[1:] == logits[0].topk(150).indices.tolist()
