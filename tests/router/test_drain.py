@@ -117,6 +117,7 @@ async def test_a_process_drains_on_sigterm(tmp_path: Path) -> None:
         path.write_bytes(encode_fleet(FleetDocument(services=(service([engine]),))))
         port = free_port()
         process = await asyncio.create_subprocess_exec(
+            *("sh", "-c", 'ulimit -Sn 64 && ulimit -Hn 4096 && exec "$@"', "sh"),
             sys.executable,
             *(
                 "-m",
@@ -128,7 +129,6 @@ async def test_a_process_drains_on_sigterm(tmp_path: Path) -> None:
                 "--admin-port",
                 "0",
             ),
-            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, 4096)),
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
             stderr=asyncio.subprocess.PIPE,
         )
