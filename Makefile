@@ -20,7 +20,7 @@ PARALLEL := --numprocesses $(TEST_PROCESSES) --dist loadfile --max-worker-restar
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet $(PIP_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev wheel up down test test-wheel test-sanitizers attack generate gpu-report gpu-accounting lint e2e bench bench-engine bench-router clean
+.PHONY: help install install-dev wheel up down test test-wheel test-sanitizers attack generate gpu-report gpu-accounting lint e2e images bench bench-engine bench-router clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -91,6 +91,9 @@ lint: $(INSTALLED_DEV) ## style, types, import contracts
 
 e2e: $(INSTALLED_DEV) ## a real Kubernetes, from nothing; needs root or KUBECONFIG
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash e2e/run.sh
+
+images: $(INSTALLED_DEV) ## build the three images as they ship (CUDA torch, compilers) and try each; needs root
+	PATH="$(CURDIR)/$(BIN):$$PATH" PYTHONPATH=e2e $(BIN)/python -m shipped_images
 
 bench: $(INSTALLED_DEV) ## measure offline throughput, the scheduler and the router's CPU time on this machine
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash bench/run.sh

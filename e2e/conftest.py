@@ -7,7 +7,6 @@ fails and says why.
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,8 +21,8 @@ from cluster.kubectl import RESTRICTED
 from cluster.lifecycle import Cluster
 from cluster.settings import Settings
 from cluster.shell import stop_cleanly, uninterrupted
+from image_context import ROOT, build_context
 
-ROOT = Path(__file__).resolve().parent.parent
 ARTIFACTS = ROOT / "e2e" / "artifacts"
 SYSTEM = "argosy-system"
 TENANT = "team-a"
@@ -107,31 +106,6 @@ def expose_torch(cluster: Cluster, namespace: str) -> None:
     if not cluster.external:
         site = volumes.site_packages(cluster.settings, ("torch", "numpy", "xgrammar"))
         cluster.expose_folder(namespace, TORCH_CLAIM, site)
-
-
-def build_context() -> Path:
-    """A folder with the wheel and the Dockerfiles, so that images depend on nothing else of the tree."""
-    context = ROOT / "dist" / "images"
-    context.mkdir(parents=True, exist_ok=True)
-    for old in context.iterdir():
-        old.unlink()
-    subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pip",
-            "wheel",
-            "--quiet",
-            "--no-deps",
-            "--wheel-dir",
-            str(context),
-            str(ROOT),
-        ],
-        check=True,
-    )
-    for dockerfile in (ROOT / "images").glob("*.Dockerfile"):
-        (context / dockerfile.name).write_bytes(dockerfile.read_bytes())
-    return context
 
 
 def install(

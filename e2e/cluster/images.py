@@ -100,6 +100,18 @@ def build(
     return tag
 
 
+def run_inside(settings: Settings, tag: str, *command: str) -> str:
+    """Run a command in a container of an image, as the image's user; return what it prints.
+
+    Raises ClusterError with the end of its output when it fails.
+    """
+    container = _buildah(settings, "from", "--pull-never", tag).strip()
+    try:
+        return _buildah(settings, "run", "--isolation=chroot", container, "--", *command)
+    finally:
+        _buildah(settings, "rm", container)
+
+
 def load(settings: Settings, tag: str) -> None:
     """Put an image of buildah's store on every node that lacks it."""
     if settings.external_kubeconfig:
@@ -138,6 +150,12 @@ def prune(settings: Settings, keep: Sequence[str]) -> None:
     if stale:
         _buildah(settings, "rmi", *stale, check=False)
     _buildah(settings, "rm", "--all", check=False)  # what an interrupted build left
+    _buildah(settings, "rmi", "--prune", check=False)
+
+
+def remove(settings: Settings, *tags: str) -> None:
+    """Delete images of buildah's store, and the layers that only they had; those that are not there are passed over."""
+    _buildah(settings, "rmi", *tags, check=False)
     _buildah(settings, "rmi", "--prune", check=False)
 
 
