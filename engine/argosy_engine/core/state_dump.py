@@ -45,9 +45,7 @@ def describe(core: EngineCore, title: str = "state of the engine core at its end
         f"max_num_batched_tokens={config.max_num_batched_tokens}",
         f"  scheduler: running={len(scheduler.running)} waiting={scheduler.num_waiting} "
         f"blocked={len(scheduler.blocked)} in_flight={len(scheduler.in_flight)} kv_cache_usage={core.kv.usage:.3f}",
-        f"  grammars: compiling={core.structured.compile_queue.num_running} "
-        f"queued={core.structured.compile_queue.num_queued} "
-        f"stuck_threads={core.structured.num_stuck}",
+        f"  grammars: {core.structured.describe()}",
         f"  step: began {now - core.step_began_at:.3f} s ago, "
         + ("not over" if core.is_stepping else f"ended {now - core.step_ended_at:.3f} s ago"),
     ]

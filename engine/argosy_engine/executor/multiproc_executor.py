@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -23,6 +23,7 @@ import msgspec
 from argosy_engine.config import EngineArgs
 from argosy_engine.errors import ConfigError, EngineDead, EngineError, UtilityFailed
 from argosy_engine.executor.broadcast import BroadcastWriter, MessageStream
+from argosy_engine.executor.same_model import check_same_model
 from argosy_engine.executor.worker_messages import CALL, DIED, EXECUTE, FAILED, INIT, SAMPLE, WorkerFailure
 from argosy_engine.messages.collective_rpc import CollectiveRpc
 from argosy_engine.messages.model_runner_output import ModelRunnerOutput
@@ -96,7 +97,7 @@ class MultiprocExecutor:
         self._send(INIT + self._encode(self._args))
         answers = [self._answer(rank) for rank in range(len(self._processes))]
         infos = [msgspec.msgpack.decode(_payload(answer), type=WorkerInfo) for answer in answers]
-        _check_equal(infos)
+        check_same_model(infos)
         # A block id is used on every rank, so the rank with the least memory determines the number of blocks.
         tightest = min(infos, key=lambda info: info.memory.num_blocks)
         return msgspec.structs.replace(infos[0], memory=tightest.memory)
@@ -234,21 +235,6 @@ class MultiprocExecutor:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(EXIT_TIMEOUT_S)
         return describe_exit(process.poll())
-
-
-def _check_equal(infos: Sequence[WorkerInfo]) -> None:
-    """Check that all workers have loaded parts of the same model.
-
-    Raises:
-        ConfigError: one has loaded another than worker 0.
-    """
-    for rank, info in enumerate(infos):
-        for field in ("config", "dtype", "model_fingerprint"):
-            if getattr(info, field) != getattr(infos[0], field):
-                raise ConfigError(
-                    f"worker {rank} has loaded another model than worker 0, since their {field} differs; start again "
-                    "once the checkpoint no longer changes, and let --worker-cls load the same on every rank"
-                )
 
 
 def _payload(answer: memoryview | WorkerFailure) -> memoryview:

@@ -423,6 +423,11 @@ class StructuredOutputManager:
             )
         return failures
 
+    def describe(self) -> str:
+        """Describe the compilations and stuck threads as `key=value ...`."""
+        queue = self.compile_queue
+        return f"compiling={queue.num_running} queued={queue.num_queued} stuck_threads={self.num_stuck}"
+
     def close(self) -> None:
         self.compile_queue.close()
         self._steps.close()
