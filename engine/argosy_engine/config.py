@@ -30,6 +30,9 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["fp8", "compressed-tensors", "modelopt"]
 KVCacheDType = Literal["auto", "fp8", "fp8_e4m3"]
 
+REQUEST_STALL_TIMEOUT = 300.0
+"""Seconds; longer than any step or grammar compilation takes, so only requests that are stuck reach it."""
+
 
 def default_name(model: str) -> str:
     """Return the name of a model that is given none: without revision, and `ORG/NAME` for a repository of the hub.
@@ -239,9 +242,10 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
         ),
     ] = "auto"
     distributed_executor_backend: Annotated[
-        Literal["uni", "mp"] | None,
+        Literal["uni", "mp", "external_launcher"] | None,
         Meta(
             description="uni: the worker lives in the core's process; mp: every worker in a process of its own; "
+            "external_launcher: torchrun starts the program once per worker (LLM only, no server); "
             "default: uni for one worker, mp for several"
         ),
     ] = None
@@ -271,8 +275,7 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
             le=86400.0,
             description="seconds without progress after which the watchdog fails a request; 0: never",
         ),
-    ] = 300.0
-    """Longer than any step or grammar compilation takes, so only requests that are stuck reach it."""
+    ] = REQUEST_STALL_TIMEOUT
     structured_outputs_cache_bytes: Annotated[
         int,
         Meta(ge=0, le=1 << 40, description="size of the cache of compiled grammars"),
@@ -312,7 +315,7 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
         )
 
     @property
-    def executor_backend(self) -> Literal["uni", "mp"]:
+    def executor_backend(self) -> Literal["uni", "mp", "external_launcher"]:
         """`--distributed-executor-backend` or its default."""
         return self.distributed_executor_backend or ("uni" if self.parallel_config.world_size == 1 else "mp")
 
@@ -355,10 +358,31 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
             raise ConfigError(
                 f"--distributed-executor-backend uni runs one worker, and {world_size} are needed; use mp"
             )
+        if self.executor_backend == "external_launcher" and self.request_stall_timeout not in (
+            0.0,
+            REQUEST_STALL_TIMEOUT,
+        ):
+            raise ConfigError(
+                "--request-stall-timeout cannot be used with --distributed-executor-backend external_launcher: the "
+                "copies of the program have no common time, so no request is failed for its age; leave it out"
+            )
         if self.enable_expert_parallel and self.data_parallel_size > 1:
             raise ConfigError(
                 f"--enable-expert-parallel with --data-parallel-size {self.data_parallel_size} is not supported, "
                 "because engine cores share no experts; leave one of them out"
+            )
+
+    def check_core_process(self) -> None:
+        """Reject a core in a process of its own, as servers have it, where a launcher runs copies of the program.
+
+        Raises:
+            ConfigError: the executor needs the core in the program's process.
+        """
+        if self.executor_backend == "external_launcher":
+            raise ConfigError(
+                "--distributed-executor-backend external_launcher runs programs that make an LLM(...) without "
+                "multiprocess, started by torchrun: all copies must be given the same requests, and the copies of a "
+                "server would not be; serve with mp, which starts the workers itself"
             )
 
     def check_model_len(self, max_model_len: int) -> None:
@@ -454,6 +478,8 @@ class ResolvedConfig(Struct, frozen=True, kw_only=True):
     memory: MemoryBudget
     """The first data-parallel rank's."""
     seed: int | None = None
+    has_copies: bool = False
+    """Whether other processes run copies of this core, which are given the same requests."""
     rank_memory: tuple[MemoryBudget, ...] = ()
     """With data parallelism the memory budget of each rank."""
 

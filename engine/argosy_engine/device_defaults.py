@@ -34,11 +34,11 @@ def memory_utilization(args: EngineArgs, device: str) -> float:
 def async_scheduling(args: EngineArgs, device: str) -> bool:
     """Return `--async-scheduling`.
 
-    By default everywhere but on a CPU worker in the core's own process, which computes a step while it launches it, so
-    that there is nothing to overlap, and with a pipeline, whose steps overlap anyway.
+    By default everywhere but on a CPU worker in the core's own process (uni, external_launcher), which computes a step
+    while it launches it, so that there is nothing to overlap, and with a pipeline, whose steps overlap anyway.
     """
     if args.pipeline_parallel_size > 1:
         return False
     if args.async_scheduling is None:
-        return device != "cpu" or args.executor_backend != "uni"
+        return device != "cpu" or args.executor_backend == "mp"
     return args.async_scheduling

@@ -6,12 +6,14 @@ import os
 import signal
 from typing import Any
 
+import torch
 from msgspec import structs
 
 from argosy_engine.errors import ConfigError
 from argosy_engine.messages.model_runner_output import ModelRunnerOutput
 from argosy_engine.messages.scheduler_output import SchedulerOutput
 from argosy_engine.messages.worker_info import WorkerInfo
+from argosy_engine.worker.pending_step import PendingStep
 from argosy_engine.worker.worker import Worker
 
 
@@ -104,6 +106,41 @@ class ScriptedStep:
         if when == "end":
             self._worker.act(what, argument)
         return ModelRunnerOutput([what], [[]])
+
+
+class OutOfMemoryWorker(ProbeWorker):
+    """A worker whose rank `seed` has no memory for its third step."""
+
+    num_steps = 0
+
+    def execute(self, step: SchedulerOutput) -> PendingStep:
+        self.num_steps += 1
+        if self.num_steps == 3 and self.rank == self.args.seed:
+            raise torch.OutOfMemoryError("as asked")
+        return super().execute(step)
+
+
+class KilledWorker(ProbeWorker):
+    """A worker whose rank 1 is killed by its third step."""
+
+    num_steps = 0
+
+    def execute(self, step: SchedulerOutput) -> PendingStep:
+        self.num_steps += 1
+        if self.num_steps == 3 and self.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().execute(step)
+
+
+class OtherTokensWorker(ProbeWorker):
+    """A worker whose rank 1 samples other tokens than the others."""
+
+    def execute(self, step: SchedulerOutput) -> PendingStep:
+        pending = super().execute(step)
+        if self.rank == 1:
+            output = pending.get()
+            output.sampled_token_ids = [[token + 1 for token in each] for each in output.sampled_token_ids]
+        return pending
 
 
 class NoWorker:

@@ -59,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, args = parse_args(argv)
     configure_logging(options.log_level.upper())
     try:
+        args.check_core_process()
         num_descriptors = raise_limit()
         require_free(_MIN_DESCRIPTORS + MIN_FREE * (args.data_parallel_size - 1))
         sockets = listen(options.host, options.port)  # before the load, which takes long

@@ -12,6 +12,7 @@ requests. The tokens are the same in all cases; the output of a step for a reque
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -41,7 +42,8 @@ from argosy_engine.messages.core_messages import (
 )
 from argosy_engine.messages.model_runner_output import ModelRunnerOutput
 from argosy_engine.messages.scheduler_output import GrammarBitmask, SchedulerOutput
-from argosy_engine.structured.manager import GrammarFailure
+from argosy_engine.structured.copied_grammars import CopiedGrammars
+from argosy_engine.structured.manager import GrammarFailure, StructuredOutputManager
 from argosy_engine.structured.manager_factory import create_structured_output_manager
 
 logger = logging.getLogger("argosy.core")
@@ -104,7 +106,7 @@ class EngineCore:
             policy=args.scheduling_policy,
             pipeline_parallel_size=args.pipeline_parallel_size,
         )
-        self.structured = create_structured_output_manager(
+        self.structured: StructuredOutputManager | CopiedGrammars = create_structured_output_manager(
             info.model_path,
             info.config.vocab_size,
             info.config.eos_token_ids,
@@ -396,7 +398,12 @@ class EngineCore:
 
         Unfinished requests are recomputed. If no step has succeeded since the last rebuild, they end with an error
         instead.
+
+        Raises:
+            EngineDead: the exception, if it is one.
         """
+        if isinstance(sys.exception(), EngineDead):
+            raise
         logger.exception("fault while %s: the KV cache is rebuilt, running requests are recomputed", activity)
         error = "the engine could not keep track of this request" if self._was_rebuilt else None
         self._was_rebuilt = True

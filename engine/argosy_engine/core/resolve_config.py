@@ -40,7 +40,8 @@ def resolve_config(args: EngineArgs, info: WorkerInfo) -> ResolvedConfig:
         logprobs_mode=args.logprobs_mode,
         startup_phases=info.phases,
         memory=info.memory,
-        seed=args.seed,
+        seed=info.seed if args.seed is None else args.seed,
+        has_copies=args.executor_backend == "external_launcher",
     )
 
 

@@ -1,8 +1,11 @@
 """Several processes that compute one model: which part each has, and how they exchange tensors.
 
-    parallel_config   sizes of the parallel dimensions, and where a rank is in them; no torch
-    parallel_state    this process's groups, joined over torch.distributed
-    communicator      collectives of one group
+    parallel_config     sizes of the parallel dimensions, and where a rank is in them; no torch
+    parallel_state      this process's groups, joined over torch.distributed
+    launch_environment  what a launcher such as torchrun tells a process; no torch
+    launched_groups     the groups of a process that a launcher has started
+    lockstep            what the copies of an engine core that a launcher has started tell each other
+    communicator        collectives of one group
 
 Must not know: models, the scheduler, how the processes are started.
 """

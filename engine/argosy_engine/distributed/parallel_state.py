@@ -8,6 +8,7 @@ interface. A process whose peer ends gets an error from gloo and none from NCCL,
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -35,6 +36,8 @@ class ParallelState:
     """Ranks that hold the layers before and after this process's."""
     world: Communicator
     device: torch.device
+    leave: Callable[[], None] | None = None
+    """Leaves the groups, if the program has others; default: it has none."""
 
     def least(self, *values: int) -> list[int]:
         """Return the least of each value over all workers, which agree by it on what each has found out. For start-up:
@@ -45,7 +48,9 @@ class ParallelState:
 
     def destroy(self) -> None:
         """Leave the groups. No collective may be running."""
-        if self.world.size > 1 and dist.is_initialized():
+        if self.leave is not None:
+            self.leave()
+        elif self.world.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
 
 

@@ -10,12 +10,16 @@ def make_executor(args: EngineArgs) -> Executor:
     """Make the executor, without starting it.
 
     Raises:
-        ConfigError: `--worker-cls` is not a worker, or the system does not support the backend.
+        ConfigError: `--worker-cls` is not a worker, or the system or the environment does not support the backend.
     """
     if args.executor_backend == "mp":
         from argosy_engine.executor.multiproc_executor import MultiprocExecutor
 
         return MultiprocExecutor(args, args.parallel_config.world_size)
+    if args.executor_backend == "external_launcher":
+        from argosy_engine.executor.external_launcher_executor import ExternalLauncherExecutor
+
+        return ExternalLauncherExecutor(args)
     from argosy_engine.executor.uniproc_executor import UniprocExecutor
 
     return UniprocExecutor(args)

@@ -46,6 +46,8 @@ class InputProcessor:
         self._logits_processors = load_logits_processors(config.logits_processors)
         self._unseeded = itertools.count(1)
         """Numbers of the choices that get a seed from the engine's own sequence."""
+        self._numbers = itertools.count()
+        """Numbers of the requests of a core with copies, which all have to give a request the same id."""
         self._last_bad_words: tuple[Sequence[str], tuple[tuple[int, ...], ...]] = ((), ())
         """Words tokenised last, which the prompts of a call have in common, and their tokens."""
 
@@ -95,7 +97,7 @@ class InputProcessor:
                 raise InvalidRequest("resume has more tokens than max_tokens", param="resume")
             requests.append(
                 EngineCoreRequest(
-                    request_id=secrets.token_hex(12),
+                    request_id=self._new_id(),
                     prompt_token_ids=prompt.token_ids,
                     # The prompt is the same for all choices, and so are its log probabilities.
                     sampling_params=params.replace(
@@ -112,6 +114,9 @@ class InputProcessor:
                 )
             )
         return requests
+
+    def _new_id(self) -> str:
+        return f"{next(self._numbers):024x}" if self.config.has_copies else secrets.token_hex(12)
 
     def _check_rank(self, rank: int) -> None:
         num_ranks = self.config.data_parallel_size

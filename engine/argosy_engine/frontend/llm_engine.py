@@ -60,9 +60,15 @@ class LLMEngine:
             ConfigError: the model or an argument cannot work.
             FetchFailed: the model could not be fetched for now.
         """
+        if multiprocess:
+            args.check_core_process()
         with local_model(args) as local:
             client: SyncClient
-            if local.data_parallel_size > 1:
+            if local.executor_backend == "external_launcher":
+                from argosy_engine.core.proc.lockstep_client import LockstepClient
+
+                client = LockstepClient(local)
+            elif local.data_parallel_size > 1:
                 client = DPLBSyncMPClient(local)
             else:
                 client = SyncMPClient(local) if multiprocess else InprocClient(local)

@@ -20,3 +20,5 @@ class WorkerInfo(Struct, frozen=True, kw_only=True):
     memory: MemoryBudget
     kv_cache_groups: tuple[KVCacheGroup, ...]
     phases: tuple[tuple[str, float], ...]
+    seed: int | None = None
+    """Seed for an engine without `--seed`, if copies of it must draw the same tokens."""

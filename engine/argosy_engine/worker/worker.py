@@ -17,6 +17,7 @@ import torch
 from argosy_engine.attention.selector import AttentionNeeds, BackendChoice, backend_names, select_backend
 from argosy_engine.attention.self_test import working_backend
 from argosy_engine.config import EngineArgs, MemoryBudget
+from argosy_engine.distributed.launched_groups import LaunchedGroups
 from argosy_engine.distributed.parallel_state import ParallelState, init_parallel_state, single_process
 from argosy_engine.errors import ConfigError
 from argosy_engine.messages.kv_cache_interface import KVCacheGroup
@@ -64,18 +65,25 @@ class Worker:
 
     Args:
         args: arguments of the engine.
-        rank: index among the `world_size` workers on this machine; on CUDA also the index of its visible GPU.
+        rank: index among the `world_size` workers; on CUDA also the index of its visible GPU.
         world_size: number of workers.
         init_method: how the workers find each other (`init_parallel_state`).
+        launched: the groups of a worker that a launcher has started, instead; they know its GPU.
     """
 
     def __init__(
-        self, args: EngineArgs, rank: int = 0, world_size: int = 1, init_method: str = "env://"
+        self,
+        args: EngineArgs,
+        rank: int = 0,
+        world_size: int = 1,
+        init_method: str = "env://",
+        launched: LaunchedGroups | None = None,
     ) -> None:
         self.args = args
         self.rank = rank
         self.world_size = world_size
         self._init_method = init_method
+        self._launched = launched
         self._phases: list[tuple[str, float]] = []
         self._runner: ModelRunner | None = None
         self._hold: ModelHold | None = None
@@ -98,9 +106,18 @@ class Worker:
         """
         args = self.args
         with self._phase("device"):
-            self._device = device = choose_device(args.device, self.rank, self.world_size)
-            torch.set_num_threads(args.threads or max(len(os.sched_getaffinity(0)) // self.world_size, 1))
-            self._parallel = init_parallel_state(args.parallel_config, self.rank, device, self._init_method)
+            launched = self._launched
+            local_rank, local_size = self.rank, self.world_size
+            if launched is not None:
+                local_rank, local_size = launched.launch.local_rank, launched.launch.local_world_size
+            self._device = device = choose_device(args.device, local_rank, local_size)
+            torch.set_num_threads(args.threads or max(len(os.sched_getaffinity(0)) // local_size, 1))
+            if launched is not None:
+                self._parallel = launched.parallel_state(device)
+            else:
+                self._parallel = init_parallel_state(
+                    args.parallel_config, self.rank, device, self._init_method
+                )
             memory = cpu_memory() if device.type == "cpu" else _cuda_memory(device)
             self._parallel.world.barrier()  # no worker takes memory before all have seen what is free
         unavailable: dict[str, str] = {}

@@ -28,6 +28,7 @@ import zmq
 from argosy_engine.config import EngineArgs, ResolvedConfig
 from argosy_engine.core.proc.core_handle import START_TIMEOUT_S, CoreHandle
 from argosy_engine.errors import EngineClosed, EngineDead, UtilityFailed
+from argosy_engine.executor.abstract import Executor
 from argosy_engine.messages.core_messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -69,14 +70,18 @@ class SyncClient(Protocol):
 
 
 class InprocClient:
-    """Client that holds the core as an object in its own process."""
+    """Client that holds the core as an object in its own process.
 
-    def __init__(self, args: EngineArgs) -> None:
+    Args:
+        executor: default: the one that the arguments select.
+    """
+
+    def __init__(self, args: EngineArgs, executor: Executor | None = None) -> None:
         from argosy_engine.core.engine_core import EngineCore
         from argosy_engine.executor.factory import make_executor
 
         self._next_check = 0.0
-        self.core = EngineCore(args, make_executor(args))
+        self.core = EngineCore(args, executor or make_executor(args))
         self.config: ResolvedConfig = self.core.config
 
     @property

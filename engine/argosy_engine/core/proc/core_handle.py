@@ -38,10 +38,12 @@ class CoreHandle:
         rank: data-parallel rank of the core.
 
     Raises (from the constructor):
-        ConfigError: this process has too few file descriptors left, or there are fewer GPUs than workers.
+        ConfigError: this process has too few file descriptors left, there are fewer GPUs than workers, or the
+            executor needs the core in this process.
     """
 
     def __init__(self, args: EngineArgs, rank: int = 0) -> None:
+        args.check_core_process()
         require_free()
         self._args = args
         self._rank = rank
