@@ -156,6 +156,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> list[dic
             None,
         ),
         ("closed", "EngineDead: rank 1 has closed its engine", ""),
+        ("closed, grammar", "", "EngineDead: rank 0 has closed its engine"),
         ("late", "CopyLost: rank 1 did not begin the next step within 0.5 s", "CopyLost: rank 0 has waited for rank 1"),
         ("killed", "EngineDead: rank 1 ended without a word, or lost the connection (", ""),
     ],

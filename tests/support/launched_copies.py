@@ -164,13 +164,15 @@ def ends(rank: int, checkpoint: str) -> Iterator[tuple[str, Any]]:
     yield "prompts", failure(lambda: run(["The sea"] if rank else ["The sea", "Ships"]))
     yield "tokens", failure(lambda: run(worker_cls="probe_worker.OtherTokensWorker"))
 
-    def close_early() -> None:
+    def close_early(*, closes: int, **fields: Any) -> None:
         with LLM(**tensor) as llm:
-            if rank == 0:
-                llm.generate(["The sea"], use_tqdm=False)
+            if rank != closes:
+                llm.generate(["The sea"], params(**fields), use_tqdm=False)
 
     yield "after", after
-    yield "closed", failure(close_early)
+    yield "closed", failure(partial(close_early, closes=1))
+    grammar = StructuredOutputsParams(choice=["yes", "no"])
+    yield "closed, grammar", failure(partial(close_early, closes=0, structured_outputs=grammar))
     lockstep = Lockstep(control, [0, 1], timeout_s=0.5)
     if rank == 1:
         dist.barrier()
