@@ -2,8 +2,8 @@
 
     PYTHONPATH=e2e python -m shipped_images
 
-Needs root. The tests of `e2e` build lean images: without torch, compilers and compiled modules. The engine's image takes
-about 8 GiB of disk while it is tried, and the whole some minutes; nothing stays but the base.
+Needs root. The tests of `e2e` build lean images: without torch, compilers and compiled modules. The engine's image
+takes about 8 GiB of disk while it is tried, and the whole some minutes; nothing stays but the base.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ import argosy_operator, kopf
 print("the operator's packages import")
 """
 TRIES = {
-    "engine": [("/opt/venv/bin/python", "-c", ENGINE), ("argosy", "doctor")],
+    "engine": [("/opt/venv/bin/python", "-c", ENGINE), ("argosy", "doctor", "builtin://tiny")],
     "router": [("/opt/venv/bin/python", "-c", ROUTER), ("argosy", "router", "--help")],
     "operator": [("/opt/venv/bin/python", "-c", OPERATOR), ("argosy", "operator", "--help")],
 }

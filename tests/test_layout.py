@@ -140,6 +140,8 @@ NO_PUBLIC_NAME = {
     "_from_config": "transformers has no other way to make a model of a given class from its configuration",
     "_patch_lang": "Triton's interpreter has no other place to replace its functions once per launch",
     "_convert_float": "Triton's interpreter has no other place to correct its rounding",
+    "_init_args_hst": "Triton's interpreter tells nowhere else which tensors a launch has",
+    "_interpreter": "Triton's interpreter has no other place to check addresses",
 }
 """Private-looking names that tests may use on other objects, and why."""
 

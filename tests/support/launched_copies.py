@@ -21,7 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from argosy_engine import LLM, SamplingParams, StructuredOutputsParams
-from argosy_engine.distributed.lockstep import CopyLost, Lockstep
+from argosy_engine.distributed.engine_copies import CopyLost, EngineCopies
 from argosy_engine.errors import EngineError
 from preemptions import PreemptionCounter
 
@@ -173,11 +173,11 @@ def ends(rank: int, checkpoint: str) -> Iterator[tuple[str, Any]]:
     yield "closed", failure(partial(close_early, closes=1))
     grammar = StructuredOutputsParams(choice=["yes", "no"])
     yield "closed, grammar", failure(partial(close_early, closes=0, structured_outputs=grammar))
-    lockstep = Lockstep(control, [0, 1], timeout_s=0.5)
+    copies = EngineCopies(control, [0, 1], timeout_s=0.5)
     if rank == 1:
         dist.barrier()
     # The second copy still gets what the first has sent before it gave up.
-    yield "late", failure(lambda: [lockstep.gather([1]) for _ in range(2)])
+    yield "late", failure(lambda: [copies.gather([1]) for _ in range(2)])
     if rank == 0:
         dist.barrier()
     with LLM(**tensor) as llm:

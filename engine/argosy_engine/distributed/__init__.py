@@ -4,7 +4,7 @@
     parallel_state      this process's groups, joined over torch.distributed
     launch_environment  what a launcher such as torchrun tells a process; no torch
     launched_groups     the groups of a process that a launcher has started
-    lockstep            what the copies of an engine core that a launcher has started tell each other
+    engine_copies       what the copies of an engine core that a launcher has started tell each other
     communicator        collectives of one group
 
 Must not know: models, the scheduler, how the processes are started.

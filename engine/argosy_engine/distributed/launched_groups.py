@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 
 from argosy_engine.distributed.communicator import Communicator, GroupCommunicator, LocalCommunicator
+from argosy_engine.distributed.engine_copies import EngineCopies
 from argosy_engine.distributed.launch_environment import LaunchEnvironment
-from argosy_engine.distributed.lockstep import Lockstep
 from argosy_engine.distributed.parallel_config import ParallelConfig
 from argosy_engine.distributed.parallel_state import ParallelState
 from argosy_engine.errors import ConfigError
 
 HOST_TIMEOUT = timedelta(minutes=40)
-"""Above `lockstep.TIMEOUT_S`, which says more."""
+"""Above `engine_copies.TIMEOUT_S`, which says more."""
 NCCL_TIMEOUT = timedelta(minutes=10)
 """After this time torch ends a process whose peer does not join a collective. All copies have agreed on the step
 before, so that they only wait for computations, or at the start for weights."""
@@ -45,7 +45,7 @@ class LaunchedGroups:
         _initialise(launch)
         everyone = range(config.world_size)
         ((ranks, control),) = self._new_groups([everyone], "gloo", None)
-        self.lockstep = Lockstep(control, ranks)
+        self.copies = EngineCopies(control, ranks)
 
     def parallel_state(self, device: torch.device) -> ParallelState:
         """Make the groups that exchange tensors on a device: over NCCL on CUDA, over gloo on a CPU."""

@@ -21,9 +21,9 @@ import msgspec
 from xxhash import xxh3_64_intdigest
 
 from argosy_engine.config import EngineArgs
+from argosy_engine.distributed.engine_copies import CopyLost, is_of_collective
 from argosy_engine.distributed.launch_environment import read_launch
 from argosy_engine.distributed.launched_groups import LaunchedGroups
-from argosy_engine.distributed.lockstep import CopyLost, is_of_collective
 from argosy_engine.errors import ConfigError, EngineDead, EngineError, UtilityFailed
 from argosy_engine.executor.abstract import PendingOutput
 from argosy_engine.executor.same_model import check_same_model
@@ -51,7 +51,7 @@ class ExternalLauncherExecutor:
         self._args = args
         config = args.parallel_config
         self._groups = LaunchedGroups(config, read_launch(config, os.environ))
-        self.lockstep = self._groups.lockstep
+        self.copies = self._groups.copies
         self._worker = worker_class(args.worker_cls)(
             args, self._groups.rank, config.world_size, launched=self._groups
         )
@@ -70,10 +70,10 @@ class ExternalLauncherExecutor:
             info = self._worker.start()
             infos = [
                 msgspec.msgpack.decode(each, type=WorkerInfo)
-                for each in self.lockstep.gather_bytes(self._encode(info))
+                for each in self.copies.gather_bytes(self._encode(info))
             ]
             check_same_model(infos)
-            seeds = self.lockstep.gather([secrets.randbits(62)])
+            seeds = self.copies.gather([secrets.randbits(62)])
             return msgspec.structs.replace(info, seed=seeds[0][0])
 
     def execute(self, step: SchedulerOutput) -> PendingOutput:
@@ -90,8 +90,8 @@ class ExternalLauncherExecutor:
         with self._ends_all():
             output = pending.get()
             if self._output_rank is not None:
-                is_source = self.lockstep.rank == self._output_rank
-                payload = self.lockstep.broadcast(
+                is_source = self.copies.rank == self._output_rank
+                payload = self.copies.broadcast(
                     self._encode(output) if is_source else None, self._output_rank
                 )
                 output = output if is_source else self._outputs.decode(payload)
@@ -102,7 +102,7 @@ class ExternalLauncherExecutor:
     def announce(self, message: bytes | None) -> bytes:
         """Return the first copy's message in all copies; the others call it with None."""
         with self._ends_all():
-            return self.lockstep.broadcast(message)
+            return self.copies.broadcast(message)
 
     def collective_rpc(self, call: CollectiveRpc) -> list[Any]:
         """Call a method of this copy's worker only, as vLLM does; the other copies make the same call."""
@@ -127,12 +127,12 @@ class ExternalLauncherExecutor:
         Raises:
             EngineDead: they differ.
         """
-        if self.lockstep.size == 1:
+        if self.copies.size == 1:
             return
         self._num_steps += 1
         planned = xxh3_64_intdigest(self._encode(step)) & _MASK
         counts = len(step.num_scheduled_tokens), step.total_num_scheduled_tokens
-        found = self.lockstep.gather([self._sampled, planned, *counts])
+        found = self.copies.gather([self._sampled, planned, *counts])
         if all(each == found[0] for each in found):
             return
         if any(each[0] != found[0][0] for each in found):
@@ -142,7 +142,7 @@ class ExternalLauncherExecutor:
                 "run all copies on the same kind of device, with the same versions of everything",
             )
         plans = "; ".join(
-            f"{self.lockstep.names([rank])}: {requests} requests, {tokens} tokens"
+            f"{self.copies.names([rank])}: {requests} requests, {tokens} tokens"
             for rank, (*_, requests, tokens) in enumerate(found)
         )
         self._diverged(
@@ -151,10 +151,10 @@ class ExternalLauncherExecutor:
             f"give all copies the same prompts and parameters in the same order, and abort at the same steps ({plans})",
         )
 
-    def _diverged(self, copies: list[int], what: str, remedy: str) -> None:
-        first = self.lockstep.names([0])
+    def _diverged(self, ranks: list[int], what: str, remedy: str) -> None:
+        first = self.copies.names([0])
         raise EngineDead(
-            f"the copies of the program have diverged before step {self._num_steps}: {self.lockstep.names(copies)} "
+            f"the copies of the program have diverged before step {self._num_steps}: {self.copies.names(ranks)} "
             f"{what} than {first}; {remedy}"
         )
 
@@ -162,14 +162,14 @@ class ExternalLauncherExecutor:
         own = msgspec.to_builtins(self._args)
         compared = {name: value for name, value in own.items() if name not in _OWN_FIELDS}
         all_arguments = [
-            msgspec.msgpack.decode(each) for each in self.lockstep.gather_bytes(self._encode(compared))
+            msgspec.msgpack.decode(each) for each in self.copies.gather_bytes(self._encode(compared))
         ]
         for rank, arguments in enumerate(all_arguments):
             for name in sorted({*arguments, *all_arguments[0]}):
                 theirs, first = arguments.get(name), all_arguments[0].get(name)
                 if theirs != first:
                     raise ConfigError(
-                        f"{self.lockstep.names([rank])} was given {name} {theirs!r:.64} and {self.lockstep.names([0])} "
+                        f"{self.copies.names([rank])} was given {name} {theirs!r:.64} and {self.copies.names([0])} "
                         f"{first!r:.64}; give all copies the same arguments"
                     )
 
@@ -185,7 +185,7 @@ class ExternalLauncherExecutor:
             yield
         except BaseException as error:
             if is_of_collective(error):
-                reason = str(error) if isinstance(error, CopyLost) else self.lockstep.cause(error)
+                reason = str(error) if isinstance(error, CopyLost) else self.copies.cause(error)
                 traceback.clear_frames(error.__traceback__)  # they refer to the groups
                 self._end(reason)
                 raise EngineDead(reason) from None
@@ -197,7 +197,7 @@ class ExternalLauncherExecutor:
         """Tell the other copies why this one ends, and close the connections to them."""
         if self._death is None:
             self._death = reason
-        self.lockstep.close(reason)
+        self.copies.close(reason)
         self._groups.leave()
 
 

@@ -65,9 +65,9 @@ class LLMEngine:
         with local_model(args) as local:
             client: SyncClient
             if local.executor_backend == "external_launcher":
-                from argosy_engine.core.proc.lockstep_client import LockstepClient
+                from argosy_engine.core.proc.copied_core_client import CopiedCoreClient
 
-                client = LockstepClient(local)
+                client = CopiedCoreClient(local)
             elif local.data_parallel_size > 1:
                 client = DPLBSyncMPClient(local)
             else:

@@ -4,6 +4,7 @@ core_process          the process: threads for input and output, and the busy lo
 call_parameters       what the sequences of a call hold in common
 core_handle           starts, watches and ends the process on behalf of a client
 core_client           blocking clients: in the caller's process, and over ZMQ
+copied_core_client    blocking client of a core that has copies in other processes, started by a launcher
 async_core_client     asyncio client, for the API server
 data_parallel_client  both kinds for several cores, one for each data-parallel rank
 rank_balancer         which rank gets a request

@@ -1,4 +1,4 @@
-"""LockstepClient: client of a core in this process of which a launcher has started copies in other processes.
+"""CopiedCoreClient: client of a core in this process of which a launcher has started copies in other processes.
 
 The copies take the same decisions because they are given the same calls. What else a core decides by is made the same
 here: nothing depends on time, and the first copy alone compiles and follows grammars (`CopiedGrammars`).
@@ -11,7 +11,7 @@ from argosy_engine.core.proc.core_client import InprocClient
 from argosy_engine.core.request_watchdog import Watchdog
 
 
-class LockstepClient(InprocClient):
+class CopiedCoreClient(InprocClient):
     """
     Raises (from the constructor):
         ConfigError: the model or an argument cannot work, or no launcher has started as many processes as needed.
@@ -25,8 +25,8 @@ class LockstepClient(InprocClient):
 
         executor = ExternalLauncherExecutor(args)
         super().__init__(args, executor)
-        core, lockstep = self.core, executor.lockstep
+        core, copies = self.core, executor.copies
         core.watchdog = Watchdog(0.0, clock=lambda: 0.0)  # never due
-        if lockstep.size > 1:
+        if copies.size > 1:
             assert isinstance(core.structured, StructuredOutputManager)
-            core.structured = CopiedGrammars(core.structured, executor.announce, is_leader=lockstep.rank == 0)
+            core.structured = CopiedGrammars(core.structured, executor.announce, is_leader=copies.rank == 0)

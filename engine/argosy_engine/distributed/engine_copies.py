@@ -1,4 +1,4 @@
-"""Lockstep: the copies of an engine core that a launcher has started, and what they tell each other on the host.
+"""EngineCopies: the copies of an engine core that a launcher has started, and what they tell each other on the host.
 
 Every copy makes the same calls in the same order. A copy that ends says so in the launcher's store before it closes its
 connections; the others wait in short slices and look there, so that they end with its reason. A copy that was killed
@@ -44,7 +44,7 @@ class Report(msgspec.Struct, array_like=True, frozen=True):
     reason: str
 
 
-class Lockstep:
+class EngineCopies:
     """The copies of one engine core.
 
     Args:
