@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from argosy_engine.distributed.communicator import LocalCommunicator
@@ -35,20 +36,26 @@ def expected(rank: int, size: int, base: float, dtype: torch.dtype) -> dict[str,
     return {name: tensor.tolist() for name, tensor in results.items()}
 
 
-def test_every_process_gets_the_definition() -> None:
-    config = ParallelConfig(tensor=2, pipeline=2)
-    for rank, got in enumerate(run_ranks(config)):
+@pytest.mark.parametrize(
+    "config",
+    [ParallelConfig(tensor=2, pipeline=2), ParallelConfig(tensor=2, data=2, enable_expert_parallel=True)],
+    ids=["stages", "cores that share experts"],
+)
+def test_every_process_gets_the_definition(config: ParallelConfig) -> None:
+    for index, got in enumerate(run_ranks(config)):
+        core, rank = divmod(index, config.world_size)
         placement = config.placement(rank)
         assert got["least"] == [0, 2]
         for name, place, size, base in (
-            ("tensor", placement.tensor, config.tensor, 64 * placement.pipeline),
-            ("pipeline", placement.pipeline, config.pipeline, 64 * placement.tensor),
-            ("world", rank, config.world_size, 0),
+            ("tensor", placement.tensor, config.tensor, 64 * placement.pipeline + 128 * core),
+            ("pipeline", placement.pipeline, config.pipeline, 64 * placement.tensor + 128 * core),
+            ("data", core, config.data, 64 * rank),
+            ("world", index, config.group_size, 0),
         ):
             group: Any = got[name]
             assert (group["rank"], group["size"]) == (place, size)
             for dtype in (torch.float32, torch.bfloat16):
-                assert group[str(dtype)] == expected(place, size, base, dtype), (rank, name, dtype)
+                assert group[str(dtype)] == expected(place, size, base, dtype), (index, name, dtype)
 
 
 def test_one_process_exchanges_nothing() -> None:
@@ -68,3 +75,13 @@ def test_ranks_of_a_tensor_group_are_contiguous() -> None:
         RankPlacement(tensor=1, pipeline=1),
         RankPlacement(tensor=0, pipeline=2),
     ]
+
+
+def test_cores_that_share_experts_are_one_group() -> None:
+    sizes = {"tensor": 2, "pipeline": 2, "data": 2}
+    alone, shared = ParallelConfig(**sizes), ParallelConfig(**sizes, enable_expert_parallel=True)
+    assert (alone.group_size, shared.group_size, shared.expert_size) == (4, 8, 4)
+    assert (alone.group_rank(3, 1), shared.group_rank(3, 1)) == (3, 7)
+    assert shared.tensor_groups() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert shared.pipeline_groups() == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert shared.data_groups() == [[0, 4], [1, 5], [2, 6], [3, 7]]

@@ -1,6 +1,8 @@
 """One rank that calls every collective, in a process of its own.
 
-    python communicator_ranks.py TENSOR PIPELINE RANK FD
+    python communicator_ranks.py TENSOR PIPELINE DATA RANK FD
+
+Ranks are numbered over all engine cores, which share experts if there are several.
 
 FD is a memory file that all ranks inherit and find each other by. What the rank got is one line of JSON on standard
 output.
@@ -29,17 +31,21 @@ def run_ranks(config: ParallelConfig) -> list[dict[str, object]]:
     try:
         processes = [
             subprocess.Popen(
-                [sys.executable, __file__, *map(str, (config.tensor, config.pipeline, rank, fd))],
+                [
+                    sys.executable,
+                    __file__,
+                    *map(str, (config.tensor, config.pipeline, config.data, rank, fd)),
+                ],
                 stdout=subprocess.PIPE,
                 pass_fds=(fd,),
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (package, protocol)))},
             )
-            for rank in range(config.world_size)
+            for rank in range(config.group_size)
         ]
     finally:
         os.close(fd)
     outputs = [process.communicate()[0] for process in processes]
-    assert [process.returncode for process in processes] == [0] * config.world_size
+    assert [process.returncode for process in processes] == [0] * config.group_size
     return [msgspec.json.decode(output) for output in outputs]
 
 
@@ -68,10 +74,11 @@ def collectives(group: Communicator, base: float, dtype: torch.dtype) -> dict[st
 
 
 def main() -> None:
-    tensor, pipeline, rank, fd = map(int, sys.argv[1:])
+    tensor, pipeline, data, index, fd = map(int, sys.argv[1:])
     torch.set_num_threads(1)
-    config = ParallelConfig(tensor=tensor, pipeline=pipeline)
-    state = init_parallel_state(config, rank, torch.device("cpu"), f"file:///proc/self/fd/{fd}")
+    config = ParallelConfig(tensor=tensor, pipeline=pipeline, data=data, enable_expert_parallel=data > 1)
+    core, rank = divmod(index, config.world_size)
+    state = init_parallel_state(config, rank, torch.device("cpu"), f"file:///proc/self/fd/{fd}", core)
     with torch.inference_mode():
         got: dict[str, object] = {
             name: {
@@ -80,12 +87,13 @@ def main() -> None:
                 **{str(dtype): collectives(group, base, dtype) for dtype in (torch.float32, torch.bfloat16)},
             }
             for name, group, base in (
-                ("tensor", state.tensor, 64 * config.placement(rank).pipeline),
-                ("pipeline", state.pipeline, 64 * config.placement(rank).tensor),
+                ("tensor", state.tensor, 64 * config.placement(rank).pipeline + 128 * core),
+                ("pipeline", state.pipeline, 64 * config.placement(rank).tensor + 128 * core),
+                ("data", state.data, 64 * rank),
                 ("world", state.world, 0),
             )
         }
-    got["least"] = state.least(rank, 5 - rank)
+    got["least"] = state.least(index, 5 - index)
     state.destroy()
     sys.stdout.buffer.write(msgspec.json.encode(got))
 

@@ -28,7 +28,8 @@ class ParallelConfig(Struct, frozen=True, kw_only=True):
     data: int = 1
     """Engine cores, each with all of the above."""
     enable_expert_parallel: bool = False
-    """Whether the ranks that share a layer divide its experts among them, rather than every expert."""
+    """Whether the ranks that share a layer divide its experts among them, rather than every expert. Then the engine
+    cores share them, too, and every core needs all others to compute a step."""
 
     @property
     def world_size(self) -> int:
@@ -39,6 +40,25 @@ class ParallelConfig(Struct, frozen=True, kw_only=True):
     def num_workers(self) -> int:
         """Workers of all engine cores."""
         return self.data * self.world_size
+
+    @property
+    def shares_experts(self) -> bool:
+        """Whether the experts of a layer are divided among the workers of all engine cores."""
+        return self.enable_expert_parallel and self.data > 1
+
+    @property
+    def expert_size(self) -> int:
+        """Workers among which the experts of a layer are divided, if whole experts are."""
+        return self.tensor * self.data
+
+    @property
+    def group_size(self) -> int:
+        """Workers that compute together, so that each needs the others: those of one engine core, or of all cores."""
+        return self.num_workers if self.shares_experts else self.world_size
+
+    def group_rank(self, rank: int, data_rank: int) -> int:
+        """Return the rank of a core's worker among those that compute together: cores are contiguous."""
+        return data_rank * self.world_size + rank if self.shares_experts else rank
 
     @property
     def output_rank(self) -> int:
@@ -52,10 +72,18 @@ class ParallelConfig(Struct, frozen=True, kw_only=True):
         return RankPlacement(tensor=place, pipeline=stage)
 
     def tensor_groups(self) -> list[list[int]]:
-        """Return the ranks of each tensor-parallel group: one per pipeline stage."""
+        """Return the ranks of each tensor-parallel group, among those that compute together: one per pipeline stage."""
         size = self.tensor
-        return [list(range(stage * size, (stage + 1) * size)) for stage in range(self.pipeline)]
+        return [list(range(first, first + size)) for first in range(0, self.group_size, size)]
 
     def pipeline_groups(self) -> list[list[int]]:
         """Return the ranks that hold the same part of successive stages, in the order of the stages."""
-        return [list(range(place, self.world_size, self.tensor)) for place in range(self.tensor)]
+        return [
+            list(range(core + place, core + self.world_size, self.tensor))
+            for core in range(0, self.group_size, self.world_size)
+            for place in range(self.tensor)
+        ]
+
+    def data_groups(self) -> list[list[int]]:
+        """Return the ranks of all engine cores that hold the same part of the layers but other experts."""
+        return [list(range(place, self.group_size, self.world_size)) for place in range(self.world_size)]

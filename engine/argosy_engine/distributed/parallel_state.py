@@ -1,15 +1,16 @@
-"""ParallelState: this process's place among the workers of an engine core, and its groups.
+"""ParallelState: this process's place among the workers that compute together, and its groups.
 
-The processes find each other as `init_method` says, a URL of torch.distributed: a file that the executor makes for them
-on one machine, `env://` if torchrun has started them. Connections of processes on one machine stay on the loopback
-interface. A process whose peer ends gets an error from gloo and none from NCCL, so the executor watches the processes.
+These are the workers of an engine core or, if the cores share experts, those of all cores. They find each other as
+`init_method` says, a URL of torch.distributed: a file that the executor makes for them on one machine, `env://` if
+torchrun has started them. Connections of processes on one machine stay on the loopback interface. A process whose peer
+ends gets an error from gloo and none from NCCL, so the executor watches the processes.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -29,15 +30,20 @@ class ParallelState:
 
     config: ParallelConfig
     rank: int
-    """Among all workers of the engine core."""
+    """Among the workers of the engine core."""
     tensor: Communicator
     """Ranks that share this process's layers."""
     pipeline: Communicator
     """Ranks that hold the layers before and after this process's."""
     world: Communicator
+    """All workers that compute together."""
     device: torch.device
     leave: Callable[[], None] | None = None
     """Leaves the groups, if the program has others; default: it has none."""
+    data: Communicator = field(default_factory=LocalCommunicator)
+    """Ranks of all engine cores that hold the same part of the layers, and other experts."""
+    data_rank: int = 0
+    """Of the engine core, if the cores share experts."""
 
     def least(self, *values: int) -> list[int]:
         """Return the least of each value over all workers, which agree by it on what each has found out. For start-up:
@@ -61,24 +67,27 @@ def single_process() -> ParallelState:
 
 
 def init_parallel_state(
-    config: ParallelConfig, rank: int, device: torch.device, init_method: str
+    config: ParallelConfig, rank: int, device: torch.device, init_method: str, data_rank: int = 0
 ) -> ParallelState:
-    """Join the groups of a rank. Waits until all workers of the engine core have called it.
+    """Join the groups of a rank. Waits until all workers that compute together have called it.
 
     Args:
+        rank: among the workers of the engine core.
+        data_rank: of the engine core; matters only if the cores share experts.
         init_method: how the processes find each other: `file:///PATH`, `env://` or `tcp://HOST:PORT`.
     """
-    if config.world_size == 1:
+    if config.group_size == 1:
         return single_process()
     if init_method.startswith("file:"):  # one machine
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     is_cuda = device.type == "cuda"
+    group_rank = config.group_rank(rank, data_rank)
     dist.init_process_group(
         "nccl" if is_cuda else "gloo",
         init_method=init_method,
-        rank=rank,
-        world_size=config.world_size,
+        rank=group_rank,
+        world_size=config.group_size,
         timeout=TIMEOUT,
         device_id=device if is_cuda else None,
     )
@@ -87,10 +96,12 @@ def init_parallel_state(
     return ParallelState(
         config,
         rank,
-        tensor=_join(rank, config.tensor_groups(), world),
-        pipeline=_join(rank, config.pipeline_groups(), world),
+        tensor=_join(group_rank, config.tensor_groups(), world),
+        pipeline=_join(group_rank, config.pipeline_groups(), world),
         world=GroupCommunicator(world),
         device=device,
+        data=_join(group_rank, config.data_groups(), world),
+        data_rank=data_rank if config.shares_experts else 0,
     )
 
 
