@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from argosy_engine import EngineArgs, LLMEngine, SamplingParams
+from argosy_engine.distributed.lockstep import Round
 from argosy_engine.errors import ConfigError
 from argosy_engine.messages.scheduler_output import NewRequest, SchedulerOutput
 from argosy_engine.sample.sampler import SamplerOptions
@@ -15,7 +16,7 @@ from argosy_engine.worker.device_inputs import DeviceInputs
 from argosy_engine.worker.input_batch import InputBatch
 from argosy_engine.worker.memory_profiling import estimate_graphs
 from argosy_engine.worker.model_runner import ModelRunner
-from argosy_engine.worker.step_arrays import StepArrays, flatten_step
+from argosy_engine.worker.step_arrays import StepArrays, empty_step, flatten_step
 from argosy_engine.worker.step_inputs import StepTensors
 from checked_copies import CheckedRuntime
 from rerun_graphs import RerunGraphs
@@ -118,6 +119,23 @@ def test_steps_of_other_shapes_run_eagerly() -> None:
     assert steps.graphs.capture([2])
     assert steps.graphs.run(steps.step({"a": 3, "b": 5, "c": 9})) is None
     assert steps.graphs.run(steps.step({"prompt": 4}, queries=4)) is None
+
+
+def test_cores_that_share_experts_replay_graphs_of_one_size() -> None:
+    api = RerunGraphs()
+    steps = Steps(api)
+    assert steps.graphs.capture([2, 4])
+    decode = steps.step({"a": 3})
+    ran = steps.graphs.run(decode, Round([1, 3], is_decode=True))
+    assert ran is not None
+    assert ran[0].tolist() == [[3, 2, 50, 3, 3]]
+    assert ran[1].meta.slot_mapping.tolist() == [50, -1, -1, -1]
+    lent = steps.graphs.run(empty_step(), Round([0, 2], is_decode=True))
+    assert lent is not None
+    assert len(lent[0]) == 0
+    assert api.replays == [4, 2]
+    assert steps.graphs.run(decode, Round([1, 9], is_decode=False)) is None, "the other core has a prompt"
+    assert steps.graphs.run(empty_step(), Round([0, 5], is_decode=True)) is None, "none is as large"
 
 
 def test_a_failed_capture_names_size_and_operation_and_leaves_eager_steps(

@@ -39,6 +39,9 @@ class ThreadCommunicator(LocalCommunicator):
         self.barrier()
         return gathered
 
+    def reduce_scatter(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        return self.all_reduce(x.clone()).chunk(self.size, dim)[self.rank]
+
     def barrier(self) -> None:
         self._group.turn.release()
         try:

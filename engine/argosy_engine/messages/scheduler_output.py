@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from argosy_engine.distributed.lockstep import Round
 from argosy_engine.params.pooling_params import PoolingParams
 from argosy_engine.params.sampling_params import SamplingParams
 
@@ -71,3 +72,5 @@ class SchedulerOutput(Struct, array_like=True, gc=False):
     new_token_ids: dict[str, int] = {}
     """Request id -> the one token that it computes in this step, for pipeline stages that have not sampled it. Only
     with pipeline parallelism."""
+    round: Round | None = None
+    """What all engine cores have agreed to compute in this step, if they share experts."""

@@ -31,6 +31,7 @@ from argosy_engine.models.rope import inverse_frequencies
 from argosy_engine.models.rope_config import RopeParameters
 from argosy_engine.models.sharding import WHOLE, Shard, Sharding
 from argosy_engine.models.stage import WHOLE_MODEL, Stage
+from argosy_engine.models.token_exchange import TokenExchange
 from argosy_engine.models.weights import WeightPlan, Weights
 
 
@@ -45,6 +46,7 @@ class LayerFactory:
         sharding: this rank's part of the layers.
         communicator: of the ranks that share the layers.
         stage: the layers that this rank has.
+        exchange: of the tokens of several engine cores that divide the experts among them.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class LayerFactory:
         sharding: Sharding = WHOLE,
         communicator: Communicator | None = None,
         stage: Stage = WHOLE_MODEL,
+        exchange: TokenExchange | None = None,
     ) -> None:
         self.weights = weights
         self.dtype, self.device = weights.dtype, weights.device
@@ -66,6 +69,7 @@ class LayerFactory:
         self.sharding = sharding
         self._communicator = communicator or LocalCommunicator()
         self._stage = stage
+        self.exchange = exchange
 
     def own_layers(self, layers: Sequence[AttentionParams]) -> list[tuple[int, AttentionParams]]:
         """Return the layers of this pipeline stage, of all the model's, with their indices."""
@@ -130,8 +134,8 @@ class LayerFactory:
 
     def experts(self, spec: ExpertsSpec) -> Experts:
         """Make the experts of one layer, whose activation is silu. A rank computes some of them, or a part of each:
-        their outputs are complete once `sum_ranks` has added them up."""
-        if self.sharding.size > 1:
+        their outputs are complete once `sum_ranks` and `exchange` have added them up."""
+        if self.sharding.divides_experts:
             features = None if self.sharding.has_whole_experts else self.sharding.part(spec.inner)
             spec = replace(spec, held=self.sharding.experts(spec.num_experts), features=features)
         if self._backend.uses_triton:

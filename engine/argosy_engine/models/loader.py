@@ -22,6 +22,7 @@ from argosy_engine.models.quantization import linear_method, planned_linear_meth
 from argosy_engine.models.registry import CausalLM
 from argosy_engine.models.sharding import WHOLE, Sharding
 from argosy_engine.models.stage import WHOLE_MODEL, Stage
+from argosy_engine.models.token_exchange import TokenExchange
 from argosy_engine.models.weights import DummyWeights, SafetensorsWeights, WeightPlan, Weights
 
 logger = logging.getLogger("argosy.models")
@@ -66,6 +67,7 @@ def load_model(
     sharding: Sharding = WHOLE,
     communicator: Communicator | None = None,
     stage: Stage = WHOLE_MODEL,
+    exchange: TokenExchange | None = None,
 ) -> LoadedModel:
     """Build the model with its weights on the device.
 
@@ -77,6 +79,7 @@ def load_model(
         sharding: the part of every layer that this process has.
         communicator: of the processes that share the model's layers.
         stage: the layers that this process has.
+        exchange: of tokens with other engine cores, if the experts are divided among them.
 
     Raises:
         ConfigError: the checkpoint is damaged, its tensors do not match its config, or the model cannot run in `dtype`.
@@ -93,7 +96,14 @@ def load_model(
 
     def build(weights: Weights) -> CausalLM:
         factory = LayerFactory(
-            weights, backend, max_positions, method, sharding, communicator=communicator, stage=stage
+            weights,
+            backend,
+            max_positions,
+            method,
+            sharding,
+            communicator=communicator,
+            stage=stage,
+            exchange=exchange,
         )
         return model_class(config, factory)
 

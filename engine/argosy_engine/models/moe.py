@@ -40,7 +40,14 @@ class SparseMLP:
             )
         )
         self.sum_ranks = factory.sum_ranks
+        self.exchange = factory.exchange
+        if self.exchange is not None:
+            self.exchange.add_layer(self, hidden, factory.dtype, factory.device)
 
     def __call__(self, x: torch.Tensor, slot_mapping: torch.Tensor) -> torch.Tensor:
         """Run the experts on x [T, hidden_size]; the output has the same shape. For slot_mapping see `Experts`."""
-        return self.sum_ranks(self.experts(x, self.router(x), slot_mapping))
+        if self.exchange is None:
+            return self.sum_ranks(self.experts(x, self.router(x), slot_mapping))
+        tokens, slots = self.exchange.gather(x, slot_mapping)
+        mixed = self.exchange.scatter(self.experts(tokens, self.router(tokens), slots))
+        return self.sum_ranks(mixed)[: len(x)]

@@ -36,6 +36,14 @@ class Sharding:
     size: int = 1
     has_whole_experts: bool = False
     """Whether a rank has some of the experts (`--enable-expert-parallel`), rather than a part of each."""
+    data_rank: int = 0
+    """Rank among `data_size` engine cores that divide the experts among them, and have all else each."""
+    data_size: int = 1
+
+    @property
+    def divides_experts(self) -> bool:
+        """Whether other ranks have other experts, or parts of them."""
+        return self.size * self.data_size > 1
 
     def part(self, count: int) -> range:
         """Return the rank's part of features or heads, whose number `check_tensor_parallel` has checked."""
@@ -59,7 +67,8 @@ class Sharding:
         """Return the experts of which the rank has a part or the whole. Ranks may have one more than others."""
         if not self.has_whole_experts:
             return range(num_experts)
-        return range(self.rank * num_experts // self.size, (self.rank + 1) * num_experts // self.size)
+        place, count = self.data_rank * self.size + self.rank, self.data_size * self.size
+        return range(place * num_experts // count, (place + 1) * num_experts // count)
 
 
 WHOLE = Sharding()
@@ -70,14 +79,26 @@ def _scaled(indices: range, factor: int) -> range:
     return range(indices.start * factor, indices.stop * factor)
 
 
-def check_tensor_parallel(config: ModelConfig, size: int, enable_expert_parallel: bool) -> None:
-    """Check that a model can be divided among `size` ranks.
+def check_tensor_parallel(
+    config: ModelConfig, size: int, enable_expert_parallel: bool, data_parallel_size: int = 1
+) -> None:
+    """Check that a model can be divided among `size` ranks, and its experts among those of all engine cores.
 
     Raises:
         ConfigError: it cannot; the message tells the sizes that are possible.
     """
     if enable_expert_parallel and not config.num_routed_experts:
         raise ConfigError(f"--enable-expert-parallel: {config.architecture} has no experts; leave it out")
+    if (
+        enable_expert_parallel
+        and data_parallel_size > 1
+        and size * data_parallel_size > config.num_routed_experts
+    ):
+        raise ConfigError(
+            f"--enable-expert-parallel with --data-parallel-size {data_parallel_size} divides the experts among "
+            f"{size * data_parallel_size} workers, and {config.architecture} has only {config.num_routed_experts}; "
+            "use a smaller --data-parallel-size"
+        )
     if fault := _fault(config, size, enable_expert_parallel):
         heads = range(1, config.num_attention_heads + 1)
         sizes = [str(each) for each in heads if not _fault(config, each, enable_expert_parallel)]

@@ -20,6 +20,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from argosy_engine.config import EngineArgs
+from argosy_engine.distributed.lockstep import Round
 from argosy_engine.errors import ConfigError
 from argosy_engine.worker.device_inputs import DeviceInputs
 from argosy_engine.worker.step_arrays import StepArrays, empty_step
@@ -148,15 +149,21 @@ class DecodeGraphs:
             )
         return True
 
-    def run(self, step: StepArrays) -> tuple[torch.Tensor, StepTensors] | None:
+    def run(self, step: StepArrays, agreed: Round | None = None) -> tuple[torch.Tensor, StepTensors] | None:
         """Replay a step's forward pass and return the hidden states [T, hidden_size], valid until the next call.
 
         None: there is no graph for this step.
+
+        Args:
+            agreed: what all engine cores compute in this step, if they share experts: all replay graphs of one size.
         """
         count = len(step.slots)
-        if step.num_decodes < count or count >= len(self._size_for):
+        is_decode, wanted = step.num_decodes == count, count
+        if agreed is not None:
+            is_decode, wanted = agreed.is_decode, agreed.num_rows
+        if not is_decode or wanted >= len(self._size_for):
             return None
-        size = self._size_for[count]
+        size = self._size_for[wanted]
         tensors = self._inputs.tensors(step, num_rows=size)
         graph = self._graphs[size]
         graph.replay()

@@ -11,11 +11,13 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from argosy_engine.distributed.lockstep import Round
 from argosy_engine.messages.kv_cache_interface import KVCacheGroup
 from argosy_engine.messages.model_runner_output import ModelRunnerOutput
 from argosy_engine.messages.scheduler_output import SchedulerOutput
 from argosy_engine.models.model_config import ModelConfig
 from argosy_engine.models.registry import CausalLM
+from argosy_engine.models.token_exchange import TokenExchange
 from argosy_engine.sample.logprobs import score_prompt
 from argosy_engine.sample.sampler import SamplerOptions
 from argosy_engine.worker.cuda_graphs import DecodeGraphs, GraphApi, TorchGraphs
@@ -27,7 +29,7 @@ from argosy_engine.worker.kv_cache import allocate_kv_cache, layer_groups
 from argosy_engine.worker.pending_step import PendingStep, PendingSteps
 from argosy_engine.worker.pipeline import Pipeline
 from argosy_engine.worker.pooler import Pooler
-from argosy_engine.worker.step_arrays import StepArrays, flatten_step
+from argosy_engine.worker.step_arrays import StepArrays, empty_step, flatten_step
 from argosy_engine.worker.step_inputs import HostInputs, StepInputs, StepTensors
 
 
@@ -39,6 +41,8 @@ class ModelRunner:
         runtime: copies to and from the device; default: CUDA's on a GPU. A CPU needs none.
         groups: KV cache groups; default: those of the model's layers.
         pipeline: runs the model as one stage of several; None if it is the whole model.
+        exchange: of the model's sparse layers, if several engine cores share experts. A step that the cores have not
+            agreed on (of a start) must be the same on all of them.
         can_lose_steps: whether a step for which there is no memory is answered as lost, rather than raised: only if no
             other worker computes it as well, because that one would wait for this one.
         requires_graphs: whether CUDA graphs that cannot be captured are an error; see `DecodeGraphs`.
@@ -59,12 +63,14 @@ class ModelRunner:
         runtime: DeviceRuntime | None = None,
         groups: Sequence[KVCacheGroup] | None = None,
         pipeline: Pipeline | None = None,
+        exchange: TokenExchange | None = None,
         can_lose_steps: bool = True,
         requires_graphs: bool = False,
     ) -> None:
         self.model = model
         self._requires_graphs = requires_graphs
         self._pipeline = pipeline
+        self._exchange = exchange
         self._samples = pipeline is None or pipeline.is_last
         """Whether this is the last pipeline stage. Others learn sampled tokens from the scheduler."""
         self.pooler = Pooler(model)
@@ -121,7 +127,7 @@ class ModelRunner:
 
     def _launch(self, step: SchedulerOutput) -> PendingStep:
         arrays = flatten_step(self.batch, step, self._pending_steps.slots())
-        hidden, tensors = self._compute(arrays)
+        hidden, tensors = self._compute(arrays, step.round)
         slots, sampled = arrays.slots, arrays.sampled
         self.batch.num_computed[slots] = arrays.seq_lens
         if not self._samples:
@@ -141,6 +147,13 @@ class ModelRunner:
         return pending
 
     @torch.inference_mode()
+    def lend_experts(self, step: Round) -> None:
+        """Launch this rank's part of a step in which it has no tokens."""
+        assert self._exchange is not None
+        if self._graphs is None or self._graphs.run(empty_step(), step) is None:
+            self._exchange.lend_experts(step.num_rows)
+
+    @torch.inference_mode()
     def capture_graphs(self, sizes: Sequence[int], api: GraphApi | None = None) -> bool:
         """Capture the forward passes of decode steps as CUDA graphs; see `DecodeGraphs.capture`.
 
@@ -156,15 +169,22 @@ class ModelRunner:
             )
         return self._graphs.capture(sizes)
 
-    def _compute(self, arrays: StepArrays) -> tuple[torch.Tensor, StepTensors]:
-        """Run the forward pass; return hidden states [T, hidden_size] and what they were computed from."""
-        replayed = self._graphs.run(arrays) if self._graphs is not None else None
+    def _compute(self, arrays: StepArrays, step: Round | None) -> tuple[torch.Tensor, StepTensors]:
+        """Run the forward pass; return hidden states [T, hidden_size] and what they were computed from.
+
+        Args:
+            step: what all engine cores have agreed on, if they share experts.
+        """
+        replayed = self._graphs.run(arrays, step) if self._graphs is not None else None
         if replayed is not None:
             return replayed
         tensors = self._inputs.tensors(arrays)
-        return self._forward(tensors), tensors
+        return self._forward(tensors, None if step is None else step.num_rows), tensors
 
-    def _forward(self, tensors: StepTensors) -> torch.Tensor:
+    def _forward(self, tensors: StepTensors, num_rows: int | None = None) -> torch.Tensor:
+        """Run the forward pass. For num_rows see `TokenExchange.begin`."""
+        if self._exchange is not None:
+            self._exchange.begin(num_rows)
         forward = self.model.forward if self._pipeline is None else self._pipeline.forward
         return forward(tensors.token_ids, tensors.positions, self.kv_cache, tensors.meta)
 

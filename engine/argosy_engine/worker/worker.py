@@ -18,6 +18,7 @@ from argosy_engine.attention.selector import AttentionNeeds, BackendChoice, back
 from argosy_engine.attention.self_test import working_backend
 from argosy_engine.config import EngineArgs, MemoryBudget
 from argosy_engine.distributed.launched_groups import LaunchedGroups
+from argosy_engine.distributed.lockstep import Round
 from argosy_engine.distributed.parallel_state import ParallelState, init_parallel_state, single_process
 from argosy_engine.errors import ConfigError
 from argosy_engine.messages.kv_cache_interface import KVCacheGroup
@@ -32,6 +33,7 @@ from argosy_engine.models.model_path import hold_stored_model, resolve_model
 from argosy_engine.models.registry import CausalLM
 from argosy_engine.models.sharding import Sharding, check_tensor_parallel
 from argosy_engine.models.stage import Stage, check_pipeline_parallel
+from argosy_engine.models.token_exchange import TokenExchange
 from argosy_engine.native.library import kernels
 from argosy_engine.sample.logits_processor.interface import load_logits_processors
 from argosy_engine.sample.sampler import SamplerOptions
@@ -69,6 +71,7 @@ class Worker:
         world_size: number of workers.
         init_method: how the workers find each other (`init_parallel_state`).
         launched: the groups of a worker that a launcher has started, instead; they know its GPU.
+        data_rank: of the engine core, if several share experts.
     """
 
     def __init__(
@@ -78,14 +81,17 @@ class Worker:
         world_size: int = 1,
         init_method: str = "env://",
         launched: LaunchedGroups | None = None,
+        data_rank: int = 0,
     ) -> None:
         self.args = args
         self.rank = rank
         self.world_size = world_size
         self._init_method = init_method
         self._launched = launched
+        self._data_rank = data_rank
         self._phases: list[tuple[str, float]] = []
         self._runner: ModelRunner | None = None
+        self._exchange: TokenExchange | None = None
         self._hold: ModelHold | None = None
         """Keeps the checkpoint, which `wake_up` reads again, from being removed from the store."""
         self._path: Path
@@ -116,7 +122,7 @@ class Worker:
                 self._parallel = launched.parallel_state(device)
             else:
                 self._parallel = init_parallel_state(
-                    args.parallel_config, self.rank, device, self._init_method
+                    args.parallel_config, self.rank, device, self._init_method, self._data_rank
                 )
             memory = cpu_memory() if device.type == "cpu" else _cuda_memory(device)
             self._parallel.world.barrier()  # no worker takes memory before all have seen what is free
@@ -131,7 +137,9 @@ class Worker:
             self._path = resolve_model(args.model)
             self._hold = hold_stored_model(self._path)
             self._config = config = load_model_config(self._path)
-            check_tensor_parallel(config, args.tensor_parallel_size, args.enable_expert_parallel)
+            check_tensor_parallel(
+                config, args.tensor_parallel_size, args.enable_expert_parallel, args.data_parallel_size
+            )
             check_pipeline_parallel(config, args.pipeline_parallel_size)
             self._dtype = dtype = _DTYPES[choose_dtype(args.dtype, config.dtype, device.type)]
             longest = wanted_model_len(args, config)
@@ -229,12 +237,17 @@ class Worker:
         assert self._runner is not None, "the worker is asleep"
         return self._runner.execute(step)
 
+    def lend_experts(self, step: Round) -> None:
+        """Compute the experts of this worker for a step of other engine cores, in which this one has no tokens."""
+        assert self._runner is not None, "the worker is asleep"
+        self._runner.lend_experts(step)
+
     def sleep(self, level: int) -> None:
         """Free weights and KV cache. No request may be running.
 
         Level 1 leaves the checkpoint in the page cache, so that `wake_up` is fast; level 2 asks the kernel to drop it.
         """
-        self._runner = None
+        self._runner = self._exchange = None
         gc.collect()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -278,7 +291,8 @@ class Worker:
         return options
 
     def _load(self) -> LoadedModel:
-        group = self._parallel.tensor
+        group, cores = self._parallel.tensor, self._parallel.data
+        self._exchange = TokenExchange(cores) if cores.size > 1 else None
         return load_model(
             self._path,
             self._config,
@@ -290,9 +304,12 @@ class Worker:
             max_positions=wanted_model_len(self.args, self._config) + 1,
             load_format=self.args.load_format,
             seed=self.args.seed or 0,
-            sharding=Sharding(group.rank, group.size, self.args.enable_expert_parallel),
+            sharding=Sharding(
+                group.rank, group.size, self.args.enable_expert_parallel, cores.rank, cores.size
+            ),
             communicator=group,
             stage=self._stage,
+            exchange=self._exchange,
         )
 
     @property
@@ -341,6 +358,7 @@ class Worker:
             sampling=self._sampling,
             groups=self._groups(model),
             pipeline=pipeline,
+            exchange=self._exchange,
             can_lose_steps=self._parallel.world.size == 1,
             requires_graphs=self._parallel.world.size > 1,
         )

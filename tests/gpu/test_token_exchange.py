@@ -1,0 +1,79 @@
+"""TokenExchange: ranks with different numbers of tokens get what one process computes, whoever has the experts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from argosy_engine.attention.selector import load_backend
+from argosy_engine.distributed.communicator import Communicator
+from argosy_engine.models.layer_factory import LayerFactory
+from argosy_engine.models.moe import SparseMLP
+from argosy_engine.models.sharding import WHOLE, Sharding
+from argosy_engine.models.token_exchange import TokenExchange
+from argosy_engine.models.weights import DummyWeights
+from thread_ranks import run_threads
+
+CPU = torch.device("cpu")
+HIDDEN, SIZE = 32, 3
+STEPS = [[5, 0, 2], [1, 1, 1], [0, 0, 4], [2, 3, 0]]
+"""Tokens of each rank in each step."""
+
+
+def make_layers(backend: str, sharding: Sharding, exchange: TokenExchange | None = None) -> list[SparseMLP]:
+    weights = DummyWeights(torch.float32, CPU, 0)
+    factory = LayerFactory(
+        weights, load_backend(backend, torch.float32), 1, sharding=sharding, exchange=exchange
+    )
+    return [
+        SparseMLP(factory, f"{index}.", HIDDEN, 16, num_experts=7, experts_per_token=2, normalises=True)
+        for index in range(2)
+    ]
+
+
+def run(layers: list[SparseMLP], x: torch.Tensor) -> torch.Tensor:
+    # The last token, if there are several, is padding: nothing reads its result.
+    slots = torch.arange(len(x))
+    slots[1:][-1:] = -1
+    for layer in layers:
+        x = layer(x, slots)
+    return x[: max(len(x) - 1, 1)]
+
+
+def inputs(step: int, rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(STEPS[step][rank], HIDDEN, generator=generator)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_every_rank_gets_what_one_process_computes(backend: str) -> None:
+    def steps_of(group: Communicator) -> list[torch.Tensor]:
+        exchange = TokenExchange(group)
+        layers = make_layers(backend, Sharding(0, 1, True, group.rank, SIZE), exchange)
+        results = []
+        for index, counts in enumerate(STEPS):
+            x, num_rows = inputs(index, group.rank), max(counts)
+            if len(x):
+                exchange.begin(None if len({*counts}) == 1 else num_rows)
+                results.append(run(layers, x))
+            else:
+                exchange.lend_experts(num_rows)
+                results.append(x)
+        return results
+
+    found = run_threads(SIZE, steps_of)
+    with torch.inference_mode():
+        alone = make_layers("torch", WHOLE)
+        for rank in range(SIZE):
+            for step, result in enumerate(found[rank]):
+                x = inputs(step, rank)
+                expected = run(alone, x) if len(x) else x
+                assert expected.abs().sum() > 0.1 or not len(x)
+                torch.testing.assert_close(result, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_cores_have_different_experts() -> None:
+    parts = [Sharding(rank, 2, True, core, 2).experts(7) for core in range(2) for rank in range(2)]
+    assert [index for part in parts for index in part] == list(range(7))
+    assert Sharding(0, 1, True, 1, 2).divides_experts
+    assert not Sharding(0, 1, True).divides_experts
