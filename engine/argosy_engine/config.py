@@ -136,8 +136,8 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
     enable_expert_parallel: Annotated[
         bool,
         Meta(
-            description="divide a layer's experts among the devices of --tensor-parallel-size, rather than each of "
-            "the experts"
+            description="divide a layer's experts, rather than each of the experts, among the devices of "
+            "--tensor-parallel-size and --data-parallel-size, whose cores then compute in step"
         ),
     ] = False
     load_format: Annotated[
@@ -366,10 +366,11 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
                 "--request-stall-timeout cannot be used with --distributed-executor-backend external_launcher: the "
                 "copies of the program have no common time, so no request is failed for its age; leave it out"
             )
-        if self.enable_expert_parallel and self.data_parallel_size > 1:
+        if self.parallel_config.shares_experts and self.executor_backend not in ("uni", "mp"):
             raise ConfigError(
-                f"--enable-expert-parallel with --data-parallel-size {self.data_parallel_size} is not supported, "
-                "because engine cores share no experts; leave one of them out"
+                f"--enable-expert-parallel with --data-parallel-size {self.data_parallel_size} needs "
+                f"--distributed-executor-backend mp, not {self.executor_backend}: cores that share experts agree on "
+                "their steps on one machine"
             )
 
     def check_core_process(self) -> None:

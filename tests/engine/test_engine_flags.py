@@ -92,11 +92,11 @@ def test_parallelism_has_vllm_s_flags(flag: str, field: str) -> None:
         parse_args(["builtin://tiny", flag, "0"])
 
 
-def test_experts_are_not_shared_between_data_parallel_cores(capsys: pytest.CaptureFixture[str]) -> None:
-    parse_args(["builtin://tiny", "-tp", "2", "--enable-expert-parallel"])
-    with pytest.raises(SystemExit):
-        parse_args(["builtin://tiny", "-tp", "2", "-dp", "2", "--enable-expert-parallel"])
-    assert "--enable-expert-parallel with --data-parallel-size 2 is not supported" in capsys.readouterr().err
+def test_experts_are_divided_among_the_workers_of_all_cores() -> None:
+    command = ["builtin://tiny", "-tp", "2", "--enable-expert-parallel"]
+    alone, shared = (parse_args([*command, "-dp", size])[1].parallel_config for size in ("1", "4"))
+    assert (alone.shares_experts, alone.expert_size) == (False, 2)
+    assert (shared.shares_experts, shared.expert_size) == (True, 8)
 
 
 def test_overrides_of_the_model_s_config_are_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from argosy_engine.attention.kv_cache_spec import FullAttentionSpec
 from argosy_engine.config import MemoryBudget
+from argosy_engine.distributed.lockstep import Round
 from argosy_engine.errors import EngineDead
 from argosy_engine.messages.collective_rpc import CollectiveRpc
 from argosy_engine.messages.kv_cache_interface import group_layers
@@ -40,6 +41,8 @@ class FakeExecutor:
     def __init__(self) -> None:
         self.worker = FakeWorker(BLOCK)
         self.is_asleep = False
+        self.lent: list[Round] = []
+        """Steps of other cores."""
         self.is_dead = False
         """Set it to make every step fail from now on, those in flight included."""
 
@@ -64,6 +67,10 @@ class FakeExecutor:
     def execute(self, step: SchedulerOutput) -> FakePending:
         assert not self.is_asleep
         return FakePending(self, self.worker.execute(step))
+
+    def lend_experts(self, step: Round) -> None:
+        assert not self.is_asleep
+        self.lent.append(step)
 
     def collective_rpc(self, call: CollectiveRpc) -> list[Any]:
         self.is_asleep = call.method == "sleep"

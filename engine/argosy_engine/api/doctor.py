@@ -110,11 +110,12 @@ def diagnose(args: EngineArgs, device: DeviceMemory | None = None) -> Diagnosis:
         check_folder(path, has_tokenizer=not is_remote(args), has_weights=has_weights)
         elements = checkpoint_elements(path) if has_weights else dummy_elements(config)
     ranks, stages = args.tensor_parallel_size, args.pipeline_parallel_size
-    check_tensor_parallel(config, ranks, args.enable_expert_parallel)
+    check_tensor_parallel(config, ranks, args.enable_expert_parallel, args.data_parallel_size)
     check_pipeline_parallel(config, stages)
     elements = stage_elements(config, elements, stages)
-    if ranks > 1:
-        elements = rank_elements(config, elements, ranks)
+    expert_size = args.parallel_config.expert_size if args.enable_expert_parallel else ranks
+    if max(ranks, expert_size) > 1:
+        elements = rank_elements(config, elements, ranks, expert_size)
     check_quantization(config.quantization, args.quantization)
     device = device or _find_device(args)
     dtype = choose_dtype(args.dtype, config.dtype, device.device)

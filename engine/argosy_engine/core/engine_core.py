@@ -7,6 +7,9 @@ raise. A fault in the bookkeeping (scheduler, KV cache) is logged, and the state
 With async scheduling two steps are in flight: while the device computes one, the core schedules and launches the next
 and processes the output of the one before. With pipeline parallelism there is one in flight per stage, each of other
 requests. The tokens are the same in all cases; the output of a step for a request that has ended meanwhile is dropped.
+
+Cores that share experts (`--enable-expert-parallel` with several of them) agree on every step before they launch it: a
+core without tokens lends its experts to the others' step, even while no request is in it (`distributed.lockstep`).
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from argosy_engine.core.sched.scheduler import Scheduler
 from argosy_engine.core.sched.step_timing import StepTiming
 from argosy_engine.core.sleep_state import SleepState
 from argosy_engine.device_defaults import max_num_mixed_prefill_tokens
+from argosy_engine.distributed.lockstep import Lockstep
 from argosy_engine.errors import EngineDead, UtilityFailed
 from argosy_engine.executor.abstract import Executor, PendingOutput
 from argosy_engine.messages.collective_rpc import CollectiveRpc
@@ -71,12 +75,16 @@ class _LaunchedStep(NamedTuple):
 class EngineCore:
     """The engine core, ready to run once constructed.
 
+    Args:
+        lockstep: of a core that shares experts with others.
+
     Raises (from the constructor):
         ConfigError: the model cannot be served, or not with these flags. The executor is shut down then.
     """
 
-    def __init__(self, args: EngineArgs, executor: Executor) -> None:
+    def __init__(self, args: EngineArgs, executor: Executor, lockstep: Lockstep | None = None) -> None:
         self.executor = executor
+        self.lockstep = lockstep
         try:
             self._start(args, executor)
         except BaseException:
@@ -203,7 +211,7 @@ class EngineCore:
 
     def _step(self) -> EngineCoreOutputs:
         step = self._schedule()
-        if step is None:
+        if step is None or not self._agree(step):
             return self.idle_outputs()
         if step.num_scheduled_tokens or step.finished_request_ids:
             self._last_step = step
@@ -222,6 +230,29 @@ class EngineCore:
         outputs = self._process_output(launched.step, result)
         self._mask_next()
         return outputs
+
+    def _agree(self, step: SchedulerOutput) -> bool:
+        """Agree on a step with the cores that share experts, or join theirs if it has no tokens. Returns False if the
+        step must not be launched, because another core is asleep; then its requests have ended."""
+        if self.lockstep is None:
+            return True
+        num_tokens = step.total_num_scheduled_tokens
+        if not num_tokens:
+            self.lend_experts()
+            return True
+        is_decode = num_tokens == len(step.num_scheduled_tokens)
+        step.round = self.lockstep.join(num_tokens, is_decode=is_decode)
+        if step.round is None:
+            logger.error("another engine core is asleep: the requests of this one end")
+            self._rebuild("the engine is asleep in part; wake it up first, with wake_up() or POST /wake_up")
+        return step.round is not None
+
+    def lend_experts(self) -> None:
+        """Compute this core's experts for the step that other cores have begun, if they have."""
+        if self.lockstep is not None and self.lockstep.is_called:
+            agreed = self.lockstep.join(0, is_awake=not self.sleep_state.level)
+            if agreed is not None:
+                self.executor.lend_experts(agreed)
 
     def _schedule(self) -> SchedulerOutput | None:
         """Schedule the next step; None if the bookkeeping failed and was rebuilt."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from argosy_engine.distributed.lockstep import Round
 from argosy_engine.messages.collective_rpc import CollectiveRpc
 from argosy_engine.messages.model_runner_output import ModelRunnerOutput
 from argosy_engine.messages.scheduler_output import GrammarBitmask, SchedulerOutput
@@ -40,6 +41,14 @@ class Executor(Protocol):
 
     def execute(self, step: SchedulerOutput) -> PendingOutput:
         """Launch a step.
+
+        Raises:
+            EngineDead: a worker's process ended, or the step failed in it.
+        """
+        ...
+
+    def lend_experts(self, step: Round) -> None:
+        """Launch a step of other engine cores, which need the experts of this one's workers. It has no output.
 
         Raises:
             EngineDead: a worker's process ended, or the step failed in it.

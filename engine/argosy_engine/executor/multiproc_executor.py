@@ -21,10 +21,20 @@ from typing import Any
 import msgspec
 
 from argosy_engine.config import EngineArgs
+from argosy_engine.distributed.lockstep import LockstepEnds, Round
 from argosy_engine.errors import ConfigError, EngineDead, EngineError, UtilityFailed
 from argosy_engine.executor.broadcast import BroadcastWriter, MessageStream
 from argosy_engine.executor.same_model import check_same_model
-from argosy_engine.executor.worker_messages import CALL, DIED, EXECUTE, FAILED, INIT, SAMPLE, WorkerFailure
+from argosy_engine.executor.worker_messages import (
+    CALL,
+    DIED,
+    EXECUTE,
+    FAILED,
+    INIT,
+    LEND,
+    SAMPLE,
+    WorkerFailure,
+)
 from argosy_engine.messages.collective_rpc import CollectiveRpc
 from argosy_engine.messages.model_runner_output import ModelRunnerOutput
 from argosy_engine.messages.scheduler_output import GrammarBitmask, SchedulerOutput
@@ -58,11 +68,13 @@ class MultiprocExecutor:
     Args:
         args: arguments of the engine.
         world_size: number of workers.
+        lockstep: of an engine core that shares experts with others.
     """
 
-    def __init__(self, args: EngineArgs, world_size: int = 1) -> None:
+    def __init__(self, args: EngineArgs, world_size: int = 1, lockstep: LockstepEnds | None = None) -> None:
         self._args = args
         self._world_size = world_size
+        self._lockstep = lockstep
         self._output_rank = args.parallel_config.output_rank
         self._queue = BroadcastWriter(world_size)
         self._answers = [MessageStream(stream) for stream in self._queue.sockets]
@@ -80,10 +92,13 @@ class MultiprocExecutor:
 
     def start(self) -> WorkerInfo:
         safe_path = ["-P"] if sys.flags.safe_path else []
-        rendezvous = os.memfd_create("argosy-rendezvous", os.MFD_CLOEXEC)
+        if self._lockstep is None:
+            rendezvous, data_rank = os.memfd_create("argosy-rendezvous", os.MFD_CLOEXEC), 0
+        else:
+            rendezvous, data_rank = os.dup(self._lockstep.rendezvous), self._lockstep.rank
         for rank, ends in enumerate(self._queue.ends):
             module = ["-m", "argosy_engine.executor.worker_process"]
-            numbers = (rendezvous, *ends.fds, ends.num_chunks, ends.chunk_bytes)
+            numbers = (data_rank, rendezvous, *ends.fds, ends.num_chunks, ends.chunk_bytes)
             arguments = [str(rank), str(self._world_size), parent_argument(), *map(str, numbers)]
             self._processes.append(
                 subprocess.Popen(  # noqa: S603 (our own interpreter and module)
@@ -110,6 +125,9 @@ class MultiprocExecutor:
 
     def sample(self, grammar: GrammarBitmask | None) -> None:
         self._send(SAMPLE + self._encode(grammar))
+
+    def lend_experts(self, step: Round) -> None:
+        self._send(LEND + self._encode(step))
 
     def receive(self) -> None:
         """Wait for the answer to the oldest step.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from argosy_engine.config import EngineArgs
+from argosy_engine.distributed.lockstep import LockstepEnds, Round, rendezvous_url
 from argosy_engine.errors import UtilityFailed
 from argosy_engine.executor.abstract import PendingOutput
 from argosy_engine.executor.worker_class import public_method, worker_class
@@ -14,16 +15,28 @@ from argosy_engine.messages.worker_info import WorkerInfo
 
 
 class UniprocExecutor:
-    """Executor of one worker in the core's own process."""
+    """Executor of one worker in the core's own process.
 
-    def __init__(self, args: EngineArgs) -> None:
-        self._worker = worker_class(args.worker_cls)(args)
+    Args:
+        lockstep: of an engine core that shares experts with others.
+    """
+
+    def __init__(self, args: EngineArgs, lockstep: LockstepEnds | None = None) -> None:
+        make = worker_class(args.worker_cls)
+        if lockstep is None:
+            self._worker = make(args)
+        else:
+            init_method = rendezvous_url(lockstep.rendezvous)
+            self._worker = make(args, init_method=init_method, data_rank=lockstep.rank)
 
     def start(self) -> WorkerInfo:
         return self._worker.start()
 
     def execute(self, step: SchedulerOutput) -> PendingOutput:
         return self._worker.execute(step)
+
+    def lend_experts(self, step: Round) -> None:
+        self._worker.lend_experts(step)
 
     def collective_rpc(self, call: CollectiveRpc) -> list[Any]:
         function = public_method(self._worker, call.method)

@@ -12,6 +12,8 @@ SAMPLE = b"\x02"
 """`GrammarBitmask` or None, for the previous step, which awaits it and is answered only now."""
 CALL = b"\x03"
 """`CollectiveRpc`: call a method of the worker. Every rank answers."""
+LEND = b"\x04"
+"""`Round`: compute the experts for a step of other engine cores. No rank answers, but for a failure."""
 
 DONE = b"\x00"
 """Answer: the result."""

@@ -1,4 +1,6 @@
-"""WorkerProcess: a worker's own process, `python -m argosy_engine.executor.worker_process RANK WORLD_SIZE PARENT FD...`
+"""WorkerProcess: a worker's own process.
+
+    python -m argosy_engine.executor.worker_process RANK WORLD_SIZE PARENT DATA_RANK FD...
 
 The first descriptor is a memory file by which the workers find each other; the others are the broadcast queue's. It
 reads calls from the broadcast queue and answers over its socket. Steps overlap: this thread launches the next one while
@@ -19,9 +21,10 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 
 from argosy_engine.config import EngineArgs
+from argosy_engine.distributed.lockstep import Round, rendezvous_url
 from argosy_engine.executor.answer_queue import AnswerQueue
 from argosy_engine.executor.broadcast import BroadcastReader, MessageStream, ReaderEnds
-from argosy_engine.executor.worker_messages import CALL, EXECUTE
+from argosy_engine.executor.worker_messages import CALL, EXECUTE, LEND
 from argosy_engine.messages.collective_rpc import CollectiveRpc
 from argosy_engine.messages.scheduler_output import GrammarBitmask, SchedulerOutput
 from argosy_engine.osproc.child_process import die_with_parent
@@ -39,12 +42,12 @@ def main() -> None:
     # Ctrl-C goes to the whole process group, but the core decides when its workers end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    rank, world_size, parent, rendezvous, *ends = (int(argument) for argument in sys.argv[1:])
+    rank, world_size, parent, data_rank, rendezvous, *ends = (int(argument) for argument in sys.argv[1:])
     die_with_parent(parent)
     describe_on_signal("argosy engine worker", lambda: f"rank {rank} of {world_size}; its stacks are above")
     reader = BroadcastReader(ReaderEnds(*ends))
     threading.Thread(target=_exit_with_core, args=(reader.socket.fileno(),), daemon=True, name="core").start()
-    WorkerProcess(rank, world_size, reader, f"file:///proc/self/fd/{rendezvous}").serve()
+    WorkerProcess(rank, world_size, reader, rendezvous_url(rendezvous), data_rank).serve()
 
 
 def _exit_with_core(fd: int) -> None:
@@ -57,10 +60,13 @@ def _exit_with_core(fd: int) -> None:
 class WorkerProcess:
     """Serves the core's calls in a worker's process. Arguments: `Worker`."""
 
-    def __init__(self, rank: int, world_size: int, reader: BroadcastReader, init_method: str) -> None:
+    def __init__(
+        self, rank: int, world_size: int, reader: BroadcastReader, init_method: str, data_rank: int = 0
+    ) -> None:
         self._rank = rank
         self._world_size = world_size
         self._init_method = init_method
+        self._data_rank = data_rank
         self._reader = reader
         self._answers = AnswerQueue(rank, MessageStream(reader.socket))
 
@@ -76,7 +82,9 @@ class WorkerProcess:
     def _start(self, args: EngineArgs) -> Worker:
         from argosy_engine.executor.worker_class import worker_class
 
-        worker = worker_class(args.worker_cls)(args, self._rank, self._world_size, self._init_method)
+        worker = worker_class(args.worker_cls)(
+            args, self._rank, self._world_size, self._init_method, self._data_rank
+        )
         self._answers.put_result(worker.start())
         return worker
 
@@ -92,12 +100,15 @@ class WorkerProcess:
         steps = msgspec.msgpack.Decoder(SchedulerOutput)
         grammars = msgspec.msgpack.Decoder(GrammarBitmask | None)
         calls = msgspec.msgpack.Decoder(CollectiveRpc)
+        rounds = msgspec.msgpack.Decoder(Round)
         awaiting: PendingStep | None = None
         while True:
             message = self._reader.get()
             kind, payload = message[:1], memoryview(message)[1:]
             if kind == CALL:
                 self._call(worker, calls.decode(payload))
+            elif kind == LEND:
+                worker.lend_experts(rounds.decode(payload))
             elif kind == EXECUTE:
                 step = steps.decode(payload)
                 pending = worker.execute(step)

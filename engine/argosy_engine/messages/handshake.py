@@ -8,6 +8,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from argosy_engine.config import EngineArgs, ResolvedConfig
+from argosy_engine.distributed.lockstep import LockstepEnds
 
 
 class Hello(Struct, tag="HELLO", tag_field="status"):
@@ -21,6 +22,8 @@ class Handshake(Struct, tag="INIT", tag_field="status"):
 
     engine_args: EngineArgs
     data_parallel_rank: int = 0
+    lockstep: LockstepEnds | None = None
+    """Of cores that share experts: what the core's process has inherited."""
 
 
 class Loading(Struct, tag="LOADING", tag_field="status"):

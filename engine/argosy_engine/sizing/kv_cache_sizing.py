@@ -70,6 +70,10 @@ def estimate_activations(config: ModelConfig, args: EngineArgs, itemsize: int, a
     kv = max(config.num_key_value_heads // ranks, 1) * config.head_dim
     inner = getattr(config, "intermediate_size", 4 * config.hidden_size) // ranks  # not every family has one
     values = 4 * config.hidden_size + 2 * q + 2 * kv + 4 * inner
+    if args.parallel_config.shares_experts:
+        values += (
+            3 * args.data_parallel_size * config.hidden_size
+        )  # tokens of all cores: gathered, computed, added
     norm = 8 * config.hidden_size  # float32, in and out
     layer = args.max_num_batched_tokens * (values * itemsize + norm)
     rows = min(args.max_num_seqs, args.max_num_batched_tokens)
@@ -113,13 +117,23 @@ def estimate_weights(
     return total * itemsize + fp8_bytes
 
 
-def rank_elements(config: ModelConfig, elements: Mapping[str, int], size: int) -> dict[str, int]:
+def rank_elements(
+    config: ModelConfig, elements: Mapping[str, int], size: int, expert_size: int | None = None
+) -> dict[str, int]:
     """Estimate how many elements of each tensor one of `size` tensor-parallel ranks holds.
 
     Ranks divide matrices and hold vectors whole. Few matrices are not divided, and small: learned positions, routers.
+
+    Args:
+        expert_size: number of ranks that divide the experts among them, if not these.
     """
     widest = max(4 * config.hidden_size, *config.divided_sizes(has_whole_experts=False).values())
-    held = {name: count if count <= widest else -(-count // size) for name, count in elements.items()}
+    held = {
+        name: count
+        if count <= widest
+        else -(-count // (expert_size if expert_size and ".experts." in name else size))
+        for name, count in elements.items()
+    }
     # KV heads that several ranks hold
     copied = (max(config.num_key_value_heads / size, 1) - config.num_key_value_heads / size) * config.head_dim
     held["replicated KV heads"] = int(2 * config.num_hidden_layers * config.hidden_size * copied)
@@ -235,7 +249,9 @@ def check_model(args: EngineArgs) -> None:
         ConfigError: the model cannot be served, or not with these flags.
     """
     config = load_model_config(resolve_model(args.model))
-    check_tensor_parallel(config, args.tensor_parallel_size, args.enable_expert_parallel)
+    check_tensor_parallel(
+        config, args.tensor_parallel_size, args.enable_expert_parallel, args.data_parallel_size
+    )
     check_pipeline_parallel(config, args.pipeline_parallel_size)
     check_quantization(config.quantization, args.quantization)
     wanted_model_len(args, config)

@@ -15,6 +15,7 @@ import zmq.asyncio
 from argosy_engine.config import EngineArgs, ResolvedConfig
 from argosy_engine.core.proc.core_client import POLL_MS, bind, close_all, result_of
 from argosy_engine.core.proc.core_handle import START_TIMEOUT_S, CoreHandle
+from argosy_engine.distributed.lockstep import LockstepEnds
 from argosy_engine.errors import EngineDead, UtilityFailed
 from argosy_engine.messages.core_messages import (
     EngineCoreOutputs,
@@ -60,17 +61,20 @@ class AsyncMPClient:
         self.config: ResolvedConfig
 
     @classmethod
-    async def start(cls, args: EngineArgs, rank: int = 0) -> AsyncMPClient:
+    async def start(
+        cls, args: EngineArgs, rank: int = 0, lockstep: LockstepEnds | None = None
+    ) -> AsyncMPClient:
         """Start the core process and wait until its model is loaded.
 
         Args:
             rank: data-parallel rank of the core.
+            lockstep: of cores that share experts.
 
         Raises:
             ConfigError: the core rejects its arguments; the message is meant for the person who started it.
             EngineDead: the core died while starting.
         """
-        handle = CoreHandle(args, rank)
+        handle = CoreHandle(args, rank, lockstep)
         client = cls(handle)
         try:
             handle.start()  # fork and exec take milliseconds, once

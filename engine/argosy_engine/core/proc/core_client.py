@@ -27,6 +27,7 @@ import zmq
 
 from argosy_engine.config import EngineArgs, ResolvedConfig
 from argosy_engine.core.proc.core_handle import START_TIMEOUT_S, CoreHandle
+from argosy_engine.distributed.lockstep import LockstepEnds
 from argosy_engine.errors import EngineClosed, EngineDead, UtilityFailed
 from argosy_engine.executor.abstract import Executor
 from argosy_engine.messages.core_messages import (
@@ -150,16 +151,23 @@ class SyncMPClient:
 
     Args:
         rank: data-parallel rank of the core.
-        is_awaited: wait until the core is ready; otherwise only start it, and leave `wait_until_loading` and
-            `wait_until_ready` to the caller.
+        lockstep: of cores that share experts.
+        is_awaited: wait until the core is ready; otherwise only start it, and leave `shake_hands` to the caller.
 
     Raises (from the constructor, or the methods that wait):
         ConfigError: the core rejects its arguments; the message is meant for the person who started it.
         EngineDead: the core died while starting. The methods raise it if the core dies later.
     """
 
-    def __init__(self, args: EngineArgs, rank: int = 0, *, is_awaited: bool = True) -> None:
-        self._handle = CoreHandle(args, rank)
+    def __init__(
+        self,
+        args: EngineArgs,
+        rank: int = 0,
+        lockstep: LockstepEnds | None = None,
+        *,
+        is_awaited: bool = True,
+    ) -> None:
+        self._handle = CoreHandle(args, rank, lockstep)
         self._context = zmq.Context()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(EngineCoreOutputs)
@@ -177,22 +185,24 @@ class SyncMPClient:
             self.close()
             raise
 
-    def wait_until_loading(self) -> None:
-        """Wait until the core has its arguments and loads the model."""
-        while not self._handle.is_connected:
-            self._shake_hands()
-
     def wait_until_ready(self) -> None:
         """Wait until the model is loaded."""
-        while self._handle.config is None:
-            self._shake_hands()
-        self.config = self._handle.config
+        while not self.shake_hands():
+            pass
 
-    def _shake_hands(self) -> None:
-        """Wait for the next message of the handshake and answer it."""
+    def shake_hands(self) -> bool:
+        """Wait for the next message of the start and answer it. Returns whether the model is loaded."""
         reply = self._handle.greeting(self._receive(self._start_deadline, " while starting"))
         if reply is not None:
             self._send(reply, self._start_deadline, " while starting")
+        if self._handle.config is not None:
+            self.config = self._handle.config
+        return self._handle.config is not None
+
+    def check_start(self) -> None:
+        """Raise EngineDead if the start takes too long."""
+        if time.monotonic() > self._start_deadline:
+            raise EngineDead(f"the engine core was not ready after {START_TIMEOUT_S:.0f} s")
 
     @property
     def pid(self) -> int:
@@ -233,9 +243,17 @@ class SyncMPClient:
 
     def call_utility(self, method: str, *args: Any) -> Any:
         """Call a utility and wait. Raises UtilityFailed if the core has no such utility, or it failed."""
+        return self.answer(self.begin_call(method, *args))
+
+    def begin_call(self, method: str, *args: Any) -> int:
+        """Send a call of a utility, and return the number with which to get its `answer`."""
         call_id = next(self._call_ids)
         call = UtilityCall(call_id, method, list(args))
         self._send([RequestType.UTILITY, self._encoder.encode(call)])
+        return call_id
+
+    def answer(self, call_id: int) -> Any:
+        """Wait for the answer to a call, in the order of the calls. Raises like `call_utility`."""
         while True:
             outputs = self._next()
             if outputs.outputs or outputs.residency is not None:

@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from argosy_engine.config import EngineArgs, ResolvedConfig
+from argosy_engine.distributed.lockstep import LockstepEnds
 from argosy_engine.errors import ConfigError, EngineDead
 from argosy_engine.messages.core_messages import RequestType
 from argosy_engine.messages.handshake import Failed, Handshake, HandshakeMessage, Hello, Loading, Ready
@@ -36,17 +37,19 @@ class CoreHandle:
     Args:
         args: arguments of the engine, sent in the handshake (`greeting`).
         rank: data-parallel rank of the core.
+        lockstep: of cores that share experts; the process inherits its descriptors.
 
     Raises (from the constructor):
         ConfigError: this process has too few file descriptors left, there are fewer GPUs than workers, or the
             executor needs the core in this process.
     """
 
-    def __init__(self, args: EngineArgs, rank: int = 0) -> None:
+    def __init__(self, args: EngineArgs, rank: int = 0, lockstep: LockstepEnds | None = None) -> None:
         args.check_core_process()
         require_free()
         self._args = args
         self._rank = rank
+        self._lockstep = lockstep
         self._environment = rank_environment(args, rank)
         self._directory = Path(tempfile.mkdtemp(prefix="argosy-"))  # mode 0700
         self.input_address = f"ipc://{self._directory}/input"
@@ -71,6 +74,7 @@ class CoreHandle:
                 parent_argument(),
             ],
             stdin=subprocess.PIPE,
+            pass_fds=() if self._lockstep is None else self._lockstep.fds,
             env=self._environment,
         )
         self.pidfd = open_pidfd(self._process.pid)
@@ -104,7 +108,8 @@ class CoreHandle:
         message = msgspec.msgpack.decode(payload, type=HandshakeMessage)
         match message:
             case Hello():
-                return [RequestType.HANDSHAKE, msgspec.msgpack.encode(Handshake(self._args, self._rank))]
+                handshake = Handshake(self._args, self._rank, self._lockstep)
+                return [RequestType.HANDSHAKE, msgspec.msgpack.encode(handshake)]
             case Loading():
                 self.is_connected = True
                 self.remove_files()

@@ -28,6 +28,7 @@ import zmq
 from argosy_engine.core.proc.call_parameters import CallParameters
 from argosy_engine.core.proc.core_handle import START_TIMEOUT_S
 from argosy_engine.core.request import Request
+from argosy_engine.distributed.lockstep import Lockstep
 from argosy_engine.errors import ConfigError, EngineBusy
 from argosy_engine.messages.core_messages import (
     EngineCoreOutput,
@@ -96,6 +97,7 @@ class CoreProcess:
         self._input_queue: queue.SimpleQueue[_Input] = queue.SimpleQueue()
         self.output_queue: queue.SimpleQueue[EngineCoreOutputs | None] = queue.SimpleQueue()
         """Messages to the client; None ends the output thread."""
+        self._lockstep: Lockstep | None = None
         self._add_decoder = msgspec.msgpack.Decoder(EngineCoreRequest)
         self._call_parameters = CallParameters()
         self._abort_decoder = msgspec.msgpack.Decoder(list[str])
@@ -124,9 +126,11 @@ class CoreProcess:
             from argosy_engine.executor.factory import make_executor
 
             # Imports torch, unless the workers have their own processes.
-            executor = make_executor(init.engine_args)
+            executor = make_executor(init.engine_args, init.lockstep)
             imported = time.perf_counter() - started
-            self.core = EngineCore(init.engine_args, executor)
+            if init.lockstep is not None:
+                self._lockstep = Lockstep(init.lockstep, IDLE_HEARTBEAT_S)
+            self.core = EngineCore(init.engine_args, executor, self._lockstep)
         except ConfigError as error:
             self._send_handshake(Failed(str(error), True))
             return 2
@@ -134,7 +138,9 @@ class CoreProcess:
             logger.exception("the engine core could not start")
             self._send_handshake(Failed(f"{type(error).__name__}: {error}", False))
             return 1
-        self.core.structured.wake = lambda: self._input_queue.put(None)
+        self.core.structured.wake = lambda: self._put(None)
+        if self._lockstep is not None:
+            self._lockstep.on_wait = self._wait_for_ranks
         config = self.core.config
         phases = (("import torch" if "torch" in sys.modules else "imports", imported), *config.startup_phases)
         # Most objects of the start live as long as the process: exclude them from later garbage collections.
@@ -173,6 +179,8 @@ class CoreProcess:
                     continue
             self.drain_inputs()
             if not core.has_work:
+                core.lend_experts()
+                self._beat_if_silent()
                 continue
             outputs = core.step()
             if outputs.stats is not None:  # without stats a step was launched and none was processed
@@ -190,8 +198,27 @@ class CoreProcess:
             f"  writer: unsent={self.output_queue.qsize()} last message {now - self._sent_at:.3f} s ago"
         )
 
+    def _beat_if_silent(self) -> None:
+        """Send a heartbeat if nothing was sent for long: the loop of a core that lends its experts is never idle."""
+        if self._lockstep is not None and time.monotonic() - self._sent_at >= IDLE_HEARTBEAT_S:
+            self.output_queue.put(self.core.idle_outputs())
+
+    def _wait_for_ranks(self) -> None:
+        """Called in each interval in which the loop waits for the other cores to join a step."""
+        self.core.executor.check_health()
+        self.output_queue.put(EngineCoreOutputs())
+
     def wait_for_input(self) -> bool:
-        """Wait for the next message and handle it. Returns False after a heartbeat interval without one."""
+        """Wait for the next message and handle it. Returns False after a heartbeat interval without one.
+
+        Returns True as well if another core has begun a step.
+        """
+        if self._lockstep is not None:
+            while self._input_queue.empty():
+                if self._lockstep.is_called:
+                    return True
+                if not self._lockstep.wait(IDLE_HEARTBEAT_S):
+                    return False
         try:
             message = self._input_queue.get(timeout=IDLE_HEARTBEAT_S)
         except queue.Empty:
@@ -212,7 +239,13 @@ class CoreProcess:
         """Decode a message of the client and queue it for the loop. A malformed message fails at most its request."""
         message = self._read(kind, payload)
         if message is not None:
-            self._input_queue.put(message)
+            self._put(message)
+
+    def _put(self, message: _Input) -> None:
+        """Queue a message for the loop. Any thread may call it."""
+        self._input_queue.put(message)
+        if self._lockstep is not None:
+            self._lockstep.wake()  # the loop waits for its bell instead
 
     def _read(self, kind: bytes, payload: bytes) -> _Input:
         """Decode a message in the input thread; None if it was malformed and has been answered or dropped."""

@@ -11,6 +11,7 @@ which ends the others. Utilities are called on all cores.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from typing import Any
@@ -22,9 +23,16 @@ from argosy_engine.config import EngineArgs, ResolvedConfig
 from argosy_engine.core.proc.async_core_client import AsyncMPClient
 from argosy_engine.core.proc.core_client import POLL_MS, SyncMPClient
 from argosy_engine.core.proc.rank_balancer import RankBalancer
+from argosy_engine.distributed.lockstep import LockstepEnds, LockstepFiles
 from argosy_engine.errors import ConfigError, EngineDead, EngineError, UtilityFailed
 from argosy_engine.messages.core_messages import EngineCoreOutputs, EngineCoreRequest
 from argosy_engine.sizing.rank_resources import check_gpus, rank_args
+
+ROOT_CAUSE_S = 2.0
+"""How long to wait for the death of another core when one has died because it lost a worker of another."""
+_LOST_PEER = ("closed by peer", "reset by peer", "Broken pipe")
+"""What gloo says of a connection whose other end has ended."""
+START_POLL_MS = 1000
 
 _MAX_UNREAD = 64
 """Messages of all cores that are decoded ahead of their reader; more wait in the sockets."""
@@ -35,13 +43,15 @@ class DPLBAsyncMPClient:
 
     Args:
         clients: one for each rank, in order.
+        shares_experts: whether the cores do, so that none can go on without the others.
 
     Raises (from the constructor):
         ConfigError: the cores differ in what determines outputs.
     """
 
-    def __init__(self, clients: Sequence[AsyncMPClient]) -> None:
+    def __init__(self, clients: Sequence[AsyncMPClient], *, shares_experts: bool = False) -> None:
         self._clients = clients
+        self._shares_experts = shares_experts
         self.config = combined_config([client.config for client in clients])
         self._balancer = RankBalancer([client.config.max_num_seqs for client in clients])
 
@@ -54,16 +64,22 @@ class DPLBAsyncMPClient:
             EngineDead: a core died while starting.
         """
         check_gpus(args)
-        own_args, ranks = rank_args(args), range(args.data_parallel_size)
-        starts = [asyncio.create_task(_start_rank(own_args, rank), name=f"core {rank}") for rank in ranks]
+        own_args, ends = rank_args(args), ExpertGroup(args)
+        starts = [
+            asyncio.create_task(_start_rank(own_args, rank, ends.of(rank)), name=f"core {rank}")
+            for rank in range(args.data_parallel_size)
+        ]
         try:
-            return cls(await asyncio.gather(*starts))
+            clients = await asyncio.gather(*starts)
+            return cls(clients, shares_experts=args.parallel_config.shares_experts)
         except BaseException:
             for start in starts:
                 start.cancel()
             started = await asyncio.gather(*starts, return_exceptions=True)
             await asyncio.gather(*(client.close() for client in started if isinstance(client, AsyncMPClient)))
             raise
+        finally:
+            ends.close()
 
     async def add_request(self, request: EngineCoreRequest) -> None:
         """Send a request to the rank that it asks for, or to the best one, and set its `data_parallel_rank`.
@@ -84,14 +100,18 @@ class DPLBAsyncMPClient:
             UtilityFailed: it failed in a core. A core that fell asleep while another one could not is awake again.
             EngineDead: a core died.
         """
+        if self._shares_experts and method == "sleep":
+            check_idle(self._balancer)
+            await asyncio.gather(*(client.call_utility(*_NO_CALL) for client in self._clients))
+            check_idle(self._balancer)
         calls = [client.call_utility(method, *args) for client in self._clients]
         results = await asyncio.gather(*calls, return_exceptions=True)
         try:
             return combined_result(method, results)
         except UtilityFailed:
-            if method == "sleep":
-                wakes = [client.call_utility("wake_up") for client in self._clients]
-                await asyncio.gather(*wakes, return_exceptions=True)
+            if undo := undo_call(method):
+                calls = [client.call_utility(*undo) for client in self._clients]
+                await asyncio.gather(*calls, return_exceptions=True)
             raise
 
     async def outputs(self) -> AsyncGenerator[EngineCoreOutputs]:
@@ -108,6 +128,8 @@ class DPLBAsyncMPClient:
         try:
             while True:
                 outputs = await merged.get()
+                if isinstance(outputs, EngineDead) and is_consequence(outputs):
+                    outputs = await self._cause(outputs, merged)
                 if isinstance(outputs, Exception):
                     raise outputs
                 yield outputs
@@ -115,6 +137,18 @@ class DPLBAsyncMPClient:
             for reader in readers:
                 reader.cancel()
             await asyncio.gather(*readers, return_exceptions=True)
+
+    async def _cause(
+        self, death: EngineDead, merged: asyncio.Queue[EngineCoreOutputs | Exception]
+    ) -> EngineDead:
+        """Return the death of another core, if one follows that is the reason of this one."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(ROOT_CAUSE_S):
+                while True:
+                    outputs = await merged.get()
+                    if isinstance(outputs, EngineDead) and not is_consequence(outputs):
+                        return outputs
+        return death
 
     async def _read(self, rank: int, merged: asyncio.Queue[EngineCoreOutputs | Exception]) -> None:
         try:
@@ -137,9 +171,9 @@ class DPLBAsyncMPClient:
         await asyncio.gather(*(client.close() for client in self._clients))
 
 
-async def _start_rank(args: EngineArgs, rank: int) -> AsyncMPClient:
+async def _start_rank(args: EngineArgs, rank: int, lockstep: LockstepEnds | None) -> AsyncMPClient:
     with _naming(rank):
-        return await AsyncMPClient.start(args, rank)
+        return await AsyncMPClient.start(args, rank, lockstep)
 
 
 class DPLBSyncMPClient:
@@ -152,25 +186,40 @@ class DPLBSyncMPClient:
 
     def __init__(self, args: EngineArgs) -> None:
         check_gpus(args)
-        own_args = rank_args(args)
+        own_args, ends = rank_args(args), ExpertGroup(args)
+        self._shares_experts = args.parallel_config.shares_experts
         self._clients: list[SyncMPClient] = []
         try:
             for rank in range(args.data_parallel_size):
-                self._clients.append(SyncMPClient(own_args, rank, is_awaited=False))
-            for wait in (
-                SyncMPClient.wait_until_loading,
-                SyncMPClient.wait_until_ready,
-            ):  # they load side by side
-                for rank, client in enumerate(self._clients):
-                    with _naming(rank):
-                        wait(client)
+                self._clients.append(SyncMPClient(own_args, rank, ends.of(rank), is_awaited=False))
+            self._wait_until_ready()
             self.config = combined_config([client.config for client in self._clients])
         except BaseException:
             self.close()
             raise
+        finally:
+            ends.close()
         self._balancer = RankBalancer([client.config.max_num_seqs for client in self._clients])
         self._last = 0
         """Rank of the last step."""
+
+    def _wait_until_ready(self) -> None:
+        """Wait until all cores are. They load side by side, and may wait for each other."""
+        starting = dict(enumerate(self._clients))
+        while starting:
+            ready = [rank for rank, client in starting.items() if client.is_ready]
+            for rank in ready:
+                with _naming(rank):
+                    if starting[rank].shake_hands():
+                        del starting[rank]
+            if not ready:
+                poller = zmq.Poller()
+                for client in starting.values():
+                    client.watch(poller)
+                poller.poll(START_POLL_MS)
+                for rank, client in starting.items():
+                    with _naming(rank):
+                        client.check_start()
 
     @property
     def pids(self) -> list[int]:
@@ -198,41 +247,110 @@ class DPLBSyncMPClient:
                 rank = (self._last + offset) % count
                 if self._clients[rank].is_ready:
                     self._last = rank
-                    with _naming(rank):
-                        outputs = self._clients[rank].step()
+                    try:
+                        with _naming(rank):
+                            outputs = self._clients[rank].step()
+                    except EngineDead as error:
+                        raise self._cause(rank, error) from None
                     self._balancer.update(rank, outputs)
                     return outputs
             poller = zmq.Poller()
             notices_ends = [client.watch(poller) for client in self._clients]
             poller.poll(None if all(notices_ends) else POLL_MS)
 
+    def _cause(self, rank: int, death: EngineDead) -> EngineDead:
+        """Return the death of another core, if one follows that is the reason of this one's."""
+        deadline = time.monotonic() + ROOT_CAUSE_S
+        others = {other: client for other, client in enumerate(self._clients) if other != rank}
+        while is_consequence(death) and others and (left := deadline - time.monotonic()) > 0:
+            poller = zmq.Poller()
+            for client in others.values():
+                client.watch(poller)
+            poller.poll(min(int(left * 1000) + 1, POLL_MS))
+            for other in [other for other, client in others.items() if client.is_ready]:
+                try:
+                    others[other].step()
+                except EngineDead as error:
+                    del others[other]
+                    if not is_consequence(error):
+                        return _dead(other, error)
+        return death
+
     def call_utility(self, method: str, *args: Any) -> Any:
-        """Call a utility of all cores, one after the other, and return their results as those of one
-        (`combined_result`).
+        """Call a utility of all cores at once, and return their results as those of one (`combined_result`).
 
         Raises:
             UtilityFailed: it failed in a core. A core that fell asleep while another one could not is awake again.
             EngineDead: a core died.
         """
-        results: list[Any] = []
-        for rank, client in enumerate(self._clients):
-            try:
-                with _naming(rank):
-                    results.append(client.call_utility(method, *args))
-            except UtilityFailed as error:
-                results.append(error)
+        if self._shares_experts and method == "sleep":
+            check_idle(self._balancer)
+            self._call_all(*_NO_CALL)
+        results = self._call_all(method, *args)
         try:
             return combined_result(method, results)
         except UtilityFailed:
-            if method == "sleep":
+            if undo := undo_call(method):
                 for client in self._clients:
                     with suppress(EngineError):
-                        client.call_utility("wake_up")
+                        client.call_utility(*undo)
             raise
+
+    def _call_all(self, method: str, *args: Any) -> list[Any]:
+        """Call a utility of all cores at once, and return their results, or why they failed, by rank."""
+        calls, results = [], []
+        for rank, client in enumerate(self._clients):
+            with _naming(rank):
+                calls.append(client.begin_call(method, *args))
+        for rank, client in enumerate(self._clients):
+            try:
+                with _naming(rank):
+                    results.append(client.answer(calls[rank]))
+            except UtilityFailed as error:
+                results.append(error)
+        return results
 
     def close(self) -> None:
         for client in self._clients:
             client.close()
+
+
+class ExpertGroup:
+    """What the processes of cores that share experts inherit, if they do. Close it once all have started."""
+
+    def __init__(self, args: EngineArgs) -> None:
+        self._files = LockstepFiles(args.data_parallel_size) if args.parallel_config.shares_experts else None
+
+    def of(self, rank: int) -> LockstepEnds | None:
+        return None if self._files is None else self._files.ends(rank)
+
+    def close(self) -> None:
+        if self._files is not None:
+            self._files.close()
+
+
+_NO_CALL: tuple[str, list[str]] = ("unknown_requests", [])
+"""A call without effect. Once all cores that share experts have answered it, they have handled what was sent before
+(aborts) as well, so that none begins a step that needs another core, which may fall asleep then."""
+
+
+def check_idle(balancer: RankBalancer) -> None:
+    """
+    Raises:
+        UtilityFailed: a request has not ended.
+    """
+    if any(balancer.num_requests):
+        raise UtilityFailed("requests are running")
+
+
+def undo_call(method: str) -> tuple[Any, ...]:
+    """Return the call that undoes one that has failed in some cores, so that all are asleep or none; empty: no call."""
+    return {"sleep": ("wake_up",), "wake_up": ("sleep", 1)}.get(method, ())
+
+
+def is_consequence(death: EngineDead) -> bool:
+    """Whether a core has died because a worker of another core, with which its own compute together, has ended."""
+    return any(sign in str(death) for sign in _LOST_PEER)
 
 
 @contextmanager
