@@ -203,13 +203,11 @@ class Parallelism(Struct, frozen=True, kw_only=True, rename="camel"):
             message=f"tensor * pipeline * data is the number of devices of one replica, at most {MAX_DEVICES}",
         ),
         Rule(
-            rule="!has(self.expert) || !self.expert || (has(self.tensor) && self.tensor > 1)",
-            message="expert divides the experts among the devices of tensor; set tensor to 2 or more",
-            field_path=".expert",
-        ),
-        Rule(
-            rule="!has(self.expert) || !self.expert || !has(self.data) || self.data == 1",
-            message="expert is not supported with several copies of the model; leave data at 1, and set replicas",
+            rule=(
+                "!has(self.expert) || !self.expert || (has(self.tensor) && self.tensor > 1) || "
+                "(has(self.data) && self.data > 1)"
+            ),
+            message="expert divides the experts among the devices of tensor and data; set one of them to 2 or more",
             field_path=".expert",
         ),
     )
@@ -220,9 +218,10 @@ class Parallelism(Struct, frozen=True, kw_only=True, rename="camel"):
     """Stages among which the layers are divided, each of as many devices as tensor says."""
     data: Annotated[int, Meta(ge=1, le=MAX_DEVICES)] = 1
     """Copies of the model behind one engine's API, each with tensor times pipeline devices. Replicas do the same, and
-    are replaced one by one."""
+    are replaced one by one. With expert the copies share one set of experts and compute in step."""
     expert: bool = False
-    """Whether the devices of tensor hold whole experts of a mixture-of-experts model, instead of a slice of each."""
+    """Whether the devices of tensor and data hold whole experts of a mixture-of-experts model, instead of a slice of
+    each, or in each copy all of them."""
 
     @property
     def devices(self) -> int:

@@ -143,6 +143,10 @@ podTemplate: {spec: {containers: [{name: engine, volumeMounts: [{name: a, mountP
     "experts divided among devices": manifest(
         f"{TINY}\nparallelism: {{tensor: 4, pipeline: 2, data: 1, expert: true}}\nresources: {{gpu: {{count: 8}}}}"
     ),
+    "experts divided among copies of the model": manifest(f"{TINY}\nparallelism: {{data: 2, expert: true}}"),
+    "experts divided among all devices": manifest(
+        f"{TINY}\nparallelism: {{tensor: 2, data: 4, expert: true}}\nresources: {{gpu: {{count: 8}}}}"
+    ),
     "gpus that follow from the devices": manifest(
         f"{TINY}\nparallelism: {{tensor: 2}}\nresources: {{gpu: {{}}}}"
     ),
@@ -359,11 +363,11 @@ podTemplate: {{spec: {{containers: [{{name: engine, volumeMounts: [{{name: a, mo
     ),
     "experts on one device": (
         manifest(f"{TINY}\nparallelism: {{expert: true}}"),
-        "expert divides the experts among the devices of tensor; set tensor to 2 or more",
+        "expert divides the experts among the devices of tensor and data; set one of them to 2 or more",
     ),
-    "experts of several copies of the model": (
-        manifest(f"{TINY}\nparallelism: {{tensor: 2, data: 2, expert: true}}"),
-        "expert is not supported with several copies of the model; leave data at 1, and set replicas",
+    "experts divided among stages": (
+        manifest(f"{TINY}\nparallelism: {{tensor: 1, pipeline: 2, data: 1, expert: true}}"),
+        "expert divides the experts among the devices of tensor and data; set one of them to 2 or more",
     ),
     "shorter sequences than the engine takes": (
         manifest(f"{TINY}\nengine: {{maxModelLen: 8}}"),
