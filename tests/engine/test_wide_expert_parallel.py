@@ -25,7 +25,7 @@ from argosy_engine.frontend.outputs import CompletionOutput, GenerationOutput, R
 from argosy_engine.frontend.renderer import TokenizedPrompt
 from argosy_engine.messages.core_messages import EngineCoreOutputs, EngineCoreRequest
 from argosy_engine.sizing.kv_cache_sizing import check_model
-from processes import cpu_share, is_alive, wait_until, workers
+from processes import children, cpu_share, is_alive, wait_until, workers
 from random_checkpoints import KINDS, make_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -279,6 +279,17 @@ def test_a_killed_core_ends_the_engine_with_its_reason(checkpoint: Path) -> None
         wait_until(lambda: not any(map(is_alive, pids)), "the cores to end")
 
     asyncio.run(kill())
+
+
+def test_a_core_that_cannot_start_ends_those_that_wait_for_it(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    support = str(ROOT / "tests" / "support")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((support, os.environ.get("PYTHONPATH", ""))))
+    before = set(children(os.getpid()))
+    with pytest.raises(ConfigError, match="not on this core"):
+        LLM(str(checkpoint), **FLAGS, **WIDE, worker_cls="probe_worker.FailsOnOneCoreWorker")
+    assert set(children(os.getpid())) <= before
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,15 @@ class OtherWeightsWorker(ProbeWorker):
         return super().start()
 
 
+class FailsOnOneCoreWorker(Worker):
+    """A worker that does not start on the second of the cores that share experts, while the others wait for it."""
+
+    def start(self) -> WorkerInfo:
+        if self.data_rank == 1:
+            raise ConfigError("not on this core")
+        return super().start()
+
+
 class FailsLateWorker(ProbeWorker):
     """A worker whose rank 1 loads the model and then cannot start."""
 

@@ -88,7 +88,7 @@ class Worker:
         self.world_size = world_size
         self._init_method = init_method
         self._launched = launched
-        self._data_rank = data_rank
+        self.data_rank = data_rank
         self._phases: list[tuple[str, float]] = []
         self._runner: ModelRunner | None = None
         self._exchange: TokenExchange | None = None
@@ -122,7 +122,7 @@ class Worker:
                 self._parallel = launched.parallel_state(device)
             else:
                 self._parallel = init_parallel_state(
-                    args.parallel_config, self.rank, device, self._init_method, self._data_rank
+                    args.parallel_config, self.rank, device, self._init_method, self.data_rank
                 )
             memory = cpu_memory() if device.type == "cpu" else _cuda_memory(device)
             self._parallel.world.barrier()  # no worker takes memory before all have seen what is free
