@@ -140,6 +140,10 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
             "--tensor-parallel-size and --data-parallel-size, whose cores then compute in step"
         ),
     ] = False
+    enable_dbo: Annotated[
+        bool,
+        Meta(description="dual-batch overlap; refused, because it pays with transfers between nodes only"),
+    ] = False
     load_format: Annotated[
         Literal["auto", "dummy"], Meta(description="dummy: random weights, for benchmarks")
     ] = "auto"
@@ -352,6 +356,11 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
         if self.async_scheduling and self.pipeline_parallel_size > 1:
             raise ConfigError(
                 "--async-scheduling needs --pipeline-parallel-size 1: the steps of a pipeline overlap without it"
+            )
+        if self.enable_dbo:
+            raise ConfigError(
+                "--enable-dbo is not supported: two halves of a batch hide the transfers of tokens between nodes, and "
+                "all devices of an engine are on one node, where each half would read the experts again; leave it out"
             )
         world_size = self.parallel_config.world_size
         if self.distributed_executor_backend == "uni" and world_size > 1:
