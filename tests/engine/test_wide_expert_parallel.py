@@ -25,7 +25,7 @@ from argosy_engine.frontend.outputs import CompletionOutput, GenerationOutput, R
 from argosy_engine.frontend.renderer import TokenizedPrompt
 from argosy_engine.messages.core_messages import EngineCoreOutputs, EngineCoreRequest
 from argosy_engine.sizing.kv_cache_sizing import check_model
-from processes import children, cpu_share, is_alive, wait_until, workers
+from processes import children, cpu_share, has_grammar_server, is_alive, wait_until, workers
 from random_checkpoints import KINDS, make_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -210,9 +210,11 @@ def test_requests_may_come_and_go_at_any_time(two: Engine, expected: list[Reques
 
 
 def test_cores_at_rest_do_not_spin(two: Engine) -> None:
+    pids = two.llm.client.pids
+    wait_until(lambda: all(map(has_grammar_server, pids)), "the grammar processes, started while idle")
     two.run(two.answer(0, 0))
     # Whoever spins takes a whole core, or what he gets of it.
-    assert cpu_share(two.llm.client.pids, 1.0) < 0.2
+    assert cpu_share(pids, 1.0) < 0.2
 
 
 def test_all_cores_sleep_or_none(two: Engine, expected: list[RequestOutput]) -> None:
@@ -235,13 +237,13 @@ def step_until_done(llm: LLM) -> None:
         llm.engine.step()
 
 
-def test_cores_of_several_workers(checkpoint: Path, expected: list[RequestOutput]) -> None:
-    llm = LLM(str(checkpoint), **FLAGS, **WIDE, tensor_parallel_size=2)
+@pytest.mark.parametrize("dimension", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_cores_of_several_workers(checkpoint: Path, expected: list[RequestOutput], dimension: str) -> None:
+    llm = LLM(str(checkpoint), **FLAGS, **WIDE, **{dimension: 2})
     try:
         assert isinstance(llm.client, DPLBSyncMPClient)
-        for _ in range(2):
-            for found, wanted in zip(generate(llm), expected, strict=True):
-                check(found.outputs, wanted)
+        for found, wanted in zip(generate(llm), expected, strict=True):
+            check(found.outputs, wanted)
         llm.sleep()
         llm.wake_up()
         (again,) = llm.generate([REQUESTS[0].prompt], REQUESTS[0].params, use_tqdm=False)
