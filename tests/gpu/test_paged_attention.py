@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from argosy_engine.triton_kernels.device_traits import KNOWN_DEVICES, assume_device
 from argosy_engine.triton_kernels.launch import recorded_launches
-from argosy_engine.triton_kernels.paged_attention import paged_attention
-from attention_reference import PagedBatch
+from argosy_engine.triton_kernels.paged_attention import paged_attention, paged_attention_fp8
+from attention_reference import UNWRITTEN, PagedBatch
+from fp8_reference import assert_fp8_rows
 
 FP8 = torch.float8_e4m3fn
 MIXED = [(1, 90), (1, 1), (0, 0), (70, 150)]
@@ -235,3 +236,52 @@ def test_fp8_cache_is_refused_where_the_device_lacks_it():
     batch = PagedBatch([(1, 2)], kv_dtype=FP8)
     with assume_device(KNOWN_DEVICES["A100"]), pytest.raises(ValueError, match=r"capability 8\.9"):
         attend(batch)
+
+
+def check_fp8(batch, scale, **options):
+    out_scale = None if scale is None else torch.tensor([scale])
+    options = batch.options | options
+    out, scales = paged_attention_fp8(batch.q, batch.kv_cache, out_scale=out_scale, **options)
+    exact = attend(batch, **options)
+    is_written = (exact != UNWRITTEN).any(dim=(1, 2))
+    out, exact = out.flatten(1)[is_written], exact.flatten(1)[is_written]
+    assert_fp8_rows(out, scales[is_written], exact, scale, looseness=4.0, tolerance=2**-8)
+
+
+@settings(max_examples=2, deadline=None)
+@given(batches(), st.sampled_from([0.001, 0.02]))
+def test_any_batch_in_fp8_with_one_scale(batch, scale):
+    check_fp8(batch, scale, num_segments=1)
+
+
+@pytest.mark.parametrize("scale", [None, 0.02])
+@pytest.mark.parametrize(
+    "options", [{}, {"sliding_window": 17, "has_sinks": True}, {"logit_softcap": 2.0}], ids=str
+)
+def test_segments_are_merged_in_fp8(options, scale):
+    check_fp8(PagedBatch(DECODES, num_heads=3, num_kv_heads=1, head_dim=40, **options), scale, num_segments=3)
+
+
+@pytest.mark.parametrize("scale", [None, 0.02])
+def test_the_largest_head_decides_the_scale_of_a_token(scale):
+    batch = PagedBatch(DECODES, num_heads=6, num_kv_heads=3, dtype=torch.float32, head_dim=40)
+    batch.kv_cache[1, :, :, 2] *= 1000.0
+    check_fp8(batch, scale, num_segments=5)
+
+
+def test_a_scale_per_token_is_left_to_the_product_where_nothing_is_merged():
+    batch = PagedBatch(DECODES)
+    out, scales = paged_attention_fp8(
+        batch.q, batch.kv_cache, out_scale=None, **batch.options, num_segments=1
+    )
+    assert scales is None
+    assert out.dtype is batch.dtype
+    with pytest.raises(ValueError, match="give an out_scale"):
+        paged_attention(
+            batch.q,
+            batch.kv_cache,
+            **batch.options,
+            num_segments=1,
+            out=torch.empty(batch.q.shape, dtype=FP8),
+            row_scales=torch.empty(len(batch.q), 1),
+        )

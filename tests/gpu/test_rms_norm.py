@@ -3,7 +3,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from argosy_engine.triton_kernels.rms_norm import MAX_WIDTH, add_rms_norm, rms_norm
+from argosy_engine.triton_kernels.rms_norm import (
+    MAX_WIDTH,
+    add_rms_norm,
+    add_rms_norm_fp8,
+    rms_norm,
+    rms_norm_fp8,
+)
+from fp8_reference import assert_fp8_rows
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EPS = 1e-6
@@ -102,3 +109,38 @@ def test_nan_stays_in_its_row():
     out = rms_norm(x, weight, EPS)
     assert out[0].isnan().all()
     torch.testing.assert_close(out[1:], expected(x[1:], weight).float())
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    rows=st.integers(0, 3),
+    width=st.integers(1, 300),
+    dtype=st.sampled_from(DTYPES),
+    scale=st.sampled_from([None, 0.01, 0.5]),
+    x_has_norm=st.none() | st.booleans(),
+)
+def test_norms_in_fp8(rows, width, dtype, scale, x_has_norm):
+    """`x_has_norm`: nothing is added; or x, or its norm."""
+    x, residual = (random(rows, width, dtype=dtype, seed=seed) for seed in range(2))
+    weight, x_weight = random(width, seed=2), random(width, seed=3)
+    given_scale = None if scale is None else torch.tensor([scale])
+    if x_has_norm is None:
+        out, scales = rms_norm_fp8(x, weight, EPS, given_scale)
+        total = x
+    else:
+        x_weight = x_weight if x_has_norm else None
+        total = residual.clone()
+        add_rms_norm(x, total, weight, EPS, x_weight=x_weight)
+        out, scales = add_rms_norm_fp8(x, residual, weight, EPS, given_scale, x_weight=x_weight)
+        assert torch.equal(residual, total)
+    assert_fp8_rows(out, scales, expected(total, weight), scale)
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN")  # numpy's, where a GPU has none
+def test_in_fp8_a_row_of_zeros_stays_zero_and_nan_stays_in_its_row():
+    x = torch.zeros(2, 48)
+    x[1, 3] = torch.nan
+    out, scales = rms_norm_fp8(x, torch.ones(48), EPS, None)
+    assert (out[0].float() == 0).all()
+    assert scales[0] > 0
+    assert (out[1].float() * scales[1]).isnan().all()

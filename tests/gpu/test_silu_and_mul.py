@@ -4,7 +4,14 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from argosy_engine.triton_kernels.silu_and_mul import gelu_tanh_and_mul, silu_and_mul
+from argosy_engine.triton_kernels import silu_and_mul as silu_and_mul_module
+from argosy_engine.triton_kernels.silu_and_mul import (
+    gelu_tanh_and_mul,
+    gelu_tanh_and_mul_fp8,
+    silu_and_mul,
+    silu_and_mul_fp8,
+)
+from fp8_reference import assert_fp8_rows
 
 
 def silu_reference(gate, up):
@@ -54,3 +61,40 @@ def test_strided_rows_and_given_output():
 
 def test_nothing_runs_for_an_empty_batch():
     assert silu_and_mul(torch.empty(0, 64)).shape == (0, 32)
+
+
+FP8_ACTIVATIONS = [(silu_and_mul_fp8, silu_reference), (gelu_tanh_and_mul_fp8, gelu_reference)]
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    activation=st.sampled_from(FP8_ACTIVATIONS),
+    rows=st.integers(0, 3),
+    inner=st.one_of(st.integers(1, 200), st.sampled_from([1024, 1500])),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    scale=st.sampled_from([None, 0.01, 0.5]),
+)
+def test_activations_in_fp8(activation, rows, inner, dtype, scale):
+    activate, reference = activation
+    gate_up = (4 * torch.randn(rows, 2 * inner + 3, generator=torch.Generator().manual_seed(0))).to(dtype)
+    gate_up = gate_up[:, : 2 * inner]
+    out, scales = activate(gate_up, None if scale is None else torch.tensor([scale]))
+    # In float64, because torch's gelu loses its digits at gates far below 0.
+    assert_fp8_rows(out, scales, reference(*gate_up.double().chunk(2, dim=-1)), scale)
+
+
+def test_in_fp8_a_row_may_be_wider_than_registers_hold(monkeypatch):
+    monkeypatch.setattr(silu_and_mul_module, "ROW_BLOCK", 64)
+    gate_up = torch.randn(3, 2 * 150)
+    gate_up[0, 149] = 40.0  # the largest is in the last block
+    out, scales = silu_and_mul_fp8(gate_up, None)
+    assert_fp8_rows(out, scales, silu_reference(*gate_up.chunk(2, dim=-1)), None)
+
+
+def test_in_fp8_nan_stays_in_its_row():
+    gate_up = torch.ones(2, 64)
+    gate_up[0, 40] = torch.nan
+    out, scales = silu_and_mul_fp8(gate_up, None)
+    wanted = (out.float() * scales)[0]
+    assert wanted[8].isnan()
+    assert_fp8_rows(out[1:], scales[1:], silu_reference(*gate_up[1:].chunk(2, dim=-1)), None)

@@ -7,17 +7,20 @@ This module chooses the layout of the query tiles, from shapes:
 - one tile per request: where every request's queries fit one tile (decode, verification of drafts, short prompts). If
   there are few such tiles for the device, their keys are split into segments too (`split_kv`).
 
-`paged_attention_kernel` does the work.
+`paged_attention_kernel` does the work. It can write its result in FP8, as the input of an FP8 product, with a scale
+that is known. A scale per token depends on all heads, which different programs compute: only the kernel that merges
+segments can know it (`split_kv`).
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any, NamedTuple
 
 import torch
 import triton
 
-from argosy_engine.triton_kernels.attention_tiles import MAX_GROUP_SIZE, choose_tiles
+from argosy_engine.triton_kernels.attention_tiles import MAX_GROUP_SIZE, AttentionTiles, choose_tiles
 from argosy_engine.triton_kernels.device_traits import device_traits
 from argosy_engine.triton_kernels.launch import launch
 from argosy_engine.triton_kernels.paged_attention_kernel import paged_attention_kernel
@@ -45,6 +48,8 @@ def paged_attention(
     v_scale: torch.Tensor | None = None,
     num_segments: int | None = None,
     out: torch.Tensor | None = None,
+    row_scales: torch.Tensor | None = None,
+    out_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute causal attention of each request's last queries over its keys and values in the cache.
 
@@ -72,7 +77,9 @@ def paged_attention(
         k_scale: float32 [1], factor on the keys of an FP8 cache; None: 1.
         v_scale: float32 [1], factor on its values; None: 1.
         num_segments: parts that a request's keys are split into, in [1, 32]; None: chosen by shapes.
-        out: [T, num_heads, head_dim] of q's dtype with contiguous heads; None: allocated.
+        out: [T, num_heads, head_dim] of q's dtype with contiguous heads, or float8_e4m3fn; None: allocated.
+        row_scales: float32 [T, 1], gets each token's scale if out is in FP8; see `paged_attention_fp8`.
+        out_scale: float32 [1], the scale of all tokens then; None: each has its own.
 
     Returns:
         out; rows that belong to no request are undefined if it was allocated here.
@@ -81,39 +88,35 @@ def paged_attention(
         ValueError: a shape, dtype or option that the kernel does not support.
     """
     num_tokens, num_heads, head_dim = q.shape
-    _, _, block_size, num_kv_heads, _ = kv_cache.shape
-    traits = device_traits(q.device)
-    _check(q, kv_cache, traits.has_fp8, sliding_window, logit_softcap, num_segments)
+    num_kv_heads = kv_cache.shape[3]
+    _check(q, kv_cache, device_traits(q.device).has_fp8, sliding_window, logit_softcap, num_segments)
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    num_requests, max_blocks = block_table.shape
-    max_query_len = min(max_query_len, num_tokens)
-    if num_requests == 0 or max_query_len == 0:
+    num_requests = len(block_table)
+    if num_requests == 0 or min(max_query_len, num_tokens) == 0:
         return out
-    group_size = num_heads // num_kv_heads
-    tiles = choose_tiles(traits, q.dtype, kv_cache.dtype, head_dim, group_size, max_query_len)
-    block_q = tiles.block_m // group_size
-    is_packed = max_query_len > block_q
-    if is_packed:
-        num_query_tiles = num_tokens // block_q + num_requests
-    else:
-        num_query_tiles = num_requests
-    num_programs = num_query_tiles * num_kv_heads
-    if num_segments is None:
-        max_tiles = triton.cdiv(max_blocks * block_size, tiles.tile)
-        num_segments = 1 if is_packed else choose_num_segments(traits, num_programs, max_tiles)
-    lse = None
+    layout = _choose_layout(q, kv_cache, block_table, max_query_len, num_segments)
+    tiles, num_segments = layout.tiles, layout.num_segments
+    lse = largest = None
     target = out.unsqueeze(2)
     if num_segments > 1:
         target = q.new_empty((num_tokens, num_heads, num_segments, head_dim), dtype=torch.float32)
         lse = q.new_empty((num_tokens, num_heads, num_segments), dtype=torch.float32)
+        if row_scales is not None and out_scale is None:
+            largest = torch.empty_like(lse)
+    elif row_scales is not None and out_scale is None:
+        raise ValueError("scales of tokens need their keys to be split into segments; give an out_scale")
+    writes_fp8 = row_scales is not None and num_segments == 1
     launch(
         paged_attention_kernel,
-        (num_programs, num_segments),
+        (layout.num_programs, num_segments),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         out_ptr=target,
         lse_ptr=lse,
+        largest_ptr=largest,
+        out_scale_ptr=out_scale if writes_fp8 else None,
+        row_scales_ptr=row_scales if writes_fp8 else None,
         q_ptr=q,
         k_ptr=kv_cache[0],
         v_ptr=kv_cache[1],
@@ -139,16 +142,81 @@ def paged_attention(
         block_table_stride=block_table.stride(0),
         HEAD_DIM=head_dim,
         HEAD_DIM_PADDED=triton.next_power_of_2(head_dim),
-        GROUP_SIZE=group_size,
-        BLOCK_SIZE=block_size,
+        GROUP_SIZE=num_heads // num_kv_heads,
+        BLOCK_SIZE=kv_cache.shape[2],
         BLOCK_M=tiles.block_m,
-        BLOCK_Q=block_q,
+        BLOCK_Q=layout.block_q,
         TILE=tiles.tile,
-        IS_PACKED=is_packed,
+        IS_PACKED=layout.is_packed,
     )
     if lse is not None:
-        merge_segments(out, target, lse, query_start_loc)
+        merge_segments(
+            out, target, lse, query_start_loc, row_scales=row_scales, largest=largest, out_scale=out_scale
+        )
     return out
+
+
+def paged_attention_fp8(
+    q: torch.Tensor, kv_cache: torch.Tensor, *, out_scale: torch.Tensor | None, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return `paged_attention` in float8_e4m3fn, [T, num_heads, head_dim], and the scale of each token, float32 [T, 1].
+
+    If only a further launch could know the scales, return the plain result and None.
+
+    Args:
+        out_scale: float32 [1], of all tokens; None: each has a scale that maps its magnitudes to at most 448, the
+            largest FP8 number.
+        options: of `paged_attention`, without outputs.
+    """
+    if out_scale is None:
+        num_segments = 1
+        if len(options["block_table"]) and min(options["max_query_len"], len(q)):
+            chosen = options["block_table"], options["max_query_len"], options.get("num_segments")
+            num_segments = _choose_layout(q, kv_cache, *chosen).num_segments
+        if num_segments == 1:
+            return paged_attention(q, kv_cache, **options), None
+    out = torch.empty(q.shape, dtype=_FP8, device=q.device)
+    row_scales = torch.empty((len(q), 1), dtype=torch.float32, device=q.device)
+    paged_attention(q, kv_cache, out=out, row_scales=row_scales, out_scale=out_scale, **options)
+    return out, row_scales
+
+
+class _Layout(NamedTuple):
+    tiles: AttentionTiles
+    block_q: int
+    """Queries of a tile."""
+    is_packed: bool
+    num_programs: int
+    """Of each segment."""
+    num_segments: int
+
+
+def _choose_layout(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    max_query_len: int,
+    num_segments: int | None,
+) -> _Layout:
+    """Choose the layout of a batch with queries, from shapes. Arguments: `paged_attention`."""
+    num_tokens, num_heads, head_dim = q.shape
+    _, _, block_size, num_kv_heads, _ = kv_cache.shape
+    traits = device_traits(q.device)
+    num_requests, max_blocks = block_table.shape
+    max_query_len = min(max_query_len, num_tokens)
+    group_size = num_heads // num_kv_heads
+    tiles = choose_tiles(traits, q.dtype, kv_cache.dtype, head_dim, group_size, max_query_len)
+    block_q = tiles.block_m // group_size
+    is_packed = max_query_len > block_q
+    if is_packed:
+        num_query_tiles = num_tokens // block_q + num_requests
+    else:
+        num_query_tiles = num_requests
+    num_programs = num_query_tiles * num_kv_heads
+    if num_segments is None:
+        max_tiles = triton.cdiv(max_blocks * block_size, tiles.tile)
+        num_segments = 1 if is_packed else choose_num_segments(traits, num_programs, max_tiles)
+    return _Layout(tiles, block_q, is_packed, num_programs, num_segments)
 
 
 def _check(

@@ -12,6 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from argosy_engine.triton_kernels.fp8_rows import to_fp8
+
 
 @triton.jit
 def _find_request(query_start_loc_ptr, query_tile, num_requests, BLOCK_Q: tl.constexpr):
@@ -112,6 +114,9 @@ def _attend(
 def paged_attention_kernel(
     out_ptr,
     lse_ptr,
+    largest_ptr,
+    out_scale_ptr,
+    row_scales_ptr,
     q_ptr,
     k_ptr,
     v_ptr,
@@ -149,6 +154,8 @@ def paged_attention_kernel(
     Programs along axis 0 are (query tile, KV head), with the heads of a tile beside each other because their keys are
     neighbours in memory. The packed layout starts with the last tile: prompts follow decodes in a batch, and the end
     of a prompt sees the most keys, so the longest programs start first.
+
+    With out_scale_ptr the result is written in FP8, and with largest_ptr each segment's largest magnitude of a head.
     """
     kv_head = tl.program_id(0) % num_kv_heads
     query_tile = tl.program_id(0) // num_kv_heads
@@ -265,9 +272,17 @@ def paged_attention_kernel(
     factor = 1.0 / denominator
     if v_scale_ptr is not None:
         factor *= tl.load(v_scale_ptr)
+    attended = accumulator * factor[:, None]
+    if largest_ptr is not None:
+        rows = token * (num_kv_heads * GROUP_SIZE) + head
+        largest = tl.max(tl.abs(attended), axis=1)
+        tl.store(largest_ptr + rows * tl.num_programs(1) + segment, largest, mask=is_row)
+    if out_scale_ptr is None:
+        out = attended.to(out_ptr.dtype.element_ty)
+    else:
+        out_scale = tl.load(out_scale_ptr)
+        is_first_head = is_row & (head == 0)
+        tl.store(row_scales_ptr + token, tl.zeros([BLOCK_M], tl.float32) + out_scale, mask=is_first_head)
+        out = to_fp8(attended, out_scale)
     out_offsets = token[:, None] * out_stride_token + head[:, None] * out_stride_head + dim[None, :]
-    tl.store(
-        out_ptr + out_offsets + segment * out_stride_segment,
-        (accumulator * factor[:, None]).to(out_ptr.dtype.element_ty),
-        mask=mask,
-    )
+    tl.store(out_ptr + out_offsets + segment * out_stride_segment, out, mask=mask)

@@ -1,4 +1,4 @@
-"""Rows of activations in FP8 (e4m3), with a scale per row, as inputs of an FP8 matrix product (arXiv 2209.05433)."""
+"""Quantisation of activations to FP8, row by row, in a launch of its own: for products that get plain tensors."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from argosy_engine.triton_kernels.fp8_rows import row_scale, to_fp8
 from argosy_engine.triton_kernels.launch import launch
 
 _BLOCK = 4096
@@ -30,16 +31,14 @@ def _quantize_fp8(
             mask = start + columns < width
             x = tl.load(x_ptr + row * x_stride + start + columns, mask=mask, other=0.0).to(tl.float32)
             largest = tl.maximum(largest, tl.abs(x))
-        # Not 0, for rows of zeros.
-        scale = tl.maximum(tl.max(largest, axis=0) / 448.0, 1e-12)
+        scale = row_scale(tl.max(largest, axis=0))
     else:
         scale = tl.load(scale_ptr)
     tl.store(row_scales_ptr + row, scale)
     for start in range(0, width, BLOCK):
         mask = start + columns < width
         x = tl.load(x_ptr + row * x_stride + start + columns, mask=mask, other=0.0).to(tl.float32)
-        x = tl.clamp(x / scale, -448.0, 448.0)
-        tl.store(out_ptr + row * width + start + columns, x.to(out_ptr.dtype.element_ty), mask=mask)
+        tl.store(out_ptr + row * width + start + columns, to_fp8(x, scale), mask=mask)
 
 
 def quantize_fp8(x: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:

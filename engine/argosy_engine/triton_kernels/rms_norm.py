@@ -3,6 +3,9 @@
 One program normalises one row and keeps it in registers, so that memory is read and written once. Arithmetic is in
 float32; only the sum with the residual is rounded to the model's dtype before it is normalised, because that is what
 the next layer reads.
+
+The result can be written in FP8, as the input of an FP8 product: the row's largest magnitude is known before it is
+written. It is not rounded to the model's dtype in between.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from argosy_engine.triton_kernels.fp8_rows import row_scale, to_fp8
 from argosy_engine.triton_kernels.launch import launch
 
 MAX_WIDTH = 16384
@@ -24,6 +28,8 @@ def _rms_norm(
     weight_ptr,
     x_weight_ptr,
     out_ptr,
+    scale_ptr,
+    row_scales_ptr,
     x_stride,
     residual_stride,
     out_stride,
@@ -45,7 +51,16 @@ def _rms_norm(
         tl.store(residual_ptr + row * residual_stride + columns, total, mask=mask)
         x = total.to(tl.float32)
     x = _normed(x, weight_ptr, columns, mask, width, eps, ADDS_ONE)
-    tl.store(out_ptr + row * out_stride + columns, x.to(out_ptr.dtype.element_ty), mask=mask)
+    if row_scales_ptr is None:
+        out = x.to(out_ptr.dtype.element_ty)
+    else:
+        if scale_ptr is None:
+            scale = row_scale(tl.max(tl.abs(x), axis=0))
+        else:
+            scale = tl.load(scale_ptr)
+        tl.store(row_scales_ptr + row, scale)
+        out = to_fp8(x, scale)
+    tl.store(out_ptr + row * out_stride + columns, out, mask=mask)
 
 
 @triton.jit
@@ -75,6 +90,8 @@ def rms_norm(
     Raises:
         ValueError: width is above `MAX_WIDTH`.
     """
+    if out is None:
+        out = x.new_empty(x.shape)
     return _launch(x, None, weight, None, eps, adds_one, out)
 
 
@@ -94,7 +111,42 @@ def add_rms_norm(
         x_weight: [width], of an RMSNorm of x before it is added (Gemma's norms after attention and MLP); None: there
             is none. It has the same eps and `adds_one`.
     """
+    if out is None:
+        out = x.new_empty(x.shape)
     return _launch(x, residual, weight, x_weight, eps, adds_one, out)
+
+
+def rms_norm_fp8(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, scale: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `rms_norm` in float8_e4m3fn, [T, width], and the scale of each row, float32 [T, 1].
+
+    Args:
+        scale: float32 [1], of all rows; None: each row's largest magnitude becomes 448, the largest FP8 number.
+    """
+    out, row_scales = _fp8_rows(x)
+    return _launch(x, None, weight, None, eps, False, out, scale, row_scales), row_scales
+
+
+def add_rms_norm_fp8(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    scale: torch.Tensor | None,
+    *,
+    x_weight: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `add_rms_norm` in FP8, and the scales; see `rms_norm_fp8`."""
+    out, row_scales = _fp8_rows(x)
+    return _launch(x, residual, weight, x_weight, eps, False, out, scale, row_scales), row_scales
+
+
+def _fp8_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return (
+        torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device),
+        torch.empty((len(x), 1), dtype=torch.float32, device=x.device),
+    )
 
 
 def _launch(
@@ -104,13 +156,13 @@ def _launch(
     x_weight: torch.Tensor | None,
     eps: float,
     adds_one: bool,
-    out: torch.Tensor | None,
+    out: torch.Tensor,
+    scale: torch.Tensor | None = None,
+    row_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     rows, width = x.shape
     if width > MAX_WIDTH:
         raise ValueError(f"RMSNorm of rows of {width} elements; at most {MAX_WIDTH} fit in registers")
-    if out is None:
-        out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     block = triton.next_power_of_2(width)
     launch(
         _rms_norm,
@@ -123,6 +175,8 @@ def _launch(
         weight_ptr=weight,
         x_weight_ptr=x_weight,
         out_ptr=out,
+        scale_ptr=scale,
+        row_scales_ptr=row_scales,
         x_stride=x.stride(0),
         residual_stride=0 if residual is None else residual.stride(0),
         out_stride=out.stride(0),

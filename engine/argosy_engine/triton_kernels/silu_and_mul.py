@@ -1,4 +1,9 @@
-"""The activation of gated MLPs: silu(gate) * up, or Gemma's gelu(gate) * up (arXiv 2002.05202)."""
+"""The activation of gated MLPs: silu(gate) * up, or Gemma's gelu(gate) * up (arXiv 2002.05202).
+
+The result can be written in FP8, as the input of an FP8 product. With a scale that is known, programs share a row as
+otherwise. A scale per row needs the row's largest magnitude first: one program has the row, and holds it in registers,
+or computes it twice if it is too wide, the second time from what the L2 cache has.
+"""
 
 from __future__ import annotations
 
@@ -7,32 +12,84 @@ import triton
 import triton.language as tl
 
 from argosy_engine.triton_kernels.activations import gelu_tanh, silu
+from argosy_engine.triton_kernels.fp8_rows import row_scale, to_fp8
 from argosy_engine.triton_kernels.launch import launch
 
 _BLOCK = 1024
 """Columns per program: 8 per thread, one 16-byte load each of gate and up in a 16-bit dtype."""
+ROW_BLOCK = 16384
+"""Columns of a whole row that a program holds in registers: 32 per thread."""
+
+
+@triton.jit
+def _product(gate_up_ptr, inner, columns, IS_GELU: tl.constexpr):
+    """Return the activation of some columns of the row at gate_up_ptr; 0 beyond its end."""
+    mask = columns < inner
+    gate = tl.load(gate_up_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + inner + columns, mask=mask, other=0.0).to(tl.float32)
+    if IS_GELU:
+        product = gelu_tanh(gate) * up
+    else:
+        product = silu(gate) * up
+    return product
 
 
 @triton.jit
 def _activation_and_mul(
     gate_up_ptr,
     out_ptr,
+    scale_ptr,
+    row_scales_ptr,
     gate_up_stride,
     out_stride,
     inner,
     IS_GELU: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """One block of columns of one row per program; in FP8 with one scale for all rows."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = columns < inner
-    gate = tl.load(gate_up_ptr + row * gate_up_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(gate_up_ptr + row * gate_up_stride + inner + columns, mask=mask, other=0.0).to(tl.float32)
-    if IS_GELU:
-        product = gelu_tanh(gate) * up
+    product = _product(gate_up_ptr + row * gate_up_stride, inner, columns, IS_GELU)
+    if scale_ptr is None:
+        out = product.to(out_ptr.dtype.element_ty)
     else:
-        product = silu(gate) * up
-    tl.store(out_ptr + row * out_stride + columns, product.to(out_ptr.dtype.element_ty), mask=mask)
+        scale = tl.load(scale_ptr)
+        if tl.program_id(1) == 0:
+            tl.store(row_scales_ptr + row, scale)
+        out = to_fp8(product, scale)
+    tl.store(out_ptr + row * out_stride + columns, out, mask=columns < inner)
+
+
+@triton.jit
+def _activation_and_mul_fp8(
+    gate_up_ptr,
+    out_ptr,
+    row_scales_ptr,
+    gate_up_stride,
+    inner,
+    IS_GELU: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FITS: tl.constexpr,
+):
+    """One row per program, with a scale of its own."""
+    row = tl.program_id(0).to(tl.int64)
+    gate_up_ptr += row * gate_up_stride
+    out_ptr += row * inner
+    columns = tl.arange(0, BLOCK)
+    if FITS:
+        product = _product(gate_up_ptr, inner, columns, IS_GELU)
+        scale = row_scale(tl.max(tl.abs(product), axis=0))
+        tl.store(out_ptr + columns, to_fp8(product, scale), mask=columns < inner)
+    else:
+        largest = tl.zeros([BLOCK], dtype=tl.float32)
+        for start in range(0, inner, BLOCK):
+            product = _product(gate_up_ptr, inner, start + columns, IS_GELU)
+            largest = tl.maximum(largest, tl.abs(product))
+        scale = row_scale(tl.max(largest, axis=0))
+        for start in range(0, inner, BLOCK):
+            product = _product(gate_up_ptr, inner, start + columns, IS_GELU)
+            tl.store(out_ptr + start + columns, to_fp8(product, scale), mask=start + columns < inner)
+    tl.store(row_scales_ptr + row, scale)
 
 
 def silu_and_mul(gate_up: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -50,7 +107,30 @@ def gelu_tanh_and_mul(gate_up: torch.Tensor, *, out: torch.Tensor | None = None)
     return _launch(gate_up, out, is_gelu=True)
 
 
-def _launch(gate_up: torch.Tensor, out: torch.Tensor | None, *, is_gelu: bool) -> torch.Tensor:
+def silu_and_mul_fp8(gate_up: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `silu_and_mul` in float8_e4m3fn, [T, inner], and the scale of each row, float32 [T, 1].
+
+    Args:
+        scale: float32 [1], of all rows; None: each row's largest magnitude becomes 448, the largest FP8 number.
+    """
+    return _launch_fp8(gate_up, scale, is_gelu=False)
+
+
+def gelu_tanh_and_mul_fp8(
+    gate_up: torch.Tensor, scale: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `gelu_tanh_and_mul` in FP8, and the scales; see `silu_and_mul_fp8`."""
+    return _launch_fp8(gate_up, scale, is_gelu=True)
+
+
+def _launch(
+    gate_up: torch.Tensor,
+    out: torch.Tensor | None,
+    scale: torch.Tensor | None = None,
+    row_scales: torch.Tensor | None = None,
+    *,
+    is_gelu: bool,
+) -> torch.Tensor:
     rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
     if out is None:
         out = torch.empty((rows, inner), dtype=gate_up.dtype, device=gate_up.device)
@@ -62,6 +142,8 @@ def _launch(gate_up: torch.Tensor, out: torch.Tensor | None, *, is_gelu: bool) -
         num_stages=1,
         gate_up_ptr=gate_up,
         out_ptr=out,
+        scale_ptr=scale,
+        row_scales_ptr=row_scales,
         gate_up_stride=gate_up.stride(0),
         out_stride=out.stride(0),
         inner=inner,
@@ -69,3 +151,29 @@ def _launch(gate_up: torch.Tensor, out: torch.Tensor | None, *, is_gelu: bool) -
         BLOCK=block,
     )
     return out
+
+
+def _launch_fp8(
+    gate_up: torch.Tensor, scale: torch.Tensor | None, *, is_gelu: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty((rows, inner), dtype=torch.float8_e4m3fn, device=gate_up.device)
+    row_scales = torch.empty((rows, 1), dtype=torch.float32, device=gate_up.device)
+    if scale is not None:
+        return _launch(gate_up, out, scale, row_scales, is_gelu=is_gelu), row_scales
+    block = min(ROW_BLOCK, triton.next_power_of_2(inner))
+    launch(
+        _activation_and_mul_fp8,
+        (rows,),
+        num_warps=min(max(block // 256, 1), 16),
+        num_stages=1,
+        gate_up_ptr=gate_up,
+        out_ptr=out,
+        row_scales_ptr=row_scales,
+        gate_up_stride=gate_up.stride(0),
+        inner=inner,
+        IS_GELU=is_gelu,
+        BLOCK=block,
+        FITS=inner <= block,
+    )
+    return out, row_scales

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 
 from argosy_engine.triton_kernels.device_traits import DeviceTraits
-from argosy_engine.triton_kernels.paged_attention import paged_attention
+from argosy_engine.triton_kernels.paged_attention import paged_attention, paged_attention_fp8
 from gpu_report.case import Case
 
 _FP8 = torch.float8_e4m3fn
@@ -38,6 +39,19 @@ def cases(traits: DeviceTraits) -> Iterator[Case]:
         yield _case(mode, head_dim=256, group_size=2, logit_softcap=50.0)
         yield _case(mode, head_dim=64, group_size=8, sliding_window=128, has_sinks=True)
     yield _case("drafts", head_dim=128)
+    if traits.has_fp8:
+        yield from _fp8_results(traits)
+
+
+def _fp8_results(traits: DeviceTraits) -> Iterator[Case]:
+    """What FP8 products read: with the checkpoint's scale, or with one per token where segments are merged."""
+    for head_dim in (64, 128, 256):
+        for kv_dtype in (None, _FP8):
+            for mode in ("prefill", "decode", "split decode"):
+                yield _case(mode, head_dim=head_dim, kv_dtype=kv_dtype, out="FP8 with one scale")
+            sampled = (head_dim, kv_dtype, traits.capability) == (128, None, 90)
+            yield _case("split decode", head_dim=head_dim, kv_dtype=kv_dtype, out="FP8", is_sampled=sampled)
+    yield _case("split decode", group_size=16, out="FP8")  # 128 heads
 
 
 _SAMPLED = {
@@ -57,6 +71,7 @@ def _case(
     kv_dtype: torch.dtype | None = None,
     block_size: int = 16,
     has_sinks: bool = False,
+    out: str = "",
     is_sampled: bool = False,
     **options: Any,
 ) -> Case:
@@ -66,10 +81,15 @@ def _case(
     label += "".join(f", {name} {value}" for name, value in options.items()) + (
         ", sinks" if has_sinks else ""
     )
+    label += f", result in {out}" if out else ""
 
     def call() -> object:
         num_heads = _NUM_KV_HEADS * group_size
-        return paged_attention(
+        attend: Callable[..., object] = paged_attention
+        if out:
+            out_scale = _empty(1, dtype=torch.float32) if "one scale" in out else None
+            attend = partial(paged_attention_fp8, out_scale=out_scale)
+        return attend(
             _empty(num_requests * max_query_len, num_heads, head_dim, dtype=dtype),
             _empty(2, 1024, block_size, _NUM_KV_HEADS, head_dim, dtype=kv_dtype or dtype),
             query_start_loc=_empty(num_requests + 1, dtype=torch.int32),

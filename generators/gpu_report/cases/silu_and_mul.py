@@ -7,7 +7,12 @@ from collections.abc import Callable, Iterator
 import torch
 
 from argosy_engine.triton_kernels.device_traits import DeviceTraits
-from argosy_engine.triton_kernels.silu_and_mul import gelu_tanh_and_mul, silu_and_mul
+from argosy_engine.triton_kernels.silu_and_mul import (
+    gelu_tanh_and_mul,
+    gelu_tanh_and_mul_fp8,
+    silu_and_mul,
+    silu_and_mul_fp8,
+)
 from gpu_report.case import Case
 
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -22,6 +27,29 @@ def cases(traits: DeviceTraits) -> Iterator[Case]:
                 is_sampled=activate is gelu_tanh_and_mul and dtype is torch.bfloat16,
             )
     yield Case("silu_and_mul, bf16, inner 384", _call(silu_and_mul, 384, torch.bfloat16))
+    if not traits.has_fp8:
+        return
+    for inner in (768, 3072, 14336, 28672):  # from one warp per row to rows that registers do not hold
+        sampled = inner == 14336
+        yield Case(f"silu_and_mul_fp8, bf16, inner {inner}", _call_fp8(silu_and_mul_fp8, inner), sampled)
+    yield Case("gelu_tanh_and_mul_fp8, bf16, inner 15360", _call_fp8(gelu_tanh_and_mul_fp8, 15360))
+    yield Case(
+        "silu_and_mul_fp8, bf16, inner 14336, static", _call_fp8(silu_and_mul_fp8, 14336, is_static=True)
+    )
+    yield Case(
+        "gelu_tanh_and_mul_fp8, bf16, inner 15360, static",
+        _call_fp8(gelu_tanh_and_mul_fp8, 15360, is_static=True),
+    )
+
+
+def _call_fp8(
+    activate: Callable[[torch.Tensor, torch.Tensor | None], object], inner: int, *, is_static: bool = False
+) -> Callable[[], object]:
+    def call() -> object:
+        gate_up = torch.empty(64, 2 * inner, dtype=torch.bfloat16, device="cuda")
+        return activate(gate_up, torch.empty(1, device="cuda") if is_static else None)
+
+    return call
 
 
 def _call(activate: Callable[[torch.Tensor], object], inner: int, dtype: torch.dtype) -> Callable[[], object]:
