@@ -110,14 +110,31 @@ def test_biases_are_part_of_the_matrix_products(tmp_path):
     assert per_layer("llama3-rope", tmp_path).count("addmm") == 2 * 4
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
-def test_fp8_adds_one_launch_per_matrix_product_and_none_for_experts(name, tmp_path):
-    config = QuantizationConfig(method="fp8", ignored=("re:.*gate$",))
-    for method in (Fp8LinearMethod(config, quantize_fp8), OnlineFp8LinearMethod(quantize_fp8)):
-        names = per_layer(name, tmp_path, method=method)
-        products = names.count("_scaled_mm")
-        assert products == names.count("quantize_fp8") == 2 * (4 if name == "llama" else 2)
-        assert len(names) == len(per_layer(name, tmp_path)) + products
+FP8_METHODS = {
+    "per token": Fp8LinearMethod(QuantizationConfig(method="fp8", ignored=("re:.*gate$",)), quantize_fp8),
+    "static": Fp8LinearMethod(
+        QuantizationConfig(method="fp8", ignored=("re:.*gate$",), is_static=True), quantize_fp8
+    ),
+    "online": OnlineFp8LinearMethod(quantize_fp8),
+}
+
+
+@pytest.mark.parametrize("method", FP8_METHODS)
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3-moe"])
+def test_fp8_products_find_their_inputs_quantised(name, method, tmp_path):
+    plain = [each.replace("mm", "_scaled_mm") for each in per_layer(name, tmp_path)]
+    names = per_layer(name, tmp_path, method=FP8_METHODS[method])
+    assert "quantize_fp8" not in names
+    assert names.count("_scaled_mm") == 2 * (2 if name == "qwen3-moe" else 4)
+    assert len(names) == len(plain) == 2 * (13 if name == "qwen3-moe" else 10)
+
+
+@pytest.mark.parametrize("method", FP8_METHODS)
+def test_where_nothing_is_merged_one_launch_quantises_the_attention(method, tmp_path):
+    names = per_layer("llama", tmp_path, method=FP8_METHODS[method], requests=600)
+    assert "merge_segments_kernel" not in names
+    assert names.count("quantize_fp8") == 2 * (method != "static")
+    assert len(names) == 2 * (9 if method == "static" else 10)
 
 
 def test_an_expert_layer_takes_thirteen_launches(tmp_path):

@@ -14,6 +14,7 @@ import torch
 from argosy_engine.attention.metadata import AttentionMetadata
 from argosy_engine.attention.params import AttentionParams
 from argosy_engine.attention.rotary import RotaryEmbedding
+from argosy_engine.quantized_rows import Activations, RowQuantization
 
 if TYPE_CHECKING:
     from argosy_engine.native.library import PackedLinear
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 class AttentionImpl(Protocol):
     """One layer's attention by one backend."""
 
-    def __call__(self, qkv: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
+    def __call__(self, qkv: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata) -> Activations:
         """See `layer.Attention.__call__`."""
         ...
 
@@ -43,6 +44,8 @@ class AttentionWeights(NamedTuple):
     """float32 [1]: an FP8 KV cache stores key / k_scale. None: the cache has the model's dtype."""
     v_scale: torch.Tensor | None = None
     """The same for the values."""
+    output_quantization: RowQuantization | None = None
+    """How the output projection wants its inputs. A backend may leave the quantisation to it."""
 
 
 class AttentionBackend(Protocol):
@@ -75,8 +78,11 @@ class FusedDecoder(Protocol):
 class DecoderNorm(Protocol):
     """An RMSNorm, as far as `fuse_decoder` looks at it."""
 
-    weight: torch.Tensor
-    eps: float
+    @property
+    def weight(self) -> torch.Tensor: ...
+
+    @property
+    def eps(self) -> float: ...
 
     @property
     def has_kernel(self) -> bool: ...

@@ -8,6 +8,7 @@ from argosy_engine.attention.backend import AttentionBackend, AttentionWeights
 from argosy_engine.attention.kv_cache_spec import KVCacheSpec
 from argosy_engine.attention.metadata import AttentionMetadata
 from argosy_engine.attention.params import AttentionParams
+from argosy_engine.quantized_rows import Activations
 
 
 class Attention:
@@ -23,8 +24,10 @@ class Attention:
         self.kv_cache_dtype = backend.kv_cache_dtype
         self.impl = backend.attention(params, weights)
 
-    def __call__(self, qkv: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
+    def __call__(self, qkv: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata) -> Activations:
         """Write keys and values to the cache and compute attention, [T, num_heads * head_dim].
+
+        The result may be quantised, if the output projection wants it so.
 
         Args:
             qkv: [T, (num_heads + 2 num_kv_heads) * head_dim], contiguous; may be changed in place.

@@ -7,6 +7,7 @@ the segments of a decode whose keys were split).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +15,8 @@ import torch
 from argosy_engine.attention.backend import AttentionWeights, DecoderParts
 from argosy_engine.attention.metadata import AttentionMetadata
 from argosy_engine.attention.params import AttentionParams
-from argosy_engine.triton_kernels.paged_attention import paged_attention
+from argosy_engine.quantized_rows import Activations, QuantizedRows
+from argosy_engine.triton_kernels.paged_attention import paged_attention, paged_attention_fp8
 from argosy_engine.triton_kernels.rope_and_cache import rope_and_cache
 
 
@@ -40,22 +42,26 @@ class TritonAttention:
         self._params = params
         self._weights = weights
 
-    def __call__(self, qkv: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
+    def __call__(self, qkv: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata) -> Activations:
         params, weights = self._params, self._weights
-        attended = paged_attention(
-            prepare(qkv, kv_cache, meta, params, weights),
-            kv_cache,
-            query_start_loc=meta.query_start_loc,
-            seq_lens=meta.seq_lens,
-            block_table=meta.block_table,
-            max_query_len=max_query_len(meta),
-            scale=params.scale,
-            sliding_window=params.sliding_window,
-            logit_softcap=params.logit_softcap,
-            k_scale=weights.k_scale,
-            v_scale=weights.v_scale,
-        )
-        return attended.view(len(qkv), -1)
+        queries = prepare(qkv, kv_cache, meta, params, weights)
+        options: dict[str, Any] = {
+            "query_start_loc": meta.query_start_loc,
+            "seq_lens": meta.seq_lens,
+            "block_table": meta.block_table,
+            "max_query_len": max_query_len(meta),
+            "scale": params.scale,
+            "sliding_window": params.sliding_window,
+            "logit_softcap": params.logit_softcap,
+            "k_scale": weights.k_scale,
+            "v_scale": weights.v_scale,
+        }
+        if weights.output_quantization is None:
+            return paged_attention(queries, kv_cache, **options).view(len(qkv), -1)
+        out_scale = weights.output_quantization.scale
+        attended, scales = paged_attention_fp8(queries, kv_cache, out_scale=out_scale, **options)
+        attended = attended.view(len(qkv), -1)
+        return attended if scales is None else QuantizedRows(attended, scales)
 
 
 def prepare(

@@ -17,6 +17,7 @@ from argosy_engine.models.linear import LinearSpec
 from argosy_engine.models.linear_kernels import (
     GatedLinearKernel,
     LinearKernel,
+    QuantizedProduct,
     SplitGatedLinear,
     gated_linear_kernel,
     linear_kernel,
@@ -26,6 +27,7 @@ from argosy_engine.models.quantization_config import QuantizationConfig
 from argosy_engine.models.sharding import Shard
 from argosy_engine.models.weights import Weights
 from argosy_engine.native.library import PackedLinear
+from argosy_engine.quantized_rows import QuantizedRows, RowQuantization
 
 FP8 = torch.float8_e4m3fn
 MAX_FP8 = 448.0
@@ -39,17 +41,16 @@ QuantizeRows = Callable[[torch.Tensor, torch.Tensor | None], tuple[torch.Tensor,
 """See `triton_kernels.quantize_fp8`."""
 
 
-class Fp8Linear:
-    """x W^T + b with x quantised row by row.
+class Fp8Product:
+    """x W^T + b for x in FP8.
 
     Args:
         weight: float8_e4m3fn [out, in].
         scale: float32 [out].
         bias: [out].
         input_scale: float32 [1], of all inputs; None: each row has the scale that suits it.
+        dtype: of the result.
     """
-
-    packed: PackedLinear | None = None
 
     def __init__(
         self,
@@ -57,15 +58,29 @@ class Fp8Linear:
         scale: torch.Tensor,
         bias: torch.Tensor | None,
         input_scale: torch.Tensor | None,
-        quantize: QuantizeRows,
+        dtype: torch.dtype,
     ) -> None:
         self._weight, self._scale = weight.t(), scale.unsqueeze(0)
-        self._bias, self._input_scale = bias, input_scale
-        self._quantize = quantize
+        self._bias, self._dtype = bias, dtype
+        self.input_quantization = RowQuantization(input_scale)
+
+    def __call__(self, x: QuantizedRows) -> torch.Tensor:
+        return torch._scaled_mm(
+            x.values, self._weight, x.scales, self._scale, self._bias, out_dtype=self._dtype
+        )
+
+
+class Fp8Linear:
+    """An FP8 product, which quantises its inputs in a launch of its own if the layer before it has not."""
+
+    packed: PackedLinear | None = None
+
+    def __init__(self, product: Fp8Product, quantize: QuantizeRows) -> None:
+        self._product, self._quantize = product, quantize
+        self.quantized: QuantizedProduct | None = product
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        rows, scales = self._quantize(x, self._input_scale)
-        return torch._scaled_mm(rows, self._weight, scales, self._scale, self._bias, out_dtype=x.dtype)
+        return self._product(QuantizedRows(*self._quantize(x, self._product.input_quantization.scale)))
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         return self(x)
@@ -91,7 +106,7 @@ class Fp8LinearMethod:
         input_scale = self._input_scale(weights, tuple(spec.parts))
         if self._quantize is None or not is_aligned(weight):
             return linear_kernel(widened(weight, scale, weights.dtype), bias)
-        return Fp8Linear(weight, scale, bias, input_scale, self._quantize)
+        return Fp8Linear(Fp8Product(weight, scale, bias, input_scale, weights.dtype), self._quantize)
 
     def load_gated(
         self, weights: Weights, spec: LinearSpec, activation: GatedActivation
@@ -180,7 +195,7 @@ class OnlineFp8LinearMethod:
         weight, bias = take_fused(weights, spec), take_bias(weights, spec)
         if spec.keeps_precision or not is_aligned(weight):
             return linear_kernel(weight, bias)
-        return Fp8Linear(*quantized(weight), bias, None, self._quantize)
+        return Fp8Linear(Fp8Product(*quantized(weight), bias, None, weights.dtype), self._quantize)
 
     def load_gated(
         self, weights: Weights, spec: LinearSpec, activation: GatedActivation

@@ -19,6 +19,7 @@ from argosy_engine.attention.rotary import RotaryEmbedding
 from argosy_engine.models.gemma_config import GemmaConfig
 from argosy_engine.models.layer_factory import LayerFactory
 from argosy_engine.models.layers import RMSNorm
+from argosy_engine.quantized_rows import Activations, RowQuantization
 
 
 def gemma_rms_norm(factory: LayerFactory, name: str, size: int, eps: float) -> RMSNorm:
@@ -30,17 +31,22 @@ class GeGLU:
     """down(gelu(gate(x)) * up(x)) (arXiv 2002.05202)."""
 
     def __init__(self, factory: LayerFactory, prefix: str, hidden: int, inner: int) -> None:
+        self.down = factory.row_linear(prefix + "down_proj", inner, hidden)
         self.gate_up = factory.gated_linear(
             prefix + "gate_proj",
             prefix + "up_proj",
             inner,
             hidden,
             bias=False,
+            feeds=self.down,
             activation="gelu_pytorch_tanh",
         )
-        self.down = factory.row_linear(prefix + "down_proj", inner, hidden)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    @property
+    def input_quantization(self) -> RowQuantization | None:
+        return self.gate_up.input_quantization
+
+    def __call__(self, x: Activations) -> torch.Tensor:
         return self.down(self.gate_up(x))
 
 
@@ -58,9 +64,7 @@ class GemmaLayer:
         """The last layer's `post_mlp_norm`."""
         prefix = f"model.layers.{index}."
         eps, hidden, head_dim = config.rms_norm_eps, config.hidden_size, params.head_dim
-        self.input_norm = gemma_rms_norm(factory, prefix + "input_layernorm", hidden, eps)
         self.post_attention_norm = gemma_rms_norm(factory, prefix + "post_attention_layernorm", hidden, eps)
-        self.pre_mlp_norm = gemma_rms_norm(factory, prefix + "pre_feedforward_layernorm", hidden, eps)
         self.post_mlp_norm = gemma_rms_norm(factory, prefix + "post_feedforward_layernorm", hidden, eps)
         attention = prefix + "self_attn."
         self.qkv = factory.qkv_linear(
@@ -68,6 +72,9 @@ class GemmaLayer:
             params,
             hidden,
             bias=config.attention_bias,
+        )
+        self.input_norm = factory.input_norm(
+            prefix + "input_layernorm", hidden, eps, feeds=self.qkv, adds_one=True
         )
         self.output = factory.row_linear(
             attention + "o_proj", params.num_heads * head_dim, hidden, bias=config.attention_bias
@@ -77,8 +84,11 @@ class GemmaLayer:
             q_norm = gemma_rms_norm(factory, attention + "q_norm", head_dim, eps).weight
             k_norm = gemma_rms_norm(factory, attention + "k_norm", head_dim, eps).weight
         self.mlp = GeGLU(factory, prefix + "mlp.", hidden, config.intermediate_size)
+        self.pre_mlp_norm = factory.input_norm(
+            prefix + "pre_feedforward_layernorm", hidden, eps, feeds=self.mlp, adds_one=True
+        )
         self.attention = factory.attention(
-            params, AttentionWeights(rotary, q_norm, k_norm, eps), prefix=attention
+            params, AttentionWeights(rotary, q_norm, k_norm, eps), prefix=attention, feeds=self.output
         )
 
     def __call__(

@@ -30,10 +30,11 @@ class GPT2Layer:
             return factory.row_linear(prefix + name, in_features, hidden, bias=True, is_transposed=True)
 
         self.norm_1 = LayerNorm(factory, prefix + "ln_1", hidden, config.layer_norm_eps)
+        output = conv1d_row("attn.c_proj", hidden)
         self.attend = MultiHeadAttention(
             factory.qkv_linear([prefix + "attn.c_attn"], params, hidden, bias=True, is_transposed=True),
-            conv1d_row("attn.c_proj", hidden),
-            factory.attention(params, prefix=prefix + "attn."),
+            output,
+            factory.attention(params, prefix=prefix + "attn.", feeds=output),
         )
         self.norm_2 = LayerNorm(factory, prefix + "ln_2", hidden, config.layer_norm_eps)
         self.up = factory.column_linear({prefix + "mlp.c_fc": inner}, hidden, bias=True, is_transposed=True)

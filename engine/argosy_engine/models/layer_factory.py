@@ -17,8 +17,8 @@ from argosy_engine.attention.rotary import RotaryEmbedding
 from argosy_engine.distributed.communicator import Communicator, LocalCommunicator
 from argosy_engine.models.embedding import Embedding, VocabParallelEmbedding
 from argosy_engine.models.experts import EXPERT_LAYERS, Experts, ExpertsSpec, SeparateExperts, TritonExperts
-from argosy_engine.models.layer_kernels import LayerKernels, TorchLayerKernels
-from argosy_engine.models.layers import RMSNorm
+from argosy_engine.models.layer_kernels import GatedActivation, LayerKernels, TorchLayerKernels
+from argosy_engine.models.layers import InputNorm, RMSNorm
 from argosy_engine.models.linear import (
     GatedLinear,
     Linear,
@@ -33,6 +33,7 @@ from argosy_engine.models.sharding import WHOLE, Shard, Sharding
 from argosy_engine.models.stage import WHOLE_MODEL, Stage
 from argosy_engine.models.token_exchange import TokenExchange
 from argosy_engine.models.weights import WeightPlan, Weights
+from argosy_engine.quantized_rows import TakesRows
 
 
 class LayerFactory:
@@ -117,19 +118,32 @@ class LayerFactory:
         return Linear(self._method.load(self.weights, spec))
 
     def gated_linear(
-        self, gate: str, up: str, inner: int, in_features: int, *, bias: bool, activation: str = "silu"
+        self,
+        gate: str,
+        up: str,
+        inner: int,
+        in_features: int,
+        *,
+        bias: bool,
+        feeds: TakesRows,
+        activation: str = "silu",
     ) -> GatedLinear:
         """Make two projections to `inner` features, fused with activation(gate) * up. A rank computes its part of both.
 
         Args:
+            feeds: the product that gets the result.
             activation: a name of `LayerKernels.gated_activations`.
         """
         parts = {gate: inner, up: inner}
         spec = LinearSpec(parts, in_features, bias, outputs=self._equal_parts(parts))
-        return self._gated(spec, activation)
+        return self._gated(spec, activation, feeds)
 
-    def _gated(self, spec: LinearSpec, activation: str = "silu") -> GatedLinear:
-        function = self._kernels.gated_activations[activation]
+    def _gated(
+        self, spec: LinearSpec, activation: str = "silu", feeds: TakesRows | None = None
+    ) -> GatedLinear:
+        function: GatedActivation = self._kernels.gated_activations[activation]
+        if feeds is not None and feeds.input_quantization is not None:
+            function = self._kernels.quantized_gated_activation(activation, feeds.input_quantization)
         return GatedLinear(self._method.load_gated(self.weights, spec, function))
 
     def experts(self, spec: ExpertsSpec) -> Experts:
@@ -163,6 +177,17 @@ class LayerFactory:
         if adds_one:
             weight = weight.to(torch.float32, copy=True).add_(1.0)
         return RMSNorm(weight, eps, self.dtype, self._kernels)
+
+    def input_norm(
+        self, name: str, size: int, eps: float, *, feeds: TakesRows, adds_one: bool = False
+    ) -> InputNorm:
+        """Make an RMSNorm whose result is the input of a product, or of several that want it alike; see `rms_norm`.
+
+        Args:
+            feeds: the product, or a block that begins with it.
+        """
+        norm = self.rms_norm(name, size, eps, adds_one=adds_one)
+        return InputNorm(norm, self._kernels, feeds.input_quantization)
 
     def qkv_linear(
         self,
@@ -242,12 +267,15 @@ class LayerFactory:
         weights: AttentionWeights = AttentionWeights(),  # noqa: B008 (immutable)
         *,
         prefix: str,
+        feeds: TakesRows,
     ) -> Attention:
         """Make one layer's attention, of which a rank computes its heads, with the scales of an FP8 KV cache.
 
         Args:
+            feeds: the output projection.
             prefix: of the attention's tensors in the checkpoint, which may have such scales.
         """
+        weights = weights._replace(output_quantization=feeds.input_quantization)
         if self._backend.kv_cache_dtype is torch.float8_e4m3fn:
             weights = weights._replace(
                 k_scale=self._kv_scale(prefix, "k"), v_scale=self._kv_scale(prefix, "v")

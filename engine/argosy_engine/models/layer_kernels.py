@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 
 from argosy_engine.attention.torch_rms_norm import rms_norm
+from argosy_engine.quantized_rows import Activations, RowQuantization
 
-GatedActivation = Callable[[torch.Tensor], torch.Tensor]
+GatedActivation = Callable[[torch.Tensor], Activations]
 """Maps [gate, up], [T, 2 * inner], to activation(gate) * up, [T, inner]."""
 
 
@@ -41,6 +42,28 @@ class LayerKernels(Protocol):
         """
         ...
 
+    def quantized_rms_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, quantization: RowQuantization
+    ) -> Activations:
+        """Return the same as `rms_norm`, quantised if that takes no further launch."""
+        ...
+
+    def quantized_add_rms_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        x_weight: torch.Tensor | None,
+        quantization: RowQuantization,
+    ) -> Activations:
+        """Do the same as `add_rms_norm`, with a result that is quantised if that takes no further launch."""
+        ...
+
+    def quantized_gated_activation(self, name: str, quantization: RowQuantization) -> GatedActivation:
+        """Return one of `gated_activations` with a result that is quantised if that takes no further launch."""
+        ...
+
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
@@ -53,7 +76,7 @@ def gelu_tanh_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 class TorchLayerKernels:
-    """Plain torch, on any device."""
+    """Plain torch, on any device. It quantises nothing."""
 
     gated_activations: Mapping[str, GatedActivation] = {
         "silu": silu_and_mul,
@@ -74,3 +97,22 @@ class TorchLayerKernels:
         if x_weight is not None:
             x = rms_norm(x, x_weight, eps)
         return rms_norm(residual.add_(x), weight, eps)
+
+    def quantized_rms_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, quantization: RowQuantization
+    ) -> Activations:
+        return self.rms_norm(x, weight, eps)
+
+    def quantized_add_rms_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        x_weight: torch.Tensor | None,
+        quantization: RowQuantization,
+    ) -> Activations:
+        return self.add_rms_norm(x, residual, weight, eps, x_weight)
+
+    def quantized_gated_activation(self, name: str, quantization: RowQuantization) -> GatedActivation:
+        return self.gated_activations[name]

@@ -1,4 +1,4 @@
-"""Layers shared by the architectures: RMSNorm. Linear layers: `linear`."""
+"""Layers shared by the architectures: RMSNorm, and the norm before a product. Linear layers: `linear`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 
 from argosy_engine.models.layer_kernels import LayerKernels, TorchLayerKernels
 from argosy_engine.models.linear_kernels import supporting_kernels
+from argosy_engine.quantized_rows import Activations, RowQuantization
 
 
 class RMSNorm:
@@ -49,3 +50,45 @@ class RMSNorm:
         if x_norm is not None:
             x = x_norm(x)
         return self._native.rms_norm(x, self.weight, self.eps, residual)
+
+
+class InputNorm:
+    """An RMSNorm whose output is the input of products, quantised as they want it.
+
+    Args:
+        quantization: None: plain.
+    """
+
+    def __init__(self, norm: RMSNorm, kernels: LayerKernels, quantization: RowQuantization | None) -> None:
+        self._norm = norm
+        self._kernels = kernels
+        self._quantization = quantization
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self._norm.weight
+
+    @property
+    def eps(self) -> float:
+        return self._norm.eps
+
+    @property
+    def has_kernel(self) -> bool:
+        """See `RMSNorm`."""
+        return self._norm.has_kernel
+
+    def __call__(self, x: torch.Tensor) -> Activations:
+        if self._quantization is None:
+            return self._norm(x)
+        return self._kernels.quantized_rms_norm(x, self.weight, self.eps, self._quantization)
+
+    def after_adding(
+        self, x: torch.Tensor, residual: torch.Tensor, x_norm: RMSNorm | None = None
+    ) -> Activations:
+        """See `RMSNorm`."""
+        if self._quantization is None:
+            return self._norm.after_adding(x, residual, x_norm)
+        x_weight = None if x_norm is None else x_norm.weight
+        return self._kernels.quantized_add_rms_norm(
+            x, residual, self.weight, self.eps, x_weight, self._quantization
+        )

@@ -9,9 +9,15 @@ import torch
 import torch.nn.functional as F
 
 from argosy_engine.distributed.communicator import Communicator
-from argosy_engine.models.linear_kernels import GatedLinearKernel, LinearKernel
+from argosy_engine.models.linear_kernels import (
+    GatedLinearKernel,
+    LinearKernel,
+    input_quantization,
+    multiply,
+)
 from argosy_engine.models.sharding import Shard
 from argosy_engine.native.library import PackedLinear
+from argosy_engine.quantized_rows import Activations, RowQuantization
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +72,13 @@ class Linear:
         """The weight in the layout of the CPU kernels, if they compute this layer."""
         return self._kernel.packed
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._kernel(x)
+    @property
+    def input_quantization(self) -> RowQuantization | None:
+        """See `TakesRows`."""
+        return input_quantization(self._kernel)
+
+    def __call__(self, x: Activations) -> torch.Tensor:
+        return multiply(self._kernel, x)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """Apply the layer as an output head. The CPU kernels return their float32 sums; others return x's dtype."""
@@ -81,8 +92,8 @@ class RowParallelLinear(Linear):
         super().__init__(kernel)
         self._communicator = communicator
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._communicator.all_reduce(self._kernel(x))
+    def __call__(self, x: Activations) -> torch.Tensor:
+        return self._communicator.all_reduce(multiply(self._kernel, x))
 
 
 class VocabParallelHead(Linear):
@@ -116,5 +127,10 @@ class GatedLinear:
         """The weight in the layout of the CPU kernels, if they compute this layer."""
         return self._kernel.packed
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    @property
+    def input_quantization(self) -> RowQuantization | None:
+        """See `TakesRows`."""
+        return self._kernel.input_quantization
+
+    def __call__(self, x: Activations) -> Activations:
         return self._kernel(x)

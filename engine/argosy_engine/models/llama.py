@@ -7,6 +7,7 @@ fused (q, k, v; gate, up), so a layer takes four matrix products.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
@@ -17,9 +18,17 @@ from argosy_engine.attention.params import AttentionParams
 from argosy_engine.attention.rotary import RotaryEmbedding
 from argosy_engine.models.layer_factory import LayerFactory
 from argosy_engine.models.llama_config import LlamaConfig
+from argosy_engine.quantized_rows import Activations, RowQuantization, TakesRows
 
-MLP = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Maps x [T, hidden_size] and slot_mapping [T], which tells padding, to x's shape."""
+
+class MLP(TakesRows, Protocol):
+    """An MLP of any kind."""
+
+    def __call__(self, x: Activations, slot_mapping: torch.Tensor) -> torch.Tensor:
+        """Map x [T, hidden_size] to its shape. slot_mapping [T] tells padding."""
+        ...
+
+
 MakeMLP = Callable[[LayerFactory, str, int], MLP]
 
 
@@ -27,12 +36,16 @@ class GatedMLP:
     """down(silu(gate(x)) * up(x)) (arXiv 2002.05202)."""
 
     def __init__(self, factory: LayerFactory, prefix: str, hidden: int, inner: int, *, bias: bool) -> None:
-        self.gate_up = factory.gated_linear(
-            prefix + "gate_proj", prefix + "up_proj", inner, hidden, bias=bias
-        )
         self.down = factory.row_linear(prefix + "down_proj", inner, hidden, bias=bias)
+        self.gate_up = factory.gated_linear(
+            prefix + "gate_proj", prefix + "up_proj", inner, hidden, bias=bias, feeds=self.down
+        )
 
-    def __call__(self, x: torch.Tensor, slot_mapping: torch.Tensor) -> torch.Tensor:
+    @property
+    def input_quantization(self) -> RowQuantization | None:
+        return self.gate_up.input_quantization
+
+    def __call__(self, x: Activations, slot_mapping: torch.Tensor) -> torch.Tensor:
         return self.down(self.gate_up(x))
 
 
@@ -54,8 +67,6 @@ class DecoderLayer:
     ) -> None:
         prefix = f"model.layers.{index}."
         eps, hidden, head_dim = config.rms_norm_eps, config.hidden_size, params.head_dim
-        self.input_norm = factory.rms_norm(prefix + "input_layernorm", hidden, eps)
-        self.post_norm = factory.rms_norm(prefix + "post_attention_layernorm", hidden, eps)
         attention = prefix + "self_attn."
         self.qkv = factory.qkv_linear(
             [attention + name for name in ("q_proj", "k_proj", "v_proj")],
@@ -63,6 +74,7 @@ class DecoderLayer:
             hidden,
             bias=config.attention_bias,
         )
+        self.input_norm = factory.input_norm(prefix + "input_layernorm", hidden, eps, feeds=self.qkv)
         self.output = factory.row_linear(
             attention + "o_proj", params.num_heads * head_dim, hidden, bias=config.output_bias
         )
@@ -71,8 +83,12 @@ class DecoderLayer:
             q_norm = factory.take(attention + "q_norm.weight", head_dim)
             k_norm = factory.take(attention + "k_norm.weight", head_dim)
         self.mlp = make_mlp(factory, prefix + "mlp.", index)
+        self.post_norm = factory.input_norm(prefix + "post_attention_layernorm", hidden, eps, feeds=self.mlp)
         self.attention = factory.attention(
-            params, AttentionWeights(rotary, q_norm, k_norm, eps), prefix=attention
+            params,
+            AttentionWeights(rotary, q_norm, k_norm, eps),
+            prefix=attention,
+            feeds=self.output,
         )
 
     def parts(self) -> DecoderParts | None:
@@ -101,12 +117,12 @@ class DecoderLayer:
         The sum is left to the next norm, which reads both anyway. The residual is updated in place.
         """
         if residual is None:
-            residual, x = x, self.input_norm(x)
+            residual, normed = x, self.input_norm(x)
         else:
-            x = self.input_norm.after_adding(x, residual)
-        attended = self.output(self.attention(self.qkv(x), kv_cache, meta))
-        x = self.post_norm.after_adding(attended, residual)
-        return self.mlp(x, meta.slot_mapping), residual
+            normed = self.input_norm.after_adding(x, residual)
+        attended = self.output(self.attention(self.qkv(normed), kv_cache, meta))
+        normed = self.post_norm.after_adding(attended, residual)
+        return self.mlp(normed, meta.slot_mapping), residual
 
 
 class Llama:

@@ -7,6 +7,7 @@ import torch
 
 from argosy_engine.models.experts import ExpertsSpec
 from argosy_engine.models.layer_factory import LayerFactory
+from argosy_engine.quantized_rows import Activations, RowQuantization
 
 
 class SparseMLP:
@@ -28,6 +29,7 @@ class SparseMLP:
         experts_per_token: int,
         normalises: bool,
     ) -> None:
+        self.input_quantization: RowQuantization | None = None  # a router's weights keep their precision
         self.router = factory.linear({prefix + "gate": num_experts}, hidden, keeps_precision=True)
         self.experts = factory.experts(
             ExpertsSpec(
@@ -44,8 +46,9 @@ class SparseMLP:
         if self.exchange is not None:
             self.exchange.add_layer(self, hidden, factory.dtype, factory.device)
 
-    def __call__(self, x: torch.Tensor, slot_mapping: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Activations, slot_mapping: torch.Tensor) -> torch.Tensor:
         """Run the experts on x [T, hidden_size]; the output has the same shape. For slot_mapping see `Experts`."""
+        assert isinstance(x, torch.Tensor)
         if self.exchange is None:
             return self.sum_ranks(self.experts(x, self.router(x), slot_mapping))
         tokens, slots = self.exchange.gather(x, slot_mapping)

@@ -26,10 +26,11 @@ class OPTLayer:
         attention = prefix + "self_attn."
         self.norm_before = config.norm_before
         self.attention_norm = LayerNorm(factory, prefix + "self_attn_layer_norm", hidden, _EPS)
+        output = factory.row_linear(attention + "out_proj", hidden, hidden, bias=bias)
         self.attend = MultiHeadAttention(
             factory.qkv_linear([attention + f"{name}_proj" for name in "qkv"], params, hidden, bias=bias),
-            factory.row_linear(attention + "out_proj", hidden, hidden, bias=bias),
-            factory.attention(params, prefix=attention),
+            output,
+            factory.attention(params, prefix=attention, feeds=output),
         )
         self.mlp_norm = LayerNorm(factory, prefix + "final_layer_norm", hidden, _EPS)
         self.up = factory.column_linear({prefix + "fc1": inner}, hidden, bias=bias)

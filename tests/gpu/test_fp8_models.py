@@ -1,0 +1,104 @@
+"""Models with FP8 products: norms, activations and attention quantise what the products read."""
+
+import pytest
+import torch
+
+from argosy_engine.attention.torch_attn import TorchBackend
+from argosy_engine.attention.triton_attn import TritonBackend
+from argosy_engine.models import registry
+from argosy_engine.models.config_file import load_model_config
+from argosy_engine.models.fp8_linear import Fp8LinearMethod, OnlineFp8LinearMethod
+from argosy_engine.models.layer_factory import LayerFactory
+from argosy_engine.models.sharding import WHOLE, Sharding
+from argosy_engine.models.weights import SafetensorsWeights
+from argosy_engine.triton_kernels import paged_attention
+from argosy_engine.triton_kernels.launch import launched_variants
+from argosy_engine.triton_kernels.quantize_fp8 import quantize_fp8
+from attention_cases import attention_metadata
+from fp8_checkpoints import quantize_checkpoint
+from random_checkpoints import KINDS, make_checkpoint
+from thread_ranks import run_threads
+
+CPU = torch.device("cpu")
+BLOCK_SIZE = 16
+TOKEN_IDS = list(range(2, 12))
+FORMS = {"per token": "compressed-tensors-channel", "static": "compressed-tensors-tensor"}
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # numpy's, where a GPU has none
+
+
+@torch.inference_mode()
+def logits(path, backend=TritonBackend, *, method=None, sharding=WHOLE, communicator=None):
+    """Logits of a prompt and of a decode after it, by one rank."""
+    config = load_model_config(path)
+    model_class = registry.model_class(config.architecture)
+    weights = SafetensorsWeights(path, torch.float32, CPU, prefix=model_class.checkpoint_prefix)
+    if method is None and config.quantization is not None:
+        method = Fp8LinearMethod(config.quantization, quantize_fp8)
+    factory = LayerFactory(weights, backend(torch.float32), 64, method, sharding, communicator)
+    model = model_class(config, factory)
+    kv_cache = [torch.zeros(layer.kv_cache_shape(3, BLOCK_SIZE)) for layer in model.attention_layers]
+    steps = []
+    for start, end in [(0, len(TOKEN_IDS) - 1), (len(TOKEN_IDS) - 1, len(TOKEN_IDS))]:
+        meta = attention_metadata([(start, end)], torch.tensor([[2, 0]]), BLOCK_SIZE)
+        ids, positions = torch.tensor(TOKEN_IDS[start:end]), torch.arange(start, end)
+        steps.append(model.logits(model.forward(ids, positions, kv_cache, meta)))
+    return torch.cat(steps)
+
+
+def write(path, name, form):
+    make_checkpoint(KINDS[name], path)
+    quantize_checkpoint(path, form)
+
+
+def assert_close_in_fp8(ours, theirs, exact, *, share=0.5):
+    """Both are FP8: they differ by a share of what they are off the exact numbers."""
+    assert ours.isfinite().all()
+    assert (ours - theirs).norm() < share * (theirs - exact).norm()
+    assert (ours - exact).norm() < 1.3 * (theirs - exact).norm()
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "num_segments"),
+    [("llama", "per token", 2), ("llama", "static", 1), ("gemma3", "static", 2)],
+)
+def test_fused_quantisation_computes_what_separate_launches_compute(
+    name, form, num_segments, tmp_path, monkeypatch
+):
+    write(tmp_path, name, FORMS[form])
+    monkeypatch.setattr(paged_attention, "choose_num_segments", lambda *_: num_segments)
+    with launched_variants() as variants:
+        ours = logits(tmp_path)
+    names = {variant[0] for variant in variants}
+    # The prompt is never split.
+    assert ("quantize_fp8" in names) == (form == "per token")
+    assert ("merge_segments_kernel" in names) == (num_segments == 2)
+    assert_close_in_fp8(ours, logits(tmp_path, TorchBackend), logits(tmp_path / "widened"))
+
+
+def test_experts_and_router_get_what_is_not_quantised(tmp_path):
+    write(tmp_path, "qwen3-moe-mixed", FORMS["per token"])
+    exact = logits(tmp_path / "widened")
+    ours = logits(tmp_path)
+    assert (
+        0 < (ours - exact).norm() < 0.5 * exact.norm()
+    )  # other experts are chosen where two are equally good
+
+
+def test_weights_that_are_quantised_online(tmp_path):
+    make_checkpoint(KINDS["llama"], tmp_path)
+    exact = logits(tmp_path)
+    ours, theirs = (
+        logits(tmp_path, backend, method=OnlineFp8LinearMethod(quantize_fp8))
+        for backend in (TritonBackend, TorchBackend)
+    )
+    assert_close_in_fp8(ours, theirs, exact)
+
+
+def test_ranks_quantise_their_part_of_the_inputs(tmp_path):
+    write(tmp_path, "llama", FORMS["per token"])
+    ranks = run_threads(
+        2, lambda group: logits(tmp_path, sharding=Sharding(group.rank, 2), communicator=group)
+    )
+    assert torch.equal(*ranks)
+    # Each rank's part of a row has a scale of its own, and so other rounding errors of the same size.
+    assert_close_in_fp8(ranks[0], logits(tmp_path), logits(tmp_path / "widened"), share=1.2)
