@@ -1,5 +1,7 @@
 """The test that the kernels of norms, gated activations and experts have to pass on the device."""
 
+import re
+
 import pytest
 import torch
 import transformers
@@ -24,6 +26,32 @@ def config_of(name, path):
 @pytest.mark.parametrize("name", ["gemma3", "qwen3-moe", "gpt2"])
 def test_our_kernels_pass(name, dtype, tmp_path):
     assert layer_self_test(config_of(name, tmp_path), dtype, CPU) is None
+
+
+@pytest.mark.parametrize("name", ["gemma3", "llama"])
+def test_our_kernels_pass_in_fp8(name, tmp_path):
+    config = config_of(name, tmp_path)
+    assert layer_self_test(config, torch.bfloat16, CPU, has_fp8_products=True) is None
+
+
+@pytest.mark.parametrize(
+    ("kernel", "shown"),
+    [
+        ("rms_norm_fp8", "RMSNorm in FP8 is wrong by"),
+        ("add_rms_norm_fp8", r"add \+ RMSNorm in FP8 is wrong by"),
+    ],
+)
+def test_a_wrong_norm_in_fp8_is_found(kernel, shown, monkeypatch, tmp_path):
+    original = getattr(triton_layer_kernels, kernel)
+
+    def wrong(*args, **settings):
+        out, scales = original(*args, **settings)
+        return out, scales * 1.2
+
+    monkeypatch.setattr(triton_layer_kernels, kernel, wrong)
+    config = config_of("llama", tmp_path)
+    assert layer_self_test(config, torch.bfloat16, CPU) is None
+    assert re.match(shown, layer_self_test(config, torch.bfloat16, CPU, has_fp8_products=True))
 
 
 def scaled(kernel):

@@ -8,10 +8,12 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from argosy_engine.models.experts import ExpertsSpec, SeparateExperts, StackedExperts, TritonExperts
+from argosy_engine.models.fp8_linear import FP8, MAX_FP8, quantized
 from argosy_engine.models.layer_kernels import GatedActivation, LayerKernels, TorchLayerKernels
 from argosy_engine.models.linear import GatedLinear, Linear
 from argosy_engine.models.linear_kernels import SplitGatedLinear, TorchLinear
 from argosy_engine.models.model_config import ModelConfig
+from argosy_engine.quantized_rows import Activations, QuantizedRows, RowQuantization
 
 _MAX_ERROR_RATIO = 2.0
 """How many times torch's error in the same dtype a kernel's error may be."""
@@ -21,14 +23,22 @@ _ROWS = 5
 _MAX_EXPERTS = 8
 """More would only take memory."""
 _EPS = 1e-6
+_FP8_SCALE = 1 / 32
+"""Scale of all rows: magnitudes of up to 14 are in range."""
 
 Outputs = Sequence[torch.Tensor]
 
 
 @torch.inference_mode()
-def layer_self_test(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Run the kernels on the device; return why they must not be used, or None."""
-    inputs = _Inputs(config, device)
+def layer_self_test(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, *, has_fp8_products: bool = False
+) -> str | None:
+    """Run the kernels on the device; return why they must not be used, or None.
+
+    Args:
+        has_fp8_products: whether products of the model want their inputs in FP8.
+    """
+    inputs = _Inputs(config, device, has_fp8_products)
     try:
         from argosy_engine.models.triton_layer_kernels import TritonLayerKernels
 
@@ -54,11 +64,24 @@ def _error(outputs: Outputs, truth: Outputs) -> float:
     )
 
 
+def _plain(out: Activations) -> torch.Tensor:
+    return out if isinstance(out, torch.Tensor) else out.values.float() * out.scales
+
+
+def _quantized_by_torch(x: torch.Tensor, quantization: RowQuantization) -> QuantizedRows:
+    if quantization.scale is None:
+        values, scales = quantized(x)
+        return QuantizedRows(values, scales.unsqueeze(1))
+    values = (x.float() / quantization.scale).clamp(-MAX_FP8, MAX_FP8).to(FP8)
+    return QuantizedRows(values, quantization.scale.expand(len(x), 1))
+
+
 class _Inputs:
     """Random tensors of the widths of a model's layers, the same for all kernels and dtypes."""
 
-    def __init__(self, config: ModelConfig, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, device: torch.device, has_fp8_products: bool) -> None:
         self._device = device
+        self._has_fp8_products = has_fp8_products
         self._generator = torch.Generator().manual_seed(0)
         hidden = config.hidden_size
         self._x, self._residual = self._draw(2, _ROWS, hidden)
@@ -84,11 +107,35 @@ class _Inputs:
             residual = self._residual.to(dtype, copy=True)
             yield "add + RMSNorm", [kernels.add_rms_norm(x, residual, norm, _EPS, x_weight), residual]
         for name, activate in kernels.gated_activations.items():
-            yield name, [activate(self._gate_up.to(dtype))]
+            yield name, [_plain(activate(self._gate_up.to(dtype)))]
+        if self._has_fp8_products:
+            for scale in (None, torch.full((1,), _FP8_SCALE, device=self._device)):
+                yield from self._fp8_outputs(kernels, dtype, RowQuantization(scale))
         if self._experts is not None:
             separate = isinstance(kernels, TorchLayerKernels)
             silu = kernels.gated_activations["silu"]
             yield "experts", [self._run_experts(self._experts, dtype, silu if separate else None)]
+
+    def _fp8_outputs(
+        self, kernels: LayerKernels, dtype: torch.dtype, quantization: RowQuantization
+    ) -> Iterator[tuple[str, Outputs]]:
+        suffix = " in FP8" + (" with one scale" if quantization.scale is not None else "")
+        x, norm, x_norm = (each.to(dtype) for each in (self._x, *self._norms))
+
+        def widened(out: Activations) -> torch.Tensor:
+            """Plain torch quantises nothing: in the model's dtype it is rounded here, in float32 it is the truth."""
+            if isinstance(out, torch.Tensor) and dtype is not torch.float32:
+                out = _quantized_by_torch(out, quantization)
+            return _plain(out)
+
+        yield "RMSNorm" + suffix, [widened(kernels.quantized_rms_norm(x, norm, _EPS, quantization))]
+        for x_weight in (None, x_norm):
+            residual = self._residual.to(dtype, copy=True)
+            out = kernels.quantized_add_rms_norm(x, residual, norm, _EPS, x_weight, quantization)
+            yield "add + RMSNorm" + suffix, [widened(out), residual]
+        for name in kernels.gated_activations:
+            activate = kernels.quantized_gated_activation(name, quantization)
+            yield name + suffix, [widened(activate(self._gate_up.to(dtype)))]
 
     def _run_experts(
         self, spec: ExpertsSpec, dtype: torch.dtype, activation: GatedActivation | None

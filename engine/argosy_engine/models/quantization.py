@@ -51,6 +51,14 @@ def linear_method(
     return Fp8LinearMethod(config.quantization, None)
 
 
+def has_fp8_products(
+    config: ModelConfig, quantization: str | None, dtype: torch.dtype, device: torch.device
+) -> bool:
+    """Whether the model's products are in FP8 if the Triton kernels serve. Arguments: `linear_method`."""
+    is_quantised = config.quantization is not None or quantization is not None
+    return is_quantised and _no_fp8_product(dtype, device, uses_triton=True) is None
+
+
 def planned_linear_method(config: ModelConfig) -> LinearMethod:
     """Return a method that takes the same tensors, for a plan."""
     if config.quantization is None:

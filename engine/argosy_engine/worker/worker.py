@@ -30,6 +30,7 @@ from argosy_engine.models.layer_self_test import layer_self_test
 from argosy_engine.models.loader import LoadedModel, load_model
 from argosy_engine.models.model_config import ModelConfig
 from argosy_engine.models.model_path import hold_stored_model, resolve_model
+from argosy_engine.models.quantization import has_fp8_products
 from argosy_engine.models.registry import CausalLM
 from argosy_engine.models.sharding import Sharding, check_tensor_parallel
 from argosy_engine.models.stage import Stage, check_pipeline_parallel
@@ -159,7 +160,13 @@ class Worker:
                     unavailable,
                     dtype,
                     device,
-                    partial(layer_self_test, config, dtype, device),
+                    partial(
+                        layer_self_test,
+                        config,
+                        dtype,
+                        device,
+                        has_fp8_products=has_fp8_products(config, args.quantization, dtype, device),
+                    ),
                 )
                 self._backend = agreed_backend(chosen, self._parallel)
             logger.info("attention backend: %s", self._backend)
