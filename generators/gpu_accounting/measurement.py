@@ -24,6 +24,7 @@ from argosy_engine.models.config_file import parse_config
 from argosy_engine.models.layer_factory import LayerFactory
 from argosy_engine.models.loader import plan_weights
 from argosy_engine.models.model_config import ModelConfig
+from argosy_engine.models.quantization import linear_method
 from argosy_engine.models.weights import DummyWeights
 from argosy_engine.params.sampling_params import SamplingParams
 from argosy_engine.sample.sampler import SamplerOptions
@@ -98,7 +99,10 @@ class AccountedRunner:
         with self._on_device():
             backend = load_backend("triton", torch.bfloat16)
             weights = DummyWeights(torch.bfloat16, CUDA, 0)
-            factory = LayerFactory(weights, backend, MAX_MODEL_LEN)
+            method = linear_method(
+                self.config, None, dtype=weights.dtype, device=CUDA, uses_triton=backend.uses_triton
+            )
+            factory = LayerFactory(weights, backend, MAX_MODEL_LEN, method)
             model = registry.model_class(self.config.architecture)(self.config, factory)
             self.runner = ModelRunner(
                 model,
@@ -269,7 +273,8 @@ def _necessary_bytes(config: ModelConfig, shape: Shape) -> int:
     weights = 0.0
     for name, dims in plan.shapes.items():
         if "embed_tokens" not in name or config.tie_word_embeddings:
-            weights += 2 * math.prod(dims) * (hit if ".experts." in name else 1.0)
+            element = 1 if f"{name}_scale" in plan.shapes else 4 if name.endswith("_scale") else 2
+            weights += element * math.prod(dims) * (hit if ".experts." in name else 1.0)
     kv = 0
     for layer in config.attention_layers:
         seen = CONTEXT if layer.sliding_window is None else min(CONTEXT, layer.sliding_window)

@@ -17,7 +17,7 @@ _QWEN3: dict[str, Any] = {
     "eos_token_id": 151645,
 }
 
-MODELS: dict[str, dict[str, Any]] = {
+_PLAIN: dict[str, dict[str, Any]] = {
     "Qwen3-0.6B": {
         **_QWEN3,
         "hidden_size": 1024,
@@ -89,7 +89,29 @@ MODELS: dict[str, dict[str, Any]] = {
         "eos_token_id": 1,
     },
 }
-"""config.json by name. Source: the repositories of these names on Hugging Face; of Gemma the text part."""
+_FP8_BITS = {"num_bits": 8, "type": "float", "symmetric": True}
+_FP8_PER_TOKEN = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {**_FP8_BITS, "strategy": "channel", "dynamic": False},
+            "input_activations": {**_FP8_BITS, "strategy": "token", "dynamic": True},
+        }
+    },
+    "ignore": ["lm_head", "re:.*mlp.gate$"],
+}
+_FP8_STATIC = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
+
+MODELS: dict[str, dict[str, Any]] = {
+    **_PLAIN,
+    "Qwen3-8B-FP8-dynamic": {**_PLAIN["Qwen3-8B"], "quantization_config": _FP8_PER_TOKEN},
+    "Qwen3-30B-A3B-FP8-dynamic": {**_PLAIN["Qwen3-30B-A3B"], "quantization_config": _FP8_PER_TOKEN},
+    "Meta-Llama-3-8B-Instruct-FP8": {**_PLAIN["Llama-3-8B"], "quantization_config": _FP8_STATIC},
+}
+"""config.json by name. Source: the repositories of these names on Hugging Face; of Gemma the text part. FP8: of weights
+with a scale per channel and activations with one per token; of both with the checkpoint's scale per tensor."""
 
 PERIODS = {"Gemma-3-12B": 6}
 """Number of layers after which the kinds of layers repeat, where it is not 1."""

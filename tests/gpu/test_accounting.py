@@ -42,6 +42,9 @@ LIMITS = {
     "Llama-3-8B": Limits(10, 9, 1.07),
     "Qwen3-30B-A3B": Limits(13, 9, 1.04),
     "Gemma-3-12B": Limits(10, 11, 1.04),
+    "Qwen3-8B-FP8-dynamic": Limits(10, 9, 1.07),
+    "Qwen3-30B-A3B-FP8-dynamic": Limits(13, 9, 1.06),
+    "Meta-Llama-3-8B-Instruct-FP8": Limits(10, 9, 1.07),
 }
 
 
