@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +23,7 @@ from argosy_engine.models.quantization import linear_method, planned_linear_meth
 from argosy_engine.models.registry import CausalLM
 from argosy_engine.models.sharding import WHOLE, Sharding
 from argosy_engine.models.stage import WHOLE_MODEL, Stage
+from argosy_engine.models.streamed_weights import CudaCopies, StreamedWeights
 from argosy_engine.models.token_exchange import TokenExchange
 from argosy_engine.models.weights import DummyWeights, SafetensorsWeights, WeightPlan, Weights
 
@@ -113,9 +115,16 @@ def load_model(
             taken = plan_weights(config, dtype, sharding, stage)
         if load_format == "dummy":
             return LoadedModel(build(DummyWeights(dtype, device, seed)), taken.elements)
-        reader = SafetensorsWeights(path, dtype, device, prefix=model_class.checkpoint_prefix)
+        prefix = model_class.checkpoint_prefix
+        streamed: StreamedWeights | None = None
+        if device.type == "cuda":
+            streamed = StreamedWeights(path, dtype, device, prefix=prefix, copies=CudaCopies(device))
+        reader = streamed or SafetensorsWeights(path, dtype, device, prefix=prefix)
         reader.check(plan, [*model_class.ignored_tensors, *_tied_head(config), *_kv_scales(config)])
-        with LoadProgress(reader.stored_bytes(taken)) as progress:
+        with (
+            LoadProgress(reader.stored_bytes(taken)) as progress,
+            streamed.reading(taken) if streamed is not None else nullcontext(),
+        ):
             reader.on_read = progress.advance
             model = build(reader)
         return LoadedModel(model, taken.elements)

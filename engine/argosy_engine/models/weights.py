@@ -3,7 +3,7 @@
 There are three sources: `WeightPlan` records what the model asks for, `SafetensorsWeights` reads a checkpoint, and
 `DummyWeights` draws random numbers. Safetensors is the only supported format, because it cannot carry code. Files are
 memory-mapped, and each tensor is read when the model takes it, so peak memory is the model plus one (fused) tensor. A
-tensor-parallel rank reads only its part.
+tensor-parallel rank reads only its part. For GPUs `streamed_weights` reads ahead.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from argosy_engine.models.file_permission import may_not_read
 from argosy_engine.models.sharding import Shard
 
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_DTYPES = {**_FLOATS, "F8_E4M3": torch.float8_e4m3fn}
+DTYPES = {**_FLOATS, "F8_E4M3": torch.float8_e4m3fn}
 """Dtypes that a layer may take, by their names in safetensors."""
 _MAX_NAMED = 6
 """Tensor names that an error message lists for each kind of fault."""
@@ -89,6 +89,8 @@ class WeightPlan(Weights):
         super().__init__(dtype, torch.device("meta"))
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.elements: dict[str, int] = {}
+        self.shards: dict[str, Shard | None] = {}
+        """The part taken of each; None: the whole."""
         self.stored_dtypes: dict[str, torch.dtype] = {}
         """Dtypes of tensors that are taken as they are stored."""
         self.scales: set[str] = set()
@@ -97,7 +99,7 @@ class WeightPlan(Weights):
     def take(
         self, name: str, *shape: int, dtype: torch.dtype | None = None, shard: Shard | None = None
     ) -> torch.Tensor:
-        self.shapes[name] = shape
+        self.shapes[name], self.shards[name] = shape, shard
         if dtype is not None:
             self.stored_dtypes[name] = dtype
         taken = shape if shard is None else shard.shape(shape)
@@ -107,7 +109,7 @@ class WeightPlan(Weights):
         return tensor
 
     def take_scale(self, name: str, count: int, shard: Shard | None = None) -> torch.Tensor:
-        self.shapes[name] = (count,)
+        self.shapes[name], self.shards[name] = (count,), shard
         self.scales.add(name)
         tensor = torch.empty((count,) if shard is None else shard.shape((count,)), device=self.device)
         self.elements[name] = tensor.numel()
@@ -162,7 +164,7 @@ class SafetensorsWeights(Weights):
         self.on_read: Callable[[int], None] = lambda num_bytes: None
         self._files = _open_checkpoint(path)
         if not any(name.startswith(prefix) for name in self._files):
-            self._files = {_prefixed(name, prefix): source for name, source in self._files.items()}
+            self._files = {prefixed(name, prefix): source for name, source in self._files.items()}
 
     def take(
         self, name: str, *shape: int, dtype: torch.dtype | None = None, shard: Shard | None = None
@@ -238,7 +240,7 @@ class SafetensorsWeights(Weights):
                 continue
             found, dtype = tuple(slices[name].get_shape()), slices[name].get_dtype()
             wanted = plan.stored_dtypes.get(name)
-            if dtype not in _FLOATS if wanted is None else _DTYPES.get(dtype) is not wanted:
+            if dtype not in _FLOATS if wanted is None else DTYPES.get(dtype) is not wanted:
                 quantised.append(f"{name} is {dtype}")
             elif not _is_scale_shape(found, shape) if name in plan.scales else found != shape:
                 misshaped.append(f"{name} is {list(found)}, not {list(shape)}")
@@ -257,7 +259,7 @@ class SafetensorsWeights(Weights):
         total = 0
         for name, count in plan.elements.items():
             file, stored = self._files[name]
-            total += count * _DTYPES[file.get_slice(stored).get_dtype()].itemsize
+            total += count * DTYPES[file.get_slice(stored).get_dtype()].itemsize
         return total
 
 
@@ -283,7 +285,8 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:_MAX_NAMED]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def _prefixed(name: str, prefix: str) -> str:
+def prefixed(name: str, prefix: str) -> str:
+    """Return the name that a model uses for a tensor of a checkpoint saved from the base model."""
     return name if name.startswith("lm_head.") else prefix + name
 
 
