@@ -11,6 +11,7 @@ from msgspec import Meta, Struct
 
 from argosy_protocol.errors import BadRequest
 from argosy_protocol.json_limits import decode_body
+from argosy_protocol.null_defaults import Nullable
 from argosy_protocol.openai import (
     MAX_REQUEST_ID,
     MAX_TOKENS,
@@ -31,12 +32,12 @@ class EmbeddingRequest(InternalFields, kw_only=True, omit_defaults=True):
     )
     """A text, a list of texts, one list of token ids, or a list of such lists."""
     model: ModelField = ""
-    encoding_format: Literal["float", "base64"] = "float"
+    encoding_format: Nullable[Literal["float", "base64"]] = "float"
     """`base64` encodes the float32 values, little-endian."""
     dimensions: Annotated[int, Meta(ge=1, le=1 << 20)] | None = None
     user: Annotated[str, Meta(max_length=512)] | None = None
-    pooling_type: Literal["last", "mean"] = "last"
-    normalize: bool = True
+    pooling_type: Nullable[Literal["last", "mean"]] = "last"
+    normalize: Nullable[bool] = True
     cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
     request_id: Annotated[str, Meta(max_length=MAX_REQUEST_ID)] | None = None
     data_parallel_rank: DataParallelRank | None = None

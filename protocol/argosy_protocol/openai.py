@@ -15,6 +15,7 @@ from msgspec import Meta, Struct
 
 from argosy_protocol.errors import BadRequest
 from argosy_protocol.json_limits import decode_body
+from argosy_protocol.null_defaults import Nullable, NullDefaults
 
 MAX_MODEL_NAME = 512
 MAX_MESSAGES = 4096
@@ -27,7 +28,7 @@ MAX_CHOICES = 1024
 """Choices of one call: prompts times n."""
 MAX_REQUEST_ID = 128
 
-ModelField = Annotated[str, Meta(max_length=MAX_MODEL_NAME)]
+ModelField = Nullable[Annotated[str, Meta(max_length=MAX_MODEL_NAME)]]
 Probability = Annotated[float, Meta(ge=0.0, le=1.0)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
@@ -40,9 +41,9 @@ StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
 StopStrings = Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)]
 
 
-class StreamOptions(Struct, kw_only=True, omit_defaults=True):
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
+class StreamOptions(NullDefaults, kw_only=True, omit_defaults=True):
+    include_usage: Nullable[bool] = False
+    continuous_usage_stats: Nullable[bool] = False
 
 
 class RepetitionDetection(Struct, kw_only=True, omit_defaults=True):
@@ -81,7 +82,7 @@ class Resume(Struct, kw_only=True, omit_defaults=True):
     choices: Annotated[list[ResumedChoice], Meta(min_length=1, max_length=MAX_CHOICES)]
 
 
-class InternalFields(Struct, kw_only=True, omit_defaults=True):
+class InternalFields(NullDefaults, kw_only=True, omit_defaults=True):
     """Fields by which other engines and routers direct each other: transfers of KV caches, ranks, adapters by path,
     sessions, code. Any value but null is refused, so that no client can use them. `DataParallelRank` is one more, which
     our engine honours and the router refuses."""
@@ -102,7 +103,7 @@ class GenerationRequest(InternalFields, kw_only=True, omit_defaults=True):
     """Fields shared by chat completions and completions. `None` stands for the model's generation config."""
 
     model: ModelField = ""
-    stream: bool = False
+    stream: Nullable[bool] = False
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
@@ -112,13 +113,13 @@ class GenerationRequest(InternalFields, kw_only=True, omit_defaults=True):
     seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
     stop: StopString | StopStrings | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=256)] | None = None
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    return_token_ids: bool = False
+    include_stop_str_in_output: Nullable[bool] = False
+    ignore_eos: Nullable[bool] = False
+    skip_special_tokens: Nullable[bool] = True
+    return_token_ids: Nullable[bool] = False
     """vLLM's field: every chunk carries `token_ids` for its choice, and the first response `prompt_token_ids`."""
     cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
-    priority: Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)] = 0
+    priority: Nullable[Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)]] = 0
     """vLLM's field: lower values go first, if the engine schedules by priority."""
     user: Annotated[str, Meta(max_length=512)] | None = None
     prompt_cache_key: Annotated[str, Meta(max_length=512)] | None = None
@@ -142,7 +143,7 @@ class GenerationRequest(InternalFields, kw_only=True, omit_defaults=True):
     prompt_logprobs: LogprobCount | None = None
     vllm_xargs: Annotated[dict[str, ExtraArg], Meta(max_length=64)] | None = None
     """vLLM's field: arguments for custom logits processors."""
-    return_tokens_as_token_ids: bool = False
+    return_tokens_as_token_ids: Nullable[bool] = False
     """vLLM's field: `logprobs` show tokens as `token_id:ID`, so that tokens without text can be distinguished."""
     data_parallel_rank: DataParallelRank | None = None
     """vLLM's: engine core that computes the request, by default the one with the least work. The router refuses it."""
@@ -162,9 +163,9 @@ class GenerationRequest(InternalFields, kw_only=True, omit_defaults=True):
     thinking_token_budget: Any = None
     include_reasoning: Any = None
     spaces_between_special_tokens: Any = None
-    use_beam_search: bool = False
+    use_beam_search: Nullable[bool] = False
     """vLLM's field: return the `n` most probable answers instead of sampled ones. Not streamed."""
-    length_penalty: Annotated[float, Meta(ge=-10.0, le=10.0)] = 1.0
+    length_penalty: Nullable[Annotated[float, Meta(ge=-10.0, le=10.0)]] = 1.0
     """vLLM's field: beams are ranked by their log probability divided by their length to this power."""
 
 
@@ -177,8 +178,8 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, omit_defaults=True)
     documents: Annotated[list[dict[str, Any]], Meta(max_length=1024)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Annotated[str, Meta(max_length=32)] | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
+    add_generation_prompt: Nullable[bool] = True
+    continue_final_message: Nullable[bool] = False
     logprobs: bool | None = None
     top_logprobs: LogprobCount | None = None
     # See `unsupported`.
@@ -197,7 +198,7 @@ class CompletionRequest(GenerationRequest, kw_only=True, omit_defaults=True):
         ]
     )
     """A text, a list of texts, one list of token ids, or a list of such lists."""
-    echo: bool = False
+    echo: Nullable[bool] = False
     suffix: str | None = None
     best_of: Annotated[int, Meta(ge=1, le=128)] | None = None
     """The beam width, if it should exceed `n`."""

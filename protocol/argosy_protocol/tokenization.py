@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from argosy_protocol.json_limits import decode_body
+from argosy_protocol.null_defaults import Nullable
 from argosy_protocol.openai import (
     MAX_TOKENS,
     ChatCompletionRequest,
@@ -25,14 +26,14 @@ class _InternalFields(InternalFields, kw_only=True):
 class TextTokenizeRequest(_InternalFields, kw_only=True):
     prompt: str
     model: ModelField = ""
-    add_special_tokens: bool = True
-    return_token_strs: bool = False
+    add_special_tokens: Nullable[bool] = True
+    return_token_strs: Nullable[bool] = False
 
 
 class ChatTokenizeRequest(ChatCompletionRequest, kw_only=True, omit_defaults=True):
     """A chat, of which only the fields that determine the prompt are used."""
 
-    return_token_strs: bool = False
+    return_token_strs: Nullable[bool] = False
 
 
 class DetokenizeRequest(_InternalFields, kw_only=True):
