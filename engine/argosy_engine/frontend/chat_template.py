@@ -18,6 +18,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from argosy_engine.errors import ConfigError, InvalidRequest
 from argosy_engine.frontend.chat_parser import THINK
+from argosy_engine.frontend.template_roles import TemplateRoles
 from argosy_engine.models.model_config import read_json
 from argosy_protocol.errors import ApiError
 from argosy_protocol.json_limits import parse_text
@@ -64,6 +65,7 @@ class ChatTemplate:
         self.has_thinking = "enable_thinking" in self.variables or THINK in source
         """Whether the model may think before it answers."""
         self._special_tokens = dict(special_tokens)
+        self._roles = TemplateRoles(lambda messages: self._rendered(messages=messages))
 
     @classmethod
     def load(cls, path: Path) -> ChatTemplate | None:
@@ -114,7 +116,7 @@ class ChatTemplate:
         tools = request.tools if request.tools and request.tool_choice != "none" else None
         values = {
             **arguments,
-            "messages": _plain_messages(request.messages),
+            "messages": self._roles.known(_plain_messages(request.messages)),
             "tools": tools,
             "documents": request.documents,
         }
@@ -123,9 +125,7 @@ class ChatTemplate:
         if is_continued:
             values["messages"][-1]["content"] += _END_OF_MESSAGE
         try:
-            text = self._template.render(
-                **self._special_tokens, **values, add_generation_prompt=request.add_generation_prompt
-            )
+            text = self._rendered(**values, add_generation_prompt=request.add_generation_prompt)
         except _TemplateRaised as error:
             raise InvalidRequest(str(error), param="messages") from None
         except Exception as error:  # a template may fail in any way on unexpected values
@@ -133,6 +133,9 @@ class ChatTemplate:
                 f"the chat template cannot render these messages: {error}", "messages"
             ) from None
         return _through_final_message(text) if is_continued else text
+
+    def _rendered(self, **values: Any) -> str:
+        return self._template.render(**self._special_tokens, **values)
 
 
 def _through_final_message(text: str) -> str:
