@@ -20,7 +20,8 @@ from argosy_protocol.null_defaults import Nullable, NullDefaults
 MAX_MODEL_NAME = 512
 MAX_MESSAGES = 4096
 MAX_PROMPTS = 1024
-MAX_STOP_STRINGS = 16
+MAX_STOP_STRINGS = 4
+"""OpenAI's bound, and vLLM's."""
 MAX_TOKENS = 1 << 24
 MAX_LOGPROBS = 1 << 20
 """Upper bound for any engine; each has its own `--max-logprobs`."""
@@ -37,8 +38,12 @@ LogprobCount = Annotated[int, Meta(ge=-1, le=MAX_LOGPROBS)]
 """-1 stands for the whole vocabulary, as in vLLM."""
 ExtraArg = str | int | float | bool | list[str | int | float | bool]
 DataParallelRank = Annotated[int, Meta(ge=0, le=1 << 20)]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
 StopStrings = Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)]
+
+
+_ROLES_WITH_CONTENT = frozenset(("user", "system", "developer"))
 
 
 class StreamOptions(NullDefaults, kw_only=True, omit_defaults=True):
@@ -107,7 +112,7 @@ class GenerationRequest(InternalFields, kw_only=True, omit_defaults=True):
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
-    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] | None = None
+    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=1 << 20)] | None = None
     seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
@@ -168,6 +173,11 @@ class GenerationRequest(InternalFields, kw_only=True, omit_defaults=True):
     length_penalty: Nullable[Annotated[float, Meta(ge=-10.0, le=10.0)]] = 1.0
     """vLLM's field: beams are ranked by their log probability divided by their length to this power."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.stream_options is not None and not self.stream:
+            raise BadRequest("stream_options needs stream to be true", param="stream_options")
+
 
 class ChatCompletionRequest(GenerationRequest, kw_only=True, omit_defaults=True):
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
@@ -177,7 +187,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, omit_defaults=True)
     parallel_tool_calls: bool | None = None
     documents: Annotated[list[dict[str, Any]], Meta(max_length=1024)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: Annotated[str, Meta(max_length=32)] | None = None
+    reasoning_effort: ReasoningEffort | None = None
     add_generation_prompt: Nullable[bool] = True
     continue_final_message: Nullable[bool] = False
     logprobs: bool | None = None
@@ -188,6 +198,19 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, omit_defaults=True)
     function_call: Any = None
     modalities: Any = None
     web_search_options: Any = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for index, message in enumerate(self.messages):
+            if message.content is None and message.role in _ROLES_WITH_CONTENT:
+                where = f"messages[{index}].content"
+                raise BadRequest(f"{where} is required of the role {message.role}", param=where)
+        if self.tools:
+            return
+        if self.tools is not None:
+            raise BadRequest("tools must not be an empty list; leave it out", param="tools")
+        if self.tool_choice not in (None, "none"):
+            raise BadRequest("tool_choice needs tools", param="tool_choice")
 
 
 class CompletionRequest(GenerationRequest, kw_only=True, omit_defaults=True):

@@ -152,11 +152,28 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"structured_outputs": {"regex": "a"}, "tools": [PING], "tool_choice": "required"}, "tool_choice", "combined"),
     ({"tool_choice": "required"}, "tool_choice", "needs tools"),
     ({"tools": [PING, {"type": "function"}]}, "tools[1]", "function.name"),
-    ({"tools": [PING, {"type": "function", "function": {"name": 3}}]}, "tools[1]", "function.name"),
+    ({"tools": [PING, {"type": "function", "function": {"name": 3}}]}, "tools[1].function.name", "function.name"),
+    ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0].function.name", "empty"),
+    ({"tools": [{**PING, "type": "web"}]}, "tools[0].type", "'web'"),
+    ({"tools": [{**PING, "type": "web"}], "tool_choice": "none"}, "tools[0].type", "'web'"),
+    ({"tools": [{"function": {"name": "a", "parameters": []}}]}, "tools[0].function.parameters", "object"),
+    ({"tools": [{"function": {"name": "a", "description": 1}}]}, "tools[0].function.description", "text"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
+     "response_format.json_schema.name", "text"),
     ({"tool_choice": "always", "tools": [PING]}, "tool_choice", "'required'"),
     ({"tool_choice": {"type": "function", "function": {"name": "x"}}, "tools": [PING]}, "tool_choice", "'x'"),
     ({"guided_choice": ["a"]}, "guided_choice", "structured_outputs.choice"),
 ]  # fmt: skip
+
+
+def test_a_required_call_wins_over_the_response_format(server: Server) -> None:
+    body = {"model": "tiny", "messages": MESSAGES, "max_tokens": 200, "temperature": 0, "tools": [PING],
+            "tool_choice": "required", "response_format": {"type": "json_object"}}  # fmt: skip
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    (choice,) = answer.json()["choices"]
+    assert {call["function"]["name"] for call in choice["message"]["tool_calls"]} == {"ping"}
+    assert choice["finish_reason"] == "tool_calls"
 
 
 @pytest.mark.parametrize(

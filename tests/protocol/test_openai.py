@@ -26,7 +26,14 @@ from argosy_protocol.openai import decode_request, unsupported
         ('{"messages":[{"role":"user"}],"temperature":-1}', "temperature", ">= 0"),
         ('{"messages":[{"role":"user"}],"max_tokens":0}', "max_tokens", ">= 1"),
         ('{"messages":[{"role":"user"}],"seed":100000000000000000000}', "seed", "out of range|<=|Expected"),
-        ('{"messages":[{"role":"user"}],"stop":["a"' + ',"b"' * 16 + "]}", "stop", "<= 16"),
+        ('{"messages":[{"role":"user"}],"stop":["a"' + ',"b"' * 4 + "]}", "stop", "<= 4"),
+        ('{"messages":[{"role":"user","content":null}]}', "messages[0].content", "required"),
+        ('{"messages":[{"role":"user","content":"x"},{"role":"developer"}]}', "messages[1].content", "required"),
+        ('{"messages":[{"role":"user","content":"x"}],"temperature":2.5}', "temperature", "<= 2"),
+        ('{"messages":[{"role":"user","content":"x"}],"reasoning_effort":"nope"}', "reasoning_effort", "nope"),
+        ('{"messages":[{"role":"user","content":"x"}],"stream_options":{}}', "stream_options", "stream"),
+        ('{"messages":[{"role":"user","content":"x"}],"tools":[]}', "tools", "empty"),
+        ('{"messages":[{"role":"user","content":"x"}],"tool_choice":"auto"}', "tool_choice", "needs tools"),
     ],
 )  # fmt: skip
 def test_bad_bodies_name_the_field(body: str, param: str | None, message: str) -> None:

@@ -1,6 +1,7 @@
 """Structured output of an API request: translates response_format, structured_outputs and tool_choice.
 
-Each becomes a `StructuredOutputsParams`; a request with more than one of them is rejected.
+Each becomes a `StructuredOutputsParams`. A required tool call wins over `response_format`, as in vLLM; a request with
+another two of them is rejected.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ def structured_outputs(request: GenerationRequest, num_sequences: int = 1) -> St
         "structured_outputs": _of_field(request.structured_outputs),
         "tool_choice": _of_tool_choice(request) if isinstance(request, ChatCompletionRequest) else None,
     }
+    if asked["tool_choice"] is not None:
+        asked["response_format"] = None  # it is about the text of an answer, and a required call has none
     given = {name: params for name, params in asked.items() if params is not None}
     if len(given) > 1:
         names = " and ".join(given)
@@ -90,6 +93,11 @@ def _of_response_format(value: dict[str, Any] | None) -> StructuredOutputsParams
                 raise InvalidRequest(
                     "response_format needs json_schema.schema, an object", "response_format.json_schema"
                 )
+            if not isinstance(name := schema.get("name"), str) or not name:
+                raise InvalidRequest(
+                    "response_format.json_schema.name must be a text that is not empty",
+                    "response_format.json_schema.name",
+                )
             return StructuredOutputsParams(json=schema["schema"])
         case "structural_tag":
             return StructuredOutputsParams(structural_tag=value)
@@ -104,9 +112,8 @@ def _of_response_format(value: dict[str, Any] | None) -> StructuredOutputsParams
 def _of_tool_choice(request: ChatCompletionRequest) -> StructuredOutputsParams | None:
     """Return the grammar of the calls that a tool choice requires; `auto` and `none` require none."""
     choice = request.tool_choice
+    check_tools(request.tools or ())
     if choice in (None, "auto", "none"):
-        if choice != "none":
-            check_tools(request.tools or ())
         return None
     name = None
     if isinstance(choice, dict):

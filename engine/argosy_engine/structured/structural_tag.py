@@ -61,12 +61,26 @@ def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
     """Check what every tool needs, whether tool calls are enforced or not.
 
     Raises:
-        InvalidRequest: a tool has no name.
+        InvalidRequest: a tool is no function, has no name, or a field of it has the wrong type.
     """
     for index, tool in enumerate(tools):
-        function = tool.get("function")
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise InvalidRequest("a tool needs function.name", f"tools[{index}]")
+        where, function = f"tools[{index}]", tool.get("function")
+        if tool.get("type", "function") != "function":
+            kind = str(tool["type"])[:64]
+            raise InvalidRequest(f"{where}.type must be 'function', not {kind!r}", f"{where}.type")
+        if not isinstance(function, dict):
+            raise InvalidRequest(f"{where} needs function, an object with function.name", where)
+        where, name = f"{where}.function", function.get("name")
+        if not isinstance(name, str) or not name:
+            raise InvalidRequest(f"{where}.name must be a text that is not empty", f"{where}.name")
+        if not isinstance(function.get("description"), str | None):
+            raise InvalidRequest(f"{where}.description must be a text", f"{where}.description")
+        if not isinstance(function.get("parameters"), dict | None):
+            raise InvalidRequest(
+                f"{where}.parameters must be a JSON schema of an object", f"{where}.parameters"
+            )
+        if not isinstance(function.get("strict"), bool | None):
+            raise InvalidRequest(f"{where}.strict must be true or false", f"{where}.strict")
 
 
 def tool_call_tag(

@@ -45,7 +45,7 @@ async def repetition(target: Target) -> None:
             "prompt": f"{number} " * 100,
             "max_tokens": 2000,
             "ignore_eos": True,
-            "temperature": 3.0,
+            "temperature": 2.0,
             "repetition_detection": {"max_pattern_size": 1024, "min_pattern_size": 1, "min_count": 3},
         }
         await target.ask(COMPLETIONS, body)
