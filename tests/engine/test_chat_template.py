@@ -30,9 +30,20 @@ def test_template_variables_are_those_it_declares(template: ChatTemplate) -> Non
     messages = [{"role": "user", "content": "hi"}]
     off = template.render(chat(messages=messages, chat_template_kwargs={"enable_thinking": False}))
     assert off.endswith("<think>\n\n</think>\n\n")
-    for name in ("chat_template", "tokenize", "messages"):
-        with pytest.raises(InvalidRequest, match="no variable"):
-            template.render(chat(messages=messages, chat_template_kwargs={name: "x"}))
+    plain = template.render(chat(messages=messages))
+    for name in ("chat_template", "tokenize", "messages", "unknown"):
+        assert template.render(chat(messages=messages, chat_template_kwargs={name: "x"})) == plain
+
+
+def test_reasoning_effort_none_turns_thinking_off(template: ChatTemplate) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+
+    def ends_thinking(**fields: object) -> bool:
+        return template.render(chat(messages=messages, **fields)).endswith("</think>\n\n")
+
+    assert ends_thinking(reasoning_effort="none")
+    assert not ends_thinking(reasoning_effort="low")
+    assert not ends_thinking(reasoning_effort="none", chat_template_kwargs={"enable_thinking": True})
 
 
 def test_template_sandbox_holds(tmp_path: Path) -> None:

@@ -130,7 +130,6 @@ REFUSED: list[tuple[tuple[str, dict[str, Any]], str]] = [
     # what this engine does not do
     (chat(vllm_xargs={"a": 1}), "vllm_xargs"),
     (chat(vllm_xargs=LARGE_ARGS), "vllm_xargs"),
-    (chat(chat_template_kwargs={"zzz": 1}), "chat_template_kwargs"),
     (chat(chat_template="x"), "chat_template"),
     (chat(continue_final_message=True), "continue_final_message"),
     (chat(priority=1), "priority"),

@@ -1,7 +1,7 @@
 """ChatTemplate: renders messages to prompt text with the model's own Jinja template, in a sandbox.
 
 The template comes from the model directory only, never from a request (CVE-2025-61620): a request may set variables
-that the template declares, nothing else.
+that the template declares, and no others reach it.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ class ChatTemplate:
         With `continue_final_message` it ends with the last message's content, as in transformers.
 
         Raises:
-            InvalidRequest: the template rejects the messages, tools or template arguments, or does not render a final
-                message that is to be continued.
+            InvalidRequest: the template rejects or drops a message, rejects tools or template arguments, or does not
+                render a final message that is to be continued.
         """
         is_continued = request.continue_final_message
         if is_continued and request.add_generation_prompt:
@@ -103,16 +103,7 @@ class ChatTemplate:
                 "`add_generation_prompt` to False",
                 param="continue_final_message",
             )
-        arguments = dict(request.chat_template_kwargs or {})
-        if request.reasoning_effort is not None and "reasoning_effort" in self.variables:
-            arguments.setdefault("reasoning_effort", request.reasoning_effort)
-        for name in arguments:
-            if name not in self.variables:
-                known = ", ".join(sorted(self.variables)) or "none"
-                raise InvalidRequest(
-                    f"the chat template has no variable {name!r}; it has: {known}",
-                    param="chat_template_kwargs",
-                )
+        arguments = self._arguments(request)
         tools = request.tools if request.tools and request.tool_choice != "none" else None
         values = {
             **arguments,
@@ -133,6 +124,14 @@ class ChatTemplate:
                 f"the chat template cannot render these messages: {error}", "messages"
             ) from None
         return _through_final_message(text) if is_continued else text
+
+    def _arguments(self, request: ChatCompletionRequest) -> dict[str, Any]:
+        """Return the values of the variables that the template declares; it has no use for others."""
+        arguments = dict(request.chat_template_kwargs or {})
+        if request.reasoning_effort is not None:
+            arguments.setdefault("reasoning_effort", request.reasoning_effort)
+            arguments.setdefault("enable_thinking", request.reasoning_effort != "none")
+        return {name: value for name, value in arguments.items() if name in self.variables}
 
     def _rendered(self, **values: Any) -> str:
         return self._template.render(**self._special_tokens, **values)
