@@ -311,10 +311,12 @@ class Usage(Struct, frozen=True, kw_only=True):
 
 
 class ResponseMessage(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Assistant message of a response. `omit_defaults` drops absent fields; `role` and `content` are always sent."""
+    """Assistant message of a response. `omit_defaults` drops absent fields; those without a default are always sent."""
 
     role: str
     content: str | None
+    refusal: str | None
+    annotations: tuple[()]
     reasoning: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
 

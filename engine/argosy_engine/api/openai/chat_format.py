@@ -58,6 +58,8 @@ class ChatFormat(ChoiceFormat[ChatChunkChoice, ChatCompletionChunk, ChatCompleti
         self._prompt = prompt
         self._with_ids = request.return_token_ids or with_ids
         self._logprobs = LogprobsFormat(renderer.tokenizer, as_token_ids=request.return_tokens_as_token_ids)
+        self._max_calls = 1 if request.parallel_tool_calls is False else None
+        self._names_call = isinstance(request.tool_choice, dict)
         self._parsers = [
             ChatParser(
                 parse_reasoning=renderer.has_thinking,
@@ -96,7 +98,7 @@ class ChatFormat(ChoiceFormat[ChatChunkChoice, ChatCompletionChunk, ChatCompleti
             reasoning=parsed.reasoning or None,
             tool_calls=self._tool_calls(parsed.calls, output.index, num_calls, is_delta=True),
         )
-        finish_reason = _finish_reason(output, parser)
+        finish_reason = self._finish_reason(output, parser)
         if delta == _EMPTY_DELTA and finish_reason is None and not self._with_ids and not output.logprobs:
             return None
         return ChatChunkChoice(
@@ -136,13 +138,15 @@ class ChatFormat(ChoiceFormat[ChatChunkChoice, ChatCompletionChunk, ChatCompleti
         message = ResponseMessage(
             role="assistant",
             content=parsed.content if parsed.content or not calls else None,
+            refusal=None,
+            annotations=(),
             reasoning=parsed.reasoning or None,
             tool_calls=calls,
         )
         return ChatChoice(
             index=output.index,
             message=message,
-            finish_reason=_finish_reason(output, parser),
+            finish_reason=self._finish_reason(output, parser),
             stop_reason=output.stop_reason,
             logprobs=self._logprobs.chat(output.logprobs) if request.logprobs else None,
             token_ids=output.token_ids if request.return_token_ids else None,
@@ -151,7 +155,12 @@ class ChatFormat(ChoiceFormat[ChatChunkChoice, ChatCompletionChunk, ChatCompleti
     def _tool_calls(
         self, calls: Sequence[ParsedCall], choice: int, first: int, *, is_delta: bool
     ) -> tuple[ToolCall, ...]:
-        """Return a tool call's id: a function of the request's id, so that a resumed stream repeats it."""
+        """Format calls; without `parallel_tool_calls` only the first one of the choice, as in vLLM.
+
+        A call's id is a function of the request's id, so that a resumed stream repeats it.
+        """
+        if self._max_calls is not None:
+            calls = calls[: max(0, self._max_calls - first)]
         return tuple(
             ToolCall(
                 id=f"call_{self._request_id}_{choice}_{number}",
@@ -162,8 +171,8 @@ class ChatFormat(ChoiceFormat[ChatChunkChoice, ChatCompletionChunk, ChatCompleti
             for number, call in enumerate(calls, first)
         )
 
-
-def _finish_reason(output: GenerationOutput, parser: ChatParser) -> str | None:
-    """Return the finish reason. It stays `length` even after a tool call: the client must see that text is missing."""
-    reason = output.finish_reason
-    return "tool_calls" if reason == "stop" and parser.num_calls else reason
+    def _finish_reason(self, output: GenerationOutput, parser: ChatParser) -> str | None:
+        """Return the finish reason. It stays `length` even after a tool call: the client must see that text is missing.
+        After a call that the request named it is `stop`, as in OpenAI's API."""
+        reason = output.finish_reason
+        return "tool_calls" if reason == "stop" and parser.num_calls and not self._names_call else reason

@@ -1,0 +1,80 @@
+"""Choices of /v1/chat/completions made of a model's text: calls, finish reasons, usage."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+
+from argosy_engine.api.openai.chat_format import ChatFormat
+from argosy_engine.frontend.outputs import GenerationOutput
+from argosy_engine.frontend.renderer import Renderer
+from argosy_engine.models.model_path import resolve_model
+from chat_requests import chat
+
+PING = {"type": "function", "function": {"name": "ping"}}
+CALLS = "".join(
+    f'<tool_call>\n{{"name": "ping", "arguments": {{"n": {n}}}}}\n</tool_call>\n' for n in range(3)
+)
+NAMED = {"type": "function", "function": {"name": "ping"}}
+
+
+@pytest.fixture(scope="module")
+def renderer() -> Renderer:
+    config = SimpleNamespace(
+        model_path=resolve_model("builtin://tiny"), model_name="m", vocab_size=1024, max_model_len=4096
+    )
+    return Renderer(config)  # type: ignore[arg-type]
+
+
+def formatted(renderer: Renderer, **fields: object) -> ChatFormat:
+    request = chat(messages=[{"role": "user", "content": "Hi"}], **fields)
+    return ChatFormat(renderer, request, "r", "m", renderer.render_chat(request), 1)
+
+
+def outputs(renderer: Renderer, text: str, *, in_parts: bool) -> list[GenerationOutput]:
+    """Return a model's text as the outputs of its run, one or one per token."""
+    ids = renderer.tokenizer.encode(text, add_special_tokens=False).ids
+    if not in_parts:
+        return [GenerationOutput(0, text, ids, "stop", num_output_tokens=len(ids))]
+    texts = [renderer.tokenizer.decode([token], skip_special_tokens=False) for token in ids]
+    assert "".join(texts) == text
+    last = len(ids) - 1
+    return [
+        GenerationOutput(0, piece, [token], "stop" if n == last else None, num_output_tokens=n + 1)
+        for n, (token, piece) in enumerate(zip(ids, texts, strict=True))
+    ]
+
+
+def calls_and_reason(renderer: Renderer, *, stream: bool, **fields: object) -> tuple[list[str], str | None]:
+    made = formatted(renderer, tools=[PING], **fields)
+    parts = outputs(renderer, CALLS, in_parts=stream)
+    if stream:
+        deltas = [delta for part in parts for delta in made.deltas(part)]
+        calls = [call.function.arguments for delta in deltas for call in delta.delta.tool_calls]
+        return calls, deltas[-1].finish_reason
+    (choice,) = made.response(parts).choices
+    return [call.function.arguments for call in choice.message.tool_calls], choice.finish_reason
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_without_parallel_calls_the_first_one_is_returned(renderer: Renderer, stream: bool) -> None:
+    calls, reason = calls_and_reason(renderer, stream=stream, parallel_tool_calls=False)
+    assert [json.loads(call) for call in calls] == [{"n": 0}]
+    assert reason == "tool_calls"
+    calls, reason = calls_and_reason(renderer, stream=stream)
+    assert [json.loads(call)["n"] for call in calls] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_named_call_finishes_with_stop(renderer: Renderer, stream: bool) -> None:
+    assert calls_and_reason(renderer, stream=stream, tool_choice=NAMED)[1] == "stop"
+    assert calls_and_reason(renderer, stream=stream, tool_choice="required")[1] == "tool_calls"
+
+
+def test_a_message_has_all_fields_of_openai(renderer: Renderer) -> None:
+    response = formatted(renderer).response(outputs(renderer, "Hello.", in_parts=False))
+    message = msgspec.to_builtins(response)["choices"][0]["message"]
+    assert message == {"role": "assistant", "content": "Hello.", "refusal": None, "annotations": ()}
