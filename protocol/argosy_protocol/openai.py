@@ -303,11 +303,17 @@ class PromptTokensDetails(Struct, frozen=True):
     cached_tokens: int = 0
 
 
-class Usage(Struct, frozen=True, kw_only=True):
+class CompletionTokensDetails(Struct, frozen=True):
+    reasoning_tokens: int = 0
+
+
+class Usage(Struct, frozen=True, kw_only=True, omit_defaults=True):
     prompt_tokens: int
     total_tokens: int
     completion_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | None = None
+    """Of chats only."""
 
 
 class ResponseMessage(Struct, frozen=True, kw_only=True, omit_defaults=True):

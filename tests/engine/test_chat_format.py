@@ -78,3 +78,33 @@ def test_a_message_has_all_fields_of_openai(renderer: Renderer) -> None:
     response = formatted(renderer).response(outputs(renderer, "Hello.", in_parts=False))
     message = msgspec.to_builtins(response)["choices"][0]["message"]
     assert message == {"role": "assistant", "content": "Hello.", "refusal": None, "annotations": ()}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_usage_counts_reasoning_tokens(renderer: Renderer, stream: bool) -> None:
+    thought = "Small talk, so a greeting."
+    made = formatted(renderer)
+    parts = outputs(renderer, f"<think>\n{thought}\n</think>\n\nHello.", in_parts=stream)
+    if stream:
+        for part in parts:
+            made.deltas(part)
+        count = made.num_reasoning_tokens
+    else:
+        details = made.response(parts).usage.completion_tokens_details
+        assert details is not None
+        count = details.reasoning_tokens
+    assert count == len(renderer.tokenizer.encode(f"\n{thought}\n", add_special_tokens=False).ids)
+
+
+def test_a_resumed_stream_counts_the_reasoning_before_it(renderer: Renderer) -> None:
+    ids = renderer.tokenizer.encode("<think>\nOne two", add_special_tokens=False).ids
+    made = formatted(renderer, resume={"created": 1, "choices": [{"token_ids": ids}]})
+    assert made.num_reasoning_tokens == len(ids) - 1
+    made.deltas(GenerationOutput(0, " three", [7]))
+    assert made.num_reasoning_tokens == len(ids)
+
+
+def test_an_answer_without_reasoning_counts_none(renderer: Renderer) -> None:
+    made = formatted(renderer, chat_template_kwargs={"enable_thinking": False})
+    usage = made.response(outputs(renderer, "Hello <think> x", in_parts=False)).usage
+    assert msgspec.to_builtins(usage)["completion_tokens_details"] == {"reasoning_tokens": 0}

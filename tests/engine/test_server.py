@@ -89,6 +89,24 @@ def test_streamed_and_unary_answers_agree(client: openai.OpenAI) -> None:
     assert chunks[-1].usage.total_tokens == whole.usage.total_tokens
 
 
+def test_usage_in_every_chunk_comes_only_with_include_usage(http: httpx.Client) -> None:
+    def usages(path: str, body: dict[str, object], **options: bool) -> list[object]:
+        asked = {"model": "tiny", "max_tokens": 4, "stream": True, "stream_options": options, **body}
+        lines = http.post(path, json=asked).text.splitlines()
+        chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        assert len(chunks) > 1
+        return [chunk["usage"] for chunk in chunks]
+
+    for path, body in (("/v1/chat/completions", {"messages": MESSAGES}), ("/v1/completions", {"prompt": "A"})):
+        alone = usages(path, body, continuous_usage_stats=True)
+        assert set(alone) == {None}
+        both = usages(path, body, continuous_usage_stats=True, include_usage=True)
+        counts = [usage["completion_tokens"] for usage in both]  # type: ignore[index]
+        assert counts == sorted(counts)
+        assert counts[-1] > 0
+        assert all(usage["prompt_tokens"] > 0 for usage in both)  # type: ignore[index]
+
+
 def test_the_second_request_reports_cached_tokens(client: openai.OpenAI) -> None:
     messages = [{"role": "system", "content": "The code is 4711. " * 20}, *MESSAGES]
     usages = [

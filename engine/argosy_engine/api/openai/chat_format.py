@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from argosy_engine.api.openai.choice_stream import ChoiceFormat, created_at
 from argosy_engine.api.openai.logprobs_format import LogprobsFormat
+from argosy_engine.api.openai.reasoning_counter import ReasoningCounter
 from argosy_engine.api.openai.usage import usage_of
 from argosy_engine.frontend.chat_parser import ChatParser, ParsedCall
 from argosy_engine.frontend.outputs import GenerationOutput
@@ -69,8 +70,16 @@ class ChatFormat(ChoiceFormat[ChatChunkChoice, ChatCompletionChunk, ChatCompleti
             )
             for _ in range(num_choices)
         ]
+        self._counters = [ReasoningCounter(prompt.reasoning) for _ in range(num_choices)]
+        if request.resume is not None:
+            for counter, resumed in zip(self._counters, request.resume.choices, strict=True):
+                counter.add(resumed.token_ids)
 
-    def opening(self) -> ChatCompletionChunk | None:
+    @property
+    def num_reasoning_tokens(self) -> int:
+        return sum(counter.count for counter in self._counters)
+
+    def opening(self, usage: Usage | None) -> ChatCompletionChunk | None:
         """Return the chunk with the roles of all choices; None for a resumed stream, whose client has them already."""
         if self._request.resume is not None:
             return None
@@ -84,11 +93,13 @@ class ChatFormat(ChoiceFormat[ChatChunkChoice, ChatCompletionChunk, ChatCompleti
             created=self._created,
             model=self._model,
             choices=roles,
+            usage=usage,
             prompt_token_ids=self._prompt.token_ids if self._request.return_token_ids else None,
         )
 
     def delta(self, output: GenerationOutput) -> ChatChunkChoice | None:
         parser = self._parsers[output.index]
+        self._counters[output.index].add(output.token_ids)
         if output.resumed_text:
             parser.feed(output.resumed_text)
         num_calls = parser.num_calls
@@ -125,7 +136,7 @@ class ChatFormat(ChoiceFormat[ChatChunkChoice, ChatCompletionChunk, ChatCompleti
             created=int(time.time()),
             model=self._model,
             choices=[self._choice(output) for output in outputs],
-            usage=usage_of(outputs, len(outputs)),
+            usage=usage_of(outputs, len(outputs), self.num_reasoning_tokens),
             prompt_token_ids=self._prompt.token_ids if request.return_token_ids else None,
             prompt_logprobs=prompt_logprobs,
         )
@@ -133,6 +144,7 @@ class ChatFormat(ChoiceFormat[ChatChunkChoice, ChatCompletionChunk, ChatCompleti
     def _choice(self, output: GenerationOutput) -> ChatChoice:
         """Format a complete choice."""
         request, parser = self._request, self._parsers[output.index]
+        self._counters[output.index].add(output.token_ids)
         parsed = parser.feed(output.text, is_last=True)
         calls = self._tool_calls(parsed.calls, output.index, 0, is_delta=False)
         message = ResponseMessage(

@@ -35,8 +35,13 @@ class ChoiceFormat(ABC, Generic[_Choice, _Chunk, _Response]):
         """Count the tokens and log probabilities to format in an output; a log probability takes 20 us or more."""
         return len(output.token_ids) + len(output.logprobs) + len(output.prompt_logprobs or ())
 
+    @property
+    def num_reasoning_tokens(self) -> int | None:
+        """Reasoning tokens of all choices so far; None at endpoints without reasoning."""
+        return None
+
     @abstractmethod
-    def opening(self) -> _Chunk | None:
+    def opening(self, usage: Usage | None) -> _Chunk | None:
         """Return the chunk before the first delta; None if there is none."""
 
     @abstractmethod
@@ -71,9 +76,14 @@ async def stream_choices(
     """
     requests, choice_format = await prepare()
     n, options = request.n or 1, request.stream_options
-    continuous = options is not None and options.continuous_usage_stats
+    with_usage = options is not None and options.include_usage
+    continuous = options is not None and with_usage and options.continuous_usage_stats
     totals, finished = initial_totals(requests), _finished_choices(request)
-    opening = choice_format.opening()
+
+    def usage() -> Usage:
+        return usage_of(totals, n, choice_format.num_reasoning_tokens)
+
+    opening = choice_format.opening(usage() if continuous else None)
     async with aclosing(llm.generate(requests, n, finished)) as stream:
         async for outputs in stream:
             if opening is not None:
@@ -90,9 +100,9 @@ async def stream_choices(
                     choices = await asyncio.to_thread(choice_format.deltas, output)
                 update_total(totals[output.index], output)
                 for choice in choices:
-                    yield choice_format.chunk([choice], usage_of(totals, n) if continuous else None)
-    if options is not None and options.include_usage:
-        yield choice_format.chunk([], usage_of(totals, n))
+                    yield choice_format.chunk([choice], usage() if continuous else None)
+    if with_usage:
+        yield choice_format.chunk([], usage())
 
 
 async def whole_response(

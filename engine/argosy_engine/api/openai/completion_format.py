@@ -76,7 +76,7 @@ class CompletionFormat(ChoiceFormat[CompletionChoice, Completion, Completion]):
             count += len(self._prompt_logprobs.get(output.index // self._n * self._n) or ())
         return count
 
-    def opening(self) -> None:
+    def opening(self, usage: Usage | None) -> None:
         return None
 
     def delta(self, output: GenerationOutput) -> CompletionChoice | None:

@@ -6,13 +6,17 @@ from collections.abc import Sequence
 
 from argosy_engine.frontend.outputs import GenerationOutput
 from argosy_engine.messages.core_messages import EngineCoreRequest
-from argosy_protocol.openai import PromptTokensDetails, Usage
+from argosy_protocol.openai import CompletionTokensDetails, PromptTokensDetails, Usage
 
 
 def initial_totals(requests: Sequence[EngineCoreRequest]) -> list[GenerationOutput]:
     """Return the initial counts of each choice: those of the stream that is resumed."""
     return [
-        GenerationOutput(index, num_output_tokens=len(request.resume_token_ids))
+        GenerationOutput(
+            index,
+            num_prompt_tokens=len(request.prompt_token_ids),
+            num_output_tokens=len(request.resume_token_ids),
+        )
         for index, request in enumerate(requests)
     ]
 
@@ -24,8 +28,12 @@ def update_total(total: GenerationOutput, output: GenerationOutput) -> None:
     total.num_output_tokens = output.num_output_tokens
 
 
-def usage_of(outputs: Sequence[GenerationOutput], n: int) -> Usage:
-    """Compute the usage of a request with `n` choices per prompt; each prompt counts once."""
+def usage_of(outputs: Sequence[GenerationOutput], n: int, num_reasoning_tokens: int | None = None) -> Usage:
+    """Compute the usage of a request with `n` choices per prompt; each prompt counts once.
+
+    Args:
+        num_reasoning_tokens: of all choices; None at endpoints without reasoning.
+    """
     prompts = outputs[::n]
     prompt_tokens = sum(output.num_prompt_tokens for output in prompts)
     completion_tokens = sum(output.num_output_tokens for output in outputs)
@@ -34,4 +42,7 @@ def usage_of(outputs: Sequence[GenerationOutput], n: int) -> Usage:
         completion_tokens=completion_tokens,
         total_tokens=prompt_tokens + completion_tokens,
         prompt_tokens_details=PromptTokensDetails(sum(output.num_cached_tokens for output in prompts)),
+        completion_tokens_details=(
+            None if num_reasoning_tokens is None else CompletionTokensDetails(num_reasoning_tokens)
+        ),
     )

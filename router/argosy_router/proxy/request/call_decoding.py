@@ -108,7 +108,9 @@ def decode_call(
     options = decoded.stream_options
     hides_usage = decoded.stream and not (options is not None and options.include_usage)
     if hides_usage and options is not None:
-        changes["stream_options"] = msgspec.structs.replace(options, include_usage=True)
+        changes["stream_options"] = msgspec.structs.replace(
+            options, include_usage=True, continuous_usage_stats=False
+        )
     if changes:
         body = with_fields(body, changes)
     if asked is None and salt is not None:
