@@ -33,7 +33,15 @@ INTERNAL_PREFIX: Final = "x-argosy-internal-"
 """Prefix of headers that only a router may send to an engine; the router strips them from clients' requests."""
 
 RESUME: Final = INTERNAL_PREFIX + "resume"
-"""Request: the sender can resume a stream, so chunks carry `token_ids`, and the body's `resume` field is trusted."""
+"""Request: the sender can resume a stream, so the stream carries token ids, and the body's `resume` field is trusted.
+With the value `IN_COMMENTS` the ids come in comments, of which clients need not see anything; with any other, as
+older routers send it, in the chunks."""
+
+IN_COMMENTS: Final = "comments"
+ID_COMMENT: Final = b":ids "
+"""Beginning of the comment line `:ids INDEX ID,ID,...`, the first line of an event or all of it: the token ids that the
+event adds to a choice, perhaps none. `:ids ` alone comes with an event that adds none to any choice. An event whose
+choices have `token_ids` themselves needs no comment."""
 
 RESPONSE_ID: Final = INTERNAL_PREFIX + "response-id"
 """Request: the id from which response ids and tool call ids are derived. All attempts at one client request share it,

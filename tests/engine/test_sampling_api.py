@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from argosy_protocol.headers import RESUME
+from argosy_protocol.headers import IN_COMMENTS, RESUME
 from processes import Server, free_port, running
 
 MESSAGES: Any = [{"role": "user", "content": "Tell me about the sea."}]
@@ -227,6 +227,54 @@ def test_a_stream_cut_between_chunks_continues_on_another_run(
         rest = events(http, endpoint, {**body, "resume": resume}, headers)
         assert fold(seen + rest) == fold(whole), cut
         assert {(event["id"], event["created"]) for event in rest} == {(whole[0]["id"], resume["created"])}
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "fields"),
+    [
+        ("completions", {"prompt": PROMPT, "echo": True, "logprobs": 1}),
+        ("chat/completions", {"messages": MESSAGES, "stop": ["zq"], "skip_special_tokens": False}),
+    ],
+)
+def test_token_ids_for_routers_come_in_comments(
+    http: httpx.Client, endpoint: str, fields: dict[str, Any]
+) -> None:
+    body = {
+        "model": "tiny",
+        "temperature": 2.0,
+        "seed": 5,
+        "max_tokens": 40,
+        "n": 2,
+        "stream": True,
+        **fields,
+    }
+
+    def stream(resume: str | None) -> tuple[list[str], dict[int, list[int]], dict[int, list[int]]]:
+        """Return the events without comments, and the token ids in comments and in chunks."""
+        headers = {"x-request-id": "same"} | ({RESUME: resume} if resume else {})
+        shown, comments, chunks = [], {0: [], 1: []}, {0: [], 1: []}  # type: ignore[var-annotated]
+        for line in http.post(f"/v1/{endpoint}", json=body, headers=headers).text.splitlines():
+            if line.startswith(":ids "):
+                index, _, ids = line.removeprefix(":ids ").partition(" ")
+                if ids:
+                    comments[int(index)] += map(int, ids.split(","))
+            elif line.startswith("data: {"):
+                event = json.loads(line.removeprefix("data: "))
+                shown.append(json.dumps({**event, "created": 0}))
+                for choice in event["choices"]:
+                    chunks[choice["index"]] += choice["token_ids"] or []
+            else:
+                assert line in ("", "data: [DONE]")
+        return shown, comments, chunks
+
+    none: dict[int, list[int]] = {0: [], 1: []}
+    plain, comments, chunks = stream(None)
+    assert (comments, chunks) == (none, none)
+    in_comments, comments, chunks = stream(IN_COMMENTS)
+    assert chunks == none
+    assert sorted(in_comments) == sorted(plain)  # the choices' events come in any order
+    assert (none, comments) == stream("1")[1:]
+    assert all(len(ids) > 8 for ids in comments.values())
 
 
 def events(

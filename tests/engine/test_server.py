@@ -97,7 +97,10 @@ def test_usage_in_every_chunk_comes_only_with_include_usage(http: httpx.Client) 
         assert len(chunks) > 1
         return [chunk["usage"] for chunk in chunks]
 
-    for path, body in (("/v1/chat/completions", {"messages": MESSAGES}), ("/v1/completions", {"prompt": "A"})):
+    for path, body in (
+        ("/v1/chat/completions", {"messages": MESSAGES}),
+        ("/v1/completions", {"prompt": "A"}),
+    ):
         alone = usages(path, body, continuous_usage_stats=True)
         assert set(alone) == {None}
         both = usages(path, body, continuous_usage_stats=True, include_usage=True)

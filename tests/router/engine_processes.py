@@ -146,7 +146,7 @@ def fold(raw: bytes) -> dict[str, Any]:
         for name in ("role", "content", "reasoning"):
             told[name][index] += delta.get(name) or ""
         told["tool_calls"][index] += delta.get("tool_calls") or []
-        told["token_ids"][index] += choice["token_ids"]
+        told["token_ids"][index] += choice["token_ids"] or []
         told["logprobs"][index] += (choice["logprobs"] or {}).get("content", [])
         for name in ("finish_reason", "stop_reason"):
             told[name][index] += [choice[name]] if choice[name] is not None else []

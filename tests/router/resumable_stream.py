@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from argosy_protocol.headers import RESPONSE_ID, RESUME
+from argosy_protocol.headers import IN_COMMENTS, RESPONSE_ID, RESUME
 
 from .fake_engine import DONE, MODEL, Connection, Received
 
@@ -43,8 +43,10 @@ def events(request: Received) -> list[bytes]:
             "gaps, doubles or others' ids"
         )
         assert over[choice] == (len(ids) == length(choice))
-    with_ids = RESUME in request.headers or body.get("return_token_ids", False)
-    assert with_ids or resume is None
+    given = request.headers.get(RESUME)
+    has_comments = given == IN_COMMENTS and not body.get("return_token_ids", False)
+    with_ids = (given is not None and not has_comments) or body.get("return_token_ids", False)
+    assert with_ids or has_comments or resume is None
     head = {
         "id": "cmpl-" + (request.headers.get(RESPONSE_ID) or request.headers["x-request-id"]),
         "object": "chunk",
@@ -52,8 +54,9 @@ def events(request: Received) -> list[bytes]:
         "model": MODEL,
     }
 
-    def chunk(choices: list[dict[str, Any]], usage: Any = None) -> bytes:
-        return b"data: " + json.dumps({**head, "choices": choices, "usage": usage}).encode() + b"\n\n"
+    def chunk(choices: list[dict[str, Any]], usage: Any = None, comment: bytes = b":ids \n") -> bytes:
+        data = b"data: " + json.dumps({**head, "choices": choices, "usage": usage}).encode() + b"\n\n"
+        return (comment if has_comments else b"") + data
 
     def part(choice: int, ids: list[int], finish: str | None) -> dict[str, Any]:
         text = "".join(f"{choice}.{token_id} " for token_id in ids)
@@ -67,14 +70,18 @@ def events(request: Received) -> list[bytes]:
         role: dict[str, Any] = {
             "delta": {"role": "assistant", "content": ""},
             "finish_reason": None,
-            "token_ids": [],
+            "token_ids": [] if with_ids else None,
         }
         stream.append(chunk([{"index": choice, **role} for choice in range(count)]))
     for position in range(max(map(length, range(count)))):
         for choice in range(count):
             if len(said[choice]) <= position < length(choice):
                 finish = "stop" if position + 1 == length(choice) else None
-                stream.append(chunk([part(choice, [token(choice, position)], finish)]))
+                ids = [token(choice, position)]
+                comment = b":ids %d %d\n" % (choice, *ids)
+                if has_comments and position % 2:
+                    stream.append(b":ids %d \n\n" % choice)
+                stream.append(chunk([part(choice, ids, finish)], comment=comment))
     if (body.get("stream_options") or {}).get("include_usage"):
         generated = sum(map(length, range(count)))
         usage = {

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from argosy_protocol.errors import InternalError, Unavailable
 from argosy_protocol.fleet import ServiceLimits
-from argosy_protocol.headers import RESPONSE_ID, RESUME
+from argosy_protocol.headers import IN_COMMENTS, RESPONSE_ID, RESUME
 from argosy_protocol.openai import CompletionRequest, StreamOptions
 from argosy_router.config import UpstreamLimits
+from argosy_router.http.sse import without_token_ids
 from argosy_router.proxy.request.stream_shape import StreamShape, resumable_shape
 from argosy_router.proxy.upstream import stream_transcript
 from argosy_router.proxy.upstream.stream_transcript import Transcript
@@ -26,8 +27,8 @@ from .resumable_stream import ResumableStream, events, fold
 USAGE = {"stream_options": {"include_usage": True}}
 
 
-def received(path: str, body: dict[str, Any]) -> Received:
-    headers = {RESPONSE_ID: "same", RESUME: "1"}
+def received(path: str, body: dict[str, Any], resume: str = IN_COMMENTS) -> Received:
+    headers = {RESPONSE_ID: "same", RESUME: resume}
     return Received("POST", path, headers, json.dumps(body).encode())
 
 
@@ -56,11 +57,13 @@ CALLS = [
 
 @pytest.mark.parametrize(("path", "body"), CALLS)
 async def test_a_death_at_any_event_leaves_no_trace(path: str, body: dict[str, Any]) -> None:
-    stream = events(received(path, body))
+    stream = events(received(path, body, IN_COMMENTS))
     script = ResumableStream()
     async with rig([FakeEngine(script=script), FakeEngine(script=script)]) as r:
         whole = fold(await ask(r, path, body))
-        assert whole == fold(b"".join(stream))
+        assert whole == fold(without_token_ids(b"".join(stream)))
+        if not body.get("return_token_ids"):
+            assert not any(choice["ids"] for choice in whole["choices"].values())
         for count in range(1, len(stream)):
             boundary = sum(map(len, stream[:count]))
             for life in (boundary, boundary + 1, boundary + len(stream[count]) - 1):
@@ -77,15 +80,16 @@ async def test_a_death_at_any_event_leaves_no_trace(path: str, body: dict[str, A
     st.integers(1, 4),
     st.booleans(),
     st.booleans(),
+    st.sampled_from(["1", IN_COMMENTS]),
     st.sampled_from([1, 200, stream_transcript.READ_BYTES]),
 )
 def test_transcripts_of_any_pieces_continue_the_stream(
-    data: st.DataObject, n: int, has_usage: bool, has_logprobs: bool, read_bytes: int
+    data: st.DataObject, n: int, has_usage: bool, has_logprobs: bool, resume: str, read_bytes: int
 ) -> None:
     body = chat(stream=True, n=n, logprobs=has_logprobs, **(USAGE if has_usage else {}))
     path = "/v1/chat/completions"
-    stream = events(received(path, body))
-    whole = fold(b"".join(stream))
+    stream = events(received(path, body, resume))
+    whole = fold(without_token_ids(b"".join(stream)))
     sent: list[bytes] = []
     transcript = Transcript(StreamShape(n, has_usage))
     with pytest.MonkeyPatch.context() as patch:
@@ -94,7 +98,7 @@ def test_transcripts_of_any_pieces_continue_the_stream(
         for life in range(lives):
             if not first:
                 body_now = json.loads(transcript.continuing(json.dumps(body).encode()))
-                stream = events(received(path, body_now))
+                stream = events(received(path, body_now, resume))
             first = False
             low = 1 if life == 0 else 0
             cut = (
@@ -110,7 +114,7 @@ def test_transcripts_of_any_pieces_continue_the_stream(
             if transcript.missing_end is not None:
                 sent.append(transcript.missing_end)
                 break
-    assert fold(b"".join(sent)) == whole
+    assert fold(without_token_ids(b"".join(sent))) == whole
 
 
 @pytest.mark.parametrize(
@@ -124,6 +128,10 @@ def test_transcripts_of_any_pieces_continue_the_stream(
         b'data: {"error":{"message":"no"}}\n\n',
         b'data: {"id":"a","created":1,"choices":[{"index":0,"token_ids":[5]}]}\r\n\r\n',
         b': and\ndata: {"id":"a","created":1,"choices":[{"index":0,"token_ids":[5]}]}\n\n',
+        b":ids 2 5\n\n",
+        b":ids -1 5\n\n",
+        b":ids 0 x\n\n",
+        b':ids \ndata: {"id":"a","created":1,"choices":[{"index":-1}]}\n\n',
         b"event: ping\n\n",
         b"data: \xff\n\n",
     ],

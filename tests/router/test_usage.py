@@ -340,7 +340,9 @@ async def test_every_stream_is_metered_and_clients_see_what_they_asked_for(
         assert r.metric('usage_tokens_total{key="",kind="completion",model="tiny"}') == 3
         sent = r.engines[0].requests[-1].json
         assert sent["messages"][0]["content"] == "hi"
-        assert "continuous_usage_stats" not in sent["stream_options"]  # it has no effect without include_usage
+        assert (
+            "continuous_usage_stats" not in sent["stream_options"]
+        )  # it has no effect without include_usage
 
 
 @pytest.mark.parametrize("options", [{}, {"stream_options": {"include_usage": True}}])

@@ -176,7 +176,7 @@ def build_app(engine: Engine) -> FastAPI:
         request_id, serving = _request_id(request, body.request_id), _serving(engine, request)
         response_id = _response_id(request, request_id)
         if body.stream:
-            chunks = chat_stream(serving, body, response_id, len(raw), resumable=_is_resumable(request))
+            chunks = chat_stream(serving, body, response_id, len(raw), **_resumption(request))
             return _stream(chunks, request_id, body)
         return _answer(chat(serving, body, response_id, len(raw)), request_id, body)
 
@@ -190,7 +190,7 @@ def build_app(engine: Engine) -> FastAPI:
         request_id, serving = _request_id(request, body.request_id), _serving(engine, request)
         response_id = _response_id(request, request_id)
         if body.stream:
-            chunks = completion_stream(serving, body, response_id, len(raw), resumable=_is_resumable(request))
+            chunks = completion_stream(serving, body, response_id, len(raw), **_resumption(request))
             return _stream(chunks, request_id, body)
         return _answer(completion(serving, body, response_id, len(raw)), request_id, body)
 
@@ -318,6 +318,12 @@ def _response_id(request: Request, request_id: str) -> str:
 def _is_resumable(request: Request) -> bool:
     """Whether the request comes from a router that can let another engine continue the stream."""
     return headers.RESUME in request.headers
+
+
+def _resumption(request: Request) -> dict[str, bool]:
+    """Return how a stream carries token ids for a router."""
+    given = request.headers.get(headers.RESUME)
+    return {"resumable": given is not None, "has_id_comments": given == headers.IN_COMMENTS}
 
 
 def _check_resume(request: Request, body: GenerationRequest) -> None:

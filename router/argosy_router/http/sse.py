@@ -1,6 +1,7 @@
 """Event boundaries of a server-sent event stream.
 
-Owns: splitting bytes after the last whole event. Must not know: what events contain; it never decodes or re-encodes.
+Owns: splitting bytes after the last whole event. Must not know: what events contain; it never decodes or re-encodes,
+except for one comment, which is not for clients.
 Invariant: what `feed` has returned so far, plus `tail`, is exactly what was fed.
 """
 
@@ -8,6 +9,8 @@ from __future__ import annotations
 
 import re
 from typing import Final
+
+from argosy_protocol.headers import ID_COMMENT
 
 MAX_EVENT_BYTES = 4 * 1024 * 1024
 """A chunk with 20 logprobs for 128 choices takes less than a tenth of it, and Argosy engines split larger ones."""
@@ -61,8 +64,8 @@ class EventCutter:
 
 
 def without_comments(events: bytes) -> bytes:
-    """Drop leading comments and blank lines from whole events."""
-    while events.startswith((b":", b"\n", b"\r")):
+    """Drop leading comments and blank lines from whole events, up to a comment of token ids."""
+    while events.startswith((b":", b"\n", b"\r")) and not events.startswith(ID_COMMENT):
         line_end = _LINE_END.search(events)
         if line_end is None:
             break
@@ -70,6 +73,12 @@ def without_comments(events: bytes) -> bytes:
     return events
 
 
+def without_token_ids(events: bytes) -> bytes:
+    """Drop the comments of token ids from whole events, and the events that are such a comment alone."""
+    return _TOKEN_IDS.sub(b"", events)
+
+
+_TOKEN_IDS: Final = re.compile(rb"^%b[^\n]*\n\n?" % ID_COMMENT, re.MULTILINE)
 _LINE_END: Final = re.compile(rb"\r\n|\n|\r")
 _EDGE_BYTES = 2
 """One less than the longest separator, which is three bytes."""

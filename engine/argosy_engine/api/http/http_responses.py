@@ -14,6 +14,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from argosy_engine.api.commented_event import CommentedEvent
 from argosy_engine.api.http.error_response import send_error
 from argosy_protocol.errors import ApiError
 
@@ -61,7 +62,7 @@ def json_response(produce: Awaitable[msgspec.Struct], headers: dict[str, str]) -
 
 
 def event_stream(
-    events: AsyncGenerator[msgspec.Struct, None],
+    events: AsyncGenerator[msgspec.Struct | CommentedEvent, None],
     headers: dict[str, str],
     to_api_error: Callable[[Exception], ApiError],
 ) -> WatchedResponse:
@@ -82,18 +83,27 @@ def event_stream(
             await send(_start(headers, b"text/event-stream; charset=utf-8", None))
             try:
                 if first is not None:
-                    await _send_event(send, msgspec.json.encode(first))
+                    await _send_event(send, _encoded(first))
                 async for event in events:
-                    await _send_event(send, msgspec.json.encode(event))
+                    await _send_event(send, _encoded(event))
             except Exception as error:
-                await _send_event(send, to_api_error(error).body())
+                await _send_event(send, b"data: " + to_api_error(error).body())
             await send({"type": "http.response.body", "body": _DONE})
 
     return WatchedResponse(work)
 
 
-async def _send_event(send: Send, payload: bytes) -> None:
-    await send({"type": "http.response.body", "body": b"data: " + payload + b"\n\n", "more_body": True})
+def _encoded(event: msgspec.Struct | CommentedEvent) -> bytes:
+    """Return the event's lines without the end of the last one."""
+    if not isinstance(event, CommentedEvent):
+        return b"data: " + msgspec.json.encode(event)
+    if event.data is None:
+        return event.comment
+    return b"%b\ndata: %b" % (event.comment, msgspec.json.encode(event.data))
+
+
+async def _send_event(send: Send, lines: bytes) -> None:
+    await send({"type": "http.response.body", "body": lines + b"\n\n", "more_body": True})
 
 
 def _start(headers: dict[str, str], content_type: bytes, length: int | None) -> dict[str, object]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 
+from argosy_engine.api.commented_event import CommentedEvent
 from argosy_engine.api.openai.chat_format import ChatFormat
 from argosy_engine.api.openai.choice_stream import stream_choices, whole_response
 from argosy_engine.api.openai.openai_serving import OpenAIServing
@@ -34,22 +35,31 @@ def chat_stream(
     size: int,
     *,
     resumable: bool = False,
-) -> AsyncGenerator[ChatCompletionChunk, None]:
+    has_id_comments: bool = False,
+) -> AsyncGenerator[ChatCompletionChunk | CommentedEvent[ChatCompletionChunk], None]:
     """Answer a chat with a stream of chunks.
 
     Args:
         size: of the request's body, in bytes.
-        resumable: every chunk carries the token ids by which another engine can continue the stream.
+        resumable: the stream carries the token ids by which another engine can continue it.
+        has_id_comments: it carries them in comments, unless the client asks for them in the chunks.
     """
+    has_id_comments = has_id_comments and not request.return_token_ids
 
     async def prepare() -> tuple[list[EngineCoreRequest], ChatFormat]:
         model = serving.check_model(request.model)
         prompt, requests = await _prepare(serving, request, size)
         return requests, ChatFormat(
-            serving.llm.renderer, request, request_id, model, prompt, len(requests), with_ids=resumable
+            serving.llm.renderer,
+            request,
+            request_id,
+            model,
+            prompt,
+            len(requests),
+            with_ids=resumable and not has_id_comments,
         )
 
-    return stream_choices(serving.llm, request, prepare)
+    return stream_choices(serving.llm, request, prepare, has_id_comments=has_id_comments)
 
 
 async def _prepare(

@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import Generic, TypeVar
 
+from argosy_engine.api.commented_event import NO_TOKENS, CommentedEvent, token_id_comment
 from argosy_engine.api.openai.usage import initial_totals, update_total, usage_of
 from argosy_engine.frontend.async_llm import AsyncLLM
 from argosy_engine.frontend.outputs import GenerationOutput
@@ -68,11 +69,14 @@ async def stream_choices(
     prepare: Callable[
         [], Awaitable[tuple[Sequence[EngineCoreRequest], ChoiceFormat[_Choice, _Chunk, _Response]]]
     ],
-) -> AsyncGenerator[_Chunk, None]:
+    *,
+    has_id_comments: bool = False,
+) -> AsyncGenerator[_Chunk | CommentedEvent[_Chunk], None]:
     """Generate, and yield a chunk for each delta; at the end one with the usage, if the request asks for it.
 
     Args:
         prepare: makes the prompts; called once the stream is read.
+        has_id_comments: yield the token ids of every output in comments.
     """
     requests, choice_format = await prepare()
     n, options = request.n or 1, request.stream_options
@@ -88,7 +92,7 @@ async def stream_choices(
         async for outputs in stream:
             if opening is not None:
                 # Not before the first token: until then an error has a status, and a router may still retry.
-                yield opening
+                yield CommentedEvent(NO_TOKENS, opening) if has_id_comments else opening
                 opening = None
             for output in outputs:
                 choices: Sequence[_Choice] = ()
@@ -99,8 +103,18 @@ async def stream_choices(
                 else:
                     choices = await asyncio.to_thread(choice_format.deltas, output)
                 update_total(totals[output.index], output)
-                for choice in choices:
-                    yield choice_format.chunk([choice], usage() if continuous else None)
+                chunks = [
+                    choice_format.chunk([choice], usage() if continuous else None) for choice in choices
+                ]
+                if not has_id_comments or output.index in finished:
+                    for chunk in chunks:
+                        yield chunk
+                    continue
+                comment = token_id_comment(output.index, ())
+                for chunk in chunks[:-1]:  # only after the last one does the client have all that the ids say
+                    yield CommentedEvent(comment, chunk)
+                comment = token_id_comment(output.index, output.token_ids)
+                yield CommentedEvent(comment, chunks[-1] if chunks else None)
     if with_usage:
         yield choice_format.chunk([], usage())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 
+from argosy_engine.api.commented_event import CommentedEvent
 from argosy_engine.api.openai.choice_stream import stream_choices, whole_response
 from argosy_engine.api.openai.completion_format import CompletionFormat
 from argosy_engine.api.openai.openai_serving import OpenAIServing
@@ -31,14 +32,22 @@ async def completion(
 
 
 def completion_stream(
-    serving: OpenAIServing, request: CompletionRequest, request_id: str, size: int, *, resumable: bool = False
-) -> AsyncGenerator[Completion, None]:
+    serving: OpenAIServing,
+    request: CompletionRequest,
+    request_id: str,
+    size: int,
+    *,
+    resumable: bool = False,
+    has_id_comments: bool = False,
+) -> AsyncGenerator[Completion | CommentedEvent[Completion], None]:
     """Answer a completion request with a stream of chunks.
 
     Args:
         size: of the request's body, in bytes.
-        resumable: every chunk carries the token ids by which another engine can continue the stream.
+        resumable: the stream carries the token ids by which another engine can continue it.
+        has_id_comments: it carries them in comments, unless the client asks for them in the chunks.
     """
+    has_id_comments = has_id_comments and not request.return_token_ids
 
     async def prepare() -> tuple[list[EngineCoreRequest], CompletionFormat]:
         model = serving.check_model(request.model)
@@ -51,7 +60,7 @@ def completion_stream(
             model,
             prompts,
             resumed,
-            with_ids=resumable,
+            with_ids=resumable and not has_id_comments,
         )
 
-    return stream_choices(serving.llm, request, prepare)
+    return stream_choices(serving.llm, request, prepare, has_id_comments=has_id_comments)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 from argosy_protocol.errors import ResourceUnavailable
-from argosy_router.http.sse import EventCutter, EventTooLarge, without_comments
+from argosy_router.http.sse import EventCutter, EventTooLarge, without_comments, without_token_ids
 from argosy_router.http.upstream_errors import ConnectionLost, UpstreamError
 from argosy_router.proxy.upstream.response_status import OversizedEvent, Refused
 from argosy_router.proxy.upstream.stream_transcript import DONE, Transcript
@@ -72,7 +72,8 @@ class StreamRelay:
 
     Comments before the first event are dropped, because another engine may still answer instead of the one that sent
     them. An engine that shuts down announces it by an event: if the stream can be continued, that event and later ones
-    end the attempt and are not forwarded. Usage is not forwarded to a client that did not ask for it.
+    end the attempt and are not forwarded. Comments of token ids are not forwarded either, nor is usage to a client that
+    did not ask for it.
     """
 
     def __init__(self, transcript: Transcript | None, *, hides_usage: bool = False) -> None:
@@ -116,6 +117,8 @@ class StreamRelay:
         else:
             self._events += num_events(events)
         self._before, self._last = self._last, events
+        if transcript is not None:
+            events = without_token_ids(events)
         return without_usage(events) if self._hides_usage else events
 
     def end(self) -> bytes:

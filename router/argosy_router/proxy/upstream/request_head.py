@@ -11,7 +11,7 @@ from argosy_protocol import headers
 from argosy_router.fleet.replica import Replica
 from argosy_router.proxy.request.call import Call
 
-_RESUME: Final = f"{headers.RESUME}: 1\r\n".encode()
+_RESUME: Final = f"{headers.RESUME}: {headers.IN_COMMENTS}\r\n".encode()
 
 
 def request_head(

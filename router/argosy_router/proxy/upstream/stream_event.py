@@ -12,8 +12,8 @@ class ChoiceDelta(Struct):
     """What an event adds to one choice."""
 
     index: int
-    token_ids: list[int]
-    """Present in every chunk of a stream that can be continued."""
+    token_ids: list[int] | None = None
+    """Present in every chunk of a stream that can be continued, unless a comment of the event has them."""
     finish_reason: str | None = None
 
 

@@ -15,6 +15,7 @@ from array import array
 
 import msgspec
 
+from argosy_protocol.headers import ID_COMMENT
 from argosy_protocol.openai import Resume, ResumedChoice
 from argosy_router.proxy.request.stream_shape import StreamShape
 from argosy_router.proxy.upstream.stream_event import decode_chunk
@@ -92,7 +93,11 @@ class Transcript:
         return start == len(events)
 
     def _read_event(self, event: bytes) -> None:
-        if event.startswith(b":") and b"\n" not in event:
+        has_comment = event.startswith(ID_COMMENT)
+        if has_comment:
+            comment, _, event = event.partition(b"\n")
+            self._read_comment(comment)
+        if not event or (event.startswith(b":") and b"\n" not in event):
             return  # a comment, and nothing else
         data = event.removeprefix(_DATA)
         if data == b"[DONE]":
@@ -102,16 +107,27 @@ class Transcript:
         self._created = self._created or chunk.created
         self._has_usage = self._has_usage or (chunk.usage is not None and not chunk.choices)
         for choice in chunk.choices:
-            if choice.index < 0:
+            if choice.token_ids is not None:
+                self._add_tokens(choice.index, choice.token_ids)
+            elif not has_comment or choice.index < 0:
                 raise LookupError
-            self._token_ids[choice.index].extend(choice.token_ids)
             self._finished[choice.index] |= choice.finish_reason is not None
-            self.num_tokens += len(choice.token_ids)
             if self._shape.has_echo:
                 if self._token_ids[choice.index] or self._finished[choice.index]:
                     self._half_echoed.discard(choice.index)
                 else:
                     self._half_echoed.add(choice.index)
+
+    def _read_comment(self, comment: bytes) -> None:
+        index, _, token_ids = comment.removeprefix(ID_COMMENT).partition(b" ")
+        if token_ids:
+            self._add_tokens(int(index), [int(token_id) for token_id in token_ids.split(b",")])
+
+    def _add_tokens(self, index: int, token_ids: list[int]) -> None:
+        if index < 0:
+            raise LookupError
+        self._token_ids[index].extend(token_ids)
+        self.num_tokens += len(token_ids)
 
     # The rest is valid only after `read` has returned True.
 
