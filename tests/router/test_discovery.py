@@ -14,17 +14,21 @@ from typing import Any
 import pytest
 from kubernetes.aio import client as kubernetes_client
 
+from argosy_protocol.errors import ApiError
 from argosy_protocol.fleet import Endpoint, FleetDocument, FleetService, encode_fleet
+from argosy_protocol.openai import CompletionRequest
+from argosy_router.config import UpstreamLimits
 from argosy_router.discovery import dns, model_discovery, reflector
 from argosy_router.discovery.dns import MAX_ADDRESSES, MISSES, DnsDiscovery
 from argosy_router.discovery.file import FileDiscovery
 from argosy_router.discovery.kubernetes import KubernetesDiscovery, Pod, pod_selectors
 from argosy_router.discovery.source import Discovery, revision_of
 from argosy_router.discovery.static import StaticDiscovery
-from argosy_router.fleet.fleet import FleetSnapshot
+from argosy_router.fleet.fleet import Fleet, FleetSnapshot
 from argosy_router.fleet.replica import Member
 from argosy_router.http.deadlines import TimerWheel
 from argosy_router.http.tls import UpstreamTls
+from argosy_router.proxy.request.model_names import find_service
 
 from .fake_api_server import FakeApiServer
 from .fake_engine import FakeEngine
@@ -57,6 +61,28 @@ async def following(discovery: Discovery) -> AsyncIterator[Published]:
             await task
 
 
+# models that may yet appear
+
+
+def test_a_name_is_unknown_only_once_all_replicas_have_told_theirs() -> None:
+    loop = asyncio.new_event_loop()
+    fleet = Fleet(TimerWheel(loop), UpstreamLimits())
+    request = CompletionRequest(prompt="x", model="tiny")
+
+    def refusal(snapshot: FleetSnapshot | None) -> ApiError:
+        if snapshot is not None:
+            fleet.apply(snapshot)
+        with pytest.raises(ApiError) as caught:
+            find_service(fleet, request)
+        return caught.value
+
+    for snapshot in (None, FleetSnapshot(unheard=1)):
+        error = refusal(snapshot)
+        assert (error.http_status, error.param, error.retry_after_s) == (503, "model", 1.0)
+    assert refusal(FleetSnapshot()).http_status == 404
+    loop.close()
+
+
 # static
 
 
@@ -72,8 +98,10 @@ async def test_static_replicas_tell_their_models_when_they_are_up() -> None:
         async with following(StaticDiscovery(urls, "", wheel, UpstreamTls())) as published:
             await until(lambda: len(published.members.get("static/tiny", ())) == 2)
             assert published[-1].document.services[0].aliases == ("small",)
+            assert published[-1].unheard == 1
             await late.start()
             await until(lambda: "static/other" in published.members)
+            assert published[-1].unheard == 0
     wheel.close()
 
 

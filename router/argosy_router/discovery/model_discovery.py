@@ -139,7 +139,9 @@ class ModelDiscovery:
             )
         )
         by_key = {service.qualified_name: tuple(members[service.model]) for service in document.services}
-        self._publish_snapshot(FleetSnapshot(document, revision_of(encode_fleet(document)), by_key))
+        unheard = sum(member not in self._served for member in self._members)
+        revision = revision_of(encode_fleet(document))
+        self._publish_snapshot(FleetSnapshot(document, revision, by_key, unheard=unheard))
 
 
 def _refusal(status: int) -> str:

@@ -49,6 +49,8 @@ class FleetSnapshot:
     members: Mapping[str, tuple[Member, ...]] = field(default_factory=dict)
     routers: int = 0
     """Live routers, this one included; zero if they are not counted."""
+    unheard: int = 0
+    """Replicas that were asked for their models and have not told them yet."""
 
 
 class Fleet:
@@ -79,6 +81,7 @@ class Fleet:
         """Model name -> service, resolved by `names`."""
         self.fleet_revision = ""
         self.is_loaded = False
+        self._num_unheard = 0
         self.revision = 0
         self._changed = asyncio.Event()
         self._tasks: dict[Replica, asyncio.Task[None]] = {}
@@ -100,7 +103,13 @@ class Fleet:
             log.warning("model name %r: %s wins over %s", conflict.name, conflict.winner, conflict.loser)
         self.fleet_revision = snapshot.revision
         self.is_loaded = True
+        self._num_unheard = snapshot.unheard
         self.changed()
+
+    @property
+    def knows_all_models(self) -> bool:
+        """Whether a model name that is not known now is unknown to all replicas."""
+        return self.is_loaded and self._num_unheard == 0
 
     def service_of(self, name: str) -> Service | None:
         """Return the service behind a model name; None if there is none."""

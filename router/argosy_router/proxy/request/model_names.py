@@ -5,13 +5,15 @@ Owns: the rules of names in requests. Must not know: bodies, connections, how a 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
-from argosy_protocol.errors import BadRequest, NotFound
+from argosy_protocol.errors import BadRequest, NotFound, Unavailable
 from argosy_protocol.openai import GenerationRequest
 from argosy_router.auth.accounts import Account
 from argosy_router.fleet.fleet import Fleet
 from argosy_router.fleet.service import Service
+
+_RETRY_AFTER_S: Final = 1.0
 
 
 class Renaming(NamedTuple):
@@ -27,12 +29,13 @@ def find_service(fleet: Fleet, decoded: GenerationRequest) -> tuple[Service, str
     Raises:
         BadRequest: the request names no model.
         NotFound: no service has this model name.
+        Unavailable: none has it yet, and some replicas have not told their models.
     """
     if not decoded.model:
         raise BadRequest("you must provide a model parameter", param="model")
     service = fleet.service_of(decoded.model)
     if service is None:
-        raise unknown_model(decoded.model)
+        raise unknown_model(decoded.model) if fleet.knows_all_models else _not_known_yet(decoded.model)
     return service, fleet.adapter_of(decoded.model)
 
 
@@ -58,3 +61,11 @@ def may_use(account: Account, name: str, service: Service, adapter: str = "") ->
 
 def unknown_model(name: str) -> NotFound:
     return NotFound(f"the model `{name[:256]}` does not exist", param="model", code="model_not_found")
+
+
+def _not_known_yet(name: str) -> Unavailable:
+    return Unavailable(
+        f"the model `{name[:256]}` is not known yet: the router has not heard of all of its replicas; retry",
+        param="model",
+        retry_after_s=_RETRY_AFTER_S,
+    )
