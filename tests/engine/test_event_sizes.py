@@ -9,6 +9,7 @@ import pytest
 
 from argosy_engine.api.openai import completion_format
 from argosy_engine.api.openai.completion_format import CompletionFormat
+from argosy_engine.api.openai.logprobs_format import LogprobsFormat, TextOffsets
 from argosy_engine.frontend.output_collector import MAX_MERGED_VALUES, OutputCollector
 from argosy_engine.frontend.outputs import GenerationOutput
 from argosy_engine.frontend.renderer import TokenizedPrompt
@@ -100,3 +101,46 @@ async def test_what_waits_for_a_slow_reader_is_merged_to_a_bound() -> None:
         assert all(len(output.text) == len(output.token_ids) for output in mine), "text comes with its tokens"
     collector.put(GenerationOutput(0, "later", [1]))
     assert [output.text for output in await collector.take()] == ["later"]
+
+
+def test_an_echo_has_the_special_tokens_of_the_prompt(tokenizer: Tokenizer) -> None:
+    text = "<|im_start|>user\nHi<|im_end|>\n"
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    request = msgspec.convert({"prompt": text, "echo": True, "logprobs": 0}, CompletionRequest)
+    output = GenerationOutput(0, "end", [301, ids[0]], finish_reason="stop")
+    output.logprobs = [scores(301), scores(ids[0])]
+    output.prompt_logprobs = [scores(token_id) for token_id in ids[1:]]
+    formatted = CompletionFormat(tokenizer, request, "id", "tiny", [TokenizedPrompt(ids, [])], [()])
+    (choice,) = formatted.response([output]).choices
+    assert choice.text == text + "end"
+    logprobs = choice.logprobs
+    assert logprobs is not None
+    for token, offset in zip(logprobs.tokens[: len(ids)], logprobs.text_offset, strict=False):
+        assert text.startswith(token, offset)
+    assert logprobs.text_offset[len(ids)] == len(text)
+
+
+def test_an_echo_lacks_the_token_that_the_tokenizer_puts_first(tokenizer: Tokenizer) -> None:
+    (first, *rest) = tokenizer.encode("<|im_start|>Hi", add_special_tokens=False).ids
+    for prompt, text in (
+        ("Hi", "Hi"),
+        ([first, *rest], "<|im_start|>Hi"),
+        ("<|im_start|>Hi", "<|im_start|>Hi"),
+    ):
+        request = msgspec.convert({"prompt": prompt, "echo": True}, CompletionRequest)
+        formatted = CompletionFormat(
+            tokenizer, request, "id", "tiny", [TokenizedPrompt([first, *rest], [])], [()]
+        )
+        (choice,) = formatted.response([GenerationOutput(0, "", [301], finish_reason="stop")]).choices
+        assert choice.text == text
+
+
+def test_the_sampled_token_is_first_of_the_best(tokenizer: Tokenizer) -> None:
+    entry = TokenLogprobs([9, 5, 6, 9], [-1.0, -0.1, -0.5, -1.0], 3)
+    formatted = LogprobsFormat(tokenizer, as_token_ids=True)
+    (shown,) = formatted.chat([entry]).content
+    assert [best.token for best in shown.top_logprobs] == ["token_id:9", "token_id:5", "token_id:6"]
+    (unlikely,) = formatted.chat([TokenLogprobs([7, 5, 6], [-3.0, -0.1, -0.5], 40)]).content
+    assert [best.token for best in unlikely.top_logprobs] == ["token_id:7", "token_id:5"]
+    completion = formatted.completion([entry], TextOffsets(tokenizer, skip_special_tokens=True))
+    assert list(completion.top_logprobs[0] or ()) == ["token_id:9", "token_id:5", "token_id:6"]

@@ -446,7 +446,7 @@ def test_impossible_tokens_are_finite_numbers_in_json(renderer: Renderer) -> Non
     assert (chat.content[0].logprob, chat.content[0].token) == (-9999.0, "token_id:5")
     offsets = TextOffsets(renderer.tokenizer, skip_special_tokens=True)
     completion = formatted.completion([entry], offsets, first_token_id=4)
-    assert completion.top_logprobs == [None, {"token_id:9": -0.1, "token_id:5": -9999.0}]
+    assert completion.top_logprobs == [None, {"token_id:5": -9999.0, "token_id:9": -0.1}]
     assert completion.token_logprobs == [None, -9999.0]
     prompt = formatted.prompt([entry])
     assert prompt[0] is None

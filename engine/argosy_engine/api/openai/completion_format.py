@@ -54,6 +54,7 @@ class CompletionFormat(ChoiceFormat[CompletionChoice, Completion, Completion]):
         self._model = model
         self._created = created_at(request)
         self._prompts = prompts
+        self._given = request.prompts()
         self._n = request.n or 1
         self._with_ids = request.return_token_ids or with_ids
         self._format = LogprobsFormat(tokenizer, as_token_ids=request.return_tokens_as_token_ids)
@@ -66,7 +67,9 @@ class CompletionFormat(ChoiceFormat[CompletionChoice, Completion, Completion]):
             for choice, token_ids in enumerate(resumed):
                 offsets = TextOffsets(tokenizer, skip_special_tokens=request.skip_special_tokens)
                 echoed = self._prompt(choice).token_ids if request.echo and token_ids else ()
-                for token_id in (*echoed, *token_ids):
+                for number, token_id in enumerate(echoed):
+                    offsets.advance(token_id, is_echoed=number >= self._num_hidden(choice))
+                for token_id in token_ids:
                     offsets.advance(token_id)
                 self._offsets[choice] = offsets
 
@@ -118,10 +121,8 @@ class CompletionFormat(ChoiceFormat[CompletionChoice, Completion, Completion]):
             output.num_output_tokens, output.finish_reason, output.stop_reason = 0, "length", None
         text = output.text
         if request.echo and is_first:
-            text = (
-                self._tokenizer.decode(prompt.token_ids, skip_special_tokens=request.skip_special_tokens)
-                + text
-            )
+            shown = prompt.token_ids[self._num_hidden(output.index) :]
+            text = self._tokenizer.decode(shown, skip_special_tokens=False) + text
         wants_prompt = is_first and request.prompt_logprobs is not None
         return CompletionChoice(
             index=output.index,
@@ -146,8 +147,20 @@ class CompletionFormat(ChoiceFormat[CompletionChoice, Completion, Completion]):
         offsets = self._offsets[output.index]
         if self._request.echo and is_first:
             entries = [*(prompt_logprobs or []), *output.logprobs]
-            return self._format.completion(entries, offsets, first_token_id=prompt.token_ids[0])
+            return self._format.completion(
+                entries,
+                offsets,
+                first_token_id=prompt.token_ids[0],
+                num_echoed=len(prompt_logprobs or ()),
+                is_first_shown=not self._num_hidden(output.index),
+            )
         return self._format.completion(output.logprobs, offsets) if output.logprobs else None
+
+    def _num_hidden(self, choice: int) -> int:
+        """Return 1 if the prompt begins with a special token that the tokenizer, not the client, put there; else 0."""
+        given, first = self._given[choice // self._n], self._prompt(choice).token_ids[0]
+        is_added = isinstance(given, str) and first in self._tokenizer.special_ids
+        return int(is_added and not str(given).startswith(self._tokenizer.token_text(first)))
 
     def _prompt(self, choice: int) -> TokenizedPrompt:
         return self._prompts[choice // self._n]

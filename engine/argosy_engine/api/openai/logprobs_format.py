@@ -32,10 +32,10 @@ class TextOffsets:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
 
-    def advance(self, token_id: int) -> int:
-        """Return the offset of the next token."""
+    def advance(self, token_id: int, *, is_echoed: bool = False) -> int:
+        """Return the offset of the next token. Special tokens of an echoed prompt are never skipped."""
         offset = self._offset
-        if token_id not in self._skipped:
+        if is_echoed or token_id not in self._skipped:
             self._offset += len(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
         return offset
 
@@ -63,7 +63,7 @@ class LogprobsFormat:
                             logprob=_finite(logprob),
                             bytes=list(self._tokenizer.token_bytes(token_id)),
                         )
-                        for token_id, logprob in zip(entry.token_ids[1:], entry.logprobs[1:], strict=True)
+                        for token_id, logprob in _alternatives(entry)[: len(entry.token_ids) - 1]
                     ],
                 )
                 for entry in entries
@@ -71,28 +71,35 @@ class LogprobsFormat:
         )
 
     def completion(
-        self, entries: Sequence[TokenLogprobs], offsets: TextOffsets, first_token_id: int | None = None
+        self,
+        entries: Sequence[TokenLogprobs],
+        offsets: TextOffsets,
+        first_token_id: int | None = None,
+        *,
+        num_echoed: int = 0,
+        is_first_shown: bool = True,
     ) -> CompletionLogprobs:
         """
         Args:
             first_token_id: first token of an echoed prompt, which has no log probabilities.
+            num_echoed: number of entries that belong to an echoed prompt.
+            is_first_shown: whether the text has the first token.
         """
         result = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
         if first_token_id is not None:
             result.tokens.append(self._name(first_token_id))
             result.token_logprobs.append(None)
             result.top_logprobs.append(None)
-            result.text_offset.append(offsets.advance(first_token_id))
-        for entry in entries:
+            result.text_offset.append(offsets.advance(first_token_id, is_echoed=is_first_shown))
+        for index, entry in enumerate(entries):
             result.tokens.append(self._name(entry.token_ids[0]))
             result.token_logprobs.append(_finite(entry.logprobs[0]))
-            # Backwards, so that the likeliest of several tokens with one name (such as parts of characters) stays.
-            pairs = list(zip(entry.token_ids, entry.logprobs, strict=True))
-            is_among_best = entry.token_ids[0] in entry.token_ids[1:]
-            shown = pairs[1:] if is_among_best else [*pairs[1:], pairs[0]]
-            best = {self._name(token_id): _finite(logprob) for token_id, logprob in reversed(shown)}
-            result.top_logprobs.append(dict(reversed(best.items())))
-            result.text_offset.append(offsets.advance(entry.token_ids[0]))
+            best: dict[str, float] = {}
+            for token_id, logprob in _alternatives(entry):
+                # The likeliest of several tokens with one name, such as parts of characters, stays.
+                best.setdefault(self._name(token_id), _finite(logprob))
+            result.top_logprobs.append(best)
+            result.text_offset.append(offsets.advance(entry.token_ids[0], is_echoed=index < num_echoed))
         return result
 
     def prompt(self, entries: Sequence[TokenLogprobs]) -> PromptLogprobs:
@@ -115,6 +122,12 @@ class LogprobsFormat:
 
     def _name(self, token_id: int) -> str:
         return f"token_id:{token_id}" if self._as_token_ids else self._tokenizer.token_text(token_id)
+
+
+def _alternatives(entry: TokenLogprobs) -> list[tuple[int, float]]:
+    """Return the sampled token and then the other best ones, likeliest first, as in vLLM."""
+    pairs = list(zip(entry.token_ids, entry.logprobs, strict=True))
+    return [pairs[0], *(pair for pair in pairs[1:] if pair[0] != pairs[0][0])]
 
 
 def _finite(logprob: float) -> float:
