@@ -32,10 +32,12 @@ from argosy_protocol.headers import RESOURCE_BUSY
 
 
 class ErrorBody(Struct, frozen=True):
+    """As OpenAI's: `code` is a text that programs may compare, or null, and never the status."""
+
     message: str
     type: str
     param: str | None = None
-    code: str | int | None = None
+    code: str | None = None
 
 
 class ErrorResponse(Struct, frozen=True):
@@ -68,7 +70,7 @@ class ApiError(Exception):
 
     def body(self) -> bytes:
         return msgspec.json.encode(
-            ErrorResponse(ErrorBody(self.message, self.error_type, self.param, self.code or self.http_status))
+            ErrorResponse(ErrorBody(self.message, self.error_type, self.param, self.code))
         )
 
     def headers(self) -> dict[str, str]:
