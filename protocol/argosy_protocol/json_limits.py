@@ -4,7 +4,7 @@ The depth bounds the stack of code that walks a decoded value, all of which is r
 the time and memory of decoding, which the number of bytes hardly does.
 
 Owns: the bounds; checks that take microseconds on ordinary bodies and linear time on any other; the errors for bodies
-that cannot be decoded.
+that cannot be decoded (`invalid_value` finds the value that they name).
 Must not know: what the values mean.
 """
 
@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from argosy_protocol.errors import BadRequest, PayloadTooLarge
+from argosy_protocol.invalid_value import shown_value
 
 _Body = TypeVar("_Body")
 
@@ -67,6 +68,8 @@ def decode_body(decoder: msgspec.json.Decoder[_Body], body: bytes) -> _Body:
         message, param = message_and_field(error)
         if message.startswith(_ONLY_NULL):
             message = f"{param} is internal to engines and refused from clients"
+        elif param is not None and _NAMED_FIELD.match(message) is None:
+            message = f"{param}: {message}{shown_value(body, decoder.type, param)}"
         raise BadRequest(message, param=param) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadRequest(f"request body is not valid JSON: {str(error)[:200]}") from None

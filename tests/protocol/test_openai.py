@@ -68,3 +68,26 @@ def test_fields_that_would_change_an_answer_are_not_ignored(
 ) -> None:
     body = json.dumps({"messages": [{"role": "user", "content": "x"}], "unknown_field": 1, **fields})
     assert unsupported(decode_request("chat/completions", body.encode())) == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_tokens": -3}, "max_tokens: Expected `int` >= 1; it is -3"),
+        ({"n": "1"}, 'n: Expected `int | null`, got `str`; it is "1"'),
+        ({"logit_bias": {"5": 1, "bad1": 1}}, 'logit_bias: Expected `int`, got `str`; it is {"bad1": 1}'),
+        ({"logit_bias": {"5": 1, "7": 400}}, 'logit_bias: Expected `float` <= 100.0; it is {"7": 400}'),
+        ({"stop": ["a", 5]}, "stop[1]: Expected `str`, got `int`; it is 5"),
+        ({"user": 5 * [1]}, "user: Expected `str | null`, got `array`"),
+        ({"tool_choice": "x" * 100, "tools": 5}, "tools: Expected `array | null`, got `int`; it is 5"),
+        ({"seed": "x" * 100}, f'seed: Expected `int | null`, got `str`; it is "{"x" * 63}...'),
+        ({"top_p": 0, "user": "x" * 100_000}, "top_p: Expected `float` > 0.0"),
+        ({"messages": [{"role": 5}]}, "messages[0].role: Expected `str`, got `int`"),
+        ({"messages": None}, "messages: Expected `array`, got `null`"),
+    ],
+)
+def test_messages_name_the_field_and_the_value(fields: dict[str, object], message: str) -> None:
+    body = json.dumps({"messages": [{"role": "user", "content": "x"}], **fields})
+    with pytest.raises(BadRequest) as caught:
+        decode_request("chat/completions", body.encode())
+    assert caught.value.message == message

@@ -161,8 +161,12 @@ class Renderer:
             InvalidRequest: an id is beyond the vocabulary.
         """
         vocab_size = self.config.vocab_size
-        if (token_ids and not 0 <= max(token_ids) < vocab_size) or (token_ids and min(token_ids) < 0):
-            raise InvalidRequest(f"token ids must be below the vocabulary size {vocab_size}", param=param)
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+            wrong = max(token_ids) if max(token_ids) >= vocab_size else min(token_ids)
+            raise InvalidRequest(
+                f"{param} has the token id {wrong}; ids begin at 0 and are below the vocabulary size {vocab_size}",
+                param=param,
+            )
 
     def check_length(self, num_tokens: int) -> None:
         """

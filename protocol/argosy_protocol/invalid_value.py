@@ -1,0 +1,55 @@
+"""The value of the field at fault, for the message about a request that cannot be decoded.
+
+Owns: finding the value, and how much of it is shown. Must not know: what is wrong with it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import msgspec
+
+MAX_SHOWN_CHARS = 64
+MAX_SEARCHED_BYTES = 64 * 1024
+"""Larger bodies are not decoded a second time for the sake of a message."""
+_PROMPTS = frozenset(("messages", "prompt", "input", "documents"))
+"""Fields whose values may be anybody's text."""
+_STEP = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
+
+
+def shown_value(body: bytes, kind: Any, path: str) -> str:
+    """Return the end of a message that quotes the value at `path`, or empty text if it cannot or should not be shown.
+
+    Args:
+        body: JSON that is no `kind`.
+        kind: the type of the whole body.
+        path: such as `stream_options.include_usage` or `stop[0]`. The path of a mapping means one of its items.
+    """
+    steps = [name or int(index) for name, index in _STEP.findall(path)]
+    if len(body) > MAX_SEARCHED_BYTES or not steps or steps[0] in _PROMPTS:
+        return ""
+    try:
+        value: Any = msgspec.json.decode(body)
+        for step in steps:
+            value = value[step]
+    except (msgspec.DecodeError, LookupError, TypeError, ValueError, RecursionError):
+        return ""
+    if isinstance(value, dict) and len(steps) == 1:
+        value = _item_at_fault(value, kind, steps[0])
+    if isinstance(value, list | None):
+        return ""
+    text = json.dumps(value, ensure_ascii=False)
+    return f"; it is {text if len(text) <= MAX_SHOWN_CHARS else text[:MAX_SHOWN_CHARS] + '...'}"
+
+
+def _item_at_fault(mapping: dict[str, Any], kind: Any, field: Any) -> dict[str, Any] | None:
+    """Return the first item that the field's type does not allow; None if it is not one item's fault."""
+    kinds = {each.encode_name: each.type for each in msgspec.structs.fields(kind)}
+    for key, value in mapping.items():
+        try:
+            msgspec.convert({key: value}, kinds[field], str_keys=True)
+        except msgspec.ValidationError:
+            return {key: value}
+    return None
