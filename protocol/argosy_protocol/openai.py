@@ -121,6 +121,7 @@ class GenerationRequest(InternalFields, kw_only=True, omit_defaults=True):
     include_stop_str_in_output: Nullable[bool] = False
     ignore_eos: Nullable[bool] = False
     skip_special_tokens: Nullable[bool] = True
+    spaces_between_special_tokens: Nullable[bool] = True
     return_token_ids: Nullable[bool] = False
     """vLLM's field: every chunk carries `token_ids` for its choice, and the first response `prompt_token_ids`."""
     cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
@@ -166,8 +167,6 @@ class GenerationRequest(InternalFields, kw_only=True, omit_defaults=True):
     prompt_embeds: Any = None
     logprob_token_ids: Any = None
     thinking_token_budget: Any = None
-    include_reasoning: Any = None
-    spaces_between_special_tokens: Any = None
     use_beam_search: Nullable[bool] = False
     """vLLM's field: return the `n` most probable answers instead of sampled ones. Not streamed."""
     length_penalty: Nullable[Annotated[float, Meta(ge=-10.0, le=10.0)]] = 1.0
@@ -188,6 +187,8 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, omit_defaults=True)
     documents: Annotated[list[dict[str, Any]], Meta(max_length=1024)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: ReasoningEffort | None = None
+    include_reasoning: Nullable[bool] = True
+    """vLLM's field: false keeps the reasoning out of the answer. The model reasons all the same."""
     add_generation_prompt: Nullable[bool] = True
     continue_final_message: Nullable[bool] = False
     logprobs: bool | None = None
@@ -260,8 +261,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "prompt_embeds": (),
     "logprob_token_ids": ([],),
     "thinking_token_budget": (-1,),
-    "include_reasoning": (True,),
-    "spaces_between_special_tokens": (True,),
     "chat_template": (),
     "functions": ([],),
     "function_call": ("none", "auto"),

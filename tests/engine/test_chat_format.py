@@ -108,3 +108,21 @@ def test_an_answer_without_reasoning_counts_none(renderer: Renderer) -> None:
     made = formatted(renderer, chat_template_kwargs={"enable_thinking": False})
     usage = made.response(outputs(renderer, "Hello <think> x", in_parts=False)).usage
     assert msgspec.to_builtins(usage)["completion_tokens_details"] == {"reasoning_tokens": 0}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_reasoning_stays_out_of_the_answer_if_asked(renderer: Renderer, stream: bool) -> None:
+    made = formatted(renderer, include_reasoning=False)
+    parts = outputs(renderer, "<think>\nSmall talk.\n</think>\n\nHello.", in_parts=stream)
+    if stream:
+        shown = [delta.delta for part in parts for delta in made.deltas(part)]
+        assert "".join(delta.content or "" for delta in shown) == "Hello."
+        assert not any(delta.reasoning for delta in shown)
+        assert made.num_reasoning_tokens > 0
+    else:
+        response = made.response(parts)
+        assert (response.choices[0].message.content, response.choices[0].message.reasoning) == (
+            "Hello.",
+            None,
+        )
+        assert made.num_reasoning_tokens > 0

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import hypothesis.strategies as st
 import pytest
+import tokenizers as tokenizers_library
 from hypothesis import assume, given, settings
+from tokenizers import decoders, models
 from tokenizers.decoders import DecodeStream
 
 from argosy_engine.frontend.detokenizer import IncrementalDetokenizer
@@ -125,3 +129,16 @@ def test_the_text_of_a_stop_token_is_shown_only_if_asked_for(
     text = detokenizer.update(ids[:-2], is_last=False)
     text += detokenizer.update(ids[-2:], is_last=True, ends_at_stop_token=True)
     assert text == tokenizer.decode(ids if include else ids[:-1])
+
+
+@pytest.mark.parametrize(("fields", "expected"), [
+    ({"skip_special_tokens": False}, "a <s> <s> b"),
+    ({"skip_special_tokens": False, "spaces_between_special_tokens": False}, "a <s><s> b"),
+    ({"spaces_between_special_tokens": False}, "a b"),
+])  # fmt: skip
+def test_spaces_between_special_tokens(tmp_path: Path, fields: dict[str, bool], expected: str) -> None:
+    base = tokenizers_library.Tokenizer(models.WordLevel({"a": 0, "b": 1, "<s>": 2}, unk_token="a"))
+    base.add_special_tokens(["<s>"])
+    base.decoder = decoders.WordPiece(cleanup=False)  # it puts a space before every token but the first
+    base.save(str(tmp_path / "tokenizer.json"))
+    assert detokenize(Tokenizer(tmp_path), [0, 2, 2, 1], [1, 1, 1], **fields)[0] == expected

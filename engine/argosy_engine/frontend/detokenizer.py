@@ -37,6 +37,10 @@ class IncrementalDetokenizer:
             if params.include_stop_str_in_output
             else max((len(stop) for stop in params.stop), default=1) - 1
         )
+        keeps_spaces = params.skip_special_tokens or params.spaces_between_special_tokens
+        self._joined = frozenset() if keeps_spaces else tokenizer.special_ids
+        """Tokens that are shown as they are if they follow another of them."""
+        self._is_after_joined = False
         self._pending = ""
         self._tail = ""
         self._num_exempt = params.min_tokens
@@ -85,6 +89,13 @@ class IncrementalDetokenizer:
         return text[released:boundary]
 
     def _step(self, token_id: int) -> str:
+        text = self._decoded(token_id)
+        if not self._joined:
+            return text
+        was_after, self._is_after_joined = self._is_after_joined, token_id in self._joined
+        return self._tokenizer.token_text(token_id) if was_after and self._is_after_joined else text
+
+    def _decoded(self, token_id: int) -> str:
         try:
             return self._stream.step(self._tokenizer.backend, token_id) or ""
         except Exception as error:

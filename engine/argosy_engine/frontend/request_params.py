@@ -71,6 +71,7 @@ def to_sampling_params(
         repetition_detection=_repetition_detection(request),
         include_stop_str_in_output=request.include_stop_str_in_output,
         skip_special_tokens=request.skip_special_tokens,
+        spaces_between_special_tokens=request.spaces_between_special_tokens,
         structured_outputs=structured_outputs(request, num_sequences),
         extra_args=request.vllm_xargs,
         **_logprobs(request, config),

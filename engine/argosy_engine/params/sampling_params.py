@@ -94,6 +94,8 @@ class SamplingParams(
     repetition_detection: RepetitionDetectionParams | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    """False: special tokens that follow each other are shown without the spaces that a decoder puts between them."""
     logprobs: int | None = None
     """Return log probabilities of each output token and of this many best alternatives; -1: of the whole vocabulary.
     The engine's `--max-logprobs` is the upper bound."""

@@ -106,7 +106,7 @@ class ChatFormat(ChoiceFormat[ChatChunkChoice, ChatCompletionChunk, ChatCompleti
         parsed = parser.feed(output.text, is_last=output.finish_reason is not None)
         delta = Delta(
             content=parsed.content or None,
-            reasoning=parsed.reasoning or None,
+            reasoning=(self._request.include_reasoning and parsed.reasoning) or None,
             tool_calls=self._tool_calls(parsed.calls, output.index, num_calls, is_delta=True),
         )
         finish_reason = self._finish_reason(output, parser)
@@ -152,7 +152,7 @@ class ChatFormat(ChoiceFormat[ChatChunkChoice, ChatCompletionChunk, ChatCompleti
             content=parsed.content if parsed.content or not calls else None,
             refusal=None,
             annotations=(),
-            reasoning=parsed.reasoning or None,
+            reasoning=(self._request.include_reasoning and parsed.reasoning) or None,
             tool_calls=calls,
         )
         return ChatChoice(
