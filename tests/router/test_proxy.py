@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import openai
@@ -242,12 +243,30 @@ async def test_of_a_key_given_twice_the_last_value_counts_on_both_hops() -> None
 # routes
 
 
+async def test_load_is_the_number_of_requests_in_flight() -> None:
+    release = asyncio.Event()
+
+    async def script(connection: Connection, request: Received) -> None:
+        await release.wait()
+        connection.answer(200, b"{}")
+
+    async with rig([FakeEngine(script=script)]) as r:
+        assert (await r.http.get("/load")).json() == {"server_load": 0}
+        asking = asyncio.create_task(r.chat())
+        await r.until(lambda: bool(r.engines[0].requests))
+        assert (await r.http.get("/load")).json() == {"server_load": 1}
+        release.set()
+        await asking
+
+
 @pytest.mark.parametrize(
     ("path", "without_key"),
     [
         ("/health", 200),
         ("/ready", 200),
         ("/version", 200),
+        ("/ping", 200),
+        ("/load", 401),
         ("/metrics", 401),
         ("/v1/models", 401),
         ("/v1/models/tiny", 401),
@@ -261,7 +280,7 @@ async def test_of_a_key_given_twice_the_last_value_counts_on_both_hops() -> None
         ("/docs", 401),
     ],
 )
-async def test_every_route_but_three_needs_a_key(path: str, without_key: int) -> None:
+async def test_every_route_but_four_needs_a_key(path: str, without_key: int) -> None:
     async with rig([FakeEngine()], api_keys=("k1", "k2")) as r:
         for credentials in (
             "",

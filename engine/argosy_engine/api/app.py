@@ -31,6 +31,7 @@ from argosy_engine.api.openai.embeddings import embed
 from argosy_engine.api.openai.error_fields import RequestBody, name_field
 from argosy_engine.api.openai.openai_serving import OpenAIServing, to_api_error
 from argosy_engine.api.openai.tokenization import detokenize, tokenize
+from argosy_engine.api.sagemaker import add_sagemaker_routes
 from argosy_engine.api.server_args import ITERATION_TIMEOUT_S
 from argosy_engine.errors import EngineError
 from argosy_engine.frontend.async_llm import AsyncLLM
@@ -249,6 +250,9 @@ def build_app(engine: Engine) -> FastAPI:
     async def telemetry() -> StreamingResponse:
         return StreamingResponse(engine.telemetry.stream(), media_type=headers.TELEMETRY_CONTENT_TYPE)
 
+    add_sagemaker_routes(
+        app, {"messages": chat_completions, "prompt": completions, "input": embeddings}, health
+    )
     add_admin_routes(app, lambda: _loaded(engine))
     _handle_errors(app)
     return app

@@ -2,8 +2,8 @@
 
 Owns: which path answers what, and to whom.
 Must not know: HTTP framing, how a generation request is handled.
-Invariant: deny by default: if there are keys, only `/health`, `/ready` and `/version` answer without one. Other
-requests without a key are refused before their body is read, and an unknown path answers 401 before it answers 404.
+Invariant: deny by default: if there are keys, only `/health`, `/ping`, `/ready` and `/version` answer without one.
+Other requests without a key are refused before their body is read, and an unknown path answers 401 before 404.
 Paths are compared as received, never normalised.
 """
 
@@ -41,6 +41,7 @@ _JSON = b"content-type: application/json\r\n"
 _MODELS = b"/v1/models"
 _MODEL_PREFIX = b"/v1/models/"
 _METRICS = b"/metrics"
+_LOAD = b"/load"
 _ENDPOINTS: dict[bytes, RoutedEndpoint] = {
     b"/v1/chat/completions": "chat/completions",
     b"/v1/completions": "completions",
@@ -77,6 +78,7 @@ class RouterApplication:
         self.is_draining = False
         self._public: dict[bytes, Responder] = {
             b"/health": lambda: (200, _JSON, b"{}"),
+            b"/ping": lambda: (200, _JSON, b"{}"),
             b"/ready": self._ready,
             b"/version": lambda: (200, _JSON, msgspec.json.encode({"version": __version__})),
         }
@@ -150,6 +152,9 @@ class RouterApplication:
             return lambda: self._models(account)
         if path.startswith(_MODEL_PREFIX):
             return lambda: self._model(path, account)
+        if path == _LOAD:
+            load = {"server_load": self._requests.inflight}
+            return lambda: (200, _JSON, msgspec.json.encode(load))
         if path == _METRICS:
             if self._keys.is_open:
                 raise NotFound("metrics are on the admin port")

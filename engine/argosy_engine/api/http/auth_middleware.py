@@ -14,7 +14,7 @@ from argosy_engine.api.http.error_response import send_error
 from argosy_protocol.bearer_keys import KeyRing
 from argosy_protocol.errors import ApiError, Forbidden, Unauthorized
 
-PUBLIC_PATHS = frozenset({"/health", "/ready", "/version", "/metrics"})
+PUBLIC_PATHS = frozenset({"/health", "/ping", "/ready", "/version", "/metrics"})
 ADMIN_PATHS = frozenset({"/sleep", "/wake_up", "/is_sleeping", "/reset_prefix_cache"})
 """vLLM's names; vLLM has these routes only with VLLM_SERVER_DEV_MODE."""
 

@@ -1,0 +1,42 @@
+"""Routes of Amazon SageMaker's containers: `/ping`, and `/invocations`, which is whatever endpoint the body is for.
+
+Names and rules are vLLM's (`entrypoints/serve/sagemaker`). `/invocations` needs a key like the endpoints it stands for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+
+import msgspec
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from argosy_protocol.errors import BadRequest
+from argosy_protocol.json_limits import decode_body
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+def add_sagemaker_routes(
+    app: FastAPI, endpoints: Mapping[str, Endpoint], health: Callable[[], Awaitable[Response]]
+) -> None:
+    """Add the routes to `app`.
+
+    Args:
+        endpoints: by the field that only requests to that endpoint have.
+    """
+
+    @app.get("/ping")
+    @app.post("/ping")
+    async def ping() -> Response:
+        return await health()
+
+    @app.post("/invocations")
+    async def invocations(request: Request) -> Response:
+        given = decode_body(_FIELDS, await request.body())
+        for field, endpoint in endpoints.items():
+            if field in given:
+                return await endpoint(request)
+        raise BadRequest(f"the request needs one of the fields {', '.join(endpoints)}")
