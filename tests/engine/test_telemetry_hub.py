@@ -83,6 +83,15 @@ async def frames_of(hub: TelemetryHub, count: int) -> list[Frame]:
     return frames
 
 
+async def test_a_stream_that_begins_after_the_end_ends_at_once(hub: Any) -> None:
+    made: TelemetryHub = hub()
+    made.drain()
+    made.close()
+    async with asyncio.timeout(10):
+        frames = [data async for data in made.stream()]
+    assert isinstance(next(iter(FrameReader().feed(frames[0]))), Hello)
+
+
 async def test_the_load_of_several_cores_is_that_of_one_replica(hub: Any) -> None:
     made: TelemetryHub = hub(num_engines=3)
     reports = (

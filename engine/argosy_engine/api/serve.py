@@ -10,7 +10,6 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import uvicorn
 
@@ -18,6 +17,7 @@ from argosy_engine.api.app import Engine, build_app
 from argosy_engine.api.engine_flag_parser import EngineFlagParser
 from argosy_engine.api.http.auth_middleware import ADMIN_PATHS, AuthMiddleware
 from argosy_engine.api.http.connection_limit import protocol_of
+from argosy_engine.api.http.http_server import HttpServer
 from argosy_engine.api.http.request_limits import RequestLimits
 from argosy_engine.api.server_args import ServerArgs
 from argosy_engine.api.server_debug_signal import describe_server_on_signal
@@ -48,8 +48,11 @@ _MIN_DESCRIPTORS = 128
 the core starts."""
 _MAX_PHASE = 200
 """Length of a line of progress in the answers of /ready."""
-_LAST_BYTES_S = 5
+_LAST_BYTES_S = 5.0
 """Time after the drain in which clients can read what has been sent."""
+_DEAD_LAST_BYTES_S = 0.5
+"""As `_LAST_BYTES_S`, of an engine that died: what its clients have yet to read is an error, and its end is awaited by
+whatever starts it again."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -104,7 +107,7 @@ async def _serve(
     engine.log_stats = not options.disable_log_stats
     limited = RequestLimits(build_app(engine), ADMIN_PATHS)
     num_descriptors -= MIN_FREE * (args.data_parallel_size - 1)  # of further cores
-    server = _Server(
+    server = HttpServer(
         uvicorn.Config(
             AuthMiddleware(limited, keys, options.guard_metrics, admin_keys),
             http=protocol_of(num_descriptors, options.http_limits),
@@ -114,7 +117,6 @@ async def _serve(
             access_log=False,
             lifespan="off",
             timeout_keep_alive=options.timeout_keep_alive,  # type: ignore[arg-type]  # fractions work as well
-            timeout_graceful_shutdown=_LAST_BYTES_S,
             server_header=False,
         )
     )
@@ -150,7 +152,8 @@ async def _serve(
         for task in (loading, stopping):
             task.cancel()
         await asyncio.gather(loading, stopping, return_exceptions=True)
-        server.should_exit = True
+        is_dead = engine.llm is not None and engine.llm.is_dead
+        server.stop(_DEAD_LAST_BYTES_S if is_dead else _LAST_BYTES_S)
         await engine.close()
         await asyncio.gather(serving, return_exceptions=True)
 
@@ -194,17 +197,6 @@ async def drain(engine: Engine, timeout_s: float, hurry: asyncio.Event) -> None:
     for task in (drained, hurried):
         task.cancel()
     await asyncio.gather(drained, hurried, return_exceptions=True)
-
-
-class _Server(uvicorn.Server):
-    """uvicorn's server without its signal handlers, because `_serve` handles the signals."""
-
-    def install_signal_handlers(self) -> None: ...
-
-    def capture_signals(self) -> Any:
-        from contextlib import nullcontext
-
-        return nullcontext()
 
 
 def _print_start_up(

@@ -67,6 +67,7 @@ class TelemetryHub(Observer):
         self._last_load = 0.0
         self._next_load: asyncio.TimerHandle | None = None
         self._is_draining = False
+        self._is_closed = False
         self._heartbeat = asyncio.create_task(self._beat(), name="telemetry heartbeat")
 
     @property
@@ -78,6 +79,8 @@ class TelemetryHub(Observer):
         reader = _Reader()
         for frame in self._opening():
             reader.put(frame)
+        if self._is_closed:
+            reader.put(None)
         self._readers.add(reader)
         try:
             while not reader.is_cut_off and (data := await reader.queue.get()) is not None:
@@ -105,6 +108,8 @@ class TelemetryHub(Observer):
             reader.put(None)
 
     def close(self) -> None:
+        """End the streams. A router that connects once more gets one that ends at once."""
+        self._is_closed = True
         self._heartbeat.cancel()
         self._forget_next_load()
         for reader in self._readers:

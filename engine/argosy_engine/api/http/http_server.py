@@ -1,0 +1,76 @@
+"""HttpServer: uvicorn's server, ended by its owner, without waiting for connections that have nothing to say.
+
+uvicorn sweeps the connections once when it ends. One that is accepted or answered a moment later, such as a router's
+next one, is then idle for the whole grace period, which is for clients that have yet to read their responses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+
+logger = logging.getLogger("argosy.api")
+
+_DATE_INTERVAL_S = 1.0
+_SWEEP_INTERVAL_S = 0.02
+
+
+class HttpServer(uvicorn.Server):
+    """Server that serves until `stop`. It leaves the signals to its owner."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._stopped = asyncio.Event()
+        self._last_bytes_s = 0.0
+
+    def stop(self, last_bytes_s: float) -> None:
+        """Accept no more connections, close the idle ones, and the others with the response that they carry.
+
+        Args:
+            last_bytes_s: how long responses may take to end and to be read, before their connections are broken.
+        """
+        self._last_bytes_s = last_bytes_s
+        self._stopped.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def main_loop(self) -> None:
+        while not self._stopped.is_set():
+            await self.on_tick(0)  # the date in the headers
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopped.wait(), _DATE_INTERVAL_S)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for server in self.servers:
+            server.close()
+        for listener in sockets or []:
+            listener.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._last_bytes_s):
+                await self._close_idle()
+        state = self.server_state
+        if state.connections:
+            logger.warning(
+                "%d connections are broken, since their responses were not read within %g s",
+                len(state.connections),
+                self._last_bytes_s,
+            )
+        for connection in list(state.connections):
+            connection.transport.abort()
+        for task in list(state.tasks):
+            task.cancel()
+        await asyncio.gather(*state.tasks, return_exceptions=True)
+
+    async def _close_idle(self) -> None:
+        """Close connections as they become idle, until none is left."""
+        while self.server_state.connections or self.server_state.tasks:
+            for connection in list(self.server_state.connections):
+                connection.shutdown()  # also those that were just being accepted
+            await asyncio.sleep(_SWEEP_INTERVAL_S)
