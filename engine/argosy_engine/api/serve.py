@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -83,6 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+    finally:
+        gc.freeze()  # or the interpreter would look for cycles in all that is imported, when nobody needs the memory
 
 
 async def _serve(
