@@ -24,6 +24,7 @@ from argosy_engine.config import EngineArgs
 from argosy_engine.distributed.engine_copies import CopyLost, is_of_collective
 from argosy_engine.distributed.launch_environment import read_launch
 from argosy_engine.distributed.launched_groups import LaunchedGroups
+from argosy_engine.distributed.lockstep import Round
 from argosy_engine.errors import ConfigError, EngineDead, EngineError, UtilityFailed
 from argosy_engine.executor.abstract import PendingOutput
 from argosy_engine.executor.same_model import check_same_model
@@ -103,6 +104,9 @@ class ExternalLauncherExecutor:
         """Return the first copy's message in all copies; the others call it with None."""
         with self._ends_all():
             return self.copies.broadcast(message)
+
+    def lend_experts(self, step: Round) -> None:
+        raise NotImplementedError("cores that share experts need the executors uni or mp")
 
     def collective_rpc(self, call: CollectiveRpc) -> list[Any]:
         """Call a method of this copy's worker only, as vLLM does; the other copies make the same call."""

@@ -83,7 +83,7 @@ class WorkerProcess:
         from argosy_engine.executor.worker_class import worker_class
 
         worker = worker_class(args.worker_cls)(
-            args, self._rank, self._world_size, self._init_method, self._data_rank
+            args, self._rank, self._world_size, self._init_method, data_rank=self._data_rank
         )
         self._answers.put_result(worker.start())
         return worker
