@@ -258,7 +258,7 @@ def announced_until_load(frames: Iterator[Frame]) -> list[int]:
 def test_the_debug_signal_reaches_every_core(server: Server) -> None:
     server.process.send_signal(signal.SIGUSR1)
     for rank, pid in enumerate(sorted(children(server.process.pid))):
-        told = f"argosy engine core {rank}, process {pid}: state of the engine core"
+        told = f"argosy engine EngineCore_DP{rank}, process {pid}: state of the engine core"
         wait_until(lambda told=told: told in server.log.read_text(), told)  # type: ignore[misc]
 
 
@@ -280,8 +280,6 @@ def test_one_killed_core_ends_the_server_with_its_reason(tmp_path: Path) -> None
         assert "the engine is not running" in events[-2]
         assert server.process.wait(60) == 1
         wait_until(lambda: not any(map(is_alive, processes)), "all processes to end")
-    assert (
-        "engine core dead: data-parallel rank 1: the engine core process ended (killed by SIGKILL)"
-        in log.read_text()
-    )
+    reason = f"EngineCore_DP1 (process {cores[1]}) ended: killed by SIGKILL"
+    assert f"engine core dead: data-parallel rank 1: {reason}" in log.read_text()
     assert list(temporary.iterdir()) == []

@@ -60,7 +60,7 @@ def test_a_server_tells_stacks_and_ages_of_both_processes(tmp_path: Path) -> Non
             assert about in told
         assert told.count("most recent call first") >= 2, "stacks of both processes"
         (core,) = children(server.process.pid)
-        assert f"argosy engine core, process {core}: state of the engine core\n" in told
+        assert f"argosy engine EngineCore, process {core}: state of the engine core\n" in told
         assert f"argosy engine API, process {server.process.pid}: state of the API" in told
         os.kill(core, signal.SIGUSR1)
         wait_until(lambda: log.read_text().count("state of the engine core") == 2, "another description")
@@ -164,7 +164,7 @@ def test_workers_and_the_grammar_process_name_themselves(tmp_path: Path) -> None
         before = {*children(os.getpid())}  # other tests' processes may not have ended yet
         executor.start()
         (worker,) = {*children(os.getpid())} - before
-        stacks_of("argosy engine worker", worker)
+        stacks_of("argosy engine Worker", worker)
         client.warm_up()
         server = client.pid
         assert server is not None

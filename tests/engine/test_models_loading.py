@@ -393,10 +393,10 @@ def test_progress_is_printed_in_lines_without_a_terminal(
             now += 0.5
             progress.advance(gib)
     assert caplog.messages == [
-        "loading weights: 10.00 of 40.00 GiB (25 %) after 5 s",
-        "loading weights: 20.00 of 40.00 GiB (50 %) after 10 s",
-        "loading weights: 30.00 of 40.00 GiB (75 %) after 15 s",
-        "loading weights: 40.00 of 40.00 GiB (100 %) after 20 s",
+        "loading weights: 10.00 GiB of 40.00 GiB (25 %) after 5 s",
+        "loading weights: 20.00 GiB of 40.00 GiB (50 %) after 10 s",
+        "loading weights: 30.00 GiB of 40.00 GiB (75 %) after 15 s",
+        "loading weights: 40.00 GiB of 40.00 GiB (100 %) after 20 s",
         "loaded 40.00 GiB of weights in 20.0 s",
     ]
 
@@ -413,7 +413,9 @@ def test_progress_is_a_bar_on_a_terminal(
         progress.advance(1 << 30)
         progress.advance(1 << 30)
     assert "loading weights" in capsys.readouterr().err
-    assert caplog.messages == ["loaded 2.00 GiB of weights in 2.0 s"]
+    with LoadProgress(3 << 20) as progress:
+        progress.advance(3 << 20)
+    assert caplog.messages == ["loaded 2.00 GiB of weights in 2.0 s", "loaded 3.00 MiB of weights in 0.0 s"]
 
 
 def test_a_checkpoint_in_another_dtype_fills_the_bar(

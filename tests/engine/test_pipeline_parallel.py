@@ -201,7 +201,7 @@ def test_the_end_of_any_stage_ends_the_engine(rank: int, capfd: pytest.CaptureFi
         made.add_request("x", "Once", params(max_tokens=500, ignore_eos=True))
         made.step()
         os.kill(pids[rank], signal.SIGKILL)
-        with pytest.raises(EngineDead, match=rf"worker {rank} ended .killed by SIGKILL."):
+        with pytest.raises(EngineDead, match=rf"^Worker_PP{rank} \(process \d+\) ended: killed by SIGKILL"):
             finish(made)
         wait_until(lambda: not any(map(is_alive, [core, *pids])), "all processes to end")
 

@@ -86,7 +86,7 @@ def test_a_stuck_core_turns_health_red_and_a_killed_worker_ends_everything(tmp_p
         wait_until(lambda: not is_alive(core), "the core to end")
     assert list(temporary.iterdir()) == []
     text = log.read_text()
-    assert "worker 0 ended (killed by SIGKILL)" in text
+    assert f"Worker (process {worker}) ended: killed by SIGKILL, maybe for lack of memory" in text
     assert "state of the engine core at its end" in text
     assert "scheduler: running=1 waiting=0" in text
     assert "last step: tokens=" in text

@@ -223,7 +223,7 @@ def test_workers_agree_on_an_attention_backend() -> None:
     assert second == ("torch", {"cpu": "a GPU"})
 
 
-def test_a_killed_worker_ends_the_engine_with_its_reason() -> None:
+def test_a_killed_worker_ends_the_engine_with_its_reason(capfd: pytest.CaptureFixture[str]) -> None:
     llm = LLM(**TINY, tensor_parallel_size=2, num_gpu_blocks_override=64, multiprocess=True)
     try:
         assert isinstance(llm.client, SyncMPClient)
@@ -234,9 +234,20 @@ def test_a_killed_worker_ends_the_engine_with_its_reason() -> None:
         llm.engine.step()
         assert listening_addresses(pids) <= {LOOPBACK}
         os.kill(pids[1], signal.SIGKILL)
-        with pytest.raises(EngineDead, match=r"worker 1 ended \(killed by SIGKILL\)"):
+        with pytest.raises(EngineDead, match=r"^Worker_TP1 \(process \d+\) ended: killed by SIGKILL"):
             step_for_ever(llm)
         wait_until(lambda: not any(map(is_alive, (core, *pids))), "core and workers to end")
+        log = capfd.readouterr().err
+        assert (
+            log.count("attention backend") == log.count("INFO [Worker_TP0] argosy_engine.worker.worker ") == 1
+        )
+        errors = [line.split(" ERROR ")[1] for line in log.splitlines() if " ERROR " in line]
+        reason, *others = errors
+        assert reason.startswith(
+            f"[EngineCore] argosy.executor Worker_TP1 (process {pids[1]}) ended: killed by"
+        )
+        assert all("state of the engine core" in line for line in others)
+        assert "Traceback" not in log
     finally:
         llm.close()
 

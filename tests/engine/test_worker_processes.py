@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -97,7 +98,7 @@ def test_a_failed_step_is_answered_after_the_steps_before_it(when: str, pipe: Pa
         pipe.write_bytes(b"")
         assert first.get().request_ids == ["open"]
         for pending in (failing, after):
-            with pytest.raises(EngineDead, match=r"^worker 0 failed: RuntimeError: as asked$"):
+            with pytest.raises(EngineDead, match=r"^Worker \(process \d+\) failed: RuntimeError: as asked$"):
                 pending.get()
 
 
@@ -106,7 +107,9 @@ def test_a_failure_on_a_rank_that_is_not_awaited_is_the_reason(when: str, pipe: 
     with running(2) as executor:
         executor.execute(step(f"{when}:fail:1"))
         never = executor.execute(step(f"end:open:{pipe}"))
-        with pytest.raises(EngineDead, match=r"^worker 1 failed: RuntimeError: as asked$"):
+        with pytest.raises(
+            EngineDead, match=r"^Worker_rank1 \(process \d+\) failed: RuntimeError: as asked$"
+        ):
             never.get()
 
 
@@ -118,7 +121,8 @@ def test_the_end_of_any_worker_ends_the_engine(rank: int, pipe: Path) -> None:
         executor.check_health()
         never = executor.execute(step(f"end:open:{pipe}"))
         os.kill(ranks[rank], signal.SIGKILL)
-        reason = f"^worker {rank} ended .killed by SIGKILL.$"
+        name = ("Worker", "Worker_rank1")[rank]
+        reason = rf"^{name} \(process {ranks[rank]}\) ended: killed by SIGKILL, maybe for lack of memory$"
         with pytest.raises(EngineDead, match=reason):
             never.get()
         for call in (executor.check_health, lambda: executor.collective_rpc(CollectiveRpc("echo"))):
@@ -127,11 +131,16 @@ def test_the_end_of_any_worker_ends_the_engine(rank: int, pipe: Path) -> None:
     assert not set(ranks) & set(children(os.getpid()))
 
 
-def test_a_worker_that_fails_because_its_peer_was_killed_is_not_the_reason(pipe: Path) -> None:
+def test_a_worker_that_fails_because_its_peer_was_killed_is_not_the_reason(
+    pipe: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with running(2) as executor:
         never = executor.execute(step(f"end:lose:{pipe}"))
-        with pytest.raises(EngineDead, match=r"^worker 1 ended .killed by SIGKILL.$"):
+        with pytest.raises(
+            EngineDead, match=r"^Worker_rank1 \(process \d+\) ended: killed by SIGKILL"
+        ) as caught:
             never.get()
+        assert caplog.messages == [str(caught.value)]
 
 
 @pytest.mark.parametrize("parallel", ["tensor_parallel_size", "pipeline_parallel_size"])
@@ -181,6 +190,12 @@ def test_an_idle_core_ends_with_its_worker(state: str, capfd: pytest.CaptureFixt
         (worker,) = workers(core)
         os.kill(worker, signal.SIGKILL)
         wait_until(lambda: not is_alive(core), "the core to end")
-        assert "EngineDead: worker 0 ended (killed by SIGKILL)" in capfd.readouterr().err
+        reason = f"Worker (process {worker}) ended: killed by SIGKILL"
+        for call in (engine.reset_prefix_cache, lambda: engine.add_request("a", "Once")):
+            with pytest.raises(EngineDead, match=f"^{re.escape(reason)}"):
+                call()
+        log = capfd.readouterr().err
+        assert f"[EngineCore] argosy.executor {reason}" in log
+        assert "Traceback" not in log
     finally:
         engine.close()

@@ -6,6 +6,7 @@ uniproc_executor    one worker in the core's process
 multiproc_executor  a process per worker
 worker_process      the process of a worker
 answer_queue        sends a worker's answers, in a thread
+worker_death        why workers have ended
 worker_messages     kinds of messages to and from it
 broadcast           queue in shared memory from the core to all workers
 worker_class        loads the class of `--worker-cls`

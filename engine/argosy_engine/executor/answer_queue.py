@@ -17,6 +17,7 @@ import msgspec
 
 from argosy_engine.errors import ConfigError, UtilityFailed
 from argosy_engine.executor.broadcast import MessageStream
+from argosy_engine.executor.worker_death import failure_of
 from argosy_engine.executor.worker_messages import DIED, DONE, FAILED, WorkerFailure
 
 logger = logging.getLogger("argosy.worker")
@@ -88,12 +89,12 @@ class AnswerQueue:
                     self._stream.send(message)
             except Exception as error:
                 with contextlib.suppress(OSError):  # the core has ended
-                    self._stream.send(DIED + self._encode(self._describe(error)))
+                    self._stream.send(DIED + self._encode(failure_of(error)))
                 os._exit(1)
             self._queue.task_done()
 
     def _describe(self, error: Exception) -> WorkerFailure:
         if isinstance(error, (ConfigError, UtilityFailed)):  # the message is meant for the caller
             return WorkerFailure(str(error), isinstance(error, ConfigError))
-        logger.error("worker %d failed", self._rank, exc_info=error)
+        logger.error("a call of worker %d failed", self._rank, exc_info=error)
         return WorkerFailure(f"{type(error).__name__}: {error}")

@@ -22,9 +22,11 @@ import msgspec
 
 from argosy_engine.config import EngineArgs
 from argosy_engine.distributed.lockstep import LockstepEnds, Round
-from argosy_engine.errors import ConfigError, EngineDead, EngineError, UtilityFailed
+from argosy_engine.distributed.process_name import worker_name
+from argosy_engine.errors import EngineDead, EngineError, UtilityFailed
 from argosy_engine.executor.broadcast import BroadcastWriter, MessageStream
 from argosy_engine.executor.same_model import check_same_model
+from argosy_engine.executor.worker_death import WorkerEnd, death_of
 from argosy_engine.executor.worker_messages import (
     CALL,
     DIED,
@@ -42,8 +44,8 @@ from argosy_engine.messages.worker_info import WorkerInfo
 from argosy_engine.osproc.child_process import EXIT_TIMEOUT_S, describe_exit, end_child, parent_argument
 
 ROOT_CAUSE_S = 0.25
-"""How long to wait for the ends of other workers when one ends: a worker whose peer has died fails with an error of its
-own, which is not the reason."""
+"""How long to wait for the ends of other workers when one has failed: a worker whose peer has died fails with an error
+of its own, which is not the reason."""
 
 
 class PendingAnswer:
@@ -99,7 +101,8 @@ class MultiprocExecutor:
         for rank, ends in enumerate(self._queue.ends):
             module = ["-m", "argosy_engine.executor.worker_process"]
             numbers = (data_rank, rendezvous, *ends.fds, ends.num_chunks, ends.chunk_bytes)
-            arguments = [str(rank), str(self._world_size), parent_argument(), *map(str, numbers)]
+            name = worker_name(self._args.parallel_config, rank)
+            arguments = [name, str(rank), str(self._world_size), parent_argument(), *map(str, numbers)]
             self._processes.append(
                 subprocess.Popen(  # noqa: S603 (our own interpreter and module)
                     [sys.executable, *safe_path, *module, *arguments],
@@ -161,7 +164,7 @@ class MultiprocExecutor:
         """End the workers. May be called twice."""
         self._queue.close()  # they exit when their sockets close
         for rank, process in enumerate(self._processes):
-            end_child(process, f"worker {rank}")
+            end_child(process, worker_name(self._args.parallel_config, rank))
         self._processes = []
 
     def check_health(self) -> None:
@@ -217,27 +220,27 @@ class MultiprocExecutor:
         """
         if self._death is None:
             last = self._last_messages(dict(received or {}))
-            killed, failed = [], []
-            for rank, message in sorted(last.items()):
-                if message is None or message[:1] != DIED:
-                    killed.append(f"worker {rank} ended ({self._describe_exit(rank)})")
-                    continue
-                failure = msgspec.msgpack.decode(message[1:], type=WorkerFailure)
-                if failure.is_config_error:
-                    self._death = ConfigError(failure.message)
-                    return self._death
-                failed.append(f"worker {rank} failed: {failure.message}")
-            self._death = EngineDead("; ".join(killed or failed))
+            self._death = death_of([self._end(rank, message) for rank, message in sorted(last.items())])
         return self._death
 
+    def _end(self, rank: int, message: bytes | None) -> WorkerEnd:
+        who = f"{worker_name(self._args.parallel_config, rank)} (process {self._processes[rank].pid})"
+        if message is None or message[:1] != DIED:
+            return WorkerEnd(who, self._describe_exit(rank), None)
+        return WorkerEnd(who, "", msgspec.msgpack.decode(message[1:], type=WorkerFailure))
+
     def _last_messages(self, last: dict[int, bytes | None]) -> dict[int, bytes | None]:
-        """Return the last messages of the workers that have ended, by rank, adding to those that are known."""
+        """Return the last messages of the workers that have ended, by rank, adding to those that are known.
+
+        Once one was killed, no more is awaited.
+        """
         deadline = time.monotonic() + ROOT_CAUSE_S
         poller = self._poller()
         for rank in last:
             poller.unregister(self._queue.sockets[rank])
         while len(last) < self._world_size:
-            events = poller.poll(max(deadline - time.monotonic(), 0.0) * 1000)
+            has_failed = all(message is not None and message[:1] == DIED for message in last.values())
+            events = poller.poll(max(deadline - time.monotonic(), 0.0) * 1000 if has_failed else 0)
             if not events:
                 break
             for fd, _ in events:

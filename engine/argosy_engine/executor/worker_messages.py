@@ -28,3 +28,7 @@ class WorkerFailure(Struct, array_like=True):
 
     message: str
     is_config_error: bool = False
+    is_in_collective: bool = False
+    """Whether it may have failed only because another worker has ended."""
+    traceback: str = ""
+    """Of an error that ends the worker, bounded."""

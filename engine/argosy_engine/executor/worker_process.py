@@ -1,12 +1,12 @@
-"""WorkerProcess: a worker's own process.
+"""WorkerProcess: a worker's own process, `python -m argosy_engine.executor.worker_process NAME RANK ...`
 
-    python -m argosy_engine.executor.worker_process RANK WORLD_SIZE PARENT DATA_RANK FD...
+Arguments: name, rank, world size, the parent's process id, data-parallel rank, descriptors: first a memory file by which
+the workers find each other, then the broadcast queue's.
 
-The first descriptor is a memory file by which the workers find each other; the others are the broadcast queue's. It
-reads calls from the broadcast queue and answers over its socket. Steps overlap: this thread launches the next one while
-another waits for the tokens of the last (`AnswerQueue`). It ends with the core: a thread waits until the other end of
-the socket closes, and the kernel kills the process if that thread cannot run (`osproc.child_process`). A message is one
-byte for its kind, then msgpack.
+It reads calls from the broadcast queue and answers over its socket. Steps overlap: this thread launches the next one
+while another waits for the tokens of the last (`AnswerQueue`). It ends with the core: a thread waits until the other
+end of the socket closes, and the kernel kills the process if that thread cannot run (`osproc.child_process`). A message
+is one byte for its kind, then msgpack.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import msgspec
 
 from argosy_engine.config import EngineArgs
 from argosy_engine.distributed.lockstep import Round, rendezvous_url
+from argosy_engine.distributed.process_name import is_first, name_process
 from argosy_engine.executor.answer_queue import AnswerQueue
 from argosy_engine.executor.broadcast import BroadcastReader, MessageStream, ReaderEnds
 from argosy_engine.executor.worker_messages import CALL, EXECUTE, LEND
@@ -37,14 +38,16 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    configure_logging("INFO")
+    name, *numbers = sys.argv[1:]
+    name_process(name)
+    configure_logging("INFO" if is_first(name) else "WARNING", process=name)
     dump_stacks_on_signal()
     # Ctrl-C goes to the whole process group, but the core decides when its workers end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    rank, world_size, parent, data_rank, rendezvous, *ends = (int(argument) for argument in sys.argv[1:])
+    rank, world_size, parent, data_rank, rendezvous, *ends = map(int, numbers)
     die_with_parent(parent)
-    describe_on_signal("argosy engine worker", lambda: f"rank {rank} of {world_size}; its stacks are above")
+    describe_on_signal(f"argosy engine {name}", lambda: f"rank {rank} of {world_size}; its stacks are above")
     reader = BroadcastReader(ReaderEnds(*ends))
     threading.Thread(target=_exit_with_core, args=(reader.socket.fileno(),), daemon=True, name="core").start()
     WorkerProcess(rank, world_size, reader, rendezvous_url(rendezvous), data_rank).serve()

@@ -34,6 +34,7 @@ _QUIET_S = 1.0
 _LINE_EVERY_S = 5.0
 """Interval between progress lines if standard error is not a terminal."""
 _GIB = 1 << 30
+_MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +163,7 @@ class LoadProgress:
             self._bar.stop()
         if kind is None:
             seconds = time.monotonic() - self._started
-            logger.info("loaded %.2f GiB of weights in %.1f s", self.done_bytes / _GIB, seconds)
+            logger.info("loaded %s of weights in %.1f s", _size(self.done_bytes), seconds)
 
     def advance(self, num_bytes: int) -> None:
         self.done_bytes += num_bytes
@@ -176,12 +177,16 @@ class LoadProgress:
         elif now - self._last_line >= _LINE_EVERY_S:
             self._last_line = now
             logger.info(
-                "loading weights: %.2f of %.2f GiB (%.0f %%) after %.0f s",
-                self.done_bytes / _GIB,
-                self.total_bytes / _GIB,
+                "loading weights: %s of %s (%.0f %%) after %.0f s",
+                _size(self.done_bytes),
+                _size(self.total_bytes),
                 100 * self.done_bytes / max(self.total_bytes, 1),
                 now - self._started,
             )
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / _GIB:.2f} GiB" if num_bytes >= _GIB else f"{num_bytes / _MIB:.2f} MiB"
 
 
 def _start_bar(total_bytes: int) -> Any:

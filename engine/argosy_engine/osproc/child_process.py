@@ -121,11 +121,13 @@ def end_child(process: subprocess.Popen[bytes], name: str, timeout_s: float = EX
 
 
 def describe_exit(code: int | None) -> str:
-    """Describe an exit code of `subprocess`: `exit code 1`, or `killed by SIGKILL`."""
+    """Describe an exit code of `subprocess`: `exit code 1`, or `killed by SIGTERM`."""
     if code is None:
         return "still running"
     if code >= 0:
         return f"exit code {code}"
+    if code == -signal.SIGKILL:  # the system's answer to a lack of memory
+        return "killed by SIGKILL, maybe for lack of memory"
     try:
         return f"killed by {signal.Signals(-code).name}"
     except ValueError:

@@ -18,17 +18,21 @@ MAX_TRACEBACK_BYTES = 8 * 1024
 MAX_RECORD_BYTES = 32 * 1024
 """Limit of a whole record."""
 
-_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
+_FORMAT = "%(asctime)s %(levelname)s {}%(name)s %(message)s"
 _ExcInfo: TypeAlias = (
     tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
 )
 
 
 class BoundedFormatter(logging.Formatter):
-    """Formats records; text beyond the bounds is left out in the middle."""
+    """Formats records; text beyond the bounds is left out in the middle.
 
-    def __init__(self) -> None:
-        super().__init__(_FORMAT)
+    Args:
+        process: name of this process, for programs that have several; it precedes the logger's.
+    """
+
+    def __init__(self, process: str = "") -> None:
+        super().__init__(_FORMAT.format(f"[{process}] " if process else ""))
 
     def format(self, record: logging.LogRecord) -> str:
         return _shortened(super().format(record), MAX_RECORD_BYTES)
@@ -46,10 +50,10 @@ def format_frames(frames: TracebackType | None) -> str:
     return _shortened("".join(traceback.format_tb(frames, limit=-MAX_FRAMES)), MAX_TRACEBACK_BYTES)
 
 
-def configure_logging(level: str, handler: logging.Handler | None = None) -> None:
-    """Send every logger's records to `handler` (standard error by default) in this format."""
+def configure_logging(level: str, handler: logging.Handler | None = None, process: str = "") -> None:
+    """Send every logger's records to `handler` (standard error by default) in this format (`BoundedFormatter`)."""
     handler = handler or logging.StreamHandler()
-    handler.setFormatter(BoundedFormatter())
+    handler.setFormatter(BoundedFormatter(process))
     logging.basicConfig(level=level, handlers=[handler])
 
 

@@ -56,8 +56,8 @@ class AsyncMPClient:
         self._input, self._output = bind(self._context, handle)
         self._call_ids: Iterator[int] = itertools.count()
         self._calls: dict[int, asyncio.Future[Any]] = {}
-        self._is_read = True
-        """Whether the outputs may still be read; once they are not, no call can be answered."""
+        self._has_ended = asyncio.Event()
+        """Set once the outputs are no longer read, so that no call can be answered."""
         self.config: ResolvedConfig
 
     @classmethod
@@ -148,7 +148,8 @@ class AsyncMPClient:
                 if receive.done():
                     outputs = self._decoder.decode(receive.result())
                     if outputs.dead is not None:
-                        raise EngineDead(outputs.dead)
+                        self._handle.reason = outputs.dead
+                        raise self._handle.dead()
                     if outputs.utility is not None:
                         self._resolve(outputs.utility)
                     receive = asyncio.ensure_future(self._output.recv())
@@ -158,21 +159,34 @@ class AsyncMPClient:
         finally:
             receive.cancel()
             exited.cancel()
-            self._is_read = False
+            self._has_ended.set()
             for future in self._calls.values():
                 if not future.done():
-                    future.set_exception(EngineDead("the engine core is gone"))
+                    future.set_exception(self._gone())
 
     async def _send(self, message: list[bytes]) -> None:
         """Send a message without blocking: the queue has no limit, so only a dead core cannot take it."""
         if self._handle.poll() is not None:
+            await self._await_reason()
             raise self._handle.dead()
-        if not self._is_read:
-            raise EngineDead("the engine core is gone")
+        if self._has_ended.is_set():
+            raise self._gone()
         try:
             await self._input.send_multipart(message, zmq.NOBLOCK)
         except zmq.Again:
-            raise EngineDead("the engine core is gone") from None
+            await self._await_reason()
+            raise self._gone() from None
+
+    def _gone(self) -> EngineDead:
+        """Return the error of a call that a core cannot answer, whose end may not be known."""
+        is_known = self._handle.reason or self._handle.poll() is not None
+        return self._handle.dead() if is_known else EngineDead("nobody reads what the engine core answers")
+
+    async def _await_reason(self) -> None:
+        """Wait until the outputs are read to their end, which may tell why the core has ended."""
+        if not self._handle.reason:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._has_ended.wait(), self._handle.last_message_ms / 1000)
 
     def _resolve(self, answer: UtilityOutput) -> None:
         future = self._calls.get(answer.call_id)

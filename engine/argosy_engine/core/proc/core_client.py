@@ -268,18 +268,32 @@ class SyncMPClient:
     def _next(self) -> EngineCoreOutputs:
         outputs = self._decoder.decode(self._receive(None))
         if outputs.dead is not None:
-            raise EngineDead(outputs.dead)
+            self._handle.reason = outputs.dead
+            raise self._handle.dead()
         return outputs
 
     def _send(self, message: list[bytes], deadline: float | None = None, doing: str = "") -> None:
         """Send a message. Raises EngineDead if the core has ended."""
-        if self._handle.poll() is not None:
-            raise self._handle.dead(doing)
+        if self._handle.reason or self._handle.poll() is not None:
+            raise self._dead(doing)
         self._wait(self._input, zmq.POLLOUT, deadline, doing)
         try:
             self._input.send_multipart(message, zmq.NOBLOCK)
         except zmq.Again:  # it has ended since
-            raise self._handle.dead(doing) from None
+            raise self._dead(doing) from None
+
+    def _dead(self, doing: str) -> EngineDead:
+        """Return the error of a core that has ended, with the reason that its last message tells. What it sent before
+        is left to `step`."""
+        while not self._handle.reason and self._handle.config is not None:
+            if not self._output.poll(self._handle.last_message_ms):
+                break
+            outputs = self._decoder.decode(self._output.recv())
+            if outputs.dead is not None:
+                self._handle.reason = outputs.dead
+            else:
+                self._pending.append(outputs)
+        return self._handle.dead(doing)
 
     def _receive(self, deadline: float | None, doing: str = "") -> bytes:
         """Wait for the core's next message. Raises EngineDead as soon as the core has ended without one."""

@@ -17,6 +17,7 @@ import msgspec
 
 from argosy_engine.config import EngineArgs, ResolvedConfig
 from argosy_engine.distributed.lockstep import LockstepEnds
+from argosy_engine.distributed.process_name import core_name
 from argosy_engine.errors import ConfigError, EngineDead
 from argosy_engine.messages.core_messages import RequestType
 from argosy_engine.messages.handshake import Failed, Handshake, HandshakeMessage, Hello, Loading, Ready
@@ -50,6 +51,7 @@ class CoreHandle:
         self._args = args
         self._rank = rank
         self._lockstep = lockstep
+        self.name = core_name(args.parallel_config, rank)
         self._environment = rank_environment(args, rank)
         self._directory = Path(tempfile.mkdtemp(prefix="argosy-"))  # mode 0700
         self.input_address = f"ipc://{self._directory}/input"
@@ -60,6 +62,8 @@ class CoreHandle:
         """Whether both sockets are connected, so that the core loads the model."""
         self.config: ResolvedConfig | None = None
         """Resolved configuration; set when the core is ready."""
+        self.reason = ""
+        """Why the core ended, once it has told."""
 
     def start(self) -> None:
         """Start the process. Both addresses must be bound."""
@@ -70,6 +74,7 @@ class CoreHandle:
                 *safe_path,
                 "-m",
                 "argosy_engine.core.proc.core_process",
+                self.name,
                 str(self._directory),
                 parent_argument(),
             ],
@@ -95,8 +100,10 @@ class CoreHandle:
         return LAST_MESSAGE_MS if code is not None and code > 0 else 0
 
     def dead(self, doing: str = "") -> EngineDead:
-        """Return the error to raise when the process has ended."""
-        return EngineDead(f"the engine core process ended{doing} ({describe_exit(self.poll())})")
+        """Return the error to raise when the process has ended, with its own reason if it has told one."""
+        return EngineDead(
+            self.reason or f"{self.name} (process {self.pid}) ended{doing}: {describe_exit(self.poll())}"
+        )
 
     def greeting(self, payload: bytes) -> list[bytes] | None:
         """Process the next message of the handshake; return the reply, if any. The handshake ends when `config` is set.
@@ -129,7 +136,7 @@ class CoreHandle:
         if self._process is not None:
             if self._process.stdin is not None:
                 self._process.stdin.close()  # the core exits on end of file
-            end_child(self._process, "the engine core")
+            end_child(self._process, self.name)
         if self.pidfd is not None:
             os.close(self.pidfd)
             self.pidfd = None

@@ -1,4 +1,4 @@
-"""CoreProcess: the process of the engine core, `python -m argosy_engine.core.proc.core_process DIRECTORY PARENT`.
+"""CoreProcess: the process of the engine core, `python -m argosy_engine.core.proc.core_process NAME DIRECTORY PARENT`.
 
 It has three threads: input (decodes the client's messages and hashes their prompts), the busy loop (owns the core), and
 output (encodes and sends). The process lives exactly as long as its client: standard input is a pipe from the client,
@@ -29,7 +29,8 @@ from argosy_engine.core.proc.call_parameters import CallParameters
 from argosy_engine.core.proc.core_handle import START_TIMEOUT_S
 from argosy_engine.core.request import Request
 from argosy_engine.distributed.lockstep import Lockstep
-from argosy_engine.errors import ConfigError, EngineBusy
+from argosy_engine.distributed.process_name import name_process, process_name
+from argosy_engine.errors import ConfigError, EngineBusy, EngineDead
 from argosy_engine.messages.core_messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -134,6 +135,9 @@ class CoreProcess:
         except ConfigError as error:
             self._send_handshake(Failed(str(error), True))
             return 2
+        except EngineDead as error:
+            self._send_handshake(Failed(str(error), False))
+            return 1
         except Exception as error:
             logger.exception("the engine core could not start")
             self._send_handshake(Failed(f"{type(error).__name__}: {error}", False))
@@ -146,8 +150,7 @@ class CoreProcess:
         # Most objects of the start live as long as the process: exclude them from later garbage collections.
         gc.collect()
         gc.freeze()
-        name = f" {init.data_parallel_rank}" if init.engine_args.data_parallel_size > 1 else ""
-        describe_on_signal(f"argosy engine core{name}", self._describe)
+        describe_on_signal(f"argosy engine {process_name() or 'core'}", self._describe)
         self._send_handshake(Ready(msgspec.structs.replace(config, startup_phases=phases)))
         threading.Thread(target=self.process_input_socket, daemon=True, name="input").start()
         sender = threading.Thread(target=self.process_output_socket, name="output")
@@ -155,6 +158,11 @@ class CoreProcess:
         code = 0
         try:
             self._busy_loop()
+        except EngineDead as error:  # the executor has logged why
+            if self.core.has_work:
+                log_dump(self.core)
+            self.output_queue.put(EngineCoreOutputs(dead=str(error)))
+            code = 1
         except Exception as error:
             logger.exception("the engine core died")
             log_dump(self.core)
@@ -370,12 +378,13 @@ def _exit_with_parent(directory: Path) -> None:
 
 
 def main() -> int:
-    configure_logging("INFO")
+    name, directory, parent = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+    name_process(name)
+    configure_logging("INFO", process=name)
     # A terminal's Ctrl-C goes to the whole process group, but the API process decides when the core ends.
     dump_stacks_on_signal()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    directory, parent = Path(sys.argv[1]), int(sys.argv[2])
     threading.Thread(target=_exit_with_parent, args=(directory,), daemon=True, name="parent").start()
     output_context: zmq.Context[Any] = zmq.Context()
     code = CoreProcess(directory, parent, zmq.Context(), output_context).run()
