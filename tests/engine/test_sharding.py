@@ -208,7 +208,7 @@ def test_heads_of_a_rank() -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "size", "experts", "message"),
     [
-        ("llama", {}, 3, False, "num_attention_heads 4 is not a multiple of it; use 1 or 2 or 4$"),
+        ("llama", {}, 3, False, "num_attention_heads 4 is not a multiple of it; use 1, 2 or 4$"),
         ("llama", {"num_attention_heads": 6, "num_key_value_heads": 3}, 2, False, "num_key_value_heads 3"),
         ("llama", {"intermediate_size": 129}, 2, False, "intermediate_size 129 is not .*; use 1$"),
         ("llama", {"vocab_size": 5}, 4, False, "vocab_size 5 is too small; use 1 or 2"),

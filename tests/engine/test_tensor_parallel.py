@@ -274,7 +274,7 @@ def step_for_ever(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"tensor_parallel_size": 3}, "num_attention_heads 4 is not a multiple of it; use 1 or 2 or 4$"),
+        ({"tensor_parallel_size": 3}, "num_attention_heads 4 is not a multiple of it; use 1, 2 or 4$"),
         ({"tensor_parallel_size": 2, "enable_expert_parallel": True}, "has no experts; leave it out"),
         ({"tensor_parallel_size": 2, "distributed_executor_backend": "uni"}, "runs one worker.*use mp"),
     ],

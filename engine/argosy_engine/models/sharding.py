@@ -101,10 +101,9 @@ def check_tensor_parallel(
         )
     if fault := _fault(config, size, enable_expert_parallel):
         heads = range(1, config.num_attention_heads + 1)
-        sizes = [str(each) for each in heads if not _fault(config, each, enable_expert_parallel)]
-        raise ConfigError(
-            f"--tensor-parallel-size {size} cannot divide this model: {fault}; use {' or '.join(sizes)}"
-        )
+        *sizes, last = [str(each) for each in heads if not _fault(config, each, enable_expert_parallel)]
+        choices = f"{', '.join(sizes)} or {last}" if sizes else last
+        raise ConfigError(f"--tensor-parallel-size {size} cannot divide this model: {fault}; use {choices}")
 
 
 def _fault(config: ModelConfig, size: int, enable_expert_parallel: bool) -> str | None:
