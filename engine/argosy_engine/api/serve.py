@@ -190,6 +190,12 @@ async def drain(engine: Engine, timeout_s: float, hurry: asyncio.Event) -> None:
     """
     drained = asyncio.create_task(engine.drain(), name="drain")
     hurried = asyncio.create_task(hurry.wait(), name="second signal")
+    if engine.llm is not None and engine.llm.num_live and timeout_s:
+        logger.info(
+            "stopping: waiting up to %g s for %d requests; another signal (Ctrl-C) aborts them",
+            timeout_s,
+            engine.llm.num_live,
+        )
     await asyncio.wait({drained, hurried}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
     if not drained.done():
         logger.warning(
