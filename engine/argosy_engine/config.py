@@ -285,6 +285,29 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
         Meta(ge=0, le=1 << 40, description="size of the cache of compiled grammars"),
         Flag(is_size=True),
     ] = 256 << 20
+    enable_auto_tool_choice: Annotated[
+        bool,
+        Meta(
+            description="let the model call tools of its own accord: `tool_choice` auto, the default with tools"
+        ),
+    ] = True
+    tool_call_parser: Annotated[
+        Annotated[str, Meta(min_length=1, max_length=64)] | None,
+        Meta(
+            description="how the model writes tool calls, by vLLM's names; default: chosen by the chat template and "
+            "config.json"
+        ),
+    ] = None
+    reasoning_parser: Annotated[
+        Annotated[str, Meta(min_length=1, max_length=64)] | None,
+        Meta(
+            description="how the model marks its reasoning, by vLLM's names; default: chosen by the chat template"
+        ),
+    ] = None
+    tool_parser_plugin: Annotated[
+        Annotated[str, Meta(min_length=1, max_length=4096)] | None,
+        Meta(description="Python file that registers further tool parsers"),
+    ] = None
     threads: Annotated[
         Threads | None,
         Meta(
@@ -452,6 +475,15 @@ class MemoryBudget(Struct, frozen=True, kw_only=True):
         return self.kv_cache_tokens / self.max_model_len
 
 
+class ParserConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The flags that choose the parsers of the model's output."""
+
+    enable_auto_tool_choice: bool = True
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
+    tool_parser_plugin: str | None = None
+
+
 class ResolvedConfig(Struct, frozen=True, kw_only=True):
     """Configuration with all defaults resolved. The core sends it to every client in its READY message."""
 
@@ -490,6 +522,7 @@ class ResolvedConfig(Struct, frozen=True, kw_only=True):
     seed: int | None = None
     has_copies: bool = False
     """Whether other processes run copies of this core, which are given the same requests."""
+    parsers: ParserConfig = ParserConfig()
     rank_memory: tuple[MemoryBudget, ...] = ()
     """With data parallelism the memory budget of each rank."""
 

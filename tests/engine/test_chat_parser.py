@@ -9,10 +9,14 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from argosy_engine.frontend.chat_parser import ChatParser, Parsed
+from argosy_engine.parsers.chat_parser import ChatParser
+from argosy_engine.parsers.parsed_output import Parsed, ParsedCall
+from argosy_engine.parsers.reasoning_parsers.qwen3_reasoning_parser import Qwen3ReasoningParser
+from argosy_engine.parsers.tool_parsers.hermes_tool_parser import HermesToolParser
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 NAN_CALL = '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>'
+PARIS = ParsedCall("get_weather", '{"city": "Paris"}')
 HALF_CALL = '<tool_call>{"name": "f", "arguments": {"a": "\\ud83d"}}</tool_call>'
 PARSES = [
     ("plain", "Hello there.", Parsed("", "Hello there.")),
@@ -20,26 +24,35 @@ PARSES = [
     ("empty think", "<think>\n\n</think>\n\nHi", Parsed("", "Hi")),
     ("unclosed think", "<think>\nhmm", Parsed("hmm", "")),
     ("angle bracket", "<thin ice> a < b", Parsed("", "<thin ice> a < b")),
-    ("call", CALL, Parsed("", "", (("get_weather", '{"city": "Paris"}'),))),  # type: ignore[arg-type]
+    ("call", CALL, Parsed("", "", (PARIS,))),
     (
         "text and call",
         "Let me look.\n" + CALL,
-        Parsed("", "Let me look.", (("get_weather", '{"city": "Paris"}'),)),
-    ),  # type: ignore[arg-type]
-    ("two calls", CALL + "\n" + CALL, Parsed("", "", (("get_weather", '{"city": "Paris"}'),) * 2)),  # type: ignore[arg-type]
+        Parsed("", "Let me look.", (PARIS,)),
+    ),
+    ("two calls", CALL + "\n" + CALL, Parsed("", "", (PARIS,) * 2)),
     ("broken call", "<tool_call>{nope}</tool_call>", Parsed("", "<tool_call>{nope}</tool_call>")),
     ("no JSON", NAN_CALL, Parsed("", NAN_CALL)),
-    ("half a pair", HALF_CALL, Parsed("", "", (("f", '{"a": "\\ud83d"}'),))),  # type: ignore[arg-type]
+    ("half a pair", HALF_CALL, Parsed("", "", (ParsedCall("f", '{"a": "\\ud83d"}'),))),
     ("half a name", HALF_CALL.replace('"f"', '"\\ud83d"'), Parsed("", HALF_CALL.replace('"f"', '"\\ud83d"'))),
     ("unclosed call", '<tool_call>{"name": "x"', Parsed("", '<tool_call>{"name": "x"')),
     ("trailing newlines", "Done.\n\n", Parsed("", "Done.\n\n")),
 ]
 
 
+def chat_parser(*, is_reasoning: bool = False, calls_end_reasoning: bool = False) -> ChatParser:
+    return ChatParser(
+        reasoning_parser=Qwen3ReasoningParser(),
+        tool_parser=HermesToolParser(),
+        is_reasoning=is_reasoning,
+        calls_end_reasoning=calls_end_reasoning,
+    )
+
+
 @pytest.mark.parametrize(("name", "text", "expected"), PARSES, ids=[name for name, _, _ in PARSES])
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
 def test_chat_parser(name: str, text: str, expected: Parsed, size: int) -> None:
-    parser = ChatParser(parse_reasoning=True, parse_calls=True)
+    parser = chat_parser()
     parts = [parser.feed(text[i : i + size], i + size >= len(text)) for i in range(0, len(text), size)]
     got = Parsed(
         "".join(part.reasoning for part in parts),
@@ -78,12 +91,7 @@ def test_chat_parser_does_not_care_how_text_is_cut(
     text = "".join(pieces)
 
     def new() -> ChatParser:
-        return ChatParser(
-            parse_reasoning=True,
-            parse_calls=True,
-            is_reasoning=is_reasoning,
-            calls_end_reasoning=calls_end_reasoning,
-        )
+        return chat_parser(is_reasoning=is_reasoning, calls_end_reasoning=calls_end_reasoning)
 
     def parse(parts: list[str], seam: int = 0) -> tuple[str, str, list[object]]:
         """Parse with two parsers: the second continues at `seam`, as in an engine that resumes a stream."""
@@ -105,7 +113,7 @@ def test_chat_parser_does_not_care_how_text_is_cut(
 
 @pytest.mark.parametrize("before", ["", "<think>", "<think>a</think>", "word"])
 def test_newlines_alone_are_content(before: str) -> None:
-    parser = ChatParser(parse_reasoning=True, parse_calls=True)
+    parser = chat_parser()
     parser.feed(before)
     heard = [parser.feed("\n") for _ in range(100)]
     assert sum(len(part.content) + len(part.reasoning) for part in heard) > 50
@@ -121,7 +129,7 @@ def test_newlines_alone_are_content(before: str) -> None:
 )
 @pytest.mark.parametrize("size", [1, 3, 1000])
 def test_text_that_begins_within_a_thought(text: str, reasoning: str, content: str, size: int) -> None:
-    parser = ChatParser(parse_reasoning=True, parse_calls=True, is_reasoning=True)
+    parser = chat_parser(is_reasoning=True)
     parts = [parser.feed(text[i : i + size], i + size >= len(text)) for i in range(0, len(text), size)]
     assert "".join(part.reasoning for part in parts) == reasoning
     assert "".join(part.content for part in parts) == content
@@ -142,7 +150,7 @@ def test_text_that_begins_within_a_thought(text: str, reasoning: str, content: s
 def test_a_whole_call_ends_a_thought(
     text: str, reasoning: str, content: str, num_calls: int, size: int
 ) -> None:
-    parser = ChatParser(parse_reasoning=True, parse_calls=True, calls_end_reasoning=True)
+    parser = chat_parser(calls_end_reasoning=True)
     parts = [parser.feed(text[i : i + size], i + size >= len(text)) for i in range(0, len(text), size)]
     assert "".join(part.reasoning for part in parts) == reasoning
     assert "".join(part.content for part in parts) == content
@@ -150,7 +158,7 @@ def test_a_whole_call_ends_a_thought(
 
 
 def test_without_tools_a_call_is_text() -> None:
-    assert ChatParser(parse_reasoning=False, parse_calls=False).feed(CALL, True).content == CALL
+    assert ChatParser().feed(CALL, True).content == CALL
 
 
 @pytest.mark.parametrize("piece", ["abcd", "</think>"])
@@ -159,9 +167,7 @@ def test_an_unclosed_call_is_read_in_linear_time(is_reasoning: bool, piece: str)
     def feed_s(num_deltas: int) -> float:
         times = []
         for _ in range(2):
-            parser = ChatParser(
-                parse_reasoning=True, parse_calls=True, is_reasoning=is_reasoning, calls_end_reasoning=True
-            )
+            parser = chat_parser(is_reasoning=is_reasoning, calls_end_reasoning=True)
             start = time.thread_time()
             parser.feed("x<tool_call>")
             for _ in range(num_deltas):

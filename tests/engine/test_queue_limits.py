@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from argosy_engine.api.openai.openai_serving import to_api_error
+from argosy_engine.config import ParserConfig
 from argosy_engine.errors import EngineBusy, InvalidRequest
 from argosy_engine.frontend.async_llm import AsyncLLM
 from argosy_engine.frontend.input_processor import InputProcessor
@@ -241,6 +242,7 @@ def test_a_priority_needs_an_engine_that_schedules_by_it(policy: str, is_refused
         max_logprobs=20,
         logits_processors=(),
         seed=None,
+        parsers=ParserConfig(),
     )
     processor = InputProcessor(config)  # type: ignore[arg-type]
     prompt = TokenizedPrompt([5, 6], [])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 
-from argosy_engine.config import EngineArgs, HfOverrides, ResolvedConfig
+from argosy_engine.config import EngineArgs, HfOverrides, ParserConfig, ResolvedConfig
 from argosy_engine.device_defaults import async_scheduling
 from argosy_engine.messages.worker_info import WorkerInfo
 from argosy_engine.models.model_config import ModelConfig
@@ -42,6 +42,12 @@ def resolve_config(args: EngineArgs, info: WorkerInfo) -> ResolvedConfig:
         memory=info.memory,
         seed=info.seed if args.seed is None else args.seed,
         has_copies=args.executor_backend == "external_launcher",
+        parsers=ParserConfig(
+            enable_auto_tool_choice=args.enable_auto_tool_choice,
+            tool_call_parser=args.tool_call_parser,
+            reasoning_parser=args.reasoning_parser,
+            tool_parser_plugin=args.tool_parser_plugin,
+        ),
     )
 
 

@@ -17,9 +17,9 @@ import jinja2.meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from argosy_engine.errors import ConfigError, InvalidRequest
-from argosy_engine.frontend.chat_parser import THINK
 from argosy_engine.frontend.template_roles import TemplateRoles
 from argosy_engine.models.model_config import read_json
+from argosy_engine.parsers.parser_registry import has_reasoning
 from argosy_protocol.errors import ApiError
 from argosy_protocol.json_limits import parse_text
 from argosy_protocol.openai import ChatCompletionRequest, ChatMessage
@@ -62,7 +62,8 @@ class ChatTemplate:
             self.variables = jinja2.meta.find_undeclared_variables(environment.parse(source)) - _RESERVED
         except jinja2.TemplateError as error:
             raise ConfigError(f"the model's chat template does not compile: {error}") from None
-        self.has_thinking = "enable_thinking" in self.variables or THINK in source
+        self.source = source
+        self.has_thinking = "enable_thinking" in self.variables or has_reasoning(source)
         """Whether the model may think before it answers."""
         self._special_tokens = dict(special_tokens)
         self._roles = TemplateRoles(lambda messages: self._rendered(messages=messages))

@@ -43,6 +43,9 @@ class IncrementalDetokenizer:
         self._is_after_joined = False
         self._pending = ""
         self._tail = ""
+        self._dropped: frozenset[int] = frozenset()
+        if params.skip_special_tokens and params.kept_special_token_ids:
+            self._dropped = tokenizer.special_ids.difference(params.kept_special_token_ids)
         self._num_exempt = params.min_tokens
         """Number of further tokens whose text is not searched for stop strings (`min_tokens`)."""
         self.stop_reason: str | None = None
@@ -56,6 +59,8 @@ class IncrementalDetokenizer:
         """
         if ends_at_stop_token and not self._params.include_stop_str_in_output:
             token_ids = token_ids[:-1]
+        if self._dropped:
+            token_ids = [token_id for token_id in token_ids if token_id not in self._dropped]
         pieces = [self._step(token_id) for token_id in token_ids]
         if not self._params.stop:
             return "".join(pieces)
@@ -107,7 +112,8 @@ class IncrementalDetokenizer:
             return self._stream.step(self._tokenizer.backend, token_id) or ""
 
     def _new_stream(self, ids: Sequence[int]) -> DecodeStream:
-        return DecodeStream(ids=list(ids), skip_special_tokens=self._params.skip_special_tokens)
+        skips = self._params.skip_special_tokens and not self._params.kept_special_token_ids
+        return DecodeStream(ids=list(ids), skip_special_tokens=skips)
 
 
 def _context(tokenizer: Tokenizer, token_ids: Sequence[int]) -> Sequence[int]:

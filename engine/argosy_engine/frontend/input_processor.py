@@ -22,11 +22,12 @@ from argosy_engine.frontend.request_params import (
     num_logprobs,
     to_sampling_params,
 )
+from argosy_engine.frontend.structured_output_request import ToolCallGrammar
 from argosy_engine.messages.core_messages import EngineCoreRequest
 from argosy_engine.params.sampling_params import MAX_BAD_WORDS_TOKENS, SamplingParams
 from argosy_engine.sample.logits_processor.interface import LogitsProcessor, load_logits_processors
 from argosy_engine.structured.manager import GrammarRequest
-from argosy_protocol.openai import GenerationRequest
+from argosy_protocol.openai import ChatCompletionRequest, GenerationRequest
 
 logger = logging.getLogger("argosy.frontend")
 
@@ -41,7 +42,7 @@ class InputProcessor:
 
     def __init__(self, config: ResolvedConfig) -> None:
         self.config = config
-        self.renderer = Renderer(config)
+        self.renderer = Renderer(config, config.parsers)
         self.default_sampling_params = default_sampling_params(Path(config.model_path))
         self._logits_processors = load_logits_processors(config.logits_processors)
         self._unseeded = itertools.count(1)
@@ -53,7 +54,20 @@ class InputProcessor:
 
     def sampling_params(self, request: GenerationRequest, num_prompts: int = 1) -> SamplingParams:
         """Return the request's parameters over the model's generation config (`to_sampling_params`)."""
-        return to_sampling_params(request, self.default_sampling_params, self.config, num_prompts)
+        if (
+            isinstance(request, ChatCompletionRequest)
+            and request.tools
+            and request.tool_choice in (None, "auto")
+            and not self.config.parsers.enable_auto_tool_choice
+        ):
+            raise InvalidRequest(
+                '"auto" tool choice requires --enable-auto-tool-choice, which this engine was started without',
+                param="tool_choice",
+            )
+        calls = ToolCallGrammar(self.renderer.parsers.tool_parser.call_form, self.renderer.call_token_ids)
+        params = to_sampling_params(request, self.default_sampling_params, self.config, num_prompts, calls)
+        kept = self.renderer.parsed_token_ids(request)
+        return params.replace(kept_special_token_ids=kept) if kept else params
 
     def process_inputs(
         self,

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from argosy_engine.config import ResolvedConfig
+from argosy_engine.config import ParserConfig, ResolvedConfig
 from argosy_engine.errors import InvalidRequest, PromptTooLong
-from argosy_engine.frontend.chat_parser import END_THINK, THINK
 from argosy_engine.frontend.chat_template import ChatTemplate
 from argosy_engine.frontend.chunk_map import map_chunks, map_token_chunks
 from argosy_engine.frontend.control_tokens import ControlTokens
@@ -20,6 +19,10 @@ from argosy_engine.frontend.prompts import PromptType, text_or_token_ids
 from argosy_engine.frontend.render_pool import stop_if_abandoned
 from argosy_engine.frontend.tokenizer import Encoded, Tokenizer
 from argosy_engine.messages.core_messages import ChunkEnd
+from argosy_engine.models.model_config import read_json
+from argosy_engine.parsers.chat_parser import ChatParser
+from argosy_engine.parsers.parser_registry import choose_parsers, load_tool_parser_plugin
+from argosy_engine.parsers.tool_parsers.abstract_tool_parser import ToolParser
 from argosy_engine.structured.reasoning import Reasoning, reasoning_after, reasoning_in
 from argosy_protocol.chunk_hash import chain_seed
 from argosy_protocol.openai import (
@@ -33,6 +36,9 @@ from argosy_protocol.prompt_segments import Segment, SegmentKind, prompt_segment
 MIN_INPUT_BYTES = 1 << 20
 """Every chat may have so many bytes, however short the model's context, because templates drop earlier reasoning and
 may drop documents. All of it is searched for control tokens."""
+
+
+_CHOSEN_PARSERS = ParserConfig()
 
 
 class TokenizedPrompt(NamedTuple):
@@ -51,20 +57,64 @@ class Renderer:
         ConfigError: the model directory has no readable tokenizer, or a chat template that cannot be compiled.
     """
 
-    def __init__(self, config: ResolvedConfig) -> None:
+    def __init__(self, config: ResolvedConfig, parsers: ParserConfig = _CHOSEN_PARSERS) -> None:
         path = Path(config.model_path)
         self.config = config
         self.tokenizer = Tokenizer(path)
         self.template = ChatTemplate.load(path)
         self._control_tokens = ControlTokens(self.tokenizer.control_tokens)
-        self._think_ids = [
-            self.tokenizer.encode(marker, add_special_tokens=False).ids for marker in (THINK, END_THINK)
+        if parsers.tool_parser_plugin is not None:
+            load_tool_parser_plugin(parsers.tool_parser_plugin)
+        config_file = path / "config.json"
+        self.parsers = choose_parsers(
+            None if self.template is None else self.template.source,
+            read_json(config_file) if config_file.is_file() else {},
+            tool_call_parser=parsers.tool_call_parser,
+            reasoning_parser=parsers.reasoning_parser,
+        )
+        self._names_reasoning = parsers.reasoning_parser is not None
+        thoughts = self.parsers.reasoning_parser
+        self._thought_marks = thoughts.start, thoughts.end
+        self._thought_ids = [
+            self.tokenizer.encode(marker, add_special_tokens=False).ids for marker in self._thought_marks
         ]
+        special = {
+            text: id_
+            for text, id_ in self.tokenizer.control_tokens.items()
+            if id_ in self.tokenizer.special_ids
+        }
+        self.call_token_ids = {
+            marker: special[marker] for marker in self.parsers.tool_parser.markers() if marker in special
+        }
+        """Special tokens in tool calls, by their text."""
+        self._thought_token_ids = {mark: special[mark] for mark in self._thought_marks if mark in special}
 
     @property
     def has_thinking(self) -> bool:
-        """Whether the chat template supports reasoning."""
-        return self.template is not None and self.template.has_thinking
+        """Whether the chat template supports reasoning, or the user has named a reasoning parser."""
+        return self.template is not None and (self.template.has_thinking or self._names_reasoning)
+
+    def parsed_token_ids(self, request: GenerationRequest) -> tuple[int, ...]:
+        """Return the special tokens that the parser of a request's output reads."""
+        if not isinstance(request, ChatCompletionRequest):
+            return ()
+        ids = set(self._thought_token_ids.values()) if self.has_thinking else set()
+        if _calls_tools(request):
+            ids.update(self.call_token_ids.values())
+        return tuple(sorted(ids))
+
+    def chat_parser(self, request: ChatCompletionRequest, prompt: TokenizedPrompt) -> ChatParser:
+        """Return the parser of one choice of a chat."""
+        return ChatParser(
+            reasoning_parser=self.parsers.reasoning_parser() if self.has_thinking else None,
+            tool_parser=self.tool_parser(request),
+            is_reasoning=prompt.reasoning is not None and prompt.reasoning.is_open,
+            calls_end_reasoning=request.tool_choice in (None, "auto"),
+        )
+
+    def tool_parser(self, request: ChatCompletionRequest) -> ToolParser | None:
+        """Return the parser of the tool calls of one choice; None if the request has none."""
+        return self.parsers.tool_parser(request.tools or ()) if _calls_tools(request) else None
 
     def render_chat(self, request: ChatCompletionRequest) -> TokenizedPrompt:
         """Apply the chat template, and tokenise the result.
@@ -80,8 +130,8 @@ class Renderer:
             return prompt
         if request.continue_final_message:
             begun = "\n".join(_texts(request.messages[-1]))
-            return prompt._replace(reasoning=reasoning_in(begun, THINK, END_THINK, *self._think_ids))
-        return prompt._replace(reasoning=reasoning_after(text, THINK, END_THINK, *self._think_ids))
+            return prompt._replace(reasoning=reasoning_in(begun, *self._thought_marks, *self._thought_ids))
+        return prompt._replace(reasoning=reasoning_after(text, *self._thought_marks, *self._thought_ids))
 
     def chat_tokens(self, request: ChatCompletionRequest) -> list[int]:
         """Tokenise a chat's prompt, even if it is too long for the model.
@@ -252,6 +302,10 @@ class Renderer:
     def _seed(self, request: GenerationRequest) -> int:
         """Return the seed of the chain of chunk hashes."""
         return chain_seed(self.config.model_name, cache_salt=request.cache_salt or "")
+
+
+def _calls_tools(request: ChatCompletionRequest) -> bool:
+    return bool(request.tools) and request.tool_choice != "none"
 
 
 def _texts(message: ChatMessage) -> list[str]:

@@ -8,7 +8,11 @@ from typing import Any
 
 from argosy_engine.config import ResolvedConfig
 from argosy_engine.errors import InvalidRequest
-from argosy_engine.frontend.structured_output_request import structured_outputs
+from argosy_engine.frontend.structured_output_request import (
+    HERMES_GRAMMAR,
+    ToolCallGrammar,
+    structured_outputs,
+)
 from argosy_engine.models.model_config import read_json
 from argosy_engine.params.sampling_params import RepetitionDetectionParams, SamplingParams
 from argosy_protocol.openai import ChatCompletionRequest, CompletionRequest, GenerationRequest, unsupported
@@ -30,13 +34,18 @@ def default_sampling_params(model_path: Path) -> dict[str, Any]:
 
 
 def to_sampling_params(
-    request: GenerationRequest, defaults: Mapping[str, Any], config: ResolvedConfig, num_prompts: int = 1
+    request: GenerationRequest,
+    defaults: Mapping[str, Any],
+    config: ResolvedConfig,
+    num_prompts: int = 1,
+    tool_calls: ToolCallGrammar = HERMES_GRAMMAR,
 ) -> SamplingParams:
     """Make the request's sampling parameters.
 
     Args:
         defaults: see `default_sampling_params`.
         num_prompts: prompts of the call, each of which has `n` sequences with these parameters.
+        tool_calls: how the model writes the calls that `tool_choice` requires.
 
     Raises:
         InvalidRequest: a value is out of bounds, or a feature is not supported.
@@ -72,7 +81,7 @@ def to_sampling_params(
         include_stop_str_in_output=request.include_stop_str_in_output,
         skip_special_tokens=request.skip_special_tokens,
         spaces_between_special_tokens=request.spaces_between_special_tokens,
-        structured_outputs=structured_outputs(request, num_sequences),
+        structured_outputs=structured_outputs(request, num_sequences, tool_calls),
         extra_args=request.vllm_xargs,
         **_logprobs(request, config),
     )

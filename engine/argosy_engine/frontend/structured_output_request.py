@@ -6,12 +6,18 @@ another two of them is rejected.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import msgspec
 
 from argosy_engine.errors import InvalidRequest
-from argosy_engine.structured.structural_tag import check_tools, tool_call_tag
+from argosy_engine.structured.structural_tag import (
+    HERMES_CALLS,
+    ToolCallForm,
+    check_tools,
+    tool_call_tag,
+)
 from argosy_engine.structured.structured_outputs_params import StructuredOutputsParams
 from argosy_protocol.json_limits import message_and_field
 from argosy_protocol.openai import ChatCompletionRequest, GenerationRequest
@@ -28,11 +34,25 @@ MAX_GRAMMAR_TEXT_OF_A_CALL = 16 << 20
 grammar of one kind is 1.3 million characters; the largest schemas of real tool catalogues fit 300 times."""
 
 
-def structured_outputs(request: GenerationRequest, num_sequences: int = 1) -> StructuredOutputsParams | None:
+class ToolCallGrammar(NamedTuple):
+    """How a model writes the calls that `tool_choice` requires."""
+
+    form: ToolCallForm
+    token_ids: Mapping[str, int]
+    """Special tokens in calls, by their text."""
+
+
+HERMES_GRAMMAR = ToolCallGrammar(HERMES_CALLS, {})
+
+
+def structured_outputs(
+    request: GenerationRequest, num_sequences: int = 1, tool_calls: ToolCallGrammar = HERMES_GRAMMAR
+) -> StructuredOutputsParams | None:
     """Return the structured output that the request asks for, or None.
 
     Args:
         num_sequences: sequences of the call, each of which has this output.
+        tool_calls: how the model writes calls.
 
     Raises:
         InvalidRequest: malformed, too large for so many sequences, more than one structured output, or a tool choice
@@ -44,7 +64,9 @@ def structured_outputs(request: GenerationRequest, num_sequences: int = 1) -> St
     asked = {
         "response_format": _of_response_format(request.response_format),
         "structured_outputs": _of_field(request.structured_outputs),
-        "tool_choice": _of_tool_choice(request) if isinstance(request, ChatCompletionRequest) else None,
+        "tool_choice": _of_tool_choice(request, tool_calls)
+        if isinstance(request, ChatCompletionRequest)
+        else None,
     }
     if asked["tool_choice"] is not None:
         asked["response_format"] = None  # it is about the text of an answer, and a required call has none
@@ -109,7 +131,7 @@ def _of_response_format(value: dict[str, Any] | None) -> StructuredOutputsParams
             )
 
 
-def _of_tool_choice(request: ChatCompletionRequest) -> StructuredOutputsParams | None:
+def _of_tool_choice(request: ChatCompletionRequest, calls: ToolCallGrammar) -> StructuredOutputsParams | None:
     """Return the grammar of the calls that a tool choice requires; `auto` and `none` require none."""
     choice = request.tool_choice
     check_tools(request.tools or ())
@@ -127,4 +149,6 @@ def _of_tool_choice(request: ChatCompletionRequest) -> StructuredOutputsParams |
     if not request.tools:
         raise InvalidRequest("tool_choice needs tools", "tool_choice")
     parallel = request.parallel_tool_calls is not False
-    return StructuredOutputsParams.of_checked_tag(tool_call_tag(request.tools, name=name, parallel=parallel))
+    return StructuredOutputsParams.of_checked_tag(
+        tool_call_tag(request.tools, name=name, parallel=parallel, form=calls.form, token_ids=calls.token_ids)
+    )

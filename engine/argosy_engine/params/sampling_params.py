@@ -96,6 +96,8 @@ class SamplingParams(
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     """False: special tokens that follow each other are shown without the spaces that a decoder puts between them."""
+    kept_special_token_ids: tuple[int, ...] = ()
+    """Special tokens in the text nevertheless, for a parser that reads it. Set by the input processor."""
     logprobs: int | None = None
     """Return log probabilities of each output token and of this many best alternatives; -1: of the whole vocabulary.
     The engine's `--max-logprobs` is the upper bound."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from argosy_engine.errors import InvalidRequest
 from argosy_engine.structured.grammar_size import (
@@ -34,6 +34,30 @@ MAX_TAG_BYTES = 512 * 1024
 """Limit of a client's tag with its schemas normalized."""
 MAX_TOOLS_BYTES = 128 * 1024
 """Limit of the tag of all tools that may be called. The largest real tool catalogues are a third of it."""
+
+
+class ToolCallForm(NamedTuple):
+    """The text of tool calls that `tool_choice` requires.
+
+    `begin` stands before a call's arguments and `end` after them. In them `{name}` stands for the function's name and
+    `{json_name}` for the name as JSON string. `NUMBER` in `begin` stands for digits.
+    """
+
+    begin: str
+    end: str
+    style: Literal["json", "qwen_xml", "glm_xml"] = "json"
+    """How the arguments are written: as XGrammar's `style` of a JSON schema."""
+    separator: str = ""
+    first: str = ""
+    """Text before the first call."""
+    last: str = ""
+    """Text after the last call."""
+
+
+NUMBER = "{number}"
+HERMES_CALLS = ToolCallForm(
+    begin='<tool_call>\n{"name": {json_name}, "arguments": ', end="}\n</tool_call>", separator="\n"
+)
 
 
 def normalized_tag(tag: Any) -> str:
@@ -84,14 +108,21 @@ def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
 
 
 def tool_call_tag(
-    tools: Sequence[Mapping[str, Any]], *, name: str | None = None, parallel: bool = True
+    tools: Sequence[Mapping[str, Any]],
+    *,
+    name: str | None = None,
+    parallel: bool = True,
+    form: ToolCallForm = HERMES_CALLS,
+    token_ids: Mapping[str, int] | None = None,
 ) -> str:
-    """Make the structural tag of Hermes tool calls, `<tool_call>{"name": ..., "arguments": ...}</tool_call>`.
+    """Make the structural tag of tool calls, for Hermes `<tool_call>{"name": ..., "arguments": ...}</tool_call>`.
 
     Args:
         tools: tool definitions of the OpenAI API; `parameters` is a JSON schema.
         name: if given, only this function may be called, and only once.
         parallel: whether there may be several calls.
+        form: how the model writes calls.
+        token_ids: markers of the form that are special tokens, which no text of a grammar matches, with their ids.
 
     Raises:
         InvalidRequest: a tool has no name or a schema that cannot be enforced, `name` is not among the tools, or the
@@ -107,25 +138,41 @@ def tool_call_tag(
             size += least_json_size([function["name"], function.get("parameters")], MAX_TOOLS_BYTES - size)
             if size > MAX_TOOLS_BYTES:
                 raise _too_large(MAX_TOOLS_BYTES)
-            tags.append(_call_tag(function["name"], function.get("parameters"), f"tools[{index}]", budget))
+            tags.append(
+                _call_tag(
+                    function["name"],
+                    function.get("parameters"),
+                    f"tools[{index}]",
+                    budget,
+                    form,
+                    token_ids or {},
+                )
+            )
     if not tags:
         raise InvalidRequest(
             f"tool_choice names {str(name)[:128]!r}, which is not among the tools", "tool_choice"
         )
     is_single = name is not None or not parallel
-    return _encoded(
-        {
-            "type": "tags_with_separator",
-            "tags": tags,
-            "separator": "\n",
-            "at_least_one": True,
-            "stop_after_first": is_single,
-        },
-        MAX_TOOLS_BYTES,
-    )
+    calls = {
+        "type": "tags_with_separator",
+        "tags": tags,
+        "separator": form.separator,
+        "at_least_one": True,
+        "stop_after_first": is_single,
+    }
+    if form.first or form.last:
+        calls = _enclosed(form.first, [calls], form.last, token_ids or {})
+    return _encoded(calls, MAX_TOOLS_BYTES)
 
 
-def _call_tag(name: str, parameters: Any, where: str, budget: CheckBudget) -> dict[str, Any]:
+def _call_tag(
+    name: str,
+    parameters: Any,
+    where: str,
+    budget: CheckBudget,
+    form: ToolCallForm,
+    token_ids: Mapping[str, int],
+) -> dict[str, Any]:
     schema = parameters or {"type": "object", "properties": {}, "additionalProperties": False}
     if not isinstance(schema, dict) or schema.get("type", "object") != "object":
         raise InvalidRequest(
@@ -135,12 +182,48 @@ def _call_tag(name: str, parameters: Any, where: str, budget: CheckBudget) -> di
         checked = checked_schema({"type": "object", **schema} if "properties" in schema else schema, budget)
     except InvalidRequest as error:
         raise InvalidRequest(str(error), f"{where}.function.parameters") from None
+    begin, number, after_number = _named(form.begin, name).partition(NUMBER)
+    content: list[dict[str, Any]] = [_schema_format(checked, form.style)]
+    if number:
+        digits = {"type": "regex", "pattern": "[0-9]{1,9}"}
+        content = [digits, *_pieces(after_number, token_ids), *content]
+    return _enclosed(begin, content, _named(form.end, name), token_ids)
+
+
+def _named(text: str, name: str) -> str:
+    return text.replace("{json_name}", json.dumps(name, ensure_ascii=False)).replace("{name}", name)
+
+
+def _enclosed(
+    begin: str, content: list[dict[str, Any]], end: str, token_ids: Mapping[str, int]
+) -> dict[str, Any]:
+    """Make a tag, whose first and last piece are text or a special token."""
+    first, *before = _pieces(begin, token_ids) or [_constant("")]
+    *after, last = _pieces(end, token_ids) or [_constant("")]
+    inner = [*before, *content, *after]
     return {
         "type": "tag",
-        "begin": '<tool_call>\n{"name": ' + json.dumps(name, ensure_ascii=False) + ', "arguments": ',
-        "content": _schema_format(checked),
-        "end": "}\n</tool_call>",
+        "begin": first if first["type"] == "token" else first["value"],
+        "content": inner[0] if len(inner) == 1 else {"type": "sequence", "elements": inner},
+        "end": last if last["type"] == "token" else last["value"],
     }
+
+
+def _pieces(text: str, token_ids: Mapping[str, int]) -> list[dict[str, Any]]:
+    """Split a text at special tokens."""
+    found = [(text.find(marker), marker) for marker in token_ids if marker in text]
+    if not found:
+        return [_constant(text)] if text else []
+    position, marker = min(found)
+    return [
+        *([_constant(text[:position])] if position else []),
+        {"type": "token", "token": token_ids[marker]},
+        *_pieces(text[position + len(marker) :], token_ids),
+    ]
+
+
+def _constant(text: str) -> dict[str, Any]:
+    return {"type": "const_string", "value": text}
 
 
 def _from_older_form(tag: Mapping[str, Any]) -> dict[str, Any]:
@@ -204,8 +287,9 @@ def _size(value: Any) -> RepetitionSize:
     return size
 
 
-def _schema_format(schema: Any) -> dict[str, Any]:
-    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MAX_WHITESPACE}
+def _schema_format(schema: Any, style: str = "json") -> dict[str, Any]:
+    form = {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MAX_WHITESPACE}
+    return form if style == "json" else {**form, "style": style}
 
 
 def _encoded(form: dict[str, Any], limit: int) -> str:

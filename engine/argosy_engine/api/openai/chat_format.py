@@ -13,9 +13,10 @@ from argosy_engine.api.openai.choice_stream import ChoiceFormat, created_at
 from argosy_engine.api.openai.logprobs_format import LogprobsFormat
 from argosy_engine.api.openai.reasoning_counter import ReasoningCounter
 from argosy_engine.api.openai.usage import usage_of
-from argosy_engine.frontend.chat_parser import ChatParser, ParsedCall
 from argosy_engine.frontend.outputs import GenerationOutput
 from argosy_engine.frontend.renderer import Renderer, TokenizedPrompt
+from argosy_engine.parsers.chat_parser import ChatParser
+from argosy_engine.parsers.parsed_output import ParsedCall
 from argosy_protocol.openai import (
     ChatChoice,
     ChatChunkChoice,
@@ -61,15 +62,8 @@ class ChatFormat(ChoiceFormat[ChatChunkChoice, ChatCompletionChunk, ChatCompleti
         self._logprobs = LogprobsFormat(renderer.tokenizer, as_token_ids=request.return_tokens_as_token_ids)
         self._max_calls = 1 if request.parallel_tool_calls is False else None
         self._names_call = isinstance(request.tool_choice, dict)
-        self._parsers = [
-            ChatParser(
-                parse_reasoning=renderer.has_thinking,
-                parse_calls=bool(request.tools) and request.tool_choice != "none",
-                is_reasoning=prompt.reasoning is not None and prompt.reasoning.is_open,
-                calls_end_reasoning=request.tool_choice in (None, "auto"),
-            )
-            for _ in range(num_choices)
-        ]
+        self._parsers = [renderer.chat_parser(request, prompt) for _ in range(num_choices)]
+        self._tool_parser = renderer.tool_parser(request)
         self._counters = [ReasoningCounter(prompt.reasoning) for _ in range(num_choices)]
         if request.resume is not None:
             for counter, resumed in zip(self._counters, request.resume.choices, strict=True):
@@ -171,11 +165,13 @@ class ChatFormat(ChoiceFormat[ChatChunkChoice, ChatCompletionChunk, ChatCompleti
 
         A call's id is a function of the request's id, so that a resumed stream repeats it.
         """
+        if self._tool_parser is None:
+            return ()
         if self._max_calls is not None:
             calls = calls[: max(0, self._max_calls - first)]
         return tuple(
             ToolCall(
-                id=f"call_{self._request_id}_{choice}_{number}",
+                id=self._tool_parser.call_id(self._request_id, choice, number, call),
                 type="function",
                 index=number if is_delta else None,
                 function=FunctionCall(name=call.name, arguments=call.arguments),

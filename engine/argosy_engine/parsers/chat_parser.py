@@ -1,0 +1,282 @@
+"""ChatParser: splits generated text into reasoning, content and tool calls, as it streams.
+
+A reasoning parser names the marks around the reasoning, a tool parser the form of the calls; this module reads both in
+one pass. The scanners are written by hand: linear time, no pattern that backtracks (CVE-2025-48887), nothing is
+evaluated (CVE-2025-9141).
+
+Invariants: the concatenated deltas do not depend on how the text was split, so streamed and unary responses agree.
+Text that is no complete call is content, or reasoning where it stands in the reasoning; nothing but marks and the white
+space around them is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import Enum, auto
+
+from argosy_engine.parsers.markers import Markers
+from argosy_engine.parsers.parsed_output import Parsed, ParsedCall
+from argosy_engine.parsers.reasoning_parsers.abstract_reasoning_parser import ReasoningParser
+from argosy_engine.parsers.scanners import MarkerScanner, Scanner
+from argosy_engine.parsers.tool_parsers.abstract_tool_parser import ToolParser
+
+_MAX_TRIMMED = 16
+"""Maximum white space around a marker that belongs to it, so that the output of a model that writes only newlines is
+not held back for ever."""
+
+
+class _State(Enum):
+    START = auto()
+    """Nothing but white space so far; reasoning may begin."""
+    REASONING = auto()
+    BETWEEN = auto()
+    """Where a call may begin that needs no marker, or the next call of a section."""
+    CONTENT = auto()
+    CALL = auto()
+
+
+class ChatParser:
+    """
+    Args:
+        reasoning_parser: splits reasoning off the content; None: there is none.
+        tool_parser: turns calls into tool calls; None if the request has no tools.
+        is_reasoning: whether the prompt has opened the reasoning, so that the text begins inside it.
+        calls_end_reasoning: whether a complete call inside the reasoning counts and ends it. Off if a grammar
+            constrains the call, because the grammar begins after the reasoning.
+    """
+
+    def __init__(
+        self,
+        *,
+        reasoning_parser: ReasoningParser | None = None,
+        tool_parser: ToolParser | None = None,
+        is_reasoning: bool = False,
+        calls_end_reasoning: bool = False,
+    ) -> None:
+        self._think = reasoning_parser or ReasoningParser()
+        self._tools = tool_parser
+        self._newlines_to_skip = _MAX_TRIMMED if is_reasoning else 0
+        """Number of newlines after a marker that still belong to it."""
+        self._between = ""
+        """Section's start marker and separators, until a call follows."""
+        self._buffer = ""
+        """Text that may be the beginning of a marker, and the white space before it."""
+        starts = tool_parser.starts if tool_parser is not None else ()
+        section = tool_parser.section if tool_parser is not None else None
+        self._content_markers = Markers((*starts, section[0]) if section else starts)
+        self._call_starts = (*tool_parser.first_starts, *starts) if tool_parser is not None else ()
+        call_markers = self._content_markers.texts if calls_end_reasoning else ()
+        self._reasoning_markers = Markers((self._think.end, *call_markers))
+        self._call: list[str] = []
+        """Text of the open call, from its start marker on."""
+        self._scanner: Scanner | None = None
+        self._in_thought = False
+        """Whether the call that may begin, or the open one, stands in the reasoning."""
+        self._end_of_thought: MarkerScanner | None = None
+        """Set while an open call stands in the reasoning."""
+        self._reasoning: list[str] = []
+        self._content: list[str] = []
+        self._calls: list[ParsedCall] = []
+        self._state = _State.REASONING if is_reasoning else _State.START
+        if not is_reasoning and reasoning_parser is None:
+            self._begin_content()
+        self.num_calls = 0
+
+    def feed(self, text: str, is_last: bool = False) -> Parsed:
+        """Parse more text. With `is_last` nothing is held back."""
+        text, self._buffer = self._buffer + text, ""
+        self._reasoning, self._content, self._calls = [], [], []
+        position: int | None = 0
+        while position is not None:
+            position = self._advance(text, position, is_last)
+        if is_last and self._state is _State.CALL:
+            self._end_call("", is_closed=False)
+        self.num_calls += len(self._calls)
+        return Parsed("".join(self._reasoning), "".join(self._content), tuple(self._calls))
+
+    def _advance(self, text: str, position: int, is_last: bool) -> int | None:
+        """Read on from `position`; return where to continue in another state, or None if all is read."""
+        match self._state:
+            case _State.START:
+                return self._leave_start(text, position, is_last)
+            case _State.REASONING:
+                return self._take_until(self._reasoning_markers, self._reasoning, text, position, is_last)
+            case _State.CONTENT:
+                return self._take_until(self._content_markers, self._content, text, position, is_last)
+            case _State.BETWEEN:
+                return self._leave_between(text, position, is_last)
+            case _State.CALL:
+                return self._read_call(text, position)
+
+    def _leave_start(self, text: str, position: int, is_last: bool) -> int | None:
+        begin = position
+        while begin < min(len(text), position + _MAX_TRIMMED + 1) and text[begin].isspace():
+            begin += 1
+        head = text[begin : begin + len(self._think.start)]
+        is_near = begin - position <= _MAX_TRIMMED
+        if is_near and head == self._think.start:
+            self._enter(_State.REASONING)
+            return begin + len(self._think.start)
+        if is_near and not is_last and self._think.start.startswith(head):
+            self._buffer = text[position:]
+            return None  # may still become reasoning
+        self._begin_content()
+        return position
+
+    def _begin_content(self) -> None:
+        is_call_first = self._tools is not None and bool(self._tools.first_starts)
+        self._state = _State.BETWEEN if is_call_first else _State.CONTENT
+
+    def _take_until(
+        self, markers: Markers, into: list[str], text: str, position: int, is_last: bool
+    ) -> int | None:
+        """Move the text before the first marker to `into`, without the newlines around markers.
+
+        Without a marker, holds back what may be the beginning of one and the newlines before it.
+        """
+        while self._newlines_to_skip and text.startswith("\n", position):
+            position += 1
+            self._newlines_to_skip -= 1
+        found = markers.search(text, position)
+        if found is not None:
+            into.append(_without_last_newlines(text[position : found.start()]))
+            self._enter_marker(found.group())
+            return found.end()
+        end = len(text)
+        if markers and not is_last:
+            end -= markers.overlap(text, position)
+            end -= _last_newlines(text, position, end)
+        if end > position:
+            self._newlines_to_skip = 0
+        into.append(text[position:end])
+        self._buffer = text[end:]
+        return None
+
+    def _enter_marker(self, marker: str) -> None:
+        if self._state is _State.REASONING and marker == self._think.end:
+            self._enter_content()
+            return
+        assert self._tools is not None
+        self._in_thought = self._state is _State.REASONING
+        if self._tools.section and marker == self._tools.section[0]:
+            self._between = marker
+            self._enter(_State.BETWEEN)
+        else:
+            self._open_call(marker)
+
+    def _enter_content(self) -> None:
+        self._enter(_State.CONTENT)
+        self._begin_content()
+
+    def _leave_between(self, text: str, position: int, is_last: bool) -> int | None:
+        assert self._tools is not None
+        separators = self._tools.separators + " \t\r\n"
+        begin = position
+        while begin < min(len(text), position + _MAX_TRIMMED) and text[begin] in separators:
+            begin += 1
+        for start in self._call_starts:
+            if text.startswith(start, begin):
+                self._between += text[position:begin]
+                self._open_call(start)
+                return begin + len(start)
+        section = self._tools.section
+        if section and text.startswith(section[1], begin) and not self._between:
+            self._enter(_State.CONTENT)
+            return begin + len(section[1])
+        rest = text[begin : begin + 64]
+        expected = (*self._call_starts, section[1]) if section else self._call_starts
+        if not is_last and any(marker.startswith(rest) for marker in expected):
+            self._buffer = text[position:]
+            return None
+        if self._between:
+            (self._reasoning if self._in_thought else self._content).append(self._between)
+            self._between, self._newlines_to_skip = "", 0
+        self._state = _State.REASONING if self._in_thought else _State.CONTENT
+        self._in_thought = False
+        return position
+
+    def _open_call(self, start: str) -> None:
+        assert self._tools is not None
+        self._state = _State.CALL
+        self._scanner = self._tools.scanner(start)
+        self._call = [start]
+        self._end_of_thought = MarkerScanner(self._think.end) if self._in_thought else None
+
+    def _read_call(self, text: str, position: int) -> int | None:
+        assert self._scanner is not None
+        end = self._scanner.feed(text, position)
+        if self._end_of_thought is not None:
+            thought_end = self._end_of_thought.feed(text, position)
+            if thought_end >= 0 and not 0 <= end < thought_end:
+                # A call counts in the reasoning only if it is complete before the reasoning ends.
+                self._call.append(text[position:thought_end])
+                thought = self._between + "".join(self._call).removesuffix(self._think.end)
+                self._reasoning.append(_without_last_newlines(thought))
+                self._between, self._call, self._in_thought = "", [], False
+                self._enter_content()
+                return thought_end
+        if end < 0:
+            self._call.append(text[position:])
+            return None
+        self._end_call(text[position:end], is_closed=True)
+        return end
+
+    def _end_call(self, last: str, *, is_closed: bool) -> None:
+        """Read the call that ends with `last`, or turn its text back into content or reasoning."""
+        assert self._tools is not None
+        text = "".join((*self._call, last))
+        start = self._call[0]
+        in_thought, self._in_thought, self._call = self._in_thought, False, []
+        calls, before = self._calls_in(text, start, is_closed)
+        into = self._reasoning if in_thought else self._content
+        if before:
+            # No call precedes the text, so that the marks before it are text as well.
+            into.append(self._between + (_without_last_newlines(before) if calls else before))
+        self._between = ""
+        if not calls:
+            self._state, self._newlines_to_skip = (_State.REASONING if in_thought else _State.CONTENT), 0
+            return
+        self._calls += calls
+        self._enter(_State.CONTENT)
+        if self._tools.section or self._tools.separators:
+            self._state = _State.BETWEEN
+
+    def _calls_in(self, text: str, start: str, is_closed: bool) -> tuple[list[ParsedCall], str]:
+        """Return the calls of a text, and the text before them, which is all of it if there are none.
+
+        A start marker may have been mentioned before a call, or a call may lack its end marker: the text may contain
+        several start markers, of which the last ones begin calls.
+        """
+        assert self._tools is not None
+        parse = self._tools.parse if is_closed else self._tools.parse_unclosed
+        whole = parse(text)
+        if whole:
+            return list(whole), ""
+        begin = text.rfind(start, len(start)) if start in self._tools.starts else -1
+        calls = parse(text[begin:]) if begin > 0 else None
+        if not calls:
+            return [], text
+        found = [list(calls)]
+        while begin > 0:
+            end, begin = begin, text.rfind(start, 0, begin)
+            more = self._tools.parse_unclosed(text[begin:end])
+            if not more:
+                begin = end
+                break
+            found.append(list(more))
+        return [call for part in reversed(found) for call in part], text[:begin]
+
+    def _enter(self, state: _State) -> None:
+        self._state, self._newlines_to_skip = state, _MAX_TRIMMED
+
+
+def _last_newlines(text: str, start: int, end: int) -> int:
+    """Count the newlines at the end of `text[start:end]` that belong to a marker after them."""
+    count = 0
+    while count < min(_MAX_TRIMMED, end - start) and text[end - count - 1] == "\n":
+        count += 1
+    return count
+
+
+def _without_last_newlines(text: str) -> str:
+    return text[: len(text) - _last_newlines(text, 0, len(text))]

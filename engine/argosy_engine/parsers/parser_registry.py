@@ -1,0 +1,126 @@
+"""Registry of parsers: names as in vLLM, the choice for a model, plugins.
+
+Parsers are registered by name. `choose_parsers` picks them by flags or, without flags, by the markers in the model's
+chat template and the model type in its config.json.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from argosy_engine.errors import ConfigError
+from argosy_engine.parsers.reasoning_parsers.abstract_reasoning_parser import ReasoningParser
+from argosy_engine.parsers.reasoning_parsers.qwen3_reasoning_parser import Qwen3ReasoningParser
+from argosy_engine.parsers.tool_parsers.abstract_tool_parser import ToolParser
+from argosy_engine.parsers.tool_parsers.hermes_tool_parser import HermesToolParser
+
+logger = logging.getLogger("argosy.parsers")
+
+_ParserType = TypeVar("_ParserType", bound=type[ToolParser])
+
+TOOL_PARSERS: dict[str, type[ToolParser]] = {
+    "hermes": HermesToolParser,
+    "qwen3_json": HermesToolParser,
+}
+"""Tool parsers by vLLM's names, aliases included."""
+REASONING_PARSERS: dict[str, type[ReasoningParser]] = {
+    "qwen3": Qwen3ReasoningParser,
+}
+"""Reasoning parsers by vLLM's names, aliases included."""
+_TOOL_MARKS: tuple[tuple[tuple[str, ...], str], ...] = ((("<tool_call>",), "hermes"),)
+"""Texts that a template has if its model writes calls in this form; the first entry of which all occur counts."""
+_TOOLS_OF_TYPES: dict[str, str] = {}
+"""Tool parsers by `model_type` of config.json, for models whose template tells nothing."""
+_REASONING_MARKS: tuple[tuple[tuple[str, ...], str], ...] = ((("<think>",), "qwen3"),)
+_DEFAULT_REASONING_PARSER = "qwen3"
+_DEFAULT_TOOL_PARSER = "hermes"
+
+
+class ChosenParsers(NamedTuple):
+    """The parsers of a model's output."""
+
+    tool_parser_name: str
+    tool_parser: type[ToolParser]
+    reasoning_parser_name: str
+    reasoning_parser: type[ReasoningParser]
+    """Used if the template leaves room for reasoning, or the user has named it."""
+
+
+def register_tool_parser(*names: str) -> Callable[[_ParserType], _ParserType]:
+    """Register a subclass of ToolParser under names for `--tool-call-parser`; for plugins."""
+
+    def register(parser: _ParserType) -> _ParserType:
+        if not issubclass(parser, ToolParser):
+            raise ConfigError(f"{parser!r} is not a subclass of argosy_engine.parsers' ToolParser")
+        TOOL_PARSERS.update(dict.fromkeys(names, parser))
+        return parser
+
+    return register
+
+
+def load_tool_parser_plugin(path: str) -> None:
+    """Run a Python file that registers tool parsers. Its path comes from the command line, never from a client.
+
+    Raises:
+        ConfigError: the file cannot be run.
+    """
+    file = Path(path)
+    spec = importlib.util.spec_from_file_location(f"argosy_tool_parser_plugin_{file.stem}", file)
+    try:
+        if spec is None or spec.loader is None or not file.is_file():
+            raise FileNotFoundError("no such Python file")
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    except Exception as error:  # a user's module may raise anything
+        raise ConfigError(
+            f"--tool-parser-plugin {path}: {type(error).__name__}: {error}; give a Python file that registers a "
+            "subclass of ToolParser with argosy_engine.parsers.parser_registry.register_tool_parser"
+        ) from error
+
+
+def choose_parsers(
+    template: str | None,
+    model_config: Mapping[str, Any],
+    *,
+    tool_call_parser: str | None = None,
+    reasoning_parser: str | None = None,
+) -> ChosenParsers:
+    """Choose the parsers of a model.
+
+    Args:
+        template: source of the chat template, if the model has one.
+        model_config: the model's config.json.
+        tool_call_parser: name given by `--tool-call-parser`; None: choose.
+        reasoning_parser: name given by `--reasoning-parser`; None: choose.
+
+    Raises:
+        ConfigError: there is no parser of that name.
+    """
+    model_type = str(model_config.get("model_type"))
+    tools = tool_call_parser or _chosen(template, _TOOL_MARKS) or _TOOLS_OF_TYPES.get(model_type)
+    if tools is None:
+        tools = _DEFAULT_TOOL_PARSER
+    thoughts = reasoning_parser or _chosen(template, _REASONING_MARKS) or _DEFAULT_REASONING_PARSER
+    if tools not in TOOL_PARSERS:
+        raise _unknown("--tool-call-parser", tools, TOOL_PARSERS)
+    if thoughts not in REASONING_PARSERS:
+        raise _unknown("--reasoning-parser", thoughts, REASONING_PARSERS)
+    return ChosenParsers(tools, TOOL_PARSERS[tools], thoughts, REASONING_PARSERS[thoughts])
+
+
+def has_reasoning(template: str) -> bool:
+    """Whether a chat template has the marks of a model that reasons."""
+    return _chosen(template, _REASONING_MARKS) is not None
+
+
+def _chosen(template: str | None, marks: tuple[tuple[tuple[str, ...], str], ...]) -> str | None:
+    if template is None:
+        return None
+    return next((name for texts, name in marks if all(text in template for text in texts)), None)
+
+
+def _unknown(flag: str, name: str, known: Mapping[str, object]) -> ConfigError:
+    return ConfigError(f"{flag} {name}: there is no such parser; there are: {', '.join(sorted(known))}")

@@ -1,0 +1,16 @@
+"""ReasoningParser: the marks around a family's reasoning."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class ReasoningParser:
+    """Reasoning between two markers, before the answer."""
+
+    start: ClassVar[str] = "<think>"
+    end: ClassVar[str] = "</think>"
+    end_before_calls: ClassVar[str | None] = None
+    """What ends the reasoning before calls that a grammar requires, if it is not `end`."""
+    starts_open: ClassVar[bool] = False
+    """Whether an output without the start marker begins with reasoning, unless the prompt has closed it."""

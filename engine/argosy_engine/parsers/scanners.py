@@ -1,0 +1,117 @@
+"""Scanners: find the end of a tool call in text that arrives in pieces.
+
+Invariant: each character is looked at once, so that reading is linear in the output however it is cut, and what a
+scanner keeps between pieces is bounded. A scanner does not decide whether the text is a call; it only ends it.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Protocol
+
+MAX_HEAD_CHARS = 256
+"""Characters in which a call that has no end marker must begin to look like one, so that prose is not held back."""
+_BRACKETS = {"'": re.compile(r"['\"\[\](){}]"), '"': re.compile(r"[\"\[\]{}]")}
+_IN_STRING = {"'": re.compile(r"['\\]"), '"': re.compile(r'["\\]')}
+
+
+class Scanner(Protocol):
+    """Finder of one call's end."""
+
+    def feed(self, text: str, start: int) -> int:
+        """Read `text` from `start` on; return the offset just after the call, or -1 if more text is needed."""
+
+
+class MarkerScanner:
+    """Finds the end of a call that a marker closes."""
+
+    def __init__(self, marker: str) -> None:
+        self._marker = marker
+        self._tail = ""
+
+    def feed(self, text: str, start: int) -> int:
+        size = len(self._marker)
+        if self._tail:
+            seam = self._tail + text[start : start + size - 1]
+            if (found := seam.find(self._marker)) >= 0:
+                return start + found + size - len(self._tail)
+        if (found := text.find(self._marker, start)) >= 0:
+            return found + size
+        if size > 1:
+            self._tail = (self._tail + text[max(start, len(text) - size + 1) :])[1 - size :]
+        return -1
+
+
+class ValueScanner:
+    """Finds the end of a value in brackets, which may contain strings and further brackets.
+
+    Args:
+        quotes: `"` for JSON, `'` for Python's literals, whose strings have either quote.
+    """
+
+    def __init__(self, quotes: str = '"') -> None:
+        self._outside = _BRACKETS[quotes]
+        self._quote = ""
+        self._depth = 0
+        self._is_escaped = False
+
+    def feed(self, text: str, start: int) -> int:
+        position, size = start, len(text)
+        while position < size:
+            if self._is_escaped:
+                self._is_escaped, position = False, position + 1
+                continue
+            pattern = _IN_STRING[self._quote] if self._quote else self._outside
+            match = pattern.search(text, position)
+            if match is None:
+                return -1
+            position, char = match.end(), match.group()
+            if char == "\\":
+                self._is_escaped = True
+            elif char in "'\"":
+                self._quote = "" if self._quote else char
+            elif char in "[({":
+                self._depth += 1
+            else:
+                self._depth -= 1
+                if self._depth <= 0:
+                    return position
+        return -1
+
+
+class HeadScanner:
+    """Ends a call at once if its first characters cannot be a call's, and leaves the rest to another scanner.
+
+    Args:
+        head: pattern of the characters after the marker that tell a call. The value begins with its group.
+        allowed: pattern that matches every beginning of what `head` matches, up to its last character.
+        value: reads the value.
+    """
+
+    def __init__(self, head: re.Pattern[str], allowed: re.Pattern[str], value: Scanner) -> None:
+        self._head = head
+        self._allowed = allowed
+        self._value = value
+        self._seen = ""
+        self._is_open = False
+
+    def feed(self, text: str, start: int) -> int:
+        if self._is_open:
+            return self._value.feed(text, start)
+        before = len(self._seen)
+        seen = self._seen + text[start : start + MAX_HEAD_CHARS - before]
+        if (match := self._head.match(seen)) is not None:
+            self._is_open = True
+            begin = match.start(match.lastgroup or 0)
+            if begin < before:
+                self._value.feed(seen[:before], begin)
+                begin = before
+            return self._value.feed(text, start + begin - before)
+        allowed = self._allowed.match(seen)
+        end = 0 if allowed is None else allowed.end()
+        if end < len(seen):
+            return start + end + 1 - before  # the first character that a call cannot have ends it
+        if len(seen) >= MAX_HEAD_CHARS:
+            return start + len(seen) - before
+        self._seen = seen
+        return -1

@@ -1,0 +1,117 @@
+"""ToolParser: how one family of models writes tool calls.
+
+A tool parser names the markers with which a call begins, finds a call's end and reads a complete call. `ChatParser`
+does the rest: it splits the output, holds back what may become a marker, and turns what is no call into content.
+A parser is made for each choice of a request.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from argosy_engine.parsers.parsed_output import ParsedCall
+from argosy_engine.parsers.scanners import Scanner
+from argosy_engine.structured.structural_tag import HERMES_CALLS, ToolCallForm
+
+
+class ToolParser(ABC):
+    """
+    Args:
+        tools: tool definitions of the request, as OpenAI's API has them.
+    """
+
+    starts: ClassVar[tuple[str, ...]] = ()
+    """Markers that begin a call wherever they occur."""
+    first_starts: ClassVar[tuple[str, ...]] = ()
+    """Texts that begin a call at the beginning of the content, or after another call."""
+    section: ClassVar[tuple[str, str] | None] = None
+    """Markers around all calls of a message. They are removed with the calls."""
+    separators: ClassVar[str] = ""
+    """Characters that may separate calls, and are removed with them."""
+    other_markers: ClassVar[tuple[str, ...]] = ()
+    """Markers within a call, which the detokenizer must not drop if the tokenizer calls them special."""
+    call_form: ClassVar[ToolCallForm] = HERMES_CALLS
+    """The grammar of calls that `tool_choice` requires."""
+
+    def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        self._tools = tools
+
+    @classmethod
+    def markers(cls) -> tuple[str, ...]:
+        """Return all markers of the form."""
+        return (*cls.starts, *cls.other_markers, *(cls.section or ()))
+
+    @abstractmethod
+    def scanner(self, start: str) -> Scanner:
+        """Return what finds the end of a call that begins with `start`, reading from after it."""
+
+    @abstractmethod
+    def parse(self, text: str) -> Sequence[ParsedCall] | None:
+        """Read a text from a start marker to the call's end, linear in its length; None if it is no call."""
+
+    def parse_unclosed(self, text: str) -> Sequence[ParsedCall] | None:
+        """Read a text from a start marker to the output's end, which comes before the call's; None if it is no call."""
+        return None
+
+    def call_id(self, request_id: str, choice: int, number: int, call: ParsedCall) -> str:
+        """Return a call's id: a function of the request's id, so that a resumed stream repeats it."""
+        return call.id or f"call_{request_id}_{choice}_{number}"
+
+
+def arguments_text(value: Any) -> str | None:
+    """Return arguments as JSON text; None if they are no object, or JSON or text cannot express them."""
+    if not isinstance(value, dict):
+        return None
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (
+        ValueError,
+        RecursionError,
+    ):  # NaN and infinities, which Python's parser accepts but JSON does not have
+        return None
+    # Half of a surrogate pair can only be written as an escape.
+    return text if is_text(text) else json.dumps(value)
+
+
+def json_value(text: str) -> Any:
+    """Return a JSON value; None if the text is not JSON, or nested too deeply."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def json_arguments(text: str) -> str | None:
+    """Return the normalised JSON text of an object; None if the text is not one."""
+    return arguments_text(json_value(text))
+
+
+def call_of(value: Any, keys: Sequence[str] = ("arguments",)) -> ParsedCall | None:
+    """Return the call that an object describes by `name` and one of the keys for its arguments; None if it does not."""
+    if not isinstance(value, dict):
+        return None
+    name = value.get("name")
+    if not isinstance(name, str) or not name or not is_text(name):
+        return None
+    arguments = arguments_text(next((value[key] for key in keys if key in value), {}))
+    return None if arguments is None else ParsedCall(name, arguments)
+
+
+def calls_of(values: Any, keys: Sequence[str]) -> list[ParsedCall] | None:
+    """Return the calls that a list of objects describes; None if one does not, or there is none."""
+    if not isinstance(values, list) or not values:
+        return None
+    calls = [call_of(value, keys) for value in values]
+    return None if None in calls else [call for call in calls if call is not None]
+
+
+def is_text(value: str) -> bool:
+    """Whether UTF-8 can express it: no half of a surrogate pair."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,0 +1,26 @@
+"""Hermes, Qwen2.5 and Qwen3: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from argosy_engine.parsers.parsed_output import ParsedCall
+from argosy_engine.parsers.scanners import MarkerScanner, Scanner
+from argosy_engine.parsers.tool_parsers.abstract_tool_parser import ToolParser, call_of, json_value
+
+_CALL, _END_CALL = "<tool_call>", "</tool_call>"
+
+
+class HermesToolParser(ToolParser):
+    starts = (_CALL,)
+    other_markers = (_END_CALL,)
+
+    def scanner(self, start: str) -> Scanner:
+        return MarkerScanner(_END_CALL)
+
+    def parse(self, text: str) -> Sequence[ParsedCall] | None:
+        return self.parse_unclosed(text.removesuffix(_END_CALL))
+
+    def parse_unclosed(self, text: str) -> Sequence[ParsedCall] | None:
+        call = call_of(json_value(text[len(_CALL) :]))
+        return None if call is None else (call,)
