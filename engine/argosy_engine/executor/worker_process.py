@@ -1,7 +1,7 @@
 """WorkerProcess: a worker's own process, `python -m argosy_engine.executor.worker_process NAME RANK ...`
 
-Arguments: name, rank, world size, the parent's process id, data-parallel rank, descriptors: first a memory file by which
-the workers find each other, then the broadcast queue's.
+Arguments: name, rank, world size, the parent's process id, data-parallel rank, and descriptors: first a memory file by
+which the workers find each other, then the broadcast queue's.
 
 It reads calls from the broadcast queue and answers over its socket. Steps overlap: this thread launches the next one
 while another waits for the tokens of the last (`AnswerQueue`). It ends with the core: a thread waits until the other

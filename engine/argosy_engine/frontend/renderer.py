@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
 from argosy_engine.config import ParserConfig, ResolvedConfig
 from argosy_engine.errors import InvalidRequest, PromptTooLong
 from argosy_engine.frontend.chat_template import ChatTemplate
@@ -21,8 +23,10 @@ from argosy_engine.frontend.tokenizer import Encoded, Tokenizer
 from argosy_engine.messages.core_messages import ChunkEnd
 from argosy_engine.models.model_config import read_json
 from argosy_engine.parsers.chat_parser import ChatParser
+from argosy_engine.parsers.harmony_parser import HarmonyParser
 from argosy_engine.parsers.parser_registry import choose_parsers, load_tool_parser_plugin
 from argosy_engine.parsers.tool_parsers.abstract_tool_parser import ToolParser
+from argosy_engine.parsers.tool_parsers.openai_tool_parser import OpenAIToolParser
 from argosy_engine.structured.reasoning import Reasoning, reasoning_after, reasoning_in
 from argosy_protocol.chunk_hash import chain_seed
 from argosy_protocol.openai import (
@@ -78,6 +82,10 @@ class Renderer:
         self._thought_ids = [
             self.tokenizer.encode(marker, add_special_tokens=False).ids for marker in self._thought_marks
         ]
+        before_calls = thoughts.end_before_calls
+        self._end_before_calls = (
+            tuple(self.tokenizer.encode(before_calls, add_special_tokens=False).ids) if before_calls else ()
+        )
         special = {
             text: id_
             for text, id_ in self.tokenizer.control_tokens.items()
@@ -103,12 +111,19 @@ class Renderer:
             ids.update(self.call_token_ids.values())
         return tuple(sorted(ids))
 
-    def chat_parser(self, request: ChatCompletionRequest, prompt: TokenizedPrompt) -> ChatParser:
+    def chat_parser(
+        self, request: ChatCompletionRequest, prompt: TokenizedPrompt
+    ) -> ChatParser | HarmonyParser:
         """Return the parser of one choice of a chat."""
+        if issubclass(self.parsers.tool_parser, OpenAIToolParser):
+            tools = self.tool_parser(request)
+            return HarmonyParser(tools if isinstance(tools, OpenAIToolParser) else None)
+        starts_open = prompt.reasoning is not None and self.parsers.reasoning_parser.starts_open
         return ChatParser(
             reasoning_parser=self.parsers.reasoning_parser() if self.has_thinking else None,
             tool_parser=self.tool_parser(request),
-            is_reasoning=prompt.reasoning is not None and prompt.reasoning.is_open,
+            starts_open=starts_open,
+            is_reasoning=prompt.reasoning is not None and prompt.reasoning.is_open and not starts_open,
             calls_end_reasoning=request.tool_choice in (None, "auto"),
         )
 
@@ -131,7 +146,14 @@ class Renderer:
         if request.continue_final_message:
             begun = "\n".join(_texts(request.messages[-1]))
             return prompt._replace(reasoning=reasoning_in(begun, *self._thought_marks, *self._thought_ids))
-        return prompt._replace(reasoning=reasoning_after(text, *self._thought_marks, *self._thought_ids))
+        reasoning = reasoning_after(text, *self._thought_marks, *self._thought_ids)
+        if reasoning is None:
+            return prompt
+        if self.parsers.reasoning_parser.starts_open:
+            reasoning = msgspec.structs.replace(reasoning, is_open=True)
+        if self._end_before_calls and request.tool_choice not in (None, "auto", "none"):
+            reasoning = msgspec.structs.replace(reasoning, end_ids=self._end_before_calls)
+        return prompt._replace(reasoning=reasoning)
 
     def chat_tokens(self, request: ChatCompletionRequest) -> list[int]:
         """Tokenise a chat's prompt, even if it is too long for the model.

@@ -11,7 +11,6 @@ space around them is dropped.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from enum import Enum, auto
 
 from argosy_engine.parsers.markers import Markers
@@ -40,6 +39,7 @@ class ChatParser:
     Args:
         reasoning_parser: splits reasoning off the content; None: there is none.
         tool_parser: turns calls into tool calls; None if the request has no tools.
+        starts_open: whether an output without the reasoning's start marker begins with reasoning nevertheless.
         is_reasoning: whether the prompt has opened the reasoning, so that the text begins inside it.
         calls_end_reasoning: whether a complete call inside the reasoning counts and ends it. Off if a grammar
             constrains the call, because the grammar begins after the reasoning.
@@ -50,13 +50,17 @@ class ChatParser:
         *,
         reasoning_parser: ReasoningParser | None = None,
         tool_parser: ToolParser | None = None,
+        starts_open: bool = False,
         is_reasoning: bool = False,
         calls_end_reasoning: bool = False,
     ) -> None:
         self._think = reasoning_parser or ReasoningParser()
         self._tools = tool_parser
+        self._starts_open = starts_open
         self._newlines_to_skip = _MAX_TRIMMED if is_reasoning else 0
         """Number of newlines after a marker that still belong to it."""
+        self._is_after_call = False
+        """Whether what comes next follows a call."""
         self._between = ""
         """Section's start marker and separators, until a call follows."""
         self._buffer = ""
@@ -120,10 +124,14 @@ class ChatParser:
         if is_near and not is_last and self._think.start.startswith(head):
             self._buffer = text[position:]
             return None  # may still become reasoning
-        self._begin_content()
+        if self._starts_open:
+            self._enter(_State.REASONING)
+        else:
+            self._begin_content()
         return position
 
     def _begin_content(self) -> None:
+        self._is_after_call = False
         is_call_first = self._tools is not None and bool(self._tools.first_starts)
         self._state = _State.BETWEEN if is_call_first else _State.CONTENT
 
@@ -159,7 +167,7 @@ class ChatParser:
         assert self._tools is not None
         self._in_thought = self._state is _State.REASONING
         if self._tools.section and marker == self._tools.section[0]:
-            self._between = marker
+            self._between, self._is_after_call = marker, False
             self._enter(_State.BETWEEN)
         else:
             self._open_call(marker)
@@ -180,11 +188,11 @@ class ChatParser:
                 self._open_call(start)
                 return begin + len(start)
         section = self._tools.section
-        if section and text.startswith(section[1], begin) and not self._between:
+        if section and self._is_after_call and text.startswith(section[1], begin):
             self._enter(_State.CONTENT)
             return begin + len(section[1])
         rest = text[begin : begin + 64]
-        expected = (*self._call_starts, section[1]) if section else self._call_starts
+        expected = (*self._call_starts, *(section or ()))
         if not is_last and any(marker.startswith(rest) for marker in expected):
             self._buffer = text[position:]
             return None
@@ -239,7 +247,7 @@ class ChatParser:
         self._calls += calls
         self._enter(_State.CONTENT)
         if self._tools.section or self._tools.separators:
-            self._state = _State.BETWEEN
+            self._state, self._is_after_call = _State.BETWEEN, True
 
     def _calls_in(self, text: str, start: str, is_closed: bool) -> tuple[list[ParsedCall], str]:
         """Return the calls of a text, and the text before them, which is all of it if there are none.

@@ -14,9 +14,27 @@ from typing import Any, NamedTuple, TypeVar
 
 from argosy_engine.errors import ConfigError
 from argosy_engine.parsers.reasoning_parsers.abstract_reasoning_parser import ReasoningParser
+from argosy_engine.parsers.reasoning_parsers.deepseek_r1_reasoning_parser import DeepSeekR1ReasoningParser
+from argosy_engine.parsers.reasoning_parsers.glm45_reasoning_parser import Glm45ReasoningParser
+from argosy_engine.parsers.reasoning_parsers.gptoss_reasoning_parser import GptOssReasoningParser
+from argosy_engine.parsers.reasoning_parsers.mistral_reasoning_parser import MistralReasoningParser
 from argosy_engine.parsers.reasoning_parsers.qwen3_reasoning_parser import Qwen3ReasoningParser
 from argosy_engine.parsers.tool_parsers.abstract_tool_parser import ToolParser
+from argosy_engine.parsers.tool_parsers.deepseek_v3_tool_parser import (
+    DeepSeekV3ToolParser,
+    DeepSeekV31ToolParser,
+)
+from argosy_engine.parsers.tool_parsers.glm45_tool_parser import Glm45ToolParser
 from argosy_engine.parsers.tool_parsers.hermes_tool_parser import HermesToolParser
+from argosy_engine.parsers.tool_parsers.kimi_k2_tool_parser import KimiK2ToolParser
+from argosy_engine.parsers.tool_parsers.llama3_json_tool_parser import Llama3JsonToolParser
+from argosy_engine.parsers.tool_parsers.mistral_tool_parser import MistralToolParser
+from argosy_engine.parsers.tool_parsers.openai_tool_parser import OpenAIToolParser
+from argosy_engine.parsers.tool_parsers.pythonic_tool_parser import (
+    Llama4PythonicToolParser,
+    PythonicToolParser,
+)
+from argosy_engine.parsers.tool_parsers.qwen3_coder_tool_parser import Qwen3CoderToolParser
 
 logger = logging.getLogger("argosy.parsers")
 
@@ -25,17 +43,64 @@ _ParserType = TypeVar("_ParserType", bound=type[ToolParser])
 TOOL_PARSERS: dict[str, type[ToolParser]] = {
     "hermes": HermesToolParser,
     "qwen3_json": HermesToolParser,
+    "qwen3_coder": Qwen3CoderToolParser,
+    "qwen3_xml": Qwen3CoderToolParser,
+    "llama3_json": Llama3JsonToolParser,
+    "llama4_json": Llama3JsonToolParser,
+    "llama4_pythonic": Llama4PythonicToolParser,
+    "pythonic": PythonicToolParser,
+    "mistral": MistralToolParser,
+    "deepseek_v3": DeepSeekV3ToolParser,
+    "deepseek_v31": DeepSeekV31ToolParser,
+    "glm45": Glm45ToolParser,
+    "glm47": Glm45ToolParser,
+    "kimi_k2": KimiK2ToolParser,
+    "openai": OpenAIToolParser,
 }
 """Tool parsers by vLLM's names, aliases included."""
 REASONING_PARSERS: dict[str, type[ReasoningParser]] = {
     "qwen3": Qwen3ReasoningParser,
+    "deepseek_r1": DeepSeekR1ReasoningParser,
+    "glm45": Glm45ReasoningParser,
+    "glm47": Glm45ReasoningParser,
+    "kimi_k2": Qwen3ReasoningParser,
+    "mistral": MistralReasoningParser,
+    "openai_gptoss": GptOssReasoningParser,
 }
 """Reasoning parsers by vLLM's names, aliases included."""
-_TOOL_MARKS: tuple[tuple[tuple[str, ...], str], ...] = ((("<tool_call>",), "hermes"),)
+_TOOL_MARKS: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("<|channel|>", "<|message|>"), "openai"),
+    (("<function=", "<parameter="), "qwen3_coder"),
+    (("<arg_key>", "<arg_value>"), "glm45"),
+    (("<|tool_call_argument_begin|>",), "kimi_k2"),
+    (("<｜tool▁call▁begin｜>", "```json"), "deepseek_v3"),
+    (("<｜tool▁call▁begin｜>",), "deepseek_v31"),
+    (("[TOOL_CALLS]",), "mistral"),
+    (("<tool_call>",), "hermes"),
+    (("<|python_start|>",), "llama4_pythonic"),
+    (("<|python_tag|>",), "llama3_json"),
+    (("[func_name1(",), "pythonic"),
+)
 """Texts that a template has if its model writes calls in this form; the first entry of which all occur counts."""
-_TOOLS_OF_TYPES: dict[str, str] = {}
+_TOOLS_OF_TYPES: dict[str, str] = {
+    "deepseek_v3": "deepseek_v3",
+    "glm4_moe": "glm45",
+    "gpt_oss": "openai",
+    "kimi_k2": "kimi_k2",
+    "llama": "llama3_json",
+    "llama4": "llama4_pythonic",
+    "mistral": "mistral",
+    "mistral3": "mistral",
+    "mixtral": "mistral",
+    "qwen3_next": "qwen3_coder",
+}
 """Tool parsers by `model_type` of config.json, for models whose template tells nothing."""
-_REASONING_MARKS: tuple[tuple[tuple[str, ...], str], ...] = ((("<think>",), "qwen3"),)
+_REASONING_MARKS: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("<|channel|>", "<|message|>"), "openai_gptoss"),
+    (("[THINK]",), "mistral"),
+    (("<think>", "<arg_key>"), "glm45"),
+    (("<think>",), "qwen3"),
+)
 _DEFAULT_REASONING_PARSER = "qwen3"
 _DEFAULT_TOOL_PARSER = "hermes"
 

@@ -52,6 +52,8 @@ class ToolCallForm(NamedTuple):
     """Text before the first call."""
     last: str = ""
     """Text after the last call."""
+    is_single: bool = False
+    """Whether an output has one call at most."""
 
 
 NUMBER = "{number}"
@@ -152,7 +154,7 @@ def tool_call_tag(
         raise InvalidRequest(
             f"tool_choice names {str(name)[:128]!r}, which is not among the tools", "tool_choice"
         )
-    is_single = name is not None or not parallel
+    is_single = name is not None or not parallel or form.is_single
     calls = {
         "type": "tags_with_separator",
         "tags": tags,

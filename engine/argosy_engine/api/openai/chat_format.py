@@ -16,6 +16,7 @@ from argosy_engine.api.openai.usage import usage_of
 from argosy_engine.frontend.outputs import GenerationOutput
 from argosy_engine.frontend.renderer import Renderer, TokenizedPrompt
 from argosy_engine.parsers.chat_parser import ChatParser
+from argosy_engine.parsers.harmony_parser import HarmonyParser
 from argosy_engine.parsers.parsed_output import ParsedCall
 from argosy_protocol.openai import (
     ChatChoice,
@@ -179,7 +180,7 @@ class ChatFormat(ChoiceFormat[ChatChunkChoice, ChatCompletionChunk, ChatCompleti
             for number, call in enumerate(calls, first)
         )
 
-    def _finish_reason(self, output: GenerationOutput, parser: ChatParser) -> str | None:
+    def _finish_reason(self, output: GenerationOutput, parser: ChatParser | HarmonyParser) -> str | None:
         """Return the finish reason. It stays `length` even after a tool call: the client must see that text is missing.
         After a call that the request named it is `stop`, as in OpenAI's API."""
         reason = output.finish_reason

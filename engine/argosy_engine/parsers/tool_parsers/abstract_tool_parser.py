@@ -89,14 +89,22 @@ def json_arguments(text: str) -> str | None:
     return arguments_text(json_value(text))
 
 
-def call_of(value: Any, keys: Sequence[str] = ("arguments",)) -> ParsedCall | None:
-    """Return the call that an object describes by `name` and one of the keys for its arguments; None if it does not."""
+def call_of(
+    value: Any, keys: Sequence[str] = ("arguments",), *, defaults_to_none: bool = True
+) -> ParsedCall | None:
+    """Return the call that an object describes; None if it does not.
+
+    Args:
+        keys: names of the arguments, besides `name`.
+        defaults_to_none: whether an object without arguments is a call without any.
+    """
     if not isinstance(value, dict):
         return None
     name = value.get("name")
     if not isinstance(name, str) or not name or not is_text(name):
         return None
-    arguments = arguments_text(next((value[key] for key in keys if key in value), {}))
+    given: Any = next((value[key] for key in keys if key in value), {} if defaults_to_none else None)
+    arguments = arguments_text(given)
     return None if arguments is None else ParsedCall(name, arguments)
 
 

@@ -1,0 +1,162 @@
+"""HarmonyParser: splits an output of gpt-oss into reasoning, content and tool calls, as it streams.
+
+In OpenAI's Harmony format an output is a sequence of messages, `<|channel|>CHANNEL to=RECIPIENT<|message|>TEXT<|end|>`,
+all but the first after `<|start|>assistant`. The analysis channel is reasoning, messages to functions are calls, others
+are content. Several messages of one kind are separated by a newline.
+
+Invariants: those of `ChatParser`. Text outside any message is content, and so is a message to a function that is no
+call, with its header. Messages to tools that the request does not have belong to the reasoning.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+from argosy_engine.parsers.markers import Markers
+from argosy_engine.parsers.parsed_output import Parsed, ParsedCall
+from argosy_engine.parsers.tool_parsers.openai_tool_parser import (
+    CALL,
+    CHANNEL,
+    CONSTRAIN,
+    END,
+    MESSAGE,
+    RETURN,
+    START,
+    OpenAIToolParser,
+    recipient,
+)
+
+_MAX_HEADER_CHARS = 1024
+_HEADER_STARTS = (START, CHANNEL, MESSAGE, CONSTRAIN, " to=", "to=")
+
+
+class _Part(Enum):
+    BOUNDARY = auto()
+    """Between two messages."""
+    HEADER = auto()
+    REASONING = auto()
+    CONTENT = auto()
+    CALL = auto()
+
+
+class HarmonyParser:
+    """
+    Args:
+        tool_parser: reads calls; None if the request has no tools.
+    """
+
+    def __init__(self, tool_parser: OpenAIToolParser | None = None) -> None:
+        self._tools = tool_parser
+        self._part = _Part.BOUNDARY
+        self._buffer = ""
+        self._header = ""
+        self._call: list[str] = []
+        self._message_end = Markers((MESSAGE,))
+        self._body_end = Markers((END, CALL, RETURN, START, CHANNEL))
+        self._texts: dict[_Part, list[str]] = {}
+        self._calls: list[ParsedCall] = []
+        self._begun: set[_Part] = set()
+        """Kinds of text that the output has."""
+        self._is_first_text = True
+        """Whether the open message has no text yet."""
+        self.num_calls = 0
+
+    def feed(self, text: str, is_last: bool = False) -> Parsed:
+        """Parse more text. With `is_last` nothing is held back."""
+        text, self._buffer = self._buffer + text, ""
+        self._texts = {_Part.REASONING: [], _Part.CONTENT: []}
+        self._calls = []
+        position: int | None = 0
+        while position is not None:
+            match self._part:
+                case _Part.BOUNDARY:
+                    position = self._leave_boundary(text, position, is_last)
+                case _Part.HEADER:
+                    position = self._read_header(text, position, is_last)
+                case _:
+                    position = self._read_body(text, position, is_last)
+        if is_last and self._part is _Part.HEADER:
+            self._write(_Part.CONTENT, self._header)
+        if is_last and self._part is _Part.CALL:
+            self._end_call()
+        self.num_calls += len(self._calls)
+        reasoning, content = ("".join(self._texts[part]) for part in (_Part.REASONING, _Part.CONTENT))
+        return Parsed(reasoning, content, tuple(self._calls))
+
+    def _leave_boundary(self, text: str, position: int, is_last: bool) -> int | None:
+        rest = text[position : position + 32]
+        if not rest:
+            return None
+        if any(rest.startswith(start) for start in _HEADER_STARTS):
+            self._part, self._header = _Part.HEADER, ""
+            return position
+        if not is_last and any(start.startswith(rest) for start in _HEADER_STARTS):
+            self._buffer = text[position:]
+            return None
+        self._open(_Part.CONTENT)
+        return position
+
+    def _read_header(self, text: str, position: int, is_last: bool) -> int | None:
+        found = self._message_end.search(text, position)
+        end = len(text) if found is None else found.end()
+        if len(self._header) + end - position > _MAX_HEADER_CHARS:
+            # A header has no such length: what there is of it is content.
+            taken = _MAX_HEADER_CHARS - len(self._header)
+            header, self._header = self._header + text[position : position + taken], ""
+            self._open(_Part.CONTENT)
+            self._write(_Part.CONTENT, header)
+            return position + taken
+        if found is None:
+            overlap = 0 if is_last else self._message_end.overlap(text, position)
+            self._header += text[position : end - overlap]
+            self._buffer = text[end - overlap :]
+            return None
+        self._header += text[position:end]
+        channel = self._header.partition(CHANNEL)[2].split("<|", 1)[0].split(maxsplit=1)[:1]
+        to = recipient(self._header)
+        if to and self._tools is not None and self._tools.function(to):
+            self._part, self._call = _Part.CALL, [self._header]
+        elif channel == ["analysis"] or to:
+            self._open(_Part.REASONING)
+        else:
+            self._open(_Part.CONTENT)
+        return end
+
+    def _read_body(self, text: str, position: int, is_last: bool) -> int | None:
+        found = self._body_end.search(text, position)
+        end = len(text) if found is None else found.start()
+        if found is None and not is_last:
+            end -= self._body_end.overlap(text, position)
+        if self._part is _Part.CALL:
+            self._call.append(text[position:end])
+        else:
+            self._write(self._part, text[position:end])
+        if found is None:
+            self._buffer = text[end:]
+            return None
+        if self._part is _Part.CALL:
+            self._end_call()
+        self._part = _Part.BOUNDARY
+        return end if found.group() in (START, CHANNEL) else found.end()
+
+    def _end_call(self) -> None:
+        assert self._tools is not None
+        text, self._call = "".join(self._call), []
+        calls = self._tools.parse(text)
+        if calls:
+            self._calls += calls
+        else:
+            self._open(_Part.CONTENT)
+            self._write(_Part.CONTENT, text)
+
+    def _open(self, part: _Part) -> None:
+        self._part, self._is_first_text = part, True
+
+    def _write(self, part: _Part, text: str) -> None:
+        if not text:
+            return
+        if self._is_first_text and part in self._begun:
+            self._texts[part].append("\n")
+        self._begun.add(part)
+        self._is_first_text = False
+        self._texts[part].append(text)

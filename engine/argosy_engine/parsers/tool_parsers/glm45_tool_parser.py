@@ -1,0 +1,67 @@
+"""GLM-4.5 to GLM-4.7: `<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>`.
+
+Values are plain text, read by the function's JSON schema.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from argosy_engine.parsers.parameter_types import ParameterTypes
+from argosy_engine.parsers.parsed_output import ParsedCall
+from argosy_engine.parsers.scanners import MarkerScanner, Scanner
+from argosy_engine.parsers.tool_parsers.abstract_tool_parser import ToolParser, arguments_text, is_text
+from argosy_engine.structured.structural_tag import ToolCallForm
+
+_CALL, _END_CALL = "<tool_call>", "</tool_call>"
+_KEY, _END_KEY = "<arg_key>", "</arg_key>"
+_VALUE, _END_VALUE = "<arg_value>", "</arg_value>"
+
+
+class Glm45ToolParser(ToolParser):
+    starts = (_CALL,)
+    other_markers = (_END_CALL, _KEY, _END_KEY, _VALUE, _END_VALUE)
+    call_form = ToolCallForm(
+        begin="<tool_call>{name}\n", end="\n</tool_call>", style="glm_xml", separator="\n"
+    )
+
+    def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        super().__init__(tools)
+        self._types = ParameterTypes(tools)
+
+    def scanner(self, start: str) -> Scanner:
+        return MarkerScanner(_END_CALL)
+
+    def parse(self, text: str) -> Sequence[ParsedCall] | None:
+        return self.parse_unclosed(text.removesuffix(_END_CALL))
+
+    def parse_unclosed(self, text: str) -> Sequence[ParsedCall] | None:
+        body = text[len(_CALL) :]
+        first = body.find(_KEY)
+        name = (body if first < 0 else body[:first]).strip()
+        if not name or not is_text(name) or "<" in name or "\n" in name or "{" in name:
+            return None
+        arguments: dict[str, Any] = {}
+        position = first if first >= 0 else len(body)
+        while (begin := _skip_space(body, position)) < len(body):
+            if not body.startswith(_KEY, begin):
+                return None
+            key_end = body.find(_END_KEY, begin)
+            value_begin = _skip_space(body, key_end + len(_END_KEY)) if key_end >= 0 else -1
+            if key_end < 0 or not body.startswith(_VALUE, value_begin):
+                return None
+            value_end = body.find(_END_VALUE, value_begin)
+            if value_end < 0:
+                return None
+            key = body[begin + len(_KEY) : key_end].strip()
+            arguments[key] = self._types.value(name, key, body[value_begin + len(_VALUE) : value_end])
+            position = value_end + len(_END_VALUE)
+        written = arguments_text(arguments)
+        return None if written is None else (ParsedCall(name, written),)
+
+
+def _skip_space(text: str, position: int) -> int:
+    while position < len(text) and text[position].isspace():
+        position += 1
+    return position

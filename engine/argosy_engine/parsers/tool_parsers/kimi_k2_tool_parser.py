@@ -1,0 +1,46 @@
+"""Kimi K2: calls `<|tool_call_begin|>functions.NAME:NUMBER<|tool_call_argument_begin|>{...}<|tool_call_end|>` within
+`<|tool_calls_section_begin|>` and `<|tool_calls_section_end|>`.
+
+What stands before the arguments is the call's id, by which the template refers to the call when it renders its result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from argosy_engine.parsers.parsed_output import ParsedCall
+from argosy_engine.parsers.scanners import MarkerScanner, Scanner
+from argosy_engine.parsers.tool_parsers.abstract_tool_parser import ToolParser, is_text, json_arguments
+from argosy_engine.structured.structural_tag import ToolCallForm
+
+_SECTION, _END_SECTION = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+_CALL, _ARGUMENTS, _END_CALL = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
+_MAX_ID_CHARS = 256
+
+
+class KimiK2ToolParser(ToolParser):
+    starts = (_CALL,)
+    section = (_SECTION, _END_SECTION)
+    other_markers = (_ARGUMENTS, _END_CALL)
+    call_form = ToolCallForm(
+        begin=f"{_CALL}functions.{{name}}:{{number}}{_ARGUMENTS}",
+        end=_END_CALL,
+        first=_SECTION,
+        last=_END_SECTION,
+    )
+
+    def scanner(self, start: str) -> Scanner:
+        return MarkerScanner(_END_CALL)
+
+    def parse(self, text: str) -> Sequence[ParsedCall] | None:
+        return self.parse_unclosed(text.removesuffix(_END_CALL))
+
+    def parse_unclosed(self, text: str) -> Sequence[ParsedCall] | None:
+        head, mark, body = text[len(_CALL) :].partition(_ARGUMENTS)
+        call_id = head.strip()
+        name, colon, number = call_id.rpartition(":")
+        name = name.removeprefix("functions.")
+        if not mark or not colon or not number.isdecimal() or not name or len(call_id) > _MAX_ID_CHARS:
+            return None
+        arguments = json_arguments(body) if body.strip() else "{}"
+        return (ParsedCall(name, arguments, call_id),) if arguments is not None and is_text(call_id) else None

@@ -1,0 +1,80 @@
+"""Qwen3-Coder and Qwen3.5: `<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`.
+
+Some outputs lack `<tool_call>`. Values are plain text between newlines, read by the function's JSON schema.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from argosy_engine.parsers.parameter_types import ParameterTypes
+from argosy_engine.parsers.parsed_output import ParsedCall
+from argosy_engine.parsers.scanners import MarkerScanner, Scanner
+from argosy_engine.parsers.tool_parsers.abstract_tool_parser import ToolParser, arguments_text, is_text
+from argosy_engine.structured.structural_tag import ToolCallForm
+
+_CALL, _END_CALL = "<tool_call>", "</tool_call>"
+_FUNCTION, _END_FUNCTION = "<function=", "</function>"
+_PARAMETER, _END_PARAMETER = "<parameter=", "</parameter>"
+_MARKS = re.compile("|".join(map(re.escape, (_FUNCTION, _END_FUNCTION, _PARAMETER, _END_PARAMETER))))
+
+
+class Qwen3CoderToolParser(ToolParser):
+    starts = (_CALL, _FUNCTION)
+    other_markers = (_END_CALL,)
+    call_form = ToolCallForm(
+        begin="<tool_call>\n<function={name}>\n",
+        end="\n</function>\n</tool_call>",
+        style="qwen_xml",
+        separator="\n",
+    )
+
+    def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        super().__init__(tools)
+        self._types = ParameterTypes(tools)
+
+    def scanner(self, start: str) -> Scanner:
+        return MarkerScanner(_END_CALL if start == _CALL else _END_FUNCTION)
+
+    def parse(self, text: str) -> Sequence[ParsedCall] | None:
+        return self.parse_unclosed(text.removesuffix(_END_CALL))
+
+    def parse_unclosed(self, text: str) -> Sequence[ParsedCall] | None:
+        """Read functions that are closed, with nothing but white space around them."""
+        rest = text[len(_CALL) :] if text.startswith(_CALL) else text
+        calls: list[ParsedCall] = []
+        marks = list(_MARKS.finditer(rest))
+        index, position = 0, 0
+        while index < len(marks):
+            last = next((i for i in range(index, len(marks)) if marks[i].group() == _END_FUNCTION), None)
+            call = None if last is None else self._function(rest, marks[index : last + 1])
+            if call is None or last is None or rest[position : marks[index].start()].strip():
+                return None
+            calls.append(call)
+            index, position = last + 1, marks[last].end()
+        return None if rest[position:].strip() else calls or None
+
+    def _function(self, text: str, marks: list[re.Match[str]]) -> ParsedCall | None:
+        """Read the function between its first and last mark."""
+        if marks[0].group() != _FUNCTION:
+            return None
+        name_end = text.find(">", marks[0].end(), marks[1].start())
+        name = text[marks[0].end() : name_end].strip()
+        if name_end < 0 or not name or not is_text(name):
+            return None
+        arguments: dict[str, Any] = {}
+        for number, mark in enumerate(marks[1:], 1):
+            if mark.group() != _PARAMETER:
+                continue
+            # A value ends at its end mark or, where that is missing, at the next parameter or the function's end.
+            end = marks[number + 1].start()
+            key_end = text.find(">", mark.end(), end)
+            if key_end < 0:
+                return None
+            key = text[mark.end() : key_end].strip()
+            value = text[key_end + 1 : end].removeprefix("\n").removesuffix("\n")
+            arguments[key] = self._types.value(name, key, value)
+        written = arguments_text(arguments)
+        return None if written is None else ParsedCall(name, written)

@@ -1,0 +1,349 @@
+"""Tool calls in the forms that families of models write, whole and in pieces."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from argosy_engine.parsers.chat_parser import ChatParser
+from argosy_engine.parsers.harmony_parser import HarmonyParser
+from argosy_engine.parsers.parsed_output import Parsed, ParsedCall
+from argosy_engine.parsers.parser_registry import REASONING_PARSERS, TOOL_PARSERS
+from argosy_engine.parsers.tool_parsers.openai_tool_parser import OpenAIToolParser
+
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "book",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "city": {"type": "string"},
+                    "nights": {"type": "integer"},
+                    "price": {"type": "number"},
+                    "pets": {"type": "boolean"},
+                    "tags": {"type": "array"},
+                    "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+                },
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "now"}},
+]
+REASONING = {"mistral": "mistral", "openai": "openai_gptoss", "glm45": "glm45"}
+"""Reasoning parsers of the families that have their own marks; others use `<think>`."""
+
+
+def new_parser(
+    family: str, *, is_reasoning: bool = False, with_tools: bool = True
+) -> ChatParser | HarmonyParser:
+    tool_parser = TOOL_PARSERS[family](TOOLS)
+    if isinstance(tool_parser, OpenAIToolParser):
+        return HarmonyParser(tool_parser if with_tools else None)
+    return ChatParser(
+        reasoning_parser=REASONING_PARSERS[REASONING.get(family, "qwen3")](),
+        tool_parser=tool_parser if with_tools else None,
+        is_reasoning=is_reasoning,
+        calls_end_reasoning=True,
+    )
+
+
+def parse(parser: ChatParser | HarmonyParser, parts: list[str]) -> Parsed:
+    found = [parser.feed(part) for part in parts] + [parser.feed("", True)]
+    return Parsed(
+        "".join(part.reasoning for part in found),
+        "".join(part.content for part in found),
+        tuple(call for part in found for call in part.calls),
+    )
+
+
+def pieces(text: str, size: int) -> list[str]:
+    return [text[begin : begin + size] for begin in range(0, len(text), size)]
+
+
+def call(name: str, id_: str = "", **arguments: Any) -> ParsedCall:
+    return ParsedCall(name, json.dumps(arguments, ensure_ascii=False), id_)
+
+
+OSLO, NOW = call("book", city="Oslo", nights=2), call("now")
+DEEPSEEK_SECTION = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+DEEPSEEK_CALL, DEEPSEEK_SEP, DEEPSEEK_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+QWEN_OSLO = (
+    "<tool_call>\n<function=book>\n<parameter=city>\nOslo\n</parameter>\n<parameter=nights>\n2\n</parameter>\n"
+    "</function>\n</tool_call>"
+)
+GLM_OSLO = (
+    "<tool_call>book\n<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value>\n<arg_key>nights</arg_key>\n"
+    "<arg_value>2</arg_value>\n</tool_call>"
+)
+KIMI_OSLO = (
+    "<|tool_call_begin|>functions.book:0<|tool_call_argument_begin|>"
+    '{"city": "Oslo", "nights": 2}<|tool_call_end|>'
+)
+KIMI_NOW = "<|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{}<|tool_call_end|>"
+V3_OSLO = (
+    f'{DEEPSEEK_CALL}function{DEEPSEEK_SEP}book\n```json\n{{"city": "Oslo", "nights": 2}}\n```{DEEPSEEK_END}'
+)
+V3_NOW = f"{DEEPSEEK_CALL}function{DEEPSEEK_SEP}now\n```json\n{{}}\n```{DEEPSEEK_END}"
+V31_OSLO = f'{DEEPSEEK_CALL}book{DEEPSEEK_SEP}{{"city": "Oslo", "nights": 2}}{DEEPSEEK_END}'
+V31_NOW = f"{DEEPSEEK_CALL}now{DEEPSEEK_SEP}{{}}{DEEPSEEK_END}"
+HARMONY_OSLO = (
+    "<|channel|>commentary to=functions.book <|constrain|>json"
+    '<|message|>{"city": "Oslo", "nights": 2}<|call|>'
+)
+MISTRAL_OSLO = '[TOOL_CALLS]book[ARGS]{"city": "Oslo", "nights": 2}'
+
+OUTPUTS: list[tuple[str, str, Parsed]] = [
+    # family, what the model writes, what it means
+    ("hermes", "<tool_call>{}</tool_call>", Parsed("", "<tool_call>{}</tool_call>")),
+    (
+        "hermes",
+        'Mark: <tool_call>.\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
+        Parsed("", "Mark: <tool_call>.", (NOW,)),
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "now"}\n<tool_call>{"name": "now"}</tool_call>',
+        Parsed("", "", (NOW, NOW)),
+    ),
+    ("hermes", '<tool_call>{"name": "now", "arguments": {}}', Parsed("", "", (NOW,))),
+    (
+        "hermes",
+        "<tool_call>[1]</tool_call> <tool_call>\n</tool_call>",
+        Parsed("", "<tool_call>[1]</tool_call> <tool_call>\n</tool_call>"),
+    ),
+    ("qwen3_coder", "Booking.\n\n" + QWEN_OSLO, Parsed("", "Booking.", (OSLO,))),
+    (
+        "qwen3_coder",
+        f"<think>Hm.</think>\n\n{QWEN_OSLO}\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
+        Parsed("Hm.", "", (OSLO, NOW)),
+    ),
+    ("qwen3_coder", "<function=now>\n</function>", Parsed("", "", (NOW,))),
+    (
+        "qwen3_coder",
+        "<tool_call>\n<function=book>\n<parameter=city>\na\n\nb <b>\n</parameter>\n<parameter=price>\n1.5\n"
+        '</parameter>\n<parameter=pets>\nTrue\n</parameter>\n<parameter=tags>\n[1, "x"]\n</parameter>\n'
+        "<parameter=note>\nnull\n</parameter>\n<parameter=other>\n7\n</parameter>\n</function>\n</tool_call>",
+        Parsed(
+            "",
+            "",
+            (call("book", city="a\n\nb <b>", price=1.5, pets=True, tags=[1, "x"], note=None, other="7"),),
+        ),
+    ),
+    (
+        "qwen3_coder",
+        "<tool_call><function=book><parameter=city>Oslo<parameter=nights>2</parameter></function></tool_call>",
+        Parsed("", "", (OSLO,)),
+    ),
+    ("qwen3_coder", "<tool_call>nope</tool_call>", Parsed("", "<tool_call>nope</tool_call>")),
+    ("qwen3_coder", "<tool_call>\n<function=now>", Parsed("", "<tool_call>\n<function=now>")),
+    ("glm45", f"\n<think>Hm.</think>\nBooking.\n{GLM_OSLO}\n", Parsed("Hm.", "Booking.", (OSLO,))),
+    ("glm45", "<tool_call>now</tool_call><tool_call>now\n</tool_call>", Parsed("", "", (NOW, NOW))),
+    ("glm45", "<tool_call>no <b></tool_call>", Parsed("", "<tool_call>no <b></tool_call>")),
+    (
+        "glm45",
+        "<tool_call>book<arg_key>city</arg_key></tool_call>",
+        Parsed("", "<tool_call>book<arg_key>city</arg_key></tool_call>"),
+    ),
+    (
+        "kimi_k2",
+        f"Hm.<|tool_calls_section_begin|>{KIMI_OSLO}{KIMI_NOW}<|tool_calls_section_end|>",
+        Parsed(
+            "",
+            "Hm.",
+            (call("book", "functions.book:0", city="Oslo", nights=2), call("now", "functions.now:1")),
+        ),
+    ),
+    (
+        "kimi_k2",
+        f"<think>I ask.<|tool_calls_section_begin|>{KIMI_NOW}<|tool_calls_section_end|>Done.",
+        Parsed("I ask.", "Done.", (call("now", "functions.now:1"),)),
+    ),
+    ("kimi_k2", "<|tool_calls_section_begin|>oops", Parsed("", "<|tool_calls_section_begin|>oops")),
+    (
+        "kimi_k2",
+        "<|tool_calls_section_begin|><|tool_call_begin|>now<|tool_call_end|>",
+        Parsed("", "<|tool_calls_section_begin|><|tool_call_begin|>now<|tool_call_end|>"),
+    ),
+    (
+        "deepseek_v3",
+        f"Hm.{DEEPSEEK_SECTION[0]}{V3_OSLO}\n{V3_NOW}{DEEPSEEK_SECTION[1]}",
+        Parsed("", "Hm.", (OSLO, NOW)),
+    ),
+    (
+        "deepseek_v31",
+        f"{DEEPSEEK_SECTION[0]}{V31_OSLO}{V31_NOW}{DEEPSEEK_SECTION[1]}",
+        Parsed("", "", (OSLO, NOW)),
+    ),
+    ("deepseek_v31", V31_OSLO.replace("}", ""), Parsed("", V31_OSLO.replace("}", ""))),
+    ("mistral", "Hm.[TOOL_CALLS]now[ARGS]{}" + MISTRAL_OSLO, Parsed("", "Hm.", (NOW, OSLO))),
+    ("mistral", '[TOOL_CALLS]book{"city": "Oslo", "nights": 2}', Parsed("", "", (OSLO,))),
+    ("mistral", "[TOOL_CALLS]now[CALL_ID]a1B2c3D4e[ARGS]{}", Parsed("", "", (call("now", "a1B2c3D4e"),))),
+    (
+        "mistral",
+        '[TOOL_CALLS] [{"name": "book", "arguments": {"city": "Oslo", "nights": 2}}, {"name": "now"}]',
+        Parsed("", "", (OSLO, NOW)),
+    ),
+    ("mistral", "[THINK]Hm.[/THINK]Yes.", Parsed("Hm.", "Yes.")),
+    ("mistral", "[TOOL_CALLS] or not", Parsed("", "[TOOL_CALLS] or not")),
+    ("mistral", '[TOOL_CALLS]now[ARGS]{"a": ]}', Parsed("", '[TOOL_CALLS]now[ARGS]{"a": ]}')),
+    ("llama3_json", '{"name": "book", "parameters": {"city": "Oslo", "nights": 2}}', Parsed("", "", (OSLO,))),
+    (
+        "llama3_json",
+        '<|python_tag|>{"type": "function", "name": "now", "parameters": {}}; {"name": "now", "arguments": {}}',
+        Parsed("", "", (NOW, NOW)),
+    ),
+    (
+        "llama3_json",
+        'Let me see: {"name": "now", "parameters": {}} Done.',
+        Parsed("", "Let me see:  Done.", (NOW,)),
+    ),
+    ("llama3_json", '{"answer": {"name": "now"}}', Parsed("", '{"answer": {"name": "now"}}')),
+    ("llama3_json", '{"name": "Tom", "age": 3}', Parsed("", '{"name": "Tom", "age": 3}')),
+    ("llama3_json", "<|python_tag|>print(1)", Parsed("", "<|python_tag|>print(1)")),
+    (
+        "llama3_json",
+        '{"name": "book", "parameters": {"city": "}{", "nights": {"a": [1]}}}',
+        Parsed("", "", (call("book", city="}{", nights={"a": [1]}),)),
+    ),
+    ("pythonic", "[book(city='Oslo', nights=2), now()]", Parsed("", "", (OSLO, NOW))),
+    (
+        "pythonic",
+        "[book(city=\"it's\", tags=[1, -2.5, None, True, {'a': 'b\\n'}], pets=false, note=null)]",
+        Parsed(
+            "",
+            "",
+            (call("book", city="it's", tags=[1, -2.5, None, True, {"a": "b\n"}], pets=False, note=None),),
+        ),
+    ),
+    ("pythonic", '[{"name": "now", "parameters": {}}]', Parsed("", "", (NOW,))),
+    ("pythonic", "[1] says it's so.", Parsed("", "[1] says it's so.")),
+    ("pythonic", "[book(city=open('x'))]", Parsed("", "[book(city=open('x'))]")),
+    ("pythonic", "[book('Oslo')]", Parsed("", "[book('Oslo')]")),
+    ("pythonic", "[book(city='Os", Parsed("", "[book(city='Os")),
+    ("pythonic", "Sure: [now()]", Parsed("", "Sure: [now()]")),
+    ("llama4_pythonic", "<|python_start|>[now()]<|python_end|>", Parsed("", "", (NOW,))),
+    ("llama4_pythonic", "[now()]", Parsed("", "", (NOW,))),
+    (
+        "openai",
+        f"<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant{HARMONY_OSLO}",
+        Parsed("Hm.", "", (OSLO,)),
+    ),
+    (
+        "openai",
+        "<|channel|>analysis<|message|>One.<|end|><|start|>assistant<|channel|>analysis<|message|>Two.<|end|>"
+        "<|start|>assistant<|channel|>commentary<|message|>I look.<|end|><|start|>assistant to=functions.now"
+        "<|channel|>commentary json<|message|>{}",
+        Parsed("One.\nTwo.", "I look.", (NOW,)),
+    ),
+    ("openai", "<|channel|>final<|message|>Yes.<|return|>", Parsed("", "Yes.")),
+    ("openai", "Yes, plainly.", Parsed("", "Yes, plainly.")),
+    (
+        "openai",
+        "<|channel|>commentary to=functions.now<|message|>{oops<|call|>",
+        Parsed("", "<|channel|>commentary to=functions.now<|message|>{oops"),
+    ),
+    ("openai", "<|channel|>final", Parsed("", "<|channel|>final")),
+    ("openai", "<|channel|>analysis to=python<|message|>1+1<|call|>", Parsed("1+1", "")),
+]
+FAMILIES = sorted({family for family, _, _ in OUTPUTS})
+ALPHABET = {
+    family: sorted(
+        {
+            piece
+            for name, text, _ in OUTPUTS
+            if name == family
+            for piece in text.replace(">", ">\0").split("\0")
+        }
+        | {*"{}[]\"'\\<|a \n;,", "<think>", "</think>", *TOOL_PARSERS[family].markers()}
+    )
+    for family in FAMILIES
+}
+"""Pieces of which outputs of a family, and what looks like them, are made."""
+
+
+@pytest.mark.parametrize(("family", "text", "expected"), OUTPUTS)
+@pytest.mark.parametrize("size", [1, 5, 10_000])
+def test_output_of_a_family(family: str, text: str, expected: Parsed, size: int) -> None:
+    assert parse(new_parser(family), pieces(text, size)) == expected
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=80, deadline=None)
+@given(data=st.data())
+def test_the_result_does_not_depend_on_how_an_output_is_cut(family: str, data: st.DataObject) -> None:
+    parts = data.draw(st.lists(st.sampled_from(ALPHABET[family]), max_size=14))
+    text, is_reasoning = "".join(parts), data.draw(st.booleans())
+    cuts = data.draw(st.sets(st.integers(0, max(len(text) - 1, 0)), max_size=20))
+    edges = [0, *sorted(cuts), len(text)]
+    whole = parse(new_parser(family, is_reasoning=is_reasoning), [text])
+    cut = parse(
+        new_parser(family, is_reasoning=is_reasoning), [text[a:b] for a, b in itertools.pairwise(edges)]
+    )
+    assert cut == whole
+    for found in whole.calls:
+        assert isinstance(json.loads(found.arguments), dict)
+    if not whole.calls:
+        kept = "".join((whole.reasoning + whole.content).split())
+        if family != "openai":  # whose marks are dropped, and whose messages are interleaved
+            text = "".join(text.split())
+            for mark in ("<think>", "</think>", "[THINK]", "[/THINK]"):
+                text, kept = text.replace(mark, ""), kept.replace(mark, "")
+            assert kept == text
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Hm.</think>\nYes.", Parsed("Hm.", "Yes.")),
+        ("<think>Hm.</think>Yes.", Parsed("Hm.", "Yes.")),
+        ("Hm.", Parsed("Hm.", "")),
+    ],
+)
+def test_reasoning_without_its_first_mark(text: str, expected: Parsed, size: int) -> None:
+    parser = ChatParser(reasoning_parser=REASONING_PARSERS["deepseek_r1"](), starts_open=True)
+    assert parse(parser, pieces(text, size)) == expected
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_without_tools_calls_are_text(family: str) -> None:
+    text = next(text for name, text, expected in OUTPUTS if name == family and expected.calls)
+    assert parse(new_parser(family, with_tools=False), [text]).calls == ()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hostile_outputs_are_read_in_linear_time(family: str) -> None:
+    parser = TOOL_PARSERS[family]
+    starts = [*parser.starts, *parser.first_starts, *(parser.section or ())] or ["<|channel|>"]
+    hostile = [(mark, mark) for mark in {*starts, *parser.markers()}]
+    hostile += [(starts[0], mark) for mark in ("<parameter=", "\\", '"', "</think>", "[a(")]
+
+    def parse_s(begin: str, mark: str, count: int) -> float:
+        text, times = begin + mark * (count // len(mark)), []
+        for _ in range(2):
+            start = time.thread_time()
+            parse(new_parser(family), pieces(text, 1 << 14))
+            times.append(time.thread_time() - start)
+        return min(times)
+
+    for begin, mark in hostile:
+        few, many = parse_s(begin, mark, 1 << 15), parse_s(begin, mark, 1 << 18)
+        assert many < 24 * max(few, 0.01), (begin, mark)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ids_of_calls_are_repeatable(family: str) -> None:
+    parser = TOOL_PARSERS[family]()
+    ids = [parser.call_id("r", choice, number, NOW) for choice, number in ((0, 0), (0, 1), (1, 0))]
+    assert len(set(ids)) == 3
+    assert ids[0] == TOOL_PARSERS[family]().call_id("r", 0, 0, NOW)
+    if family == "mistral":  # its templates refuse others
+        assert all(len(id_) == 9 and id_.isalnum() for id_ in ids)
