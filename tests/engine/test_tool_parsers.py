@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
+from random import Random
 from typing import Any
 
 import hypothesis.strategies as st
@@ -16,6 +17,7 @@ from argosy_engine.parsers.harmony_parser import HarmonyParser
 from argosy_engine.parsers.parsed_output import Parsed, ParsedCall
 from argosy_engine.parsers.parser_registry import REASONING_PARSERS, TOOL_PARSERS
 from argosy_engine.parsers.tool_parsers.openai_tool_parser import OpenAIToolParser
+from argosy_engine.structured.structural_tag import tool_call_tag
 
 TOOLS: list[dict[str, Any]] = [
     {
@@ -37,6 +39,21 @@ TOOLS: list[dict[str, Any]] = [
     },
     {"type": "function", "function": {"name": "now"}},
 ]
+TERSE_TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "book",
+            "parameters": {
+                "type": "object",
+                "properties": {"nights": {"type": "integer"}, "kind": {"enum": ["inn", "tent"]}},
+                "required": ["kind"],
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "now"}},
+]
+"""Functions whose arguments have an end in a random walk through their grammar."""
 REASONING = {"mistral": "mistral", "openai": "openai_gptoss", "glm45": "glm45"}
 """Reasoning parsers of the families that have their own marks; others use `<think>`."""
 
@@ -337,6 +354,39 @@ def test_hostile_outputs_are_read_in_linear_time(family: str) -> None:
     for begin, mark in hostile:
         few, many = parse_s(begin, mark, 1 << 15), parse_s(begin, mark, 1 << 18)
         assert many < 24 * max(few, 0.01), (begin, mark)
+
+
+def allowed_tokens(matcher: Any, bitmask: Any, count: int) -> list[int]:
+    matcher.fill_next_token_bitmask(bitmask, 0)
+    return [token for token in range(count) if int(bitmask[0, token // 32]) >> token % 32 & 1]
+
+
+@pytest.mark.parametrize("name", ["book", None], ids=["named", "required"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_grammar_of_required_calls_allows_what_the_parser_reads(family: str, name: str | None) -> None:
+    import xgrammar
+
+    texts = [*map(chr, range(32, 127)), "\n", "｜", "▁", ""]
+    end = len(texts) - 1
+    info = xgrammar.TokenizerInfo(texts, vocab_size=len(texts), stop_token_ids=[end])
+    tag = tool_call_tag(TERSE_TOOLS, name=name, form=TOOL_PARSERS[family].call_form)
+    grammar = xgrammar.GrammarCompiler(info, max_threads=1).compile_structural_tag(tag)
+    bitmask = xgrammar.allocate_token_bitmask(1, len(texts))
+    for seed in range(3):
+        random, matcher, output = Random(seed), xgrammar.GrammarMatcher(grammar), ""
+        for _ in range(2000):
+            allowed = allowed_tokens(matcher, bitmask, len(texts))
+            if end in allowed:
+                break
+            closing = [token for token in allowed if texts[token] in '"}]<']
+            token = random.choice(closing if closing and random.random() < 0.7 else allowed)
+            assert matcher.accept_token(token)
+            output += texts[token]
+        parsed = parse(new_parser(family), [output])
+        names = {call.name for call in parsed.calls}
+        assert names, output
+        assert names <= ({"book", "now"} if name is None else {name})
+        assert parsed.content == ""
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -44,6 +44,20 @@ class _TemplateRaised(Exception):
     """Raised by `raise_exception` in a template that rejects the messages."""
 
 
+class _Arguments(dict[str, Any]):
+    """Arguments of a tool call: an object for templates that want one, and its JSON text for those that put it between
+    other texts, as DeepSeek's do."""
+
+    def __str__(self) -> str:
+        return _tojson(self)
+
+    def __add__(self, other: str) -> str:
+        return str(self) + other
+
+    def __radd__(self, other: str) -> str:
+        return other + str(self)
+
+
 class ChatTemplate:
     """
     Raises (from the constructor):
@@ -114,6 +128,11 @@ class ChatTemplate:
         }
         if through is not None:
             values = {name: through(value) for name, value in values.items()}
+        for message in values["messages"]:
+            for call in message.get("tool_calls", ()):
+                function = call["function"]
+                if isinstance(function["arguments"], dict):
+                    function["arguments"] = _Arguments(function["arguments"])
         if is_continued:
             values["messages"][-1]["content"] += _END_OF_MESSAGE
         try:

@@ -22,7 +22,6 @@ from argosy_engine.frontend.request_params import (
     num_logprobs,
     to_sampling_params,
 )
-from argosy_engine.frontend.structured_output_request import ToolCallGrammar
 from argosy_engine.messages.core_messages import EngineCoreRequest
 from argosy_engine.params.sampling_params import MAX_BAD_WORDS_TOKENS, SamplingParams
 from argosy_engine.sample.logits_processor.interface import LogitsProcessor, load_logits_processors
@@ -64,7 +63,7 @@ class InputProcessor:
                 '"auto" tool choice requires --enable-auto-tool-choice, which this engine was started without',
                 param="tool_choice",
             )
-        calls = ToolCallGrammar(self.renderer.parsers.tool_parser.call_form, self.renderer.call_token_ids)
+        calls = self.renderer.parsers.tool_parser.call_form
         params = to_sampling_params(request, self.default_sampling_params, self.config, num_prompts, calls)
         kept = self.renderer.parsed_token_ids(request)
         return params.replace(kept_special_token_ids=kept) if kept else params

@@ -91,11 +91,10 @@ class Renderer:
             for text, id_ in self.tokenizer.control_tokens.items()
             if id_ in self.tokenizer.special_ids
         }
-        self.call_token_ids = {
-            marker: special[marker] for marker in self.parsers.tool_parser.markers() if marker in special
+        self._call_token_ids = {
+            special[mark] for mark in self.parsers.tool_parser.markers() if mark in special
         }
-        """Special tokens in tool calls, by their text."""
-        self._thought_token_ids = {mark: special[mark] for mark in self._thought_marks if mark in special}
+        self._thought_token_ids = {special[mark] for mark in self._thought_marks if mark in special}
 
     @property
     def has_thinking(self) -> bool:
@@ -106,9 +105,9 @@ class Renderer:
         """Return the special tokens that the parser of a request's output reads."""
         if not isinstance(request, ChatCompletionRequest):
             return ()
-        ids = set(self._thought_token_ids.values()) if self.has_thinking else set()
-        if _calls_tools(request):
-            ids.update(self.call_token_ids.values())
+        ids = set(self._thought_token_ids) if self.has_thinking else set()
+        if _calls_tools(request) or issubclass(self.parsers.tool_parser, OpenAIToolParser):
+            ids |= self._call_token_ids
         return tuple(sorted(ids))
 
     def chat_parser(

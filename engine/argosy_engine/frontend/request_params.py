@@ -8,13 +8,10 @@ from typing import Any
 
 from argosy_engine.config import ResolvedConfig
 from argosy_engine.errors import InvalidRequest
-from argosy_engine.frontend.structured_output_request import (
-    HERMES_GRAMMAR,
-    ToolCallGrammar,
-    structured_outputs,
-)
+from argosy_engine.frontend.structured_output_request import structured_outputs
 from argosy_engine.models.model_config import read_json
 from argosy_engine.params.sampling_params import RepetitionDetectionParams, SamplingParams
+from argosy_engine.structured.structural_tag import HERMES_CALLS, ToolCallForm
 from argosy_protocol.openai import ChatCompletionRequest, CompletionRequest, GenerationRequest, unsupported
 
 _DEFAULT_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -38,7 +35,7 @@ def to_sampling_params(
     defaults: Mapping[str, Any],
     config: ResolvedConfig,
     num_prompts: int = 1,
-    tool_calls: ToolCallGrammar = HERMES_GRAMMAR,
+    tool_calls: ToolCallForm = HERMES_CALLS,
 ) -> SamplingParams:
     """Make the request's sampling parameters.
 

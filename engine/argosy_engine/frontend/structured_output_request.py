@@ -6,8 +6,7 @@ another two of them is rejected.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -34,19 +33,8 @@ MAX_GRAMMAR_TEXT_OF_A_CALL = 16 << 20
 grammar of one kind is 1.3 million characters; the largest schemas of real tool catalogues fit 300 times."""
 
 
-class ToolCallGrammar(NamedTuple):
-    """How a model writes the calls that `tool_choice` requires."""
-
-    form: ToolCallForm
-    token_ids: Mapping[str, int]
-    """Special tokens in calls, by their text."""
-
-
-HERMES_GRAMMAR = ToolCallGrammar(HERMES_CALLS, {})
-
-
 def structured_outputs(
-    request: GenerationRequest, num_sequences: int = 1, tool_calls: ToolCallGrammar = HERMES_GRAMMAR
+    request: GenerationRequest, num_sequences: int = 1, tool_calls: ToolCallForm = HERMES_CALLS
 ) -> StructuredOutputsParams | None:
     """Return the structured output that the request asks for, or None.
 
@@ -131,7 +119,7 @@ def _of_response_format(value: dict[str, Any] | None) -> StructuredOutputsParams
             )
 
 
-def _of_tool_choice(request: ChatCompletionRequest, calls: ToolCallGrammar) -> StructuredOutputsParams | None:
+def _of_tool_choice(request: ChatCompletionRequest, calls: ToolCallForm) -> StructuredOutputsParams | None:
     """Return the grammar of the calls that a tool choice requires; `auto` and `none` require none."""
     choice = request.tool_choice
     check_tools(request.tools or ())
@@ -150,5 +138,5 @@ def _of_tool_choice(request: ChatCompletionRequest, calls: ToolCallGrammar) -> S
         raise InvalidRequest("tool_choice needs tools", "tool_choice")
     parallel = request.parallel_tool_calls is not False
     return StructuredOutputsParams.of_checked_tag(
-        tool_call_tag(request.tools, name=name, parallel=parallel, form=calls.form, token_ids=calls.token_ids)
+        tool_call_tag(request.tools, name=name, parallel=parallel, form=calls)
     )

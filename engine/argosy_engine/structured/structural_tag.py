@@ -115,7 +115,6 @@ def tool_call_tag(
     name: str | None = None,
     parallel: bool = True,
     form: ToolCallForm = HERMES_CALLS,
-    token_ids: Mapping[str, int] | None = None,
 ) -> str:
     """Make the structural tag of tool calls, for Hermes `<tool_call>{"name": ..., "arguments": ...}</tool_call>`.
 
@@ -124,7 +123,6 @@ def tool_call_tag(
         name: if given, only this function may be called, and only once.
         parallel: whether there may be several calls.
         form: how the model writes calls.
-        token_ids: markers of the form that are special tokens, which no text of a grammar matches, with their ids.
 
     Raises:
         InvalidRequest: a tool has no name or a schema that cannot be enforced, `name` is not among the tools, or the
@@ -147,7 +145,6 @@ def tool_call_tag(
                     f"tools[{index}]",
                     budget,
                     form,
-                    token_ids or {},
                 )
             )
     if not tags:
@@ -163,7 +160,7 @@ def tool_call_tag(
         "stop_after_first": is_single,
     }
     if form.first or form.last:
-        calls = _enclosed(form.first, [calls], form.last, token_ids or {})
+        calls = _tag(form.first, calls, form.last)
     return _encoded(calls, MAX_TOOLS_BYTES)
 
 
@@ -173,7 +170,6 @@ def _call_tag(
     where: str,
     budget: CheckBudget,
     form: ToolCallForm,
-    token_ids: Mapping[str, int],
 ) -> dict[str, Any]:
     schema = parameters or {"type": "object", "properties": {}, "additionalProperties": False}
     if not isinstance(schema, dict) or schema.get("type", "object") != "object":
@@ -185,47 +181,20 @@ def _call_tag(
     except InvalidRequest as error:
         raise InvalidRequest(str(error), f"{where}.function.parameters") from None
     begin, number, after_number = _named(form.begin, name).partition(NUMBER)
-    content: list[dict[str, Any]] = [_schema_format(checked, form.style)]
+    content = _schema_format(checked, form.style)
     if number:
         digits = {"type": "regex", "pattern": "[0-9]{1,9}"}
-        content = [digits, *_pieces(after_number, token_ids), *content]
-    return _enclosed(begin, content, _named(form.end, name), token_ids)
+        after = {"type": "const_string", "value": after_number}
+        content = {"type": "sequence", "elements": [digits, after, content]}
+    return _tag(begin, content, _named(form.end, name))
 
 
 def _named(text: str, name: str) -> str:
     return text.replace("{json_name}", json.dumps(name, ensure_ascii=False)).replace("{name}", name)
 
 
-def _enclosed(
-    begin: str, content: list[dict[str, Any]], end: str, token_ids: Mapping[str, int]
-) -> dict[str, Any]:
-    """Make a tag, whose first and last piece are text or a special token."""
-    first, *before = _pieces(begin, token_ids) or [_constant("")]
-    *after, last = _pieces(end, token_ids) or [_constant("")]
-    inner = [*before, *content, *after]
-    return {
-        "type": "tag",
-        "begin": first if first["type"] == "token" else first["value"],
-        "content": inner[0] if len(inner) == 1 else {"type": "sequence", "elements": inner},
-        "end": last if last["type"] == "token" else last["value"],
-    }
-
-
-def _pieces(text: str, token_ids: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Split a text at special tokens."""
-    found = [(text.find(marker), marker) for marker in token_ids if marker in text]
-    if not found:
-        return [_constant(text)] if text else []
-    position, marker = min(found)
-    return [
-        *([_constant(text[:position])] if position else []),
-        {"type": "token", "token": token_ids[marker]},
-        *_pieces(text[position + len(marker) :], token_ids),
-    ]
-
-
-def _constant(text: str) -> dict[str, Any]:
-    return {"type": "const_string", "value": text}
+def _tag(begin: str, content: dict[str, Any], end: str) -> dict[str, Any]:
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
 
 
 def _from_older_form(tag: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,123 @@
+"""The choice of a model's parsers, plugins, and the templates of families of models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from argosy_engine.errors import ConfigError
+from argosy_engine.frontend.chat_template import ChatTemplate
+from argosy_engine.frontend.detokenizer import IncrementalDetokenizer
+from argosy_engine.frontend.tokenizer import Tokenizer
+from argosy_engine.models.model_path import resolve_model
+from argosy_engine.params.sampling_params import SamplingParams
+from argosy_engine.parsers.chat_parser import ChatParser
+from argosy_engine.parsers.harmony_parser import HarmonyParser
+from argosy_engine.parsers.parser_registry import TOOL_PARSERS, choose_parsers, load_tool_parser_plugin
+from argosy_engine.parsers.tool_parsers.openai_tool_parser import OpenAIToolParser
+from argosy_protocol.openai import ChatCompletionRequest, ChatMessage
+
+CALLS = "{% for message in messages %}{% for call in message.tool_calls or [] %}%s{% endfor %}{% endfor %}"
+TEMPLATES = {
+    "hermes": '<tool_call>{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
+    "</tool_call>",
+    "qwen3_coder": "<tool_call>\n<function={{ call.function.name }}>\n"
+    "{% for key, value in call.function.arguments.items() %}<parameter={{ key }}>\n{{ value }}\n</parameter>\n"
+    "{% endfor %}</function>\n</tool_call>",
+    "glm45": "<tool_call>{{ call.function.name }}\n{% for key, value in call.function.arguments.items() %}"
+    "<arg_key>{{ key }}</arg_key>\n<arg_value>{{ value }}</arg_value>\n{% endfor %}</tool_call>",
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>{{ call.id }}<|tool_call_argument_begin|>"
+    "{{ call.function.arguments | tojson }}<|tool_call_end|><|tool_calls_section_end|>",
+    "deepseek_v3": "{{ '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + call.type + '<｜tool▁sep｜>' "
+    "+ call.function.name + '\\n```json\\n' + call.function.arguments + '\\n```<｜tool▁call▁end｜>' }}"
+    "<｜tool▁calls▁end｜>",
+    "deepseek_v31": "{{ '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + call.function.name + '<｜tool▁sep｜>' "
+    "+ call.function.arguments + '<｜tool▁call▁end｜><｜tool▁calls▁end｜>' }}",
+    "mistral": "[TOOL_CALLS]{{ call.function.name }}[ARGS]{{ call.function.arguments | tojson }}",
+    "llama3_json": '<|python_tag|>{"name": "{{ call.function.name }}", '
+    '"parameters": {{ call.function.arguments | tojson }}}',
+    "llama4_pythonic": "<|python_start|>[{{ call.function.name }}("
+    "{% for key, value in call.function.arguments.items() %}"
+    "{{ key }}={{ value | tojson }}{% endfor %})]<|python_end|>",
+    "pythonic": "{# [func_name1(params_name1=params_value1)] #}[{{ call.function.name }}("
+    "{% for key, value in call.function.arguments.items() %}{{ key }}={{ value | tojson }}{% endfor %})]",
+    "openai": "<|channel|>commentary to=functions.{{ call.function.name }} <|constrain|>json<|message|>"
+    "{{ call.function.arguments | tojson }}<|call|>",
+}
+"""How each family's templates render the calls of earlier answers, which is how their models write new ones."""
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_a_family_is_chosen_by_its_template_and_reads_what_that_renders(family: str) -> None:
+    source = CALLS.replace("%s", TEMPLATES[family])
+    chosen = choose_parsers(source, {})
+    assert chosen.tool_parser is TOOL_PARSERS[family]
+    function = {"name": "book", "arguments": '{"city": "Oslo"}'}
+    asked = {"id": "functions.book:0", "type": "function", "function": function}
+    messages = [ChatMessage(role="assistant", tool_calls=[asked])]
+    text = ChatTemplate(source, {}).render(ChatCompletionRequest(messages=messages))
+    tools = chosen.tool_parser(({"type": "function", "function": {"name": "book"}},))
+    parser: Any = (
+        HarmonyParser(tools) if isinstance(tools, OpenAIToolParser) else ChatParser(tool_parser=tools)
+    )
+    parsed = parser.feed(text, True)
+    assert [(call.name, call.arguments) for call in parsed.calls] == [("book", '{"city": "Oslo"}')]
+    assert parsed.content == ""
+
+
+@pytest.mark.parametrize(
+    ("template", "config", "tools", "thoughts"),
+    [
+        (None, {}, "hermes", "qwen3"),
+        ("{{ messages }}", {"model_type": "llama"}, "llama3_json", "qwen3"),
+        ("<think>", {"model_type": "kimi_k2"}, "kimi_k2", "qwen3"),
+        ("<think><arg_key><arg_value>", {}, "glm45", "glm45"),
+        ("[THINK][TOOL_CALLS]", {}, "mistral", "mistral"),
+        ("<|channel|><|message|>", {}, "openai", "openai_gptoss"),
+    ],
+)
+def test_parsers_are_chosen_by_template_and_config(
+    template: str | None, config: dict[str, Any], tools: str, thoughts: str
+) -> None:
+    chosen = choose_parsers(template, config)
+    assert (chosen.tool_parser_name, chosen.reasoning_parser_name) == (tools, thoughts)
+
+
+def test_flags_take_precedence_and_unknown_names_are_refused() -> None:
+    chosen = choose_parsers("<tool_call>", {}, tool_call_parser="llama4_json", reasoning_parser="deepseek_r1")
+    assert (chosen.tool_parser_name, chosen.reasoning_parser_name) == ("llama4_json", "deepseek_r1")
+    with pytest.raises(ConfigError, match=r"--tool-call-parser nope: .*hermes"):
+        choose_parsers(None, {}, tool_call_parser="nope")
+    with pytest.raises(ConfigError, match=r"--reasoning-parser nope: .*qwen3"):
+        choose_parsers(None, {}, reasoning_parser="nope")
+
+
+def test_a_plugin_registers_a_parser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("argosy_engine.parsers.parser_registry.TOOL_PARSERS", dict(TOOL_PARSERS))
+    plugin = tmp_path / "shout.py"
+    plugin.write_text(
+        "from argosy_engine.parsers.parser_registry import register_tool_parser\n"
+        "from argosy_engine.parsers.tool_parsers.hermes_tool_parser import HermesToolParser\n"
+        '@register_tool_parser("shout")\n'
+        "class ShoutToolParser(HermesToolParser):\n    pass\n"
+    )
+    load_tool_parser_plugin(str(plugin))
+    assert choose_parsers(None, {}, tool_call_parser="shout").tool_parser.__name__ == "ShoutToolParser"
+    plugin.write_text("import vllm_that_is_not_here\n")
+    for path in (plugin, tmp_path / "missing.py"):
+        with pytest.raises(ConfigError, match=r"--tool-parser-plugin .*register_tool_parser"):
+            load_tool_parser_plugin(str(path))
+
+
+def test_special_tokens_that_a_parser_reads_stay_in_the_text() -> None:
+    tokenizer = Tokenizer(resolve_model("builtin://tiny"))
+    kept, dropped = sorted(tokenizer.special_ids)[:2]
+    word = tokenizer.encode("Hello", add_special_tokens=False).ids
+    text = {}
+    for ids in ((), (kept,)):
+        params = SamplingParams(kept_special_token_ids=ids)
+        text[ids] = IncrementalDetokenizer(tokenizer, params, word).update([dropped, kept, *word], True)
+    assert text[()] == "Hello"
+    assert text[(kept,)] == tokenizer.token_text(kept) + "Hello"
