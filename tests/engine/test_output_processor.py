@@ -10,13 +10,14 @@ from contextlib import aclosing
 from typing import Any
 
 import hypothesis.strategies as st
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
 
 from argosy_engine import LLM
 from argosy_engine.api.openai.logprobs_format import LogprobsFormat, TextOffsets
-from argosy_engine.config import EngineArgs
+from argosy_engine.config import EngineArgs, ParserConfig
 from argosy_engine.core.proc.core_client import InprocClient
 from argosy_engine.errors import InvalidRequest, RequestFailed
 from argosy_engine.frontend.async_llm import AsyncLLM
@@ -474,6 +475,19 @@ def test_bad_words_do_not_appear(llm: LLM) -> None:
             assert word not in spans
     with pytest.raises(InvalidRequest, match="1024 tokens"):
         llm.generate([text], params.replace(bad_words=tuple(c * 300 for c in "xyzk")), use_tqdm=False)
+
+
+def test_auto_tool_choice_can_be_turned_off(llm: LLM) -> None:
+    config = msgspec.structs.replace(llm.renderer.config, parsers=ParserConfig(enable_auto_tool_choice=False))
+    processor = InputProcessor(config)
+    chat = ChatCompletionRequest(
+        messages=[ChatMessage(role="user", content="Hi")], tools=[{"function": {"name": "f"}}]
+    )
+    for choice in (None, "auto"):
+        with pytest.raises(InvalidRequest, match="--enable-auto-tool-choice"):
+            processor.sampling_params(msgspec.structs.replace(chat, tool_choice=choice))
+    for choice in ("none", "required"):
+        assert processor.sampling_params(msgspec.structs.replace(chat, tool_choice=choice)).n == 1
 
 
 def test_bad_words_are_tokenised_once_for_all_prompts_of_a_call(

@@ -129,6 +129,55 @@ def test_required_tool_calls_have_valid_arguments(client: openai.OpenAI, stream:
     jsonschema.validate(arguments, tool["function"].get("parameters", {"maxProperties": 0}))
 
 
+JSON_FORMAT = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"enum": ["yes", "no"]}}}
+NAMED = {"type": "function", "function": {"name": "ping"}}
+TOGETHER: list[tuple[str, dict[str, Any]]] = [
+    ("plain", {}),
+    ("auto", {"tools": [CALENDAR, PING]}),
+    ("none", {"tools": [CALENDAR, PING], "tool_choice": "none"}),
+    ("required", {"tools": [CALENDAR, PING], "tool_choice": "required"}),
+    ("named", {"tools": [CALENDAR, PING], "tool_choice": NAMED}),
+    ("format", {"response_format": JSON_FORMAT}),
+    ("auto and format", {"tools": [CALENDAR, PING], "response_format": JSON_FORMAT}),
+]
+
+
+@pytest.mark.parametrize("thinks", [False, True], ids=["plain", "thinks"])
+@pytest.mark.parametrize(("name", "fields"), TOGETHER, ids=[name for name, _ in TOGETHER])
+def test_tools_reasoning_and_formats_together_streamed_and_not(
+    client: openai.OpenAI, name: str, fields: dict[str, Any], thinks: bool
+) -> None:
+    fields = {
+        **fields,
+        "extra_body": {"chat_template_kwargs": {"enable_thinking": thinks}},
+        "temperature": 0.0,
+    }
+    (whole,) = create(client, **fields).choices
+    reasoning = content = finish = ""
+    calls: dict[int, list[str]] = {}
+    for chunk in create(client, stream=True, **fields):
+        for choice in chunk.choices:
+            delta = choice.delta
+            reasoning += getattr(delta, "reasoning", None) or ""
+            content += delta.content or ""
+            finish = choice.finish_reason or finish
+            for call in delta.tool_calls or ():
+                told = calls.setdefault(call.index, ["", ""])
+                told[0] += call.function.name or ""
+                told[1] += call.function.arguments
+    message = whole.message
+    assert finish == whole.finish_reason
+    assert content == (message.content or "")
+    assert reasoning == (getattr(message, "reasoning", None) or "")
+    made = [[call.function.name, call.function.arguments] for call in message.tool_calls or ()]
+    assert list(calls.values()) == made
+    if finish != "length":
+        assert bool(made) is (name in ("required", "named")) or name == "auto"
+        assert name != "named" or made == [["ping", "{}"]]
+        if "response_format" in fields:
+            assert json.loads(content) in ("yes", "no")
+
+
 def test_a_named_tool_is_called(client: openai.OpenAI) -> None:
     choice = {"type": "function", "function": {"name": "ping"}}
     answer = create(client, tools=[CALENDAR, PING], tool_choice=choice).choices[0]
