@@ -3,7 +3,9 @@
 abstract            the interface, as in vLLM
 factory             chooses the implementation
 uniproc_executor    one worker in the core's process
+remote_executor     what executors of workers in other processes share
 multiproc_executor  a process per worker
+same_model          checks that all workers have loaded one model
 worker_process      the process of a worker
 answer_queue        sends a worker's answers, in a thread
 worker_death        why workers have ended

@@ -16,9 +16,8 @@ from typing import Any, NoReturn
 import msgspec
 
 from argosy_engine.errors import ConfigError, UtilityFailed
-from argosy_engine.executor.broadcast import MessageStream
 from argosy_engine.executor.worker_death import failure_of
-from argosy_engine.executor.worker_messages import DIED, DONE, FAILED, WorkerFailure
+from argosy_engine.executor.worker_messages import DIED, DONE, FAILED, MessageWriter, WorkerFailure
 
 logger = logging.getLogger("argosy.worker")
 
@@ -31,7 +30,7 @@ class AnswerQueue:
         stream: where the answers go; only the thread writes to it.
     """
 
-    def __init__(self, rank: int, stream: MessageStream) -> None:
+    def __init__(self, rank: int, stream: MessageWriter) -> None:
         self._rank = rank
         self._stream = stream
         self._encode = msgspec.msgpack.Encoder().encode

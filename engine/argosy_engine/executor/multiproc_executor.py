@@ -14,32 +14,18 @@ import select
 import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Mapping
-from typing import Any
 
 import msgspec
 
 from argosy_engine.config import EngineArgs
-from argosy_engine.distributed.lockstep import LockstepEnds, Round
+from argosy_engine.distributed.lockstep import LockstepEnds
 from argosy_engine.distributed.process_name import worker_name
-from argosy_engine.errors import EngineDead, EngineError, UtilityFailed
+from argosy_engine.errors import EngineDead, EngineError
 from argosy_engine.executor.broadcast import BroadcastWriter, MessageStream
-from argosy_engine.executor.same_model import check_same_model
+from argosy_engine.executor.remote_executor import RemoteExecutor
 from argosy_engine.executor.worker_death import WorkerEnd, death_of
-from argosy_engine.executor.worker_messages import (
-    CALL,
-    DIED,
-    EXECUTE,
-    FAILED,
-    INIT,
-    LEND,
-    SAMPLE,
-    WorkerFailure,
-)
-from argosy_engine.messages.collective_rpc import CollectiveRpc
-from argosy_engine.messages.model_runner_output import ModelRunnerOutput
-from argosy_engine.messages.scheduler_output import GrammarBitmask, SchedulerOutput
+from argosy_engine.executor.worker_messages import DIED, FAILED, INIT, WorkerFailure
 from argosy_engine.messages.worker_info import WorkerInfo
 from argosy_engine.osproc.child_process import EXIT_TIMEOUT_S, describe_exit, end_child, parent_argument
 
@@ -48,23 +34,7 @@ ROOT_CAUSE_S = 0.25
 of its own, which is not the reason."""
 
 
-class PendingAnswer:
-    """`PendingOutput` of a step that was sent to the workers."""
-
-    def __init__(self, executor: MultiprocExecutor) -> None:
-        self._executor = executor
-        self.output: ModelRunnerOutput | None = None
-
-    def sample(self, grammar: GrammarBitmask | None) -> None:
-        self._executor.sample(grammar)
-
-    def get(self) -> ModelRunnerOutput:
-        while self.output is None:
-            self._executor.receive()
-        return self.output
-
-
-class MultiprocExecutor:
+class MultiprocExecutor(RemoteExecutor):
     """Executor with one process per worker.
 
     Args:
@@ -74,10 +44,8 @@ class MultiprocExecutor:
     """
 
     def __init__(self, args: EngineArgs, world_size: int = 1, lockstep: LockstepEnds | None = None) -> None:
-        self._args = args
-        self._world_size = world_size
+        super().__init__(args, world_size)
         self._lockstep = lockstep
-        self._output_rank = args.parallel_config.output_rank
         self._queue = BroadcastWriter(world_size)
         self._answers = [MessageStream(stream) for stream in self._queue.sockets]
         self._ranks = {stream.fileno(): rank for rank, stream in enumerate(self._queue.sockets)}
@@ -85,12 +53,6 @@ class MultiprocExecutor:
         self._ends = self._poller()
         self._death: EngineError | None = None
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._encode = msgspec.msgpack.Encoder().encode
-        self._outputs = msgspec.msgpack.Decoder(ModelRunnerOutput)
-        self._pending: deque[PendingAnswer] = deque()
-        """Steps that are not answered yet, oldest first."""
-        self._num_late = [0] * world_size
-        """Per rank, the number of answers to discard, because their call has timed out."""
 
     def start(self) -> WorkerInfo:
         safe_path = ["-P"] if sys.flags.safe_path else []
@@ -113,52 +75,7 @@ class MultiprocExecutor:
         os.close(rendezvous)
         self._queue.close_reader_ends()
         self._send(INIT + self._encode(self._args))
-        answers = [self._answer(rank) for rank in range(len(self._processes))]
-        infos = [msgspec.msgpack.decode(_payload(answer), type=WorkerInfo) for answer in answers]
-        check_same_model(infos)
-        # A block id is used on every rank, so the rank with the least memory determines the number of blocks.
-        tightest = min(infos, key=lambda info: info.memory.num_blocks)
-        return msgspec.structs.replace(infos[0], memory=tightest.memory)
-
-    def execute(self, step: SchedulerOutput) -> PendingAnswer:
-        self._send(EXECUTE + self._encode(step))
-        pending = PendingAnswer(self)
-        self._pending.append(pending)
-        return pending
-
-    def sample(self, grammar: GrammarBitmask | None) -> None:
-        self._send(SAMPLE + self._encode(grammar))
-
-    def lend_experts(self, step: Round) -> None:
-        self._send(LEND + self._encode(step))
-
-    def receive(self) -> None:
-        """Wait for the answer to the oldest step.
-
-        Raises:
-            EngineDead: see `Executor.execute`.
-        """
-        self._pending.popleft().output = self._outputs.decode(_payload(self._answer(self._output_rank)))
-
-    def collective_rpc(self, call: CollectiveRpc) -> list[Any]:
-        while self._pending:  # answers come in the order of the calls
-            self.receive()
-        method, timeout = call.method, call.timeout
-        deadline = None if timeout is None else time.monotonic() + timeout
-        self._send(CALL + self._encode(call))
-        answers: list[memoryview | WorkerFailure] = []
-        try:
-            for rank in range(self._world_size):
-                answers.append(self._answer(rank, deadline))  # noqa: PERF401 (keeps those before a timeout)
-        except TimeoutError:
-            late = len(answers)
-            for rank in range(late, self._world_size):
-                self._num_late[rank] += 1
-            raise UtilityFailed(f"{method}: worker {late} has not answered within {timeout:g} s") from None
-        for rank, answer in enumerate(answers):
-            if isinstance(answer, WorkerFailure):
-                raise UtilityFailed(f"{method} failed in worker {rank}: {answer.message}")
-        return [msgspec.msgpack.decode(_payload(answer)) for answer in answers]
+        return self._worker_info()
 
     def shutdown(self) -> None:
         """End the workers. May be called twice."""
@@ -178,16 +95,6 @@ class MultiprocExecutor:
             raise self._dead() from None
 
     def _answer(self, rank: int, deadline: float | None = None) -> memoryview | WorkerFailure:
-        """Wait for a worker's next answer, discarding those to calls that have timed out.
-
-        Args:
-            deadline: by `time.monotonic()`.
-
-        Raises:
-            ConfigError: a worker cannot start.
-            EngineDead: this or another worker ended first.
-            TimeoutError: the deadline has passed.
-        """
         while True:
             timeout_ms = None if deadline is None else max(deadline - time.monotonic(), 0.0) * 1000
             events = self._pollers[rank].poll(timeout_ms)
@@ -256,8 +163,3 @@ class MultiprocExecutor:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(EXIT_TIMEOUT_S)
         return describe_exit(process.poll())
-
-
-def _payload(answer: memoryview | WorkerFailure) -> memoryview:
-    assert isinstance(answer, memoryview)
-    return answer

@@ -1,6 +1,8 @@
-"""Kinds of messages between `MultiprocExecutor` and its workers: the first byte of each; msgpack follows."""
+"""Kinds of messages between an executor and its workers: the first byte of each; msgpack follows."""
 
 from __future__ import annotations
+
+from typing import Protocol
 
 from msgspec import Struct
 
@@ -32,3 +34,23 @@ class WorkerFailure(Struct, array_like=True):
     """Whether it may have failed only because another worker has ended."""
     traceback: str = ""
     """Of an error that ends the worker, bounded."""
+
+
+class MessageReader(Protocol):
+    """A worker's end of the way from the core."""
+
+    def get(self) -> bytes:
+        """Wait for the next message."""
+        ...
+
+
+class MessageWriter(Protocol):
+    """A worker's end of the way to the core."""
+
+    def send(self, message: bytes) -> None:
+        """Send a message.
+
+        Raises:
+            OSError: the core has ended.
+        """
+        ...

@@ -25,7 +25,7 @@ from argosy_engine.distributed.lockstep import Round, rendezvous_url
 from argosy_engine.distributed.process_name import is_first, name_process
 from argosy_engine.executor.answer_queue import AnswerQueue
 from argosy_engine.executor.broadcast import BroadcastReader, MessageStream, ReaderEnds
-from argosy_engine.executor.worker_messages import CALL, EXECUTE, LEND
+from argosy_engine.executor.worker_messages import CALL, EXECUTE, LEND, MessageReader, MessageWriter
 from argosy_engine.messages.collective_rpc import CollectiveRpc
 from argosy_engine.messages.scheduler_output import GrammarBitmask, SchedulerOutput
 from argosy_engine.osproc.child_process import die_with_parent
@@ -50,7 +50,8 @@ def main() -> None:
     describe_on_signal(f"argosy engine {name}", lambda: f"rank {rank} of {world_size}; its stacks are above")
     reader = BroadcastReader(ReaderEnds(*ends))
     threading.Thread(target=_exit_with_core, args=(reader.socket.fileno(),), daemon=True, name="core").start()
-    WorkerProcess(rank, world_size, reader, rendezvous_url(rendezvous), data_rank).serve()
+    stream = MessageStream(reader.socket)
+    WorkerProcess(rank, world_size, reader, stream, rendezvous_url(rendezvous), data_rank).serve()
 
 
 def _exit_with_core(fd: int) -> None:
@@ -61,17 +62,29 @@ def _exit_with_core(fd: int) -> None:
 
 
 class WorkerProcess:
-    """Serves the core's calls in a worker's process. Arguments: `Worker`."""
+    """Serves the core's calls in a worker's process.
+
+    Args:
+        rank, world_size, init_method, data_rank: see `Worker`.
+        reader: gives the core's messages.
+        stream: takes the answers.
+    """
 
     def __init__(
-        self, rank: int, world_size: int, reader: BroadcastReader, init_method: str, data_rank: int = 0
+        self,
+        rank: int,
+        world_size: int,
+        reader: MessageReader,
+        stream: MessageWriter,
+        init_method: str,
+        data_rank: int = 0,
     ) -> None:
         self._rank = rank
         self._world_size = world_size
         self._init_method = init_method
         self._data_rank = data_rank
         self._reader = reader
-        self._answers = AnswerQueue(rank, MessageStream(reader.socket))
+        self._answers = AnswerQueue(rank, stream)
 
     def serve(self) -> NoReturn:
         """Answer calls until the core ends or a step fails, either of which ends the process."""
