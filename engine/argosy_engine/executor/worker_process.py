@@ -65,7 +65,7 @@ class WorkerProcess:
     """Serves the core's calls in a worker's process.
 
     Args:
-        rank, world_size, init_method, data_rank: see `Worker`.
+        rank, world_size, init_method, data_rank, local_rank: see `Worker`.
         reader: gives the core's messages.
         stream: takes the answers.
     """
@@ -78,11 +78,13 @@ class WorkerProcess:
         stream: MessageWriter,
         init_method: str,
         data_rank: int = 0,
+        local_rank: int | None = None,
     ) -> None:
         self._rank = rank
         self._world_size = world_size
         self._init_method = init_method
         self._data_rank = data_rank
+        self._local_rank = local_rank
         self._reader = reader
         self._answers = AnswerQueue(rank, stream)
 
@@ -99,7 +101,12 @@ class WorkerProcess:
         from argosy_engine.executor.worker_class import worker_class
 
         worker = worker_class(args.worker_cls)(
-            args, self._rank, self._world_size, self._init_method, data_rank=self._data_rank
+            args,
+            self._rank,
+            self._world_size,
+            self._init_method,
+            data_rank=self._data_rank,
+            local_rank=self._local_rank,
         )
         self._answers.put_result(worker.start())
         return worker

@@ -68,11 +68,12 @@ class Worker:
 
     Args:
         args: arguments of the engine.
-        rank: index among the `world_size` workers; on CUDA also the index of its visible GPU.
+        rank: index among the `world_size` workers.
         world_size: number of workers.
         init_method: how the workers find each other (`init_parallel_state`).
         launched: the groups of a worker that a launcher has started, instead; they know its GPU.
         data_rank: of the engine core, if several share experts.
+        local_rank: index of its GPU among those that its process sees; default: its rank.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Worker:
         init_method: str = "env://",
         launched: LaunchedGroups | None = None,
         data_rank: int = 0,
+        local_rank: int | None = None,
     ) -> None:
         self.args = args
         self.rank = rank
@@ -90,6 +92,7 @@ class Worker:
         self._init_method = init_method
         self._launched = launched
         self.data_rank = data_rank
+        self._local_rank = local_rank
         self._phases: list[tuple[str, float]] = []
         self._runner: ModelRunner | None = None
         self._exchange: TokenExchange | None = None
@@ -113,12 +116,15 @@ class Worker:
         """
         args = self.args
         with self._phase("device"):
-            launched = self._launched
-            local_rank, local_size = self.rank, self.world_size
+            launched, cores = self._launched, len(os.sched_getaffinity(0))
+            local_rank, num_gpus, num_sharing = self.rank, self.world_size, self.world_size
             if launched is not None:
-                local_rank, local_size = launched.launch.local_rank, launched.launch.local_world_size
-            self._device = device = choose_device(args.device, local_rank, local_size)
-            torch.set_num_threads(args.threads or max(len(os.sched_getaffinity(0)) // local_size, 1))
+                local_rank = launched.launch.local_rank
+                num_gpus = num_sharing = launched.launch.local_world_size
+            elif self._local_rank is not None:  # others may see other GPUs
+                local_rank, num_gpus = self._local_rank, self._local_rank + 1
+            self._device = device = choose_device(args.device, local_rank, num_gpus)
+            torch.set_num_threads(args.threads or max(cores // num_sharing, 1))
             if launched is not None:
                 self._parallel = launched.parallel_state(device)
             else:
