@@ -246,9 +246,10 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
         ),
     ] = "auto"
     distributed_executor_backend: Annotated[
-        Literal["uni", "mp", "external_launcher"] | None,
+        Literal["uni", "mp", "ray", "external_launcher"] | None,
         Meta(
             description="uni: the worker lives in the core's process; mp: every worker in a process of its own; "
+            "ray: every worker an actor of Ray, on the nodes of the cluster at RAY_ADDRESS or on this machine; "
             "external_launcher: torchrun starts the program once per worker (LLM only, no server); "
             "default: uni for one worker, mp for several"
         ),
@@ -342,7 +343,7 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
         )
 
     @property
-    def executor_backend(self) -> Literal["uni", "mp", "external_launcher"]:
+    def executor_backend(self) -> Literal["uni", "mp", "ray", "external_launcher"]:
         """`--distributed-executor-backend` or its default."""
         return self.distributed_executor_backend or ("uni" if self.parallel_config.world_size == 1 else "mp")
 

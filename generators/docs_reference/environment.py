@@ -14,6 +14,8 @@ VARIABLES = {
         "CXX": "C++ compiler that builds the CPU kernels at first use; otherwise `g++`, then `c++`.",
         "XDG_CACHE_HOME": "Folder under which the built kernels and fetched models are kept (`~/.cache`).",
         "CUDA_VISIBLE_DEVICES": "GPUs that the engine may use; an empty value hides all of them.",
+        "RAY_ADDRESS": "Ray cluster whose nodes run the workers with `--distributed-executor-backend ray`, as "
+        "HOST:PORT or `auto`; without it a private Ray is started on this machine.",
         "OMP_WAIT_POLICY": "Set to `PASSIVE` unless given, so that the idle threads of torch do not spin.",
     },
     "Models (`argosy serve`, `argosy doctor`, `argosy models`, `LLM`)": {

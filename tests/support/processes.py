@@ -58,6 +58,15 @@ def children(pid: int) -> list[int]:
     return [int(child) for task in tasks for child in (task / "children").read_text().split()]
 
 
+def descendants(pid: int) -> list[int]:
+    """Return the children of a process, their children, and so on."""
+    found = []
+    for child in children(pid):
+        with suppress(FileNotFoundError):  # ended meanwhile
+            found += [child, *descendants(child)]
+    return found
+
+
 def workers(core: int) -> list[int]:
     """Return the pids of an engine core's workers: its children but for the process that compiles grammars."""
     return [pid for pid in children(core) if b"grammar_server" not in _command(pid)]

@@ -6,6 +6,11 @@ uniproc_executor    one worker in the core's process
 remote_executor     what executors of workers in other processes share
 multiproc_executor  a process per worker
 same_model          checks that all workers have loaded one model
+ray_executor        an actor of Ray per worker, on the nodes of a cluster
+ray_cluster         the connection to Ray
+private_ray         a Ray of the engine's own
+ray_placement       which worker gets which rank
+ray_worker          the actor
 worker_process      the process of a worker
 answer_queue        sends a worker's answers, in a thread
 worker_death        why workers have ended

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argosy_engine.config import EngineArgs
 from argosy_engine.distributed.lockstep import LockstepEnds
+from argosy_engine.errors import ConfigError
 from argosy_engine.executor.abstract import Executor
 
 
@@ -14,7 +15,8 @@ def make_executor(args: EngineArgs, lockstep: LockstepEnds | None = None) -> Exe
         lockstep: of an engine core that shares experts with others.
 
     Raises:
-        ConfigError: `--worker-cls` is not a worker, or the system or the environment does not support the backend.
+        ConfigError: `--worker-cls` is not a worker, or the system or the environment does not support the backend, or
+            lacks its package.
     """
     if args.executor_backend == "mp":
         from argosy_engine.executor.multiproc_executor import MultiprocExecutor
@@ -24,6 +26,21 @@ def make_executor(args: EngineArgs, lockstep: LockstepEnds | None = None) -> Exe
         from argosy_engine.executor.external_launcher_executor import ExternalLauncherExecutor
 
         return ExternalLauncherExecutor(args)
+    if args.executor_backend == "ray":
+        return _ray_executor(args)
     from argosy_engine.executor.uniproc_executor import UniprocExecutor
 
     return UniprocExecutor(args, lockstep)
+
+
+def _ray_executor(args: EngineArgs) -> Executor:
+    try:
+        from argosy_engine.executor.ray_executor import RayExecutor
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing.startswith("argosy"):
+            raise
+        raise ConfigError(
+            f"--distributed-executor-backend ray needs the package {missing!r}: `pip install '.[ray]'` in the checkout"
+        ) from None
+    return RayExecutor(args)

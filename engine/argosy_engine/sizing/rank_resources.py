@@ -43,13 +43,14 @@ def rank_environment(args: EngineArgs, rank: int) -> Mapping[str, str]:
 
 
 def check_gpus(args: EngineArgs) -> list[str]:
-    """Return the GPUs to divide between the workers of all ranks; empty on a CPU, or for one worker.
+    """Return the GPUs to divide between the workers of all ranks; empty on a CPU, for one worker, or if a Ray cluster
+    places the workers.
 
     Raises:
         ConfigError: there are GPUs, but fewer than workers; or there is none, and far more workers than cores.
     """
     num_workers = args.parallel_config.num_workers
-    if num_workers == 1:
+    if num_workers == 1 or (args.executor_backend == "ray" and os.environ.get("RAY_ADDRESS")):
         return []
     gpus = [] if args.device == "cpu" else visible_gpus()
     flags = [f"--{name.replace('_', '-')}" for name in _SIZES if getattr(args, name) > 1]

@@ -1,0 +1,282 @@
+"""RayExecutor: runs every worker as an actor of Ray, on the nodes of a cluster, and sends all of them the same calls.
+
+One placement group has a bundle for each worker. Messages are those of `MultiprocExecutor`, as bytes in calls to the
+actors. A thread for each worker waits for its answers by one call that stays pending: it fails when the actor's process
+or node ends. Workers end with the engine, by our order or, if the engine is killed, by Ray. Design: vLLM's
+`RayDistributedExecutor`, whose calls are pickled.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from argosy_engine.config import EngineArgs
+from argosy_engine.errors import ConfigError, EngineDead, EngineError
+from argosy_engine.executor.ray_cluster import RayCluster
+from argosy_engine.executor.ray_placement import (
+    WorkerPlace,
+    order_ranks,
+    spanning_groups,
+    threads_per_worker,
+)
+from argosy_engine.executor.ray_worker import RayWorker
+from argosy_engine.executor.remote_executor import RemoteExecutor
+from argosy_engine.executor.worker_messages import DIED, FAILED, INIT, WorkerFailure
+from argosy_engine.messages.worker_info import WorkerInfo
+from argosy_engine.sizing.device import visible_gpus
+from argosy_protocol import __version__
+
+logger = logging.getLogger("argosy.core")
+
+PLACEMENT_TIMEOUT_S = 300.0
+"""How long to wait for the placement group. A cluster that adds nodes on demand takes minutes."""
+PLACEMENT_NOTICE_S = 5.0
+"""After this time a line of the log says what the start waits for."""
+ACTOR_START_TIMEOUT_S = 600.0
+"""How long the actors' processes may take to start, once they are placed: on a busy machine or a slow file system."""
+ROOT_CAUSE_S = 0.25
+"""How long to wait for the ends of other workers when one has failed."""
+LOST_PEER_S = 10.0
+"""The same if it has failed because it lost the connection to another, whose end Ray is about to report."""
+KILL_TIMEOUT_S = 5.0
+"""How long to wait for the ends of actors that were killed. Ray kills them again when the engine disconnects."""
+
+_LOST_PEER = re.compile(r"gloo|nccl|TCPStore|Connection (closed|reset)|Broken pipe", re.IGNORECASE)
+_RAYS_REASON = re.compile(
+    r"The actor (?:is dead|died) because.*?(?=\.? (?:Some common|There are some potential)|$)"
+)
+_MAX_REASON_CHARS = 400
+
+
+class RayExecutor(RemoteExecutor):
+    """Executor with one actor of Ray per worker.
+
+    Args:
+        args: arguments of the engine.
+        placement_timeout: seconds that the cluster has to place the workers.
+
+    Raises (from the constructor):
+        ConfigError: there is no Ray to run them.
+    """
+
+    def __init__(self, args: EngineArgs, *, placement_timeout: float = PLACEMENT_TIMEOUT_S) -> None:
+        world_size = args.parallel_config.world_size
+        super().__init__(args, world_size)
+        self._placement_timeout = placement_timeout
+        self._group: PlacementGroup | None = None
+        self._actors: list[Any] = []
+        """By rank."""
+        self._places: list[WorkerPlace] = []
+        """By rank."""
+        self._num_sent = [0] * world_size
+        self._threads: list[threading.Thread] = []
+        self._changed = threading.Condition()
+        self._received: list[deque[bytes]] = [deque() for _ in range(world_size)]
+        """Answers of each rank that are not taken yet; guarded by `_changed`, as the next two."""
+        self._failures: dict[int, WorkerFailure] = {}
+        """Last words, by rank."""
+        self._ends: dict[int, str] = {}
+        """What Ray says of workers that have ended without a word, by rank."""
+        self._death: EngineError | None = None
+        self._cluster = RayCluster(num_cpus=world_size, num_gpus=len(visible_gpus()))
+
+    def start(self) -> WorkerInfo:
+        device = self._args.device
+        if device == "auto":
+            device = "cuda" if self._cluster.has_gpus() else "cpu"
+        self._place(device)
+        host, port = self._places[0].host.encode(), self._places[0].port
+        for rank, actor in enumerate(self._actors):
+            thread = threading.Thread(target=self._watch, args=(rank,), daemon=True, name=f"worker {rank}")
+            self._threads.append(thread)
+            thread.start()
+            actor.start.remote(rank, self._world_size, host, port)
+        for rank, threads in enumerate(threads_per_worker(self._places)):
+            args = msgspec.structs.replace(self._args, device=device, threads=self._args.threads or threads)
+            self._put(rank, INIT + self._encode(args))
+        return self._worker_info()
+
+    def check_health(self) -> None:
+        if self._failures or self._ends:
+            raise self._dead()
+
+    def shutdown(self) -> None:
+        """End the workers, and Ray if it was started for them. May be called twice."""
+        for actor in self._actors:
+            ray.kill(actor)
+        deadline = time.monotonic() + KILL_TIMEOUT_S
+        for thread in self._threads:  # each ends when Ray reports the end of its actor
+            thread.join(max(deadline - time.monotonic(), 0.0))
+        self._actors, self._threads = [], []
+        if self._group is not None:
+            remove_placement_group(self._group)
+            self._group = None
+        self._cluster.close()
+
+    def _place(self, device: str) -> None:
+        """Start the actors and order them by rank.
+
+        Raises:
+            ConfigError: the cluster cannot run them.
+        """
+        resource = "GPU" if device == "cuda" else "CPU"
+        self._group = placement_group([{resource: 1}] * self._world_size, strategy="PACK")
+        self._await_placement(self._group, resource)
+        actor_class: Any = ray.remote(RayWorker)
+        actors = [
+            actor_class.options(
+                num_cpus=int(resource == "CPU"),
+                num_gpus=int(resource == "GPU"),
+                max_concurrency=4,  # one call waits for answers
+                max_restarts=0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    self._group, placement_group_bundle_index=index
+                ),
+            ).remote()
+            for index in range(self._world_size)
+        ]
+        self._actors = actors  # for `shutdown`, whatever happens next
+        try:
+            answers = ray.get([actor.place.remote() for actor in actors], timeout=ACTOR_START_TIMEOUT_S)
+        except GetTimeoutError:
+            raise ConfigError(
+                f"the actors of {self._world_size} workers have not started on the Ray cluster within "
+                f"{ACTOR_START_TIMEOUT_S:g} s: {self._cluster.describe_nodes()}"
+            ) from None
+        except RayError as error:
+            raise ConfigError(
+                f"a worker cannot start on the Ray cluster: {_last_line(error)}; every node needs Argosy "
+                f"{__version__} where its Python finds it"
+            ) from None
+        places = [msgspec.msgpack.decode(answer, type=WorkerPlace) for answer in answers]
+        for place in places:
+            if place.version != __version__:
+                raise ConfigError(
+                    f"the node {place.host} has Argosy {place.version}, and this one {__version__}; install the "
+                    "same on every node of the Ray cluster"
+                )
+        tensor = self._args.tensor_parallel_size
+        order = order_ranks([place.node_id for place in places], driver=self._cluster.node_id, tensor=tensor)
+        self._actors = [actors[index] for index in order]
+        self._places = [places[index] for index in order]
+        for group in spanning_groups([place.node_id for place in self._places], tensor):
+            hosts = dict.fromkeys(self._places[rank].host for rank in group)
+            logger.warning(
+                "the workers %s share every layer and are on several nodes (%s): each layer waits for the network",
+                group,
+                ", ".join(hosts),
+            )
+
+    def _await_placement(self, group: PlacementGroup, resource: str) -> None:
+        asked = f"{self._world_size} workers with 1 {resource} each"
+        notice = min(PLACEMENT_NOTICE_S, self._placement_timeout)
+        if group.wait(notice):
+            return
+        logger.info("waiting for Ray to place %s: %s", asked, self._cluster.describe_nodes())
+        if not group.wait(self._placement_timeout - notice):
+            raise ConfigError(
+                f"Ray has not placed {asked} within {self._placement_timeout:g} s: "
+                f"{self._cluster.describe_nodes()}; add nodes, end what uses them, or use a smaller "
+                "--tensor-parallel-size or --pipeline-parallel-size"
+            )
+
+    def _watch(self, rank: int) -> None:
+        """Take the answers of a worker until it ends."""
+        reason = "its answers ended"
+        try:
+            for reference in self._actors[rank].answers.options(num_returns="streaming").remote():
+                self._arrived(rank, ray.get(reference))
+        except Exception as error:  # Ray's own, most of which are RayError
+            reason = _rays_reason(error)
+        with self._changed:
+            if rank not in self._failures:
+                self._ends[rank] = reason
+            self._changed.notify_all()
+
+    def _arrived(self, rank: int, message: bytes) -> None:
+        with self._changed:
+            if message[:1] == DIED:
+                self._failures[rank] = msgspec.msgpack.decode(message[1:], type=WorkerFailure)
+                ray.kill(self._actors[rank])  # it waits for that, so that its message is not lost
+            else:
+                self._received[rank].append(message)
+            self._changed.notify_all()
+
+    def _put(self, rank: int, message: bytes) -> None:
+        self._actors[rank].put.remote(self._num_sent[rank], message)
+        self._num_sent[rank] += 1
+
+    def _send(self, message: bytes) -> None:
+        self.check_health()
+        for rank in range(self._world_size):
+            self._put(rank, message)
+
+    def _answer(self, rank: int, deadline: float | None = None) -> memoryview | WorkerFailure:
+        while True:
+            timeout = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+            with self._changed:
+                if not self._changed.wait_for(lambda: self._has_news(rank), timeout):
+                    raise TimeoutError
+                message = self._received[rank].popleft() if self._received[rank] else None
+            if message is None:
+                raise self._dead()
+            if not self._num_late[rank]:
+                break
+            self._num_late[rank] -= 1
+        if message[:1] == FAILED:
+            return msgspec.msgpack.decode(message[1:], type=WorkerFailure)
+        return memoryview(message)[1:]
+
+    def _has_news(self, rank: int) -> bool:
+        return bool(self._received[rank] or self._failures or self._ends)
+
+    def _dead(self) -> EngineError:
+        """Return the error that says why workers have ended: that Ray reports their ends, else why they failed."""
+        if self._death is None:
+            with self._changed:
+                self._changed.wait_for(lambda: bool(self._ends), ROOT_CAUSE_S)
+                if all(_LOST_PEER.search(failure.message) for failure in self._failures.values()):
+                    self._changed.wait_for(
+                        lambda: self._ends or len(self._failures) == self._world_size, LOST_PEER_S
+                    )
+                ends, failures = dict(self._ends), dict(self._failures)
+            self._death = _death(ends, failures, self._places)
+        return self._death
+
+
+def _death(
+    ends: dict[int, str], failures: dict[int, WorkerFailure], places: list[WorkerPlace]
+) -> EngineError:
+    for failure in failures.values():
+        if failure.is_config_error:
+            return ConfigError(failure.message)
+    killed = [
+        f"worker {rank} ended (process {places[rank].pid} on {places[rank].host}; {reason})"
+        for rank, reason in sorted(ends.items())
+    ]
+    failed = [f"worker {rank} failed: {failure.message}" for rank, failure in sorted(failures.items())]
+    return EngineDead("; ".join(killed or failed))
+
+
+def _rays_reason(error: Exception) -> str:
+    """Return what Ray says of the end of an actor, on one line."""
+    text = " ".join(str(error).split())
+    found = _RAYS_REASON.search(text)
+    return f"Ray: {(found[0] if found else text)[:_MAX_REASON_CHARS]}"
+
+
+def _last_line(error: Exception) -> str:
+    lines: Iterable[str] = str(error).strip().splitlines()
+    return ([""] + [line for line in lines if line.strip()])[-1].strip()[:_MAX_REASON_CHARS]
