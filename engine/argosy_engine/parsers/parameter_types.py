@@ -19,6 +19,14 @@ _ALIASES = {
     "dict": "object",
     "list": "array",
 }
+_TYPE_NAMES = {
+    type(None): "null",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    str: "string",
+    list: "array",
+}
 _MAX_DEPTH = 8
 """Alternatives within alternatives of a schema that are looked at."""
 _MAX_NUMBER_CHARS = 400
@@ -32,6 +40,8 @@ class ParameterTypes:
 
     def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
         self._properties: dict[str, Mapping[str, Any]] = {}
+        self._known: dict[tuple[str, str], set[str]] = {}
+        """Types of the declared parameters that were read."""
         for tool in tools:
             described = tool.get("function")
             parameters = described.get("parameters") if isinstance(described, Mapping) else None
@@ -41,7 +51,13 @@ class ParameterTypes:
 
     def value(self, function: str, parameter: str, text: str) -> Any:
         """Read the text of a function's argument."""
-        return read_value(text, _types(self._properties.get(function, {}).get(parameter), 0))
+        properties = self._properties.get(function, {})
+        if parameter not in properties:
+            return text
+        types = self._known.get((function, parameter))
+        if types is None:
+            types = self._known[function, parameter] = _types(properties[parameter], 0)
+        return read_value(text, types)
 
 
 def read_value(text: str, types: Collection[str]) -> Any:
@@ -70,8 +86,7 @@ def _types(schema: Any, depth: int) -> set[str]:
     for name in _list(given) or [given]:
         if isinstance(name, str):
             found.add(_ALIASES.get(name.lower(), name.lower()))
-    for value in _list(schema.get("enum")):
-        found.add(_type_of(value))
+    found |= {_TYPE_NAMES.get(kind, "object") for kind in set(map(type, _list(schema.get("enum"))))}
     for key in ("anyOf", "oneOf", "allOf"):
         for part in _list(schema.get(key)):
             found |= _types(part, depth + 1)
@@ -80,23 +95,6 @@ def _types(schema: Any, depth: int) -> set[str]:
 
 def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
-
-
-def _type_of(value: Any) -> str:
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return "boolean"
-        case int():
-            return "integer"
-        case float():
-            return "number"
-        case str():
-            return "string"
-        case list():
-            return "array"
-    return "object"
 
 
 def _number(text: str, *kinds: type[int] | type[float]) -> int | float | None:
