@@ -324,12 +324,12 @@ def test_pattern_size_is_linear_in_the_pattern() -> None:
 def test_tool_calls_become_tags_for_the_tools_asked_for() -> None:
     tools = [
         {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}}}
-        for name in ("a", 'b"')
+        for name in ("a", "mcp.b-2_c")
     ]
     both = json.loads(tool_call_tag(tools))["format"]
     assert [tag["begin"].split("name")[1] for tag in both["tags"]] == [
         '": "a", "arguments": ',
-        '": "b\\"", "arguments": ',
+        '": "mcp.b-2_c", "arguments": ',
     ]
     assert both["at_least_one"]
     assert not both["stop_after_first"]
@@ -339,6 +339,7 @@ def test_tool_calls_become_tags_for_the_tools_asked_for() -> None:
     for bad, param in (
         (lambda: tool_call_tag(tools, name="c"), "tool_choice"),
         (lambda: tool_call_tag([{"type": "function"}]), "tools[0]"),
+        (lambda: tool_call_tag([{"function": {"name": "a{name}"}}]), "tools[0].function.name"),
         (
             lambda: tool_call_tag([{"function": {"name": "x", "parameters": {"type": "object", "not": {}}}}]),
             "tools[0].function.parameters",

@@ -202,7 +202,9 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"tool_choice": "required"}, "tool_choice", "needs tools"),
     ({"tools": [PING, {"type": "function"}]}, "tools[1]", "function.name"),
     ({"tools": [PING, {"type": "function", "function": {"name": 3}}]}, "tools[1].function.name", "function.name"),
-    ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0].function.name", "empty"),
+    *(({"tools": [{"function": {"name": name}}]}, "tools[0].function.name", rule)
+      for name, rule in (("", "1 to 64"), ("a" * 65, "1 to 64"), ("a{name}", "'a{name}'"), ("</tool_call>", "letters"),
+                         ("a b", "letters"), ("a\n", "letters"), ("\u00e9", "letters"))),
     ({"tools": [{**PING, "type": "web"}]}, "tools[0].type", "'web'"),
     ({"tools": [{**PING, "type": "web"}], "tool_choice": "none"}, "tools[0].type", "'web'"),
     ({"tools": [{"function": {"name": "a", "parameters": []}}]}, "tools[0].function.parameters", "object"),
@@ -210,6 +212,7 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
      "response_format.json_schema.name", "text"),
     ({"tool_choice": "always", "tools": [PING]}, "tool_choice", "'required'"),
+    ({"tool_choice": {**PING, "type": "x"}, "tools": [PING]}, "tool_choice", "'type': 'function'"),
     ({"tool_choice": {"type": "function", "function": {"name": "x"}}, "tools": [PING]}, "tool_choice", "'x'"),
     ({"guided_choice": ["a"]}, "guided_choice", "structured_outputs.choice"),
 ]  # fmt: skip

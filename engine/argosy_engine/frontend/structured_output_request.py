@@ -126,7 +126,7 @@ def _of_tool_choice(request: ChatCompletionRequest, calls: ToolCallForm) -> Stru
     if choice in (None, "auto", "none"):
         return None
     name = None
-    if isinstance(choice, dict):
+    if isinstance(choice, dict) and choice.get("type", "function") == "function":
         function = choice.get("function")
         name = function.get("name") if isinstance(function, dict) else None
     if choice != "required" and not isinstance(name, str):

@@ -7,6 +7,7 @@ bounds its size.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -34,6 +35,8 @@ MAX_TAG_BYTES = 512 * 1024
 """Limit of a client's tag with its schemas normalized."""
 MAX_TOOLS_BYTES = 128 * 1024
 """Limit of the tag of all tools that may be called. The largest real tool catalogues are a third of it."""
+_FUNCTION_NAME = re.compile("[A-Za-z0-9_.-]{1,64}")
+"""OpenAI's rule, with the dots of MCP servers. Other names could hold marks of a model's calls."""
 
 
 class ToolCallForm(NamedTuple):
@@ -87,7 +90,7 @@ def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
     """Check what every tool needs, whether tool calls are enforced or not.
 
     Raises:
-        InvalidRequest: a tool is no function, has no name, or a field of it has the wrong type.
+        InvalidRequest: a tool is no function, has no name that models can call, or a field of it has the wrong type.
     """
     for index, tool in enumerate(tools):
         where, function = f"tools[{index}]", tool.get("function")
@@ -97,8 +100,12 @@ def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
         if not isinstance(function, dict):
             raise InvalidRequest(f"{where} needs function, an object with function.name", where)
         where, name = f"{where}.function", function.get("name")
-        if not isinstance(name, str) or not name:
-            raise InvalidRequest(f"{where}.name must be a text that is not empty", f"{where}.name")
+        if not isinstance(name, str) or not _FUNCTION_NAME.fullmatch(name):
+            given = repr(name[:80]) if isinstance(name, str) else type(name).__name__
+            raise InvalidRequest(
+                f"{where}.name must be 1 to 64 letters (a-z, A-Z), digits, '_', '-' or '.', not {given}",
+                f"{where}.name",
+            )
         if not isinstance(function.get("description"), str | None):
             raise InvalidRequest(f"{where}.description must be a text", f"{where}.description")
         if not isinstance(function.get("parameters"), dict | None):
