@@ -1,4 +1,4 @@
-"""Keep-alive comments while a stream's first token is awaited, so that no load balancer closes it."""
+"""Keep-alive comments while a stream has no event, so that no load balancer closes it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 from argosy_router.config import ConfigError, FlowControlLimits
 from argosy_router.main import build_parser, config_of
+from argosy_router.proxy.upstream.relay import MAX_BUFFERED_BYTES
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, answer_normally, event
 from .harness import Rig, chat, rig
@@ -48,13 +49,14 @@ def times(after_s: float, interval_s: float = 0.02) -> FlowControlLimits:
 class Listener:
     """A client that asks for a stream, and what it has heard of it."""
 
-    def __init__(self, r: Rig) -> None:
+    def __init__(self, r: Rig, n: int = 1) -> None:
         self.lines: list[str] = []
         self.status = 0
-        self.task = asyncio.create_task(self._listen(r))
+        self.task = asyncio.create_task(self._listen(r, n))
 
-    async def _listen(self, r: Rig) -> None:
-        async with r.http.stream("POST", "/v1/chat/completions", json=chat(stream=True)) as answer:
+    async def _listen(self, r: Rig, n: int) -> None:
+        body = chat(stream=True, n=n)
+        async with r.http.stream("POST", "/v1/chat/completions", json=body) as answer:
             self.status = answer.status_code
             async for line in answer.aiter_lines():
                 self.lines.append(line)
@@ -79,9 +81,60 @@ async def test_an_awaited_first_token_is_announced_by_comments(accepts: bool, af
         script.go_on.set()
         await client.task
         assert client.data[-1] == "[DONE]"
-        last = len(client.lines) - 1 - client.lines[::-1].index(COMMENT)
-        assert last < client.lines.index("data: " + client.data[0]), "none follows the first event"
         assert not any("of the engine" in line for line in client.lines)
+
+
+async def test_comments_come_between_events_and_never_within_one() -> None:
+    """An engine may send nothing but token ids for minutes, while it writes a tool call."""
+    go_on = asyncio.Event()
+    one, other = event("hel"), event("lo")
+
+    async def pause_within_an_event(connection: Connection, _: Received) -> None:
+        connection.begin_stream()
+        connection.chunk(one + other[:20])
+        await go_on.wait()
+        connection.chunk(other[20:] + DONE)
+        connection.end_stream()
+
+    async with rig([FakeEngine(script=pause_within_an_event)], flow_control=times(NEVER_S)) as r:
+        client = Listener(r)
+        await r.until(lambda: bool(client.data))
+        told = client.comments
+        await r.until(lambda: client.comments > told + 2)
+        go_on.set()
+        await client.task
+        texts = [json.loads(text)["choices"][0]["delta"]["content"] for text in client.data[:-1]]
+        assert texts == ["hel", "lo"]
+        assert client.data[-1] == "[DONE]"
+
+
+async def test_a_long_answer_that_is_no_stream_gets_no_comments() -> None:
+    """It is sent in pieces, and a comment would be a part of it."""
+    go_on = asyncio.Event()
+    body = json.dumps({"text": "x" * (MAX_BUFFERED_BYTES + 1)}).encode()
+
+    async def pause_near_the_end(connection: Connection, request: Received) -> None:
+        if request.json["n"] == 1:
+            connection.begin_stream()
+            connection.chunk(event("hello"))
+            await connection.gone()
+        else:
+            connection.send(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n")
+            connection.send(b"content-length: %d\r\n\r\n%b" % (len(body), body[:-2]))
+            await go_on.wait()
+            connection.send(body[-2:])
+
+    engine = FakeEngine(script=pause_near_the_end)
+    async with rig([engine], flow_control=times(NEVER_S)) as r:
+        long = Listener(r, n=2)
+        await r.until(lambda: long.status == 200)
+        beside = Listener(r, n=1)
+        await r.until(lambda: beside.comments > 5)
+        go_on.set()
+        await long.task
+        assert "".join(long.lines).encode() == body
+        await engine.stop()
+        await beside.task
 
 
 async def test_no_comment_is_sent_before_a_replica_has_the_request() -> None:

@@ -349,7 +349,13 @@ class Exchange(AttemptListener):
             self._accounting.count_migration(self._call, "resumed")
             self._answer.send(data)
             return
-        self._answer.start(attempt.status, attempt.headers, attempt.route_headers, data)
+        self._answer.start(
+            attempt.status,
+            attempt.headers,
+            attempt.route_headers,
+            data,
+            is_events=isinstance(attempt.relay, StreamRelay),
+        )
 
     def on_attempt_ended(self, attempt: Attempt, rest: bytes) -> None:
         """Complete the client's answer, unless the response is a refusal or an error."""

@@ -1,6 +1,6 @@
 """The answer to one request: everything that is written to its client.
 
-Owns: comments while there is no answer, the head, the body, errors.
+Owns: comments while there is nothing to send, the head, the body, errors.
 Must not know: attempts, retries, which replica answers.
 Invariant: the answer begins once; after comments it continues inside the same stream.
 """
@@ -43,9 +43,11 @@ class Answer:
         self._comments = comments
         self._now = now
         self._quiet: Deadline | None = None
-        """Streams only: when the next comment is due while the client waits for its answer."""
+        """Streams only: when the next comment is due if there is nothing else to send."""
         self._has_comments = False
         """Whether a comment was sent, and with it the status 200."""
+        self._was_quiet = False
+        """Whether nothing of the started answer was sent since the deadline was last set."""
         self.is_sent = False
         """Whether the request was sent to a replica."""
         self.is_accepted = False
@@ -70,7 +72,14 @@ class Answer:
     def _on_quiet(self) -> None:
         """Send a comment if one is due, and set the next deadline."""
         quiet, schedule = self._quiet, self._comments
-        if quiet is None or self.is_started:
+        if quiet is None:
+            return
+        if self.is_started:
+            # Only whole events are sent, so that a comment is never within one.
+            if self._was_quiet and not self.is_client_paused:
+                self._client.send(COMMENT)
+            self._was_quiet = True
+            quiet.set(schedule.interval_s)
             return
         if not self._has_comments and self.is_sent and not self.is_accepted:
             left_s = self._outcome.started + schedule.after_s - self._now()
@@ -87,22 +96,27 @@ class Answer:
 
     # the answer
 
-    def start(self, status: int, headers: bytes, route: bytes, data: bytes) -> None:
+    def start(self, status: int, headers: bytes, route: bytes, data: bytes, *, is_events: bool) -> None:
         """Begin an answer that is sent in pieces.
 
         Args:
             headers: lines of the replica's response.
             route: lines that tell how the replica was chosen.
+            is_events: whether each piece is whole events, so that comments may come between them.
         """
         outcome = self._outcome
         self.is_started = True
-        self.close()
+        if is_events and self._quiet is not None:
+            self._quiet.set(self._comments.interval_s)
+        else:
+            self.close()
         outcome.status = status
         outcome.first_event_s = self._now() - outcome.started
         self._client.start(status, headers + self._identity + route, data)
 
     def send(self, data: bytes) -> None:
         """Continue the answer."""
+        self._was_quiet = False
         self._client.send(data)
 
     def finish(self) -> None:

@@ -1,4 +1,4 @@
-"""Comments that keep a stream's connection open before there is an answer.
+"""Comments that keep a stream's connection open while there is nothing to send.
 
 Owns: the comment, when one is due, and how the answer continues inside a stream that has begun with comments.
 Must not know: attempts, which replica answers.
@@ -20,10 +20,11 @@ COMMENT = b": keep-alive\n\n"
 
 @dataclass(frozen=True, slots=True)
 class CommentSchedule:
-    """When the client of a stream that has no event yet gets a comment. Times in seconds."""
+    """When the client of a stream that has no event for it gets a comment. Times in seconds."""
 
     interval_s: float = 10.0
-    """Time between two comments: a sixth of the idle time that common load balancers allow."""
+    """Time between two comments: a sixth of the idle time that common load balancers allow. After an event the first
+    comment comes within twice this time."""
     after_s: float = 15.0
     """A request that was sent to a replica and not accepted gets comments once it is this old. Most failures happen
     earlier, and can then still have a status of their own."""
