@@ -33,6 +33,8 @@ async def test_ping_answers_as_health(http: httpx.AsyncClient, monkeypatch: pyte
     [
         ({"messages": []}, "messages"),
         ({"prompt": "x", "n": 0}, "n"),
+        ({"messages": None, "prompt": "x", "n": 0}, "n"),
+        ({"messages": None}, None),
         ({"input": 5}, "input"),
         ({"model": "tiny"}, None),
         ([], None),

@@ -17,6 +17,8 @@ from argosy_protocol.json_limits import decode_body
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_NULL = b"null"
+"""A field with this value counts as absent, as everywhere in the API."""
 
 
 def add_sagemaker_routes(
@@ -37,6 +39,6 @@ def add_sagemaker_routes(
     async def invocations(request: Request) -> Response:
         given = decode_body(_FIELDS, await request.body())
         for field, endpoint in endpoints.items():
-            if field in given:
+            if bytes(given.get(field, _NULL)) != _NULL:
                 return await endpoint(request)
         raise BadRequest(f"the request needs one of the fields {', '.join(endpoints)}")
