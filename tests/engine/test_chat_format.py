@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from argosy_engine.api.openai.chat_format import ChatFormat
+from argosy_engine.config import ParserConfig
 from argosy_engine.frontend.outputs import GenerationOutput
 from argosy_engine.frontend.renderer import Renderer
 from argosy_engine.models.model_path import resolve_model
@@ -72,6 +73,25 @@ def test_without_parallel_calls_the_first_one_is_returned(renderer: Renderer, st
 def test_a_named_call_finishes_with_stop(renderer: Renderer, stream: bool) -> None:
     assert calls_and_reason(renderer, stream=stream, tool_choice=NAMED)[1] == "stop"
     assert calls_and_reason(renderer, stream=stream, tool_choice="required")[1] == "tool_calls"
+
+
+def kimi_call(number: int) -> str:
+    return f"<|tool_call_begin|>functions.ping:{number}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+
+
+@pytest.mark.parametrize("resumed", [0, 2, 3])
+def test_ids_that_a_model_repeats_become_unique(resumed: int) -> None:
+    """Also in a stream that is resumed after some of the calls."""
+    config = SimpleNamespace(
+        model_path=resolve_model("builtin://tiny"), model_name="m", vocab_size=1024, max_model_len=4096
+    )
+    kimi = Renderer(config, ParserConfig(tool_call_parser="kimi_k2"))  # type: ignore[arg-type]
+    texts = [kimi_call(number) for number in (1, 1, 2, 2, 0)]
+    made = formatted(kimi, tools=[PING])
+    before = "".join(texts[:resumed])
+    deltas = made.deltas(GenerationOutput(0, "".join(texts[resumed:]), [7], "stop", resumed_text=before))
+    ids = [call.id for delta in deltas for call in delta.delta.tool_calls]
+    assert ids == [f"functions.ping:{number}" for number in (1, 2, 3, 4, 0)][resumed:]
 
 
 def test_a_message_has_all_fields_of_openai(renderer: Renderer) -> None:

@@ -393,7 +393,9 @@ def test_the_grammar_of_required_calls_allows_what_the_parser_reads(family: str,
 def test_ids_of_calls_are_repeatable(family: str) -> None:
     parser = TOOL_PARSERS[family]()
     ids = [parser.call_id("r", choice, number, NOW) for choice, number in ((0, 0), (0, 1), (1, 0))]
-    assert len(set(ids)) == 3
+    assert len(set(ids[:2])) == 2
+    if family != "kimi_k2":  # the model writes the same ids in each choice
+        assert len(set(ids)) == 3
     assert ids[0] == TOOL_PARSERS[family]().call_id("r", 0, 0, NOW)
     if family == "mistral":  # its templates refuse others
         assert all(len(id_) == 9 and id_.isalnum() for id_ in ids)

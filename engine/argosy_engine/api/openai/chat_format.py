@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from argosy_engine.api.openai.call_ids import CallIds
 from argosy_engine.api.openai.choice_stream import ChoiceFormat, created_at
 from argosy_engine.api.openai.logprobs_format import LogprobsFormat
 from argosy_engine.api.openai.reasoning_counter import ReasoningCounter
@@ -64,7 +65,13 @@ class ChatFormat(ChoiceFormat[ChatChunkChoice, ChatCompletionChunk, ChatCompleti
         self._max_calls = 1 if request.parallel_tool_calls is False else None
         self._names_call = isinstance(request.tool_choice, dict)
         self._parsers = [renderer.chat_parser(request, prompt) for _ in range(num_choices)]
-        self._tool_parser = renderer.tool_parser(request)
+        tool_parser = renderer.tool_parser(request)
+        self._call_ids = [
+            CallIds(tool_parser, request_id, choice)
+            for choice in range(num_choices)
+            if tool_parser is not None
+        ]
+        """One for each choice; none if the request has no tools."""
         self._counters = [ReasoningCounter(prompt.reasoning) for _ in range(num_choices)]
         if request.resume is not None:
             for counter, resumed in zip(self._counters, request.resume.choices, strict=True):
@@ -96,7 +103,7 @@ class ChatFormat(ChoiceFormat[ChatChunkChoice, ChatCompletionChunk, ChatCompleti
         parser = self._parsers[output.index]
         self._counters[output.index].add(output.token_ids)
         if output.resumed_text:
-            parser.feed(output.resumed_text)
+            self._tool_calls(parser.feed(output.resumed_text).calls, output.index, 0, is_delta=True)
         num_calls = parser.num_calls
         parsed = parser.feed(output.text, is_last=output.finish_reason is not None)
         delta = Delta(
@@ -162,17 +169,14 @@ class ChatFormat(ChoiceFormat[ChatChunkChoice, ChatCompletionChunk, ChatCompleti
     def _tool_calls(
         self, calls: Sequence[ParsedCall], choice: int, first: int, *, is_delta: bool
     ) -> tuple[ToolCall, ...]:
-        """Format calls; without `parallel_tool_calls` only the first one of the choice, as in vLLM.
-
-        A call's id is a function of the request's id, so that a resumed stream repeats it.
-        """
-        if self._tool_parser is None:
+        """Format the next calls of a choice; without `parallel_tool_calls` only its first one, as in vLLM."""
+        if not self._call_ids:
             return ()
         if self._max_calls is not None:
             calls = calls[: max(0, self._max_calls - first)]
         return tuple(
             ToolCall(
-                id=self._tool_parser.call_id(self._request_id, choice, number, call),
+                id=self._call_ids[choice].add(number, call),
                 type="function",
                 index=number if is_delta else None,
                 function=FunctionCall(name=call.name, arguments=call.arguments),

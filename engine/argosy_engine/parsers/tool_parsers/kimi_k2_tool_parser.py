@@ -29,6 +29,10 @@ class KimiK2ToolParser(ToolParser):
         last=_END_SECTION,
     )
 
+    def call_id(self, request_id: str, choice: int, number: int, call: ParsedCall) -> str:
+        """Return the id that the model wrote, or one of its form: the template renders the name by the id alone."""
+        return call.id or f"functions.{call.name}:{number}"
+
     def scanner(self, start: str) -> Scanner:
         return MarkerScanner(_END_CALL)
 
