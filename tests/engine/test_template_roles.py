@@ -10,6 +10,12 @@ from chat_requests import chat
 
 USER = {"role": "user", "content": "Hi"}
 ANY_ROLE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+TOOL_RESULT = {"role": "tool", "content": "42", "tool_call_id": "c"}
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+IF_TOOLS = """{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}
+{% elif m.role == 'tool' and tools %}({{ m.content }}){% endif %}{% endfor %}"""
+IF_DOCUMENTS = IF_TOOLS.replace("and tools", "and documents")
+IF_ASKED = IF_TOOLS.replace("and tools", "and shows_results is defined and shows_results")
 NO_SYSTEM = """{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system role') }}
 {% elif m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"""
 
@@ -54,3 +60,46 @@ def test_roles_that_a_template_renders_pass(template: ChatTemplate) -> None:
 def test_a_template_that_refuses_a_role_says_why_itself() -> None:
     with pytest.raises(InvalidRequest, match="no system role"):
         ChatTemplate(NO_SYSTEM, {}).render(chat(messages=[{"role": "system", "content": "x"}, USER]))
+
+
+@pytest.mark.parametrize(
+    ("source", "fields"),
+    [
+        (IF_TOOLS, {"tools": TOOLS}),
+        (IF_DOCUMENTS, {"documents": [{"text": "x"}]}),
+        (IF_ASKED, {"chat_template_kwargs": {"shows_results": True}}),
+    ],
+)
+def test_what_becomes_of_a_role_may_depend_on_the_other_arguments(
+    source: str, fields: dict[str, object]
+) -> None:
+    template = ChatTemplate(source, {})
+    messages = [USER, TOOL_RESULT]
+    for _ in range(2):
+        assert "(42)" in template.render(chat(messages=messages, **fields))
+        with pytest.raises(InvalidRequest, match="does not render the role 'tool'"):
+            template.render(chat(messages=messages))
+
+
+def test_a_role_that_needs_tools_is_refused_with_that_remedy() -> None:
+    for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+        with pytest.raises(InvalidRequest, match="send the tools"):
+            ChatTemplate(IF_TOOLS, {}).render(chat(messages=[USER, TOOL_RESULT], **fields))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    ["m.content|upper", "m.content|title", "m.content[:3]", "m.content[-2:]", "m.content.split('p')[0]"],
+)
+def test_a_template_may_change_what_it_renders(changed: str) -> None:
+    source = f"{{% for m in messages %}}<{{{{ m.role }}}}>{{{{ {changed} }}}}{{% endfor %}}"
+    told = {"role": "system", "content": "x"}
+    assert "<system>" in ChatTemplate(source, {}).render(chat(messages=[told, USER, told]))
+
+
+def test_the_number_of_roles_is_bounded() -> None:
+    messages = [{"role": f"r{number}", "content": "x"} for number in range(65)]
+    assert ChatTemplate(ANY_ROLE, {}).render(chat(messages=messages[:64])).endswith("<r63>x")
+    with pytest.raises(InvalidRequest, match="65 roles; at most 64") as caught:
+        ChatTemplate(ANY_ROLE, {}).render(chat(messages=messages))
+    assert caught.value.param == "messages"

@@ -80,7 +80,7 @@ class ChatTemplate:
         self.has_thinking = "enable_thinking" in self.variables or has_reasoning(source)
         """Whether the model may think before it answers."""
         self._special_tokens = dict(special_tokens)
-        self._roles = TemplateRoles(lambda messages: self._rendered(messages=messages))
+        self._roles = TemplateRoles(self._rendered)
 
     @classmethod
     def load(cls, path: Path) -> ChatTemplate | None:
@@ -122,7 +122,12 @@ class ChatTemplate:
         tools = request.tools if request.tools and request.tool_choice != "none" else None
         values = {
             **arguments,
-            "messages": self._roles.known(_plain_messages(request.messages)),
+            "messages": self._roles.known(
+                _plain_messages(request.messages),
+                has_tools=bool(tools),
+                has_documents=bool(request.documents),
+                arguments=arguments,
+            ),
             "tools": tools,
             "documents": request.documents,
         }

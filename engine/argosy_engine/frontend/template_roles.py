@@ -4,23 +4,31 @@ Many templates skip a message whose role they do not know, and the model answers
 refused; `developer`, by which OpenAI's newer models call what others call `system`, becomes `system` where a template
 does not know it.
 
-Invariant: a role counts as dropped only if the template rendered a probe of it without its text. A template that fails
-on a probe may fail on the request, too, and says why.
+Invariant: a role counts as dropped only if the template rendered probes of it, and what it made of them did not depend
+on their text. A template that fails on a probe may fail on the request, too, and says why.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from argosy_engine.errors import InvalidRequest
 
 Message = dict[str, Any]
 
-_MARK = "argosyprobe"
-"""Text of a probe: one word, so that templates that trim or quote keep it."""
+_MARKS = ("argosyprobe", "Text of Another")
+"""Two texts of a probe: they differ in every part, since templates may trim, cut or change what they render."""
+_TOOLS: Sequence[Mapping[str, Any]] = (
+    {
+        "type": "function",
+        "function": {"name": "f", "description": "c", "parameters": {"type": "object", "properties": {}}},
+    },
+)
+_DOCUMENTS: Sequence[Mapping[str, Any]] = ({"title": "d", "text": "e"},)
 _USER: Message = {"role": "user", "content": "a"}
 _ANSWER: Message = {"role": "assistant", "content": "b"}
 _CALL: Message = {
@@ -41,45 +49,103 @@ _LATER: Sequence[tuple[list[Message], list[Message]]] = (
 """Messages before and after the probe."""
 _KNOWN_ROLES = 256
 """Number of answers kept; clients choose the names of roles."""
+_MAX_ROLES = 64
+"""Roles of one request: each may take as many renderings as there are probes."""
+_MAX_VALUE_CHARS = 1024
+"""A template argument that is longer as JSON is not given to the probes."""
+
+
+class Render(Protocol):
+    """Renders messages by the template; fails in any way."""
+
+    def __call__(
+        self,
+        *,
+        messages: list[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        documents: Sequence[Mapping[str, Any]] | None,
+        **arguments: Any,
+    ) -> str: ...
+
+
+class _Given(NamedTuple):
+    """What a request gives its template besides messages, on which it may depend what becomes of a message."""
+
+    tools: bool
+    documents: bool
+    arguments: str
+    """Template arguments as JSON text."""
 
 
 class TemplateRoles:
-    """
-    Args:
-        render: renders messages by the template; fails in any way.
-    """
-
-    def __init__(self, render: Callable[[list[Message]], str]) -> None:
+    def __init__(self, render: Render) -> None:
         self._render = render
         self._is_dropped = lru_cache(_KNOWN_ROLES)(self._probe)
 
-    def known(self, messages: list[Message]) -> list[Message]:
+    def known(
+        self,
+        messages: list[Message],
+        *,
+        has_tools: bool = False,
+        has_documents: bool = False,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> list[Message]:
         """Return the messages in roles that the template renders.
 
-        Raises:
-            InvalidRequest: the template would drop a message.
-        """
-        return [self._known(message, index) for index, message in enumerate(messages)]
+        Args:
+            has_tools: whether the template gets tools with them.
+            has_documents: whether it gets documents.
+            arguments: values of variables that it declares.
 
-    def _known(self, message: Message, index: int) -> Message:
+        Raises:
+            InvalidRequest: the template would drop a message, or there are too many roles.
+        """
+        num_roles = len({message["role"] for message in messages})
+        if num_roles > _MAX_ROLES:
+            raise InvalidRequest(f"the messages have {num_roles} roles; at most {_MAX_ROLES}", "messages")
+        texts = {name: json.dumps(value) for name, value in (arguments or {}).items()}
+        short = (
+            f"{json.dumps(name)}: {text}" for name, text in texts.items() if len(text) <= _MAX_VALUE_CHARS
+        )
+        given = _Given(has_tools, has_documents, f"{{{', '.join(sorted(short))}}}")
+        return [self._known(message, index, given) for index, message in enumerate(messages)]
+
+    def _known(self, message: Message, index: int, given: _Given) -> Message:
         role: str = message["role"]
-        if role in ("user", "assistant") or not self._is_dropped(role, index == 0):
+        is_first = index == 0
+        if role in ("user", "assistant") or not self._is_dropped(role, is_first, given):
             return message
-        if role == "developer" and not self._is_dropped("system", index == 0):
+        if role == "developer" and not self._is_dropped("system", is_first, given):
             return {**message, "role": "system"}
         where = f"messages[{index}].role"
-        place = "in the first message" if index == 0 else "after the first message"
+        place = "in the first message" if is_first else "after the first message"
+        remedy = "use system, user, assistant or tool"
+        if not given.tools and not self._is_dropped(role, is_first, given._replace(tools=True)):
+            place, remedy = "without tools", "send the tools, and no tool_choice of 'none'"
         raise InvalidRequest(
-            f"{where}: this model's chat template does not render the role {role!r} {place}; "
-            "use system, user, assistant or tool",
+            f"{where}: this model's chat template does not render the role {role!r} {place}; {remedy}",
             param=where,
         )
 
-    def _probe(self, role: str, is_first: bool) -> bool:
+    def _probe(self, role: str, is_first: bool, given: _Given) -> bool:
         """Return whether the template leaves out a message of that role."""
-        probe: Message = {"role": role, "content": _MARK, "name": "f", "tool_call_id": "123456789"}
-        rendered: list[str] = []
+        arguments = json.loads(given.arguments)
+        is_rendered = False
         for before, after in _FIRST if is_first else _LATER:
+            probes = (
+                {"role": role, "content": mark, "name": "f", "tool_call_id": "123456789"} for mark in _MARKS
+            )
             with contextlib.suppress(Exception):  # a template may fail in any way
-                rendered.append(self._render([*before, probe, *after]))
-        return bool(rendered) and not any(_MARK in text for text in rendered)
+                one, other = (
+                    self._render(
+                        messages=[*before, probe, *after],
+                        tools=_TOOLS if given.tools else None,
+                        documents=_DOCUMENTS if given.documents else None,
+                        **arguments,
+                    )
+                    for probe in probes
+                )
+                if one != other:
+                    return False
+                is_rendered = True
+        return is_rendered
