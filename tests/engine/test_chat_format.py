@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from types import SimpleNamespace
 
 import msgspec
 import pytest
+import tokenizers
 
 from argosy_engine.api.openai.chat_format import ChatFormat
 from argosy_engine.config import ParserConfig
@@ -114,6 +116,67 @@ def test_usage_counts_reasoning_tokens(renderer: Renderer, stream: bool) -> None
         assert details is not None
         count = details.reasoning_tokens
     assert count == len(renderer.tokenizer.encode(f"\n{thought}\n", add_special_tokens=False).ids)
+
+
+def counted(made: ChatFormat, parts: list[GenerationOutput], *, stream: bool) -> int:
+    if stream:
+        for part in parts:
+            made.deltas(part)
+    else:
+        made.response(parts)
+    return made.num_reasoning_tokens
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_that_end_the_reasoning_are_no_part_of_it(renderer: Renderer, stream: bool) -> None:
+    thought = "I ask thrice, with <tool_call> marks."
+    parts = outputs(renderer, f"<think>{thought}{CALLS}", in_parts=stream)
+    count = len(renderer.tokenizer.encode(thought, add_special_tokens=False).ids)
+    assert counted(formatted(renderer, tools=[PING]), parts, stream=stream) == count
+    assert counted(formatted(renderer), parts, stream=stream) > count, "without tools all of it is reasoning"
+
+
+def test_a_resumed_stream_counts_the_reasoning_before_a_call(renderer: Renderer) -> None:
+    thought, call = "I ask", CALLS.splitlines(keepends=True)[:3]
+    before, after = (
+        renderer.tokenizer.encode(text, add_special_tokens=False).ids
+        for text in (f"<think>{thought}{call[0]}", "".join(call[1:]))
+    )
+    made = formatted(renderer, tools=[PING], resume={"created": 1, "choices": [{"token_ids": before}]})
+    resumed = f"<think>{thought}{call[0]}"
+    made.deltas(GenerationOutput(0, "".join(call[1:]), after, "stop", resumed_text=resumed))
+    assert made.num_reasoning_tokens == len(renderer.tokenizer.encode(thought, add_special_tokens=False).ids)
+
+
+@pytest.fixture(scope="module")
+def harmony(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
+    """A renderer for a model that writes the Harmony format."""
+    path = tmp_path_factory.mktemp("model")
+    shutil.copytree(resolve_model("builtin://tiny"), path, dirs_exist_ok=True)
+    tokenizer = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+    marks = ("start", "channel", "message", "end", "call", "return", "constrain")
+    tokenizer.add_special_tokens([f"<|{mark}|>" for mark in marks])
+    tokenizer.save(str(path / "tokenizer.json"))
+    config = SimpleNamespace(model_path=str(path), model_name="m", vocab_size=2048, max_model_len=4096)
+    parsers = ParserConfig(tool_call_parser="openai", reasoning_parser="openai_gptoss")
+    return Renderer(config, parsers)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "after",
+    [
+        '<|end|><|start|>assistant<|channel|>commentary to=functions.ping <|constrain|>json<|message|>{"n": 1}<|call|>',
+        "<|end|><|start|>assistant<|channel|>commentary<|message|>I ask, then I wait for an answer.<|end|>",
+        "<|channel|>final<|message|>A greeting.<|return|>",
+    ],
+)
+def test_messages_after_the_analysis_are_no_reasoning(harmony: Renderer, after: str, stream: bool) -> None:
+    thoughts = ["Small talk.", "So a greeting"]
+    analysis = "<|end|><|start|>assistant".join(f"<|channel|>analysis<|message|>{text}" for text in thoughts)
+    parts = outputs(harmony, analysis + after, in_parts=stream)
+    count = sum(len(harmony.tokenizer.encode(text, add_special_tokens=False).ids) for text in thoughts)
+    assert counted(formatted(harmony, tools=[PING]), parts, stream=stream) == count
 
 
 def test_a_resumed_stream_counts_the_reasoning_before_it(renderer: Renderer) -> None:

@@ -86,6 +86,12 @@ class Renderer:
         self._end_before_calls = (
             tuple(self.tokenizer.encode(before_calls, add_special_tokens=False).ids) if before_calls else ()
         )
+        self.message_end_ids = frozenset(
+            self.tokenizer.control_tokens[mark]
+            for mark in thoughts.message_ends
+            if mark in self.tokenizer.control_tokens
+        )
+        """Tokens that end a message of reasoning, if the model may write several."""
         special = {
             text: id_
             for text, id_ in self.tokenizer.control_tokens.items()

@@ -18,7 +18,7 @@ from argosy_engine.frontend.outputs import GenerationOutput
 from argosy_engine.frontend.renderer import Renderer, TokenizedPrompt
 from argosy_engine.parsers.chat_parser import ChatParser
 from argosy_engine.parsers.harmony_parser import HarmonyParser
-from argosy_engine.parsers.parsed_output import ParsedCall
+from argosy_engine.parsers.parsed_output import Parsed, ParsedCall
 from argosy_protocol.openai import (
     ChatChoice,
     ChatChunkChoice,
@@ -72,7 +72,12 @@ class ChatFormat(ChoiceFormat[ChatChunkChoice, ChatCompletionChunk, ChatCompleti
             if tool_parser is not None
         ]
         """One for each choice; none if the request has no tools."""
-        self._counters = [ReasoningCounter(prompt.reasoning) for _ in range(num_choices)]
+        self._tokenizer = renderer.tokenizer
+        self._counters = [
+            ReasoningCounter(prompt.reasoning, renderer.message_end_ids) for _ in range(num_choices)
+        ]
+        self._thoughts: list[list[str]] = [[] for _ in range(num_choices)]
+        """Texts of reasoning that a call may end."""
         if request.resume is not None:
             for counter, resumed in zip(self._counters, request.resume.choices, strict=True):
                 counter.add(resumed.token_ids)
@@ -103,9 +108,10 @@ class ChatFormat(ChoiceFormat[ChatChunkChoice, ChatCompletionChunk, ChatCompleti
         parser = self._parsers[output.index]
         self._counters[output.index].add(output.token_ids)
         if output.resumed_text:
-            self._tool_calls(parser.feed(output.resumed_text).calls, output.index, 0, is_delta=True)
+            resumed = self._parse(output.index, output.resumed_text, is_last=False)
+            self._tool_calls(resumed.calls, output.index, 0, is_delta=True)
         num_calls = parser.num_calls
-        parsed = parser.feed(output.text, is_last=output.finish_reason is not None)
+        parsed = self._parse(output.index, output.text, is_last=output.finish_reason is not None)
         delta = Delta(
             content=parsed.content or None,
             reasoning=(self._request.include_reasoning and parsed.reasoning) or None,
@@ -147,7 +153,7 @@ class ChatFormat(ChoiceFormat[ChatChunkChoice, ChatCompletionChunk, ChatCompleti
         """Format a complete choice."""
         request, parser = self._request, self._parsers[output.index]
         self._counters[output.index].add(output.token_ids)
-        parsed = parser.feed(output.text, is_last=True)
+        parsed = self._parse(output.index, output.text, is_last=True)
         calls = self._tool_calls(parsed.calls, output.index, 0, is_delta=False)
         message = ResponseMessage(
             role="assistant",
@@ -165,6 +171,17 @@ class ChatFormat(ChoiceFormat[ChatChunkChoice, ChatCompletionChunk, ChatCompleti
             logprobs=self._logprobs.chat(output.logprobs) if request.logprobs else None,
             token_ids=output.token_ids if request.return_token_ids else None,
         )
+
+    def _parse(self, choice: int, text: str, *, is_last: bool) -> Parsed:
+        """Parse more text of a choice, whose tokens are counted."""
+        parser, counter = self._parsers[choice], self._counters[choice]
+        parsed = parser.feed(text, is_last=is_last)
+        if self._call_ids and counter.is_open:
+            thoughts = self._thoughts[choice]
+            thoughts.append(parsed.reasoning)
+            if is_last and parser.num_calls:
+                counter.end(len(self._tokenizer.encode("".join(thoughts), add_special_tokens=False).ids))
+        return parsed
 
     def _tool_calls(
         self, calls: Sequence[ParsedCall], choice: int, first: int, *, is_delta: bool

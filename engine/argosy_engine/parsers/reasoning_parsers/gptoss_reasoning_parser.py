@@ -12,3 +12,4 @@ class GptOssReasoningParser(ReasoningParser):
     start = "<|channel|>analysis<|message|>"
     end = "<|start|>assistant<|channel|>final<|message|>"
     end_before_calls = "<|start|>assistant"
+    message_ends = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
