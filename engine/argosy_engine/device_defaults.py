@@ -40,5 +40,5 @@ def async_scheduling(args: EngineArgs, device: str) -> bool:
     if args.pipeline_parallel_size > 1:
         return False
     if args.async_scheduling is None:
-        return device != "cpu" or args.executor_backend == "mp"
+        return device != "cpu" or args.executor_backend not in ("uni", "external_launcher")
     return args.async_scheduling

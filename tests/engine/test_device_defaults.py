@@ -15,6 +15,7 @@ from argosy_engine.device_defaults import async_scheduling, max_num_mixed_prefil
     [
         ("cpu", {"distributed_executor_backend": "uni"}, 256, 0.4, False),
         ("cpu", {"distributed_executor_backend": "mp"}, 256, 0.4, True),
+        ("cpu", {"distributed_executor_backend": "ray"}, 256, 0.4, True),
         ("cuda:0", {"distributed_executor_backend": "uni"}, None, 0.9, True),
         (
             "cpu",
