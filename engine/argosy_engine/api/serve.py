@@ -16,7 +16,7 @@ import uvicorn
 
 from argosy_engine.api.app import Engine, build_app
 from argosy_engine.api.engine_flag_parser import EngineFlagParser
-from argosy_engine.api.http.auth_middleware import ADMIN_PATHS, AuthMiddleware
+from argosy_engine.api.http.auth_middleware import AuthMiddleware
 from argosy_engine.api.http.connection_limit import protocol_of
 from argosy_engine.api.http.http_server import HttpServer
 from argosy_engine.api.http.request_limits import RequestLimits
@@ -108,7 +108,7 @@ async def _serve(
         takes_any_name=options.any_model_name,
     )
     engine.log_stats = not options.disable_log_stats
-    limited = RequestLimits(build_app(engine), ADMIN_PATHS)
+    limited = RequestLimits(build_app(engine))
     num_descriptors -= MIN_FREE * (args.data_parallel_size - 1)  # of further cores
     server = HttpServer(
         uvicorn.Config(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
-
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from argosy_engine.api.http.error_response import send_error
@@ -14,33 +12,29 @@ MAX_BODY_BYTES = 32 << 20
 
 
 class RequestLimits:
-    """
-    Args:
-        bodyless_paths: routes that take no body; their requests need no Content-Type.
-    """
+    """A request without a body needs no Content-Type."""
 
-    def __init__(self, app: ASGIApp, bodyless_paths: Set[str] = frozenset()) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._bodyless_paths = bodyless_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if scope["path"] not in self._bodyless_paths:
-            try:
-                _check_body_headers(scope)
-            except ApiError as error:
-                await send_error(send, error)
-                return
+        try:
+            _check_body_headers(scope)
+        except ApiError as error:
+            await send_error(send, error)
+            return
         await self._app(scope, _limited(receive), send)
 
 
 def _check_body_headers(scope: Scope) -> None:
     headers: dict[bytes, bytes] = dict(scope["headers"])
-    if int(headers.get(b"content-length") or 0) > MAX_BODY_BYTES:
+    length = int(headers.get(b"content-length") or 0)
+    if length > MAX_BODY_BYTES:
         raise PayloadTooLarge(f"request body exceeds {MAX_BODY_BYTES} bytes")
-    if scope["method"] == "POST":
+    if scope["method"] == "POST" and (length or b"transfer-encoding" in headers):
         # Browsers send other types across origins without a preflight request.
         kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
         if kind != b"application/json":
