@@ -1,15 +1,17 @@
-"""The value of the field at fault, for the message about a request that cannot be decoded.
+"""The value of the field at fault, for the message about a request that cannot be decoded, and the values it may have.
 
-Owns: finding the value, and how much of it is shown. Must not know: what is wrong with it.
+Owns: finding the value, and how much of it is shown; finding the values that are allowed. Must not know: what is wrong.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from functools import lru_cache
 from typing import Any
 
 import msgspec
+from msgspec import inspect
 
 MAX_SHOWN_CHARS = 64
 MAX_SEARCHED_BYTES = 64 * 1024
@@ -42,6 +44,39 @@ def shown_value(body: bytes, kind: Any, path: str) -> str:
         return ""
     text = json.dumps(value, ensure_ascii=False)
     return f"; it is {text if len(text) <= MAX_SHOWN_CHARS else text[:MAX_SHOWN_CHARS] + '...'}"
+
+
+@lru_cache(maxsize=256)
+def allowed_values(kind: Any, path: str) -> tuple[str | int, ...]:
+    """Return the values that the field at `path` may have; empty if these are not listed by its type.
+
+    Args:
+        kind: the type of the whole body.
+        path: as in `shown_value`.
+    """
+    kinds: list[Any] = [inspect.type_info(kind)]
+    for name, _ in _STEP.findall(path):
+        kinds = [inner for each in _members(kinds) for inner in _parts(each, name)]
+    return tuple(
+        value for each in _members(kinds) if isinstance(each, inspect.LiteralType) for value in each.values
+    )
+
+
+def _members(kinds: list[Any]) -> list[Any]:
+    """Return the types with each union replaced by its members."""
+    members: list[Any] = []
+    for kind in kinds:
+        inner = kind.type if isinstance(kind, inspect.Metadata) else kind
+        members += _members(list(inner.types)) if isinstance(inner, inspect.UnionType) else [inner]
+    return members
+
+
+def _parts(kind: Any, name: str) -> list[Any]:
+    """Return the types of an object's field, or of a list's items if the name is empty."""
+    if not name:
+        return [kind.item_type] if isinstance(kind, inspect.ListType | inspect.VarTupleType) else []
+    fields = kind.fields if isinstance(kind, inspect.StructType | inspect.TypedDictType) else ()
+    return [field.type for field in fields if field.encode_name == name]
 
 
 def _item_at_fault(mapping: dict[str, Any], kind: Any, field: Any) -> dict[str, Any] | None:

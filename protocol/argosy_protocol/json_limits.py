@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from argosy_protocol.errors import BadRequest, PayloadTooLarge
-from argosy_protocol.invalid_value import shown_value
+from argosy_protocol.invalid_value import allowed_values, shown_value
 
 _Body = TypeVar("_Body")
 
@@ -29,6 +29,9 @@ one, takes three per level."""
 
 _ONLY_NULL = "Expected `null`, "
 """Beginning of msgspec's message about a field that takes no value (`openai.InternalFields`)."""
+
+_NO_MEMBER = "Invalid enum value "
+"""Beginning of msgspec's message about a value that is not among those of a Literal; it quotes the value."""
 
 _NAMED_FIELD = re.compile(r"Object (?:missing required|contains unknown) field `([^`]{1,128})`")
 """msgspec's messages whose path is that of the object that contains the field."""
@@ -69,12 +72,19 @@ def decode_body(decoder: msgspec.json.Decoder[_Body], body: bytes) -> _Body:
         if message.startswith(_ONLY_NULL):
             message = f"{param} is internal to engines and refused from clients"
         elif param is not None and _NAMED_FIELD.match(message) is None:
-            message = f"{param}: {message}{shown_value(body, decoder.type, param)}"
+            message = f"{param}: {message}{_explanation(message, body, decoder.type, param)}"
         raise BadRequest(message, param=param) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadRequest(f"request body is not valid JSON: {str(error)[:200]}") from None
     except RecursionError:  # called with little stack left
         raise BadRequest("request body is nested too deeply") from None
+
+
+def _explanation(message: str, body: bytes, kind: Any, param: str) -> str:
+    """Return the end of a message, which names the allowed values or quotes the one that was given."""
+    if message.startswith(_NO_MEMBER) and (allowed := allowed_values(kind, param)):
+        return f"; give one of {', '.join(str(value) for value in allowed)}"
+    return shown_value(body, kind, param)
 
 
 def message_and_field(error: msgspec.ValidationError) -> tuple[str, str | None]:

@@ -82,6 +82,10 @@ def test_fields_that_would_change_an_answer_are_not_ignored(
         ({"seed": "x" * 100}, f'seed: Expected `int | null`, got `str`; it is "{"x" * 63}...'),
         ({"top_p": 0, "user": "x" * 100_000}, "top_p: Expected `float` > 0.0"),
         ({"messages": [{"role": 5}]}, "messages[0].role: Expected `str`, got `int`"),
+        (
+            {"reasoning_effort": "Low"},
+            "reasoning_effort: Invalid enum value 'Low'; give one of high, low, max, medium, minimal, none, xhigh",
+        ),
         ({"messages": None}, "messages: Expected `array`, got `null`"),
     ],
 )
