@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from argosy_engine import LLM
+from argosy_engine.api import doctor, serve
 from argosy_engine.errors import ConfigError
 from argosy_engine.frontend.chat_template import ChatTemplate
 from argosy_engine.frontend.detokenizer import IncrementalDetokenizer
@@ -92,6 +94,23 @@ def test_flags_take_precedence_and_unknown_names_are_refused() -> None:
         choose_parsers(None, {}, tool_call_parser="nope")
     with pytest.raises(ConfigError, match=r"--reasoning-parser nope: .*qwen3"):
         choose_parsers(None, {}, reasoning_parser="nope")
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("tool_call_parser", "foo"), ("reasoning_parser", "qwen"), ("tool_parser_plugin", "/missing/plugin.py")],
+)
+def test_wrong_flags_are_refused_before_the_model_is_read(
+    flag: str, value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = f"--{flag.replace('_', '-')}"
+    with pytest.raises(ConfigError, match=f"^{name} {value}: "):
+        LLM(str(tmp_path / "missing"), **{flag: value})
+    for program in (doctor.main, serve.parse_args):
+        with pytest.raises(SystemExit) as ended:
+            program([str(tmp_path / "missing"), name, value])
+        assert ended.value.code == 2
+        assert f"{name} {value}: " in capsys.readouterr().err
 
 
 def test_a_plugin_registers_a_parser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import argparse
 
 from argosy_engine.config import EngineArgs
 from argosy_engine.errors import ConfigError
+from argosy_engine.parsers.parser_registry import check_parser_flags
 from argosy_protocol.program.flags import FlagParser, InvalidValue
 
 
@@ -32,6 +33,7 @@ class EngineFlagParser(FlagParser):
         try:
             args = self.build(EngineArgs, options, model=options.model)
             args.check()
+            check_parser_flags(args)
         except (InvalidValue, ConfigError) as error:
             self.error(str(error))
         return args

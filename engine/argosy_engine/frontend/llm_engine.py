@@ -28,6 +28,7 @@ from argosy_engine.frontend.prompts import PromptType
 from argosy_engine.frontend.renderer import TokenizedPrompt
 from argosy_engine.messages.collective_rpc import CollectiveRpc
 from argosy_engine.params.sampling_params import SamplingParams
+from argosy_engine.parsers.parser_registry import check_parser_flags
 
 logger = logging.getLogger("argosy.frontend")
 
@@ -62,6 +63,7 @@ class LLMEngine:
         """
         if multiprocess:
             args.check_core_process()
+        check_parser_flags(args)
         with local_model(args) as local:
             client: SyncClient
             if local.executor_backend == "external_launcher":

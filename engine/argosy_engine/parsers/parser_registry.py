@@ -10,7 +10,7 @@ import importlib.util
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from argosy_engine.errors import ConfigError
 from argosy_engine.parsers.reasoning_parsers.abstract_reasoning_parser import ReasoningParser
@@ -35,6 +35,9 @@ from argosy_engine.parsers.tool_parsers.pythonic_tool_parser import (
     PythonicToolParser,
 )
 from argosy_engine.parsers.tool_parsers.qwen3_coder_tool_parser import Qwen3CoderToolParser
+
+if TYPE_CHECKING:
+    from argosy_engine.config import EngineArgs
 
 logger = logging.getLogger("argosy.parsers")
 
@@ -144,6 +147,20 @@ def load_tool_parser_plugin(path: str) -> None:
             f"--tool-parser-plugin {path}: {type(error).__name__}: {error}; give a Python file that registers a "
             "subclass of ToolParser with argosy_engine.parsers.parser_registry.register_tool_parser"
         ) from error
+
+
+def check_parser_flags(args: EngineArgs) -> None:
+    """Check the flags that name parsers, which needs no model. Runs the plugin, as every `Renderer` does.
+
+    Raises:
+        ConfigError: the plugin cannot be run, or there is no parser of that name.
+    """
+    if args.tool_parser_plugin is not None:
+        load_tool_parser_plugin(args.tool_parser_plugin)
+    if args.tool_call_parser is not None and args.tool_call_parser not in TOOL_PARSERS:
+        raise _unknown("--tool-call-parser", args.tool_call_parser, TOOL_PARSERS)
+    if args.reasoning_parser is not None and args.reasoning_parser not in REASONING_PARSERS:
+        raise _unknown("--reasoning-parser", args.reasoning_parser, REASONING_PARSERS)
 
 
 def choose_parsers(
