@@ -17,7 +17,12 @@ from argosy_engine.models.model_path import resolve_model
 from argosy_engine.params.sampling_params import SamplingParams
 from argosy_engine.parsers.chat_parser import ChatParser
 from argosy_engine.parsers.harmony_parser import HarmonyParser
-from argosy_engine.parsers.parser_registry import TOOL_PARSERS, choose_parsers, load_tool_parser_plugin
+from argosy_engine.parsers.parser_registry import (
+    REASONING_PARSERS,
+    TOOL_PARSERS,
+    choose_parsers,
+    load_tool_parser_plugin,
+)
 from argosy_engine.parsers.tool_parsers.openai_tool_parser import OpenAIToolParser
 from argosy_protocol.openai import ChatCompletionRequest, ChatMessage
 
@@ -128,6 +133,12 @@ def test_a_plugin_registers_a_parser(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for path in (plugin, tmp_path / "missing.py"):
         with pytest.raises(ConfigError, match=r"--tool-parser-plugin .*register_tool_parser"):
             load_tool_parser_plugin(str(path))
+
+
+def test_the_help_lists_the_parsers() -> None:
+    text = " ".join(serve.build_parser().format_help().split())
+    for flag, names in (("--tool-call-parser", TOOL_PARSERS), ("--reasoning-parser", REASONING_PARSERS)):
+        assert f"{', '.join(sorted(names))}; default" in text.partition(f"{flag} ")[2]
 
 
 def test_special_tokens_that_a_parser_reads_stay_in_the_text() -> None:
