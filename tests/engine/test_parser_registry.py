@@ -129,10 +129,48 @@ def test_a_plugin_registers_a_parser(tmp_path: Path, monkeypatch: pytest.MonkeyP
     )
     load_tool_parser_plugin(str(plugin))
     assert choose_parsers(None, {}, tool_call_parser="shout").tool_parser.__name__ == "ShoutToolParser"
-    plugin.write_text("import vllm_that_is_not_here\n")
-    for path in (plugin, tmp_path / "missing.py"):
-        with pytest.raises(ConfigError, match=r"--tool-parser-plugin .*register_tool_parser"):
-            load_tool_parser_plugin(str(path))
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("import vllm_that_is_not_here", "ModuleNotFoundError: No module named 'vllm_that_is_not_here'"),
+        ("", "it registers no parser"),
+        (
+            'register_tool_parser("mine", HermesToolParser)',
+            "takes names and decorates a class, .*it was given",
+        ),
+        ("register_tool_parser()(HermesToolParser)", "takes names and decorates a class"),
+        ('register_tool_parser("mine")(dict)', "<class 'dict'> is not a subclass"),
+    ],
+)
+def test_a_plugin_that_registers_nothing_is_refused(code: str, reason: str, tmp_path: Path) -> None:
+    plugin = tmp_path / "plugin.py"
+    plugin.write_text(
+        "from argosy_engine.parsers.parser_registry import register_tool_parser\n"
+        f"from argosy_engine.parsers.tool_parsers.hermes_tool_parser import HermesToolParser\n{code}\n"
+    )
+    with pytest.raises(ConfigError, match=f"^--tool-parser-plugin .*{reason}.*; give a Python file"):
+        load_tool_parser_plugin(str(plugin))
+
+
+def test_the_example_reads_calls_and_the_log_tells_that_it_is_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("argosy_engine.parsers.parser_registry.TOOL_PARSERS", dict(TOOL_PARSERS))
+    plugin = str(Path(__file__).parents[2] / "examples" / "tool_parser.py")
+    with (
+        caplog.at_level("INFO", "argosy.frontend"),
+        LLM("builtin://tiny", threads=1, tool_parser_plugin=plugin, tool_call_parser="call_tag") as llm,
+    ):
+        chosen = llm.renderer.parsers
+    assert f"{plugin} registers the tool parsers call_tag" in caplog.messages
+    assert "parsers: tool calls call_tag, reasoning qwen3" in caplog.messages
+    form = chosen.tool_parser.call_form
+    call = form.begin.replace("{name}", "book") + '{"city": "Oslo"}' + form.end
+    parsed = ChatParser(tool_parser=chosen.tool_parser()).feed(f"Well: {call}, <call x>y</call>", True)
+    assert [(call.name, call.arguments) for call in parsed.calls] == [("book", '{"city": "Oslo"}')]
+    assert parsed.content == "Well: , <call x>y</call>"
 
 
 def test_the_help_lists_the_parsers() -> None:

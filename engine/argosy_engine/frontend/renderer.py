@@ -6,6 +6,7 @@ rejected before it is tokenised.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -36,6 +37,8 @@ from argosy_protocol.openai import (
     GenerationRequest,
 )
 from argosy_protocol.prompt_segments import Segment, SegmentKind, prompt_segments
+
+logger = logging.getLogger("argosy.frontend")
 
 MIN_INPUT_BYTES = 1 << 20
 """Every chat may have so many bytes, however short the model's context, because templates drop earlier reasoning and
@@ -68,7 +71,8 @@ class Renderer:
         self.template = ChatTemplate.load(path)
         self._control_tokens = ControlTokens(self.tokenizer.control_tokens)
         if parsers.tool_parser_plugin is not None:
-            load_tool_parser_plugin(parsers.tool_parser_plugin)
+            names = load_tool_parser_plugin(parsers.tool_parser_plugin)
+            logger.info("%s registers the tool parsers %s", parsers.tool_parser_plugin, ", ".join(names))
         config_file = path / "config.json"
         self.parsers = choose_parsers(
             None if self.template is None else self.template.source,
@@ -77,6 +81,12 @@ class Renderer:
             reasoning_parser=parsers.reasoning_parser,
         )
         self._names_reasoning = parsers.reasoning_parser is not None
+        if self.template is not None:
+            logger.info(
+                "parsers: tool calls %s, reasoning %s",
+                self.parsers.tool_parser_name,
+                self.parsers.reasoning_parser_name if self.has_thinking else "none",
+            )
         thoughts = self.parsers.reasoning_parser
         self._thought_marks = thoughts.start, thoughts.end
         self._thought_ids = [

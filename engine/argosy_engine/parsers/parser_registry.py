@@ -7,7 +7,6 @@ chat template and the model type in its config.json.
 from __future__ import annotations
 
 import importlib.util
-import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -38,8 +37,6 @@ from argosy_engine.parsers.tool_parsers.qwen3_coder_tool_parser import Qwen3Code
 
 if TYPE_CHECKING:
     from argosy_engine.config import EngineArgs
-
-logger = logging.getLogger("argosy.parsers")
 
 _ParserType = TypeVar("_ParserType", bound=type[ToolParser])
 
@@ -106,6 +103,10 @@ _REASONING_MARKS: tuple[tuple[tuple[str, ...], str], ...] = (
 )
 _DEFAULT_REASONING_PARSER = "qwen3"
 _DEFAULT_TOOL_PARSER = "hermes"
+_registered: list[str] = []
+"""Names that the plugin which runs has registered so far."""
+_plugins: dict[Path, tuple[str, ...]] = {}
+"""Plugins that have run, with the names that they have registered."""
 
 
 class ChosenParsers(NamedTuple):
@@ -119,41 +120,61 @@ class ChosenParsers(NamedTuple):
 
 
 def register_tool_parser(*names: str) -> Callable[[_ParserType], _ParserType]:
-    """Register a subclass of ToolParser under names for `--tool-call-parser`; for plugins."""
+    """Register a subclass of ToolParser under names for `--tool-call-parser`; for plugins, as a decorator.
+
+    Raises:
+        ConfigError: no name is given, or something else than names.
+    """
+    if not names or not all(isinstance(name, str) and name for name in names):
+        raise ConfigError(
+            f'register_tool_parser takes names and decorates a class, as in @register_tool_parser("mine"); it was '
+            f"given {names!r}"
+        )
 
     def register(parser: _ParserType) -> _ParserType:
         if not issubclass(parser, ToolParser):
             raise ConfigError(f"{parser!r} is not a subclass of argosy_engine.parsers' ToolParser")
         TOOL_PARSERS.update(dict.fromkeys(names, parser))
+        _registered.extend(names)
         return parser
 
     return register
 
 
-def load_tool_parser_plugin(path: str) -> None:
-    """Run a Python file that registers tool parsers. Its path comes from the command line, never from a client.
+def load_tool_parser_plugin(path: str) -> tuple[str, ...]:
+    """Run a Python file that registers tool parsers, unless this process has run it, and return their names.
+
+    Its path comes from the command line, never from a client.
 
     Raises:
-        ConfigError: the file cannot be run.
+        ConfigError: the file cannot be run, or registers nothing.
     """
-    file = Path(path)
+    file = Path(path).absolute()
+    if file in _plugins:
+        return _plugins[file]
     spec = importlib.util.spec_from_file_location(f"argosy_tool_parser_plugin_{file.stem}", file)
+    _registered.clear()
     try:
         if spec is None or spec.loader is None or not file.is_file():
             raise FileNotFoundError("no such Python file")
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
+        if not _registered:
+            raise ConfigError("it registers no parser")
     except Exception as error:  # a user's module may raise anything
+        reason = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
         raise ConfigError(
-            f"--tool-parser-plugin {path}: {type(error).__name__}: {error}; give a Python file that registers a "
-            "subclass of ToolParser with argosy_engine.parsers.parser_registry.register_tool_parser"
+            f"--tool-parser-plugin {path}: {reason}; give a Python file that registers a subclass of ToolParser with "
+            "argosy_engine.parsers.parser_registry.register_tool_parser"
         ) from error
+    _plugins[file] = tuple(_registered)
+    return _plugins[file]
 
 
 def check_parser_flags(args: EngineArgs) -> None:
-    """Check the flags that name parsers, which needs no model. Runs the plugin, as every `Renderer` does.
+    """Check the flags that name parsers, which needs no model. Runs the plugin.
 
     Raises:
-        ConfigError: the plugin cannot be run, or there is no parser of that name.
+        ConfigError: the plugin cannot be run or registers nothing, or there is no parser of that name.
     """
     if args.tool_parser_plugin is not None:
         load_tool_parser_plugin(args.tool_parser_plugin)
