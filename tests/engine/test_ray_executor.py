@@ -153,7 +153,7 @@ def test_tensor_ranks_on_two_nodes_give_the_tokens_of_one_process(
         llm.engine.step()
         os.kill(pids[1], signal.SIGKILL)
         with pytest.raises(
-            EngineDead, match=rf"^worker 1 ended \(process {pids[1]} on 127.0.0.1; Ray: The actor"
+            EngineDead, match=rf"^Worker_TP1 \(process {pids[1]} on 127.0.0.1\) ended: Ray: The actor"
         ):
             step_for_ever(llm)
     wait_until(lambda: not any(map(is_alive, pids)), "workers to end")
@@ -194,7 +194,9 @@ def test_steps_overlap_and_answers_keep_the_order_of_the_calls(
         os.mkfifo(tmp_path / "never")
         executor.execute(step("end:fail:1"))
         never = executor.execute(step(f"end:open:{tmp_path / 'never'}"))
-        with pytest.raises(EngineDead, match=r"^worker 1 failed: RuntimeError: as asked$"):
+        with pytest.raises(
+            EngineDead, match=rf"^Worker_TP1 \(process {pids[1]} on .*\) failed: RuntimeError: as asked$"
+        ):
             never.get()
     wait_until(lambda: not any(map(is_alive, pids)), "workers to end")
 
@@ -204,12 +206,34 @@ def test_the_end_of_a_node_ends_the_engine_with_its_reason(nodes: VirtualNodes, 
         pids = [pid for pid, *_ in executor.collective_rpc(CollectiveRpc("echo"))]
         never = executor.execute(step(f"end:open:{pipe}"))
         nodes.kill()
-        reason = rf"^worker 1 ended \(process {pids[1]} on 127.0.0.1; Ray: The actor "
+        reason = rf"^Worker_TP1 \(process {pids[1]} on 127.0.0.1\) ended: Ray: The actor "
         for call in (never.get, executor.check_health, lambda: executor.execute(step("end:nothing:"))):
             with pytest.raises(EngineDead, match=reason):
                 call()
     wait_until(lambda: not any(map(is_alive, pids)), "workers to end")
     nodes.add()
+
+
+def test_workers_have_the_names_of_other_executors_and_describe_themselves(
+    nodes: VirtualNodes, capfd: pytest.CaptureFixture[str]
+) -> None:
+    log = ""
+
+    def has_arrived(text: str) -> bool:
+        nonlocal log
+        log += capfd.readouterr().err
+        return text in log
+
+    with running(tensor_parallel_size=2) as executor:
+        pids = [pid for pid, *_ in executor.collective_rpc(CollectiveRpc("echo"))]
+        for rank, pid in enumerate(pids):
+            assert Path(f"/proc/{pid}/comm").read_text() == f"Worker_TP{rank}\n"
+            os.kill(pid, signal.SIGUSR1)
+            last = f"argosy engine worker, process {pid}: Worker_TP{rank}, rank {rank} of 2; its stacks"
+            wait_until(lambda: has_arrived(last), "the description")  # noqa: B023 (called at once)
+    (line,) = [line for line in log.splitlines() if "attention backend" in line]
+    assert " INFO [Worker_TP0] argosy_engine.worker.worker " in line
+    assert "\x1b" not in line
 
 
 def test_what_the_cluster_cannot_place_is_refused(nodes: VirtualNodes) -> None:

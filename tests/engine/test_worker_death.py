@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch.distributed
 
 from argosy_engine.distributed.communicator import GroupCommunicator
 from argosy_engine.errors import ConfigError, EngineDead
@@ -73,6 +74,7 @@ def test_a_failure_says_whether_another_worker_may_be_its_reason() -> None:
 
     in_collective = failure(lambda: GroupCommunicator(None).barrier())  # type: ignore[arg-type]
     assert in_collective.is_in_collective
+    assert failure(torch.distributed.barrier).is_in_collective
     own = failure(lambda: {}["x"])
     assert not own.is_in_collective
     assert own.message == "KeyError: 'x'"

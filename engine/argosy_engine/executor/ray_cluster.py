@@ -15,7 +15,7 @@ from typing import Any
 import ray
 from ray import _raylet
 from ray import exceptions as ray_exceptions
-from ray._private import ray_constants
+from ray._private import ray_constants, ray_logging
 from ray.job_config import JobConfig
 
 from argosy_engine.errors import ConfigError
@@ -89,6 +89,9 @@ class RayCluster:
 
     def _connect(self, address: str) -> None:
         _read_authentication()  # it may have changed since Ray was imported
+        # Workers' lines come without colors, which a file shows as escape sequences, and also if another has the same.
+        os.environ.setdefault("RAY_COLOR_PREFIX", "0")
+        ray_logging.RAY_DEDUP_LOGS = False  # type: ignore[attr-defined]
         try:
             with _kept_sigterm():
                 ray.init(

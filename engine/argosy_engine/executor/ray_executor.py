@@ -23,7 +23,8 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from argosy_engine.config import EngineArgs
-from argosy_engine.errors import ConfigError, EngineDead, EngineError
+from argosy_engine.distributed.process_name import worker_name
+from argosy_engine.errors import ConfigError, EngineError
 from argosy_engine.executor.ray_cluster import RayCluster
 from argosy_engine.executor.ray_placement import (
     WorkerPlace,
@@ -33,6 +34,7 @@ from argosy_engine.executor.ray_placement import (
 )
 from argosy_engine.executor.ray_worker import RayWorker
 from argosy_engine.executor.remote_executor import RemoteExecutor
+from argosy_engine.executor.worker_death import WorkerEnd, death_of
 from argosy_engine.executor.worker_messages import DIED, FAILED, INIT, WorkerFailure
 from argosy_engine.messages.worker_info import WorkerInfo
 from argosy_engine.sizing.device import visible_gpus
@@ -49,11 +51,10 @@ ACTOR_START_TIMEOUT_S = 600.0
 ROOT_CAUSE_S = 0.25
 """How long to wait for the ends of other workers when one has failed."""
 LOST_PEER_S = 10.0
-"""The same if it has failed because it lost the connection to another, whose end Ray is about to report."""
+"""The same if it has failed in a collective operation, maybe for the end of another that Ray is about to report."""
 KILL_TIMEOUT_S = 5.0
 """How long to wait for the ends of actors that were killed. Ray kills them again when the engine disconnects."""
 
-_LOST_PEER = re.compile(r"gloo|nccl|TCPStore|Connection (closed|reset)|Broken pipe", re.IGNORECASE)
 _RAYS_REASON = re.compile(
     r"The actor (?:is dead|died) because.*?(?=\.? (?:Some common|There are some potential)|$)"
 )
@@ -102,7 +103,8 @@ class RayExecutor(RemoteExecutor):
             thread = threading.Thread(target=self._watch, args=(rank,), daemon=True, name=f"worker {rank}")
             self._threads.append(thread)
             thread.start()
-            actor.start.remote(rank, self._world_size, host, port)
+            name = worker_name(self._args.parallel_config, rank).encode()
+            actor.start.remote(rank, self._world_size, host, port, name)
         for rank, threads in enumerate(threads_per_worker(self._places)):
             args = msgspec.structs.replace(self._args, device=device, threads=self._args.threads or threads)
             self._put(rank, INIT + self._encode(args))
@@ -247,27 +249,20 @@ class RayExecutor(RemoteExecutor):
         if self._death is None:
             with self._changed:
                 self._changed.wait_for(lambda: bool(self._ends), ROOT_CAUSE_S)
-                if all(_LOST_PEER.search(failure.message) for failure in self._failures.values()):
+                if all(failure.is_in_collective for failure in self._failures.values()):
                     self._changed.wait_for(
                         lambda: self._ends or len(self._failures) == self._world_size, LOST_PEER_S
                     )
                 ends, failures = dict(self._ends), dict(self._failures)
-            self._death = _death(ends, failures, self._places)
+            ranks = sorted(ends.keys() | failures.keys())
+            self._death = death_of(
+                [WorkerEnd(self._who(rank), ends.get(rank, ""), failures.get(rank)) for rank in ranks]
+            )
         return self._death
 
-
-def _death(
-    ends: dict[int, str], failures: dict[int, WorkerFailure], places: list[WorkerPlace]
-) -> EngineError:
-    for failure in failures.values():
-        if failure.is_config_error:
-            return ConfigError(failure.message)
-    killed = [
-        f"worker {rank} ended (process {places[rank].pid} on {places[rank].host}; {reason})"
-        for rank, reason in sorted(ends.items())
-    ]
-    failed = [f"worker {rank} failed: {failure.message}" for rank, failure in sorted(failures.items())]
-    return EngineDead("; ".join(killed or failed))
+    def _who(self, rank: int) -> str:
+        place = self._places[rank]
+        return f"{worker_name(self._args.parallel_config, rank)} (process {place.pid} on {place.host})"
 
 
 def _rays_reason(error: Exception) -> str:

@@ -7,12 +7,9 @@ answer, and Ray's notice of the process's end.
 
 from __future__ import annotations
 
-import faulthandler
 import fcntl
-import logging
 import os
 import queue
-import signal
 import socket
 import struct
 import threading
@@ -20,12 +17,13 @@ from collections.abc import Iterator
 
 import msgspec
 
+from argosy_engine.distributed.process_name import is_first, name_process
 from argosy_engine.executor.ray_placement import WorkerPlace
-from argosy_engine.executor.worker_messages import DIED, WorkerFailure
+from argosy_engine.executor.worker_death import failure_of
+from argosy_engine.executor.worker_messages import DIED
+from argosy_engine.osproc.debug_signal import describe_on_signal
 from argosy_protocol import __version__
 from argosy_protocol.program.log_format import configure_logging
-
-logger = logging.getLogger("argosy.worker")
 
 LAST_MESSAGE_S = 30.0
 """How long a process that has failed waits to be killed by the engine, which does so once it has read the reason."""
@@ -72,8 +70,8 @@ class RayWorker:
     """Actor of one worker. Call `place`, `answers` and `start` once each."""
 
     def __init__(self) -> None:
-        configure_logging("INFO")
-        faulthandler.register(signal.SIGUSR1)
+        self._role = "no rank yet"
+        describe_on_signal("argosy engine worker", lambda: f"{self._role}; its stacks are above")
         self._calls = OrderedMessages()
         self._answers = Answers()
         self._listener: socket.socket | None = None
@@ -101,12 +99,17 @@ class RayWorker:
         while True:
             yield self._answers.messages.get()
 
-    def start(self, rank: int, world_size: int, host: bytes, port: int) -> int:
+    def start(self, rank: int, world_size: int, host: bytes, port: int, name: bytes) -> int:
         """Begin to serve messages, the first of which is `INIT`.
 
         Args:
             host, port: where rank 0 listens for the others.
+            name: the process's, see `distributed.process_name`.
         """
+        text = name.decode()
+        name_process(text)
+        configure_logging("INFO" if is_first(text) else "WARNING", process=text)
+        self._role = f"{text}, rank {rank} of {world_size}"
         arguments = (rank, world_size, host.decode(), port)
         threading.Thread(target=self._serve, args=arguments, daemon=True, name="worker").start()
         return rank
@@ -130,9 +133,7 @@ class RayWorker:
                 rank, world_size, self._calls, self._answers, f"tcp://{host}:{port}", local_rank=0
             )
         except Exception as error:
-            logger.exception("worker %d cannot start", rank)
-            failure = WorkerFailure(f"{type(error).__name__}: {error}")
-            self._answers.send(DIED + msgspec.msgpack.encode(failure))
+            self._answers.send(DIED + msgspec.msgpack.encode(failure_of(error)))
             os._exit(1)
         self._store = store  # lives as long as the process
         process.serve()

@@ -17,7 +17,8 @@ from argosy_protocol.program.log_format import BoundedFormatter
 
 logger = logging.getLogger("argosy.executor")
 
-_COLLECTIVES = "argosy_engine.distributed.communicator"
+_COLLECTIVES = ("argosy_engine.distributed.communicator", "torch.distributed")
+"""Beginnings of the names of modules that exchange data with other workers, at the start as well."""
 
 
 class WorkerEnd(NamedTuple):
@@ -45,7 +46,7 @@ def failure_of(error: Exception) -> WorkerFailure:
 
 def _is_in_collective(frames: TracebackType | None) -> bool:
     while frames is not None:
-        if frames.tb_frame.f_globals.get("__name__") == _COLLECTIVES:
+        if str(frames.tb_frame.f_globals.get("__name__")).startswith(_COLLECTIVES):
             return True
         frames = frames.tb_next
     return False
