@@ -22,20 +22,27 @@ _ENGINE_CHECKS: Final = "argosy_engine.models.fetch_check"
 on the engine, which need not be installed."""
 
 
-def engine_check(uri: SourceUri) -> Callable[[dict[str, Any]], None] | None:
-    """Return the engine's check of a config.json; None if the engine cannot be imported."""
+def engine_check(uri: SourceUri, **layout: int) -> Callable[[dict[str, Any]], None] | None:
+    """Return the engine's check of a config.json; None if the engine cannot be imported.
+
+    Args:
+        layout: the devices among which the model is divided, as in `spec.parallelism`.
+    """
     check = _engine_function("check_fetched_config")
-    return None if check is None else partial(check, uri.name)
+    return None if check is None else partial(check, uri.name, **layout)
 
 
-def check_local_model(source: str) -> None:
+def check_local_model(source: str, **layout: int) -> None:
     """Check a model that is on this machine, if the engine can be imported.
+
+    Args:
+        layout: see `engine_check`.
 
     Raises:
         UnsupportedModel: the engine could not load it.
     """
     if (check := _engine_function("check_local_model")) is not None:
-        check(source)
+        check(source, **layout)
 
 
 def _engine_function(name: str) -> Callable[..., None] | None:

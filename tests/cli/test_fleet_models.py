@@ -113,6 +113,37 @@ def test_a_folder_that_cannot_be_loaded_changes_nothing(
     assert fleet.up() == 0
 
 
+def test_a_layout_that_cannot_divide_the_model_changes_nothing(
+    fleet: LocalFleet, capfd: pytest.CaptureFixture[str]
+) -> None:
+    fleet.manifest(parallelism={"tensor": 3})
+    assert fleet.start() == 2
+    error = capfd.readouterr().err
+    assert error.startswith("argosy up: default/tiny: --tensor-parallel-size 3 cannot divide this model: ")
+    assert error.endswith(
+        "(in the manifest --tensor-parallel-size is spec.parallelism.tensor); nothing was changed\n"
+    )
+    assert fleet.state.connect() is None
+
+
+def test_a_layout_is_checked_before_weights_are_fetched_and_of_a_stored_model(
+    fleet: LocalFleet, capfd: pytest.CaptureFixture[str]
+) -> None:
+    source = publish_tiny("acme/tiny")
+    fleet.manifest(model={"source": "hf://acme/tiny"}, parallelism={"tensor": 3})
+    assert fleet.start() == 1
+    assert "--tensor-parallel-size 3 cannot divide this model" in capfd.readouterr().err
+    assert source.paths_read() == {"config.json"}
+
+    fleet.manifest(model={"source": "hf://acme/tiny"})
+    assert fleet.start() == 0
+    before = fleet.replicas()
+    fleet.manifest(model={"source": "hf://acme/tiny"}, parallelism={"tensor": 3})
+    assert fleet.up() == 2
+    assert "--tensor-parallel-size 3 cannot divide this model" in capfd.readouterr().err
+    assert fleet.replicas() == before
+
+
 def test_a_folder_is_checked_before_anything_is_fetched(
     fleet: LocalFleet, capfd: pytest.CaptureFixture[str]
 ) -> None:

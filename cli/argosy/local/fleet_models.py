@@ -2,7 +2,7 @@
 
 Owns which models of the manifests are fetched, and what their replicas get instead: a directory, so that an engine that
 starts again needs neither network nor credentials. Must not know processes. Invariant: if one of the models cannot be
-fetched, or a folder cannot be loaded, nothing has changed.
+fetched or divided among the devices, or a folder cannot be loaded, nothing has changed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from argosy.errors import UsageError
 from argosy.fetching import check_local_model, engine_check, fetch_errors
@@ -19,6 +19,7 @@ from argosy_fetcher.errors import UnsupportedModel
 from argosy_fetcher.progress_display import LineDisplay, ProgressDisplay, progress_display
 from argosy_fetcher.pull import PulledModel, pull_model
 from argosy_fetcher.source_uri import SourceUri, parse
+from argosy_resource.engine_command import flags_as_fields
 from argosy_resource.types import InferenceService
 
 
@@ -45,9 +46,12 @@ def local_services(
             uri = parse(service.spec.model.source)
             if uri.is_remote and uri not in models and _is_served(service):
                 with _display(is_plain) as shown:
-                    models[uri] = pull_model(uri, progress=shown, check_config=engine_check(uri))
+                    check = engine_check(uri, **asdict(service.spec.parallelism))
+                    models[uri] = pull_model(uri, progress=shown, check_config=check)
                 held.callback(models[uri].close)
         local = tuple(_localized(service, models) for service in services)
+        for service in filter(_is_served, local):  # a model that was in the store, or of several services
+            _check_local(service)
         kept = held.pop_all()
     with kept:
         yield local
@@ -58,9 +62,11 @@ def _check_local(service: InferenceService) -> None:
     if parse(source).is_remote:
         return
     try:
-        check_local_model(source)
+        check_local_model(source, **asdict(service.spec.parallelism))
     except UnsupportedModel as error:
-        raise UsageError(f"{service.key}: {error}; nothing was changed") from error
+        fields = flags_as_fields(str(error))
+        text = f"{error} ({fields})" if fields else str(error)
+        raise UsageError(f"{service.key}: {text}; nothing was changed") from error
 
 
 def _is_served(service: InferenceService) -> bool:

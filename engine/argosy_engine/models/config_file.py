@@ -63,13 +63,16 @@ def parse_config(
     return config_class.of({**fields, **common})
 
 
-def check_config(raw: RawConfig) -> None:
+def check_config(raw: RawConfig) -> ModelConfig:
     """Check that a model with this config.json can be served, before anything else of it is fetched.
+
+    Returns:
+        the config, as far as config.json alone tells it.
 
     Raises:
         ConfigError: as `load_model_config`.
     """
-    parse_config(raw, {}, {})
+    return parse_config(raw, {}, {})
 
 
 def _refuse_code(raw: RawConfig) -> None:
