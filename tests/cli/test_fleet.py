@@ -235,6 +235,26 @@ def test_a_model_that_an_engine_refuses_is_wrong_usage_and_names_the_field(
     assert last.endswith("`argosy down` stops it")
 
 
+def test_an_engine_that_refuses_its_arguments_is_started_again_by_up_only(
+    fleet: LocalFleet, capfd: pytest.CaptureFixture[str]
+) -> None:
+    log = fleet.state.log_file("tiny-0")
+    fleet.manifest(engine={"env": [{"name": "FAKE_EXIT", "value": "2"}]})
+    for attempt in (1, 2):
+        assert (fleet.start() if attempt == 1 else fleet.up()) == 2
+        assert (
+            "; the fleet does not try it again: `argosy up` with" in capfd.readouterr().err.splitlines()[-1]
+        )
+        (replica,) = fleet.replicas()
+        assert (replica.phase, replica.restarts) == ("BackOff", attempt - 1)
+        assert replica.reason == "exited with code 2 while starting; the next `argosy up` starts it again"
+        assert log.read_text().count("arguments [") == attempt
+
+    fleet.manifest()
+    assert fleet.up() == 0
+    assert [replica.name for replica in fleet.replicas()] == ["tiny-1"]
+
+
 def test_a_replica_that_dies_soon_after_it_was_ready_does_not_take_an_update_on(
     fleet: LocalFleet, capfd: pytest.CaptureFixture[str]
 ) -> None:

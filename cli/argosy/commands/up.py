@@ -33,7 +33,7 @@ from argosy.terminal import PlainProgress, Progress, progress
 from argosy_resource.engine_command import flags_as_fields
 
 _MOST_FAILURES: Final = 3
-"""Failed starts of one replica after which `up` gives up; the supervisor keeps trying."""
+"""Failed starts of one replica after which `up` gives up; the supervisor keeps trying, except if they are hopeless."""
 _HOPELESS: Final = "exited with code 2"
 """The exit code of wrong usage, with which every further start would fail as well."""
 _TAIL_LINES: Final = 20
@@ -202,9 +202,10 @@ def _not_started(failure: Failure, log_end: str, is_left: bool) -> CommandError:
         f"{failure.name} does not start: {failure.reason}{f' ({fields})' if fields else ''}; above is the end of its "
         f"log, `argosy logs {failure.name}` prints all of it"
     )
-    if is_left:
-        text += "; the fleet keeps trying: `argosy up` with a corrected manifest changes it, `argosy down` stops it"
     is_hopeless = failure.reason.startswith(_HOPELESS)
+    if is_left:
+        text += "; the fleet does not try it again" if is_hopeless else "; the fleet keeps trying"
+        text += ": `argosy up` with a corrected manifest changes it, `argosy down` stops it"
     return (UsageError if is_hopeless else CommandError)(text, details=log_end)
 
 

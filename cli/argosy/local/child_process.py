@@ -93,6 +93,11 @@ class Process:
         return self._process.pid
 
     @property
+    def exit_code(self) -> int | None:
+        """The process's exit code, or the negative number of the signal that ended it; None while it runs."""
+        return self._process.returncode
+
+    @property
     def outcome(self) -> str:
         """Describe how the process ended, for messages."""
         code = self._process.returncode

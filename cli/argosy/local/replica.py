@@ -3,7 +3,7 @@
 Owns: the process's lifecycle: start, readiness, health, restarts with back-off, draining. Must not know: other
 replicas, the rollout, the router; its owner sets `drained` once the router has no request there.
 Invariants: a replica has at most one process; a ready process gets SIGTERM only after `drained`, the deadline for
-draining, `halt`, or when it hangs.
+draining, `halt`, or when it hangs; an engine that refuses its arguments is started again by `start_again` only.
 
     Starting -> Ready -> Draining -> Stopping -> gone
         ^         |
@@ -37,6 +37,8 @@ _LOADING_STOP_S: Final = 5.0
 """Time to stop for a replica that is not ready, and so has no requests to finish."""
 _STOP_SLACK_S: Final = 10.0
 """Time beyond the engine's own shutdown timeout before SIGKILL."""
+_WRONG_USAGE: Final = 2
+"""Exit code of an engine that refuses its arguments or its model, as every further start would."""
 _UNREADY_OOM_SCORE_ADJ: Final = 500
 """Half of the memory in Linux's choice of what to kill when memory runs out: a replica that loads its model goes before
 one that serves, even if that is larger."""
@@ -83,6 +85,9 @@ class Replica:
         self._changed = changed
         self._retired = asyncio.Event()
         self._halted = asyncio.Event()
+        self._again = asyncio.Event()
+        self._is_refused = False
+        """Whether the last process ended with wrong usage before it was ready."""
         self._failures = 0
         self.last_exit = ""
         """How the previous process ended; empty if there was none."""
@@ -120,18 +125,30 @@ class Replica:
         self.retire()
         self._halted.set()
 
+    def start_again(self) -> None:
+        """Start an engine that has refused its arguments once more: what it refused may have changed on the disk."""
+        if self._is_refused and self.phase == "BackOff":
+            self._again.set()
+            self._enter("Starting", f"again; before, {self.last_exit}")  # at once: it is no longer refused
+
     async def run(self) -> None:
         """Run the replica, restarting its process, until it is retired and gone."""
         while not self._retired.is_set():
             await self._one_life()
             if self._retired.is_set():
                 break
-            delay = backoff_s(self._settings, self._failures, has_served=self.has_served)
-            self._enter("BackOff", f"{self.last_exit}; next start after {delay:.1f} s")
-            await first_of(self._retired, timeout_s=delay)
+            if self._is_refused:
+                self._enter("BackOff", f"{self.last_exit}; the next `argosy up` starts it again")
+                await first_of(self._retired, self._again)
+                self._again.clear()
+            else:
+                delay = backoff_s(self._settings, self._failures, has_served=self.has_served)
+                self._enter("BackOff", f"{self.last_exit}; next start after {delay:.1f} s")
+                await first_of(self._retired, timeout_s=delay)
             self.restarts += 1
 
     async def _one_life(self) -> None:
+        self._is_refused = False
         port = free_port()
         self.url = f"http://{HOST}:{port}"
         self.started = time.time()
@@ -179,6 +196,7 @@ class Replica:
         elif not self._retired.is_set():
             self._failures += 1
             self.last_exit = f"{process.outcome} while starting"
+            self._is_refused = process.exit_code == _WRONG_USAGE
 
     async def _becomes_ready(self, process: Process) -> bool:
         """Wait until the engine is ready (True), or has ended or is retired (False). The phase that the engine reports

@@ -65,7 +65,8 @@ class Supervisor:
         """Timer for when a new replica will have been ready for `min_ready_s`."""
 
     def apply(self, services: Sequence[InferenceService]) -> None:
-        """Make `services` the desired ones. A paused service stays as it was."""
+        """Make `services` the desired ones, and try replicas again whose engines refused their arguments. A paused
+        service stays as it was."""
         wanted = {}
         for service in services:
             if service.spec.paused:
@@ -75,6 +76,8 @@ class Supervisor:
                 )
             wanted[service.key] = service
         self._wanted = wanted
+        for replica in self._replicas.values():
+            replica.start_again()
         self._write_fleet()  # now, so that an edit that concerns only the router is done when this returns
         self._dirty.set()
 
