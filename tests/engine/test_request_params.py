@@ -66,6 +66,26 @@ def test_a_large_schema_of_a_large_call_is_refused_by_the_field_that_the_client_
     assert refused.value.param == "response_format"
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"best_of": 2}, "best_of is not supported without use_beam_search"),
+        ({"suffix": "x"}, "suffix is not supported by this engine"),
+    ],
+)
+def test_a_refused_field_of_completions_tells_its_remedy(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        params(**fields)
+    assert str(refused.value) == message
+    assert refused.value.param == next(iter(fields))
+
+
+def test_a_refused_field_of_chats_tells_its_replacement() -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "functions": [{"name": "f"}]}
+    with pytest.raises(InvalidRequest, match=r"^functions is not supported by this engine; use tools$"):
+        to_sampling_params(decode_request("chat/completions", json.dumps(body).encode()), {}, CONFIG)
+
+
 def test_the_schemas_of_tools_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(structured_outputs_params, "normalized_tag", lambda _: pytest.fail("checked again"))
     function = {"name": "f", "parameters": {"type": "object", "properties": {"p": {"type": "string"}}}}

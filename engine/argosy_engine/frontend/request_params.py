@@ -15,6 +15,15 @@ from argosy_engine.structured.structural_tag import HERMES_CALLS, ToolCallForm
 from argosy_protocol.openai import ChatCompletionRequest, CompletionRequest, GenerationRequest, unsupported
 
 _DEFAULT_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_REMEDIES = {
+    "best_of": "without use_beam_search",
+    "length_penalty": "without use_beam_search",
+    "functions": "by this engine; use tools",
+    "function_call": "by this engine; use tool_choice",
+    "chat_template": "by this engine; put it into the model's folder as chat_template.jinja",
+    "modalities": "by this engine, except for text",
+}
+"""Fields that `unsupported` names -> how the message about them goes on, where there is a remedy."""
 _COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for /v1/completions."""
 MAX_ALLOWED_IDS_OF_A_CALL = 1 << 20
@@ -49,7 +58,9 @@ def to_sampling_params(
     """
     field = unsupported(request)
     if field is not None:
-        raise InvalidRequest(f"{field} is not supported by this engine", param=field)
+        raise InvalidRequest(
+            f"{field} is not supported {_REMEDIES.get(field, 'by this engine')}", param=field
+        )
 
     def value(name: str, neutral: float) -> Any:
         given = getattr(request, name)
