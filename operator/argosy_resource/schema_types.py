@@ -23,6 +23,9 @@ class Rule(Struct, frozen=True, kw_only=True):
     rule: str
     message: str
     """Says what to do, not only what is wrong."""
+    message_expression: str = ""
+    """CEL of the message with the resource's own values: `format` of a literal, since the API server bounds no string
+    that is made in another way. It falls back to `message` if the evaluation fails."""
     field_path: str = ""
     """Where the error is reported, relative to the struct, such as `.engine.device`."""
 
@@ -35,6 +38,8 @@ def rules_of(*rules: Rule) -> dict[str, Any]:
 def rule_schema(rule: Rule) -> dict[str, str]:
     """The rule as an entry of the CRD."""
     schema = {"rule": rule.rule, "message": rule.message}
+    if rule.message_expression:
+        schema["messageExpression"] = rule.message_expression
     if rule.field_path:
         schema["fieldPath"] = rule.field_path
     return schema

@@ -65,6 +65,9 @@ def _devices(parallelism: str) -> str:
     return " * ".join(f"(has({size}) ? {size} : 1)" for size in sizes)
 
 
+_DEVICES = f"(has(self.parallelism) ? {_devices('self.parallelism')} : 1)"
+"""CEL of the number of devices of one replica, in a rule of the spec."""
+
 _hedge_rules = rules_of(
     Rule(rule="double(self) == 0.0 || double(self) >= 1.0", message="must be 0 (never) or between 1 and 100")
 )
@@ -387,11 +390,16 @@ class InferenceServiceSpec(Struct, frozen=True, kw_only=True, rename="camel"):
         Rule(
             rule=(
                 "!has(self.resources) || !has(self.resources.gpu) || !has(self.resources.gpu.count) || "
-                f"self.resources.gpu.count == (has(self.parallelism) ? {_devices('self.parallelism')} : 1)"
+                f"self.resources.gpu.count == {_DEVICES}"
             ),
             message=(
                 "must equal the number of devices in spec.parallelism (tensor * pipeline * data); leave it out, or "
-                "set spec.parallelism to use more GPUs"
+                "set spec.parallelism to use another number of GPUs"
+            ),
+            message_expression=(
+                "'must be %d, the number of devices in spec.parallelism (tensor * pipeline * data), not %d; leave it "
+                "out, or set spec.parallelism to use another number of GPUs'"
+                f".format([{_DEVICES}, self.resources.gpu.count])"
             ),
             field_path=".resources.gpu.count",
         ),

@@ -323,10 +323,10 @@ def _list_errors(schema: Schema, value: object, path: str) -> Iterator[FieldErro
 
 def _cel_errors(schema: Schema, value: object, path: str) -> Iterator[FieldError]:
     for entry in schema.get("x-kubernetes-validations", ()):
-        if not _is_rule_true(entry["rule"], value):
+        if not _evaluate(entry["rule"], value):
             shown = "" if isinstance(value, dict | list) else f"{_json(value)}: "
             where = (path + entry.get("fieldPath", "")).lstrip(".")
-            yield FieldError(where, f"Invalid value: {shown}{entry['message']}")
+            yield FieldError(where, f"Invalid value: {shown}{_message(entry, value)}")
     if isinstance(value, dict):
         for name, nested in value.items():
             below = schema.get("properties", {}).get(name, schema.get("additionalProperties"))
@@ -345,14 +345,20 @@ def _environment() -> celpy.Environment:
 
 
 @functools.cache
-def _program(rule: str) -> celpy.Runner:
-    return _environment().program(_environment().compile(rule))
+def _program(expression: str) -> celpy.Runner:
+    functions = {"format": lambda text, values: text % tuple(values)}
+    return _environment().program(_environment().compile(expression), functions=functions)
 
 
-def _is_rule_true(rule: str, value: object) -> bool:
+def _message(entry: dict[str, str], value: object) -> str:
+    expression = entry.get("messageExpression")
+    return entry["message"] if expression is None else str(_evaluate(expression, value))
+
+
+def _evaluate(expression: str, value: object) -> Any:
     from celpy.adapter import json_to_cel
 
-    return bool(_program(rule).evaluate({"self": json_to_cel(cast("dict[str, Any]", value))}))
+    return _program(expression).evaluate({"self": json_to_cel(cast("dict[str, Any]", value))})
 
 
 def _join(path: str, name: object) -> str:

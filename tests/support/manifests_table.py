@@ -347,11 +347,11 @@ podTemplate: {{spec: {{containers: [{{name: engine, volumeMounts: [{{name: a, mo
     ),
     "more gpus than a replica can use": (
         manifest(f"{TINY}\nresources: {{gpu: {{count: 8}}}}"),
-        "must equal the number of devices in spec.parallelism (tensor * pipeline * data); leave it out",
+        "must be 1, the number of devices in spec.parallelism (tensor * pipeline * data), not 8; leave it out",
     ),
     "fewer gpus than its devices": (
         manifest(f"{TINY}\nparallelism: {{tensor: 4}}\nresources: {{gpu: {{count: 2}}}}"),
-        "must equal the number of devices in spec.parallelism (tensor * pipeline * data); leave it out",
+        "must be 4, the number of devices in spec.parallelism (tensor * pipeline * data), not 2; leave it out",
     ),
     "more devices than a node has": (
         manifest(f"{TINY}\nparallelism: {{tensor: 17}}"),
