@@ -136,13 +136,13 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
     enable_expert_parallel: Annotated[
         bool,
         Meta(
-            description="divide a layer's experts, rather than each of the experts, among the devices of "
-            "--tensor-parallel-size and --data-parallel-size, whose cores then compute in step"
+            description="give each device whole experts instead of a slice of every expert; with "
+            "--data-parallel-size the engine cores then run their steps together"
         ),
     ] = False
     enable_dbo: Annotated[
         bool,
-        Meta(description="dual-batch overlap; refused, because it pays with transfers between nodes only"),
+        Meta(description="not supported"),
     ] = False
     load_format: Annotated[
         Literal["auto", "dummy"], Meta(description="dummy: random weights, for benchmarks")
@@ -385,8 +385,9 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
             )
         if self.enable_dbo:
             raise ConfigError(
-                "--enable-dbo is not supported: two halves of a batch hide the transfers of tokens between nodes, and "
-                "all devices of an engine are on one node, where each half would read the experts again; leave it out"
+                "--enable-dbo is not supported: it hides the transfers of tokens between machines, and cores that "
+                "share experts are on one machine, where its two half batches would read the experts twice; leave it "
+                "out"
             )
         world_size = self.parallel_config.world_size
         if self.distributed_executor_backend == "uni" and world_size > 1:

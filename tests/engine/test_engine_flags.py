@@ -102,7 +102,7 @@ def test_experts_are_divided_among_the_workers_of_all_cores() -> None:
 def test_dual_batch_overlap_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse_args(["builtin://tiny", "-dp", "2", "--enable-expert-parallel", "--enable-dbo"])
-    assert "--enable-dbo is not supported: two halves of a batch" in capsys.readouterr().err
+    assert "--enable-dbo is not supported: it hides the transfers" in capsys.readouterr().err
 
 
 def test_overrides_of_the_model_s_config_are_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
