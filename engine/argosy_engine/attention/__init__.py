@@ -11,6 +11,7 @@
     torch_attn       backend `torch`: the reference
     cpu_attn         backend `cpu`: our C++ kernels; native_step and native_decoder belong to it
     triton_attn      backend `triton`: our kernels for GPUs
+    flash_attn       backend `flash_attn`: the library, if installed; flash_attn_versions belongs to it
     self_test        what a backend must compute on the device before it is used
 
 A backend is one module that is imported only if it is chosen.

@@ -6,6 +6,8 @@ uniproc_executor    one worker in the core's process
 remote_executor     what executors of workers in other processes share
 multiproc_executor  a process per worker
 same_model          checks that all workers have loaded one model
+external_launcher_executor
+                    one worker in this process, beside copies of the program that a launcher has started
 ray_executor        an actor of Ray per worker, on the nodes of a cluster
 ray_cluster         the connection to Ray
 private_ray         a Ray of the engine's own

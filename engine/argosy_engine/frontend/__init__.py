@@ -1,1 +1,32 @@
-"""Front end: renders and tokenises prompts, follows requests through the core, and turns tokens into text."""
+"""Front end: renders and tokenises prompts, follows requests through the core, and turns tokens into text.
+
+async_llm                   AsyncLLM: the engine of the API server, with the core in another process
+llm                         LLM: offline generation
+llm_engine                  LLMEngine: steps one by one; LLM is built on it
+llm_tokenizer               what LLM.get_tokenizer returns
+beam_search                 beam search, by one request per beam and token
+pooling                     offline embeddings
+model_source                makes a model a folder on this machine, and fetches it if it is remote
+memory_report               the memory budget as a table
+
+render_pool                 threads that render and tokenise
+renderer                    a request's messages, texts or token ids become tokens
+chat_template               the model's own Jinja template
+template_roles              which roles it renders
+control_tokens              keeps a chat's text from becoming control tokens
+tokenizer                   tokenizer.json
+chunk_map                   where the router's chunks end in the tokens
+prompts                     types of prompts for offline use
+
+request_params              sampling parameters of an API request
+structured_output_request   its structured output
+input_processor             makes the core's requests
+queue_limits                refuses requests while there are too many
+
+request_state               what is known of a choice while it is computed
+output_processor            turns the core's outputs into text and finish reasons
+detokenizer                 tokens become text, and stop strings are found
+output_collector            outputs that a reader has not taken yet
+outputs                     types of what a reader gets
+observer                    interface of metrics and telemetry
+"""

@@ -1,8 +1,32 @@
 """Our Triton kernels, each with the function that chooses its configuration and launches it.
 
-Nothing here is imported unless a backend on CUDA is chosen (or Triton's interpreter is asked for): importing Triton
-takes longer than loading a small model.
+    paged_attention          attention over the paged KV cache
+    paged_attention_kernel   its kernel
+    attention_tiles          its tile sizes
+    split_kv                 in how many segments it reads a long sequence
+    rope_and_cache           what comes between the qkv projection and attention
 
-`rope_and_cache` and `paged_attention` are the attention backend `triton`. The others are not called by models and
-sampler yet: norms, activations, experts, sampling, processing of logits, log probabilities.
+    rms_norm                 RMSNorm
+    silu_and_mul             the activation of gated MLPs
+    activations              the same inside other kernels
+    fused_moe                products of a mixture of experts
+    moe_routing              which tokens go to which expert
+    quantize_fp8             activations to FP8
+    fp8_rows                 the same inside other kernels
+
+    process_logits           masks, logit_bias and penalties
+    penalty_counts           each request's tokens, for the penalties
+    cut_logits               the logits that tokens are drawn from, for --logprobs-mode
+    sampling                 temperature, top-k, top-p, min-p and the draw
+    nucleus                  finds the cut of top-k, top-p and min-p
+    token_noise              the draw's random numbers
+    top_logprobs             log probabilities and ranks
+    ordered_keys             integers in the order of floats
+
+    launch                   starts kernels, and records launches
+    device_traits            what a configuration depends on
+
+Nothing here is imported unless a backend on CUDA is chosen (or Triton's interpreter is asked for): importing Triton
+takes longer than loading a small model. The attention backend `triton`, `models.triton_layer_kernels`,
+`models.experts`, `models.quantization` and `sample.kernel_sampler` call the kernels.
 """

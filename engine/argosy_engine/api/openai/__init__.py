@@ -1,1 +1,17 @@
-"""OpenAI endpoints: requests to generations, and outputs to the shapes of the API. They know no HTTP server."""
+"""OpenAI endpoints: requests to generations, and outputs to the shapes of the API. They know no HTTP server.
+
+openai_serving       what the endpoints of generations share
+chat                 /v1/chat/completions
+completions          /v1/completions
+embeddings           /v1/embeddings
+tokenization         /tokenize and /detokenize
+
+choice_stream        choices as the chunks of a stream
+chat_format          a choice of a chat, complete or as deltas
+completion_format    a choice of a completion, likewise
+beam_choices         choices found by beam search
+logprobs_format      log probabilities
+reasoning_counter    number of tokens of reasoning
+usage                `usage`
+error_fields         which field of the request an error is about
+"""
