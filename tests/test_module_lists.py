@@ -7,24 +7,27 @@ from pathlib import Path
 
 import pytest
 
-_ENGINE = Path(__file__).parents[1] / "engine" / "argosy_engine"
+_ROOT = Path(__file__).parents[1]
 _PACKAGES = (
-    "api/openai",
-    "attention",
-    "distributed",
-    "executor",
-    "frontend",
-    "models",
-    "parsers",
-    "sample",
-    "structured",
-    "triton_kernels",
+    "cli/argosy/local",
+    "engine/argosy_engine/api/openai",
+    "engine/argosy_engine/attention",
+    "engine/argosy_engine/distributed",
+    "engine/argosy_engine/executor",
+    "engine/argosy_engine/frontend",
+    "engine/argosy_engine/models",
+    "engine/argosy_engine/parsers",
+    "engine/argosy_engine/sample",
+    "engine/argosy_engine/structured",
+    "engine/argosy_engine/triton_kernels",
+    "fetcher/argosy_fetcher",
+    "fetcher/argosy_fetcher/sources",
 )
 
 
 @pytest.mark.parametrize("package", _PACKAGES)
 def test_a_package_lists_its_modules(package: str) -> None:
-    folder = _ENGINE / package
+    folder = _ROOT / package
     docstring = (folder / "__init__.py").read_text().split('"""')[1]
     modules = {path.stem for path in folder.glob("*.py")} | {
         path.parent.name for path in folder.glob("*/__init__.py")
@@ -34,7 +37,7 @@ def test_a_package_lists_its_modules(package: str) -> None:
 
 @pytest.mark.parametrize("package", _PACKAGES)
 def test_a_package_lists_no_module_that_it_does_not_have(package: str) -> None:
-    folder = _ENGINE / package
+    folder = _ROOT / package
     rows = re.findall(r"^ *(\w+(?:, \w+)*) {2,}\S", (folder / "__init__.py").read_text(), re.MULTILINE)
     listed = {name for row in rows for name in row.split(", ")}
     assert listed
