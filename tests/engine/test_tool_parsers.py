@@ -331,6 +331,29 @@ def test_reasoning_without_its_first_mark(text: str, expected: Parsed, size: int
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_an_output_that_is_cut_has_only_calls_of_the_whole_output(family: str) -> None:
+    text = max((text for name, text, expected in OUTPUTS if name == family and expected.calls), key=len)
+    whole = parse(new_parser(family), [text])
+    for end in range(len(text)):
+        cut = parse(new_parser(family), [text[:end]])
+        assert cut.calls == whole.calls[: len(cut.calls)], text[:end]
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "closed"),
+    [
+        ("kimi_k2", "<|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>\n", "<|tool_call_end|>"),
+        ("openai", "<|channel|>commentary to=functions.now<|message|>\n", "<|call|>"),
+        ("glm45", "<tool_call>now\n", "</tool_call>"),
+    ],
+)
+def test_a_call_without_arguments_needs_its_end(family: str, text: str, closed: str) -> None:
+    assert parse(new_parser(family), [text]) == Parsed("", text)
+    (found,) = parse(new_parser(family), [text + closed]).calls
+    assert (found.name, found.arguments) == ("now", "{}")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_without_tools_calls_are_text(family: str) -> None:
     text = next(text for name, text, expected in OUTPUTS if name == family and expected.calls)
     assert parse(new_parser(family, with_tools=False), [text]).calls == ()

@@ -78,7 +78,7 @@ class HarmonyParser:
         if is_last and self._part is _Part.HEADER:
             self._write(_Part.CONTENT, self._header)
         if is_last and self._part is _Part.CALL:
-            self._end_call()
+            self._end_call(is_closed=False)
         self.num_calls += len(self._calls)
         reasoning, content = ("".join(self._texts[part]) for part in (_Part.REASONING, _Part.CONTENT))
         return Parsed(reasoning, content, tuple(self._calls))
@@ -135,14 +135,14 @@ class HarmonyParser:
             self._buffer = text[end:]
             return None
         if self._part is _Part.CALL:
-            self._end_call()
+            self._end_call(is_closed=True)
         self._part = _Part.BOUNDARY
         return end if found.group() in (START, CHANNEL) else found.end()
 
-    def _end_call(self) -> None:
+    def _end_call(self, *, is_closed: bool) -> None:
         assert self._tools is not None
         text, self._call = "".join(self._call), []
-        calls = self._tools.parse(text)
+        calls = self._tools.parse(text) if is_closed else self._tools.parse_unclosed(text)
         if calls:
             self._calls += calls
         else:

@@ -34,10 +34,9 @@ class Glm45ToolParser(ToolParser):
         return MarkerScanner(_END_CALL)
 
     def parse(self, text: str) -> Sequence[ParsedCall] | None:
-        return self.parse_unclosed(text.removesuffix(_END_CALL))
-
-    def parse_unclosed(self, text: str) -> Sequence[ParsedCall] | None:
-        body = text[len(_CALL) :]
+        if not text.endswith(_END_CALL):
+            return None  # more parameters, or the rest of the name, may be missing
+        body = text[len(_CALL) : -len(_END_CALL)]
         first = body.find(_KEY)
         name = (body if first < 0 else body[:first]).strip()
         if not name or not is_text(name) or "<" in name or "\n" in name or "{" in name:

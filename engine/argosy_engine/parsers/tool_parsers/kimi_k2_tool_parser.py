@@ -37,7 +37,8 @@ class KimiK2ToolParser(ToolParser):
         return MarkerScanner(_END_CALL)
 
     def parse(self, text: str) -> Sequence[ParsedCall] | None:
-        return self.parse_unclosed(text.removesuffix(_END_CALL))
+        body = text.removesuffix(_END_CALL)
+        return self.parse_unclosed(body + "{}" if body.rstrip().endswith(_ARGUMENTS) else body)
 
     def parse_unclosed(self, text: str) -> Sequence[ParsedCall] | None:
         head, mark, body = text[len(_CALL) :].partition(_ARGUMENTS)
@@ -46,5 +47,5 @@ class KimiK2ToolParser(ToolParser):
         name = name.removeprefix("functions.")
         if not mark or not colon or not number.isdecimal() or not name or len(call_id) > _MAX_ID_CHARS:
             return None
-        arguments = json_arguments(body) if body.strip() else "{}"
+        arguments = json_arguments(body)
         return (ParsedCall(name, arguments, call_id),) if arguments is not None and is_text(call_id) else None

@@ -29,9 +29,13 @@ class OpenAIToolParser(ToolParser):
 
     def parse(self, text: str) -> Sequence[ParsedCall] | None:
         """Read a message with its header."""
-        header, mark, body = text.removesuffix(CALL).partition(MESSAGE)
+        body = text.removesuffix(CALL)
+        return self.parse_unclosed(body + "{}" if body.rstrip().endswith(MESSAGE) else body)
+
+    def parse_unclosed(self, text: str) -> Sequence[ParsedCall] | None:
+        header, mark, body = text.partition(MESSAGE)
         name = self.function(recipient(header))
-        arguments = json_arguments(body) if body.strip() else "{}"
+        arguments = json_arguments(body)
         return (ParsedCall(name, arguments),) if mark and name and arguments is not None else None
 
     def function(self, to: str) -> str | None:
