@@ -164,6 +164,17 @@ OUTPUTS: list[tuple[str, str, Parsed]] = [
     ("glm45", f"\n<think>Hm.</think>\nBooking.\n{GLM_OSLO}\n", Parsed("Hm.", "Booking.", (OSLO,))),
     ("glm45", "<tool_call>now</tool_call><tool_call>now\n</tool_call>", Parsed("", "", (NOW, NOW))),
     ("glm45", "<tool_call>no <b></tool_call>", Parsed("", "<tool_call>no <b></tool_call>")),
+    ("glm45", "Write <tool_call>name</tool_call>.", Parsed("", "Write <tool_call>name</tool_call>.")),
+    (
+        "glm45",
+        "Put <tool_call> before it, </tool_call> after.<tool_call>now</tool_call>",
+        Parsed("", "Put <tool_call> before it, </tool_call> after.", (NOW,)),
+    ),
+    (
+        "glm45",
+        "<tool_call>v2.other-1<arg_key>a</arg_key><arg_value>b</arg_value></tool_call>",
+        Parsed("", "", (call("v2.other-1", a="b"),)),
+    ),
     (
         "glm45",
         "<tool_call>book<arg_key>city</arg_key></tool_call>",
@@ -209,6 +220,10 @@ OUTPUTS: list[tuple[str, str, Parsed]] = [
         Parsed("", "", (OSLO, NOW)),
     ),
     ("mistral", "[THINK]Hm.[/THINK]Yes.", Parsed("Hm.", "Yes.")),
+    ("mistral", "[TOOL_CALLS]other[ARGS] {}", Parsed("", "", (call("other"),))),
+    ("mistral", '[TOOL_CALLS]The result {"a": 1}', Parsed("", '[TOOL_CALLS]The result {"a": 1}')),
+    ("mistral", '[TOOL_CALLS]result {"a": 1}', Parsed("", '[TOOL_CALLS]result {"a": 1}')),
+    ("mistral", "[TOOL_CALLS]Hm, [TOOL_CALLS]now[ARGS]{}", Parsed("", "[TOOL_CALLS]Hm, ", (NOW,))),
     ("mistral", "[TOOL_CALLS] or not", Parsed("", "[TOOL_CALLS] or not")),
     ("mistral", '[TOOL_CALLS]now[ARGS]{"a": ]}', Parsed("", '[TOOL_CALLS]now[ARGS]{"a": ]}')),
     ("llama3_json", '{"name": "book", "parameters": {"city": "Oslo", "nights": 2}}', Parsed("", "", (OSLO,))),

@@ -8,6 +8,7 @@ A parser is made for each choice of a request.
 from __future__ import annotations
 
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -15,6 +16,8 @@ from typing import Any, ClassVar
 from argosy_engine.parsers.parsed_output import ParsedCall
 from argosy_engine.parsers.scanners import Scanner
 from argosy_engine.structured.structural_tag import HERMES_CALLS, ToolCallForm
+
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 class ToolParser(ABC):
@@ -38,6 +41,8 @@ class ToolParser(ABC):
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         self._tools = tools
+        functions = [tool.get("function") for tool in tools]
+        self._names = {str(function.get("name")) for function in functions if isinstance(function, Mapping)}
 
     @classmethod
     def markers(cls) -> tuple[str, ...]:
@@ -59,6 +64,14 @@ class ToolParser(ABC):
     def call_id(self, request_id: str, choice: int, number: int, call: ParsedCall) -> str:
         """Return a call's id: a function of the request's id, so that a resumed stream repeats it."""
         return call.id or f"call_{request_id}_{choice}_{number}"
+
+    def is_function(self, name: str, *, is_unknown_allowed: bool) -> bool:
+        """Whether a name that stands between marks, without quotes, is a function's and not prose.
+
+        Args:
+            is_unknown_allowed: whether the request may lack the function, because the marks alone make it a call.
+        """
+        return name in self._names or (is_unknown_allowed and _NAME.fullmatch(name) is not None)
 
 
 def arguments_text(value: Any) -> str | None:

@@ -11,7 +11,7 @@ from typing import Any
 from argosy_engine.parsers.parameter_types import ParameterTypes
 from argosy_engine.parsers.parsed_output import ParsedCall
 from argosy_engine.parsers.scanners import MarkerScanner, Scanner
-from argosy_engine.parsers.tool_parsers.abstract_tool_parser import ToolParser, arguments_text, is_text
+from argosy_engine.parsers.tool_parsers.abstract_tool_parser import ToolParser, arguments_text
 from argosy_engine.structured.structural_tag import ToolCallForm
 
 _CALL, _END_CALL = "<tool_call>", "</tool_call>"
@@ -39,7 +39,7 @@ class Glm45ToolParser(ToolParser):
         body = text[len(_CALL) : -len(_END_CALL)]
         first = body.find(_KEY)
         name = (body if first < 0 else body[:first]).strip()
-        if not name or not is_text(name) or "<" in name or "\n" in name or "{" in name:
+        if not self.is_function(name, is_unknown_allowed=first >= 0):
             return None
         arguments: dict[str, Any] = {}
         position = first if first >= 0 else len(body)

@@ -16,7 +16,6 @@ from argosy_engine.parsers.tool_parsers.abstract_tool_parser import (
     ToolParser,
     call_of,
     calls_of,
-    is_text,
     json_arguments,
     json_value,
 )
@@ -45,10 +44,12 @@ class MistralToolParser(ToolParser):
             call = call_of(json_value(body))
             return None if call is None else (call,)
         head, brace, rest = body.partition("{")
-        name, _, call_id = head.removesuffix(_ARGS).partition(_CALL_ID)
+        head, mark, between = head.partition(_ARGS)
+        name, _, call_id = head.partition(_CALL_ID)
         name, call_id = name.strip(), call_id.strip()
         arguments = json_arguments(brace + rest)
-        if not name or not is_text(head) or "\n" in name or arguments is None:
+        is_call = not between.strip() and self.is_function(name, is_unknown_allowed=bool(mark))
+        if arguments is None or not is_call:
             return None
         return (ParsedCall(name, arguments, call_id if _is_id(call_id) else ""),)
 

@@ -41,9 +41,7 @@ class OpenAIToolParser(ToolParser):
     def function(self, to: str) -> str | None:
         """Return the function to which a recipient refers; None if it is no function of the request."""
         name = to.removeprefix(_FUNCTIONS)
-        is_known = to.startswith(_FUNCTIONS) or any(
-            tool.get("function", {}).get("name") == name for tool in self._tools
-        )
+        is_known = to.startswith(_FUNCTIONS) or name in self._names
         return name if name and is_known and is_text(name) else None
 
 
