@@ -209,3 +209,24 @@ def test_reasoning_stays_out_of_the_answer_if_asked(renderer: Renderer, stream: 
             None,
         )
         assert made.num_reasoning_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "num_calls"),
+    [
+        ({}, 1),
+        ({"response_format": {"type": "text"}}, 1),
+        ({"response_format": {"type": "json_object"}}, 0),
+        ({"structured_outputs": {"regex": "a"}}, 0),
+        ({"tool_choice": "required"}, 0),
+    ],
+)
+def test_no_call_ends_a_thought_after_which_a_grammar_begins(
+    renderer: Renderer, fields: dict[str, object], num_calls: int
+) -> None:
+    made = formatted(renderer, tools=[PING], **fields)
+    (choice,) = made.response(
+        outputs(renderer, f"<think>Hm.{CALLS[: len(CALLS) // 3]}", in_parts=False)
+    ).choices
+    assert len(choice.message.tool_calls) == num_calls
+    assert not choice.message.content

@@ -139,7 +139,12 @@ def test_text_that_begins_within_a_thought(text: str, reasoning: str, content: s
     ("text", "reasoning", "content", "num_calls"),
     [
         ("<think>I ask." + CALL, "I ask.", "", 1),
-        ("<think>I ask.\n" + CALL + "\nDone.", "I ask.", "Done.", 1),
+        ("<think>I ask.\n" + CALL + "\n" + CALL + "\n", "I ask.", "", 2),
+        ("<think>I ask.\n" + CALL + "\n<tool_call>", "I ask." + CALL + "\n<tool_call>", "", 0),
+        ("<think>Perhaps " + CALL + "\n? No.\n</think>{}", "Perhaps " + CALL + "\n? No.", "{}", 0),
+        ("<think>Perhaps " + CALL + "\n</think>\nNo.", "Perhaps " + CALL, "No.", 0),
+        ("<think>a " + CALL + CALL + " or b</think>" + CALL, "a " + CALL * 2 + " or b", "", 1),
+        ("<think>a " + CALL + "<tool_call>{</think>b", "a " + CALL + "<tool_call>{", "b", 0),
         ("<think>I could write <tool_call>.</think>No.", "I could write <tool_call>.", "No.", 0),
         ("<think>a <tool_call>nope</tool_call> b</think>c", "a <tool_call>nope</tool_call> b", "c", 0),
         ("<think>cut <tool_call>{", "cut <tool_call>{", "", 0),
@@ -147,7 +152,7 @@ def test_text_that_begins_within_a_thought(text: str, reasoning: str, content: s
     ],
 )
 @pytest.mark.parametrize("size", [1, 4, 1000])
-def test_a_whole_call_ends_a_thought(
+def test_calls_in_a_thought_count_if_the_output_ends_with_them(
     text: str, reasoning: str, content: str, num_calls: int, size: int
 ) -> None:
     parser = chat_parser(calls_end_reasoning=True)

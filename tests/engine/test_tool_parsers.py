@@ -191,8 +191,13 @@ OUTPUTS: list[tuple[str, str, Parsed]] = [
     ),
     (
         "kimi_k2",
-        f"<think>I ask.<|tool_calls_section_begin|>{KIMI_NOW}<|tool_calls_section_end|>Done.",
-        Parsed("I ask.", "Done.", (call("now", "functions.now:1"),)),
+        f"<think>I ask.<|tool_calls_section_begin|>{KIMI_NOW}<|tool_calls_section_end|>\n",
+        Parsed("I ask.", "", (call("now", "functions.now:1"),)),
+    ),
+    (
+        "kimi_k2",
+        f"<think>I ask.<|tool_calls_section_begin|>{KIMI_NOW}<|tool_calls_section_end|></think>Done.",
+        Parsed(f"I ask.<|tool_calls_section_begin|>{KIMI_NOW}<|tool_calls_section_end|>", "Done."),
     ),
     ("kimi_k2", "<|tool_calls_section_begin|>oops", Parsed("", "<|tool_calls_section_begin|>oops")),
     (

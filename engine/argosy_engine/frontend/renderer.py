@@ -139,7 +139,7 @@ class Renderer:
             tool_parser=self.tool_parser(request),
             starts_open=starts_open,
             is_reasoning=prompt.reasoning is not None and prompt.reasoning.is_open and not starts_open,
-            calls_end_reasoning=request.tool_choice in (None, "auto"),
+            calls_end_reasoning=request.tool_choice in (None, "auto") and not _is_constrained(request),
         )
 
     def tool_parser(self, request: ChatCompletionRequest) -> ToolParser | None:
@@ -343,6 +343,12 @@ class Renderer:
 
 def _calls_tools(request: ChatCompletionRequest) -> bool:
     return bool(request.tools) and request.tool_choice != "none"
+
+
+def _is_constrained(request: ChatCompletionRequest) -> bool:
+    """Whether a grammar waits for the end of the reasoning, besides that of required calls."""
+    response_format = request.response_format or {"type": "text"}
+    return request.structured_outputs is not None or response_format.get("type") != "text"
 
 
 def _texts(message: ChatMessage) -> list[str]:

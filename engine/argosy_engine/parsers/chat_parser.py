@@ -6,7 +6,8 @@ evaluated (CVE-2025-9141).
 
 Invariants: the concatenated deltas do not depend on how the text was split, so streamed and unary responses agree.
 Text that is no complete call is content, or reasoning where it stands in the reasoning; nothing but marks and the white
-space around them is dropped.
+space around them is dropped. The model may mention a call in its reasoning: one counts there only if the output ends
+with it.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ class _State(Enum):
     """Where a call may begin that needs no marker, or the next call of a section."""
     CONTENT = auto()
     CALL = auto()
+    DRAFT = auto()
+    """After a call in the reasoning, which counts if nothing but calls and the marks around them follow."""
 
 
 class ChatParser:
@@ -41,8 +44,8 @@ class ChatParser:
         tool_parser: turns calls into tool calls; None if the request has no tools.
         starts_open: whether an output without the reasoning's start marker begins with reasoning nevertheless.
         is_reasoning: whether the prompt has opened the reasoning, so that the text begins inside it.
-        calls_end_reasoning: whether a complete call inside the reasoning counts and ends it. Off if a grammar
-            constrains the call, because the grammar begins after the reasoning.
+        calls_end_reasoning: whether complete calls inside the reasoning count if the output ends with them. Off if a
+            grammar constrains the output, because the grammar begins after the reasoning.
     """
 
     def __init__(
@@ -78,6 +81,9 @@ class ChatParser:
         """Whether the call that may begin, or the open one, stands in the reasoning."""
         self._end_of_thought: MarkerScanner | None = None
         """Set while an open call stands in the reasoning."""
+        self._drafts: list[str] = []
+        """Text of the calls that stand last in the reasoning so far."""
+        self._draft_calls: list[ParsedCall] = []
         self._reasoning: list[str] = []
         self._content: list[str] = []
         self._calls: list[ParsedCall] = []
@@ -95,6 +101,8 @@ class ChatParser:
             position = self._advance(text, position, is_last)
         if is_last and self._state is _State.CALL:
             self._end_call("", is_closed=False)
+        if is_last and self._state is _State.DRAFT:
+            self._calls += self._draft_calls
         self.num_calls += len(self._calls)
         return Parsed("".join(self._reasoning), "".join(self._content), tuple(self._calls))
 
@@ -111,6 +119,8 @@ class ChatParser:
                 return self._leave_between(text, position, is_last)
             case _State.CALL:
                 return self._read_call(text, position)
+            case _State.DRAFT:
+                return self._leave_draft(text, position, is_last)
 
     def _leave_start(self, text: str, position: int, is_last: bool) -> int | None:
         begin = position
@@ -203,6 +213,45 @@ class ChatParser:
         self._in_thought = False
         return position
 
+    def _leave_draft(self, text: str, position: int, is_last: bool) -> int | None:
+        assert self._tools is not None
+        separators = self._tools.separators + " \t\r\n"
+        begin = position
+        while begin < len(text) and text[begin] in separators:
+            begin += 1
+        self._drafts.append(text[position:begin])
+        if begin == len(text):
+            return None
+        for start in self._call_starts:
+            if text.startswith(start, begin):
+                self._in_thought = True
+                self._open_call(start)
+                return begin + len(start)
+        section = self._tools.section or ()
+        for mark in section:
+            if text.startswith(mark, begin):
+                self._drafts.append(mark)
+                return begin + len(mark)
+        if text.startswith(self._think.end, begin):
+            self._reasoning.append(_without_last_newlines(self._take_drafts()))
+            self._enter_content()
+            return begin + len(self._think.end)
+        rest = text[begin : begin + 64]
+        if not is_last and any(
+            mark.startswith(rest) for mark in (*self._call_starts, *section, self._think.end)
+        ):
+            self._buffer = text[begin:]
+            return None
+        self._reasoning.append(self._take_drafts())
+        self._state, self._newlines_to_skip = _State.REASONING, 0
+        return begin
+
+    def _take_drafts(self) -> str:
+        """Return the calls that stand last in the reasoning as text, because they turned out to be mentioned."""
+        text = "".join(self._drafts)
+        self._drafts, self._draft_calls = [], []
+        return text
+
     def _open_call(self, start: str) -> None:
         assert self._tools is not None
         self._state = _State.CALL
@@ -218,7 +267,9 @@ class ChatParser:
             if thought_end >= 0 and not 0 <= end < thought_end:
                 # A call counts in the reasoning only if it is complete before the reasoning ends.
                 self._call.append(text[position:thought_end])
-                thought = self._between + "".join(self._call).removesuffix(self._think.end)
+                thought = (
+                    self._take_drafts() + self._between + "".join(self._call).removesuffix(self._think.end)
+                )
                 self._reasoning.append(_without_last_newlines(thought))
                 self._between, self._call, self._in_thought = "", [], False
                 self._enter_content()
@@ -239,8 +290,15 @@ class ChatParser:
         into = self._reasoning if in_thought else self._content
         if before:
             # No call precedes the text, so that the marks before it are text as well.
-            into.append(self._between + (_without_last_newlines(before) if calls else before))
-        self._between = ""
+            text_before = _without_last_newlines(before) if calls else before
+            into.append(self._take_drafts() + self._between + text_before)
+            self._between = ""
+        between, self._between = self._between, ""
+        if calls and in_thought:
+            self._drafts.append(between + text[len(before) :])
+            self._draft_calls += calls
+            self._state = _State.DRAFT
+            return
         if not calls:
             self._state, self._newlines_to_skip = (_State.REASONING if in_thought else _State.CONTENT), 0
             return
