@@ -16,6 +16,7 @@ from argosy_engine.parsers.chat_parser import ChatParser
 from argosy_engine.parsers.harmony_parser import HarmonyParser
 from argosy_engine.parsers.parsed_output import Parsed, ParsedCall
 from argosy_engine.parsers.parser_registry import REASONING_PARSERS, TOOL_PARSERS
+from argosy_engine.parsers.scanners import MAX_HEAD_CHARS
 from argosy_engine.parsers.tool_parsers.openai_tool_parser import OpenAIToolParser
 from argosy_engine.structured.structural_tag import tool_call_tag
 
@@ -115,6 +116,8 @@ HARMONY_OSLO = (
     "<|channel|>commentary to=functions.book <|constrain|>json"
     '<|message|>{"city": "Oslo", "nights": 2}<|call|>'
 )
+LONG = "x" * (MAX_HEAD_CHARS - 6)
+"""Text after which a marker reaches beyond the characters in which a call must look like one."""
 MISTRAL_OSLO = '[TOOL_CALLS]book[ARGS]{"city": "Oslo", "nights": 2}'
 
 OUTPUTS: list[tuple[str, str, Parsed]] = [
@@ -229,6 +232,8 @@ OUTPUTS: list[tuple[str, str, Parsed]] = [
     ("mistral", '[TOOL_CALLS]The result {"a": 1}', Parsed("", '[TOOL_CALLS]The result {"a": 1}')),
     ("mistral", '[TOOL_CALLS]result {"a": 1}', Parsed("", '[TOOL_CALLS]result {"a": 1}')),
     ("mistral", "[TOOL_CALLS]Hm, [TOOL_CALLS]now[ARGS]{}", Parsed("", "[TOOL_CALLS]Hm, ", (NOW,))),
+    ("mistral", f"[TOOL_CALLS]{LONG}[TOOL_CALLS]now[ARGS]{{}}", Parsed("", f"[TOOL_CALLS]{LONG}", (NOW,))),
+    ("mistral", f"[THINK]A [TOOL_CALLS]{LONG}[/THINK]Yes.", Parsed(f"A [TOOL_CALLS]{LONG}", "Yes.")),
     ("mistral", "[TOOL_CALLS] or not", Parsed("", "[TOOL_CALLS] or not")),
     ("mistral", '[TOOL_CALLS]now[ARGS]{"a": ]}', Parsed("", '[TOOL_CALLS]now[ARGS]{"a": ]}')),
     ("llama3_json", '{"name": "book", "parameters": {"city": "Oslo", "nights": 2}}', Parsed("", "", (OSLO,))),
@@ -244,6 +249,13 @@ OUTPUTS: list[tuple[str, str, Parsed]] = [
     ),
     ("llama3_json", '{"answer": {"name": "now"}}', Parsed("", '{"answer": {"name": "now"}}')),
     ("llama3_json", '{"name": "Tom", "age": 3}', Parsed("", '{"name": "Tom", "age": 3}')),
+    ("llama3_json", '<think>Key {"name"</think>Yes.', Parsed('Key {"name"', "Yes.")),
+    ("llama3_json", '{\n{"name": "now", "parameters": {}}', Parsed("", "{", (NOW,))),
+    (
+        "llama3_json",
+        '<|python_tag|><|python_tag|>{"name": "now", "parameters": {}}',
+        Parsed("", "<|python_tag|>", (NOW,)),
+    ),
     ("llama3_json", "<|python_tag|>print(1)", Parsed("", "<|python_tag|>print(1)")),
     (
         "llama3_json",

@@ -17,7 +17,7 @@ from enum import Enum, auto
 from argosy_engine.parsers.markers import Markers
 from argosy_engine.parsers.parsed_output import Parsed, ParsedCall
 from argosy_engine.parsers.reasoning_parsers.abstract_reasoning_parser import ReasoningParser
-from argosy_engine.parsers.scanners import MarkerScanner, Scanner
+from argosy_engine.parsers.scanners import NO_CALL, MarkerScanner, Scanner
 from argosy_engine.parsers.tool_parsers.abstract_tool_parser import ToolParser
 
 _MAX_TRIMMED = 16
@@ -76,6 +76,8 @@ class ChatParser:
         self._reasoning_markers = Markers((self._think.end, *call_markers))
         self._call: list[str] = []
         """Text of the open call, from its start marker on."""
+        self._again = ""
+        """Text of earlier pieces that is read again, before the rest of the current one."""
         self._scanner: Scanner | None = None
         self._in_thought = False
         """Whether the call that may begin, or the open one, stands in the reasoning."""
@@ -99,6 +101,8 @@ class ChatParser:
         position: int | None = 0
         while position is not None:
             position = self._advance(text, position, is_last)
+            if self._again and position is not None:
+                text, position, self._again = self._again + text[position:], 0, ""
         if is_last and self._state is _State.CALL:
             self._end_call("", is_closed=False)
         if is_last and self._state is _State.DRAFT:
@@ -262,6 +266,12 @@ class ChatParser:
     def _read_call(self, text: str, position: int) -> int | None:
         assert self._scanner is not None
         end = self._scanner.feed(text, position)
+        if end == NO_CALL:
+            start, *body = self._call
+            self._again = "".join(body)
+            self._call = [start]
+            self._end_call("", is_closed=False)
+            return position
         if self._end_of_thought is not None:
             thought_end = self._end_of_thought.feed(text, position)
             if thought_end >= 0 and not 0 <= end < thought_end:

@@ -11,6 +11,9 @@ from typing import Protocol
 
 MAX_HEAD_CHARS = 256
 """Characters in which a call that has no end marker must begin to look like one, so that prose is not held back."""
+NO_CALL = -2
+"""What a scanner returns for a text that cannot be a call's, after `MAX_HEAD_CHARS` at most. It is read again, because
+it may contain markers."""
 _BRACKETS = {"'": re.compile(r"['\"\[\](){}]"), '"': re.compile(r"[\"\[\]{}]")}
 _IN_STRING = {"'": re.compile(r"['\\]"), '"': re.compile(r'["\\]')}
 
@@ -19,7 +22,8 @@ class Scanner(Protocol):
     """Finder of one call's end."""
 
     def feed(self, text: str, start: int) -> int:
-        """Read `text` from `start` on; return the offset just after the call, or -1 if more text is needed."""
+        """Read `text` from `start` on; return the offset just after the call, -1 if more text is needed, or
+        `NO_CALL`."""
 
 
 class MarkerScanner:
@@ -80,7 +84,7 @@ class ValueScanner:
 
 
 class HeadScanner:
-    """Ends a call at once if its first characters cannot be a call's, and leaves the rest to another scanner.
+    """Tells at once if the first characters cannot be a call's, and leaves the rest to another scanner.
 
     Args:
         head: pattern of the characters after the marker that tell a call. The value begins with its group.
@@ -109,9 +113,7 @@ class HeadScanner:
             return self._value.feed(text, start + begin - before)
         allowed = self._allowed.match(seen)
         end = 0 if allowed is None else allowed.end()
-        if end < len(seen):
-            return start + end + 1 - before  # the first character that a call cannot have ends it
-        if len(seen) >= MAX_HEAD_CHARS:
-            return start + len(seen) - before
+        if end < len(seen) or len(seen) >= MAX_HEAD_CHARS:
+            return NO_CALL
         self._seen = seen
         return -1
