@@ -243,6 +243,7 @@ def test_a_priority_needs_an_engine_that_schedules_by_it(policy: str, is_refused
         logits_processors=(),
         seed=None,
         parsers=ParserConfig(),
+        has_copies=False,
     )
     processor = InputProcessor(config)  # type: ignore[arg-type]
     prompt = TokenizedPrompt([5, 6], [])

@@ -254,7 +254,8 @@ def test_cores_of_several_workers(checkpoint: Path, expected: list[RequestOutput
         llm.engine.add_request("a", {"prompt_token_ids": STORY}, params(max_tokens=109))
         llm.engine.step()
         os.kill(others[3], signal.SIGKILL)
-        with pytest.raises(EngineDead, match=r"data-parallel rank 1: .*worker 1 ended \(killed by SIGKILL\)"):
+        killed = rf"data-parallel rank 1: Worker_DP1_[TP]P1 \(process {others[3]}\) ended: killed by SIGKILL"
+        with pytest.raises(EngineDead, match=killed):
             step_until_done(llm)
         llm.close()
         wait_until(lambda: not any(map(is_alive, [*cores, *others])), "all processes to end")
