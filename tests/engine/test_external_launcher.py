@@ -170,6 +170,18 @@ def test_copies_end_together_and_say_why(
         assert bool(expected) == bool(found.get(cause))
 
 
+@pytest.mark.parametrize("constrained", [0, 1])
+def test_copies_end_if_the_output_of_only_one_is_structured(
+    ends: list[dict[str, Any]], constrained: int
+) -> None:
+    for found in ends:
+        kind, message = found[f"parameters {constrained}"]
+        assert kind == "EngineDead"
+        assert "makes other calls than" in message
+        assert "a broadcast of rank 0" in message
+        assert message.endswith("give all copies the same prompts and parameters in the same order")
+
+
 def test_an_engine_stays_dead_and_the_program_may_make_another(ends: list[dict[str, Any]]) -> None:
     assert set(ends[0]["after"]) == set(ends[1]["after"]) == {"EngineDead"}
     assert ends[0]["fine"] == ends[1]["fine"] != []

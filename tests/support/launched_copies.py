@@ -164,6 +164,14 @@ def ends(rank: int, checkpoint: str) -> Iterator[tuple[str, Any]]:
     yield "prompts", failure(lambda: run(["The sea"] if rank else ["The sea", "Ships"]))
     yield "tokens", failure(lambda: run(worker_cls="probe_worker.OtherTokensWorker"))
 
+    def constrain_one(constrained: int) -> None:
+        choice = StructuredOutputsParams(choice=["yes", "no"]) if rank == constrained else None
+        with LLM(**tensor) as llm:
+            llm.generate(["Yes or no?"], params(structured_outputs=choice), use_tqdm=False)
+
+    for constrained in (0, 1):
+        yield f"parameters {constrained}", failure(partial(constrain_one, constrained))
+
     def close_early(*, closes: int, **fields: Any) -> None:
         with LLM(**tensor) as llm:
             if rank != closes:

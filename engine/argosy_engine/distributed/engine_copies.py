@@ -2,14 +2,17 @@
 
 Every copy makes the same calls in the same order. A copy that ends says so in the launcher's store before it closes its
 connections; the others wait in short slices and look there, so that they end with its reason. A copy that was killed
-says nothing: its connections close, and the others name it because it is the one that did not say anything.
+says nothing: its connections close, and the others name it because it is the one that did not say anything. A copy
+that waits says in which call, so that copies that make different calls end at once.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Literal
@@ -30,6 +33,8 @@ CASCADE_S = 1.0
 """How long a copy waits until all that have noticed the end of another have said so."""
 _INLINE_BYTES = 4096
 """Payload of a broadcast's first message. Longer payloads need a second one."""
+_MAX_KNOWN_CALLS = 64
+"""Calls that a copy tells the others. The source of broadcasts may be some calls ahead of the others."""
 
 
 class CopyLost(RuntimeError):
@@ -42,6 +47,20 @@ class Report(msgspec.Struct, array_like=True, frozen=True):
     kind: Literal["ended", "lost"]
     """`lost`: because of another copy."""
     reason: str
+
+
+class Calls(msgspec.Struct, array_like=True, frozen=True):
+    """What a copy says while it waits."""
+
+    number: int
+    """Of calls so far; it waits in the last one."""
+    kinds: list[str]
+    """Of the last calls."""
+
+    def kind_of(self, number: int) -> str:
+        """Return the kind of a call, counted from 1; empty if it is not known."""
+        index = number - 1 - self.number + len(self.kinds)
+        return self.kinds[index] if 0 <= index < len(self.kinds) else ""
 
 
 class EngineCopies:
@@ -62,6 +81,9 @@ class EngineCopies:
         self._ranks = tuple(ranks)
         self._timeout_s = timeout_s
         self._num_calls = 0
+        self._kinds: deque[str] = deque(maxlen=_MAX_KNOWN_CALLS)
+        self._work: dist.Work | None = None
+        """The call that has not ended; it stays when it fails."""
         self._has_reported = False
 
     def gather(self, values: Sequence[int]) -> list[list[int]]:
@@ -145,17 +167,21 @@ class EngineCopies:
         self.report("ended", reason)
         if self._group is not None:
             group, self._group = self._group, None
+            if self._work is not None and not self._work.is_completed():
+                _outlive(group, self._work)
             dist.destroy_process_group(group)
 
     def _gather(self, own: torch.Tensor) -> torch.Tensor:
         """Return [size, len(own)]."""
         gathered = own.new_empty(self.size * len(own))
-        self._wait(dist.all_gather_into_tensor(gathered, own, group=self._open_group(), async_op=True))
+        work = dist.all_gather_into_tensor(gathered, own, group=self._open_group(), async_op=True)
+        self._wait(work, f"comparison of {len(own)}")
         return gathered.view(self.size, len(own))
 
     def _broadcast(self, message: bytearray, source: int) -> bytearray:
         tensor = torch.frombuffer(message, dtype=torch.uint8)
-        self._wait(dist.broadcast(tensor, group=self._open_group(), group_src=source, async_op=True))
+        work = dist.broadcast(tensor, group=self._open_group(), group_src=source, async_op=True)
+        self._wait(work, f"broadcast of {self.names([source])}")
         return message
 
     def _open_group(self) -> dist.ProcessGroup:
@@ -163,53 +189,87 @@ class EngineCopies:
             raise CopyLost("this copy has left the others")
         return self._group
 
-    def _wait(self, work: dist.Work | None) -> None:
-        """Wait for a collective, looking from time to time whether another copy has ended."""
+    def _wait(self, work: dist.Work | None, kind: str) -> None:
+        """Wait for a collective, looking from time to time whether another copy has ended.
+
+        Args:
+            kind: what all copies have to say of this call.
+        """
         assert work is not None
         self._num_calls += 1
+        self._kinds.append(kind)
+        self._work = work
         began, has_warned = time.monotonic(), False
         while True:
             try:
                 work.wait(SLICE)
+                self._work = None
                 return
             except RuntimeError:
                 if work.is_completed():
                     try:
                         work.wait()
+                        self._work = None
                         return  # it was completed just after the slice
                     except RuntimeError as error:
                         raise CopyLost(self.cause(error)) from None
             waited = time.monotonic() - began
             late = self._late()
-            if late and waited > self._timeout_s:
+            if waited > self._timeout_s:
                 limit = f"{self._timeout_s:g} s"
+                if not late:
+                    self.report("ended", f"has waited {limit} for the end of a {kind}")
+                    raise CopyLost(f"a {kind}, in which all copies take part, has not ended within {limit}")
                 self.report("ended", f"has waited for {self.names(late)} for {limit}")
                 raise CopyLost(
                     f"{self.names(late)} did not begin the next step within {limit}; do all copies make the same calls "
                     "with the same prompts?"
                 )
-            if late and waited > WARN_S and not has_warned:
+            if waited > WARN_S and not has_warned:
                 has_warned = True
-                logger.warning("waiting for %s, for %.0f s now", self.names(late), waited)
+                awaited = self.names(late) if late else f"the end of a {kind}"
+                logger.warning("waiting for %s, for %.0f s now", awaited, waited)
 
     def _late(self) -> list[int]:
         """Return the copies that do not wait in the same call, having said that this one does.
 
         Raises:
-            CopyLost: a copy has ended.
+            CopyLost: a copy has ended, or makes other calls.
         """
         late = []
         try:
             if self._store.check(["ended"]):
                 raise CopyLost(self.cause("it has left the others"))
-            self._store.set(f"waiting/{self.rank}", str(self._num_calls))
+            own = Calls(self._num_calls, list(self._kinds))
+            self._store.set(f"waiting/{self.rank}", msgspec.json.encode(own).decode())
             for rank in range(self.size):
                 key = f"waiting/{rank}"
-                if not self._store.check([key]) or int(self._store.get(key)) < self._num_calls:
+                if not self._store.check([key]):
+                    late.append(rank)
+                    continue
+                calls = msgspec.json.decode(self._store.get(key), type=Calls)
+                self._check_same(own, rank, calls)
+                if calls.number < own.number:
                     late.append(rank)
         except dist.DistError as error:
             raise CopyLost(f"the process that holds the launcher's store has ended ({error})") from None
         return late
+
+    def _check_same(self, own: Calls, rank: int, calls: Calls) -> None:
+        """
+        Raises:
+            CopyLost: the last call that this copy and another have both begun is not the same.
+        """
+        number = min(own.number, calls.number)
+        mine, theirs = own.kind_of(number), calls.kind_of(number)
+        if mine == theirs or not mine or not theirs:
+            return
+        found = (
+            f"{self.names([rank])} makes other calls than {self.names([self.rank])} (a {theirs}, not a {mine}); give "
+            "all copies the same prompts and parameters in the same order"
+        )
+        self.report("ended", f"has found that {found}")
+        raise CopyLost(found)
 
     def _reports(self, ranks: Sequence[int]) -> dict[int, Report]:
         reports = {}
@@ -218,6 +278,17 @@ class EngineCopies:
                 if self._store.check([f"ended/{rank}"]):
                     reports[rank] = msgspec.json.decode(self._store.get(f"ended/{rank}"), type=Report)
         return reports
+
+
+def _outlive(group: dist.ProcessGroup, work: dist.Work) -> None:
+    """Keep a group until its last call has ended: gloo cannot abort one, and whoever destroys the group waits for it.
+    It ends once the other copies' processes have."""
+
+    def hold(_: dist.ProcessGroup) -> None:
+        while not work.is_completed():
+            time.sleep(SLICE.total_seconds())
+
+    threading.Thread(target=hold, args=(group,), name="end of a call of copies", daemon=True).start()
 
 
 def _brief(error: object) -> str:
