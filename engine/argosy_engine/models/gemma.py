@@ -17,6 +17,7 @@ from argosy_engine.attention.metadata import AttentionMetadata
 from argosy_engine.attention.params import AttentionParams
 from argosy_engine.attention.rotary import RotaryEmbedding
 from argosy_engine.models.gemma_config import GemmaConfig
+from argosy_engine.models.layer_compiler import CompilablePart
 from argosy_engine.models.layer_factory import LayerFactory
 from argosy_engine.models.layers import RMSNorm
 from argosy_engine.quantized_rows import Activations, RowQuantization
@@ -46,8 +47,9 @@ class GeGLU:
     def input_quantization(self) -> RowQuantization | None:
         return self.gate_up.input_quantization
 
-    def __call__(self, x: Activations) -> torch.Tensor:
-        return self.down(self.gate_up(x))
+    def partial(self, x: Activations) -> torch.Tensor:
+        """Return what `down.sum_ranks` makes the output of."""
+        return self.down.partial(self.gate_up(x))
 
 
 class GemmaLayer:
@@ -90,6 +92,9 @@ class GemmaLayer:
         self.attention = factory.attention(
             params, AttentionWeights(rotary, q_norm, k_norm, eps), prefix=attention, feeds=self.output
         )
+        self._project = factory.part(GemmaLayer.project)
+        self._feed_forward = factory.part(GemmaLayer.feed_forward)
+        self._hidden = hidden
 
     def __call__(
         self,
@@ -106,11 +111,27 @@ class GemmaLayer:
             residual: updated in place.
         """
         if x is None:
-            normed = self.input_norm(residual)
+            qkv = self.qkv(self.input_norm(residual))
         else:
-            normed = self.input_norm.after_adding(x, residual, self.previous_norm)
-        attended = self.output(self.attention(self.qkv(normed), kv_cache, meta))
-        return self.mlp(self.pre_mlp_norm.after_adding(attended, residual, self.post_attention_norm))
+            qkv = self._project(self, x, residual)
+        attended = self.output(self.attention(qkv, kv_cache, meta))
+        return self.mlp.down.sum_ranks(self._feed_forward(self, attended, residual))
+
+    def project(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """Add the norm of the last layer's output to the residual and return q, k and v of the norm of the sum."""
+        return self.qkv(self.input_norm.after_adding(x, residual, self.previous_norm))
+
+    def feed_forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """Add the norm of attention's output to the residual and return the MLP's partial output of the norm of the
+        sum."""
+        return self.mlp.partial(self.pre_mlp_norm.after_adding(x, residual, self.post_attention_norm))
+
+    def parts_to_compile(self) -> list[CompilablePart]:
+        widths = self._hidden, self._hidden
+        parts = [CompilablePart(self._feed_forward, widths)]
+        if self.previous_norm is not None:  # not in the first layer
+            parts.insert(0, CompilablePart(self._project, widths))
+        return parts
 
 
 class Gemma:

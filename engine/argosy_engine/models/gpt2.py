@@ -15,6 +15,7 @@ from argosy_engine.attention.metadata import AttentionMetadata
 from argosy_engine.attention.params import AttentionParams
 from argosy_engine.models.gpt2_config import GPT2Config
 from argosy_engine.models.gpt2_layers import ACTIVATIONS, LayerNorm, MultiHeadAttention
+from argosy_engine.models.layer_compiler import CompilablePart
 from argosy_engine.models.layer_factory import LayerFactory
 from argosy_engine.models.linear import Linear
 
@@ -40,11 +41,36 @@ class GPT2Layer:
         self.up = factory.column_linear({prefix + "mlp.c_fc": inner}, hidden, bias=True, is_transposed=True)
         self.down = conv1d_row("mlp.c_proj", inner)
         self.activation = ACTIVATIONS[config.activation]
+        self._project = factory.part(GPT2Layer.project)
+        self._feed_forward = factory.part(GPT2Layer.feed_forward)
+        self._widths = hidden, hidden
 
-    def __call__(self, hidden: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
-        """Run the layer on hidden [T, hidden_size]; the output has the same shape."""
-        hidden = hidden + self.attend(self.norm_1(hidden), kv_cache, meta)
-        return hidden + self.down(self.activation(self.up(self.norm_2(hidden))))
+    def __call__(
+        self, x: torch.Tensor | None, hidden: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata
+    ) -> torch.Tensor:
+        """Run the layer; return what the next one gets as x. All tensors are [T, hidden_size].
+
+        Args:
+            x: the last layer's output, which has to be added to hidden. None in the first layer.
+            hidden: updated in place.
+        """
+        qkv = self.attend.qkv(self.norm_1(hidden)) if x is None else self._project(self, x, hidden)
+        attended = self.attend.of_projected(qkv, kv_cache, meta)
+        return self.down.sum_ranks(self._feed_forward(self, attended, hidden))
+
+    def project(self, x: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Add x to hidden and return q, k and v of the norm of the sum."""
+        return self.attend.qkv(self.norm_1(hidden.add_(x)))
+
+    def feed_forward(self, x: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Add x to hidden and return the MLP's partial output of the norm of the sum."""
+        return self.down.partial(self.activation(self.up(self.norm_2(hidden.add_(x)))))
+
+    def parts_to_compile(self) -> list[CompilablePart]:
+        return [
+            CompilablePart(self._project, self._widths),
+            CompilablePart(self._feed_forward, self._widths),
+        ]
 
 
 class GPT2:
@@ -80,9 +106,10 @@ class GPT2:
     ) -> torch.Tensor:
         if hidden is None:
             hidden = self.embedding(token_ids) + F.embedding(positions, self.positions)
+        x: torch.Tensor | None = None
         for index, layer in enumerate(self.layers):
-            hidden = layer(hidden, kv_cache[index], meta.of_layer(index))
-        return hidden
+            x = layer(x, hidden, kv_cache[index], meta.of_layer(index))
+        return hidden if x is None else hidden.add_(x)
 
     def last_hidden_state(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.norm(hidden)

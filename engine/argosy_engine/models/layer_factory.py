@@ -17,6 +17,7 @@ from argosy_engine.attention.rotary import RotaryEmbedding
 from argosy_engine.distributed.communicator import Communicator, LocalCommunicator
 from argosy_engine.models.embedding import Embedding, VocabParallelEmbedding
 from argosy_engine.models.experts import EXPERT_LAYERS, Experts, ExpertsSpec, SeparateExperts, TritonExperts
+from argosy_engine.models.layer_compiler import LayerCompiler, LayerFunction
 from argosy_engine.models.layer_kernels import GatedActivation, LayerKernels, TorchLayerKernels
 from argosy_engine.models.layers import InputNorm, RMSNorm
 from argosy_engine.models.linear import (
@@ -48,6 +49,7 @@ class LayerFactory:
         communicator: of the ranks that share the layers.
         stage: the layers that this rank has.
         exchange: of the tokens of several engine cores that divide the experts among them.
+        compiler: compiles parts of the layers; None: they run as they are.
     """
 
     def __init__(
@@ -60,13 +62,15 @@ class LayerFactory:
         communicator: Communicator | None = None,
         stage: Stage = WHOLE_MODEL,
         exchange: TokenExchange | None = None,
+        compiler: LayerCompiler | None = None,
     ) -> None:
         self.weights = weights
         self.dtype, self.device = weights.dtype, weights.device
         self.max_positions = max_positions
         self._backend = backend
-        self._method = linear_method or UnquantizedLinearMethod()
-        self._kernels = _layer_kernels(backend)
+        self._method = linear_method or UnquantizedLinearMethod(is_traceable=compiler is not None)
+        self._kernels = _layer_kernels(backend, has_native=compiler is None)
+        self._compiler = compiler
         self.sharding = sharding
         self._communicator = communicator or LocalCommunicator()
         self._stage = stage
@@ -87,6 +91,10 @@ class LayerFactory:
     def _absent(self) -> LayerFactory:
         plan = WeightPlan(self.dtype)
         return LayerFactory(plan, self._backend, self.max_positions, self._method, self.sharding)
+
+    def part(self, function: LayerFunction) -> LayerFunction:
+        """Return a function of a layer, compiled if the model's layers are. See `layer_compiler`."""
+        return function if self._compiler is None else self._compiler.part(function)
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
         """Return a tensor in the engine's dtype, on its device."""
@@ -297,9 +305,10 @@ class LayerFactory:
     def fuse_decoder(self, layers: Sequence[DecoderParts]) -> FusedDecoder | None:
         """Return a faster way to run all layers of a decoder; None: run them one by one.
 
-        It exchanges nothing between ranks, so there is none if they share the layers.
+        It exchanges nothing between ranks, so there is none if they share the layers, and none for compiled layers.
         """
-        return self._backend.fuse_decoder(layers) if self.sharding.size == 1 else None
+        is_whole = self.sharding.size == 1 and self._compiler is None
+        return self._backend.fuse_decoder(layers) if is_whole else None
 
     def _equal_parts(self, parts: Mapping[str, int]) -> dict[str, tuple[range, ...]] | None:
         """Return the rank's output features of projections; None: all."""
@@ -312,9 +321,9 @@ def _moved(indices: range, start: int) -> range:
     return range(indices.start + start, indices.stop + start)
 
 
-def _layer_kernels(backend: AttentionBackend) -> LayerKernels:
+def _layer_kernels(backend: AttentionBackend, *, has_native: bool) -> LayerKernels:
     if not backend.uses_triton:
-        return TorchLayerKernels()
+        return TorchLayerKernels(has_native=has_native)
     from argosy_engine.models.triton_layer_kernels import TritonLayerKernels
 
     return TritonLayerKernels()

@@ -21,6 +21,8 @@ GatedActivation = Callable[[torch.Tensor], Activations]
 class LayerKernels(Protocol):
     """Norms and gated activations on the activations' device."""
 
+    has_native: bool
+    """Whether our CPU kernels take the place of these where they can."""
     gated_activations: Mapping[str, GatedActivation]
     """By the activation's name in configs: `silu` and `gelu_pytorch_tanh`."""
 
@@ -76,12 +78,19 @@ def gelu_tanh_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 class TorchLayerKernels:
-    """Plain torch, on any device. It quantises nothing."""
+    """Plain torch, on any device. It quantises nothing.
+
+    Args:
+        has_native: see `LayerKernels`.
+    """
 
     gated_activations: Mapping[str, GatedActivation] = {
         "silu": silu_and_mul,
         "gelu_pytorch_tanh": gelu_tanh_and_mul,
     }
+
+    def __init__(self, *, has_native: bool = True) -> None:
+        self.has_native = has_native
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return rms_norm(x, weight, eps)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from argosy_engine.models.layer_kernels import LayerKernels, TorchLayerKernels
+from argosy_engine.models.layer_kernels import LayerKernels
 from argosy_engine.models.linear_kernels import supporting_kernels
 from argosy_engine.quantized_rows import Activations, RowQuantization
 
@@ -22,7 +22,7 @@ class RMSNorm:
         self.weight = weight
         self.eps = eps
         self._kernels = kernels
-        native = supporting_kernels(weight) if isinstance(kernels, TorchLayerKernels) else None
+        native = supporting_kernels(weight) if kernels.has_native else None
         can_serve = native is not None and weight.dtype is dtype and weight.shape[0] % native.lanes == 0
         self._native = native if can_serve else None
 

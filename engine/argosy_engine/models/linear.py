@@ -80,6 +80,13 @@ class Linear:
     def __call__(self, x: Activations) -> torch.Tensor:
         return multiply(self._kernel, x)
 
+    def partial(self, x: Activations) -> torch.Tensor:
+        """Return what `sum_ranks` makes the layer's output of. Exchanges nothing between ranks."""
+        return multiply(self._kernel, x)
+
+    def sum_ranks(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """Apply the layer as an output head. The CPU kernels return their float32 sums; others return x's dtype."""
         return self._kernel.logits(x)
@@ -93,7 +100,10 @@ class RowParallelLinear(Linear):
         self._communicator = communicator
 
     def __call__(self, x: Activations) -> torch.Tensor:
-        return self._communicator.all_reduce(multiply(self._kernel, x))
+        return self.sum_ranks(self.partial(x))
+
+    def sum_ranks(self, x: torch.Tensor) -> torch.Tensor:
+        return self._communicator.all_reduce(x)
 
 
 class VocabParallelHead(Linear):

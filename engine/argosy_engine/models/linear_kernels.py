@@ -67,12 +67,18 @@ def input_quantization(kernel: LinearKernel) -> RowQuantization | None:
     return None if kernel.quantized is None else kernel.quantized.input_quantization
 
 
-def linear_kernel(weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearKernel:
-    """Choose a kernel for a weight [out, in] and move the weight into its layout."""
-    loaded = supporting_kernels(weight)
+def linear_kernel(
+    weight: torch.Tensor, bias: torch.Tensor | None = None, *, is_traceable: bool = False
+) -> LinearKernel:
+    """Choose a kernel for a weight [out, in] and move the weight into its layout.
+
+    Args:
+        is_traceable: choose one that torch.compile can trace.
+    """
+    loaded = None if is_traceable else supporting_kernels(weight)
     if loaded is not None and _fills_units(weight):
         return CpuLinear(loaded, weight, bias)
-    if _has_onednn_layout(weight):
+    if not is_traceable and _has_onednn_layout(weight):
         return OneDnnLinear(weight, bias)
     if weight.device.type == "cpu" and weight.dtype is torch.float32:
         return TransposedLinear(weight, bias)
@@ -80,13 +86,21 @@ def linear_kernel(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Lin
 
 
 def gated_linear_kernel(
-    weight: torch.Tensor, bias: torch.Tensor | None = None, activation: GatedActivation = silu_and_mul
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: GatedActivation = silu_and_mul,
+    *,
+    is_traceable: bool = False,
 ) -> GatedLinearKernel:
-    """Choose a kernel for a weight [2 * inner, in], the gate's rows first, and move the weight into its layout."""
-    loaded = supporting_kernels(weight) if activation is silu_and_mul else None
+    """Choose a kernel for a weight [2 * inner, in], the gate's rows first, and move the weight into its layout.
+
+    Args:
+        is_traceable: choose one that torch.compile can trace.
+    """
+    loaded = supporting_kernels(weight) if activation is silu_and_mul and not is_traceable else None
     if loaded is not None and _fills_units(weight) and weight.shape[0] // 2 % loaded.lanes == 0:
         return CpuGatedLinear(loaded, weight, bias)
-    return SplitGatedLinear(linear_kernel(weight, bias), activation)
+    return SplitGatedLinear(linear_kernel(weight, bias, is_traceable=is_traceable), activation)
 
 
 def supporting_kernels(weight: torch.Tensor) -> Kernels | None:

@@ -47,15 +47,24 @@ class LinearMethod(Protocol):
 
 
 class UnquantizedLinearMethod:
-    """Weights in the engine's dtype, whatever the checkpoint's."""
+    """Weights in the engine's dtype, whatever the checkpoint's.
+
+    Args:
+        is_traceable: see `linear_kernel`.
+    """
+
+    def __init__(self, *, is_traceable: bool = False) -> None:
+        self._is_traceable = is_traceable
 
     def load(self, weights: Weights, spec: LinearSpec) -> LinearKernel:
-        return linear_kernel(take_fused(weights, spec), take_bias(weights, spec))
+        weight, bias = take_fused(weights, spec), take_bias(weights, spec)
+        return linear_kernel(weight, bias, is_traceable=self._is_traceable)
 
     def load_gated(
         self, weights: Weights, spec: LinearSpec, activation: GatedActivation
     ) -> GatedLinearKernel:
-        return gated_linear_kernel(take_fused(weights, spec), take_bias(weights, spec), activation)
+        weight, bias = take_fused(weights, spec), take_bias(weights, spec)
+        return gated_linear_kernel(weight, bias, activation, is_traceable=self._is_traceable)
 
     def load_experts(self, weights: Weights, spec: ExpertsSpec) -> StackedExperts:
         stacked = StackedExperts.empty(spec, weights.dtype, weights.device)
@@ -66,7 +75,7 @@ class UnquantizedLinearMethod:
         return stacked
 
     def tie(self, embedding: torch.Tensor) -> LinearKernel:
-        return linear_kernel(embedding)
+        return linear_kernel(embedding, is_traceable=self._is_traceable)
 
 
 def take_expert(

@@ -16,6 +16,7 @@ from argosy_engine.attention.layer import Attention
 from argosy_engine.attention.metadata import AttentionMetadata
 from argosy_engine.attention.params import AttentionParams
 from argosy_engine.attention.rotary import RotaryEmbedding
+from argosy_engine.models.layer_compiler import CompilablePart
 from argosy_engine.models.layer_factory import LayerFactory
 from argosy_engine.models.llama_config import LlamaConfig
 from argosy_engine.quantized_rows import Activations, RowQuantization, TakesRows
@@ -46,7 +47,11 @@ class GatedMLP:
         return self.gate_up.input_quantization
 
     def __call__(self, x: Activations, slot_mapping: torch.Tensor) -> torch.Tensor:
-        return self.down(self.gate_up(x))
+        return self.down.sum_ranks(self.partial(x))
+
+    def partial(self, x: Activations) -> torch.Tensor:
+        """Return what `down.sum_ranks` makes the output of."""
+        return self.down.partial(self.gate_up(x))
 
 
 class DecoderLayer:
@@ -90,6 +95,9 @@ class DecoderLayer:
             prefix=attention,
             feeds=self.output,
         )
+        self._project = factory.part(DecoderLayer.project)
+        self._feed_forward = factory.part(DecoderLayer.feed_forward)
+        self._hidden = hidden
 
     def parts(self) -> DecoderParts | None:
         """Return the layer's parts for `LayerFactory.fuse_decoder`; None if its MLP is not a gated one."""
@@ -117,12 +125,29 @@ class DecoderLayer:
         The sum is left to the next norm, which reads both anyway. The residual is updated in place.
         """
         if residual is None:
-            residual, normed = x, self.input_norm(x)
+            residual, qkv = x, self.qkv(self.input_norm(x))
         else:
-            normed = self.input_norm.after_adding(x, residual)
-        attended = self.output(self.attention(self.qkv(normed), kv_cache, meta))
-        normed = self.post_norm.after_adding(attended, residual)
-        return self.mlp(normed, meta.slot_mapping), residual
+            qkv = self._project(self, x, residual)
+        attended = self.output(self.attention(qkv, kv_cache, meta))
+        if isinstance(self.mlp, GatedMLP):
+            return self.mlp.down.sum_ranks(self._feed_forward(self, attended, residual)), residual
+        return self.mlp(self.post_norm.after_adding(attended, residual), meta.slot_mapping), residual
+
+    def project(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """Add x to the residual and return q, k and v of the norm of the sum."""
+        return self.qkv(self.input_norm.after_adding(x, residual))
+
+    def feed_forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """Add x to the residual and return the gated MLP's partial output of the norm of the sum."""
+        assert isinstance(self.mlp, GatedMLP)
+        return self.mlp.partial(self.post_norm.after_adding(x, residual))
+
+    def parts_to_compile(self) -> list[CompilablePart]:
+        widths = self._hidden, self._hidden
+        parts = [CompilablePart(self._project, widths)]
+        if isinstance(self.mlp, GatedMLP):
+            parts.append(CompilablePart(self._feed_forward, widths))
+        return parts
 
 
 class Llama:

@@ -17,6 +17,7 @@ from argosy_engine.attention.torch_attn import TorchBackend
 from argosy_engine.distributed.communicator import Communicator
 from argosy_engine.errors import ConfigError
 from argosy_engine.models import registry
+from argosy_engine.models.layer_compiler import LayerCompiler
 from argosy_engine.models.layer_factory import LayerFactory
 from argosy_engine.models.model_config import ModelConfig
 from argosy_engine.models.quantization import linear_method, planned_linear_method
@@ -71,6 +72,7 @@ def load_model(
     communicator: Communicator | None = None,
     stage: Stage = WHOLE_MODEL,
     exchange: TokenExchange | None = None,
+    compiler: LayerCompiler | None = None,
 ) -> LoadedModel:
     """Build the model with its weights on the device.
 
@@ -83,6 +85,7 @@ def load_model(
         communicator: of the processes that share the model's layers.
         stage: the layers that this process has.
         exchange: of tokens with other engine cores, if the experts are divided among them.
+        compiler: compiles parts of the layers.
 
     Raises:
         ConfigError: the checkpoint is damaged, its tensors do not match its config, or the model cannot run in `dtype`.
@@ -95,7 +98,14 @@ def load_model(
         )
     model_class = registry.model_class(config.architecture)
     backend = load_backend(attention_backend, dtype, has_fp8_kv_cache=has_fp8_kv_cache)
-    method = linear_method(config, quantization, dtype=dtype, device=device, uses_triton=backend.uses_triton)
+    method = linear_method(
+        config,
+        quantization,
+        dtype=dtype,
+        device=device,
+        uses_triton=backend.uses_triton,
+        is_traceable=compiler is not None,
+    )
 
     def build(weights: Weights) -> CausalLM:
         factory = LayerFactory(
@@ -107,6 +117,7 @@ def load_model(
             communicator=communicator,
             stage=stage,
             exchange=exchange,
+            compiler=compiler,
         )
         return model_class(config, factory)
 

@@ -11,6 +11,7 @@ from argosy_engine.attention.layer import Attention
 from argosy_engine.attention.metadata import AttentionMetadata
 from argosy_engine.attention.params import AttentionParams
 from argosy_engine.models.gpt2_layers import ACTIVATIONS, LayerNorm, MultiHeadAttention
+from argosy_engine.models.layer_compiler import CompilablePart
 from argosy_engine.models.layer_factory import LayerFactory
 from argosy_engine.models.opt_config import OPTConfig
 
@@ -36,17 +37,41 @@ class OPTLayer:
         self.up = factory.column_linear({prefix + "fc1": inner}, hidden, bias=bias)
         self.down = factory.row_linear(prefix + "fc2", inner, hidden, bias=bias)
         self.activation = ACTIVATIONS[config.activation]
+        self._project = factory.part(OPTLayer.project)
+        self._feed_forward = factory.part(OPTLayer.feed_forward)
+        self._widths = hidden, hidden
 
-    def __call__(self, hidden: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
-        """Run the layer on hidden [T, hidden_size]; the output has the same shape."""
-        if self.norm_before:
-            hidden = hidden + self.attend(self.attention_norm(hidden), kv_cache, meta)
-            return hidden + self._mlp(self.mlp_norm(hidden))
-        hidden = self.attention_norm(hidden + self.attend(hidden, kv_cache, meta))
-        return self.mlp_norm(hidden + self._mlp(hidden))
+    def __call__(
+        self, x: torch.Tensor | None, hidden: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Run the layer; return what the next one gets as x and hidden. All tensors are [T, hidden_size].
 
-    def _mlp(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.activation(self.up(x)))
+        Args:
+            x: the last layer's output, which has to be added to hidden. None: it was, or this is the first layer.
+            hidden: may be updated in place.
+        """
+        if not self.norm_before:
+            hidden = self.attention_norm(hidden + self.attend(hidden, kv_cache, meta))
+            return None, self.mlp_norm(hidden + self.down(self.activation(self.up(hidden))))
+        qkv = self.attend.qkv(self.attention_norm(hidden)) if x is None else self._project(self, x, hidden)
+        attended = self.attend.of_projected(qkv, kv_cache, meta)
+        return self.down.sum_ranks(self._feed_forward(self, attended, hidden)), hidden
+
+    def project(self, x: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Add x to hidden and return q, k and v of the norm of the sum."""
+        return self.attend.qkv(self.attention_norm(hidden.add_(x)))
+
+    def feed_forward(self, x: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Add x to hidden and return the MLP's partial output of the norm of the sum."""
+        return self.down.partial(self.activation(self.up(self.mlp_norm(hidden.add_(x)))))
+
+    def parts_to_compile(self) -> list[CompilablePart]:
+        if not self.norm_before:
+            return []
+        return [
+            CompilablePart(self._project, self._widths),
+            CompilablePart(self._feed_forward, self._widths),
+        ]
 
 
 class OPT:
@@ -93,9 +118,10 @@ class OPT:
             if self.project_in is not None:
                 hidden = self.project_in(hidden)
             hidden = hidden + F.embedding(positions + _POSITION_OFFSET, self.positions)
+        x: torch.Tensor | None = None
         for index, layer in enumerate(self.layers):
-            hidden = layer(hidden, kv_cache[index], meta.of_layer(index))
-        return hidden
+            x, hidden = layer(x, hidden, kv_cache[index], meta.of_layer(index))
+        return hidden if x is None else hidden.add_(x)
 
     def last_hidden_state(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.norm is not None:

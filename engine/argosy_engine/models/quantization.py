@@ -25,12 +25,14 @@ def linear_method(
     dtype: torch.dtype,
     device: torch.device,
     uses_triton: bool,
+    is_traceable: bool = False,
 ) -> LinearMethod:
     """Choose the method of a model, and log what becomes of quantised weights.
 
     Args:
         quantization: `--quantization`.
         uses_triton: `AttentionBackend.uses_triton`.
+        is_traceable: see `linear_kernel`; ignored if weights are quantised.
 
     Raises:
         ConfigError: the flag asks for another scheme than the checkpoint's, or the device cannot do it.
@@ -40,7 +42,7 @@ def linear_method(
     check_online_quantization(config.quantization, quantization, reason)
     if config.quantization is None:
         if quantization is None:
-            return UnquantizedLinearMethod()
+            return UnquantizedLinearMethod(is_traceable=is_traceable)
         return OnlineFp8LinearMethod(_quantize_rows())
     method = config.quantization.method
     if reason is None:

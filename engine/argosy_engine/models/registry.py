@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from argosy_engine.attention.layer import Attention
     from argosy_engine.attention.metadata import AttentionMetadata
+    from argosy_engine.models.layer_compiler import CompilableLayer
     from argosy_engine.models.layer_factory import LayerFactory
     from argosy_engine.models.model_config import ModelConfig
 
@@ -29,6 +30,11 @@ class CausalLM(Protocol):
     """Patterns of tensor names that checkpoints may contain and the model does not use."""
 
     def __init__(self, config: ModelConfig, factory: LayerFactory) -> None: ...
+
+    @property
+    def layers(self) -> Sequence[CompilableLayer]:
+        """The decoder layers."""
+        ...
 
     @property
     def attention_layers(self) -> Sequence[Attention]:

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 
 import torch
 
+from argosy_engine.models import layer_kernels
 from argosy_engine.models.layer_kernels import GatedActivation, TorchLayerKernels
+from argosy_engine.models.plain_operations import needs_plain_operations
 from argosy_engine.quantized_rows import Activations, QuantizedRows, RowQuantization
 from argosy_engine.triton_kernels.rms_norm import (
     MAX_WIDTH,
@@ -25,19 +27,27 @@ from argosy_engine.triton_kernels.silu_and_mul import (
 _FP8_ACTIVATIONS = {"silu": silu_and_mul_fp8, "gelu_pytorch_tanh": gelu_tanh_and_mul_fp8}
 
 
-class TritonLayerKernels:
-    """Rows that are too wide for the kernels are normed by torch."""
+def _unless_traced(kernel: GatedActivation, plain: GatedActivation) -> GatedActivation:
+    def activate(gate_up: torch.Tensor) -> Activations:
+        return plain(gate_up) if needs_plain_operations() else kernel(gate_up)
 
+    return activate
+
+
+class TritonLayerKernels:
+    """Torch norms rows that are too wide for the kernels, and computes what torch.compile traces."""
+
+    has_native = False
     gated_activations: Mapping[str, GatedActivation] = {
-        "silu": silu_and_mul,
-        "gelu_pytorch_tanh": gelu_tanh_and_mul,
+        "silu": _unless_traced(silu_and_mul, layer_kernels.silu_and_mul),
+        "gelu_pytorch_tanh": _unless_traced(gelu_tanh_and_mul, layer_kernels.gelu_tanh_and_mul),
     }
 
     def __init__(self) -> None:
         self._wide = TorchLayerKernels()
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        if x.shape[-1] > MAX_WIDTH:
+        if needs_plain_operations() or x.shape[-1] > MAX_WIDTH:
             return self._wide.rms_norm(x, weight, eps)
         return rms_norm(x, weight, eps)
 
@@ -49,7 +59,7 @@ class TritonLayerKernels:
         eps: float,
         x_weight: torch.Tensor | None,
     ) -> torch.Tensor:
-        if x.shape[-1] > MAX_WIDTH:
+        if needs_plain_operations() or x.shape[-1] > MAX_WIDTH:
             return self._wide.add_rms_norm(x, residual, weight, eps, x_weight)
         return add_rms_norm(x, residual, weight, eps, x_weight=x_weight)
 
