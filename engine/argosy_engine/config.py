@@ -50,13 +50,47 @@ def default_name(model: str) -> str:
 
 
 class CompilationConfig(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What is captured for replay (`--compilation-config`). Names are vLLM's."""
+    """What is compiled, and what is captured for replay (`--compilation-config`). Names are vLLM's."""
 
-    cudagraph_mode: Literal["NONE", "FULL_DECODE_ONLY"] = "FULL_DECODE_ONLY"
+    level: Annotated[int, Meta(ge=0, le=3)] = 0
+    """0: our kernels and torch's operations as they are; 3: parts of the layers compiled by torch.compile."""
+    cudagraph_mode: Literal["NONE", "FULL", "FULL_DECODE_ONLY", "PIECEWISE", "FULL_AND_PIECEWISE"] = (
+        "FULL_DECODE_ONLY"
+    )
     cudagraph_capture_sizes: Annotated[
         tuple[Annotated[int, Meta(ge=1, le=1 << 14)], ...], Meta(max_length=256)
     ] = ()
     """Numbers of requests; empty: `worker.cuda_graphs.capture_sizes` chooses."""
+
+    def check(self) -> None:
+        """Reject vLLM's values that are not supported.
+
+        Raises:
+            ConfigError: with the reason and what to use.
+        """
+        if (reason := _REFUSED_LEVELS.get(self.level)) is not None:
+            raise ConfigError(
+                f"--compilation-config: level {self.level} is not supported, because {reason}; use 0 or 3"
+            )
+        if (reason := _REFUSED_GRAPH_MODES.get(self.cudagraph_mode)) is not None:
+            raise ConfigError(
+                f"--compilation-config: cudagraph_mode {self.cudagraph_mode} is not supported, because {reason}; use "
+                "FULL_DECODE_ONLY or NONE"
+            )
+
+
+_REFUSED_LEVELS = {
+    1: "torch.compile would compile again while requests wait",
+    2: "a whole model cannot be compiled at once: attention, experts and sums over ranks are not compiled",
+}
+_PROMPTS_ARE_EAGER = (
+    "steps with prompts, which are long enough to hide their launches, are launched one by one"
+)
+_REFUSED_GRAPH_MODES = {
+    "FULL": _PROMPTS_ARE_EAGER,
+    "PIECEWISE": f"decodes are captured whole, and {_PROMPTS_ARE_EAGER}",
+    "FULL_AND_PIECEWISE": _PROMPTS_ARE_EAGER,
+}
 
 
 class HfOverrides(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -232,9 +266,10 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
     compilation_config: Annotated[
         CompilationConfig,
         Meta(
-            description="JSON object; cudagraph_mode: FULL_DECODE_ONLY (default on cuda: steps that only decode are "
-            "captured as CUDA graphs) or NONE; cudagraph_capture_sizes: numbers of requests to capture "
-            "(default: 1, 2, 4, 8 and further, up to --max-num-seqs and 512)"
+            description="JSON object; level: 0 (default: our kernels as they are) or 3 (parts of the layers compiled "
+            "by torch.compile at start-up, with a cache); cudagraph_mode: FULL_DECODE_ONLY (default on cuda: steps "
+            "that only decode are captured as CUDA graphs) or NONE; cudagraph_capture_sizes: numbers of requests to "
+            "capture (default: 1, 2, 4, 8 and further, up to --max-num-seqs and 512)"
         ),
         Flag(is_json=True),
     ] = CompilationConfig()
@@ -370,6 +405,12 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
             ConfigError: values contradict each other or are not supported.
         """
         self.check_parallelism()
+        self.compilation_config.check()
+        if self.enforce_eager and self.compilation_config.level:
+            raise ConfigError(
+                f"--enforce-eager and --compilation-config level {self.compilation_config.level} contradict each "
+                "other; leave one of them out"
+            )
         if isinstance(self.max_model_len, int):
             self.check_model_len(self.max_model_len)
 

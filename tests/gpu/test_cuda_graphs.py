@@ -209,10 +209,16 @@ def test_flags_and_device_decide_what_is_captured(
     [
         (
             {"cudagraph_mode": "PIECEWISE"},
-            "--compilation-config: cudagraph_mode: must be one of NONE, FULL_DECODE_ONLY",
+            "cudagraph_mode PIECEWISE is not supported, because decodes are captured whole.*use FULL_DECODE_ONLY or",
+        ),
+        ({"cudagraph_mode": "FULL"}, "cudagraph_mode FULL is not supported, because steps with prompts"),
+        ({"cudagraph_mode": "FULL_AND_PIECEWISE"}, "FULL_AND_PIECEWISE is not supported, because steps with"),
+        (
+            {"cudagraph_mode": "ALL"},
+            "--compilation-config: cudagraph_mode: must be one of NONE, FULL, FULL_D",
         ),
         ({"cudagraph_capture_sizes": [0]}, "--compilation-config: cudagraph_capture_sizes"),
-        ({"level": 3}, "--compilation-config: Object contains unknown field `level`"),
+        ({"backend": "x"}, "--compilation-config: Object contains unknown field `backend`"),
     ],
 )
 def test_a_compilation_config_that_is_not_supported_is_refused(config: dict[str, Any], reason: str) -> None:

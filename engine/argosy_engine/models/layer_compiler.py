@@ -201,8 +201,9 @@ def _inductor(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Ca
     return cast(Callable[..., Any], compiled)
 
 
-INDUCTOR_OPTIONS = {"split_reductions": False}
-"""One launch for the sum over a row, as our kernels do it: layers are narrow, and a step has many rows or no time."""
+INDUCTOR_OPTIONS = {"split_reductions": False, "cpp_cache_precompile_headers": False}
+"""One launch for the sum over a row, as our kernels do it: layers are narrow, and a step has many rows or no time.
+Precompiled headers, for CPUs, would be kept in a folder of /tmp that others may have made."""
 
 
 def _fault(

@@ -47,6 +47,7 @@ from argosy_engine.sizing.kv_cache_sizing import (
     request_blocks,
     wanted_model_len,
 )
+from argosy_engine.worker.compilation import LayerCompilation, start_compilation
 from argosy_engine.worker.cuda_graphs import graph_sizes
 from argosy_engine.worker.kv_cache import stage_groups
 from argosy_engine.worker.memory_profiling import measure_activations
@@ -104,6 +105,7 @@ class Worker:
         self._device: torch.device
         self._dtype: torch.dtype
         self._backend: BackendChoice
+        self._compilation: LayerCompilation | None = None
         self._sampling: SamplerOptions
         self._budget: MemoryBudget
         self._fingerprint: str
@@ -184,6 +186,7 @@ class Worker:
             )
             if self._backend.name == "triton":
                 self._sampling = self._with_kernels(self._sampling)
+        self._compilation = start_compilation(args, config, dtype, device, self._backend.name)
         with self._phase("weights"):
             before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
             loaded = self._load()
@@ -194,6 +197,12 @@ class Worker:
                 weights_bytes = estimate_weights(
                     config, loaded.elements, dtype.itemsize, device.type, args.tensor_parallel_size
                 )
+        if self._compilation is not None:
+            with self._phase("compile"):
+                if not self._compilation.prepare(loaded.model, dtype, device):
+                    self._compilation = None
+                    if device.type == "cpu":  # weights are in the layout of our kernels otherwise
+                        loaded = self._load()
         with self._phase("fingerprint"):
             self._fingerprint = self._current_fingerprint()
         if device.type == "cpu":
@@ -288,6 +297,8 @@ class Worker:
     def shutdown(self) -> None:
         self._runner = None
         self._parallel.destroy()
+        if self._compilation is not None:
+            self._compilation.cache.close()
         if self._hold is not None:
             self._hold.close()
 
@@ -323,6 +334,7 @@ class Worker:
             communicator=group,
             stage=self._stage,
             exchange=self._exchange,
+            compiler=self._compilation.compiler if self._compilation else None,
         )
 
     @property
