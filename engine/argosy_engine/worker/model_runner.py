@@ -175,11 +175,15 @@ class ModelRunner:
         Args:
             step: what all engine cores have agreed on, if they share experts.
         """
-        replayed = self._graphs.run(arrays, step) if self._graphs is not None else None
-        if replayed is not None:
-            return replayed
-        tensors = self._inputs.tensors(arrays)
-        return self._forward(tensors, None if step is None else step.num_rows), tensors
+        if self._pipeline is not None:
+            self._pipeline.receive(arrays.num_tokens)
+        computed = self._graphs.run(arrays, step) if self._graphs is not None else None
+        if computed is None:
+            tensors = self._inputs.tensors(arrays)
+            computed = self._forward(tensors, None if step is None else step.num_rows), tensors
+        if self._pipeline is not None:
+            self._pipeline.send(computed[0])
+        return computed
 
     def _forward(self, tensors: StepTensors, num_rows: int | None = None) -> torch.Tensor:
         """Run the forward pass. For num_rows see `TokenExchange.begin`."""

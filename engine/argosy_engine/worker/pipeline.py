@@ -1,4 +1,8 @@
-"""Pipeline: passes hidden states from the stage before to this one, and on to the stage after."""
+"""Pipeline: passes hidden states from the stage before to this one, and on to the stage after.
+
+What arrives is written to one buffer, so that a CUDA graph of a stage's layers finds it where it was captured. The
+exchange is no part of a graph.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +22,32 @@ class Pipeline:
         model: the layers of this stage.
         communicator: of the ranks that hold the stages, in their order.
         hidden_size: width of the states that stages exchange, in the model's dtype.
+        max_num_tokens: most tokens of a step.
     """
 
     def __init__(
-        self, model: CausalLM, communicator: Communicator, hidden_size: int, dtype: torch.dtype
+        self,
+        model: CausalLM,
+        communicator: Communicator,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        max_num_tokens: int,
     ) -> None:
         self._model = model
         self._communicator = communicator
-        self._hidden_size, self._dtype = hidden_size, dtype
         self.is_last = communicator.rank == communicator.size - 1
         """Whether this stage samples."""
+        self._received: torch.Tensor | None = None
+        """[max_num_tokens, hidden_size], changed by the layers. Rows of padding keep what was there, from zeros on."""
+        if communicator.rank:
+            self._received = torch.zeros(max_num_tokens, hidden_size, dtype=dtype, device=device)
+
+    def receive(self, num_tokens: int) -> None:
+        """Receive what the stage before has computed of a step of `num_tokens`."""
+        if self._received is not None:
+            self._communicator.receive(self._received[:num_tokens], self._communicator.rank - 1)
 
     def forward(
         self,
@@ -36,15 +56,14 @@ class Pipeline:
         kv_cache: Sequence[torch.Tensor],
         meta: AttentionMetadata,
     ) -> torch.Tensor:
-        """Compute the stage's hidden states [T, hidden_size]; arguments: `CausalLM.forward`."""
-        group = self._communicator
-        hidden = None
-        if group.rank:
-            shape = len(token_ids), self._hidden_size
-            hidden = group.receive(
-                torch.empty(shape, dtype=self._dtype, device=token_ids.device), group.rank - 1
-            )
-        hidden = self._model.forward(token_ids, positions, kv_cache, meta, hidden)
+        """Compute the stage's hidden states [T, hidden_size] from what it has received, valid until the next `receive`.
+
+        Arguments: `CausalLM.forward`.
+        """
+        hidden = None if self._received is None else self._received[: len(token_ids)]
+        return self._model.forward(token_ids, positions, kv_cache, meta, hidden)
+
+    def send(self, hidden: torch.Tensor) -> None:
+        """Send hidden states [T, hidden_size] to the stage after, if there is one."""
         if not self.is_last:
-            group.send(hidden, group.rank + 1)
-        return hidden
+            self._communicator.send(hidden, self._communicator.rank + 1)

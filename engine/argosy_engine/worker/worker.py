@@ -364,13 +364,20 @@ class Worker:
 
     def _graph_sizes(self) -> list[int]:
         """Return the decode steps to capture as CUDA graphs, by number of requests; empty: all run eagerly."""
-        if self._parallel.pipeline.size > 1:  # a stage waits for the one before within its forward pass
-            return []
         return graph_sizes(self.args, self._device.type, self._backend.name)
 
     def _make_runner(self, model: CausalLM, num_blocks: int, max_model_len: int) -> ModelRunner:
         group = self._parallel.pipeline
-        pipeline = Pipeline(model, group, self._config.hidden_size, self._dtype) if group.size > 1 else None
+        pipeline = None
+        if group.size > 1:
+            pipeline = Pipeline(
+                model,
+                group,
+                self._config.hidden_size,
+                self._dtype,
+                self._device,
+                max_num_tokens=max(self.args.max_num_batched_tokens, self.args.max_num_seqs),
+            )
         return ModelRunner(
             model,
             self._config,
@@ -385,7 +392,8 @@ class Worker:
             pipeline=pipeline,
             exchange=self._exchange,
             can_lose_steps=self._parallel.world.size == 1,
-            requires_graphs=self._parallel.world.size > 1,
+            # Padding is exchanged with these ranks, but not between stages.
+            requires_graphs=max(self._parallel.tensor.size, self._parallel.data.size) > 1,
         )
 
     @contextmanager
