@@ -193,6 +193,7 @@ def test_the_largest_sizes_are_further_apart() -> None:
         ({"compilation_config": {"cudagraph_capture_sizes": [3, 1, 64]}}, "cuda", "triton", [1, 3]),
         ({"compilation_config": {"cudagraph_mode": "NONE"}}, "cuda", "triton", []),
         ({"enforce_eager": True}, "cuda", "triton", []),
+        ({}, "cuda", "flash_attn", [1, 2, 4]),
         ({}, "cuda", "torch", []),
         ({}, "cpu", "triton", []),
     ],

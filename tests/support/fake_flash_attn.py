@@ -131,7 +131,8 @@ def _v3_with_kvcache(
     return_softmax_lse: bool = False,
 ) -> torch.Tensor:
     assert causal
-    assert max_seqlen_q == int(cu_seqlens_q.diff().max())
+    assert max_seqlen_q is not None
+    assert max_seqlen_q == max(int(cu_seqlens_q.diff().max()), 1)  # padding has none
     settings = softmax_scale, window_size, softcap
     return _attend(q, k_cache, v_cache, cu_seqlens_q, cache_seqlens, page_table, *settings)
 
@@ -159,7 +160,8 @@ def _v4_varlen(
 ) -> tuple[torch.Tensor, None]:
     assert causal
     assert -1 not in window_size
-    assert max_seqlen_q == int(cu_seqlens_q.diff().max())
+    assert max_seqlen_q is not None
+    assert max_seqlen_q == max(int(cu_seqlens_q.diff().max()), 1)  # padding has none
     window = tuple(-1 if side is None else side for side in window_size)
     return _attend(q, k, v, cu_seqlens_q, seqused_k, page_table, softmax_scale, window, softcap), None
 

@@ -6,7 +6,9 @@ of no request. Steps that compute more than one token of a request run eagerly, 
 pass: the output head and sampling.
 
 `FULL_DECODE_ONLY` is vLLM's name for this mode. Attention must not depend on lengths that the host knows, which leaves
-the backend `triton`.
+the backends `triton` and `flash_attn`. The latter's kernels read lengths and block tables on the device, too; what its
+host code chooses by, the most queries of a request and the width of the block table, is the same in all decodes of a
+captured size. What version 3 computes on the device to divide its work is part of the graph.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ Forward = Callable[[StepTensors], torch.Tensor]
 """Computes hidden states [T, hidden_size] of a step."""
 
 _MAX_DEFAULT_SIZE = 512
-_CAPTURABLE_BACKENDS = frozenset({"triton"})
+_CAPTURABLE_BACKENDS = frozenset({"triton", "flash_attn"})
 
 
 class CapturedGraph(Protocol):
