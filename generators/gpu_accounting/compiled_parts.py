@@ -15,8 +15,8 @@ import triton
 from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.backends.compiler import GPUTarget
 
-from argosy_engine.models.layer_compiler import INDUCTOR_OPTIONS, CompilableLayer, LayerFunction
-from argosy_engine.models.plain_operations import plain_operations
+from argosy_engine.layers.layer_compiler import INDUCTOR_OPTIONS, CompilableLayer, LayerFunction
+from argosy_engine.layers.plain_operations import plain_operations
 
 _CAPABILITY = (9, 0)
 _PROPERTIES = SimpleNamespace(
@@ -74,7 +74,7 @@ def _tensors(owner: Any, seen: set[int]) -> Iterator[tuple[Any, str]]:
         if isinstance(value, torch.Tensor):
             yield owner, name
         elif (
-            type(value).__module__.startswith("argosy_engine.models")
+            type(value).__module__.startswith(("argosy_engine.layers", "argosy_engine.models"))
             and hasattr(value, "__dict__")
             and id(value) not in seen
         ):

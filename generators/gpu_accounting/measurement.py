@@ -18,14 +18,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from argosy_engine.attention.selector import load_backend
+from argosy_engine.checkpoint.weights import DummyWeights
+from argosy_engine.layers.layer_factory import LayerFactory
+from argosy_engine.layers.quantization import linear_method
 from argosy_engine.messages.scheduler_output import NewRequest, SchedulerOutput
+from argosy_engine.model_configs.model_config import ModelConfig
 from argosy_engine.models import registry
 from argosy_engine.models.config_file import parse_config
-from argosy_engine.models.layer_factory import LayerFactory
 from argosy_engine.models.loader import plan_weights
-from argosy_engine.models.model_config import ModelConfig
-from argosy_engine.models.quantization import linear_method
-from argosy_engine.models.weights import DummyWeights
 from argosy_engine.params.sampling_params import SamplingParams
 from argosy_engine.sample.sampler import SamplerOptions
 from argosy_engine.triton_kernels.device_traits import KNOWN_DEVICES, assume_device

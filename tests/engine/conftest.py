@@ -16,9 +16,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from argosy_engine.checkpoint.model_path import resolve_model
 from argosy_engine.frontend.chat_template import ChatTemplate
 from argosy_engine.frontend.tokenizer import Tokenizer
-from argosy_engine.models.model_path import resolve_model
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 512,

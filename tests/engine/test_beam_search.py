@@ -12,10 +12,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from argosy_engine import LLM, BeamSearchParams
+from argosy_engine.checkpoint.model_path import resolve_model
 from argosy_engine.errors import InvalidRequest
 from argosy_engine.frontend.beam_search import MAX_BEAM_WIDTH, BeamSearch, BeamSearchBatch, BeamSearchSequence
 from argosy_engine.frontend.renderer import TokenizedPrompt
-from argosy_engine.models.model_path import resolve_model
 from argosy_engine.sample.token_logprobs import TokenLogprobs
 
 EOS = 0

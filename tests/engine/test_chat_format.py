@@ -11,10 +11,10 @@ import pytest
 import tokenizers
 
 from argosy_engine.api.openai.chat_format import ChatFormat
+from argosy_engine.checkpoint.model_path import resolve_model
 from argosy_engine.config import ParserConfig
 from argosy_engine.frontend.outputs import GenerationOutput
 from argosy_engine.frontend.renderer import Renderer
-from argosy_engine.models.model_path import resolve_model
 from chat_requests import chat
 
 PING = {"type": "function", "function": {"name": "ping"}}

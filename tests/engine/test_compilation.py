@@ -15,8 +15,8 @@ import torch
 import generating_engine
 from argosy_engine import EngineArgs
 from argosy_engine.errors import ConfigError
+from argosy_engine.layers.layer_compiler import LayerCompiler
 from argosy_engine.models.config_file import parse_config
-from argosy_engine.models.layer_compiler import LayerCompiler
 from argosy_engine.native.build import NativeUnavailable, cache_directory
 from argosy_engine.worker import compilation
 

@@ -19,9 +19,9 @@ from hypothesis import given, settings
 from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from argosy_engine.checkpoint.model_path import resolve_model
 from argosy_engine.frontend.control_tokens import ControlTokens
 from argosy_engine.frontend.renderer import Renderer
-from argosy_engine.models.model_path import resolve_model
 from argosy_protocol.openai import ChatCompletionRequest, CompletionRequest, decode_request
 from small_tokenizers import byte_fallback_tokenizer
 

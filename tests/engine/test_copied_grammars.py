@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
+from argosy_engine.checkpoint.model_path import resolve_model
 from argosy_engine.models.config_file import load_model_config
-from argosy_engine.models.model_path import resolve_model
 from argosy_engine.structured.copied_grammars import CopiedGrammars
 from argosy_engine.structured.manager import Compiled, GrammarRequest, StructuredOutputManager
 from argosy_engine.structured.manager_factory import create_structured_output_manager

@@ -23,14 +23,14 @@ from argosy_engine.attention.cpu_attn import CpuBackend
 from argosy_engine.attention.layer import Attention
 from argosy_engine.attention.metadata import AttentionMetadata
 from argosy_engine.attention.torch_attn import TorchBackend
+from argosy_engine.checkpoint.weights import DummyWeights
 from argosy_engine.config import EngineArgs
 from argosy_engine.core.proc.core_client import InprocClient
+from argosy_engine.layers.layer_factory import LayerFactory
 from argosy_engine.messages.core_messages import EngineCoreRequest
+from argosy_engine.model_configs.llama_config import LlamaConfig
 from argosy_engine.models.config_file import load_model_config
-from argosy_engine.models.layer_factory import LayerFactory
 from argosy_engine.models.llama import Llama
-from argosy_engine.models.llama_config import LlamaConfig
-from argosy_engine.models.weights import DummyWeights
 from argosy_engine.native import build, library
 from argosy_engine.native.build import NativeUnavailable
 from argosy_engine.native.library import Kernels

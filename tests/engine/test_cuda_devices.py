@@ -22,12 +22,12 @@ from torch._subclasses.fake_tensor import (
 )
 
 from argosy_engine.attention.torch_attn import TorchBackend
+from argosy_engine.checkpoint.weights import DummyWeights
 from argosy_engine.errors import ConfigError
+from argosy_engine.layers.layer_factory import LayerFactory
 from argosy_engine.messages.scheduler_output import GrammarBitmask, NewRequest, SchedulerOutput
 from argosy_engine.models import registry
 from argosy_engine.models.config_file import load_model_config
-from argosy_engine.models.layer_factory import LayerFactory
-from argosy_engine.models.weights import DummyWeights
 from argosy_engine.params.pooling_params import PoolingParams
 from argosy_engine.params.sampling_params import SamplingParams
 from argosy_engine.sample.sampler import SamplerOptions

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from argosy_engine import EngineArgs
+from argosy_engine.checkpoint.model_path import resolve_model
 from argosy_engine.executor.multiproc_executor import MultiprocExecutor
-from argosy_engine.models.model_path import resolve_model
 from argosy_engine.structured.compile_queue import BackendUnavailable
 from argosy_engine.structured.grammar_client import GrammarClient
 from argosy_engine.structured.grammar_messages import GrammarServerArgs

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from argosy_engine.checkpoint.folder_check import check_folder
+from argosy_engine.checkpoint.model_path import resolve_model
+from argosy_engine.checkpoint.weights import SafetensorsWeights
 from argosy_engine.errors import ConfigError
 from argosy_engine.models.config_file import load_model_config
-from argosy_engine.models.folder_check import check_folder
-from argosy_engine.models.model_path import resolve_model
-from argosy_engine.models.weights import SafetensorsWeights
 from unprivileged import reachable_folder, unprivileged
 
 WEIGHTS = "model.safetensors"

@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from argosy_engine.api.doctor import main as doctor
+from argosy_engine.checkpoint.folder_check import check_folder
+from argosy_engine.checkpoint.model_path import resolve_model
 from argosy_engine.errors import ConfigError
-from argosy_engine.models.folder_check import check_folder
-from argosy_engine.models.model_path import resolve_model
 
 INDEX = "model.safetensors.index.json"
 SHARDS = tuple(f"model-{number:05}-of-00003.safetensors" for number in (1, 2, 3))

@@ -17,17 +17,17 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from argosy_engine.api.doctor import diagnose
+from argosy_engine.checkpoint.weights import DummyWeights, SafetensorsWeights
 from argosy_engine.config import EngineArgs
 from argosy_engine.errors import ConfigError
+from argosy_engine.layers.experts import EXPERT_LAYERS, ExpertsSpec
+from argosy_engine.layers.fp8_linear import Fp8LinearMethod, OnlineFp8LinearMethod
+from argosy_engine.layers.linear import LinearSpec
+from argosy_engine.layers.linear_kernels import LinearKernel
+from argosy_engine.model_configs.quantization_config import QuantizationConfig, parse_quantization
+from argosy_engine.model_configs.sharding import Shard
 from argosy_engine.models.config_file import load_model_config
-from argosy_engine.models.experts import EXPERT_LAYERS, ExpertsSpec
-from argosy_engine.models.fp8_linear import Fp8LinearMethod, OnlineFp8LinearMethod
-from argosy_engine.models.linear import LinearSpec
-from argosy_engine.models.linear_kernels import LinearKernel
 from argosy_engine.models.loader import load_model
-from argosy_engine.models.quantization_config import QuantizationConfig, parse_quantization
-from argosy_engine.models.sharding import Shard
-from argosy_engine.models.weights import DummyWeights, SafetensorsWeights
 from argosy_engine.native.library import kernels
 from argosy_engine.sizing.device import DeviceMemory
 from argosy_engine.sizing.kv_cache_sizing import estimate_weights

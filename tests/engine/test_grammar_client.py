@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from argosy_engine.models.model_path import resolve_model
+from argosy_engine.checkpoint.model_path import resolve_model
 from argosy_engine.structured.compile_queue import BackendUnavailable
 from argosy_engine.structured.grammar_client import ForkedCompilation, GrammarClient
 from argosy_engine.structured.grammar_messages import GrammarServerArgs

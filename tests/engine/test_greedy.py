@@ -14,11 +14,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from argosy_engine import LLM
+from argosy_engine.checkpoint.model_path import resolve_model
 from argosy_engine.config import EngineArgs
 from argosy_engine.core.proc.core_client import InprocClient
 from argosy_engine.errors import ConfigError
 from argosy_engine.messages.core_messages import EngineCoreRequest
-from argosy_engine.models.model_path import resolve_model
 from argosy_engine.params.sampling_params import SamplingParams
 from greedy_reference import differing_tokens
 from preemptions import PreemptionCounter

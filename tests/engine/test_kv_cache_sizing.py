@@ -17,14 +17,14 @@ from argosy_engine import LLM
 from argosy_engine.api.doctor import diagnose
 from argosy_engine.api.doctor import main as doctor
 from argosy_engine.attention import WORKSPACE_BYTES
+from argosy_engine.checkpoint.model_path import resolve_model
+from argosy_engine.checkpoint.safetensors_header import checkpoint_elements
 from argosy_engine.config import EngineArgs
 from argosy_engine.errors import ConfigError, DoesNotFit
 from argosy_engine.frontend.memory_report import budget_table
 from argosy_engine.messages.kv_cache_interface import block_bytes
+from argosy_engine.model_configs.model_config import ModelConfig
 from argosy_engine.models.config_file import load_model_config
-from argosy_engine.models.model_config import ModelConfig
-from argosy_engine.models.model_path import resolve_model
-from argosy_engine.models.safetensors_header import checkpoint_elements
 from argosy_engine.sizing.device import DeviceMemory, cpu_memory
 from argosy_engine.sizing.kv_cache_sizing import estimate_activations, plan_memory, planned_groups
 

@@ -12,12 +12,12 @@ import torch
 import transformers
 
 from argosy_engine.attention.torch_attn import TorchBackend
+from argosy_engine.checkpoint.weights import DummyWeights
+from argosy_engine.layers.layer_compiler import GraphCompiler, LayerCompiler
+from argosy_engine.layers.layer_factory import LayerFactory
 from argosy_engine.models import registry
 from argosy_engine.models.config_file import load_model_config
-from argosy_engine.models.layer_compiler import GraphCompiler, LayerCompiler
-from argosy_engine.models.layer_factory import LayerFactory
 from argosy_engine.models.registry import CausalLM
-from argosy_engine.models.weights import DummyWeights
 from random_checkpoints import KINDS
 
 CPU = torch.device("cpu")

@@ -12,13 +12,14 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from argosy_engine.attention.torch_attn import TorchBackend
+from argosy_engine.checkpoint.weights import SafetensorsWeights, WeightPlan, Weights
 from argosy_engine.errors import ConfigError
-from argosy_engine.models import linear_kernels
-from argosy_engine.models.experts import ExpertsSpec, StackedExperts
-from argosy_engine.models.layer_factory import LayerFactory
-from argosy_engine.models.layer_kernels import GatedActivation, gelu_tanh_and_mul
-from argosy_engine.models.linear import Linear, LinearSpec
-from argosy_engine.models.linear_kernels import (
+from argosy_engine.layers import linear_kernels
+from argosy_engine.layers.experts import ExpertsSpec, StackedExperts
+from argosy_engine.layers.layer_factory import LayerFactory
+from argosy_engine.layers.layer_kernels import GatedActivation, gelu_tanh_and_mul
+from argosy_engine.layers.linear import Linear, LinearSpec
+from argosy_engine.layers.linear_kernels import (
     GatedLinearKernel,
     LinearKernel,
     SplitGatedLinear,
@@ -26,7 +27,6 @@ from argosy_engine.models.linear_kernels import (
     gated_linear_kernel,
     linear_kernel,
 )
-from argosy_engine.models.weights import SafetensorsWeights, WeightPlan, Weights
 
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}

@@ -9,8 +9,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from argosy_engine import LLM, SamplingParams
+from argosy_engine.checkpoint.model_path import resolve_model
 from argosy_engine.errors import InvalidRequest
-from argosy_engine.models.model_path import resolve_model
 
 TINY = resolve_model("builtin://tiny")
 MESSAGES = [{"role": "user", "content": "Which door?"}, {"role": "assistant", "content": "The red one "}]

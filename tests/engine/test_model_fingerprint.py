@@ -17,16 +17,16 @@ import torch
 from hypothesis import given, settings
 from safetensors.torch import load_file, save_file
 
-from argosy_engine.config import EngineArgs
-from argosy_engine.core.proc.core_client import InprocClient
-from argosy_engine.errors import UtilityFailed
-from argosy_engine.models.fingerprint import (
+from argosy_engine.checkpoint.fingerprint import (
     COMPANIONS,
     MAX_SAMPLES,
     SAMPLE_BYTES,
     sample_offsets,
     weights_digest,
 )
+from argosy_engine.config import EngineArgs
+from argosy_engine.core.proc.core_client import InprocClient
+from argosy_engine.errors import UtilityFailed
 
 
 @pytest.fixture

@@ -15,14 +15,14 @@ import torch
 import torch.nn.functional as F
 
 from argosy_engine.attention.torch_attn import TorchBackend
+from argosy_engine.checkpoint.weights import WeightPlan
 from argosy_engine.config import EngineArgs
 from argosy_engine.core.proc.core_client import InprocClient
+from argosy_engine.layers.layer_factory import LayerFactory
 from argosy_engine.messages.core_messages import EngineCoreRequest
 from argosy_engine.models import registry
 from argosy_engine.models.config_file import load_model_config
-from argosy_engine.models.layer_factory import LayerFactory
 from argosy_engine.models.loader import load_model
-from argosy_engine.models.weights import WeightPlan
 from argosy_engine.native.library import kernels
 from argosy_engine.params.sampling_params import SamplingParams
 from argosy_engine.sizing.kv_cache_sizing import planned_groups

@@ -18,14 +18,15 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig as ReferenceConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from argosy_engine.checkpoint import weights
+from argosy_engine.checkpoint.safetensors_header import checkpoint_elements
 from argosy_engine.errors import ConfigError
-from argosy_engine.models import loader, weights
+from argosy_engine.layers.rope import inverse_frequencies
+from argosy_engine.model_configs.gemma_config import GemmaConfig
+from argosy_engine.model_configs.rope_config import RopeParameters, rope_fields
+from argosy_engine.models import loader
 from argosy_engine.models.config_file import load_model_config
-from argosy_engine.models.gemma_config import GemmaConfig
 from argosy_engine.models.loader import LoadProgress, load_model, plan_weights
-from argosy_engine.models.rope import inverse_frequencies
-from argosy_engine.models.rope_config import RopeParameters, rope_fields
-from argosy_engine.models.safetensors_header import checkpoint_elements
 from fp8_checkpoints import quantize_checkpoint
 from random_checkpoints import KINDS, make_checkpoint
 

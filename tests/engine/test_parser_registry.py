@@ -9,11 +9,11 @@ import pytest
 
 from argosy_engine import LLM
 from argosy_engine.api import doctor, serve
+from argosy_engine.checkpoint.model_path import resolve_model
 from argosy_engine.errors import ConfigError
 from argosy_engine.frontend.chat_template import ChatTemplate
 from argosy_engine.frontend.detokenizer import IncrementalDetokenizer
 from argosy_engine.frontend.tokenizer import Tokenizer
-from argosy_engine.models.model_path import resolve_model
 from argosy_engine.params.sampling_params import SamplingParams
 from argosy_engine.parsers.chat_parser import ChatParser
 from argosy_engine.parsers.harmony_parser import HarmonyParser

@@ -18,7 +18,7 @@ from argosy_engine.core.proc.core_client import InprocClient, SyncMPClient
 from argosy_engine.errors import ConfigError, EngineDead
 from argosy_engine.frontend.outputs import RequestOutput
 from argosy_engine.messages.core_messages import EngineCoreRequest
-from argosy_engine.models.stage import Stage
+from argosy_engine.model_configs.stage import Stage
 from argosy_engine.sample.token_logprobs import TokenLogprobs
 from preemptions import PreemptionCounter
 from processes import is_alive, wait_until, workers

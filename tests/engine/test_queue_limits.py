@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from argosy_engine.api.openai.openai_serving import to_api_error
+from argosy_engine.checkpoint.model_path import resolve_model
 from argosy_engine.config import ParserConfig
 from argosy_engine.errors import EngineBusy, InvalidRequest
 from argosy_engine.frontend.async_llm import AsyncLLM
@@ -17,7 +18,6 @@ from argosy_engine.frontend.queue_limits import MAX_RETRY_S, QueueLimits
 from argosy_engine.frontend.renderer import TokenizedPrompt
 from argosy_engine.frontend.tokenizer import Tokenizer
 from argosy_engine.messages.core_messages import EngineCoreOutputs, EngineCoreRequest
-from argosy_engine.models.model_path import resolve_model
 from argosy_engine.params.sampling_params import SamplingParams
 
 

@@ -14,6 +14,7 @@ import pytest
 from argosy_engine.api.openai.chat import chat, chat_stream
 from argosy_engine.api.openai.completions import completion, completion_stream
 from argosy_engine.api.openai.openai_serving import OpenAIServing, to_api_error
+from argosy_engine.checkpoint.model_path import resolve_model
 from argosy_engine.errors import EngineBusy, PromptTooLong, ResourceBusy
 from argosy_engine.frontend import render_pool
 from argosy_engine.frontend.control_tokens import ControlTokens
@@ -29,7 +30,6 @@ from argosy_engine.frontend.render_pool import (
 from argosy_engine.frontend.renderer import MIN_INPUT_BYTES, Renderer
 from argosy_engine.frontend.tokenizer import INLINE_CHARS
 from argosy_engine.messages.core_messages import EngineCoreOutput, ErrorKind
-from argosy_engine.models.model_path import resolve_model
 from argosy_protocol.headers import RESOURCE_BUSY
 from argosy_protocol.openai import decode_request
 

@@ -13,15 +13,15 @@ from msgspec import structs
 
 from argosy_engine.attention.params import AttentionParams
 from argosy_engine.attention.torch_attn import TorchBackend
+from argosy_engine.checkpoint.weights import DummyWeights, SafetensorsWeights
 from argosy_engine.errors import ConfigError
+from argosy_engine.layers.experts import ExpertsSpec
+from argosy_engine.layers.layer_factory import LayerFactory
+from argosy_engine.layers.linear_method import UnquantizedLinearMethod
+from argosy_engine.model_configs.sharding import WHOLE, Sharding, check_tensor_parallel
 from argosy_engine.models import registry
 from argosy_engine.models.config_file import load_model_config
-from argosy_engine.models.experts import ExpertsSpec
-from argosy_engine.models.layer_factory import LayerFactory
-from argosy_engine.models.linear_method import UnquantizedLinearMethod
 from argosy_engine.models.loader import load_model, plan_weights
-from argosy_engine.models.sharding import WHOLE, Sharding, check_tensor_parallel
-from argosy_engine.models.weights import DummyWeights, SafetensorsWeights
 from argosy_engine.native.library import kernels
 from argosy_engine.sizing.kv_cache_sizing import rank_elements
 from argosy_engine.worker.kv_cache import allocate_kv_cache, layer_groups

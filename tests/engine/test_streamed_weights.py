@@ -10,16 +10,17 @@ import pytest
 import torch
 
 from argosy_engine.attention.torch_attn import TorchBackend
+from argosy_engine.checkpoint import streamed_weights
+from argosy_engine.checkpoint.streamed_weights import NUM_BUFFERS, StreamedWeights
+from argosy_engine.checkpoint.weights import SafetensorsWeights, WeightPlan
 from argosy_engine.errors import ConfigError
-from argosy_engine.models import registry, streamed_weights
+from argosy_engine.layers.fp8_linear import Fp8LinearMethod
+from argosy_engine.layers.layer_factory import LayerFactory
+from argosy_engine.layers.linear_method import LinearMethod
+from argosy_engine.model_configs.sharding import WHOLE, Shard, Sharding
+from argosy_engine.models import registry
 from argosy_engine.models.config_file import load_model_config
-from argosy_engine.models.fp8_linear import Fp8LinearMethod
-from argosy_engine.models.layer_factory import LayerFactory
-from argosy_engine.models.linear_method import LinearMethod
 from argosy_engine.models.loader import plan_weights
-from argosy_engine.models.sharding import WHOLE, Shard, Sharding
-from argosy_engine.models.streamed_weights import NUM_BUFFERS, StreamedWeights
-from argosy_engine.models.weights import SafetensorsWeights, WeightPlan
 from fp8_checkpoints import quantize_checkpoint
 from random_checkpoints import KINDS, make_checkpoint
 from thread_ranks import run_threads

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from argosy_engine.checkpoint.model_path import resolve_model
 from argosy_engine.errors import InvalidRequest
-from argosy_engine.models.model_path import resolve_model
 from argosy_engine.structured.grammar_size import MAX_PATTERN_SIZE, expanded_size
 from argosy_engine.structured.grammar_state import GrammarPhase, GrammarState
 from argosy_engine.structured.json_schema import MAX_DEPTH, normalized_schema

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from argosy_engine.api.app import build_app
+from argosy_engine.checkpoint.model_path import resolve_model
 from argosy_engine.frontend.renderer import Renderer
-from argosy_engine.models.model_path import resolve_model
 from argosy_protocol.openai import decode_request
 from stub_engine import StubEngine
 

@@ -5,12 +5,12 @@ import torch
 
 from argosy_engine.attention.torch_attn import TorchBackend
 from argosy_engine.attention.triton_attn import TritonBackend
+from argosy_engine.checkpoint.weights import SafetensorsWeights
+from argosy_engine.layers.fp8_linear import Fp8LinearMethod, OnlineFp8LinearMethod
+from argosy_engine.layers.layer_factory import LayerFactory
+from argosy_engine.model_configs.sharding import WHOLE, Sharding
 from argosy_engine.models import registry
 from argosy_engine.models.config_file import load_model_config
-from argosy_engine.models.fp8_linear import Fp8LinearMethod, OnlineFp8LinearMethod
-from argosy_engine.models.layer_factory import LayerFactory
-from argosy_engine.models.sharding import WHOLE, Sharding
-from argosy_engine.models.weights import SafetensorsWeights
 from argosy_engine.triton_kernels import paged_attention
 from argosy_engine.triton_kernels.launch import launched_variants
 from argosy_engine.triton_kernels.quantize_fp8 import quantize_fp8

@@ -6,9 +6,9 @@ import pytest
 import torch
 import transformers
 
-from argosy_engine.models import triton_layer_kernels
+from argosy_engine.layers import triton_layer_kernels
+from argosy_engine.layers.layer_self_test import layer_self_test
 from argosy_engine.models.config_file import load_model_config
-from argosy_engine.models.layer_self_test import layer_self_test
 from argosy_engine.triton_kernels import fused_moe
 from random_checkpoints import KINDS
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from argosy_engine.attention.selector import load_backend
+from argosy_engine.checkpoint.weights import DummyWeights
 from argosy_engine.distributed.communicator import Communicator
-from argosy_engine.models.layer_factory import LayerFactory
-from argosy_engine.models.moe import SparseMLP
-from argosy_engine.models.sharding import WHOLE, Sharding
-from argosy_engine.models.token_exchange import TokenExchange
-from argosy_engine.models.weights import DummyWeights
+from argosy_engine.layers.layer_factory import LayerFactory
+from argosy_engine.layers.moe import SparseMLP
+from argosy_engine.layers.token_exchange import TokenExchange
+from argosy_engine.model_configs.sharding import WHOLE, Sharding
 from thread_ranks import run_threads
 
 CPU = torch.device("cpu")

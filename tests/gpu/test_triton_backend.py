@@ -8,9 +8,9 @@ from argosy_engine.attention.metadata import AttentionMetadata
 from argosy_engine.attention.params import AttentionParams
 from argosy_engine.attention.selector import AttentionNeeds, select_backend
 from argosy_engine.errors import ConfigError
+from argosy_engine.model_configs.sharding import WHOLE, Sharding
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.loader import load_model
-from argosy_engine.models.sharding import WHOLE, Sharding
 from attention_cases import attention_metadata
 from random_checkpoints import KINDS, make_checkpoint
 from thread_ranks import run_threads

@@ -9,10 +9,10 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from argosy_engine.checkpoint.model_path import resolve_model
 from argosy_engine.config import EngineArgs
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.loader import load_model
-from argosy_engine.models.model_path import resolve_model
 from argosy_engine.params.sampling_params import SamplingParams
 from argosy_engine.sample.sampler import SamplerOptions
 from argosy_engine.triton_kernels.launch import launched_variants

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from argosy_engine import EngineArgs, LLMEngine, SamplingParams
-from argosy_engine.models.model_path import resolve_model
+from argosy_engine.checkpoint.model_path import resolve_model
 
 PROMPTS = ["Hello", "The sky is", "Tell me about the sea"]
 

@@ -16,10 +16,10 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from argosy_engine.attention.triton_attn import TritonBackend
+from argosy_engine.checkpoint.weights import DummyWeights
+from argosy_engine.layers.layer_factory import LayerFactory
 from argosy_engine.models import registry
 from argosy_engine.models.config_file import load_model_config
-from argosy_engine.models.layer_factory import LayerFactory
-from argosy_engine.models.weights import DummyWeights
 from argosy_engine.triton_kernels.device_traits import KNOWN_DEVICES, assume_device
 from argosy_engine.triton_kernels.launch import recorded_launches
 from gpu_accounting.compiled_parts import generated_launches

@@ -7,7 +7,7 @@ import secrets
 from argosy_engine.config import EngineArgs, HfOverrides, ParserConfig, ResolvedConfig
 from argosy_engine.device_defaults import async_scheduling
 from argosy_engine.messages.worker_info import WorkerInfo
-from argosy_engine.models.model_config import ModelConfig
+from argosy_engine.model_configs.model_config import ModelConfig
 
 
 def resolve_config(args: EngineArgs, info: WorkerInfo) -> ResolvedConfig:

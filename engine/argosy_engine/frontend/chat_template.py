@@ -18,7 +18,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from argosy_engine.errors import ConfigError, InvalidRequest
 from argosy_engine.frontend.template_roles import TemplateRoles
-from argosy_engine.models.model_config import read_json
+from argosy_engine.model_configs.model_config import read_json
 from argosy_engine.parsers.parser_registry import has_reasoning
 from argosy_protocol.errors import ApiError
 from argosy_protocol.json_limits import parse_text

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from argosy_engine.checkpoint.model_path import hold_stored_model, resolve_model
 from argosy_engine.config import EngineArgs
 from argosy_engine.errors import ConfigError, FetchFailed
 from argosy_engine.models.fetch_check import check_fetched_config
-from argosy_engine.models.model_path import hold_stored_model, resolve_model
 from argosy_fetcher.errors import FetchError, NoSpace, TransientError
 from argosy_fetcher.progress import Progress
 from argosy_fetcher.progress_display import ProgressDisplay, progress_display

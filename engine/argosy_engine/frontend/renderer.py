@@ -22,7 +22,7 @@ from argosy_engine.frontend.prompts import PromptType, text_or_token_ids
 from argosy_engine.frontend.render_pool import stop_if_abandoned
 from argosy_engine.frontend.tokenizer import Encoded, Tokenizer
 from argosy_engine.messages.core_messages import ChunkEnd
-from argosy_engine.models.model_config import read_json
+from argosy_engine.model_configs.model_config import read_json
 from argosy_engine.parsers.chat_parser import ChatParser
 from argosy_engine.parsers.harmony_parser import HarmonyParser
 from argosy_engine.parsers.parser_registry import choose_parsers, load_tool_parser_plugin

@@ -6,7 +6,7 @@ from msgspec import Struct
 
 from argosy_engine.config import MemoryBudget
 from argosy_engine.messages.kv_cache_interface import KVCacheGroup
-from argosy_engine.models.model_config import ModelConfig
+from argosy_engine.model_configs.model_config import ModelConfig
 
 
 class WorkerInfo(Struct, frozen=True, kw_only=True):

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from argosy_engine.errors import ConfigError
+from argosy_engine.model_configs.model_config import ModelConfig, RawConfig, read_json
+from argosy_engine.model_configs.quantization_config import parse_quantization
 from argosy_engine.models import registry
-from argosy_engine.models.model_config import ModelConfig, RawConfig, read_json
-from argosy_engine.models.quantization_config import parse_quantization
 
 SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from argosy_engine.checkpoint.folder_check import check_folder
+from argosy_engine.checkpoint.model_path import resolve_model
 from argosy_engine.errors import ConfigError
+from argosy_engine.model_configs.sharding import check_tensor_parallel
+from argosy_engine.model_configs.stage import check_pipeline_parallel
 from argosy_engine.models.config_file import check_config, load_model_config
-from argosy_engine.models.folder_check import check_folder
-from argosy_engine.models.model_path import resolve_model
-from argosy_engine.models.sharding import check_tensor_parallel
-from argosy_engine.models.stage import check_pipeline_parallel
 from argosy_fetcher.errors import UnsupportedModel
 
 

@@ -16,10 +16,10 @@ from argosy_engine.attention.layer import Attention
 from argosy_engine.attention.metadata import AttentionMetadata
 from argosy_engine.attention.params import AttentionParams
 from argosy_engine.attention.rotary import RotaryEmbedding
-from argosy_engine.models.gemma_config import GemmaConfig
-from argosy_engine.models.layer_compiler import CompilablePart
-from argosy_engine.models.layer_factory import LayerFactory
-from argosy_engine.models.layers import RMSNorm
+from argosy_engine.layers.layer_compiler import CompilablePart
+from argosy_engine.layers.layer_factory import LayerFactory
+from argosy_engine.layers.norms import RMSNorm
+from argosy_engine.model_configs.gemma_config import GemmaConfig
 from argosy_engine.quantized_rows import Activations, RowQuantization
 
 

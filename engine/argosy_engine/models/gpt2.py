@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from argosy_engine.attention.layer import Attention
 from argosy_engine.attention.metadata import AttentionMetadata
 from argosy_engine.attention.params import AttentionParams
-from argosy_engine.models.gpt2_config import GPT2Config
+from argosy_engine.layers.layer_compiler import CompilablePart
+from argosy_engine.layers.layer_factory import LayerFactory
+from argosy_engine.layers.linear import Linear
+from argosy_engine.model_configs.gpt2_config import GPT2Config
 from argosy_engine.models.gpt2_layers import ACTIVATIONS, LayerNorm, MultiHeadAttention
-from argosy_engine.models.layer_compiler import CompilablePart
-from argosy_engine.models.layer_factory import LayerFactory
-from argosy_engine.models.linear import Linear
 
 
 class GPT2Layer:

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 from argosy_engine.attention.layer import Attention
 from argosy_engine.attention.metadata import AttentionMetadata
-from argosy_engine.models.layer_factory import LayerFactory
-from argosy_engine.models.linear import Linear
+from argosy_engine.layers.layer_factory import LayerFactory
+from argosy_engine.layers.linear import Linear
 
 ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": F.relu,

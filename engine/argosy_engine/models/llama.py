@@ -16,9 +16,9 @@ from argosy_engine.attention.layer import Attention
 from argosy_engine.attention.metadata import AttentionMetadata
 from argosy_engine.attention.params import AttentionParams
 from argosy_engine.attention.rotary import RotaryEmbedding
-from argosy_engine.models.layer_compiler import CompilablePart
-from argosy_engine.models.layer_factory import LayerFactory
-from argosy_engine.models.llama_config import LlamaConfig
+from argosy_engine.layers.layer_compiler import CompilablePart
+from argosy_engine.layers.layer_factory import LayerFactory
+from argosy_engine.model_configs.llama_config import LlamaConfig
 from argosy_engine.quantized_rows import Activations, RowQuantization, TakesRows
 
 

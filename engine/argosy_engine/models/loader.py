@@ -14,19 +14,19 @@ import torch
 
 from argosy_engine.attention.selector import load_backend
 from argosy_engine.attention.torch_attn import TorchBackend
+from argosy_engine.checkpoint.streamed_weights import CudaCopies, StreamedWeights
+from argosy_engine.checkpoint.weights import DummyWeights, SafetensorsWeights, WeightPlan, Weights
 from argosy_engine.distributed.communicator import Communicator
 from argosy_engine.errors import ConfigError
+from argosy_engine.layers.layer_compiler import LayerCompiler
+from argosy_engine.layers.layer_factory import LayerFactory
+from argosy_engine.layers.quantization import linear_method, planned_linear_method
+from argosy_engine.layers.token_exchange import TokenExchange
+from argosy_engine.model_configs.model_config import ModelConfig
+from argosy_engine.model_configs.sharding import WHOLE, Sharding
+from argosy_engine.model_configs.stage import WHOLE_MODEL, Stage
 from argosy_engine.models import registry
-from argosy_engine.models.layer_compiler import LayerCompiler
-from argosy_engine.models.layer_factory import LayerFactory
-from argosy_engine.models.model_config import ModelConfig
-from argosy_engine.models.quantization import linear_method, planned_linear_method
 from argosy_engine.models.registry import CausalLM
-from argosy_engine.models.sharding import WHOLE, Sharding
-from argosy_engine.models.stage import WHOLE_MODEL, Stage
-from argosy_engine.models.streamed_weights import CudaCopies, StreamedWeights
-from argosy_engine.models.token_exchange import TokenExchange
-from argosy_engine.models.weights import DummyWeights, SafetensorsWeights, WeightPlan, Weights
 
 logger = logging.getLogger("argosy.models")
 

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from argosy_engine.attention.layer import Attention
 from argosy_engine.attention.metadata import AttentionMetadata
 from argosy_engine.attention.params import AttentionParams
+from argosy_engine.layers.layer_compiler import CompilablePart
+from argosy_engine.layers.layer_factory import LayerFactory
+from argosy_engine.model_configs.opt_config import OPTConfig
 from argosy_engine.models.gpt2_layers import ACTIVATIONS, LayerNorm, MultiHeadAttention
-from argosy_engine.models.layer_compiler import CompilablePart
-from argosy_engine.models.layer_factory import LayerFactory
-from argosy_engine.models.opt_config import OPTConfig
 
 _POSITION_OFFSET = 2
 """Rows at the start of the position table that training reserved for padding."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from argosy_engine.models.layer_factory import LayerFactory
+from argosy_engine.layers.layer_factory import LayerFactory
+from argosy_engine.layers.moe import SparseMLP
+from argosy_engine.model_configs.llama_config import Qwen3MoeConfig
 from argosy_engine.models.llama import MLP, Llama
-from argosy_engine.models.llama_config import Qwen3MoeConfig
-from argosy_engine.models.moe import SparseMLP
 
 
 class Qwen3Moe(Llama):

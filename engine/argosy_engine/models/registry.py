@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
     from argosy_engine.attention.layer import Attention
     from argosy_engine.attention.metadata import AttentionMetadata
-    from argosy_engine.models.layer_compiler import CompilableLayer
-    from argosy_engine.models.layer_factory import LayerFactory
-    from argosy_engine.models.model_config import ModelConfig
+    from argosy_engine.layers.layer_compiler import CompilableLayer
+    from argosy_engine.layers.layer_factory import LayerFactory
+    from argosy_engine.model_configs.model_config import ModelConfig
 
 
 class CausalLM(Protocol):
@@ -66,10 +66,12 @@ class CausalLM(Protocol):
 
 
 class _Family(NamedTuple):
-    """Classes of a family as module:class, relative to argosy_engine.models."""
+    """Classes of a family, as module:class."""
 
     config: str
+    """Relative to argosy_engine.model_configs."""
     model: str
+    """Relative to argosy_engine.models."""
 
 
 _LLAMA = _Family("llama_config:LlamaConfig", "llama:Llama")
@@ -98,18 +100,18 @@ def config_class(architecture: str) -> type[ModelConfig]:
         raise ConfigError(
             f"architecture {architecture} is not supported; there is: {', '.join(sorted(_FAMILIES))}"
         )
-    return _load(family.config)
+    return _load("model_configs", family.config)
 
 
 def model_class(architecture: str) -> type[CausalLM]:
     """Return the model class of an architecture that `config_class` knows."""
-    return _load(_FAMILIES[architecture].model)
+    return _load("models", _FAMILIES[architecture].model)
 
 
 def architectures() -> list[str]:
     return sorted(_FAMILIES)
 
 
-def _load(target: str) -> type:
+def _load(package: str, target: str) -> type:
     module, _, name = target.partition(":")
-    return getattr(import_module(f"argosy_engine.models.{module}"), name)
+    return getattr(import_module(f"argosy_engine.{package}.{module}"), name)

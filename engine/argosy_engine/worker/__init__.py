@@ -14,6 +14,8 @@ Must not know: the engine core, text, how it is run.
     device_inputs      its tensors on a GPU: fixed buffers, filled by one copy
     staging_buffer     what a step sends to the device, in one pinned buffer
     device_runtime     asynchronous copies of a CUDA device
+    compilation        whether layers are compiled, with which cache
+    compilation_cache  generated code that processes share
     cuda_graphs        captured forward passes of decode steps
     pending_step       a launched step whose tokens are not on the host yet
     async_output       sampled tokens while they are copied to the host

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from argosy_engine.config import EngineArgs
-from argosy_engine.models.layer_compiler import LayerCompiler
-from argosy_engine.models.model_config import ModelConfig
+from argosy_engine.layers.layer_compiler import LayerCompiler
+from argosy_engine.model_configs.model_config import ModelConfig
 from argosy_engine.models.registry import CausalLM
 from argosy_engine.native.build import NativeUnavailable, find_compiler
 from argosy_engine.worker.compilation_cache import CacheUnavailable, CompilationCache, cache_key, cache_root

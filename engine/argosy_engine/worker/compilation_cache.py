@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from argosy_engine import models
+from argosy_engine import attention, layers, models
 
 MAX_FOLDERS = 8
 """A folder of one model takes a few MB."""
@@ -88,7 +88,8 @@ def cache_root() -> Path:
 def cache_key(device: torch.device, settings: Iterable[str]) -> str:
     """Return a digest of the code of the models, the compilers' versions, the device and a model's settings."""
     digest = hashlib.sha256()
-    for file in sorted(Path(models.__path__[0]).glob("*.py")):
+    folders = (Path(package.__path__[0]) for package in (attention, layers, models))
+    for file in sorted(file for folder in folders for file in folder.glob("*.py")):
         digest.update(file.read_bytes())
     versions = [f"{name} {_version(name)}" for name in ("torch", "triton")]
     for part in (*versions, platform.python_version(), _device_name(device), *settings):

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 
 from argosy_engine.distributed.lockstep import Round
+from argosy_engine.layers.token_exchange import TokenExchange
 from argosy_engine.messages.kv_cache_interface import KVCacheGroup
 from argosy_engine.messages.model_runner_output import ModelRunnerOutput
 from argosy_engine.messages.scheduler_output import SchedulerOutput
-from argosy_engine.models.model_config import ModelConfig
+from argosy_engine.model_configs.model_config import ModelConfig
 from argosy_engine.models.registry import CausalLM
-from argosy_engine.models.token_exchange import TokenExchange
 from argosy_engine.sample.logprobs import score_prompt
 from argosy_engine.sample.sampler import SamplerOptions
 from argosy_engine.worker.cuda_graphs import DecodeGraphs, GraphApi, TorchGraphs

@@ -16,25 +16,25 @@ import torch
 
 from argosy_engine.attention.selector import AttentionNeeds, BackendChoice, backend_names, select_backend
 from argosy_engine.attention.self_test import working_backend
+from argosy_engine.checkpoint.fingerprint import fingerprint
+from argosy_engine.checkpoint.model_path import hold_stored_model, resolve_model
 from argosy_engine.config import EngineArgs, MemoryBudget
 from argosy_engine.distributed.launched_groups import LaunchedGroups
 from argosy_engine.distributed.lockstep import Round
 from argosy_engine.distributed.parallel_state import ParallelState, init_parallel_state, single_process
 from argosy_engine.errors import ConfigError
+from argosy_engine.layers.layer_self_test import layer_self_test
+from argosy_engine.layers.quantization import has_fp8_products
+from argosy_engine.layers.token_exchange import TokenExchange
 from argosy_engine.messages.kv_cache_interface import KVCacheGroup
 from argosy_engine.messages.scheduler_output import SchedulerOutput
 from argosy_engine.messages.worker_info import WorkerInfo
+from argosy_engine.model_configs.model_config import ModelConfig
+from argosy_engine.model_configs.sharding import Sharding, check_tensor_parallel
+from argosy_engine.model_configs.stage import Stage, check_pipeline_parallel
 from argosy_engine.models.config_file import load_model_config
-from argosy_engine.models.fingerprint import fingerprint
-from argosy_engine.models.layer_self_test import layer_self_test
 from argosy_engine.models.loader import LoadedModel, load_model
-from argosy_engine.models.model_config import ModelConfig
-from argosy_engine.models.model_path import hold_stored_model, resolve_model
-from argosy_engine.models.quantization import has_fp8_products
 from argosy_engine.models.registry import CausalLM
-from argosy_engine.models.sharding import Sharding, check_tensor_parallel
-from argosy_engine.models.stage import Stage, check_pipeline_parallel
-from argosy_engine.models.token_exchange import TokenExchange
 from argosy_engine.native.library import kernels
 from argosy_engine.sample.logits_processor.interface import load_logits_processors
 from argosy_engine.sample.sampler import SamplerOptions

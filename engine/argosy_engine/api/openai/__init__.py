@@ -6,6 +6,7 @@ completions          /v1/completions
 embeddings           /v1/embeddings
 tokenization         /tokenize and /detokenize
 
+call_ids             ids of tool calls, each of its own within a choice
 choice_stream        choices as the chunks of a stream
 chat_format          a choice of a chat, complete or as deltas
 completion_format    a choice of a completion, likewise

@@ -1,0 +1,230 @@
+"""StreamedWeights: a checkpoint's tensors on their way from files to a GPU, without a copy of the model in host memory.
+
+Threads read the tensors that the model is going to take, in its order, into a few page-locked buffers; from there they
+are copied on a stream of their own, while further ones are read and while the device converts and quantises what has
+arrived. Of tensors that are divided by rows a rank reads its part only. A CPU maps the files instead
+(`SafetensorsWeights`): there a copy would be one too many.
+
+The file must stay as it is: one that ends early or changes during the load is an error, as it would be a wrong model.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import torch
+
+from argosy_engine.checkpoint.byte_ranges import ByteRanges, byte_ranges, chunks, has_valid_size
+from argosy_engine.checkpoint.checkpoint_shards import checkpoint_shards
+from argosy_engine.checkpoint.safetensors_header import StoredTensor, read_header
+from argosy_engine.checkpoint.staged_reader import CopyEvent, Piece, ShortRead, StagedReader
+from argosy_engine.checkpoint.weights import DTYPES, SafetensorsWeights, WeightPlan, prefixed
+from argosy_engine.errors import ConfigError
+from argosy_engine.model_configs.sharding import Shard
+
+BUFFER_BYTES = 8 << 20
+"""Large enough for a disk's and a bus's full speed."""
+NUM_BUFFERS = 8
+"""Of page-locked memory: as many as are read at a time, and as many again that are copied or wait for it."""
+NUM_THREADS = 4
+"""Reads at a time."""
+
+
+class WeightCopies(Protocol):
+    """Copies from page-locked memory to the device, beside its other work."""
+
+    def pinned(self, num_bytes: int) -> torch.Tensor:
+        """Allocate page-locked memory, uint8 [num_bytes]."""
+        ...
+
+    def begin(self) -> None:
+        """Let later copies start after what the device was given before: their targets' memory may be in use."""
+        ...
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> CopyEvent:
+        """Start a copy. `source` must not change until its end."""
+        ...
+
+    def finish(self) -> None:
+        """Let the device's later work start after all copies."""
+        ...
+
+
+class CudaCopies:
+    """Copies on a stream of their own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def pinned(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def begin(self) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> CopyEvent:
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+        return event
+
+    def finish(self) -> None:
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+
+class _OpenFile(NamedTuple):
+    path: Path
+    fd: int
+    state: tuple[int, int]
+    """Size, and time of the last change."""
+
+
+class _Planned(NamedTuple):
+    """A tensor that the model is going to take."""
+
+    name: str
+    shard: Shard | None
+    file: _OpenFile
+    stored: StoredTensor
+    read: ByteRanges
+
+
+class StreamedWeights(SafetensorsWeights):
+    """Weights of a checkpoint for a device that copies by itself.
+
+    What is taken in another order than planned is read as `SafetensorsWeights` reads it, as are scales.
+
+    Args:
+        path, dtype, device, prefix: see `SafetensorsWeights`.
+    """
+
+    def __init__(
+        self, path: Path, dtype: torch.dtype, device: torch.device, *, prefix: str, copies: WeightCopies
+    ) -> None:
+        super().__init__(path, dtype, device, prefix=prefix)
+        self._prefix = prefix
+        self._copies = copies
+        self._planned: deque[_Planned] = deque()
+        self._passed: set[str] = set()
+        """Names that were taken before their turn."""
+        self._reader: StagedReader | None = None
+
+    @contextmanager
+    def reading(self, plan: WeightPlan) -> Iterator[None]:
+        """Read what a plan takes ahead, in its order. Call `check` first.
+
+        Raises:
+            ConfigError: a file is missing or malformed.
+        """
+        with ExitStack() as stack:
+            self._planned = deque(self._locate(plan, stack))
+            pieces = [
+                Piece(each.file.fd, piece)
+                for each in self._planned
+                for piece in chunks(each.read.ranges, BUFFER_BYTES)
+            ]
+            largest = max((len(piece.place) for piece in pieces), default=0)
+            buffers = [self._copies.pinned(largest) for _ in range(min(NUM_BUFFERS, len(pieces)))]
+            self._reader = stack.enter_context(StagedReader(pieces, buffers, NUM_THREADS))
+            try:
+                yield
+            finally:
+                self._reader = None
+                self._planned.clear()
+
+    def take(
+        self, name: str, *shape: int, dtype: torch.dtype | None = None, shard: Shard | None = None
+    ) -> torch.Tensor:
+        reader = self._reader
+        while reader is not None and self._planned and self._planned[0].name in self._passed:
+            self._drop(reader, self._planned.popleft())
+        if reader is None or not self._planned or self._planned[0].name != name:
+            self._passed.add(name)
+            return super().take(name, *shape, dtype=dtype, shard=shard)
+        planned = self._planned.popleft()
+        assert planned.shard == shard
+        stored = self._copied(reader, planned)
+        self.on_read(stored.nbytes)
+        tensor = stored.to(dtype or self.dtype)
+        self.num_bytes += tensor.nbytes
+        return tensor
+
+    def _copied(self, reader: StagedReader, planned: _Planned) -> torch.Tensor:
+        """Return the tensor on the device in the dtype of the file."""
+        dtype = DTYPES[planned.stored.dtype]
+        tensor = torch.empty(planned.read.shape, dtype=dtype, device=self.device)
+        target = tensor.flatten().view(torch.uint8)
+        self._copies.begin()
+        start = 0
+        for piece in chunks(planned.read.ranges, BUFFER_BYTES):
+            buffer = self._taken(reader, planned)
+            copied = self._copies.copy(buffer[: len(piece)], target[start : start + len(piece)])
+            reader.give_back(buffer, copied)
+            start += len(piece)
+        self._copies.finish()
+        _check_unchanged(planned)
+        rest = planned.read.rest
+        if rest is None:
+            return tensor
+        parts = [tensor.narrow(rest.dim, each.start, len(each)) for each in rest.ranges]
+        return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim=rest.dim)
+
+    def _drop(self, reader: StagedReader, planned: _Planned) -> None:
+        for _ in chunks(planned.read.ranges, BUFFER_BYTES):
+            reader.give_back(self._taken(reader, planned), None)
+
+    def _taken(self, reader: StagedReader, planned: _Planned) -> torch.Tensor:
+        try:
+            return reader.take()
+        except ShortRead:
+            raise ConfigError(
+                f"{planned.file.path} ends before the end of tensor {planned.name}: the file is cut off, download it "
+                "again"
+            ) from None
+        except OSError as error:
+            raise ConfigError(f"cannot read tensor {planned.name} of {planned.file.path}: {error}") from None
+
+    def _locate(self, plan: WeightPlan, stack: ExitStack) -> Iterator[_Planned]:
+        """Yield what the plan takes, but for scales, which are small and looked at by the host."""
+        places: dict[str, tuple[_OpenFile, int, StoredTensor]] = {}
+        for path, wanted in checkpoint_shards(self.path).items():
+            try:
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                raise ConfigError(f"cannot read {path}: {error}") from None
+            stack.callback(os.close, fd)
+            file = _OpenFile(path, fd, _state(fd))
+            data_start, tensors = read_header(path)
+            for name, stored in tensors.items():
+                if wanted is None or name in wanted:
+                    places[name] = file, data_start, stored
+        if not any(name.startswith(self._prefix) for name in places):
+            places = {prefixed(name, self._prefix): place for name, place in places.items()}
+        for name in plan.shapes:
+            if name in plan.scales:
+                continue
+            file, data_start, stored = places[name]
+            itemsize = DTYPES[stored.dtype].itemsize
+            if tuple(stored.shape) != plan.shapes[name] or not has_valid_size(stored, itemsize):
+                raise ConfigError(f"{file.path} is malformed at tensor {name}; download it again")
+            shard = plan.shards[name]
+            yield _Planned(name, shard, file, stored, byte_ranges(stored, data_start, shard))
+
+
+def _state(fd: int) -> tuple[int, int]:
+    found = os.fstat(fd)
+    return found.st_size, found.st_mtime_ns
+
+
+def _check_unchanged(planned: _Planned) -> None:
+    if _state(planned.file.fd) != planned.file.state:
+        raise ConfigError(
+            f"{planned.file.path} was changed while tensor {planned.name} was read; start again when it is complete"
+        )

@@ -1,0 +1,329 @@
+"""LayerFactory: makes a model's layers from its weights. What depends on the device, and which part of a layer this
+tensor-parallel rank has, is decided here, not in models: they give the sizes of the whole.
+
+What a pipeline stage does not have is made on the meta device, where it takes no memory and is never called."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from argosy_engine.attention.backend import AttentionBackend, AttentionWeights, DecoderParts, FusedDecoder
+from argosy_engine.attention.layer import Attention
+from argosy_engine.attention.params import AttentionParams
+from argosy_engine.attention.rotary import RotaryEmbedding
+from argosy_engine.checkpoint.weights import WeightPlan, Weights
+from argosy_engine.distributed.communicator import Communicator, LocalCommunicator
+from argosy_engine.layers.embedding import Embedding, VocabParallelEmbedding
+from argosy_engine.layers.experts import EXPERT_LAYERS, Experts, ExpertsSpec, SeparateExperts, TritonExperts
+from argosy_engine.layers.layer_compiler import LayerCompiler, LayerFunction
+from argosy_engine.layers.layer_kernels import GatedActivation, LayerKernels, TorchLayerKernels
+from argosy_engine.layers.linear import (
+    GatedLinear,
+    Linear,
+    LinearSpec,
+    RowParallelLinear,
+    VocabParallelHead,
+)
+from argosy_engine.layers.linear_method import LinearMethod, UnquantizedLinearMethod
+from argosy_engine.layers.norms import InputNorm, RMSNorm
+from argosy_engine.layers.rope import inverse_frequencies
+from argosy_engine.layers.token_exchange import TokenExchange
+from argosy_engine.model_configs.rope_config import RopeParameters
+from argosy_engine.model_configs.sharding import WHOLE, Shard, Sharding
+from argosy_engine.model_configs.stage import WHOLE_MODEL, Stage
+from argosy_engine.quantized_rows import TakesRows
+
+
+class LayerFactory:
+    """Makes the layers of one model.
+
+    Args:
+        weights: source of the tensors; a model's constructor takes each exactly once.
+        backend: computes the model's attention.
+        max_positions: length of position tables that are computed rather than loaded.
+        linear_method: loads and computes the model's linear layers.
+        sharding: this rank's part of the layers.
+        communicator: of the ranks that share the layers.
+        stage: the layers that this rank has.
+        exchange: of the tokens of several engine cores that divide the experts among them.
+        compiler: compiles parts of the layers; None: they run as they are.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        backend: AttentionBackend,
+        max_positions: int,
+        linear_method: LinearMethod | None = None,
+        sharding: Sharding = WHOLE,
+        communicator: Communicator | None = None,
+        stage: Stage = WHOLE_MODEL,
+        exchange: TokenExchange | None = None,
+        compiler: LayerCompiler | None = None,
+    ) -> None:
+        self.weights = weights
+        self.dtype, self.device = weights.dtype, weights.device
+        self.max_positions = max_positions
+        self._backend = backend
+        self._method = linear_method or UnquantizedLinearMethod(is_traceable=compiler is not None)
+        self._kernels = _layer_kernels(backend, has_native=compiler is None)
+        self._compiler = compiler
+        self.sharding = sharding
+        self._communicator = communicator or LocalCommunicator()
+        self._stage = stage
+        self.exchange = exchange
+
+    def own_layers(self, layers: Sequence[AttentionParams]) -> list[tuple[int, AttentionParams]]:
+        """Return the layers of this pipeline stage, of all the model's, with their indices."""
+        return [(index, layers[index]) for index in self._stage.layers(len(layers))]
+
+    def before_layers(self, *, is_tied: bool) -> LayerFactory:
+        """Return the factory of what comes before the layers: the embedding, which a tied output head uses as well."""
+        return self if self._stage.is_first or (is_tied and self._stage.is_last) else self._absent()
+
+    def after_layers(self) -> LayerFactory:
+        """Return the factory of what comes after the layers: the final norm and the output head."""
+        return self if self._stage.is_last else self._absent()
+
+    def _absent(self) -> LayerFactory:
+        plan = WeightPlan(self.dtype)
+        return LayerFactory(plan, self._backend, self.max_positions, self._method, self.sharding)
+
+    def part(self, function: LayerFunction) -> LayerFunction:
+        """Return a function of a layer, compiled if the model's layers are. See `layer_compiler`."""
+        return function if self._compiler is None else self._compiler.part(function)
+
+    def take(self, name: str, *shape: int) -> torch.Tensor:
+        """Return a tensor in the engine's dtype, on its device."""
+        return self.weights.take(name, *shape)
+
+    def linear(
+        self,
+        parts: Mapping[str, int],
+        in_features: int,
+        *,
+        bias: bool = False,
+        keeps_precision: bool = False,
+    ) -> Linear:
+        """Make one projection, or several fused along their outputs, of which every rank has the whole.
+
+        Arguments: `LinearSpec`.
+        """
+        spec = LinearSpec(parts, in_features, bias, keeps_precision=keeps_precision)
+        return Linear(self._method.load(self.weights, spec))
+
+    def column_linear(
+        self, parts: Mapping[str, int], in_features: int, *, bias: bool = False, is_transposed: bool = False
+    ) -> Linear:
+        """Make one projection, or several fused along their outputs, of which a rank computes its part of each.
+
+        Arguments: `LinearSpec`.
+        """
+        spec = LinearSpec(parts, in_features, bias, is_transposed, self._equal_parts(parts))
+        return Linear(self._method.load(self.weights, spec))
+
+    def gated_linear(
+        self,
+        gate: str,
+        up: str,
+        inner: int,
+        in_features: int,
+        *,
+        bias: bool,
+        feeds: TakesRows,
+        activation: str = "silu",
+    ) -> GatedLinear:
+        """Make two projections to `inner` features, fused with activation(gate) * up. A rank computes its part of both.
+
+        Args:
+            feeds: the product that gets the result.
+            activation: a name of `LayerKernels.gated_activations`.
+        """
+        parts = {gate: inner, up: inner}
+        spec = LinearSpec(parts, in_features, bias, outputs=self._equal_parts(parts))
+        return self._gated(spec, activation, feeds)
+
+    def _gated(
+        self, spec: LinearSpec, activation: str = "silu", feeds: TakesRows | None = None
+    ) -> GatedLinear:
+        function: GatedActivation = self._kernels.gated_activations[activation]
+        if feeds is not None and feeds.input_quantization is not None:
+            function = self._kernels.quantized_gated_activation(activation, feeds.input_quantization)
+        return GatedLinear(self._method.load_gated(self.weights, spec, function))
+
+    def experts(self, spec: ExpertsSpec) -> Experts:
+        """Make the experts of one layer, whose activation is silu. A rank computes some of them, or a part of each:
+        their outputs are complete once `sum_ranks` and `exchange` have added them up."""
+        if self.sharding.divides_experts:
+            features = None if self.sharding.has_whole_experts else self.sharding.part(spec.inner)
+            spec = replace(spec, held=self.sharding.experts(spec.num_experts), features=features)
+        if self._backend.uses_triton:
+            return TritonExperts(spec, self._method.load_experts(self.weights, spec))
+        return SeparateExperts(spec, {index: self._expert(spec, index) for index in spec.held_experts})
+
+    def _expert(self, spec: ExpertsSpec, index: int) -> tuple[GatedLinear, Linear]:
+        gate, up, down = (spec.projection(index, name) for name in EXPERT_LAYERS)
+        outputs = None if spec.features is None else {gate: (spec.features,), up: (spec.features,)}
+        gate_up = LinearSpec({gate: spec.inner, up: spec.inner}, spec.hidden, outputs=outputs)
+        down_spec = LinearSpec({down: spec.hidden}, spec.inner, inputs=spec.features)
+        return self._gated(gate_up), Linear(self._method.load(self.weights, down_spec))
+
+    def sum_ranks(self, x: torch.Tensor) -> torch.Tensor:
+        """Add what every rank has computed, in place; returns x."""
+        return self._communicator.all_reduce(x)
+
+    def rms_norm(self, name: str, size: int, eps: float, *, adds_one: bool = False) -> RMSNorm:
+        """Make an RMSNorm with the weight NAME.weight.
+
+        Args:
+            adds_one: multiply by 1 + weight, in float32.
+        """
+        weight = self.take(name + ".weight", size)
+        if adds_one:
+            weight = weight.to(torch.float32, copy=True).add_(1.0)
+        return RMSNorm(weight, eps, self.dtype, self._kernels)
+
+    def input_norm(
+        self, name: str, size: int, eps: float, *, feeds: TakesRows, adds_one: bool = False
+    ) -> InputNorm:
+        """Make an RMSNorm whose result is the input of a product, or of several that want it alike; see `rms_norm`.
+
+        Args:
+            feeds: the product, or a block that begins with it.
+        """
+        norm = self.rms_norm(name, size, eps, adds_one=adds_one)
+        return InputNorm(norm, self._kernels, feeds.input_quantization)
+
+    def qkv_linear(
+        self,
+        names: Sequence[str],
+        params: AttentionParams,
+        in_features: int,
+        *,
+        bias: bool = False,
+        is_transposed: bool = False,
+    ) -> Linear:
+        """Make the projections to q, k and v, of which a rank computes its heads.
+
+        Args:
+            names: of the three projections, or of the one that the checkpoint has for all.
+        """
+        widths = [heads * params.head_dim for heads in (params.num_heads, *2 * (params.num_kv_heads,))]
+        parts = dict(zip(names, widths, strict=True)) if len(names) > 1 else {names[0]: sum(widths)}
+        outputs: dict[str, tuple[range, ...]] | None = None
+        if self.sharding.size > 1:
+            ranges = self.sharding.qkv(params)
+            if len(names) > 1:
+                outputs = {name: (each,) for name, each in zip(names, ranges, strict=True)}
+            else:
+                starts = (0, widths[0], widths[0] + widths[1])
+                outputs = {names[0]: tuple(map(_moved, ranges, starts))}
+        spec = LinearSpec(parts, in_features, bias, is_transposed, outputs)
+        return Linear(self._method.load(self.weights, spec))
+
+    def row_linear(
+        self,
+        name: str,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = False,
+        is_transposed: bool = False,
+    ) -> Linear:
+        """Make a projection from features of which each rank has computed a part. Arguments: `LinearSpec`."""
+        parts = {name: out_features}
+        if self.sharding.size == 1:
+            return Linear(
+                self._method.load(self.weights, LinearSpec(parts, in_features, bias, is_transposed))
+            )
+        has_bias = bias and self.sharding.rank == 0  # the sum over the ranks contains it once
+        inputs = self.sharding.part(in_features)
+        spec = LinearSpec(parts, in_features, has_bias, is_transposed, inputs=inputs)
+        return RowParallelLinear(self._method.load(self.weights, spec), self._communicator)
+
+    def embedding(self, name: str, vocab_size: int, width: int) -> Embedding:
+        """Make the embedding of tokens, of which a rank has its part of the vocabulary."""
+        if self.sharding.size == 1:
+            return Embedding(self.take(name, vocab_size, width))
+        tokens = self.sharding.tokens(vocab_size)
+        weight = self.weights.take(name, vocab_size, width, shard=Shard(0, (tokens,)))
+        return VocabParallelEmbedding(weight, tokens, self._communicator)
+
+    def output_head(self, embedding: Embedding, vocab_size: int, *, is_tied: bool) -> Linear:
+        """Make the projection to the vocabulary: `lm_head` or, if it is tied, the weight of the embedding."""
+        name, in_features = "lm_head", embedding.weight.shape[1]
+        outputs = {name: (self.sharding.tokens(vocab_size),)} if self.sharding.size > 1 else None
+        spec = LinearSpec({name: vocab_size}, in_features, outputs=outputs, keeps_precision=True)
+        kernel = self._method.tie(embedding.weight) if is_tied else self._method.load(self.weights, spec)
+        if self.sharding.size == 1:
+            return Linear(kernel)
+        return VocabParallelHead(kernel, self._communicator, vocab_size)
+
+    def rotary(self, rope: RopeParameters, head_dim: int) -> RotaryEmbedding:
+        """Make the tables of a rotary embedding, which layers share."""
+        frequencies = inverse_frequencies(rope, head_dim)
+        return RotaryEmbedding(
+            frequencies, self.max_positions, self.dtype, self.device, rope.attention_scaling
+        )
+
+    def attention(
+        self,
+        params: AttentionParams,
+        weights: AttentionWeights = AttentionWeights(),  # noqa: B008 (immutable)
+        *,
+        prefix: str,
+        feeds: TakesRows,
+    ) -> Attention:
+        """Make one layer's attention, of which a rank computes its heads, with the scales of an FP8 KV cache.
+
+        Args:
+            feeds: the output projection.
+            prefix: of the attention's tensors in the checkpoint, which may have such scales.
+        """
+        weights = weights._replace(output_quantization=feeds.input_quantization)
+        if self._backend.kv_cache_dtype is torch.float8_e4m3fn:
+            weights = weights._replace(
+                k_scale=self._kv_scale(prefix, "k"), v_scale=self._kv_scale(prefix, "v")
+            )
+        params = params if self.sharding.size == 1 else params.of_rank(self.sharding.size)
+        return Attention(params, self._backend, weights)
+
+    def _kv_scale(self, prefix: str, name: str) -> torch.Tensor:
+        """Return the scale of keys or values, float32 [1]; 1 if the checkpoint has none."""
+        # compressed-tensors, ModelOpt, and what compressed-tensors wrote in 2024
+        names = [
+            f"{prefix}{name}_scale",
+            f"{prefix}{name}_proj.{name}_scale",
+            f"{prefix}{name}_proj.output_scale",
+        ]
+        found = self.weights.find_scale(names)
+        return torch.ones(1, device=self.device) if found is None else found
+
+    def fuse_decoder(self, layers: Sequence[DecoderParts]) -> FusedDecoder | None:
+        """Return a faster way to run all layers of a decoder; None: run them one by one.
+
+        It exchanges nothing between ranks, so there is none if they share the layers, and none for compiled layers.
+        """
+        is_whole = self.sharding.size == 1 and self._compiler is None
+        return self._backend.fuse_decoder(layers) if is_whole else None
+
+    def _equal_parts(self, parts: Mapping[str, int]) -> dict[str, tuple[range, ...]] | None:
+        """Return the rank's output features of projections; None: all."""
+        if self.sharding.size == 1:
+            return None
+        return {name: (self.sharding.part(size),) for name, size in parts.items()}
+
+
+def _moved(indices: range, start: int) -> range:
+    return range(indices.start + start, indices.stop + start)
+
+
+def _layer_kernels(backend: AttentionBackend, *, has_native: bool) -> LayerKernels:
+    if not backend.uses_triton:
+        return TorchLayerKernels(has_native=has_native)
+    from argosy_engine.layers.triton_layer_kernels import TritonLayerKernels
+
+    return TritonLayerKernels()

@@ -1,0 +1,156 @@
+"""Self-test of the Triton kernels of norms, gated activations and experts: small inputs of the model's widths, on the
+device, against plain torch in float32. That of attention: `attention.self_test`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from argosy_engine.layers.experts import ExpertsSpec, SeparateExperts, StackedExperts, TritonExperts
+from argosy_engine.layers.fp8_linear import FP8, MAX_FP8, quantized
+from argosy_engine.layers.layer_kernels import GatedActivation, LayerKernels, TorchLayerKernels
+from argosy_engine.layers.linear import GatedLinear, Linear
+from argosy_engine.layers.linear_kernels import SplitGatedLinear, TorchLinear
+from argosy_engine.model_configs.model_config import ModelConfig
+from argosy_engine.quantized_rows import Activations, QuantizedRows, RowQuantization
+
+_MAX_ERROR_RATIO = 2.0
+"""How many times torch's error in the same dtype a kernel's error may be."""
+_FLOOR = 1e-4
+"""Error that is always allowed; torch in float32 has none against itself."""
+_ROWS = 5
+_MAX_EXPERTS = 8
+"""More would only take memory."""
+_EPS = 1e-6
+_FP8_SCALE = 1 / 32
+"""Scale of all rows: magnitudes of up to 14 are in range."""
+
+Outputs = Sequence[torch.Tensor]
+
+
+@torch.inference_mode()
+def layer_self_test(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, *, has_fp8_products: bool = False
+) -> str | None:
+    """Run the kernels on the device; return why they must not be used, or None.
+
+    Args:
+        has_fp8_products: whether products of the model want their inputs in FP8.
+    """
+    inputs = _Inputs(config, device, has_fp8_products)
+    try:
+        from argosy_engine.layers.triton_layer_kernels import TritonLayerKernels
+
+        ours = {name: list(out) for name, out in inputs.outputs(TritonLayerKernels(), dtype)}
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # a kernel's fault shows here
+    except Exception as error:  # whatever a compiler or a driver raise
+        return f"a layer's kernels failed with {type(error).__name__}: {str(error)[:300]}"
+    plain = TorchLayerKernels()
+    truth = {name: list(out) for name, out in inputs.outputs(plain, torch.float32)}
+    theirs = {name: list(out) for name, out in inputs.outputs(plain, dtype)}
+    for name, out in ours.items():
+        allowed = _MAX_ERROR_RATIO * _error(theirs[name], truth[name]) + _FLOOR
+        error = _error(out, truth[name])
+        if not error <= allowed:  # NaN is an error, too
+            return f"{name} {'are' if name == 'experts' else 'is'} wrong by {error:.2g} where {allowed:.2g} is allowed"
+    return None
+
+
+def _error(outputs: Outputs, truth: Outputs) -> float:
+    return max(
+        float((ours.float() - theirs).abs().max()) for ours, theirs in zip(outputs, truth, strict=True)
+    )
+
+
+def _plain(out: Activations) -> torch.Tensor:
+    return out if isinstance(out, torch.Tensor) else out.values.float() * out.scales
+
+
+def _quantized_by_torch(x: torch.Tensor, quantization: RowQuantization) -> QuantizedRows:
+    if quantization.scale is None:
+        values, scales = quantized(x)
+        return QuantizedRows(values, scales.unsqueeze(1))
+    values = (x.float() / quantization.scale).clamp(-MAX_FP8, MAX_FP8).to(FP8)
+    return QuantizedRows(values, quantization.scale.expand(len(x), 1))
+
+
+class _Inputs:
+    """Random tensors of the widths of a model's layers, the same for all kernels and dtypes."""
+
+    def __init__(self, config: ModelConfig, device: torch.device, has_fp8_products: bool) -> None:
+        self._device = device
+        self._has_fp8_products = has_fp8_products
+        self._generator = torch.Generator().manual_seed(0)
+        hidden = config.hidden_size
+        self._x, self._residual = self._draw(2, _ROWS, hidden)
+        self._norms = 1 + self._draw(2, hidden) / 4
+        self._gate_up = self._draw(_ROWS, 2 * getattr(config, "intermediate_size", hidden))
+        self._experts: ExpertsSpec | None = None
+        if num_experts := getattr(config, "num_experts", 0):
+            count, inner = min(num_experts, _MAX_EXPERTS), getattr(config, "moe_intermediate_size", hidden)
+            k = min(getattr(config, "num_experts_per_tok", 1), count)
+            self._experts = ExpertsSpec("", count, hidden, inner, k, normalises=True)
+            self._router_logits = self._draw(_ROWS, count)
+            self._w1 = self._draw(count, 2 * inner, hidden) / hidden**0.5
+            self._w2 = self._draw(count, hidden, inner) / inner**0.5
+
+    def _draw(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self._generator).to(self._device)
+
+    def outputs(self, kernels: LayerKernels, dtype: torch.dtype) -> Iterator[tuple[str, Outputs]]:
+        """Yield the results of every kind of layer, by its name. Those of experts depend on the kind of kernels."""
+        x, norm, x_norm = (each.to(dtype) for each in (self._x, *self._norms))
+        yield "RMSNorm", [kernels.rms_norm(x, norm, _EPS)]
+        for x_weight in (None, x_norm):
+            residual = self._residual.to(dtype, copy=True)
+            yield "add + RMSNorm", [kernels.add_rms_norm(x, residual, norm, _EPS, x_weight), residual]
+        for name, activate in kernels.gated_activations.items():
+            yield name, [_plain(activate(self._gate_up.to(dtype)))]
+        if self._has_fp8_products:
+            for scale in (None, torch.full((1,), _FP8_SCALE, device=self._device)):
+                yield from self._fp8_outputs(kernels, dtype, RowQuantization(scale))
+        if self._experts is not None:
+            separate = isinstance(kernels, TorchLayerKernels)
+            silu = kernels.gated_activations["silu"]
+            yield "experts", [self._run_experts(self._experts, dtype, silu if separate else None)]
+
+    def _fp8_outputs(
+        self, kernels: LayerKernels, dtype: torch.dtype, quantization: RowQuantization
+    ) -> Iterator[tuple[str, Outputs]]:
+        suffix = " in FP8" + (" with one scale" if quantization.scale is not None else "")
+        x, norm, x_norm = (each.to(dtype) for each in (self._x, *self._norms))
+
+        def widened(out: Activations) -> torch.Tensor:
+            """Plain torch quantises nothing: in the model's dtype it is rounded here, in float32 it is the truth."""
+            if isinstance(out, torch.Tensor) and dtype is not torch.float32:
+                out = _quantized_by_torch(out, quantization)
+            return _plain(out)
+
+        yield "RMSNorm" + suffix, [widened(kernels.quantized_rms_norm(x, norm, _EPS, quantization))]
+        for x_weight in (None, x_norm):
+            residual = self._residual.to(dtype, copy=True)
+            out = kernels.quantized_add_rms_norm(x, residual, norm, _EPS, x_weight, quantization)
+            yield "add + RMSNorm" + suffix, [widened(out), residual]
+        for name in kernels.gated_activations:
+            activate = kernels.quantized_gated_activation(name, quantization)
+            yield name + suffix, [widened(activate(self._gate_up.to(dtype)))]
+
+    def _run_experts(
+        self, spec: ExpertsSpec, dtype: torch.dtype, activation: GatedActivation | None
+    ) -> torch.Tensor:
+        """Run the experts one by one with an activation, or all at once."""
+        w1, w2 = self._w1.to(dtype), self._w2.to(dtype)
+        slots = torch.arange(_ROWS, device=self._device)
+        if activation is None:
+            experts = TritonExperts(spec, StackedExperts(w1, w2))
+            return experts(self._x.to(dtype), self._router_logits, slots)
+        layers = {
+            index: (
+                GatedLinear(SplitGatedLinear(TorchLinear(gate_up, None), activation)),
+                Linear(TorchLinear(down, None)),
+            )
+            for index, (gate_up, down) in enumerate(zip(w1, w2, strict=True))
+        }
+        return SeparateExperts(spec, layers)(self._x.to(dtype), self._router_logits, slots)

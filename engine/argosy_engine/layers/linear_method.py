@@ -1,0 +1,138 @@
+"""LinearMethod: how a model's linear layers are loaded and computed.
+
+A method decides which tensors of the checkpoint make up a layer, in which dtype they are read, how they are laid out,
+and what multiplies by them. Models only describe their projections (`linear.LinearSpec`). Design: vLLM's
+`LinearMethodBase`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from argosy_engine.checkpoint.weights import Weights
+from argosy_engine.layers.experts import ExpertLayer, ExpertsSpec, StackedExperts
+from argosy_engine.layers.layer_kernels import GatedActivation
+from argosy_engine.layers.linear import LinearSpec
+from argosy_engine.layers.linear_kernels import (
+    GatedLinearKernel,
+    LinearKernel,
+    gated_linear_kernel,
+    linear_kernel,
+)
+
+
+class LinearMethod(Protocol):
+    """One way to store and multiply the weights of linear layers."""
+
+    def load(self, weights: Weights, spec: LinearSpec) -> LinearKernel:
+        """Take the layer's tensors, each exactly once."""
+        ...
+
+    def load_gated(
+        self, weights: Weights, spec: LinearSpec, activation: GatedActivation
+    ) -> GatedLinearKernel:
+        """The same for two parts of equal size, the gate's first, followed by the activation."""
+        ...
+
+    def load_experts(self, weights: Weights, spec: ExpertsSpec) -> StackedExperts:
+        """Take the tensors of the experts that this process holds, for kernels that compute them together."""
+        ...
+
+    def tie(self, embedding: torch.Tensor) -> LinearKernel:
+        """Use an embedding [vocab_size, in] that was taken before as the weight of an output head."""
+        ...
+
+
+class UnquantizedLinearMethod:
+    """Weights in the engine's dtype, whatever the checkpoint's.
+
+    Args:
+        is_traceable: see `linear_kernel`.
+    """
+
+    def __init__(self, *, is_traceable: bool = False) -> None:
+        self._is_traceable = is_traceable
+
+    def load(self, weights: Weights, spec: LinearSpec) -> LinearKernel:
+        weight, bias = take_fused(weights, spec), take_bias(weights, spec)
+        return linear_kernel(weight, bias, is_traceable=self._is_traceable)
+
+    def load_gated(
+        self, weights: Weights, spec: LinearSpec, activation: GatedActivation
+    ) -> GatedLinearKernel:
+        weight, bias = take_fused(weights, spec), take_bias(weights, spec)
+        return gated_linear_kernel(weight, bias, activation, is_traceable=self._is_traceable)
+
+    def load_experts(self, weights: Weights, spec: ExpertsSpec) -> StackedExperts:
+        stacked = StackedExperts.empty(spec, weights.dtype, weights.device)
+        # Each tensor goes to its place as it is read, so that no second copy of the experts is held.
+        for place, index in enumerate(spec.held_experts):
+            for name, part, _ in stacked.places(place):
+                part.copy_(take_expert(weights, spec, index, name))
+        return stacked
+
+    def tie(self, embedding: torch.Tensor) -> LinearKernel:
+        return linear_kernel(embedding, is_traceable=self._is_traceable)
+
+
+def take_expert(
+    weights: Weights,
+    spec: ExpertsSpec,
+    index: int,
+    name: ExpertLayer,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Take this process's part of a projection's weight.
+
+    Args:
+        dtype: see `Weights.take`.
+    """
+    shape, shard = spec.weight_shape(name), spec.weight_shard(name)
+    return weights.take(spec.projection(index, name) + ".weight", *shape, dtype=dtype, shard=shard)
+
+
+def take_fused(weights: Weights, spec: LinearSpec, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Take this process's part of the weight, [out, in], of all projections.
+
+    Args:
+        dtype: see `Weights.take`.
+    """
+
+    def take_weight(name: str) -> torch.Tensor:
+        out_features, shard = spec.parts[name], spec.weight_shard(name)
+        if spec.is_transposed:
+            return weights.take(
+                name + ".weight", spec.in_features, out_features, dtype=dtype, shard=shard
+            ).t()
+        return weights.take(name + ".weight", out_features, spec.in_features, dtype=dtype, shard=shard)
+
+    return _fuse(spec, take_weight)
+
+
+def take_bias(weights: Weights, spec: LinearSpec) -> torch.Tensor | None:
+    """Take this process's part of the bias, [out], of all projections, if they have one."""
+    if not spec.has_bias:
+        return None
+    return _fuse(
+        spec, lambda name: weights.take(name + ".bias", spec.parts[name], shard=spec.output_shard(name))
+    )
+
+
+def _fuse(spec: LinearSpec, take: Callable[[str], torch.Tensor]) -> torch.Tensor:
+    """Concatenate the parts along dimension 0, copying each into place as it is read to limit peak memory."""
+    if len(spec.parts) == 1:
+        return take(next(iter(spec.parts)))
+    fused: torch.Tensor | None = None
+    start = 0
+    for name in spec.parts:
+        size = spec.num_outputs(name)
+        part = take(name)
+        if fused is None:
+            fused = part.new_empty((spec.out_features, *part.shape[1:]))
+        fused[start : start + size].copy_(part)
+        start += size
+    assert fused is not None
+    return fused

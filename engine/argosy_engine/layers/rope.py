@@ -1,0 +1,54 @@
+"""Frequencies of rotary position embedding (arXiv 2104.09864), scaled as `rope_config` describes."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from argosy_engine.model_configs.rope_config import RopeParameters
+
+
+def inverse_frequencies(rope: RopeParameters, head_dim: int) -> torch.Tensor:
+    """Return the radians per position of each rotated pair, float32 [head_dim / 2] on the CPU."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    inv_freq = 1.0 / rope.theta**exponents
+    if rope.kind == "linear":
+        return inv_freq / rope.factor
+    if rope.kind == "llama3":
+        return _llama3(rope, inv_freq)
+    if rope.kind == "yarn":
+        return _yarn(rope, inv_freq, head_dim)
+    return inv_freq
+
+
+def _llama3(rope: RopeParameters, inv_freq: torch.Tensor) -> torch.Tensor:
+    """Apply Llama 3.1's scaling.
+
+    With the trained context length L, frequencies with wavelengths below L / high_freq_factor stay, those with
+    wavelengths above L / low_freq_factor are divided by `factor`, and those between are blended linearly.
+    """
+    turns = rope.original_max_position_embeddings * inv_freq / (2 * math.pi)
+    kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    kept = kept.clamp(0.0, 1.0)
+    return (1 - kept) * inv_freq / rope.factor + kept * inv_freq
+
+
+def _yarn(rope: RopeParameters, inv_freq: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Apply YaRN's scaling.
+
+    Frequencies that turn more than beta_fast times within the trained context stay, those that turn less than beta_slow
+    times are divided by `factor`, and a linear ramp over the dimensions blends those between.
+    """
+
+    def dimension(turns: float) -> float:
+        context = rope.original_max_position_embeddings
+        return head_dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    index = torch.arange(head_dim // 2, dtype=torch.float32)
+    scaled = ((index - low) / max(high - low, 0.001)).clamp(0.0, 1.0)
+    return inv_freq / rope.factor * scaled + inv_freq * (1 - scaled)

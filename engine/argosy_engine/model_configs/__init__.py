@@ -1,0 +1,16 @@
+"""What config.json says about a model, as far as it determines the computation. No torch.
+
+    model_config           what all families have
+    llama_config           Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE
+    gemma_config           Gemma 2 and the text part of Gemma 3
+    gpt2_config            GPT-2
+    opt_config             OPT
+    rope_config            the rotary embedding
+    quantization_config    how a checkpoint is quantised
+
+    sharding               which part of a tensor a tensor-parallel rank takes
+    stage                  which layers a pipeline's rank has
+    file_permission        the error for files that may not be read
+
+Must not know: weights, layers.
+"""

@@ -1,0 +1,176 @@
+"""ModelConfig: the parts of a checkpoint's config.json that determine the computation.
+
+`ModelConfig` holds what the worker reads for every model family; a family's subclass adds what only its model reads.
+`config_file` reads it from a checkpoint. This module imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+import msgspec
+from msgspec import Meta, Struct
+
+from argosy_engine.attention.params import AttentionParams
+from argosy_engine.errors import ConfigError
+from argosy_engine.model_configs.file_permission import may_not_read
+from argosy_engine.model_configs.quantization_config import QuantizationConfig
+
+MAX_CONFIG_BYTES = 16 << 20
+
+Size = Annotated[int, Meta(ge=1, le=1 << 24)]
+"""A dimension. The bound is far above any real model and keeps the product of two dimensions within 64 bits."""
+LayerCount = Annotated[int, Meta(ge=1, le=4096)]
+Positive = Annotated[float, Meta(gt=0.0, le=1e12)]
+RawConfig = Mapping[str, Any]
+
+
+class ModelConfig(Struct, frozen=True, kw_only=True):
+    """A decoder-only transformer as the worker sees it."""
+
+    refused_dtypes: ClassVar[Mapping[str, str]] = {}
+    """Maps dtypes that the family cannot run in to the reason."""
+
+    architecture: str
+    vocab_size: Size
+    hidden_size: Size
+    num_hidden_layers: LayerCount
+    num_attention_heads: Annotated[int, Meta(ge=1, le=4096)]
+    num_key_value_heads: Annotated[int, Meta(ge=1, le=4096)]
+    head_dim: Annotated[int, Meta(ge=1, le=4096)]
+    max_position_embeddings: Size
+    """Tokens of the longest sequence, RoPE scaling included."""
+    tie_word_embeddings: bool
+    dtype: Literal["float32", "bfloat16", "float16"]
+    """The checkpoint's dtype."""
+    eos_token_ids: tuple[int, ...]
+    sliding_windows: tuple[Size | None, ...]
+    """Per layer, the number of tokens that a token attends to, itself included; None: all tokens before it."""
+    is_matryoshka: bool = False
+    """Whether the leading elements of the model's embeddings are usable embeddings (Matryoshka, arXiv 2205.13147). The
+    name is vLLM's; Hugging Face has none."""
+    matryoshka_dimensions: Annotated[tuple[Size, ...], Meta(max_length=256)] = ()
+    """Embedding lengths that the model was trained for; empty: any length, if `is_matryoshka`."""
+    quantization: QuantizationConfig | None = None
+    """None: the weights are not quantised."""
+
+    @property
+    def attention_layers(self) -> tuple[AttentionParams, ...]:
+        """Constants of each layer's attention. A family whose layers differ in more than the window overrides it."""
+        positions = self.max_position_embeddings
+        return tuple(
+            AttentionParams(
+                num_heads=self.num_attention_heads,
+                num_kv_heads=self.num_key_value_heads,
+                head_dim=self.head_dim,
+                scale=self.head_dim**-0.5,
+                sliding_window=None if window is None or window >= positions else window,
+            )
+            for window in self.sliding_windows
+        )
+
+    @property
+    def num_routed_experts(self) -> int:
+        """Number of experts of a mixture-of-experts layer; 0 without one."""
+        return 0
+
+    def divided_sizes(self, *, has_whole_experts: bool) -> dict[str, int]:
+        """Return the sizes that the number of tensor-parallel ranks has to divide, by their names.
+
+        Args:
+            has_whole_experts: whether each expert stays whole.
+        """
+        sizes = {"num_attention_heads": self.num_attention_heads}
+        if (inner := getattr(self, "intermediate_size", None)) is not None:  # not every family has one
+            sizes["intermediate_size"] = inner
+        return sizes
+
+    @property
+    def pooled_size(self) -> int:
+        """Number of elements of the model's last hidden state."""
+        return self.hidden_size
+
+    @classmethod
+    def fields_of(cls, raw: RawConfig) -> dict[str, Any]:
+        """Map config.json to this family's fields, without those that `config_file` fills in for every family.
+
+        `of` checks the values against the fields' types and bounds.
+
+        Raises:
+            ConfigError: the config asks for something the model does not compute.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> Self:
+        """Build the config and check it.
+
+        Raises:
+            ConfigError: a field is missing, of the wrong type or out of bounds, or fields contradict each other.
+        """
+        try:
+            config = msgspec.convert(fields, cls)
+        except msgspec.ValidationError as error:
+            raise ConfigError(str(error)) from None
+        if config.num_attention_heads % config.num_key_value_heads:
+            raise ConfigError(
+                f"num_attention_heads {config.num_attention_heads} is not a multiple of num_key_value_heads "
+                f"{config.num_key_value_heads}"
+            )
+        if len(config.sliding_windows) != config.num_hidden_layers:
+            raise ConfigError(
+                f"{len(config.sliding_windows)} layer_types for {config.num_hidden_layers} layers"
+            )
+        return config
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object of at most `MAX_CONFIG_BYTES`.
+
+    Raises:
+        ConfigError: the file is missing, too large, or not a JSON object.
+    """
+    try:
+        if path.stat().st_size > MAX_CONFIG_BYTES:
+            raise ConfigError(f"{path} is larger than {MAX_CONFIG_BYTES} bytes")
+        value = json.loads(path.read_bytes())
+    except PermissionError:
+        raise may_not_read(path.parent, path) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} is not a JSON object")
+    return value
+
+
+def layer_count(raw: RawConfig, name: str = "num_hidden_layers") -> int:
+    """Return the number of layers, checked before anything is allocated per layer.
+
+    Raises:
+        ConfigError: the number is missing, not an integer, or out of bounds.
+    """
+    try:
+        return msgspec.convert(raw.get(name), LayerCount)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{name}: {error}") from None
+
+
+def sliding_windows_of(raw: RawConfig, window: Any, default: list[str]) -> tuple[Any, ...]:
+    """Return each layer's window, from the config's `layer_types` or else the family's `default`.
+
+    Raises:
+        ConfigError: a layer type is neither full nor sliding attention, or is sliding without a window.
+    """
+    windows = []
+    for kind in raw.get("layer_types") or default:
+        if kind not in ("full_attention", "sliding_attention"):
+            raise ConfigError(
+                f"layer type {kind!r} is not supported, only full_attention and sliding_attention"
+            )
+        if kind == "sliding_attention" and window is None:
+            raise ConfigError("layer_types has sliding_attention, but sliding_window is not set")
+        windows.append(window if kind == "sliding_attention" else None)
+    return tuple(windows)

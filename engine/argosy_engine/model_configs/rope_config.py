@@ -1,0 +1,88 @@
+"""RopeParameters: the part of a model config that describes rotary position embedding.
+
+Scaling extends the trained context: `linear` interpolates positions (arXiv 2306.15595), `llama3` divides only the low
+frequencies (Llama 3.1), `yarn` blends interpolation and extrapolation per frequency (arXiv 2309.00071).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
+
+from argosy_engine.errors import ConfigError
+from argosy_engine.model_configs.model_config import Positive, RawConfig, Size
+
+_KINDS = ("default", "linear", "llama3", "yarn")
+
+
+class RopeParameters(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """RoPE kind and its parameters, named as in transformers. Each kind reads `theta` and the fields it needs."""
+
+    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
+    theta: Annotated[float, Meta(gt=1.0, le=1e12)] = 10000.0
+    factor: Positive = 1.0
+    original_max_position_embeddings: Size = 1
+    low_freq_factor: Positive = 1.0
+    high_freq_factor: Positive = 4.0
+    beta_fast: Positive = 32.0
+    beta_slow: Positive = 1.0
+    attention_factor: Positive | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError("high_freq_factor must be greater than low_freq_factor")
+
+    @property
+    def attention_scaling(self) -> float:
+        """Factor on cos and sin: YaRN's attention temperature, 1 for the other kinds."""
+        if self.kind != "yarn":
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self._yarn_scale(self.mscale) / self._yarn_scale(self.mscale_all_dim)
+        return self._yarn_scale(1.0)
+
+    def _yarn_scale(self, mscale: float) -> float:
+        return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1.0 else 1.0
+
+
+_NEEDED = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor",),
+}
+_OPTIONAL = {
+    "yarn": ("original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "mscale",
+             "mscale_all_dim", "truncate"),
+}  # fmt: skip
+
+
+def rope_fields(parameters: RawConfig, *, theta: Any, max_position_embeddings: Any) -> dict[str, Any]:
+    """Map a config's RoPE entry (`rope_parameters`, or `rope_scaling` in older configs) to fields of RopeParameters.
+
+    Args:
+        theta, max_position_embeddings: the model config's values, used where the entry has none.
+
+    Raises:
+        ConfigError: the kind is not supported, or a parameter that it needs is missing.
+    """
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    if kind not in _KINDS:
+        raise ConfigError(f"RoPE scaling {kind!r} is not supported; there is: {', '.join(_KINDS)}")
+    if parameters.get("partial_rotary_factor") not in (None, 1, 1.0):
+        raise ConfigError("partial_rotary_factor is not supported")
+    missing = [name for name in _NEEDED[kind] if parameters.get(name) is None]
+    if missing:
+        raise ConfigError(f"RoPE scaling {kind!r} lacks {', '.join(missing)}")
+    names = (*_NEEDED[kind], *_OPTIONAL.get(kind, ()))
+    fields = {name: parameters[name] for name in names if parameters.get(name) is not None}
+    if kind == "yarn":
+        fields.setdefault("original_max_position_embeddings", max_position_embeddings)
+    return {"kind": kind, "theta": parameters.get("rope_theta") or theta, **fields}

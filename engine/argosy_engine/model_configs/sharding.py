@@ -1,0 +1,121 @@
+"""Sharding: which part of each tensor a tensor-parallel rank takes. No torch.
+
+Attention is divided by heads, an MLP by its intermediate features, embedding and output head by tokens. The first
+projection of a block computes a part of the features (column parallel), the last one multiplies that part, and the
+partial results are summed over the ranks (row parallel). If there are fewer KV heads than ranks, several ranks hold the
+same one. Design: Megatron-LM (arXiv 1909.08053), vLLM's `layers/linear.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from argosy_engine.attention.params import AttentionParams
+from argosy_engine.errors import ConfigError
+from argosy_engine.model_configs.model_config import ModelConfig
+
+
+class Shard(NamedTuple):
+    """Part of a tensor: ranges of indices along one dimension, one after the other."""
+
+    dim: int
+    ranges: tuple[range, ...]
+
+    def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the part of a tensor."""
+        size = sum(len(each) for each in self.ranges)
+        return (*whole[: self.dim], size, *whole[self.dim + 1 :])
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """The part of every layer that one of `size` tensor-parallel ranks has."""
+
+    rank: int = 0
+    size: int = 1
+    has_whole_experts: bool = False
+    """Whether a rank has some of the experts (`--enable-expert-parallel`), rather than a part of each."""
+    data_rank: int = 0
+    """Rank among `data_size` engine cores that divide the experts among them, and have all else each."""
+    data_size: int = 1
+
+    @property
+    def divides_experts(self) -> bool:
+        """Whether other ranks have other experts, or parts of them."""
+        return self.size * self.data_size > 1
+
+    def part(self, count: int) -> range:
+        """Return the rank's part of features or heads, whose number `check_tensor_parallel` has checked."""
+        assert count % self.size == 0
+        size = count // self.size
+        return range(self.rank * size, (self.rank + 1) * size)
+
+    def qkv(self, params: AttentionParams) -> tuple[range, range, range]:
+        """Return the rank's features of q, k and v, each counted from its first."""
+        replicas = max(self.size // params.num_kv_heads, 1)
+        kv_heads = Sharding(self.rank // replicas, self.size // replicas).part(params.num_kv_heads)
+        q, kv = (_scaled(heads, params.head_dim) for heads in (self.part(params.num_heads), kv_heads))
+        return q, kv, kv
+
+    def tokens(self, vocab_size: int) -> range:
+        """Return the rank's tokens. The last rank may have fewer than the others."""
+        size = -(-vocab_size // self.size)
+        return range(self.rank * size, min((self.rank + 1) * size, vocab_size))
+
+    def experts(self, num_experts: int) -> range:
+        """Return the experts of which the rank has a part or the whole. Ranks may have one more than others."""
+        if not self.has_whole_experts:
+            return range(num_experts)
+        place, count = self.data_rank * self.size + self.rank, self.data_size * self.size
+        return range(place * num_experts // count, (place + 1) * num_experts // count)
+
+
+WHOLE = Sharding()
+"""The only rank has everything."""
+
+
+def _scaled(indices: range, factor: int) -> range:
+    return range(indices.start * factor, indices.stop * factor)
+
+
+def check_tensor_parallel(
+    config: ModelConfig, size: int, enable_expert_parallel: bool, data_parallel_size: int = 1
+) -> None:
+    """Check that a model can be divided among `size` ranks, and its experts among those of all engine cores.
+
+    Raises:
+        ConfigError: it cannot; the message tells the sizes that are possible.
+    """
+    if enable_expert_parallel and not config.num_routed_experts:
+        raise ConfigError(f"--enable-expert-parallel: {config.architecture} has no experts; leave it out")
+    if (
+        enable_expert_parallel
+        and data_parallel_size > 1
+        and size * data_parallel_size > config.num_routed_experts
+    ):
+        raise ConfigError(
+            f"--enable-expert-parallel with --data-parallel-size {data_parallel_size} divides the experts among "
+            f"{size * data_parallel_size} workers, and {config.architecture} has only {config.num_routed_experts}; "
+            "use a smaller --data-parallel-size"
+        )
+    if fault := _fault(config, size, enable_expert_parallel):
+        heads = range(1, config.num_attention_heads + 1)
+        *sizes, last = [str(each) for each in heads if not _fault(config, each, enable_expert_parallel)]
+        choices = f"{', '.join(sizes)} or {last}" if sizes else last
+        raise ConfigError(f"--tensor-parallel-size {size} cannot divide this model: {fault}; use {choices}")
+
+
+def _fault(config: ModelConfig, size: int, enable_expert_parallel: bool) -> str | None:
+    """Return why a model cannot be divided among `size` ranks."""
+    for name, count in config.divided_sizes(has_whole_experts=enable_expert_parallel).items():
+        if count % size:
+            return f"{name} {count} is not a multiple of it"
+    kv_heads = config.num_key_value_heads
+    if size % kv_heads and kv_heads % size:
+        return f"num_key_value_heads {kv_heads} is neither a multiple of it nor divides it"
+    if enable_expert_parallel and config.num_routed_experts < size:
+        return f"it has only {config.num_routed_experts} experts"
+    if -(-config.vocab_size // size) * (size - 1) >= config.vocab_size:
+        return f"vocab_size {config.vocab_size} is too small"
+    return None

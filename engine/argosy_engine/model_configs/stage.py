@@ -1,0 +1,61 @@
+"""Stage: which layers of a model one rank of a pipeline has. No torch.
+
+The first stage also has the embedding, the last one the final norm and the output head, with the embedding if they are
+tied.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from argosy_engine.errors import ConfigError
+from argosy_engine.model_configs.model_config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One of `size` stages."""
+
+    index: int = 0
+    size: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.size - 1
+
+    def layers(self, count: int) -> range:
+        """Return the stage's layers, of a model of `count`.
+
+        If they cannot be divided evenly, stages before the last have one more, because the last also samples.
+        """
+        each, more = divmod(count, self.size)
+        first = self.size - 1 - more
+        """The first stage that has one more; the last never has."""
+        start = self.index * each + min(max(self.index - first, 0), more)
+        return range(start, start + each + (first <= self.index < self.size - 1))
+
+
+WHOLE_MODEL = Stage()
+"""The only stage has everything."""
+
+
+def largest_stage(count: int, size: int) -> range:
+    """Return the layers of the stage that has the most, of a model of `count` in `size` stages."""
+    return max((Stage(index, size).layers(count) for index in range(size)), key=len)
+
+
+def check_pipeline_parallel(config: ModelConfig, size: int) -> None:
+    """Check that a model can be divided into `size` stages.
+
+    Raises:
+        ConfigError: it has fewer layers.
+    """
+    if size > config.num_hidden_layers:
+        raise ConfigError(
+            f"--pipeline-parallel-size {size} exceeds the model's {config.num_hidden_layers} layers; use at most as "
+            "many stages as layers"
+        )
