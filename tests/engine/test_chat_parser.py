@@ -181,3 +181,16 @@ def test_an_unclosed_call_is_read_in_linear_time(is_reasoning: bool, piece: str)
         return min(times)
 
     assert feed_s(160_000) < 24 * feed_s(20_000)
+
+
+def test_many_calls_in_a_long_thought_are_read_in_linear_time() -> None:
+    def feed_s(count: int) -> float:
+        times = []
+        for _ in range(2):
+            parser = chat_parser(is_reasoning=True, calls_end_reasoning=True)
+            start = time.thread_time()
+            parser.feed("<tool_call></tool_call>" * count + "</think>", True)
+            times.append(time.thread_time() - start)
+        return min(times)
+
+    assert feed_s(32_000) < 24 * feed_s(4_000)

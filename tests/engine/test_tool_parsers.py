@@ -385,6 +385,36 @@ def test_a_call_without_arguments_needs_its_end(family: str, text: str, closed: 
     assert (found.name, found.arguments) == ("now", "{}")
 
 
+@pytest.mark.parametrize(
+    ("family", "text", "end"),
+    [
+        ("hermes", '<tool_call>{"name": "book", "arguments": {"city": "Oslo"}}</tool_call>', "</tool_call>"),
+        ("qwen3_coder", QWEN_OSLO, "</tool_call>"),
+        ("glm45", GLM_OSLO, "</tool_call>"),
+        ("kimi_k2", KIMI_OSLO, "<|tool_call_end|>"),
+        ("deepseek_v3", V3_OSLO, DEEPSEEK_END),
+        ("deepseek_v31", V31_OSLO, DEEPSEEK_END),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 10_000])
+def test_an_argument_may_contain_the_end_of_a_call(family: str, text: str, end: str, size: int) -> None:
+    city = f"a {end} b {end}"
+    found = parse(new_parser(family), pieces(f"{text.replace('Oslo', city)}{text}", size))
+    assert [json.loads(call.arguments)["city"] for call in found.calls] == [city, "Oslo"]
+    assert found.content == ""
+
+
+@pytest.mark.parametrize("size", [1, 10_000])
+@pytest.mark.parametrize(
+    "text",
+    ['<tool_call>{"a </tool_call> or ', '<tool_call>{"a </tool_call>\nor ', '<tool_call>"</tool_call>'],
+)
+def test_an_argument_without_an_end_hides_no_later_call(text: str, size: int) -> None:
+    calls = '<tool_call>{"name": "now"}</tool_call>' * 2
+    assert parse(new_parser("hermes"), pieces(text + calls, size)) == Parsed("", text, (NOW, NOW))
+    assert parse(new_parser("hermes"), pieces(text * 9 + calls, size)).calls == (NOW, NOW)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_without_tools_calls_are_text(family: str) -> None:
     text = next(text for name, text, expected in OUTPUTS if name == family and expected.calls)
@@ -397,6 +427,7 @@ def test_hostile_outputs_are_read_in_linear_time(family: str) -> None:
     starts = [*parser.starts, *parser.first_starts, *(parser.section or ())] or ["<|channel|>"]
     hostile = [(mark, mark) for mark in {*starts, *parser.markers()}]
     hostile += [(starts[0], mark) for mark in ("<parameter=", "\\", '"', "</think>", "[a(")]
+    hostile += [("", f'{starts[0]}{{"{mark}') for mark in parser.other_markers[:2]]
 
     def parse_s(begin: str, mark: str, count: int) -> float:
         text, times = begin + mark * (count // len(mark)), []

@@ -17,12 +17,17 @@ from enum import Enum, auto
 from argosy_engine.parsers.markers import Markers
 from argosy_engine.parsers.parsed_output import Parsed, ParsedCall
 from argosy_engine.parsers.reasoning_parsers.abstract_reasoning_parser import ReasoningParser
-from argosy_engine.parsers.scanners import NO_CALL, MarkerScanner, Scanner
+from argosy_engine.parsers.scanners import NO_CALL, EnclosingScanner, MarkerScanner, Scanner
 from argosy_engine.parsers.tool_parsers.abstract_tool_parser import ToolParser
 
 _MAX_TRIMMED = 16
 """Maximum white space around a marker that belongs to it, so that the output of a model that writes only newlines is
 not held back for ever."""
+
+_MAX_PIECE = 4096
+"""Maximum characters of a call that are read at once, so that short calls in a long text take linear time."""
+_MAX_REREAD_CALLS = 4
+"""Calls of an output that may be read past an end marker in vain, after which the text is read again."""
 
 
 class _State(Enum):
@@ -76,6 +81,9 @@ class ChatParser:
         self._reasoning_markers = Markers((self._think.end, *call_markers))
         self._call: list[str] = []
         """Text of the open call, from its start marker on."""
+        self._has_passed = False
+        """Whether the open call goes on after an end marker, which belongs to an argument."""
+        self._num_reread = 0
         self._again = ""
         """Text of earlier pieces that is read again, before the rest of the current one."""
         self._scanner: Scanner | None = None
@@ -101,10 +109,11 @@ class ChatParser:
         position: int | None = 0
         while position is not None:
             position = self._advance(text, position, is_last)
+            if position is None and is_last and self._state is _State.CALL:
+                self._end_call("", is_closed=False)
+                position = len(text)
             if self._again and position is not None:
                 text, position, self._again = self._again + text[position:], 0, ""
-        if is_last and self._state is _State.CALL:
-            self._end_call("", is_closed=False)
         if is_last and self._state is _State.DRAFT:
             self._calls += self._draft_calls
         self.num_calls += len(self._calls)
@@ -261,42 +270,69 @@ class ChatParser:
         self._state = _State.CALL
         self._scanner = self._tools.scanner(start)
         self._call = [start]
+        self._has_passed = False
         self._end_of_thought = MarkerScanner(self._think.end) if self._in_thought else None
 
     def _read_call(self, text: str, position: int) -> int | None:
-        assert self._scanner is not None
-        end = self._scanner.feed(text, position)
+        piece = text[position : position + _MAX_PIECE]
+        thought_end = -1
+        if self._end_of_thought is not None:
+            thought_end = self._end_of_thought.feed(piece, 0)
+            piece = piece[:thought_end] if thought_end >= 0 else piece
+        end = self._find_end(piece)
         if end == NO_CALL:
-            start, *body = self._call
-            self._again = "".join(body)
-            self._call = [start]
+            self._give_back("".join(self._call))
             self._end_call("", is_closed=False)
             return position
-        if self._end_of_thought is not None:
-            thought_end = self._end_of_thought.feed(text, position)
-            if thought_end >= 0 and not 0 <= end < thought_end:
-                # A call counts in the reasoning only if it is complete before the reasoning ends.
-                self._call.append(text[position:thought_end])
-                thought = (
-                    self._take_drafts() + self._between + "".join(self._call).removesuffix(self._think.end)
-                )
-                self._reasoning.append(_without_last_newlines(thought))
-                self._between, self._call, self._in_thought = "", [], False
-                self._enter_content()
-                return thought_end
+        if thought_end >= 0 and not 0 <= end < thought_end:
+            # A call counts in the reasoning only if it is complete before the reasoning ends.
+            self._call.append(piece)
+            thought = self._take_drafts() + self._between + "".join(self._call).removesuffix(self._think.end)
+            self._reasoning.append(_without_last_newlines(thought))
+            self._between, self._call, self._in_thought = "", [], False
+            self._enter_content()
+            return position + thought_end
         if end < 0:
-            self._call.append(text[position:])
-            return None
-        self._end_call(text[position:end], is_closed=True)
+            self._call.append(piece)
+            position += len(piece)
+            return position if position < len(text) else None
+        self._end_call(piece[:end], is_closed=True)
+        return position + end
+
+    def _find_end(self, piece: str) -> int:
+        """Read on in the open call; return the offset just after it, or what else its scanner returns.
+
+        An end marker within a value ends the call if that makes it one, or if too many texts have been read again.
+        """
+        scanner = self._scanner
+        assert scanner is not None
+        end = scanner.feed(piece, 0)
+        while end >= 0 and isinstance(scanner, EnclosingScanner) and scanner.is_inside:
+            if not self._has_passed:
+                call = "".join((*self._call, piece[:end]))
+                if self._num_reread >= _MAX_REREAD_CALLS or self._calls_in(call, self._call[0], True)[0]:
+                    break
+                self._has_passed = True
+            end = scanner.feed(piece, end)
         return end
+
+    def _give_back(self, call: str) -> None:
+        """Have the text of the open call read again, without the start marker, because it is no call."""
+        start = self._call[0]
+        self._again, self._call = call[len(start) :], [start]
+        self._num_reread += self._has_passed
+        self._has_passed = False
 
     def _end_call(self, last: str, *, is_closed: bool) -> None:
         """Read the call that ends with `last`, or turn its text back into content or reasoning."""
         assert self._tools is not None
         text = "".join((*self._call, last))
         start = self._call[0]
-        in_thought, self._in_thought, self._call = self._in_thought, False, []
         calls, before = self._calls_in(text, start, is_closed)
+        if self._has_passed and not calls:
+            self._give_back(text)
+            text = before = start
+        in_thought, self._in_thought, self._call = self._in_thought, False, []
         into = self._reasoning if in_thought else self._content
         if before:
             # No call precedes the text, so that the marks before it are text as well.

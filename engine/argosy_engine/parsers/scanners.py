@@ -9,11 +9,12 @@ from __future__ import annotations
 import re
 from typing import Protocol
 
+from argosy_engine.parsers.markers import Markers
+
 MAX_HEAD_CHARS = 256
 """Characters in which a call that has no end marker must begin to look like one, so that prose is not held back."""
 NO_CALL = -2
-"""What a scanner returns for a text that cannot be a call's, after `MAX_HEAD_CHARS` at most. It is read again, because
-it may contain markers."""
+"""What a scanner returns for a text that cannot be a call's. It is read again, because it may contain markers."""
 _BRACKETS = {"'": re.compile(r"['\"\[\](){}]"), '"': re.compile(r"[\"\[\]{}]")}
 _IN_STRING = {"'": re.compile(r"['\\]"), '"': re.compile(r'["\\]')}
 
@@ -43,6 +44,59 @@ class MarkerScanner:
             return found + size
         if size > 1:
             self._tail = (self._tail + text[max(start, len(text) - size + 1) :])[1 - size :]
+        return -1
+
+
+class EnclosingScanner:
+    """Finds the end of a call that a marker closes, and whether the marker stands within a value.
+
+    A marker within a value may belong to it. Then reading on from there finds the next one, or `NO_CALL`.
+
+    Args:
+        marker: ends the call.
+        opening, closing: marks around values. By default those of JSON's strings.
+    """
+
+    def __init__(self, marker: str, opening: str = '"', closing: str = '"') -> None:
+        parts = rf"(?P<marker>{re.escape(marker)})"
+        self._outside = re.compile(rf"{parts}|(?P<opening>{re.escape(opening)})")
+        parts += rf"|(?P<closing>{re.escape(closing)})"
+        begun = [marker, opening, closing]
+        if closing == '"':
+            parts += r"|\\(?s:.)|(?P<broken>[\x00-\x1f])"
+            begun.append("\\.")
+        self._inside = re.compile(parts)
+        self._begun = Markers(begun)
+        self._tail = ""
+        self._is_broken = False
+        """Whether a value has a character that it cannot have, so that nothing tells where values end."""
+        self._has_passed = False
+        """Whether a marker within a value has been found."""
+        self.is_inside = False
+        """Whether what has been read ends within a value."""
+
+    def feed(self, text: str, start: int) -> int:
+        offset = 0
+        if self._tail:
+            offset = start - len(self._tail)
+            text, start, self._tail = self._tail + text[start:], 0, ""
+        position = start
+        while found := (self._inside if self.is_inside else self._outside).search(text, position):
+            position = found.end()
+            match found.lastgroup:
+                case "marker":
+                    self._has_passed = self.is_inside
+                    return position + offset
+                case "opening":
+                    self.is_inside = not self._is_broken
+                case "closing":
+                    self.is_inside = False
+                case "broken" if self._has_passed:
+                    return NO_CALL
+                case "broken":
+                    self.is_inside, self._is_broken = False, True
+        if overlap := self._begun.overlap(text, position):
+            self._tail = text[-overlap:]
         return -1
 
 

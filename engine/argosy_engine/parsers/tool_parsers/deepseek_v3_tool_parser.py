@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from argosy_engine.parsers.parsed_output import ParsedCall
-from argosy_engine.parsers.scanners import MarkerScanner, Scanner
+from argosy_engine.parsers.scanners import EnclosingScanner, Scanner
 from argosy_engine.parsers.tool_parsers.abstract_tool_parser import ToolParser, is_text, json_arguments
 from argosy_engine.structured.structural_tag import ToolCallForm
 
@@ -27,7 +27,7 @@ class DeepSeekV3ToolParser(ToolParser):
     )
 
     def scanner(self, start: str) -> Scanner:
-        return MarkerScanner(END_CALL)
+        return EnclosingScanner(END_CALL)
 
     def parse(self, text: str) -> Sequence[ParsedCall] | None:
         _, mark, body = text[len(CALL) :].removesuffix(END_CALL).partition(SEPARATOR)

@@ -10,7 +10,7 @@ from typing import Any
 
 from argosy_engine.parsers.parameter_types import ParameterTypes
 from argosy_engine.parsers.parsed_output import ParsedCall
-from argosy_engine.parsers.scanners import MarkerScanner, Scanner
+from argosy_engine.parsers.scanners import EnclosingScanner, Scanner
 from argosy_engine.parsers.tool_parsers.abstract_tool_parser import ToolParser, arguments_text
 from argosy_engine.structured.structural_tag import ToolCallForm
 
@@ -31,7 +31,7 @@ class Glm45ToolParser(ToolParser):
         self._types = ParameterTypes(tools)
 
     def scanner(self, start: str) -> Scanner:
-        return MarkerScanner(_END_CALL)
+        return EnclosingScanner(_END_CALL, _VALUE, _END_VALUE)
 
     def parse(self, text: str) -> Sequence[ParsedCall] | None:
         if not text.endswith(_END_CALL):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from argosy_engine.parsers.parsed_output import ParsedCall
-from argosy_engine.parsers.scanners import MarkerScanner, Scanner
+from argosy_engine.parsers.scanners import EnclosingScanner, Scanner
 from argosy_engine.parsers.tool_parsers.abstract_tool_parser import ToolParser, call_of, json_value
 
 _CALL, _END_CALL = "<tool_call>", "</tool_call>"
@@ -16,7 +16,7 @@ class HermesToolParser(ToolParser):
     other_markers = (_END_CALL,)
 
     def scanner(self, start: str) -> Scanner:
-        return MarkerScanner(_END_CALL)
+        return EnclosingScanner(_END_CALL)
 
     def parse(self, text: str) -> Sequence[ParsedCall] | None:
         return self.parse_unclosed(text.removesuffix(_END_CALL))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from argosy_engine.parsers.parsed_output import ParsedCall
-from argosy_engine.parsers.scanners import MarkerScanner, Scanner
+from argosy_engine.parsers.scanners import EnclosingScanner, Scanner
 from argosy_engine.parsers.tool_parsers.abstract_tool_parser import ToolParser, is_text, json_arguments
 from argosy_engine.structured.structural_tag import ToolCallForm
 
@@ -34,7 +34,7 @@ class KimiK2ToolParser(ToolParser):
         return call.id or f"functions.{call.name}:{number}"
 
     def scanner(self, start: str) -> Scanner:
-        return MarkerScanner(_END_CALL)
+        return EnclosingScanner(_END_CALL)
 
     def parse(self, text: str) -> Sequence[ParsedCall] | None:
         body = text.removesuffix(_END_CALL)

@@ -11,7 +11,7 @@ from typing import Any
 
 from argosy_engine.parsers.parameter_types import ParameterTypes
 from argosy_engine.parsers.parsed_output import ParsedCall
-from argosy_engine.parsers.scanners import MarkerScanner, Scanner
+from argosy_engine.parsers.scanners import EnclosingScanner, Scanner
 from argosy_engine.parsers.tool_parsers.abstract_tool_parser import ToolParser, arguments_text, is_text
 from argosy_engine.structured.structural_tag import ToolCallForm
 
@@ -36,7 +36,7 @@ class Qwen3CoderToolParser(ToolParser):
         self._types = ParameterTypes(tools)
 
     def scanner(self, start: str) -> Scanner:
-        return MarkerScanner(_END_CALL if start == _CALL else _END_FUNCTION)
+        return EnclosingScanner(_END_CALL if start == _CALL else _END_FUNCTION, _PARAMETER, _END_PARAMETER)
 
     def parse(self, text: str) -> Sequence[ParsedCall] | None:
         return self.parse_unclosed(text.removesuffix(_END_CALL))
