@@ -390,6 +390,7 @@ def test_a_call_without_arguments_needs_its_end(family: str, text: str, closed: 
     [
         ("hermes", '<tool_call>{"name": "book", "arguments": {"city": "Oslo"}}</tool_call>', "</tool_call>"),
         ("qwen3_coder", QWEN_OSLO, "</tool_call>"),
+        ("qwen3_coder", QWEN_OSLO, "</function>"),
         ("glm45", GLM_OSLO, "</tool_call>"),
         ("kimi_k2", KIMI_OSLO, "<|tool_call_end|>"),
         ("deepseek_v3", V3_OSLO, DEEPSEEK_END),

@@ -48,7 +48,7 @@ class Qwen3CoderToolParser(ToolParser):
         marks = list(_MARKS.finditer(rest))
         index, position = 0, 0
         while index < len(marks):
-            last = next((i for i in range(index, len(marks)) if marks[i].group() == _END_FUNCTION), None)
+            last = next((i for i in range(index, len(marks)) if _ends_function(rest, marks, i)), None)
             call = None if last is None else self._function(rest, marks[index : last + 1])
             if call is None or last is None or rest[position : marks[index].start()].strip():
                 return None
@@ -64,6 +64,7 @@ class Qwen3CoderToolParser(ToolParser):
         name = text[marks[0].end() : name_end].strip()
         if name_end < 0 or not name or not is_text(name):
             return None
+        marks = [mark for mark in marks[:-1] if mark.group() != _END_FUNCTION] + marks[-1:]
         arguments: dict[str, Any] = {}
         for number, mark in enumerate(marks[1:], 1):
             if mark.group() != _PARAMETER:
@@ -78,3 +79,13 @@ class Qwen3CoderToolParser(ToolParser):
             arguments[key] = self._types.value(name, key, value)
         written = arguments_text(arguments)
         return None if written is None else ParsedCall(name, written)
+
+
+def _ends_function(text: str, marks: Sequence[re.Match[str]], index: int) -> bool:
+    """Whether a mark ends a function, as it does at the end of the call or before the next function. Elsewhere the same
+    text belongs to a value."""
+    is_last = index + 1 == len(marks)
+    if marks[index].group() != _END_FUNCTION or not (is_last or marks[index + 1].group() == _FUNCTION):
+        return False
+    end = len(text) if is_last else marks[index + 1].start()
+    return not text[marks[index].end() : end].strip()
