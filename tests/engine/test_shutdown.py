@@ -8,14 +8,19 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
 
-from argosy_engine.api.app import Engine
+from argosy_engine.api.app import Engine, build_app
 from argosy_engine.api.serve import drain
+from argosy_engine.errors import InvalidRequest
+from argosy_engine.frontend.tokenizer import INLINE_CHARS
 from processes import (
     answers,
     children,
@@ -29,6 +34,7 @@ from processes import (
     workers,
 )
 from served_engine import FOREVER, SECRET, SERVE_TINY
+from stub_engine import StubEngine
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -168,3 +174,49 @@ async def test_a_drain_ends_with_the_last_request_the_timeout_or_a_second_signal
     await asyncio.wait_for(draining, 30)
     waits = "stopping: waiting up to 60 s for 1 requests; another signal (Ctrl-C) aborts them"
     assert caplog.messages == [line for line in (waits if timeout_s else None, message) if line]
+
+
+class SlowRenderer:
+    """Renders a prompt, wrong as it is, once it is released."""
+
+    def __init__(self) -> None:
+        self.started, self.released = threading.Event(), threading.Event()
+
+    def render_completion(self, request: object) -> None:
+        self.started.set()
+        self.released.wait()
+        raise InvalidRequest("as asked")
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("completions", {"prompt": "x" * INLINE_CHARS}),
+        ("completions", {"prompt": "x" * INLINE_CHARS, "stream": True}),
+        ("embeddings", {"input": "x" * INLINE_CHARS}),
+    ],
+)
+async def test_a_drain_waits_for_requests_whose_prompts_are_still_rendered(
+    path: str, fields: dict[str, Any]
+) -> None:
+    llm, renderer = FakeLLM(), SlowRenderer()
+    llm.finished.set()
+    own = {"renderer": renderer, "num_live": 0, "queue_limits": SimpleNamespace(check=lambda *_: None)}
+    vars(llm).update(own)
+    engine = StubEngine(llm)
+    transport = httpx.ASGITransport(app=build_app(engine))
+    async with httpx.AsyncClient(transport=transport, base_url="http://engine") as http:
+        sent = asyncio.create_task(http.post(f"/v1/{path}", json={"model": "tiny", **fields}))
+        try:
+            await asyncio.to_thread(renderer.started.wait)
+            draining = asyncio.create_task(engine.drain())
+            for _ in range(20):  # turns of the event loop
+                await asyncio.sleep(0)
+            assert engine.is_draining
+            assert engine.num_live == 1
+            assert not draining.done()
+        finally:
+            renderer.released.set()
+        assert "as asked" in (await sent).text
+        await asyncio.wait_for(draining, 30)
+    assert engine.num_live == 0

@@ -6,11 +6,13 @@ with the phase, and requests 503 with a retry hint.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Iterator
+from contextlib import aclosing, contextmanager
 from typing import Any
 from urllib.parse import unquote
 
@@ -88,6 +90,9 @@ class Engine:
         self._serving: OpenAIServing | None = None
         self._metrics: EngineMetrics | None = None
         self._telemetry: TelemetryHub | None = None
+        self._num_accepted = 0
+        self._none_accepted = asyncio.Event()
+        self._none_accepted.set()
 
     def attach(self, llm: AsyncLLM) -> None:
         self._serving = OpenAIServing(llm, self.names, takes_any_name=self.takes_any_name)
@@ -144,12 +149,32 @@ class Engine:
             raise TooManyRequests("too many telemetry readers", retry_after_s=5.0)
         return self._telemetry
 
+    @property
+    def num_live(self) -> int:
+        """Choices that have not ended; requests, if there are more, whose choices may not have begun."""
+        return max(self._num_accepted, self.llm.num_live if self.llm is not None else 0)
+
+    @contextmanager
+    def accepted(self) -> Iterator[None]:
+        """Let `drain` wait for a request that the core may not have yet: its prompts are rendered first, and a beam
+        search pauses between two tokens."""
+        self._num_accepted += 1
+        self._none_accepted.clear()
+        try:
+            yield
+        finally:
+            self._num_accepted -= 1
+            if not self._num_accepted:
+                self._none_accepted.set()
+
     async def drain(self) -> None:
-        """Reject new requests, and return when the running ones are done."""
+        """Reject new requests, and return when the accepted ones are done."""
         self.is_draining = True
         self.phase = "draining"
         if self._telemetry is not None:
             self._telemetry.drain()
+        await asyncio.sleep(0)  # those that were not rejected are counted in this turn of the event loop
+        await self._none_accepted.wait()
         if self.llm is not None:
             await self.llm.drain()
 
@@ -178,8 +203,8 @@ def build_app(engine: Engine) -> FastAPI:
         response_id = _response_id(request, request_id)
         if body.stream:
             chunks = chat_stream(serving, body, response_id, len(raw), **_resumption(request))
-            return _stream(chunks, request_id, body)
-        return _answer(chat(serving, body, response_id, len(raw)), request_id, body)
+            return _stream(engine, chunks, request_id, body)
+        return _answer(engine, chat(serving, body, response_id, len(raw)), request_id, body)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> WatchedResponse:
@@ -192,8 +217,8 @@ def build_app(engine: Engine) -> FastAPI:
         response_id = _response_id(request, request_id)
         if body.stream:
             chunks = completion_stream(serving, body, response_id, len(raw), **_resumption(request))
-            return _stream(chunks, request_id, body)
-        return _answer(completion(serving, body, response_id, len(raw)), request_id, body)
+            return _stream(engine, chunks, request_id, body)
+        return _answer(engine, completion(serving, body, response_id, len(raw)), request_id, body)
 
     @app.post("/v1/embeddings")
     async def embeddings(request: Request) -> WatchedResponse:
@@ -202,21 +227,21 @@ def build_app(engine: Engine) -> FastAPI:
         _choose_rank(request, body)
         request_id = _request_id(request, body.request_id)
         answer = embed(_serving(engine, request), body, _response_id(request, request_id), len(raw))
-        return _answer(answer, request_id, body)
+        return _answer(engine, answer, request_id, body)
 
     @app.post("/tokenize")
     async def tokenized(request: Request) -> WatchedResponse:
         raw = await request.body()
         body = decode_tokenize_request(raw)
         answer = tokenize(_serving(engine, request), body, len(raw))
-        return _answer(answer, _request_id(request, None), body)
+        return _answer(engine, answer, _request_id(request, None), body)
 
     @app.post("/detokenize")
     async def detokenized(request: Request) -> WatchedResponse:
         raw = await request.body()
         body = decode_detokenize_request(raw)
         answer = detokenize(_serving(engine, request), body, len(raw))
-        return _answer(answer, _request_id(request, None), body)
+        return _answer(engine, answer, _request_id(request, None), body)
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -351,18 +376,32 @@ def _choose_rank(request: Request, body: GenerationRequest | EmbeddingRequest) -
     body.data_parallel_rank = int(given)
 
 
-def _answer(produce: Awaitable[msgspec.Struct], request_id: str, body: RequestBody) -> WatchedResponse:
+def _answer(
+    engine: Engine, produce: Awaitable[msgspec.Struct], request_id: str, body: RequestBody
+) -> WatchedResponse:
     async def translated() -> msgspec.Struct:
         try:
-            return await produce
+            with engine.accepted():
+                return await produce
         except Exception as error:
             raise _logged(error, body) from error
 
     return json_response(translated(), {headers.REQUEST_ID: request_id})
 
 
-def _stream(events: AsyncGenerator[Any, None], request_id: str, body: RequestBody) -> WatchedResponse:
-    return event_stream(events, {headers.REQUEST_ID: request_id}, lambda error: _logged(error, body))
+def _stream(
+    engine: Engine, events: AsyncGenerator[Any, None], request_id: str, body: RequestBody
+) -> WatchedResponse:
+    async def counted() -> AsyncGenerator[Any, None]:
+        async with aclosing(events):
+            with engine.accepted():  # later the core has it
+                first = await anext(events, None)
+            if first is not None:
+                yield first
+            async for event in events:
+                yield event
+
+    return event_stream(counted(), {headers.REQUEST_ID: request_id}, lambda error: _logged(error, body))
 
 
 def _logged(error: Exception, body: RequestBody) -> ApiError:

@@ -190,18 +190,18 @@ async def drain(engine: Engine, timeout_s: float, hurry: asyncio.Event) -> None:
     """
     drained = asyncio.create_task(engine.drain(), name="drain")
     hurried = asyncio.create_task(hurry.wait(), name="second signal")
-    if engine.llm is not None and engine.llm.num_live and timeout_s:
+    if engine.num_live and timeout_s:
         logger.info(
             "stopping: waiting up to %g s for %d requests; another signal (Ctrl-C) aborts them",
             timeout_s,
-            engine.llm.num_live,
+            engine.num_live,
         )
     await asyncio.wait({drained, hurried}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
     if not drained.done():
         logger.warning(
             "%s; %d requests aborted",
             "told twice to stop" if hurry.is_set() else f"drain timed out after {timeout_s:g} s",
-            engine.llm.num_live if engine.llm else 0,
+            engine.num_live,
         )
     for task in (drained, hurried):
         task.cancel()
