@@ -132,6 +132,9 @@ def test_all_cores_sleep_or_none(llm: LLM) -> None:
     llm.engine.abort_request("busy")
     llm.sleep(2)
     assert llm.collective_rpc("holds_memory") == [False, False]
+    with pytest.raises(UtilityFailed, match="no sleep level 5"):
+        llm.sleep(5)
+    assert llm.collective_rpc("holds_memory") == [False, False]
     llm.wake_up()
     assert llm.collective_rpc("holds_memory") == [True, True]
     assert len(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == len(PROMPTS)

@@ -224,6 +224,9 @@ def test_all_cores_sleep_or_none(two: Engine, expected: list[RequestOutput]) -> 
             await anext(stream)
             with pytest.raises(UtilityFailed, match="requests are running"):
                 await two.llm.client.call_utility("sleep", 1)
+            with pytest.raises(UtilityFailed, match="no sleep level 3"):
+                await two.llm.sleep(3)
+            assert await anext(stream), "it was not aborted"
         await two.llm.sleep()
         await two.llm.wake_up()
         check(await two.answer(0, 0), expected[0])

@@ -11,8 +11,7 @@ from argosy_engine.core.sched.scheduler import Scheduler
 from argosy_engine.errors import EngineAsleep, UtilityFailed
 from argosy_engine.executor.abstract import Executor
 from argosy_engine.messages.collective_rpc import CollectiveRpc
-
-LEVELS = (1, 2)
+from argosy_engine.messages.sleep_levels import check_level
 
 
 class SleepState:
@@ -38,8 +37,7 @@ class SleepState:
         Raises:
             UtilityFailed: the level does not exist, or there are unfinished requests.
         """
-        if level not in LEVELS:
-            raise UtilityFailed(f"there is no sleep level {level}; there are {LEVELS[0]} and {LEVELS[1]}")
+        check_level(level)
         if self._scheduler.has_unfinished_requests or not self._kv.reset_prefix_cache():
             raise UtilityFailed("requests are running")
         self._executor.collective_rpc(CollectiveRpc("sleep", args=[level]))

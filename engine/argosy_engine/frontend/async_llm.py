@@ -26,6 +26,7 @@ from argosy_engine.frontend.outputs import GenerationOutput
 from argosy_engine.frontend.queue_limits import QueueLimits
 from argosy_engine.messages.collective_rpc import CollectiveRpc
 from argosy_engine.messages.core_messages import EngineCoreOutput, EngineCoreRequest, FinishReason
+from argosy_engine.messages.sleep_levels import check_level
 
 logger = logging.getLogger("argosy.frontend")
 
@@ -204,6 +205,7 @@ class AsyncLLM:
         Raises:
             UtilityFailed: there is no such level.
         """
+        check_level(level)
         async with self._sleep_lock:
             before, self._sleep_level = self._sleep_level, level
             try:

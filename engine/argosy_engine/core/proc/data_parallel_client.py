@@ -54,6 +54,7 @@ class DPLBAsyncMPClient:
         self._shares_experts = shares_experts
         self.config = combined_config([client.config for client in clients])
         self._balancer = RankBalancer([client.config.max_num_seqs for client in clients])
+        self._is_asleep = False
 
     @classmethod
     async def start(cls, args: EngineArgs) -> DPLBAsyncMPClient:
@@ -97,7 +98,7 @@ class DPLBAsyncMPClient:
         """Call a utility of all cores, and return their results as those of one (`combined_result`).
 
         Raises:
-            UtilityFailed: it failed in a core. A core that fell asleep while another one could not is awake again.
+            UtilityFailed: it failed in a core. All are as they were before then, asleep or awake.
             EngineDead: a core died.
         """
         if self._shares_experts and method == "sleep":
@@ -107,12 +108,14 @@ class DPLBAsyncMPClient:
         calls = [client.call_utility(method, *args) for client in self._clients]
         results = await asyncio.gather(*calls, return_exceptions=True)
         try:
-            return combined_result(method, results)
+            result = combined_result(method, results)
         except UtilityFailed:
-            if undo := undo_call(method):
+            if undo := undo_call(method, self._is_asleep):
                 calls = [client.call_utility(*undo) for client in self._clients]
                 await asyncio.gather(*calls, return_exceptions=True)
             raise
+        self._is_asleep = is_asleep_after(method, self._is_asleep)
+        return result
 
     async def outputs(self) -> AsyncGenerator[EngineCoreOutputs]:
         """Yield everything that the cores send, with their ranks, until one of them dies.
@@ -200,6 +203,7 @@ class DPLBSyncMPClient:
         finally:
             ends.close()
         self._balancer = RankBalancer([client.config.max_num_seqs for client in self._clients])
+        self._is_asleep = False
         self._last = 0
         """Rank of the last step."""
 
@@ -280,7 +284,7 @@ class DPLBSyncMPClient:
         """Call a utility of all cores at once, and return their results as those of one (`combined_result`).
 
         Raises:
-            UtilityFailed: it failed in a core. A core that fell asleep while another one could not is awake again.
+            UtilityFailed: it failed in a core. All are as they were before then, asleep or awake.
             EngineDead: a core died.
         """
         if self._shares_experts and method == "sleep":
@@ -288,13 +292,15 @@ class DPLBSyncMPClient:
             self._call_all(*_NO_CALL)
         results = self._call_all(method, *args)
         try:
-            return combined_result(method, results)
+            result = combined_result(method, results)
         except UtilityFailed:
-            if undo := undo_call(method):
+            if undo := undo_call(method, self._is_asleep):
                 for client in self._clients:
                     with suppress(EngineError):
                         client.call_utility(*undo)
             raise
+        self._is_asleep = is_asleep_after(method, self._is_asleep)
+        return result
 
     def _call_all(self, method: str, *args: Any) -> list[Any]:
         """Call a utility of all cores at once, and return their results, or why they failed, by rank."""
@@ -343,9 +349,16 @@ def check_idle(balancer: RankBalancer) -> None:
         raise UtilityFailed("requests are running")
 
 
-def undo_call(method: str) -> tuple[Any, ...]:
+def undo_call(method: str, was_asleep: bool) -> tuple[Any, ...]:
     """Return the call that undoes one that has failed in some cores, so that all are asleep or none; empty: no call."""
+    if method == "sleep" and was_asleep:
+        return ()
     return {"sleep": ("wake_up",), "wake_up": ("sleep", 1)}.get(method, ())
+
+
+def is_asleep_after(method: str, was_asleep: bool) -> bool:
+    """Whether the cores sleep after a call that has succeeded in all of them."""
+    return method == "sleep" or (was_asleep and method != "wake_up")
 
 
 def is_consequence(death: EngineDead) -> bool:
