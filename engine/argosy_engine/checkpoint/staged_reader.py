@@ -58,16 +58,16 @@ class StagedReader:
         ]
 
     def __enter__(self) -> StagedReader:
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                thread.start()
+        except BaseException:
+            self._end()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
-        for thread in self._threads:
-            thread.join()
+        self._end()
 
     def take(self) -> torch.Tensor:
         """Wait for the next piece and return the buffer that begins with it; pass it to `give_back` after use.
@@ -94,6 +94,15 @@ class StagedReader:
         with self._changed:
             self._free.append((buffer, copied))
             self._changed.notify_all()
+
+    def _end(self) -> None:
+        """End the threads that have started. None reads from a file afterwards, so that the files can be closed."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join()
 
     def _run(self) -> None:
         while True:
