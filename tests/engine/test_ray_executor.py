@@ -17,6 +17,7 @@ from argosy_engine import LLM, EngineArgs, SamplingParams, StructuredOutputsPara
 from argosy_engine.core.proc.core_client import SyncMPClient
 from argosy_engine.errors import ConfigError, EngineDead, UtilityFailed
 from argosy_engine.executor.factory import make_executor
+from argosy_engine.executor.private_ray import PrivateRay
 from argosy_engine.executor.ray_executor import RayExecutor
 from argosy_engine.executor.ray_placement import (
     WorkerPlace,
@@ -279,6 +280,17 @@ def token(pid: int) -> str:
     found = dict(variable.split(b"=", 1) for variable in variables if b"=" in variable)
     assert found[b"RAY_AUTH_MODE"] == b"token"
     return found[b"RAY_AUTH_TOKEN"].decode()
+
+
+def test_a_private_ray_starts_where_the_path_of_tmpdir_is_long(
+    no_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path / ("long" * 20)
+    directory.mkdir()
+    monkeypatch.setenv("TMPDIR", str(directory))
+    ray = PrivateRay(num_cpus=1, num_gpus=0)
+    assert ray.address.startswith("127.0.0.1:")
+    ray.stop()
 
 
 def test_a_start_that_fails_leaves_no_private_ray(no_cluster: None) -> None:

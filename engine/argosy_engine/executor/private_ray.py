@@ -37,6 +37,11 @@ SYSTEM_CONFIG: dict[str, Any] = {
     "health_check_failure_threshold": 100,  # likewise; a raylet that ends takes the engine with it
 }
 
+SHORT_DIRECTORY = "/tmp"  # noqa: S108 (a directory of mode 0700 is made in it)
+"""Where Ray's directory is if the path of TMPDIR is too long."""
+MAX_DIRECTORY_BYTES = 24
+"""Of a path that leaves room for those of Ray's sockets below it, which the system limits to 107 bytes."""
+
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -91,7 +96,7 @@ def main() -> None:
     answers = os.dup(1)
     os.dup2(2, 1)  # for what Ray prints
     num_cpus, num_gpus = (int(argument) for argument in sys.argv[1:])
-    directory = Path(tempfile.mkdtemp(prefix="argosy-"))  # mode 0700
+    directory = _make_directory()
     try:
         address = _start(directory, num_cpus, num_gpus)
         with contextlib.suppress(BrokenPipeError):  # the engine has ended; so does its end of standard input
@@ -101,6 +106,24 @@ def main() -> None:
         _kill_children()
         shutil.rmtree(directory, ignore_errors=True)
     os._exit(0)  # nothing is left to be done by Ray's exit handlers
+
+
+def _make_directory() -> Path:
+    """Make a directory of mode 0700, for Ray's sockets and other files.
+
+    Raises:
+        EngineDead: there is no place for it.
+    """
+    parent = tempfile.gettempdir()
+    if len(os.fsencode(parent)) > MAX_DIRECTORY_BYTES:
+        parent = SHORT_DIRECTORY
+    try:
+        return Path(tempfile.mkdtemp(prefix="argosy-", dir=parent))
+    except OSError as error:
+        raise EngineDead(
+            f"Ray needs a directory whose path is short, for its sockets: {error}; set TMPDIR to one that can be "
+            f"written, with a path of at most {MAX_DIRECTORY_BYTES} characters"
+        ) from None
 
 
 def _start(directory: Path, num_cpus: int, num_gpus: int) -> str:
