@@ -31,7 +31,7 @@ from argosy_engine.messages.scheduler_output import SchedulerOutput
 from argosy_engine.sizing import rank_resources
 from listening import listening_addresses
 from processes import children, descendants, held_files, is_alive, wait_until
-from virtual_nodes import VirtualNodes, virtual_nodes
+from virtual_nodes import VirtualNodes, kill, virtual_nodes
 
 FLAGS: dict[str, Any] = {
     "device": "cpu",
@@ -272,6 +272,38 @@ def test_a_private_ray_is_closed_to_others_and_ends_with_a_killed_engine(no_clus
         assert not directory.exists()
         with pytest.raises(EngineDead):
             llm.generate("Hello", use_tqdm=False)
+
+
+@pytest.mark.parametrize("victim", ["gcs_server", "private_ray"])
+def test_the_end_of_a_private_ray_ends_the_engine_but_not_its_program(victim: str, no_cluster: None) -> None:
+    import ray
+
+    before = set(descendants(os.getpid()))
+    with running() as executor:
+        started = set(descendants(os.getpid())) - before
+        os.kill(next(pid for pid in started if runs(pid, victim)), signal.SIGKILL)
+        wait_until(lambda: is_dead(executor), "the end to be noticed")
+        for call in (executor.check_health, lambda: executor.execute(step("end:nothing:"))):
+            with pytest.raises(EngineDead, match=r"^the engine's private Ray ended"):
+                call()
+    assert not ray.is_initialized()
+    if victim == "private_ray":  # some of what it kept would take a minute to notice its end
+        kill(list(started))
+    wait_until(lambda: not any(map(is_alive, started)), "Ray to end")
+
+
+def is_dead(executor: RayExecutor) -> bool:
+    try:
+        executor.check_health()
+    except EngineDead:
+        return True
+    return False
+
+
+def runs(pid: int, program: str) -> bool:
+    """Whether a process runs a program or a Python module of that name."""
+    arguments = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    return any(argument.endswith(program) for argument in arguments)
 
 
 def token(pid: int) -> str:

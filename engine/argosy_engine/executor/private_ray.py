@@ -1,14 +1,16 @@
 """PrivateRay: a Ray of an engine's own on this machine, kept by a process, `python -m ... CPUS GPUS`.
 
 It listens on 127.0.0.1 only, on ports that the system chooses, and asks for a random token, because whoever reaches
-Ray's ports runs code. The keeper ends when its standard input closes, so also if the engine is killed: it kills what
-Ray has started and removes Ray's directory.
+Ray's ports runs code. The keeper ends when its standard input closes, so also if the engine is killed, and when Ray's
+central process or this node's ends. It closes its standard output, kills what Ray has started and removes Ray's
+directory.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import secrets
 import shutil
@@ -20,8 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from argosy_engine.errors import ConfigError, EngineDead
-from argosy_engine.osproc.child_process import describe_exit, end_child
+from argosy_engine.osproc.child_process import describe_exit, end_child, open_pidfd, wait_readable
 from argosy_protocol.program.log_format import configure_logging
+
+logger = logging.getLogger("argosy.executor")
 
 LOOPBACK = "127.0.0.1"
 LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
@@ -35,6 +39,7 @@ SYSTEM_CONFIG: dict[str, Any] = {
     "prestart_worker_first_driver": False,  # they would be idle: a worker's process is its own
     "worker_register_timeout_seconds": 600,  # on a busy machine
     "health_check_failure_threshold": 100,  # likewise; a raylet that ends takes the engine with it
+    "gcs_rpc_server_reconnect_timeout_s": 3600,  # then Ray ends the program of an engine that is not closed yet
 }
 
 SHORT_DIRECTORY = "/tmp"  # noqa: S108 (a directory of mode 0700 is made in it)
@@ -77,6 +82,11 @@ class PrivateRay:
                 "`ray start --head` and set RAY_ADDRESS, or use --distributed-executor-backend mp"
             )
 
+    def has_ended(self) -> bool:
+        """Whether Ray has ended by itself, or is about to."""
+        assert self._process.stdout is not None
+        return bool(wait_readable([self._process.stdout.fileno()], 0.0))
+
     def stop(self) -> None:
         """End Ray and remove its files. May be called twice."""
         assert self._process.stdin is not None
@@ -98,11 +108,12 @@ def main() -> None:
     num_cpus, num_gpus = (int(argument) for argument in sys.argv[1:])
     directory = _make_directory()
     try:
-        address = _start(directory, num_cpus, num_gpus)
+        node = _start(directory, num_cpus, num_gpus)
         with contextlib.suppress(BrokenPipeError):  # the engine has ended; so does its end of standard input
-            os.write(answers, f"{address}\n".encode())
-        sys.stdin.read()
+            os.write(answers, f"{node.gcs_address}\n".encode())
+        _await_end(node)
     finally:
+        os.close(answers)
         _kill_children()
         shutil.rmtree(directory, ignore_errors=True)
     os._exit(0)  # nothing is left to be done by Ray's exit handlers
@@ -126,8 +137,23 @@ def _make_directory() -> Path:
         ) from None
 
 
-def _start(directory: Path, num_cpus: int, num_gpus: int) -> str:
-    """Start Ray and return its address.
+def _await_end(node: Any) -> None:
+    """Wait until the engine closes standard input, or a process ends without which Ray does nothing."""
+    needed = {
+        open_pidfd(info.process.pid): (name, info.process)
+        for name in ("gcs_server", "raylet")
+        for info in node.all_processes[name]
+    }
+    fds = [fd for fd in needed if fd is not None]
+    for fd in wait_readable([sys.stdin.fileno(), *fds], None):
+        if fd in needed:
+            name, process = needed[fd]
+            how = describe_exit(process.poll())
+            logger.error("%s (process %d) of the private Ray ended: %s", name, process.pid, how)
+
+
+def _start(directory: Path, num_cpus: int, num_gpus: int) -> Any:
+    """Start Ray and return its `Node`.
 
     Raises:
         EngineDead: Ray does not start.
@@ -151,7 +177,7 @@ def _start(directory: Path, num_cpus: int, num_gpus: int) -> str:
             _system_config=dict(SYSTEM_CONFIG),
         )
         try:
-            return Node(params, head=True, shutdown_at_exit=False, spawn_reaper=True).gcs_address
+            return Node(params, head=True, shutdown_at_exit=False, spawn_reaper=True)
         except Exception as error:  # Ray raises plain ones
             reasons.append(f"{type(error).__name__}: {error}")
             _kill_children()

@@ -18,7 +18,7 @@ from ray import exceptions as ray_exceptions
 from ray._private import ray_constants, ray_logging
 from ray.job_config import JobConfig
 
-from argosy_engine.errors import ConfigError
+from argosy_engine.errors import ConfigError, EngineDead
 from argosy_engine.executor.private_ray import PrivateRay
 
 BY_NAME = "argosy-classes-are-imported-by-name"
@@ -56,6 +56,14 @@ class RayCluster:
     @property
     def is_private(self) -> bool:
         return self._private is not None
+
+    def check_health(self) -> None:
+        """
+        Raises:
+            EngineDead: the private Ray has ended.
+        """
+        if self._private is not None and self._private.has_ended():
+            raise EngineDead("the engine's private Ray ended; if not killed, it has told why in the log")
 
     @property
     def node_id(self) -> str:

@@ -111,6 +111,7 @@ class RayExecutor(RemoteExecutor):
         return self._worker_info()
 
     def check_health(self) -> None:
+        self._cluster.check_health()
         if self._failures or self._ends:
             raise self._dead()
 
@@ -123,7 +124,8 @@ class RayExecutor(RemoteExecutor):
             thread.join(max(deadline - time.monotonic(), 0.0))
         self._actors, self._threads = [], []
         if self._group is not None:
-            remove_placement_group(self._group)
+            if not self._cluster.is_private:  # it ends with its groups, or has ended and cannot answer
+                remove_placement_group(self._group)
             self._group = None
         self._cluster.close()
 
@@ -233,6 +235,7 @@ class RayExecutor(RemoteExecutor):
                     raise TimeoutError
                 message = self._received[rank].popleft() if self._received[rank] else None
             if message is None:
+                self._cluster.check_health()
                 raise self._dead()
             if not self._num_late[rank]:
                 break
