@@ -18,6 +18,7 @@ from argosy_engine.core.proc.core_client import SyncMPClient
 from argosy_engine.errors import ConfigError, EngineDead, UtilityFailed
 from argosy_engine.executor.factory import make_executor
 from argosy_engine.executor.private_ray import PrivateRay
+from argosy_engine.executor.ray_cluster import RayCluster
 from argosy_engine.executor.ray_executor import RayExecutor
 from argosy_engine.executor.ray_placement import (
     WorkerPlace,
@@ -290,6 +291,29 @@ def test_the_end_of_a_private_ray_ends_the_engine_but_not_its_program(victim: st
     if victim == "private_ray":  # some of what it kept would take a minute to notice its end
         kill(list(started))
     wait_until(lambda: not any(map(is_alive, started)), "Ray to end")
+
+
+def test_a_private_ray_is_for_one_engine_of_a_program(no_cluster: None) -> None:
+    first = RayCluster(1, 0)
+    try:
+        with pytest.raises(
+            ConfigError, match=r"^another engine of this program has a private Ray, .*`ray start"
+        ):
+            RayCluster(1, 0)
+        assert first.describe_nodes().endswith("1 CPUs of these are free")
+    finally:
+        first.close()
+
+
+def test_engines_of_one_program_share_the_connection_to_a_cluster(nodes: VirtualNodes) -> None:
+    import ray
+
+    first, second = (RayCluster(1, 0) for _ in range(2))
+    first.close()
+    first.close()
+    assert second.node_id
+    second.close()
+    assert not ray.is_initialized()
 
 
 def is_dead(executor: RayExecutor) -> bool:

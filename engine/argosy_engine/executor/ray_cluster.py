@@ -1,6 +1,7 @@
 """RayCluster: this process's connection to Ray, either to the cluster at RAY_ADDRESS or to a private one.
 
-A process that is connected already, as a program of the user's may be, keeps its connection.
+A process that is connected already, as a program of the user's may be, keeps its connection. Engines of one program
+share a connection to a cluster.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import ray
 from ray import _raylet
@@ -32,15 +33,27 @@ class RayCluster:
         num_cpus, num_gpus: resources of a private Ray.
 
     Raises (from the constructor):
-        ConfigError: RAY_ADDRESS is no cluster that this process can join, or no private Ray starts.
+        ConfigError: RAY_ADDRESS is no cluster that this process can join, no private Ray starts, or this process has
+            one for another engine.
     """
+
+    _open: ClassVar[list[RayCluster]] = []
+    """Of this process, those that use a connection which one of them has made."""
 
     def __init__(self, num_cpus: int, num_gpus: int) -> None:
         self._private: PrivateRay | None = None
         self._environment = contextlib.ExitStack()
-        self._is_ours = not ray.is_initialized()
-        if not self._is_ours:
+        if any(each.is_private for each in self._open):
+            raise ConfigError(
+                "another engine of this program has a private Ray, which has room for that engine only; close it "
+                "first, use --distributed-executor-backend mp, or start a cluster for both with `ray start --head` "
+                "and set RAY_ADDRESS"
+            )
+        if ray.is_initialized():
+            if self._open:
+                self._open.append(self)
             return
+        self._open.append(self)
         try:
             if address := cluster_address():
                 self._connect(address)
@@ -89,8 +102,10 @@ class RayCluster:
 
     def close(self) -> None:
         """Disconnect. May be called twice."""
-        if self._is_ours and ray.is_initialized():
-            ray.shutdown()
+        if self in self._open:
+            self._open.remove(self)
+            if not self._open and ray.is_initialized():
+                ray.shutdown()
         if self._private is not None:
             self._private.stop()
         self._environment.close()
