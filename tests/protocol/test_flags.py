@@ -121,6 +121,11 @@ def test_a_bad_value_is_told_by_its_flag_and_in_words(arguments: list[str], mess
         read(arguments)
 
 
+def test_flags_may_be_spelt_with_underscores_as_in_vllm() -> None:
+    config, _ = read(["--no_check", "--url=http://a_b", "--token", "a_b"])
+    assert (config.check, config.urls, config.token) == (False, ("http://a_b",), "a_b")
+
+
 @pytest.mark.parametrize(
     ("unknown", "suggestion"),
     [
@@ -129,7 +134,7 @@ def test_a_bad_value_is_told_by_its_flag_and_in_words(arguments: list[str], mess
         ("--tokken", "; did you mean --token?"),
         ("--memry=4k", "; did you mean --memory?"),
         ("--time-outs", "; did you mean --timeout?"),
-        ("--no_check", "; did you mean --no-check?"),
+        ("--no_chek", "; did you mean --no-check?"),
         ("--cors", ""),
         ("--tensor", ""),
         ("-x", ""),

@@ -5,10 +5,11 @@ from __future__ import annotations
 import errno
 import re
 import socket
+from pathlib import Path
 
 import pytest
 
-from argosy_protocol.program.listen import CannotListen, explain_listen_errors, listen
+from argosy_protocol.program.listen import CannotListen, explain_listen_errors, listen, listen_unix
 
 
 def test_sockets_listen_at_once() -> None:
@@ -39,3 +40,19 @@ def test_a_taken_port_is_named_with_the_remedy() -> None:
 def test_errors_name_the_remedy(host: str, error: OSError, message: str) -> None:
     with pytest.raises(CannotListen, match=message), explain_listen_errors(host, 80):
         raise error
+
+
+def test_an_abandoned_unix_socket_is_replaced_and_a_served_one_is_not(tmp_path: Path) -> None:
+    path = str(tmp_path / "engine.sock")
+    with (
+        listen_unix(path),
+        pytest.raises(CannotListen, match=r"it exists already; .* another path with --uds"),
+    ):
+        listen_unix(path)
+    with listen_unix(path), socket.socket(socket.AF_UNIX) as client:
+        client.connect(path)
+    file = tmp_path / "file"
+    file.write_text("x")
+    with pytest.raises(CannotListen, match="it exists already"):
+        listen_unix(str(file))
+    assert file.read_text() == "x"

@@ -16,6 +16,7 @@ import dataclasses
 import difflib
 import json
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
@@ -52,6 +53,8 @@ class Flag:
     """Whether it accepts `4k`, `2.5M`, `16G` as well as numbers."""
     is_json: bool = False
     """Whether its value is a JSON object, also if its type is a configuration class."""
+    aliases: tuple[tuple[str, str], ...] = ()
+    """Other spellings of values, with the values that they stand for."""
     environment: str = ""
     """Environment variable with the value, used if the command line does not give one."""
     is_hidden: bool = False
@@ -155,10 +158,11 @@ class FlagParser(argparse.ArgumentParser):
     ) -> argparse.Namespace:
         """Parse the command line and the file that it names. A field's value is None if neither gives one.
 
-        An error ends the process with exit code 2 and one line.
+        Flags may be spelt with `_` for `-`, as in vLLM. An error ends the process with exit code 2 and one line.
         """
         blank = {action.dest: None for action in self._actions}  # keeps argparse from filling in defaults
-        options, unknown = self.parse_known_args(args, argparse.Namespace(**blank))
+        given = [self._with_dashes(word) for word in (sys.argv[1:] if args is None else args)]
+        options, unknown = self.parse_known_args(given, argparse.Namespace(**blank))
         if unknown:
             self.error(f"unknown argument {unknown[0]}{_suggestion(unknown[0], self._option_string_actions)}")
         path = options.config
@@ -217,6 +221,13 @@ class FlagParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print one line instead of argparse's usage, and exit."""
         self.exit(2, f"{self.prog}: {message}; `{self.prog} --help` lists the flags\n")
+
+    def _with_dashes(self, word: str) -> str:
+        """Return a word of the command line, in which a known flag is spelt with dashes."""
+        name, equals, value = word.partition("=")
+        dashed = name.replace("_", "-")
+        is_flag = word.startswith("--") and dashed in self._option_string_actions
+        return f"{dashed}{equals}{value}" if is_flag else word
 
     def _file_arguments(self, path: Path) -> list[str]:
         """Convert the file's values to command-line arguments.
@@ -378,7 +389,15 @@ def _add_flag(group: argparse._ArgumentGroup, field: Field) -> None:
     elif isinstance(field.default, tuple):
         group.add_argument(*names, nargs="+", metavar=metavar, help=help_text, dest=field.dest)
     else:
-        group.add_argument(*names, choices=choices or None, metavar=metavar, help=help_text, dest=field.dest)
+        others = dict(flag.aliases)
+        group.add_argument(
+            *names,
+            type=lambda text: others.get(text, text),
+            choices=choices or None,
+            metavar=metavar,
+            help=help_text,
+            dest=field.dest,
+        )
 
 
 def _shown_default(value: Any) -> str:

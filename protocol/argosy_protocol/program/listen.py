@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -51,6 +52,41 @@ def listen(
             listening.close()
         raise
     return sockets
+
+
+def listen_unix(path: str, backlog: int = BACKLOG, *, flag: str = "--uds") -> socket.socket:
+    """Open a non-blocking, listening Unix domain socket. One that no process listens on any more is replaced.
+
+    Raises:
+        CannotListen: a process listens there, the path is another kind of file, or it cannot be created.
+    """
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if _is_abandoned(path):
+            os.unlink(path)
+        listening.bind(path)
+        listening.listen(backlog)
+        listening.setblocking(False)
+    except OSError as error:
+        listening.close()
+        taken = "it exists already" if error.errno == errno.EADDRINUSE else str(error)
+        raise CannotListen(
+            f"cannot listen on {path}: {taken}; stop the process that listens there, or choose another path with "
+            f"{flag}"
+        ) from None
+    return listening
+
+
+def _is_abandoned(path: str) -> bool:
+    """Whether a path is a socket that refuses connections."""
+    try:
+        if not stat.S_ISSOCK(os.stat(path).st_mode):
+            return False
+    except OSError:
+        return False
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        return probe.connect_ex(path) == errno.ECONNREFUSED
 
 
 @contextmanager
