@@ -6,12 +6,18 @@ resolves them, and the core reports the result as `ResolvedConfig` when it is re
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
 from argosy_engine.distributed.parallel_config import ParallelConfig
 from argosy_engine.errors import ConfigError
+from argosy_engine.request_defaults import (
+    MAX_TEMPLATE_BYTES,
+    GenerationConfig,
+    RequestDefaults,
+    chat_template_source,
+)
 from argosy_engine.sample.token_logprobs import LogprobsMode
 from argosy_fetcher.errors import InvalidSource
 from argosy_fetcher.source_uri import from_argument
@@ -133,7 +139,9 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
     ] = ()
     device: Annotated[Device, Meta(description="auto: cuda if there is a GPU, else cpu")] = "auto"
     dtype: Annotated[
-        DType, Meta(description="auto: the checkpoint's; on a CPU without bf16 instructions float32")
+        DType,
+        Meta(description="auto: the checkpoint's; on a CPU without bf16 instructions float32"),
+        Flag(aliases=(("half", "float16"), ("float", "float32"))),
     ] = "auto"
     hf_overrides: Annotated[
         HfOverrides | None,
@@ -179,7 +187,9 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
         Meta(description="not supported"),
     ] = False
     load_format: Annotated[
-        Literal["auto", "dummy"], Meta(description="dummy: random weights, for benchmarks")
+        Literal["auto", "dummy"],
+        Meta(description="dummy: random weights, for benchmarks"),
+        Flag(aliases=(("safetensors", "auto"), ("hf", "auto"))),
     ] = "auto"
     max_model_len: Annotated[
         MaxModelLen | Literal["auto"] | None,
@@ -346,6 +356,41 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
         Annotated[str, Meta(min_length=1, max_length=4096)] | None,
         Meta(description="Python file that registers further tool parsers"),
     ] = None
+    chat_template: Annotated[
+        Annotated[str, Meta(min_length=1, max_length=MAX_TEMPLATE_BYTES)] | None,
+        Meta(description="file of a chat template, or a template in one line; default: the model's own"),
+    ] = None
+    default_chat_template_kwargs: Annotated[
+        Annotated[dict[str, Any], Meta(max_length=64)] | None,
+        Meta(
+            description="JSON object of arguments for the chat template, over which those of a request win, such as "
+            '`{"enable_thinking": false}`'
+        ),
+        Flag(is_json=True),
+    ] = None
+    trust_request_chat_template: Annotated[
+        bool,
+        Meta(
+            description="accept `chat_template` in requests. A template is a program: for clients that you trust"
+        ),
+    ] = False
+    generation_config: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            max_length=4096,
+            description="where default sampling parameters come from: auto: the model's generation_config.json; vllm: "
+            "none; else a directory with such a file, whose max_new_tokens bounds every request",
+        ),
+    ] = "auto"
+    override_generation_config: Annotated[
+        GenerationConfig,
+        Meta(
+            description="JSON object of default sampling parameters over those of --generation-config, such as "
+            '`{"temperature": 0.5}`; its max_new_tokens bounds every request'
+        ),
+        Flag(is_json=True),
+    ] = GenerationConfig()
     threads: Annotated[
         Threads | None,
         Meta(
@@ -380,6 +425,21 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
         )
 
     @property
+    def request_defaults(self) -> RequestDefaults:
+        """The chat template and sampling parameters of requests.
+
+        Raises:
+            ConfigError: `--chat-template` cannot be read.
+        """
+        return RequestDefaults(
+            chat_template=None if self.chat_template is None else chat_template_source(self.chat_template),
+            chat_template_kwargs=self.default_chat_template_kwargs,
+            trust_request_chat_template=self.trust_request_chat_template,
+            generation_config=self.generation_config,
+            override_generation_config=self.override_generation_config,
+        )
+
+    @property
     def executor_backend(self) -> Literal["uni", "mp", "ray", "external_launcher"]:
         """`--distributed-executor-backend` or its default."""
         return self.distributed_executor_backend or ("uni" if self.parallel_config.world_size == 1 else "mp")
@@ -399,10 +459,10 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
         return args
 
     def check(self) -> None:
-        """Check combinations of values.
+        """Check combinations of values, and files that they name.
 
         Raises:
-            ConfigError: values contradict each other or are not supported.
+            ConfigError: values contradict each other or are not supported, or a file cannot be read.
         """
         self.check_parallelism()
         self.compilation_config.check()
@@ -411,6 +471,7 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
                 f"--enforce-eager and --compilation-config level {self.compilation_config.level} contradict each "
                 "other; leave one of them out"
             )
+        self.request_defaults.check()
         if isinstance(self.max_model_len, int):
             self.check_model_len(self.max_model_len)
 
@@ -568,6 +629,7 @@ class ResolvedConfig(Struct, frozen=True, kw_only=True):
     has_copies: bool = False
     """Whether other processes run copies of this core, which are given the same requests."""
     parsers: ParserConfig = ParserConfig()
+    request_defaults: RequestDefaults = RequestDefaults()
     rank_memory: tuple[MemoryBudget, ...] = ()
     """With data parallelism the memory budget of each rank."""
 

@@ -7,6 +7,7 @@ from docs_reference.markdown import code, page, section, table
 VARIABLES = {
     "Engine (`argosy serve`)": {
         "ARGOSY_API_KEY": "Bearer keys that are accepted in addition to those of `--api-key`, separated by commas.",
+        "VLLM_API_KEY": "The same, by vLLM's name.",
         "ARGOSY_ADMIN_API_KEY": "Keys for the administrative routes in addition to those of `--admin-api-key`, "
         "separated by commas.",
         "ARGOSY_NATIVE": "`0` makes a CPU engine compute with torch instead of the C++ kernels; `debug` builds the "

@@ -149,7 +149,7 @@ class GenerationRequest(InternalFields, kw_only=True, omit_defaults=True):
     prompt_logprobs: LogprobCount | None = None
     vllm_xargs: Annotated[dict[str, ExtraArg], Meta(max_length=64)] | None = None
     """vLLM's field: arguments for custom logits processors."""
-    return_tokens_as_token_ids: Nullable[bool] = False
+    return_tokens_as_token_ids: bool | None = None
     """vLLM's field: `logprobs` show tokens as `token_id:ID`, so that tokens without text can be distinguished."""
     data_parallel_rank: DataParallelRank | None = None
     """vLLM's: engine core that computes the request, by default the one with the least work. The router refuses it."""

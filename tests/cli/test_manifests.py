@@ -156,7 +156,7 @@ def test_fields_for_clusters_are_named_in_one_line(
         (
             manifest(resources={"gpu": {"count": 2}}),
             "is not valid",
-            "must equal the number of devices in spec.parallelism",
+            "must be 1, the number of devices in spec.parallelism (tensor * pipeline * data), not 2",
         ),
         (
             manifest("a") + "---\n" + manifest("b", model={"source": "builtin://tiny", "servedName": "a"}),

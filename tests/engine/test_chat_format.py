@@ -15,6 +15,7 @@ from argosy_engine.checkpoint.model_path import resolve_model
 from argosy_engine.config import ParserConfig
 from argosy_engine.frontend.outputs import GenerationOutput
 from argosy_engine.frontend.renderer import Renderer
+from argosy_engine.request_defaults import RequestDefaults
 from chat_requests import chat
 
 PING = {"type": "function", "function": {"name": "ping"}}
@@ -27,7 +28,11 @@ NAMED = {"type": "function", "function": {"name": "ping"}}
 @pytest.fixture(scope="module")
 def renderer() -> Renderer:
     config = SimpleNamespace(
-        model_path=resolve_model("builtin://tiny"), model_name="m", vocab_size=1024, max_model_len=4096
+        model_path=resolve_model("builtin://tiny"),
+        request_defaults=RequestDefaults(),
+        model_name="m",
+        vocab_size=1024,
+        max_model_len=4096,
     )
     return Renderer(config)  # type: ignore[arg-type]
 
@@ -85,7 +90,11 @@ def kimi_call(number: int) -> str:
 def test_ids_that_a_model_repeats_become_unique(resumed: int) -> None:
     """Also in a stream that is resumed after some of the calls."""
     config = SimpleNamespace(
-        model_path=resolve_model("builtin://tiny"), model_name="m", vocab_size=1024, max_model_len=4096
+        model_path=resolve_model("builtin://tiny"),
+        request_defaults=RequestDefaults(),
+        model_name="m",
+        vocab_size=1024,
+        max_model_len=4096,
     )
     kimi = Renderer(config, ParserConfig(tool_call_parser="kimi_k2"))  # type: ignore[arg-type]
     texts = [kimi_call(number) for number in (1, 1, 2, 2, 0)]
@@ -157,7 +166,13 @@ def harmony(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
     marks = ("start", "channel", "message", "end", "call", "return", "constrain")
     tokenizer.add_special_tokens([f"<|{mark}|>" for mark in marks])
     tokenizer.save(str(path / "tokenizer.json"))
-    config = SimpleNamespace(model_path=str(path), model_name="m", vocab_size=2048, max_model_len=4096)
+    config = SimpleNamespace(
+        model_path=str(path),
+        request_defaults=RequestDefaults(),
+        model_name="m",
+        vocab_size=2048,
+        max_model_len=4096,
+    )
     parsers = ParserConfig(tool_call_parser="openai", reasoning_parser="openai_gptoss")
     return Renderer(config, parsers)  # type: ignore[arg-type]
 

@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerFast
 from argosy_engine.checkpoint.model_path import resolve_model
 from argosy_engine.frontend.control_tokens import ControlTokens
 from argosy_engine.frontend.renderer import Renderer
+from argosy_engine.request_defaults import RequestDefaults
 from argosy_protocol.openai import ChatCompletionRequest, CompletionRequest, decode_request
 from small_tokenizers import byte_fallback_tokenizer
 
@@ -94,6 +95,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
         path = TINY if name == "tiny" else write(name, tmp_path_factory.mktemp("model"))
         config = SimpleNamespace(
             model_path=str(path),
+            request_defaults=RequestDefaults(),
             model_name="m",
             vocab_size=1 << 20,
             max_model_len=1 << 20,

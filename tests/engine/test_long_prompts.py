@@ -17,6 +17,7 @@ from argosy_engine.checkpoint.model_path import resolve_model
 from argosy_engine.errors import InvalidRequest, PromptTooLong
 from argosy_engine.frontend.renderer import Renderer
 from argosy_engine.frontend.tokenizer import Tokenizer
+from argosy_engine.request_defaults import RequestDefaults
 from argosy_protocol.openai import decode_request
 from stub_engine import StubEngine
 
@@ -94,6 +95,7 @@ async def test_long_prompts_are_tokenised_in_a_thread(
 def renderer() -> Renderer:
     config = SimpleNamespace(
         model_path=str(resolve_model("builtin://tiny")),
+        request_defaults=RequestDefaults(),
         model_name="tiny",
         vocab_size=1024,
         max_model_len=64,

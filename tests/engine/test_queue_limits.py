@@ -19,6 +19,7 @@ from argosy_engine.frontend.renderer import TokenizedPrompt
 from argosy_engine.frontend.tokenizer import Tokenizer
 from argosy_engine.messages.core_messages import EngineCoreOutputs, EngineCoreRequest
 from argosy_engine.params.sampling_params import SamplingParams
+from argosy_engine.request_defaults import RequestDefaults
 
 
 class Clock:
@@ -243,6 +244,7 @@ def test_a_priority_needs_an_engine_that_schedules_by_it(policy: str, is_refused
         logits_processors=(),
         seed=None,
         parsers=ParserConfig(),
+        request_defaults=RequestDefaults(),
         has_copies=False,
     )
     processor = InputProcessor(config)  # type: ignore[arg-type]

@@ -30,6 +30,7 @@ from argosy_engine.frontend.render_pool import (
 from argosy_engine.frontend.renderer import MIN_INPUT_BYTES, Renderer
 from argosy_engine.frontend.tokenizer import INLINE_CHARS
 from argosy_engine.messages.core_messages import EngineCoreOutput, ErrorKind
+from argosy_engine.request_defaults import RequestDefaults
 from argosy_protocol.headers import RESOURCE_BUSY
 from argosy_protocol.openai import decode_request
 
@@ -237,6 +238,7 @@ LIMIT = 64
 def renderer() -> Renderer:
     config = SimpleNamespace(
         model_path=str(resolve_model("builtin://tiny")),
+        request_defaults=RequestDefaults(),
         model_name="tiny",
         vocab_size=1024,
         max_model_len=LIMIT,

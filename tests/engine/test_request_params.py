@@ -12,6 +12,7 @@ from argosy_engine.errors import InvalidRequest
 from argosy_engine.frontend.request_params import MAX_ALLOWED_IDS_OF_A_CALL, to_sampling_params
 from argosy_engine.frontend.structured_output_request import MAX_GRAMMAR_TEXT_OF_A_CALL
 from argosy_engine.params.sampling_params import SamplingParams
+from argosy_engine.request_defaults import SamplingDefaults
 from argosy_engine.structured import structured_outputs_params
 from argosy_engine.structured.structural_tag import tool_call_tag
 from argosy_protocol.openai import CompletionRequest, decode_request
@@ -22,7 +23,9 @@ CONFIG: Any = SimpleNamespace(vocab_size=VOCAB, max_logprobs=20)
 
 
 def params(num_prompts: int = 1, **fields: Any) -> SamplingParams:
-    return to_sampling_params(CompletionRequest(prompt="x", **fields), {}, CONFIG, num_prompts)
+    return to_sampling_params(
+        CompletionRequest(prompt="x", **fields), SamplingDefaults(), CONFIG, num_prompts
+    )
 
 
 def test_allowed_tokens_are_sent_once_each() -> None:
@@ -94,6 +97,6 @@ def test_the_schemas_of_tools_are_checked_once(monkeypatch: pytest.MonkeyPatch) 
         "chat/completions",
         json.dumps({**body, "tools": [{"type": "function", "function": function}]}).encode(),
     )
-    asked = to_sampling_params(request, {}, CONFIG).structured_outputs
+    asked = to_sampling_params(request, SamplingDefaults(), CONFIG).structured_outputs
     assert asked is not None
     assert asked.spec().text == tool_call_tag([{"type": "function", "function": function}])

@@ -13,6 +13,7 @@ import pytest
 from argosy_engine.api.app import build_app
 from argosy_engine.checkpoint.model_path import resolve_model
 from argosy_engine.frontend.renderer import Renderer
+from argosy_engine.request_defaults import RequestDefaults
 from argosy_protocol.openai import decode_request
 from stub_engine import StubEngine
 
@@ -25,6 +26,7 @@ CHAT = {"messages": [{"role": "user", "content": TEXT}]}
 def renderer() -> Renderer:
     config = SimpleNamespace(
         model_path=str(resolve_model("builtin://tiny")),
+        request_defaults=RequestDefaults(),
         model_name="tiny",
         vocab_size=1024,
         max_model_len=LIMIT,

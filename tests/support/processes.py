@@ -151,10 +151,12 @@ def running(
     ready_path: str = "/ready",
     env: dict[str, str] | None = None,
     descriptors: int | None = None,
+    is_ready: Callable[[], bool] | None = None,
 ) -> Iterator[Server]:
     """Run `python -m ...` with the given arguments until the block ends, after waiting for a 200 from `ready_path`.
 
     Args:
+        is_ready: asked instead, for servers that do not speak HTTP on `port`.
         descriptors: limit on open files (`ulimit -n`).
     """
     command = [sys.executable, "-m", *arguments]
@@ -170,7 +172,7 @@ def running(
     def is_up() -> bool:
         if process.poll() is not None:
             raise AssertionError(f"exited with {process.returncode}:\n{log.read_text()[-4000:]}")
-        return answers(server.url + ready_path)
+        return answers(server.url + ready_path) if is_ready is None else is_ready()
 
     try:
         wait_until(is_up, f"{arguments} to be ready", 120.0)

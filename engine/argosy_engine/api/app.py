@@ -34,7 +34,8 @@ from argosy_engine.api.openai.error_fields import RequestBody, name_field
 from argosy_engine.api.openai.openai_serving import OpenAIServing, to_api_error
 from argosy_engine.api.openai.tokenization import detokenize, tokenize
 from argosy_engine.api.sagemaker import add_sagemaker_routes
-from argosy_engine.api.server_args import ITERATION_TIMEOUT_S
+from argosy_engine.api.server_args import ITERATION_TIMEOUT_S, ServerArgs
+from argosy_engine.api.server_defaults import apply_flags, log_request
 from argosy_engine.errors import EngineError
 from argosy_engine.frontend.async_llm import AsyncLLM
 from argosy_protocol import __version__, headers
@@ -61,6 +62,7 @@ logger = logging.getLogger("argosy.api")
 _ASLEEP_RETRY_S = 10.0
 """Retry-After of a sleeping engine. When it wakes up is unknown; the router tries other replicas meanwhile."""
 
+_DEFAULT_OPTIONS = ServerArgs()
 _CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a client that disconnected before its response."""
 
@@ -79,11 +81,12 @@ class Engine:
         iteration_timeout_s: float = ITERATION_TIMEOUT_S,
         *,
         takes_any_name: bool = False,
+        options: ServerArgs = _DEFAULT_OPTIONS,
     ) -> None:
         self.names = names
         self.takes_any_name = takes_any_name
+        self.options = options
         self.iteration_timeout_s = iteration_timeout_s
-        self.log_stats = True
         self.phase = "starting"
         self.is_draining = False
         self.llm: AsyncLLM | None = None
@@ -99,7 +102,7 @@ class Engine:
         self._metrics = EngineMetrics(llm.config)
         self._telemetry = TelemetryHub(llm, llm.config)
         llm.observers.extend((self._metrics, self._telemetry))
-        if self.log_stats:
+        if not self.options.disable_log_stats:
             llm.observers.append(StatsLog(llm.config.data_parallel_size))
         self.llm = llm
         self.phase = "ready"
@@ -199,8 +202,10 @@ def build_app(engine: Engine) -> FastAPI:
         assert isinstance(body, ChatCompletionRequest)
         _check_resume(request, body)
         _choose_rank(request, body)
+        apply_flags(engine.options, body)
         request_id, serving = _request_id(request, body.request_id), _serving(engine, request)
         response_id = _response_id(request, request_id)
+        log_request(engine.options, body, response_id)
         if body.stream:
             chunks = chat_stream(serving, body, response_id, len(raw), **_resumption(request))
             return _stream(engine, chunks, request_id, body)
@@ -213,8 +218,10 @@ def build_app(engine: Engine) -> FastAPI:
         assert isinstance(body, CompletionRequest)
         _check_resume(request, body)
         _choose_rank(request, body)
+        apply_flags(engine.options, body)
         request_id, serving = _request_id(request, body.request_id), _serving(engine, request)
         response_id = _response_id(request, request_id)
+        log_request(engine.options, body, response_id)
         if body.stream:
             chunks = completion_stream(serving, body, response_id, len(raw), **_resumption(request))
             return _stream(engine, chunks, request_id, body)

@@ -8,9 +8,11 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import uvicorn
 
@@ -20,8 +22,11 @@ from argosy_engine.api.http.auth_middleware import AuthMiddleware
 from argosy_engine.api.http.connection_limit import protocol_of
 from argosy_engine.api.http.http_server import HttpServer
 from argosy_engine.api.http.request_limits import RequestLimits
+from argosy_engine.api.http.root_path import RootPath
+from argosy_engine.api.http.tls import refresh_certificate, tls_context
 from argosy_engine.api.server_args import ServerArgs
 from argosy_engine.api.server_debug_signal import describe_server_on_signal
+from argosy_engine.api.vllm_flags import add_vllm_flags, check_vllm_flags
 from argosy_engine.config import EngineArgs, ResolvedConfig
 from argosy_engine.errors import ConfigError, EngineDead, FetchFailed
 from argosy_engine.frontend.async_llm import AsyncLLM
@@ -32,7 +37,7 @@ from argosy_engine.osproc.file_descriptors import MIN_FREE, raise_limit, require
 from argosy_fetcher.progress_display import ProgressDisplay, progress_display
 from argosy_protocol.bearer_keys import KeyRing
 from argosy_protocol.program.flags import InvalidValue
-from argosy_protocol.program.listen import CannotListen, listen
+from argosy_protocol.program.listen import CannotListen, listen, listen_unix
 from argosy_protocol.program.log_format import configure_logging
 
 logger = logging.getLogger("argosy.api")
@@ -44,6 +49,8 @@ EXIT_CODES = (
     "Exit codes: 0 stopped by a signal, 1 the engine died or the model cannot be fetched now, 2 wrong usage or a model "
     "that cannot be served, 3 the address is taken, 130 Ctrl-C before the model was loaded."
 )
+_KEY_VARIABLES = ("ARGOSY_API_KEY", "VLLM_API_KEY")
+"""The second one, so that a deployment that protects vLLM does not leave this engine open."""
 _MIN_DESCRIPTORS = 128
 """Minimum number of free descriptors. Half are for connections; the server and its core use 30, and a few more while
 the core starts."""
@@ -66,10 +73,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.check_core_process()
         num_descriptors = raise_limit()
         require_free(_MIN_DESCRIPTORS + MIN_FREE * (args.data_parallel_size - 1))
-        sockets = listen(options.host, options.port)  # before the load, which takes long
+        # Before the load, which takes long.
+        tls = None if options.certificate is None else tls_context(options.certificate)
+        sockets = listen(options.host, options.port) if options.uds is None else [listen_unix(options.uds)]
         import uvloop
 
-        return uvloop.run(_serve(options, args, started, num_descriptors, sockets))
+        try:
+            return uvloop.run(_serve(options, args, started, num_descriptors, sockets, tls))
+        finally:
+            if options.uds is not None:
+                Path(options.uds).unlink(missing_ok=True)
     except ConfigError as error:
         print(f"argosy serve: {error}", file=sys.stderr)
         return 2
@@ -94,35 +107,40 @@ async def _serve(
     started: float,
     num_descriptors: int,
     sockets: list[socket.socket],
+    tls: ssl.SSLContext | None,
 ) -> int:
     """Serve until the engine is drained, and return the exit code.
 
     Args:
         sockets: listening sockets, which are closed at the end.
+        tls: makes the server speak HTTPS.
     """
-    keys = KeyRing([*options.api_key, *os.environ.get("ARGOSY_API_KEY", "").split(",")])
+    keys = KeyRing(
+        [*options.api_key, *(key for name in _KEY_VARIABLES for key in os.environ.get(name, "").split(","))]
+    )
     admin_keys = KeyRing([*options.admin_api_key, *os.environ.get("ARGOSY_ADMIN_API_KEY", "").split(",")])
     engine = Engine(
         args.served_model_name or (args.canonical_name,),
         options.engine_iteration_timeout,
         takes_any_name=options.any_model_name,
+        options=options,
     )
-    engine.log_stats = not options.disable_log_stats
     limited = RequestLimits(build_app(engine))
     num_descriptors -= MIN_FREE * (args.data_parallel_size - 1)  # of further cores
-    server = HttpServer(
-        uvicorn.Config(
-            AuthMiddleware(limited, keys, options.guard_metrics, admin_keys),
-            http=protocol_of(num_descriptors, options.http_limits),
-            ws="none",  # the layers around the application know HTTP only
-            log_config=None,  # uvicorn's records use our log format
-            log_level="warning",
-            access_log=False,
-            lifespan="off",
-            timeout_keep_alive=options.timeout_keep_alive,  # type: ignore[arg-type]  # fractions work as well
-            server_header=False,
-        )
+    config = uvicorn.Config(
+        RootPath(AuthMiddleware(limited, keys, options.guard_metrics, admin_keys), options.root_path or ""),
+        http=protocol_of(num_descriptors, options.http_limits),
+        ws="none",  # the layers around the application know HTTP only
+        log_config=None,  # uvicorn's records use our log format
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        timeout_keep_alive=options.timeout_keep_alive,  # type: ignore[arg-type]  # fractions work as well
+        server_header=False,
     )
+    config.load()
+    config.ssl = tls
+    server = HttpServer(config)
     stop, hurry = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     interrupted = asyncio.Event()
@@ -136,8 +154,8 @@ async def _serve(
         loop.add_signal_handler(number, stop_by, number)
     describe_server_on_signal(loop, engine)
     serving = asyncio.create_task(server.serve(sockets), name="http")
-    port = int(sockets[0].getsockname()[1])
-    url = f"http://{f'[{options.host}]' if ':' in options.host else options.host}:{port}"
+    url = _url(options, sockets[0])
+    refreshing = asyncio.create_task(_refresh(options, tls), name="certificate")
     loading = asyncio.create_task(_load(engine, args, stop, started, url), name="load")
     stopping = asyncio.create_task(stop.wait(), name="stop")
     try:
@@ -152,13 +170,28 @@ async def _serve(
         await drain(engine, options.shutdown_timeout, hurry)
         return 1 if engine.llm is not None and engine.llm.is_dead else 0
     finally:
-        for task in (loading, stopping):
+        for task in (loading, stopping, refreshing):
             task.cancel()
-        await asyncio.gather(loading, stopping, return_exceptions=True)
+        await asyncio.gather(loading, stopping, refreshing, return_exceptions=True)
         is_dead = engine.llm is not None and engine.llm.is_dead
         server.stop(_DEAD_LAST_BYTES_S if is_dead else _LAST_BYTES_S)
         await engine.close()
         await asyncio.gather(serving, return_exceptions=True)
+
+
+def _url(options: ServerArgs, listening: socket.socket) -> str:
+    """Return the server's address, for the log."""
+    if options.uds is not None:
+        return f"unix:{options.uds}"
+    scheme = "http" if options.ssl_certfile is None else "https"
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    return f"{scheme}://{host}:{int(listening.getsockname()[1])}"
+
+
+async def _refresh(options: ServerArgs, tls: ssl.SSLContext | None) -> None:
+    """Read the certificate anew when it changes, with `--enable-ssl-refresh`."""
+    if tls is not None and options.certificate is not None and options.enable_ssl_refresh:
+        await refresh_certificate(tls, options.certificate)
 
 
 async def _load(engine: Engine, args: EngineArgs, stop: asyncio.Event, started: float, url: str) -> None:
@@ -239,6 +272,7 @@ def build_parser() -> EngineFlagParser:
     parser = EngineFlagParser("argosy serve", "Serve one model behind an OpenAI API.", EXIT_CODES)
     parser.add_config(ServerArgs, "server")
     parser.add_engine_flags()
+    add_vllm_flags(parser)
     return parser
 
 
@@ -248,9 +282,12 @@ def parse_args(argv: Sequence[str] | None) -> tuple[ServerArgs, EngineArgs]:
     options = parser.parse_args(argv)
     args = parser.engine_args(options)
     try:
-        return parser.build(ServerArgs, options), args
+        server_args = parser.build(ServerArgs, options)
+        server_args.check()
     except InvalidValue as error:
         parser.error(str(error))
+    check_vllm_flags(parser, options, args.data_parallel_size)
+    return server_args, args
 
 
 if __name__ == "__main__":

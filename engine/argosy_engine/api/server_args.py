@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from argosy_engine.api.http.http_protocol import HttpLimits
-from argosy_protocol.program.flags import Flag
+from argosy_engine.api.http.tls import CertificateFiles
+from argosy_protocol.program.flags import Flag, InvalidValue
 
 ITERATION_TIMEOUT_S = 120.0
 """A core without a heartbeat for this long counts as hung. A step of a large prompt on a slow CPU takes tens of
@@ -15,6 +16,7 @@ seconds."""
 _LIMITS = HttpLimits()
 Count = Annotated[int, Meta(ge=1, le=1 << 24)]
 Seconds = Annotated[float, Meta(ge=0.0, le=86400.0)]
+FilePath = Annotated[str, Meta(min_length=1, max_length=4096)]
 Keys = Annotated[
     tuple[Annotated[str, Meta(max_length=4096)], ...], Meta(max_length=1024), Flag(is_repeatable=True)
 ]
@@ -25,8 +27,30 @@ class ServerArgs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     host: Annotated[str, Meta(min_length=1, max_length=253, description="address to listen on")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on")] = 8000
+    uds: Annotated[
+        FilePath | None,
+        Meta(description="path of a Unix domain socket to listen on, instead of --host and --port"),
+    ] = None
+    ssl_keyfile: Annotated[FilePath | None, Meta(description="key of --ssl-certfile, in PEM")] = None
+    ssl_certfile: Annotated[
+        FilePath | None, Meta(description="certificate chain in PEM; the server then speaks HTTPS only")
+    ] = None
+    ssl_ca_certs: Annotated[
+        FilePath | None,
+        Meta(description="authorities in PEM, one of which must have signed a client's certificate"),
+    ] = None
+    enable_ssl_refresh: Annotated[
+        bool, Meta(description="read the certificate and its key anew when their files change")
+    ] = False
+    root_path: Annotated[
+        Annotated[str, Meta(max_length=1024, pattern=r"^(/[^?#\s]*)?$")] | None,
+        Meta(description="prefix of all paths at a proxy in front, which may strip it or not"),
+    ] = None
     api_key: Annotated[
-        Keys, Meta(description="accepted bearer key; repeatable; also ARGOSY_API_KEY, separated by commas")
+        Keys,
+        Meta(
+            description="accepted bearer key; repeatable; also ARGOSY_API_KEY or VLLM_API_KEY, separated by commas"
+        ),
     ] = ()
     admin_api_key: Annotated[
         Keys,
@@ -70,11 +94,42 @@ class ServerArgs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             f"{_LIMITS.min_body_rate} bytes per second"
         ),
     ] = _LIMITS.body_timeout_s
+    return_tokens_as_token_ids: Annotated[
+        bool,
+        Meta(description="log probabilities name tokens `token_id:ID`, unless a request says otherwise"),
+    ] = False
+    enable_force_include_usage: Annotated[
+        bool, Meta(description="every event of every stream has the usage so far, whether asked for or not")
+    ] = False
+    enable_log_requests: Annotated[
+        bool, Meta(description="log a line per request with its id and its numeric parameters, without texts")
+    ] = False
     disable_log_stats: Annotated[bool, Meta(description="do not log lines of statistics")] = False
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
         Meta(description="lowest severity of messages to log"),
     ] = "info"
+
+    def check(self) -> None:
+        """
+        Raises:
+            InvalidValue: a flag needs another one.
+        """
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise InvalidValue("--ssl-certfile and --ssl-keyfile need each other")
+        for name, value in (
+            ("ssl-ca-certs", self.ssl_ca_certs),
+            ("enable-ssl-refresh", self.enable_ssl_refresh),
+        ):
+            if value and self.ssl_certfile is None:
+                raise InvalidValue(f"--{name} needs --ssl-certfile and --ssl-keyfile")
+
+    @property
+    def certificate(self) -> CertificateFiles | None:
+        """Files for HTTPS; None for plain HTTP."""
+        if self.ssl_certfile is None or self.ssl_keyfile is None:
+            return None
+        return CertificateFiles(self.ssl_certfile, self.ssl_keyfile, self.ssl_ca_certs)
 
     @property
     def http_limits(self) -> HttpLimits:

@@ -48,6 +48,7 @@ def resolve_config(args: EngineArgs, info: WorkerInfo) -> ResolvedConfig:
             reasoning_parser=args.reasoning_parser,
             tool_parser_plugin=args.tool_parser_plugin,
         ),
+        request_defaults=args.request_defaults,
     )
 
 

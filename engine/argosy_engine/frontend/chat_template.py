@@ -1,7 +1,8 @@
 """ChatTemplate: renders messages to prompt text with the model's own Jinja template, in a sandbox.
 
-The template comes from the model directory only, never from a request (CVE-2025-61620): a request may set variables
-that the template declares, and no others reach it.
+The template comes from the model directory or a flag, never from a request (CVE-2025-61620) unless the engine was
+started with `--trust-request-chat-template`: a request may set variables that the template declares, and no others
+reach it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from argosy_engine.errors import ConfigError, InvalidRequest
 from argosy_engine.frontend.template_roles import TemplateRoles
 from argosy_engine.model_configs.model_config import read_json
 from argosy_engine.parsers.parser_registry import has_reasoning
+from argosy_engine.request_defaults import RequestDefaults
 from argosy_protocol.errors import ApiError
 from argosy_protocol.json_limits import parse_text
 from argosy_protocol.openai import ChatCompletionRequest, ChatMessage
@@ -38,6 +40,9 @@ _RESERVED = {
 _END_OF_MESSAGE = "\U0010efff "
 """Appended to a final message that is to be continued, to find its end in the rendered text. A template that trims
 messages removes the space."""
+
+
+_NO_DEFAULTS = RequestDefaults()
 
 
 class _TemplateRaised(Exception):
@@ -60,11 +65,20 @@ class _Arguments(dict[str, Any]):
 
 class ChatTemplate:
     """
+    Args:
+        special_tokens: variables such as `bos_token`, with their texts.
+        default_arguments: template arguments over which those of a request win.
+
     Raises (from the constructor):
         ConfigError: the template does not compile.
     """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        default_arguments: Mapping[str, Any] | None = None,
+    ) -> None:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
@@ -80,24 +94,24 @@ class ChatTemplate:
         self.has_thinking = "enable_thinking" in self.variables or has_reasoning(source)
         """Whether the model may think before it answers."""
         self._special_tokens = dict(special_tokens)
+        self._default_arguments = dict(default_arguments or {})
         self._roles = TemplateRoles(self._rendered)
 
     @classmethod
-    def load(cls, path: Path) -> ChatTemplate | None:
-        """Read the model's template from chat_template.jinja or tokenizer_config.json; None if it has none."""
-        config_file = path / "tokenizer_config.json"
-        config = read_json(config_file) if config_file.is_file() else {}
+    def load(cls, path: Path, defaults: RequestDefaults = _NO_DEFAULTS) -> ChatTemplate | None:
+        """Read the model's template from chat_template.jinja or tokenizer_config.json; None if it has none.
+
+        Args:
+            defaults: the flags' template, which replaces it, and template arguments.
+        """
+        config = tokenizer_config(path)
         template_file = path / "chat_template.jinja"
-        source = template_file.read_text() if template_file.is_file() else config.get("chat_template")
+        source = defaults.chat_template
+        if source is None:
+            source = template_file.read_text() if template_file.is_file() else config.get("chat_template")
         if not isinstance(source, str):
             return None
-        special = {}
-        for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
-            value = config.get(name)
-            text = value.get("content") if isinstance(value, dict) else value
-            if isinstance(text, str):
-                special[name] = text
-        return cls(source, special)
+        return cls(source, special_tokens(config), defaults.chat_template_kwargs)
 
     def render(self, request: ChatCompletionRequest, through: Callable[[Any], Any] | None = None) -> str:
         """Render the prompt's text.
@@ -152,14 +166,39 @@ class ChatTemplate:
 
     def _arguments(self, request: ChatCompletionRequest) -> dict[str, Any]:
         """Return the values of the variables that the template declares; it has no use for others."""
-        arguments = dict(request.chat_template_kwargs or {})
+        asked = dict(request.chat_template_kwargs or {})
         if request.reasoning_effort is not None:
-            arguments.setdefault("reasoning_effort", request.reasoning_effort)
-            arguments.setdefault("enable_thinking", request.reasoning_effort != "none")
+            asked.setdefault("reasoning_effort", request.reasoning_effort)
+            asked.setdefault("enable_thinking", request.reasoning_effort != "none")
+        defaults = self._default_arguments
+        arguments = defaults | {
+            name: value for name, value in asked.items() if value is not None or name not in defaults
+        }
         return {name: value for name, value in arguments.items() if name in self.variables}
 
     def _rendered(self, **values: Any) -> str:
         return self._template.render(**self._special_tokens, **values)
+
+
+def tokenizer_config(path: Path) -> dict[str, Any]:
+    """Read the model folder's tokenizer_config.json; empty if it has none.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    file = path / "tokenizer_config.json"
+    return read_json(file) if file.is_file() else {}
+
+
+def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the texts of the special tokens that templates name."""
+    special = {}
+    for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
+        value = config.get(name)
+        text = value.get("content") if isinstance(value, dict) else value
+        if isinstance(text, str):
+            special[name] = text
+    return special
 
 
 def _through_final_message(text: str) -> str:

@@ -17,13 +17,10 @@ from xxhash import xxh3_64_intdigest
 from argosy_engine.config import ResolvedConfig
 from argosy_engine.errors import InvalidRequest, PromptTooLong, RequestFailed
 from argosy_engine.frontend.renderer import Renderer, TokenizedPrompt
-from argosy_engine.frontend.request_params import (
-    default_sampling_params,
-    num_logprobs,
-    to_sampling_params,
-)
+from argosy_engine.frontend.request_params import num_logprobs, to_sampling_params
 from argosy_engine.messages.core_messages import EngineCoreRequest
 from argosy_engine.params.sampling_params import MAX_BAD_WORDS_TOKENS, SamplingParams
+from argosy_engine.request_defaults import sampling_defaults
 from argosy_engine.sample.logits_processor.interface import LogitsProcessor, load_logits_processors
 from argosy_engine.structured.manager import GrammarRequest
 from argosy_protocol.openai import ChatCompletionRequest, GenerationRequest
@@ -42,7 +39,7 @@ class InputProcessor:
     def __init__(self, config: ResolvedConfig) -> None:
         self.config = config
         self.renderer = Renderer(config, config.parsers)
-        self.default_sampling_params = default_sampling_params(Path(config.model_path))
+        self._sampling_defaults = sampling_defaults(Path(config.model_path), config.request_defaults)
         self._logits_processors = load_logits_processors(config.logits_processors)
         self._unseeded = itertools.count(1)
         """Numbers of the choices that get a seed from the engine's own sequence."""
@@ -64,7 +61,7 @@ class InputProcessor:
                 param="tool_choice",
             )
         calls = self.renderer.parsers.tool_parser.call_form
-        params = to_sampling_params(request, self.default_sampling_params, self.config, num_prompts, calls)
+        params = to_sampling_params(request, self._sampling_defaults, self.config, num_prompts, calls)
         kept = self.renderer.parsed_token_ids(request)
         return params.replace(kept_special_token_ids=kept) if kept else params
 

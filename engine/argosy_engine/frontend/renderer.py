@@ -68,7 +68,7 @@ class Renderer:
         path = Path(config.model_path)
         self.config = config
         self.tokenizer = Tokenizer(path)
-        self.template = ChatTemplate.load(path)
+        self.template = ChatTemplate.load(path, config.request_defaults)
         self._control_tokens = ControlTokens(self.tokenizer.control_tokens)
         if parsers.tool_parser_plugin is not None:
             names = load_tool_parser_plugin(parsers.tool_parser_plugin)

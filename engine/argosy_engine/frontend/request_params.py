@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from argosy_engine.config import ResolvedConfig
 from argosy_engine.errors import InvalidRequest
 from argosy_engine.frontend.structured_output_request import structured_outputs
-from argosy_engine.model_configs.model_config import read_json
 from argosy_engine.params.sampling_params import RepetitionDetectionParams, SamplingParams
+from argosy_engine.request_defaults import SamplingDefaults
 from argosy_engine.structured.structural_tag import HERMES_CALLS, ToolCallForm
 from argosy_protocol.openai import ChatCompletionRequest, CompletionRequest, GenerationRequest, unsupported
 
-_DEFAULT_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _REMEDIES = {
     "best_of": "without use_beam_search",
     "length_penalty": "without use_beam_search",
     "functions": "by this engine; use tools",
     "function_call": "by this engine; use tool_choice",
-    "chat_template": "by this engine; put it into the model's folder as chat_template.jinja",
+    "chat_template": "by this engine; give it to --chat-template",
     "modalities": "by this engine, except for text",
 }
 """Fields that `unsupported` names -> how the message about them goes on, where there is a remedy."""
@@ -30,18 +27,9 @@ MAX_ALLOWED_IDS_OF_A_CALL = 1 << 20
 """Entries of `allowed_token_ids` times sequences of a call. Each sequence is a message of its own to the core."""
 
 
-def default_sampling_params(model_path: Path) -> dict[str, Any]:
-    """Read the sampling parameters of generation_config.json; greedy if it disables sampling."""
-    file = model_path / "generation_config.json"
-    config = read_json(file) if file.is_file() else {}
-    if config.get("do_sample") is False:
-        return {"temperature": 0.0}
-    return {name: config[name] for name in _DEFAULT_NAMES if config.get(name) is not None}
-
-
 def to_sampling_params(
     request: GenerationRequest,
-    defaults: Mapping[str, Any],
+    defaults: SamplingDefaults,
     config: ResolvedConfig,
     num_prompts: int = 1,
     tool_calls: ToolCallForm = HERMES_CALLS,
@@ -49,7 +37,7 @@ def to_sampling_params(
     """Make the request's sampling parameters.
 
     Args:
-        defaults: see `default_sampling_params`.
+        defaults: those of the generation config and the flags.
         num_prompts: prompts of the call, each of which has `n` sequences with these parameters.
         tool_calls: how the model writes the calls that `tool_choice` requires.
 
@@ -64,7 +52,7 @@ def to_sampling_params(
 
     def value(name: str, neutral: float) -> Any:
         given = getattr(request, name)
-        return given if given is not None else defaults.get(name, neutral)
+        return given if given is not None else defaults.values.get(name, neutral)
 
     stop, num_sequences = request.stop, num_prompts * (request.n or 1)
     return SamplingParams(
@@ -74,13 +62,13 @@ def to_sampling_params(
         top_k=value("top_k", 0),
         min_p=value("min_p", 0.0),
         seed=request.seed,
-        presence_penalty=request.presence_penalty or 0.0,
-        frequency_penalty=request.frequency_penalty or 0.0,
+        presence_penalty=value("presence_penalty", 0.0),
+        frequency_penalty=value("frequency_penalty", 0.0),
         repetition_penalty=value("repetition_penalty", 1.0),
         logit_bias=request.logit_bias or None,
         allowed_token_ids=_allowed_token_ids(request.allowed_token_ids, config.vocab_size, num_sequences),
         bad_words=tuple(request.bad_words or ()),
-        max_tokens=_max_tokens(request),
+        max_tokens=_max_tokens(request, defaults),
         min_tokens=request.min_tokens or 0,
         stop=(stop,) if isinstance(stop, str) else tuple(stop or ()),
         stop_token_ids=tuple(request.stop_token_ids or ()),
@@ -131,14 +119,17 @@ def _logprobs(request: GenerationRequest, config: ResolvedConfig) -> dict[str, A
     return {"logprobs": request.logprobs, "prompt_logprobs": prompt}
 
 
-def _max_tokens(request: GenerationRequest) -> int | None:
+def _max_tokens(request: GenerationRequest, defaults: SamplingDefaults) -> int | None:
     if isinstance(request, ChatCompletionRequest):
-        return request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
-    assert isinstance(request, CompletionRequest)
-    if request.max_tokens is None:
-        return _COMPLETION_TOKENS
-    # Scoring a prompt: the generated token is not shown.
-    return 1 if request.is_scoring else request.max_tokens
+        given = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+        asked = defaults.max_tokens if given is None else given
+    else:
+        assert isinstance(request, CompletionRequest)
+        asked = _COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+        if request.is_scoring:
+            return 1  # the generated token is not shown
+    limit = defaults.max_tokens_limit
+    return min(asked or limit, limit) if limit is not None else asked
 
 
 def _allowed_token_ids(

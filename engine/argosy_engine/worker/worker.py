@@ -359,6 +359,7 @@ class Worker:
             *(["fp8 kv cache"] if args.has_fp8_kv_cache else []),
             *(("kernels draw",) if self._sampling.kind == "kernels" else ()),
             *([f"quantization {args.quantization}"] if args.quantization else []),
+            *([setting] if (setting := args.request_defaults.setting()) else []),
         )
         return fingerprint(self._path, settings, has_weights=not is_dummy)
 

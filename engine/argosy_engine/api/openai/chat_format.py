@@ -61,7 +61,9 @@ class ChatFormat(ChoiceFormat[ChatChunkChoice, ChatCompletionChunk, ChatCompleti
         self._created = created_at(request)
         self._prompt = prompt
         self._with_ids = request.return_token_ids or with_ids
-        self._logprobs = LogprobsFormat(renderer.tokenizer, as_token_ids=request.return_tokens_as_token_ids)
+        self._logprobs = LogprobsFormat(
+            renderer.tokenizer, as_token_ids=bool(request.return_tokens_as_token_ids)
+        )
         self._max_calls = 1 if request.parallel_tool_calls is False else None
         self._names_call = isinstance(request.tool_choice, dict)
         self._parsers = [renderer.chat_parser(request, prompt) for _ in range(num_choices)]

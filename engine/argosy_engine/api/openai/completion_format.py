@@ -57,7 +57,7 @@ class CompletionFormat(ChoiceFormat[CompletionChoice, Completion, Completion]):
         self._given = request.prompts()
         self._n = request.n or 1
         self._with_ids = request.return_token_ids or with_ids
-        self._format = LogprobsFormat(tokenizer, as_token_ids=request.return_tokens_as_token_ids)
+        self._format = LogprobsFormat(tokenizer, as_token_ids=bool(request.return_tokens_as_token_ids))
         self._unopened = {choice for choice, token_ids in enumerate(resumed) if not token_ids}
         """Choices without an output so far; the first one carries what belongs to the prompt."""
         self._prompt_logprobs: dict[int, list[TokenLogprobs] | None] = {}

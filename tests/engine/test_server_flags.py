@@ -1,0 +1,171 @@
+"""Flags of the server that change its address or what all requests get: real processes and sockets."""
+
+from __future__ import annotations
+
+import json
+import ssl
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from loopback_certificate import issue_certificate
+from processes import Server, free_port, running, wait_until
+
+PREFIX = "/models/tiny"
+TEMPLATE = (
+    "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"
+    "{% if enable_thinking is false %}[quick]{% endif %}"
+)
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return issue_certificate(tmp_path_factory.mktemp("tls"))
+
+
+@pytest.fixture(scope="module")
+def server(
+    tmp_path_factory: pytest.TempPathFactory, certificate: tuple[Path, Path]
+) -> Iterator[tuple[Server, Path]]:
+    """A server on a Unix domain socket, with a key of vLLM's variable."""
+    folder = tmp_path_factory.mktemp("flags")
+    template = folder / "template.jinja"
+    template.write_text(TEMPLATE)
+    socket = folder / "engine.sock"
+    arguments = ["argosy_engine.api.serve", "builtin://tiny", "--served-model-name", "tiny", "alias"]
+    arguments += ["--threads", "1", "--uds", str(socket), "--root-path", PREFIX]
+    arguments += [
+        "--chat-template",
+        str(template),
+        "--default-chat-template-kwargs",
+        '{"enable_thinking": false}',
+    ]
+    arguments += ["--override-generation-config", '{"temperature": 0, "max_new_tokens": 5}']
+    arguments += ["--enable-force-include-usage", "--return-tokens-as-token-ids", "--enable-log-requests"]
+    with starting(arguments, folder / "log", socket) as up:
+        yield up, socket
+
+
+def starting(arguments: list[str], log: Path, socket: Path) -> Any:
+    return running(
+        arguments,
+        log,
+        port=0,
+        env={"VLLM_API_KEY": "k"},
+        is_ready=lambda: (
+            socket.exists() and answers(httpx.HTTPTransport(uds=str(socket)), "http://engine/ready")
+        ),
+    )
+
+
+def answers(transport: httpx.BaseTransport, url: str) -> bool:
+    try:
+        with httpx.Client(transport=transport, timeout=5) as client:
+            return client.get(url).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+@pytest.fixture
+def http(server: tuple[Server, Path]) -> Iterator[httpx.Client]:
+    transport = httpx.HTTPTransport(uds=str(server[1]))
+    with httpx.Client(
+        transport=transport, base_url="http://engine", headers={"authorization": "Bearer k"}, timeout=60
+    ) as client:
+        yield client
+
+
+def answer(response: httpx.Response) -> dict[str, Any]:
+    assert response.status_code == 200, response.text
+    return dict(response.json())
+
+
+def test_the_key_of_vllm_s_variable_is_required(http: httpx.Client) -> None:
+    for path in ("/v1/models", f"{PREFIX}/v1/models", f"{PREFIX}/sleep", f"{PREFIX}//sleep"):
+        assert http.get(path, headers={"authorization": "Bearer no"}).status_code == 401, path
+    assert [card["id"] for card in answer(http.get("/v1/models"))["data"]] == ["tiny", "alias"]
+
+
+def test_a_prefix_is_removed_and_may_be_stripped_by_the_proxy(http: httpx.Client) -> None:
+    assert http.get(f"{PREFIX}/health").status_code == 200
+    assert http.get("/health").status_code == 200
+    assert http.get(f"{PREFIX}/is_sleeping").json() == {"is_sleeping": False}
+    assert http.get(f"{PREFIX}{PREFIX}/health").status_code == 404
+
+
+def test_the_flags_template_and_its_arguments_replace_the_model_s(http: httpx.Client) -> None:
+    def prompt(**fields: Any) -> str:
+        tokens = answer(http.post("/tokenize", json={"messages": HELLO, **fields}))["tokens"]
+        return str(answer(http.post("/detokenize", json={"tokens": tokens}))["prompt"])
+
+    assert prompt() == "[user]Hello[quick]"
+    assert prompt(chat_template_kwargs={"enable_thinking": True}) == "[user]Hello"
+    assert prompt(chat_template_kwargs={"enable_thinking": None}) == "[user]Hello[quick]"
+    assert prompt(reasoning_effort="high") == "[user]Hello"
+
+
+def test_max_new_tokens_of_the_flag_bounds_every_request(http: httpx.Client) -> None:
+    for fields in ({}, {"max_tokens": 50}):
+        body = {"messages": HELLO, "ignore_eos": True, **fields}
+        usage = answer(http.post("/v1/chat/completions", json=body))["usage"]
+        assert usage["completion_tokens"] == 5
+    short = answer(http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2, "ignore_eos": True}))
+    assert short["usage"]["completion_tokens"] == 2
+
+
+def test_every_event_has_the_usage(http: httpx.Client) -> None:
+    body = {"prompt": "Once", "max_tokens": 3, "ignore_eos": True, "stream": True, "stream_options": {}}
+    events = [line[6:] for line in http.post("/v1/completions", json=body).text.splitlines() if line]
+    assert events.pop() == "[DONE]"
+    usages = [json.loads(event)["usage"] for event in events]
+    assert all(usages)
+    assert usages[-1]["completion_tokens"] == 3
+
+
+def test_tokens_are_named_by_id_unless_a_request_says_otherwise(http: httpx.Client) -> None:
+    def tokens(**fields: Any) -> list[str]:
+        body = {"prompt": "Once", "max_tokens": 2, "ignore_eos": True, "logprobs": 0, **fields}
+        return list(answer(http.post("/v1/completions", json=body))["choices"][0]["logprobs"]["tokens"])
+
+    assert all(token.startswith("token_id:") for token in tokens())
+    assert not any(token.startswith("token_id:") for token in tokens(return_tokens_as_token_ids=False))
+
+
+def test_requests_are_logged_without_their_texts(http: httpx.Client, server: tuple[Server, Path]) -> None:
+    body = {"prompt": "secret words", "max_tokens": 3, "stop": "hidden", "user": "somebody"}
+    answer(http.post("/v1/completions", json=body, headers={"x-request-id": "logged-1"}))
+    log = server[0].log.read_text()
+    (line,) = [line for line in log.splitlines() if "Received request logged-1:" in line]
+    assert "max_tokens=3" in line
+    assert not [word for word in ("secret", "hidden", "somebody") if word in log]
+
+
+def test_https_with_a_certificate_that_is_renewed(
+    tmp_path: Path, certificate: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    chain, key = tmp_path / "tls.crt", tmp_path / "tls.key"
+    chain.write_bytes(certificate[0].read_bytes())
+    key.write_bytes(certificate[1].read_bytes())
+    port = free_port()
+    url = f"https://127.0.0.1:{port}"
+
+    def is_trusted(authority: Path) -> bool:
+        context = ssl.create_default_context(cafile=str(authority))
+        return answers(httpx.HTTPTransport(verify=context), f"{url}/ready")
+
+    arguments = ["argosy_engine.api.serve", "builtin://tiny", "--threads", "1", "--port", str(port)]
+    arguments += ["--ssl-certfile", str(chain), "--ssl-keyfile", str(key), "--enable-ssl-refresh"]
+    with running(arguments, tmp_path / "log", port=port, is_ready=lambda: is_trusted(certificate[0])):
+        body = {"prompt": "Once", "max_tokens": 3, "stream": True}
+        context = ssl.create_default_context(cafile=str(certificate[0]))
+        assert httpx.post(f"{url}/v1/completions", json=body, verify=context).text.endswith("[DONE]\n\n")
+        with pytest.raises(httpx.TransportError):
+            httpx.get(f"http://127.0.0.1:{port}/health")
+        renewed = issue_certificate(tmp_path_factory.mktemp("renewed"))
+        key.write_bytes(renewed[1].read_bytes())
+        chain.write_bytes(renewed[0].read_bytes())
+        wait_until(lambda: is_trusted(renewed[0]), "the renewed certificate")
