@@ -85,6 +85,7 @@ def test_activations_in_fp8(activation, rows, inner, dtype, scale):
 
 def test_in_fp8_a_row_may_be_wider_than_registers_hold(monkeypatch):
     monkeypatch.setattr(silu_and_mul_module, "ROW_BLOCK", 64)
+    monkeypatch.setattr(silu_and_mul_module, "PART_BLOCK", 32)
     gate_up = torch.randn(3, 2 * 150)
     gate_up[0, 149] = 40.0  # the largest is in the last block
     out, scales = silu_and_mul_fp8(gate_up, None)

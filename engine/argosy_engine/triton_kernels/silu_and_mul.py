@@ -19,6 +19,8 @@ _BLOCK = 1024
 """Columns per program: 8 per thread, one 16-byte load each of gate and up in a 16-bit dtype."""
 ROW_BLOCK = 16384
 """Columns of a whole row that a program holds in registers: 32 per thread."""
+PART_BLOCK = 8192
+"""Columns of a wider row that a program has at a time, beside the largest magnitudes so far."""
 
 
 @triton.jit
@@ -161,7 +163,8 @@ def _launch_fp8(
     row_scales = torch.empty((rows, 1), dtype=torch.float32, device=gate_up.device)
     if scale is not None:
         return _launch(gate_up, out, scale, row_scales, is_gelu=is_gelu), row_scales
-    block = min(ROW_BLOCK, triton.next_power_of_2(inner))
+    fits = inner <= ROW_BLOCK
+    block = triton.next_power_of_2(inner) if fits else PART_BLOCK
     launch(
         _activation_and_mul_fp8,
         (rows,),
@@ -174,6 +177,6 @@ def _launch_fp8(
         inner=inner,
         IS_GELU=is_gelu,
         BLOCK=block,
-        FITS=inner <= block,
+        FITS=fits,
     )
     return out, row_scales
