@@ -11,7 +11,16 @@ from functools import lru_cache
 from typing import Any
 
 import msgspec
-from msgspec import inspect
+from msgspec.inspect import (
+    ListType,
+    LiteralType,
+    Metadata,
+    StructType,
+    TypedDictType,
+    UnionType,
+    VarTupleType,
+    type_info,
+)
 
 MAX_SHOWN_CHARS = 64
 MAX_SEARCHED_BYTES = 64 * 1024
@@ -54,28 +63,26 @@ def allowed_values(kind: Any, path: str) -> tuple[str | int, ...]:
         kind: the type of the whole body.
         path: as in `shown_value`.
     """
-    kinds: list[Any] = [inspect.type_info(kind)]
+    kinds: list[Any] = [type_info(kind)]
     for name, _ in _STEP.findall(path):
         kinds = [inner for each in _members(kinds) for inner in _parts(each, name)]
-    return tuple(
-        value for each in _members(kinds) if isinstance(each, inspect.LiteralType) for value in each.values
-    )
+    return tuple(value for each in _members(kinds) if isinstance(each, LiteralType) for value in each.values)
 
 
 def _members(kinds: list[Any]) -> list[Any]:
     """Return the types with each union replaced by its members."""
     members: list[Any] = []
     for kind in kinds:
-        inner = kind.type if isinstance(kind, inspect.Metadata) else kind
-        members += _members(list(inner.types)) if isinstance(inner, inspect.UnionType) else [inner]
+        inner = kind.type if isinstance(kind, Metadata) else kind
+        members += _members(list(inner.types)) if isinstance(inner, UnionType) else [inner]
     return members
 
 
 def _parts(kind: Any, name: str) -> list[Any]:
     """Return the types of an object's field, or of a list's items if the name is empty."""
     if not name:
-        return [kind.item_type] if isinstance(kind, inspect.ListType | inspect.VarTupleType) else []
-    fields = kind.fields if isinstance(kind, inspect.StructType | inspect.TypedDictType) else ()
+        return [kind.item_type] if isinstance(kind, ListType | VarTupleType) else []
+    fields = kind.fields if isinstance(kind, StructType | TypedDictType) else ()
     return [field.type for field in fields if field.encode_name == name]
 
 
