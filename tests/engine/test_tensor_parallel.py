@@ -22,7 +22,7 @@ from argosy_engine.core.proc.core_client import SyncMPClient
 from argosy_engine.distributed.communicator import Communicator, LocalCommunicator
 from argosy_engine.distributed.parallel_config import ParallelConfig
 from argosy_engine.distributed.parallel_state import ParallelState
-from argosy_engine.errors import ConfigError, EngineDead
+from argosy_engine.errors import ConfigError, EngineDead, UtilityFailed
 from argosy_engine.frontend.outputs import RequestOutput
 from argosy_engine.params.pooling_params import PoolingParams
 from argosy_engine.sample.token_logprobs import TokenLogprobs
@@ -282,3 +282,24 @@ def step_for_ever(llm: LLM) -> None:
 def test_a_layout_that_cannot_be_is_refused(flags: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LLM(**{**TINY, **flags}, multiprocess=True)
+
+
+def test_workers_wake_up_together_or_stay_asleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "support"), prepend=os.pathsep)
+    flags = {**TINY, **FEW_BLOCKS, "tensor_parallel_size": 2, "worker_cls": "probe_worker.MeetingWorker"}
+    prompt = REQUESTS[0][0]
+    with LLM(**flags) as llm:
+        (before,) = llm.generate([prompt], use_tqdm=False)
+        llm.sleep()
+        for rank in (1, 0):
+            llm.collective_rpc("set_fault", args=[rank])
+            with pytest.raises(UtilityFailed, match=r"MemoryError\('as asked'\)"):
+                llm.wake_up()
+            assert llm.collective_rpc("holds_memory") == [False, False]
+        llm.collective_rpc("set_fault", args=[-1])
+        llm.wake_up()
+        llm.wake_up()
+        llm.collective_rpc("sleep_alone", args=[0])  # as if sleeping had failed in the other
+        llm.wake_up()
+        (after,) = llm.generate([prompt], use_tqdm=False)
+    assert after.outputs[0].token_ids == before.outputs[0].token_ids

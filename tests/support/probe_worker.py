@@ -13,6 +13,9 @@ from argosy_engine.errors import ConfigError
 from argosy_engine.messages.model_runner_output import ModelRunnerOutput
 from argosy_engine.messages.scheduler_output import SchedulerOutput
 from argosy_engine.messages.worker_info import WorkerInfo
+from argosy_engine.models.loader import LoadedModel
+from argosy_engine.models.registry import CausalLM
+from argosy_engine.worker.model_runner import ModelRunner
 from argosy_engine.worker.pending_step import PendingStep
 from argosy_engine.worker.worker import Worker
 
@@ -37,6 +40,38 @@ class ProbeWorker(Worker):
 
     def num_blocks(self) -> int:
         return self._budget.num_blocks
+
+
+class MeetingWorker(ProbeWorker):
+    """A worker that meets the others when it has woken up, as those do that capture graphs."""
+
+    has_started = False
+    cannot_load = False
+
+    def start(self) -> WorkerInfo:
+        info = super().start()
+        self.has_started = True
+        return info
+
+    def set_fault(self, rank: int) -> None:
+        self.cannot_load = self.rank == rank
+
+    def sleep_alone(self, rank: int) -> None:
+        if self.rank == rank:
+            self.sleep(1)
+
+    def _load(self) -> LoadedModel:
+        if self.cannot_load:
+            raise MemoryError("as asked")
+        return super()._load()
+
+    def _graph_sizes(self) -> list[int]:
+        return [1] if self.has_started else []
+
+    def _make_runner(self, model: CausalLM, num_blocks: int, max_model_len: int) -> ModelRunner:
+        runner = super()._make_runner(model, num_blocks, max_model_len)
+        runner.capture_graphs = lambda *_: self._parallel.least(1) == [1]  # type: ignore[method-assign]
+        return runner
 
 
 class UnequalWorker(ProbeWorker):

@@ -23,6 +23,8 @@ TIMEOUT = timedelta(minutes=30)
 """How long a process waits for its peers, which may still be reading their weights. Whether they live is not found out
 by this: the executor sees the end of a worker at once."""
 
+_MAX_REASON_BYTES = 1024
+
 
 @dataclass(frozen=True, slots=True)
 class ParallelState:
@@ -51,6 +53,21 @@ class ParallelState:
         if self.world.size == 1:
             return list(values)
         return self.world.all_gather(torch.tensor([values], device=self.device), dim=0).amin(dim=0).tolist()
+
+    def first_failure(self, reason: str | None) -> str | None:
+        """Return why the first worker by rank has failed, if one has; otherwise None. It waits for all of them.
+
+        Args:
+            reason: why this worker has failed; its first 1,024 bytes count.
+        """
+        if self.world.size == 1:
+            return reason
+        text = b"" if reason is None else (reason or "unknown").encode()[:_MAX_REASON_BYTES]
+        padded = torch.frombuffer(bytearray(text.ljust(_MAX_REASON_BYTES, b"\0")), dtype=torch.uint8)
+        for row in self.world.all_gather(padded[None].to(self.device), dim=0).cpu():
+            if found := bytes(row.tolist()).rstrip(b"\0"):
+                return found.decode(errors="replace")
+        return None
 
     def destroy(self) -> None:
         """Leave the groups. No collective may be running."""

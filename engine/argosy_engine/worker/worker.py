@@ -22,7 +22,7 @@ from argosy_engine.config import EngineArgs, MemoryBudget
 from argosy_engine.distributed.launched_groups import LaunchedGroups
 from argosy_engine.distributed.lockstep import Round
 from argosy_engine.distributed.parallel_state import ParallelState, init_parallel_state, single_process
-from argosy_engine.errors import ConfigError
+from argosy_engine.errors import ConfigError, EngineError
 from argosy_engine.layers.layer_self_test import layer_self_test
 from argosy_engine.layers.quantization import has_fp8_products
 from argosy_engine.layers.token_exchange import TokenExchange
@@ -279,20 +279,37 @@ class Worker:
                     os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def wake_up(self) -> None:
-        """Load the weights again and allocate an empty KV cache of the same size.
+        """Load the weights again and allocate an empty KV cache of the same size. No effect on a worker that is awake.
+
+        Every worker has to be called, awake or not: they agree that all can, because graphs are captured together.
 
         Raises:
-            ConfigError: the checkpoint is gone or has changed.
+            ConfigError: the checkpoint is gone or has changed, or there is not enough memory, of any worker. All stay
+                asleep.
         """
-        if self._runner is None:
-            model = self._load().model
-            if self._current_fingerprint() != self._fingerprint:
-                raise ConfigError(
-                    f"the checkpoint in {self._path} has changed since this engine started; restart it"
-                )
-            self._runner = self._make_runner(model, self._budget.num_blocks, self._budget.max_model_len)
-            if sizes := self._graph_sizes():
-                self._runner.capture_graphs(sizes)
+        if self._parallel.least(int(self._runner is not None)) == [1]:
+            return
+        self.sleep(1)  # where only some sleep, so that all capture the same graphs
+        try:
+            runner, reason = self._reload(), None
+        except Exception as error:  # the others have to hear of it, whatever it is
+            runner, reason = None, str(error) if isinstance(error, EngineError) else repr(error)
+        failure = self._parallel.first_failure(reason)
+        if runner is None or failure is not None:
+            del runner
+            self.sleep(1)
+            raise ConfigError(failure)
+        if sizes := self._graph_sizes():
+            runner.capture_graphs(sizes)
+        self._runner = runner
+
+    def _reload(self) -> ModelRunner:
+        model = self._load().model
+        if self._current_fingerprint() != self._fingerprint:
+            raise ConfigError(
+                f"the checkpoint in {self._path} has changed since this engine started; restart it"
+            )
+        return self._make_runner(model, self._budget.num_blocks, self._budget.max_model_len)
 
     def shutdown(self) -> None:
         self._runner = None

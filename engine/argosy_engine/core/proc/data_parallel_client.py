@@ -295,9 +295,8 @@ class DPLBSyncMPClient:
             result = combined_result(method, results)
         except UtilityFailed:
             if undo := undo_call(method, self._is_asleep):
-                for client in self._clients:
-                    with suppress(EngineError):
-                        client.call_utility(*undo)
+                with suppress(EngineError):
+                    self._call_all(*undo)  # at once, because cores that share experts wake up together
             raise
         self._is_asleep = is_asleep_after(method, self._is_asleep)
         return result
