@@ -288,6 +288,8 @@ def test_the_end_of_a_private_ray_ends_the_engine_but_not_its_program(victim: st
             with pytest.raises(EngineDead, match=r"^the engine's private Ray ended"):
                 call()
     assert not ray.is_initialized()
+    with pytest.raises(EngineDead):
+        executor.check_health()
     if victim == "private_ray":  # some of what it kept would take a minute to notice its end
         kill(list(started))
     wait_until(lambda: not any(map(is_alive, started)), "Ray to end")

@@ -83,9 +83,9 @@ class PrivateRay:
             )
 
     def has_ended(self) -> bool:
-        """Whether Ray has ended by itself, or is about to."""
+        """Whether Ray has been stopped, or has ended by itself, or is about to."""
         assert self._process.stdout is not None
-        return bool(wait_readable([self._process.stdout.fileno()], 0.0))
+        return self._process.stdout.closed or bool(wait_readable([self._process.stdout.fileno()], 0.0))
 
     def stop(self) -> None:
         """End Ray and remove its files. May be called twice."""
