@@ -28,6 +28,8 @@ MAX_LOGPROBS = 1 << 20
 MAX_CHOICES = 1024
 """Choices of one call: prompts times n."""
 MAX_REQUEST_ID = 128
+MAX_CHAT_TEMPLATE = 1 << 18
+"""In characters; the longest templates of models have a tenth."""
 
 ModelField = Nullable[Annotated[str, Meta(max_length=MAX_MODEL_NAME)]]
 Probability = Annotated[float, Meta(ge=0.0, le=1.0)]
@@ -155,6 +157,10 @@ class GenerationRequest(InternalFields, kw_only=True, omit_defaults=True):
     """vLLM's: engine core that computes the request, by default the one with the least work. The router refuses it."""
     resume: Resume | None = None
     """Sent by the router only; refused without its internal header."""
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=MAX_TOKENS)] | None = None
+    """vLLM's field: tokens of the prompt that stay if it is longer; -1: as many as the model's context has room for."""
+    truncation_side: Literal["left", "right"] | None = None
+    """vLLM's field: where tokens are cut off; by default left, so that the last ones stay."""
     response_format: dict[str, Any] | None = None
     structured_outputs: Any = None
     """vLLM's field; the engine checks its content."""
@@ -163,7 +169,6 @@ class GenerationRequest(InternalFields, kw_only=True, omit_defaults=True):
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
-    truncate_prompt_tokens: Any = None
     prompt_embeds: Any = None
     logprob_token_ids: Any = None
     thinking_token_budget: Any = None
@@ -193,8 +198,9 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, omit_defaults=True)
     continue_final_message: Nullable[bool] = False
     logprobs: bool | None = None
     top_logprobs: LogprobCount | None = None
+    chat_template: Annotated[str, Meta(max_length=MAX_CHAT_TEMPLATE)] | None = None
+    """vLLM's field: the template of this request, for engines that trust their clients."""
     # See `unsupported`.
-    chat_template: Any = None
     functions: Any = None
     function_call: Any = None
     modalities: Any = None
@@ -224,6 +230,7 @@ class CompletionRequest(GenerationRequest, kw_only=True, omit_defaults=True):
     """A text, a list of texts, one list of token ids, or a list of such lists."""
     echo: Nullable[bool] = False
     suffix: str | None = None
+    """What follows the text to generate, for models that fill in the middle."""
     best_of: Annotated[int, Meta(ge=1, le=128)] | None = None
     """The beam width, if it should exceed `n`."""
     logprobs: LogprobCount | None = None
@@ -254,14 +261,11 @@ class CompletionRequest(GenerationRequest, kw_only=True, omit_defaults=True):
 
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "suffix": (None, ""),
     "best_of": (None, 1),
     "length_penalty": (1.0,),
-    "truncate_prompt_tokens": (),
     "prompt_embeds": (),
     "logprob_token_ids": ([],),
     "thinking_token_budget": (-1,),
-    "chat_template": (),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),

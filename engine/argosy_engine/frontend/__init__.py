@@ -16,6 +16,8 @@ template_roles              which roles it renders
 control_tokens              keeps a chat's text from becoming control tokens
 tokenizer                   tokenizer.json
 chunk_map                   where the router's chunks end in the tokens
+prompt_truncation           truncate_prompt_tokens: how much of a prompt stays
+fill_in_middle              prompts of models that write between a prompt and a suffix
 prompts                     types of prompts for offline use
 
 request_params              sampling parameters of an API request

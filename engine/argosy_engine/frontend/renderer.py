@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
 from argosy_engine.config import ParserConfig, ResolvedConfig
-from argosy_engine.errors import InvalidRequest, PromptTooLong
+from argosy_engine.errors import ConfigError, InvalidRequest, PromptTooLong
 from argosy_engine.frontend.chat_template import ChatTemplate
 from argosy_engine.frontend.chunk_map import map_chunks, map_token_chunks
 from argosy_engine.frontend.control_tokens import ControlTokens
+from argosy_engine.frontend.fill_in_middle import fill_in_middle
+from argosy_engine.frontend.prompt_truncation import truncation_of
 from argosy_engine.frontend.prompts import PromptType, text_or_token_ids
 from argosy_engine.frontend.render_pool import stop_if_abandoned
 from argosy_engine.frontend.tokenizer import Encoded, Tokenizer
@@ -46,6 +49,8 @@ may drop documents. All of it is searched for control tokens."""
 
 
 _CHOSEN_PARSERS = ParserConfig()
+_KEPT_TEMPLATES = 16
+"""Compiled templates of requests that are kept; clients that bring one bring it with every request."""
 
 
 class TokenizedPrompt(NamedTuple):
@@ -69,7 +74,9 @@ class Renderer:
         self.config = config
         self.tokenizer = Tokenizer(path)
         self.template = ChatTemplate.load(path, config.request_defaults)
+        self._template_of_request = lru_cache(_KEPT_TEMPLATES)(self._compiled)
         self._control_tokens = ControlTokens(self.tokenizer.control_tokens)
+        self._fill_in_middle = fill_in_middle(self.tokenizer.added_tokens)
         if parsers.tool_parser_plugin is not None:
             names = load_tool_parser_plugin(parsers.tool_parser_plugin)
             logger.info("%s registers the tool parsers %s", parsers.tool_parser_plugin, ", ".join(names))
@@ -117,6 +124,32 @@ class Renderer:
         """Whether the chat template supports reasoning, or the user has named a reasoning parser."""
         return self.template is not None and (self.template.has_thinking or self._names_reasoning)
 
+    def _template(self, request: ChatCompletionRequest) -> ChatTemplate:
+        """Return the template of a chat: the request's own, if it has one, else the model's.
+
+        Raises:
+            InvalidRequest: the model has none, or the engine does not trust requests to bring one.
+        """
+        if request.chat_template is not None:
+            return self._template_of_request(request.chat_template)
+        if self.template is None:
+            raise InvalidRequest("this model has no chat template; use /v1/completions", param="messages")
+        return self.template
+
+    def _compiled(self, source: str) -> ChatTemplate:
+        if not self.config.request_defaults.trust_request_chat_template:
+            raise InvalidRequest(
+                "chat_template is refused: it needs an engine that was started with --trust-request-chat-template",
+                param="chat_template",
+            )
+        try:
+            defaults = msgspec.structs.replace(self.config.request_defaults, chat_template=source)
+            template = ChatTemplate.load(Path(self.config.model_path), defaults)
+        except ConfigError as error:
+            raise InvalidRequest(f"chat_template: {error}", param="chat_template") from None
+        assert template is not None
+        return template
+
     def parsed_token_ids(self, request: GenerationRequest) -> tuple[int, ...]:
         """Return the special tokens that the parser of a request's output reads."""
         if not isinstance(request, ChatCompletionRequest):
@@ -154,9 +187,10 @@ class Renderer:
         """
         (segments,) = prompt_segments(request)
         text, cuts = self._chat_text(request, segments)
-        self.check_length(len(cuts) + 1)  # each piece is at least one token
+        if request.truncate_prompt_tokens is None:
+            self.check_length(len(cuts) + 1)  # each piece is at least one token
         prompt = self._text_prompt(text, segments, request, add_special_tokens=False, cuts=cuts)
-        if not self.has_thinking:
+        if not self.has_thinking or request.truncation_side == "right":
             return prompt
         if request.continue_final_message:
             begun = "\n".join(_texts(request.messages[-1]))
@@ -196,8 +230,10 @@ class Renderer:
             InvalidRequest: a prompt is too long, has a token id beyond the vocabulary, or is not text.
         """
         prompts = request.prompts()
+        if request.suffix:  # an empty one asks for a plain continuation
+            return [self._filled_in(prompt, request.suffix, request) for prompt in prompts]
         for prompt in prompts:
-            if isinstance(prompt, str):
+            if isinstance(prompt, str) and request.truncate_prompt_tokens is None:
                 self._check_characters(len(prompt))
         return [
             self._text_prompt(prompt, segments, request, add_special_tokens=True)
@@ -205,6 +241,26 @@ class Renderer:
             else self._token_prompt(prompt, segments, request)
             for prompt, segments in zip(prompts, prompt_segments(request), strict=True)
         ]
+
+    def _filled_in(self, prompt: str | list[int], suffix: str, request: CompletionRequest) -> TokenizedPrompt:
+        """Tokenise a prompt after which the model writes what stands between `prompt` and `suffix`.
+
+        Raises:
+            InvalidRequest: the model cannot, or the request has a field that does not go with it.
+        """
+        if self._fill_in_middle is None:
+            raise InvalidRequest(
+                "suffix needs a model that fills in the middle; the tokenizer of this one has no tokens for it",
+                param="suffix",
+            )
+        for field in ("echo", "truncate_prompt_tokens"):
+            if getattr(request, field) not in (None, False):
+                raise InvalidRequest(f"suffix cannot be combined with {field}", param="suffix")
+        if not isinstance(prompt, str):
+            raise InvalidRequest("suffix needs a prompt that is text, not token ids", param="suffix")
+        text = self._fill_in_middle.prompt(prompt, suffix)
+        # Chunks are those of plain prompts, whose tokens are others.
+        return self._text_prompt(text, [], request, add_special_tokens=True)
 
     def render_text(self, text: str, *, add_special_tokens: bool = True) -> TokenizedPrompt:
         """Tokenise a plain text, for offline use."""
@@ -225,17 +281,26 @@ class Renderer:
         self.check_token_ids(given)
         return TokenizedPrompt(given, [])
 
-    def encode(self, text: str, *, add_special_tokens: bool, cuts: Sequence[int] = ()) -> Encoded:
+    def encode(
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool,
+        cuts: Sequence[int] = (),
+        is_truncated: bool = False,
+    ) -> Encoded:
         """Tokenise a text.
 
         Args:
             cuts: offsets in characters that no token crosses.
+            is_truncated: the text may be too long, because not all of its tokens are used.
 
         Raises:
             PromptTooLong: no model's token is so long that this could be a prompt.
             InvalidRequest: it is not text.
         """
-        self._check_characters(len(text))
+        if not is_truncated:
+            self._check_characters(len(text))
         stop_if_abandoned()
         try:
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens, cuts=cuts)
@@ -269,21 +334,23 @@ class Renderer:
 
     def _chat_text(self, request: ChatCompletionRequest, segments: list[Segment]) -> tuple[str, list[int]]:
         """Render a chat; return the text and the offsets at which it is split. Checks lengths before rendering."""
-        if self.template is None:
-            raise InvalidRequest("this model has no chat template; use /v1/completions", param="messages")
+        template = self._template(request)
+        is_truncated = request.truncate_prompt_tokens is not None
         # Templates may drop an assistant's answers and reasoning, but not the other messages.
-        self._check_characters(
-            sum(len(text) for m in request.messages if m.role != "assistant" for text in _texts(m))
-        )
+        if not is_truncated:
+            self._check_characters(
+                sum(len(text) for m in request.messages if m.role != "assistant" for text in _texts(m))
+            )
         size = sum(len(data) for _, data in segments)
         self._check_input(size)
         if not self._control_tokens.concern(segments):
-            return self.template.render(request), []
-        if size > self._max_characters:
+            return template.render(request), []
+        if size > self._max_characters and not is_truncated:
             # Hiding reads texts that templates may drop, too, and changes no length.
-            self._check_characters(len(self.template.render(request)))
-        rendered = self.template.render(request, self._control_tokens.hide)
-        self._check_characters(len(rendered))
+            self._check_characters(len(template.render(request)))
+        rendered = template.render(request, self._control_tokens.hide)
+        if not is_truncated:
+            self._check_characters(len(rendered))
         return self._control_tokens.reveal(rendered)
 
     def _text_prompt(
@@ -295,7 +362,14 @@ class Renderer:
         add_special_tokens: bool,
         cuts: Sequence[int] = (),
     ) -> TokenizedPrompt:
-        encoded = self.encode(text, add_special_tokens=add_special_tokens, cuts=cuts)
+        truncation = truncation_of(request, self.config.max_model_len)
+        if truncation is not None and not cuts:
+            text = truncation.trimmed(text, self._max_characters)
+        encoded = self.encode(
+            text, add_special_tokens=add_special_tokens, cuts=cuts, is_truncated=truncation is not None
+        )
+        if truncation is not None and len(encoded) > truncation.num_tokens:
+            return TokenizedPrompt(truncation.kept(encoded.ids), [])
         self.check_length(len(encoded))
         stop_if_abandoned()
         return TokenizedPrompt(encoded.ids, map_chunks(segments, self._seed(request), text, encoded.ends))
@@ -304,6 +378,9 @@ class Renderer:
         self, token_ids: list[int], segments: list[Segment], request: GenerationRequest
     ) -> TokenizedPrompt:
         self.check_token_ids(token_ids)
+        truncation = truncation_of(request, self.config.max_model_len)
+        if truncation is not None and len(token_ids) > truncation.num_tokens:
+            return TokenizedPrompt(truncation.kept(token_ids), [])
         return TokenizedPrompt(list(token_ids), map_token_chunks(segments, self._seed(request)))
 
     def _check_input(self, size: int) -> None:

@@ -17,7 +17,6 @@ _REMEDIES = {
     "length_penalty": "without use_beam_search",
     "functions": "by this engine; use tools",
     "function_call": "by this engine; use tool_choice",
-    "chat_template": "by this engine; give it to --chat-template",
     "modalities": "by this engine, except for text",
 }
 """Fields that `unsupported` names -> how the message about them goes on, where there is a remedy."""

@@ -73,6 +73,11 @@ class Tokenizer:
         decoder = self.backend.decoder
         self._decoder_steps = _types(json.loads(decoder.__getstate__())) if decoder is not None else set()
 
+    @property
+    def added_tokens(self) -> frozenset[str]:
+        """Texts of the tokens beside the vocabulary proper: the special ones and others that are always one token."""
+        return frozenset(self._added.values())
+
     @cached_property
     def max_token_chars(self) -> int:
         """Maximum number of characters of a token."""

@@ -1,0 +1,62 @@
+"""Truncation of prompts: `truncate_prompt_tokens` and `truncation_side`, with vLLM's meaning.
+
+Owns: how many tokens stay, and on which side. Must not know: how a prompt is rendered.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from argosy_engine.errors import InvalidRequest
+from argosy_protocol.openai import ChatCompletionRequest, GenerationRequest
+
+
+class Truncation(NamedTuple):
+    """How a prompt that is too long is shortened."""
+
+    num_tokens: int
+    keeps_start: bool
+    """Whether the first tokens stay, and not the last ones."""
+
+    def trimmed(self, text: str, max_characters: int) -> str:
+        """Return the part of a text that can have the tokens that stay, so that no more is tokenised.
+
+        Args:
+            max_characters: those of the longest prompt.
+        """
+        return text[:max_characters] if self.keeps_start else text[max(len(text) - max_characters, 0) :]
+
+    def kept(self, token_ids: list[int]) -> list[int]:
+        """Return the tokens that stay."""
+        if self.keeps_start:
+            return token_ids[: self.num_tokens]
+        return token_ids[max(len(token_ids) - self.num_tokens, 0) :]
+
+
+def truncation_of(request: GenerationRequest, max_model_len: int) -> Truncation | None:
+    """Return the truncation that a request asks for, or None. The output has the room that `max_tokens` asks for, and
+    at least one token.
+
+    Raises:
+        InvalidRequest: prompt and output would exceed the model's context.
+    """
+    asked = request.truncate_prompt_tokens
+    if asked is None:
+        return None
+    if isinstance(request, ChatCompletionRequest) and request.max_completion_tokens is not None:
+        num_outputs = request.max_completion_tokens
+    else:
+        num_outputs = request.max_tokens or 0
+    room = max_model_len - max(num_outputs, 1)
+    if room < 1:
+        raise InvalidRequest(
+            f"max_tokens ({num_outputs}) leaves no room for a prompt in this model's context of {max_model_len} tokens",
+            param="max_tokens",
+        )
+    if asked > max_model_len - num_outputs:
+        raise InvalidRequest(
+            f"truncate_prompt_tokens must be at most {max_model_len - num_outputs}, this model's context length less "
+            f"max_tokens; it is {asked}",
+            param="truncate_prompt_tokens",
+        )
+    return Truncation(room if asked < 0 else min(asked, room), keeps_start=request.truncation_side == "right")

@@ -1,0 +1,167 @@
+"""Fields that change how a prompt is made: truncate_prompt_tokens, suffix, and a template of the request's own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Tokenizer
+
+from argosy_engine.checkpoint.model_path import resolve_model
+from argosy_engine.errors import InvalidRequest, PromptTooLong
+from argosy_engine.frontend.renderer import Renderer
+from argosy_engine.request_defaults import RequestDefaults
+from argosy_protocol.openai import ChatCompletionRequest, decode_request
+
+TINY = resolve_model("builtin://tiny")
+MAX_MODEL_LEN = 64
+IDS = list(range(100, 200))
+FORMS = {
+    "qwen": ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    "starcoder": ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    "deepseek": ("<\uff5cfim\u2581begin\uff5c>", "<\uff5cfim\u2581hole\uff5c>", "<\uff5cfim\u2581end\uff5c>"),
+}
+
+
+def renderer_of(path: Path, defaults: RequestDefaults = RequestDefaults()) -> Renderer:  # noqa: B008  # immutable
+    config = SimpleNamespace(
+        model_path=str(path),
+        request_defaults=defaults,
+        model_name="m",
+        vocab_size=1 << 20,
+        max_model_len=MAX_MODEL_LEN,
+        logits_processors=(),
+    )
+    return Renderer(config)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def renderer() -> Renderer:
+    return renderer_of(TINY)
+
+
+def completion_ids(renderer: Renderer, prompt: Any, **fields: Any) -> list[int]:
+    (prompt,) = renderer.render_completion(
+        decode_request("completions", json.dumps({"prompt": prompt, **fields}).encode())  # type: ignore[arg-type]
+    )
+    return prompt.token_ids
+
+
+def chat_ids(renderer: Renderer, text: str = "Hi", **fields: Any) -> list[int]:
+    body = {"messages": [{"role": "user", "content": text}], **fields}
+    request = decode_request("chat/completions", json.dumps(body).encode())
+    assert isinstance(request, ChatCompletionRequest)
+    return renderer.render_chat(request).token_ids
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"truncate_prompt_tokens": 5}, IDS[-5:]),
+        ({"truncate_prompt_tokens": 5, "truncation_side": "left"}, IDS[-5:]),
+        ({"truncate_prompt_tokens": 5, "truncation_side": "right"}, IDS[:5]),
+        ({"truncate_prompt_tokens": -1, "max_tokens": 10}, IDS[-(MAX_MODEL_LEN - 10) :]),
+        ({"truncate_prompt_tokens": -1}, IDS[-(MAX_MODEL_LEN - 1) :]),
+        ({"truncate_prompt_tokens": 0}, []),
+    ],
+)
+def test_a_long_prompt_is_truncated(renderer: Renderer, fields: dict[str, Any], expected: list[int]) -> None:
+    assert completion_ids(renderer, IDS, **fields) == expected
+
+
+def test_a_truncated_text_has_the_tokens_of_the_whole_text(renderer: Renderer) -> None:
+    text = "The red lantern and the sea. " * 2
+    whole = completion_ids(renderer, text)
+    assert len(whole) > 7
+    assert completion_ids(renderer, text, truncate_prompt_tokens=7) == whole[-7:]
+    assert completion_ids(renderer, text, truncate_prompt_tokens=7, truncation_side="right") == whole[:7]
+    assert completion_ids(renderer, text, truncate_prompt_tokens=MAX_MODEL_LEN) == whole
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_text_beyond_the_context_is_truncated_instead_of_refused(renderer: Renderer, side: str) -> None:
+    text = " ".join(f"word {number}" for number in range(20_000))
+    with pytest.raises(PromptTooLong):
+        completion_ids(renderer, text)
+    part = text[-200:] if side == "left" else text[:200]
+    ids = completion_ids(renderer, text, truncate_prompt_tokens=8, truncation_side=side)
+    decoded = renderer.tokenizer.decode(ids)
+    assert len(ids) == 8
+    assert part.endswith(decoded) if side == "left" else part.startswith(decoded)
+
+
+def test_a_long_chat_keeps_its_end(renderer: Renderer) -> None:
+    short = chat_ids(renderer)
+    ids = chat_ids(renderer, "hello there " * 5000, truncate_prompt_tokens=20)
+    assert len(ids) == 20
+    assert ids[-3:] == short[-3:]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"truncate_prompt_tokens": MAX_MODEL_LEN + 1}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": 60, "max_tokens": 10}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": -1, "max_tokens": MAX_MODEL_LEN}, "max_tokens"),
+    ],
+)
+def test_a_truncation_beyond_the_context_is_refused(
+    renderer: Renderer, fields: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        completion_ids(renderer, IDS, **fields)
+    assert refused.value.param == param
+
+
+@pytest.mark.parametrize("family", FORMS)
+def test_a_suffix_is_filled_in_by_models_that_can(family: str, tmp_path: Path) -> None:
+    for file in ("config.json", "tokenizer_config.json", "chat_template.jinja"):
+        (tmp_path / file).write_bytes((TINY / file).read_bytes())
+    tokenizer = Tokenizer.from_file(str(TINY / "tokenizer.json"))
+    tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in FORMS[family]])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    able = renderer_of(tmp_path)
+    start, hole, end = (tokenizer.token_to_id(text) for text in FORMS[family])
+    ids = completion_ids(able, "def f(", suffix="return a")
+    # The tokenizer may put a token of its own before every text.
+    ids = ids[ids.index(start) :]
+    assert ids[0] == start
+    assert ids[-1] == end
+    before, after = ids[1 : ids.index(hole)], ids[ids.index(hole) + 1 : -1]
+    assert able.tokenizer.decode(before) == "def f("
+    assert able.tokenizer.decode(after) == "return a"
+    assert completion_ids(able, "def f(", suffix="") == completion_ids(able, "def f(")
+    for other in ({"echo": True}, {"truncate_prompt_tokens": 5}):
+        with pytest.raises(InvalidRequest, match="suffix cannot be combined with"):
+            completion_ids(able, "def f(", suffix="return a", **other)
+    with pytest.raises(InvalidRequest, match="text, not token ids"):
+        completion_ids(able, [1, 2], suffix="return a")
+
+
+def test_a_suffix_is_refused_by_models_that_cannot_fill_in(renderer: Renderer) -> None:
+    with pytest.raises(InvalidRequest, match="no tokens for it") as refused:
+        completion_ids(renderer, "def f(", suffix="return a")
+    assert refused.value.param == "suffix"
+
+
+def test_a_template_of_a_request_is_used_only_if_the_engine_trusts_it(renderer: Renderer) -> None:
+    trusting = renderer_of(TINY, RequestDefaults(trust_request_chat_template=True))
+    template = "{% for message in messages %}[{{ message.content }}]{% endfor %}"
+    ids = chat_ids(trusting, chat_template=template)
+    assert trusting.tokenizer.decode(ids) == "[Hi]"
+    assert chat_ids(trusting) == chat_ids(renderer)
+    with pytest.raises(InvalidRequest, match="--trust-request-chat-template") as refused:
+        chat_ids(renderer, chat_template=template)
+    assert refused.value.param == "chat_template"
+    with pytest.raises(InvalidRequest) as broken:
+        chat_ids(trusting, chat_template="{% for %}")
+    assert broken.value.param == "chat_template"
+
+
+def test_a_template_of_a_request_runs_in_the_sandbox() -> None:
+    trusting = renderer_of(TINY, RequestDefaults(trust_request_chat_template=True))
+    with pytest.raises(InvalidRequest, match="cannot render"):
+        chat_ids(trusting, chat_template="{{ messages.__class__.__mro__[1].__subclasses__() }}")
