@@ -14,6 +14,7 @@ from argosy_engine.config import ParserConfig
 from argosy_engine.errors import EngineBusy, InvalidRequest
 from argosy_engine.frontend.async_llm import AsyncLLM
 from argosy_engine.frontend.input_processor import InputProcessor
+from argosy_engine.frontend.observer import Observer
 from argosy_engine.frontend.queue_limits import MAX_RETRY_S, QueueLimits
 from argosy_engine.frontend.renderer import TokenizedPrompt
 from argosy_engine.frontend.tokenizer import Tokenizer
@@ -171,6 +172,14 @@ class SilentClient:
     async def close(self) -> None: ...
 
 
+class Rejections(Observer):
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, int]] = []
+
+    def on_rejected(self, reason: str, rank: int) -> None:
+        self.seen.append((reason, rank))
+
+
 async def test_a_full_engine_refuses_until_a_client_leaves() -> None:
     client = SilentClient()
     processor = SimpleNamespace(
@@ -182,10 +191,13 @@ async def test_a_full_engine_refuses_until_a_client_leaves() -> None:
         request = EngineCoreRequest(name, [5, 6], SamplingParams(), 0.0)
         return asyncio.create_task(anext(llm.generate([request])))  # type: ignore[arg-type]
 
+    rejected = Rejections()
+    llm.observers.append(rejected)
     first = ask("a")
     assert await client.added.get() == "a"
     with pytest.raises(EngineBusy):
         await ask("b")
+    assert rejected.seen == [("max_num_queued_reqs", 0)]
     first.cancel()
     await asyncio.gather(first, return_exceptions=True)
     second = ask("c")

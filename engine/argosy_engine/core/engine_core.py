@@ -374,6 +374,7 @@ class EngineCore:
             longest_step_s=self._timing.longest_step_s,
             num_stalled=self._num_stalled,
             num_yielding=scheduler.waiting.num_yielding,
+            num_deferred=len(scheduler.blocked),
         )
         self._num_stalled = 0
         kv.num_queried_tokens = kv.num_hit_tokens = scheduler.num_preemptions = 0

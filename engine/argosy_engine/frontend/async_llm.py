@@ -19,7 +19,7 @@ from argosy_engine.core.proc.data_parallel_client import DPLBAsyncMPClient
 from argosy_engine.errors import EngineAsleep, EngineDead, EngineError, RequestFailed
 from argosy_engine.frontend.input_processor import InputProcessor
 from argosy_engine.frontend.model_source import local_model_async
-from argosy_engine.frontend.observer import Observer
+from argosy_engine.frontend.observer import Choices, Observer
 from argosy_engine.frontend.output_collector import OutputCollector
 from argosy_engine.frontend.output_processor import OutputProcessor
 from argosy_engine.frontend.outputs import GenerationOutput
@@ -46,6 +46,7 @@ class AsyncLLM:
             self.config.max_num_queued_reqs,
             self.config.max_num_queued_tokens,
             num_ranks=self.config.data_parallel_size,
+            on_rejected=self._report_rejection,
         )
         self.output_processor = OutputProcessor(self.renderer.tokenizer, self.queue_limits)
         self.on_dead: Callable[[], None] | None = None
@@ -96,6 +97,10 @@ class AsyncLLM:
         """Observers of all outputs."""
         return self.output_processor.observers
 
+    def _report_rejection(self, limit: str, rank: int | None) -> None:
+        for observer in self.observers:
+            observer.on_rejected(limit, rank or 0)
+
     async def generate(
         self, requests: Sequence[EngineCoreRequest], n: int = 1, finished: Container[int] = ()
     ) -> AsyncGenerator[list[GenerationOutput]]:
@@ -120,9 +125,12 @@ class AsyncLLM:
         self.queue_limits.check(len(requests), num_tokens, requests[0].data_parallel_rank)
         collector = OutputCollector()
         for index, request in enumerate(requests):
-            num_queued_tokens = 0 if index % n else len(request.prompt_token_ids)
+            if index % n:
+                num_queued_tokens = 0
+            else:
+                num_queued_tokens, choices = len(request.prompt_token_ids), Choices(n)
             state = self.output_processor.add_request(
-                request, index, queue=collector, num_queued_tokens=num_queued_tokens
+                request, index, queue=collector, num_queued_tokens=num_queued_tokens, choices=choices
             )
             state.is_finished = index in finished
         unfinished = len(requests)

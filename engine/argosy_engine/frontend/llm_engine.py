@@ -22,6 +22,7 @@ from argosy_engine.errors import InvalidRequest
 from argosy_engine.frontend.input_processor import InputProcessor
 from argosy_engine.frontend.memory_report import budget_table
 from argosy_engine.frontend.model_source import local_model
+from argosy_engine.frontend.observer import Choices
 from argosy_engine.frontend.output_processor import OutputProcessor
 from argosy_engine.frontend.outputs import CompletionOutput, RequestOutput
 from argosy_engine.frontend.prompts import PromptType
@@ -107,8 +108,9 @@ class LLMEngine:
             result.prompt_logprobs = [None]
         self.client.add_request(requests[0])
         self._core_ids[request_id] = [request.request_id for request in requests]
+        choices = Choices(len(requests))
         states = [
-            self.output_processor.add_request(request, choice, request_output=result)
+            self.output_processor.add_request(request, choice, request_output=result, choices=choices)
             for choice, request in enumerate(requests)
         ]
         states[0].siblings = requests[1:]

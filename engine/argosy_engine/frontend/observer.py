@@ -7,20 +7,46 @@ import time
 from argosy_engine.messages.core_messages import EngineCoreOutputs
 
 
+class Choices:
+    """The choices of one prompt, of which each is a request of the core; read by the metrics."""
+
+    __slots__ = ("longest", "num_choices", "num_left")
+
+    def __init__(self, num_choices: int = 1) -> None:
+        self.num_choices = num_choices
+        self.num_left = num_choices
+        """Choices that have not ended."""
+        self.longest = 0
+        """Output tokens of the longest choice that has ended."""
+
+    def end(self, num_output: int) -> bool:
+        """Record that a choice ended with a number of output tokens; return whether it was the last one."""
+        self.longest = max(self.longest, num_output)
+        self.num_left -= 1
+        return not self.num_left
+
+
 class RequestTimings:
     """When a request reached its milestones, in monotonic seconds, and where; read by the metrics."""
 
     __slots__ = (
         "arrived",
+        "choices",
         "engine_index",
         "first_token",
         "last_token",
+        "max_tokens",
         "num_cached",
+        "num_preemptions",
         "prefill_s",
         "queued_s",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, choices: Choices | None = None, max_tokens: int | None = None) -> None:
+        self.choices = choices or Choices()
+        self.max_tokens = max_tokens
+        """Upper bound of the output tokens; None: it generates no text."""
+        self.num_preemptions = 0
         self.arrived = time.monotonic()
         self.first_token = 0.0
         self.last_token = 0.0
@@ -40,6 +66,14 @@ class Observer:
 
     def on_lost(self, timings: RequestTimings) -> None:
         """A request was failed because the core no longer knew it."""
+
+    def on_rejected(self, reason: str, rank: int) -> None:
+        """A call was rejected because too many requests or tokens are queued.
+
+        Args:
+            reason: name of the limit, `max_num_queued_reqs` or `max_num_queued_tokens`.
+            rank: data-parallel rank that it chose, else 0.
+        """
 
     def on_tokens(self, timings: RequestTimings, count: int, now: float, is_first: bool) -> None:
         """A request got tokens.

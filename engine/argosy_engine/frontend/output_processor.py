@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from argosy_engine.errors import EngineBusy, EngineError, InvalidRequest, RequestFailed, ResourceBusy
 from argosy_engine.frontend.detokenizer import IncrementalDetokenizer
-from argosy_engine.frontend.observer import Observer
+from argosy_engine.frontend.observer import Choices, Observer, RequestTimings
 from argosy_engine.frontend.output_collector import OutputCollector
 from argosy_engine.frontend.outputs import RequestOutput
 from argosy_engine.frontend.queue_limits import QueueLimits
@@ -70,18 +70,23 @@ class OutputProcessor:
         queue: OutputCollector | None = None,
         request_output: RequestOutput | None = None,
         num_queued_tokens: int = 0,
+        choices: Choices | None = None,
     ) -> RequestState:
         """Expect outputs of a request that is about to be sent to the core.
 
         Args:
             num_queued_tokens: prompt tokens that count against the queue limits until the first token.
+            choices: the choices of its prompt, this one among them; None: it is the only one.
         """
         if self._queue_limits is not None:
             self._queue_limits.enter(request.request_id, num_queued_tokens, request.data_parallel_rank)
         detokenizer = IncrementalDetokenizer(
             self._tokenizer, request.sampling_params, request.prompt_token_ids
         )
-        state = RequestState(index, detokenizer, len(request.prompt_token_ids), queue, request_output)
+        params = request.sampling_params
+        timings = RequestTimings(choices, None if request.pooling_params is not None else params.max_tokens)
+        num_prompt = len(request.prompt_token_ids)
+        state = RequestState(index, detokenizer, num_prompt, queue, request_output, timings)
         self.request_states[request.request_id] = state
         self.requests_drained.clear()
         return state
@@ -107,6 +112,7 @@ class OutputProcessor:
             self._fail_and_report(output.request_id, request_error(output), processed)
             return
         timings, num_tokens = state.timings, len(output.new_token_ids)
+        timings.num_preemptions = output.num_preemptions
         if output.prefill_stats is not None:
             # A resumed request's output may have been cached, too.
             timings.num_cached = min(output.prefill_stats.num_cached_tokens, state.num_prompt)

@@ -38,6 +38,7 @@ class QueueLimits:
     Args:
         max_num_queued_tokens: None: no limit. A request that is alone in the queue is never rejected for its length.
         num_ranks: number of data-parallel ranks.
+        on_rejected: called with the name of the limit and the rank, if one was chosen, for each rejection.
     """
 
     def __init__(
@@ -46,12 +47,14 @@ class QueueLimits:
         max_num_queued_tokens: int | None,
         clock: Callable[[], float] = time.monotonic,
         num_ranks: int = 1,
+        on_rejected: Callable[[str, int | None], None] | None = None,
     ) -> None:
         self.max_num_queued_reqs = max_num_queued_reqs
         self.max_num_queued_tokens = max_num_queued_tokens
         self.prefill_tokens_per_s = 0.0
         """Prefill rate in tokens per second, as the core measured it; 0 while unknown."""
         self._clock = clock
+        self._on_rejected = on_rejected
         self._num_tokens: dict[str, int] = {}
         """Queued prompt tokens of each request in flight; 0 from its first token on."""
         self._ranks: dict[str, int] = {}
@@ -80,10 +83,14 @@ class QueueLimits:
         """
         if rank is not None and len(self._loads) > 1:
             where = f"data-parallel rank {rank}"
-            self._check(num_reqs, num_tokens, self._loads[rank], where, f" in {where}", len(self._loads))
-        self._check(num_reqs, num_tokens, self._total, "this engine", "", 1)
+            self._check(
+                num_reqs, num_tokens, rank, self._loads[rank], where, f" in {where}", len(self._loads)
+            )
+        self._check(num_reqs, num_tokens, rank, self._total, "this engine", "", 1)
 
-    def _check(self, num_reqs: int, num_tokens: int, load: _Load, who: str, where: str, shares: int) -> None:
+    def _check(
+        self, num_reqs: int, num_tokens: int, rank: int | None, load: _Load, who: str, where: str, shares: int
+    ) -> None:
         """Check one load against an equal share of the limits."""
         max_num_reqs = -(-self.max_num_queued_reqs // shares)
         if num_reqs > max_num_reqs:
@@ -94,6 +101,7 @@ class QueueLimits:
             )
         excess = load.num_reqs + num_reqs - max_num_reqs
         if excess > 0:
+            self._reject("max_num_queued_reqs", rank)
             raise EngineBusy(
                 f"{load.num_reqs} requests are waiting or running{where}, at most {max_num_reqs} may",
                 retry_after_s=_retry_after(excess, self._finish_rate() / shares),
@@ -102,10 +110,15 @@ class QueueLimits:
             max_num_tokens = -(-self.max_num_queued_tokens // shares)
             excess = load.num_queued_tokens + num_tokens - max_num_tokens
             if excess > 0:
+                self._reject("max_num_queued_tokens", rank)
                 raise EngineBusy(
                     f"{load.num_queued_tokens} prompt tokens are waiting{where}, at most {max_num_tokens} may",
                     retry_after_s=_retry_after(excess, self.prefill_tokens_per_s / shares),
                 )
+
+    def _reject(self, limit: str, rank: int | None) -> None:
+        if self._on_rejected is not None:
+            self._on_rejected(limit, rank)
 
     def enter(self, request_id: str, num_tokens: int, rank: int | None = None) -> None:
         """Count a request that passed the check.

@@ -42,6 +42,7 @@ class RequestState:
         num_prompt: int,
         queue: OutputCollector | None,
         request_output: RequestOutput | None,
+        timings: RequestTimings,
     ) -> None:
         self.index = index
         self.detokenizer = detokenizer
@@ -59,7 +60,7 @@ class RequestState:
         self.resumed_text = ""
         self.siblings: Sequence[EngineCoreRequest] = ()
         """Other choices of the same prompt, which are sent to the core once this one has computed it."""
-        self.timings = RequestTimings()
+        self.timings = timings
 
     def resume(self, token_ids: Sequence[int]) -> bool:
         """Decode the output of the run that this one continues; return whether the core has more to compute."""

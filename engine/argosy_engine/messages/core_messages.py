@@ -157,6 +157,8 @@ class SchedulerStats(Struct, array_like=True, omit_defaults=True, gc=False):
     """Requests that the watchdog has failed since the last report."""
     num_yielding: int = 0
     """Of the running and waiting requests, sequences of calls with several."""
+    num_deferred: int = 0
+    """Of the waiting requests, those that wait for a grammar, and not for room."""
 
 
 class ResidencyDelta(Struct, array_like=True, omit_defaults=True, gc=False):

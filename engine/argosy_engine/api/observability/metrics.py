@@ -7,6 +7,7 @@ data-parallel rank.
 from __future__ import annotations
 
 import time
+from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client import Info as InfoMetric
@@ -44,10 +45,16 @@ _LATENCY = (
     0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
     1920.0, 7680.0,
 )  # fmt: skip
+_PREEMPTIONS = (0.0, 1.0, 2.0, 3.0, 5.0, 10.0, 20.0)
+_CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)
 _ITERATION = tuple(float(1 << power) for power in range(15))
+_Metric = TypeVar("_Metric", Gauge, Counter)
 _LABELS = ("model_name", "engine")
 _SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 """vLLM's names of the levels 0, 1 and 2."""
+_WAITING_REASONS = ("capacity", "deferred")
+_LIMITS = ("max_num_queued_reqs", "max_num_queued_tokens")
+_SOURCES = ("local_compute", "local_cache_hit")
 _FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
 _CUT_SHORT = frozenset({"abort", "error"})
 """Finish reasons of requests that count as finished, but not in the histograms of complete requests."""
@@ -77,16 +84,29 @@ class EngineMetrics(Observer):
             family = Histogram(f"vllm:{name}", text, _LABELS, buckets=buckets, registry=self.registry)
             return [family.labels(*values) for values in ranks]
 
+        def labelled(
+            kind: type[_Metric], name: str, text: str, label: str, values: tuple[str, ...]
+        ) -> list[dict[str, _Metric]]:
+            family = kind(f"vllm:{name}", text, (*_LABELS, label), registry=self.registry)
+            return [{value: family.labels(*rank, value) for value in values} for rank in ranks]
+
         self._running = gauge("num_requests_running", "Requests in the model's execution batches.")
         self._waiting = gauge("num_requests_waiting", "Requests waiting to be scheduled.")
-        self._kv_usage = gauge("kv_cache_usage_perc", "KV cache usage; 1 is full.")
-        sleep = Gauge(
-            "vllm:engine_sleep_state",
-            "1 for the state that the engine is in.",
-            (*_LABELS, "sleep_state"),
-            registry=self.registry,
+        self._waiting_by_reason = labelled(
+            Gauge,
+            "num_requests_waiting_by_reason",
+            "Requests waiting for room (capacity), or for a grammar (deferred).",
+            "reason",
+            _WAITING_REASONS,
         )
-        self._sleep = [[sleep.labels(*values, state) for state in _SLEEP_STATES] for values in ranks]
+        self._kv_usage = gauge("kv_cache_usage_perc", "KV cache usage; 1 is full.")
+        self._sleep = labelled(
+            Gauge,
+            "engine_sleep_state",
+            "1 for the state that the engine is in.",
+            "sleep_state",
+            _SLEEP_STATES,
+        )
         self.set_sleep_level(0)
         self._queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
         self._hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
@@ -101,15 +121,15 @@ class EngineMetrics(Observer):
         self._prompt = counter("prompt_tokens", "Prompt tokens of finished prefills.")
         self._prompt_cached = counter("prompt_tokens_cached", "Prompt tokens taken from the prefix cache.")
         self._generated = counter("generation_tokens", "Generated tokens.")
-        success = Counter(
-            "vllm:request_success",
-            "Finished requests.",
-            (*_LABELS, "finished_reason"),
-            registry=self.registry,
+        self._sources = labelled(
+            Counter, "prompt_tokens_by_source", "Prompt tokens by where they came from.", "source", _SOURCES
         )
-        self._success = [
-            {reason: success.labels(*values, reason) for reason in _FINISH_REASONS} for values in ranks
-        ]
+        self._success = labelled(
+            Counter, "request_success", "Finished requests.", "finished_reason", _FINISH_REASONS
+        )
+        self._rejections = labelled(
+            Counter, "admission_rejections", "Calls that a full queue rejected, by limit.", "reason", _LIMITS
+        )
         self._ttft = histogram("time_to_first_token_seconds", "Time to first token.", _TTFT)
         self._itl = histogram("inter_token_latency_seconds", "Time between output tokens.", _ITL)
         self._tpot = histogram(
@@ -125,6 +145,21 @@ class EngineMetrics(Observer):
         tokens = _token_buckets(config.max_model_len)
         self._prompt_sizes = histogram("request_prompt_tokens", "Prompt tokens per request.", tokens)
         self._output_sizes = histogram("request_generation_tokens", "Generated tokens per request.", tokens)
+        self._computed_sizes = histogram(
+            "request_prefill_kv_computed_tokens",
+            "Prompt tokens per request that were computed, not cached.",
+            tokens,
+        )
+        self._longest = histogram(
+            "request_max_num_generation_tokens", "Generated tokens of a prompt's longest choice.", tokens
+        )
+        self._params_n = histogram("request_params_n", "Choices (n) per prompt.", _CHOICES)
+        self._params_max_tokens = histogram(
+            "request_params_max_tokens", "Most tokens that a request may generate.", tokens
+        )
+        self._request_preemptions = histogram(
+            "request_num_preemptions", "Preemptions per request.", _PREEMPTIONS
+        )
         self._iteration = histogram("iteration_tokens_total", "Tokens per step.", _ITERATION)
         # vLLM exposes this as a gauge that is always 1, not as an Info metric.
         cache_config = Gauge(
@@ -142,8 +177,8 @@ class EngineMetrics(Observer):
     def set_sleep_level(self, level: int) -> None:
         """Set the sleep level; 0 is awake (`AsyncLLM.sleep`)."""
         for gauges in self._sleep:
-            for index, gauge in enumerate(gauges):
-                gauge.set(index == level)
+            for index, state in enumerate(_SLEEP_STATES):
+                gauges[state].set(index == level)
 
     def render(self) -> bytes:
         return generate_latest(self.registry)
@@ -154,6 +189,9 @@ class EngineMetrics(Observer):
             return
         self._running[rank].set(stats.num_running)
         self._waiting[rank].set(stats.num_waiting)
+        by_reason = self._waiting_by_reason[rank]
+        by_reason["capacity"].set(stats.num_waiting - stats.num_deferred)
+        by_reason["deferred"].set(stats.num_deferred)
         self._kv_usage[rank].set(stats.kv_cache_usage)
         for metric, value in (
             (self._queries[rank], stats.prefix_cache_queries),
@@ -169,6 +207,9 @@ class EngineMetrics(Observer):
 
     def on_lost(self, timings: RequestTimings) -> None:
         self._stalled[timings.engine_index].inc()
+
+    def on_rejected(self, reason: str, rank: int) -> None:
+        self._rejections[rank][reason].inc()
 
     def on_tokens(self, timings: RequestTimings, count: int, now: float, is_first: bool) -> None:
         rank = timings.engine_index
@@ -186,8 +227,18 @@ class EngineMetrics(Observer):
         if timings.first_token:
             self._prompt[rank].inc(num_prompt)
             self._prompt_cached[rank].inc(timings.num_cached)
+            self._sources[rank]["local_cache_hit"].inc(timings.num_cached)
+            self._sources[rank]["local_compute"].inc(num_prompt - timings.num_cached)
+        is_last = timings.choices.end(num_output)
         if reason in _CUT_SHORT:
             return
+        if is_last:
+            self._params_n[rank].observe(timings.choices.num_choices)
+            self._longest[rank].observe(timings.choices.longest)
+        if timings.max_tokens is not None:
+            self._params_max_tokens[rank].observe(timings.max_tokens)
+        self._request_preemptions[rank].observe(timings.num_preemptions)
+        self._computed_sizes[rank].observe(num_prompt - timings.num_cached)
         self._e2e[rank].observe(time.monotonic() - timings.arrived)
         decode_s = timings.last_token - timings.first_token
         self._decode_time[rank].observe(decode_s)

@@ -488,8 +488,7 @@ class Scheduler:
                 output.prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, []
         if logprobs is not None:
             output.logprobs = logprobs[: len(token_ids)]
-        if request.finish_reason is not None:
-            output.num_preemptions = request.num_preemptions
+        output.num_preemptions = request.num_preemptions
         return output
 
     def _remove(self, request: Request) -> None:
