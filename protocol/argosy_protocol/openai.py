@@ -260,7 +260,7 @@ class CompletionRequest(GenerationRequest, kw_only=True, omit_defaults=True):
         return list(self.prompt)  # type: ignore[arg-type]
 
 
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "best_of": (None, 1),
     "length_penalty": (1.0,),
     "prompt_embeds": (),
@@ -272,15 +272,15 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 """Fields that our engine does not implement -> the values that have no effect."""
-_OF_BEAM_SEARCH = ("best_of", "length_penalty")
+BEAM_SEARCH_FIELDS = ("best_of", "length_penalty")
 """Fields of them that it implements in a beam search only."""
 
 
 def unsupported(request: GenerationRequest) -> str | None:
     """Name of the first field that asks for something that our engine cannot do, or None."""
-    for field, neutral in _NEUTRAL.items():
+    for field, neutral in NEUTRAL_VALUES.items():
         value = getattr(request, field, None)
-        is_done = request.use_beam_search and field in _OF_BEAM_SEARCH
+        is_done = request.use_beam_search and field in BEAM_SEARCH_FIELDS
         if value is not None and value not in neutral and not is_done:
             return field
     return None

@@ -33,9 +33,11 @@ from argosy_engine.api.openai.embeddings import embed
 from argosy_engine.api.openai.error_fields import RequestBody, name_field
 from argosy_engine.api.openai.openai_serving import OpenAIServing, to_api_error
 from argosy_engine.api.openai.tokenization import detokenize, tokenize
+from argosy_engine.api.openapi_document import add_openapi_routes
 from argosy_engine.api.sagemaker import add_sagemaker_routes
 from argosy_engine.api.server_args import ITERATION_TIMEOUT_S, ServerArgs
 from argosy_engine.api.server_defaults import apply_flags, log_request
+from argosy_engine.api.server_info import add_info_routes
 from argosy_engine.errors import EngineError
 from argosy_engine.frontend.async_llm import AsyncLLM
 from argosy_protocol import __version__, headers
@@ -286,6 +288,9 @@ def build_app(engine: Engine) -> FastAPI:
         app, {"messages": chat_completions, "prompt": completions, "input": embeddings}, health
     )
     add_admin_routes(app, lambda: _loaded(engine))
+    add_info_routes(app, lambda: _loaded(engine), engine.options.enable_tokenizer_info_endpoint)
+    if not engine.options.disable_fastapi_docs:
+        add_openapi_routes(app)
     _handle_errors(app)
     return app
 

@@ -55,7 +55,8 @@ class ServerArgs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     admin_api_key: Annotated[
         Keys,
         Meta(
-            description="key for /sleep, /wake_up, /is_sleeping and /reset_prefix_cache, instead of --api-key; "
+            description="key for /sleep, /wake_up, /is_sleeping, /reset_prefix_cache and /server_info, instead of "
+            "--api-key; "
             "repeatable; also ARGOSY_ADMIN_API_KEY, separated by commas"
         ),
     ] = ()
@@ -101,6 +102,11 @@ class ServerArgs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     enable_force_include_usage: Annotated[
         bool, Meta(description="every event of every stream has the usage so far, whether asked for or not")
     ] = False
+    enable_tokenizer_info_endpoint: Annotated[
+        bool,
+        Meta(description="answer /tokenizer_info with the settings of the tokenizer and the chat template"),
+    ] = False
+    disable_fastapi_docs: Annotated[bool, Meta(description="do not answer /openapi.json and /docs")] = False
     enable_log_requests: Annotated[
         bool, Meta(description="log a line per request with its id and its numeric parameters, without texts")
     ] = False

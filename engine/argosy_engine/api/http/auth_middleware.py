@@ -1,7 +1,7 @@
 """AuthMiddleware: the ASGI layer that rejects requests without a valid API key before they reach a route.
 
 It denies by default: if the engine has keys, every path but `PUBLIC_PATHS` needs one, also a path that no route has.
-`ADMIN_PATHS` change the engine for all clients, or tell whether it sleeps. They need an admin key, or, if there is
+`ADMIN_PATHS` change the engine for all clients, or tell how it is set up. They need an admin key, or, if there is
 none, one of the engine's keys (in a cluster only routers have it); an engine without any key rejects them. Paths are
 compared as the parser returned them, never rebuilt from headers (CVE-2026-48710).
 """
@@ -15,7 +15,7 @@ from argosy_protocol.bearer_keys import KeyRing
 from argosy_protocol.errors import ApiError, Forbidden, Unauthorized
 
 PUBLIC_PATHS = frozenset({"/health", "/ping", "/ready", "/version", "/metrics"})
-ADMIN_PATHS = frozenset({"/sleep", "/wake_up", "/is_sleeping", "/reset_prefix_cache"})
+ADMIN_PATHS = frozenset({"/sleep", "/wake_up", "/is_sleeping", "/reset_prefix_cache", "/server_info"})
 """vLLM's names; vLLM has these routes only with VLLM_SERVER_DEV_MODE."""
 
 

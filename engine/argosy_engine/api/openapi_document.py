@@ -1,0 +1,142 @@
+"""/openapi.json and /docs: the OpenAPI document, made of the types by which the server decodes and encodes.
+
+Owns: which types belong to which path. Bounds and types of fields come from the wire types, paths from the application,
+so that the document cannot contradict them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import msgspec
+from fastapi import FastAPI
+from fastapi.openapi.docs import get_swagger_ui_html
+from fastapi.routing import APIRoute
+from starlette.responses import HTMLResponse, Response
+
+from argosy_protocol import __version__
+from argosy_protocol.embeddings import EmbeddingRequest, EmbeddingResponse
+from argosy_protocol.openai import (
+    BEAM_SEARCH_FIELDS,
+    NEUTRAL_VALUES,
+    ChatCompletion,
+    ChatCompletionRequest,
+    Completion,
+    CompletionRequest,
+)
+from argosy_protocol.tokenization import (
+    ChatTokenizeRequest,
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TextTokenizeRequest,
+    TokenizeResponse,
+)
+
+_REFUSED = {
+    **{name: values for name, values in NEUTRAL_VALUES.items() if name not in BEAM_SEARCH_FIELDS},
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "resume"), ()),
+}
+"""Fields that are refused -> the values besides null with which they are accepted."""
+_REF = "#/components/schemas/{name}"
+_PRIVATE = "/internal/"
+_ERROR: Mapping[str, Any] = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+
+
+class _Operation(NamedTuple):
+    requests: Sequence[type]
+    """Forms of the body."""
+    response: type
+    is_streamed: bool = False
+
+
+_OPERATIONS = {
+    "/v1/chat/completions": _Operation([ChatCompletionRequest], ChatCompletion, True),
+    "/v1/completions": _Operation([CompletionRequest], Completion, True),
+    "/v1/embeddings": _Operation([EmbeddingRequest], EmbeddingResponse),
+    "/tokenize": _Operation([TextTokenizeRequest, ChatTokenizeRequest], TokenizeResponse),
+    "/detokenize": _Operation([DetokenizeRequest], DetokenizeResponse),
+}
+
+
+def add_openapi_routes(app: FastAPI) -> None:
+    """Add /openapi.json, and /docs, a page that shows it (with scripts that the browser loads from a CDN)."""
+
+    @cache
+    def encoded() -> bytes:
+        return msgspec.json.encode(openapi_document(app))
+
+    @app.get("/openapi.json")
+    async def openapi() -> Response:
+        return Response(encoded(), media_type="application/json")
+
+    @app.get("/docs")
+    async def docs() -> HTMLResponse:
+        return get_swagger_ui_html(openapi_url="openapi.json", title=app.title)
+
+
+def openapi_document(app: FastAPI) -> dict[str, Any]:
+    """Return the document of all routes that the application has by now."""
+    types = [kind for operation in _OPERATIONS.values() for kind in (*operation.requests, operation.response)]
+    _, components = msgspec.json.schema_components(types, ref_template=_REF)
+    for kind in types:
+        properties = components[kind.__name__].get("properties", {})
+        for name in _REFUSED.keys() & properties.keys():
+            properties[name] = {"enum": [None, *_REFUSED[name]], "description": "not supported"}
+    paths: dict[str, dict[str, Any]] = {}
+    for route in app.routes:
+        if isinstance(route, APIRoute) and not route.path.startswith(_PRIVATE):
+            for method in route.methods or ():
+                path = route.path.replace(":path}", "}")
+                paths.setdefault(path, {})[method.lower()] = _operation(route, method)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": app.title, "version": __version__},
+        "paths": paths,
+        "components": {
+            "schemas": {**components, "Error": _ERROR},
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{"key": []}],
+    }
+
+
+def _operation(route: APIRoute, method: str) -> dict[str, Any]:
+    operation: dict[str, Any] = {
+        "operationId": f"{method.lower()}_{route.name}",
+        "responses": {"200": {"description": "success"}, "default": _content("an error", {"Error"})},
+    }
+    if "{name" in route.path:
+        name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+        operation["parameters"] = [name]
+    known = _OPERATIONS.get(route.path)
+    if known is not None and method == "POST":
+        body = _content("", {kind.__name__ for kind in known.requests})
+        operation["requestBody"] = {"required": True, "content": body["content"]}
+        operation["responses"]["200"] = _content("the answer", {known.response.__name__})
+        if known.is_streamed:
+            stream = {"text/event-stream": {"schema": {"type": "string"}}}
+            operation["responses"]["200"]["content"].update(stream)
+    return operation
+
+
+def _content(description: str, names: set[str]) -> dict[str, Any]:
+    references = [{"$ref": _REF.format(name=name)} for name in sorted(names)]
+    schema = references[0] if len(references) == 1 else {"anyOf": references}
+    return {"description": description, "content": {"application/json": {"schema": schema}}}
