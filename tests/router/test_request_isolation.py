@@ -150,6 +150,15 @@ async def test_reserved_fields_are_refused_inside_of_extra_arguments_too() -> No
         assert request.json["vllm_xargs"] == {"mine": 1}
 
 
+async def test_fields_that_shape_the_prompt_reach_the_engine() -> None:
+    fields = {"truncate_prompt_tokens": 5, "truncation_side": "right", "chat_template": "{{ messages }}"}
+    async with rig([FakeEngine()]) as r:
+        assert (await r.chat(**fields)).status_code == 200
+        assert (await r.chat(truncate_prompt_tokens=-2)).status_code == 400
+        (request,) = r.engines[0].requests
+        assert fields.items() <= request.json.items()
+
+
 async def test_foreign_engines_get_known_fields_only() -> None:
     known = {
         "temperature": 0.5,
