@@ -7,6 +7,9 @@ from typing import Final
 REQUEST_ID: Final = "x-request-id"
 """Opaque id of one client request: `[A-Za-z0-9._-]{1,128}`; any other value is replaced by a generated one."""
 
+ANTHROPIC_REQUEST_ID: Final = "request-id"
+"""The same in answers of Anthropic's API."""
+
 REPLICA: Final = "x-argosy-replica"
 """Response: name of the replica that served the request."""
 

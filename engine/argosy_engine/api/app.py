@@ -23,7 +23,14 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 
 from argosy_engine.api.admin import add_admin_routes
-from argosy_engine.api.http.http_responses import WatchedResponse, event_stream, json_response
+from argosy_engine.api.anthropic.messages import count_tokens, create_message, stream_message
+from argosy_engine.api.http.error_response import error_body
+from argosy_engine.api.http.http_responses import (
+    WatchedResponse,
+    event_stream,
+    json_response,
+    message_event_stream,
+)
 from argosy_engine.api.observability.metrics import EngineMetrics
 from argosy_engine.api.observability.stats_log import StatsLog
 from argosy_engine.api.observability.telemetry import TelemetryHub
@@ -41,6 +48,13 @@ from argosy_engine.api.server_info import add_info_routes
 from argosy_engine.errors import EngineError
 from argosy_engine.frontend.async_llm import AsyncLLM
 from argosy_protocol import __version__, headers
+from argosy_protocol.anthropic import (
+    decode_count_tokens_request,
+    decode_messages_request,
+    is_messages_path,
+)
+from argosy_protocol.anthropic_chat import as_chat
+from argosy_protocol.anthropic_chat import name_field as name_messages_field
 from argosy_protocol.embeddings import EmbeddingRequest, decode_embedding_request
 from argosy_protocol.errors import (
     ApiError,
@@ -252,6 +266,30 @@ def build_app(engine: Engine) -> FastAPI:
         answer = detokenize(_serving(engine, request), body, len(raw))
         return _answer(engine, answer, _request_id(request, None), body)
 
+    @app.post("/v1/messages")
+    async def messages(request: Request) -> WatchedResponse:
+        raw = await request.body()
+        body = decode_messages_request(raw)
+        chat = as_chat(body)
+        _check_resume(request, chat)
+        _choose_rank(request, chat)
+        request_id, serving = _request_id(request, None), _serving(engine, request)
+        response_id = _response_id(request, request_id)
+        if body.stream:
+            with_ids = _resumption(request)["has_id_comments"]
+            events = stream_message(serving, chat, body, response_id, len(raw), has_id_comments=with_ids)
+            return message_event_stream(
+                _counted(engine, events), _message_headers(request_id), _logged_of_messages, request.url.path
+            )
+        answer = create_message(serving, chat, response_id, len(raw))
+        return _answer_message(engine, answer, request_id, request.url.path)
+
+    @app.post("/v1/messages/count_tokens")
+    async def counted_tokens(request: Request) -> WatchedResponse:
+        raw = await request.body()
+        answer = count_tokens(_serving(engine, request), as_chat(decode_count_tokens_request(raw)), len(raw))
+        return _answer_message(engine, answer, _request_id(request, None), request.url.path)
+
     @app.get("/v1/models")
     async def models() -> Response:
         return _json(engine.serving.models())
@@ -296,11 +334,14 @@ def build_app(engine: Engine) -> FastAPI:
 
 
 def _handle_errors(app: FastAPI) -> None:
-    """Send all errors in OpenAI's shape."""
+    """Send all errors in the shape of the API that the path belongs to."""
 
     @app.exception_handler(ApiError)
-    async def api_error(_: Request, error: ApiError) -> Response:
-        return Response(error.body(), error.http_status, error.headers(), "application/json")
+    async def api_error(request: Request, error: ApiError) -> Response:
+        path, lines = request.url.path, error.headers()
+        if is_messages_path(path):
+            lines |= _message_headers(_request_id(request, None))
+        return Response(error_body(error, path), error.http_status, lines, "application/json")
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
@@ -401,19 +442,42 @@ def _answer(
     return json_response(translated(), {headers.REQUEST_ID: request_id})
 
 
+def _answer_message(
+    engine: Engine, produce: Awaitable[msgspec.Struct], request_id: str, path: str
+) -> WatchedResponse:
+    async def translated() -> msgspec.Struct:
+        with engine.accepted():
+            try:
+                return await produce
+            except Exception as error:
+                raise _logged_of_messages(error) from error
+
+    return json_response(translated(), _message_headers(request_id), path)
+
+
+def _message_headers(request_id: str) -> dict[str, str]:
+    """Return the headers of an answer of Anthropic's API, whose clients read the id as `request-id`."""
+    return {headers.REQUEST_ID: request_id, headers.ANTHROPIC_REQUEST_ID: request_id}
+
+
 def _stream(
     engine: Engine, events: AsyncGenerator[Any, None], request_id: str, body: RequestBody
 ) -> WatchedResponse:
-    async def counted() -> AsyncGenerator[Any, None]:
-        async with aclosing(events):
-            with engine.accepted():  # later the core has it
-                first = await anext(events, None)
-            if first is not None:
-                yield first
-            async for event in events:
-                yield event
+    def logged(error: Exception) -> ApiError:
+        return _logged(error, body)
 
-    return event_stream(counted(), {headers.REQUEST_ID: request_id}, lambda error: _logged(error, body))
+    return event_stream(_counted(engine, events), {headers.REQUEST_ID: request_id}, logged)
+
+
+async def _counted(engine: Engine, events: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+    """Count a stream's request as accepted until its first event; later the core has it."""
+    async with aclosing(events):
+        with engine.accepted():
+            first = await anext(events, None)
+        if first is not None:
+            yield first
+        async for event in events:
+            yield event
 
 
 def _logged(error: Exception, body: RequestBody) -> ApiError:
@@ -421,11 +485,20 @@ def _logged(error: Exception, body: RequestBody) -> ApiError:
 
     The log has its type and stack, but not its message, which may quote a prompt.
     """
+    return name_field(_translated(error), body)
+
+
+def _logged_of_messages(error: Exception) -> ApiError:
+    """As `_logged`, of a Messages request."""
+    return name_messages_field(_translated(error))
+
+
+def _translated(error: Exception) -> ApiError:
     if not isinstance(error, ApiError | EngineError):
         logger.error(
             "a request failed with %s\n%s", type(error).__qualname__, format_frames(error.__traceback__)
         )
-    return name_field(to_api_error(error), body)
+    return to_api_error(error)
 
 
 def _json(value: object, status: int = 200) -> Response:

@@ -2,8 +2,9 @@
 
 It denies by default: if the engine has keys, every path but `PUBLIC_PATHS` needs one, also a path that no route has.
 `ADMIN_PATHS` change the engine for all clients, or tell how it is set up. They need an admin key, or, if there is
-none, one of the engine's keys (in a cluster only routers have it); an engine without any key rejects them. Paths are
-compared as the parser returned them, never rebuilt from headers (CVE-2026-48710).
+none, one of the engine's keys (in a cluster only routers have it); an engine without any key rejects them. A key may
+come as `x-api-key`, as Anthropic's clients send it, which counts if there is no `Authorization`. Paths are compared as
+the parser returned them, never rebuilt from headers (CVE-2026-48710).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class AuthMiddleware:
             try:
                 self._check_key(scope)
             except ApiError as error:
-                await send_error(send, error)
+                await send_error(send, error, scope["path"])
                 return
         await self._app(scope, receive, send)
 
@@ -56,6 +57,11 @@ class AuthMiddleware:
         if is_admin and not keys:
             raise Forbidden(f"{scope['path']} is closed: start the engine with --admin-api-key or --api-key")
         if keys and scope["path"] not in self._public:
-            authorization = dict(scope["headers"]).get(b"authorization")
-            if not keys.accepts(authorization.decode("latin-1") if authorization else None):
-                raise Unauthorized("missing or wrong API key: send the header 'Authorization: Bearer KEY'")
+            headers: dict[bytes, bytes] = dict(scope["headers"])
+            given = headers.get(b"authorization")
+            if given is None and b"x-api-key" in headers:
+                given = b"Bearer " + headers[b"x-api-key"]
+            if not keys.accepts(given.decode("latin-1") if given else None):
+                raise Unauthorized(
+                    "missing or wrong API key: send the header 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
+                )

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from argosy_engine.api.http.error_response import error_body
 from argosy_engine.api.http.lingering import LingeringTransport
 from argosy_protocol.errors import (
     ApiError,
@@ -257,7 +258,7 @@ class BoundedProtocol(HttpToolsProtocol):
             cycle.disconnected = True
             cycle.message_event.set()
         if not cycle.response_started if is_own else cycle is None or cycle.response_complete:
-            body = error.body()
+            body = error_body(error, self.scope["path"] if is_own else "")
             self.transport.write(
                 b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\n"
                 b"content-length: %d\r\nconnection: close\r\n\r\n%b"

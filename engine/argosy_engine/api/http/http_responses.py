@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from argosy_engine.api.commented_event import CommentedEvent
 from argosy_engine.api.http.error_response import send_error
+from argosy_protocol.anthropic import error_event
 from argosy_protocol.errors import ApiError
 
 _DONE = b"data: [DONE]\n\n"
@@ -46,14 +47,16 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-def json_response(produce: Awaitable[msgspec.Struct], headers: dict[str, str]) -> WatchedResponse:
-    """Send the struct as JSON once it is computed, or an ApiError in OpenAI's shape."""
+def json_response(
+    produce: Awaitable[msgspec.Struct], headers: dict[str, str], path: str = ""
+) -> WatchedResponse:
+    """Send the struct as JSON once it is computed, or an ApiError in the shape of the API that `path` belongs to."""
 
     async def work(send: Send) -> None:
         try:
             body = msgspec.json.encode(await produce)
         except ApiError as error:
-            await send_error(send, error)
+            await send_error(send, error, path, headers)
             return
         await send(_start(headers, b"application/json", len(body)))
         await send({"type": "http.response.body", "body": body})
@@ -89,6 +92,34 @@ def event_stream(
             except Exception as error:
                 await _send_event(send, b"data: " + to_api_error(error).body())
             await send({"type": "http.response.body", "body": _DONE})
+
+    return WatchedResponse(work)
+
+
+def message_event_stream(
+    events: AsyncGenerator[bytes, None],
+    headers: dict[str, str],
+    to_api_error: Callable[[Exception], ApiError],
+    path: str,
+) -> WatchedResponse:
+    """Send events that are lines already, as a stream of Anthropic's API. Errors are as in `event_stream`."""
+
+    async def work(send: Send) -> None:
+        async with contextlib.aclosing(events):
+            try:
+                first = await anext(events)
+            except Exception as error:
+                await send_error(send, to_api_error(error), path, headers)
+                return
+            await send(_start(headers, b"text/event-stream; charset=utf-8", None))
+            last = b""
+            try:
+                await _send_event(send, first)
+                async for event in events:
+                    await _send_event(send, event)
+            except Exception as error:
+                last = error_event(to_api_error(error))
+            await send({"type": "http.response.body", "body": last})
 
     return WatchedResponse(work)
 

@@ -24,7 +24,7 @@ class RequestLimits:
         try:
             _check_body_headers(scope)
         except ApiError as error:
-            await send_error(send, error)
+            await send_error(send, error, scope["path"])
             return
         await self._app(scope, _limited(receive), send)
 

@@ -88,6 +88,11 @@ class ChatFormat(ChoiceFormat[ChatChunkChoice, ChatCompletionChunk, ChatCompleti
     def num_reasoning_tokens(self) -> int:
         return sum(counter.count for counter in self._counters)
 
+    @property
+    def num_calls(self) -> int:
+        """Tool calls of all choices so far."""
+        return sum(parser.num_calls for parser in self._parsers)
+
     def opening(self, usage: Usage | None) -> ChatCompletionChunk | None:
         """Return the chunk with the roles of all choices; None for a resumed stream, whose client has them already."""
         if self._request.resume is not None:

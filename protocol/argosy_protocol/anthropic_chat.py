@@ -1,0 +1,366 @@
+"""The chat that a Messages request stands for.
+
+Router and engine call the pure function `as_chat`, so both see the prompt of one chat: it is rendered, hashed, routed
+and answered as if the client had sent that chat to /v1/chat/completions.
+
+    Messages                                            chat
+    --------                                            ----
+    system, and system messages before all others       a message of the role system
+    later system messages                               text of the user, or of the last tool result
+    text of a user's turn                               a message of the role user
+    tool_result                                         a message of the role tool, before the turn's text
+    text, thinking and tool_use of an assistant's turn  content, reasoning and tool_calls of one message
+    a final assistant's turn                            continue_final_message
+    tools, tool_choice                                  tools, tool_choice, parallel_tool_calls
+    thinking, output_config                             variables of the template, reasoning_effort, response_format
+
+Consecutive messages of one role are one turn, as in Anthropic's API. A system message after the first turn becomes text
+of the user: most templates take a system message at the beginning only, and one that moved there would change the
+prompt from its first token on, and so leave nothing of it in the cache.
+
+Owns: the translation, and the names of fields in errors. Must not know: templates, tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from argosy_protocol.anthropic import (
+    MAX_BLOCKS,
+    ContentBlock,
+    CountTokensRequest,
+    InputMessage,
+    MessagesRequest,
+    Thinking,
+    Tool,
+)
+from argosy_protocol.errors import ApiError, BadRequest, ContextLengthExceeded
+from argosy_protocol.openai import ChatCompletionRequest, ChatMessage, Resume, ResumedChoice
+
+MAX_CHAT_MESSAGES = 1 << 16
+"""Each tool's result is a message of its own."""
+ATTRIBUTION = "x-anthropic-billing-header"
+"""Beginning of a system block by which Claude Code tells Anthropic who pays. It differs in every request, is not meant
+for the model, and would keep every prompt behind it out of the cache."""
+
+_THINKING_VARIABLES = ("enable_thinking", "thinking")
+"""Variables by which templates turn reasoning on or off."""
+_CHAT_FIELDS = {
+    "max_completion_tokens": "max_tokens",
+    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+    "prompt": "messages",
+    "reasoning_effort": "output_config.effort",
+    "response_format": "output_config.format",
+    "stop": "stop_sequences",
+    "user": "metadata.user_id",
+}
+_REFUSED = ("mcp_servers", "container", "context_management")
+_MESSAGE_OF_CHAT = re.compile(r"^messages\[\d+\][^\s:]*")
+
+
+class _Turn(NamedTuple):
+    """Consecutive messages of one role."""
+
+    role: str
+    blocks: list[tuple[int, int, ContentBlock]]
+    """Each with the indices of its message and of the block; a message that is a text has one block, of index -1."""
+    notes: set[int]
+    """Indices of the messages in it that were of the role system."""
+
+
+def as_chat(request: CountTokensRequest) -> ChatCompletionRequest:
+    """Return the chat; of a request to count tokens, what determines its prompt.
+
+    Raises:
+        BadRequest: a block or a tool that models cannot read, fields that contradict each other, or too many blocks.
+    """
+    for field in _REFUSED:
+        if getattr(request, field):
+            raise BadRequest(f"{field} is not supported", param=field)
+    messages, is_continued = _chat_messages(request.system, request.messages)
+    chat = ChatCompletionRequest(
+        model=request.model,
+        messages=messages,
+        tools=[_tool(tool, index) for index, tool in enumerate(request.tools or ())] or None,
+        continue_final_message=is_continued,
+        add_generation_prompt=not is_continued,
+    )
+    _set_tool_choice(chat, request)
+    _set_thinking(chat, request)
+    if isinstance(request, MessagesRequest):
+        _set_sampling(chat, request)
+    return chat
+
+
+def name_field(error: ApiError) -> ApiError:
+    """Return an error about the chat with the names of the Messages request, in `param` and in the message: Anthropic's
+    errors have no other place for it. A prompt that is too long is called what clients look for."""
+    given = error.param
+    if given is None:
+        return error
+    head = given.partition(".")[0]
+    asked = _CHAT_FIELDS.get(head) or _MESSAGE_OF_CHAT.sub(
+        "messages", given
+    )  # the chat counts its messages otherwise
+    error.param = asked
+    for start in (given, head):
+        if error.message.startswith(start):
+            error.message = asked + error.message.removeprefix(start)
+            break
+    if isinstance(error, ContextLengthExceeded):
+        error.message = f"prompt is too long: {error.message}"
+    elif asked not in error.message:
+        error.message = f"{asked}: {error.message}"
+    return error
+
+
+def _chat_messages(
+    system: str | Sequence[ContentBlock] | None, given: Sequence[InputMessage]
+) -> tuple[list[ChatMessage], bool]:
+    """Return the chat's messages, and whether the last one is to be continued."""
+    first: list[ContentBlock] = []
+    if system is not None:
+        first += _system_blocks(system, "system")
+    turns: list[_Turn] = []
+    for number, message in enumerate(given):
+        role = message.role
+        if role == "system":
+            blocks = _system_blocks(message.content, f"messages[{number}].content")
+            if not turns:
+                first += blocks
+                continue
+            role = "user"
+        elif isinstance(message.content, str):
+            blocks = [ContentBlock(type="text", text=message.content)]
+        else:
+            blocks = message.content
+            if not blocks and role == "user":
+                where = f"messages[{number}].content"
+                raise BadRequest(f"{where} must not be empty", param=where)
+        if not turns or turns[-1].role != role:
+            turns.append(_Turn(role, [], set()))
+        if message.role == "system":
+            turns[-1].notes.add(number)
+        first_index = -1 if isinstance(message.content, str) else 0
+        turns[-1].blocks.extend((number, index, block) for index, block in enumerate(blocks, first_index))
+    if not turns:
+        raise BadRequest("messages must have one of the role user", param="messages")
+    messages = [ChatMessage(role="system", content=_content([b.text or "" for b in first]))] if first else []
+    for turn in turns:
+        if turn.role == "user":
+            _add_user(messages, turn)
+        else:
+            messages.append(_assistant(turn))
+        if len(messages) > MAX_CHAT_MESSAGES:
+            raise BadRequest(f"messages have more than {MAX_CHAT_MESSAGES} tool results", param="messages")
+    is_continued = turns[-1].role == "assistant"
+    if is_continued and messages[-1].tool_calls:
+        raise BadRequest(
+            "messages: the last one has tool_use, whose tool_result must follow it", param="messages"
+        )
+    return messages, is_continued
+
+
+def _system_blocks(content: str | Sequence[ContentBlock], where: str) -> list[ContentBlock]:
+    if isinstance(content, str):
+        return [ContentBlock(type="text", text=content)]
+    for index, block in enumerate(content):
+        if block.type != "text" or block.text is None:
+            raise _unreadable(block, f"{where}[{index}]")
+    return [block for block in content if not (block.text or "").startswith(ATTRIBUTION)]
+
+
+def _add_user(messages: list[ChatMessage], turn: _Turn) -> None:
+    """Append the turn's tool results, then its text.
+
+    If all its text was of the role system, it belongs to the last result: templates drop the reasoning before a message
+    of the user, and here the user said nothing.
+    """
+    texts, results, has_user = [], [], False
+    for number, index, block in turn.blocks:
+        if block.type == "tool_result":
+            results.append((block, number, index))
+        elif block.type == "text" and block.text is not None:
+            texts.append(block.text)
+            has_user = has_user or number not in turn.notes
+        else:
+            raise _unreadable(block, _path(number, index))
+    notes = [] if has_user else texts
+    for position, result in enumerate(results, 1):
+        messages.append(_tool_result(*result, notes if position == len(results) else []))
+    if texts and (has_user or not results):
+        messages.append(ChatMessage(role="user", content=_content(texts)))
+
+
+def _tool_result(block: ContentBlock, number: int, index: int, notes: list[str]) -> ChatMessage:
+    where = _path(number, index)
+    if block.tool_use_id is None:
+        raise BadRequest(f"{where}.tool_use_id is required", param=f"{where}.tool_use_id")
+    texts = _result_texts(block.content, f"{where}.content")
+    if block.is_error:
+        texts[0] = f"Error: {texts[0]}" if texts[0] else "Error"
+    return ChatMessage(role="tool", tool_call_id=block.tool_use_id, content=_content([*texts, *notes]))
+
+
+def _result_texts(content: Any, where: str) -> list[str]:
+    """Return the texts of a tool's result, at least one."""
+    if content is None or content == []:
+        return [""]
+    if isinstance(content, str):
+        return [content]
+    if not isinstance(content, list) or len(content) > MAX_BLOCKS:
+        raise BadRequest(f"{where} must be a text or at most {MAX_BLOCKS} content blocks", param=where)
+    texts = []
+    for index, part in enumerate(content):
+        try:
+            block = msgspec.convert(part, ContentBlock)
+        except msgspec.ValidationError:
+            raise BadRequest(
+                f"{where}[{index}] must be a content block of type text", param=f"{where}[{index}]"
+            ) from None
+        if block.type != "text" or block.text is None:
+            raise _unreadable(block, f"{where}[{index}]")
+        texts.append(block.text)
+    return texts
+
+
+def _assistant(turn: _Turn) -> ChatMessage:
+    texts, thoughts, calls = [], [], []
+    for number, index, block in turn.blocks:
+        match block.type:
+            case "text" if block.text is not None:
+                texts.append(block.text)
+            case "thinking" if block.thinking is not None:
+                thoughts.append(block.thinking)
+            case "redacted_thinking":
+                pass  # encrypted by another server; no model reads it
+            case "tool_use":
+                calls.append(_tool_call(block, _path(number, index)))
+            case _:
+                raise _unreadable(block, _path(number, index))
+    return ChatMessage(
+        role="assistant",
+        content=_content(texts) if texts or not calls else None,
+        reasoning="".join(thoughts) or None,
+        tool_calls=calls or None,
+    )
+
+
+def _tool_call(block: ContentBlock, where: str) -> dict[str, Any]:
+    for field in ("id", "name", "input"):
+        if getattr(block, field) is None:
+            raise BadRequest(f"{where}.{field} is required", param=f"{where}.{field}")
+    arguments = json.dumps(block.input, ensure_ascii=False)
+    return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": arguments}}
+
+
+def _content(texts: list[str]) -> str | list[dict[str, Any]]:
+    """Return one text as it is: clients write most messages as a list of one block."""
+    if len(texts) <= 1:
+        return texts[0] if texts else ""
+    return [{"type": "text", "text": text} for text in texts]
+
+
+def _path(number: int, index: int) -> str:
+    return f"messages[{number}].content" + (f"[{index}]" if index >= 0 else "")
+
+
+def _unreadable(block: ContentBlock, where: str) -> BadRequest:
+    if block.type in ("text", "thinking"):
+        where = f"{where}.{block.type}"
+        return BadRequest(f"{where} is required", param=where)
+    return BadRequest(f"{where}: content of type {block.type!r} is not supported here", param=where)
+
+
+def _tool(tool: Tool, index: int) -> dict[str, Any]:
+    if tool.type not in (None, "custom"):
+        where = f"tools[{index}].type"
+        raise BadRequest(
+            f"{where}: {tool.type!r} is a tool of Anthropic's, which only its models know; describe yours by name, "
+            "description and input_schema",
+            param=where,
+        )
+    if tool.input_schema is None:
+        where = f"tools[{index}].input_schema"
+        raise BadRequest(f"{where} is required", param=where)
+    function: dict[str, Any] = {"name": tool.name}
+    if tool.description is not None:
+        function["description"] = tool.description
+    schema = tool.input_schema
+    function["parameters"] = schema if "type" in schema else {"type": "object", **schema}
+    if tool.strict is not None:
+        function["strict"] = tool.strict
+    return {"type": "function", "function": function}
+
+
+def _set_tool_choice(chat: ChatCompletionRequest, request: CountTokensRequest) -> None:
+    choice = request.tool_choice
+    if choice is None:
+        return
+    if choice.type != "none" and not chat.tools:
+        raise BadRequest("tool_choice needs tools", param="tool_choice")
+    match choice.type:
+        case "any":
+            chat.tool_choice = "required"
+        case "tool":
+            if choice.name is None:
+                raise BadRequest("tool_choice.name is required", param="tool_choice.name")
+            chat.tool_choice = {"type": "function", "function": {"name": choice.name}}
+        case kind:
+            chat.tool_choice = kind
+    if choice.disable_parallel_tool_use:
+        chat.parallel_tool_calls = False
+
+
+def _set_thinking(chat: ChatCompletionRequest, request: CountTokensRequest) -> None:
+    """Without `thinking` the template decides, as in a chat."""
+    thinking, config = request.thinking, request.output_config
+    variables: dict[str, Any] = {}
+    if thinking is not None:
+        _check_budget(thinking, request)
+        is_on = thinking.type != "disabled"
+        variables = dict.fromkeys(_THINKING_VARIABLES, is_on)
+        chat.include_reasoning = is_on and thinking.display != "omitted"
+    if request.chat_template_kwargs:
+        variables |= request.chat_template_kwargs
+    chat.chat_template_kwargs = variables or None
+    if config is not None:
+        chat.reasoning_effort = config.effort
+        if config.format is not None:
+            schema = {"name": "output", "schema": config.format.schema}
+            chat.response_format = {"type": "json_schema", "json_schema": schema}
+
+
+def _check_budget(thinking: Thinking, request: CountTokensRequest) -> None:
+    if thinking.type != "enabled":
+        return
+    if thinking.budget_tokens is None:
+        raise BadRequest("thinking.budget_tokens is required", param="thinking.budget_tokens")
+    if isinstance(request, MessagesRequest) and thinking.budget_tokens >= request.max_tokens:
+        raise BadRequest(
+            "thinking.budget_tokens must be less than max_tokens", param="thinking.budget_tokens"
+        )
+
+
+def _set_sampling(chat: ChatCompletionRequest, request: MessagesRequest) -> None:
+    stops = request.stop_sequences or []
+    for index, stop in enumerate(stops):
+        if not stop.strip():
+            where = f"stop_sequences[{index}]"
+            raise BadRequest(f"{where} must not be white space", param=where)
+    chat.stop = stops or None
+    chat.max_tokens = request.max_tokens
+    chat.stream = request.stream
+    chat.temperature = request.temperature
+    chat.top_p = request.top_p
+    chat.top_k = request.top_k
+    chat.cache_salt = request.cache_salt
+    chat.priority = request.priority
+    chat.user = request.metadata.user_id if request.metadata is not None else None
+    if request.resume is not None:
+        chat.resume = Resume(created=0, choices=[ResumedChoice(token_ids=request.resume.token_ids)])

@@ -1,0 +1,320 @@
+"""A Messages request is the chat that its client would have sent to /v1/chat/completions."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from argosy_protocol.anthropic import decode_count_tokens_request, decode_messages_request
+from argosy_protocol.anthropic_chat import as_chat, name_field
+from argosy_protocol.errors import BadRequest, ContextLengthExceeded
+from argosy_protocol.openai import ChatCompletionRequest, decode_request
+from argosy_protocol.prompt_segments import prompt_segments
+
+HI = {"role": "user", "content": "hi"}
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+CALL = {"type": "tool_use", "id": "c1", "name": "f", "input": {"a": 1}}
+RESULT = {"type": "tool_result", "tool_use_id": "c1", "content": "r"}
+
+
+def translated(**fields: Any) -> ChatCompletionRequest:
+    body = {"model": "m", "max_tokens": 4096, "messages": [HI], **fields}
+    return as_chat(decode_messages_request(json.dumps(body).encode()))
+
+
+def chat(**fields: Any) -> ChatCompletionRequest:
+    body = {"model": "m", "max_tokens": 4096, "messages": [HI], **fields}
+    decoded = decode_request("chat/completions", json.dumps(body).encode())
+    assert isinstance(decoded, ChatCompletionRequest)
+    return decoded
+
+
+def block(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def user(*content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": list(content)}
+
+
+def assistant(*content: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": list(content)}
+
+
+TOOL_CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+CALLING = {"role": "assistant", "content": None, "tool_calls": [TOOL_CALL]}
+RESULT_MESSAGE = {"role": "tool", "tool_call_id": "c1", "content": "r"}
+MESSAGES: list[tuple[str, list[dict[str, Any]], list[dict[str, Any]]]] = [
+    ("a text", [user(block("hi"))], [HI]),
+    ("two texts", [user(block("a"), block("b"))], [user(block("a"), block("b"))]),
+    ("two messages", [HI, {"role": "user", "content": "b"}], [user(block("hi"), block("b"))]),
+    (
+        "thoughts",
+        [HI, assistant({"type": "thinking", "thinking": "t", "signature": "s"}, block("a")), HI],
+        [HI, {"role": "assistant", "content": "a", "reasoning": "t"}, HI],
+    ),
+    (
+        "thoughts of others",
+        [HI, assistant({"type": "redacted_thinking", "data": "x"}, block("a")), HI],
+        [HI, {"role": "assistant", "content": "a"}, HI],
+    ),
+    (
+        "a call",
+        [HI, assistant(block("a"), CALL), user(RESULT)],
+        [HI, {**CALLING, "content": "a"}, RESULT_MESSAGE],
+    ),
+    (
+        "text beside a result",
+        [HI, assistant(CALL), user(block("b"), RESULT)],
+        [HI, CALLING, RESULT_MESSAGE, {"role": "user", "content": "b"}],
+    ),
+    (
+        "a result of blocks",
+        [HI, assistant(CALL), user({**RESULT, "content": [block("r")]})],
+        [HI, CALLING, RESULT_MESSAGE],
+    ),
+    (
+        "a failure",
+        [HI, assistant(CALL), user({**RESULT, "is_error": True})],
+        [HI, CALLING, {**RESULT_MESSAGE, "content": "Error: r"}],
+    ),
+    (
+        "a result without content",
+        [HI, assistant(CALL), user({"type": "tool_result", "tool_use_id": "c1"})],
+        [HI, CALLING, {**RESULT_MESSAGE, "content": ""}],
+    ),
+    (
+        "a system message at the beginning",
+        [{"role": "system", "content": "s"}, HI],
+        [{"role": "system", "content": "s"}, HI],
+    ),
+    (
+        "a system message between others",
+        [HI, assistant(block("a")), {"role": "system", "content": "s"}, HI],
+        [HI, {"role": "assistant", "content": "a"}, user(block("s"), block("hi"))],
+    ),
+    (
+        "a system message after a result",
+        [HI, assistant(CALL), user(RESULT), {"role": "system", "content": "s"}],
+        [HI, CALLING, {**RESULT_MESSAGE, "content": [block("r"), block("s")]}],
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"), [case[1:] for case in MESSAGES], ids=[case[0] for case in MESSAGES]
+)
+def test_messages(given: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    assert translated(messages=given) == chat(messages=expected)
+
+
+@pytest.mark.parametrize(
+    "system", ["s", [block("s")], [block("x-anthropic-billing-header: cch=1"), block("s")]]
+)
+def test_the_system_prompt_is_the_first_message(system: Any) -> None:
+    assert translated(system=system) == chat(messages=[{"role": "system", "content": "s"}, HI])
+
+
+def test_a_final_assistant_message_is_continued() -> None:
+    begun = {"role": "assistant", "content": "It is"}
+    expected = chat(messages=[HI, begun], continue_final_message=True, add_generation_prompt=False)
+    assert translated(messages=[HI, begun]) == expected
+
+
+def test_tools() -> None:
+    tool = {"name": "f", "description": "d", "input_schema": SCHEMA}
+    function = {"type": "function", "function": {"name": "f", "description": "d", "parameters": SCHEMA}}
+    assert translated(tools=[tool]) == chat(tools=[function])
+    assert translated(tools=[]) == chat()
+    untyped = translated(tools=[{"type": "custom", "name": "f", "input_schema": {}, "strict": True}])
+    assert untyped.tools is not None
+    assert untyped.tools[0]["function"] == {"name": "f", "parameters": {"type": "object"}, "strict": True}
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        ({"type": "auto"}, {"tool_choice": "auto"}),
+        ({"type": "any"}, {"tool_choice": "required"}),
+        ({"type": "none"}, {"tool_choice": "none"}),
+        ({"type": "tool", "name": "f"}, {"tool_choice": {"type": "function", "function": {"name": "f"}}}),
+        (
+            {"type": "auto", "disable_parallel_tool_use": True},
+            {"tool_choice": "auto", "parallel_tool_calls": False},
+        ),
+    ],
+)
+def test_tool_choice(choice: dict[str, Any], expected: dict[str, Any]) -> None:
+    tool = {"name": "f", "input_schema": SCHEMA}
+    function = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
+    assert translated(tools=[tool], tool_choice=choice) == chat(tools=[function], **expected)
+
+
+def test_sampling_fields() -> None:
+    given = {"temperature": 0.5, "top_p": 0.9, "top_k": 4, "stream": True, "cache_salt": "x", "priority": 3}
+    assert translated(**given, stop_sequences=["a", "b"], metadata={"user_id": "u"}) == chat(
+        **given, stop=["a", "b"], user="u"
+    )
+
+
+@pytest.mark.parametrize(
+    ("thinking", "variable", "is_shown"),
+    [
+        ({"type": "enabled", "budget_tokens": 1024}, True, True),
+        ({"type": "adaptive"}, True, True),
+        ({"type": "adaptive", "display": "omitted"}, True, False),
+        ({"type": "disabled"}, False, False),
+    ],
+)
+def test_thinking_sets_the_variables_of_templates(
+    thinking: dict[str, Any], variable: bool, is_shown: bool
+) -> None:
+    made = translated(thinking=thinking)
+    assert made.chat_template_kwargs == {"enable_thinking": variable, "thinking": variable}
+    assert made.include_reasoning is is_shown
+    assert translated(thinking=thinking, chat_template_kwargs={"thinking": 5}).chat_template_kwargs == {
+        "enable_thinking": variable,
+        "thinking": 5,
+    }
+
+
+def test_output_config() -> None:
+    made = translated(output_config={"effort": "low", "format": {"type": "json_schema", "schema": SCHEMA}})
+    assert made.reasoning_effort == "low"
+    assert made.response_format is not None
+    assert made.response_format["json_schema"]["schema"] == SCHEMA
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"messages": [user()]}, "messages[0].content"),
+    ({"messages": [{"role": "system", "content": "s"}]}, "messages"),
+    ({"messages": [user({"type": "text"})]}, "messages[0].content[0].text"),
+    ({"messages": [user(block("a"), {"type": "image", "source": {}})]}, "messages[0].content[1]"),
+    ({"messages": [user({"type": "document", "source": {}})]}, "messages[0].content[0]"),
+    ({"messages": [user(CALL)]}, "messages[0].content[0]"),
+    ({"messages": [HI, assistant(RESULT)]}, "messages[1].content[0]"),
+    ({"messages": [HI, assistant({**CALL, "id": None}), user(RESULT)]}, "messages[1].content[0].id"),
+    ({"messages": [HI, assistant({"type": "server_tool_use"})]}, "messages[1].content[0]"),
+    ({"messages": [HI, assistant(CALL)]}, "messages"),
+    ({"messages": [user({"type": "tool_result", "content": "x"})]}, "messages[0].content[0].tool_use_id"),
+    ({"messages": [user({**RESULT, "content": 5})]}, "messages[0].content[0].content"),
+    ({"messages": [user({**RESULT, "content": ["x"]})]}, "messages[0].content[0].content[0]"),
+    ({"messages": [user({**RESULT, "content": [{"type": "image"}]})]}, "messages[0].content[0].content[0]"),
+    ({"messages": [user({**RESULT, "content": [block("x")] * 1025})]}, "messages[0].content[0].content"),
+    ({"messages": [{"role": "system", "content": [{"type": "image"}]}, HI]}, "messages[0].content[0]"),
+    ({"system": [{"type": "image"}]}, "system[0]"),
+    ({"tools": [{"name": "web_search", "type": "web_search_20250305"}]}, "tools[0].type"),
+    ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
+    ({"tool_choice": {"type": "any"}}, "tool_choice"),
+    ({"tools": [{"name": "f", "input_schema": {}}], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
+    ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
+    ({"thinking": {"type": "enabled", "budget_tokens": 4096}}, "thinking.budget_tokens"),
+    ({"stop_sequences": ["a", " "]}, "stop_sequences[1]"),
+    ({"mcp_servers": [{}]}, "mcp_servers"),
+    ({"container": "c"}, "container"),
+    ({"context_management": {"edits": []}}, "context_management"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), REFUSED)
+def test_what_no_chat_can_say_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(BadRequest) as refusal:
+        translated(**fields)
+    assert refusal.value.param == param
+    assert refusal.value.message.startswith(param)
+
+
+def test_tool_results_are_bounded() -> None:
+    many = [user(*[RESULT] * 1024), {"role": "assistant", "content": "x"}] * 65
+    with pytest.raises(BadRequest, match="tool results"):
+        translated(messages=many)
+
+
+@pytest.mark.parametrize(
+    ("param", "message", "expected"),
+    [
+        ("stop", "stop takes at most 16 stop strings", "stop_sequences takes at most 16 stop strings"),
+        ("messages[3].role", "messages[3].role: dropped", "messages: dropped"),
+        ("response_format.json_schema", "response_format needs x", "output_config.format needs x"),
+        ("response_format", "json: not allowed", "output_config.format: json: not allowed"),
+        ("max_tokens", "max_tokens must be", "max_tokens must be"),
+    ],
+)
+def test_errors_about_the_chat_name_fields_of_the_messages_request(
+    param: str, message: str, expected: str
+) -> None:
+    assert name_field(BadRequest(message, param=param)).message == expected
+
+
+def test_a_prompt_that_is_too_long_is_called_so() -> None:
+    error = name_field(ContextLengthExceeded("the maximum is 4 tokens", param="prompt"))
+    assert error.message == "prompt is too long: the maximum is 4 tokens"
+
+
+TEXTS = st.text(max_size=8)
+ARGUMENTS = st.dictionaries(st.text(max_size=4), st.integers() | TEXTS | st.lists(st.booleans()), max_size=3)
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The same conversation for the Messages API and for chats."""
+    ours: list[dict[str, Any]] = []
+    theirs: list[dict[str, Any]] = []
+    pending: list[str] = []
+    for turn in range(draw(st.integers(1, 3))):
+        results = [(call, draw(TEXTS)) for call in pending]
+        text = draw(TEXTS)
+        is_list = draw(st.booleans()) or bool(results)
+        ours.append(
+            user(*({"type": "tool_result", "tool_use_id": c, "content": r} for c, r in results), block(text))
+            if is_list
+            else {"role": "user", "content": text}
+        )
+        theirs += [{"role": "tool", "tool_call_id": c, "content": r} for c, r in results]
+        theirs.append({"role": "user", "content": text})
+        thought, said = draw(st.none() | st.text(min_size=1, max_size=5)), draw(st.none() | TEXTS)
+        calls = [(f"call-{turn}-{n}", draw(ARGUMENTS)) for n in range(draw(st.integers(0, 2)))]
+        if said is None and not calls:
+            said = "ok"
+        pending = [call for call, _ in calls]
+        ours.append(
+            assistant(
+                *([{"type": "thinking", "thinking": thought, "signature": ""}] if thought else ()),
+                *([block(said)] if said is not None else ()),
+                *({"type": "tool_use", "id": c, "name": "f", "input": arguments} for c, arguments in calls),
+            )
+        )
+        message: dict[str, Any] = {"role": "assistant", "content": said}
+        if thought:
+            message["reasoning"] = thought
+        if calls:
+            message["tool_calls"] = [
+                {
+                    "id": c,
+                    "type": "function",
+                    "function": {"name": "f", "arguments": json.dumps(arguments, ensure_ascii=False)},
+                }
+                for c, arguments in calls
+            ]
+        theirs.append(message)
+    return [*ours, HI], [*theirs, HI]
+
+
+@given(conversations(), st.none() | TEXTS)
+def test_a_conversation_is_hashed_as_the_same_chat(
+    conversation: tuple[list[dict[str, Any]], list[dict[str, Any]]], system: str | None
+) -> None:
+    ours, theirs = conversation
+    # `HI` follows an answer, perhaps one with calls whose results never came: translation does not judge that.
+    if system is not None:
+        theirs = [{"role": "system", "content": system}, *theirs]
+    expected = chat(messages=theirs)
+    made = translated(messages=ours, system=system)
+    assert made == expected
+    assert prompt_segments(made) == prompt_segments(expected)
+    body = json.dumps({"model": "m", "messages": ours, "system": system}).encode()
+    assert as_chat(decode_count_tokens_request(body)).messages == expected.messages
