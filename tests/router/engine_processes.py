@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from argosy_protocol.fleet import Endpoint, FleetDocument, FleetService
+from message_events import message, parsed
 from processes import Server, free_port, running
 
 from .harness import Rig
@@ -64,6 +65,7 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "a tool call": {"temperature": 0.3, "max_tokens": 120, "tools": [TOOL], "tool_choice": "required"},
     "completion": {"temperature": 1.3, "echo": True, "n": 2, **LONG},
+    "message": {"temperature": 0, "max_tokens": 100, "thinking": {"type": "adaptive"}},
 }
 
 
@@ -77,9 +79,8 @@ def calls() -> list[tuple[str, str, dict[str, Any]]]:
         if kind == "completion":
             made.append((kind, "/v1/completions", {**body, "prompt": text}))
         else:
-            made.append(
-                (kind, "/v1/chat/completions", {**body, "messages": [{"role": "user", "content": text}]})
-            )
+            path = "/v1/messages" if kind == "message" else "/v1/chat/completions"
+            made.append((kind, path, {**body, "messages": [{"role": "user", "content": text}]}))
     return made
 
 
@@ -131,6 +132,12 @@ class Stream:
 
 def fold(raw: bytes) -> dict[str, Any]:
     """Return what a client of a real engine has in the end, by field and choice; tool calls and reasoning as well."""
+    if b"event: message_start" in raw:
+        whole = message(parsed(raw))
+        usage = whole.pop("usage")
+        prompt_tokens = usage["input_tokens"] + usage["cache_read_input_tokens"]
+        whole["usage"] = [[prompt_tokens, usage["output_tokens"]]]  # caches differ
+        return {**whole, "finish_reason": {0: [whole["stop_reason"]]}}
     lines = raw.removesuffix(b"\n\n").split(b"\n\n")
     assert lines[-1] == b"data: [DONE]"
     chunks = [json.loads(line.removeprefix(b"data: ")) for line in lines[:-1] if not line.startswith(b":")]

@@ -245,6 +245,8 @@ class FakeEngine:
             "/v1/chat/completions",
             "/v1/completions",
             "/v1/embeddings",
+            "/v1/messages",
+            "/v1/messages/count_tokens",
             "/tokenize",
             "/detokenize",
         ):

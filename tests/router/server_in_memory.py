@@ -72,8 +72,8 @@ class Recorder:
     def on_head(self, request: Request) -> bool:
         return True
 
-    def on_refused(self, error: ApiError, request: Request | None) -> bytes:
-        return b""
+    def on_refused(self, error: ApiError, request: Request | None) -> tuple[bytes, bytes]:
+        return b"", error.body()
 
     def on_request(self, connection: ServerConnection, request: Request) -> None:
         self.messages.append((request.method, request.target, request.body))

@@ -85,21 +85,30 @@ class KeyTable:
         self._install(keys, now)
         return problems
 
-    def authenticate(self, authorization: bytes | None) -> Account:
-        """Return the account behind an `Authorization` header, as `account_of` does.
+    def authenticate(self, authorization: bytes | None, api_key: bytes | None = None) -> Account:
+        """Return the account behind a request's headers, as `account_of` does.
 
         Raises:
-            Unauthorized: the header has no key of the table, and the router requires one.
+            Unauthorized: they have no key of the table, and the router requires one.
         """
-        account = self.account_of(authorization)
+        account = self.account_of(authorization, api_key)
         if account is None:
-            raise Unauthorized("missing or wrong API key: send `Authorization: Bearer KEY`")
+            raise Unauthorized(
+                "missing or wrong API key: send `Authorization: Bearer KEY` or `x-api-key: KEY`"
+            )
         return account
 
-    def account_of(self, authorization: bytes | None) -> Account | None:
-        """Return the account behind an `Authorization` header (`Bearer KEY`, scheme case-insensitive), or None."""
+    def account_of(self, authorization: bytes | None, api_key: bytes | None = None) -> Account | None:
+        """Return the account behind a request's headers, or None.
+
+        Args:
+            authorization: the `Authorization` header: `Bearer KEY`, scheme case-insensitive.
+            api_key: the `x-api-key` header; it counts if there is no `Authorization`.
+        """
         if self.is_open:
             return ANONYMOUS
+        if authorization is None and api_key is not None:
+            return self._by_digest.get(hashlib.sha256(api_key.strip()).digest())
         scheme, _, key = (authorization or b"").partition(b" ")
         account = self._by_digest.get(hashlib.sha256(key.strip()).digest())
         return account if scheme.lower() == b"bearer" else None

@@ -366,7 +366,7 @@ class ServerConnection(asyncio.Protocol):
             self._state.wheel.time()
         )  # a new connection need not wait until the refusal has been read
         request = self.reader.incoming
-        lines, body = self._application.on_refused(error, request), error.body()
+        lines, body = self._application.on_refused(error, request)
         self.transport.write(
             b"%b%bcontent-length: %d\r\nconnection: close\r\n\r\n%b"
             % (

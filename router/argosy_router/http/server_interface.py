@@ -58,10 +58,10 @@ class Application(Protocol):
         """Answer now (`respond`), or later (`attach` a listener first). Must not raise."""
         ...
 
-    def on_refused(self, error: ApiError, request: Request | None) -> bytes:
+    def on_refused(self, error: ApiError, request: Request | None) -> tuple[bytes, bytes]:
         """Note a request that is refused before `on_request`; `request` is None if not even its head was valid.
 
         Returns:
-            Header lines of the refusal.
+            Header lines and body of the refusal.
         """
         ...

@@ -27,6 +27,7 @@ from argosy_router.http.messages import Request
 from argosy_router.http.server_interface import Client
 from argosy_router.metrics.registry import CONTENT_TYPE
 from argosy_router.proxy.accounting.request_accounting import RequestAccounting
+from argosy_router.proxy.downstream.api_shape import error_body, id_headers
 from argosy_router.proxy.downstream.error_headers import error_headers
 from argosy_router.proxy.downstream.model_renaming import RenamingClient
 from argosy_router.proxy.request.call_decoding import RoutedEndpoint, decode_call
@@ -46,6 +47,8 @@ _ENDPOINTS: dict[bytes, RoutedEndpoint] = {
     b"/v1/chat/completions": "chat/completions",
     b"/v1/completions": "completions",
     b"/v1/embeddings": "embeddings",
+    b"/v1/messages": "messages",
+    b"/v1/messages/count_tokens": "messages/count_tokens",
     b"/tokenize": "tokenize",
     b"/detokenize": "detokenize",
 }
@@ -93,22 +96,21 @@ class RouterApplication:
         """Reject unauthenticated requests before reading the body."""
         if request.path in self._public:
             return False
-        account = self._keys.authenticate(request.header(b"authorization"))
+        account = self._keys.authenticate(request.header(b"authorization"), request.header(b"x-api-key"))
         request.grant = account
         request.account = None if account is ANONYMOUS else account
         return request.path in _ENDPOINTS
 
-    def on_refused(self, error: ApiError, request: Request | None) -> bytes:
-        return self._refusal(
-            request_id_for(None if request is None else request.header(b"x-request-id")), error
-        )
+    def on_refused(self, error: ApiError, request: Request | None) -> tuple[bytes, bytes]:
+        path, sent = (b"", None) if request is None else (request.path, request.header(b"x-request-id"))
+        return self._refusal(request_id_for(sent), error, path), error_body(error, path)
 
     def on_request(self, client: Client, request: Request) -> None:
         request_id = request_id_for(request.header(b"x-request-id"))
         try:
             self._route(client, request, request_id)
         except ApiError as error:
-            self._refuse(client, request_id, error)
+            self._refuse(client, request_id, error, request.path)
 
     def chat(self, client: Client, request: Request) -> None:
         """Answer a chat whose client the caller has authorised."""
@@ -116,20 +118,21 @@ class RouterApplication:
         try:
             self._generate(client, request, "chat/completions", request_id, ANONYMOUS)
         except ApiError as error:
-            self._refuse(client, request_id, error)
+            self._refuse(client, request_id, error, request.path)
 
     @property
     def is_open(self) -> bool:
         """Whether the routes of models need no key."""
         return self._keys.is_open
 
-    def _refuse(self, client: Client, request_id: bytes, error: ApiError) -> None:
-        client.respond(error.http_status, self._refusal(request_id, error), error.body())
+    def _refuse(self, client: Client, request_id: bytes, error: ApiError, path: bytes) -> None:
+        lines = self._refusal(request_id, error, path)
+        client.respond(error.http_status, lines, error_body(error, path))
 
-    def _refusal(self, request_id: bytes, error: ApiError) -> bytes:
+    def _refusal(self, request_id: bytes, error: ApiError, path: bytes) -> bytes:
         """Count a refusal and return its header lines."""
         self._accounting.count_rejection(request_id, error.http_status)
-        return error_headers(error) + b"x-request-id: %b\r\n" % request_id
+        return error_headers(error) + id_headers(request_id, path)
 
     def _route(self, client: Client, request: Request, request_id: bytes) -> None:
         path = request.path
@@ -181,7 +184,7 @@ class RouterApplication:
             call.trace = trace
         request.body = b""  # the call has it, perhaps rewritten: one copy is enough
         if call.renaming is not None:
-            client = RenamingClient(client, call.renaming)
+            client = RenamingClient(client, call.renaming, is_message=endpoint == "messages")
         self._requests.handle(client, call, started)
 
     def _ready(self) -> tuple[int, bytes, bytes]:

@@ -14,6 +14,7 @@ from argosy_protocol.errors import ApiError, InternalError
 from argosy_router.http.deadlines import Deadline, TimerWheel
 from argosy_router.http.server_interface import Client
 from argosy_router.proxy.accounting.outcome import RequestOutcome
+from argosy_router.proxy.downstream.api_shape import error_body, error_event, id_headers
 from argosy_router.proxy.downstream.commented_stream import (
     COMMENT,
     STREAM_HEADERS,
@@ -89,7 +90,7 @@ class Answer:
         if not self._has_comments:
             self._has_comments = True
             self._client.start(200, STREAM_HEADERS + self._identity, COMMENT)
-            self._client = CommentedStream(self._client)
+            self._client = CommentedStream(self._client, self._outcome.call.path)
         elif not self.is_client_paused:
             self._client.send(COMMENT)
         quiet.set(schedule.interval_s)
@@ -132,11 +133,13 @@ class Answer:
         """Send an error of the router's own."""
         if isinstance(error, InternalError):
             log.error("request %s: %s", self._outcome.call.request_id.decode(), error.message)
-        self.respond(error.http_status, error_headers(error), route, error.body())
+        body = error_body(error, self._outcome.call.path)
+        self.respond(error.http_status, error_headers(error), route, body)
 
     def interrupt(self, error: ApiError) -> None:
         """End a stream by an error event, since the status is sent."""
-        self._client.send(b"data: " + error.body() + b"\n\n")
+        path = self._outcome.call.path
+        self._client.send(error_event(error_body(error, path), path))
         self._client.finish()
 
     def abort(self) -> None:
@@ -151,6 +154,7 @@ class Answer:
     @property
     def _identity(self) -> bytes:
         """Header lines of every answer to this request."""
-        lines = b"x-request-id: %b\r\n" % self._outcome.call.request_id
+        call = self._outcome.call
+        lines = id_headers(call.request_id, call.path)
         reservation = self._outcome.reservation
         return lines if reservation is None else lines + reservation.header_lines

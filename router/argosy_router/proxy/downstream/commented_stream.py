@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from argosy_router.http.server_interface import Client, ClientListener
+from argosy_router.proxy.downstream.api_shape import error_event
 
 STREAM_HEADERS = b"content-type: text/event-stream; charset=utf-8\r\ncache-control: no-cache\r\n"
 COMMENT = b": keep-alive\n\n"
@@ -33,15 +34,18 @@ class CommentSchedule:
 class CommentedStream:
     """Wraps a client whose event stream has begun with comments, and sends the answer inside that stream."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, path: bytes) -> None:
+        """`path` is the request's."""
         self._client = client
+        self._path = path
 
     def attach(self, listener: ClientListener) -> None:
         self._client.attach(listener)
 
     def respond(self, status: int, headers: bytes, body: bytes) -> None:
         """Send a whole answer as one event: it is an error, or the answer of an engine that did not stream."""
-        self._client.send(b"data: %b\n\n" % b" ".join(body.splitlines()))
+        line = b" ".join(body.splitlines())
+        self._client.send(error_event(line, self._path) if status >= 400 else b"data: %b\n\n" % line)
         self._client.finish()
 
     def start(self, status: int, headers: bytes, first: bytes) -> None:

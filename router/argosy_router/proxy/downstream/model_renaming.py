@@ -1,7 +1,8 @@
 """Renaming of the model in answers, if the engine knows it by another name than the client used.
 
 Owns: the value of `model` in answers. Must not know: why the names differ.
-Invariant: nothing but that value changes: quotes inside of JSON strings are escaped, so `"model":"NAME"` is a field.
+Invariant: nothing but that value changes: quotes inside of JSON strings are escaped, so `"model":"NAME"` is a field;
+only whole answers of Anthropic's API have other fields that may be called so, within the input of a tool.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import msgspec
 from argosy_router.http.server_interface import Client, ClientListener
 from argosy_router.proxy.request.model_names import Renaming
 
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
 
 class RenamingClient:
     """Wraps a client, and renames the model in everything that it is sent.
@@ -21,19 +24,33 @@ class RenamingClient:
     such an answer is split within the field, the field keeps the engine's name.
     """
 
-    def __init__(self, client: Client, renaming: Renaming) -> None:
+    def __init__(self, client: Client, renaming: Renaming, *, is_message: bool = False) -> None:
+        """`is_message`: answers are those of Anthropic's API."""
         self._client = client
-        self._field = re.compile(rb'("model":\s?)' + re.escape(msgspec.json.encode(renaming.engine)))
+        self._is_message = is_message
+        self._engine = msgspec.json.encode(renaming.engine)
+        self._field = re.compile(rb'("model":\s?)' + re.escape(self._engine))
         self._value = msgspec.json.encode(renaming.client)
 
     def _renamed(self, data: bytes) -> bytes:
         return self._field.sub(lambda found: found[1] + self._value, data)
 
+    def _renamed_message(self, body: bytes) -> bytes:
+        try:
+            fields = _fields.decode(body)
+        except (msgspec.DecodeError, RecursionError):
+            return body
+        if bytes(fields.get("model", b"")) != self._engine:
+            return body
+        fields["model"] = msgspec.Raw(self._value)
+        return msgspec.json.encode(fields)
+
     def attach(self, listener: ClientListener) -> None:
         self._client.attach(listener)
 
     def respond(self, status: int, headers: bytes, body: bytes) -> None:
-        self._client.respond(status, headers, self._renamed(body))
+        renamed = self._renamed_message(body) if self._is_message else self._renamed(body)
+        self._client.respond(status, headers, renamed)
 
     def start(self, status: int, headers: bytes, first: bytes) -> None:
         self._client.start(status, headers, self._renamed(first))

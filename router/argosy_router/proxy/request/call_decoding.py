@@ -12,6 +12,8 @@ from urllib.parse import quote
 import msgspec
 from xxhash import xxh3_64_intdigest
 
+from argosy_protocol.anthropic import decode_count_tokens_request, decode_messages_request
+from argosy_protocol.anthropic_chat import as_chat
 from argosy_protocol.embeddings import decode_embedding_request
 from argosy_protocol.errors import BadRequest
 from argosy_protocol.headers import MODEL_NAME
@@ -47,7 +49,9 @@ from argosy_router.proxy.request.token_estimate import estimate_of
 SESSION_HEADER = b"x-session-id"
 """The header llm-d's and Dynamo's clients use too."""
 
-RoutedEndpoint = Endpoint | Literal["embeddings", "tokenize", "detokenize"]
+RoutedEndpoint = (
+    Endpoint | Literal["embeddings", "messages", "messages/count_tokens", "tokenize", "detokenize"]
+)
 
 _MODEL_NAME: Final = MODEL_NAME.encode()
 _INTERNAL: Final = frozenset((*InternalFields.__struct_fields__, "data_parallel_rank"))
@@ -106,7 +110,8 @@ def decode_call(
     if asked is not None and salt is not None and salt != asked:
         changes["cache_salt"] = salt
     options = decoded.stream_options
-    hides_usage = decoded.stream and not (options is not None and options.include_usage)
+    is_message = endpoint == "messages"  # whose streams report their usage in any case
+    hides_usage = decoded.stream and not is_message and not (options is not None and options.include_usage)
     if hides_usage and options is not None:
         changes["stream_options"] = msgspec.structs.replace(
             options, include_usage=True, continuous_usage_stats=False
@@ -135,7 +140,7 @@ def decode_call(
     )
     call.priority = priority
     call.is_stream = decoded.stream
-    call.shape = resumable_shape(decoded)
+    call.shape = resumable_shape(decoded, is_message=is_message)
     call.hides_usage = hides_usage
     if model != decoded.model:
         call.renaming = Renaming(model, decoded.model)
@@ -152,6 +157,11 @@ def _decode(endpoint: RoutedEndpoint, body: bytes) -> ChatCompletionRequest | Co
         return decode_embedding_request(body).as_completion()
     if endpoint in ("chat/completions", "completions"):
         return decode_request(endpoint, body)
+    if endpoint == "messages":
+        return as_chat(decode_messages_request(body))
+    if endpoint == "messages/count_tokens":
+        model = decode_count_tokens_request(body).model
+        return ChatCompletionRequest(messages=[], model=model, max_tokens=0)  # nothing is computed or cached
     return only_model(body)
 
 

@@ -4,9 +4,10 @@ Owns: the list of fields. Must not know: what the fields mean to an engine.
 
 Engines of other makes take fields by which their own routers direct them: where to fetch a KV cache, which rank
 computes, which adapter to load, which session to continue, which id to abort by. So only documented fields of a
-client's request pass: OpenAI's, and vLLM's and SGLang's for sampling, templates and output. All others are dropped, as
-engines themselves ignore fields they do not know: clients send many fields of other vendors, and to refuse those would
-break the clients. Fields known to be internal are refused by name (`protocol.openai.InternalFields`).
+client's request pass: OpenAI's and Anthropic's, and vLLM's and SGLang's for sampling, templates and output. All others
+are dropped, as engines themselves ignore fields they do not know: clients send many fields of other vendors, and to
+refuse those would break the clients. Fields known to be internal are refused by name
+(`protocol.openai.InternalFields`).
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ _OPENAI: Final = frozenset(
         *("tools", "top_logprobs", "top_p", "user", "verbosity", "web_search_options"),
     )
 )
+_ANTHROPIC: Final = frozenset(("output_config", "stop_sequences", "system", "thinking"))
+"""Those of the Messages API that OpenAI's does not have."""
 _VLLM: Final = frozenset(
     (
         *("add_generation_prompt", "add_special_tokens", "allowed_token_ids", "bad_words", "cache_salt"),
@@ -65,7 +68,7 @@ _SGLANG: Final = frozenset(
 )
 """Not among them: `input_ids` of a chat (the router could not tell its prefix), `extra_key`, `rid`, `session_id`, and
 what makes answers large (`return_hidden_states`, `return_routed_experts`)."""
-FOREIGN_FIELDS: Final = _OPENAI | _VLLM | _SGLANG
+FOREIGN_FIELDS: Final = _OPENAI | _ANTHROPIC | _VLLM | _SGLANG
 
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 

@@ -12,7 +12,12 @@ from typing import Final
 from argosy_protocol.headers import RESOURCE_BUSY
 from argosy_router.http.messages import Headers, connection_options, render_headers
 
-_FORWARDED: Final = frozenset((b"accept", b"content-type", b"traceparent", b"tracestate", b"user-agent"))
+_FORWARDED: Final = frozenset(
+    (
+        *(b"accept", b"anthropic-beta", b"anthropic-version"),
+        *(b"content-type", b"traceparent", b"tracestate", b"user-agent"),
+    )
+)
 """Towards engines: what describes the body and the answer, trace context, and the user agent, for the engine's log. Not
 `accept-encoding`: answers are read for usage and event boundaries."""
 _RETURNED: Final = frozenset(

@@ -19,10 +19,17 @@ class StreamShape(NamedTuple):
     """Whether a last chunk reports the usage."""
     has_echo: bool = False
     """Whether choices begin with the prompt, perhaps in several chunks, of which only the last has token ids."""
+    is_message: bool = False
+    """Whether its events are those of Anthropic's API."""
 
 
-def resumable_shape(request: ChatCompletionRequest | CompletionRequest) -> StreamShape | None:
+def resumable_shape(
+    request: ChatCompletionRequest | CompletionRequest, *, is_message: bool = False
+) -> StreamShape | None:
     """Return the shape of the stream that answers `request`; None if it is no stream or cannot be continued.
+
+    Args:
+        is_message: `request` is the chat that a Messages request stands for.
 
     Raises:
         BadRequest: the prompts of a batch are of different kinds, or too many.
@@ -37,4 +44,4 @@ def resumable_shape(request: ChatCompletionRequest | CompletionRequest) -> Strea
             return None
         choices *= len(request.prompts())
     options = request.stream_options
-    return StreamShape(choices, options is not None and options.include_usage, has_echo)
+    return StreamShape(choices, options is not None and options.include_usage, has_echo, is_message)

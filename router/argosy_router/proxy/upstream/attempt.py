@@ -18,6 +18,7 @@ from argosy_router.http.upstream_errors import ConnectFailed, UpstreamError
 from argosy_router.proxy.request.call import Call
 from argosy_router.proxy.request.header_policy import returned as returned_headers
 from argosy_router.proxy.upstream.attempt_log import AttemptRecord
+from argosy_router.proxy.upstream.message_transcript import MessageTranscript
 from argosy_router.proxy.upstream.relay import StreamRelay, UnaryRelay
 from argosy_router.proxy.upstream.request_head import request_head
 from argosy_router.proxy.upstream.response_status import Refused
@@ -212,7 +213,7 @@ class Attempt:
         elif is_stream:
             shape = self._call.shape
             if self.fingerprint and shape is not None:
-                self.transcript = Transcript(shape)
+                self.transcript = MessageTranscript(shape) if shape.is_message else Transcript(shape)
             self.relay = StreamRelay(self.transcript, hides_usage=self._call.hides_usage)
 
     def on_data(self, data: bytes) -> None:

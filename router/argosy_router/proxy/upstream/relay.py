@@ -12,7 +12,7 @@ from argosy_protocol.errors import ResourceUnavailable
 from argosy_router.http.sse import EventCutter, EventTooLarge, without_comments, without_token_ids
 from argosy_router.http.upstream_errors import ConnectionLost, UpstreamError
 from argosy_router.proxy.upstream.response_status import OversizedEvent, Refused
-from argosy_router.proxy.upstream.stream_transcript import DONE, Transcript
+from argosy_router.proxy.upstream.stream_transcript import Transcript
 from argosy_router.proxy.upstream.usage_scan import (
     TokenUsage,
     UsageFinder,
@@ -24,10 +24,8 @@ from argosy_router.proxy.upstream.usage_scan import (
 MAX_BUFFERED_BYTES: Final = 1024 * 1024
 """Unary answers up to this size reach the client whole or not at all; longer ones are streamed and cannot be retried
 once they have begun."""
-_ERROR: Final = b'data: {"error":'
-"""No JSON string contains it, because quotes are escaped there."""
-_RESOURCE_BUSY: Final = b'"code":"%b"' % str(ResourceUnavailable.default_code).encode()
-_UNAVAILABLE: Final = b'"type":"service_unavailable"'
+_RESOURCE_BUSY: Final = b'code":"%b"' % str(ResourceUnavailable.default_code).encode()
+"""End of a field's name, `code` or `error_code`, and its value."""
 
 
 class UnaryRelay:
@@ -111,8 +109,8 @@ class StreamRelay:
             return b""
         transcript = self._transcript
         if transcript is not None:
-            if events.rfind(_ERROR) >= 0:  # half of the time that `in` takes
-                events = self._before_failure(events)
+            if events.rfind(transcript.error_mark) >= 0:  # half of the time that `in` takes
+                events = self._before_failure(transcript, events)
             transcript.add(events)
         else:
             self._events += num_events(events)
@@ -123,15 +121,15 @@ class StreamRelay:
 
     def end(self) -> bytes:
         """Note that the response is complete, and return what is left to forward; nothing if the stream was cut."""
-        if self._transcript is not None and not self._last.endswith(DONE):
-            self.failure = ConnectionLost("the stream ended without [DONE]")
+        if self._transcript is not None and not self._transcript.is_end(self._last):
+            self.failure = ConnectionLost("the stream ended without its last event")
             return b""
         return self._cutter.tail
 
-    def _before_failure(self, events: bytes) -> bytes:
-        start = events.index(_ERROR)
+    def _before_failure(self, transcript: Transcript, events: bytes) -> bytes:
+        start = events.index(transcript.error_mark)
         end = events.index(b"\n\n", start)
-        if _UNAVAILABLE not in events[start:end]:
+        if transcript.unavailable_mark not in events[start:end]:
             return events
         self.failure = Refused(503, is_resource_busy=_RESOURCE_BUSY in events[start:end])
         return events[:start]

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 from msgspec import Struct
 
@@ -30,3 +32,19 @@ class Chunk(Struct):
 
 
 decode_chunk = msgspec.json.Decoder(Chunk).decode
+
+
+BlockType = Literal["text", "thinking", "tool_use"]
+
+
+class ContentBlock(Struct):
+    type: BlockType
+
+
+class BlockStart(Struct):
+    """The data of an event `content_block_start` of Anthropic's API."""
+
+    content_block: ContentBlock
+
+
+decode_block_start = msgspec.json.Decoder(BlockStart).decode

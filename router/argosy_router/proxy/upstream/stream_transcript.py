@@ -12,6 +12,7 @@ nor one of whose echoed prompt the client has only a part.
 from __future__ import annotations
 
 from array import array
+from typing import ClassVar
 
 import msgspec
 
@@ -31,6 +32,11 @@ _DATA = b"data: "
 
 class Transcript:
     """The part of one stream that the client was sent."""
+
+    error_mark: ClassVar[bytes] = b'data: {"error":'
+    """Beginning of an error event. No JSON string contains it, because quotes are escaped there."""
+    unavailable_mark: ClassVar[bytes] = b'"type":"service_unavailable"'
+    """What the error event of an engine that shuts down contains."""
 
     __slots__ = (
         "_created",
@@ -60,6 +66,10 @@ class Transcript:
         """Choices that have begun to echo the prompt."""
         self.num_tokens = 0
         """Of all choices, as far as they were parsed. An event that cannot be parsed counts as one token."""
+
+    def is_end(self, events: bytes) -> bool:
+        """Whether a stream whose last events are `events` has its end."""
+        return events.endswith(DONE)
 
     def add(self, events: bytes) -> None:
         """Add whole events that the client is sent."""

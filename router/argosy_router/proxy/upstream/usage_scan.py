@@ -41,10 +41,19 @@ def find_usage(answer: bytes) -> TokenUsage | None:
     """Return the last usage in an answer or a part of one; None if there is none."""
     for usage in _usages(answer):
         prompt_tokens = _count(usage, b'"prompt_tokens"')
+        if prompt_tokens is None and (uncached := _count(usage, b'"input_tokens"')) is not None:
+            return _message_usage(usage, uncached)
         if prompt_tokens is not None:
             cached, completion = _count(usage, b'"cached_tokens"'), _count(usage, b'"completion_tokens"')
             return TokenUsage(prompt_tokens, cached or 0, completion or 0)
     return None
+
+
+def _message_usage(usage: bytes, uncached: int) -> TokenUsage:
+    """Return a usage of Anthropic's API, which counts cached prompt tokens apart from the others."""
+    created = _count(usage, b'"cache_creation_input_tokens"') or 0
+    cached = _count(usage, b'"cache_read_input_tokens"') or 0
+    return TokenUsage(uncached + created + cached, cached, _count(usage, b'"output_tokens"') or 0)
 
 
 def _usages(answer: bytes) -> Iterator[bytes]:
