@@ -292,11 +292,11 @@ def test_workers_wake_up_together_or_stay_asleep(monkeypatch: pytest.MonkeyPatch
         (before,) = llm.generate([prompt], use_tqdm=False)
         llm.sleep()
         for rank in (1, 0):
-            llm.collective_rpc("set_fault", args=[rank])
-            with pytest.raises(UtilityFailed, match=r"MemoryError\('as asked'\)"):
+            path = llm.collective_rpc("move_model", args=[rank, "/nowhere"])[rank]
+            with pytest.raises(UtilityFailed, match="/nowhere"):
                 llm.wake_up()
             assert llm.collective_rpc("holds_memory") == [False, False]
-        llm.collective_rpc("set_fault", args=[-1])
+            llm.collective_rpc("move_model", args=[rank, path])
         llm.wake_up()
         llm.wake_up()
         llm.collective_rpc("sleep_alone", args=[0])  # as if sleeping had failed in the other

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,9 +14,6 @@ from argosy_engine.errors import ConfigError
 from argosy_engine.messages.model_runner_output import ModelRunnerOutput
 from argosy_engine.messages.scheduler_output import SchedulerOutput
 from argosy_engine.messages.worker_info import WorkerInfo
-from argosy_engine.models.loader import LoadedModel
-from argosy_engine.models.registry import CausalLM
-from argosy_engine.worker.model_runner import ModelRunner
 from argosy_engine.worker.pending_step import PendingStep
 from argosy_engine.worker.worker import Worker
 
@@ -46,32 +44,27 @@ class MeetingWorker(ProbeWorker):
     """A worker that meets the others when it has woken up, as those do that capture graphs."""
 
     has_started = False
-    cannot_load = False
 
     def start(self) -> WorkerInfo:
         info = super().start()
         self.has_started = True
         return info
 
-    def set_fault(self, rank: int) -> None:
-        self.cannot_load = self.rank == rank
+    def move_model(self, rank: int, path: str) -> str:
+        """Let one rank look for its model in another folder, and return the one before."""
+        before = str(self._path)
+        if self.rank == rank:
+            self._path = Path(path)
+        return before
 
     def sleep_alone(self, rank: int) -> None:
         if self.rank == rank:
             self.sleep(1)
 
-    def _load(self) -> LoadedModel:
-        if self.cannot_load:
-            raise MemoryError("as asked")
-        return super()._load()
-
     def _graph_sizes(self) -> list[int]:
-        return [1] if self.has_started else []
-
-    def _make_runner(self, model: CausalLM, num_blocks: int, max_model_len: int) -> ModelRunner:
-        runner = super()._make_runner(model, num_blocks, max_model_len)
-        runner.capture_graphs = lambda *_: self._parallel.least(1) == [1]  # type: ignore[method-assign]
-        return runner
+        if self.has_started:
+            self._parallel.least(1)
+        return []
 
 
 class UnequalWorker(ProbeWorker):
