@@ -287,9 +287,9 @@ def test_a_layout_that_cannot_be_is_refused(flags: dict[str, Any], message: str)
 def test_workers_wake_up_together_or_stay_asleep(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "support"), prepend=os.pathsep)
     flags = {**TINY, **FEW_BLOCKS, "tensor_parallel_size": 2, "worker_cls": "probe_worker.MeetingWorker"}
-    prompt = REQUESTS[0][0]
+    prompt, greedy = REQUESTS[0]
     with LLM(**flags) as llm:
-        (before,) = llm.generate([prompt], use_tqdm=False)
+        (before,) = llm.generate([prompt], greedy, use_tqdm=False)
         llm.sleep()
         for rank in (1, 0):
             path = llm.collective_rpc("move_model", args=[rank, "/nowhere"])[rank]
@@ -301,5 +301,5 @@ def test_workers_wake_up_together_or_stay_asleep(monkeypatch: pytest.MonkeyPatch
         llm.wake_up()
         llm.collective_rpc("sleep_alone", args=[0])  # as if sleeping had failed in the other
         llm.wake_up()
-        (after,) = llm.generate([prompt], use_tqdm=False)
+        (after,) = llm.generate([prompt], greedy, use_tqdm=False)
     assert after.outputs[0].token_ids == before.outputs[0].token_ids
