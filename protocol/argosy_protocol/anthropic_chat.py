@@ -42,8 +42,8 @@ from argosy_protocol.anthropic import (
 from argosy_protocol.errors import ApiError, BadRequest, ContextLengthExceeded
 from argosy_protocol.openai import ChatCompletionRequest, ChatMessage, Resume, ResumedChoice
 
-MAX_CHAT_MESSAGES = 1 << 16
-"""Each tool's result is a message of its own."""
+MAX_ALL_BLOCKS = 1 << 16
+"""Blocks of all messages together: a tool's result becomes a message of its own, a call a function call."""
 ATTRIBUTION = "x-anthropic-billing-header"
 """Beginning of a system block by which Claude Code tells Anthropic who pays. It differs in every request, is not meant
 for the model, and would keep every prompt behind it out of the cache."""
@@ -123,6 +123,8 @@ def _chat_messages(
     system: str | Sequence[ContentBlock] | None, given: Sequence[InputMessage]
 ) -> tuple[list[ChatMessage], bool]:
     """Return the chat's messages, and whether the last one is to be continued."""
+    if sum(len(message.content) for message in given if isinstance(message.content, list)) > MAX_ALL_BLOCKS:
+        raise BadRequest(f"messages have more than {MAX_ALL_BLOCKS} content blocks in all", param="messages")
     first: list[ContentBlock] = []
     if system is not None:
         first += _system_blocks(system, "system")
@@ -133,6 +135,7 @@ def _chat_messages(
             blocks = _system_blocks(message.content, f"messages[{number}].content")
             if not turns:
                 first += blocks
+            if not turns or not blocks:
                 continue
             role = "user"
         elif isinstance(message.content, str):
@@ -156,8 +159,6 @@ def _chat_messages(
             _add_user(messages, turn)
         else:
             messages.append(_assistant(turn))
-        if len(messages) > MAX_CHAT_MESSAGES:
-            raise BadRequest(f"messages have more than {MAX_CHAT_MESSAGES} tool results", param="messages")
     is_continued = turns[-1].role == "assistant"
     if is_continued and messages[-1].tool_calls:
         raise BadRequest(

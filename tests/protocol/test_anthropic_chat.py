@@ -123,6 +123,8 @@ def test_a_final_assistant_message_is_continued() -> None:
     begun = {"role": "assistant", "content": "It is"}
     expected = chat(messages=[HI, begun], continue_final_message=True, add_generation_prompt=False)
     assert translated(messages=[HI, begun]) == expected
+    for blocks in ([], [block("x-anthropic-billing-header: a")]):  # nothing was said
+        assert translated(messages=[HI, begun, {"role": "system", "content": blocks}]) == expected
 
 
 def test_tools() -> None:
@@ -228,10 +230,10 @@ def test_what_no_chat_can_say_is_refused_by_name(fields: dict[str, Any], param: 
     assert refusal.value.message.startswith(param)
 
 
-def test_tool_results_are_bounded() -> None:
-    many = [user(*[RESULT] * 1024), {"role": "assistant", "content": "x"}] * 65
-    with pytest.raises(BadRequest, match="tool results"):
-        translated(messages=many)
+@pytest.mark.parametrize("many", [user(*[RESULT] * 1024), assistant(*[CALL] * 1024)])
+def test_blocks_of_all_messages_are_bounded(many: dict[str, Any]) -> None:
+    with pytest.raises(BadRequest, match="more than 65536 content blocks in all"):
+        translated(messages=[HI, {"role": "assistant", "content": "x"}, *[many] * 65])
 
 
 @pytest.mark.parametrize(
