@@ -101,6 +101,8 @@ class DPLBAsyncMPClient:
             UtilityFailed: it failed in a core. All are as they were before then, asleep or awake.
             EngineDead: a core died.
         """
+        if self._shares_experts and method == "wake_up" and not self._is_asleep:
+            return None  # the workers would wait for each other, and some may wait in a step already
         if self._shares_experts and method == "sleep":
             check_idle(self._balancer)
             await asyncio.gather(*(client.call_utility(*_NO_CALL) for client in self._clients))
@@ -287,6 +289,8 @@ class DPLBSyncMPClient:
             UtilityFailed: it failed in a core. All are as they were before then, asleep or awake.
             EngineDead: a core died.
         """
+        if self._shares_experts and method == "wake_up" and not self._is_asleep:
+            return None  # the workers would wait for each other, and some may wait in a step already
         if self._shares_experts and method == "sleep":
             check_idle(self._balancer)
             self._call_all(*_NO_CALL)
