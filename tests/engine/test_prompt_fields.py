@@ -93,6 +93,20 @@ def test_a_text_beyond_the_context_is_truncated_instead_of_refused(renderer: Ren
     assert part.endswith(decoded) if side == "left" else part.startswith(decoded)
 
 
+def test_the_model_reasons_unless_the_end_of_its_prompt_is_cut_off(renderer: Renderer) -> None:
+    for side, limit, reasons in (
+        ("right", None, True),
+        ("right", 60, True),
+        ("right", 3, False),
+        ("left", 3, True),
+    ):
+        fields = {"truncation_side": side, "truncate_prompt_tokens": limit}
+        body = {"messages": [{"role": "user", "content": "Hi"}], **fields}
+        request = decode_request("chat/completions", json.dumps(body).encode())
+        assert isinstance(request, ChatCompletionRequest)
+        assert (renderer.render_chat(request).reasoning is not None) is reasons, fields
+
+
 def test_a_long_chat_keeps_its_end(renderer: Renderer) -> None:
     short = chat_ids(renderer)
     ids = chat_ids(renderer, "hello there " * 5000, truncate_prompt_tokens=20)

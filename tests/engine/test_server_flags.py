@@ -117,6 +117,18 @@ def test_max_new_tokens_of_the_flag_bounds_every_request(http: httpx.Client) -> 
     assert short["usage"]["completion_tokens"] == 2
 
 
+def test_a_default_number_of_tokens_ends_at_the_context(http: httpx.Client) -> None:
+    limit = answer(http.get("/v1/models"))["data"][0]["max_model_len"]
+    ids = [5] * (limit - 3)
+    for fields in ({}, {"truncate_prompt_tokens": -1, "prompt": [5] * (2 * limit)}):
+        body = {"prompt": ids, "ignore_eos": True, **fields}
+        usage = answer(http.post("/v1/completions", json=body))["usage"]
+        assert usage["total_tokens"] == limit
+    refused = http.post("/v1/completions", json={"prompt": ids, "max_tokens": 4})
+    assert refused.status_code == 400
+    assert "4 for the output exceed it" in refused.json()["error"]["message"]
+
+
 def test_every_event_has_the_usage(http: httpx.Client) -> None:
     body = {"prompt": "Once", "max_tokens": 3, "ignore_eos": True, "stream": True, "stream_options": {}}
     events = [line[6:] for line in http.post("/v1/completions", json=body).text.splitlines() if line]

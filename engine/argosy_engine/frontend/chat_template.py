@@ -88,7 +88,11 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
             self.variables = jinja2.meta.find_undeclared_variables(environment.parse(source)) - _RESERVED
-        except jinja2.TemplateError as error:
+        except (
+            jinja2.TemplateError,
+            SyntaxError,
+            ValueError,
+        ) as error:  # of jinja, and of the code that it makes
             raise ConfigError(f"the model's chat template does not compile: {error}") from None
         self.source = source
         self.has_thinking = "enable_thinking" in self.variables or has_reasoning(source)

@@ -75,6 +75,7 @@ class InputProcessor:
         resume: Sequence[Sequence[int]] = (),
         tenant: str = "",
         data_parallel_rank: int | None = None,
+        asks_max_tokens: bool = True,
     ) -> list[EngineCoreRequest]:
         """Make the core's requests, one per choice, each with an internal id, a bounded `max_tokens` and a seed.
 
@@ -82,6 +83,8 @@ class InputProcessor:
             resume: for each choice, the output of an earlier run that it continues.
             tenant: the request's tenant (`headers.TENANT`).
             data_parallel_rank: core that computes them; None: the one with the least work.
+            asks_max_tokens: whether `max_tokens` is refused if it exceeds the room that the prompt leaves, rather than
+                lowered, as a default is.
 
         Raises:
             PromptTooLong: prompt plus output would exceed the model's context.
@@ -94,7 +97,7 @@ class InputProcessor:
             raise InvalidRequest(
                 "priority needs an engine started with --scheduling-policy priority", param="priority"
             )
-        params, grammar = self._resolve(prompt, params), None
+        params, grammar = self._resolve(prompt, params, asks_max_tokens=asks_max_tokens), None
         if params.structured_outputs is not None:
             grammar = GrammarRequest(params.structured_outputs.spec(), prompt.reasoning)
             params = params.replace(structured_outputs=None)
@@ -144,24 +147,29 @@ class InputProcessor:
         number = next(self._unseeded)
         return xxh3_64_intdigest(number.to_bytes(8, "little"), self.config.seed) & _SEED_MASK
 
-    def _resolve(self, prompt: TokenizedPrompt, params: SamplingParams) -> SamplingParams:
+    def _resolve(
+        self, prompt: TokenizedPrompt, params: SamplingParams, *, asks_max_tokens: bool
+    ) -> SamplingParams:
         """Return the parameters with checked token ids, bad words as tokens and `max_tokens` within the context."""
         count, limit = len(prompt.token_ids), self.config.max_model_len
         if not count:
             raise InvalidRequest("the prompt is empty", param="prompt")
         self.renderer.check_length(count)
         room = limit - count
-        if params.max_tokens is not None and params.max_tokens > room:
+        max_tokens = room if params.max_tokens is None else params.max_tokens
+        if not asks_max_tokens:
+            max_tokens = min(max_tokens, room)
+        if max_tokens > room:
             raise PromptTooLong(
                 f"this model's maximum context length is {limit} tokens: {count} in the prompt and "
-                f"{params.max_tokens} for the output exceed it",
+                f"{max_tokens} for the output exceed it",
                 param="max_tokens",
             )
         for name, token_ids in params.token_ids().items():
             self.renderer.check_token_ids(token_ids, name)
         check_extra_args(params, self._logits_processors)
         return params.replace(
-            max_tokens=params.max_tokens or room,
+            max_tokens=max_tokens,
             bad_words=(),
             bad_words_token_ids=self._bad_words(params.bad_words),
             logprobs=num_logprobs("logprobs", params.logprobs, self.config),

@@ -61,6 +61,8 @@ class TokenizedPrompt(NamedTuple):
     """For each chunk that the router hashes, the number of the prompt's tokens up to its end."""
     reasoning: Reasoning | None = None
     """Markers around the model's reasoning, if it may reason before it answers."""
+    is_truncated: bool = False
+    """Whether it lacks tokens, as the request asked for."""
 
 
 class Renderer:
@@ -190,8 +192,8 @@ class Renderer:
         if request.truncate_prompt_tokens is None:
             self.check_length(len(cuts) + 1)  # each piece is at least one token
         prompt = self._text_prompt(text, segments, request, add_special_tokens=False, cuts=cuts)
-        if not self.has_thinking or request.truncation_side == "right":
-            return prompt
+        if not self.has_thinking or (prompt.is_truncated and request.truncation_side == "right"):
+            return prompt  # without the end of the prompt nobody knows whether the model reasons
         if request.continue_final_message:
             begun = "\n".join(_texts(request.messages[-1]))
             return prompt._replace(reasoning=reasoning_in(begun, *self._thought_marks, *self._thought_ids))
@@ -369,7 +371,7 @@ class Renderer:
             text, add_special_tokens=add_special_tokens, cuts=cuts, is_truncated=truncation is not None
         )
         if truncation is not None and len(encoded) > truncation.num_tokens:
-            return TokenizedPrompt(truncation.kept(encoded.ids), [])
+            return TokenizedPrompt(truncation.kept(encoded.ids), [], is_truncated=True)
         self.check_length(len(encoded))
         stop_if_abandoned()
         return TokenizedPrompt(encoded.ids, map_chunks(segments, self._seed(request), text, encoded.ends))
@@ -380,7 +382,7 @@ class Renderer:
         self.check_token_ids(token_ids)
         truncation = truncation_of(request, self.config.max_model_len)
         if truncation is not None and len(token_ids) > truncation.num_tokens:
-            return TokenizedPrompt(truncation.kept(token_ids), [])
+            return TokenizedPrompt(truncation.kept(token_ids), [], is_truncated=True)
         return TokenizedPrompt(list(token_ids), map_token_chunks(segments, self._seed(request)))
 
     def _check_input(self, size: int) -> None:

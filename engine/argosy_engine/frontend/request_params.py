@@ -128,7 +128,16 @@ def _max_tokens(request: GenerationRequest, defaults: SamplingDefaults) -> int |
         if request.is_scoring:
             return 1  # the generated token is not shown
     limit = defaults.max_tokens_limit
-    return min(asked or limit, limit) if limit is not None else asked
+    if limit is None:
+        return asked
+    return limit if asked is None else min(asked, limit)
+
+
+def asks_max_tokens(request: GenerationRequest) -> bool:
+    """Whether `max_tokens` is the client's, and no default, which ends at the model's context."""
+    if isinstance(request, ChatCompletionRequest) and request.max_completion_tokens is not None:
+        return True
+    return request.max_tokens is not None
 
 
 def _allowed_token_ids(

@@ -20,6 +20,7 @@ from argosy_engine.frontend.async_llm import AsyncLLM
 from argosy_engine.frontend.outputs import GenerationOutput
 from argosy_engine.frontend.render_pool import RenderPool
 from argosy_engine.frontend.renderer import TokenizedPrompt
+from argosy_engine.frontend.request_params import asks_max_tokens
 from argosy_engine.messages.core_messages import EngineCoreRequest
 from argosy_protocol.errors import (
     ApiError,
@@ -174,6 +175,7 @@ class OpenAIServing:
                 resume=resumed[index * n : index * n + n],
                 tenant=self.tenant,
                 data_parallel_rank=request.data_parallel_rank,
+                asks_max_tokens=asks_max_tokens(request),
             )
         ]
 
