@@ -247,6 +247,27 @@ async def test_other_engines_get_the_fields_of_the_api() -> None:
         assert r.engines[0].requests[0].json == body(**fields, stream=True)
 
 
+async def test_other_engines_get_no_fields_that_were_not_decoded() -> None:
+    """Neither those of chats, whose bounds were not checked, nor those inside of `vllm_xargs`."""
+    unchecked = {
+        "vllm_xargs": {"kv_transfer_params": "x"},
+        "n": 64,
+        "ignore_eos": True,
+        "max_completion_tokens": 9,
+    }
+    async with rig([FakeEngine(script=answer, has_telemetry=False)]) as r:
+        for path, known in (
+            (PATH, body()),
+            (COUNT, {name: body()[name] for name in ("model", "messages")}),
+            ("/tokenize", {"model": MODEL, "prompt": "hi"}),
+            ("/detokenize", {"model": MODEL, "tokens": [1]}),
+            ("/v1/embeddings", {"model": MODEL, "input": "hi"}),
+        ):
+            await r.http.post(path, json={**known, **unchecked, "container": None, "priority": 0})
+            got = r.engines[0].requests[-1]
+            assert (got.path, {**got.json, "priority": 0}) == (path, {**known, "priority": 0})
+
+
 async def test_only_the_messages_own_model_is_renamed() -> None:
     """The input of a tool may have a field of that name."""
     call = {"type": "tool_use", "id": "c", "name": "f", "input": {"model": "engine-name"}}

@@ -40,6 +40,7 @@ class Call:
         "asked_model",
         "body",
         "canary_of",
+        "endpoint",
         "estimate",
         "headers",
         "hides_usage",
@@ -77,6 +78,8 @@ class Call:
         """Header lines that only Argosy engines get."""
         if tenant:
             self.internal_headers += b"%b: %b\r\n" % (_TENANT, tenant)
+        self.endpoint = "completions"
+        """Endpoint of the API, of which `foreign_fields` has a list."""
         self.body = body
         self.is_body_reduced = False
         """Whether `body` has been reduced to the fields that engines of other makes get."""
@@ -103,7 +106,7 @@ class Call:
         """Reduce the body to the fields that engines of other makes get; an Argosy engine would ignore the others."""
         if not self.is_body_reduced:
             self.is_body_reduced = True
-            self.body = keep_foreign_fields(self.body)
+            self.body = keep_foreign_fields(self.body, self.endpoint)
 
     def rename_body(self, replica: Replica) -> None:
         """Put into the body the name by which `replica` knows the model, if no header can tell it the client's. Such a

@@ -138,6 +138,7 @@ def decode_call(
             service_prompt_tokens=service.lengths.tokens(prompt),
         ),
     )
+    call.endpoint = endpoint
     call.priority = priority
     call.is_stream = decoded.stream
     call.shape = resumable_shape(decoded, is_message=is_message)

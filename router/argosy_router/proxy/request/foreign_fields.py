@@ -7,7 +7,8 @@ computes, which adapter to load, which session to continue, which id to abort by
 client's request pass: OpenAI's and Anthropic's, and vLLM's and SGLang's for sampling, templates and output. All others
 are dropped, as engines themselves ignore fields they do not know: clients send many fields of other vendors, and to
 refuse those would break the clients. Fields known to be internal are refused by name
-(`protocol.openai.InternalFields`).
+(`protocol.openai.InternalFields`). Of an endpoint whose requests the router does not decode in full, only the fields of
+that endpoint pass, because the others were checked by nobody.
 """
 
 from __future__ import annotations
@@ -16,18 +17,19 @@ from typing import Final
 
 import msgspec
 
+from argosy_protocol.anthropic import CountTokensRequest, MessagesRequest
+from argosy_protocol.openai import InternalFields
+
 _OPENAI: Final = frozenset(
     (
         *(
             "best_of",
-            "dimensions",
             "echo",
-            "encoding_format",
             "frequency_penalty",
             "function_call",
             "functions",
         ),
-        *("input", "logit_bias", "logprobs", "max_completion_tokens", "max_tokens", "messages", "metadata"),
+        *("logit_bias", "logprobs", "max_completion_tokens", "max_tokens", "messages", "metadata"),
         *("modalities", "model", "n", "parallel_tool_calls", "prediction", "presence_penalty", "prompt"),
         *("prompt_cache_key", "reasoning_effort", "response_format", "safety_identifier", "seed"),
         *(
@@ -43,20 +45,18 @@ _OPENAI: Final = frozenset(
         *("tools", "top_logprobs", "top_p", "user", "verbosity", "web_search_options"),
     )
 )
-_ANTHROPIC: Final = frozenset(("output_config", "stop_sequences", "system", "thinking"))
-"""Those of the Messages API that OpenAI's does not have."""
 _VLLM: Final = frozenset(
     (
         *("add_generation_prompt", "add_special_tokens", "allowed_token_ids", "bad_words", "cache_salt"),
         *("chat_template", "chat_template_kwargs", "continue_final_message", "documents", "guided_choice"),
         *("guided_decoding_backend", "guided_grammar", "guided_json", "guided_regex"),
         *("guided_whitespace_pattern", "ignore_eos", "include_reasoning", "include_stop_str_in_output"),
-        *("length_penalty", "logprob_token_ids", "min_p", "min_tokens", "mm_processor_kwargs", "normalize"),
+        *("length_penalty", "logprob_token_ids", "min_p", "min_tokens", "mm_processor_kwargs"),
         *("priority", "prompt_logprobs", "repetition_detection", "repetition_penalty", "return_prompt_text"),
         *("return_token_ids", "return_token_offsets", "return_token_strs", "return_tokens_as_token_ids"),
         *("skip_special_tokens", "spaces_between_special_tokens", "stop_token_ids", "stream_interval"),
-        *("structural_tag", "structured_outputs", "thinking_token_budget", "tokens", "top_k"),
-        *("truncate_prompt_tokens", "truncation_side", "use_beam_search", "vllm_xargs"),
+        *("structural_tag", "structured_outputs", "thinking_token_budget", "top_k"),
+        *("truncate_prompt_tokens", "truncation_side", "use_beam_search"),
     )
 )
 """Not among them: `prompt_embeds` (a pickled tensor), `media_io_kwargs` (options of decoders), `request_id`."""
@@ -68,14 +68,45 @@ _SGLANG: Final = frozenset(
 )
 """Not among them: `input_ids` of a chat (the router could not tell its prefix), `extra_key`, `rid`, `session_id`, and
 what makes answers large (`return_hidden_states`, `return_routed_experts`)."""
-FOREIGN_FIELDS: Final = _OPENAI | _ANTHROPIC | _VLLM | _SGLANG
+_INTERNAL: Final = frozenset(
+    (
+        *(*InternalFields.__struct_fields__, "data_parallel_rank", "resume"),
+        *("mcp_servers", "container", "context_management"),  # decoded only to be refused
+    )
+)
+_GENERATION: Final = _OPENAI | _VLLM | _SGLANG | {"vllm_xargs"}
+_EMBEDDINGS: Final = frozenset(
+    (
+        *("add_special_tokens", "cache_salt", "dimensions", "encoding_format", "input", "model", "normalize"),
+        *("truncate_prompt_tokens", "truncation_side", "user"),
+    )
+)
+_TOKENIZE: Final = frozenset(
+    (
+        *("add_generation_prompt", "add_special_tokens", "chat_template", "chat_template_kwargs"),
+        *("continue_final_message", "messages", "mm_processor_kwargs", "model", "prompt", "reasoning_effort"),
+        *("return_token_strs", "tools"),
+    )
+)
+_FIELDS: Final = {
+    "chat/completions": _GENERATION,
+    "completions": _GENERATION,
+    "embeddings": _EMBEDDINGS,
+    "messages": frozenset(MessagesRequest.__struct_fields__) - _INTERNAL,
+    "messages/count_tokens": frozenset(CountTokensRequest.__struct_fields__) - _INTERNAL,
+    "tokenize": _TOKENIZE,
+    "detokenize": frozenset(("model", "tokens")),
+}
+"""By endpoint. `vllm_xargs` reach an engine's connectors of KV caches too, so that they pass only where their names are
+checked."""
 
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-def keep_foreign_fields(body: bytes) -> bytes:
-    """Return the JSON object `body` with foreign engines' fields only, unchanged if it has no others."""
+def keep_foreign_fields(body: bytes, endpoint: str) -> bytes:
+    """Return the JSON object `body` with foreign engines' fields of `endpoint` only, unchanged if it has no others."""
+    known = _FIELDS[endpoint]
     fields = _fields.decode(body)
-    if FOREIGN_FIELDS.issuperset(fields):
+    if known.issuperset(fields):
         return body
-    return msgspec.json.encode({name: value for name, value in fields.items() if name in FOREIGN_FIELDS})
+    return msgspec.json.encode({name: value for name, value in fields.items() if name in known})
