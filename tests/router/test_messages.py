@@ -18,6 +18,7 @@ from argosy_protocol.anthropic import decode_messages_request
 from argosy_protocol.anthropic_chat import as_chat
 from argosy_protocol.chunk_hash import chain_seed, chunk_hashes
 from argosy_protocol.prompt_segments import prompt_segments
+from argosy_router.proxy.upstream.relay import StreamRelay
 from message_events import message, parsed
 
 from .fake_engine import MODEL, Connection, FakeEngine, Received
@@ -266,6 +267,59 @@ async def test_other_engines_get_no_fields_that_were_not_decoded() -> None:
             await r.http.post(path, json={**known, **unchecked, "container": None, "priority": 0})
             got = r.engines[0].requests[-1]
             assert (got.path, {**got.json, "priority": 0}) == (path, {**known, "priority": 0})
+
+
+def documented(message_usage: dict[str, int], delta_usage: dict[str, int], num_deltas: int) -> bytes:
+    """A stream with the usage that an engine of another make reports."""
+    begun = whole(content=[], stop_reason=None, usage=message_usage)
+    delta = event(
+        "content_block_delta", index=0, delta={"type": "text_delta", "text": "event: message_delta"}
+    )
+    return b"".join(
+        (
+            event("message_start", message=begun),
+            event("content_block_start", index=0, content_block={"type": "text", "text": ""}),
+            delta * num_deltas,
+            event("content_block_stop", index=0),
+            event("message_delta", delta={"stop_reason": "end_turn"}, usage=delta_usage),
+            event("message_stop"),
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("begun", "ended", "prompt_tokens"),
+    [
+        ({"input_tokens": 25, "output_tokens": 1}, {"output_tokens": 40}, 25),
+        ({"input_tokens": 20, "cache_read_input_tokens": 5, "output_tokens": 1}, {"output_tokens": 40}, 25),
+        ({"input_tokens": 25, "output_tokens": 1}, {"input_tokens": 0, "output_tokens": 40}, 25),
+        ({"input_tokens": 0, "output_tokens": 0}, {"input_tokens": 25, "output_tokens": 40}, 25),
+    ],
+)
+@pytest.mark.parametrize("num_deltas", [1, 40])
+async def test_other_engines_streams_are_counted_by_their_last_usage(
+    begun: dict[str, int], ended: dict[str, int], prompt_tokens: int, num_deltas: int
+) -> None:
+    async def told(connection: Connection, _: Received) -> None:
+        connection.begin_stream()
+        for part in documented(begun, ended, num_deltas).splitlines(keepends=True):
+            connection.chunk(part)
+        connection.end_stream()
+
+    async with rig([FakeEngine(script=told, has_telemetry=False)]) as r:
+        assert (await r.http.post(PATH, json=body(stream=True))).status_code == 200
+        await r.until(lambda: is_settled(r))
+        assert r.metric('prompt_tokens_total{model="tiny",replica="r0"}') == prompt_tokens
+        assert r.metric('completion_tokens_total{model="tiny",replica="r0"}') == 40
+
+
+def test_the_usage_at_the_beginning_of_a_stream_is_not_its_whole() -> None:
+    """A stream that ends before it reports its output tokens is counted by its events."""
+    whole_stream = documented({"input_tokens": 25, "output_tokens": 0}, {"output_tokens": 9}, 12)
+    relay = StreamRelay(None)
+    relay.feed(whole_stream[: whole_stream.index(b"event: content_block_stop")])
+    assert relay.usage is None
+    assert relay.num_tokens >= 12
 
 
 async def test_only_the_messages_own_model_is_renamed() -> None:

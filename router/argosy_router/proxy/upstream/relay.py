@@ -17,6 +17,8 @@ from argosy_router.proxy.upstream.usage_scan import (
     TokenUsage,
     UsageFinder,
     find_usage,
+    message_delta_usage,
+    message_start_usage,
     num_events,
     without_usage,
 )
@@ -81,12 +83,15 @@ class StreamRelay:
         self._before = b""
         self._last = b""
         self._events = 0
+        self._begun: TokenUsage | None = None
+        """The usage in `message_start`; None of streams that are not Anthropic's."""
         self.failure: UpstreamError | None = None
 
     @property
     def usage(self) -> TokenUsage | None:
         """The usage that the end of the stream reports: usage and `[DONE]` may come in two reads."""
-        return find_usage(self._before + self._last)
+        end = self._before + self._last
+        return find_usage(end) if self._begun is None else message_delta_usage(end, self._begun)
 
     @property
     def num_tokens(self) -> int:
@@ -105,6 +110,7 @@ class StreamRelay:
             return b""
         if not self._last:
             events = without_comments(events)
+            self._begun = message_start_usage(events)
         if not events:
             return b""
         transcript = self._transcript

@@ -22,6 +22,9 @@ _MAX_COUNT_BYTES: Final = 12
 """Longest count with what precedes it: nine digits, compact or pretty-printed."""
 _NO_CHOICES: Final = re.compile(rb'"choices"\s*:\s*\[\s*\]')
 _EVENT_END: Final = re.compile(rb"(?<=\n\n)|(?<=\n\r\n)")
+_MESSAGE_START: Final = re.compile(rb"^event: ?message_start\r?$", re.MULTILINE)
+_MESSAGE_DELTA: Final = re.compile(rb"^event: ?message_delta\r?$", re.MULTILINE)
+"""No JSON string contains a line break, so that text of an answer cannot match."""
 
 
 class TokenUsage:
@@ -46,6 +49,30 @@ def find_usage(answer: bytes) -> TokenUsage | None:
         if prompt_tokens is not None:
             cached, completion = _count(usage, b'"cached_tokens"'), _count(usage, b'"completion_tokens"')
             return TokenUsage(prompt_tokens, cached or 0, completion or 0)
+    return None
+
+
+def message_start_usage(events: bytes) -> TokenUsage | None:
+    """Return the usage with which a stream of Anthropic's API begins; None of other streams. Its output tokens are a
+    placeholder."""
+    start = _MESSAGE_START.search(events) if events.find(b"message_start") >= 0 else None
+    return None if start is None else find_usage(events[start.start() :].partition(b"\n\n")[0])
+
+
+def message_delta_usage(events: bytes, begun: TokenUsage) -> TokenUsage | None:
+    """Return the usage that the last `message_delta` of a stream reports; None without one. Anthropic's documented one
+    counts output tokens only: those of the prompt are what `begun`, the usage of `message_start`, has."""
+    ends = [found.start() for found in _MESSAGE_DELTA.finditer(events)]
+    for usage in _usages(events[ends[-1] :] if ends else b""):
+        completion = _count(usage, b'"output_tokens"')
+        if completion is None:
+            continue
+        uncached = _count(usage, b'"input_tokens"')
+        if uncached is not None:
+            reported = _message_usage(usage, uncached)
+            if reported.prompt_tokens > 0:
+                return reported
+        return TokenUsage(begun.prompt_tokens, begun.cached_tokens, completion)
     return None
 
 
