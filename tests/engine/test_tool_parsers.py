@@ -395,13 +395,16 @@ def test_a_call_without_arguments_needs_its_end(family: str, text: str, closed: 
         ("kimi_k2", KIMI_OSLO, "<|tool_call_end|>"),
         ("deepseek_v3", V3_OSLO, DEEPSEEK_END),
         ("deepseek_v31", V31_OSLO, DEEPSEEK_END),
+        ("openai", HARMONY_OSLO, "<|call|>"),
+        ("openai", HARMONY_OSLO, '\\"<|start|>assistant<|channel|>final<|message|>'),
     ],
 )
 @pytest.mark.parametrize("size", [1, 10_000])
 def test_an_argument_may_contain_the_end_of_a_call(family: str, text: str, end: str, size: int) -> None:
     city = f"a {end} b {end}"
     found = parse(new_parser(family), pieces(f"{text.replace('Oslo', city)}{text}", size))
-    assert [json.loads(call.arguments)["city"] for call in found.calls] == [city, "Oslo"]
+    read = city.replace("\\", "")
+    assert [json.loads(call.arguments)["city"] for call in found.calls] == [read, "Oslo"]
     assert found.content == ""
 
 
@@ -414,6 +417,19 @@ def test_an_argument_without_an_end_hides_no_later_call(text: str, size: int) ->
     calls = '<tool_call>{"name": "now"}</tool_call>' * 2
     assert parse(new_parser("hermes"), pieces(text + calls, size)) == Parsed("", text, (NOW, NOW))
     assert parse(new_parser("hermes"), pieces(text * 9 + calls, size)).calls == (NOW, NOW)
+
+
+@pytest.mark.parametrize("size", [1, 10_000])
+@pytest.mark.parametrize("num_broken", [1, 2, 9])
+@pytest.mark.parametrize("arguments", ['{"a ', '{"a\n ', '{"a": "b'])
+def test_an_argument_without_an_end_hides_no_later_message(
+    arguments: str, num_broken: int, size: int
+) -> None:
+    begun = f"<|channel|>commentary to=functions.now<|message|>{arguments}"
+    text = f"{begun}<|call|>" * num_broken + HARMONY_OSLO
+    assert parse(new_parser("openai"), pieces(text, size)) == Parsed(
+        "", "\n".join([begun] * num_broken), (OSLO,)
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)

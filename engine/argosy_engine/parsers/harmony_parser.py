@@ -4,12 +4,15 @@ In OpenAI's Harmony format an output is a sequence of messages, `<|channel|>CHAN
 all but the first after `<|start|>assistant`. The analysis channel is reasoning, messages to functions are calls, others
 are content. Several messages of one kind are separated by a newline.
 
+Within a string of a call's arguments a mark is text. If there is no call then, the first of these marks has ended it.
+
 Invariants: those of `ChatParser`. Text outside any message is content, and so is a message to a function that is no
 call, with its header. Messages to tools that the request does not have belong to the reasoning.
 """
 
 from __future__ import annotations
 
+import re
 from enum import Enum, auto
 
 from argosy_engine.parsers.markers import Markers
@@ -27,6 +30,12 @@ from argosy_engine.parsers.tool_parsers.openai_tool_parser import (
 )
 
 _MAX_HEADER_CHARS = 1024
+_MAX_REREAD_CALLS = 4
+"""Calls that are read again from a mark within a string, so that an output of such calls takes linear time."""
+_BODY_ENDS = (END, CALL, RETURN, START, CHANNEL)
+_MARK = "(?P<mark>{})".format("|".join(map(re.escape, _BODY_ENDS)))
+_OUTSIDE = re.compile(rf'{_MARK}|(?P<quote>")')
+_IN_STRING = re.compile(rf'{_MARK}|(?P<quote>")|\\(?s:.)|(?P<broken>[\x00-\x1f])')
 _HEADER_STARTS = (START, CHANNEL, MESSAGE, CONSTRAIN, " to=", "to=")
 
 
@@ -51,8 +60,16 @@ class HarmonyParser:
         self._buffer = ""
         self._header = ""
         self._call: list[str] = []
+        self._is_in_string = False
+        """Whether the arguments so far end within a string."""
+        self._passed: int | None = None
+        """Offset in the call of the first mark within a string."""
+        self._num_rereads = 0
+        self._reread = ""
+        """What follows a call that has ended at a mark within a string."""
         self._message_end = Markers((MESSAGE,))
-        self._body_end = Markers((END, CALL, RETURN, START, CHANNEL))
+        self._body_end = Markers(_BODY_ENDS)
+        self._call_end = Markers((*_BODY_ENDS, "\\."))
         self._texts: dict[_Part, list[str]] = {}
         self._calls: list[ParsedCall] = []
         self._begun: set[_Part] = set()
@@ -73,6 +90,10 @@ class HarmonyParser:
                     position = self._leave_boundary(text, position, is_last)
                 case _Part.HEADER:
                     position = self._read_header(text, position, is_last)
+                case _Part.CALL:
+                    position = self._read_call(text, position, is_last)
+                    if self._reread:
+                        text, self._reread, position = self._reread, "", 0
                 case _:
                     position = self._read_body(text, position, is_last)
         if is_last and self._part is _Part.HEADER:
@@ -127,21 +148,65 @@ class HarmonyParser:
         end = len(text) if found is None else found.start()
         if found is None and not is_last:
             end -= self._body_end.overlap(text, position)
-        if self._part is _Part.CALL:
-            self._call.append(text[position:end])
-        else:
-            self._write(self._part, text[position:end])
+        self._write(self._part, text[position:end])
         if found is None:
             self._buffer = text[end:]
             return None
-        if self._part is _Part.CALL:
-            self._end_call(is_closed=True)
         self._part = _Part.BOUNDARY
         return end if found.group() in (START, CHANNEL) else found.end()
+
+    def _read_call(self, text: str, start: int, is_last: bool) -> int | None:
+        trusts_strings = self._num_rereads < _MAX_REREAD_CALLS
+        position = start
+        while found := (_IN_STRING if self._is_in_string else _OUTSIDE).search(text, position):
+            position = found.end()
+            match found.lastgroup:
+                case "quote":
+                    self._is_in_string = not self._is_in_string and trusts_strings
+                case "mark" if not self._is_in_string:
+                    self._call.append(text[start : found.start()])
+                    if self._passed is not None and not self._is_call():
+                        self._end_at_passed_mark(text[found.start() :])
+                        return None
+                    self._end_call(is_closed=True)
+                    self._part = _Part.BOUNDARY
+                    return found.start() if found.group() in (START, CHANNEL) else position
+                case "mark" if self._passed is None:
+                    self._passed = sum(map(len, self._call)) + found.start() - start
+                case "broken":
+                    if self._passed is not None:
+                        self._end_at_passed_mark(text[start:])
+                        return None
+                    self._is_in_string = trusts_strings = False
+                    self._num_rereads = _MAX_REREAD_CALLS
+        if is_last and self._is_in_string and self._passed is not None:
+            self._end_at_passed_mark(text[start:])
+            return None
+        held = 0 if is_last else self._call_end.overlap(text, position)
+        self._call.append(text[start : len(text) - held])
+        self._buffer = text[len(text) - held :]
+        return None
+
+    def _end_at_passed_mark(self, rest: str) -> None:
+        """End the call at the first mark within a string; `rest` is what was not added to it."""
+        assert self._passed is not None
+        text, passed = "".join(self._call) + rest, self._passed
+        self._num_rereads += 1
+        self._call = [text[:passed]]
+        self._end_call(is_closed=True)
+        self._part = _Part.BOUNDARY
+        found = self._body_end.search(text, passed)
+        assert found is not None
+        self._reread = text[passed if found.group() in (START, CHANNEL) else found.end() :]
+
+    def _is_call(self) -> bool:
+        assert self._tools is not None
+        return bool(self._tools.parse("".join(self._call)))
 
     def _end_call(self, *, is_closed: bool) -> None:
         assert self._tools is not None
         text, self._call = "".join(self._call), []
+        self._is_in_string, self._passed = False, None
         calls = self._tools.parse(text) if is_closed else self._tools.parse_unclosed(text)
         if calls:
             self._calls += calls
