@@ -70,6 +70,17 @@ async def wait_for(event: threading.Event) -> None:
     assert await asyncio.to_thread(event.wait, 60)
 
 
+async def test_a_template_of_a_request_holds_up_nobody_else(pool: RenderPool) -> None:
+    request: Any = SimpleNamespace(chat_template="{{ messages }}")
+    job = Job()
+    waiting = asyncio.create_task(pool.run(1, job, request))
+    await wait_for(job.started)
+    for size in (SHORT, MEDIUM, LONG):
+        assert await pool.run(size, str.upper, "a") == "A"
+    job.released.set()
+    assert await waiting is request
+
+
 async def test_long_prompts_hold_up_neither_medium_nor_short_ones(pool: RenderPool) -> None:
     jobs = [Job() for _ in range(LONG_THREADS + 2)]
     waiting = [asyncio.create_task(pool.run(LONG, job, "long")) for job in jobs]

@@ -1,7 +1,8 @@
 """RenderPool: renders and tokenises prompts in threads by size, so that a long prompt delays only long ones.
 
 What else of a request takes time linear in its text, such as checking a grammar, is done together with its prompts.
-Prompts that take a few milliseconds are rendered on the event loop. Longer ones wait in the bounded queue of their size
+Prompts that take a few milliseconds are rendered on the event loop, unless the request brings a chat template, whose
+time its size does not tell: those have a thread of their own. Longer ones wait in the bounded queue of their size
 class, where tenants take turns and none can fill it. When its client leaves, a prompt is dropped: at once if it waits,
 at the next `stop_if_abandoned` if it runs.
 """
@@ -32,6 +33,8 @@ MAX_MEDIUM_JOBS = 512
 """Maximum number of waiting and running medium prompts, about ten seconds of work."""
 MAX_LONG_JOBS = 32
 """Maximum number of waiting and running long prompts, a gigabyte of bodies at most."""
+MAX_TEMPLATE_JOBS = 32
+"""Maximum number of waiting and running prompts whose requests bring a chat template."""
 SHARE_OF_FREE = 3
 """A tenant may have so many times as many prompts in a size class as there are free places: three quarters if it is
 alone, so that others find places, and less the more others have. Clients without a named tenant are not told apart."""
@@ -60,6 +63,7 @@ class RenderPool:
     def __init__(self) -> None:
         self._medium = _SizeClass("medium prompts", MEDIUM_THREADS, MAX_MEDIUM_JOBS)
         self._long = _SizeClass("long prompts", LONG_THREADS, MAX_LONG_JOBS)
+        self._templates = _SizeClass("prompts with a chat template of their own", 1, MAX_TEMPLATE_JOBS)
 
     async def run(
         self, size: int, function: Callable[[_Request], _Result], request: _Request, tenant: str = ""
@@ -73,6 +77,8 @@ class RenderPool:
         Raises:
             ResourceBusy: too many prompts of this size class are waiting, in all or of this tenant.
         """
+        if getattr(request, "chat_template", None) is not None:
+            return await self._templates.run(function, request, tenant)
         if size <= INLINE_CHARS:
             return function(request)
         size_class = self._medium if size <= MAX_MEDIUM_BYTES else self._long
@@ -82,6 +88,7 @@ class RenderPool:
         """Drop waiting prompts; do not wait for running ones."""
         self._medium.close()
         self._long.close()
+        self._templates.close()
 
 
 class _Job:
