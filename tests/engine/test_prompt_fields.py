@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from argosy_engine.checkpoint.model_path import resolve_model
 from argosy_engine.errors import InvalidRequest, PromptTooLong
@@ -79,6 +81,38 @@ def test_a_truncated_text_has_the_tokens_of_the_whole_text(renderer: Renderer) -
     assert completion_ids(renderer, text, truncate_prompt_tokens=7) == whole[-7:]
     assert completion_ids(renderer, text, truncate_prompt_tokens=7, truncation_side="right") == whole[:7]
     assert completion_ids(renderer, text, truncate_prompt_tokens=MAX_MODEL_LEN) == whole
+
+
+@pytest.fixture(scope="module")
+def framing_renderer(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
+    """Of a tokenizer that adds a token before every text and one after it."""
+    folder = tmp_path_factory.mktemp("framing")
+    for name in ("config.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(TINY / name, folder)
+    tokenizer = Tokenizer.from_file(str(TINY / "tokenizer.json"))
+    first, last = "<|endoftext|>", "<|im_end|>"
+    special = [(each, tokenizer.token_to_id(each)) for each in (first, last)]
+    tokenizer.post_processor = TemplateProcessing(single=f"{first} $A {last}", special_tokens=special)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return renderer_of(folder)
+
+
+def test_a_truncated_text_keeps_the_tokens_that_its_tokenizer_adds(framing_renderer: Renderer) -> None:
+    """The numbers are those of transformers' fast tokenizers with `truncation=True` and `truncation_side="left"`."""
+    text = "The red lantern and the sea."
+
+    def ids(**fields: Any) -> list[int]:
+        return completion_ids(framing_renderer, text, **fields)
+
+    whole = ids()
+    reference = Tokenizer.from_str(framing_renderer.tokenizer.backend.to_str())
+    for limit in (2, 3, 6, len(whole) - 1, len(whole)):
+        reference.enable_truncation(limit, direction="left")
+        assert ids(truncate_prompt_tokens=limit) == reference.encode(text).ids
+    assert ids(truncate_prompt_tokens=1) == whole[-1:]
+    assert ids(truncate_prompt_tokens=5, truncation_side="left") == whole[-5:]
+    assert ids(truncate_prompt_tokens=5, truncation_side="right") == whole[:5]
+    assert completion_ids(framing_renderer, whole, truncate_prompt_tokens=5) == whole[-5:]
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

@@ -17,6 +17,8 @@ class Truncation(NamedTuple):
     num_tokens: int
     keeps_start: bool
     """Whether the first tokens stay, and not the last ones."""
+    keeps_special: bool = False
+    """Whether tokens that the tokenizer adds to a text, such as the one that begins it, stay and count."""
 
     def trimmed(self, text: str, max_characters: int) -> str:
         """Return the part of a text that can have the tokens that stay, so that no more is tokenised.
@@ -26,8 +28,16 @@ class Truncation(NamedTuple):
         """
         return text[:max_characters] if self.keeps_start else text[max(len(text) - max_characters, 0) :]
 
-    def kept(self, token_ids: list[int]) -> list[int]:
-        """Return the tokens that stay."""
+    def kept(self, token_ids: list[int], num_added: tuple[int, int] = (0, 0)) -> list[int]:
+        """Return the tokens that stay.
+
+        Args:
+            num_added: tokens at the start and at the end that the tokenizer has added to the text.
+        """
+        first, last = num_added if self.keeps_special else (0, 0)
+        room = self.num_tokens - first - last
+        if first + last and room >= 0:
+            return token_ids[:first] + token_ids[len(token_ids) - last - room :]
         if self.keeps_start:
             return token_ids[: self.num_tokens]
         return token_ids[max(len(token_ids) - self.num_tokens, 0) :]
@@ -59,4 +69,7 @@ def truncation_of(request: GenerationRequest, max_model_len: int) -> Truncation 
             f"max_tokens; it is {asked}",
             param="truncate_prompt_tokens",
         )
-    return Truncation(room if asked < 0 else min(asked, room), keeps_start=request.truncation_side == "right")
+    side = request.truncation_side
+    return Truncation(
+        room if asked < 0 else min(asked, room), keeps_start=side == "right", keeps_special=side is None
+    )

@@ -371,7 +371,8 @@ class Renderer:
             text, add_special_tokens=add_special_tokens, cuts=cuts, is_truncated=truncation is not None
         )
         if truncation is not None and len(encoded) > truncation.num_tokens:
-            return TokenizedPrompt(truncation.kept(encoded.ids), [], is_truncated=True)
+            num_added = self.tokenizer.num_added if add_special_tokens else (0, 0)
+            return TokenizedPrompt(truncation.kept(encoded.ids, num_added), [], is_truncated=True)
         self.check_length(len(encoded))
         stop_if_abandoned()
         return TokenizedPrompt(encoded.ids, map_chunks(segments, self._seed(request), text, encoded.ends))

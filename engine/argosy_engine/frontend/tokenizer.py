@@ -83,6 +83,15 @@ class Tokenizer:
         """Maximum number of characters of a token."""
         return max(len(token) for token in self.backend.get_vocab(with_added_tokens=True))
 
+    @cached_property
+    def num_added(self) -> tuple[int, int]:
+        """Numbers of tokens that `add_special_tokens` adds before and after a text."""
+        text = self.encode("a", add_special_tokens=False).ids
+        whole = self.encode("a", add_special_tokens=True).ids
+        num_all = len(whole) - len(text)
+        first = next(i for i in range(num_all + 1) if whole[i : i + len(text)] == text)
+        return first, num_all - first
+
     def encode(self, text: str, *, add_special_tokens: bool, cuts: Sequence[int] = ()) -> Encoded:
         """Tokenise a text. Thread-safe; releases the GIL for long texts.
 
