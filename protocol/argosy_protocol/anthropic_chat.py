@@ -160,11 +160,27 @@ def _chat_messages(
         else:
             messages.append(_assistant(turn))
     is_continued = turns[-1].role == "assistant"
+    if is_continued:
+        _check_continued(turns[-1])
     if is_continued and messages[-1].tool_calls:
         raise BadRequest(
             "messages: the last one has tool_use, whose tool_result must follow it", param="messages"
         )
     return messages, is_continued
+
+
+def _check_continued(turn: _Turn) -> None:
+    """Refuse thoughts at the end, as Anthropic does: an answer goes on in the content, which comes after them."""
+    if not turn.blocks:
+        return
+    number, index, block = turn.blocks[-1]
+    if block.type in ("thinking", "redacted_thinking"):
+        where = _path(number, index)
+        raise BadRequest(
+            f"{where}: the last block of a final assistant message, which is continued, cannot be {block.type!r}; "
+            "add a text, or leave the message out",
+            param=where,
+        )
 
 
 def _system_blocks(content: str | Sequence[ContentBlock], where: str) -> list[ContentBlock]:

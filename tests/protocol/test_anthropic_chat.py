@@ -19,6 +19,7 @@ HI = {"role": "user", "content": "hi"}
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 CALL = {"type": "tool_use", "id": "c1", "name": "f", "input": {"a": 1}}
 RESULT = {"type": "tool_result", "tool_use_id": "c1", "content": "r"}
+THOUGHT = {"type": "thinking", "thinking": "t", "signature": "s"}
 
 
 def translated(**fields: Any) -> ChatCompletionRequest:
@@ -54,7 +55,7 @@ MESSAGES: list[tuple[str, list[dict[str, Any]], list[dict[str, Any]]]] = [
     ("two messages", [HI, {"role": "user", "content": "b"}], [user(block("hi"), block("b"))]),
     (
         "thoughts",
-        [HI, assistant({"type": "thinking", "thinking": "t", "signature": "s"}, block("a")), HI],
+        [HI, assistant(THOUGHT, block("a")), HI],
         [HI, {"role": "assistant", "content": "a", "reasoning": "t"}, HI],
     ),
     (
@@ -125,6 +126,12 @@ def test_a_final_assistant_message_is_continued() -> None:
     assert translated(messages=[HI, begun]) == expected
     for blocks in ([], [block("x-anthropic-billing-header: a")]):  # nothing was said
         assert translated(messages=[HI, begun, {"role": "system", "content": blocks}]) == expected
+
+
+def test_thoughts_before_the_text_that_is_continued() -> None:
+    begun = {"role": "assistant", "content": "It is", "reasoning": "t"}
+    expected = chat(messages=[HI, begun], continue_final_message=True, add_generation_prompt=False)
+    assert translated(messages=[HI, assistant(THOUGHT, block("It is"))]) == expected
 
 
 def test_tools() -> None:
@@ -202,6 +209,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [HI, assistant({**CALL, "id": None}), user(RESULT)]}, "messages[1].content[0].id"),
     ({"messages": [HI, assistant({"type": "server_tool_use"})]}, "messages[1].content[0]"),
     ({"messages": [HI, assistant(CALL)]}, "messages"),
+    ({"messages": [HI, assistant(THOUGHT)]}, "messages[1].content[0]"),
+    ({"messages": [HI, assistant(block("a"), THOUGHT)]}, "messages[1].content[1]"),
+    ({"messages": [HI, assistant({"type": "redacted_thinking", "data": "x"})]}, "messages[1].content[0]"),
     ({"messages": [user({"type": "tool_result", "content": "x"})]}, "messages[0].content[0].tool_use_id"),
     ({"messages": [user({**RESULT, "content": 5})]}, "messages[0].content[0].content"),
     ({"messages": [user({**RESULT, "content": ["x"]})]}, "messages[0].content[0].content[0]"),
