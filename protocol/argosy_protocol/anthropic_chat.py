@@ -60,6 +60,8 @@ _CHAT_FIELDS = {
     "user": "metadata.user_id",
 }
 _REFUSED = ("mcp_servers", "container", "context_management")
+_TOOL_OF_CHAT = re.compile(r"^(?P<tool>tools\[\d+\])\.(?P<path>function\.(?P<field>\w+)|function)")
+_TOOL_FIELDS = {"parameters": "input_schema"}
 _MESSAGE_OF_CHAT = re.compile(r"^messages\[\d+\][^\s:]*")
 
 
@@ -104,11 +106,15 @@ def name_field(error: ApiError) -> ApiError:
     if given is None:
         return error
     head = given.partition(".")[0]
-    asked = _CHAT_FIELDS.get(head) or _MESSAGE_OF_CHAT.sub(
-        "messages", given
-    )  # the chat counts its messages otherwise
+    names = [given, head]
+    if (found := _TOOL_OF_CHAT.match(given)) is not None:
+        field = found["field"]
+        asked = found["tool"] + (f".{_TOOL_FIELDS.get(field, field)}" if field else "")
+        names.insert(1, found["path"])
+    else:  # the chat counts its messages otherwise
+        asked = _CHAT_FIELDS.get(head) or _MESSAGE_OF_CHAT.sub("messages", given)
     error.param = asked
-    for start in (given, head):
+    for start in names:
         if error.message.startswith(start):
             error.message = asked + error.message.removeprefix(start)
             break

@@ -240,6 +240,11 @@ def test_refusals_are_the_exceptions_of_the_sdk(
         ),
         ({"resume": {"token_ids": [1]}, "stream": True}, "resume "),
         ({"priority": 1}, "priority"),
+        (
+            {"tools": [{**WEATHER, "input_schema": {"type": 5}}], "tool_choice": {"type": "any"}},
+            "tools[0].input_schema must be a JSON schema of an object",
+        ),
+        ({"tools": [{**WEATHER, "name": "a b"}]}, "tools[0].name must be"),
     ],
 )
 def test_errors_name_the_field(http: httpx.Client, fields: dict[str, Any], text: str) -> None:

@@ -254,6 +254,10 @@ def test_blocks_of_all_messages_are_bounded(many: dict[str, Any]) -> None:
         ("response_format.json_schema", "response_format needs x", "output_config.format needs x"),
         ("response_format", "json: not allowed", "output_config.format: json: not allowed"),
         ("max_tokens", "max_tokens must be", "max_tokens must be"),
+        ("tools[3].function.name", "tools[3].function.name must be x", "tools[3].name must be x"),
+        ("tools[3].function.parameters", "function.parameters must be x", "tools[3].input_schema must be x"),
+        ("tools[3].function.parameters", "$ref: no", "tools[3].input_schema: $ref: no"),
+        ("tools[3].function", "tools[3].function must be x", "tools[3] must be x"),
     ],
 )
 def test_errors_about_the_chat_name_fields_of_the_messages_request(
