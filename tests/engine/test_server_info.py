@@ -80,6 +80,30 @@ async def test_the_document_has_every_route() -> None:
         assert (await http.get("/docs")).status_code == 404
 
 
+def validator(document: dict[str, Any], name: str) -> Draft202012Validator:
+    return Draft202012Validator({**document, "$ref": f"#/components/schemas/{name}"})
+
+
+def test_the_messages_api_is_described() -> None:
+    document = openapi_document(build_app(Engine(("tiny",))))
+    bodies, error = {}, {"type": "error", "error": {"type": "api_error", "message": "x"}}
+    for path in ("/v1/messages", "/v1/messages/count_tokens"):
+        operation = document["paths"][path]["post"]
+        bodies[path] = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+        refused = operation["responses"]["default"]["content"]["application/json"]["schema"]["$ref"]
+        assert validator(document, refused.rpartition("/")[2]).is_valid(error)
+    whole = validator(document, bodies["/v1/messages"].rpartition("/")[2])
+    assert whole.is_valid({"model": "m", "max_tokens": 1, **CHAT})
+    assert not whole.is_valid({"model": "m", **CHAT})
+    assert not whole.is_valid({"model": "m", "max_tokens": 1, **CHAT, "container": "c"})
+    assert not whole.is_valid({"model": "m", "max_tokens": 1, **CHAT, "temperature": 1.5})
+    assert validator(document, bodies["/v1/messages/count_tokens"].rpartition("/")[2]).is_valid(
+        {"model": "m", **CHAT, "container": {}}
+    )
+    streamed = document["paths"]["/v1/messages"]["post"]["responses"]["200"]["content"]
+    assert streamed.keys() == {"application/json", "text/event-stream"}
+
+
 @pytest.fixture(scope="module")
 def chat_schema() -> Draft202012Validator:
     document = openapi_document(build_app(Engine(("tiny",))))

@@ -17,6 +17,13 @@ from fastapi.routing import APIRoute
 from starlette.responses import HTMLResponse, Response
 
 from argosy_protocol import __version__
+from argosy_protocol.anthropic import (
+    CountTokensRequest,
+    Message,
+    MessagesRequest,
+    TokenCount,
+    is_messages_path,
+)
 from argosy_protocol.embeddings import EmbeddingRequest, EmbeddingResponse
 from argosy_protocol.openai import (
     BEAM_SEARCH_FIELDS,
@@ -37,6 +44,7 @@ from argosy_protocol.tokenization import (
 _REFUSED = {
     **{name: values for name, values in NEUTRAL_VALUES.items() if name not in BEAM_SEARCH_FIELDS},
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "resume"), ()),
+    **dict.fromkeys(("mcp_servers", "container", "context_management"), ([], {})),
 }
 """Fields that are refused -> the values besides null with which they are accepted."""
 _REF = "#/components/schemas/{name}"
@@ -57,6 +65,23 @@ _ERROR: Mapping[str, Any] = {
         }
     },
 }
+_MESSAGES_ERROR: Mapping[str, Any] = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {
+                "type": {"type": "string"},
+                "message": {"type": "string"},
+                "details": {"type": "object", "properties": {"error_code": {"type": "string"}}},
+            },
+        },
+    },
+}
+_ERRORS = {"Error": _ERROR, "MessagesError": _MESSAGES_ERROR}
 
 
 class _Operation(NamedTuple):
@@ -70,6 +95,8 @@ _OPERATIONS = {
     "/v1/chat/completions": _Operation([ChatCompletionRequest], ChatCompletion, True),
     "/v1/completions": _Operation([CompletionRequest], Completion, True),
     "/v1/embeddings": _Operation([EmbeddingRequest], EmbeddingResponse),
+    "/v1/messages": _Operation([MessagesRequest], Message, True),
+    "/v1/messages/count_tokens": _Operation([CountTokensRequest], TokenCount),
     "/tokenize": _Operation([TextTokenizeRequest, ChatTokenizeRequest], TokenizeResponse),
     "/detokenize": _Operation([DetokenizeRequest], DetokenizeResponse),
 }
@@ -110,7 +137,7 @@ def openapi_document(app: FastAPI) -> dict[str, Any]:
         "info": {"title": app.title, "version": __version__},
         "paths": paths,
         "components": {
-            "schemas": {**components, "Error": _ERROR},
+            "schemas": {**components, **_ERRORS},
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
         "security": [{"key": []}],
@@ -118,9 +145,10 @@ def openapi_document(app: FastAPI) -> dict[str, Any]:
 
 
 def _operation(route: APIRoute, method: str) -> dict[str, Any]:
+    error = "MessagesError" if is_messages_path(route.path) else "Error"
     operation: dict[str, Any] = {
         "operationId": f"{method.lower()}_{route.name}",
-        "responses": {"200": {"description": "success"}, "default": _content("an error", {"Error"})},
+        "responses": {"200": {"description": "success"}, "default": _content("an error", {error})},
     }
     if "{name" in route.path:
         name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
