@@ -156,6 +156,19 @@ def test_requests_are_logged_without_their_texts(http: httpx.Client, server: tup
     assert not [word for word in ("secret", "hidden", "somebody") if word in log]
 
 
+def test_messages_and_embeddings_are_logged_too(http: httpx.Client, server: tuple[Server, Path]) -> None:
+    message = {"model": "tiny", "max_tokens": 3, "messages": [{"role": "user", "content": "secret words"}]}
+    answer(http.post("/v1/messages", json=message, headers={"x-request-id": "logged-2"}))
+    http.post(
+        "/v1/embeddings", json={"input": "secret", "dimensions": 4}, headers={"x-request-id": "logged-3"}
+    )
+    log = server[0].log.read_text()
+    for request_id, number in (("logged-2", "max_tokens=3"), ("logged-3", "dimensions=4")):
+        (line,) = [line for line in log.splitlines() if f"Received request {request_id}:" in line]
+        assert number in line
+    assert "secret" not in log
+
+
 def test_https_with_a_certificate_that_is_renewed(
     tmp_path: Path, certificate: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> None:

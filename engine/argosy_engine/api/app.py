@@ -248,8 +248,10 @@ def build_app(engine: Engine) -> FastAPI:
         raw = await request.body()
         body = decode_embedding_request(raw)
         _choose_rank(request, body)
-        request_id = _request_id(request, body.request_id)
-        answer = embed(_serving(engine, request), body, _response_id(request, request_id), len(raw))
+        request_id, serving = _request_id(request, body.request_id), _serving(engine, request)
+        response_id = _response_id(request, request_id)
+        log_request(engine.options, body, response_id)
+        answer = embed(serving, body, response_id, len(raw))
         return _answer(engine, answer, request_id, body)
 
     @app.post("/tokenize")
@@ -275,6 +277,7 @@ def build_app(engine: Engine) -> FastAPI:
         _choose_rank(request, chat)
         request_id, serving = _request_id(request, None), _serving(engine, request)
         response_id = _response_id(request, request_id)
+        log_request(engine.options, body, response_id)
         if body.stream:
             with_ids = _resumption(request)["has_id_comments"]
             events = stream_message(serving, chat, body, response_id, len(raw), has_id_comments=with_ids)

@@ -20,13 +20,13 @@ def apply_flags(options: ServerArgs, request: GenerationRequest) -> None:
         request.return_tokens_as_token_ids = options.return_tokens_as_token_ids
 
 
-def log_request(options: ServerArgs, request: GenerationRequest, request_id: str) -> None:
+def log_request(options: ServerArgs, request: msgspec.Struct, request_id: str) -> None:
     """Log a request's id and its numbers, if `--enable-log-requests` is given. Texts may be prompts and stay out."""
     if options.enable_log_requests:
         logger.info("Received request %s: %s", request_id, _numbers(request))
 
 
-def _numbers(request: GenerationRequest) -> str:
+def _numbers(request: msgspec.Struct) -> str:
     """Return the fields that are numbers or truth values and not the default, as `name=value`."""
     shown = []
     for field in msgspec.structs.fields(request):
