@@ -56,3 +56,17 @@ def test_an_abandoned_unix_socket_is_replaced_and_a_served_one_is_not(tmp_path: 
     with pytest.raises(CannotListen, match="it exists already"):
         listen_unix(str(file))
     assert file.read_text() == "x"
+
+
+def test_a_unix_socket_removes_its_own_file_only(tmp_path: Path) -> None:
+    path = tmp_path / "engine.sock"
+    with listen_unix(str(path)) as first:
+        first.unlink()
+        assert not path.exists()
+        with listen_unix(str(path)) as second:
+            first.unlink()
+            assert path.exists()
+            path.rename(tmp_path / "elsewhere")
+            with listen_unix(str(path)):
+                second.unlink()
+                assert path.exists()

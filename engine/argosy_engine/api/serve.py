@@ -12,7 +12,6 @@ import ssl
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import uvicorn
 
@@ -37,7 +36,7 @@ from argosy_engine.osproc.file_descriptors import MIN_FREE, raise_limit, require
 from argosy_fetcher.progress_display import ProgressDisplay, progress_display
 from argosy_protocol.bearer_keys import KeyRing
 from argosy_protocol.program.flags import InvalidValue
-from argosy_protocol.program.listen import CannotListen, listen, listen_unix
+from argosy_protocol.program.listen import CannotListen, UnixListener, listen, listen_unix
 from argosy_protocol.program.log_format import configure_logging
 
 logger = logging.getLogger("argosy.api")
@@ -75,14 +74,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         require_free(_MIN_DESCRIPTORS + MIN_FREE * (args.data_parallel_size - 1))
         # Before the load, which takes long.
         tls = None if options.certificate is None else tls_context(options.certificate)
-        sockets = listen(options.host, options.port) if options.uds is None else [listen_unix(options.uds)]
+        sockets: list[socket.socket] = []
+        if options.uds is None:
+            sockets += listen(options.host, options.port)
+        else:
+            sockets.append(listen_unix(options.uds))
         import uvloop
 
         try:
             return uvloop.run(_serve(options, args, started, num_descriptors, sockets, tls))
         finally:
-            if options.uds is not None:
-                Path(options.uds).unlink(missing_ok=True)
+            _remove_files(sockets)
     except ConfigError as error:
         print(f"argosy serve: {error}", file=sys.stderr)
         return 2
@@ -174,9 +176,17 @@ async def _serve(
             task.cancel()
         await asyncio.gather(loading, stopping, refreshing, return_exceptions=True)
         is_dead = engine.llm is not None and engine.llm.is_dead
+        _remove_files(sockets)
         server.stop(_DEAD_LAST_BYTES_S if is_dead else _LAST_BYTES_S)
         await engine.close()
         await asyncio.gather(serving, return_exceptions=True)
+
+
+def _remove_files(sockets: Sequence[socket.socket]) -> None:
+    """Remove the files of Unix domain sockets."""
+    for each in sockets:
+        if isinstance(each, UnixListener):
+            each.unlink()
 
 
 def _url(options: ServerArgs, listening: socket.socket) -> str:

@@ -7,6 +7,7 @@ port.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import socket
@@ -54,17 +55,49 @@ def listen(
     return sockets
 
 
-def listen_unix(path: str, backlog: int = BACKLOG, *, flag: str = "--uds") -> socket.socket:
+class UnixListener(socket.socket):
+    """A listening Unix domain socket, which knows its file."""
+
+    def __init__(self) -> None:
+        super().__init__(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._file: tuple[str, int, int] | None = None
+
+    def bind_file(self, path: str) -> None:
+        """Bind, which makes the file.
+
+        Raises:
+            OSError: it exists, or cannot be made.
+        """
+        self.bind(path)
+        status = os.stat(path)
+        self._file = path, status.st_dev, status.st_ino
+
+    def unlink(self) -> None:
+        """Remove the file, unless another one has taken its place; once.
+
+        Call this while the socket still listens: once it does not, a successor may replace the file at any moment.
+        """
+        if self._file is None:
+            return
+        path, device, inode = self._file
+        self._file = None
+        with contextlib.suppress(OSError):
+            status = os.stat(path)
+            if (status.st_dev, status.st_ino) == (device, inode):
+                os.unlink(path)
+
+
+def listen_unix(path: str, backlog: int = BACKLOG, *, flag: str = "--uds") -> UnixListener:
     """Open a non-blocking, listening Unix domain socket. One that no process listens on any more is replaced.
 
     Raises:
         CannotListen: a process listens there, the path is another kind of file, or it cannot be created.
     """
-    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listening = UnixListener()
     try:
         if _is_abandoned(path):
             os.unlink(path)
-        listening.bind(path)
+        listening.bind_file(path)
         listening.listen(backlog)
         listening.setblocking(False)
     except OSError as error:
