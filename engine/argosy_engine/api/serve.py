@@ -8,7 +8,6 @@ import logging
 import os
 import signal
 import socket
-import ssl
 import sys
 import time
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ from argosy_engine.api.http.connection_limit import protocol_of
 from argosy_engine.api.http.http_server import HttpServer
 from argosy_engine.api.http.request_limits import RequestLimits
 from argosy_engine.api.http.root_path import RootPath
-from argosy_engine.api.http.tls import refresh_certificate, tls_context
+from argosy_engine.api.http.tls import ServerCertificate
 from argosy_engine.api.server_args import ServerArgs
 from argosy_engine.api.server_debug_signal import describe_server_on_signal
 from argosy_engine.api.vllm_flags import add_vllm_flags, check_vllm_flags
@@ -73,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         num_descriptors = raise_limit()
         require_free(_MIN_DESCRIPTORS + MIN_FREE * (args.data_parallel_size - 1))
         # Before the load, which takes long.
-        tls = None if options.certificate is None else tls_context(options.certificate)
+        tls = None if options.certificate is None else ServerCertificate(options.certificate)
         sockets: list[socket.socket] = []
         if options.uds is None:
             sockets += listen(options.host, options.port)
@@ -109,7 +108,7 @@ async def _serve(
     started: float,
     num_descriptors: int,
     sockets: list[socket.socket],
-    tls: ssl.SSLContext | None,
+    tls: ServerCertificate | None,
 ) -> int:
     """Serve until the engine is drained, and return the exit code.
 
@@ -141,8 +140,7 @@ async def _serve(
         server_header=False,
     )
     config.load()
-    config.ssl = tls
-    server = HttpServer(config)
+    server = HttpServer(config, tls)
     stop, hurry = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     interrupted = asyncio.Event()
@@ -198,10 +196,10 @@ def _url(options: ServerArgs, listening: socket.socket) -> str:
     return f"{scheme}://{host}:{int(listening.getsockname()[1])}"
 
 
-async def _refresh(options: ServerArgs, tls: ssl.SSLContext | None) -> None:
+async def _refresh(options: ServerArgs, tls: ServerCertificate | None) -> None:
     """Read the certificate anew when it changes, with `--enable-ssl-refresh`."""
-    if tls is not None and options.certificate is not None and options.enable_ssl_refresh:
-        await refresh_certificate(tls, options.certificate)
+    if tls is not None and options.enable_ssl_refresh:
+        await tls.refresh()
 
 
 async def _load(engine: Engine, args: EngineArgs, stop: asyncio.Event, started: float, url: str) -> None:

@@ -1,5 +1,7 @@
 """ConnectionLimit: the HTTP protocol with a bound on open connections, so that clients never take the last descriptor.
 
+Connections count from the end of their TLS handshake on; `tls_acceptor` counts those before it.
+
 The rest of the descriptors is for what the process cannot do without: the connection to its core, the model's files,
 the processes that it starts.
 """

@@ -11,8 +11,13 @@ import contextlib
 import logging
 import socket
 from collections.abc import Iterator
+from typing import cast
 
 import uvicorn
+
+from argosy_engine.api.http.connection_limit import MAX_TURNED_AWAY, ConnectionLimit
+from argosy_engine.api.http.tls import ServerCertificate
+from argosy_engine.api.http.tls_acceptor import TlsAcceptor
 
 logger = logging.getLogger("argosy.api")
 
@@ -21,10 +26,16 @@ _SWEEP_INTERVAL_S = 0.02
 
 
 class HttpServer(uvicorn.Server):
-    """Server that serves until `stop`. It leaves the signals to its owner."""
+    """Server that serves until `stop`. It leaves the signals to its owner.
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    Args:
+        config: its protocol is a `ConnectionLimit`.
+        certificate: makes the server speak HTTPS.
+    """
+
+    def __init__(self, config: uvicorn.Config, certificate: ServerCertificate | None = None) -> None:
         super().__init__(config)
+        self._certificate = certificate
         self._stopped = asyncio.Event()
         self._last_bytes_s = 0.0
 
@@ -40,6 +51,25 @@ class HttpServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        certificate = self._certificate
+        if certificate is None:
+            await super().startup(sockets)
+            return
+        await self.lifespan.startup()
+        config, state = self.config, self.server_state
+        protocol = cast("type[ConnectionLimit]", config.http_protocol_class)
+        acceptor = TlsAcceptor(
+            sockets or [],
+            lambda: certificate.context,
+            lambda: protocol(config=config, server_state=state, app_state=self.lifespan.state),
+            state.connections,
+            protocol.max_connections + MAX_TURNED_AWAY,
+            protocol.limits.header_timeout_s,
+        )
+        self.servers = [cast("asyncio.Server", acceptor)]
+        self.started = True
 
     async def main_loop(self) -> None:
         while not self._stopped.is_set():

@@ -1,4 +1,4 @@
-"""HTTPS of the server (`--ssl-certfile`): the context, and its renewal when a certificate manager renews the files.
+"""HTTPS of the server (`--ssl-certfile`): the certificate, and its renewal when a certificate manager renews the files.
 
 Connections that are open keep the certificate that they began with.
 """
@@ -28,47 +28,57 @@ class CertificateFiles(NamedTuple):
     """Those that must have signed a client's certificate; None: clients need none."""
 
 
-def tls_context(files: CertificateFiles) -> ssl.SSLContext:
-    """
+class ServerCertificate:
+    """The certificate that connections begin with.
+
     Raises:
         ConfigError: a file cannot be read, or has no certificate or key.
     """
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    try:
-        context.load_cert_chain(files.chain, files.key)
-        if files.authorities is not None:
-            context.load_verify_locations(files.authorities)
-            context.verify_mode = ssl.CERT_REQUIRED
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigError(
-            f"--ssl-certfile {files.chain}, --ssl-keyfile or --ssl-ca-certs cannot be used: {error}"
-        ) from None
-    return context
 
-
-async def refresh_certificate(
-    context: ssl.SSLContext, files: CertificateFiles, interval_s: float = REFRESH_INTERVAL_S
-) -> None:
-    """Load the certificate into the context whenever its files have changed. A broken one is left out and logged."""
-    last = _versions(files)
-    while True:
-        await asyncio.sleep(interval_s)
-        now = _versions(files)
-        if now == last:
-            continue
+    def __init__(self, files: CertificateFiles) -> None:
+        self._files = files
         try:
-            context.load_cert_chain(files.chain, files.key)
-        except (OSError, ssl.SSLError) as error:  # a file of the pair may be written before the other
-            logger.warning("the certificate %s has changed and cannot be read: %s", files.chain, error)
-        else:
-            last = now
-            logger.info("the certificate %s was read anew", files.chain)
+            self.context = _context(files)
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(
+                f"--ssl-certfile {files.chain}, --ssl-keyfile or --ssl-ca-certs cannot be used: {error}"
+            ) from None
+
+    async def refresh(self, interval_s: float = REFRESH_INTERVAL_S) -> None:
+        """Read the files anew whenever they have changed. While they do not belong together, which is so between the
+        writing of one and of the next, the context stays the last whole one."""
+        files = self._files
+        last = _versions(files)
+        while True:
+            await asyncio.sleep(interval_s)
+            now = _versions(files)
+            if now == last:
+                continue
+            try:
+                self.context = _context(files)
+            except (OSError, ssl.SSLError) as error:
+                logger.warning(
+                    "the certificate %s has changed and cannot be used yet: %s", files.chain, error
+                )
+            else:
+                last = now
+                logger.info("the certificate %s was read anew", files.chain)
+
+
+def _context(files: CertificateFiles) -> ssl.SSLContext:
+    """Make a new context: one that exists keeps what it has read of files that turn out not to match."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(files.chain, files.key)
+    if files.authorities is not None:
+        context.load_verify_locations(files.authorities)
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
 
 
 def _versions(files: CertificateFiles) -> list[tuple[int, int] | None]:
     """Return what tells whether a file was replaced or written; None for one that does not exist."""
     versions: list[tuple[int, int] | None] = []
-    for file in (files.chain, files.key):
+    for file in filter(None, files):
         try:
             status = os.stat(file)
         except OSError:

@@ -1,0 +1,150 @@
+"""The server's TLS: its handshakes are bounded, and its certificate changes only as a whole."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import socket
+import ssl
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+import uvloop
+
+from argosy_engine.api.http.connection_limit import MAX_TURNED_AWAY, protocol_of
+from argosy_engine.api.http.http_protocol import HttpLimits
+from argosy_engine.api.http.http_server import HttpServer
+from argosy_engine.api.http.tls import CertificateFiles, ServerCertificate
+from argosy_engine.errors import ConfigError
+from loopback_certificate import issue_certificate
+
+pytestmark = pytest.mark.timeout(60)
+
+MAX_CONNECTIONS = 4
+REQUEST = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+
+
+@pytest.fixture(scope="module")
+def issued(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, Path]]:
+    return [issue_certificate(tmp_path_factory.mktemp(name)) for name in ("old", "new")]
+
+
+@pytest.fixture
+def files(tmp_path: Path, issued: list[tuple[Path, Path]]) -> CertificateFiles:
+    """The old certificate, in files of its own."""
+    chain, key = (shutil.copy(file, tmp_path) for file in issued[0])
+    return CertificateFiles(str(chain), str(key))
+
+
+async def answer(scope: Any, receive: Any, send: Callable[..., Any]) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": scope["scheme"].encode()})
+
+
+@asynccontextmanager
+async def serving(certificate: ServerCertificate, limits: HttpLimits) -> AsyncIterator[int]:
+    """Serve HTTPS, and yield the port."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.setblocking(False)
+    protocol = protocol_of(2 * MAX_CONNECTIONS, limits)
+    config = uvicorn.Config(answer, http=protocol, lifespan="off", log_config=None, interface="asgi3")
+    server = HttpServer(config, certificate)
+    task = asyncio.create_task(server.serve([listener]))
+    try:
+        yield int(listener.getsockname()[1])
+    finally:
+        server.stop(0)
+        await task
+
+
+async def ask(port: int, authority: Path) -> bytes:
+    """Return the response of a server that has this certificate.
+
+    Raises:
+        OSError: it has another one.
+    """
+    context = ssl.create_default_context(cafile=str(authority))
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
+    writer.write(REQUEST)
+    response = await reader.readuntil(b"https")
+    writer.close()
+    return response
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 - what it waits for tells nobody
+        await asyncio.sleep(0)
+
+
+def run(test: Callable[[], Any], is_uvloop: bool) -> None:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop if is_uvloop else None) as runner:
+        runner.run(test())
+
+
+@pytest.mark.parametrize("is_uvloop", [True, False])
+def test_unfinished_handshakes_leave_room_for_others(
+    files: CertificateFiles, issued: list[tuple[Path, Path]], is_uvloop: bool
+) -> None:
+    """The oldest ones are closed, long before their deadline."""
+    limit = MAX_CONNECTIONS + MAX_TURNED_AWAY
+
+    async def test() -> None:
+        async with serving(ServerCertificate(files), HttpLimits(header_timeout_s=3600)) as port:
+            silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3 * limit)]
+            assert (await ask(port, issued[0][0])).startswith(b"HTTP/1.1 200")
+            for reader, writer in silent[: 2 * limit]:
+                with pytest.raises(OSError):  # noqa: PT012 - reset, or at its end
+                    if not await reader.read(1):
+                        raise ConnectionResetError
+                writer.close()
+            open_ones = [reader for reader, _ in silent[-limit // 2 :]]
+            assert not [reader for reader in open_ones if reader.at_eof() or reader.exception()]
+            for _, writer in silent:
+                writer.close()
+
+    run(test, is_uvloop)
+
+
+@pytest.mark.parametrize("is_uvloop", [True, False])
+def test_a_handshake_has_a_deadline(files: CertificateFiles, is_uvloop: bool) -> None:
+    async def test() -> None:
+        async with serving(ServerCertificate(files), HttpLimits(header_timeout_s=0.05)) as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            with pytest.raises(OSError):  # noqa: PT012
+                if not await reader.read(1):
+                    raise ConnectionResetError
+            writer.close()
+
+    run(test, is_uvloop)
+
+
+async def test_a_certificate_is_renewed_when_both_of_its_files_are_written(
+    files: CertificateFiles, issued: list[tuple[Path, Path]], caplog: pytest.LogCaptureFixture
+) -> None:
+    certificate = ServerCertificate(files)
+    (old, _), (new, new_key) = issued
+    async with serving(certificate, HttpLimits()) as port:
+        refreshing = asyncio.create_task(certificate.refresh(0.01))
+        assert await ask(port, old)
+        first = certificate.context
+        shutil.copy(new, files.chain)
+        await until(lambda: "cannot be used yet" in caplog.text)
+        assert await ask(port, old)
+        shutil.copy(new_key, files.key)
+        await until(lambda: certificate.context is not first)
+        assert await ask(port, new)
+        with pytest.raises(ssl.SSLError):
+            await ask(port, old)
+        refreshing.cancel()
+
+
+def test_files_that_do_not_match_are_refused_at_the_start(
+    files: CertificateFiles, issued: list[tuple[Path, Path]]
+) -> None:
+    shutil.copy(issued[1][1], files.key)
+    with pytest.raises(ConfigError, match="--ssl-certfile"):
+        ServerCertificate(files)
