@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -46,7 +47,7 @@ def test_a_second_start_generates_nothing(tmp_path: Path) -> None:
     finally:
         plain.close()
     (tmp_path / "argosy").mkdir(mode=0o700)
-    (tmp_path / "argosy" / "native").symlink_to(cache_directory())  # they are not what is built here
+    shutil.copytree(cache_directory(), tmp_path / "argosy" / "native")  # they are not what is built here
     first, second = (generated_by_process(tmp_path, str(model)) for _ in range(2))
     assert first == {"tokens": expected, "generated": 2, "read": 0, "later": 0}
     assert second == {"tokens": expected, "generated": 0, "read": 2, "later": 0}

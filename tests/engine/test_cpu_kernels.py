@@ -312,7 +312,7 @@ def test_the_best_variant_of_a_cpu_is_chosen() -> None:
         ("bad compiler", "the compiler failed: .*error: it is Monday"),
         ("no instructions", "none of"),
         ("open cache", "somebody else"),
-        ("no cache", "cannot create"),
+        ("no cache", "cannot be created"),
         ("not a library", "invalid ELF|file too short"),
     ],
 )

@@ -14,11 +14,12 @@ import hashlib
 import os
 import platform
 import shutil
-import stat
 import subprocess
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+
+from argosy_engine.native.private_folder import NoPrivateFolder, private_folder
 
 SOURCES = Path(__file__).parent / "src"
 PREBUILT = Path(__file__).parent / "prebuilt"
@@ -140,23 +141,13 @@ def find_compiler() -> str:
 def cache_directory() -> Path:
     """Return `$XDG_CACHE_HOME/argosy/native`, created if missing.
 
-    Only the current user may have write access, because the files in it are executed.
-
     Raises:
         NativeUnavailable: the directory cannot be created or written, or others could write it.
     """
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    path = Path(base) / "argosy" / "native"
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = path.stat()
-    except OSError as error:
-        raise NativeUnavailable(f"cannot create {path}: {error.strerror}") from None
-    if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise NativeUnavailable(f"{path} belongs to, or may be written by, somebody else")
-    if not os.access(path, os.W_OK):
-        raise NativeUnavailable(f"{path} cannot be written")
-    return path
+        return private_folder("native")
+    except NoPrivateFolder as error:
+        raise NativeUnavailable(str(error)) from None
 
 
 def compile_library(compiler: str, variant: Variant, target: Path, extra_flags: tuple[str, ...] = ()) -> None:

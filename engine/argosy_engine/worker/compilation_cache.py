@@ -17,13 +17,13 @@ import importlib.metadata
 import os
 import platform
 import shutil
-import stat
 from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 
 from argosy_engine import attention, layers, models
+from argosy_engine.native.private_folder import NoPrivateFolder, private_folder
 
 MAX_FOLDERS = 8
 """A folder of one model takes a few MB."""
@@ -71,18 +71,10 @@ def cache_root() -> Path:
     Raises:
         CacheUnavailable: it cannot be created or written, or others could write it.
     """
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    path = Path(base) / "argosy" / "torch_compile"
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = path.stat()
-    except OSError as error:
-        raise CacheUnavailable(f"{path} cannot be created ({error.strerror}); set XDG_CACHE_HOME") from None
-    if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise CacheUnavailable(f"{path} belongs to, or may be written by, somebody else; set XDG_CACHE_HOME")
-    if not os.access(path, os.W_OK):
-        raise CacheUnavailable(f"{path} cannot be written; set XDG_CACHE_HOME")
-    return path
+        return private_folder("torch_compile")
+    except NoPrivateFolder as error:
+        raise CacheUnavailable(str(error)) from None
 
 
 def cache_key(device: torch.device, settings: Iterable[str]) -> str:
