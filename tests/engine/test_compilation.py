@@ -89,6 +89,41 @@ def test_a_failed_compilation_is_named_and_layers_run_at_level_0(
     assert "this instruction does not exist" in caplog.text
 
 
+def compile_with_cache(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+    code = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) / "code"
+    if code.exists() and code.read_text() != "whole":
+        raise SyntaxError("the code is damaged")
+    code.write_text("whole")
+    return graph.forward
+
+
+def test_a_damaged_cache_is_made_anew(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS"):
+        monkeypatch.setenv(name, "")  # the engine sets it
+    monkeypatch.setattr(compilation, "LayerCompiler", lambda: LayerCompiler(compile_with_cache))
+    generated = []
+    for content in ("whole", "damaged"):
+        caplog.clear()
+        engine = generating_engine.make_engine(3, "builtin://tiny")
+        generated.append(generating_engine.generate(engine))
+        engine.close()
+        assert "level 0)" not in caplog.text
+        (code,) = (tmp_path / "argosy" / "torch_compile").glob("*/code")
+        assert code.read_text() == "whole"
+        code.write_text(content)
+        caplog.clear()
+    engine = generating_engine.make_engine(3, "builtin://tiny")
+    generated.append(generating_engine.generate(engine))
+    engine.close()
+    assert "may be damaged and is made anew: DecoderLayer.project" in caplog.text
+    assert "level 0)" not in caplog.text
+    assert code.read_text() == "whole"
+    assert generated[0] == generated[1] == generated[2]
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize(
     ("flags", "fields"),

@@ -80,3 +80,19 @@ def test_a_folder_that_cannot_be_made_is_named(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(CacheUnavailable, match="torch_compile cannot be created"):
         cache_root()
+
+
+def test_a_folder_is_renewed_by_the_first_of_those_that_use_it(tmp_path: Path) -> None:
+    (tmp_path / "key").mkdir()
+    (tmp_path / "key" / "code").write_text("damaged")
+    first, second = CompilationCache(tmp_path, "key"), CompilationCache(tmp_path, "key")
+    assert first.has_code
+    assert second.has_code
+    first.renew()
+    assert not list(first.path.iterdir())
+    (first.path / "code").write_text("new")
+    second.renew()
+    assert (first.path / "code").read_text() == "new"
+    assert names(tmp_path) == {"key"}
+    first.close()
+    second.close()

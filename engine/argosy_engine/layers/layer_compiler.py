@@ -112,6 +112,16 @@ class LayerCompiler:
         for part in self._parts.values():
             part.stop()
 
+    def forget(self) -> None:
+        """Forget all that was compiled, in this process, not on disk."""
+        from torch._inductor.utils import clear_caches
+
+        torch.compiler.reset()
+        clear_caches()
+        self.num_compilations = 0
+        for part in self._parts.values():
+            part.forget()
+
     def _prepare(self, part: CompiledPart, layer: CompilableLayer, inputs: list[torch.Tensor]) -> str | None:
         before = self.num_compilations
         given = [each.clone() for each in inputs]
@@ -170,6 +180,10 @@ class CompiledPart:
 
     def stop(self) -> None:
         self._call = self.function
+
+    def forget(self) -> None:
+        self.stop()
+        self._compiled = None
 
     def __call__(self, layer: CompilableLayer, *inputs: torch.Tensor) -> torch.Tensor:
         return self._call(layer, *inputs)

@@ -37,6 +37,15 @@ class LayerCompilation:
         started = time.perf_counter()
         generated = _num_generated()
         reason = self.compiler.prepare(model.layers, dtype, device)
+        if reason is not None and self.cache.has_code:
+            logger.warning("the cache %s may be damaged and is made anew: %s", self.cache.path, reason)
+            try:
+                self.cache.renew()
+            except OSError as error:
+                reason = f"{reason}; the cache {self.cache.path} cannot be removed: {error.strerror}"
+            else:
+                self.compiler.forget()
+                reason = self.compiler.prepare(model.layers, dtype, device)
         if reason is None and not self.compiler.num_compilations:
             reason = "this model has no layers that can be compiled"
         if reason is not None:

@@ -47,6 +47,9 @@ class CompilationCache:
         assert self._lock is not None
         self.path.mkdir(mode=0o700, exist_ok=True)
         os.utime(self.path)
+        self._folder = self.path.stat().st_ino
+        self.has_code = any(self.path.iterdir())
+        """Whether something was generated here before."""
         _remove_oldest(root)
 
     def activate(self) -> None:
@@ -57,6 +60,19 @@ class CompilationCache:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(self.path)
         os.environ.setdefault("TRITON_CACHE_DIR", str(self.path / "triton"))
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+    def renew(self) -> None:
+        """Replace the folder by an empty one, unless another process has done so since this one began to use it.
+
+        Others that use it lose what they have not read yet, and generate it.
+        """
+        damaged = self.path.with_name(f"{self.path.name}.damaged-{os.getpid()}")
+        if self.path.stat().st_ino == self._folder:
+            self.path.rename(damaged)
+            self.path.mkdir(mode=0o700, exist_ok=True)
+            shutil.rmtree(damaged, ignore_errors=True)
+        self._folder = self.path.stat().st_ino
+        self.has_code = False
 
     def close(self) -> None:
         """Allow others to remove the folder."""
