@@ -1,9 +1,9 @@
-"""Measure a model folder: held-out generated cases per family, and natural prompts.
+"""Measure a model folder: held-out generated cases per family, and lists of natural prompts.
 
-    python training/evaluate.py models/argosy-tiny --count 300 --json training/evaluation.json
+    python training/evaluate.py models/argosy-tiny --count 200 --json training/evaluation.json
 
 Runs the folder through transformers in float32. Held-out cases are scored on the whole reply, exactly;
-natural prompts (natural_prompts.json, not phrased by the generator) by substrings of the greedy reply.
+natural prompts (not phrased by the generator) by the rules of `acceptance` on the greedy reply.
 """
 
 import argparse
@@ -16,32 +16,16 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import acceptance
 from corpus import mix
 from scoring import exact
 from tokenizer import feed_pieces
 
-HERE = Path(__file__).parent
 TARGETS = {
     "echo": 0.9, "echo_real_words": 0.9, "memory": 0.9, "json": 0.9, "tool_call": 0.9, "tool_result": 0.9,
     "facts_1_to_3": 0.8, "no_tool": 0.8, "spell_real_word": 0.7, "spell_other_word": 0.7, "sum_one_digit": 0.7,
 }  # fmt: skip
-
-
-def _tool(name: str, description: str, /, **parameters: str) -> dict[str, Any]:
-    properties = {key: {"type": kind} for key, kind in parameters.items()}
-    schema = {"type": "object", "properties": properties, "required": list(parameters)}
-    return {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}
-
-
-TOOLS = {
-    "get_weather": _tool("get_weather", "Get the weather in a city", city="string"),
-    "reserve_table": _tool(
-        "reserve_table", "Reserve a table at a restaurant", restaurant="string", people="integer"
-    ),
-    "scale_deployment": _tool(
-        "scale_deployment", "Change the number of replicas", name="string", replicas="integer"
-    ),
-}
+NATURAL_TARGETS = {"natural": 36, "newcomer": 80, "reported": 14}
 
 
 def held_out(folder: Path, model: Any, count: int, seed: int) -> dict[str, dict[str, float]]:
@@ -63,32 +47,47 @@ def held_out(folder: Path, model: Any, count: int, seed: int) -> dict[str, dict[
     return table
 
 
-def natural(folder: Path, model: Any) -> list[dict[str, Any]]:
-    """Greedy replies to the natural prompts; every user message of a conversation is answered in turn."""
+MOST_NEW_TOKENS = 96
+
+
+def replies(tokenizer: Any, model: Any, case: acceptance.Case) -> str:
+    """The last greedy reply of a case (without what it was forced to begin with); each user message is answered."""
+    messages: list[dict[str, Any]] = []
+    if "system" in case:
+        messages.append({"role": "system", "content": case["system"]})
+    tools = [acceptance.TOOLS[name] for name in case.get("tools", ())] or None
+    given = [{"role": "user", "content": m} if isinstance(m, str) else m for m in case["messages"]]
+    reply = ""
+    for number, message in enumerate(given, 1):
+        messages.append(message)
+        following = given[number]["role"] if number < len(given) else "end"
+        if message["role"] == "assistant" or following in ("assistant", "tool"):
+            continue
+        begins = case.get("begins", "") if following == "end" else ""
+        prompt = tokenizer.apply_chat_template(
+            messages,
+            tools=tools,
+            tokenize=False,
+            add_generation_prompt=True,
+            enable_thinking=case.get("thinking", False),
+        )
+        inputs = tokenizer(prompt + begins, return_tensors="pt", add_special_tokens=False)
+        output = model.generate(**inputs, max_new_tokens=MOST_NEW_TOKENS, do_sample=False)
+        reply = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        messages.append({"role": "assistant", "content": reply})
+    return reply
+
+
+def natural(folder: Path, model: Any, name: str) -> list[dict[str, Any]]:
+    """Which cases of a list of natural prompts are accepted, with the replies."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     answered = []
-    for case in json.loads((HERE / "natural_prompts.json").read_text()):
-        messages = [{"role": "system", "content": case["system"]}] if "system" in case else []
-        tools = [TOOLS[name] for name in case.get("tools", ())] or None
-        reply = ""
-        for text in case["messages"]:
-            messages.append({"role": "user", "content": text})
-            prompt = tokenizer.apply_chat_template(
-                messages,
-                tools=tools,
-                tokenize=False,
-                add_generation_prompt=True,
-                enable_thinking=case.get("thinking", False),
-            )
-            inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
-            output = model.generate(**inputs, max_new_tokens=96, do_sample=False)
-            reply = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-            messages.append({"role": "assistant", "content": reply})
-        good = all(part.lower() in reply.lower() for part in case["expect"])
+    for case in acceptance.cases(name):
+        reply = replies(tokenizer, model, case)
+        good = acceptance.accepts(case["accept"], reply)
         answered.append({"id": case["id"], "good": good, "reply": reply})
-        print(
-            f"{'good' if good else 'BAD '} {case['id']:24} {case['messages'][-1]!r} -> {reply!r}", flush=True
-        )
+        asked = acceptance.user_texts(case)[-1]
+        print(f"{'good' if good else 'BAD '} {name} {case['id']:24} {asked!r} -> {reply!r}", flush=True)
     return answered
 
 
@@ -97,26 +96,31 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--count", type=int, default=300, help="held-out cases per family")
+    parser.add_argument(
+        "--count", type=int, default=300, help="held-out cases per family; 0: natural prompts only"
+    )
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_grad_enabled(False)
     model = AutoModelForCausalLM.from_pretrained(options.folder, dtype=torch.float32).eval()
-    table = held_out(options.folder, model, options.count, options.seed)
-    answered = natural(options.folder, model)
-    good = sum(a["good"] for a in answered)
-    print(f"natural prompts: {good} of {len(answered)}")
-    missed = [f for f, t in TARGETS.items() if table[f]["direct"] < t]
-    print("below target (direct):", ", ".join(missed) or "none")
+    lists = {name: natural(options.folder, model, name) for name in acceptance.LISTS}
+    good = {name: sum(a["good"] for a in answered) for name, answered in lists.items()}
+    for name, answered in lists.items():
+        print(f"{name} prompts: {good[name]} of {len(answered)}, at least {NATURAL_TARGETS[name]} wanted")
+    table: dict[str, dict[str, float]] = {}
+    if options.count:
+        table = held_out(options.folder, model, options.count, options.seed)
+        missed = [f for f, t in TARGETS.items() if table[f]["direct"] < t]
+        print("below target (direct):", ", ".join(missed) or "none")
     if options.json:
         figures = {
             "count": options.count,
             "seed": options.seed,
             "held_out": table,
-            "natural_good": good,
-            "natural": answered,
+            "good": good,
+            "prompts": lists,
         }
         options.json.write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n")
 
