@@ -1,15 +1,18 @@
 """Train the tiny model: tokenizer, data, training by a budget of minutes, export.
 
-One command reproduces the shipped model:  python training/train.py --minutes 75 --name final
+    python training/train.py --minutes 90 --name first
+    python training/train.py --minutes 90 --name wider --start models/argosy-tiny --rate 0.5
 
 The learning rate follows the elapsed share of the budget, so that a busy machine means fewer
-tokens, never a missing decay. Workers are single-threaded processes that sum gradients over gloo:
-on shared cores that loses less than one pool of threads.
+tokens, never a missing decay. A run that was killed goes on from its last checkpoint with
+`--resume`; time for which it was stopped does not count. Workers are single-threaded processes that
+sum gradients over gloo: on shared cores that loses less than one pool of threads.
 """
 
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -34,12 +37,14 @@ PHASE_ENDS = (0.16, 0.45)
 """Shares of the budget after which longer documents come in."""
 
 CHECKPOINT_EVERY_S = 240.0
-SCORE_EVERY_S = 600.0
+SCORE_EVERY_S = 900.0
+MOST_STEP_S = 20.0
+"""What a step counts at most: a process that is stopped, or compiles, must not use up its budget by that."""
 
 
-def rate(step: int, elapsed: float) -> float:
+def rate(step: int, elapsed: float, decay_from: float = DECAY_FROM) -> float:
     """Learning-rate factor: warm-up by steps, constant, then linear to zero by elapsed share."""
-    return min(1.0, (step + 1) / WARM_UP_STEPS, max(0.0, (1.0 - elapsed) / (1.0 - DECAY_FROM)))
+    return min(1.0, (step + 1) / WARM_UP_STEPS, max(0.0, (1.0 - elapsed) / (1.0 - decay_from)))
 
 
 def phase(elapsed: float) -> int:
@@ -63,28 +68,38 @@ class Trainer:
             offset += parameter.numel()
         self.extra = self.flat[offset:]
         self.optimizer = Optimizer(
-            self.model, self.rank, self.workers, muon_lr=0.02, adam_lr=3e-3, decay=0.02
+            self.model, self.rank, self.workers, 0.02 * options.rate, 3e-3 * options.rate, decay=0.02
         )
         self.step = 0
         self.tokens = 0.0
-        self.before = 0.0
+        self.seconds = 0.0
         if options.resume:
             self._resume()
+        elif options.start:
+            self._take(load_file(options.start / "model.safetensors"))
         self.batches = Batches(
             self.tokenizer, f"train {options.seed} {self.rank} {self.step}", options.tokens
         )
-        for layer in self.model.model.layers:
-            layer.compile(dynamic=True)
+        self.batches.phase = self._phase(self.elapsed)
+        if not options.eager:
+            for layer in self.model.model.layers:
+                layer.compile(dynamic=True)
+
+    def _take(self, tensors: dict[str, torch.Tensor]) -> None:
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(tensors[name])
 
     def _resume(self) -> None:
         tensors = load_file(self.folder / "checkpoint.safetensors")
-        named = dict(self.model.named_parameters())
-        with torch.no_grad():
-            for name, parameter in named.items():
-                parameter.copy_(tensors[name])
+        self._take(tensors)
         self.optimizer.load(tensors)
         status = json.loads((self.folder / "status.json").read_text())
-        self.step, self.tokens, self.before = status["steps"], status["tokens"], status["seconds"]
+        self.step, self.tokens, self.seconds = status["steps"], status["tokens"], status["seconds"]
+
+    def _phase(self, elapsed: float) -> int:
+        """Which documents are drawn; a model that starts from trained weights reads everything from the start."""
+        return 2 if self.options.start else phase(elapsed)
 
     def gradients(self, ids: torch.Tensor, weights: torch.Tensor) -> None:
         """Sum of weighted losses and its gradient, over all workers, divided by the summed weights."""
@@ -107,25 +122,26 @@ class Trainer:
     @property
     def elapsed(self) -> float:
         """Share of the budget used, by this worker's clock."""
-        return (self.before + time.monotonic() - self.started) / (self.options.minutes * 60)
+        return self.seconds / (self.options.minutes * 60)
 
     def run(self) -> None:
         """Train until the budget is used."""
-        self.started = time.monotonic()
-        checkpointed = scored = logged = self.started
+        last = checkpointed = scored = logged = time.monotonic()
         seen, total, weight, share = self.tokens, 0.0, 0.0, self.elapsed
         for ids, weights in self.batches:
             self.gradients(ids, weights)
             share = float(self.extra[3])
             if share >= 1.0:
                 break
-            self.optimizer.step(rate(self.step, share))
+            self.optimizer.step(rate(self.step, share, self.options.decay_from))
             self.step += 1
             self.tokens += float(self.extra[2])
-            self.batches.phase = phase(share)
+            self.batches.phase = self._phase(share)
             total += float(self.extra[0])
             weight += float(self.extra[1])
             now = time.monotonic()
+            self.seconds += min(now - last, MOST_STEP_S)
+            last = now
             if self.rank == 0 and now - logged > 20:
                 speed = (self.tokens - seen) / (now - logged)
                 left = (1 - share) * self.options.minutes
@@ -164,13 +180,15 @@ class Trainer:
         partial.replace(self.folder / "checkpoint.safetensors")
         export(self.folder / "export", self.model.shape, named, self.tokenizer)
         status = {
-            "steps": self.step, "tokens": self.tokens, "seconds": self.elapsed * self.options.minutes * 60,
+            "steps": self.step, "tokens": self.tokens, "seconds": self.seconds,
             "minutes": self.options.minutes, "seed": self.options.seed, "workers": self.workers,
             "documents_made_by_first_worker": self.batches.documents,
             "precision": self.options.precision,
             "parameters": sum(p.numel() for p in self.model.parameters()),
         }  # fmt: skip
-        (self.folder / "status.json").write_text(json.dumps(status, indent=2) + "\n")
+        written = self.folder / "status.partial"
+        written.write_text(json.dumps(status, indent=2) + "\n")
+        written.replace(self.folder / "status.json")
 
 
 def parse() -> argparse.Namespace:
@@ -192,7 +210,16 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--priority", type=int, default=0, help="nice value; also of the scheduler's autogroup"
     )
-    parser.add_argument("--name", default="run", help="folder under training/runs for log and checkpoints")
+    parser.add_argument("--name", default="run", help="folder of the run, for log and checkpoints")
+    parser.add_argument("--runs", type=Path, default=HERE / "runs", help="folder of the runs' folders")
+    parser.add_argument(
+        "--start", type=Path, help="model folder whose weights and tokenizer the run starts from"
+    )
+    parser.add_argument("--rate", type=float, default=1.0, help="factor of all learning rates")
+    parser.add_argument(
+        "--decay-from", type=float, default=DECAY_FROM, help="share of the time after which rates decay"
+    )
+    parser.add_argument("--eager", action="store_true", help="do not compile (smoke runs)")
     parser.add_argument("--out", type=Path, help="also export the final model to this folder")
     parser.add_argument("--resume", action="store_true", help="go on from the run's last checkpoint")
     parser.add_argument(
@@ -216,11 +243,13 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     torch._dynamo.config.recompile_limit = 64
     _raise_priority(options.priority)
-    folder = HERE / "runs" / options.name
+    folder = options.runs / options.name
     folder.mkdir(parents=True, exist_ok=True)
     others: list[subprocess.Popen[bytes]] = []
     if options.rank == 0:
-        if not options.resume:
+        if options.start and not options.resume:
+            shutil.copyfile(options.start / "tokenizer.json", folder / "tokenizer.json")
+        elif not options.resume:
             build(options.seed).save(str(folder / "tokenizer.json"))
         (folder / "rendezvous").unlink(missing_ok=True)
         if options.untrained:
