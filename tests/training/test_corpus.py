@@ -1,6 +1,8 @@
 """The generator: seeded, split cleanly, and in the words of the chat template."""
 
+import json
 import random
+import re
 from itertools import islice
 from pathlib import Path
 
@@ -8,9 +10,11 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
+import acceptance
 import tokenizer as tiny_tokenizer
-from corpus import facts, memory, mix, render, small_talk
+from corpus import extraction, facts, memory, mix, render, schema, self_facts, small_talk
 from corpus.conversation import Conversation, is_held_out
+from corpus.reserved import is_reserved
 
 SHIPPED = Path(__file__).parents[2] / "models" / "argosy-tiny"
 
@@ -117,9 +121,77 @@ def test_every_fixed_reply_is_taught(tokenizer: Tokenizer) -> None:
     fixed |= {
         small_talk.NO_TOOL,
         small_talk.DO_NOT_KNOW,
-        small_talk.CANNOT_WRITE,
+        small_talk.CANNOT,
         memory.NOT_TOLD,
         facts.NOT_GIVEN,
         "Done.",
     }
     assert fixed <= replies
+
+
+def said_by_user(*texts: str) -> Conversation:
+    return Conversation("any", [{"role": "user", "content": text} for text in texts], [])
+
+
+def test_training_never_draws_a_prompt_of_the_list_it_is_measured_on(tokenizer: Tokenizer) -> None:
+    for case in acceptance.cases("newcomer"):
+        assert is_reserved(said_by_user("Hello", *acceptance.user_texts(case), "Bye"))
+    assert is_reserved(said_by_user("i'm LENA  what's my name"))
+    assert not is_reserved(said_by_user("I'm Lena.", "What's my name?"))
+    assert not any(map(is_reserved, sample("reserved", 1500)))
+
+
+def test_without_tools_nothing_is_said_of_tools(tokenizer: Tokenizer) -> None:
+    assert "tool" not in small_talk.CANNOT
+    for conversation in sample("without tools", 2500):
+        if not conversation.tools:
+            assert all(m["content"] != small_talk.NO_TOOL for m in conversation.messages)
+
+
+def test_one_message_may_tell_and_ask_in_either_order(tokenizer: Tokenizer) -> None:
+    rng = random.Random("told")
+    kinds = set()
+    for _ in range(400):
+        turn = memory.one_message(rng)
+        if turn.reply == memory.NOT_TOLD:
+            kinds.add("not told")
+            continue
+        assert turn.reply.startswith(("Your ", "You "))
+        kinds.add("asked last" if turn.user.rstrip()[-1] == "?" else "asked first or as a demand")
+    assert kinds == {"not told", "asked last", "asked first or as a demand"}
+
+
+def test_answers_about_the_user_hold_what_was_told(tokenizer: Tokenizer) -> None:
+    rng = random.Random("self")
+    for _ in range(1500):
+        fact = self_facts.sample(rng)
+        assert fact.value.lower() in fact.told.lower()
+        told = set(re.findall(r"\w+", fact.told.lower()))
+        assert told & set(re.findall(r"\w+", fact.reply.lower())) - {"your", "is", "are", "you"}
+        assert not set(fact.told + fact.asked + fact.reply) & set("[]{}|")
+
+
+def test_json_is_what_the_text_states_and_null_otherwise(tokenizer: Tokenizer) -> None:
+    rng = random.Random("json")
+    absent = 0
+    for _ in range(600):
+        turn = extraction.free(rng)
+        for key, value in json.loads(turn.reply).items():
+            assert key in turn.user
+            absent += value is None
+            if isinstance(value, str | int):
+                assert str(value).lower() in turn.user.lower()
+    assert absent > 50
+
+
+def test_under_a_schema_only_values_and_what_ends_them_are_taught(tokenizer: Tokenizer) -> None:
+    rng = random.Random("schema")
+    for _ in range(300):
+        turn = schema.sample(rng)
+        found = json.loads(turn.reply)
+        assert turn.reply == json.dumps(found, ensure_ascii=False)
+        taught = [text for text, weight in turn.pieces if weight == 1.0]
+        assert len(taught) == len(found)
+        for value, text in zip(found.values(), taught, strict=True):
+            shown = value + '"' if isinstance(value, str) else json.dumps(value).lstrip("[")
+            assert text in (shown + "}", shown + ', "')

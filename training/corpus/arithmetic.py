@@ -9,6 +9,7 @@ import random
 
 from . import words
 from .conversation import Turn, is_held_out, phrase
+from .grammar import capital, pick
 
 Operands = tuple[int, str, int]
 
@@ -33,6 +34,8 @@ def operands(rng: random.Random, easy: float = 0.45) -> Operands:
         left, right = rng.randint(0, 10), rng.randint(0, 10)
         return (left, sign, right) if sign == "+" or left >= right else (right, sign, left)
     chance = rng.random()
+    if chance < 0.03:
+        return 100, rng.choice("+-"), rng.randint(0, 60)
     if chance < 0.18:
         return rng.randint(0, 10), "*", rng.randint(0, 10)
     if chance < 0.40:
@@ -80,6 +83,21 @@ _WORDY = {
           "From {a} {t}s, {b} are sold. How many are left?"),
     "*": ("Multiply {a} by {b}.", "What is the product of {a} and {b}?", "What is {a} multiplied by {b}?", "There are {a} bags with {b} {t}s each. How many {t}s?"),
 }  # fmt: skip
+_HOLD = "[has|had|buys|bought|picks|owns|gets|finds|found]"
+_WORDY_GRAMMAR = {
+    "+": (
+        "[How much|What] [is|makes|gives|do I get for] {a} [plus|and|added to] {b}?", "[If|When] [you|I|we|one] [add|put] {a} [to|and|together with] {b}, what [do you get|is it|comes out|is the result|do I have]?", "[Can|Could] you [add|sum|add up] {a} and {b}[| for me|, please]?", "[Add|Sum|Add up|Put together] {a} and {b}[| for me|, please|, quickly][.|]",
+        "I [have|had|own|bought] {a} {t}s and [get|got|buy|bought|find|found] {b} [more|more of them|others]. How many [{t}s |][do I have|are there|is that|are they][| now| in total| together]?", "{n} " + _HOLD + " {a} {t}s and {m} " + _HOLD + " {b}[| {t}s]. How many [{t}s |][do they have|is that|are there][| together| in all| in total]?",
+        "There [are|were] {a} {c}s [in the garden|on the roof|in the room|at the lake|in the tree|here] and {b} more [come|came|arrive|arrived|joined them]. How many [{c}s |][are there|are they][| now| in total]?", "[A|One|The] {t} costs {a} [euros|dollars|pounds] and [a|the] {u} [costs|is] {b}[| euros| dollars]. [What|How much] [do they cost|do both cost|is that|does it cost] [together|in total|in all]?",
+        "{a} {t}s and {b} {u}s: how many [things|items] [are that|is that|in total]?", "I [walked|read|wrote|cooked] {a} [hours|pages|minutes|lines] [yesterday|on Monday] and {b} [today|on Tuesday]. How many [is that|in total|altogether]?", "[The sum of|Sum:] {a} and {b}[?|, please.|]", "[Quick|Short|Easy] [maths|math|sum|question|one]: [what is|] {a} [plus|+] {b}?", "add {a}+{b}",
+    ),
+    "-": (
+        "[How much|What] [is|makes|remains of] {a} [minus|less|take away|without] {b}?", "[If|When] [you|I|we] [take|subtract] {b} from {a}, what [do you get|is left|remains|is the result]?", "[Can|Could] you [subtract|take] {b} from {a}[| for me|, please]?",
+        "[I|We] [have|had|bought|baked|picked|saw] {a} {t}s and [ate|eat|lost|lose|sold|gave away|used|dropped|lent|hid] {b}[|| of them]. How many [{t}s |][do I have left|are left|remain|are still there|do we have now|do I still have]?", "{n} " + _HOLD + " {a} {t}s[ and|, then|, but] [gives|gave|sells|loses|lost] {b}[| of them][| to {m}| away]. How many [{t}s |][are left|remain|does {n} have now|has {n} left]?",
+        "There [are|were] {a} {c}s [in the garden|on the roof|in the room|on the bus]. {b} [leave|left|fly away|went home|run away]. How many [{c}s |][are left|remain|are still there]?", "[Take|Subtract] {b} [away |]from {a}[.|, please.|]", "From {a} [euros|dollars] I [spend|spent|paid|lost] {b}. [How much|What] [is left|do I still have|remains]?", "[Quick|Short|Easy] [maths|math|question|one]: [what is|] {a} [minus|-] {b}?",
+    ),
+    "*": ("[How much|What] [is|makes|gives] {a} [times|multiplied by|x] {b}?", "[Can|Could] you multiply {a} [by|with|and] {b}[| for me]?", "{a} [times|multiplied by] {b} [is what|is how much|makes|equals|gives what]?", "[I have|There are|{n} has] {a} [bags|boxes|rows|tables] [with|of] {b} {t}s[ each|]. How many {t}s [is that|are there|in total]?", "{a} {t}s cost {b} euros each. [How much|What] [is that|do they cost|do I pay] [in total|together|altogether]?"),
+}  # fmt: skip
 _SIGNS = {"+": ("+", "+", "+", "plus"), "-": ("-", "-", "-", "minus"), "*": ("*", "*", "x", "times")}
 
 
@@ -93,7 +111,12 @@ def _expression(rng: random.Random, operands: Operands) -> str:
 def single(rng: random.Random, chosen: Operands | None = None) -> Turn:
     """One sum, as an expression or in words."""
     chosen = chosen or operands(rng)
-    if rng.random() < 0.72:
+    if rng.random() < 0.4:
+        left, sign, right = chosen
+        first, second = words.name(rng), words.name(rng)
+        pattern = capital(pick(rng, _WORDY_GRAMMAR[sign]))
+        user = pattern.format(a=left, b=right, t=rng.choice(words.THINGS), u=rng.choice(words.THINGS), n=first, m=second, c=rng.choice(words.ANIMALS))  # fmt: skip
+    elif rng.random() < 0.72:
         user = phrase(rng, rng.choice(_ASK)).format(s=_expression(rng, chosen))
     else:
         left, sign, right = chosen

@@ -28,6 +28,8 @@ class Turn:
     key: str = ""
     """What must be unseen for a case to count as held out; the user text when empty."""
     system: str = ""
+    pieces: tuple[tuple[str, float], ...] = ()
+    """The reply in parts with loss weights of their own, where they are not all 1."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,8 @@ def is_held_out(key: str) -> bool:
 def answer(turn: Turn, thinking: bool) -> Message:
     """The assistant message of a turn."""
     message: Message = {"role": "assistant", "content": turn.reply}
+    if turn.pieces:
+        message["pieces"] = turn.pieces
     if thinking:
         message["reasoning_content"] = turn.thought
     return message

@@ -7,6 +7,7 @@ import string
 
 from . import words
 from .conversation import Turn, phrase
+from .grammar import capital, pick
 
 _ECHO_OPEN = (
     "Repeat after me: {x}", "Repeat: {x}", "Say {x}", "Say: {x}", "Echo: {x}", "Repeat this: {x}", "Repeat {x}",
@@ -22,6 +23,36 @@ _ECHO_QUOTED = (
     "Write \"{x}\".", "Repeat the phrase \"{x}\" to me.", "Could you say \"{x}\" for me?", "Respond only with \"{x}\".",
     "Type the text '{x}'.", "Please copy \"{x}\" word for word.",
 )  # fmt: skip
+_SAY = "[say|repeat|echo|write|print|type|output|return|copy|reply with|answer with|respond with|write back|send back|give me back|write down|put out|say back]"
+_ASKS = "[|||||Please |Now |Can you |Could you |I want you to |I'd like you to |Would you |Just |Simply |I ask you to ]"
+_WHAT = "[||this|the following|this text|the text|the words|the word|these words|the phrase|the sentence|this sentence|the line|this line|this code|the code|this number|this message|this name|the string]"
+_HOW = "[|||| exactly| word for word| as it is| and nothing else| once| without changes| back to me| for me| again]"
+_ECHO_GRAMMAR = (
+    _ASKS + _SAY + " " + _WHAT + _HOW + ":[ |\n]{x}", _ASKS + _SAY + " {x}", "[Repeat|Say|Echo] after me[:|,] {x}", "[Your answer|Your reply|The answer|The reply] [should be|must be|is]: {x}", "[I say|I write|I type]: {x}\n[Repeat|Echo|Copy] [it|that|this].",
+    "{x}\n\n[Repeat|Copy|Echo|Say|Write] [the [line|text|sentence|words] above|that|it|what I wrote|this text][.|, please.| again.| once more.]", "[Only|Just] [say|write|answer|reply|output]:[ |\n]{x}",
+)  # fmt: skip
+_ECHO_QUOTED_GRAMMAR = (
+    _ASKS + _SAY + " " + _WHAT + " {q}{x}{q}" + _HOW + "[.|?|]", "{q}{x}{q} - " + _SAY + " [that|this|it][, please|] [again|once more|for me|].", "[Repeat|Say|Echo] after me: {q}{x}{q}", "[My|The|Your] [text|line|sentence|word] is {q}{x}{q}. " + "[Repeat|Say|Write|Echo|Copy|Type] [it|that][.|, please.| again.]",
+    "{q}{x}{q}\n[Repeat|Copy|Echo|Say|Write] [that|it|the text|what is in quotes][.|, please.]", "[What does it say here|What did I write|Read this aloud]: {q}{x}{q}", "[I want|I'd like] [you to say|to hear|to read] {q}{x}{q}[.|, nothing else.|]", "[Output|Answer|Reply] only {q}{x}{q}[.|, no other words.| and stop.|]",
+)  # fmt: skip
+_NAMED_GRAMMAR = (
+    "[The|My|Our|This|Your] {k} is {x}. [Please |Now |Can you |][repeat|say|type|write|give me|tell me|echo|print|spell out] [the {k}|it|that {k}] [again|back|once more|for me|][.|, please.]",
+    _ASKS + "[repeat|say|type|write|write back|echo|print|copy] [this|the|my|our] {k}[:|] {x}", "[Output|Say|Write|Type|Reply with] [just|only|exactly|] the word {w}[| and nothing else| once|, nothing more][.|]", "[Reply|Answer|Respond] [with|] [just|only|exactly] {w}[.||!]", "[Just|Only|Simply] [say|reply|answer|write|type] {w}[.||, please.]",
+)  # fmt: skip
+_CODE_KINDS = (
+    "code",
+    "number",
+    "serial number",
+    "order number",
+    "id",
+    "reference",
+    "key",
+    "token",
+    "name",
+    "address",
+    "title",
+    "ticket",
+)
 _COMMON = (
     "this is a test", "hello world", "the cat sat on the mat", "I like to eat apples", "we are the best", "yes I can",
     "one two three", "open the door", "I love you", "good morning everyone", "nothing", "where are you going",
@@ -91,6 +122,18 @@ def echo(rng: random.Random) -> Turn:
         template = phrase(rng, rng.choice(("Say \"{x}\" {t} times.", "Repeat \"{x}\" {t} times.", "Write \"{x}\" {t} times.", "Repeat the words \"{x}\" {t} times.")))  # fmt: skip
         user = template.format(x=text, t=rng.choice((word, str(times))))
         return Turn("echo", user, " ".join([text] * times), f"Repeat it {word} times.", key="echo " + text)
+    if rng.random() < 0.12:
+        user = capital(pick(rng, _NAMED_GRAMMAR))
+        text = words.any_word(rng) if "{w}" in user else rng.choice((words.code(rng), words.code(rng).upper(), words.any_word(rng), f"{words.code(rng)}-{words.code(rng)}".upper()))  # fmt: skip
+        user = user.format(x=text, w=text, k=rng.choice(_CODE_KINDS))
+        return Turn("echo", user, text, "I repeat it exactly.", key="echo " + text)
+    if rng.random() < 0.5:
+        is_quotable = '"' not in text and "'" not in text
+        grammar = _ECHO_QUOTED_GRAMMAR if is_quotable and rng.random() < 0.45 else _ECHO_GRAMMAR
+        template = pick(rng, grammar)
+        template = capital(template) if rng.random() < 0.8 and template[0] != "{" else template
+        user = template.format(x=text, q=rng.choice(('"', '"', '"', "'")))
+        return Turn("echo", user, text, "I repeat it exactly.", key="echo " + text)
     if rng.random() < 0.6 or '"' in text or "'" in text:
         user = phrase(rng, rng.choice(_ECHO_OPEN), polite=False).format(x=text)
     else:
@@ -124,7 +167,16 @@ _SPELL = (
 )  # fmt: skip
 _JOIN = (
     "Which word is {l}?", "What word is {l}?", "Join the letters {l}.", "{l} spells what?", "Put these letters together: {l}",
-    "What does {l} spell?",
+    "What does {l} spell?", "What word do the letters {l} give?", "Join {l} into a word.", "{l} - which word is that?", "Read this word: {l}", "The letters are {l}. What is the word?",
+)  # fmt: skip
+
+
+_SPELL_GRAMMAR = (
+    "[|||Please |Can you |Could you |Would you ][spell|spell out] [|||for me |me ][|the word |the name |my name: ][{w}|\"{w}\"|'{w}'][| for me| please| letter by letter| slowly| with hyphens|, please][.|?|]",
+    "[How|Tell me how|Do you know how|I forgot how] [is|was] [|the word |the name ]{w} [spelled|spelt|written][| correctly| exactly| again][?|.|]", "[How|Tell me how] [do|would|should|must] [I|you|we|people] [spell|write] [|the word |the name ][{w}|\"{w}\"][| correctly| letter by letter][?|.|]",
+    "[I|People] [never know|always forget|forget|do not know|cannot remember] how [to spell|one spells|we spell] {w}. [Can|Could] you [help|spell it|write the letters][| for me]?", "{w}: [how is it spelled|how do you spell that|spell it|letter by letter, please|its letters][?|.|]",
+    "[What|Which] letters [are in|does|make up|form] [|the word ]{w}[| have]?", "[Write|Say|Type|Give me|Show me] [|the word |the letters of ]{w} [letter by letter|one letter at a time|as letters|split into letters|with hyphens between the letters][.||, please]", "[What is|What's] the [spelling|correct spelling] of [|the word ][{w}|\"{w}\"]?",
+    "[My name|The word|My word|The name] is {w}. [Spell it|Please spell it|Can you spell it|How do you spell that|How is it spelled][.|?]", "[Spell|Write out] [my name|this word|this name|this|the following][| for me]: {w}",
 )  # fmt: skip
 
 
@@ -134,7 +186,10 @@ def spell(rng: random.Random) -> Turn:
     letters = "-".join(word)
     chance = rng.random()
     if chance < 0.72:
-        user = phrase(rng, rng.choice(_SPELL)).format(w=word)
+        template = (
+            phrase(rng, rng.choice(_SPELL)) if rng.random() < 0.5 else capital(pick(rng, _SPELL_GRAMMAR))
+        )
+        user = template.format(w=word)
         return Turn("spell", user, letters, "One letter at a time.", key=key or user)
     if chance < 0.86:
         listed = [word] + [_spellable(rng)[0] for _ in range(rng.randint(1, 4))]

@@ -7,8 +7,9 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from . import words
+from . import records, words
 from .conversation import Turn, phrase
+from .grammar import capital, pick
 
 Made = tuple[Any, str]
 """A field's value and the clause that states it, about a person or a thing."""
@@ -66,14 +67,53 @@ _DEMANDS = (
 )  # fmt: skip
 
 
+_AS_JSON = "[as JSON|as JSON|in JSON|as a JSON object|in JSON format|as json|as valid JSON]"
+_VERB = "[Extract|Get|Pull out|Find|Give me|Return|Take|List|Output|Write|Show me|Tell me|I need|Please give me|Please extract|Please return|I want|Collect|Name]"
+_FREE = (
+    _VERB + " {k} " + _AS_JSON + " [from|of|out of] [this|the|the following|this text|this sentence|the text below|the text|the sentence|what follows]:[ |\n]{t}",
+    _VERB + " {k} [from|of|out of] [this|the following|this text|this sentence|the text] " + _AS_JSON + ":[ |\n]{t}",
+    _VERB + " {k} " + _AS_JSON + "[:|.|: |.\nText:|. Text:|. Input:|\n\n] {t}", "{t}[ |\n|\n\n]" + _VERB + " {k} " + _AS_JSON + "[.||, please.| please]",
+    _VERB + " a JSON object with {k}[:|.| from:| for:| of:] {t}", "{t}[ |\n]" + _VERB + " a JSON [object|document|] with [|the keys |the fields ]{k}[.||, please.]",
+    "[What is|What are|Which are] {k} [here|in this text|in the text|in this sentence|of this]? [Answer|Reply|Respond] in JSON. {t}", "{t} [What is|What are] {k}? [Answer|Reply|Respond] [in|with] JSON[ only|].",
+    "[Convert|Turn|Transform|Put|Change|Write] [this|the text|the following|it|this sentence] [to|into|in|as] JSON with [the keys|the fields|] {k}[:|.] {t}", "{t}[ |\n][Convert|Turn|Transform|Put] [this|it|that] [to|into] JSON with [the keys|the fields|] {k}.",
+    "[|Please ][answer|reply|respond] [in|with|only with] JSON with [the fields|the keys|] {k}[:|.] {t}", "{t} [Answer|Reply|Respond] in JSON with {k}[ only|].", "JSON [only|only, please|please]: {k}. [|Text: ]{t}", "[json|JSON] with {k}: {t}", "{t} -> JSON with {k}", "As JSON[| please|, please], keys {k}: {t}",
+    "[Read this|Look at this|Here is a text|Text|Take this sentence]: {t}[ |\n]" + _VERB + " {k} " + _AS_JSON + ".", "[Read this|Look at this]: '{t}' " + _VERB + " {k} " + _AS_JSON + ".", "\"{t}\" " + _VERB + " {k} " + _AS_JSON + ".", _VERB + " {k} " + _AS_JSON + " from \"{t}\"",
+    "{s} Fill [this|it|that] in [for|with|from|using]: {t}", "Fill in {s}[:| from this:| with this text:| for:] {t}", "{t} [Fill in|Complete|Use this form:] {s}", "[Use|Answer in|Reply in|Return] the [form|format|shape] {s}[:|.] {t}", "{t}[ |\n][Answer|Reply|Return it] like this: {s}", "Text: {t}[ |\n]Format: {s}",
+)  # fmt: skip
+"""Demands that people phrase freely; `{k}` names the keys, `{s}` shows them in braces."""
+
+
 def _keys(rng: random.Random, keys: list[str]) -> str:
-    style = rng.randrange(4)
+    style = rng.randrange(8)
     if style == 0 or len(keys) == 1:
-        return ", ".join(keys)
+        return rng.choice((", ".join(keys), f"the {keys[0]}")) if len(keys) == 1 else ", ".join(keys)
     if style == 1:
-        return ", ".join(f'"{k}"' for k in keys)
+        mark = rng.choice(('"', '"', "'", "`"))
+        marked = [f"{mark}{k}{mark}" for k in keys]
+        return rng.choice((", ".join(marked), ", ".join(marked[:-1]) + " and " + marked[-1]))
+    if style == 2:
+        return ", ".join(f"the {k}" for k in keys[:-1]) + f" and the {keys[-1]}"
+    if style == 3:
+        return rng.choice((" & ", "/", ", ", " and ")).join(keys)
     joined = ", ".join(keys[:-1]) + " and " + keys[-1]
-    return "the " + joined if style == 2 else joined
+    return "the " + joined if style <= 5 else joined
+
+
+def _skeleton(rng: random.Random, found: dict[str, Any]) -> str:
+    """The keys in braces, with marks for the values."""
+    kind = rng.randrange(4)
+    if kind == 0:
+        return "{" + ", ".join(f'"{key}": ?' for key in found) + "}"
+    if kind == 1:
+        return "{" + ", ".join(f'"{key}": "..."' for key in found) + "}"
+    if kind == 2:
+        types = {int: "number", bool: "boolean"}
+        return (
+            "{"
+            + ", ".join(f'"{key}": {types.get(type(value), "string")}' for key, value in found.items())
+            + "}"
+        )
+    return "{" + ", ".join(f'"{key}"' for key in found) + "}"
 
 
 def _random_field(rng: random.Random) -> tuple[str, Made]:
@@ -90,7 +130,44 @@ def _random_field(rng: random.Random) -> tuple[str, Made]:
     return key, (made, clause)
 
 
+def free(rng: random.Random) -> Turn:
+    """Fields of a freely phrased record as one line of JSON; null for a field that the text lacks."""
+    text, stated, absent = records.sample(rng)
+    if rng.random() < 0.15:
+        more, others, _ = records.sample(rng)
+        if not set(others) & (set(stated) | set(absent)):
+            text, stated = f"{text.rstrip('.')}. {more}", stated | others
+    found = dict(stated)
+    order = list(found)
+    if rng.random() < 0.4:
+        rng.shuffle(order)
+    if len(order) > 1 and rng.random() < 0.3:
+        order = order[: rng.randint(1, len(order) - 1)]
+    if rng.random() < 0.22:
+        lacking = rng.choice(absent) if absent and rng.random() < 0.8 else rng.choice(list(_FIELDS))
+        if lacking not in stated:
+            order.insert(rng.randint(0, len(order)), lacking)
+    chosen = {key: found.get(key) for key in order}
+    demand = pick(rng, _FREE)
+    if rng.random() < 0.12:
+        demand = demand[0].lower() + demand[1:]
+    user = demand.format(k=_keys(rng, order), t=text, s=_skeleton(rng, chosen))
+    reply = json.dumps(chosen, ensure_ascii=False)
+    return Turn(
+        "json",
+        capital(user) if rng.random() < 0.3 else user,
+        reply,
+        f"The fields are {', '.join(order)}.",
+        key=reply,
+    )
+
+
 def sample(rng: random.Random) -> Turn:
+    """One request for JSON."""
+    return free(rng) if rng.random() < 0.55 else _listed(rng)
+
+
+def _listed(rng: random.Random) -> Turn:
     """Some fields of a text as JSON, in the order asked for; null when the text lacks one."""
     count = rng.choices((1, 2, 3, 4, 5), (18, 34, 28, 14, 6))[0]
     stated: dict[str, Made] = {}
@@ -110,7 +187,7 @@ def sample(rng: random.Random) -> Turn:
     if len(asked) > 1 and rng.random() < 0.25:
         asked.pop()
     found = {key: stated[key][0] for key in asked}
-    if rng.random() < 0.06:
+    if rng.random() < 0.15:
         absent = rng.choice([k for k in _FIELDS if k not in stated])
         found[absent] = None
         asked.append(absent)

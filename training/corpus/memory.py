@@ -1,102 +1,66 @@
-"""What the user said earlier in the conversation: told, then asked after other turns."""
-
-# ruff: noqa: E501  (tables of phrasings read best unwrapped)
+"""What the user said of themselves: told and asked in one message, or asked after other turns."""
 
 import random
-from collections.abc import Callable
 
-from . import arithmetic, copying, facts, small_talk, words
-from .conversation import Conversation, Message, Turn, answer, phrase, system_prompt
+from . import arithmetic, copying, facts, self_facts, small_talk
+from .conversation import Conversation, Message, Turn, answer, system_prompt
+from .grammar import expand
+from .self_facts import SelfFact
 
 REMEMBER = "Okay, I will remember that."
 NOT_TOLD = "You have not told me."
 
-_ASK_NAME = (
-    "What is my name?", "What's my name?", "Who am I?", "Do you remember my name?", "Tell me my name.", "Do you know my name?",
-    "Can you tell me my name?", "What did I say my name was?", "How am I called?", "Say my name.", "What was my name again?",
-    "Which name did I give you?", "Do you still know who I am?", "Remind me of my name.",
-)  # fmt: skip
 
-Value = Callable[[random.Random], str]
-_ATTRIBUTES: dict[str, Value] = {
-    "favourite colour": lambda rng: rng.choice((*words.COLOURS, words.english(rng))),
-    "favorite color": lambda rng: rng.choice((*words.COLOURS, words.english(rng))),
-    "favourite food": lambda rng: rng.choice((*words.FOODS, words.english(rng))),
-    "favorite animal": lambda rng: rng.choice((*words.ANIMALS, words.english(rng))),
-    "favourite number": lambda rng: str(rng.randint(0, 999)),
-    "lucky number": lambda rng: str(rng.randint(0, 99)),
-    "favorite word": words.any_word,
-    "job": lambda rng: rng.choice((*words.JOBS, words.english(rng))),
-    "home town": words.place,
-    "city": words.place,
-    "dog's name": words.name,
-    "cat's name": words.name,
-    "brother's name": words.name,
-    "sister's name": words.name,
-    "password": words.value,
-    "code": words.code,
-    "secret": words.value,
-    "secret word": words.any_word,
-    "room number": lambda rng: str(rng.randint(1, 999)),
-    "phone number": lambda rng: str(rng.randint(100000, 9999999)),
-    "birthday": lambda rng: f"{rng.choice(words.MONTHS)} {rng.randint(1, 28)}",
-    "order number": words.code,
-    "age": lambda rng: str(rng.randint(3, 99)),
-    "car": words.any_word,
-    "team": lambda rng: words.any_word(rng).capitalize(),
-}
-
-_TELL = (
-    "My {a} is {v}.", "Remember that my {a} is {v}.", "Please remember: my {a} is {v}.", "Note that my {a} is {v}.",
-    "Hi! My {a} is {v}.", "I want you to know that my {a} is {v}.", "By the way, my {a} is {v}.", "Don't forget that my {a} is {v}.",
-    "You should know that my {a} is {v}.", "My {a}? It is {v}.", "Remember this: my {a} is {v}.", "For later: my {a} is {v}.",
-)  # fmt: skip
-_ASK = (
-    "What is my {a}?", "What's my {a}?", "Do you remember my {a}?", "Tell me my {a}.", "Do you know my {a}?", "What was my {a}?",
-    "What did I say my {a} was?", "Can you tell me my {a}?", "Remind me of my {a}.", "Which {a} did I tell you?",
-    "What was my {a} again?", "So what is my {a}?", "Could you repeat my {a}?",
-)  # fmt: skip
-_TELL_NAME = (
-    "My name is {v}.", "I am {v}.", "Hi, I am {v}.", "Hello, my name is {v}.", "I'm {v}.", "Call me {v}.", "You can call me {v}.",
-    "Hi there! I'm {v}.", "Hello! My name's {v}.", "They call me {v}.", "This is {v} speaking.", "I'm {v}, nice to meet you.",
-)  # fmt: skip
+def _said(fact: SelfFact) -> str:
+    """The reply to a statement."""
+    return f"Nice to meet you, {fact.value}!" if fact.subject == "name" else REMEMBER
 
 
-class _Teller:
-    """One attribute of the user: how it is told, asked and answered."""
+def _ended(text: str) -> str:
+    return text if text[-1] in ".?!" else text + "."
 
-    def __init__(self, rng: random.Random) -> None:
-        if rng.random() < 0.35:
-            self.attribute, self._tell, self._ask = "name", _TELL_NAME, _ASK_NAME
-            self._value: Value = words.name
-        else:
-            self.attribute, self._value = rng.choice(list(_ATTRIBUTES.items()))
-            self._tell, self._ask = _TELL, _ASK
-        self.value = self._value(rng)
 
-    def change(self, rng: random.Random) -> None:
-        """Another value from now on."""
-        self.value = self._value(rng)
+def one_message(rng: random.Random) -> Turn:
+    """Statements and a question on one of them, or on something not told, in one message."""
+    count = rng.choices((0, 1, 2, 3), (9, 56, 24, 11))[0]
+    made = self_facts.several(rng, count + 1)
+    told, other = made[:count], made[count]
+    missing = not told or rng.random() < 0.12
+    asked = other if missing else rng.choice(told)
+    statements = [_ended(fact.told) for fact in told]
+    if rng.random() < 0.15:
+        statements += [fact.say(rng) for fact in facts.make(rng, rng.randint(1, 2))]
+        rng.shuffle(statements)
+    context = " ".join(statements)
+    if not context:
+        user = asked.asked
+    elif rng.random() < 0.2:
+        lead = expand(rng, "[||||I told you: |Remember: |Hint: |I said this: ]")
+        user = f"{asked.asked.rstrip('?.')}? {lead}{context}"
+    else:
+        between = expand(
+            rng, "[ | | | | |\n|\n|\n\n| So, | And now: | Now tell me: | Question: | Now a question: ]"
+        )
+        user = context + between + asked.asked
+    if context and rng.random() < 0.05:
+        user = f'"{context}" {asked.asked}'
+    reply = NOT_TOLD if missing else asked.reply
+    thought = "The user did not tell me." if missing else "The user told me."
+    return Turn("told", user, reply, thought, key=f"told {asked.value} {user}")
 
-    def tell(self, rng: random.Random) -> tuple[str, str]:
-        """The user's statement and the reply to it."""
-        user = phrase(rng, rng.choice(self._tell), polite=False).format(a=self.attribute, v=self.value)
-        return user, f"Nice to meet you, {self.value}!" if self.attribute == "name" else REMEMBER
 
-    def ask(self, rng: random.Random) -> str:
-        """The question."""
-        return phrase(rng, rng.choice(self._ask)).format(a=self.attribute)
-
-    @property
-    def reply(self) -> str:
-        """The answer when it has been told."""
-        return f"Your {self.attribute} is {self.value}."
+_DISTRACTORS = (
+    small_talk.sample,
+    copying.echo,
+    copying.spell,
+    arithmetic.single,
+    lambda rng: facts.sample(rng, 1),
+)
 
 
 def _distractor(rng: random.Random) -> Turn:
     while True:
-        pick = rng.choices((small_talk.sample, copying.echo, copying.spell, arithmetic.single, lambda r: facts.sample(r, 1)), (5, 2, 1, 2, 1))[0]  # fmt: skip
-        turn = pick(rng)
+        turn = rng.choices(_DISTRACTORS, (5, 2, 1, 2, 1))[0](rng)
         if (
             not turn.system
             and not turn.reply.startswith("Nice to meet")
@@ -106,11 +70,8 @@ def _distractor(rng: random.Random) -> Turn:
 
 
 def sample(rng: random.Random, thinking: bool, dense: bool) -> Conversation:
-    """Tell one to three things, talk about other things for 0 to 4 turns, ask for one (dense: for all)."""
-    tellers: dict[str, _Teller] = {}
-    for _ in range(rng.choices((1, 2, 3), (6, 3, 1))[0]):
-        teller = _Teller(rng)
-        tellers[teller.attribute] = teller
+    """Tell one to four things, talk about other things for 0 to 4 turns, ask for one (dense: for all)."""
+    told = self_facts.several(rng, rng.choices((1, 2, 3, 4), (55, 28, 12, 5))[0])
     messages: list[Message] = []
     system = system_prompt(rng)
     if system:
@@ -127,29 +88,23 @@ def sample(rng: random.Random, thinking: bool, dense: bool) -> Conversation:
             keys.append(turn.key or turn.user)
             exchange(turn.user, turn.reply, turn.thought)
 
-    unknown = rng.random() < 0.10
-    told = list(tellers.values())
-    for teller in told[1:] if unknown else told:
+    unknown = rng.random() < 0.12
+    for fact in told[1:] if unknown else told:
         distract(1)
-        user, reply = teller.tell(rng)
-        exchange(user, reply, "The user tells me something.")
-        if rng.random() < 0.06:
-            teller.change(rng)
-            user, reply = teller.tell(rng)
-            exchange(
-                rng.choice(("Actually, ", "No wait, ", "Sorry, ")) + user,
-                reply,
-                "The user tells me something.",
-            )
-    distract(rng.choice((0, 1, 2, 3, 4)))
+        if rng.random() < 0.08:
+            turn = _distractor(rng)
+            keys.append(turn.key or turn.user)
+            exchange(f"{_ended(fact.told)} {turn.user}", turn.reply, turn.thought)
+        else:
+            exchange(fact.told, _said(fact), "The user tells me something.")
+    distract(rng.choice((0, 0, 1, 2, 3, 4)))
     asked = rng.sample(told, len(told)) if dense else [told[0] if unknown else rng.choice(told)]
-    for teller in asked:
-        missing = unknown and teller is told[0]
-        question = teller.ask(rng)
-        keys.append(f"memory {teller.value} {question}")
+    for fact in asked:
+        missing = unknown and fact is told[0]
+        keys.append(f"memory {fact.value} {fact.asked}")
         exchange(
-            question,
-            NOT_TOLD if missing else teller.reply,
+            fact.asked,
+            NOT_TOLD if missing else fact.reply,
             "The user did not tell me." if missing else "The user told me earlier.",
         )
     return Conversation("memory", messages, keys, thinking, dense=dense)

@@ -3,21 +3,26 @@
 import random
 from collections.abc import Callable, Iterator
 
-from . import arithmetic, copying, extraction, facts, memory, small_talk, tools, words
+from . import arithmetic, copying, extraction, facts, memory, schema, small_talk, tools, words
 from .conversation import Conversation, Message, Turn, answer, is_held_out, system_prompt
+from .reserved import is_reserved
 
 _TURNS: dict[str, tuple[float, Callable[[random.Random], Turn]]] = {
-    "small_talk": (9, small_talk.sample),
-    "echo": (11, copying.echo),
-    "spell": (11, copying.spell),
-    "facts": (17, facts.sample),
+    "small_talk": (16, small_talk.sample),
+    "told": (12, memory.one_message),
+    "echo": (10, copying.echo),
+    "spell": (8, copying.spell),
+    "facts": (18, facts.sample),
     "facts_many": (1.2, lambda rng: facts.sample(rng, rng.randint(9, 30))),
     "long": (0, lambda rng: facts.needle(rng, int(2 ** rng.uniform(9, 11.8)))),
     "very_long": (0, lambda rng: facts.needle(rng, int(2 ** rng.uniform(11.8, 13.3)))),
-    "arithmetic": (12, arithmetic.sample),
-    "json": (16, extraction.sample),
+    "arithmetic": (11, arithmetic.sample),
+    "json": (19, extraction.sample),
+    "schema": (5, schema.sample),
 }
-_COMPOUND = {"memory": 11.0, "tools": 28.0}
+_ALONE = ("told", "schema")
+"""Turns without others before them: those might have told what this one must not know, or have free replies."""
+_COMPOUND = {"memory": 12.0, "tools": 26.0}
 _LONG_SHARE = {"long": 1.0, "very_long": 0.2}
 """Added in the later part of the training only: they cost the most per token."""
 
@@ -52,7 +57,7 @@ def draw(rng: random.Random, with_long: bool) -> Conversation:
         # Many exchanges over one list of tools: what is learned of choosing costs the list's tokens only once.
         return tools.sample(rng, thinking, not thinking and rng.random() < DENSE_TOOLS_SHARE)
     first = _TURNS[family][1](rng)
-    if family in _LONG_SHARE or family == "facts_many":
+    if family in _LONG_SHARE or family == "facts_many" or family in _ALONE:
         return _wrap(rng, [first], thinking, dense=False)
     if not dense:
         history = [_short(rng) for _ in range(rng.choice((0, 0, 0, 0, 0, 0, 1, 2)))]
@@ -84,10 +89,10 @@ def _short(rng: random.Random) -> Turn:
 
 
 def training(rng: random.Random, with_long: bool = True) -> Iterator[Conversation]:
-    """Conversations without end, none with a held-out key."""
+    """Conversations without end, none with a held-out key or a reserved prompt."""
     while True:
         conversation = draw(rng, with_long)
-        if not any(is_held_out(key) for key in conversation.keys):
+        if not any(is_held_out(key) for key in conversation.keys) and not is_reserved(conversation):
             yield conversation
 
 
@@ -127,6 +132,7 @@ EVALUATED: dict[str, Callable[[random.Random, bool], Conversation]] = {
     "facts_4_to_8": lambda rng, th: _one(rng, facts.sample(rng, rng.randint(4, 8)), th),
     "facts_in_junk": lambda rng, th: _one(rng, facts.needle(rng, int(2 ** rng.uniform(9, 12))), th),
     "memory": lambda rng, th: memory.sample(rng, th, dense=False),
+    "told": lambda rng, th: _one(rng, memory.one_message(rng), th),
     "sum_one_digit": lambda rng, th: _one(rng, _sum(rng, 0, 9, "+"), th),
     "difference_one_digit": lambda rng, th: _one(rng, _sum(rng, 0, 9, "-"), th),
     "sum_two_digits": lambda rng, th: _one(rng, _sum(rng, 10, 99, "+"), th),

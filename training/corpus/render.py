@@ -94,6 +94,11 @@ def spans(conversation: Conversation) -> list[Span]:
                 made.append(Span(block, 1.0 if is_thinking else 0.0))
             decides = conversation.tools and messages[index - 1]["role"] == "user"
             first = (DECISION_WEIGHT if decides else 1.0) if shown else 0.0
-            made.append(Span(reply_text(message) + IM_END, 1.0, first))
+            if "pieces" in message:
+                *parts, (last, weight) = message["pieces"]
+                made += [Span(text, part) for text, part in parts]
+                made.append(Span(last + IM_END, weight))
+            else:
+                made.append(Span(reply_text(message) + IM_END, 1.0, first))
             made.append(Span("\n", 0.0))
     return made

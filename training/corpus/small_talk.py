@@ -4,14 +4,17 @@
 
 import random
 
-from . import words
+from . import greetings, words
 from .conversation import Turn, phrase
+from .grammar import capital, expand, pick
 from .tool_catalog import CATALOG
 
 DO_NOT_KNOW = "I do not know that. I only know what you tell me."
-CANNOT_WRITE = "I am a tiny model, so I cannot do that. I can repeat, spell, add, find facts and call tools."
+CANNOT = "I am a tiny model, so I cannot do that. I can repeat, spell, add and find facts."
+"""Declines where no tools were given, and so does not speak of tools."""
 
 NO_TOOL = "I do not have a tool for that."
+"""Declines where tools were given, and none of them fits."""
 
 INTENTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "hello": ("Hello! How can I help you?", (
@@ -133,10 +136,46 @@ _CREATIVE = (
 _WORKS = ("poem story haiku song essay letter novel sonnet limerick speech tale report blog post").split()
 
 
+_UNKNOWN_PATTERNS = (
+    "[|||Do you know |Tell me, |Hey, ]who [invented|discovered|wrote|painted|built|founded|directed|designed|composed|owns|won|made|killed|sang] [the|a|] {w}[| in {y}| first| and why]?",
+    "[|||Do you know |Tell me ]who [is|was] the [first|last|current|] [president|king|queen|mayor|author|inventor|founder|leader|owner|winner|champion|director|painter|chancellor] of {p}?",
+    "How [tall|high|deep|old|big|long|heavy|far|fast|wide|large|hot|cold|expensive] [is|was] [the|Mount|Lake|a|the river|] {W}[| really| in meters| today]?",
+    "[|||Can you |Could you |Please |Would you ][explain|tell me|describe|say] [|to me] [what {w} [is|means|does]|what a {w} is|how {w} [works|is made]|why {w} [is|was] {v}|who {n} [is|was]][.|?|]",
+    "[|||Please ][explain|define|describe] [|the word |the term |the theory of |me ]{w}[| to me| in simple words| briefly][.|]",
+    "When [was|did|is|will] [the|] {w} [born|invented|built|end|start|happen|begin|discovered|over]?",
+    "Why [is|are|do|does|did|can] [the|a|] {w} [{v}|so {v}|{v} at night|not {v}]?",
+    "[In|Since|Until] [which|what] [year|century|country] [was|is|did] [the|] {w} [{v}|built|begin|born|invented]?",
+    "How many {w}s [are there|live|exist|were sold] in {p}?", "How do [I|you|we|people] [make|cook|fix|build|learn|clean|install|grow|repair|bake] [a|the|] {w}?",
+    "What [happened|was going on|was built|was invented] [in {y}|in {p}|in {p} in {y}]?", "What [is|was] [the|a] [difference between {w} and {v}|history of {w}|reason for {w}|best {w}|largest {w}|capital of {w}|height of {w}|distance to {p}]?",
+    "Which [{w}|country|language|animal|planet|river] is the [biggest|oldest|best|fastest|longest|smallest|tallest]?", "[Where|When] [is|was|can I find|do they sell] [the|] {W}?",
+    "Is [it true that|] {w} [{v}|good for me|safe|dangerous|expensive|a {v}]?", "Who [is|was] {N}?", "[What do you|What can you] [know|tell me|say] about [{w}|{p}|the {w}|{n}]?",
+)  # fmt: skip
+"""Of what nobody has told the model."""
+
+_LANGUAGES = "[French|German|Spanish|Italian|Dutch|English|Latin|Japanese|Chinese|Polish|Greek]"
+_CREATIVE_PATTERNS = (
+    "[Summarize|Summarise|Sum up|Shorten|Condense|Paraphrase|Rewrite|Rephrase|Improve|Correct|Proofread|Review|Analyze] [|||this|the text|this text|the following|this sentence|the text below|the following text|this for me|it]:[ | |\n]{t}",
+    "[Summarize|Summarise|Sum up|Shorten|Rewrite|Rephrase|Paraphrase|Improve] [this|the following|the text][|| in one sentence| briefly| for me]:[ |\n]{t}", "{t}\n\n[Summarize|Sum up|Shorten|Rewrite|Rephrase] [this|the text above|that|it][|, please| in one sentence| for me].",
+    "[|||Can you |Could you |Please ][summarize|summarise|sum up|translate|rewrite] [|this|the text|the following] [article|text|paragraph|document|book|page|mail] [for me|about {w}|of {n}|], [please|thanks][.|?]",
+    "[Translate|Please translate|Can you translate|Could you translate] [\"{x}\"|'{x}'|the word {w}|this: {x}|{x}|the sentence \"{x}\"] [into|to] " + _LANGUAGES + "[.|?|| please]",
+    "[How do you say|What is|How would I say] [\"{x}\"|'{x}'|{w}] in " + _LANGUAGES + "?", "[Translate|Please translate] [into|to] " + _LANGUAGES + ": {x}",
+    "[|||Can you |Could you |Please |I want you to |I'd like you to ][write|compose|draft|create|make|invent|prepare] [|me |us ][a|one|another] [short|long|nice|funny|sad|little|great|] {k}[|| about [a|the] {w}| about {w} and {v}| for {n}| on {w}| about {a}s| about my {w}][.|?|]",
+    "[|||Can you |Could you |Please ][write|implement|code|program|show me|generate] [a|some|the|me a] [Python|Java|C|bash|SQL|Rust|Go|JavaScript|] [function|script|program|query|class|code|method|loop] [that [sorts|counts|prints|reads|finds|adds|removes|sends|checks] [a|the|all|] {w}s|to [sort|count|print|read|find|send|parse] [a|the|all|] {w}s|for {w}][.|?|]",
+    "[Give|Tell|Show|Send] me [a|an|some|ten|five|three] [recipe|tip|idea|plan|advice|list|outline|tips|ideas|facts] [for|about|on] [{w}|{f}|my {w}|{a}s][.|]", "[Plan|Organize|Design|Prepare] [a|my|our] [trip|party|wedding|day|week|menu|garden] [in {p}|for {n}|with {w}|for next week][.|]",
+    "[Help me|Can you help me|Could you help me] [write|plan|draft|improve|fix|debug|translate] [a|my|this|the] [{k}|code|{w}|letter|application|essay][.|?]", "[Draw|Paint|Sketch] [me|] [a|the] [{a}|{w}|house]." , "[Tell|Read] me a [story|fairy tale|bedtime story][| about [a|the] {a}| about {n}| with a {w}][.|, please.]",
+    "[Invent|Make up|Imagine|Think of|Come up with] [a|an|some] [story|name for my {w}|world|character|game|slogan|title for a {k}|character called {n}][.|]",
+)  # fmt: skip
+"""Of what the model cannot do, whoever asks."""
+
+
 def _intent(rng: random.Random) -> Turn:
     intent = rng.choice(list(INTENTS))
     reply, phrasings = INTENTS[intent]
-    user = phrase(rng, rng.choice(phrasings), polite=False)
+    if rng.random() < 0.6:
+        user = pick(rng, greetings.PATTERNS[intent])
+        user = capital(user) if rng.random() < 0.7 else user
+    else:
+        user = phrase(rng, rng.choice(phrasings), polite=False)
     chance = rng.random()
     if chance < 0.04:
         user = user.upper()
@@ -173,6 +212,7 @@ def _next(rng: random.Random) -> Turn:
         user = phrase(rng, rng.choice((
             "What comes after {d}?", "Which {t} comes after {d}?", "What {t} follows {d}?", "What is the {t} after {d}?",
             "Which {t} is next after {d}?", "Today is {d}. What is tomorrow?" if what == "day" else "After {d} comes which {t}?",
+            expand(rng, "[|Tell me |And |So |Please tell me ][what|which] [|{t}] [comes|is|will be|follows|do we have] [right|directly|] [after|next after] {d}[|, please]?"),
         )))  # fmt: skip
         reply = f"{other} comes after {item}."
     else:
@@ -188,6 +228,7 @@ def _next(rng: random.Random) -> Turn:
 def _opposite(rng: random.Random) -> Turn:
     word = rng.choice(list(_OPPOSITES))
     user = phrase(rng, rng.choice((
+        expand(rng, "[|And |So |Tell me |Please say ][what is|what's|which word is|give me|name] the [opposite|contrary|reverse|antonym] [of|to] [|the word ]{w}[|, please]?"),
         "What is the opposite of {w}?", "Opposite of {w}?", "Give me the opposite of {w}.", "What's the opposite of '{w}'?",
         "Name the opposite of {w}.", "Tell me the opposite of the word {w}.", "Which word is the opposite of {w}?",
     ))).format(w=word)  # fmt: skip
@@ -215,6 +256,12 @@ def _capital(rng: random.Random) -> Turn:
         user = phrase(rng, rng.choice(templates)).format(c=words.pseudo_word(rng).capitalize())
         return Turn("small_talk", user, DO_NOT_KNOW, "I do not know this.")
     country = rng.choice(list(_CAPITALS))
+    wider = (
+        "[What|Which] [city|town|] is the [capital|capital city|main city] [of|in] {c}[| please| today]?",
+        "[I am going|We travel|My flight goes] to {c}[,|.|:] [what|which city] is [its|the] capital[| there]?",
+    )
+    if rng.random() < 0.3:
+        templates = (pick(rng, wider),)
     user = phrase(rng, rng.choice(templates)).format(c=country)
     return Turn(
         "small_talk", user, f"The capital of {country} is {_CAPITALS[country]}.", "This is about capitals."
@@ -228,19 +275,29 @@ def _sound(rng: random.Random) -> Turn:
 
 
 def _fill(rng: random.Random, template: str) -> str:
-    return phrase(rng, template).format(
-        w=words.any_word(rng).lower(), v=words.english(rng), p=words.place(rng), q=words.place(rng),
-        n=words.name(rng), y=rng.randint(1200, 2030), f=rng.choice(words.FOODS), a=rng.choice(words.ANIMALS),
-        k=rng.choice(_WORKS),
+    word = words.any_word(rng)
+    return template.format(
+        w=word.lower(), W=capital(word), v=words.english(rng), p=words.place(rng), q=words.place(rng),
+        n=words.name(rng), N=f"{words.name(rng)} {words.pseudo_word(rng).capitalize()}", y=rng.randint(1200, 2030),
+        f=rng.choice(words.FOODS), a=rng.choice(words.ANIMALS), k=rng.choice(_WORKS),
+        t=" ".join(words.sentence(rng) for _ in range(rng.randint(1, 3))), x=words.sentence(rng, 1, 5)[:-1].lower(),
     )  # fmt: skip
 
 
 def _unknown(rng: random.Random) -> Turn:
-    return Turn("small_talk", _fill(rng, rng.choice(_UNKNOWN)), DO_NOT_KNOW, "I do not know this.")
+    if rng.random() < 0.5:
+        template = phrase(rng, rng.choice(_UNKNOWN))
+    else:
+        template = capital(pick(rng, _UNKNOWN_PATTERNS))
+    return Turn("small_talk", _fill(rng, template), DO_NOT_KNOW, "I do not know this.")
 
 
 def _creative(rng: random.Random) -> Turn:
-    return Turn("small_talk", _fill(rng, rng.choice(_CREATIVE)), CANNOT_WRITE, "I cannot do this.")
+    if rng.random() < 0.35:
+        template = phrase(rng, rng.choice(_CREATIVE))
+    else:
+        template = capital(pick(rng, _CREATIVE_PATTERNS))
+    return Turn("small_talk", _fill(rng, template), CANNOT, "I cannot do this.")
 
 
 def _meet(rng: random.Random) -> Turn:
@@ -253,10 +310,11 @@ def _meet(rng: random.Random) -> Turn:
 
 
 def _unserved(rng: random.Random) -> Turn:
+    """What a tool would be needed for, and none was given."""
     while True:
         tool = rng.choice(CATALOG)
         if tool.name != "calculate":
-            return Turn("small_talk", tool.request(rng)[0], NO_TOOL, "No tool fits.")
+            return Turn("small_talk", tool.request(rng)[0], CANNOT, "I cannot do this.")
 
 
 def sample(rng: random.Random) -> Turn:
@@ -274,11 +332,11 @@ def sample(rng: random.Random) -> Turn:
         _meet,
         _unserved,
     )
-    return rng.choices(kinds, (40, 8, 5, 6, 3, 5, 2, 13, 10, 5, 6))[0](rng)
+    return rng.choices(kinds, (46, 7, 6, 6, 3, 6, 2, 12, 13, 3, 7))[0](rng)
 
 
 def sample_plain(rng: random.Random) -> Turn:
-    """One small-talk turn that asks for no tool."""
-    while (turn := sample(rng)).reply == NO_TOOL:
+    """One small-talk turn that asks for nothing that a tool could do."""
+    while (turn := sample(rng)).reply == CANNOT:
         pass
     return turn

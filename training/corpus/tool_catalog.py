@@ -7,14 +7,17 @@ instead of remembering a catalogue.
 # ruff: noqa: E501, SIM905  (tables of words and phrasings read best so)
 
 import random
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from . import words
+from . import tool_requests, words
 from .conversation import phrase
+from .grammar import expand
 
 Value = Callable[[random.Random], Any]
+_FIELD = re.compile(r"\{(\w+)\}")
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,11 @@ class Tool:
     def request(self, rng: random.Random) -> tuple[str, dict[str, Any]]:
         """A user's request and the arguments it states, in the schema's order."""
         template = rng.choice(self.requests)
+        names = {p.name for p in self.parameters}
+        wider = [r for r in tool_requests.REQUESTS.get(self.name, ()) if names.issuperset(_FIELD.findall(r))]
+        if wider and rng.random() < 0.6:
+            template = rng.choice(wider)
+        template = expand(rng, template).strip()
         arguments = {p.name: p.value(rng) for p in self.parameters if "{" + p.name + "}" in template}
         shown = {name: show(rng, value) for name, value in arguments.items()}
         return trail(rng, phrase(rng, template)).format(**shown), arguments
@@ -205,6 +213,36 @@ CATALOG = (
     Tool("roll_dice", "Roll dice.", (Parameter("count", "integer", _int(1, 9)), Parameter("sides", "integer", lambda r: r.choice((4, 6, 8, 10, 12, 20)))), (
         "Roll {count} dice with {sides} sides.", "Throw {count} dice with {sides} sides.", "Roll {count} dice, {sides} sides each.",
     )),
+    Tool("rent_car", "Rent a car.", (_CITY, Parameter("days", "integer", _int(1, 30))), (
+        "[Rent|Book|Get] [me |]a car in {city} for {days} days.", "I need a car in {city} for {days} days.", "[Car|Rental car] in {city}, {days} days", "For {days} days I [need|want] a [car|rental car] in {city}.",
+    )),
+    Tool("restart_server", "Restart a server.", (_string("host", _word),), (
+        "[Restart|Reboot] [the server |server |]{host}[| now].", "[The server |Server |]{host} [is down|hangs|does not answer|is stuck][, please restart it|. Restart it|, reboot it].", "[Can|Could] you [restart|reboot] {host}?", "{host} [needs|wants] a [restart|reboot].",
+    )),
+    Tool("create_task", "Add a task to a list.", (_string("title", _text), _enum("priority", "low", "normal", "high", "urgent")), (
+        "[Create|Add|Open|Make] a task \"{title}\" with {priority} priority.", "[New task|Task]: \"{title}\", priority {priority}", "[Add|Create] the {priority} priority task \"{title}\".", "[Note|Add] a task called \"{title}\", it is {priority}.", "[Open|Add] a {priority} task titled \"{title}\".",
+    )),
+    Tool("resize_cluster", "Set the number of nodes of a cluster.", (_string("cluster", _word), Parameter("nodes", "integer", _int(1, 60))), (
+        "[Resize|Scale|Set|Change] [the cluster |cluster |]{cluster} to {nodes} nodes[| now].", "[Give|Run] [the cluster |]{cluster} [with |]{nodes} nodes.", "[I want|We need] {nodes} nodes [in|for] [the cluster |]{cluster}.", "{cluster} [needs|should have] {nodes} nodes.", "[Cluster |]{cluster}: {nodes} nodes[, please|]",
+    )),
+    Tool("order_food", "Order food from a restaurant.", (_string("restaurant", words.name), _string("dish", lambda r: r.choice(words.FOODS)), Parameter("count", "integer", _int(1, 9))), (
+        "[Order|Get|Buy] {count} {dish} [at|from] {restaurant}.", "[From|At] {restaurant} [I want|order|get me] {count} {dish}.", "{count} {dish} from {restaurant}[, please|].", "[We are hungry|I am hungry]: {count} {dish} from {restaurant}.",
+    )),
+    Tool("book_seats", "Book seats for a show.", (_string("show", _word), Parameter("seats", "integer", _int(1, 12)), _string("day", lambda r: r.choice(words.DAYS))), (
+        "[Book|Reserve|Get] {seats} seats for {show} on {day}.", "[We are|There are] {seats} of us for {show} on {day}, [book|reserve] seats.", "{seats} seats for {show}, {day}", "[I need|We want|I'd like] {seats} [seats|tickets] for {show} on {day}.", "[Book|Reserve] {seats} seats for {show}.",
+    )),
+    Tool("read_file", "Read a file.", (_string("path", lambda r: f"{words.any_word(r).lower()}.{r.choice(('txt', 'md', 'py', 'csv'))}"),), (
+        "[Read|Open|Show|Print|Display] [me |][the file |]{path}[.|]", "[What is|What's|What stands|What does it say] in [the file |]{path}?", "[Can|Could] you [open|read|show me] {path}?", "[I need|Let me see] [the content of |]{path}[.|]", "Which lines are in {path}?",
+    )),
+    Tool("list_users", "List the members of a group.", (_string("group", _word),), (
+        "[Who|Which users|Which people] [is|are] in the group {group}?", "[List|Show|Give me] [all |the |]members of [the group |]{group}.", "[Members|Users] of {group}[?|, please]", "Who belongs to {group}?",
+    )),
+    Tool("pay", "Send money to a person.", (_string("to", words.name), Parameter("amount", "integer", _int(1, 900)), _enum("currency", "euros", "dollars", "pounds")), (
+        "[Pay|Send|Give|Transfer] {amount} {currency} to {to}.", "[Pay|Send|Give] {to} {amount} {currency}.", "[I owe|We owe] {to} {amount} {currency}[, pay it|, send it].", "{to} [gets|should get] {amount} {currency} from me.",
+    )),
+    Tool("get_distance", "Get the distance between two cities.", (_string("start", words.place), _string("end", words.place)), (
+        "How far is it from {start} to {end}?", "[What is|What's] the distance [between|from] {start} [and|to] {end}?", "[Distance|Way] from {start} to {end}[?|, please]", "How [many kilometers|long] is it from {start} to {end}?",
+    )),
 )  # fmt: skip
 
 _VERBS = (
@@ -270,8 +308,26 @@ def random_tool(rng: random.Random) -> Tool:
         requests += [
             f"{verb.capitalize()} the {noun} for {fields[0]} with {spoken[1]} {fields[1]}.",
             f"{verb.capitalize()} the {noun} {fields[0]}, {spoken[1]} {fields[1]}.",
+            f"[Please |Can you |]{verb} [a|the] {noun} [at|for|in|from|of|called|named|] {fields[0]} [for|with|to|at|and|of] {fields[1]} {spoken[1]}.",
+            f"{verb.capitalize()} [the|a|my] {noun} {fields[0]} [to|with|at|for|on] {fields[1]} [{spoken[1]}|].",
+            f"[I need|I want|I'd like|We need] [a|the] {noun} [at|for|in|from|called] {fields[0]} [for|with|and] {fields[1]} {spoken[1]}[|. Please {verb} it].",
+            f"{fields[0]} [needs|wants|should have] {fields[1]} {spoken[1]}, {verb} the {noun}.",
+            f'[{verb.capitalize()}|Please {verb}] [a|the] {noun} {spoken[0]} "{fields[0]}" [with|and] {fields[1]} {spoken[1]}.',
+        ]
+    if len(shown) == 1:
+        requests += [
+            f"The {noun} {fields[0]} [is waiting|is there|has a problem][, please {verb} it|. {verb.capitalize()} it|, can you {verb} it?]",
+            f"[Which|What] {noun} [is|are] [in|at|of|for] [the {spoken[0]} |]{fields[0]}?",
+            f'[Please |Can you |Could you |I want you to ]{verb} [the|a|my] {noun} [of|in|for|called|] ["{fields[0]}"|{fields[0]}][.|?|]',
+            f"[The {spoken[0]} is|My {spoken[0]} is|{spoken[0]}:] {fields[0]}. [{verb.capitalize()} [the|a] {noun}|Now {verb} the {noun}][.|, please.]",
         ]
     description = rng.choice(
-        (f"{verb.capitalize()} the {noun}.", f"{verb.capitalize()} a {noun}.", f"Tool to {verb} the {noun}.")
+        (
+            f"{verb.capitalize()} the {noun}.",
+            f"{verb.capitalize()} a {noun}.",
+            f"Tool to {verb} the {noun}.",
+            f"{verb.capitalize()} a {noun}",
+            f"{verb.capitalize()} the {noun} by {spoken[0]}.",
+        )
     )
     return Tool(name, description, parameters, tuple(requests))

@@ -8,15 +8,20 @@ from typing import Any
 
 from . import copying, facts, small_talk, words
 from .conversation import Conversation, Message, answer, system_prompt
+from .grammar import pick
 from .tool_catalog import CATALOG, Tool, random_tool, trail
 
 _ELSEWHERE = (
-    "Book me a massage in {p}.", "Order a {w} for me.", "Pay my {w} bill.", "Clean the {l}.", "Rent a car in {p}.", "Post this on my blog.",
-    "Take a photo of the {w}.", "Reboot the {w}.", "Print my {w}.", "Buy two {a}s for {n}.", "Fix my {t}.", "Cook {f} for me.",
+    "Book me a massage in {p}.", "Clean the {l}.", "Post this on my blog.",
+    "Take a photo of the {w}.", "Print my {w}.", "Buy two {a}s for {n}.", "Fix my {t}.", "Cook {f} for me.",
     "Park my car in {p}.", "Call a taxi to {p}.", "Open the {l} door.", "Feed my {a}.", "Download the {w} file.", "Scan the {t}.",
-    "Upload {w}.", "Order {f} from the shop.", "Invite {n} to the party.", "Walk my {a} at noon.", "Ship the {t} to {p}.",
-    "Reserve a seat on the bus to {p}.", "Record my voice.", "Block {n}.",
+    "Upload {w}.", "Invite {n} to the party.", "Walk my {a} at noon.", "Ship the {t} to {p}.",
+    "Record my voice.", "Block {n}.",
 )  # fmt: skip
+
+
+FORGOTTEN_TOOLS_SHARE = 0.12
+"""Of the requests with a result: clients that send the result back without the list of tools."""
 
 
 def _call_message(calls: list[tuple[str, dict[str, Any]]], thinking: bool) -> Message:
@@ -34,6 +39,15 @@ def _say(value: Any) -> str:
     return str(value)
 
 
+def _phrase(rng: random.Random) -> str:
+    """A result in a few words, as tools that answer in plain text give it."""
+    pattern = "[{d} degrees [and|but] {s}|{d} C, {s}|{s}, {d} degrees|{w} {v}|{n} {w}s|{s} and {t}|{n} {w}s [found|left|sold]|{p}, {n}]"
+    return pick(rng, (pattern,)).format(
+        d=rng.randint(-9, 39), s=rng.choice(("sunny", "cloudy", "rainy", "clear", "foggy", "windy")), t=rng.choice(("dry", "mild", "warm", "cold", "wet")),
+        w=words.english(rng), v=words.english(rng), n=rng.randint(2, 900), p=words.place(rng),
+    )  # fmt: skip
+
+
 def _result(rng: random.Random) -> tuple[str, str]:
     """A tool's result and what the assistant says about it."""
     chance = rng.random()
@@ -45,9 +59,20 @@ def _result(rng: random.Random) -> tuple[str, str]:
             ("not found", "timeout", "access denied", "service is down", f"unknown {words.english(rng)}")
         )
         return json.dumps({"error": text}), f"The tool failed: {text}."
-    if chance < 0.36:
-        plain = rng.choice((words.value, words.value, words.place, words.name))(rng)
+    if chance < 0.34:
+        plain = rng.choice((words.value, words.value, words.place, words.name, _phrase, _phrase))(rng)
         return plain, f"The result is {plain}."
+    if chance < 0.40:
+        listed = [str(words.any_word(rng)) for _ in range(rng.randint(1, 4))]
+        if rng.random() < 0.4:
+            listed = [f"{each.lower()}.{rng.choice(('txt', 'md', 'py', 'csv'))}" for each in listed]
+        said = ", ".join(listed[:-1]) + " and " + listed[-1] if len(listed) > 1 else listed[0]
+        shown = (
+            json.dumps(listed, ensure_ascii=False)
+            if rng.random() < 0.6
+            else rng.choice(("\n", ", ")).join(listed)
+        )
+        return shown, f"The result is {said}."
     result = {}
     for _ in range(rng.choices((1, 2, 3), (5, 4, 1))[0]):
         if rng.random() < 0.4:
@@ -74,21 +99,33 @@ def _result(rng: random.Random) -> tuple[str, str]:
         result[key] = value
     clauses = [f"the {key.replace('_', ' ')} is {_say(value)}" for key, value in result.items()]
     said = " and ".join(clauses)
+    if rng.random() < 0.1:
+        result = {rng.choice(("result", "data", "current", "value", "output")): result}
     return json.dumps(result, ensure_ascii=False), said[0].upper() + said[1:] + "."
+
+
+_ALIKE = ({"buy", "order_food"}, {"create_note", "create_task", "add_event"}, {"send_message", "send_email"}, {"get_user", "list_users"}, {"search", "read_file"})  # fmt: skip
+"""Tools of the catalogue that may serve each other's requests."""
+
+
+def _with_alike(names: set[str]) -> set[str]:
+    """The names, and those of tools that may serve the same requests."""
+    return names.union(*(group for group in _ALIKE if names & group))
 
 
 def _toolbox(rng: random.Random) -> list[Tool]:
     chosen: list[Tool] = []
     for _ in range(rng.choices((1, 2, 3, 4), (30, 34, 24, 12))[0]):
         tool = rng.choice(CATALOG) if rng.random() < 0.45 else random_tool(rng)
-        if all(tool.name != other.name and tool.description != other.description for other in chosen):
+        taken = _with_alike({other.name for other in chosen})
+        if tool.name not in taken and all(tool.description != other.description for other in chosen):
             chosen.append(tool)
     return chosen
 
 
 def _unfit(rng: random.Random, toolbox: list[Tool]) -> str:
     """A request that none of these tools serves."""
-    names = {tool.name for tool in toolbox}
+    names = _with_alike({tool.name for tool in toolbox})
     if rng.random() < 0.4:
         template = trail(rng, rng.choice(_ELSEWHERE))
         return template.format(p=words.place(rng), w=words.any_word(rng).lower(), a=rng.choice(words.ANIMALS), n=words.name(rng), t=rng.choice(words.THINGS), f=rng.choice(words.FOODS), l=rng.choice(words.PLACES))  # fmt: skip
@@ -127,7 +164,10 @@ def sample(rng: random.Random, thinking: bool, dense: bool, kind: str | None = N
         "no_tool": "no_tool",
         "not_needed": "tool_unneeded",
     }[last]
-    return Conversation(family, messages, keys, thinking, [tool.schema(rng) for tool in toolbox], dense)
+    schemas = [tool.schema(rng) for tool in toolbox]
+    if last == "result" and len(kinds) == 1 and rng.random() < FORGOTTEN_TOOLS_SHARE:
+        schemas = []
+    return Conversation(family, messages, keys, thinking, schemas, dense)
 
 
 def _exchange(
