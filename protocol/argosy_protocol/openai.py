@@ -196,6 +196,8 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, omit_defaults=True)
     """vLLM's field: false keeps the reasoning out of the answer. The model reasons all the same."""
     add_generation_prompt: Nullable[bool] = True
     continue_final_message: Nullable[bool] = False
+    echo: Nullable[bool] = False
+    """vLLM's field: the answer begins with the last message, if it is the assistant's."""
     logprobs: bool | None = None
     top_logprobs: LogprobCount | None = None
     chat_template: Annotated[str, Meta(max_length=MAX_CHAT_TEMPLATE)] | None = None

@@ -111,6 +111,21 @@ def test_a_message_has_all_fields_of_openai(renderer: Renderer) -> None:
     assert message == {"role": "assistant", "content": "Hello.", "refusal": None, "annotations": ()}
 
 
+@pytest.mark.parametrize("begun", [True, False])
+def test_an_echoed_answer_begins_with_the_assistant_s_last_message(renderer: Renderer, begun: bool) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    if begun:
+        messages.append({"role": "assistant", "content": "Well, "})
+    request = chat(messages=messages, echo=True, add_generation_prompt=not begun)
+    made = ChatFormat(renderer, request, "r", "m", renderer.render_chat(request), 1)
+    expected = "Well, " if begun else ""
+    opening = made.opening(None)
+    assert opening is not None
+    assert opening.choices[0].delta.content == expected
+    response = made.response(outputs(renderer, "hello.", in_parts=False))
+    assert response.choices[0].message.content == f"{expected}hello."
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_usage_counts_reasoning_tokens(renderer: Renderer, stream: bool) -> None:
     thought = "Small talk, so a greeting."

@@ -61,6 +61,7 @@ class ChatFormat(ChoiceFormat[ChatChunkChoice, ChatCompletionChunk, ChatCompleti
         self._created = created_at(request)
         self._prompt = prompt
         self._with_ids = request.return_token_ids or with_ids
+        self._echoed = _last_answer(request) if request.echo else ""
         self._logprobs = LogprobsFormat(
             renderer.tokenizer, as_token_ids=bool(request.return_tokens_as_token_ids)
         )
@@ -97,7 +98,7 @@ class ChatFormat(ChoiceFormat[ChatChunkChoice, ChatCompletionChunk, ChatCompleti
         """Return the chunk with the roles of all choices; None for a resumed stream, whose client has them already."""
         if self._request.resume is not None:
             return None
-        role = Delta(role="assistant", content="")
+        role = Delta(role="assistant", content=self._echoed)
         roles = [
             ChatChunkChoice(index=index, delta=role, token_ids=[] if self._with_ids else None)
             for index in range(len(self._parsers))
@@ -162,9 +163,10 @@ class ChatFormat(ChoiceFormat[ChatChunkChoice, ChatCompletionChunk, ChatCompleti
         self._counters[output.index].add(output.token_ids)
         parsed = self._parse(output.index, output.text, is_last=True)
         calls = self._tool_calls(parsed.calls, output.index, 0, is_delta=False)
+        content = self._echoed + parsed.content
         message = ResponseMessage(
             role="assistant",
-            content=parsed.content if parsed.content or not calls else None,
+            content=content if content or not calls else None,
             refusal=None,
             annotations=(),
             reasoning=(self._request.include_reasoning and parsed.reasoning) or None,
@@ -213,3 +215,13 @@ class ChatFormat(ChoiceFormat[ChatChunkChoice, ChatCompletionChunk, ChatCompleti
         After a call that the request named it is `stop`, as in OpenAI's API."""
         reason = output.finish_reason
         return "tool_calls" if reason == "stop" and parser.num_calls and not self._names_call else reason
+
+
+def _last_answer(request: ChatCompletionRequest) -> str:
+    """Return the text of the last message if it is the assistant's; an empty one otherwise."""
+    last = request.messages[-1]
+    if last.role != "assistant":
+        return ""
+    if isinstance(last.content, str):
+        return last.content
+    return "\n".join(part["text"] for part in last.content or () if isinstance(part.get("text"), str))
