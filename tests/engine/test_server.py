@@ -420,6 +420,35 @@ def test_metrics_have_vllm_names(http: httpx.Client) -> None:
         assert f"vllm:{name}{{" in text, name
 
 
+def test_the_size_of_the_kv_cache_is_a_label(http: httpx.Client) -> None:
+    (line,) = re.findall(r"^vllm:cache_config_info\{(.*)\} 1.0$", http.get("/metrics").text, re.MULTILINE)
+    labels = dict(re.findall(r'(\w+)="([^"]*)"', line))
+    tokens = int(labels["num_gpu_blocks"]) * int(labels["block_size"])
+    assert int(labels["kv_cache_size_tokens"]) == tokens
+    assert float(labels["kv_cache_max_concurrency"]) == pytest.approx(tokens / 4096, abs=0.01)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_an_answer_reports_the_load_to_a_balancer_that_asks(http: httpx.Client, path: str) -> None:
+    def load(form: str) -> str | None:
+        body = {"model": "tiny", "max_tokens": 2, "prompt": "A"}
+        if "chat" in path:
+            body = {"model": "tiny", "max_tokens": 2, "messages": MESSAGES}
+        answer = http.post(path, json=body, headers={"endpoint-load-metrics-format": form})
+        assert answer.status_code == 200
+        return answer.headers.get("endpoint-load-metrics")
+
+    text, as_json = load("TEXT"), load("json")
+    assert text is not None
+    assert as_json is not None
+    figures = dict(part.removeprefix("named_metrics.").split("=") for part in text[5:].split(", "))
+    assert text.startswith("TEXT ")
+    assert set(figures) == set(json.loads(as_json.removeprefix("JSON "))["named_metrics"])
+    assert float(figures["kv_cache_usage_perc"]) >= 0
+    assert figures["num_requests_waiting"] == "0.0"
+    assert load("BIN") is None
+
+
 def test_the_start_up_table_accounts_for_the_time(server: Server) -> None:
     log = server.log.read_text()
     for phase in ("import torch", "weights", "kv cache", "ready"):

@@ -46,6 +46,7 @@ def server(
     ]
     arguments += ["--override-generation-config", '{"temperature": 0, "max_new_tokens": 5}']
     arguments += ["--enable-force-include-usage", "--return-tokens-as-token-ids", "--enable-log-requests"]
+    arguments += ["--enable-request-id-headers"]
     with starting(arguments, folder / "log", socket) as up:
         yield up, socket
 
@@ -145,6 +146,15 @@ def test_tokens_are_named_by_id_unless_a_request_says_otherwise(http: httpx.Clie
 
     assert all(token.startswith("token_id:") for token in tokens())
     assert not any(token.startswith("token_id:") for token in tokens(return_tokens_as_token_ids=False))
+
+
+def test_every_response_has_a_request_id(http: httpx.Client) -> None:
+    assert len(http.get("/health").headers["x-request-id"]) == 32
+    assert http.get("/nope", headers={"x-request-id": "mine"}).headers.get_list("x-request-id") == ["mine"]
+    assert len(http.get("/health", headers={"x-request-id": "not one"}).headers["x-request-id"]) == 32
+    body = {"prompt": "Once", "max_tokens": 1}
+    answered = http.post("/v1/completions", json=body, headers={"x-request-id": "mine"})
+    assert answered.headers.get_list("x-request-id") == ["mine"]
 
 
 def test_requests_are_logged_without_their_texts(http: httpx.Client, server: tuple[Server, Path]) -> None:

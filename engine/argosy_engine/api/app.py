@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Iterator
@@ -31,6 +30,8 @@ from argosy_engine.api.http.http_responses import (
     json_response,
     message_event_stream,
 )
+from argosy_engine.api.http.request_ids import is_request_id
+from argosy_engine.api.observability.load_report import FORMAT_HEADER, LoadReport
 from argosy_engine.api.observability.metrics import EngineMetrics
 from argosy_engine.api.observability.stats_log import StatsLog
 from argosy_engine.api.observability.telemetry import TelemetryHub
@@ -85,7 +86,6 @@ _CLIENT_CLOSED_REQUEST = 499
 MAX_TENANT_LENGTH = 64
 """Routers send 16 characters."""
 _MAX_RANK_DIGITS = 6
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
 class Engine:
@@ -108,6 +108,7 @@ class Engine:
         self.llm: AsyncLLM | None = None
         self._serving: OpenAIServing | None = None
         self._metrics: EngineMetrics | None = None
+        self._load_report: LoadReport | None = None
         self._telemetry: TelemetryHub | None = None
         self._num_accepted = 0
         self._none_accepted = asyncio.Event()
@@ -117,7 +118,8 @@ class Engine:
         self._serving = OpenAIServing(llm, self.names, takes_any_name=self.takes_any_name)
         self._metrics = EngineMetrics(llm.config)
         self._telemetry = TelemetryHub(llm, llm.config)
-        llm.observers.extend((self._metrics, self._telemetry))
+        self._load_report = LoadReport(llm.config.data_parallel_size)
+        llm.observers.extend((self._metrics, self._telemetry, self._load_report))
         if not self.options.disable_log_stats:
             llm.observers.append(StatsLog(llm.config.data_parallel_size))
         self.llm = llm
@@ -159,6 +161,10 @@ class Engine:
             return b""
         self._metrics.set_sleep_level(self.llm.sleep_level)
         return self._metrics.render()
+
+    def load_headers(self, form: str | None) -> dict[str, str]:
+        """Return the headers with the load, in the form that a request asks for."""
+        return {} if self._load_report is None else self._load_report.headers(form)
 
     @property
     def telemetry(self) -> TelemetryHub:
@@ -225,7 +231,9 @@ def build_app(engine: Engine) -> FastAPI:
         if body.stream:
             chunks = chat_stream(serving, body, response_id, len(raw), **_resumption(request))
             return _stream(engine, chunks, request_id, body)
-        return _answer(engine, chat(serving, body, response_id, len(raw)), request_id, body)
+        return _answer(
+            engine, chat(serving, body, response_id, len(raw)), request_id, body, _load_form(request)
+        )
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> WatchedResponse:
@@ -241,7 +249,8 @@ def build_app(engine: Engine) -> FastAPI:
         if body.stream:
             chunks = completion_stream(serving, body, response_id, len(raw), **_resumption(request))
             return _stream(engine, chunks, request_id, body)
-        return _answer(engine, completion(serving, body, response_id, len(raw)), request_id, body)
+        answer = completion(serving, body, response_id, len(raw))
+        return _answer(engine, answer, request_id, body, _load_form(request))
 
     @app.post("/v1/embeddings")
     async def embeddings(request: Request) -> WatchedResponse:
@@ -367,7 +376,7 @@ def _handle_errors(app: FastAPI) -> None:
 
 def _request_id(request: Request, in_body: str | None) -> str:
     for candidate in (request.headers.get(headers.REQUEST_ID), in_body):
-        if candidate is not None and _REQUEST_ID.fullmatch(candidate):
+        if candidate is not None and is_request_id(candidate):
             return candidate
     return f"{int(time.time()):x}{secrets.token_hex(12)}"
 
@@ -397,7 +406,7 @@ def _serving(engine: Engine, request: Request) -> OpenAIServing:
 def _response_id(request: Request, request_id: str) -> str:
     """Return the id that response ids derive from: the same for all attempts of a router at one request."""
     given = request.headers.get(headers.RESPONSE_ID)
-    return given if given is not None and _REQUEST_ID.fullmatch(given) else request_id
+    return given if given is not None and is_request_id(given) else request_id
 
 
 def _is_resumable(request: Request) -> bool:
@@ -432,8 +441,17 @@ def _choose_rank(request: Request, body: GenerationRequest | EmbeddingRequest) -
     body.data_parallel_rank = int(given)
 
 
+def _load_form(request: Request) -> str | None:
+    """Return the form in which a request asks for the load."""
+    return request.headers.get(FORMAT_HEADER)
+
+
 def _answer(
-    engine: Engine, produce: Awaitable[msgspec.Struct], request_id: str, body: RequestBody
+    engine: Engine,
+    produce: Awaitable[msgspec.Struct],
+    request_id: str,
+    body: RequestBody,
+    load_form: str | None = None,
 ) -> WatchedResponse:
     async def translated() -> msgspec.Struct:
         try:
@@ -442,7 +460,8 @@ def _answer(
         except Exception as error:
             raise _logged(error, body) from error
 
-    return json_response(translated(), {headers.REQUEST_ID: request_id})
+    lines = {headers.REQUEST_ID: request_id}
+    return json_response(translated(), lines, last_headers=lambda: engine.load_headers(load_form))
 
 
 def _answer_message(

@@ -19,6 +19,7 @@ from argosy_engine.api.engine_flag_parser import EngineFlagParser
 from argosy_engine.api.http.auth_middleware import AuthMiddleware
 from argosy_engine.api.http.connection_limit import protocol_of
 from argosy_engine.api.http.http_server import HttpServer
+from argosy_engine.api.http.request_ids import RequestIds
 from argosy_engine.api.http.request_limits import RequestLimits
 from argosy_engine.api.http.root_path import RootPath
 from argosy_engine.api.http.tls import ServerCertificate
@@ -127,9 +128,13 @@ async def _serve(
         options=options,
     )
     limited = RequestLimits(build_app(engine))
+    authenticated = AuthMiddleware(limited, keys, options.guard_metrics, admin_keys)
     num_descriptors -= MIN_FREE * (args.data_parallel_size - 1)  # of further cores
     config = uvicorn.Config(
-        RootPath(AuthMiddleware(limited, keys, options.guard_metrics, admin_keys), options.root_path or ""),
+        RootPath(
+            RequestIds(authenticated) if options.enable_request_id_headers else authenticated,
+            options.root_path or "",
+        ),
         http=protocol_of(num_descriptors, options.http_limits),
         ws="none",  # the layers around the application know HTTP only
         log_config=None,  # uvicorn's records use our log format

@@ -102,6 +102,12 @@ class ServerArgs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     enable_force_include_usage: Annotated[
         bool, Meta(description="every event of every stream has the usage so far, whether asked for or not")
     ] = False
+    enable_request_id_headers: Annotated[
+        bool,
+        Meta(
+            description="put x-request-id on every response; those of endpoints that generate always have it"
+        ),
+    ] = False
     enable_tokenizer_info_endpoint: Annotated[
         bool,
         Meta(description="answer /tokenizer_info with the settings of the tokenizer and the chat template"),

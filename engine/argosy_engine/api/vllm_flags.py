@@ -45,7 +45,6 @@ WITHOUT_EFFECT = (
     VllmFlag("max-log-len", "prompts are never logged"),
     VllmFlag("enable-prompt-tokens-details", "usage always has prompt_tokens_details", True),
     VllmFlag("enable-server-load-tracking", "/load always answers", True),
-    VllmFlag("enable-request-id-headers", "responses always have x-request-id", True),
     VllmFlag("enable-sleep-mode", "/sleep and /wake_up always exist, for the admin key", True),
     VllmFlag("trust-remote-code", "a checkpoint's code is never run; the engine's own model is", True),
     VllmFlag("uvicorn-log-level", "--log-level is the level of all messages"),

@@ -48,9 +48,16 @@ async def _disconnected(receive: Receive) -> None:
 
 
 def json_response(
-    produce: Awaitable[msgspec.Struct], headers: dict[str, str], path: str = ""
+    produce: Awaitable[msgspec.Struct],
+    headers: dict[str, str],
+    path: str = "",
+    last_headers: Callable[[], dict[str, str]] | None = None,
 ) -> WatchedResponse:
-    """Send the struct as JSON once it is computed, or an ApiError in the shape of the API that `path` belongs to."""
+    """Send the struct as JSON once it is computed, or an ApiError in the shape of the API that `path` belongs to.
+
+    Args:
+        last_headers: returns further headers once the struct is computed.
+    """
 
     async def work(send: Send) -> None:
         try:
@@ -58,7 +65,8 @@ def json_response(
         except ApiError as error:
             await send_error(send, error, path, headers)
             return
-        await send(_start(headers, b"application/json", len(body)))
+        more = {} if last_headers is None else last_headers()
+        await send(_start({**headers, **more}, b"application/json", len(body)))
         await send({"type": "http.response.body", "body": body})
 
     return WatchedResponse(work)

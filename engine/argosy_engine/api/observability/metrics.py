@@ -50,6 +50,9 @@ _CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)
 _ITERATION = tuple(float(1 << power) for power in range(15))
 _Metric = TypeVar("_Metric", Gauge, Counter)
 _LABELS = ("model_name", "engine")
+_CACHE_LABELS = (
+    "block_size", "num_gpu_blocks", "cache_dtype", "kv_cache_size_tokens", "kv_cache_max_concurrency",
+)  # fmt: skip
 _SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 """vLLM's names of the levels 0, 1 and 2."""
 _WAITING_REASONS = ("capacity", "deferred")
@@ -165,11 +168,15 @@ class EngineMetrics(Observer):
         cache_config = Gauge(
             "vllm:cache_config_info",
             "Configuration of the KV cache.",
-            (*_LABELS, "block_size", "num_gpu_blocks", "cache_dtype"),
+            (*_LABELS, *_CACHE_LABELS),
             registry=self.registry,
         )
         for values, memory in zip(ranks, config.memory_of_ranks, strict=True):
-            cache_config.labels(*values, config.block_size, memory.num_blocks, config.dtype).set(1)
+            num_tokens = memory.num_blocks * config.block_size
+            concurrency = round(num_tokens / config.max_model_len, 2)
+            cache_config.labels(
+                *values, config.block_size, memory.num_blocks, config.dtype, num_tokens, concurrency
+            ).set(1)
         InfoMetric("argosy_engine", "This engine.", registry=self.registry).info(
             {"device": config.device, "dtype": config.dtype, "architecture": config.architecture}
         )
