@@ -25,6 +25,7 @@ from msgspec.inspect import (
 MAX_SHOWN_CHARS = 64
 MAX_SEARCHED_BYTES = 64 * 1024
 """Larger bodies are not decoded a second time for the sake of a message."""
+_MAX_SHOWN_ITEMS = 3
 _PROMPTS = frozenset(("messages", "prompt", "input", "documents"))
 """Fields whose values may be anybody's text."""
 _STEP = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
@@ -48,7 +49,7 @@ def shown_value(body: bytes, kind: Any, path: str) -> str:
     except (msgspec.DecodeError, LookupError, TypeError, ValueError, RecursionError):
         return ""
     if isinstance(value, dict) and len(steps) == 1:
-        value = _item_at_fault(value, kind, steps[0])
+        value = _items_at_fault(value, kind, steps[0])
     if isinstance(value, list | None):
         return ""
     text = json.dumps(value, ensure_ascii=False)
@@ -86,12 +87,15 @@ def _parts(kind: Any, name: str) -> list[Any]:
     return [field.type for field in fields if field.encode_name == name]
 
 
-def _item_at_fault(mapping: dict[str, Any], kind: Any, field: Any) -> dict[str, Any] | None:
-    """Return the first item that the field's type does not allow; None if it is not one item's fault."""
+def _items_at_fault(mapping: dict[str, Any], kind: Any, field: Any) -> dict[str, Any] | None:
+    """Return the first items that the field's type does not allow; None if it is not the fault of items."""
     kinds = {each.encode_name: each.type for each in msgspec.structs.fields(kind)}
+    wrong: dict[str, Any] = {}
     for key, value in mapping.items():
         try:
             msgspec.convert({key: value}, kinds[field], str_keys=True)
         except msgspec.ValidationError:
-            return {key: value}
-    return None
+            wrong[key] = value
+            if len(wrong) == _MAX_SHOWN_ITEMS:
+                break
+    return wrong or None

@@ -75,6 +75,10 @@ def test_fields_that_would_change_an_answer_are_not_ignored(
         ({"max_tokens": -3}, "max_tokens: Expected `int` >= 1; it is -3"),
         ({"n": "1"}, 'n: Expected `int | null`, got `str`; it is "1"'),
         ({"logit_bias": {"5": 1, "bad1": 1}}, 'logit_bias: Expected `int`, got `str`; it is {"bad1": 1}'),
+        (
+            {"logit_bias": {"x": 1, "5": 1, "y": 2}},
+            'logit_bias: Expected `int`, got `str`; it is {"x": 1, "y": 2}',
+        ),
         ({"logit_bias": {"5": 1, "7": 400}}, 'logit_bias: Expected `float` <= 100.0; it is {"7": 400}'),
         ({"stop": ["a", 5]}, "stop[1]: Expected `str`, got `int`; it is 5"),
         ({"user": 5 * [1]}, "user: Expected `str | null`, got `array`"),

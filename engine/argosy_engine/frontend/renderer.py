@@ -318,7 +318,8 @@ class Renderer:
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
             wrong = max(token_ids) if max(token_ids) >= vocab_size else min(token_ids)
             raise InvalidRequest(
-                f"{param} has the token id {wrong}; ids begin at 0 and are below the vocabulary size {vocab_size}",
+                f"{param} has the token id {wrong}, which is out of vocabulary: ids begin at 0 and are below "
+                f"{vocab_size}",
                 param=param,
             )
 
