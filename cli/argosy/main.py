@@ -42,7 +42,12 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "dashboard", "argosy.commands.dashboard:main", "print the address of the router's page, with its key"
     ),
-    Command("bench", "argosy.commands.bench:main", "repeat a measurement: routing policies on a trace"),
+    Command(
+        "bench",
+        "argosy.commands.bench:main",
+        "measure: any OpenAI endpoint, routing policies on a trace",
+        "engine",
+    ),
     Command(
         "serve", "argosy_engine.api.serve:main", "run one engine: an OpenAI server for one model", "engine"
     ),

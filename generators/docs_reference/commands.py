@@ -8,8 +8,9 @@ from importlib import import_module
 from typing import Never
 from unittest import mock
 
+from argosy.commands.bench import BENCHMARKS
 from argosy.errors import EXIT_CODES
-from argosy.main import COMMANDS
+from argosy.main import COMMANDS, Command
 from argosy_operator.main import EXIT_CODES as OPERATOR_EXIT_CODES
 from docs_reference.flags import rows_of
 from docs_reference.markdown import code, page, section, table
@@ -17,8 +18,8 @@ from docs_reference.markdown import code, page, section, table
 _INTRODUCTION = """\
 `argosy COMMAND --help` prints the same. `-o json`, where a command has it, prints JSON for scripts."""
 _ELSEWHERE = {"serve": "engine-flags.md", "router": "router-flags.md"}
-_SUBCOMMANDS = {"bench": ("router", "argosy.commands.bench_router:main")}
-"""Command -> its only subcommand, and what that runs. Subcommands that argparse knows are found in the parser."""
+_SUBCOMMANDS = {"bench": BENCHMARKS}
+"""Command -> its table of subcommands. Those that argparse knows are found in the parser."""
 
 
 class _Made(Exception):
@@ -30,17 +31,24 @@ class _Made(Exception):
 
 
 def commands_page() -> str:
-    rows = [(_link(command.name), command.help) for command in COMMANDS]
+    rows = [(_link(command.name, name), text) for command in COMMANDS for name, _, text in _programs(command)]
     sections = [section("Commands", table(("command", "what it does"), rows)), _exit_codes()]
     for command in COMMANDS:
-        if command.name not in _ELSEWHERE:
-            subcommand, target = _SUBCOMMANDS.get(command.name, ("", command.target))
+        if command.name in _ELSEWHERE:
+            continue
+        for name, target, _ in _programs(command):
             module, _, function = target.partition(":")
             parser = parser_of(getattr(import_module(module), function))
-            name = f"{command.name} {subcommand}".strip()
             sections.append(_section(name, parser))
             sections += [_section(f"{name} {inner}", made) for inner, made in _subparsers(parser)]
     return page("Command line", _INTRODUCTION, sections)
+
+
+def _programs(command: Command) -> list[tuple[str, str, str]]:
+    """Name, target and help of a command, or of each of its subcommands."""
+    if command.name not in _SUBCOMMANDS:
+        return [(command.name, command.target, command.help)]
+    return [(f"{command.name} {name}", target, text) for name, target, text in _SUBCOMMANDS[command.name]]
 
 
 def _exit_codes() -> str:
@@ -86,7 +94,6 @@ def _section(name: str, parser: argparse.ArgumentParser) -> str:
     return section(f"argosy {name}", parser.description or "", flags, also)
 
 
-def _link(name: str) -> str:
-    subcommand, _ = _SUBCOMMANDS.get(name, ("", ""))
-    full = f"argosy {name} {subcommand}".strip()
-    return f"[{code(full)}]({_ELSEWHERE.get(name) or '#' + full.replace(' ', '-')})"
+def _link(command: str, name: str) -> str:
+    full = f"argosy {name}"
+    return f"[{code(full)}]({_ELSEWHERE.get(command) or '#' + full.replace(' ', '-')})"

@@ -22,7 +22,7 @@ def shown() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for page in PAGES:
         for name, rest in _COMMAND.findall(page.read_text("utf-8")):
-            command = "bench router" if name == "bench" else name
+            command = " ".join(["bench", *rest.split()[:1]]) if name == "bench" else name
             found.setdefault(command, set()).update(_FLAG.findall(rest))
     return found
 

@@ -1,0 +1,149 @@
+"""Endpoint check: finds the model, and explains a wrong address, key or name before the load.
+
+Owns: the questions that a run asks a server beforehand, and their errors. Must not know: the load. A server without
+`/v1/models` passes, as long as the model is given.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import msgspec
+
+from argosy_engine.benchmarks.benchmark_error import FAILURE, BenchmarkError
+from argosy_engine.benchmarks.endpoint_request import (
+    RequestFuncOutput,
+    RequestTemplate,
+    error_message,
+    send_request,
+)
+from argosy_engine.benchmarks.prompt_datasets import SampleRequest
+from argosy_engine.benchmarks.streaming_http import HttpFailure, NoConnection, StreamingHttp
+
+MODELS_PATH = "/v1/models"
+RETRY_S = 2.0
+"""Between two tries of `wait_until_ready`."""
+_MAX_LISTING_BYTES = 16 << 20
+_MAX_NAMES = 10
+_KEY_REMEDY = "set OPENAI_API_KEY, or give --header 'Authorization=Bearer KEY'"
+_FINAL = (400, 401, 403, 404, 405, 422)
+"""Statuses that waiting does not change, of a server that answers."""
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Listing(msgspec.Struct):
+    data: list[_Model] = []
+
+
+async def list_models(client: StreamingHttp, timeout_s: float = 0.0) -> list[str] | None:
+    """Return the names of the server's models; None if it has no such listing.
+
+    Args:
+        timeout_s: how long to try again while nobody answers, or only with an error of the server's.
+
+    Raises:
+        BenchmarkError: the server does not answer, or asks for a key.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        left_s = deadline - time.monotonic()
+        try:
+            status, body = await _get(client, MODELS_PATH)
+        except NoConnection as error:
+            if left_s <= 0:
+                raise no_answer(client, str(error)) from None
+        except HttpFailure as error:
+            if left_s <= 0:
+                raise BenchmarkError(
+                    f"{client.url} does not answer {MODELS_PATH}: {error}", FAILURE
+                ) from None
+        else:
+            if status < 500 or left_s <= 0:
+                return _names(client, status, body)
+        await asyncio.sleep(min(RETRY_S, max(left_s, 0.0)))
+
+
+async def _get(client: StreamingHttp, path: str) -> tuple[int, bytes]:
+    pieces: list[bytes] = []
+
+    def receive(_: int, __: float, data: bytes) -> None:
+        if sum(map(len, pieces)) + len(data) > _MAX_LISTING_BYTES:
+            raise HttpFailure(f"the list of models is larger than {_MAX_LISTING_BYTES} bytes")
+        pieces.append(data)
+
+    return await client.request("GET", path, receive), b"".join(pieces)
+
+
+def _names(client: StreamingHttp, status: int, body: bytes) -> list[str] | None:
+    if status in (401, 403):
+        raise BenchmarkError(
+            f"{client.url} refuses: HTTP {status}: {error_message(body)}; {_KEY_REMEDY}", FAILURE
+        )
+    if status != 200:
+        return None
+    try:
+        return [model.id for model in msgspec.json.decode(body, type=_Listing).data]
+    except msgspec.MsgspecError:
+        return None
+
+
+def no_answer(client: StreamingHttp, reason: str) -> BenchmarkError:
+    return BenchmarkError(
+        f"no server at {client.url}: {reason}; give its --base-url, or --host and --port; "
+        "--ready-check-timeout-sec N waits for one that starts",
+        FAILURE,
+    )
+
+
+async def wait_until_ready(
+    client: StreamingHttp,
+    template: RequestTemplate,
+    sample: SampleRequest,
+    known: list[str] | None,
+    timeout_s: float,
+) -> None:
+    """Send one request until it is answered.
+
+    Args:
+        known: names of the server's models, for the error.
+        timeout_s: how long to try. A refusal that cannot change ends it at once.
+
+    Raises:
+        BenchmarkError: it was not answered.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        output = await send_request(client, template, sample, template.body(sample))
+        if output.success:
+            return
+        left_s = deadline - time.monotonic()
+        if left_s <= 0 or output.status in _FINAL:
+            raise explained(client, template, output, known)
+        await asyncio.sleep(min(RETRY_S, left_s))
+
+
+def explained(
+    client: StreamingHttp, template: RequestTemplate, output: RequestFuncOutput, known: list[str] | None
+) -> BenchmarkError:
+    """Return the error of a request that failed, with the remedy for its status."""
+    if output.status == 0:
+        return no_answer(client, output.error)
+    remedy = ""
+    if output.status in (401, 403):
+        remedy = _KEY_REMEDY
+    elif known and template.model not in known:
+        more = f" and {len(known) - _MAX_NAMES} more" if len(known) > _MAX_NAMES else ""
+        remedy = (
+            f"the server has the models {', '.join(known[:_MAX_NAMES])}{more}; give one of them by --model, or by "
+            "--served-model-name if --model names the tokenizer"
+        )
+    elif output.status in (404, 405):
+        remedy = f"does the server have {template.path}? --endpoint and --backend choose another API"
+    elif output.status in (400, 422) and template.ignore_eos:
+        remedy = "a server that does not know ignore_eos needs --no-ignore-eos"
+    what = f"{client.url}{template.path} does not answer {template.model!r}: {output.error}"
+    return BenchmarkError(f"{what}; {remedy}" if remedy else what, FAILURE)
