@@ -1,0 +1,237 @@
+"""Objects of owners: a JSON document under a kind, an owner and an id, perhaps with a content of any size.
+
+Owns: where an object is kept, quotas, and the end of its time to live.
+Must not know: what kinds mean, who an owner is, HTTP.
+Invariants: an object is found with its owner's name only; an expired object is not found, swept or not; an id that is
+not one of `object_ids` finds nothing, so no request can name a path.
+
+    owners/OWNER/KIND/ID.json     the document
+    owners/OWNER/KIND/ID.content  the content
+
+An owner is `owner_of` the name of the key's account: never the key, and the same in all routers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable
+from typing import Final, NamedTuple
+
+from argosy_router.storage import object_ids
+from argosy_router.storage.blob_store import BlobStore, StorageUnavailable
+from argosy_router.storage.owner_usage import OwnerUsage, Quota
+
+log = logging.getLogger(__name__)
+
+MAX_TTL_S: Final = 10 * 365 * 86400.0
+SWEEP_S: Final = 600.0
+"""Time between sweeps of one router; expired objects are not found meanwhile."""
+LEFTOVER_S: Final = 86400.0
+"""No upload takes a day."""
+
+
+class Document(NamedTuple):
+    """A JSON document as it was read."""
+
+    data: bytes
+    version: str
+    """For `replace`."""
+
+
+class StoredTotal(NamedTuple):
+    """What the last sweep found, of all owners together."""
+
+    bytes: int
+    objects: int
+
+
+def owner_of(account_name: str) -> str:
+    """Return the owner that stands for an account, by its name (`Account.name`)."""
+    return hashlib.blake2b(
+        account_name.encode("utf-8", "surrogatepass"), digest_size=16, person=b"argosy-owner/1"
+    ).hexdigest()
+
+
+class ObjectStore:
+    """The objects of one storage."""
+
+    def __init__(
+        self,
+        blobs: BlobStore,
+        quota: Quota,
+        *,
+        now: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`now` is in seconds since the epoch."""
+        self.blobs = blobs
+        """For what belongs to no owner, such as leases."""
+        self.now = now
+        self._usage = OwnerUsage(quota, self._measure, monotonic)
+        self.total = StoredTotal(0, 0)
+
+    def new_id(self, prefix: str, ttl_s: float) -> str:
+        """Return an id for an object that is made now (see `object_ids.new_id`)."""
+        return object_ids.new_id(prefix, self.now(), min(ttl_s, MAX_TTL_S))
+
+    # documents
+
+    async def create(
+        self, kind: str, owner: str, object_id: str, document: bytes, *, is_counted: bool = True
+    ) -> str:
+        """Store a new document; return its version.
+
+        Args:
+            object_id: of `new_id`.
+            is_counted: whether the owner's quota can refuse it.
+
+        Raises:
+            QuotaExceeded: the owner has too many objects or bytes.
+            AlreadyExists: the id is taken.
+            StorageUnavailable: the storage failed, as for all methods.
+        """
+        size = len(document)
+        await self._usage.refresh(owner)
+        if is_counted:
+            self._usage.check_objects(owner)
+            self._usage.reserve(owner, size)
+        try:
+            version = await self.blobs.create(_document_key(kind, owner, object_id), document)
+        finally:
+            if is_counted:
+                self._usage.release(owner, size)
+        self._usage.written(owner, size, 1)
+        return version
+
+    async def read(self, kind: str, owner: str, object_id: str) -> Document | None:
+        """Return a document; None if the owner has none of this id, or it has expired."""
+        if not self._is_alive(object_id):
+            return None
+        blob = await self.blobs.get(_document_key(kind, owner, object_id))
+        return None if blob is None else Document(blob.data, blob.version)
+
+    async def replace(self, kind: str, owner: str, object_id: str, document: bytes, version: str) -> str:
+        """Store a document in place of the version that was read; return the new version.
+
+        Raises:
+            Changed: it is another version by now, or was deleted.
+        """
+        return await self.blobs.replace(_document_key(kind, owner, object_id), document, version)
+
+    async def delete(self, kind: str, owner: str, object_id: str) -> bool:
+        """Delete a document and its content; return whether the owner had it."""
+        document = await self.read(kind, owner, object_id)
+        if document is None:
+            return False
+        # The document goes first: a content without one is found by nobody, and swept.
+        was_there = await self.blobs.delete(_document_key(kind, owner, object_id))
+        await self.blobs.delete(_content_key(kind, owner, object_id))
+        self._usage.outdate(owner)
+        return was_there
+
+    async def ids(self, kind: str, owner: str) -> list[str]:
+        """Return the ids of all objects of a kind that an owner has, oldest first."""
+        entries = await self.blobs.entries(f"owners/{owner}/{kind}")
+        names = [entry.key.rpartition("/")[2] for entry in entries]
+        ids = [name.removesuffix(".json") for name in names if name.endswith(".json")]
+        return sorted(filter(self._is_alive, ids), key=lambda each: (object_ids.created_at(each), each))
+
+    # contents
+
+    async def upload(
+        self,
+        kind: str,
+        owner: str,
+        object_id: str,
+        chunks: AsyncIterable[bytes],
+        *,
+        is_counted: bool = True,
+    ) -> int:
+        """Store a content from its pieces, before its document; return its size. If `chunks` raises, nothing is
+        stored, and the exception goes on.
+
+        Raises:
+            QuotaExceeded: the owner has too many objects, or would have too many bytes.
+        """
+        await self._usage.refresh(owner)
+        if not is_counted:
+            size = await self.blobs.upload(_content_key(kind, owner, object_id), chunks)
+            self._usage.written(owner, size, 0)
+            return size
+        self._usage.check_objects(owner)
+        reserved = 0
+
+        async def within_quota() -> AsyncIterator[bytes]:
+            nonlocal reserved
+            async for chunk in chunks:
+                await self._usage.refresh(owner)
+                self._usage.reserve(owner, len(chunk))
+                reserved += len(chunk)
+                yield chunk
+
+        try:
+            size = await self.blobs.upload(_content_key(kind, owner, object_id), within_quota())
+        finally:
+            if reserved:
+                self._usage.release(owner, reserved)
+        self._usage.written(owner, size, 0)
+        return size
+
+    def content(self, kind: str, owner: str, object_id: str) -> AsyncGenerator[bytes, None]:
+        """Yield a content in pieces; nothing if there is none. The caller has read the document."""
+        return self.blobs.read(_content_key(kind, owner, object_id))
+
+    async def delete_content(self, kind: str, owner: str, object_id: str) -> None:
+        """Delete a content whose document was not stored."""
+        await self.blobs.delete(_content_key(kind, owner, object_id))
+        self._usage.outdate(owner)
+
+    # expiry
+
+    async def sweep(self) -> None:
+        """Delete the objects that have expired, and what crashes have left; update `total`."""
+        now = self.now()
+        self._usage.forget_idle()
+        size = objects = 0
+        entries = await self.blobs.entries("owners")
+        documents = {entry.key.removesuffix(".json") for entry in entries if entry.key.endswith(".json")}
+        for entry in entries:
+            stem, _, ending = entry.key.rpartition(".")
+            object_id = stem.rpartition("/")[2]
+            is_lost = ending == "content" and stem not in documents and entry.modified < now - LEFTOVER_S
+            if is_lost or not self._is_alive(object_id):
+                await self.blobs.delete(entry.key)
+                continue
+            size += entry.size
+            objects += ending == "json"
+        self.total = StoredTotal(size, objects)
+        await self.blobs.remove_leftovers(now - LEFTOVER_S)
+
+    async def sweep_for_ever(self) -> None:
+        """Sweep now and then until cancelled."""
+        while True:
+            try:
+                await self.sweep()
+            except StorageUnavailable:
+                log.warning("the storage could not be swept; it will be tried again")
+            await asyncio.sleep(SWEEP_S)
+
+    def _is_alive(self, object_id: str) -> bool:
+        return object_ids.is_id(object_id) and object_ids.expires_at(object_id) > self.now()
+
+    async def _measure(self, owner: str) -> tuple[int, int]:
+        entries = await self.blobs.entries(f"owners/{owner}")
+        return sum(entry.size for entry in entries), sum(entry.key.endswith(".json") for entry in entries)
+
+
+def _document_key(kind: str, owner: str, object_id: str) -> str:
+    assert object_ids.is_id(object_id)
+    return f"owners/{owner}/{kind}/{object_id}.json"
+
+
+def _content_key(kind: str, owner: str, object_id: str) -> str:
+    assert object_ids.is_id(object_id)
+    return f"owners/{owner}/{kind}/{object_id}.content"

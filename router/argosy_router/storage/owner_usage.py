@@ -1,0 +1,110 @@
+"""How much each owner keeps: counted from a listing now and then, and from what this router writes in between.
+
+Invariant: what is being written counts from its reservation on. Another router's writes count at the next listing, so
+several routers together may exceed a quota by what an owner writes within `LISTING_MAX_AGE_S`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from argosy_protocol.errors import Forbidden
+
+LISTING_MAX_AGE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """What one owner may keep."""
+
+    max_bytes: int
+    max_objects: int
+
+
+class QuotaExceeded(Forbidden):
+    """The owner keeps as much as it may."""
+
+    default_code = "storage_quota_exceeded"
+
+
+@dataclass(slots=True)
+class _Usage:
+    bytes: int
+    objects: int
+    listed: float
+
+
+class OwnerUsage:
+    """Counts what owners keep. Times are a monotonic clock's."""
+
+    def __init__(
+        self, quota: Quota, measure: Callable[[str], Awaitable[tuple[int, int]]], now: Callable[[], float]
+    ) -> None:
+        """`measure(owner)` returns the bytes and the number of an owner's stored objects."""
+        self._quota = quota
+        self._measure = measure
+        self._now = now
+        self._usage: dict[str, _Usage] = {}
+        self._reserved: dict[str, int] = {}
+        """Bytes of each owner that are being written."""
+
+    async def refresh(self, owner: str) -> None:
+        """Make sure that an owner's usage is known and not out of date."""
+        usage = self._usage.get(owner)
+        if usage is None or self._now() - usage.listed > LISTING_MAX_AGE_S:
+            size, objects = await self._measure(owner)
+            self._usage[owner] = _Usage(size, objects, self._now())
+
+    def check_objects(self, owner: str) -> None:
+        """Raise QuotaExceeded if the owner may not make one more object. Right after `refresh`."""
+        if self._usage[owner].objects >= self._quota.max_objects:
+            raise QuotaExceeded(
+                f"this key's stored files, batches and responses reached the limit of {self._quota.max_objects} "
+                "(--storage-max-objects); delete some"
+            )
+
+    def reserve(self, owner: str, size: int) -> None:
+        """Reserve bytes that are about to be written. Right after `refresh`.
+
+        Raises:
+            QuotaExceeded: the owner would keep more than it may; nothing was reserved.
+        """
+        reserved = self._reserved.get(owner, 0)
+        if self._usage[owner].bytes + reserved + size > self._quota.max_bytes:
+            raise QuotaExceeded(
+                f"this key's stored files, batches and responses would exceed the limit of {self._quota.max_bytes} "
+                "bytes (--storage-max-bytes); delete some"
+            )
+        self._reserved[owner] = reserved + size
+
+    def release(self, owner: str, size: int) -> None:
+        """End a reservation: what it was for has been written, or not."""
+        left = self._reserved[owner] - size
+        if left:
+            self._reserved[owner] = left
+        else:
+            del self._reserved[owner]
+
+    def written(self, owner: str, size: int, objects: int) -> None:
+        """Count what has been written."""
+        usage = self._usage.get(owner)
+        if usage is not None:
+            usage.bytes += size
+            usage.objects += objects
+
+    def outdate(self, owner: str) -> None:
+        """Have the next `refresh` list what the owner keeps, because some of it was deleted."""
+        usage = self._usage.get(owner)
+        if usage is not None:
+            usage.listed = -math.inf
+
+    def forget_idle(self) -> None:
+        """Forget owners that have written nothing of late."""
+        now = self._now()
+        self._usage = {
+            owner: usage
+            for owner, usage in self._usage.items()
+            if owner in self._reserved or now - usage.listed <= LISTING_MAX_AGE_S
+        }

@@ -1,0 +1,270 @@
+"""Objects of owners on a directory and in a bucket: quotas, time to live, and two routers on one storage."""
+
+from __future__ import annotations
+
+import asyncio
+import urllib.request
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from argosy_router.config import ConfigError
+from argosy_router.storage.blob_store import AlreadyExists, BlobStore, Changed, StorageUnavailable
+from argosy_router.storage.bucket_store import BucketStore
+from argosy_router.storage.directory_store import DirectoryStore
+from argosy_router.storage.object_ids import created_at, expires_at, is_id, new_id
+from argosy_router.storage.object_store import LEFTOVER_S, ObjectStore, owner_of
+from argosy_router.storage.open_blobs import open_blobs
+from argosy_router.storage.owner_usage import LISTING_MAX_AGE_S, Quota, QuotaExceeded
+from bucket_server import forget_cloud
+from moto_server import running_moto
+
+pytestmark = pytest.mark.timeout(600)  # moto is installed first
+
+OWNER, OTHER = owner_of("shop"), owner_of("lab")
+DAY_S = 86400.0
+AMPLE = Quota(1 << 30, 1000)
+
+
+class Clock:
+    """A time that tests set."""
+
+    def __init__(self) -> None:
+        self.now = 1_800_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+async def pieces(*chunks: bytes) -> AsyncIterator[bytes]:
+    for chunk in chunks:
+        yield chunk
+
+
+async def cut(*chunks: bytes) -> AsyncIterator[bytes]:
+    """Pieces of an upload whose client disconnects."""
+    for chunk in chunks:
+        yield chunk
+    raise ConnectionError
+
+
+async def whole(chunks: AsyncIterator[bytes]) -> bytes:
+    return b"".join([chunk async for chunk in chunks])
+
+
+@pytest.fixture(scope="module")
+def bucket_url() -> Iterator[str]:
+    with running_moto() as url:
+        urllib.request.urlopen(urllib.request.Request(f"{url}/router", method="PUT")).close()
+        yield url
+
+
+@pytest.fixture(params=["directory", "bucket"])
+def open_again(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[], BlobStore]:
+    """Opens the same storage, as each of several routers does."""
+    if request.param == "directory":
+        return lambda: DirectoryStore(tmp_path)
+    forget_cloud(monkeypatch)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", request.getfixturevalue("bucket_url"))
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "test")
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    return lambda: BucketStore(f"s3://router/{tmp_path.name}")
+
+
+async def test_blobs_are_created_replaced_listed_and_deleted(open_again: Callable[[], BlobStore]) -> None:
+    one, two = open_again(), open_again()
+    assert await one.get("a/b.json") is None
+    first = await one.create("a/b.json", b"1")
+    with pytest.raises(AlreadyExists):
+        await two.create("a/b.json", b"2")
+    blob = await two.get("a/b.json")
+    assert blob is not None
+    assert (blob.data, blob.version) == (b"1", first)
+    second = await two.replace("a/b.json", b"22", blob.version)
+    with pytest.raises(Changed):
+        await one.replace("a/b.json", b"3", first)
+    await one.create("a/c/d.json", b"4")
+    await one.create("b/a.json", b"5")
+    assert [(entry.key, entry.size) for entry in await two.entries("a")] == [
+        ("a/b.json", 2),
+        ("a/c/d.json", 1),
+    ]
+    assert await two.entries("absent") == []
+    await two.delete("a/b.json")
+    with pytest.raises(Changed):
+        await one.replace("a/b.json", b"3", second)
+    assert await one.get("a/b.json") is None
+
+
+async def test_of_many_that_replace_one_version_one_succeeds(tmp_path: Path) -> None:
+    stores = [DirectoryStore(tmp_path) for _ in range(8)]
+    version = await stores[0].create("lease", b"free")
+    results = await asyncio.gather(
+        *(store.replace("lease", b"%d" % number, version) for number, store in enumerate(stores)),
+        return_exceptions=True,
+    )
+    winners = [number for number, result in enumerate(results) if isinstance(result, str)]
+    assert len(winners) == 1
+    assert all(isinstance(result, Changed) for result in results if not isinstance(result, str))
+    blob = await stores[0].get("lease")
+    assert blob is not None
+    assert blob.data == b"%d" % winners[0]
+
+
+async def test_an_upload_is_there_as_a_whole_or_not_at_all(open_again: Callable[[], BlobStore]) -> None:
+    store = open_again()
+    chunk = bytes(range(256)) * 4096
+    assert await store.upload("a/big", pieces(*[chunk] * 7)) == 7 * len(chunk)
+    assert await whole(store.read("a/big")) == chunk * 7
+    with pytest.raises(ConnectionError):
+        await store.upload("a/half", cut(chunk))
+    assert await whole(store.read("a/half")) == b""
+    assert [entry.key for entry in await store.entries("a")] == ["a/big"]
+    assert await store.upload("a/empty", pieces()) == 0
+    assert await whole(store.read("a/empty")) == b""
+
+
+async def test_objects_are_found_by_their_owner_until_they_expire(
+    open_again: Callable[[], BlobStore],
+) -> None:
+    clock = Clock()
+    one, two = (ObjectStore(open_again(), AMPLE, now=clock) for _ in range(2))
+    first = one.new_id("file-", DAY_S)
+    await one.upload("files", OWNER, first, pieces(b"con", b"tent"))
+    version = await one.create("files", OWNER, first, b'{"a":1}')
+    clock.now += 1.0
+    second = two.new_id("file-", 2 * DAY_S)
+    await two.create("files", OWNER, second, b"{}")
+
+    assert await two.ids("files", OWNER) == [first, second]
+    assert await two.ids("files", OTHER) == await two.ids("batches", OWNER) == []
+    document = await two.read("files", OWNER, first)
+    assert document is not None
+    assert document.data == b'{"a":1}'
+    assert await two.read("files", OTHER, first) is None
+    assert not await two.delete("files", OTHER, first)
+    assert await whole(two.content("files", OWNER, first)) == b"content"
+    await two.replace("files", OWNER, first, b'{"a":2}', version)
+    with pytest.raises(Changed):
+        await one.replace("files", OWNER, first, b'{"a":3}', version)
+
+    clock.now += DAY_S
+    assert await one.read("files", OWNER, first) is None
+    assert await one.ids("files", OWNER) == [second]
+    await one.sweep()
+    assert one.total == (2, 1)
+    assert [entry.key for entry in await one.blobs.entries("owners")] == [
+        f"owners/{OWNER}/files/{second}.json"
+    ]
+    assert await two.delete("files", OWNER, second)
+    assert not await one.delete("files", OWNER, second)
+
+
+@pytest.mark.parametrize(
+    "name", ["", "..", "../../etc/passwd", "file-", "file-" + "0" * 51, "file-" + "g" * 52, "x/" + "0" * 52]
+)
+async def test_what_is_no_id_finds_nothing(tmp_path: Path, name: str) -> None:
+    store = ObjectStore(DirectoryStore(tmp_path), AMPLE)
+    assert await store.read("files", OWNER, name) is None
+    assert not await store.delete("files", OWNER, name)
+
+
+def test_an_id_tells_when_its_object_was_made_and_expires() -> None:
+    ids = {new_id("batch_", 1_800_000_000.25, DAY_S) for _ in range(100)}
+    assert len({each[-32:] for each in ids}) == 100
+    for each in ids:
+        assert is_id(each)
+        assert (created_at(each), expires_at(each)) == (1_800_000_000.25, 1_800_086_400)
+
+
+async def test_quotas_bound_bytes_and_objects_of_each_owner(tmp_path: Path) -> None:
+    clock = Clock()
+    quota = Quota(max_bytes=100, max_objects=3)
+    one, two = (ObjectStore(DirectoryStore(tmp_path), quota, now=clock, monotonic=clock) for _ in range(2))
+    big = one.new_id("file-", DAY_S)
+    with pytest.raises(QuotaExceeded, match="--storage-max-bytes"):
+        await one.upload("files", OWNER, big, pieces(b"x" * 60, b"x" * 60))
+    await one.upload("files", OWNER, big, pieces(b"x" * 60, b"x" * 30))
+    await one.create("files", OWNER, big, b"x" * 5)
+    with pytest.raises(QuotaExceeded):
+        await one.create("files", OWNER, one.new_id("file-", DAY_S), b"x" * 6)
+    await one.create("files", OTHER, one.new_id("file-", DAY_S), b"x" * 100)
+    await two.delete("files", OWNER, big)
+    clock.now += LISTING_MAX_AGE_S + 1.0  # by then one has noticed
+    for _ in range(3):
+        await one.create("files", OWNER, one.new_id("file-", DAY_S), b"x")
+    with pytest.raises(QuotaExceeded, match="--storage-max-objects"):
+        await one.create("files", OWNER, one.new_id("file-", DAY_S), b"x")
+    await one.create("files", OWNER, one.new_id("file-", DAY_S), b"x" * 500, is_counted=False)
+
+
+async def test_uploads_at_the_same_time_share_the_quota(tmp_path: Path) -> None:
+    store = ObjectStore(DirectoryStore(tmp_path), Quota(100, 10))
+    has_begun, is_second_done = asyncio.Event(), asyncio.Event()
+
+    async def slow() -> AsyncIterator[bytes]:
+        yield b"x" * 60
+        has_begun.set()
+        await is_second_done.wait()
+        yield b"x" * 10
+
+    first = asyncio.create_task(store.upload("files", OWNER, store.new_id("file-", DAY_S), slow()))
+    await has_begun.wait()
+    with pytest.raises(QuotaExceeded):
+        await store.upload("files", OWNER, store.new_id("file-", DAY_S), pieces(b"x" * 50))
+    await store.upload("files", OWNER, store.new_id("file-", DAY_S), pieces(b"x" * 30))
+    is_second_done.set()
+    assert await first == 70
+
+
+async def test_a_sweep_removes_what_crashes_have_left(tmp_path: Path) -> None:
+    clock = Clock()
+    store = ObjectStore(DirectoryStore(tmp_path), AMPLE, now=clock)
+    await store.upload("files", OWNER, store.new_id("file-", 100 * DAY_S), pieces(b"no document follows"))
+    unfinished = tmp_path / "unfinished" / "of-a-crash"
+    unfinished.write_bytes(b"half")
+    clock.now = unfinished.stat().st_mtime
+    await store.sweep()
+    assert unfinished.exists()
+    assert len(await store.blobs.entries("owners")) == 1
+    clock.now += LEFTOVER_S + 60.0
+    await store.sweep()
+    assert not unfinished.exists()
+    assert await store.blobs.entries("owners") == []
+
+
+async def test_files_are_for_the_routers_user_only(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path / "storage")
+    await store.create("a/b/c.json", b"{}")
+    paths = [tmp_path / "storage" / "objects", *(tmp_path / "storage" / "objects").rglob("*")]
+    assert len(paths) == 4
+    assert all(not path.stat().st_mode & 0o077 for path in paths)
+
+
+async def test_a_failing_disk_is_an_error_that_clients_may_retry(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path)
+    (tmp_path / "objects" / "a").write_bytes(b"a file where a folder should be")
+    with pytest.raises(StorageUnavailable):
+        await store.create("a/b.json", b"{}")
+
+
+@pytest.mark.parametrize("location", ["ftp://host/path", "file://host/path", "https://bucket/x"])
+def test_locations_of_other_kinds_are_refused(location: str) -> None:
+    with pytest.raises(ConfigError, match="must be a path"):
+        open_blobs(location)
+
+
+def test_a_directory_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(ConfigError, match="cannot be used"):
+        open_blobs(str(tmp_path / "file"))
+
+
+async def test_a_path_with_and_without_scheme_is_one_storage(tmp_path: Path) -> None:
+    folder = tmp_path / "with space"
+    await open_blobs(str(folder)).create("a", b"1")
+    assert await open_blobs(folder.as_uri()).get("a") is not None
