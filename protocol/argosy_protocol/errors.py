@@ -6,6 +6,7 @@ ApiError
 ├── Unauthorized          401  authentication_error    the client must present a key
 ├── Forbidden             403  permission_error        not allowed with any key
 ├── NotFound              404  not_found_error         unknown model or route
+│   └── ResponseNotFound       invalid_request_error   no stored response or item has this id, or it is another's
 ├── MethodNotAllowed      405  invalid_request_error
 ├── PayloadTooLarge       413  invalid_request_error
 ├── HeadersTooLarge       431  invalid_request_error
@@ -106,6 +107,10 @@ class Forbidden(ApiError):
 class NotFound(ApiError):
     http_status = 404
     error_type = "not_found_error"
+
+
+class ResponseNotFound(NotFound):
+    error_type = "invalid_request_error"
 
 
 class MethodNotAllowed(ApiError):

@@ -57,6 +57,10 @@ own names are, and uses this one in its answers, because the fleet document defi
 TENANT: Final = INTERNAL_PREFIX + "tenant"
 """Request: its tenant, as an opaque word. Tenants get equal shares of what the engine divides among them."""
 
+RESOLVED: Final = INTERNAL_PREFIX + "resolved"
+"""Request to /v1/responses: its input is the whole conversation, and the router stores the response itself, under the
+id that `RESPONSE_ID` gives it."""
+
 TELEMETRY_PATH: Final = "/internal/telemetry"
 TELEMETRY_CONTENT_TYPE: Final = "application/vnd.argosy.telemetry"
 """Content type of the telemetry stream. A replica that answers with any other is foreign."""

@@ -1,0 +1,290 @@
+"""Wire types of requests to OpenAI's /v1/responses, with the extra fields of vLLM's.
+
+Router and engine decode the same bytes with the same decoder, and `responses_chat` makes the same chat of them.
+Decoding is as strict as that of chats (`openai`): every field has a bound, null counts as absent, unknown fields are
+ignored. An item of the input is one struct for all its types, because new types appear faster than schemas;
+`responses_chat` refuses those that a model cannot read.
+
+Owns: the types of requests, and which fields are refused. Must not know: chats, prompts, answers (`response_object`).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from argosy_protocol.errors import BadRequest
+from argosy_protocol.json_limits import decode_body
+from argosy_protocol.null_defaults import Nullable, NullDefaults
+from argosy_protocol.openai import (
+    MAX_MESSAGES,
+    MAX_REQUEST_ID,
+    MAX_TOKENS,
+    ExtraArg,
+    InternalFields,
+    LogprobCount,
+    ModelField,
+    Penalty,
+    Probability,
+    ReasoningEffort,
+    StopString,
+    StopStrings,
+    TokenId,
+)
+
+PATH = "/v1/responses"
+MAX_ITEMS = MAX_MESSAGES
+"""Items of one input, and of a conversation with all its previous responses."""
+MAX_PARTS = 1024
+"""Content parts of one item."""
+LOGPROBS = "message.output_text.logprobs"
+"""The value of `include` that asks for log probabilities."""
+
+ResponseId = Annotated[str, Meta(min_length=1, max_length=256)]
+_Word = Annotated[str, Meta(max_length=256)]
+_MetadataKey = Annotated[str, Meta(min_length=1, max_length=64)]
+_MetadataValue = Annotated[str, Meta(max_length=512)]
+
+
+class ResponseContentPart(Struct, kw_only=True, omit_defaults=True):
+    """One part of an item's content, with the fields of the types we read or pass on."""
+
+    type: Annotated[str, Meta(min_length=1, max_length=64)]
+    text: str | None = None
+    refusal: str | None = None
+    image_url: str | None = None
+    detail: _Word | None = None
+    file_data: str | None = None
+    file_id: _Word | None = None
+    filename: _Word | None = None
+
+
+_Parts = Annotated[list[ResponseContentPart], Meta(max_length=MAX_PARTS)]
+
+
+class ResponseItem(Struct, kw_only=True, omit_defaults=True):
+    """One item of a conversation: a message, a function call, its output, reasoning, or a reference to an item."""
+
+    type: Annotated[str, Meta(min_length=1, max_length=64)] | None = None
+    """Absent: a message, or a reference if there is nothing but an id."""
+    id: ResponseId | None = None
+    status: Annotated[str, Meta(max_length=32)] | None = None
+    role: Annotated[str, Meta(max_length=64)] | None = None
+    content: str | _Parts | None = None
+    summary: _Parts | None = None
+    encrypted_content: str | None = None
+    call_id: _Word | None = None
+    name: _Word | None = None
+    namespace: _Word | None = None
+    arguments: str | None = None
+    output: Any = None
+    """Of a function: a text, or parts of type input_text. Other types have what they like."""
+
+    @property
+    def kind(self) -> str:
+        """The type, also of an item that does not say it."""
+        if self.type is not None:
+            return self.type
+        return "item_reference" if self.role is None and self.content is None and self.id else "message"
+
+
+Items = Annotated[list[ResponseItem], Meta(max_length=MAX_ITEMS)]
+
+
+class ResponseTool(Struct, kw_only=True):
+    """A function of the client's. Every other type is a tool of OpenAI's own servers."""
+
+    type: Annotated[str, Meta(min_length=1, max_length=64)]
+    name: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class TextFormat(Struct, kw_only=True, omit_defaults=True):
+    type: Literal["text", "json_object", "json_schema"]
+    name: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    schema: dict[str, Any] | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.type != "json_schema":
+            return
+        for field in ("name", "schema"):
+            if getattr(self, field) is None:
+                where = f"text.format.{field}"
+                raise BadRequest(f"{where} is required of the type json_schema", param=where)
+
+
+class TextConfig(Struct, kw_only=True, omit_defaults=True):
+    format: TextFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class ReasoningConfig(Struct, kw_only=True):
+    effort: ReasoningEffort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    """OpenAI's old name of `summary`."""
+    context: Literal["auto", "current_turn", "all_turns"] | None = None
+    mode: _Word | None = None
+
+
+class ResponseStreamOptions(NullDefaults, kw_only=True, omit_defaults=True):
+    include_obfuscation: Nullable[bool] = False
+
+
+class ResponsesRequest(InternalFields, kw_only=True, omit_defaults=True):
+    """Body of /v1/responses. `None` stands for the model's generation config."""
+
+    model: ModelField = ""
+    input: str | Items
+    instructions: str | None = None
+    stream: Nullable[bool] = False
+    stream_options: ResponseStreamOptions | None = None
+    store: Nullable[bool] = True
+    background: Nullable[bool] = False
+    previous_response_id: ResponseId | None = None
+    max_output_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | None = None
+    max_tool_calls: Annotated[int, Meta(ge=0, le=1 << 20)] | None = None
+    """Bounds calls of tools that the server runs, and ours runs none."""
+    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
+    top_logprobs: LogprobCount | None = None
+    """Of the log probabilities that `include` asks for; without them it has no effect, as in vLLM."""
+    include: (
+        Annotated[
+            list[
+                Literal[
+                    "code_interpreter_call.outputs",
+                    "computer_call_output.output.image_url",
+                    "file_search_call.results",
+                    "message.input_image.image_url",
+                    "message.output_text.logprobs",
+                    "reasoning.encrypted_content",
+                    "web_search_call.action.sources",
+                    "web_search_call.results",
+                ]
+            ],
+            Meta(max_length=64),
+        ]
+        | None
+    ) = None
+    """All but log probabilities are parts of items that our answers do not have."""
+    text: TextConfig | None = None
+    reasoning: ReasoningConfig | None = None
+    tools: Annotated[list[ResponseTool], Meta(max_length=512)] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: Nullable[bool] = True
+    truncation: Nullable[Literal["auto", "disabled"]] = "disabled"
+    metadata: Annotated[dict[_MetadataKey, _MetadataValue], Meta(max_length=16)] | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast", "ultrafast"] | None = None
+    """There is one tier, and answers say so."""
+    user: Annotated[str, Meta(max_length=512)] | None = None
+    safety_identifier: Annotated[str, Meta(max_length=512)] | None = None
+    prompt_cache_key: Annotated[str, Meta(max_length=512)] | None = None
+    prompt_cache_retention: Literal["in-memory", "in_memory", "24h"] | None = None
+    """Prefixes stay in the cache while there is room, whatever this says."""
+    prompt_cache_options: dict[str, Any] | None = None
+    """As `prompt_cache_retention`."""
+    # vLLM's extra fields
+    session_id: Annotated[str, Meta(max_length=512)] | None = None
+    request_id: Annotated[str, Meta(max_length=MAX_REQUEST_ID)] | None = None
+    include_reasoning: Nullable[bool] = True
+    top_k: Annotated[int, Meta(ge=-1, le=1 << 20)] | None = None
+    min_p: Probability | None = None
+    seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
+    stop: StopString | StopStrings | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=256)] | None = None
+    include_stop_str_in_output: Nullable[bool] = False
+    ignore_eos: Nullable[bool] = False
+    skip_special_tokens: Nullable[bool] = True
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0.0, le=10.0)] | None = None
+    logit_bias: (
+        Annotated[dict[TokenId, Annotated[float, Meta(ge=-100.0, le=100.0)]], Meta(max_length=1024)] | None
+    ) = None
+    structured_outputs: Any = None
+    vllm_xargs: Annotated[dict[str, ExtraArg], Meta(max_length=64)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
+    priority: Nullable[Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)]] = 0
+    data_parallel_rank: None = None
+    """Only the header tells an engine the rank."""
+    # Decoded only to be refused: ignoring them would change the answer.
+    access_programs: Any = None
+    background_options: Any = None
+    context_management: Any = None
+    conversation: Any = None
+    image: Any = None
+    moderation: Any = None
+    prompt: Any = None
+    enable_response_messages: Any = None
+    media_io_kwargs: Any = None
+    mm_processor_kwargs: Any = None
+    previous_input_messages: Any = None
+    watermarking: Any = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for field in REFUSED_FIELDS:
+            if getattr(self, field):
+                raise BadRequest(f"{field} is not supported", param=field)
+        if self.stream_options is not None and not self.stream:
+            raise BadRequest("stream_options needs stream to be true", param="stream_options")
+        if self.background and not self.store:
+            raise BadRequest("background can only be used when `store` is true", param="background")
+        options = self.stream_options
+        if options is not None and options.include_obfuscation:
+            where = "stream_options.include_obfuscation"
+            raise BadRequest(f"{where} is not supported", param=where)
+        self._check_configs()
+
+    def _check_configs(self) -> None:
+        reasoning, text = self.reasoning, self.text
+        refused: list[tuple[str, str | None, tuple[None, str]]] = []
+        if reasoning is not None:
+            refused.append(("reasoning.context", reasoning.context, (None, "auto")))
+            refused.append(("reasoning.mode", reasoning.mode, (None, "standard")))
+        if text is not None:
+            refused.append(("text.verbosity", text.verbosity, (None, "medium")))
+        for where, value, neutral in refused:
+            if value not in neutral:
+                raise BadRequest(
+                    f"{where}: {value!r} is not supported by this model; give {neutral[1]!r}", param=where
+                )
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether the answer's text comes with log probabilities."""
+        return self.include is not None and LOGPROBS in self.include
+
+
+REFUSED_FIELDS = (
+    *("access_programs", "background_options", "context_management", "conversation", "image", "moderation"),
+    *("prompt", "enable_response_messages", "media_io_kwargs", "mm_processor_kwargs"),
+    *("previous_input_messages", "watermarking"),
+)
+"""Fields that are refused unless they ask for nothing."""
+
+_REQUEST = msgspec.json.Decoder(ResponsesRequest)
+
+
+def decode_responses_request(body: bytes) -> ResponsesRequest:
+    """Decode a body of /v1/responses.
+
+    Raises:
+        BadRequest: not JSON, nested too deeply, wrong types or out of bounds, a field that is refused, or fields that
+            contradict each other; `param` names the field.
+        PayloadTooLarge: it has too many values.
+    """
+    return decode_body(_REQUEST, body)
+
+
+def is_responses_path(path: str) -> bool:
+    """Whether a path is /v1/responses or below it."""
+    return path == PATH or path.startswith(PATH + "/")

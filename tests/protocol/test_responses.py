@@ -1,0 +1,111 @@
+"""Wire types of the Responses API: bounds, nulls, and fields that are refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from openai.types.responses.response_create_params import ResponseCreateParamsNonStreaming
+
+from argosy_protocol.errors import BadRequest
+from argosy_protocol.responses import (
+    REFUSED_FIELDS,
+    ResponseItem,
+    ResponsesRequest,
+    decode_responses_request,
+    is_responses_path,
+)
+
+
+def decoded(**fields: Any) -> ResponsesRequest:
+    return decode_responses_request(json.dumps({"model": "m", "input": "hi", **fields}).encode())
+
+
+def message(**fields: Any) -> dict[str, Any]:
+    return {"input": [{"role": "user", "content": "hi", **fields}]}
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"input": None}, "input"),
+    ({"input": 5}, "input"),
+    ({"input": [{}] * 4097}, "input"),
+    (message(role=5), "input[0].role"),
+    (message(content=[{"text": "x"}]), "input[0].content[0].type"),
+    (message(content=[{"type": "input_text", "text": "x"}] * 1025), "input[0].content"),
+    (message(id="x" * 257), "input[0].id"),
+    ({"instructions": 5}, "instructions"),
+    ({"stream": "yes"}, "stream"),
+    ({"stream_options": {}}, "stream_options"),
+    ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+    ({"background": True, "store": False}, "background"),
+    ({"max_output_tokens": 0}, "max_output_tokens"),
+    ({"temperature": 2.5}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_logprobs": -2}, "top_logprobs"),
+    ({"include": ["everything"]}, "include[0]"),
+    ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
+    ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name"),
+    ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema"),
+    ({"text": {"verbosity": "low"}}, "text.verbosity"),
+    ({"reasoning": {"effort": "nope"}}, "reasoning.effort"),
+    ({"reasoning": {"mode": "pro"}}, "reasoning.mode"),
+    ({"reasoning": {"context": "all_turns"}}, "reasoning.context"),
+    ({"tools": [{"name": "f"}]}, "tools[0].type"),
+    ({"tools": [{"type": "function", "name": "f"}] * 513}, "tools"),
+    ({"truncation": "some"}, "truncation"),
+    ({"metadata": {"a": "x" * 513}}, "metadata"),
+    ({"metadata": {str(n): "" for n in range(17)}}, "metadata"),
+    ({"service_tier": "gold"}, "service_tier"),
+    ({"user": "x" * 513}, "user"),
+    ({"previous_response_id": ""}, "previous_response_id"),
+    ({"stop": ["x"] * 5}, "stop"),
+    ({"logit_bias": {"1": 101}}, "logit_bias"),
+    ({"kv_transfer_params": {}}, "kv_transfer_params"),
+    ({"data_parallel_rank": 0}, "data_parallel_rank"),
+    *[({field: {"x": 1}}, field) for field in REFUSED_FIELDS],
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), REFUSED)
+def test_a_value_out_of_bounds_names_its_field(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(BadRequest) as refusal:
+        decoded(**fields)
+    assert refusal.value.param == param
+    assert param.rpartition(".")[2].partition("[")[0] in refusal.value.message
+
+
+def test_null_counts_as_absent() -> None:
+    names = {field.name for field in msgspec.structs.fields(ResponsesRequest)} - {"input"}
+    assert decoded(**dict.fromkeys(names)) == decoded(model=None)
+
+
+def test_every_field_of_openai_is_known() -> None:
+    known = {field.name for field in msgspec.structs.fields(ResponsesRequest)}
+    assert set(ResponseCreateParamsNonStreaming.__annotations__) - known == set()
+
+
+def test_unknown_fields_are_ignored() -> None:
+    assert decoded(newest_field={"x": 1}) == decoded()
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind"),
+    [
+        ({"role": "user", "content": "x"}, "message"),
+        ({"id": "msg_1"}, "item_reference"),
+        ({"type": "reasoning", "id": "rs_1"}, "reasoning"),
+        ({}, "message"),
+    ],
+)
+def test_the_kind_of_an_item(fields: dict[str, Any], kind: str) -> None:
+    assert msgspec.convert(fields, ResponseItem).kind == kind
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [("/v1/responses", True), ("/v1/responses/resp_1", True), ("/v1/responses2", False), ("/", False)],
+)
+def test_paths(path: str, expected: bool) -> None:
+    assert is_responses_path(path) is expected
