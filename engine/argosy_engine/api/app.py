@@ -42,6 +42,9 @@ from argosy_engine.api.openai.error_fields import RequestBody, name_field
 from argosy_engine.api.openai.openai_serving import OpenAIServing, to_api_error
 from argosy_engine.api.openai.tokenization import detokenize, tokenize
 from argosy_engine.api.openapi_document import add_openapi_routes
+from argosy_engine.api.responses.background_runs import BackgroundRuns
+from argosy_engine.api.responses.response_routes import RequestContext, ResponseRoutes, add_response_routes
+from argosy_engine.api.responses.response_store import InMemoryResponseStore
 from argosy_engine.api.sagemaker import add_sagemaker_routes
 from argosy_engine.api.server_args import ITERATION_TIMEOUT_S, ServerArgs
 from argosy_engine.api.server_defaults import apply_flags, log_request
@@ -72,6 +75,7 @@ from argosy_protocol.openai import (
     decode_request,
 )
 from argosy_protocol.program.log_format import format_frames
+from argosy_protocol.responses import ResponsesRequest
 from argosy_protocol.tokenization import decode_detokenize_request, decode_tokenize_request
 
 logger = logging.getLogger("argosy.api")
@@ -113,6 +117,7 @@ class Engine:
         self._num_accepted = 0
         self._none_accepted = asyncio.Event()
         self._none_accepted.set()
+        self.responses = BackgroundRuns(InMemoryResponseStore(), self.accepted, _translated)
 
     def attach(self, llm: AsyncLLM) -> None:
         self._serving = OpenAIServing(llm, self.names, takes_any_name=self.takes_any_name)
@@ -206,6 +211,7 @@ class Engine:
     async def close(self) -> None:
         if self._telemetry is not None:
             self._telemetry.close()
+        await self.responses.close()
         if self._serving is not None:
             self._serving.close()
         if self.llm is not None:
@@ -301,6 +307,17 @@ def build_app(engine: Engine) -> FastAPI:
         raw = await request.body()
         answer = count_tokens(_serving(engine, request), as_chat(decode_count_tokens_request(raw)), len(raw))
         return _answer_message(engine, answer, _request_id(request, None), request.url.path)
+
+    def response_context(
+        request: Request, body: ResponsesRequest, chat: ChatCompletionRequest
+    ) -> RequestContext:
+        _choose_rank(request, chat)
+        apply_flags(engine.options, chat)
+        request_id, serving = _request_id(request, body.request_id), _serving(engine, request)
+        log_request(engine.options, chat, request_id)
+        return RequestContext(serving, request_id, _given_response_id(request))
+
+    add_response_routes(app, ResponseRoutes(response_context, engine.accepted, _translated, engine.responses))
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -405,8 +422,12 @@ def _serving(engine: Engine, request: Request) -> OpenAIServing:
 
 def _response_id(request: Request, request_id: str) -> str:
     """Return the id that response ids derive from: the same for all attempts of a router at one request."""
+    return _given_response_id(request) or request_id
+
+
+def _given_response_id(request: Request) -> str | None:
     given = request.headers.get(headers.RESPONSE_ID)
-    return given if given is not None and is_request_id(given) else request_id
+    return given if given is not None and is_request_id(given) else None
 
 
 def _is_resumable(request: Request) -> bool:

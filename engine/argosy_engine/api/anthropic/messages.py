@@ -15,8 +15,6 @@ from argosy_engine.api.anthropic.message_stream import MessageEvents, with_id_co
 from argosy_engine.api.openai.choice_stream import MAX_INLINE_TOKENS
 from argosy_engine.api.openai.openai_serving import OpenAIServing
 from argosy_engine.frontend.render_pool import stop_if_abandoned
-from argosy_engine.frontend.renderer import TokenizedPrompt
-from argosy_engine.messages.core_messages import EngineCoreRequest
 from argosy_protocol.anthropic import Message, MessagesRequest, TokenCount
 from argosy_protocol.openai import ChatCompletionRequest
 
@@ -34,7 +32,7 @@ async def create_message(
         ApiError, EngineError: see `openai_serving.to_api_error`.
     """
     model, max_tokens = serving.check_model(chat.model), chat.max_tokens
-    prompt, requests = await _prepare(serving, chat, size)
+    prompt, requests = await serving.prepare_bounded_chat(chat, size)
     (output,) = await serving.generate([prompt], requests, chat)
     answer = MessageFormat(serving.llm.renderer, chat, request_id, model, prompt, max_tokens)
     if len(output.token_ids) <= MAX_INLINE_TOKENS:
@@ -62,7 +60,7 @@ async def stream_message(
         ApiError, EngineError: see `openai_serving.to_api_error`.
     """
     model, max_tokens = serving.check_model(chat.model), chat.max_tokens
-    prompt, requests = await _prepare(serving, chat, size)
+    prompt, requests = await serving.prepare_bounded_chat(chat, size)
     answer = MessageFormat(serving.llm.renderer, chat, request_id, model, prompt, max_tokens)
     events = MessageEvents(answer, request.resume)
     async with aclosing(serving.llm.generate(requests, 1, frozenset())) as stream:
@@ -95,23 +93,3 @@ async def count_tokens(serving: OpenAIServing, chat: ChatCompletionRequest, size
         return TokenCount(len(tokens))
 
     return await serving.render_pool.run(size, count, chat, serving.tenant)
-
-
-async def _prepare(
-    serving: OpenAIServing, chat: ChatCompletionRequest, size: int
-) -> tuple[TokenizedPrompt, list[EngineCoreRequest]]:
-    """Render the chat, and bound `max_tokens` by the room that the prompt leaves.
-
-    The field is required, so that clients set it without knowing the model; an answer that ends at the context's end
-    says so (`model_context_window_exceeded`).
-    """
-    renderer = serving.llm.renderer
-
-    def render(chat: ChatCompletionRequest) -> list[TokenizedPrompt]:
-        prompt = renderer.render_chat(chat)
-        room = renderer.config.max_model_len - len(prompt.token_ids)
-        chat.max_tokens = max(1, min(chat.max_tokens or room, room))
-        return [prompt]
-
-    (prompt,), requests = await serving.prepare(render, chat, size)
-    return prompt, requests

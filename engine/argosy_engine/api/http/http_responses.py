@@ -132,6 +132,32 @@ def message_event_stream(
     return WatchedResponse(work)
 
 
+def response_event_stream(
+    events: AsyncGenerator[bytes, None],
+    headers: dict[str, str],
+    to_api_error: Callable[[Exception], ApiError],
+) -> WatchedResponse:
+    """Send events that are whole, as a stream of OpenAI's Responses API, whose last event tells of errors, too.
+
+    The status waits for the first event, so an error before it has its proper status.
+    """
+
+    async def work(send: Send) -> None:
+        async with contextlib.aclosing(events):
+            try:
+                first = await anext(events, b"")
+            except Exception as error:
+                await send_error(send, to_api_error(error), "", headers)
+                return
+            await send(_start(headers, b"text/event-stream; charset=utf-8", None))
+            await send({"type": "http.response.body", "body": first, "more_body": True})
+            async for event in events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+
+    return WatchedResponse(work)
+
+
 def _encoded(event: msgspec.Struct | CommentedEvent) -> bytes:
     """Return the event's lines without the end of the last one."""
     if not isinstance(event, CommentedEvent):

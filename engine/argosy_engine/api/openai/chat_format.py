@@ -90,6 +90,11 @@ class ChatFormat(ChoiceFormat[ChatChunkChoice, ChatCompletionChunk, ChatCompleti
         return sum(counter.count for counter in self._counters)
 
     @property
+    def is_reasoning(self) -> bool:
+        """Whether the tokens of a choice so far end within its reasoning."""
+        return any(counter.is_open for counter in self._counters)
+
+    @property
     def num_calls(self) -> int:
         """Tool calls of all choices so far."""
         return sum(parser.num_calls for parser in self._parsers)

@@ -33,6 +33,7 @@ from argosy_protocol.errors import (
 )
 from argosy_protocol.openai import (
     MAX_CHOICES,
+    ChatCompletionRequest,
     GenerationRequest,
     ModelCard,
     ModelList,
@@ -130,6 +131,26 @@ class OpenAIServing:
 
         self.llm.queue_limits.check(request.n or 1)
         return await self.render_pool.run(size, work, request, self.tenant)
+
+    async def prepare_bounded_chat(
+        self, chat: ChatCompletionRequest, size: int
+    ) -> tuple[TokenizedPrompt, list[EngineCoreRequest]]:
+        """Render a chat as `prepare` does, and bound its `max_tokens` by the room that the prompt leaves.
+
+        For APIs whose clients set the field without knowing the model; an answer that ends at the context's end says so
+        in their terms.
+        """
+        renderer = self.llm.renderer
+
+        def render(chat: ChatCompletionRequest) -> list[TokenizedPrompt]:
+            prompt = renderer.render_chat(chat)
+            if chat.max_tokens is not None:
+                room = renderer.config.max_model_len - len(prompt.token_ids)
+                chat.max_tokens = max(1, min(chat.max_tokens, room))
+            return [prompt]
+
+        (prompt,), requests = await self.prepare(render, chat, size)
+        return prompt, requests
 
     async def generate(
         self,

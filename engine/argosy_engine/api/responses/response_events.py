@@ -1,0 +1,248 @@
+"""ResponseEvents: the output items of one response, and the events that tell of them, in OpenAI's order.
+
+    response.created, in the background response.queued, and response.in_progress
+    for each output item: response.output_item.added, then
+        of a message: content_part.added, output_text.delta ..., output_text.done, content_part.done
+        of reasoning: content_part.added, reasoning_text.delta ..., reasoning_text.done, content_part.done
+        of a call: function_call_arguments.delta, function_call_arguments.done
+      and response.output_item.done
+    response.completed, response.incomplete or response.failed
+
+A whole answer is made by the same calls as a streamed one, so that both have the same items. Text is parsed as a
+chat's, by the chat's own format. Only what changes from token to token is encoded for each token.
+
+Owns: items and their ids, statuses, usage, events and their numbers. Must not know: HTTP, how a response is stored.
+Invariant: `sequence_number` counts the events from 0.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+
+from argosy_engine.api.openai.chat_format import ChatFormat
+from argosy_engine.frontend.outputs import GenerationOutput
+from argosy_protocol.errors import ApiError
+from argosy_protocol.openai import Delta, TokenLogprob, ToolCall
+from argosy_protocol.response_object import (
+    ID_PREFIX,
+    FunctionCallItem,
+    IncompleteDetails,
+    InputTokensDetails,
+    ItemStatus,
+    OutputItem,
+    OutputMessage,
+    OutputText,
+    ReasoningItem,
+    ReasoningText,
+    ReasoningTokensDetails,
+    ResponseFailure,
+    ResponseObject,
+    ResponseUsage,
+)
+
+_encode = msgspec.json.encode
+_replace = msgspec.structs.replace
+_MESSAGE, _REASONING = "message", "reasoning"
+_PREFIXES = {_MESSAGE: "msg", _REASONING: "rs"}
+_TEXT_EVENTS = {_MESSAGE: "output_text", _REASONING: "reasoning_text"}
+_NO_LOGPROBS = b"[]"
+_ERROR_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
+"""OpenAI's codes by status; every other failure is a `server_error`."""
+
+
+class ResponseEvents:
+    """
+    Args:
+        chat_format: parses the text.
+        begun: the response without output.
+    """
+
+    def __init__(self, chat_format: ChatFormat, begun: ResponseObject) -> None:
+        self._chat_format = chat_format
+        self.response = begun
+        """The response as of the last event that shows it whole."""
+        self._owner = begun.id.removeprefix(ID_PREFIX)
+        self._number = 0
+        self._items: list[OutputItem] = []
+        self._open: str | None = None
+        self._id = ""
+        """Id of the last message or reasoning."""
+        self._head = b""
+        """A delta of the open item up to its sequence number."""
+        self._texts: list[str] = []
+        self._logprobs: list[TokenLogprob] = []
+        """Those of the open message's text."""
+        self._waiting: list[TokenLogprob] = []
+        """Those of tokens whose text has not come yet."""
+        self._was_reasoning = chat_format.is_reasoning
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the response has ended."""
+        return self.response.status not in ("queued", "in_progress")
+
+    def queue(self) -> None:
+        """Let the response begin as one that waits for its turn."""
+        self.response = _replace(self.response, status="queued")
+
+    def begin(self) -> list[bytes]:
+        """Let the response be in progress, and return the first events."""
+        events = [self._state("created")]
+        if self.response.status == "queued":
+            events.append(self._state("queued"))
+            self.response = _replace(self.response, status="in_progress")
+        return [*events, self._state("in_progress")]
+
+    def of(self, output: GenerationOutput) -> list[bytes]:
+        """Return the events that an output adds, each with the blank line after it; after the last output the response
+        is over."""
+        events: list[bytes] = []
+        choice = self._chat_format.delta(output)
+        delta = Delta() if choice is None else choice.delta
+        entries = choice.logprobs.content if choice is not None and choice.logprobs is not None else []
+        self._wait_for_text(entries, delta)
+        if delta.reasoning:
+            self._add(events, _REASONING, delta.reasoning)
+        if delta.content:
+            self._add(events, _MESSAGE, delta.content)
+        for call in delta.tool_calls:
+            self._add_call(events, call)
+        if output.finish_reason is not None:
+            self._end(events, output)
+        return events
+
+    def failed(self, error: ApiError) -> list[bytes]:
+        """End the response by an error, and return the events."""
+        events = [] if self._number else self.begin()
+        self._close(events, "incomplete")
+        failure = ResponseFailure(_ERROR_CODES.get(error.http_status, "server_error"), error.message)
+        self.response = _replace(self.response, status="failed", error=failure, output=self._items)
+        return [*events, self._state("failed")]
+
+    def cancelled(self) -> ResponseObject:
+        """End the response because its client wants no more of it; no event tells of that."""
+        self._close([], "incomplete")
+        self.response = _replace(self.response, status="cancelled", output=self._items)
+        return self.response
+
+    def _wait_for_text(self, entries: list[TokenLogprob], delta: Delta) -> None:
+        """Keep the log probabilities of tokens that belong to a message's text, perhaps to that of a later output."""
+        was_reasoning, self._was_reasoning = self._was_reasoning, self._chat_format.is_reasoning
+        if delta.reasoning or delta.tool_calls or was_reasoning or self._was_reasoning:
+            self._waiting = []
+        if not (was_reasoning or self._was_reasoning):
+            self._waiting += entries
+
+    def _add(self, events: list[bytes], kind: str, text: str) -> None:
+        if self._open != kind:
+            self._begin(events, kind)
+        logprobs = _NO_LOGPROBS
+        if kind == _MESSAGE and self._waiting:
+            self._logprobs += self._waiting
+            logprobs, self._waiting = _encode(self._waiting), []
+        self._texts.append(text)
+        head, number, self._number = self._head, self._number, self._number + 1
+        if kind == _MESSAGE:
+            events.append(b'%b%d,"logprobs":%b,"delta":%b}\n\n' % (head, number, logprobs, _encode(text)))
+        else:
+            events.append(b'%b%d,"delta":%b}\n\n' % (head, number, _encode(text)))
+
+    def _begin(self, events: list[bytes], kind: str) -> None:
+        self._close(events, "completed")
+        self._open, self._texts, self._logprobs = kind, [], []
+        self._id = self._next_id(_PREFIXES[kind])
+        self._head = (
+            b'event: response.%b.delta\ndata: {"type":"response.%b.delta","item_id":"%b","output_index":%d,'
+            b'"content_index":0,"sequence_number":'
+        ) % (_TEXT_EVENTS[kind].encode(), _TEXT_EVENTS[kind].encode(), self._id.encode(), len(self._items))
+        item = self._item("in_progress")
+        part = item.content[0]
+        events.append(self._item_event("added", _replace(item, content=[])))
+        events.append(self._event("content_part.added", content_index=0, part=part))
+
+    def _add_call(self, events: list[bytes], call: ToolCall) -> None:
+        """Add a call, which is complete, as an item of its own."""
+        self._close(events, "completed")
+        item = FunctionCallItem(
+            id=self._next_id("fc"),
+            status="in_progress",
+            arguments="",
+            call_id=call.id or "",
+            name=call.function.name or "",
+        )
+        self._id = item.id
+        events.append(self._item_event("added", item))
+        arguments = call.function.arguments
+        if arguments:
+            events.append(self._event("function_call_arguments.delta", delta=arguments))
+        events.append(self._event("function_call_arguments.done", name=item.name, arguments=arguments))
+        item = _replace(item, status="completed", arguments=arguments)
+        events.append(self._item_event("done", item))
+        self._items.append(item)
+
+    def _close(self, events: list[bytes], status: ItemStatus) -> None:
+        """End the open message or reasoning."""
+        if self._open is None:
+            return
+        item = self._item(status)
+        part = item.content[0]
+        done = {"content_index": 0, "text": part.text}
+        if isinstance(part, OutputText):
+            done["logprobs"] = part.logprobs
+        events.append(self._event(f"{_TEXT_EVENTS[self._open]}.done", **done))
+        events.append(self._event("content_part.done", content_index=0, part=part))
+        events.append(self._item_event("done", item))
+        self._items.append(item)
+        self._open = None
+
+    def _end(self, events: list[bytes], output: GenerationOutput) -> None:
+        is_cut = output.finish_reason == "length"
+        self._close(events, "incomplete" if is_cut else "completed")
+        self.response = _replace(
+            self.response,
+            status="incomplete" if is_cut else "completed",
+            completed_at=None if is_cut else int(time.time()),
+            incomplete_details=IncompleteDetails("max_output_tokens") if is_cut else None,
+            output=self._items,
+            usage=self._usage(output),
+        )
+        events.append(self._state(self.response.status))
+
+    def _usage(self, output: GenerationOutput) -> ResponseUsage:
+        return ResponseUsage(
+            input_tokens=output.num_prompt_tokens,
+            input_tokens_details=InputTokensDetails(output.num_cached_tokens),
+            output_tokens=output.num_output_tokens,
+            output_tokens_details=ReasoningTokensDetails(self._chat_format.num_reasoning_tokens),
+            total_tokens=output.num_prompt_tokens + output.num_output_tokens,
+        )
+
+    def _item(self, status: ItemStatus) -> OutputMessage | ReasoningItem:
+        """Return the open item as it is by now."""
+        text = "".join(self._texts)
+        if self._open == _REASONING:
+            return ReasoningItem(id=self._id, status=status, content=[ReasoningText(text)])
+        content = OutputText(text=text, logprobs=self._logprobs)
+        return OutputMessage(id=self._id, status=status, content=[content])
+
+    def _next_id(self, prefix: str) -> str:
+        return f"{prefix}_{self._owner}_{len(self._items)}"
+
+    def _state(self, kind: str) -> bytes:
+        return self._numbered(kind, {"response": self.response})
+
+    def _item_event(self, kind: str, item: OutputItem) -> bytes:
+        return self._numbered(f"output_item.{kind}", {"output_index": len(self._items), "item": item})
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        """Return an event about the last item."""
+        return self._numbered(kind, {"item_id": self._id, "output_index": len(self._items), **fields})
+
+    def _numbered(self, kind: str, fields: dict[str, Any]) -> bytes:
+        kind = f"response.{kind}"
+        number, self._number = self._number, self._number + 1
+        data = _encode({"type": kind, "sequence_number": number, **fields})
+        return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)

@@ -1,0 +1,308 @@
+"""/v1/responses as OpenAI's SDK meets it: a real engine, whole, streamed, stored and in the background."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai.types.responses import FunctionToolParam, Response, ResponseFunctionToolCall
+from pydantic import BaseModel
+
+from processes import Server, free_port, running, wait_until
+from response_stream import final_response, parsed_events
+from served_engine import SERVE_TINY
+
+pytestmark = pytest.mark.timeout(300)
+
+KEY, OTHER_KEY = "test-key", "another-key"
+MAX_MODEL_LEN = 2048
+HELLO = "Hello! What can you do?"
+WEATHER: FunctionToolParam = {
+    "type": "function",
+    "name": "get_weather",
+    "description": "Get the weather",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"type": "string"}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+    "strict": True,
+}
+FOREVER = {"input": "Count", "max_output_tokens": 1900, "temperature": 1, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    port = free_port()
+    log = tmp_path_factory.mktemp("serve") / "log"
+    arguments = [*SERVE_TINY, "--served-model-name", "tiny", "--max-model-len", str(MAX_MODEL_LEN)]
+    env = {"ARGOSY_API_KEY": f"{KEY},{OTHER_KEY}"}
+    with running([*arguments, "--port", str(port)], log, port=port, env=env) as up:
+        yield up
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as sdk:
+        yield sdk
+
+
+@pytest.fixture
+def http(server: Server) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, headers={"authorization": f"Bearer {KEY}"}, timeout=60) as plain:
+        yield plain
+
+
+def body(**fields: Any) -> dict[str, Any]:
+    return {"model": "tiny", "input": HELLO, "max_output_tokens": 64, "temperature": 0, **fields}
+
+
+def test_a_whole_response(client: openai.OpenAI) -> None:
+    answer = client.responses.create(model="tiny", input=HELLO, instructions="Be kind.", temperature=0)
+    assert answer.status == "completed"
+    assert answer.output_text
+    assert [item.type for item in answer.output] == ["reasoning", "message"]
+    assert answer.instructions == "Be kind."
+    assert answer.usage is not None
+    assert 0 < answer.usage.output_tokens_details.reasoning_tokens < answer.usage.output_tokens
+    assert Response.model_validate(answer.to_dict()).id == answer.id
+
+
+def test_a_streamed_response_is_the_whole_one(client: openai.OpenAI, http: httpx.Client) -> None:
+    whole = client.responses.create(model="tiny", input=HELLO, temperature=0)
+    with client.responses.stream(model="tiny", input=HELLO, temperature=0) as stream:
+        text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+        final = stream.get_final_response()
+    assert text == final.output_text == whole.output_text
+    assert final.usage is not None
+    assert whole.usage is not None
+    assert final.usage.output_tokens == whole.usage.output_tokens
+    streamed = http.post("/v1/responses", json=body(stream=True))
+    assert streamed.headers["content-type"].startswith("text/event-stream")
+    made = final_response(parsed_events(streamed.content))
+    assert [item["content"] for item in made["output"]] == json.loads(
+        json.dumps([item.to_dict()["content"] for item in whole.output])
+    )
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "name": "get_weather"}])
+def test_a_tool_and_its_result(client: openai.OpenAI, choice: Any) -> None:
+    question: Any = {"role": "user", "content": "What is the weather in Paris?"}
+    with client.responses.stream(
+        model="tiny", input=[question], tools=[WEATHER], tool_choice=choice, temperature=0
+    ) as stream:
+        calling = stream.get_final_response()
+    call = calling.output[-1]
+    assert isinstance(call, ResponseFunctionToolCall)
+    assert (call.name, json.loads(call.arguments)) == ("get_weather", {"city": "Paris"})
+    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "Sunny, 21 degrees."}
+    items: Any = [question, *(item.to_dict() for item in calling.output), result]
+    for given in ({"input": items}, {"input": [result], "previous_response_id": calling.id}):
+        answer = client.responses.create(model="tiny", tools=[WEATHER], temperature=0, **given)
+        assert answer.output_text
+        assert answer.usage is not None
+        assert answer.usage.input_tokens_details.cached_tokens
+
+
+def test_structured_output_is_parsed(client: openai.OpenAI) -> None:
+    class Person(BaseModel):
+        name: str
+
+    answer = client.responses.parse(
+        model="tiny", input="My name is Tom.", text_format=Person, temperature=0, max_output_tokens=200
+    )
+    assert isinstance(answer.output_parsed, Person)
+
+
+def test_log_probabilities(client: openai.OpenAI) -> None:
+    answer = client.responses.create(
+        model="tiny", input=HELLO, include=["message.output_text.logprobs"], top_logprobs=2, temperature=0
+    )
+    part = answer.output[-1].content[0]  # type: ignore[union-attr, index]
+    assert part.logprobs  # type: ignore[union-attr]
+    assert "".join(entry.token for entry in part.logprobs).strip() == part.text.strip()  # type: ignore[union-attr]
+    assert {len(entry.top_logprobs) for entry in part.logprobs} == {2}  # type: ignore[union-attr]
+
+
+def test_reasoning_is_turned_off(client: openai.OpenAI) -> None:
+    answer = client.responses.create(model="tiny", input=HELLO, reasoning={"effort": "none"})
+    assert [item.type for item in answer.output] == ["message"]
+
+
+def test_output_is_bounded(client: openai.OpenAI) -> None:
+    short = client.responses.create(model="tiny", input=HELLO, max_output_tokens=2)
+    assert short.status == "incomplete"
+    assert short.incomplete_details is not None
+    assert short.incomplete_details.reason == "max_output_tokens"
+    assert client.responses.create(model="tiny", input=HELLO, max_output_tokens=2 * MAX_MODEL_LEN).output
+
+
+def test_a_conversation_continues_from_a_stored_response(client: openai.OpenAI) -> None:
+    first = client.responses.create(model="tiny", input=HELLO, instructions="Be kind.", temperature=0)
+    second = client.responses.create(
+        model="tiny", input="And what else?", previous_response_id=first.id, temperature=0
+    )
+    assert second.previous_response_id == first.id
+    assert second.instructions is None
+    by_hand = client.responses.create(
+        model="tiny",
+        input=[
+            {"role": "user", "content": HELLO},
+            *(item.to_dict() for item in first.output),  # type: ignore[list-item]
+            {"role": "user", "content": "And what else?"},
+        ],
+        temperature=0,
+    )
+    assert second.output_text == by_hand.output_text
+    assert second.usage is not None
+    assert by_hand.usage is not None
+    assert second.usage.input_tokens == by_hand.usage.input_tokens
+    referred = client.responses.create(
+        model="tiny",
+        input=[
+            {"role": "user", "content": HELLO},
+            *({"type": "item_reference", "id": item.id or ""} for item in first.output),
+            {"role": "user", "content": "And what else?"},
+        ],
+        temperature=0,
+    )
+    assert referred.output_text == by_hand.output_text
+    listed = client.responses.input_items.list(second.id, order="asc", limit=2)
+    assert [item.type for item in listed] == ["message", "reasoning", "message", "message"]  # all pages
+    newest = client.responses.input_items.list(second.id, limit=1).data[0]
+    assert newest.content[0].text == "And what else?"  # type: ignore[union-attr, index]
+
+
+def test_a_stored_response_is_retrieved_and_deleted(client: openai.OpenAI, server: Server) -> None:
+    answer = client.responses.create(model="tiny", input=HELLO, max_output_tokens=3)
+    assert client.responses.retrieve(answer.id).to_dict() == answer.to_dict()
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=OTHER_KEY, max_retries=0) as other:
+        for use in (other.responses.retrieve, other.responses.delete, other.responses.cancel):
+            with pytest.raises(openai.NotFoundError) as missing:
+                use(answer.id)
+            assert missing.value.type == "invalid_request_error"
+        with pytest.raises(openai.NotFoundError):
+            other.responses.create(model="tiny", input=HELLO, previous_response_id=answer.id)
+        with pytest.raises(openai.NotFoundError):
+            other.responses.input_items.list(answer.id)
+    client.responses.delete(answer.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(answer.id)
+    unstored = client.responses.create(model="tiny", input=HELLO, max_output_tokens=3, store=False)
+    assert unstored.to_dict()["store"] is False
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(unstored.id)
+
+
+def test_ids_cannot_be_guessed(http: httpx.Client) -> None:
+    """Not even by whoever chooses the id of the request."""
+    lines = {"x-request-id": "mine", "x-argosy-internal-response-id": "mine"}
+    answers = [
+        http.post("/v1/responses", json=body(max_output_tokens=1, request_id="mine"), headers=lines)
+        for _ in range(2)
+    ]
+    assert {answer.headers["x-request-id"] for answer in answers} == {"mine"}
+    names = [answer.json()["id"] for answer in answers]
+    assert len(set(names)) == 2
+    assert not any("mine" in name for name in names)
+
+
+def test_a_background_response_is_streamed_again_from_any_event(http: httpx.Client) -> None:
+    asked = body(background=True, stream=True)
+    with http.stream("POST", "/v1/responses", json=asked) as stream:
+        first = parsed_events(next(iter(stream.iter_bytes())).split(b"\n\n")[0] + b"\n\n")[0]
+    name = first["response"]["id"]
+    assert first["response"]["status"] == "queued"
+    events = parsed_events(http.get(f"/v1/responses/{name}?stream=true").content)
+    made = final_response(events)
+    assert made["status"] == "completed"
+    assert http.get(f"/v1/responses/{name}").json() == made
+    later = parsed_events(http.get(f"/v1/responses/{name}?stream=true&starting_after=5").content)
+    assert later == events[6:]
+    unstreamed = http.post("/v1/responses", json=body(max_output_tokens=1)).json()["id"]
+    refusal = http.get(f"/v1/responses/{unstreamed}?stream=true")
+    assert (refusal.status_code, refusal.json()["error"]["param"]) == (400, "stream")
+
+
+def test_a_background_response_goes_on_without_its_client(client: openai.OpenAI) -> None:
+    queued = client.responses.create(model="tiny", input=HELLO, background=True, temperature=0)
+    assert queued.status == "queued"
+    assert queued.output == []
+    wait_until(lambda: client.responses.retrieve(queued.id).status == "completed", "the response")
+    whole = client.responses.create(model="tiny", input=HELLO, temperature=0)
+    assert client.responses.retrieve(queued.id).output_text == whole.output_text
+    assert client.responses.cancel(queued.id).status == "completed"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_background_response_is_cancelled(http: httpx.Client, client: openai.OpenAI, stream: bool) -> None:
+    asked = {"model": "tiny", "background": True, "stream": stream, **FOREVER}
+    with http.stream("POST", "/v1/responses", json=asked) as begun:
+        data = next(iter(begun.iter_bytes()))
+        name = parsed_events(data.split(b"\n\n")[0] + b"\n\n")[0]["response"]["id"] if stream else ""
+    name = name or json.loads(data)["id"]
+    refusal = http.post("/v1/responses", json=body(previous_response_id=name))
+    assert (refusal.status_code, refusal.json()["error"]["param"]) == (400, "previous_response_id")
+    assert client.responses.cancel(name).status == "cancelled"
+    assert client.responses.retrieve(name).status == "cancelled"
+    wait_until(lambda: http.get("/load").json() == {"server_load": 0}, "the end of the request")
+    assert client.responses.cancel(name).status == "cancelled"
+
+
+def test_a_background_response_that_is_deleted_ends(http: httpx.Client, client: openai.OpenAI) -> None:
+    name = http.post("/v1/responses", json={"model": "tiny", "background": True, **FOREVER}).json()["id"]
+    assert http.delete(f"/v1/responses/{name}").json() == {"id": name, "object": "response", "deleted": True}
+    wait_until(lambda: http.get("/load").json() == {"server_load": 0}, "the end of the request")
+    assert http.get(f"/v1/responses/{name}").status_code == 404
+    with pytest.raises(openai.BadRequestError, match="synchronous"):
+        client.responses.cancel(client.responses.create(model="tiny", input=HELLO, max_output_tokens=1).id)
+
+
+REFUSED: list[tuple[dict[str, Any], int, str]] = [
+    ({"model": "nope"}, 404, "model"),
+    ({"max_output_tokens": 0}, 400, "max_output_tokens"),
+    ({"input": "word " * 4 * MAX_MODEL_LEN}, 400, "input"),
+    (
+        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "u"}]}]},
+        400,
+        "input",
+    ),
+    ({"tools": [{"type": "web_search"}]}, 400, "tools[0].type"),
+    (
+        {"text": {"format": {"type": "json_schema", "name": "n", "schema": {"$ref": "#/x"}}}},
+        400,
+        "text.format",
+    ),
+    ({"conversation": "conv_1"}, 400, "conversation"),
+    ({"previous_response_id": "resp_none"}, 404, "previous_response_id"),
+    ({"priority": 1}, 400, "priority"),
+]
+
+
+@pytest.mark.parametrize("mode", ["whole", "stream", "background"])
+@pytest.mark.parametrize(("fields", "status", "param"), REFUSED)
+def test_refusals_name_the_field(
+    http: httpx.Client, fields: dict[str, Any], status: int, param: str, mode: str
+) -> None:
+    answer = http.post("/v1/responses", json=body(**fields, **({mode: True} if mode != "whole" else {})))
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"].partition(".json_schema")[0]) == (status, param)
+    assert answer.headers.get("content-type") == "application/json"
+
+
+@pytest.mark.parametrize("query", ["limit=0", "limit=101", "limit=x", "order=up", "after=none"])
+def test_pages_are_bounded(http: httpx.Client, query: str) -> None:
+    name = http.post("/v1/responses", json=body(max_output_tokens=1)).json()["id"]
+    refusal = http.get(f"/v1/responses/{name}/input_items?{query}")
+    assert (refusal.status_code, refusal.json()["error"]["param"]) == (400, query.partition("=")[0])
+
+
+def test_a_client_that_leaves_ends_its_request(http: httpx.Client) -> None:
+    with http.stream("POST", "/v1/responses", json={"model": "tiny", "stream": True, **FOREVER}) as stream:
+        next(stream.iter_bytes())
+    wait_until(lambda: http.get("/load").json() == {"server_load": 0}, "the end of the request")
