@@ -246,6 +246,7 @@ class FakeEngine:
             "/v1/completions",
             "/v1/embeddings",
             "/v1/messages",
+            "/v1/responses",
             "/v1/messages/count_tokens",
             "/tokenize",
             "/detokenize",

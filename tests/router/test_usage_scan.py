@@ -14,6 +14,12 @@ USAGE = b'"usage": {"prompt_tokens": 12, "total_tokens": 20, "prompt_tokens_deta
     [
         (b"{" + USAGE + b"}", (12, 8, 0)),
         (b'{"usage":{"prompt_tokens":3}}', (3, 0, 0)),
+        (
+            b'{"usage":{"input_tokens":12,"input_tokens_details":{"cached_tokens":5},"output_tokens":3,'
+            b'"total_tokens":15}}',
+            (12, 5, 3),
+        ),
+        (b'{"usage":{"input_tokens":7,"cache_read_input_tokens":5,"output_tokens":3}}', (12, 5, 3)),
         (b'{"usage":null}', None),
         (b'{"choices":[]}', None),
         (b'data: {"choices":[{"text":"\\"usage\\": {\\"prompt_tokens\\": 99}"}]}', None),

@@ -49,6 +49,7 @@ _ENDPOINTS: dict[bytes, RoutedEndpoint] = {
     b"/v1/embeddings": "embeddings",
     b"/v1/messages": "messages",
     b"/v1/messages/count_tokens": "messages/count_tokens",
+    b"/v1/responses": "responses",
     b"/tokenize": "tokenize",
     b"/detokenize": "detokenize",
 }
@@ -184,7 +185,9 @@ class RouterApplication:
             call.trace = trace
         request.body = b""  # the call has it, perhaps rewritten: one copy is enough
         if call.renaming is not None:
-            client = RenamingClient(client, call.renaming, is_message=endpoint == "messages")
+            client = RenamingClient(
+                client, call.renaming, has_own_fields=endpoint in ("messages", "responses")
+            )
         self._requests.handle(client, call, started)
 
     def _ready(self) -> tuple[int, bytes, bytes]:

@@ -2,7 +2,8 @@
 
 Owns: the value of `model` in answers. Must not know: why the names differ.
 Invariant: nothing but that value changes: quotes inside of JSON strings are escaped, so `"model":"NAME"` is a field;
-only whole answers of Anthropic's API have other fields that may be called so, within the input of a tool.
+only whole answers of Anthropic's API and of OpenAI's Responses API have other fields that may be called so, within a
+tool.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ class RenamingClient:
     such an answer is split within the field, the field keeps the engine's name.
     """
 
-    def __init__(self, client: Client, renaming: Renaming, *, is_message: bool = False) -> None:
-        """`is_message`: answers are those of Anthropic's API."""
+    def __init__(self, client: Client, renaming: Renaming, *, has_own_fields: bool = False) -> None:
+        """`has_own_fields`: answers may have fields of that name that are the client's own."""
         self._client = client
-        self._is_message = is_message
+        self._has_own_fields = has_own_fields
         self._engine = msgspec.json.encode(renaming.engine)
         self._field = re.compile(rb'("model":\s?)' + re.escape(self._engine))
         self._value = msgspec.json.encode(renaming.client)
@@ -35,7 +36,7 @@ class RenamingClient:
     def _renamed(self, data: bytes) -> bytes:
         return self._field.sub(lambda found: found[1] + self._value, data)
 
-    def _renamed_message(self, body: bytes) -> bytes:
+    def _renamed_answer(self, body: bytes) -> bytes:
         try:
             fields = _fields.decode(body)
         except (msgspec.DecodeError, RecursionError):
@@ -49,7 +50,7 @@ class RenamingClient:
         self._client.attach(listener)
 
     def respond(self, status: int, headers: bytes, body: bytes) -> None:
-        renamed = self._renamed_message(body) if self._is_message else self._renamed(body)
+        renamed = self._renamed_answer(body) if self._has_own_fields else self._renamed(body)
         self._client.respond(status, headers, renamed)
 
     def start(self, status: int, headers: bytes, first: bytes) -> None:

@@ -14,7 +14,7 @@ from argosy_protocol.openai import StreamOptions
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-def with_fields(body: bytes, changes: Mapping[str, str | int | StreamOptions]) -> bytes:
+def with_fields(body: bytes, changes: Mapping[str, str | int | StreamOptions | msgspec.Raw]) -> bytes:
     """Return `body` with other values of some fields.
 
     A key given twice keeps its last value, which is what every JSON decoder on the way reads.

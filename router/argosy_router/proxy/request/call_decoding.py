@@ -16,7 +16,7 @@ from argosy_protocol.anthropic import decode_count_tokens_request, decode_messag
 from argosy_protocol.anthropic_chat import as_chat
 from argosy_protocol.embeddings import decode_embedding_request
 from argosy_protocol.errors import BadRequest
-from argosy_protocol.headers import MODEL_NAME
+from argosy_protocol.headers import MODEL_NAME, RESOLVED
 from argosy_protocol.openai import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -26,6 +26,8 @@ from argosy_protocol.openai import (
     decode_request,
 )
 from argosy_protocol.prompt_segments import prompt_segments
+from argosy_protocol.responses import ResponsesRequest, decode_responses_request
+from argosy_protocol.responses_chat import responses_as_chat
 from argosy_protocol.tokenization import only_model
 from argosy_router.auth.accounts import Account
 from argosy_router.fleet.fleet import Fleet
@@ -50,11 +52,15 @@ SESSION_HEADER = b"x-session-id"
 """The header llm-d's and Dynamo's clients use too."""
 
 RoutedEndpoint = (
-    Endpoint | Literal["embeddings", "messages", "messages/count_tokens", "tokenize", "detokenize"]
+    Endpoint
+    | Literal["embeddings", "messages", "messages/count_tokens", "responses", "tokenize", "detokenize"]
 )
 
 _MODEL_NAME: Final = MODEL_NAME.encode()
 _INTERNAL: Final = frozenset((*InternalFields.__struct_fields__, "data_parallel_rank"))
+_REPORTING: Final = frozenset(("messages", "responses"))
+"""Endpoints whose streams report their usage in any case."""
+_RESOLVED: Final = b"%b: 1\r\n" % RESOLVED.encode()
 _JSON: Final = b"application/json"
 
 
@@ -97,7 +103,7 @@ def decode_call(
     if not adapter:
         service = fleet.answering(named, session or request_id)
     priority = account.priority(decoded.priority)
-    changes: dict[str, str | int | StreamOptions] = {}
+    changes: dict[str, str | int | StreamOptions] = {"store": False} if endpoint == "responses" else {}
     model = engine_name(service, decoded.model, adapter)
     if model != decoded.model:
         changes["model"] = model
@@ -110,8 +116,9 @@ def decode_call(
     if asked is not None and salt is not None and salt != asked:
         changes["cache_salt"] = salt
     options = decoded.stream_options
-    is_message = endpoint == "messages"  # whose streams report their usage in any case
-    hides_usage = decoded.stream and not is_message and not (options is not None and options.include_usage)
+    is_message = endpoint == "messages"
+    reports_usage = endpoint in _REPORTING or (options is not None and options.include_usage)
+    hides_usage = decoded.stream and not reports_usage
     if hides_usage and options is not None:
         changes["stream_options"] = msgspec.structs.replace(
             options, include_usage=True, continuous_usage_stats=False
@@ -141,7 +148,10 @@ def decode_call(
     call.endpoint = endpoint
     call.priority = priority
     call.is_stream = decoded.stream
-    call.shape = resumable_shape(decoded, is_message=is_message)
+    if endpoint == "responses":
+        call.internal_headers += _RESOLVED
+    else:
+        call.shape = resumable_shape(decoded, is_message=is_message)
     call.hides_usage = hides_usage
     if model != decoded.model:
         call.renaming = Renaming(model, decoded.model)
@@ -160,10 +170,24 @@ def _decode(endpoint: RoutedEndpoint, body: bytes) -> ChatCompletionRequest | Co
         return decode_request(endpoint, body)
     if endpoint == "messages":
         return as_chat(decode_messages_request(body))
+    if endpoint == "responses":
+        return responses_as_chat(_stateless(decode_responses_request(body)))
     if endpoint == "messages/count_tokens":
         model = decode_count_tokens_request(body).model
         return ChatCompletionRequest(messages=[], model=model, max_tokens=0)  # nothing is computed or cached
     return only_model(body)
+
+
+def _stateless(request: ResponsesRequest) -> ResponsesRequest:
+    """Refuse what needs stored responses."""
+    for field in ("background", "previous_response_id"):
+        if getattr(request, field):
+            raise BadRequest(
+                f"{field} is not supported by this router, which stores no responses; send the whole conversation as "
+                "input",
+                param=field,
+            )
+    return request
 
 
 def session_of(decoded: ChatCompletionRequest | CompletionRequest, header: bytes | None) -> bytes:

@@ -19,6 +19,7 @@ import msgspec
 
 from argosy_protocol.anthropic import CountTokensRequest, MessagesRequest
 from argosy_protocol.openai import InternalFields
+from argosy_protocol.responses import ResponsesRequest
 
 _OPENAI: Final = frozenset(
     (
@@ -74,6 +75,8 @@ _INTERNAL: Final = frozenset(
         *("mcp_servers", "container", "context_management"),  # decoded only to be refused
     )
 )
+_STATE: Final = frozenset(("background", "previous_response_id", "request_id", "session_id"))
+"""Of responses: the router keeps their state, and names sessions and requests."""
 _GENERATION: Final = _OPENAI | _VLLM | _SGLANG | {"vllm_xargs"}
 _EMBEDDINGS: Final = frozenset(
     (
@@ -94,6 +97,7 @@ _FIELDS: Final = {
     "embeddings": _EMBEDDINGS,
     "messages": frozenset(MessagesRequest.__struct_fields__) - _INTERNAL,
     "messages/count_tokens": frozenset(CountTokensRequest.__struct_fields__) - _INTERNAL,
+    "responses": frozenset(ResponsesRequest.__struct_fields__) - _INTERNAL - _STATE,
     "tokenize": _TOKENIZE,
     "detokenize": frozenset(("model", "tokens")),
 }

@@ -44,8 +44,9 @@ def find_usage(answer: bytes) -> TokenUsage | None:
     """Return the last usage in an answer or a part of one; None if there is none."""
     for usage in _usages(answer):
         prompt_tokens = _count(usage, b'"prompt_tokens"')
-        if prompt_tokens is None and (uncached := _count(usage, b'"input_tokens"')) is not None:
-            return _message_usage(usage, uncached)
+        if prompt_tokens is None and (input_tokens := _count(usage, b'"input_tokens"')) is not None:
+            is_response = _count(usage, b'"total_tokens"') is not None
+            return (_response_usage if is_response else _message_usage)(usage, input_tokens)
         if prompt_tokens is not None:
             cached, completion = _count(usage, b'"cached_tokens"'), _count(usage, b'"completion_tokens"')
             return TokenUsage(prompt_tokens, cached or 0, completion or 0)
@@ -81,6 +82,12 @@ def _message_usage(usage: bytes, uncached: int) -> TokenUsage:
     created = _count(usage, b'"cache_creation_input_tokens"') or 0
     cached = _count(usage, b'"cache_read_input_tokens"') or 0
     return TokenUsage(uncached + created + cached, cached, _count(usage, b'"output_tokens"') or 0)
+
+
+def _response_usage(usage: bytes, input_tokens: int) -> TokenUsage:
+    """Return a usage of OpenAI's Responses API."""
+    cached, output = _count(usage, b'"cached_tokens"'), _count(usage, b'"output_tokens"')
+    return TokenUsage(input_tokens, cached or 0, output or 0)
 
 
 def _usages(answer: bytes) -> Iterator[bytes]:

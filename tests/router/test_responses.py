@@ -1,0 +1,206 @@
+"""OpenAI's Responses API through the router."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import openai
+import pytest
+
+from argosy_protocol.chunk_hash import chain_seed, chunk_hashes
+from argosy_protocol.prompt_segments import prompt_segments
+from argosy_protocol.responses import decode_responses_request
+from argosy_protocol.responses_chat import responses_as_chat
+from response_stream import final_response, parsed_events
+
+from .fake_engine import MODEL, Connection, FakeEngine, Received
+from .harness import Rig, is_settled, rig
+
+PATH = "/v1/responses"
+TEXT = "The quick brown fox jumps over the lazy dog. " * 60
+USAGE = {
+    "input_tokens": 12,
+    "input_tokens_details": {"cached_tokens": 5, "cache_write_tokens": 0},
+    "output_tokens": 3,
+    "output_tokens_details": {"reasoning_tokens": 0},
+    "total_tokens": 15,
+}
+PART = {"type": "output_text", "text": "hello", "annotations": [], "logprobs": []}
+ITEM = {"id": "msg_1_0", "type": "message", "status": "completed", "role": "assistant", "content": [PART]}
+
+
+def body(**fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "max_output_tokens": 16, "input": "hi", **fields}
+
+
+def whole(model: str = MODEL, **fields: Any) -> dict[str, Any]:
+    return {
+        "id": "resp_1",
+        "object": "response",
+        "created_at": 1,
+        "status": "completed",
+        "model": model,
+        "output": [ITEM],
+        "parallel_tool_calls": True,
+        "tool_choice": "none",
+        "tools": [],
+        "usage": USAGE,
+        **fields,
+    }
+
+
+def stream(model: str = MODEL) -> bytes:
+    begun = whole(model, status="in_progress", output=[], usage=None)
+    here: dict[str, Any] = {"item_id": "msg_1_0", "output_index": 0}
+    item = {**ITEM, "status": "in_progress", "content": []}
+    told: list[tuple[str, dict[str, Any]]] = [
+        ("created", {"response": begun}),
+        ("in_progress", {"response": begun}),
+        ("output_item.added", {"output_index": 0, "item": item}),
+        ("content_part.added", {**here, "content_index": 0, "part": {**PART, "text": ""}}),
+        ("output_text.delta", {**here, "content_index": 0, "delta": "hello", "logprobs": []}),
+        ("output_text.done", {**here, "content_index": 0, "text": "hello", "logprobs": []}),
+        ("content_part.done", {**here, "content_index": 0, "part": PART}),
+        ("output_item.done", {"output_index": 0, "item": ITEM}),
+        ("completed", {"response": whole(model)}),
+    ]
+    events = []
+    for number, (name, fields) in enumerate(told):
+        kind = f"response.{name}"
+        data = msgspec.json.encode({"type": kind, "sequence_number": number, **fields})
+        events.append(b"event: %b\ndata: %b\n\n" % (kind.encode(), data))
+    return b"".join(events)
+
+
+async def answer(connection: Connection, request: Received) -> None:
+    if request.path != PATH:
+        connection.answer(200, b"{}")
+    elif request.json.get("stream"):
+        connection.begin_stream()
+        connection.chunk(stream(request.json["model"]))
+        connection.end_stream()
+    else:
+        connection.answer(200, json.dumps(whole(request.json["model"])).encode())
+
+
+@asynccontextmanager
+async def sdk(r: Rig) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=f"{r.router.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+async def test_openais_sdk() -> None:
+    async with rig([FakeEngine(script=answer)]) as r, sdk(r) as client:
+        told = await client.responses.create(**body())
+        assert told.output_text == "hello"
+        async with client.responses.stream(**body()) as events:
+            final = await events.get_final_response()
+        assert final.output_text == "hello"
+        for received in r.engines[0].requests:
+            assert received.headers["x-argosy-internal-resolved"]
+            assert received.json["store"] is False
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.create(**body(model="absent"))
+        await r.until(lambda: is_settled(r))
+        assert r.metric('prompt_tokens_total{model="tiny",replica="r0"}') == 24
+        assert r.metric('completion_tokens_total{model="tiny",replica="r0"}') == 6
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"input": []}, "input"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"background": True}, "background"),
+        ({"kv_transfer_params": {}}, "kv_transfer_params"),
+        ({"vllm_xargs": {"kv_transfer_params": "x"}}, "vllm_xargs"),
+    ],
+)
+async def test_bad_requests_are_refused_by_the_router(fields: dict[str, Any], param: str) -> None:
+    async with rig([FakeEngine(script=answer)]) as r:
+        told = await r.http.post(PATH, json=body(**fields))
+        assert (told.status_code, told.json()["error"]["param"]) == (400, param)
+        assert not r.engines[0].requests
+
+
+async def test_a_cached_chat_attracts_its_response() -> None:
+    asked = body(instructions="Be kind.", input=[{"role": "user", "content": TEXT}])
+    segments = prompt_segments(responses_as_chat(decode_responses_request(json.dumps(asked).encode())))
+    hashes = chunk_hashes(segments[0], chain_seed(MODEL))
+    resident = {chunk: 60 * (position + 1) for position, chunk in enumerate(hashes)}
+    same = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": TEXT}]
+    async with rig([FakeEngine(script=answer) for _ in range(3)]) as r:
+        r.engines[1].store(resident)
+        await r.until(lambda: r.metric("index_chunks") == len(resident))
+        for told in (
+            await r.http.post(PATH, json=asked),
+            await r.http.post("/v1/chat/completions", json={"model": MODEL, "messages": same}),
+        ):
+            assert told.headers["x-argosy-replica"] == "r1"
+            assert told.headers["x-argosy-route"] == "cached"
+            assert int(told.headers["x-argosy-predicted-tokens"]) == max(resident.values())
+
+
+async def test_other_engines_get_the_fields_of_the_api() -> None:
+    fields = {
+        "instructions": "Be kind.",
+        "include": ["message.output_text.logprobs"],
+        "text": {"format": {"type": "text"}},
+        "reasoning": {"effort": "low"},
+        "truncation": "auto",
+        "top_k": 3,
+    }
+    async with rig([FakeEngine(script=answer, has_telemetry=False)]) as r:
+        told = await r.http.post(PATH, json=body(**fields, stream=True, rid="x"))
+        assert final_response(parsed_events(told.content))["output"] == [ITEM]
+        assert r.engines[0].requests[0].json == body(**fields, stream=True, store=False)
+        assert "x-argosy-internal-resolved" not in r.engines[0].requests[0].headers
+
+
+async def test_only_the_responses_own_model_is_renamed() -> None:
+    """The schema of a tool may have a field of that name."""
+    tools = [{"type": "function", "name": "f", "parameters": {"model": "engine-name"}}]
+
+    async def named(connection: Connection, request: Received) -> None:
+        if request.json.get("stream"):
+            await answer(connection, request)
+        else:
+            connection.answer(200, json.dumps(whole("engine-name", tools=tools)).encode())
+
+    engine = FakeEngine(model="engine-name", script=named)
+    async with rig([engine], fields={"engine_model": "engine-name"}) as r:
+        told = (await r.http.post(PATH, json=body())).json()
+        assert (told["model"], told["tools"]) == (MODEL, tools)
+        streamed = final_response(parsed_events((await r.http.post(PATH, json=body(stream=True))).content))
+        assert streamed["model"] == MODEL
+
+
+async def test_another_replica_answers_for_one_that_fails() -> None:
+    async def die(connection: Connection, _: Received) -> None:
+        connection.die()
+
+    engines = [FakeEngine(script=die), FakeEngine(script=answer)]
+    async with rig(engines) as r:
+        for stream_ in (False, True, False, True):
+            told = await r.http.post(PATH, json=body(stream=stream_))
+            assert (told.status_code, told.headers["x-argosy-replica"]) == (200, "r1")
+        assert r.engines[0].requests
+
+
+async def test_a_stream_that_breaks_off_ends_with_an_error() -> None:
+    async def half(connection: Connection, request: Received) -> None:
+        connection.begin_stream()
+        connection.chunk(stream(request.json["model"])[:400].rpartition(b"\n\n")[0] + b"\n\n")
+        await connection.writer.drain()
+        connection.die()
+
+    async with rig([FakeEngine(script=half)]) as r, sdk(r) as client:
+        with pytest.raises(openai.APIError):
+            async with client.responses.stream(**body()) as events:
+                await events.until_done()
