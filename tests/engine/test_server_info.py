@@ -104,6 +104,24 @@ def test_the_messages_api_is_described() -> None:
     assert streamed.keys() == {"application/json", "text/event-stream"}
 
 
+@pytest.mark.parametrize(
+    ("fields", "is_valid"),
+    [
+        ({}, True),
+        ({"input": [{"role": "user", "content": "x"}]}, True),
+        ({"input": [{"role": 5}]}, False),
+        ({"prompt": None, "conversation": False}, True),
+        ({"prompt": {"id": "p"}}, False),
+        ({"max_output_tokens": 0}, False),
+        ({"include": ["everything"]}, False),
+    ],
+)
+def test_the_document_describes_responses(fields: dict[str, Any], is_valid: bool) -> None:
+    document = openapi_document(build_app(Engine(("tiny",))))
+    schema = {**document, "$ref": "#/components/schemas/ResponsesRequest"}
+    assert Draft202012Validator(schema).is_valid({"model": "m", "input": "x", **fields}) is is_valid
+
+
 @pytest.fixture(scope="module")
 def chat_schema() -> Draft202012Validator:
     document = openapi_document(build_app(Engine(("tiny",))))

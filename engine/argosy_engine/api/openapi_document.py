@@ -33,6 +33,8 @@ from argosy_protocol.openai import (
     Completion,
     CompletionRequest,
 )
+from argosy_protocol.response_object import ResponseObject
+from argosy_protocol.responses import REFUSED_FIELDS, ResponsesRequest
 from argosy_protocol.tokenization import (
     ChatTokenizeRequest,
     DetokenizeRequest,
@@ -47,6 +49,7 @@ _REFUSED = {
     **dict.fromkeys(("mcp_servers", "container", "context_management"), ([], {})),
 }
 """Fields that are refused -> the values besides null with which they are accepted."""
+_REFUSED_OF_RESPONSES: Mapping[str, Sequence[Any]] = dict.fromkeys(REFUSED_FIELDS, (False,))
 _REF = "#/components/schemas/{name}"
 _PRIVATE = "/internal/"
 _ERROR: Mapping[str, Any] = {
@@ -97,6 +100,7 @@ _OPERATIONS = {
     "/v1/embeddings": _Operation([EmbeddingRequest], EmbeddingResponse),
     "/v1/messages": _Operation([MessagesRequest], Message, True),
     "/v1/messages/count_tokens": _Operation([CountTokensRequest], TokenCount),
+    "/v1/responses": _Operation([ResponsesRequest], ResponseObject, True),
     "/tokenize": _Operation([TextTokenizeRequest, ChatTokenizeRequest], TokenizeResponse),
     "/detokenize": _Operation([DetokenizeRequest], DetokenizeResponse),
 }
@@ -124,8 +128,9 @@ def openapi_document(app: FastAPI) -> dict[str, Any]:
     _, components = msgspec.json.schema_components(types, ref_template=_REF)
     for kind in types:
         properties = components[kind.__name__].get("properties", {})
-        for name in _REFUSED.keys() & properties.keys():
-            properties[name] = {"enum": [None, *_REFUSED[name]], "description": "not supported"}
+        refused = _REFUSED_OF_RESPONSES if kind is ResponsesRequest else _REFUSED
+        for name in refused.keys() & properties.keys():
+            properties[name] = {"enum": [None, *refused[name]], "description": "not supported"}
     paths: dict[str, dict[str, Any]] = {}
     for route in app.routes:
         if isinstance(route, APIRoute) and not route.path.startswith(_PRIVATE):
