@@ -28,6 +28,7 @@ _PACKAGES = (
     "engine/argosy_engine/worker",
     "fetcher/argosy_fetcher",
     "fetcher/argosy_fetcher/sources",
+    "router/argosy_router/batch",
     "router/argosy_router/storage",
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -11,7 +12,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from argosy_engine.api.observability.metrics import EngineMetrics
 from argosy_engine.config import MemoryBudget, ResolvedConfig
 from argosy_operator.reconcile.metrics import OperatorMetrics
-from argosy_router.config import RouterConfig
+from argosy_router.config import RouterConfig, StorageConfig
 from argosy_router.metrics.series import PREFIX, Counter, Histogram, Series
 from argosy_router.server import Router
 from docs_reference.markdown import code, page, section, table
@@ -95,10 +96,12 @@ def metrics_page() -> str:
 def router_series() -> tuple[Series, ...]:
     """All series of a router as production runs it."""
 
-    async def build() -> tuple[Series, ...]:
-        return tuple(Router(RouterConfig(replicas=("http://127.0.0.1:1",))).metrics.series)
+    async def build(folder: str) -> tuple[Series, ...]:
+        files = StorageConfig(storage=folder)
+        return tuple(Router(RouterConfig(replicas=("http://127.0.0.1:1",), files=files)).metrics.series)
 
-    return asyncio.run(build())
+    with tempfile.TemporaryDirectory() as folder:
+        return asyncio.run(build(folder))
 
 
 def _router_row(series: Series) -> tuple[str, ...]:

@@ -6,9 +6,10 @@ Owns: full names of series by kind, and the few forms of expressions. Must not k
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import Sequence
 
-from argosy_router.config import RouterConfig
+from argosy_router.config import RouterConfig, StorageConfig
 from argosy_router.metrics.series import PREFIX, Counter, Histogram, Reading, Series
 from argosy_router.server import Router
 
@@ -31,10 +32,14 @@ class Registry:
     def of_router(cls) -> Registry:
         """The registry of a router as production runs it."""
 
-        async def build() -> Registry:
-            return cls(tuple(Router(RouterConfig(replicas=("http://127.0.0.1:1",))).metrics.series))
+        async def build(folder: str) -> Registry:
+            files = StorageConfig(storage=folder)
+            return cls(
+                tuple(Router(RouterConfig(replicas=("http://127.0.0.1:1",), files=files)).metrics.series)
+            )
 
-        return asyncio.run(build())
+        with tempfile.TemporaryDirectory() as folder:
+            return asyncio.run(build(folder))
 
     def counter(self, name: str) -> str:
         series = self._series[name]

@@ -47,6 +47,7 @@ _TLS = "TLS (PEM files, reread when they change)"
 _ROUTING = "routing"
 _QUEUE = "queue (for services without limits of their own)"
 _TIMES = "timeouts (seconds)"
+_STORAGE = "files and batches (docs/batch.md)"
 _LOGS = "logs"
 
 _NO_FLAG = Flag(is_hidden=True)
@@ -195,6 +196,70 @@ class FlowControlLimits:
         ),
         Flag(group=_TIMES, metavar="S"),
     ] = 15.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorageConfig:
+    """Where files and batches of clients are kept, and their limits."""
+
+    storage: Annotated[
+        Url,
+        Meta(
+            description="keep the files and batches of clients in a directory (a path or file:///PATH; for several "
+            "routers on a volume that all mount) or a bucket (s3://BUCKET/PREFIX, gs://BUCKET/PREFIX; needs the extra "
+            "`storage`)"
+        ),
+        Flag(group=_STORAGE, metavar="URL", default="none: no /v1/files and /v1/batches"),
+    ] = ""
+    storage_max_bytes: Annotated[
+        Bytes,
+        Meta(description="what the stored objects of one API key may have"),
+        Flag(group=_STORAGE, is_size=True),
+    ] = 10 * 1024 * 1024 * 1024
+    storage_max_objects: Annotated[
+        int,
+        Meta(ge=1, le=1 << 24, description="how many stored objects one API key may have"),
+        Flag(group=_STORAGE, metavar="N"),
+    ] = 10_000
+    storage_ttl_s: Annotated[
+        float,
+        Meta(ge=3600.0, le=365 * 86_400.0, description="time after which stored objects are deleted"),
+        Flag(group=_STORAGE, metavar="S"),
+    ] = 30 * 86_400.0
+    """OpenAI keeps the files of batches for 30 days, too."""
+    max_file_bytes: Annotated[
+        int,
+        Meta(ge=1, le=1 << 40, description="size of an uploaded file"),
+        Flag(group=_STORAGE, is_size=True),
+    ] = 200 * 1024 * 1024
+    """OpenAI's limit for files of batches."""
+    batch_max_requests: Annotated[
+        int, Meta(ge=1, le=1 << 24, description="requests in one batch"), Flag(group=_STORAGE, metavar="N")
+    ] = 50_000
+    """OpenAI's limit."""
+    batch_max_inflight: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=1 << 16,
+            description="requests of batches that this router has in flight, of all services",
+        ),
+        Flag(group=_STORAGE, metavar="N"),
+    ] = 64
+    batch_share: Annotated[
+        float,
+        Meta(
+            gt=0.0,
+            le=1.0,
+            description="part of what the replicas of a service can take that requests of batches may have; one may "
+            "always run",
+        ),
+        Flag(group=_STORAGE, metavar="SHARE"),
+    ] = 0.5
+    """Batches fill idle replicas to the half, so that interactive requests start at once."""
+    lease_s: Annotated[float, _NO_FLAG] = 30.0
+    """How long the batches of a router that died wait for another one. Routers write once in a sixth of it for each
+    batch that they run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -350,6 +415,7 @@ class RouterConfig:
     flow_control: FlowControlLimits = field(default_factory=FlowControlLimits)
     server: ServerLimits = field(default_factory=ServerLimits)
     upstream: UpstreamLimits = field(default_factory=UpstreamLimits)
+    files: StorageConfig = field(default_factory=StorageConfig)
     request_timeout_s: Annotated[
         float,
         Meta(

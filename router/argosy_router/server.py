@@ -23,6 +23,7 @@ from argosy_router.admin.app import AdminServer, admin_keys, build_admin
 from argosy_router.admin.history import History
 from argosy_router.admin.overview import Overviews
 from argosy_router.auth.key_file import ApiKeys
+from argosy_router.batch.batch_service import BatchService
 from argosy_router.config import DEFAULT_ADMIN_PORT, ConfigError, RouterConfig
 from argosy_router.discovery.dns import DnsDiscovery
 from argosy_router.discovery.file import FileDiscovery
@@ -54,6 +55,9 @@ from argosy_router.proxy.request_handler import RequestHandler
 from argosy_router.proxy.resilience.hedging import Hedging
 from argosy_router.proxy.resilience.outlier_detection import OutlierDetector
 from argosy_router.proxy.resilience.retry_budget import RetryBudgets
+from argosy_router.storage.object_store import ObjectStore
+from argosy_router.storage.open_blobs import open_blobs
+from argosy_router.storage.owner_usage import Quota
 
 if TYPE_CHECKING:
     from argosy_router.observability.tracing import Tracer
@@ -149,6 +153,8 @@ class Router:
         )
         self._discovery = discovery or self._configured_discovery()
         self.server = ServerState(self.application, config.server, self.wheel)
+        self.batches = self._batch_service()
+        """Files and batches; None without a storage."""
         self.metrics.add(
             define.CLIENT_CONNECTIONS.value(lambda: len(self.server.connections)),
             define.REFUSED_CONNECTIONS.value(lambda: self.server.connection_limit.refused),
@@ -164,6 +170,26 @@ class Router:
         """Set this to drain and stop."""
         self.hurry = asyncio.Event()
         """Set this to end a drain at once."""
+
+    def _batch_service(self) -> BatchService | None:
+        config = self.config.files
+        if not config.storage:
+            return None
+        store = ObjectStore(
+            open_blobs(config.storage), Quota(config.storage_max_bytes, config.storage_max_objects)
+        )
+        service = BatchService(
+            config,
+            store,
+            fleet=self.fleet,
+            flow_control=self.flow_control,
+            application=self.application,
+            accounting=self.accounting,
+            keys=self._keys.table,
+        )
+        self.application.stored = service.routes
+        self.metrics.add(*service.series())
+        return service
 
     def _configured_discovery(self) -> Discovery:
         config = self.config
@@ -255,6 +281,9 @@ class Router:
             self._own(self._ledger.run(), "usage ledger")
         if self._capture is not None:
             self._own(self._capture.run(), "trace capture")
+        if self.batches is not None:
+            for name, work in self.batches.tasks():
+                self._own(work, name)
         if admin_sockets:
             await self._start_admin(admin_sockets)
 
@@ -330,6 +359,8 @@ class Router:
         """Drop readiness, close the listener and then idle connections, and wait for the other requests to end,
         including those still being received."""
         self.application.is_draining = self.server.is_draining = True
+        if self.batches is not None:
+            self.batches.stop()
         self.fleet.changed()
         await _wait(self.hurry, self.config.drain_settle_s)
         assert self._listener is not None
@@ -360,6 +391,8 @@ class Router:
                 connection.cut()
             else:
                 connection.drain()
+        if self.batches is not None:
+            await self.batches.close()
         if self.admin is not None:
             self.admin.should_exit = True
         for task in self._tasks:

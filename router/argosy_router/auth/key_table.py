@@ -113,6 +113,13 @@ class KeyTable:
         account = self._by_digest.get(hashlib.sha256(key.strip()).digest())
         return account if scheme.lower() == b"bearer" else None
 
+    def account_named(self, name: str) -> Account | None:
+        """Return the account of this name (`Account.name`), for work that goes on without its client; None if no key
+        has it any more."""
+        if self.is_open:
+            return ANONYMOUS if name == ANONYMOUS.name else None
+        return self._by_name.get(name)
+
     def _install(self, keys: dict[bytes, KeyTerms], now: float) -> None:
         before, self._by_name = self._by_name, {}
         for digest, terms in keys.items():

@@ -138,6 +138,22 @@ class FlowController:
         except Unavailable:
             return False
 
+    def has_background_room(self, service: Service, now: float, running: int, share: float) -> bool:
+        """Whether a service has room for one more request that nobody waits for.
+
+        Args:
+            running: how many of these are in flight already.
+            share: part of what the replicas can take that these may have, from 0 to 1.
+        """
+        queue = self._queues.get(service)
+        if queue is None:
+            return True
+        try:
+            free = service.candidates.free_sequences(now)
+        except Unavailable:
+            return False
+        return not queue.num_queued and free > 0 and running < share * (queue.sequences + free)
+
     # queues
 
     def _add_queue(self, service: Service, now: float) -> ServiceQueue:

@@ -7,7 +7,9 @@ Invariant: header names are lower-case bytes; values are as received.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from http import HTTPStatus
+from typing import Protocol
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -29,6 +31,29 @@ HOP_BY_HOP = frozenset(
 _REASONS = {status.value: status.phrase.encode("ascii") for status in HTTPStatus}
 
 
+class BodySink(Protocol):
+    """Takes a request's body in pieces as it arrives, instead of `Request.body`."""
+
+    max_bytes: int
+    """Limit of the body."""
+
+    def write(self, data: bytes) -> None:
+        """Take a piece.
+
+        Raises:
+            ApiError: the request is refused, and the rest of its body not read.
+        """
+        ...
+
+    def is_full(self, resume: Callable[[], None]) -> bool:
+        """Return whether the next piece should wait; `resume` is then called when it need not wait any longer."""
+        ...
+
+    def abort(self) -> None:
+        """Drop the body, which is incomplete or will not be used. May be called more than once."""
+        ...
+
+
 class Request:
     """One request: its head, and its body once that is complete."""
 
@@ -42,6 +67,7 @@ class Request:
         "keep_alive",
         "method",
         "path",
+        "sink",
         "target",
     )
 
@@ -63,6 +89,8 @@ class Request:
         a client that cannot be told from others."""
         self.grant: object = None
         """The application's own result of authorizing the head; None if it granted nothing."""
+        self.sink: BodySink | None = None
+        """Set by the application to get the body in pieces; `body` then stays empty."""
 
     def header(self, name: bytes) -> bytes | None:
         """First value of a header (`name` in lower case), or None."""

@@ -3,7 +3,8 @@
 Owns: framing: where a request ends, and the limits on its parts.
 Must not know: deadlines, responses, what a request asks for.
 Invariants: nothing is parsed after a failure; body bytes count in the server's `BodyMemory` from their arrival until
-`release` or `close`.
+`release` or `close`, unless they go to a sink, which bounds its own memory; a sink whose body is not complete is
+aborted.
 """
 
 from __future__ import annotations
@@ -79,6 +80,8 @@ class RequestReader:
             self.failure = self.failure or BadRequest("malformed HTTP request")
         if self.failure is None:
             self.failure = self._wire_failure()
+        if self.failure is not None:
+            self._abort_sink()
 
     def release(self, request: Request) -> None:
         """Release the memory of an answered request's body."""
@@ -94,15 +97,35 @@ class RequestReader:
         for account, size in self._reserved.items():
             self._memory.release(size, account)
         self._reserved.clear()
+        self._abort_sink()
+        for request in self.ready:
+            if request.sink is not None:
+                request.sink.abort()
         self.ready.clear()
         self._reset()
+
+    def _abort_sink(self) -> None:
+        request = self.incoming
+        if request is not None and request.sink is not None:
+            request.sink.abort()
+
+    def is_sink_full(self, resume: Callable[[], None]) -> bool:
+        """Return whether reading should pause for the body's sink, which then calls `resume`."""
+        request = self.incoming
+        return (
+            request is not None
+            and request.sink is not None
+            and self.failure is None
+            and request.sink.is_full(resume)
+        )
 
     def _wire_failure(self) -> ApiError | None:
         """Check bytes that no callback counts: an endless header line, chunk extensions, trailers."""
         limits = self._limits
         if self.phase is Phase.HEAD and self._wire_bytes > limits.max_header_bytes:
             return HeadersTooLarge("request headers are too large")
-        if self._wire_bytes > limits.max_header_bytes + 2 * limits.max_body_bytes + limits.max_held_bytes:
+        max_body_bytes = max(limits.max_body_bytes, self._max_body_bytes)
+        if self._wire_bytes > limits.max_header_bytes + 2 * max_body_bytes + limits.max_held_bytes:
             return PayloadTooLarge("request is too large")
         return None
 
@@ -156,6 +179,8 @@ class RequestReader:
             self._refuse(error)
         limits = self._limits
         self._max_body_bytes = limits.max_body_bytes if self.is_body_read else limits.max_unread_body_bytes
+        if request.sink is not None:
+            self._max_body_bytes = request.sink.max_bytes
         self._check_size(length)
         self.phase = Phase.BODY
 
@@ -195,6 +220,14 @@ class RequestReader:
 
     def on_body(self, data: bytes) -> None:
         self._check_size(self.body_bytes + len(data))
+        sink = None if self.incoming is None else self.incoming.sink
+        if sink is not None:
+            self.body_bytes += len(data)
+            try:
+                sink.write(data)
+            except ApiError as error:
+                self._refuse(error)
+            return
         account = None if self.incoming is None else self.incoming.account
         try:
             self._memory.reserve(len(data), account, self.body_bytes)
@@ -214,7 +247,7 @@ class RequestReader:
         if request is None or self.failure is not None:
             return
         request.body = bytes(self._body)
-        request.body_bytes = self.body_bytes
+        request.body_bytes = self.body_bytes if request.sink is None else 0
         self.ready.append(request)
         self._reset()
         self._wire_bytes = 0

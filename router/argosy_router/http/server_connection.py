@@ -87,8 +87,8 @@ class ServerConnection(asyncio.Protocol):
         self._is_serving = False
         self._is_write_paused = False
         self._is_read_paused = False
-        """Whether reading pauses between two requests, until the client has read the earlier responses or other
-        connections have had their turn."""
+        """Whether reading pauses: between two requests, until the client has read the earlier responses or other
+        connections have had their turn; within one, until its body's sink has room."""
         self._is_known = True
         """Whether the application authorized the last request (set its `grant`)."""
         self.is_discarding = False
@@ -148,6 +148,8 @@ class ServerConnection(asyncio.Protocol):
         if self.request is None:
             self.reader.feed(data)
             self._serve_requests()
+            if self.reader.incoming is not None and self.reader.is_sink_full(self._resume_reading):
+                self._pause_reading()
         elif not self.is_discarding:
             self._held += data
             if len(self._held) > self._limits.max_held_bytes:

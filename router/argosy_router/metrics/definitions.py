@@ -219,6 +219,39 @@ INFLIGHT_BODY_BYTES = Definition(
     "Memory of request bodies that are being received or whose response is incomplete.",
 )
 
+# files and batches
+STORED_BYTES = Definition(
+    "gauge",
+    "stored_bytes",
+    (),
+    "Bytes of all keys' files, batches and responses in the storage, at the last sweep.",
+)
+STORED_OBJECTS = Definition(
+    "gauge", "stored_objects", (), "Number of files, batches and responses in the storage, at the last sweep."
+)
+BATCHES = Definition(
+    "gauge",
+    "batches",
+    ("status",),
+    "Batches that have not ended: by status those that this router runs; elsewhere: those that other routers run, or "
+    "none yet.",
+)
+BATCHES_ENDED = Definition(
+    "counter",
+    "batches_ended",
+    ("status",),
+    "Batches that this router ran to their end, by their last status.",
+)
+BATCH_REQUESTS = Definition(
+    "counter",
+    "batch_requests",
+    ("outcome",),
+    "Requests of batches by outcome: completed, failed, or retried after 429, 503 or a failure.",
+)
+BATCH_REQUESTS_INFLIGHT = Definition(
+    "gauge", "batch_requests_inflight", (), "Requests of batches that this router has in flight."
+)
+
 # usage, logs and the program itself
 USAGE_REQUESTS = Definition(
     "counter",

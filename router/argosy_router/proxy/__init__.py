@@ -5,6 +5,7 @@ Must not know: how bytes are framed, how replicas are discovered, how a policy c
 Invariant: each request is answered exactly once, and its charge is released exactly once, on every path.
 
     application      routes and authentication
+    stored_routes    the interface of routes that answer from the storage
     request_handler  the steps of a request: rate limits, flow control, exchange, accounting
     queued_call      a request in the queue of flow control
     exchange         one request from dispatch to its end: attempts, retries, hedging, migration

@@ -19,7 +19,7 @@ import msgspec
 from argosy_protocol import __version__
 from argosy_protocol.errors import ApiError, BadRequest, MethodNotAllowed, NotFound
 from argosy_protocol.openai import ModelCard, ModelList
-from argosy_router.auth.accounts import ANONYMOUS, Account
+from argosy_router.auth.accounts import ANONYMOUS, BACKGROUND_PRIORITY, Account
 from argosy_router.auth.key_table import KeyTable
 from argosy_router.fleet.fleet import Fleet
 from argosy_router.fleet.service import Service
@@ -34,6 +34,7 @@ from argosy_router.proxy.request.call_decoding import RoutedEndpoint, decode_cal
 from argosy_router.proxy.request.model_names import may_use, unknown_model
 from argosy_router.proxy.request.request_id import request_id_for
 from argosy_router.proxy.request_handler import RequestHandler
+from argosy_router.proxy.stored_routes import StoredRoutes
 
 if TYPE_CHECKING:
     from argosy_router.observability.tracing import Tracer
@@ -43,6 +44,7 @@ _MODELS = b"/v1/models"
 _MODEL_PREFIX = b"/v1/models/"
 _METRICS = b"/metrics"
 _LOAD = b"/load"
+_STORED = (b"/v1/files", b"/v1/batches")
 _ENDPOINTS: dict[bytes, RoutedEndpoint] = {
     b"/v1/chat/completions": "chat/completions",
     b"/v1/completions": "completions",
@@ -80,6 +82,8 @@ class RouterApplication:
         self._tracer = tracer
         self._created = int(time.time())
         self.is_draining = False
+        self.stored: StoredRoutes | None = None
+        """Answers the routes of files and batches; None without a storage."""
         self._public: dict[bytes, Responder] = {
             b"/health": lambda: (200, _JSON, b"{}"),
             b"/ping": lambda: (200, _JSON, b"{}"),
@@ -100,6 +104,8 @@ class RouterApplication:
         account = self._keys.authenticate(request.header(b"authorization"), request.header(b"x-api-key"))
         request.grant = account
         request.account = None if account is ANONYMOUS else account
+        if _is_stored(request.path):
+            return self._stored_routes().on_head(request, account)
         return request.path in _ENDPOINTS
 
     def on_refused(self, error: ApiError, request: Request | None) -> tuple[bytes, bytes]:
@@ -118,6 +124,20 @@ class RouterApplication:
         request_id = request_id_for(None)
         try:
             self._generate(client, request, "chat/completions", request_id, ANONYMOUS)
+        except ApiError as error:
+            self._refuse(client, request_id, error, request.path)
+
+    def serves(self, path: str) -> bool:
+        """Whether requests of this path are sent to replicas."""
+        return path.encode() in _ENDPOINTS
+
+    def answer_in_background(self, client: Client, request: Request, account: Account) -> None:
+        """Answer a request of an account that no client waits for: it goes behind all others. The path must be one that
+        the router serves."""
+        request_id = request_id_for(None)
+        endpoint = _ENDPOINTS[request.path]
+        try:
+            self._generate(client, request, endpoint, request_id, account, is_background=True)
         except ApiError as error:
             self._refuse(client, request_id, error, request.path)
 
@@ -146,6 +166,9 @@ class RouterApplication:
                 _require(request, b"POST")
                 self._generate(client, request, endpoint, request_id, account)
                 return
+            if _is_stored(path):
+                self._stored_routes().on_request(client, request, account, request_id)
+                return
             responder = self._authorised_responder(path, account)
         _require(request, b"GET", b"HEAD")
         status, lines, body = responder()
@@ -165,6 +188,11 @@ class RouterApplication:
             return lambda: self._own_metrics(account)
         raise NotFound("no such route")
 
+    def _stored_routes(self) -> StoredRoutes:
+        if self.stored is None:
+            raise NotFound("this router keeps no files and batches; start it with --storage")
+        return self.stored
+
     def _generate(
         self,
         client: Client,
@@ -172,6 +200,8 @@ class RouterApplication:
         endpoint: RoutedEndpoint,
         request_id: bytes,
         account: Account,
+        *,
+        is_background: bool = False,
     ) -> None:
         started = self._requests.now()
         trace = None
@@ -183,6 +213,8 @@ class RouterApplication:
             raise BadRequest("the request is nested too deeply") from None
         if trace is not None:
             call.trace = trace
+        if is_background:
+            call.priority = max(call.priority, BACKGROUND_PRIORITY)
         request.body = b""  # the call has it, perhaps rewritten: one copy is enough
         if call.renaming is not None:
             client = RenamingClient(
@@ -231,6 +263,10 @@ class RouterApplication:
             parent=model if adapter else None,
             max_model_len=min(lengths) if lengths else None,
         )
+
+
+def _is_stored(path: bytes) -> bool:
+    return path.startswith(_STORED) and b"/".join(path.split(b"/", 3)[:3]) in _STORED
 
 
 def _require(request: Request, *methods: bytes) -> None:

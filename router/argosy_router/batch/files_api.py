@@ -1,0 +1,157 @@
+"""/v1/files: upload, list, retrieve, content, delete.
+
+Owns: the checks of a form, and the files of keys. Must not know: connections, batches.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
+from typing import Final, NamedTuple
+
+import msgspec
+
+from argosy_protocol.errors import BadRequest, Unavailable
+from argosy_router.batch import file_objects
+from argosy_router.batch.file_objects import DeletedFile, FileObject, Purpose, StoredFile, no_such_file
+from argosy_router.batch.file_upload import FileUpload
+from argosy_router.batch.listing import Page, in_order, limit_of, page_of
+from argosy_router.storage.object_store import ObjectStore
+
+MAX_UPLOADS: Final = 64
+"""Uploads of one router at a time, each of which holds a megabyte."""
+PAGE: Final = 1000
+MAX_LIMIT: Final = 10_000
+"""OpenAI's. A page has no more than `PAGE` files all the same."""
+MIN_EXPIRY_S: Final = 3600
+MAX_EXPIRY_S: Final = 30 * 86400
+_KIND: Final = file_objects.KIND
+_decoder: Final = msgspec.json.Decoder(StoredFile)
+
+
+class FileContent(NamedTuple):
+    """A file that is about to be sent."""
+
+    file: StoredFile
+    chunks: AsyncGenerator[bytes, None]
+
+
+class FilesApi:
+    """The files of all keys."""
+
+    def __init__(self, store: ObjectStore, *, max_file_bytes: int, ttl_s: float) -> None:
+        """`ttl_s` is how long a file lives whose upload does not say."""
+        self._store = store
+        self._max_file_bytes = max_file_bytes
+        self._ttl_s = ttl_s
+        self._uploads: set[FileUpload] = set()
+
+    def begin(self, owner: str, boundary: bytes) -> FileUpload:
+        """Begin an upload, which gets the body.
+
+        Raises:
+            Unavailable: the router has too many already.
+        """
+        if len(self._uploads) >= MAX_UPLOADS:
+            raise Unavailable(
+                f"the router receives {MAX_UPLOADS} files already; retry later", retry_after_s=1.0
+            )
+        upload = FileUpload(self._store, owner, self._new_id, boundary, self._max_file_bytes)
+        self._uploads.add(upload)
+        upload.on_end = lambda: self._uploads.discard(upload)
+        return upload
+
+    def _new_id(self, fields: Mapping[str, str]) -> str:
+        """Return the id of a file, which tells when it expires."""
+        anchor = fields.get("expires_after[anchor]", "created_at")
+        seconds = fields.get("expires_after[seconds]")
+        if seconds is None:
+            return self._store.new_id(file_objects.ID_PREFIX, self._ttl_s)
+        if anchor != "created_at":
+            raise BadRequest("expires_after.anchor must be created_at", param="expires_after")
+        if not (seconds.isascii() and seconds.isdigit() and MIN_EXPIRY_S <= int(seconds[:9]) <= MAX_EXPIRY_S):
+            raise BadRequest(
+                f"expires_after.seconds must be from {MIN_EXPIRY_S} to {MAX_EXPIRY_S}", param="expires_after"
+            )
+        return self._store.new_id(file_objects.ID_PREFIX, float(seconds[:9]))
+
+    async def create(self, owner: str, upload: FileUpload) -> FileObject:
+        """Store the file of a whole form.
+
+        Raises:
+            BadRequest: the form is not as documented.
+        """
+        size = await upload.finish()
+        try:
+            _check_fields(upload.fields)
+        except BadRequest:
+            await self._store.delete_content(_KIND, owner, upload.object_id)
+            raise
+        file = StoredFile(id=upload.object_id, filename=upload.filename, purpose="batch", bytes=size)
+        await self.add(owner, file)
+        return file_objects.shown(file)
+
+    async def add(self, owner: str, file: StoredFile, *, is_counted: bool = True) -> None:
+        """Store the document of a file whose content is stored."""
+        document = msgspec.json.encode(file)
+        await self._store.create(_KIND, owner, file.id, document, is_counted=is_counted)
+
+    async def find(self, owner: str, file_id: str) -> StoredFile | None:
+        """Return a file; None if the owner has none of this id."""
+        document = await self._store.read(_KIND, owner, file_id)
+        return None if document is None else _decoder.decode(document.data)
+
+    async def get(self, owner: str, file_id: str) -> FileObject:
+        """Raises NotFound, as all that follow."""
+        file = await self.find(owner, file_id)
+        if file is None:
+            raise no_such_file(file_id)
+        return file_objects.shown(file)
+
+    async def content(self, owner: str, file_id: str) -> FileContent:
+        file = await self.find(owner, file_id)
+        if file is None:
+            raise no_such_file(file_id)
+        return FileContent(file, self.chunks(owner, file_id))
+
+    def chunks(self, owner: str, file_id: str) -> AsyncGenerator[bytes, None]:
+        """Yield the content of a file that exists."""
+        return self._store.content(_KIND, owner, file_id)
+
+    async def delete(self, owner: str, file_id: str) -> DeletedFile:
+        if not await self._store.delete(_KIND, owner, file_id):
+            raise no_such_file(file_id)
+        return DeletedFile(id=file_id)
+
+    async def list(self, owner: str, query: Mapping[str, str]) -> Page[FileObject]:
+        """Return a page of the owner's files, the newest first unless the query says otherwise."""
+        limit = limit_of(query, MAX_LIMIT, MAX_LIMIT)
+        purpose = query.get("purpose")
+        ids = in_order(await self._store.ids(_KIND, owner), query)
+
+        async def read(file_id: str) -> FileObject | None:
+            file = await self.find(owner, file_id)
+            return None if file is None or purpose not in (None, file.purpose) else file_objects.shown(file)
+
+        return await page_of(ids, min(limit, PAGE), read)
+
+    async def close(self) -> None:
+        """Abort the uploads that are not complete, and wait until all have ended."""
+        uploads = list(self._uploads)
+        for upload in uploads:
+            upload.abort()
+        await asyncio.gather(*(upload.ended() for upload in uploads))
+
+
+def _check_fields(fields: Mapping[str, str]) -> None:
+    known = ("purpose", "expires_after[anchor]", "expires_after[seconds]")
+    for name in fields:
+        if name not in known:
+            raise BadRequest(
+                f"unknown field {name[:64]!r}; a form has file, {', '.join(known)}", param=name[:64]
+            )
+    given = fields.get("purpose")
+    allowed: Purpose = "batch"
+    if given != allowed:
+        shown = "missing" if given is None else repr(given[:64])
+        raise BadRequest(f"purpose must be 'batch', not {shown}: files are for batches only", param="purpose")

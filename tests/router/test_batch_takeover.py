@@ -1,0 +1,357 @@
+"""Batches of a router that died: another one takes over, goes on after the last result, and repeats none."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from argosy_router.auth.accounts import ANONYMOUS, Account
+from argosy_router.batch.batch_lease import BatchLeases
+from argosy_router.batch.batch_objects import StoredBatch, decode_create, new_batch
+from argosy_router.batch.batch_pace import BatchPace
+from argosy_router.batch.batch_records import BatchRecords
+from argosy_router.batch.batch_run import BatchRun, RunContext
+from argosy_router.batch.batch_runner import BatchRunner
+from argosy_router.batch.file_objects import StoredFile
+from argosy_router.batch.files_api import FilesApi
+from argosy_router.batch.line_request import LineRequests
+from argosy_router.config import FlowControlLimits, UpstreamLimits
+from argosy_router.fleet.fleet import Fleet
+from argosy_router.flow_control.controller import FlowController
+from argosy_router.http.deadlines import TimerWheel
+from argosy_router.http.messages import Request
+from argosy_router.http.server_interface import Client
+from argosy_router.storage.blob_store import Blob, BlobEntry, StorageUnavailable
+from argosy_router.storage.directory_store import DirectoryStore
+from argosy_router.storage.object_store import ObjectStore, owner_of
+from argosy_router.storage.owner_usage import Quota
+
+from .batch_rig import CHATS, lines
+from .fake_engine import completion
+from .harness import until
+
+OWNER = owner_of("")
+LEASE_S = 30.0
+DAY_S = 86400.0
+AMPLE = Quota(1 << 30, 1000)
+
+
+class VirtualTime:
+    """A clock that tests move, and those who sleep by it."""
+
+    def __init__(self) -> None:
+        self.now = 1_800_000_000.0
+        self._changed = asyncio.Event()
+
+    def __call__(self) -> float:
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def sleep(self, seconds: float) -> None:
+        due = self.now + seconds
+        while self.now < due:
+            await self._changed.wait()
+
+    async def passes_until(self, is_true: Callable[[], bool]) -> None:
+        """Move the clock, as slowly as routers can follow, until something has happened."""
+        async with asyncio.timeout(60.0):
+            while not is_true():
+                self.advance(LEASE_S / 6)
+                await asyncio.sleep(0.05)
+
+
+class MortalStore:
+    """A router's way to the storage, which ends when the router dies."""
+
+    def __init__(self, root: Path) -> None:
+        self._store = DirectoryStore(root)
+        self.is_alive = True
+
+    def _check(self) -> DirectoryStore:
+        if not self.is_alive:
+            raise StorageUnavailable
+        return self._store
+
+    async def get(self, key: str) -> Blob | None:
+        return await self._check().get(key)
+
+    async def create(self, key: str, data: bytes) -> str:
+        return await self._check().create(key, data)
+
+    async def replace(self, key: str, data: bytes, version: str) -> str:
+        return await self._check().replace(key, data, version)
+
+    async def upload(self, key: str, chunks: AsyncIterable[bytes]) -> int:
+        return await self._check().upload(key, chunks)
+
+    def read(self, key: str) -> AsyncGenerator[bytes, None]:
+        return self._check().read(key)
+
+    async def delete(self, key: str) -> bool:
+        return await self._check().delete(key)
+
+    async def entries(self, folder: str) -> list[BlobEntry]:
+        return await self._check().entries(folder)
+
+    async def remove_leftovers(self, older_than: float) -> None:
+        await self._check().remove_leftovers(older_than)
+
+
+class BatchRouter:
+    """What of a router runs batches, with a fleet that answers as the test says."""
+
+    def __init__(self, root: Path, time: VirtualTime) -> None:
+        self.blobs = MortalStore(root)
+        self.store = ObjectStore(self.blobs, AMPLE, now=time, monotonic=time)
+        self.files = FilesApi(self.store, max_file_bytes=1 << 30, ttl_s=30 * DAY_S)
+        self.records = BatchRecords(self.store)
+        self.leases = BatchLeases(self.blobs, LEASE_S, time)
+        self.asked: Counter[str] = Counter()
+        self.held: list[tuple[str, Client]] = []
+        """Requests that wait for their answer."""
+        self.answers: Callable[[str], bool] = lambda _: True
+        """Whether a request is answered at once."""
+        self.account: Account | None = ANONYMOUS
+        self.backoffs: list[float] = []
+        wheel = TimerWheel(asyncio.get_running_loop(), 0.01)
+        fleet = Fleet(wheel, UpstreamLimits())
+        flow_control = FlowController(fleet, wheel, FlowControlLimits(), lambda: 100)
+        # Of models that the fleet does not know, one request is in flight at a time.
+        pace = BatchPace(fleet, flow_control, max_inflight=64, share=1.0)
+        self.ended: list[str] = []
+        context = RunContext(
+            store=self.store,
+            files=self.files,
+            records=self.records,
+            leases=self.leases,
+            requests=LineRequests(self.send, pace, lambda: None, self.back_off),
+            account_named=lambda _: self.account,
+            max_requests=1000,
+            on_done=lambda _: None,
+            on_ended=self.ended.append,
+            sleep=time.sleep,
+        )
+        self.runner = BatchRunner(self.leases, lambda held: BatchRun(held, context), poll_s=0.01)
+        self._task = asyncio.create_task(self.runner.run())
+        self._fleet, self._wheel = fleet, wheel
+
+    def send(self, client: Client, request: Request, account: Account) -> None:
+        content = json.loads(request.body)["messages"][0]["content"]
+        self.asked[content] += 1
+        if self.answers(content):
+            client.respond(200, b"", completion(content))
+        else:
+            self.held.append((content, client))
+
+    async def back_off(self, seconds: float) -> None:
+        self.backoffs.append(seconds)
+
+    def die(self) -> None:
+        """Stop all at once, without a word to the storage."""
+        self.blobs.is_alive = False
+
+    async def close(self) -> None:
+        self.die()
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        await self.runner.close()
+        await self._fleet.close()
+        self._wheel.close()
+
+    async def start_batch(self, content: bytes) -> str:
+        async def chunks() -> AsyncIterator[bytes]:
+            yield content
+
+        file_id = self.store.new_id("file-", 30 * DAY_S)
+        size = await self.store.upload("files", OWNER, file_id, chunks())
+        await self.files.add(OWNER, StoredFile(id=file_id, filename="a", purpose="batch", bytes=size))
+        create = {"input_file_id": file_id, "endpoint": CHATS, "completion_window": "24h"}
+        batch_id = self.store.new_id("batch_", 30 * DAY_S)
+        await self.leases.create(OWNER, batch_id)
+        stored = new_batch(batch_id, decode_create(json.dumps(create).encode()), "", 30 * DAY_S)
+        await self.records.create(OWNER, stored)
+        self.runner.wake()
+        return batch_id
+
+    async def batch(self, batch_id: str) -> StoredBatch:
+        stored = await self.records.read(OWNER, batch_id)
+        assert stored is not None
+        return stored
+
+    async def until_status(self, batch_id: str, status: str) -> StoredBatch:
+        async with asyncio.timeout(60.0):
+            while (stored := await self.batch(batch_id)).batch.status != status:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        return stored
+
+    async def results(self, file_id: str | None) -> list[dict[str, Any]]:
+        assert file_id is not None
+        chunks = [chunk async for chunk in self.files.chunks(OWNER, file_id)]
+        return [json.loads(line) for line in b"".join(chunks).splitlines()]
+
+
+@contextlib.asynccontextmanager
+async def routers(root: Path, time: VirtualTime, count: int = 2) -> AsyncIterator[list[BatchRouter]]:
+    running = [BatchRouter(root, time) for _ in range(count)]
+    try:
+        yield running
+    finally:
+        for router in running:
+            await router.close()
+
+
+TWENTY = tuple(map(str, range(20)))
+
+
+async def test_another_router_goes_on_after_the_last_result_of_one_that_died(tmp_path: Path) -> None:
+    time = VirtualTime()
+    async with routers(tmp_path, time) as (first, second):
+        second.blobs.is_alive = False
+        first.answers = lambda content: int(content) < 10
+        batch_id = await first.start_batch(lines(*TWENTY))
+        await until(lambda: len(first.held) == 1)
+        time.advance(LEASE_S / 6)  # the lease is renewed, and the results are kept
+        await until(lambda: bool(list((tmp_path / "objects" / "work").rglob("*.jsonl"))))
+        async with asyncio.timeout(60.0):
+            while (await first.batch(batch_id)).batch.request_counts.completed < 10:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        first.die()
+
+        second.blobs.is_alive = True
+        second.runner.wake()
+        assert not second.asked
+        await time.passes_until(lambda: bool(second.asked))
+        stored = await second.until_status(batch_id, "completed")
+        assert stored.batch.request_counts.completed == 20
+        results = await second.results(stored.batch.output_file_id)
+        assert sorted(result["custom_id"] for result in results) == sorted(TWENTY)
+        assert set(second.asked) == set(TWENTY[10:]), "what has a result is not sent again"
+        await until(lambda: second.ended == ["completed"], 60.0)
+        await until(lambda: not list((tmp_path / "objects").glob("*/*/batch_*")), 60.0)
+        await until(lambda: not list((tmp_path / "objects").glob("work/*/*")), 60.0)
+
+
+async def test_a_router_that_was_suspended_changes_nothing_when_it_wakes(tmp_path: Path) -> None:
+    time = VirtualTime()
+    async with routers(tmp_path, time) as (first, second):
+        second.blobs.is_alive = False
+        first.answers = lambda _: False
+        batch_id = await first.start_batch(lines("a"))
+        await until(lambda: len(first.held) == 1)
+        first.die()
+        second.blobs.is_alive = True
+        await time.passes_until(lambda: bool(second.asked))
+        stored = await second.until_status(batch_id, "completed")
+        first.blobs.is_alive = True
+        for _, client in first.held:
+            client.respond(200, b"", completion("late"))
+        time.advance(LEASE_S)
+        for _ in range(50):
+            await asyncio.sleep(0.002)
+        (result,) = await second.results(stored.batch.output_file_id)
+        assert result["response"]["body"]["choices"][0]["message"]["content"] == "a"
+        assert await second.batch(batch_id) == stored
+        assert first.ended == []
+
+
+async def test_several_routers_share_batches_and_run_each_once(tmp_path: Path) -> None:
+    time = VirtualTime()
+    async with routers(tmp_path, time, 3) as running:
+        ids = [
+            await running[number % 3].start_batch(lines(f"{number}-a", f"{number}-b")) for number in range(9)
+        ]
+        for batch_id in ids:
+            stored = await running[0].until_status(batch_id, "completed")
+            assert len(await running[0].results(stored.batch.output_file_id)) == 2
+        asked: Counter[str] = sum((router.asked for router in running), Counter())
+        assert len(asked) == 18
+        assert set(asked.values()) == {1}
+        await until(lambda: sum(len(router.ended) for router in running) == 9, 60.0)
+
+
+async def test_a_batch_ends_with_its_window_and_names_what_was_not_executed(tmp_path: Path) -> None:
+    time = VirtualTime()
+    async with routers(tmp_path, time, 1) as (router,):
+        router.answers = lambda content: content == "a"
+        batch_id = await router.start_batch(lines("a", "b", "c"))
+        await until(lambda: len(router.held) == 1)
+        time.advance(DAY_S)
+        stored = await router.until_status(batch_id, "expired")
+        assert stored.batch.expired_at is not None
+        (done,) = await router.results(stored.batch.output_file_id)
+        assert done["custom_id"] == "a"
+        expired = await router.results(stored.batch.error_file_id)
+        assert [(each["custom_id"], each["response"], each["error"]["code"]) for each in expired] == [
+            ("b", None, "batch_expired"),
+            ("c", None, "batch_expired"),
+        ]
+
+
+async def test_a_batch_whose_input_was_deleted_fails_and_says_so(tmp_path: Path) -> None:
+    time = VirtualTime()
+    async with routers(tmp_path, time, 1) as (router,):
+        router.account = None
+        batch_id = await router.start_batch(lines("a", "b"))
+        stored = await router.until_status(batch_id, "in_progress")
+        await router.files.delete(OWNER, stored.batch.input_file_id)
+        router.account = ANONYMOUS
+        stored = await router.until_status(batch_id, "failed")
+        assert stored.batch.errors is not None
+        assert [error.code for error in stored.batch.errors.data] == ["input_file_unavailable"]
+
+
+async def test_a_batch_waits_while_no_key_has_its_account(tmp_path: Path) -> None:
+    time = VirtualTime()
+    async with routers(tmp_path, time, 1) as (router,):
+        router.account = None
+        batch_id = await router.start_batch(lines("a"))
+        await router.until_status(batch_id, "in_progress")
+        for _ in range(20):
+            await asyncio.sleep(0.005)
+        assert not router.asked
+        router.account = ANONYMOUS
+        await router.until_status(batch_id, "completed")
+
+
+async def test_a_lease_without_a_batch_is_removed_once_it_is_old(tmp_path: Path) -> None:
+    time = VirtualTime()
+    async with routers(tmp_path, time, 1) as (router,):
+        await router.leases.create(OWNER, router.store.new_id("batch_", DAY_S))
+        router.runner.wake()
+        for _ in range(20):
+            await asyncio.sleep(0.005)
+        assert await router.leases.batches()
+        time.advance(120.0)
+        async with asyncio.timeout(60.0):
+            while await router.leases.batches():  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("status", [502, 504])
+async def test_failures_of_replicas_are_repeated_a_few_times(tmp_path: Path, status: int) -> None:
+    time = VirtualTime()
+    async with routers(tmp_path, time, 1) as (router,):
+        router.answers = lambda _: False
+        batch_id = await router.start_batch(lines("a"))
+        for _ in range(4):
+            await until(lambda: bool(router.held))
+            router.held.pop()[1].respond(status, b"x-request-id: r\r\n", b'{"error":{"message":"lost"}}')
+        stored = await router.until_status(batch_id, "completed")
+        assert stored.batch.request_counts.failed == 1
+        (result,) = await router.results(stored.batch.error_file_id)
+        assert (result["response"]["status_code"], result["response"]["request_id"]) == (status, "r")
+        assert router.asked["a"] == 4
+        assert len(router.backoffs) == 3
+        assert all(later > earlier for earlier, later in itertools.pairwise(router.backoffs))
