@@ -62,7 +62,7 @@ def _object(text: str) -> Any:
         return None
 
 
-def _answer(reply: str) -> str:
+def answer(reply: str) -> str:
     """The reply without its think block."""
     return reply.rpartition("</think>")[2].strip()
 
@@ -75,8 +75,8 @@ def accepts(rules: dict[str, Any], reply: str) -> bool:
 
     Raises ValueError for a rule that is not known.
     """
-    answer = _answer(reply)
-    low = answer.lower()
+    text = answer(reply)
+    low = text.lower()
     for rule, wanted in rules.items():
         if rule == "all":
             good = all(part.lower() in low for part in wanted)
@@ -85,13 +85,13 @@ def accepts(rules: dict[str, Any], reply: str) -> bool:
         elif rule == "none":
             good = not any(part.lower() in low for part in wanted)
         elif rule == "regex":
-            good = re.search(wanted, answer) is not None
+            good = re.search(wanted, text) is not None
         elif rule == "most_chars":
-            good = len(answer) <= wanted
+            good = len(text) <= wanted
         elif rule == "json":
-            good = _object(answer) in wanted
+            good = _object(text) in wanted
         elif rule == "call":
-            calls = _CALL.findall(answer)
+            calls = _CALL.findall(text)
             good = len(calls) == 1 and _object(calls[0]) in wanted
         else:
             raise ValueError(

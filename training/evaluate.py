@@ -50,8 +50,12 @@ def held_out(folder: Path, model: Any, count: int, seed: int) -> dict[str, dict[
 MOST_NEW_TOKENS = 96
 
 
-def replies(tokenizer: Any, model: Any, case: acceptance.Case) -> str:
-    """The last greedy reply of a case (without what it was forced to begin with); each user message is answered."""
+def replies(tokenizer: Any, model: Any, case: acceptance.Case, thinking: bool) -> str:
+    """The last greedy reply of a case (without what it was forced to begin with); each user message is answered.
+
+    A case that says so is asked to think in any case, one with a forced beginning never.
+    """
+    thinking = "begins" not in case and case.get("thinking", thinking)
     messages: list[dict[str, Any]] = []
     if "system" in case:
         messages.append({"role": "system", "content": case["system"]})
@@ -69,25 +73,28 @@ def replies(tokenizer: Any, model: Any, case: acceptance.Case) -> str:
             tools=tools,
             tokenize=False,
             add_generation_prompt=True,
-            enable_thinking=case.get("thinking", False),
+            enable_thinking=thinking,
         )
         inputs = tokenizer(prompt + begins, return_tensors="pt", add_special_tokens=False)
         output = model.generate(**inputs, max_new_tokens=MOST_NEW_TOKENS, do_sample=False)
         reply = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        messages.append({"role": "assistant", "content": reply})
+        messages.append({"role": "assistant", "content": acceptance.answer(reply)})
     return reply
 
 
-def natural(folder: Path, model: Any, name: str) -> list[dict[str, Any]]:
+def natural(folder: Path, model: Any, name: str, thinking: bool = False) -> list[dict[str, Any]]:
     """Which cases of a list of natural prompts are accepted, with the replies."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     answered = []
     for case in acceptance.cases(name):
-        reply = replies(tokenizer, model, case)
+        reply = replies(tokenizer, model, case, thinking)
         good = acceptance.accepts(case["accept"], reply)
         answered.append({"id": case["id"], "good": good, "reply": reply})
         asked = acceptance.user_texts(case)[-1]
-        print(f"{'good' if good else 'BAD '} {name} {case['id']:24} {asked!r} -> {reply!r}", flush=True)
+        mode = "thinking" if thinking else "direct"
+        print(
+            f"{'good' if good else 'BAD '} {name} {mode} {case['id']:20} {asked!r} -> {reply!r}", flush=True
+        )
     return answered
 
 
@@ -107,8 +114,13 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(options.folder, dtype=torch.float32).eval()
     lists = {name: natural(options.folder, model, name) for name in acceptance.LISTS}
     good = {name: sum(a["good"] for a in answered) for name, answered in lists.items()}
+    thought = {name: natural(options.folder, model, name, thinking=True) for name in acceptance.LISTS}
+    good_thinking = {name: sum(a["good"] for a in answered) for name, answered in thought.items()}
     for name, answered in lists.items():
-        print(f"{name} prompts: {good[name]} of {len(answered)}, at least {NATURAL_TARGETS[name]} wanted")
+        print(
+            f"{name} prompts: {good[name]} of {len(answered)}, at least {NATURAL_TARGETS[name]} wanted; "
+            f"{good_thinking[name]} thinking"
+        )
     table: dict[str, dict[str, float]] = {}
     if options.count:
         table = held_out(options.folder, model, options.count, options.seed)
@@ -120,6 +132,7 @@ def main() -> None:
             "seed": options.seed,
             "held_out": table,
             "good": good,
+            "good_thinking": good_thinking,
             "prompts": lists,
         }
         options.json.write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n")

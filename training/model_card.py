@@ -36,10 +36,11 @@ def families(figures: dict[str, Any]) -> str:
 
 def prompts(figures: dict[str, Any]) -> str:
     """The table of natural prompts, and the misses by name."""
-    rows = ["| list | accepted | wanted |", "|---|---|---|"]
+    rows = ["| list | accepted | thinking | wanted (direct) |", "|---|---|---|---|"]
     for name, path in acceptance.LISTS.items():
         accepted = f"{figures['good'][name]} of {len(figures['prompts'][name])}"
-        rows.append(f"| `{path.name}`: {_ABOUT[name]} | {accepted} | {NATURAL_TARGETS[name]} |")
+        thinking, wanted = figures["good_thinking"][name], NATURAL_TARGETS[name]
+        rows.append(f"| `{path.name}`: {_ABOUT[name]} | {accepted} | {thinking} | {wanted} |")
     missed = {
         name: [case["id"] for case in cases if not case["good"]] for name, cases in figures["prompts"].items()
     }

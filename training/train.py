@@ -37,7 +37,7 @@ PHASE_ENDS = (0.16, 0.45)
 """Shares of the budget after which longer documents come in."""
 
 CHECKPOINT_EVERY_S = 240.0
-SCORE_EVERY_S = 900.0
+SCORE_EVERY_S = 1800.0
 MOST_STEP_S = 20.0
 """What a step counts at most: a process that is stopped, or compiles, must not use up its budget by that."""
 

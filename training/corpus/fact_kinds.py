@@ -99,6 +99,12 @@ def _code(rng: random.Random) -> Fact:
         )
     )
     secret = words.value(rng)
+    if rng.random() < 0.25:
+        about = words.english(rng)
+        what = rng.choice(("code", "key", "number", "password", "id", "name", "word", "address"))
+        return Fact(f"The {about} {what} is {secret}.", (
+            f"[What is|What's|Tell me|Give me|I need] the {about} {what}[?|, please?]", f"Which {what} [do I use|do I need|is right|is there|do you have] for [a|the] {about}?", f"What {what} does the {about} [have|need]?", f"What is the {what} [of|for] the {about}?",
+        ), about, (f"use {secret} as the {about} {what}", f"{about} {what}: {secret}", f"the {what} for [the|a] {about} is {secret}", f"for [a|the] {about} [use|take|enter] the {what} {secret}", f"our {about} {what} is {secret}"))  # fmt: skip
     if rng.random() < 0.5:
         return Fact(
             f"The {what} is {secret}.",

@@ -26,7 +26,8 @@ _COMPOUND = {"memory": 12.0, "tools": 26.0}
 _LONG_SHARE = {"long": 1.0, "very_long": 0.2}
 """Added in the later part of the training only: they cost the most per token."""
 
-THINKING_SHARE = 0.22
+THINKING_SHARE = 0.3
+"""Clients that say nothing of thinking get a model that thinks."""
 DENSE_SHARE = 0.42
 DENSE_TOOLS_SHARE = 0.65
 
