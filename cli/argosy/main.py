@@ -45,7 +45,7 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "bench",
         "argosy.commands.bench:main",
-        "measure: any OpenAI endpoint, routing policies on a trace",
+        "measure: any OpenAI endpoint, an engine offline, routing policies on a trace",
         "engine",
     ),
     Command(

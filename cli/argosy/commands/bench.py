@@ -28,6 +28,12 @@ BENCHMARKS: Final = (
         "load an OpenAI endpoint: time to first token, time per token, throughput, goodput",
     ),
     Benchmark(
+        "throughput",
+        "argosy_engine.benchmarks.bench_throughput:main",
+        "generate from many prompts in this process",
+    ),
+    Benchmark("latency", "argosy_engine.benchmarks.bench_latency:main", "time one batch in this process"),
+    Benchmark(
         "router",
         "argosy.commands.bench_router:main",
         "compare routing policies on a trace, in simulated time",

@@ -1,4 +1,4 @@
-"""Benchmarks of a user's own: `argosy bench serve`, with vLLM's flags and results.
+"""Benchmarks of a user's own: `argosy bench serve`, `throughput` and `latency`, with vLLM's flags and results.
 
 bench_serve            argosy bench serve: the command, from its flags to the result
 serve_args             its flags
@@ -7,6 +7,9 @@ load_generator         sends the requests as the arrivals say, and limits how ma
 arrivals               when each request is sent
 endpoint_request       request bodies, and what an answer is timed by
 streaming_http         keep-alive HTTP connections that cost little CPU
+bench_throughput       argosy bench throughput
+bench_latency          argosy bench latency
+offline_command        what these two have in common
 run_progress           a bar on a terminal, lines elsewhere
 serving_metrics        TTFT, TPOT, ITL, E2EL, throughput, goodput
 serving_report         the printed table

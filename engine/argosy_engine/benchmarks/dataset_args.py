@@ -1,4 +1,4 @@
-"""DatasetArgs: the flags that choose prompts, with vLLM's names, of `argosy bench serve`."""
+"""DatasetArgs: the flags that choose prompts, with vLLM's names, shared by `argosy bench serve` and `throughput`."""
 
 from __future__ import annotations
 

@@ -64,8 +64,22 @@ class LLM:
     ) -> None:
         paths = tuple(processor_path(processor) for processor in logits_processors)
         args = EngineArgs.of(model=model, logits_processors=paths, **engine_args)
-        self.engine = LLMEngine.from_engine_args(args, multiprocess=multiprocess)
-        self.config = self.engine.config
+        self._use(LLMEngine.from_engine_args(args, multiprocess=multiprocess))
+
+    @classmethod
+    def from_engine_args(cls, args: EngineArgs, *, multiprocess: bool = False) -> LLM:
+        """Load the model that engine arguments describe, as a command line gives them.
+
+        Raises:
+            ConfigError, FetchFailed: as the constructor.
+        """
+        llm = cls.__new__(cls)
+        llm._use(LLMEngine.from_engine_args(args, multiprocess=multiprocess))
+        return llm
+
+    def _use(self, engine: LLMEngine) -> None:
+        self.engine = engine
+        self.config = engine.config
         self.input_processor = self.engine.input_processor
         self.renderer = self.engine.renderer
         self._request_ids = itertools.count()

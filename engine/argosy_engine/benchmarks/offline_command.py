@@ -1,0 +1,70 @@
+"""Offline commands: what `argosy bench throughput` and `latency` have in common around the engine.
+
+Owns: the model's flag, errors as exit codes, and the figures' file. Must not know: what is measured.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from argosy_engine.api.engine_flag_parser import EngineFlagParser
+from argosy_engine.benchmarks.benchmark_error import FAILURE, USAGE, BenchmarkError
+from argosy_engine.config import EngineArgs
+from argosy_engine.errors import ConfigError, EngineError, InvalidRequest
+from argosy_protocol.program.flags import InvalidValue
+
+Args = TypeVar("Args")
+
+
+def add_model_flag(parser: EngineFlagParser) -> None:
+    """Add `--model`, as vLLM's benchmarks have it, beside the positional argument."""
+    parser.add_argument("--model", dest="model_flag", metavar="MODEL", help="the model, by vLLM's flag")
+
+
+def run_offline(
+    parser: EngineFlagParser,
+    argv: Sequence[str] | None,
+    cls: type[Args],
+    run: Callable[[Args, EngineArgs], int],
+    defaults: Mapping[str, Any] | None = None,
+) -> int:
+    """Parse the command line, run the benchmark and return the exit code. Errors are one line on standard error.
+
+    Args:
+        cls: the benchmark's own flags, which the parser has.
+        defaults: of engine flags, where they differ from the engine's.
+    """
+    options = parser.parse_args(argv)
+    options.model = options.model or options.model_flag
+    for name, value in (defaults or {}).items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    try:
+        args = parser.build(cls, options)
+    except InvalidValue as error:
+        parser.error(str(error))
+    engine_args = parser.engine_args(options)
+    try:
+        return run(args, engine_args)
+    except BenchmarkError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return error.exit_code
+    except EngineError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return USAGE if isinstance(error, ConfigError | InvalidRequest) else FAILURE
+
+
+def write_json(path: str, document: Mapping[str, Any]) -> None:
+    """Write the figures.
+
+    Raises:
+        BenchmarkError: the file cannot be written.
+    """
+    try:
+        Path(path).write_text(json.dumps(document, indent=4) + "\n", "utf-8")
+    except OSError as error:
+        raise BenchmarkError(f"cannot write {path}: {error.strerror}; give another --output-json") from None

@@ -1,0 +1,110 @@
+"""`argosy bench throughput` and `latency` on a small engine in this process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from argosy_engine.benchmarks import bench_latency, bench_throughput
+
+ENGINE = ["--model", "builtin://tiny", "--threads", "1", "--device", "cpu", "--kv-cache-memory-bytes", "16M"]
+
+
+@pytest.mark.parametrize("backend", ["argosy", "vllm-chat"])
+def test_throughput_counts_what_was_generated(
+    backend: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "t.json"
+    flags = ["--backend", backend, "--num-prompts", "4", "--input-len", "12", "--output-len", "3", "--n", "2"]
+    assert bench_throughput.main([*ENGINE, *flags, "--num-warmups", "1", "--output-json", str(file)]) == 0
+    result = json.loads(file.read_text())
+    assert set(result) == {
+        "model_id", "elapsed_time", "num_requests", "total_num_tokens", "requests_per_second",
+        "tokens_per_second",
+    }  # fmt: skip
+    assert result["num_requests"] == 4
+    assert result["requests_per_second"] == pytest.approx(4 / result["elapsed_time"])
+    printed = capsys.readouterr().out
+    assert printed.startswith("Throughput: ")
+    assert "Total num output tokens:  24\n" in printed
+    prompt_tokens = result["total_num_tokens"] - 24
+    assert f"Total num prompt tokens:  {prompt_tokens}\n" in printed
+    assert prompt_tokens >= 4 * 12 - 4
+
+
+def test_throughput_reads_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "p.jsonl").write_text(
+        '{"prompt": "Hello!", "output_tokens": 2}\n{"prompt": "a", "output_tokens": 5}\n'
+    )
+    flags = ["--dataset-name", "custom", "--dataset-path", str(tmp_path / "p.jsonl"), "--num-prompts", "0"]
+    assert bench_throughput.main([*ENGINE, *flags, "--custom-output-len", "-1"]) == 0
+    assert "Total num output tokens:  7\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("search", [[], ["--use-beam-search", "--n", "2"]], ids=["sampled", "beams"])
+def test_latency_times_each_iteration(
+    search: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "l.json"
+    flags = ["--input-len", "6", "--output-len", "3", "--batch-size", "2", "--num-iters-warmup", "1"]
+    assert bench_latency.main([*ENGINE, *flags, "--num-iters", "4", "--output-json", str(file), *search]) == 0
+    result = json.loads(file.read_text())
+    assert set(result) == {"model_id", "avg_latency", "latencies", "percentiles"}
+    assert len(result["latencies"]) == 4
+    assert result["avg_latency"] == pytest.approx(sum(result["latencies"]) / 4)
+    assert list(result["percentiles"]) == ["10", "25", "50", "75", "90", "99"]
+    printed = capsys.readouterr()
+    assert printed.out.startswith("Avg latency: ")
+    assert "99% percentile latency: " in printed.out
+    assert "benchmark: 4/4 iterations" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "error"),
+    [
+        (bench_latency, ["--model", "/nowhere"], "/nowhere has no config.json"),
+        (bench_latency, [], "give a model: ORG/NAME, a directory or builtin://tiny"),
+        (bench_latency, [*ENGINE, "--batch-size", "0"], "--batch-size: must be a whole number from 1"),
+        (
+            bench_latency,
+            [*ENGINE, "--input-len", "1000000"],
+            "exceed the context of",
+        ),
+        (bench_throughput, [*ENGINE, "--dataset-name", "custom"], "needs --dataset-path FILE"),
+        (bench_throughput, [*ENGINE, "--random-batch-size", "2"], "is for embeddings"),
+        (
+            bench_throughput,
+            [*ENGINE, "--num-prompts", "1", "--max-model-len", "64", "--input-len", "99"],
+            "context",
+        ),
+        (
+            bench_latency,
+            [
+                *ENGINE,
+                "--num-iters",
+                "1",
+                "--num-iters-warmup",
+                "0",
+                "--output-len",
+                "1",
+                "--output-json",
+                "/no/x",
+            ],
+            "cannot write /no/x: No such file or directory; give another --output-json",
+        ),
+    ],
+    ids=lambda value: " ".join(value[-2:]) if isinstance(value, list) else None,
+)
+def test_what_cannot_run_is_one_line_with_the_remedy(
+    command: Any, flags: list[str], error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = command.main(flags)
+    except SystemExit as ending:
+        code = int(ending.code or 0)
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("argosy bench ")]
+    assert code == 2
+    assert error in line
