@@ -12,6 +12,8 @@ from msgspec import Meta, Struct
 
 from argosy_engine.distributed.parallel_config import ParallelConfig
 from argosy_engine.errors import ConfigError
+from argosy_engine.model_configs.model_use import Convert, HfOverrides, ModelUse, PoolerConfig, Runner
+from argosy_engine.model_configs.pooling_spec import PoolingSpec
 from argosy_engine.request_defaults import (
     MAX_TEMPLATE_BYTES,
     GenerationConfig,
@@ -99,19 +101,6 @@ _REFUSED_GRAPH_MODES = {
 }
 
 
-class HfOverrides(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Fields of config.json that `--hf-overrides` may override.
-
-    None of them affects the computation, because other replicas and the model's fingerprint rely on the checkpoint's
-    own config.
-    """
-
-    is_matryoshka: bool | None = None
-    matryoshka_dimensions: (
-        Annotated[tuple[Annotated[int, Meta(ge=1, le=1 << 24)], ...], Meta(max_length=256)] | None
-    ) = None
-
-
 class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """The engine's flags. Frozen; sent to the core process as msgpack."""
 
@@ -143,11 +132,35 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
         Meta(description="auto: the checkpoint's; on a CPU without bf16 instructions float32"),
         Flag(aliases=(("half", "float16"), ("float", "float32"))),
     ] = "auto"
+    runner: Annotated[
+        Runner,
+        Meta(
+            description="auto: pooling if the architecture or a modules.json of sentence-transformers says so, else "
+            "generate"
+        ),
+    ] = "auto"
+    convert: Annotated[
+        Convert,
+        Meta(
+            description="what a pooling model computes: embed (vectors), classify (scores of labels); auto: as its "
+            "architecture says"
+        ),
+    ] = "auto"
+    pooler_config: Annotated[
+        PoolerConfig | None,
+        Meta(
+            description="JSON object, over what the checkpoint says: pooling_type LAST, MEAN or CLS; use_activation: "
+            "normalise embeddings, make probabilities of scores; dimensions; logit_mean and logit_sigma; task: as "
+            "--convert"
+        ),
+        Flag(is_json=True),
+    ] = None
     hf_overrides: Annotated[
         HfOverrides | None,
         Meta(
             description="JSON object that overrides fields of config.json: is_matryoshka and matryoshka_dimensions, "
-            "the `dimensions` that embeddings may have"
+            "the `dimensions` that embeddings may have; architectures (another head), classifier_from_token, method, "
+            "is_original_qwen3_reranker and use_sep_token of models that classify"
         ),
         Flag(is_json=True),
     ] = None
@@ -416,6 +429,16 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
         return self.served_model_name[0] if self.served_model_name else default_name(self.model)
 
     @property
+    def model_use(self) -> ModelUse:
+        """How the model is used: to generate or for pooling."""
+        return ModelUse(
+            runner=self.runner,
+            convert=self.convert,
+            pooler_config=self.pooler_config or PoolerConfig(),
+            hf_overrides=self.hf_overrides or HfOverrides(),
+        )
+
+    @property
     def parallel_config(self) -> ParallelConfig:
         return ParallelConfig(
             tensor=self.tensor_parallel_size,
@@ -466,6 +489,7 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
         """
         self.check_parallelism()
         self.compilation_config.check()
+        self.model_use.pooler_config.check()
         if self.enforce_eager and self.compilation_config.level:
             raise ConfigError(
                 f"--enforce-eager and --compilation-config level {self.compilation_config.level} contradict each "
@@ -602,7 +626,7 @@ class ResolvedConfig(Struct, frozen=True, kw_only=True):
     max_model_len: int
     vocab_size: int
     embedding_size: int
-    """Number of elements of a pooled vector."""
+    """Number of elements of an embedding."""
     is_matryoshka: bool
     """Whether requests may ask for embeddings with fewer `dimensions`."""
     matryoshka_dimensions: tuple[int, ...]
@@ -630,6 +654,8 @@ class ResolvedConfig(Struct, frozen=True, kw_only=True):
     """Whether other processes run copies of this core, which are given the same requests."""
     parsers: ParserConfig = ParserConfig()
     request_defaults: RequestDefaults = RequestDefaults()
+    pooling: PoolingSpec | None = None
+    """How the model pools; None: it generates."""
     rank_memory: tuple[MemoryBudget, ...] = ()
     """With data parallelism the memory budget of each rank."""
 

@@ -9,11 +9,15 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
+import msgspec
+import numpy as np
 import openai
 import pytest
+import torch
 
 from argosy_engine import LLM
 from argosy_engine.params.pooling_params import PoolingParams
+from argosy_protocol.openai import ChatCompletionRequest
 from processes import Server, free_port, running
 
 KEY = "test-key"
@@ -93,7 +97,14 @@ def test_every_form_of_input_and_option(post: Any, offline: LLM) -> None:
         ({"input": "a", "dimensions": 100000}, "dimensions"),
         ({"input": "a", "dimensions": 0}, "dimensions"),
         ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
-        ({"input": "a", "pooling_type": "cls"}, "pooling_type"),
+        ({"input": "a", "pooling_type": "max"}, "pooling_type"),
+        ({"input": "a", "encoding_format": "bytes"}, "encoding_format"),
+        ({"input": "a", "encoding_format": "base64", "embed_dtype": "fp8_e4m3"}, "embed_dtype"),
+        ({"input": "a", "truncate_prompt_tokens": 100000}, "truncate_prompt_tokens"),
+        ({"input": "a", "messages": [{"role": "user", "content": "b"}]}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": "red " * 20000}]}, "messages"),
+        ({"input": "a", "priority": 1}, "priority"),
     ],
     ids=str,
 )
@@ -104,6 +115,84 @@ def test_bad_requests_are_named(body: dict[str, Any], param: str | None, post: A
     assert error["type"] == "invalid_request_error"
     assert error["param"] == param
     assert post(input="still alive").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "dtype"),
+    [
+        ({}, "<f4"),
+        ({"embed_dtype": "float32", "endianness": "big"}, ">f4"),
+        ({"embed_dtype": "float16", "endianness": "native"}, "<f2"),
+        ({"embed_dtype": "float16", "endianness": "big"}, ">f2"),
+        ({"embed_dtype": "bfloat16", "endianness": "little"}, "<u2"),
+        ({"embed_dtype": "bfloat16", "endianness": "big"}, ">u2"),
+    ],
+    ids=str,
+)
+def test_the_numbers_of_base64(fields: dict[str, Any], dtype: str, post: Any) -> None:
+    expected = post(input=TEXTS[0]).json()["data"][0]["embedding"]
+    (item,) = post(input=TEXTS[0], encoding_format="base64", **fields).json()["data"]
+    numbers = np.frombuffer(base64.b64decode(item["embedding"]), dtype)
+    if dtype.endswith("u2"):
+        assert torch.tensor(numbers.astype("i4")).to(torch.int16).view(torch.bfloat16).tolist() == (
+            torch.tensor(expected).to(torch.bfloat16).tolist()
+        )
+    else:
+        assert numbers.tolist() == pytest.approx(expected, abs=1e-3)
+
+
+def test_a_chat_is_embedded_by_its_template(post: Any, offline: LLM) -> None:
+    messages = [{"role": "user", "content": "A red lantern."}]
+    text = "<|im_start|>user\nA red lantern.<|im_end|>\n"
+    assert offline.renderer.chat_text(
+        msgspec.convert({"messages": messages, "add_generation_prompt": False}, ChatCompletionRequest)
+    ).endswith(text)
+    answer = post(messages=messages).json()
+    rendered = offline.renderer.render_chat(
+        msgspec.convert({"messages": messages, "add_generation_prompt": False}, ChatCompletionRequest)
+    )
+    assert answer["usage"]["prompt_tokens"] == len(rendered.token_ids)
+    (expected,) = offline.encode([rendered.token_ids], use_tqdm=False)
+    assert answer["data"][0]["embedding"] == pytest.approx(expected.outputs.embedding, abs=1e-4)
+
+
+@pytest.mark.parametrize("side", [None, "right", "left"])
+def test_long_inputs_are_cut(side: str | None, post: Any, offline: LLM) -> None:
+    ids = offline.renderer.render_text(TEXTS[2]).token_ids
+    kept = ids[-7:] if side == "left" else ids[:7]
+    fields = {"truncate_prompt_tokens": 7} | ({} if side is None else {"truncation_side": side})
+    (expected,) = offline.encode([kept], use_tqdm=False)
+    for value in (TEXTS[2], ids):
+        answer = post(input=value, **fields).json()
+        assert answer["usage"]["prompt_tokens"] == 7
+        assert answer["data"][0]["embedding"] == pytest.approx(expected.outputs.embedding, abs=1e-4)
+    limit = offline.config.max_model_len
+    assert post(input="red " * limit, truncate_prompt_tokens=-1).json()["usage"]["prompt_tokens"] == limit - 1
+
+
+def test_the_newer_name_of_normalize(post: Any) -> None:
+    raw = post(input=TEXTS[0], use_activation=False).json()["data"][0]["embedding"]
+    assert sum(value * value for value in raw) > 2
+    assert post(input=TEXTS[0], normalize=False).json()["data"][0]["embedding"] == pytest.approx(raw)
+    both = post(input=TEXTS[0], normalize=False, use_activation=True).json()["data"][0]["embedding"]
+    assert sum(value * value for value in both) == pytest.approx(1.0, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "remedy"),
+    [
+        ("/classify", {"input": "a"}, "--convert classify"),
+        ("/pooling", {"input": "a"}, "--runner pooling"),
+        ("/v1/score", {"queries": "a", "documents": "b"}, "--runner pooling"),
+        ("/rerank", {"query": "a", "documents": ["b"]}, "--runner pooling"),
+    ],
+)
+def test_what_a_generating_model_does_not_answer(
+    path: str, body: dict[str, Any], remedy: str, server: Server
+) -> None:
+    answer = httpx.post(f"{server.url}{path}", json=body, headers={"authorization": f"Bearer {KEY}"})
+    assert answer.status_code == 400
+    assert remedy in answer.json()["error"]["message"]
 
 
 def test_embeddings_and_generations_run_side_by_side(server: Server, post: Any) -> None:

@@ -11,7 +11,9 @@ import pytest
 from argosy_engine.api.app import build_app
 from stub_engine import StubEngine
 
-LLM = SimpleNamespace(is_dead=False, heartbeat_age_s=0.0, is_sleeping=False)
+LLM = SimpleNamespace(
+    is_dead=False, heartbeat_age_s=0.0, is_sleeping=False, config=SimpleNamespace(pooling=None)
+)
 
 
 @pytest.fixture
@@ -36,6 +38,10 @@ async def test_ping_answers_as_health(http: httpx.AsyncClient, monkeypatch: pyte
         ({"messages": None, "prompt": "x", "n": 0}, "n"),
         ({"messages": None}, None),
         ({"input": 5}, "input"),
+        ({"query": "x"}, "documents"),
+        ({"queries": "x"}, "documents"),
+        ({"text_1": "x"}, "text_2"),
+        ({"data_1": "x"}, "data_2"),
         ({"model": "tiny"}, None),
         ([], None),
     ],

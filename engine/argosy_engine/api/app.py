@@ -36,10 +36,13 @@ from argosy_engine.api.observability.metrics import EngineMetrics
 from argosy_engine.api.observability.stats_log import StatsLog
 from argosy_engine.api.observability.telemetry import TelemetryHub
 from argosy_engine.api.openai.chat import chat, chat_stream
+from argosy_engine.api.openai.classification import classify
 from argosy_engine.api.openai.completions import completion, completion_stream
 from argosy_engine.api.openai.embeddings import embed
 from argosy_engine.api.openai.error_fields import RequestBody, name_field
 from argosy_engine.api.openai.openai_serving import OpenAIServing, to_api_error
+from argosy_engine.api.openai.pooled_data import pool
+from argosy_engine.api.openai.scoring import rerank, score
 from argosy_engine.api.openai.tokenization import detokenize, tokenize
 from argosy_engine.api.openapi_document import add_openapi_routes
 from argosy_engine.api.responses.background_runs import BackgroundRuns
@@ -59,7 +62,7 @@ from argosy_protocol.anthropic import (
 )
 from argosy_protocol.anthropic_chat import as_chat
 from argosy_protocol.anthropic_chat import name_field as name_messages_field
-from argosy_protocol.embeddings import EmbeddingRequest, decode_embedding_request
+from argosy_protocol.embeddings import decode_embedding_request
 from argosy_protocol.errors import (
     ApiError,
     BadRequest,
@@ -74,8 +77,10 @@ from argosy_protocol.openai import (
     GenerationRequest,
     decode_request,
 )
+from argosy_protocol.pooling import PoolingFields, decode_classification_request, decode_pooling_request
 from argosy_protocol.program.log_format import format_frames
 from argosy_protocol.responses import ResponsesRequest
+from argosy_protocol.scoring import decode_rerank_request, decode_score_request
 from argosy_protocol.tokenization import decode_detokenize_request, decode_tokenize_request
 
 logger = logging.getLogger("argosy.api")
@@ -269,6 +274,45 @@ def build_app(engine: Engine) -> FastAPI:
         answer = embed(serving, body, response_id, len(raw))
         return _answer(engine, answer, request_id, body)
 
+    @app.post("/classify")
+    async def classifications(request: Request) -> WatchedResponse:
+        raw = await request.body()
+        body = decode_classification_request(raw)
+        _choose_rank(request, body)
+        request_id = _request_id(request, body.request_id)
+        answer = classify(_serving(engine, request), body, _response_id(request, request_id), len(raw))
+        return _answer(engine, answer, request_id, body)
+
+    @app.post("/pooling")
+    async def poolings(request: Request) -> WatchedResponse:
+        raw = await request.body()
+        body = decode_pooling_request(raw)
+        _choose_rank(request, body)
+        request_id = _request_id(request, body.request_id)
+        answer = pool(_serving(engine, request), body, _response_id(request, request_id), len(raw))
+        return _answer(engine, answer, request_id, body)
+
+    @app.post("/score")
+    @app.post("/v1/score")
+    async def scores(request: Request) -> WatchedResponse:
+        raw = await request.body()
+        body = decode_score_request(raw)
+        _choose_rank(request, body)
+        request_id = _request_id(request, body.request_id)
+        answer = score(_serving(engine, request), body, _response_id(request, request_id), len(raw))
+        return _answer(engine, answer, request_id, body)
+
+    @app.post("/rerank")
+    @app.post("/v1/rerank")
+    @app.post("/v2/rerank")
+    async def reranked(request: Request) -> WatchedResponse:
+        raw = await request.body()
+        body = decode_rerank_request(raw)
+        _choose_rank(request, body)
+        request_id = _request_id(request, body.request_id)
+        answer = rerank(_serving(engine, request), body, _response_id(request, request_id), len(raw))
+        return _answer(engine, answer, request_id, body)
+
     @app.post("/tokenize")
     async def tokenized(request: Request) -> WatchedResponse:
         raw = await request.body()
@@ -351,8 +395,21 @@ def build_app(engine: Engine) -> FastAPI:
     async def telemetry() -> StreamingResponse:
         return StreamingResponse(engine.telemetry.stream(), media_type=headers.TELEMETRY_CONTENT_TYPE)
 
+    async def pooled_inputs(request: Request) -> WatchedResponse:
+        pooling = None if engine.llm is None else engine.llm.config.pooling
+        is_classifier = pooling is not None and pooling.task == "classify"
+        return await (classifications(request) if is_classifier else embeddings(request))
+
     add_sagemaker_routes(
-        app, {"messages": chat_completions, "prompt": completions, "input": embeddings}, health
+        app,
+        {
+            "messages": chat_completions,
+            "prompt": completions,
+            "input": pooled_inputs,
+            "query": reranked,
+            **dict.fromkeys(("queries", "text_1", "data_1"), scores),
+        },
+        health,
     )
     add_admin_routes(app, lambda: _loaded(engine))
     add_info_routes(app, lambda: _loaded(engine), engine.options.enable_tokenizer_info_endpoint)
@@ -447,7 +504,7 @@ def _check_resume(request: Request, body: GenerationRequest) -> None:
         raise BadRequest("resume is an internal field of streams", param="resume")
 
 
-def _choose_rank(request: Request, body: GenerationRequest | EmbeddingRequest) -> None:
+def _choose_rank(request: Request, body: GenerationRequest | PoolingFields) -> None:
     """Set the body's `data_parallel_rank` to that of the header, if there is one."""
     given = request.headers.get(headers.DATA_PARALLEL_RANK)
     if given is None:

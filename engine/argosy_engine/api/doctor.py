@@ -105,7 +105,7 @@ def diagnose(args: EngineArgs, device: DeviceMemory | None = None) -> Diagnosis:
         FetchFailed: the model's source does not answer.
     """
     with model_headers(args) as path:
-        config = load_model_config(path)
+        config = load_model_config(path, args.model_use)
         has_weights = args.load_format != "dummy"
         check_folder(path, has_tokenizer=not is_remote(args), has_weights=has_weights)
         elements = checkpoint_elements(path) if has_weights else dummy_elements(config)

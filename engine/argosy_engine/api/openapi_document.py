@@ -33,8 +33,15 @@ from argosy_protocol.openai import (
     Completion,
     CompletionRequest,
 )
+from argosy_protocol.pooling import (
+    ClassificationRequest,
+    ClassificationResponse,
+    PoolingRequest,
+    PoolingResponse,
+)
 from argosy_protocol.response_object import ResponseObject
 from argosy_protocol.responses import REFUSED_FIELDS, ResponsesRequest
+from argosy_protocol.scoring import RerankRequest, RerankResponse, ScoreRequest, ScoreResponse
 from argosy_protocol.tokenization import (
     ChatTokenizeRequest,
     DetokenizeRequest,
@@ -101,6 +108,10 @@ _OPERATIONS = {
     "/v1/messages": _Operation([MessagesRequest], Message, True),
     "/v1/messages/count_tokens": _Operation([CountTokensRequest], TokenCount),
     "/v1/responses": _Operation([ResponsesRequest], ResponseObject, True),
+    "/classify": _Operation([ClassificationRequest], ClassificationResponse),
+    "/pooling": _Operation([PoolingRequest], PoolingResponse),
+    **dict.fromkeys(("/score", "/v1/score"), _Operation([ScoreRequest], ScoreResponse)),
+    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), _Operation([RerankRequest], RerankResponse)),
     "/tokenize": _Operation([TextTokenizeRequest, ChatTokenizeRequest], TokenizeResponse),
     "/detokenize": _Operation([DetokenizeRequest], DetokenizeResponse),
 }

@@ -96,8 +96,7 @@ REFUSED = (
     VllmFlag("tokenizer-mode", "the tokenizer is tokenizer.json", neutral=("auto", "hf")),
     VllmFlag("config-format", "the configuration is config.json", neutral=("auto", "hf")),
     VllmFlag("hf-config-path", "the configuration is that of the model's directory"),
-    VllmFlag("runner", "the architecture says what a model does", neutral=("auto", "generate")),
-    VllmFlag("task", "the architecture says what a model does", neutral=("auto", "generate")),
+    VllmFlag("task", "--runner and --convert say what a model does", neutral=("auto", "generate")),
     VllmFlag("response-role", "answers have the role assistant", neutral=("assistant",)),
     VllmFlag(
         "allowed-origins", "browsers reach engines through a proxy that sets CORS headers", neutral=("[]",)

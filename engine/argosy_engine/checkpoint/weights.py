@@ -287,7 +287,7 @@ def _some(names: list[str]) -> str:
 
 def prefixed(name: str, prefix: str) -> str:
     """Return the name that a model uses for a tensor of a checkpoint saved from the base model."""
-    return name if name.startswith("lm_head.") else prefix + name
+    return name if name.startswith(("lm_head.", "score.")) else prefix + name
 
 
 def _open_checkpoint(path: Path) -> dict[str, tuple[Any, str]]:

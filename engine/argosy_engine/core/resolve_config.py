@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import secrets
 
-from argosy_engine.config import EngineArgs, HfOverrides, ParserConfig, ResolvedConfig
+from argosy_engine.config import EngineArgs, ParserConfig, ResolvedConfig
 from argosy_engine.device_defaults import async_scheduling
 from argosy_engine.messages.worker_info import WorkerInfo
 from argosy_engine.model_configs.model_config import ModelConfig
+from argosy_engine.model_configs.model_use import HfOverrides
 
 
 def resolve_config(args: EngineArgs, info: WorkerInfo) -> ResolvedConfig:
@@ -49,6 +50,7 @@ def resolve_config(args: EngineArgs, info: WorkerInfo) -> ResolvedConfig:
             tool_parser_plugin=args.tool_parser_plugin,
         ),
         request_defaults=args.request_defaults,
+        pooling=info.config.pooling,
     )
 
 

@@ -5,7 +5,7 @@ llm                         LLM: offline generation
 llm_engine                  LLMEngine: steps one by one; LLM is built on it
 llm_tokenizer               what LLM.get_tokenizer returns
 beam_search                 beam search, by one request per beam and token
-pooling                     offline embeddings
+pooling                     requests for vectors, offline pooling and scores
 model_source                makes a model a folder on this machine, and fetches it if it is remote
 memory_report               the memory budget as a table
 
@@ -17,6 +17,7 @@ control_tokens              keeps a chat's text from becoming control tokens
 tokenizer                   tokenizer.json
 chunk_map                   where the router's chunks end in the tokens
 prompt_truncation           truncate_prompt_tokens: how much of a prompt stays
+pooled_prompts              inputs and pairs of texts of pooling models
 fill_in_middle              prompts of models that write between a prompt and a suffix
 prompts                     types of prompts for offline use
 

@@ -76,6 +76,7 @@ class InputProcessor:
         tenant: str = "",
         data_parallel_rank: int | None = None,
         asks_max_tokens: bool = True,
+        is_pooling: bool = False,
     ) -> list[EngineCoreRequest]:
         """Make the core's requests, one per choice, each with an internal id, a bounded `max_tokens` and a seed.
 
@@ -85,12 +86,16 @@ class InputProcessor:
             data_parallel_rank: core that computes them; None: the one with the least work.
             asks_max_tokens: whether `max_tokens` is refused if it exceeds the room that the prompt leaves, rather than
                 lowered, as a default is.
+            is_pooling: whether nothing is generated.
 
         Raises:
             PromptTooLong: prompt plus output would exceed the model's context.
-            InvalidRequest: the prompt is empty, a token id is beyond the vocabulary, the structured output cannot be
-                enforced, a priority is given to an engine that does not schedule by it, or there is no such rank.
+            InvalidRequest: the model does not generate, the prompt is empty, a token id is beyond the vocabulary, the
+                structured output cannot be enforced, a priority is given to an engine that does not schedule by it, or
+                there is no such rank.
         """
+        if not is_pooling:
+            check_generates(self.config)
         if data_parallel_rank is not None:
             self._check_rank(data_parallel_rank)
         if priority and self.config.scheduling_policy != "priority":
@@ -197,6 +202,18 @@ class InputProcessor:
             )
         self._last_bad_words = words, token_ids
         return token_ids
+
+
+def check_generates(config: ResolvedConfig) -> None:
+    """
+    Raises:
+        InvalidRequest: the model is served for pooling.
+    """
+    if config.pooling is not None:
+        raise InvalidRequest(
+            f"{config.model_name} is served for pooling (task {config.pooling.task}) and does not generate; that needs "
+            "a model with an output head, started with --runner generate"
+        )
 
 
 def check_extra_args(params: SamplingParams, logits_processors: Sequence[type[LogitsProcessor]]) -> None:

@@ -27,13 +27,16 @@ from argosy_engine.frontend.beam_search import (
 from argosy_engine.frontend.llm_engine import LLMEngine
 from argosy_engine.frontend.llm_tokenizer import LLMTokenizer
 from argosy_engine.frontend.outputs import CompletionOutput, RequestOutput, log_failures
-from argosy_engine.frontend.pooling import PoolingRequestOutput, encode
+from argosy_engine.frontend.pooled_prompts import render_pairs, render_texts
+from argosy_engine.frontend.pooling import PoolingRequestOutput, check_scores, encode, joined_scores
 from argosy_engine.frontend.prompts import PromptType, as_list
 from argosy_engine.frontend.renderer import TokenizedPrompt
 from argosy_engine.params.pooling_params import PoolingParams
 from argosy_engine.params.sampling_params import SamplingParams
 from argosy_engine.sample.logits_processor.interface import LogitsProcessor, processor_path
+from argosy_protocol.errors import BadRequest
 from argosy_protocol.openai import ChatCompletionRequest
+from argosy_protocol.scoring import ScoreRequest
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput"]
 
@@ -190,10 +193,15 @@ class LLM:
             InvalidRequest: a prompt is empty or too long, or the model has no vectors of so many dimensions.
         """
         made = [self.renderer.render_prompt(prompt) for prompt in as_list(prompts)]
-        params = pooling_params or PoolingParams()
-        with _progress(len(made), use_tqdm) as bar:
+        return self._encode(made, pooling_params, use_tqdm)
+
+    def _encode(
+        self, prompts: Sequence[TokenizedPrompt], params: PoolingParams | None, use_bar: bool
+    ) -> list[PoolingRequestOutput]:
+        params = params or PoolingParams()
+        with _progress(len(prompts), use_bar) as bar:
             return encode(
-                self.client, self.input_processor, made, params, lambda tokens: bar.advance(tokens, 1)
+                self.client, self.input_processor, prompts, params, lambda tokens: bar.advance(tokens, 1)
             )
 
     def embed(
@@ -205,6 +213,54 @@ class LLM:
     ) -> list[PoolingRequestOutput]:
         """Call `encode`, by vLLM's name for vectors of whole prompts (`.outputs.embedding` of each result)."""
         return self.encode(prompts, pooling_params, use_tqdm=use_tqdm)
+
+    def classify(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        pooling_params: PoolingParams | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[PoolingRequestOutput]:
+        """Compute the probabilities of a classifier's labels for each prompt (`.outputs.probs` of each result).
+
+        Raises:
+            InvalidRequest: as `encode`, or the model does not classify.
+        """
+        params = (pooling_params or PoolingParams()).replace(task="classify")
+        return self.encode(prompts, params, use_tqdm=use_tqdm)
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        pooling_params: PoolingParams | None = None,
+        *,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[PoolingRequestOutput]:
+        """Score pairs of texts (`.outputs.score` of each result): one text with each of several, or pair by pair.
+
+        A model that classifies reads both texts at once; for one that embeds it is the cosine of their vectors.
+
+        Raises:
+            InvalidRequest: the numbers of texts do not match, a text is too long, or the model does neither.
+        """
+        check_scores(self.config)
+        try:
+            request = ScoreRequest(
+                queries=as_list(data_1), documents=as_list(data_2), chat_template_kwargs=chat_template_kwargs
+            )
+        except BadRequest as error:
+            raise InvalidRequest(error.message, param=error.param) from None
+        params = pooling_params or PoolingParams()
+        if self.config.pooling is not None and self.config.pooling.task == "classify":
+            return self._encode(render_pairs(self.renderer, request), params, use_tqdm)
+        prompts, num_queries = render_texts(self.renderer, request)
+        results = self._encode(prompts, params, use_tqdm)
+        queries, documents = results[:num_queries], results[num_queries:]
+        if num_queries == 1:
+            queries *= len(documents)
+        return [joined_scores(query, document) for query, document in zip(queries, documents, strict=True)]
 
     def collective_rpc(
         self,

@@ -1,17 +1,25 @@
-"""Offline embeddings: computes one vector per prompt. `LLM.encode` and `LLM.embed` are built on it."""
+"""Pooling: the core's requests for vectors of prompts, and offline pooling, on which `LLM.encode` is built."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from argosy_engine.config import ResolvedConfig
 from argosy_engine.core.proc.core_client import SyncClient
+from argosy_engine.errors import InvalidRequest
 from argosy_engine.frontend.input_processor import InputProcessor
 from argosy_engine.frontend.outputs import log_failures
 from argosy_engine.frontend.renderer import TokenizedPrompt
 from argosy_engine.messages.core_messages import EngineCoreRequest, FinishReason
+from argosy_engine.model_configs.pooling_spec import PoolingSpec
 from argosy_engine.params.pooling_params import PoolingParams
 from argosy_engine.params.sampling_params import SamplingParams
+
+_TINY = 1e-12
+"""Smallest length of a vector that a cosine is divided by."""
 
 
 @dataclass(slots=True)
@@ -22,6 +30,22 @@ class PoolingOutput:
     @property
     def embedding(self) -> list[float]:
         return self.data
+
+    @property
+    def probs(self) -> list[float]:
+        """What a model that classifies has made of the prompt: one number per label."""
+        return self.data
+
+    @property
+    def score(self) -> float:
+        """The number of a pair of texts, or of a prompt for a model with one label.
+
+        Raises:
+            ValueError: there are several.
+        """
+        if len(self.data) != 1:
+            raise ValueError(f"{len(self.data)} values are no score")
+        return self.data[0]
 
 
 @dataclass(slots=True)
@@ -41,6 +65,7 @@ def pooling_request(
     params: PoolingParams,
     *,
     cache_salt: str | None = None,
+    priority: int = 0,
     tenant: str = "",
     data_parallel_rank: int | None = None,
 ) -> EngineCoreRequest:
@@ -48,17 +73,52 @@ def pooling_request(
 
     The scheduler treats it as a prompt with one output token, which is discarded.
 
+    Args:
+        params: those that are not given are the model's own.
+
     Raises:
-        InvalidRequest: the prompt is empty or too long, or the model has no vectors of so many dimensions.
+        InvalidRequest: the prompt is empty or too long, the model does something else, or it has no vectors of so many
+            dimensions.
     """
     config = input_processor.config
+    params = resolved_params(params, config.pooling or PoolingSpec())
     params.check_dimensions(config.embedding_size, config.is_matryoshka, config.matryoshka_dimensions)
     one_token = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
     (request,) = input_processor.process_inputs(
-        prompt, one_token, cache_salt=cache_salt, tenant=tenant, data_parallel_rank=data_parallel_rank
+        prompt,
+        one_token,
+        cache_salt=cache_salt,
+        priority=priority,
+        tenant=tenant,
+        data_parallel_rank=data_parallel_rank,
+        is_pooling=True,
     )
     request.pooling_params = params
     return request
+
+
+def resolved_params(params: PoolingParams, spec: PoolingSpec) -> PoolingParams:
+    """Return the parameters with the model's own where none are given, as the core wants them.
+
+    Raises:
+        InvalidRequest: the model does something else.
+    """
+    task = params.task or spec.task
+    if task != spec.task:
+        raise InvalidRequest(
+            f"task {task} needs a model that is served for it (--convert {task}); this one is for {spec.task}",
+            param="task",
+        )
+    if task != "embed" and params.dimensions is not None:
+        raise InvalidRequest("dimensions are of embeddings; this model classifies", param="dimensions")
+    asked = params.use_activation if params.use_activation is not None else params.normalize
+    return params.replace(
+        task=task,
+        pooling_type=params.pooling_type or spec.pooling_type,
+        use_activation=spec.use_activation if asked is None else asked,
+        normalize=None,
+        dimensions=params.dimensions or spec.dimensions,
+    )
 
 
 def encode(
@@ -100,3 +160,44 @@ def encode(
         client.abort_requests(list(live))
     log_failures([result.error for result in results])
     return results
+
+
+def cosines(queries: Sequence[list[float]], documents: Sequence[list[float]]) -> list[float]:
+    """Return the cosine of each document's vector with its query's.
+
+    Args:
+        queries: one for all documents, or one for each.
+    """
+    first, second = np.asarray(queries, np.float32), np.asarray(documents, np.float32)
+    lengths = np.linalg.norm(first, axis=1) * np.linalg.norm(second, axis=1)
+    found: list[float] = ((first * second).sum(axis=1) / np.maximum(lengths, _TINY)).tolist()
+    return found
+
+
+def check_scores(config: ResolvedConfig) -> None:
+    """
+    Raises:
+        InvalidRequest: the model does not score pairs of texts.
+    """
+    if config.pooling is None:
+        raise InvalidRequest(
+            f"{config.model_name} generates; scores need a model that embeds or classifies, or this one started with "
+            "--runner pooling"
+        )
+    if config.pooling.task == "classify" and config.pooling.num_labels != 1:
+        raise InvalidRequest(
+            f"scores need a model with one label, and {config.model_name} has {config.pooling.num_labels}; use "
+            "/classify"
+        )
+
+
+def joined_scores(query: PoolingRequestOutput, document: PoolingRequestOutput) -> PoolingRequestOutput:
+    """Return the result of a pair of texts that were embedded."""
+    error = query.error or document.error
+    score = [] if error else cosines([query.outputs.data], [document.outputs.data])
+    return PoolingRequestOutput(
+        query.prompt_token_ids + document.prompt_token_ids,
+        PoolingOutput(score),
+        query.num_cached_tokens + document.num_cached_tokens,
+        error,
+    )

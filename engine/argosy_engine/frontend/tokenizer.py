@@ -106,6 +106,27 @@ class Tokenizer:
         encodings = self.backend.encode_batch(parts, add_special_tokens=add_special_tokens)
         return Encoded(list(zip(starts, encodings, strict=True)))
 
+    @cached_property
+    def special_tokens_of_text(self) -> list[list[int]]:
+        """Special tokens that a text gets: those before it, and those after it."""
+        return self._special_tokens(1)
+
+    @cached_property
+    def special_tokens_of_pair(self) -> list[list[int]]:
+        """Special tokens that a pair of texts gets: those before the first, between the two, and after the second."""
+        return self._special_tokens(2)
+
+    def _special_tokens(self, num_texts: int) -> list[list[int]]:
+        whole = self.backend.encode("a", "a" if num_texts > 1 else None)
+        found: list[list[int]] = [[] for _ in range(num_texts + 1)]
+        num_passed = 0
+        for token_id, text in zip(whole.ids, whole.sequence_ids, strict=True):
+            if text is None:
+                found[num_passed].append(token_id)
+            else:
+                num_passed = text + 1
+        return found
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 

@@ -50,6 +50,7 @@ class LayerFactory:
         stage: the layers that this rank has.
         exchange: of the tokens of several engine cores that divide the experts among them.
         compiler: compiles parts of the layers; None: they run as they are.
+        has_output_head: whether there is a projection to the vocabulary. A model that pools has none.
     """
 
     def __init__(
@@ -63,6 +64,8 @@ class LayerFactory:
         stage: Stage = WHOLE_MODEL,
         exchange: TokenExchange | None = None,
         compiler: LayerCompiler | None = None,
+        *,
+        has_output_head: bool = True,
     ) -> None:
         self.weights = weights
         self.dtype, self.device = weights.dtype, weights.device
@@ -75,6 +78,7 @@ class LayerFactory:
         self._communicator = communicator or LocalCommunicator()
         self._stage = stage
         self.exchange = exchange
+        self._has_output_head = has_output_head
 
     def own_layers(self, layers: Sequence[AttentionParams]) -> list[tuple[int, AttentionParams]]:
         """Return the layers of this pipeline stage, of all the model's, with their indices."""
@@ -254,6 +258,8 @@ class LayerFactory:
 
     def output_head(self, embedding: Embedding, vocab_size: int, *, is_tied: bool) -> Linear:
         """Make the projection to the vocabulary: `lm_head` or, if it is tied, the weight of the embedding."""
+        if not self._has_output_head:
+            return self._absent().output_head(embedding, vocab_size, is_tied=False)
         name, in_features = "lm_head", embedding.weight.shape[1]
         outputs = {name: (self.sharding.tokens(vocab_size),)} if self.sharding.size > 1 else None
         spec = LinearSpec({name: vocab_size}, in_features, outputs=outputs, keeps_precision=True)

@@ -7,7 +7,9 @@
     opt_config             OPT
     rope_config            the rotary embedding
     quantization_config    how a checkpoint is quantised
+    pooling_spec           what a model computes that is served for pooling
 
+    model_use              the flags that say how a model is used
     sharding               which part of a tensor a tensor-parallel rank takes
     stage                  which layers a pipeline's rank has
     file_permission        the error for files that may not be read

@@ -17,6 +17,7 @@ from msgspec import Meta, Struct
 from argosy_engine.attention.params import AttentionParams
 from argosy_engine.errors import ConfigError
 from argosy_engine.model_configs.file_permission import may_not_read
+from argosy_engine.model_configs.pooling_spec import PoolingSpec
 from argosy_engine.model_configs.quantization_config import QuantizationConfig
 
 MAX_CONFIG_BYTES = 16 << 20
@@ -56,6 +57,8 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     """Embedding lengths that the model was trained for; empty: any length, if `is_matryoshka`."""
     quantization: QuantizationConfig | None = None
     """None: the weights are not quantised."""
+    pooling: PoolingSpec | None = None
+    """What it computes if it is served for pooling; None: it generates."""
 
     @property
     def attention_layers(self) -> tuple[AttentionParams, ...]:

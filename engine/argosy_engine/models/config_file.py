@@ -10,30 +10,40 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from argosy_engine.errors import ConfigError
 from argosy_engine.model_configs.model_config import ModelConfig, RawConfig, read_json
+from argosy_engine.model_configs.model_use import AS_IT_IS, ModelUse
 from argosy_engine.model_configs.quantization_config import parse_quantization
 from argosy_engine.models import registry
+from argosy_engine.models.pooling_file import pooling_spec
 
 SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
 
 
-def load_model_config(path: Path) -> ModelConfig:
-    """Read config.json, and generation_config.json for the EOS ids.
+def load_model_config(path: Path, use: ModelUse | None = AS_IT_IS) -> ModelConfig:
+    """Read config.json, generation_config.json for the EOS ids, and what says how the model pools.
+
+    Args:
+        use: whether it generates or pools. None: how it pools is not asked.
 
     Raises:
         ConfigError: the architecture, dtype, quantisation or an option is not supported, or values are malformed.
     """
     file = path / "config.json"
-    raw = read_json(file)
+    raw = read_json(file) if use is None else _overridden(read_json(file), use)
     generation, quantization = (
         read_json(path / name) if (path / name).is_file() else {}
         for name in ("generation_config.json", "hf_quant_config.json")
     )
     try:
-        return parse_config(raw, generation, quantization)
+        config = parse_config(raw, generation, quantization)
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from None
+    if use is None:
+        return config
+    return msgspec.structs.replace(config, pooling=pooling_spec(path, raw, use))
 
 
 def parse_config(
@@ -45,9 +55,9 @@ def parse_config(
         ConfigError: as `load_model_config`.
     """
     _refuse_code(raw)
-    architectures = raw.get("architectures") or ["(none)"]
-    architecture = str(architectures[0] if isinstance(architectures, list) else architectures)
+    architecture = _architecture(raw)
     config_class = registry.config_class(architecture)
+    raw = {**raw, "architectures": [registry.generating_architecture(architecture)]}
     common = {
         "architecture": architecture,
         "dtype": _dtype(raw),
@@ -73,6 +83,27 @@ def check_config(raw: RawConfig) -> ModelConfig:
         ConfigError: as `load_model_config`.
     """
     return parse_config(raw, {}, {})
+
+
+def _architecture(raw: RawConfig) -> str:
+    architectures = raw.get("architectures") or ["(none)"]
+    return str(architectures[0] if isinstance(architectures, list) else architectures)
+
+
+def _overridden(raw: dict[str, Any], use: ModelUse) -> dict[str, Any]:
+    """Return config.json with the fields of `--hf-overrides`, of which `architectures` may only choose another head.
+
+    Raises:
+        ConfigError: it chooses another decoder.
+    """
+    own = {**raw, "architectures": [_architecture(raw)]}
+    changed = {**own, **use.hf_overrides.of_config()}
+    before, after = _architecture(own), _architecture(changed)
+    if before != after and registry.generating_architecture(before) != registry.generating_architecture(
+        after
+    ):
+        raise ConfigError(f"--hf-overrides: {after} is not a {before} with another head")
+    return changed
 
 
 def _refuse_code(raw: RawConfig) -> None:

@@ -60,7 +60,7 @@ def check_local_model(
     """
     try:
         path = resolve_model(source)
-        config = load_model_config(path)
+        config = load_model_config(path, None)  # flags, which are not known here, may say how it pools
         check_tensor_parallel(config, tensor, expert, data)
         check_pipeline_parallel(config, pipeline)
         check_folder(path)

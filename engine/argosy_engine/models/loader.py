@@ -26,6 +26,7 @@ from argosy_engine.model_configs.model_config import ModelConfig
 from argosy_engine.model_configs.sharding import WHOLE, Sharding
 from argosy_engine.model_configs.stage import WHOLE_MODEL, Stage
 from argosy_engine.models import registry
+from argosy_engine.models.pooled_model import PooledModel
 from argosy_engine.models.registry import CausalLM
 
 logger = logging.getLogger("argosy.models")
@@ -51,9 +52,18 @@ def plan_weights(
     """Return names, shapes and bytes of the weights that a config asks for. Needs no checkpoint."""
     plan = WeightPlan(dtype)
     method = planned_linear_method(config)
-    factory = LayerFactory(plan, TorchBackend(dtype), 1, method, sharding, stage=stage)
-    registry.model_class(config.architecture)(config, factory)
+    has_head = config.pooling is None
+    factory = LayerFactory(
+        plan, TorchBackend(dtype), 1, method, sharding, stage=stage, has_output_head=has_head
+    )
+    _build(config, factory)
     return plan
+
+
+def _build(config: ModelConfig, factory: LayerFactory) -> CausalLM:
+    if config.pooling is not None:
+        return PooledModel(config, factory)
+    return registry.model_class(config.architecture)(config, factory)
 
 
 def load_model(
@@ -118,8 +128,9 @@ def load_model(
             stage=stage,
             exchange=exchange,
             compiler=compiler,
+            has_output_head=config.pooling is None,
         )
-        return model_class(config, factory)
+        return _build(config, factory)
 
     with torch.inference_mode():
         plan = taken = plan_weights(config, dtype)
@@ -132,7 +143,7 @@ def load_model(
         if device.type == "cuda":
             streamed = StreamedWeights(path, dtype, device, prefix=prefix, copies=CudaCopies(device))
         reader = streamed or SafetensorsWeights(path, dtype, device, prefix=prefix)
-        reader.check(plan, [*model_class.ignored_tensors, *_tied_head(config), *_kv_scales(config)])
+        reader.check(plan, [*model_class.ignored_tensors, *_unused_heads(config), *_kv_scales(config)])
         with (
             LoadProgress(reader.stored_bytes(taken)) as progress,
             streamed.reading(taken) if streamed is not None else nullcontext(),
@@ -142,8 +153,11 @@ def load_model(
         return LoadedModel(model, taken.elements)
 
 
-def _tied_head(config: ModelConfig) -> list[str]:
-    """Return the patterns of tensors to ignore in tied models, whose checkpoints may also store the output head."""
+def _unused_heads(config: ModelConfig) -> list[str]:
+    """Return the patterns of heads to ignore: tied models may store the output head as well, and those that pool may
+    have one, or another head than they need."""
+    if config.pooling is not None:
+        return [r"lm_head\.(weight|bias)", r"score\.(weight|bias)"]
     return [r"lm_head\.weight"] if config.tie_word_embeddings else []
 
 

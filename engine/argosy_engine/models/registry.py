@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from argosy_engine.layers.layer_compiler import CompilableLayer
     from argosy_engine.layers.layer_factory import LayerFactory
     from argosy_engine.model_configs.model_config import ModelConfig
+    from argosy_engine.model_configs.pooling_spec import PoolingTask
 
 
 class CausalLM(Protocol):
@@ -66,27 +67,64 @@ class CausalLM(Protocol):
 
 
 class _Family(NamedTuple):
-    """Classes of a family, as module:class."""
+    """Classes of a family, as module:class, and its other architectures."""
 
     config: str
     """Relative to argosy_engine.model_configs."""
     model: str
     """Relative to argosy_engine.models."""
+    base: str
+    """Architecture of checkpoints without a head."""
+    classifier: str
+    """Architecture of those with a head for sequence classification."""
 
 
-_LLAMA = _Family("llama_config:LlamaConfig", "llama:Llama")
-_GEMMA = _Family("gemma_config:GemmaConfig", "gemma:Gemma")
+_LLAMA, _GEMMA = ("llama_config:LlamaConfig", "llama:Llama"), ("gemma_config:GemmaConfig", "gemma:Gemma")
 _FAMILIES = {
-    "GPT2LMHeadModel": _Family("gpt2_config:GPT2Config", "gpt2:GPT2"),
-    "Gemma2ForCausalLM": _GEMMA,
-    "Gemma3ForCausalLM": _GEMMA,
-    "LlamaForCausalLM": _LLAMA,
-    "MistralForCausalLM": _LLAMA,
-    "OPTForCausalLM": _Family("opt_config:OPTConfig", "opt:OPT"),
-    "Qwen2ForCausalLM": _LLAMA,
-    "Qwen3ForCausalLM": _LLAMA,
-    "Qwen3MoeForCausalLM": _Family("llama_config:Qwen3MoeConfig", "qwen3_moe:Qwen3Moe"),
+    "GPT2LMHeadModel": _Family(
+        "gpt2_config:GPT2Config", "gpt2:GPT2", "GPT2Model", "GPT2ForSequenceClassification"
+    ),
+    "Gemma2ForCausalLM": _Family(*_GEMMA, "Gemma2Model", "Gemma2ForSequenceClassification"),
+    "Gemma3ForCausalLM": _Family(*_GEMMA, "Gemma3TextModel", "Gemma3TextForSequenceClassification"),
+    "LlamaForCausalLM": _Family(*_LLAMA, "LlamaModel", "LlamaForSequenceClassification"),
+    "MistralForCausalLM": _Family(*_LLAMA, "MistralModel", "MistralForSequenceClassification"),
+    "OPTForCausalLM": _Family("opt_config:OPTConfig", "opt:OPT", "OPTModel", "OPTForSequenceClassification"),
+    "Qwen2ForCausalLM": _Family(*_LLAMA, "Qwen2Model", "Qwen2ForSequenceClassification"),
+    "Qwen3ForCausalLM": _Family(*_LLAMA, "Qwen3Model", "Qwen3ForSequenceClassification"),
+    "Qwen3MoeForCausalLM": _Family(
+        "llama_config:Qwen3MoeConfig",
+        "qwen3_moe:Qwen3Moe",
+        "Qwen3MoeModel",
+        "Qwen3MoeForSequenceClassification",
+    ),
 }
+"""By the architecture that generates."""
+_GENERATING = {
+    name: generating
+    for generating, family in _FAMILIES.items()
+    for name in (generating, family.base, family.classifier)
+}
+
+
+def generating_architecture(architecture: str) -> str:
+    """Return the architecture of the same decoder that generates.
+
+    Raises:
+        ConfigError: the architecture is not supported; the message lists those that are.
+    """
+    found = _GENERATING.get(architecture)
+    if found is None:
+        raise ConfigError(
+            f"architecture {architecture} is not supported; there is: {', '.join(sorted(_FAMILIES))}, their "
+            "ForSequenceClassification and their base models"
+        )
+    return found
+
+
+def pooling_task(architecture: str) -> PoolingTask | None:
+    """Return what a supported architecture is for if it does not generate; None if it does."""
+    family = _FAMILIES[generating_architecture(architecture)]
+    return {family.base: "embed", family.classifier: "classify"}.get(architecture)  # type: ignore[return-value]
 
 
 def config_class(architecture: str) -> type[ModelConfig]:
@@ -95,20 +133,16 @@ def config_class(architecture: str) -> type[ModelConfig]:
     Raises:
         ConfigError: the architecture is not supported; the message lists those that are.
     """
-    family = _FAMILIES.get(architecture)
-    if family is None:
-        raise ConfigError(
-            f"architecture {architecture} is not supported; there is: {', '.join(sorted(_FAMILIES))}"
-        )
-    return _load("model_configs", family.config)
+    return _load("model_configs", _FAMILIES[generating_architecture(architecture)].config)
 
 
 def model_class(architecture: str) -> type[CausalLM]:
     """Return the model class of an architecture that `config_class` knows."""
-    return _load("models", _FAMILIES[architecture].model)
+    return _load("models", _FAMILIES[generating_architecture(architecture)].model)
 
 
 def architectures() -> list[str]:
+    """Return the architectures that generate."""
     return sorted(_FAMILIES)
 
 

@@ -1,10 +1,11 @@
-"""PoolingParams: how to pool a prompt's hidden states into one vector. Field names are vLLM's."""
+"""PoolingParams: what to make of a prompt's hidden states. Field names are vLLM's."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
+import msgspec
 from msgspec import Struct
 
 from argosy_engine.errors import InvalidRequest
@@ -25,17 +26,24 @@ class PoolingParams(
         InvalidRequest: unknown name, wrong type or value out of bounds.
     """
 
-    pooling_type: Literal["last", "mean"] = "last"
-    """Take the last token's hidden state, or the mean over all tokens."""
-    normalize: bool = True
-    """Scale the vector to length 1."""
+    task: Literal["embed", "classify"] | None = None
+    """What to compute; None: what the model is served for."""
+    pooling_type: Literal["last", "mean", "cls"] | None = None
+    """Which hidden states become the vector; None: those that the model was trained for."""
+    use_activation: bool | None = None
+    """Whether embeddings are scaled to length 1, and scores become probabilities; None: as the model says."""
+    normalize: bool | None = None
+    """Older name of `use_activation`, which wins."""
     dimensions: int | None = None
     """Keep this many leading elements, before normalising; for models trained for it (Matryoshka, arXiv 2205.13147)."""
 
     @property
     def needs_every_token(self) -> bool:
         """Whether a cached prefix cannot be used, because the KV cache does not hold its hidden states."""
-        return self.pooling_type == "mean"
+        return self.pooling_type in ("mean", "cls")
+
+    def replace(self, **changes: Any) -> PoolingParams:
+        return msgspec.structs.replace(self, **changes)
 
     def verify(self) -> None:
         """Check all values.

@@ -104,14 +104,15 @@ def estimate_weights(
     tied_copy = "lm_head.weight"
     keeps_fp8 = config.quantization is not None and device == "cuda" and itemsize == 2
     total, fp8_bytes = 0, 0
+    is_headless = config.pooling is not None
     for name, count in elements.items():
-        if config.tie_word_embeddings and name == tied_copy:
+        if (config.tie_word_embeddings or is_headless) and name == tied_copy:
             continue
         if keeps_fp8 and f"{name}_scale" in elements:
             fp8_bytes += count
         else:
             total += count
-    if config.tie_word_embeddings and device == "cpu":
+    if config.tie_word_embeddings and device == "cpu" and not is_headless:
         # Two copies: the output projection is laid out for the matrix product, the embedding for look-ups.
         total += -(-config.vocab_size // tensor_parallel_size) * config.hidden_size
     return total * itemsize + fp8_bytes
@@ -248,7 +249,7 @@ def check_model(args: EngineArgs) -> None:
     Raises:
         ConfigError: the model cannot be served, or not with these flags.
     """
-    config = load_model_config(resolve_model(args.model))
+    config = load_model_config(resolve_model(args.model), args.model_use)
     check_tensor_parallel(
         config, args.tensor_parallel_size, args.enable_expert_parallel, args.data_parallel_size
     )

@@ -32,6 +32,9 @@ from argosy_engine.worker.pooler import Pooler
 from argosy_engine.worker.step_arrays import StepArrays, empty_step, flatten_step
 from argosy_engine.worker.step_inputs import HostInputs, StepInputs, StepTensors
 
+_NO_TOKEN = 0
+"""Ends a prompt of a pooling model for the scheduler, which discards it."""
+
 
 class ModelRunner:
     """Executes scheduled steps on one device.
@@ -73,7 +76,9 @@ class ModelRunner:
         self._exchange = exchange
         self._samples = pipeline is None or pipeline.is_last
         """Whether this is the last pipeline stage. Others learn sampled tokens from the scheduler."""
-        self.pooler = Pooler(model)
+        self._pools = config.pooling is not None
+        """Whether the model has no output head, so that nothing is sampled."""
+        self.pooler = Pooler(model, config.pooling)
         self.device = device
         self.block_size = block_size
         self.groups = tuple(groups or layer_groups(model, block_size))
@@ -134,9 +139,12 @@ class ModelRunner:
             return PendingStep(self._pending_steps, ModelRunnerOutput([], []))
         output = ModelRunnerOutput(arrays.request_ids, [[] for _ in arrays.request_ids], {}, {})
         output.pooler_output = self.pooler.pool(arrays, hidden)
-        if (self.batch.num_prompt_logprobs[slots] >= 0).any():
+        if not self._pools and (self.batch.num_prompt_logprobs[slots] >= 0).any():
             self._score_prompts(output, hidden, arrays)
-        if not sampled.rows:
+        if self._pools:
+            for row in sampled.rows:
+                output.sampled_token_ids[row] = [_NO_TOKEN]
+        if not sampled.rows or self._pools:
             return PendingStep(self._pending_steps, output)
         if tensors.sampled_tokens is not None:
             hidden = hidden.index_select(0, tensors.sampled_tokens)

@@ -145,7 +145,7 @@ class Worker:
         with self._phase("config"):
             self._path = resolve_model(args.model)
             self._hold = hold_stored_model(self._path)
-            self._config = config = load_model_config(self._path)
+            self._config = config = load_model_config(self._path, args.model_use)
             check_tensor_parallel(
                 config, args.tensor_parallel_size, args.enable_expert_parallel, args.data_parallel_size
             )

@@ -4,6 +4,10 @@ openai_serving       what the endpoints of generations share
 chat                 /v1/chat/completions
 completions          /v1/completions
 embeddings           /v1/embeddings
+classification       /classify
+scoring              /score and /rerank
+pooled_data          /pooling
+pooled_outputs       what these four share
 tokenization         /tokenize and /detokenize
 
 call_ids             ids of tool calls, each of its own within a choice

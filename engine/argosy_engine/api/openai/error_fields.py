@@ -8,12 +8,13 @@ Owns: the translation of `param`. Must not know: what was wrong.
 
 from __future__ import annotations
 
-from argosy_protocol.embeddings import EmbeddingRequest
 from argosy_protocol.errors import ApiError
 from argosy_protocol.openai import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from argosy_protocol.pooling import PoolingFields, PromptFields
+from argosy_protocol.scoring import ScoreRequest
 from argosy_protocol.tokenization import DetokenizeRequest, TextTokenizeRequest
 
-RequestBody = GenerationRequest | EmbeddingRequest | TextTokenizeRequest | DetokenizeRequest
+RequestBody = GenerationRequest | PoolingFields | TextTokenizeRequest | DetokenizeRequest
 
 
 def name_field(error: ApiError, request: RequestBody) -> ApiError:
@@ -34,8 +35,8 @@ def _asked(field: str, request: RequestBody) -> str:
             return _prompt(request)
         case "extra_args":
             return "vllm_xargs"
-    if isinstance(request, EmbeddingRequest):
-        return "input" if field == "n" else field
+    if isinstance(request, PoolingFields):
+        return _prompt(request) if field == "n" else field
     if not isinstance(request, GenerationRequest):
         return field
     match field:
@@ -53,7 +54,11 @@ def _asked(field: str, request: RequestBody) -> str:
 def _prompt(request: RequestBody) -> str:
     if isinstance(request, ChatCompletionRequest):
         return "messages"
-    return "input" if isinstance(request, EmbeddingRequest) else "prompt"
+    if isinstance(request, PromptFields):
+        return "messages" if request.messages is not None else "input"
+    if isinstance(request, ScoreRequest):
+        return request.names()[1]
+    return "documents" if isinstance(request, PoolingFields) else "prompt"
 
 
 def _beam_width(request: GenerationRequest) -> str:

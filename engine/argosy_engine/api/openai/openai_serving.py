@@ -17,6 +17,7 @@ from argosy_engine.errors import (
     ResourceBusy,
 )
 from argosy_engine.frontend.async_llm import AsyncLLM
+from argosy_engine.frontend.input_processor import check_generates
 from argosy_engine.frontend.outputs import GenerationOutput
 from argosy_engine.frontend.render_pool import RenderPool
 from argosy_engine.frontend.renderer import TokenizedPrompt
@@ -129,6 +130,7 @@ class OpenAIServing:
             is_search = request.use_beam_search and not request.stream
             return prompts, [] if is_search else self.core_requests(prompts, request)
 
+        check_generates(self.llm.config)
         self.llm.queue_limits.check(request.n or 1)
         return await self.render_pool.run(size, work, request, self.tenant)
 

@@ -1,0 +1,89 @@
+"""ModelUse: what the flags say about how a model is used: to generate or for pooling, and the pooling. No torch.
+
+Names are vLLM's.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from argosy_engine.errors import ConfigError
+from argosy_engine.model_configs.pooling_spec import PoolingTask
+
+Runner = Literal["auto", "generate", "pooling"]
+Convert = Literal["auto", "none", "embed", "classify"]
+SequencePooling = Literal["LAST", "MEAN", "CLS"]
+Finite = Annotated[float, Meta(ge=-1e6, le=1e6)]
+Name = Annotated[str, Meta(min_length=1, max_length=256)]
+
+
+class PoolerConfig(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """`--pooler-config`: how a pooling model pools, over what its checkpoint says."""
+
+    task: PoolingTask | None = None
+    pooling_type: SequencePooling | None = None
+    seq_pooling_type: SequencePooling | None = None
+    """The same as `pooling_type`."""
+    use_activation: bool | None = None
+    """Whether embeddings are normalised and scores become probabilities."""
+    dimensions: Annotated[int, Meta(ge=1, le=1 << 24)] | None = None
+    logit_mean: Finite | None = None
+    logit_sigma: Finite | None = None
+
+    def check(self) -> None:
+        """
+        Raises:
+            ConfigError: fields contradict each other, or are out of bounds.
+        """
+        if self.pooling_type is not None and self.seq_pooling_type is not None:
+            raise ConfigError("--pooler-config: give pooling_type or seq_pooling_type, not both")
+        if self.logit_sigma == 0:
+            raise ConfigError("--pooler-config: logit_sigma must not be 0, because scores are divided by it")
+
+
+class HfOverrides(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Fields of config.json that `--hf-overrides` may override.
+
+    None of them affects the decoder's computation, because other replicas and the model's fingerprint rely on the
+    checkpoint's own config.
+    """
+
+    is_matryoshka: bool | None = None
+    matryoshka_dimensions: (
+        Annotated[tuple[Annotated[int, Meta(ge=1, le=1 << 24)], ...], Meta(max_length=256)] | None
+    ) = None
+    architectures: Annotated[tuple[Name, ...], Meta(min_length=1, max_length=1)] | None = None
+    classifier_from_token: Annotated[tuple[Name, ...], Meta(min_length=1, max_length=256)] | None = None
+    """Tokens whose rows of the output head score a prompt."""
+    method: Literal["from_2_way_softmax", "no_post_processing"] | None = None
+    """How `classifier_from_token` is used."""
+    is_original_qwen3_reranker: bool | None = None
+    """Short for the method `from_2_way_softmax`."""
+    use_sep_token: bool | None = None
+    """Whether the texts of a pair are tokenised as a pair."""
+
+    def of_config(self) -> dict[str, Any]:
+        """Return the fields that are set and say how the model is loaded, as config.json has them. The others are read
+        where requests are checked."""
+        fields: dict[str, Any] = msgspec.to_builtins(self)
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in fields.items()
+            if "matryoshka" not in name and value is not None
+        }
+
+
+class ModelUse(Struct, frozen=True, kw_only=True):
+    """The flags together."""
+
+    runner: Runner = "auto"
+    convert: Convert = "auto"
+    pooler_config: PoolerConfig = PoolerConfig()
+    hf_overrides: HfOverrides = HfOverrides()
+
+
+AS_IT_IS = ModelUse()
+"""Without flags."""
