@@ -25,9 +25,11 @@ from argosy_protocol.openai import (
     StreamOptions,
     decode_request,
 )
+from argosy_protocol.pooling import decode_classification_request, decode_pooling_request
 from argosy_protocol.prompt_segments import prompt_segments
 from argosy_protocol.responses import ResponsesRequest, decode_responses_request
 from argosy_protocol.responses_chat import responses_as_chat
+from argosy_protocol.scoring import decode_rerank_request, decode_score_request
 from argosy_protocol.tokenization import only_model
 from argosy_router.auth.accounts import Account
 from argosy_router.fleet.fleet import Fleet
@@ -53,7 +55,8 @@ SESSION_HEADER = b"x-session-id"
 
 RoutedEndpoint = (
     Endpoint
-    | Literal["embeddings", "messages", "messages/count_tokens", "responses", "tokenize", "detokenize"]
+    | Literal["embeddings", "classify", "pooling", "score", "rerank"]
+    | Literal["messages", "messages/count_tokens", "responses", "tokenize", "detokenize"]
 )
 
 _MODEL_NAME: Final = MODEL_NAME.encode()
@@ -165,7 +168,15 @@ def decode_call(
 
 def _decode(endpoint: RoutedEndpoint, body: bytes) -> ChatCompletionRequest | CompletionRequest:
     if endpoint == "embeddings":
-        return decode_embedding_request(body).as_completion()
+        return decode_embedding_request(body).as_generation()
+    if endpoint == "classify":
+        return decode_classification_request(body).as_generation()
+    if endpoint == "pooling":
+        return decode_pooling_request(body).as_generation()
+    if endpoint == "score":
+        return decode_score_request(body).as_completion()
+    if endpoint == "rerank":
+        return decode_rerank_request(body).as_completion()
     if endpoint in ("chat/completions", "completions"):
         return decode_request(endpoint, body)
     if endpoint == "messages":

@@ -18,8 +18,11 @@ from typing import Final
 import msgspec
 
 from argosy_protocol.anthropic import CountTokensRequest, MessagesRequest
+from argosy_protocol.embeddings import EmbeddingRequest
 from argosy_protocol.openai import InternalFields
+from argosy_protocol.pooling import ClassificationRequest, PoolingRequest
 from argosy_protocol.responses import ResponsesRequest
+from argosy_protocol.scoring import RerankRequest, ScoreRequest
 
 _OPENAI: Final = frozenset(
     (
@@ -75,15 +78,18 @@ _INTERNAL: Final = frozenset(
         *("mcp_servers", "container", "context_management"),  # decoded only to be refused
     )
 )
-_STATE: Final = frozenset(("background", "previous_response_id", "request_id", "session_id"))
-"""Of responses: the router keeps their state, and names sessions and requests."""
+_OWN: Final = frozenset(("background", "previous_response_id", "request_id", "session_id"))
+"""What the router keeps or names itself: the state of responses, sessions and requests."""
 _GENERATION: Final = _OPENAI | _VLLM | _SGLANG | {"vllm_xargs"}
-_EMBEDDINGS: Final = frozenset(
-    (
-        *("add_special_tokens", "cache_salt", "dimensions", "encoding_format", "input", "model", "normalize"),
-        *("truncate_prompt_tokens", "truncation_side", "user"),
-    )
-)
+_POOLING: Final = {
+    "embeddings": EmbeddingRequest,
+    "classify": ClassificationRequest,
+    "pooling": PoolingRequest,
+    "score": ScoreRequest,
+    "rerank": RerankRequest,
+}
+_OTHER_NAMES: Final = frozenset(("data_1", "data_2", "normalize", "text_1", "text_2"))
+"""Names that other versions of vLLM and other servers have for fields of ours."""
 _TOKENIZE: Final = frozenset(
     (
         *("add_generation_prompt", "add_special_tokens", "chat_template", "chat_template_kwargs"),
@@ -94,10 +100,13 @@ _TOKENIZE: Final = frozenset(
 _FIELDS: Final = {
     "chat/completions": _GENERATION,
     "completions": _GENERATION,
-    "embeddings": _EMBEDDINGS,
-    "messages": frozenset(MessagesRequest.__struct_fields__) - _INTERNAL,
-    "messages/count_tokens": frozenset(CountTokensRequest.__struct_fields__) - _INTERNAL,
-    "responses": frozenset(ResponsesRequest.__struct_fields__) - _INTERNAL - _STATE,
+    **{
+        endpoint: frozenset(request.__struct_encode_fields__) - _INTERNAL - _OWN | _OTHER_NAMES
+        for endpoint, request in _POOLING.items()
+    },
+    "messages": frozenset(MessagesRequest.__struct_encode_fields__) - _INTERNAL,
+    "messages/count_tokens": frozenset(CountTokensRequest.__struct_encode_fields__) - _INTERNAL,
+    "responses": frozenset(ResponsesRequest.__struct_encode_fields__) - _INTERNAL - _OWN,
     "tokenize": _TOKENIZE,
     "detokenize": frozenset(("model", "tokens")),
 }
