@@ -54,5 +54,6 @@ def fetch_configs(
     files = select(snapshot, read_small, check_config, has_weights=False)
     with disk_errors(source.name, directory):
         for file in files:
+            (directory / file.path).parent.mkdir(exist_ok=True)
             (directory / file.path).write_bytes(read_small(file))
     return snapshot

@@ -37,7 +37,7 @@ MAX_WEIGHT_BYTES: Final = 16 << 40
 MAX_STORED_BYTES: Final = 256 << 20
 """Of all headers together. Those of a model with 100,000 tensors have 15 MB."""
 _MAX_READS_IN_FLIGHT: Final = 8
-_CONFIGS: Final = ("config.json", "generation_config.json", "model.safetensors.index.json")
+_CONFIGS: Final = ("config.json", "generation_config.json", "model.safetensors.index.json", "modules.json")
 
 
 def fetch_headers(
@@ -79,7 +79,8 @@ def fetch_headers(
     _check_bounds(source.name, weights)
     with disk_errors(source.name, directory):
         for file in files:
-            if file.path in _CONFIGS:
+            if file.path in _CONFIGS or "/" in file.path:  # only a small file is in a folder
+                (directory / file.path).parent.mkdir(exist_ok=True)
                 (directory / file.path).write_bytes(read_small(file))
         reader.queue.add(partial(reader.store_header, file, directory / file.path) for file in weights)
         reader.queue.run(_MAX_READS_IN_FLIGHT)

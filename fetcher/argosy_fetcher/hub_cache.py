@@ -18,7 +18,13 @@ from pathlib import Path
 from typing import Final
 
 from argosy_fetcher.errors import UnsupportedModel
-from argosy_fetcher.selection import MAX_SMALL_FILE_BYTES, is_served_name, select
+from argosy_fetcher.selection import (
+    CONFIG,
+    MAX_SMALL_FILE_BYTES,
+    is_pooling_folder,
+    is_served_name,
+    select,
+)
 from argosy_fetcher.snapshot import RemoteFile, Snapshot
 from argosy_fetcher.store_index import StoredModel
 
@@ -75,9 +81,9 @@ def _commit(folder: Path, revision: str) -> str:
 
 def _served_files(folder: Path, directory: Path) -> Iterator[RemoteFile]:
     """Yield the served files of a snapshot whose content is in the repository's folder."""
-    for name in os.listdir(directory):
-        if not is_served_name(name):
-            continue
+    names = os.listdir(directory)
+    folders = [f"{name}/{CONFIG}" for name in names if is_pooling_folder(name)]
+    for name in [*filter(is_served_name, names), *folders]:
         with suppress(OSError, RuntimeError):
             path = (directory / name).resolve(strict=True)
             found = path.stat()

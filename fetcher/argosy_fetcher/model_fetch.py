@@ -199,7 +199,10 @@ class _Fetch:
 
         files = select(snapshot, read_small, self._check_config)
         partial = self._store.open_partial(snapshot)
-        self._transfer({partial / file.path: file for file in files}, partial, known)
+        targets = {partial / file.path: file for file in files}
+        for target in targets:
+            target.parent.mkdir(exist_ok=True)
+        self._transfer(targets, partial, known)
         return tuple(StoredFile(file.path, file.size, file.digest) for file in files)
 
     def _fetch_packed(self, snapshot: Snapshot) -> tuple[StoredFile, ...]:
@@ -260,6 +263,7 @@ class _Fetch:
         selected = select(inner, _reader(members), self._check_config)
         for file in selected:
             fsync_file(members[file.path].path)
+            (partial / file.path).parent.mkdir(exist_ok=True)
             members[file.path].path.replace(partial / file.path)
         return tuple(StoredFile(file.path, file.size) for file in selected)
 

@@ -10,6 +10,7 @@ fetched.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import PurePosixPath
 from typing import Any, Final, TypeAlias
@@ -36,8 +37,12 @@ COMPANIONS: Final = (
     "tokenizer.model",
     "chat_template.jinja",
     "chat_template.json",
+    "modules.json",
 )
 """Files next to config.json that are fetched if they exist."""
+_POOLING: Final = re.compile(r"[0-9]{1,2}_Pooling/config\.json")
+"""File of sentence-transformers that says how a model pools; `modules.json` names its folder. No other file in a folder
+is fetched."""
 _OTHER_FORMATS: Final = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
 _NOT_THE_MODEL: Final = ("consolidated", "adapter_model")
 """Beginnings of the names of safetensors files that repeat the weights in another layout, or are not weights of the
@@ -78,11 +83,17 @@ def select(
             "AutoTokenizer.from_pretrained(MODEL).save_pretrained(DIRECTORY)"
         )
     companions = [files[name] for name in COMPANIONS if name in files]
+    companions += [files[path] for path in sorted(files) if _POOLING.fullmatch(path)]
     weights = _weights(snapshot.source, files, read_small) if has_weights else ()
     selected = (config, *companions, *weights)
     for file in selected:
         check_path(file.path)
     return selected
+
+
+def is_pooling_folder(name: str) -> bool:
+    """Whether a folder of this name may have a file that is served."""
+    return _POOLING.fullmatch(f"{name}/{CONFIG}") is not None
 
 
 def is_served_name(name: str) -> bool:

@@ -166,8 +166,9 @@ class Store(PrunableStore):
         store_layout.write_manifest(partial, Manifest(snapshot.source, snapshot.revision, files, fetched_at))
         (partial / store_layout.LAST_USE).touch()
         self.touch(partial)
-        _keep_only(partial, {*_OWN_FILES, *(file.path for file in files)})
-        fsync_directory(partial)
+        _keep_only(partial, {*_OWN_FILES, *(file.path.partition("/")[0] for file in files)})
+        for folder in {(partial / file.path).parent for file in files} | {partial}:
+            fsync_directory(folder)
         if self._load(directory, snapshot.revision, {}, snapshot.source) is not None:
             discard(partial)  # locks have no effect here, and another machine was faster
             return target
