@@ -12,6 +12,7 @@ _PACKAGES = (
     "cli/argosy/local",
     "engine/argosy_engine/api/openai",
     "engine/argosy_engine/api/responses",
+    "engine/argosy_engine/api/routes",
     "engine/argosy_engine/attention",
     "engine/argosy_engine/benchmarks",
     "engine/argosy_engine/checkpoint",

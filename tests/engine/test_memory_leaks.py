@@ -12,7 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from argosy_engine.api.app import Engine, build_app
+from argosy_engine.api.app import build_app
+from argosy_engine.api.served_engine import Engine
 from argosy_engine.config import EngineArgs
 from argosy_engine.core.kv_cache import prefix_announcer
 from argosy_engine.core.proc.core_client import InprocClient

@@ -12,8 +12,9 @@ import pytest
 from fastapi.routing import APIRoute
 from jsonschema import Draft202012Validator
 
-from argosy_engine.api.app import Engine, build_app
+from argosy_engine.api.app import build_app
 from argosy_engine.api.openapi_document import openapi_document
+from argosy_engine.api.served_engine import Engine
 from argosy_engine.api.server_args import ServerArgs
 from argosy_engine.checkpoint.model_path import resolve_model
 from argosy_engine.frontend.chat_template import ChatTemplate

@@ -17,8 +17,9 @@ from typing import Any
 import httpx
 import pytest
 
-from argosy_engine.api.app import Engine, build_app
+from argosy_engine.api.app import build_app
 from argosy_engine.api.serve import drain
+from argosy_engine.api.served_engine import Engine
 from argosy_engine.errors import InvalidRequest
 from argosy_engine.frontend.tokenizer import INLINE_CHARS
 from processes import (

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import uvicorn
 
-from argosy_engine.api.app import Engine, build_app
+from argosy_engine.api.app import build_app
 from argosy_engine.api.engine_flag_parser import EngineFlagParser
 from argosy_engine.api.http.auth_middleware import AuthMiddleware
 from argosy_engine.api.http.connection_limit import protocol_of
@@ -23,6 +23,7 @@ from argosy_engine.api.http.request_ids import RequestIds
 from argosy_engine.api.http.request_limits import RequestLimits
 from argosy_engine.api.http.root_path import RootPath
 from argosy_engine.api.http.tls import ServerCertificate
+from argosy_engine.api.served_engine import Engine
 from argosy_engine.api.server_args import ServerArgs
 from argosy_engine.api.server_debug_signal import describe_server_on_signal
 from argosy_engine.api.vllm_flags import add_vllm_flags, check_vllm_flags

@@ -11,7 +11,7 @@ import logging
 import os
 import signal
 
-from argosy_engine.api.app import Engine
+from argosy_engine.api.served_engine import Engine
 from argosy_protocol.program.task_list import describe_tasks
 
 logger = logging.getLogger("argosy.api")

@@ -1,4 +1,4 @@
-"""Routes of Amazon SageMaker's containers: `/ping`, and `/invocations`, which is whatever endpoint the body is for.
+"""Amazon SageMaker's `/invocations`, which is whatever endpoint the body is for. Its `/ping` is in `state_routes`.
 
 Names and rules are vLLM's (`entrypoints/serve/sagemaker`). `/invocations` needs a key like the endpoints it stands for.
 """
@@ -21,19 +21,12 @@ _NULL = b"null"
 """A field with this value counts as absent, as everywhere in the API."""
 
 
-def add_sagemaker_routes(
-    app: FastAPI, endpoints: Mapping[str, Endpoint], health: Callable[[], Awaitable[Response]]
-) -> None:
-    """Add the routes to `app`.
+def add_sagemaker_routes(app: FastAPI, endpoints: Mapping[str, Endpoint]) -> None:
+    """Add the route to `app`.
 
     Args:
         endpoints: by the field that only requests to that endpoint have.
     """
-
-    @app.get("/ping")
-    @app.post("/ping")
-    async def ping() -> Response:
-        return await health()
 
     @app.post("/invocations")
     async def invocations(request: Request) -> Response:

@@ -9,22 +9,23 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import AsyncGenerator, Callable
-from contextlib import AbstractContextManager, aclosing
-from typing import Literal, NamedTuple
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Literal
 
 import msgspec
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
+from argosy_engine.api.error_translation import translated_error
 from argosy_engine.api.http.http_responses import json_response, response_event_stream
-from argosy_engine.api.openai.openai_serving import OpenAIServing
-from argosy_engine.api.responses.background_runs import BackgroundRuns
 from argosy_engine.api.responses.response_job import ResponseJob
 from argosy_engine.api.responses.response_store import ResponseStore
+from argosy_engine.api.routes.request_context import context_of
+from argosy_engine.api.served_engine import Engine
+from argosy_engine.api.server_defaults import apply_flags
 from argosy_protocol import headers
 from argosy_protocol.errors import ApiError, BadRequest
-from argosy_protocol.openai import ChatCompletionRequest
 from argosy_protocol.response_history import (
     DEFAULT_PAGE,
     MAX_PAGE,
@@ -45,68 +46,42 @@ _TRUE = frozenset(("true", "True", "1"))
 _FALSE = frozenset(("false", "False", "0", ""))
 
 
-class RequestContext(NamedTuple):
-    """What the server knows of one request besides its body."""
-
-    serving: OpenAIServing
-    request_id: str
-    response_id: str | None
-    """The id that a router has chosen, which stores the response; None without one."""
-
-
-class ResponseRoutes(NamedTuple):
-    """What the routes need of the server.
-
-    `context` applies the server's flags to a chat, and returns what else there is to know; `translated` translates and
-    logs an error.
-    """
-
-    context: Callable[[Request, ResponsesRequest, ChatCompletionRequest], RequestContext]
-    accepted: Callable[[], AbstractContextManager[None]]
-    translated: Callable[[Exception], ApiError]
-    runs: BackgroundRuns
-
-    @property
-    def store(self) -> ResponseStore:
-        return self.runs.store
-
-
-def add_response_routes(app: FastAPI, routes: ResponseRoutes) -> None:
+def add_response_routes(app: FastAPI, engine: Engine) -> None:
     """Add the routes to `app`."""
 
     @app.post("/v1/responses")
     async def responses(request: Request) -> Response:
         raw = await request.body()
         body = decode_responses_request(raw)
-        return await _create(routes, request, body, len(raw))
+        return await _create(engine, request, body, len(raw))
 
     @app.get("/v1/responses/{name}")
     async def response(request: Request, name: str) -> Response:
         owner, query = owner_of(request), request.query_params
-        record = await _stored(routes, owner, name)
+        record = await _stored(engine, owner, name)
         if _truth(query.get("stream"), "stream"):
             after = _number(query.get("starting_after"), "starting_after", -1, _MAX_NUMBER)
-            events = routes.runs.events(owner, name, after)
-            return response_event_stream(events, {}, routes.translated)
+            events = engine.responses.events(owner, name, after)
+            return response_event_stream(events, {}, translated_error)
         return Response(bytes(record.response), media_type="application/json")
 
     @app.delete("/v1/responses/{name}")
     async def deleted_response(request: Request, name: str) -> Response:
         owner = owner_of(request)
-        await _stored(routes, owner, name)
-        await routes.runs.cancel(owner, name)
-        routes.runs.forget(owner, name)
-        await routes.store.delete(owner, name)
+        await _stored(engine, owner, name)
+        await engine.responses.cancel(owner, name)
+        engine.responses.forget(owner, name)
+        await engine.responses.store.delete(owner, name)
         return _json(DeletedResponse(id=name))
 
     @app.post("/v1/responses/{name}/cancel")
     async def cancelled_response(request: Request, name: str) -> Response:
         owner = owner_of(request)
-        record = await _stored(routes, owner, name)
+        record = await _stored(engine, owner, name)
         if not record.state().background:
             raise BadRequest("Cannot cancel a synchronous response.", param="response_id")
-        await routes.runs.cancel(owner, name)
-        record = await _stored(routes, owner, name)
+        await engine.responses.cancel(owner, name)
+        record = await _stored(engine, owner, name)
         return Response(bytes(record.response), media_type="application/json")
 
     @app.get("/v1/responses/{name}/input_items")
@@ -116,7 +91,7 @@ def add_response_routes(app: FastAPI, routes: ResponseRoutes) -> None:
         if limit < 1:
             raise BadRequest(f"limit must be a number from 1 to {MAX_PAGE}", param="limit")
         order = _order(query.get("order", "desc"))
-        record = await _stored(routes, owner_of(request), name)
+        record = await _stored(engine, owner_of(request), name)
         return _json(page_of_items(record, after=query.get("after"), limit=limit, order=order))
 
 
@@ -129,56 +104,57 @@ def owner_of(request: Request) -> str:
     return f"key {hashlib.sha256(key.encode()).hexdigest()}" if key else ""
 
 
-async def _create(routes: ResponseRoutes, request: Request, body: ResponsesRequest, size: int) -> Response:
+async def _create(engine: Engine, request: Request, body: ResponsesRequest, size: int) -> Response:
     owner = owner_of(request)
     is_resolved = headers.RESOLVED in request.headers
     conversation = input_items(body)
     if not is_resolved:
-        conversation, num_bytes = await _conversation(routes.store, owner, body)
+        conversation, num_bytes = await _conversation(engine.responses.store, owner, body)
         size += num_bytes
     chat = responses_as_chat(body, conversation)
-    context = routes.context(request, body, chat)
-    given_id = context.response_id if is_resolved else None
+    apply_flags(engine.options, chat)
+    context = context_of(engine, request, chat)
+    given_id = context.given_response_id if is_resolved else None
     response_id = ID_PREFIX + (given_id or secrets.token_hex(_ID_BYTES))
     is_stored = body.store and not is_resolved
     items = identified_items(conversation, response_id) if is_stored else []
-    routes.store.check(sum(len(bytes(item)) for item in items))
+    engine.responses.store.check(sum(len(bytes(item)) for item in items))
 
     def translated(error: Exception) -> ApiError:
-        return name_responses_field(routes.translated(error))
+        return name_responses_field(translated_error(error))
 
     async def prepared() -> ResponseJob:
         return await ResponseJob.prepare(context.serving, body, chat, response_id, size, items)
 
     async def answer() -> ResponseObject:
         try:
-            with routes.accepted():
+            with engine.accepted():
                 job = await prepared()
                 await job.complete()
                 if is_stored:
-                    await routes.runs.keep(owner, job)
+                    await engine.responses.keep(owner, job)
                 return job.response
         except Exception as error:
             raise translated(error) from error
 
     async def events() -> AsyncGenerator[bytes, None]:
-        with routes.accepted():
+        with engine.accepted():
             job = await prepared()
             async with aclosing(job.stream(translated)) as stream:
                 async for added in stream:
                     if is_stored and job.events.is_over:  # who reads the last event may continue at once
-                        await routes.runs.keep(owner, job)
+                        await engine.responses.keep(owner, job)
                     yield b"".join(added)
 
     async def background() -> Response:
         try:
-            with routes.accepted():
+            with engine.accepted():
                 job = await prepared()
-                queued = await routes.runs.start(owner, job, is_streamed=body.stream)
+                queued = await engine.responses.start(owner, job, is_streamed=body.stream)
         except Exception as error:
             raise translated(error) from error
         if body.stream:
-            return response_event_stream(routes.runs.events(owner, response_id), lines, translated)
+            return response_event_stream(engine.responses.events(owner, response_id), lines, translated)
         return Response(queued, 200, lines, "application/json")
 
     lines = {headers.REQUEST_ID: context.request_id}
@@ -201,8 +177,8 @@ async def _conversation(
     return resolved_items(body, found), sum(record.size for record in found.values())
 
 
-async def _stored(routes: ResponseRoutes, owner: str, response_id: str) -> StoredResponse:
-    record = await routes.store.get(owner, response_id)
+async def _stored(engine: Engine, owner: str, response_id: str) -> StoredResponse:
+    record = await engine.responses.store.get(owner, response_id)
     if record is None:
         raise response_not_found(response_id)
     return record

@@ -1,0 +1,41 @@
+"""Routes of Anthropic's Messages API."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI, Request
+
+from argosy_engine.api.answers import message_answer, message_stream_answer
+from argosy_engine.api.anthropic.messages import count_tokens, create_message, stream_message
+from argosy_engine.api.http.http_responses import WatchedResponse
+from argosy_engine.api.request_headers import check_resume, request_id_of, resumption_of, serving_of
+from argosy_engine.api.routes.request_context import context_of
+from argosy_engine.api.served_engine import Engine
+from argosy_protocol.anthropic import decode_count_tokens_request, decode_messages_request
+from argosy_protocol.anthropic_chat import as_chat
+
+
+def add_message_routes(app: FastAPI, engine: Engine) -> None:
+    """Add the routes to `app`."""
+
+    @app.post("/v1/messages")
+    async def messages(request: Request) -> WatchedResponse:
+        raw = await request.body()
+        body = decode_messages_request(raw)
+        chat = as_chat(body)
+        check_resume(request, chat)
+        context = context_of(engine, request, chat)
+        if body.stream:
+            with_ids = resumption_of(request)["has_id_comments"]
+            events = stream_message(
+                context.serving, chat, body, context.response_id, len(raw), has_id_comments=with_ids
+            )
+            return message_stream_answer(engine, events, context.request_id, request.url.path)
+        answer = create_message(context.serving, chat, context.response_id, len(raw))
+        return message_answer(engine, answer, context.request_id, request.url.path)
+
+    @app.post("/v1/messages/count_tokens")
+    async def counted_tokens(request: Request) -> WatchedResponse:
+        raw = await request.body()
+        chat = as_chat(decode_count_tokens_request(raw))
+        answer = count_tokens(serving_of(engine, request), chat, len(raw))
+        return message_answer(engine, answer, request_id_of(request, None), request.url.path)

@@ -1,0 +1,44 @@
+"""Routes of the engine's state: health, readiness, version, load, metrics and telemetry."""
+
+from __future__ import annotations
+
+import msgspec
+from fastapi import FastAPI
+from starlette.responses import Response, StreamingResponse
+
+from argosy_engine.api.served_engine import Engine
+from argosy_protocol import __version__, headers
+
+
+def add_state_routes(app: FastAPI, engine: Engine) -> None:
+    """Add the routes to `app`. `/ping` is Amazon SageMaker's name of `/health`."""
+
+    @app.get("/health")
+    @app.get("/ping")
+    @app.post("/ping")
+    async def health() -> Response:
+        return Response(status_code=200 if engine.is_healthy else 503)
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        return _json({"status": engine.status}, 200 if engine.is_ready else 503)
+
+    @app.get("/version")
+    async def version() -> Response:
+        return _json({"version": __version__})
+
+    @app.get("/load")
+    async def load() -> Response:
+        return _json({"server_load": engine.llm.num_live if engine.llm else 0})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(engine.metrics, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get(headers.TELEMETRY_PATH)
+    async def telemetry() -> StreamingResponse:
+        return StreamingResponse(engine.telemetry.stream(), media_type=headers.TELEMETRY_CONTENT_TYPE)
+
+
+def _json(value: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")

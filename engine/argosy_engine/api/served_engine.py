@@ -1,0 +1,165 @@
+"""The engine as its server sees it: its states from loading to drained, and what exists only once it is loaded.
+
+Owns: the states, and the count of accepted requests that a drain waits for. Must not know: routes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from argosy_engine.api.error_translation import translated_error
+from argosy_engine.api.observability.load_report import LoadReport
+from argosy_engine.api.observability.metrics import EngineMetrics
+from argosy_engine.api.observability.stats_log import StatsLog
+from argosy_engine.api.observability.telemetry import TelemetryHub
+from argosy_engine.api.openai.openai_serving import OpenAIServing
+from argosy_engine.api.responses.background_runs import BackgroundRuns
+from argosy_engine.api.responses.response_store import InMemoryResponseStore
+from argosy_engine.api.server_args import ITERATION_TIMEOUT_S, ServerArgs
+from argosy_engine.frontend.async_llm import AsyncLLM
+from argosy_protocol.errors import (
+    TooManyRequests,
+    Unavailable,
+)
+
+_ASLEEP_RETRY_S = 10.0
+"""Retry-After of a sleeping engine. When it wakes up is unknown; the router tries other replicas meanwhile."""
+
+_DEFAULT_OPTIONS = ServerArgs()
+
+
+class Engine:
+    """The application's state. `llm` and what depends on it exist once the model is loaded."""
+
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        iteration_timeout_s: float = ITERATION_TIMEOUT_S,
+        *,
+        takes_any_name: bool = False,
+        options: ServerArgs = _DEFAULT_OPTIONS,
+    ) -> None:
+        self.names = names
+        self.takes_any_name = takes_any_name
+        self.options = options
+        self.iteration_timeout_s = iteration_timeout_s
+        self.phase = "starting"
+        self.is_draining = False
+        self.llm: AsyncLLM | None = None
+        self._serving: OpenAIServing | None = None
+        self._metrics: EngineMetrics | None = None
+        self._load_report: LoadReport | None = None
+        self._telemetry: TelemetryHub | None = None
+        self._num_accepted = 0
+        self._none_accepted = asyncio.Event()
+        self._none_accepted.set()
+        self.responses = BackgroundRuns(InMemoryResponseStore(), self.accepted, translated_error)
+
+    def attach(self, llm: AsyncLLM) -> None:
+        self._serving = OpenAIServing(llm, self.names, takes_any_name=self.takes_any_name)
+        self._metrics = EngineMetrics(llm.config)
+        self._telemetry = TelemetryHub(llm, llm.config)
+        self._load_report = LoadReport(llm.config.data_parallel_size)
+        llm.observers.extend((self._metrics, self._telemetry, self._load_report))
+        if not self.options.disable_log_stats:
+            llm.observers.append(StatsLog(llm.config.data_parallel_size))
+        self.llm = llm
+        self.phase = "ready"
+
+    @property
+    def is_ready(self) -> bool:
+        return self.llm is not None and not self.is_draining and not self.is_sleeping and self.is_healthy
+
+    @property
+    def is_sleeping(self) -> bool:
+        return self.llm is not None and self.llm.is_sleeping
+
+    @property
+    def status(self) -> str:
+        """Status in the body of /ready: loading, ready, sleeping or draining."""
+        return "sleeping" if self.phase == "ready" and self.is_sleeping else self.phase
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether the core lives and its loop runs; a core that is still loading counts as healthy."""
+        llm = self.llm
+        return llm is None or (not llm.is_dead and llm.heartbeat_age_s < self.iteration_timeout_s)
+
+    @property
+    def loaded(self) -> AsyncLLM:
+        """The model. Raises Unavailable while it loads or the engine drains; a sleeping engine is loaded."""
+        if self.llm is None:
+            raise Unavailable(f"the model is loading ({self.phase})", retry_after_s=1.0)
+        if self.is_draining:
+            raise Unavailable("this engine is shutting down", retry_after_s=1.0)
+        return self.llm
+
+    @property
+    def serving(self) -> OpenAIServing:
+        """The endpoints' model. Raises Unavailable while it loads, and while the engine sleeps or drains."""
+        if self._serving is None:
+            raise Unavailable(f"the model is loading ({self.phase})", retry_after_s=1.0)
+        if self.is_draining:
+            raise Unavailable("this engine is shutting down", retry_after_s=1.0)
+        if self.is_sleeping:
+            raise Unavailable("this engine is asleep", retry_after_s=_ASLEEP_RETRY_S)
+        return self._serving
+
+    @property
+    def metrics(self) -> bytes:
+        if self._metrics is None or self.llm is None:
+            return b""
+        self._metrics.set_sleep_level(self.llm.sleep_level)
+        return self._metrics.render()
+
+    def load_headers(self, form: str | None) -> dict[str, str]:
+        """Return the headers with the load, in the form that a request asks for."""
+        return {} if self._load_report is None else self._load_report.headers(form)
+
+    @property
+    def telemetry(self) -> TelemetryHub:
+        if self._telemetry is None:
+            raise Unavailable(f"the model is loading ({self.phase})", retry_after_s=1.0)
+        if not self._telemetry.has_room:
+            raise TooManyRequests("too many telemetry readers", retry_after_s=5.0)
+        return self._telemetry
+
+    @property
+    def num_live(self) -> int:
+        """Choices that have not ended; requests, if there are more, whose choices may not have begun."""
+        return max(self._num_accepted, self.llm.num_live if self.llm is not None else 0)
+
+    @contextmanager
+    def accepted(self) -> Iterator[None]:
+        """Let `drain` wait for a request that the core may not have yet: its prompts are rendered first, and a beam
+        search pauses between two tokens."""
+        self._num_accepted += 1
+        self._none_accepted.clear()
+        try:
+            yield
+        finally:
+            self._num_accepted -= 1
+            if not self._num_accepted:
+                self._none_accepted.set()
+
+    async def drain(self) -> None:
+        """Reject new requests, and return when the accepted ones are done."""
+        self.is_draining = True
+        self.phase = "draining"
+        if self._telemetry is not None:
+            self._telemetry.drain()
+        await asyncio.sleep(0)  # those that were not rejected are counted in this turn of the event loop
+        await self._none_accepted.wait()
+        if self.llm is not None:
+            await self.llm.drain()
+
+    async def close(self) -> None:
+        if self._telemetry is not None:
+            self._telemetry.close()
+        await self.responses.close()
+        if self._serving is not None:
+            self._serving.close()
+        if self.llm is not None:
+            await self.llm.close()
