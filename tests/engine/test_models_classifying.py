@@ -249,6 +249,7 @@ def test_a_classifier_can_embed(tmp_path: Path) -> None:
     [
         ({"runner": "generate", "convert": "embed"}, "does not pool"),
         ({"runner": "pooling", "convert": "none"}, "--convert embed"),
+        ({"pooler_config": {"pooling_type": "MEAN"}}, "--runner pooling"),
         ({"convert": "embed", "pooler_config": {"task": "classify"}}, "--convert for embed"),
         ({"convert": "classify", "pooler_config": {"dimensions": 4}}, "dimensions"),
         ({"convert": "classify"}, "1 missing: score.weight"),

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from argosy_engine.errors import ConfigError
 from argosy_engine.model_configs.file_permission import may_not_read
 from argosy_engine.model_configs.model_config import MAX_CONFIG_BYTES, RawConfig, read_json
-from argosy_engine.model_configs.model_use import ModelUse
+from argosy_engine.model_configs.model_use import ModelUse, PoolerConfig
 from argosy_engine.model_configs.pooling_spec import MAX_LABELS, PoolingSpec, PoolingTask, PoolingType
 from argosy_engine.models import registry
 
@@ -64,6 +64,8 @@ def pooling_spec(path: Path, raw: RawConfig, use: ModelUse) -> PoolingSpec | Non
             raise ConfigError(f"{architecture} does not generate; leave --runner generate out")
         if asked is not None:
             raise ConfigError(f"--runner generate does not pool; leave out what asks for {asked}")
+        if use.pooler_config != PoolerConfig():
+            raise ConfigError("--pooler-config needs --runner pooling: this model generates")
         return None
     if use.convert == "none" and own_task is None:
         raise ConfigError(
