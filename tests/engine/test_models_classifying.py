@@ -96,6 +96,20 @@ def test_labels_equal_transformers(kind: str, tmp_path: Path) -> None:
             llm.encode([[5, 6]], PoolingParams(task="embed"), use_tqdm=False)
 
 
+@pytest.mark.parametrize("limit", [64, 65])
+def test_a_prompt_may_fill_the_context(limit: int, tmp_path: Path) -> None:
+    reference = checkpoint(tmp_path, "llama", "LlamaForSequenceClassification", num_labels=1)
+    flags = {**EXACT, "num_gpu_blocks_override": 1 + -(-limit // 16)}
+    prompt = prompts()[-2][:limit]
+    with closing(LLM(str(tmp_path), **flags, max_model_len=limit, max_num_seqs=1)) as llm:
+        for _ in range(2):
+            (result,) = llm.classify([prompt], use_tqdm=False)
+            assert result.error is None
+            close_to(result.outputs.probs, logits(reference, prompt).sigmoid())
+        with pytest.raises(InvalidRequest, match="maximum context length"):
+            llm.classify([[*prompt, 5]], use_tqdm=False)
+
+
 @pytest.mark.parametrize(
     ("in_config", "flags", "expected"),
     [

@@ -73,7 +73,7 @@ def test_truncation_leaves_special_tokens(side: Any, llm: LLM) -> None:
     cut = whole[-2:] if side == "left" else whole[:2]
     assert inputs(llm, **{**fields, "truncate_prompt_tokens": 2}) == [cut]
     long = inputs(llm, **{**fields, "input": TEXT * 40, "truncate_prompt_tokens": -1})[0]
-    assert (len(long), long[0], long[-1]) == (255, START, END)
+    assert (len(long), long[0], long[-1]) == (256, START, END)
 
 
 def pairs(llm: LLM, **fields: Any) -> list[list[int]]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 from argosy_engine.errors import InvalidRequest
-from argosy_engine.frontend.prompt_truncation import Truncation, truncation_of
+from argosy_engine.frontend.prompt_truncation import Truncation
 from argosy_engine.frontend.render_pool import stop_if_abandoned
 from argosy_engine.frontend.renderer import Renderer, TokenizedPrompt
 from argosy_engine.model_configs.pooling_spec import PoolingSpec
@@ -80,7 +80,7 @@ def _completion(
     renderer: Renderer, request: CompletionRequest, *, adds_special: bool
 ) -> list[TokenizedPrompt]:
     prompts = request.prompts()
-    truncation = truncation_of(request, renderer.config.max_model_len)
+    truncation = renderer.truncation_of(request)
     special = renderer.tokenizer.special_tokens_of_text
     is_plain = not any(special) if adds_special else False
     if not isinstance(prompts[0], str) or is_plain or (adds_special and truncation is None):
@@ -133,7 +133,7 @@ class _SeparatePairs:
 
     def __init__(self, renderer: Renderer, request: ScoringFields) -> None:
         self._renderer = renderer
-        self._truncation = truncation_of(request.completion_of(""), renderer.config.max_model_len)
+        self._truncation = renderer.truncation_of(request.completion_of(""))
         self._special = renderer.tokenizer.special_tokens_of_pair
         self._query = lru_cache(_KEPT_QUERIES)(self._encoded)
 

@@ -91,6 +91,7 @@ def pooling_request(
         priority=priority,
         tenant=tenant,
         data_parallel_rank=data_parallel_rank,
+        asks_max_tokens=False,  # a prompt of full length leaves no room
         is_pooling=True,
     )
     request.pooling_params = params

@@ -43,9 +43,11 @@ class Truncation(NamedTuple):
         return token_ids[max(len(token_ids) - self.num_tokens, 0) :]
 
 
-def truncation_of(request: GenerationRequest, max_model_len: int) -> Truncation | None:
+def truncation_of(
+    request: GenerationRequest, max_model_len: int, *, least_output: int = 1
+) -> Truncation | None:
     """Return the truncation that a request asks for, or None. The output has the room that `max_tokens` asks for, and
-    at least one token.
+    at least `least_output` tokens.
 
     Raises:
         InvalidRequest: prompt and output would exceed the model's context.
@@ -57,7 +59,7 @@ def truncation_of(request: GenerationRequest, max_model_len: int) -> Truncation 
         num_outputs = request.max_completion_tokens
     else:
         num_outputs = request.max_tokens or 0
-    room = max_model_len - max(num_outputs, 1)
+    room = max_model_len - max(num_outputs, least_output)
     if room < 1:
         raise InvalidRequest(
             f"max_tokens ({num_outputs}) leaves no room for a prompt in this model's context of {max_model_len} tokens",

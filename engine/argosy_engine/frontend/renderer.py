@@ -20,7 +20,7 @@ from argosy_engine.frontend.chat_template import ChatTemplate
 from argosy_engine.frontend.chunk_map import map_chunks, map_token_chunks
 from argosy_engine.frontend.control_tokens import ControlTokens
 from argosy_engine.frontend.fill_in_middle import fill_in_middle
-from argosy_engine.frontend.prompt_truncation import truncation_of
+from argosy_engine.frontend.prompt_truncation import Truncation, truncation_of
 from argosy_engine.frontend.prompts import PromptType, text_or_token_ids
 from argosy_engine.frontend.render_pool import stop_if_abandoned
 from argosy_engine.frontend.tokenizer import Encoded, Tokenizer
@@ -67,13 +67,19 @@ class TokenizedPrompt(NamedTuple):
 
 class Renderer:
     """
+    Args:
+        least_output: tokens for which a prompt leaves room; 0 for a model that does not generate.
+
     Raises (from the constructor):
         ConfigError: the model directory has no readable tokenizer, or a chat template that cannot be compiled.
     """
 
-    def __init__(self, config: ResolvedConfig, parsers: ParserConfig = _CHOSEN_PARSERS) -> None:
+    def __init__(
+        self, config: ResolvedConfig, parsers: ParserConfig = _CHOSEN_PARSERS, *, least_output: int = 1
+    ) -> None:
         path = Path(config.model_path)
         self.config = config
+        self._least_output = least_output
         self.tokenizer = Tokenizer(path)
         self.template = ChatTemplate.load(path, config.request_defaults)
         self._template_of_request = lru_cache(_KEPT_TEMPLATES)(self._compiled)
@@ -323,13 +329,17 @@ class Renderer:
                 param=param,
             )
 
+    def truncation_of(self, request: GenerationRequest) -> Truncation | None:
+        """Return how a request's prompts are shortened; None if they are not (`prompt_truncation.truncation_of`)."""
+        return truncation_of(request, self.config.max_model_len, least_output=self._least_output)
+
     def check_length(self, num_tokens: int) -> None:
         """
         Raises:
             PromptTooLong: a prompt of so many tokens leaves no room for output.
         """
         limit = self.config.max_model_len
-        if num_tokens >= limit:
+        if num_tokens > limit - self._least_output:
             raise PromptTooLong(
                 f"this model's maximum context length is {limit} tokens, the prompt has {num_tokens}; shorten it",
                 param="prompt",
@@ -365,7 +375,7 @@ class Renderer:
         add_special_tokens: bool,
         cuts: Sequence[int] = (),
     ) -> TokenizedPrompt:
-        truncation = truncation_of(request, self.config.max_model_len)
+        truncation = self.truncation_of(request)
         if truncation is not None and not cuts:
             text = truncation.trimmed(text, self._max_characters)
         encoded = self.encode(
@@ -382,7 +392,7 @@ class Renderer:
         self, token_ids: list[int], segments: list[Segment], request: GenerationRequest
     ) -> TokenizedPrompt:
         self.check_token_ids(token_ids)
-        truncation = truncation_of(request, self.config.max_model_len)
+        truncation = self.truncation_of(request)
         if truncation is not None and len(token_ids) > truncation.num_tokens:
             return TokenizedPrompt(truncation.kept(token_ids), [], is_truncated=True)
         return TokenizedPrompt(list(token_ids), map_token_chunks(segments, self._seed(request)))
