@@ -100,6 +100,7 @@ def test_a_tool_and_its_result(client: openai.OpenAI, choice: Any) -> None:
     call = calling.output[-1]
     assert isinstance(call, ResponseFunctionToolCall)
     assert (call.name, json.loads(call.arguments)) == ("get_weather", {"city": "Paris"})
+    assert all(len(name) <= 64 for name in (calling.id, call.id or "", call.call_id))
     result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "Sunny, 21 degrees."}
     items: Any = [question, *(item.to_dict() for item in calling.output), result]
     for given in ({"input": items}, {"input": [result], "previous_response_id": calling.id}):

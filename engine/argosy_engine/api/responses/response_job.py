@@ -21,7 +21,7 @@ from argosy_engine.messages.core_messages import EngineCoreRequest
 from argosy_protocol.errors import ApiError
 from argosy_protocol.openai import ChatCompletionRequest
 from argosy_protocol.response_history import StoredResponse
-from argosy_protocol.response_object import ResponseObject, begun_response
+from argosy_protocol.response_object import ID_PREFIX, ResponseObject, begun_response
 from argosy_protocol.responses import ResponsesRequest
 
 
@@ -60,7 +60,7 @@ class ResponseJob:
 
         Args:
             chat: what `request` stands for.
-            response_id: also the ids of calls derive from it.
+            response_id: also the ids of items and calls derive from it; clients expect 64 characters at most.
             size: of the request's body and of the conversation that it continues, in bytes.
 
         Raises:
@@ -68,7 +68,9 @@ class ResponseJob:
         """
         model = serving.check_model(chat.model)
         prompt, requests = await serving.prepare_bounded_chat(chat, size)
-        chat_format = ChatFormat(serving.llm.renderer, chat, response_id, model, prompt, 1)
+        chat_format = ChatFormat(
+            serving.llm.renderer, chat, response_id.removeprefix(ID_PREFIX), model, prompt, 1
+        )
         params = requests[0].sampling_params
         begun = begun_response(
             request, response_id, model, int(time.time()), params.temperature, params.top_p
