@@ -100,6 +100,13 @@ class IncompleteDetails(Struct, frozen=True):
     reason: str
 
 
+class RawMessage(Struct, frozen=True, kw_only=True, tag="raw_message_tokens", tag_field="type"):
+    """Prompt or output as the model reads and writes it (vLLM's `enable_response_messages`)."""
+
+    message: str
+    tokens: list[int]
+
+
 class ResponseObject(Struct, frozen=True, kw_only=True):
     """Answer of /v1/responses; fields of the request are repeated as it gave them."""
 
@@ -136,6 +143,9 @@ class ResponseObject(Struct, frozen=True, kw_only=True):
     user: str | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
+    input_messages: list[RawMessage] | msgspec.UnsetType = msgspec.UNSET
+    output_messages: list[RawMessage] | msgspec.UnsetType = msgspec.UNSET
+    """Both are left out unless the request asks for them."""
 
 
 class DeletedResponse(Struct, frozen=True, kw_only=True):

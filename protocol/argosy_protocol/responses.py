@@ -213,6 +213,8 @@ class ResponsesRequest(InternalFields, kw_only=True, omit_defaults=True):
     chat_template_kwargs: dict[str, Any] | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
     priority: Nullable[Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)]] = 0
+    enable_response_messages: Nullable[bool] = False
+    """vLLM's field: the answer has the text and the tokens of prompt and output."""
     data_parallel_rank: None = None
     """Only the header tells an engine the rank."""
     # Decoded only to be refused: ignoring them would change the answer.
@@ -223,7 +225,6 @@ class ResponsesRequest(InternalFields, kw_only=True, omit_defaults=True):
     image: Any = None
     moderation: Any = None
     prompt: Any = None
-    enable_response_messages: Any = None
     media_io_kwargs: Any = None
     mm_processor_kwargs: Any = None
     previous_input_messages: Any = None
@@ -266,8 +267,7 @@ class ResponsesRequest(InternalFields, kw_only=True, omit_defaults=True):
 
 REFUSED_FIELDS = (
     *("access_programs", "background_options", "context_management", "conversation", "image", "moderation"),
-    *("prompt", "enable_response_messages", "media_io_kwargs", "mm_processor_kwargs"),
-    *("previous_input_messages", "watermarking"),
+    *("prompt", "media_io_kwargs", "mm_processor_kwargs", "previous_input_messages", "watermarking"),
 )
 """Fields that are refused unless they ask for nothing."""
 

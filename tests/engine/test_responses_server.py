@@ -130,6 +130,19 @@ def test_log_probabilities(client: openai.OpenAI) -> None:
     assert {len(entry.top_logprobs) for entry in part.logprobs} == {2}  # type: ignore[union-attr]
 
 
+def test_prompt_and_output_are_shown_raw(http: httpx.Client) -> None:
+    whole = http.post("/v1/responses", json=body(enable_response_messages=True)).json()
+    streamed = http.post("/v1/responses", json=body(enable_response_messages=True, stream=True))
+    for answer in (whole, final_response(parsed_events(streamed.content))):
+        (prompt,), (output,) = answer["input_messages"], answer["output_messages"]
+        assert HELLO in prompt["message"]
+        assert output["message"].endswith(answer["output"][-1]["content"][0]["text"] + "<|im_end|>")
+        usage = answer["usage"]
+        counts = (len(prompt["tokens"]), len(output["tokens"]))
+        assert counts == (usage["input_tokens"], usage["output_tokens"])
+    assert "input_messages" not in http.post("/v1/responses", json=body(max_output_tokens=1)).json()
+
+
 def test_reasoning_is_turned_off(client: openai.OpenAI) -> None:
     answer = client.responses.create(model="tiny", input=HELLO, reasoning={"effort": "none"})
     assert [item.type for item in answer.output] == ["message"]

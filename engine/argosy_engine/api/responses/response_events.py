@@ -24,6 +24,7 @@ import msgspec
 
 from argosy_engine.api.openai.chat_format import ChatFormat
 from argosy_engine.frontend.outputs import GenerationOutput
+from argosy_engine.frontend.tokenizer import Tokenizer
 from argosy_protocol.errors import ApiError
 from argosy_protocol.openai import Delta, TokenLogprob, ToolCall
 from argosy_protocol.response_object import (
@@ -35,6 +36,7 @@ from argosy_protocol.response_object import (
     OutputItem,
     OutputMessage,
     OutputText,
+    RawMessage,
     ReasoningItem,
     ReasoningText,
     ReasoningTokensDetails,
@@ -53,14 +55,31 @@ _ERROR_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
 """OpenAI's codes by status; every other failure is a `server_error`."""
 
 
+class RawMessages:
+    """Prompt and output as the model reads and writes them, for requests that ask to see them."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.output_ids: list[int] = []
+
+    def message(self, token_ids: list[int]) -> RawMessage:
+        return RawMessage(
+            message=self._tokenizer.decode(token_ids, skip_special_tokens=False), tokens=token_ids
+        )
+
+
 class ResponseEvents:
     """
     Args:
         chat_format: parses the text.
         begun: the response without output.
+        raw: collects the output as tokens, if the request asks for them.
     """
 
-    def __init__(self, chat_format: ChatFormat, begun: ResponseObject) -> None:
+    def __init__(
+        self, chat_format: ChatFormat, begun: ResponseObject, raw: RawMessages | None = None
+    ) -> None:
+        self._raw = raw
         self._chat_format = chat_format
         self.response = begun
         """The response as of the last event that shows it whole."""
@@ -100,6 +119,8 @@ class ResponseEvents:
         """Return the events that an output adds, each with the blank line after it; after the last output the response
         is over."""
         events: list[bytes] = []
+        if self._raw is not None:
+            self._raw.output_ids += output.token_ids
         choice = self._chat_format.delta(output)
         delta = Delta() if choice is None else choice.delta
         entries = choice.logprobs.content if choice is not None and choice.logprobs is not None else []
@@ -200,6 +221,9 @@ class ResponseEvents:
 
     def _end(self, events: list[bytes], output: GenerationOutput) -> None:
         is_cut = output.finish_reason == "length"
+        if self._raw is not None:
+            shown = [self._raw.message(self._raw.output_ids)]
+            self.response = _replace(self.response, output_messages=shown)
         self._close(events, "incomplete" if is_cut else "completed")
         self.response = _replace(
             self.response,

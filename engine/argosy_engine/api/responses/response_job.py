@@ -15,7 +15,7 @@ import msgspec
 from argosy_engine.api.openai.chat_format import ChatFormat
 from argosy_engine.api.openai.choice_stream import MAX_INLINE_TOKENS
 from argosy_engine.api.openai.openai_serving import OpenAIServing
-from argosy_engine.api.responses.response_events import ResponseEvents
+from argosy_engine.api.responses.response_events import RawMessages, ResponseEvents
 from argosy_engine.frontend.outputs import GenerationOutput
 from argosy_engine.messages.core_messages import EngineCoreRequest
 from argosy_protocol.errors import ApiError
@@ -68,14 +68,17 @@ class ResponseJob:
         """
         model = serving.check_model(chat.model)
         prompt, requests = await serving.prepare_bounded_chat(chat, size)
-        chat_format = ChatFormat(
-            serving.llm.renderer, chat, response_id.removeprefix(ID_PREFIX), model, prompt, 1
-        )
+        renderer = serving.llm.renderer
+        chat_format = ChatFormat(renderer, chat, response_id.removeprefix(ID_PREFIX), model, prompt, 1)
         params = requests[0].sampling_params
         begun = begun_response(
             request, response_id, model, int(time.time()), params.temperature, params.top_p
         )
-        return cls(serving, requests, ResponseEvents(chat_format, begun), items)
+        raw = None
+        if request.enable_response_messages:
+            raw = RawMessages(renderer.tokenizer)
+            begun = msgspec.structs.replace(begun, input_messages=[raw.message(prompt.token_ids)])
+        return cls(serving, requests, ResponseEvents(chat_format, begun, raw), items)
 
     @property
     def response(self) -> ResponseObject:
