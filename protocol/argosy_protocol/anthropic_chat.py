@@ -12,7 +12,8 @@ and answered as if the client had sent that chat to /v1/chat/completions.
     text, thinking and tool_use of an assistant's turn  content, reasoning and tool_calls of one message
     a final assistant's turn                            continue_final_message
     tools, tool_choice                                  tools, tool_choice, parallel_tool_calls
-    thinking, output_config                             variables of the template, reasoning_effort, response_format
+    thinking                                            variables of the template, thinking_token_budget
+    output_config                                       reasoning_effort, response_format
 
 Consecutive messages of one role are one turn, as in Anthropic's API. A system message after the first turn becomes text
 of the user: most templates take a system message at the beginning only, and one that moved there would change the
@@ -57,6 +58,7 @@ _CHAT_FIELDS = {
     "reasoning_effort": "output_config.effort",
     "response_format": "output_config.format",
     "stop": "stop_sequences",
+    "thinking_token_budget": "thinking.budget_tokens",
     "user": "metadata.user_id",
 }
 _REFUSED = ("mcp_servers", "container", "context_management")
@@ -348,6 +350,7 @@ def _set_thinking(chat: ChatCompletionRequest, request: CountTokensRequest) -> N
         _check_budget(thinking, request)
         is_on = thinking.type != "disabled"
         variables = dict.fromkeys(_THINKING_VARIABLES, is_on)
+        chat.thinking_token_budget = thinking.budget_tokens if thinking.type == "enabled" else None
         chat.include_reasoning = is_on and thinking.display != "omitted"
     if request.chat_template_kwargs:
         variables |= request.chat_template_kwargs

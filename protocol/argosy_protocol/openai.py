@@ -161,6 +161,8 @@ class GenerationRequest(InternalFields, kw_only=True, omit_defaults=True):
     """vLLM's field: tokens of the prompt that stay if it is longer; -1: as many as the model's context has room for."""
     truncation_side: Literal["left", "right"] | None = None
     """vLLM's field: where tokens are cut off; by default left, so that the last ones stay."""
+    thinking_token_budget: Annotated[int, Meta(ge=-1, le=MAX_TOKENS)] | None = None
+    """vLLM's field: tokens of reasoning after which its end is forced; -1: no limit."""
     response_format: dict[str, Any] | None = None
     structured_outputs: Any = None
     """vLLM's field; the engine checks its content."""
@@ -171,7 +173,6 @@ class GenerationRequest(InternalFields, kw_only=True, omit_defaults=True):
     guided_grammar: Any = None
     prompt_embeds: Any = None
     logprob_token_ids: Any = None
-    thinking_token_budget: Any = None
     use_beam_search: Nullable[bool] = False
     """vLLM's field: return the `n` most probable answers instead of sampled ones. Not streamed."""
     length_penalty: Nullable[Annotated[float, Meta(ge=-10.0, le=10.0)]] = 1.0
@@ -267,7 +268,6 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1.0,),
     "prompt_embeds": (),
     "logprob_token_ids": ([],),
-    "thinking_token_budget": (-1,),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),

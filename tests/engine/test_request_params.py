@@ -73,7 +73,7 @@ def test_a_large_schema_of_a_large_call_is_refused_by_the_field_that_the_client_
     ("fields", "message"),
     [
         ({"best_of": 2}, "best_of is not supported without use_beam_search"),
-        ({"thinking_token_budget": 5}, "thinking_token_budget is not supported by this engine"),
+        ({"prompt_embeds": "x"}, "prompt_embeds is not supported by this engine"),
     ],
 )
 def test_a_refused_field_of_completions_tells_its_remedy(fields: dict[str, Any], message: str) -> None:

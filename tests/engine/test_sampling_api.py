@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -203,6 +204,7 @@ def test_fields_reach_the_sampler(
         ("completions", {"prompt": PROMPT, "echo": True}),
         ("completions", {"prompt": PROMPT, "logprobs": 1}),
         ("chat/completions", {"messages": MESSAGES, "logprobs": True}),
+        ("chat/completions", {"messages": MESSAGES, "thinking_token_budget": 3}),
     ],
 )
 def test_a_stream_cut_between_chunks_continues_on_another_run(
@@ -227,6 +229,50 @@ def test_a_stream_cut_between_chunks_continues_on_another_run(
         rest = events(http, endpoint, {**body, "resume": resume}, headers)
         assert fold(seen + rest) == fold(whole), cut
         assert {(event["id"], event["created"]) for event in rest} == {(whole[0]["id"], resume["created"])}
+
+
+@pytest.mark.parametrize("budget", [0, 3])
+@pytest.mark.parametrize("fields", [{}, {"structured_outputs": {"regex": "[a-z]{4}"}}])
+def test_reasoning_ends_at_its_budget(http: httpx.Client, fields: dict[str, Any], budget: int) -> None:
+    def token(text: str) -> int:
+        (token_id,) = http.post("/tokenize", json={"prompt": text}).json()["tokens"]
+        return int(token_id)
+
+    def ask(**more: Any) -> tuple[Any, list[int]]:
+        body = {"messages": MESSAGES, "temperature": 0, "max_tokens": 200, "return_token_ids": True}
+        answer = http.post("/v1/chat/completions", json={**body, **fields, **more})
+        assert answer.status_code == 200, answer.text
+        return answer.json(), answer.json()["choices"][0]["token_ids"]
+
+    start, end = token("<think>"), token("</think>")
+    free = ask()[1]
+    assert free.index(end) - free.index(start) - 1 > 3
+    answer, ids = ask(thinking_token_budget=budget)
+    assert ids.index(end) - ids.index(start) - 1 == budget
+    assert ids[: budget + 1] == free[: budget + 1]
+    assert ask(thinking_token_budget=-1)[1] == free
+    message = answer["choices"][0]["message"]
+    assert message["content"]
+    assert bool(message.get("reasoning")) is (budget > 0)
+    if fields:
+        assert re.fullmatch("[a-z]{4}", message["content"])
+    events = http.post(
+        "/v1/chat/completions",
+        json={
+            "messages": MESSAGES, "temperature": 0, "max_tokens": 200, "return_token_ids": True, "stream": True,
+            "thinking_token_budget": budget, **fields,
+        },
+    )  # fmt: skip
+    chunks = [json.loads(line[6:]) for line in events.text.splitlines() if line.startswith("data: {")]
+    assert [t for c in chunks for choice in c["choices"] for t in choice["token_ids"] or []] == ids
+
+
+def test_completions_have_a_budget_of_reasoning_too(http: httpx.Client) -> None:
+    (end,) = http.post("/tokenize", json={"prompt": "</think>"}).json()["tokens"]
+    fields = {"temperature": 0, "max_tokens": 5, "ignore_eos": True, "return_token_ids": True}
+    body = {"prompt": "<think>", "thinking_token_budget": 2, **fields}
+    answer = http.post("/v1/completions", json=body).json()
+    assert answer["choices"][0]["token_ids"][2] == end, answer
 
 
 @pytest.mark.parametrize(

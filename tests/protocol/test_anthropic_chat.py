@@ -183,6 +183,7 @@ def test_thinking_sets_the_variables_of_templates(
     thinking: dict[str, Any], variable: bool, is_shown: bool
 ) -> None:
     made = translated(thinking=thinking)
+    assert made.thinking_token_budget == thinking.get("budget_tokens")
     assert made.chat_template_kwargs == {"enable_thinking": variable, "thinking": variable}
     assert made.include_reasoning is is_shown
     assert translated(thinking=thinking, chat_template_kwargs={"thinking": 5}).chat_template_kwargs == {
@@ -254,6 +255,7 @@ def test_blocks_of_all_messages_are_bounded(many: dict[str, Any]) -> None:
         ("response_format.json_schema", "response_format needs x", "output_config.format needs x"),
         ("response_format", "json: not allowed", "output_config.format: json: not allowed"),
         ("max_tokens", "max_tokens must be", "max_tokens must be"),
+        ("thinking_token_budget", "thinking_token_budget is x", "thinking.budget_tokens is x"),
         ("tools[3].function.name", "tools[3].function.name must be x", "tools[3].name must be x"),
         ("tools[3].function.parameters", "function.parameters must be x", "tools[3].input_schema must be x"),
         ("tools[3].function.parameters", "$ref: no", "tools[3].input_schema: $ref: no"),

@@ -54,7 +54,7 @@ def test_bad_bodies_name_the_field(body: str, param: str | None, message: str) -
         ({"response_format": {"type": "json_object"}}, None),
         ({"truncate_prompt_tokens": 3}, None),
         ({"prompt_embeds": "AA=="}, "prompt_embeds"),
-        ({"thinking_token_budget": 64}, "thinking_token_budget"),
+        ({"thinking_token_budget": 64}, None),
         ({"thinking_token_budget": None, "include_reasoning": False}, None),
         ({"chat_template": "{{ 1 }}"}, None),
         ({"modalities": ["text"], "function_call": "auto"}, None),

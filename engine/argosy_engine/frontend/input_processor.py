@@ -177,6 +177,7 @@ class InputProcessor:
             max_tokens=max_tokens,
             bad_words=(),
             bad_words_token_ids=self._bad_words(params.bad_words),
+            thinking_marks=prompt.thinking_marks,
             logprobs=num_logprobs("logprobs", params.logprobs, self.config),
             prompt_logprobs=num_logprobs("prompt_logprobs", params.prompt_logprobs, self.config),
         )

@@ -26,12 +26,13 @@ from argosy_engine.frontend.render_pool import stop_if_abandoned
 from argosy_engine.frontend.tokenizer import Encoded, Tokenizer
 from argosy_engine.messages.core_messages import ChunkEnd
 from argosy_engine.model_configs.model_config import read_json
+from argosy_engine.params.sampling_params import ThinkingMarks
 from argosy_engine.parsers.chat_parser import ChatParser
 from argosy_engine.parsers.harmony_parser import HarmonyParser
 from argosy_engine.parsers.parser_registry import choose_parsers, load_tool_parser_plugin
 from argosy_engine.parsers.tool_parsers.abstract_tool_parser import ToolParser
 from argosy_engine.parsers.tool_parsers.openai_tool_parser import OpenAIToolParser
-from argosy_engine.structured.reasoning import Reasoning, reasoning_after, reasoning_in
+from argosy_engine.structured.reasoning import Reasoning, last_index, reasoning_after, reasoning_in
 from argosy_protocol.chunk_hash import chain_seed
 from argosy_protocol.openai import (
     ChatCompletionRequest,
@@ -63,6 +64,8 @@ class TokenizedPrompt(NamedTuple):
     """Markers around the model's reasoning, if it may reason before it answers."""
     is_truncated: bool = False
     """Whether it lacks tokens, as the request asked for."""
+    thinking_marks: ThinkingMarks | None = None
+    """Set if the request bounds the tokens of its reasoning."""
 
 
 class Renderer:
@@ -193,6 +196,15 @@ class Renderer:
         Raises:
             InvalidRequest: the template rejects the messages, or the model has no template.
         """
+        prompt = self._render_chat(request)
+        reasoning = prompt.reasoning
+        if reasoning is None:
+            return self._with_thinking_marks(prompt, request, is_open=False)
+        return self._with_thinking_marks(
+            prompt, request, is_open=reasoning.is_open, end_ids=reasoning.end_ids
+        )
+
+    def _render_chat(self, request: ChatCompletionRequest) -> TokenizedPrompt:
         (segments,) = prompt_segments(request)
         text, cuts = self._chat_text(request, segments)
         if request.truncate_prompt_tokens is None:
@@ -239,16 +251,54 @@ class Renderer:
         """
         prompts = request.prompts()
         if request.suffix:  # an empty one asks for a plain continuation
-            return [self._filled_in(prompt, request.suffix, request) for prompt in prompts]
+            return [
+                self._with_thinking_marks(self._filled_in(prompt, request.suffix, request), request)
+                for prompt in prompts
+            ]
         for prompt in prompts:
             if isinstance(prompt, str) and request.truncate_prompt_tokens is None:
                 self._check_characters(len(prompt))
-        return [
+        made = [
             self._text_prompt(prompt, segments, request, add_special_tokens=True)
             if isinstance(prompt, str)
             else self._token_prompt(prompt, segments, request)
             for prompt, segments in zip(prompts, prompt_segments(request), strict=True)
         ]
+        return [self._with_thinking_marks(prompt, request) for prompt in made]
+
+    def _with_thinking_marks(
+        self,
+        prompt: TokenizedPrompt,
+        request: GenerationRequest,
+        *,
+        is_open: bool | None = None,
+        end_ids: Sequence[int] | None = None,
+    ) -> TokenizedPrompt:
+        """Return a prompt with the marks of its reasoning, if the request bounds that.
+
+        Args:
+            is_open: whether the prompt ends in a think block; None: its tokens tell.
+            end_ids: tokens that end the block, if not the parser's.
+
+        Raises:
+            InvalidRequest: the model does not reason.
+        """
+        if request.thinking_token_budget in (None, -1):
+            return prompt
+        if not self.has_thinking:
+            raise InvalidRequest(
+                "thinking_token_budget needs a model that reasons; if this one does, start the engine with "
+                "--reasoning-parser",
+                param="thinking_token_budget",
+            )
+        start, end = (tuple(ids) for ids in self._thought_ids)
+        started, ended = (last_index(prompt.token_ids, mark) for mark in (start, end))
+        num_open = -1
+        if started > ended and is_open is not False:
+            num_open = len(prompt.token_ids) - started - len(start)
+        elif is_open:  # by the template's convention, without a mark
+            num_open = 0
+        return prompt._replace(thinking_marks=ThinkingMarks(start, tuple(end_ids or end), num_open))
 
     def _filled_in(self, prompt: str | list[int], suffix: str, request: CompletionRequest) -> TokenizedPrompt:
         """Tokenise a prompt after which the model writes what stands between `prompt` and `suffix`.

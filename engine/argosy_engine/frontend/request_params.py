@@ -77,6 +77,7 @@ def to_sampling_params(
         skip_special_tokens=request.skip_special_tokens,
         spaces_between_special_tokens=request.spaces_between_special_tokens,
         structured_outputs=structured_outputs(request, num_sequences, tool_calls),
+        thinking_token_budget=None if request.thinking_token_budget == -1 else request.thinking_token_budget,
         extra_args=request.vllm_xargs,
         **_logprobs(request, config),
     )

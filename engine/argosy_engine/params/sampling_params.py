@@ -48,6 +48,15 @@ class RepetitionDetectionParams(Struct, frozen=True, omit_defaults=True, forbid_
         return None
 
 
+class ThinkingMarks(Struct, frozen=True, array_like=True):
+    """Tokens around the reasoning of one request."""
+
+    start_ids: tuple[int, ...]
+    end_ids: tuple[int, ...]
+    num_open_tokens: int = -1
+    """Tokens at the prompt's end that belong to an open think block; -1: none is open."""
+
+
 class SamplingParams(
     Struct,
     kw_only=True,
@@ -105,6 +114,10 @@ class SamplingParams(
     """The same for each prompt token except the first."""
     structured_outputs: StructuredOutputsParams | None = None
     """Format that the output must have. The core gets it as a grammar, separately from these parameters."""
+    thinking_token_budget: int | None = None
+    """Tokens of a think block after which its end is forced."""
+    thinking_marks: ThinkingMarks | None = None
+    """Set by the input processor for a request with a budget."""
     extra_args: dict[str, Any] | None = None
     """Arguments of custom logits processors (`--logits-processors`); API requests pass them as `vllm_xargs`."""
 
@@ -160,6 +173,11 @@ class SamplingParams(
                 f"takes {MAX_EXTRA_ARGS} JSON values, {MAX_EXTRA_ARGS_BYTES} bytes in all",
             ),
             ("repetition_detection", repetition is None, repetition or ""),
+            (
+                "thinking_token_budget",
+                self.thinking_token_budget is None or self.thinking_token_budget >= 0,
+                "must not be negative",
+            ),
         )
         for name, is_good, message in checks:
             if not is_good:

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from argosy_engine.params.sampling_params import SamplingParams
 from argosy_engine.sample.logits_processor.builtin import BadWords
 from argosy_engine.sample.logits_processor.interface import Ints, Rows
+from argosy_engine.sample.logits_processor.thinking_budget import ThinkingBudget
 from argosy_engine.sample.logprobs import LogprobsTensors, gather_logprobs, score
 from argosy_engine.sample.request_tables import AllowedTable, EditTable, PenaltyTable
 from argosy_engine.sample.sampler import GrammarMask, SampledLogprobs, Sampler, SamplerOptions, SamplerOutput
@@ -75,7 +76,7 @@ class KernelSampler(Sampler):
             (_EDITS, self._edits),
             (_PENALTIES, self._penalties),
         )
-        self._processors = (BadWords(token_ids, shortest=2), *self._isolated)
+        self._processors = (BadWords(token_ids, shortest=2), *self._isolated, ThinkingBudget(token_ids))
 
     def add(self, slot: int, params: SamplingParams, token_ids: list[int], num_prompt_tokens: int) -> None:
         is_random = not params.is_greedy

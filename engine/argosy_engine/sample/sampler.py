@@ -3,7 +3,8 @@
 There are two. `torch_sampler` runs torch operations, and our CPU kernels where the logits are on a CPU.
 `kernel_sampler` runs our Triton kernels. Both work in the order of vLLM V1 (v1/sample/sampler.py): snapshot of the raw
 log probabilities, grammar mask, allowed_token_ids, bad_words, min_tokens, logit_bias, penalties, custom processors
-(`--logits-processors`), then the draw (temperature, min_p, top-k, top-p) and the log probabilities of the drawn tokens.
+(`--logits-processors`), thinking_token_budget, then the draw (temperature, min_p, top-k, top-p) and the log
+probabilities of the drawn tokens.
 Their greedy tokens are the same. The same seed draws other tokens, because the inverse CDF of the one needs tokens in
 an order, which takes a sort (`triton_kernels/token_noise.py`).
 

@@ -10,6 +10,7 @@ from argosy_engine.params.sampling_params import SamplingParams
 from argosy_engine.sample.logits_processor.builtin import AllowedTokenIds, BadWords, LogitBias, MinTokens
 from argosy_engine.sample.logits_processor.interface import Ints, Rows
 from argosy_engine.sample.logits_processor.penalties import Penalties
+from argosy_engine.sample.logits_processor.thinking_budget import ThinkingBudget
 from argosy_engine.sample.logprobs import gather_logprobs, score
 from argosy_engine.sample.sampler import GrammarMask, SampledLogprobs, Sampler, SamplerOptions, SamplerOutput
 from argosy_engine.sample.topk_topp_sampler import SamplingBatch, processed_logits, sample
@@ -42,6 +43,7 @@ class TorchSampler(Sampler):
             LogitBias(),
             self._penalties,
             *self._isolated,
+            ThinkingBudget(token_ids),
         )
 
     def add(self, slot: int, params: SamplingParams, token_ids: list[int], num_prompt_tokens: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from msgspec import Struct
 
 
@@ -12,6 +14,13 @@ class Reasoning(Struct, frozen=True, array_like=True):
     end_ids: tuple[int, ...]
     is_open: bool = False
     """Whether the prompt has already opened the block."""
+
+
+def last_index(token_ids: Sequence[int], mark: Sequence[int]) -> int:
+    """Return the index at which a mark begins for the last time; -1 if it does not occur."""
+    size, mark = len(mark), list(mark)
+    starts = range(len(token_ids) - size, -1, -1)
+    return next((i for i in starts if token_ids[i] == mark[0] and list(token_ids[i : i + size]) == mark), -1)
 
 
 def reasoning_after(

@@ -37,6 +37,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": (None,),
     "min_tokens": (None, 0),
     "repetition_detection": (None,),
+    "thinking_token_budget": (None, -1),
     "prompt_logprobs": (None,),
     "vllm_xargs": (None, {}),
     "structured_outputs": (None,),
