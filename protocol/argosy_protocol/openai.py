@@ -25,6 +25,8 @@ MAX_STOP_STRINGS = 4
 MAX_TOKENS = 1 << 24
 MAX_LOGPROBS = 1 << 20
 """Upper bound for any engine; each has its own `--max-logprobs`."""
+MAX_LOGPROB_TOKEN_IDS = 128
+"""vLLM's bound."""
 MAX_CHOICES = 1024
 """Choices of one call: prompts times n."""
 MAX_REQUEST_ID = 128
@@ -149,6 +151,8 @@ class GenerationRequest(InternalFields, kw_only=True, omit_defaults=True):
     allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=1 << 20)] | None = None
     repetition_detection: RepetitionDetection | None = None
     prompt_logprobs: LogprobCount | None = None
+    logprob_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_LOGPROB_TOKEN_IDS)] | None = None
+    """vLLM's field: log probabilities are those of these tokens, besides the sampled one, instead of the best ones."""
     vllm_xargs: Annotated[dict[str, ExtraArg], Meta(max_length=64)] | None = None
     """vLLM's field: arguments for custom logits processors."""
     return_tokens_as_token_ids: bool | None = None
@@ -172,7 +176,6 @@ class GenerationRequest(InternalFields, kw_only=True, omit_defaults=True):
     guided_choice: Any = None
     guided_grammar: Any = None
     prompt_embeds: Any = None
-    logprob_token_ids: Any = None
     use_beam_search: Nullable[bool] = False
     """vLLM's field: return the `n` most probable answers instead of sampled ones. Not streamed."""
     length_penalty: Nullable[Annotated[float, Meta(ge=-10.0, le=10.0)]] = 1.0
@@ -267,7 +270,6 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "best_of": (None, 1),
     "length_penalty": (1.0,),
     "prompt_embeds": (),
-    "logprob_token_ids": ([],),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),

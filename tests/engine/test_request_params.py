@@ -74,6 +74,7 @@ def test_a_large_schema_of_a_large_call_is_refused_by_the_field_that_the_client_
     [
         ({"best_of": 2}, "best_of is not supported without use_beam_search"),
         ({"prompt_embeds": "x"}, "prompt_embeds is not supported by this engine"),
+        ({"logprob_token_ids": [5]}, "logprob_token_ids needs logprobs"),
     ],
 )
 def test_a_refused_field_of_completions_tells_its_remedy(fields: dict[str, Any], message: str) -> None:

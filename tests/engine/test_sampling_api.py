@@ -231,6 +231,38 @@ def test_a_stream_cut_between_chunks_continues_on_another_run(
         assert {(event["id"], event["created"]) for event in rest} == {(whole[0]["id"], resume["created"])}
 
 
+def test_log_probabilities_of_chosen_tokens(http: httpx.Client) -> None:
+    chosen = [41, 40, 41, 300]
+    body = {"temperature": 0, "max_tokens": 3, "return_tokens_as_token_ids": True, "ignore_eos": True}
+    chat = {**body, "messages": MESSAGES, "logprobs": True}
+
+    def entries(**fields: Any) -> list[dict[str, Any]]:
+        answer = http.post("/v1/chat/completions", json={**chat, **fields})
+        assert answer.status_code == 200, answer.text
+        return list(answer.json()["choices"][0]["logprobs"]["content"])
+
+    best = entries(top_logprobs=20)
+    for fields in ({}, {"top_logprobs": 2}, {"n": 2}):
+        found = entries(logprob_token_ids=chosen, **fields)
+        for entry, full in zip(found, best, strict=True):
+            known = {other["token"]: other["logprob"] for other in full["top_logprobs"]}
+            assert (entry["token"], entry["logprob"]) == (full["token"], full["logprob"])
+            shown = [other["token"] for other in entry["top_logprobs"]]
+            assert shown == [entry["token"], *(f"token_id:{id_}" for id_ in (41, 40, 300))]
+            for other in entry["top_logprobs"]:
+                assert other["logprob"] <= known.get(other["token"], min(known.values()))
+    completion = http.post(
+        "/v1/completions", json={**body, "prompt": PROMPT, "logprobs": 0, "logprob_token_ids": chosen}
+    ).json()
+    logprobs = completion["choices"][0]["logprobs"]
+    for token, alternatives in zip(logprobs["tokens"], logprobs["top_logprobs"], strict=True):
+        assert list(alternatives) == [token, "token_id:41", "token_id:40", "token_id:300"]
+    for wrong in ({"logprobs": None}, {"logprob_token_ids": [1 << 30]}, {"logprob_token_ids": [1] * 129}):
+        refused = http.post("/v1/chat/completions", json={**chat, "logprob_token_ids": chosen, **wrong})
+        assert refused.status_code == 400
+        assert "logprob_token_ids" in refused.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("budget", [0, 3])
 @pytest.mark.parametrize("fields", [{}, {"structured_outputs": {"regex": "[a-z]{4}"}}])
 def test_reasoning_ends_at_its_budget(http: httpx.Client, fields: dict[str, Any], budget: int) -> None:

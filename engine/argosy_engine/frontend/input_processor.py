@@ -173,12 +173,14 @@ class InputProcessor:
         for name, token_ids in params.token_ids().items():
             self.renderer.check_token_ids(token_ids, name)
         check_extra_args(params, self._logits_processors)
+        chosen = tuple(dict.fromkeys(params.logprob_token_ids or ())) or None
         return params.replace(
             max_tokens=max_tokens,
             bad_words=(),
             bad_words_token_ids=self._bad_words(params.bad_words),
             thinking_marks=prompt.thinking_marks,
-            logprobs=num_logprobs("logprobs", params.logprobs, self.config),
+            logprobs=len(chosen) if chosen else num_logprobs("logprobs", params.logprobs, self.config),
+            logprob_token_ids=chosen,
             prompt_logprobs=num_logprobs("prompt_logprobs", params.prompt_logprobs, self.config),
         )
 

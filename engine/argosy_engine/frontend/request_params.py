@@ -105,18 +105,27 @@ def num_logprobs(name: str, count: int | None, config: ResolvedConfig) -> int | 
 
 
 def _logprobs(request: GenerationRequest, config: ResolvedConfig) -> dict[str, Any]:
-    """Return `logprobs` and `prompt_logprobs` of SamplingParams."""
+    """Return `logprobs`, `logprob_token_ids` and `prompt_logprobs` of SamplingParams."""
+    chosen = tuple(request.logprob_token_ids or ()) or None
     if isinstance(request, ChatCompletionRequest):
         if request.top_logprobs and not request.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
+        if chosen and not request.logprobs:
+            raise InvalidRequest("logprob_token_ids needs logprobs to be true", param="logprob_token_ids")
         top_logprobs = num_logprobs("top_logprobs", request.top_logprobs, config)
         logprobs = (top_logprobs or 0) if request.logprobs else None
-        return {"logprobs": logprobs, "prompt_logprobs": request.prompt_logprobs}
+        return {
+            "logprobs": logprobs,
+            "logprob_token_ids": chosen,
+            "prompt_logprobs": request.prompt_logprobs,
+        }
     assert isinstance(request, CompletionRequest)
+    if chosen and request.logprobs is None:
+        raise InvalidRequest("logprob_token_ids needs logprobs", param="logprob_token_ids")
     prompt = request.prompt_logprobs
     if prompt is None and request.echo:
         prompt = request.logprobs
-    return {"logprobs": request.logprobs, "prompt_logprobs": prompt}
+    return {"logprobs": request.logprobs, "logprob_token_ids": chosen, "prompt_logprobs": prompt}
 
 
 def _max_tokens(request: GenerationRequest, defaults: SamplingDefaults) -> int | None:

@@ -23,6 +23,7 @@ MAX_BAD_WORDS = 128
 MAX_BAD_WORDS_TOKENS = 1024
 """Tokens of all bad words of a request together."""
 MAX_BAD_WORD_CHARS = 1024
+MAX_LOGPROB_TOKEN_IDS = 128
 MAX_EXTRA_ARGS = 64
 MAX_EXTRA_ARGS_BYTES = 64 * 1024
 """Size of a request's `extra_args` as msgpack."""
@@ -110,6 +111,8 @@ class SamplingParams(
     logprobs: int | None = None
     """Return log probabilities of each output token and of this many best alternatives; -1: of the whole vocabulary.
     The engine's `--max-logprobs` is the upper bound."""
+    logprob_token_ids: tuple[int, ...] | None = None
+    """Return log probabilities of these tokens, in this order, instead of the best ones."""
     prompt_logprobs: int | None = None
     """The same for each prompt token except the first."""
     structured_outputs: StructuredOutputsParams | None = None
@@ -163,6 +166,11 @@ class SamplingParams(
             *self._token_checks(),
             ("logprobs", self.logprobs is None or self.logprobs >= -1, "must be -1 (all) or not negative"),
             (
+                "logprob_token_ids",
+                len(self.logprob_token_ids or ()) <= MAX_LOGPROB_TOKEN_IDS,
+                f"takes at most {MAX_LOGPROB_TOKEN_IDS} ids",
+            ),
+            (
                 "prompt_logprobs",
                 self.prompt_logprobs is None or self.prompt_logprobs >= -1,
                 "must be -1 (all) or not negative",
@@ -207,6 +215,7 @@ class SamplingParams(
             "stop_token_ids": self.stop_token_ids,
             "allowed_token_ids": self.allowed_token_ids or (),
             "logit_bias": tuple(self.logit_bias or ()),
+            "logprob_token_ids": self.logprob_token_ids or (),
         }
 
     def replace(self, **changes: Any) -> SamplingParams:

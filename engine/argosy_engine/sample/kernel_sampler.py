@@ -142,7 +142,12 @@ class KernelSampler(Sampler):
             assert cuts is not None
             logits = cut_logits(processed, rows.batch, cuts)
         wanted = self._num_logprobs[slots[scored]]
-        tensors = self._score(logits, tokens, int(wanted.max()), rows.scored[: len(scored)])
+        indices = rows.scored[: len(scored)]
+        tensors = self._with_chosen_tokens(
+            self._score(logits, tokens, int(wanted.max()), indices),
+            slots[scored],
+            lambda chosen: score(logits[indices[chosen].long()], self._logprobs_mode),
+        )
         return SamplerOutput(tokens, SampledLogprobs(scored.tolist(), wanted.tolist(), tensors), failed)
 
     def _process(

@@ -15,6 +15,7 @@ all-greedy batch is one argmax.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from importlib import import_module
 from typing import Literal, NamedTuple
 
@@ -118,6 +119,8 @@ class Sampler(ABC):
     ) -> None:
         self._num_slots = len(token_ids)
         self._num_logprobs = np.full(self._num_slots, -1, np.int64)
+        self._chosen_ids: dict[int, tuple[int, ...]] = {}
+        """By slot, the tokens that are scored instead of the best ones."""
         self._logprobs_mode = options.logprobs_mode
         config = ProcessorConfig(options.model_path, options.vocab_size, eos_token_ids, token_ids, device)
         self._isolated = tuple(IsolatedProcessor(kind, config) for kind in options.logits_processors)
@@ -128,6 +131,9 @@ class Sampler(ABC):
     def add(self, slot: int, params: SamplingParams, token_ids: list[int], num_prompt_tokens: int) -> None:
         """Add a request in a slot, with its tokens so far."""
         self._num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
+        self._chosen_ids.pop(slot, None)
+        if params.logprob_token_ids:
+            self._chosen_ids[slot] = params.logprob_token_ids
         self._update.added.append(Added(slot, params, token_ids, num_prompt_tokens))
 
     def remove(self, slot: int) -> None:
@@ -169,6 +175,31 @@ class Sampler(ABC):
             positions: [R], the index of the sampled token in its sequence; -1: padding.
             staged: what `stage` returned for these rows, int32 on the device, 16-byte aligned. None: copy it now.
         """
+
+    def _with_chosen_tokens(
+        self, best: LogprobsTensors, slots: Ints, scores: Callable[[torch.Tensor], torch.Tensor]
+    ) -> LogprobsTensors:
+        """Return log probabilities in which `logprob_token_ids` have replaced the best tokens.
+
+        Args:
+            best: of N tokens, each with as many alternatives as any of them asks for.
+            slots: [N], whose tokens these are.
+            scores: returns the scores [n, vocab_size] of some of the N tokens, given by index.
+        """
+        entries = {
+            row: self._chosen_ids[slot] for row, slot in enumerate(slots.tolist()) if slot in self._chosen_ids
+        }
+        if not entries:
+            return best
+        width = best.token_ids.shape[1] - 1
+        ids = torch.tensor(
+            [[*chosen, *[0] * (width - len(chosen))] for chosen in entries.values()],
+            device=best.token_ids.device,
+        )
+        rows = torch.tensor(list(entries), device=ids.device)
+        best.token_ids[rows, 1:] = ids.to(best.token_ids.dtype)
+        best.logprobs[rows, 1:] = scores(rows).gather(1, ids)
+        return best
 
     def _failed(self, slots: Ints) -> dict[int, str]:
         """Return the rows for which a custom processor failed, with the reasons."""

@@ -99,6 +99,7 @@ class TorchSampler(Sampler):
             scores = score(processed_logits(logits, batch)[index], self._logprobs_mode)
         wanted = counts[with_logprobs]
         gathered = gather_logprobs(scores, tokens[index], int(wanted.max()))
+        gathered = self._with_chosen_tokens(gathered, slots[with_logprobs], scores.__getitem__)
         logprobs = SampledLogprobs(with_logprobs.tolist(), wanted.tolist(), gathered)
         return SamplerOutput(tokens, logprobs, failed)
 

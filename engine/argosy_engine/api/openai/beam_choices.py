@@ -38,6 +38,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "min_tokens": (None, 0),
     "repetition_detection": (None,),
     "thinking_token_budget": (None, -1),
+    "logprob_token_ids": (None, []),
     "prompt_logprobs": (None,),
     "vllm_xargs": (None, {}),
     "structured_outputs": (None,),

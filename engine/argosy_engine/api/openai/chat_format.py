@@ -63,7 +63,9 @@ class ChatFormat(ChoiceFormat[ChatChunkChoice, ChatCompletionChunk, ChatCompleti
         self._with_ids = request.return_token_ids or with_ids
         self._echoed = _last_answer(request) if request.echo else ""
         self._logprobs = LogprobsFormat(
-            renderer.tokenizer, as_token_ids=bool(request.return_tokens_as_token_ids)
+            renderer.tokenizer,
+            as_token_ids=bool(request.return_tokens_as_token_ids),
+            shows_all=bool(request.logprob_token_ids),
         )
         self._max_calls = 1 if request.parallel_tool_calls is False else None
         self._names_call = isinstance(request.tool_choice, dict)

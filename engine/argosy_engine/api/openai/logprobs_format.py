@@ -44,10 +44,13 @@ class LogprobsFormat:
     """
     Args:
         as_token_ids: write tokens as `token_id:ID` (vLLM's `return_tokens_as_token_ids`).
+        shows_all: the alternatives are chosen tokens (`logprob_token_ids`), all of which a chat shows, after the
+            sampled one.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, as_token_ids: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, as_token_ids: bool, shows_all: bool = False) -> None:
         self._tokenizer = tokenizer
+        self._shows_all = shows_all
         self._as_token_ids = as_token_ids
 
     def chat(self, entries: Sequence[TokenLogprobs]) -> ChatLogprobs:
@@ -63,7 +66,9 @@ class LogprobsFormat:
                             logprob=_finite(logprob),
                             bytes=list(self._tokenizer.token_bytes(token_id)),
                         )
-                        for token_id, logprob in _alternatives(entry)[: len(entry.token_ids) - 1]
+                        for token_id, logprob in _alternatives(entry)[
+                            : len(entry.token_ids) - (0 if self._shows_all else 1)
+                        ]
                     ],
                 )
                 for entry in entries
