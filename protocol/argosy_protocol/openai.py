@@ -177,7 +177,7 @@ class GenerationRequest(InternalFields, kw_only=True, omit_defaults=True):
     guided_grammar: Any = None
     prompt_embeds: Any = None
     use_beam_search: Nullable[bool] = False
-    """vLLM's field: return the `n` most probable answers instead of sampled ones. Not streamed."""
+    """vLLM's field: return the `n` most probable answers instead of sampled ones."""
     length_penalty: Nullable[Annotated[float, Meta(ge=-10.0, le=10.0)]] = 1.0
     """vLLM's field: beams are ranked by their log probability divided by their length to this power."""
 

@@ -142,7 +142,6 @@ REFUSED: list[tuple[tuple[str, dict[str, Any]], str]] = [
     (chat(logprobs=True, top_logprobs=30), "top_logprobs"),
     (completion(prompt_logprobs=1, stream=True), "prompt_logprobs"),
     (completion(echo=True, logprobs=30), "logprobs"),
-    (chat(use_beam_search=True, stream=True), "stream"),
     (chat(use_beam_search=True, n=40), "n"),
     (chat(use_beam_search=True, top_p=0.5), "top_p"),
     (chat(use_beam_search=True, max_completion_tokens=100_000), "max_completion_tokens"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,9 +27,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         "--logits-processors", "logits_processor:OnlyToken", "probe_processors:Faulty",
         "--max-logprobs", "12", "--logprobs-mode", "processed_logprobs",
     ]  # fmt: skip
-    path = f"{TESTS.parent / 'examples'}:{TESTS / 'support'}"
+    folders = [str(TESTS.parent / "examples"), str(TESTS / "support"), os.environ.get("PYTHONPATH", "")]
     log = tmp_path_factory.mktemp("serve") / "log"
-    with running(arguments, log, port=port, env={"PYTHONPATH": path}) as up:
+    with running(arguments, log, port=port, env={"PYTHONPATH": os.pathsep.join(folders)}) as up:
         yield up
 
 
@@ -127,6 +129,38 @@ def test_beam_search_of_a_chat_and_of_a_batch(http: httpx.Client) -> None:
     assert [choice["text"] for choice in batch] == alone
 
 
+@pytest.mark.parametrize("path", ["/completions", "/chat/completions"])
+def test_a_streamed_beam_search_has_the_choices_of_the_whole_answer(http: httpx.Client, path: str) -> None:
+    source = {"prompt": [PROMPT, "The capital of"], "logprobs": 1}
+    if path == "/chat/completions":
+        source = {"messages": MESSAGES, "logprobs": True, "top_logprobs": 1}
+    ask = {"use_beam_search": True, "n": 2, "max_tokens": 6, "return_token_ids": True, **source}
+    whole = http.post(path, json=ask).json()
+    options = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    streamed = http.post(path, json={**ask, **options})
+    assert streamed.status_code == 200, streamed.text
+    assert streamed.text.endswith("data: [DONE]\n\n")
+    chunks = [json.loads(line[6:]) for line in streamed.text.splitlines() if line.startswith("data: {")]
+    said: dict[int, list[str]] = {}
+    for chunk in chunks:
+        assert chunk["usage"]["prompt_tokens"] == whole["usage"]["prompt_tokens"]
+        for choice in chunk["choices"]:
+            shown = choice["delta"] if "delta" in choice else {"content": choice["text"]}
+            said.setdefault(choice["index"], []).append(shown.get("reasoning", "") + shown.get("content", ""))
+    for choice in whole["choices"]:
+        shown = choice["message"] if "message" in choice else {"content": choice["text"]}
+        text = (shown.get("reasoning") or "") + (shown["content"] or "")
+        assert "".join(said[choice["index"]]) == text
+        (last,) = [
+            c
+            for chunk in chunks
+            for c in chunk["choices"]
+            if c["index"] == choice["index"] and c["finish_reason"]
+        ]
+        assert (last["token_ids"], last["logprobs"]) == (choice["token_ids"], choice["logprobs"])
+    assert chunks[-1]["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+
+
 def test_the_end_token_is_shown_where_asked_for(http: httpx.Client) -> None:
     ask = {"use_beam_search": True, "n": 2, "max_tokens": 60, "messages": MESSAGES, "length_penalty": 0.0}
     hidden, shown = (
@@ -144,7 +178,8 @@ def test_the_end_token_is_shown_where_asked_for(http: httpx.Client) -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"stream": True}, "stream"),
+        ({"thinking_token_budget": 5}, "thinking_token_budget"),
+        ({"logprobs": 1, "logprob_token_ids": [5]}, "logprob_token_ids"),
         ({"stop": ["x"]}, "stop"),
         ({"top_p": 0.5}, "top_p"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),

@@ -1,8 +1,9 @@
 """Choices found by beam search, for requests with `use_beam_search`.
 
-`n` is the beam width, or a larger `best_of` of /v1/completions. As in vLLM nothing is streamed, and each round is a
-request per beam, in metrics as well. Fields that have no effect on a beam search are refused, where vLLM ignores them:
-the search ranks whole continuations by the model's own probabilities, and ends them at the model's end of sequence.
+`n` is the beam width, or a larger `best_of` of /v1/completions. As in vLLM a stream has each choice in one piece, since
+until its end a search knows none, and each round is a request per beam, in metrics as well. Fields that have no effect
+on a beam search are refused, where vLLM ignores them: the search ranks whole continuations by the model's own
+probabilities, and ends them at the model's end of sequence.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "repetition_detection": (None,),
     "thinking_token_budget": (None, -1),
     "logprob_token_ids": (None, []),
+    "resume": (None,),
     "prompt_logprobs": (None,),
     "vllm_xargs": (None, {}),
     "structured_outputs": (None,),

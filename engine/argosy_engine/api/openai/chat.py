@@ -6,11 +6,11 @@ from collections.abc import AsyncGenerator
 
 from argosy_engine.api.commented_event import CommentedEvent
 from argosy_engine.api.openai.chat_format import ChatFormat
-from argosy_engine.api.openai.choice_stream import stream_choices, whole_response
+from argosy_engine.api.openai.choice_stream import Prepared, stream_choices, whole_response
 from argosy_engine.api.openai.openai_serving import OpenAIServing
 from argosy_engine.frontend.renderer import TokenizedPrompt
 from argosy_engine.messages.core_messages import EngineCoreRequest
-from argosy_protocol.openai import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest
+from argosy_protocol.openai import ChatChunkChoice, ChatCompletion, ChatCompletionChunk, ChatCompletionRequest
 
 
 async def chat(
@@ -46,20 +46,21 @@ def chat_stream(
     """
     has_id_comments = has_id_comments and not request.return_token_ids
 
-    async def prepare() -> tuple[list[EngineCoreRequest], ChatFormat]:
+    async def prepare() -> Prepared[ChatChunkChoice, ChatCompletionChunk, ChatCompletion]:
         model = serving.check_model(request.model)
         prompt, requests = await _prepare(serving, request, size)
-        return requests, ChatFormat(
+        choice_format = ChatFormat(
             serving.llm.renderer,
             request,
             request_id,
             model,
             prompt,
-            len(requests),
+            request.n or 1,
             with_ids=resumable and not has_id_comments,
         )
+        return Prepared([prompt], requests, choice_format)
 
-    return stream_choices(serving.llm, request, prepare, has_id_comments=has_id_comments)
+    return stream_choices(serving, request, prepare, has_id_comments=has_id_comments)
 
 
 async def _prepare(

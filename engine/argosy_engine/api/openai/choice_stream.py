@@ -1,7 +1,7 @@
 """Streaming of choices as chunks, for chat completions and completions.
 
-`stream_choices` runs the generation and decides when a chunk is sent; a `ChoiceFormat` per endpoint decides what it
-looks like. Neither knows HTTP.
+`stream_choices` runs the generation and decides when a chunk is sent; a beam search is sent once it has ended. A
+`ChoiceFormat` per endpoint decides what it looks like. Neither knows HTTP.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from argosy_engine.api.commented_event import NO_TOKENS, CommentedEvent, token_id_comment
+from argosy_engine.api.openai.openai_serving import OpenAIServing
 from argosy_engine.api.openai.usage import initial_totals, update_total, usage_of
-from argosy_engine.frontend.async_llm import AsyncLLM
 from argosy_engine.frontend.outputs import GenerationOutput
+from argosy_engine.frontend.renderer import TokenizedPrompt
 from argosy_engine.messages.core_messages import EngineCoreRequest
 from argosy_protocol.openai import GenerationRequest, Usage
 
@@ -63,12 +64,19 @@ class ChoiceFormat(ABC, Generic[_Choice, _Chunk, _Response]):
         """Make the response to a request that does not stream, from complete outputs."""
 
 
+class Prepared(NamedTuple, Generic[_Choice, _Chunk, _Response]):
+    """A request that is ready to be computed."""
+
+    prompts: Sequence[TokenizedPrompt]
+    requests: Sequence[EngineCoreRequest]
+    """One for each choice; none for a beam search."""
+    choice_format: ChoiceFormat[_Choice, _Chunk, _Response]
+
+
 async def stream_choices(
-    llm: AsyncLLM,
+    serving: OpenAIServing,
     request: GenerationRequest,
-    prepare: Callable[
-        [], Awaitable[tuple[Sequence[EngineCoreRequest], ChoiceFormat[_Choice, _Chunk, _Response]]]
-    ],
+    prepare: Callable[[], Awaitable[Prepared[_Choice, _Chunk, _Response]]],
     *,
     has_id_comments: bool = False,
 ) -> AsyncGenerator[_Chunk | CommentedEvent[_Chunk], None]:
@@ -78,17 +86,22 @@ async def stream_choices(
         prepare: makes the prompts; called once the stream is read.
         has_id_comments: yield the token ids of every output in comments.
     """
-    requests, choice_format = await prepare()
+    prompts, requests, choice_format = await prepare()
     n, options = request.n or 1, request.stream_options
     with_usage = options is not None and options.include_usage
     continuous = options is not None and with_usage and options.continuous_usage_stats
-    totals, finished = initial_totals(requests), _finished_choices(request)
+    finished = _finished_choices(request)
+    if request.use_beam_search:
+        found = await serving.generate(prompts, requests, request)
+        totals, generated = [_counts(output) for output in found], _at_once(found)
+    else:
+        totals, generated = initial_totals(requests), serving.llm.generate(requests, n, finished)
 
     def usage() -> Usage:
         return usage_of(totals, n, choice_format.num_reasoning_tokens)
 
     opening = choice_format.opening(usage() if continuous else None)
-    async with aclosing(llm.generate(requests, n, finished)) as stream:
+    async with aclosing(generated) as stream:
         async for outputs in stream:
             if opening is not None:
                 # Not before the first token: until then an error has a status, and a router may still retry.
@@ -117,6 +130,16 @@ async def stream_choices(
                 yield CommentedEvent(comment, chunks[-1] if chunks else None)
     if with_usage:
         yield choice_format.chunk([], usage())
+
+
+async def _at_once(outputs: list[GenerationOutput]) -> AsyncGenerator[list[GenerationOutput]]:
+    yield outputs
+
+
+def _counts(output: GenerationOutput) -> GenerationOutput:
+    counts = GenerationOutput(output.index)
+    update_total(counts, output)
+    return counts
 
 
 async def whole_response(

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 
 from argosy_engine.api.commented_event import CommentedEvent
-from argosy_engine.api.openai.choice_stream import stream_choices, whole_response
+from argosy_engine.api.openai.choice_stream import Prepared, stream_choices, whole_response
 from argosy_engine.api.openai.completion_format import CompletionFormat
 from argosy_engine.api.openai.openai_serving import OpenAIServing
-from argosy_engine.messages.core_messages import EngineCoreRequest
-from argosy_protocol.openai import Completion, CompletionRequest
+from argosy_protocol.openai import Completion, CompletionChoice, CompletionRequest
 
 
 async def completion(
@@ -49,18 +48,19 @@ def completion_stream(
     """
     has_id_comments = has_id_comments and not request.return_token_ids
 
-    async def prepare() -> tuple[list[EngineCoreRequest], CompletionFormat]:
+    async def prepare() -> Prepared[CompletionChoice, Completion, Completion]:
         model = serving.check_model(request.model)
         prompts, requests = await serving.prepare(serving.llm.renderer.render_completion, request, size)
         resumed = [core_request.resume_token_ids for core_request in requests]
-        return requests, CompletionFormat(
+        choice_format = CompletionFormat(
             serving.llm.renderer.tokenizer,
             request,
             request_id,
             model,
             prompts,
-            resumed,
+            resumed or [[] for _ in range(len(prompts) * (request.n or 1))],
             with_ids=resumable and not has_id_comments,
         )
+        return Prepared(prompts, requests, choice_format)
 
-    return stream_choices(serving.llm, request, prepare, has_id_comments=has_id_comments)
+    return stream_choices(serving, request, prepare, has_id_comments=has_id_comments)

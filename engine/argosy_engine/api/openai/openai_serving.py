@@ -127,8 +127,7 @@ class OpenAIServing:
 
         def work(request: _Request) -> tuple[Sequence[TokenizedPrompt], list[EngineCoreRequest]]:
             prompts = render(request)
-            is_search = request.use_beam_search and not request.stream
-            return prompts, [] if is_search else self.core_requests(prompts, request)
+            return prompts, [] if request.use_beam_search else self.core_requests(prompts, request)
 
         check_generates(self.llm.config)
         self.llm.queue_limits.check(request.n or 1)
@@ -184,8 +183,6 @@ class OpenAIServing:
         )
         if resumed and len(resumed) != count:
             raise BadRequest(f"resume must have one entry for each of {count} choices", param="resume")
-        if request.use_beam_search:
-            raise BadRequest("use_beam_search cannot be streamed", param="stream")
         if request.stream and request.prompt_logprobs is not None:
             raise BadRequest("prompt_logprobs cannot be streamed", param="prompt_logprobs")
         params = self.llm.input_processor.sampling_params(request, len(prompts))
