@@ -214,16 +214,23 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, omit_defaults=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for index, message in enumerate(self.messages):
-            if message.content is None and message.role in _ROLES_WITH_CONTENT:
-                where = f"messages[{index}].content"
-                raise BadRequest(f"{where} is required of the role {message.role}", param=where)
+        self.check_messages()
         if self.tools:
             return
         if self.tools is not None:
             raise BadRequest("tools must not be an empty list; leave it out", param="tools")
         if self.tool_choice not in (None, "none"):
             raise BadRequest("tool_choice needs tools", param="tool_choice")
+
+    def check_messages(self) -> None:
+        """
+        Raises:
+            BadRequest: a message lacks its content.
+        """
+        for index, message in enumerate(self.messages):
+            if message.content is None and message.role in _ROLES_WITH_CONTENT:
+                where = f"messages[{index}].content"
+                raise BadRequest(f"{where} is required of the role {message.role}", param=where)
 
 
 class CompletionRequest(GenerationRequest, kw_only=True, omit_defaults=True):

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import xxhash
 
+from argosy_protocol.chat_batch import BatchChatCompletionRequest
 from argosy_protocol.openai import ChatCompletionRequest, CompletionRequest
 
 
@@ -48,13 +49,15 @@ _encoder = msgspec.json.Encoder(order="deterministic")
 
 
 def prompt_segments(request: ChatCompletionRequest | CompletionRequest) -> list[list[Segment]]:
-    """Return one list of segments per prompt of the request (a completion may have several; a chat is one prompt).
+    """Return one list of segments per prompt of the request: one of a chat, several of completions and batches.
 
     Raises:
         BadRequest: a completion's `prompt` mixes texts and token ids.
     """
     if isinstance(request, CompletionRequest):
         return [[_prompt_segment(prompt)] for prompt in request.prompts()]
+    if isinstance(request, BatchChatCompletionRequest):
+        return [_chat_segments(chat) for chat in request.chats()]
     return [_chat_segments(request)]
 
 

@@ -263,6 +263,36 @@ def test_log_probabilities_of_chosen_tokens(http: httpx.Client) -> None:
         assert "logprob_token_ids" in refused.json()["error"]["message"]
 
 
+def test_a_batch_of_chats_has_the_answer_of_each(http: httpx.Client) -> None:
+    chats = [
+        MESSAGES,
+        [{"role": "user", "content": "Hello"}],
+        [*MESSAGES, {"role": "assistant", "content": "It"}],
+    ]
+    fields = {"temperature": 0, "max_tokens": 30, "logprobs": True, "return_token_ids": True}
+    answer = http.post("/v1/chat/completions/batch", json={"messages": chats, **fields})
+    assert answer.status_code == 200, answer.text
+    batch = answer.json()
+    usage = {"prompt_tokens": 0, "completion_tokens": 0}
+    assert len(batch["choices"]) == len(chats)
+    for index, (chat, choice) in enumerate(zip(chats, batch["choices"], strict=True)):
+        alone = http.post("/v1/chat/completions", json={"messages": chat, **fields}).json()
+        assert choice == {**alone["choices"][0], "index": index}
+        for name in usage:
+            usage[name] += alone["usage"][name]
+    assert usage.items() <= batch["usage"].items()
+
+
+def test_a_batch_is_refused_like_the_chat_that_is_wrong(http: httpx.Client) -> None:
+    def refusal(messages: Any) -> str:
+        answer = http.post("/v1/chat/completions/batch", json={"messages": messages})
+        assert answer.status_code == 400
+        return str(answer.json()["error"]["param"])
+
+    assert refusal([MESSAGES, [{"role": "user", "content": [{"type": "image_url"}]}]]).startswith("messages")
+    assert refusal([MESSAGES, [{"role": "user", "content": "word " * 100_000}]]) == "messages"
+
+
 @pytest.mark.parametrize("budget", [0, 3])
 @pytest.mark.parametrize("fields", [{}, {"structured_outputs": {"regex": "[a-z]{4}"}}])
 def test_reasoning_ends_at_its_budget(http: httpx.Client, fields: dict[str, Any], budget: int) -> None:

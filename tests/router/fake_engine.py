@@ -243,6 +243,7 @@ class FakeEngine:
             connection.answer(401, b'{"error":{"message":"no"}}')
         elif request.path in (
             "/v1/chat/completions",
+            "/v1/chat/completions/batch",
             "/v1/completions",
             "/v1/embeddings",
             "/classify",

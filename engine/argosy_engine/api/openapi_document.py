@@ -24,6 +24,7 @@ from argosy_protocol.anthropic import (
     TokenCount,
     is_messages_path,
 )
+from argosy_protocol.chat_batch import BatchChatCompletionRequest
 from argosy_protocol.embeddings import EmbeddingRequest, EmbeddingResponse
 from argosy_protocol.openai import (
     BEAM_SEARCH_FIELDS,
@@ -103,6 +104,7 @@ class _Operation(NamedTuple):
 
 _OPERATIONS = {
     "/v1/chat/completions": _Operation([ChatCompletionRequest], ChatCompletion, True),
+    "/v1/chat/completions/batch": _Operation([BatchChatCompletionRequest], ChatCompletion),
     "/v1/completions": _Operation([CompletionRequest], Completion, True),
     "/v1/embeddings": _Operation([EmbeddingRequest], EmbeddingResponse),
     "/v1/messages": _Operation([MessagesRequest], Message, True),

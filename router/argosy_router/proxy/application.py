@@ -47,6 +47,7 @@ _LOAD = b"/load"
 _STORED = (b"/v1/files", b"/v1/batches")
 _ENDPOINTS: dict[bytes, RoutedEndpoint] = {
     b"/v1/chat/completions": "chat/completions",
+    b"/v1/chat/completions/batch": "chat/completions/batch",
     b"/v1/completions": "completions",
     b"/v1/embeddings": "embeddings",
     b"/classify": "classify",

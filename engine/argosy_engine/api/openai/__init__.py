@@ -2,6 +2,7 @@
 
 openai_serving       what the endpoints of generations share
 chat                 /v1/chat/completions
+chat_batch_answer    /v1/chat/completions/batch
 completions          /v1/completions
 embeddings           /v1/embeddings
 classification       /classify

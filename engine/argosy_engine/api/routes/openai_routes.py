@@ -9,6 +9,7 @@ from starlette.responses import Response
 from argosy_engine.api.answers import json_answer, stream_answer
 from argosy_engine.api.http.http_responses import WatchedResponse
 from argosy_engine.api.openai.chat import chat, chat_stream
+from argosy_engine.api.openai.chat_batch_answer import chat_batch
 from argosy_engine.api.openai.completions import completion, completion_stream
 from argosy_engine.api.openai.tokenization import detokenize, tokenize
 from argosy_engine.api.request_headers import (
@@ -22,6 +23,7 @@ from argosy_engine.api.routes.request_context import context_of
 from argosy_engine.api.routes.sagemaker_routes import Endpoint
 from argosy_engine.api.served_engine import Engine
 from argosy_engine.api.server_defaults import apply_flags
+from argosy_protocol.chat_batch import decode_batch_request
 from argosy_protocol.openai import ChatCompletionRequest, CompletionRequest, decode_request
 from argosy_protocol.tokenization import decode_detokenize_request, decode_tokenize_request
 
@@ -43,6 +45,15 @@ def add_openai_routes(app: FastAPI, engine: Engine) -> dict[str, Endpoint]:
             return stream_answer(engine, chunks, context.request_id, body)
         answer = chat(context.serving, body, context.response_id, len(raw))
         return json_answer(engine, answer, context.request_id, body, load_form_of(request))
+
+    @app.post("/v1/chat/completions/batch")
+    async def chat_completions_batch(request: Request) -> WatchedResponse:
+        raw = await request.body()
+        body = decode_batch_request(raw)
+        apply_flags(engine.options, body)
+        context = context_of(engine, request, body)
+        answer = chat_batch(context.serving, body, context.response_id, len(raw))
+        return json_answer(engine, answer, context.request_id, body)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> WatchedResponse:

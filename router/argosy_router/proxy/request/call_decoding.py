@@ -14,6 +14,7 @@ from xxhash import xxh3_64_intdigest
 
 from argosy_protocol.anthropic import decode_count_tokens_request, decode_messages_request
 from argosy_protocol.anthropic_chat import as_chat
+from argosy_protocol.chat_batch import decode_batch_request
 from argosy_protocol.embeddings import decode_embedding_request
 from argosy_protocol.errors import BadRequest
 from argosy_protocol.headers import MODEL_NAME, RESOLVED
@@ -55,7 +56,7 @@ SESSION_HEADER = b"x-session-id"
 
 RoutedEndpoint = (
     Endpoint
-    | Literal["embeddings", "classify", "pooling", "score", "rerank"]
+    | Literal["chat/completions/batch", "embeddings", "classify", "pooling", "score", "rerank"]
     | Literal["messages", "messages/count_tokens", "responses", "tokenize", "detokenize"]
 )
 
@@ -177,6 +178,8 @@ def _decode(endpoint: RoutedEndpoint, body: bytes) -> ChatCompletionRequest | Co
         return decode_score_request(body).as_completion()
     if endpoint == "rerank":
         return decode_rerank_request(body).as_completion()
+    if endpoint == "chat/completions/batch":
+        return decode_batch_request(body)
     if endpoint in ("chat/completions", "completions"):
         return decode_request(endpoint, body)
     if endpoint == "messages":

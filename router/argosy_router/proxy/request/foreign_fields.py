@@ -99,6 +99,7 @@ _TOKENIZE: Final = frozenset(
 )
 _FIELDS: Final = {
     "chat/completions": _GENERATION,
+    "chat/completions/batch": _GENERATION,
     "completions": _GENERATION,
     **{
         endpoint: frozenset(request.__struct_encode_fields__) - _INTERNAL - _OWN | _OTHER_NAMES

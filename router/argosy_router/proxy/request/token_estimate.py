@@ -12,6 +12,7 @@ token, up to what was asked for. So a client that leaves pays for what was compu
 
 from __future__ import annotations
 
+from argosy_protocol.chat_batch import BatchChatCompletionRequest
 from argosy_protocol.openai import MAX_TOKENS, ChatCompletionRequest, CompletionRequest
 
 
@@ -99,6 +100,8 @@ def estimate_of(
             width = max(width, request.best_of)
     else:
         limit = request.max_completion_tokens or limit
+        if isinstance(request, BatchChatCompletionRequest):
+            prompts = len(request.messages)
     return TokenEstimate(
         prompt_tokens,
         prompts * width,
