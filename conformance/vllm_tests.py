@@ -1,0 +1,102 @@
+"""The files of vLLM's tests that are run, in an order in which neighbours share a server, and what is left out of
+them. A test that only the conformance model's skill decides stays in: the report names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+PROMPT_EMBEDS = "needs prompt embeddings as input"
+LORA = "needs LoRA adapters"
+OTHER_PARSERS = {r"\[(?!hermes\])": "needs a model that writes tool calls in another form"}
+
+
+@dataclass(frozen=True)
+class TestFile:
+    """A file of tests.
+
+    Attributes:
+        skip: patterns of test names, and why these tests are left out.
+        kept: flags that the tests depend on, and that are left out of the command lines of other files.
+        own_server: start a server for each use, because the tests count what it did.
+    """
+
+    __test__ = False
+    skip: Mapping[str, str] = field(default_factory=dict)
+    kept: frozenset[str] = frozenset()
+    own_server: bool = False
+
+
+SKIPPED = {
+    r"lora|zephyr-lora": LORA,
+    r"watermarked": "needs vLLM's watermarks",
+    r"multimodal": "needs a model for images",
+    r"kv_transfer": "needs a KV connector",
+}
+"""Patterns of test names in any file, and why these tests are left out."""
+
+MODEL_NAMES = (
+    "Qwen/Qwen3-0.6B",
+    "Qwen/Qwen3-1.7B",
+    "Qwen/Qwen3-8B",
+    "Qwen/Qwen2-1.5B-Instruct",
+    "Qwen/Qwen2.5-1.5B-Instruct",
+    "HuggingFaceH4/zephyr-7b-beta",
+    "HuggingFaceTB/SmolLM2-135M-Instruct",
+    "NousResearch/Hermes-3-Llama-3.1-8B",
+    "facebook/opt-125m",
+    "openai-community/gpt2",
+    "intfloat/multilingual-e5-small",
+)
+"""Names of models in the tests, under all of which each server knows the conformance model."""
+
+CHAT = "entrypoints/openai/chat_completion"
+COMPLETION = "entrypoints/openai/completion"
+RESPONSES = "entrypoints/openai/responses"
+SERVE = "entrypoints/serve"
+
+TESTS: dict[str, TestFile] = {
+    f"{CHAT}/test_chat_completion.py": TestFile(),
+    f"{CHAT}/test_chat_logit_bias_validation.py": TestFile(),
+    f"{CHAT}/test_logprob_token_ids.py": TestFile(),
+    f"{CHAT}/test_batched_chat_completions.py": TestFile(),
+    f"{CHAT}/test_chat.py": TestFile(),
+    f"{COMPLETION}/test_prompt_validation.py": TestFile(skip={"prompt_embeds": PROMPT_EMBEDS}),
+    "entrypoints/openai/test_chunked_prompt.py": TestFile(),
+    f"{SERVE}/instrumentator/test_orca_metrics.py": TestFile(),
+    f"{CHAT}/test_chat_echo.py": TestFile(),
+    f"{CHAT}/test_completion_with_function_calling.py": TestFile(),
+    f"{CHAT}/test_include_reasoning.py": TestFile(),
+    f"{CHAT}/test_thinking_token_budget.py": TestFile(
+        skip={"spec_decode|speculative|mtp": "needs a draft model and several GPUs"}
+    ),
+    f"{CHAT}/test_enable_force_include_usage.py": TestFile(),
+    f"{CHAT}/test_root_path.py": TestFile(),
+    f"{COMPLETION}/test_completion.py": TestFile(),
+    f"{COMPLETION}/test_token_in_token_out.py": TestFile(),
+    "entrypoints/openai/test_return_token_ids.py": TestFile(),
+    "entrypoints/openai/test_return_tokens_as_ids.py": TestFile(),
+    f"{RESPONSES}/test_basic.py": TestFile(),
+    f"{RESPONSES}/test_stateful.py": TestFile(),
+    f"{RESPONSES}/test_structured_output.py": TestFile(),
+    f"{RESPONSES}/test_function_call.py": TestFile(),
+    f"{RESPONSES}/test_simple.py": TestFile(),
+    "entrypoints/anthropic/test_messages.py": TestFile(),
+    f"{SERVE}/tokenize/test_tokenization.py": TestFile(),
+    f"{SERVE}/instrumentator/test_basic.py": TestFile(kept=frozenset({"max-model-len"})),
+    f"{SERVE}/instrumentator/test_metrics.py": TestFile(
+        own_server=True, skip={"run_batch": "starts vLLM's batch program in this process's environment"}
+    ),
+    f"{SERVE}/instrumentator/test_uds.py": TestFile(),
+    f"{SERVE}/middleware/test_optional_middleware.py": TestFile(
+        skip={"v2_endpoint_accepts": "needs an embedding model"}
+    ),
+    "tool_use/test_chat_completions.py": TestFile(skip=OTHER_PARSERS),
+    "tool_use/test_parallel_tool_calls.py": TestFile(skip=OTHER_PARSERS),
+    "tool_use/test_tool_calls.py": TestFile(skip=OTHER_PARSERS),
+}
+"""Maps files, below vLLM's `tests`, to what is particular about them."""
+
+MODEL_SKILL: dict[str, str] = {}
+"""Maps tests that need a more capable model to what the conformance model does instead."""
