@@ -114,7 +114,11 @@ def differences(ours: Answer, theirs: Answer, greedy: bool) -> Iterator[tuple[st
 
 
 def send(client: httpx.Client, request: GeneratedRequest) -> Answer:
-    return Answer(client.post(request.path, json=request.body))
+    """Send a request; once more if the server closed an idle connection at the same moment."""
+    try:
+        return Answer(client.post(request.path, json=request.body))
+    except (httpx.ReadError, httpx.RemoteProtocolError):
+        return Answer(client.post(request.path, json=request.body))
 
 
 def main() -> None:

@@ -103,8 +103,6 @@ class Target:
             else ["vllm.entrypoints.openai.api_server", "--model"]
         )
         own = ["--device", "cpu"] if self.kind == "argosy" else ["--enforce-eager"]
-        if "--reasoning-parser" not in flags:
-            own += ["--default-chat-template-kwargs", '{"enable_thinking": false}']
         if "--max-model-len" not in flags:
             own += ["--max-model-len", str(MAX_MODEL_LEN)]
         return [
@@ -196,19 +194,22 @@ def served_names(model: str, arguments: list[str]) -> tuple[str, ...]:
 class RemoteOpenAIServer:
     """A running server, as a context manager.
 
-    `target`, `ignored` and `reuse` are set by the plugin, before a test file is run.
+    `target`, `ignored`, `thinks` and `reuse` are set by the plugin, before a test file is run.
     """
 
     DUMMY_API_KEY = DUMMY_KEY
     show_hidden_metrics = False
     target: Target
     ignored: dict[str, int | None] = IGNORED_FLAGS
+    thinks = False
     reuse = True
 
     def __init__(
         self, model: str, vllm_serve_args: list[str], *, env_dict: dict[str, str] | None = None, **_: Any
     ) -> None:
         flags = kept_flags(vllm_serve_args, self.ignored)
+        if "--reasoning-parser" not in flags and not self.thinks:
+            flags += ["--default-chat-template-kwargs", '{"enable_thinking": false}']
         env = {name: value for name, value in (env_dict or {}).items() if os.environ.get(name) != value}
         self._process = self.target.process(served_names(model, vllm_serve_args), flags, env, self.reuse)
         self.uds, self.host, self.port = self._process.uds, "127.0.0.1", self._process.port

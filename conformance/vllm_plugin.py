@@ -83,6 +83,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     RemoteOpenAIServer.ignored = {
         name: count for name, count in IGNORED_FLAGS.items() if name not in entry.kept
     }
+    RemoteOpenAIServer.thinks = entry.thinks
     RemoteOpenAIServer.reuse = not entry.own_server
 
 

@@ -19,12 +19,14 @@ class TestFile:
     Attributes:
         skip: patterns of test names, and why these tests are left out.
         kept: flags that the tests depend on, and that are left out of the command lines of other files.
+        thinks: leave reasoning on although the file names no reasoning parser, because tests render prompts, too.
         own_server: start a server for each use, because the tests count what it did.
     """
 
     __test__ = False
     skip: Mapping[str, str] = field(default_factory=dict)
     kept: frozenset[str] = frozenset()
+    thinks: bool = False
     own_server: bool = False
 
 
@@ -83,7 +85,7 @@ TESTS: dict[str, TestFile] = {
     f"{RESPONSES}/test_function_call.py": TestFile(),
     f"{RESPONSES}/test_simple.py": TestFile(),
     "entrypoints/anthropic/test_messages.py": TestFile(),
-    f"{SERVE}/tokenize/test_tokenization.py": TestFile(),
+    f"{SERVE}/tokenize/test_tokenization.py": TestFile(thinks=True),
     f"{SERVE}/instrumentator/test_basic.py": TestFile(kept=frozenset({"max-model-len"})),
     f"{SERVE}/instrumentator/test_metrics.py": TestFile(
         own_server=True, skip={"run_batch": "starts vLLM's batch program in this process's environment"}
