@@ -167,6 +167,13 @@ class GenerationRequest(InternalFields, kw_only=True, omit_defaults=True):
     """vLLM's field: where tokens are cut off; by default left, so that the last ones stay."""
     thinking_token_budget: Annotated[int, Meta(ge=-1, le=MAX_TOKENS)] | None = None
     """vLLM's field: tokens of reasoning after which its end is forced; -1: no limit."""
+    add_special_tokens: bool | None = None
+    """vLLM's field: whether the tokenizer's own tokens, such as BOS, are put around the prompt; by default around
+    texts of completions, and not around chats, whose templates write them."""
+    watermarking: bool | None = None
+    """vLLM's field, without effect: there are no watermarks to turn off."""
+    stream_interval: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | None = None
+    """vLLM's field, without effect: an event is sent as soon as there is a token."""
     response_format: dict[str, Any] | None = None
     structured_outputs: Any = None
     """vLLM's field; the engine checks its content."""

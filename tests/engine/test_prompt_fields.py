@@ -59,6 +59,28 @@ def chat_ids(renderer: Renderer, text: str = "Hi", **fields: Any) -> list[int]:
     return renderer.render_chat(request).token_ids
 
 
+def test_special_tokens_are_around_completions_unless_refused(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(Path(TINY) / "tokenizer.json"))
+    begin = tokenizer.token_to_id("<|im_start|>")
+    tokenizer.post_processor = TemplateProcessing("<|im_start|> $A", None, [("<|im_start|>", begin)])
+    for file in Path(TINY).glob("*.json*"):
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "chat_template.jinja").symlink_to(Path(TINY) / "chat_template.jinja")
+    (tmp_path / "tokenizer.json").unlink()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    renderer = renderer_of(tmp_path)
+    plain = completion_ids(renderer, "Hi", add_special_tokens=False)
+    assert completion_ids(renderer, "Hi") == [begin, *plain]
+    assert completion_ids(renderer, "Hi", add_special_tokens=True) == [begin, *plain]
+    assert chat_ids(renderer) == chat_ids(renderer, add_special_tokens=False)
+    with pytest.raises(InvalidRequest, match="add_special_tokens is not supported in chats"):
+        chat_ids(renderer, add_special_tokens=True)
+
+
+def test_special_tokens_are_accepted_in_chats_of_models_without_any(renderer: Renderer) -> None:
+    assert chat_ids(renderer, add_special_tokens=True) == chat_ids(renderer)
+
+
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [

@@ -259,7 +259,9 @@ class Renderer:
             if isinstance(prompt, str) and request.truncate_prompt_tokens is None:
                 self._check_characters(len(prompt))
         made = [
-            self._text_prompt(prompt, segments, request, add_special_tokens=True)
+            self._text_prompt(
+                prompt, segments, request, add_special_tokens=request.add_special_tokens is not False
+            )
             if isinstance(prompt, str)
             else self._token_prompt(prompt, segments, request)
             for prompt, segments in zip(prompts, prompt_segments(request), strict=True)
@@ -397,6 +399,11 @@ class Renderer:
 
     def _chat_text(self, request: ChatCompletionRequest, segments: list[Segment]) -> tuple[str, list[int]]:
         """Render a chat; return the text and the offsets at which it is split. Checks lengths before rendering."""
+        if request.add_special_tokens and self.tokenizer.adds_special_tokens:
+            raise InvalidRequest(
+                "add_special_tokens is not supported in chats: the chat template writes this model's special tokens",
+                param="add_special_tokens",
+            )
         template = self._template(request)
         is_truncated = request.truncate_prompt_tokens is not None
         # Templates may drop an assistant's answers and reasoning, but not the other messages.

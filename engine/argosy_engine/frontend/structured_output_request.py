@@ -91,7 +91,7 @@ def _of_field(value: Any) -> StructuredOutputsParams | None:
 
 
 def _of_response_format(value: dict[str, Any] | None) -> StructuredOutputsParams | None:
-    match (value or {"type": "text"}).get("type"):
+    match ({"type": "text"} if value is None else value).get("type"):
         case "text":
             return None
         case "json_object":

@@ -92,6 +92,11 @@ class Tokenizer:
         first = next(i for i in range(num_all + 1) if whole[i : i + len(text)] == text)
         return first, num_all - first
 
+    @property
+    def adds_special_tokens(self) -> bool:
+        """Whether encoding with `add_special_tokens` adds any."""
+        return bool(self.backend.num_special_tokens_to_add(is_pair=False))
+
     def encode(self, text: str, *, add_special_tokens: bool, cuts: Sequence[int] = ()) -> Encoded:
         """Tokenise a text. Thread-safe; releases the GIL for long texts.
 
