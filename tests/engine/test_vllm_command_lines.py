@@ -54,7 +54,7 @@ def parsed(line: str, capsys: pytest.CaptureFixture[str]) -> tuple[object, objec
         (f"{KSERVE} --disable-log-requests", {"served_model_name": ("qwen2-7b",)}),
         (
             f"{KSERVE} --enable-auto-tool-choice --tool-call-parser=qwen3_coder --enable-log-requests "
-            "--enable-log-outputs --reasoning-parser qwen3",
+            '--enable-log-outputs --reasoning-parser qwen3 --reasoning-config {"reasoning_start_str":"<think>"}',
             {"enable_log_requests": True, "reasoning_parser": "qwen3"},
         ),
         (

@@ -58,6 +58,7 @@ WITHOUT_EFFECT = (
     VllmFlag("max-seq-len-to-capture", "--compilation-config says what is captured"),
     VllmFlag("max-parallel-loading-workers", "weights are read in the order of the checkpoint's files"),
     VllmFlag("limit-mm-per-prompt", "images, videos and audio are refused"),
+    VllmFlag("reasoning-config", "the reasoning parser knows the marks around the reasoning"),
     VllmFlag("chat-template-content-format", "templates get the content of a message as text"),
     VllmFlag("data-parallel-backend", "--distributed-executor-backend says what runs the workers"),
 )
