@@ -82,12 +82,13 @@ class Answer:
 
     @property
     def text(self) -> str:
+        """Reasoning and content, without the newline after the reasoning's marker, which vLLM keeps."""
         parts = []
         for body in self.bodies:
             for choice in body.get("choices", ()):
                 said = choice.get("message") or choice.get("delta") or {}
                 parts += [choice.get("text"), said.get("reasoning"), said.get("content")]
-        return "".join(filter(None, parts))
+        return "".join(filter(None, parts)).lstrip("\n")
 
     @property
     def message(self) -> str:

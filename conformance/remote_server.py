@@ -13,7 +13,7 @@ import signal
 import socket
 import subprocess
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -69,32 +69,34 @@ class Target:
     logs: Path
     names: tuple[str, ...] = ()
     """Names that every server gives the model, besides the one that a test asks for."""
-    _kept: _Process | None = None
+    _running: list[_Process] = field(default_factory=list)
 
     def process(self, names: tuple[str, ...], flags: list[str], env: dict[str, str], reuse: bool) -> _Process:
-        """Return a running server for these names and flags: the kept one, or a new one.
+        """Return a running server for these names and flags: one that was kept, or a new one.
+
+        Servers that no test uses any more are stopped before a new one is started.
 
         Raises:
             RuntimeError: the server did not start; the message has the end of its log.
         """
-        kept = self._kept
-        if (
-            kept is not None
-            and reuse
-            and kept.running()
-            and (kept.flags, kept.env) == (flags, env)
-            and set(names) <= set(kept.names)
-        ):
-            return kept
-        self.close()
-        self._kept = _Process(self, tuple(dict.fromkeys((*names, *self.names))), flags, env)
-        return self._kept
+        for kept in self._running:
+            is_same = (kept.flags, kept.env) == (flags, env) and set(names) <= set(kept.names)
+            if reuse and is_same and kept.is_running:
+                return kept
+        for idle in [kept for kept in self._running if not kept.users]:
+            self.stop(idle)
+        started = _Process(self, tuple(dict.fromkeys((*names, *self.names))), flags, env)
+        self._running.append(started)
+        return started
+
+    def stop(self, process: _Process) -> None:
+        self._running.remove(process)
+        process.stop()
 
     def close(self) -> None:
-        """Stop the kept server."""
-        if self._kept is not None:
-            self._kept.stop()
-            self._kept = None
+        """Stop all servers."""
+        for process in list(self._running):
+            self.stop(process)
 
     def command(self, names: tuple[str, ...], flags: list[str]) -> list[str]:
         module = (
@@ -114,6 +116,8 @@ class Target:
 class _Process:
     def __init__(self, target: Target, names: tuple[str, ...], flags: list[str], env: dict[str, str]) -> None:
         self.names, self.flags, self.env = names, flags, env
+        self.users = 0
+        """Fixtures that use the server now."""
         self.uds = flags[flags.index("--uds") + 1] if "--uds" in flags else None
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -138,7 +142,8 @@ class _Process:
     def root(self) -> str:
         return "http://localhost" if self.uds else f"http://127.0.0.1:{self.port}"
 
-    def running(self) -> bool:
+    @property
+    def is_running(self) -> bool:
         return self.process.poll() is None
 
     def _wait_until_ready(self, path: str) -> None:
@@ -149,7 +154,7 @@ class _Process:
                 with contextlib.suppress(httpx.HTTPError):
                     if client.get(path).status_code == 200:
                         return
-                if not self.running() or time.monotonic() > deadline:
+                if not self.is_running or time.monotonic() > deadline:
                     self.stop()
                     raise RuntimeError(f"the server did not start:\n{self.log.read_text()[-2000:]}")
                 time.sleep(0.1)
@@ -157,7 +162,7 @@ class _Process:
     def stop(self) -> None:
         """Stop the server and what is left of its process group."""
         with contextlib.suppress(ProcessLookupError):
-            if self.running():
+            if self.is_running:
                 self.process.terminate()
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self.process.wait(timeout=60)
@@ -216,11 +221,13 @@ class RemoteOpenAIServer:
         self.proc = self._process.process
 
     def __enter__(self) -> RemoteOpenAIServer:
+        self._process.users += 1
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._process.users -= 1
         if not self.reuse:
-            self.target.close()
+            self.target.stop(self._process)
 
     @property
     def url_root(self) -> str:

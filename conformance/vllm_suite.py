@@ -16,7 +16,7 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from vllm_tests import MODEL_SKILL, TESTS
+from vllm_tests import DIFFERENCES, TESTS
 
 ROOT = Path(__file__).resolve().parent.parent
 CONTEXT = 16384
@@ -145,18 +145,19 @@ def report(runs: dict[str, Results]) -> list[str]:
     lines = table(runs)
     ours, theirs = runs["argosy"], runs.get("vllm")
     if theirs is not None:
-        gap = [
-            test for test, (result, _) in theirs.items() if result == "passed" and ours[test][0] != "passed"
-        ]
+        both = ours.keys() & theirs.keys()
+        gap = [test for test in theirs if test in both and theirs[test][0] == "passed" != ours[test][0]]
+        more = [test for test in ours if test in both and ours[test][0] == "passed" != theirs[test][0]]
+        lines += ["", f"Passed by ours only: {len(more)}"]
         lines += ["", f"Passed by vLLM's server only: {len(gap)}"]
     else:
         gap = [test for test, (result, _) in ours.items() if result == "failed"]
         lines += ["", f"Failed: {len(gap)}"]
     for test in gap:
-        reason = MODEL_SKILL.get(test)
+        reason = DIFFERENCES.get(test)
         result, message = ours[test]
         first = message.strip().splitlines()[:1] or [""]
-        lines.append(f"- {test}: {f'model: {reason}' if reason else f'{result}: {first[0][:200]}'}")
+        lines.append(f"- {test}: {reason if reason else f'{result}: {first[0][:200]}'}")
     reasons = Counter(why for result, why in ours.values() if result == "left out")
     lines += ["", "Left out:"]
     lines += [f"- {count}: {reason}" for reason, count in reasons.most_common()]
