@@ -8,7 +8,7 @@ and decodes that run during long prefills.
 
 vLLM takes part in two settings: with one core left free, and with all cores. Each round measures every server once, in
 turn; the table shows medians of the rounds and the ratios of ours to theirs. Prompts are random token ids and differ
-from round to round, so nothing is cached unless the scenario says so.
+from round to round, so nothing is cached unless the scenario says so. The client is that of `argosy bench serve`.
 """
 
 from __future__ import annotations
@@ -23,10 +23,16 @@ import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import uvloop
 from random_model import SHAPES, VOCAB_SIZE, write
 from results import Values, save, table
 from servers import VLLM, Server, start_argosy, start_vllm
-from stream_client import closed_loop, complete
+
+from argosy_engine.benchmarks.endpoint_request import RequestTemplate
+from argosy_engine.benchmarks.load_generator import LoadResult, run_load
+from argosy_engine.benchmarks.prompt_datasets import SampleRequest
+from argosy_engine.benchmarks.serving_metrics import tpot
+from argosy_engine.benchmarks.streaming_http import StreamingHttp
 
 Figures = dict[str, float]
 """Maps names, with units, to values."""
@@ -35,6 +41,39 @@ Figures = dict[str, float]
 def prompts(seed: str, count: int, length: int) -> list[list[int]]:
     rng = random.Random(seed)
     return [[rng.randrange(300, VOCAB_SIZE) for _ in range(length)] for _ in range(count)]
+
+
+async def closed_loop(url: str, batch: list[list[int]], max_tokens: int, concurrency: int) -> LoadResult:
+    """Complete all prompts greedily, each with exactly `max_tokens` tokens, with `concurrency` requests in flight.
+
+    Raises:
+        RuntimeError: a request failed, or its usage reports another number of tokens.
+    """
+    client = StreamingHttp(url)
+    template = RequestTemplate(
+        backend="openai",
+        path="/v1/completions",
+        model="bench",
+        ignore_eos=True,
+        extra_body={"temperature": 0},
+    )
+    samples = [SampleRequest(prompt, len(prompt), max_tokens) for prompt in batch]
+    try:
+        result = await run_load(client, template, samples, [0.0] * len(samples), concurrency)
+    finally:
+        await client.close()
+    for output in result.outputs:
+        if not output.success:
+            raise RuntimeError(output.error)
+        if output.output_tokens != max_tokens:
+            raise RuntimeError(f"{output.output_tokens} tokens instead of {max_tokens}")
+    return result
+
+
+async def first_token_s(url: str, prompt: list[int]) -> float:
+    """Return the seconds to a prompt's first token."""
+    (output,) = (await closed_loop(url, [prompt], 1, 1)).outputs
+    return output.ttft
 
 
 def percentile(values: list[float], share: float) -> float:
@@ -48,12 +87,13 @@ async def closed(url: str, seed: str, options: argparse.Namespace) -> Figures:
     for concurrency in options.concurrency:
         count = max(8, 3 * concurrency)
         batch = prompts(f"{seed} {concurrency}", count, options.input_len)
-        streams, seconds = await closed_loop(url, "bench", batch, options.output_len, concurrency)
-        gaps = [gap for stream in streams for gap in stream.gaps]
+        result = await closed_loop(url, batch, options.output_len, concurrency)
+        streams = result.outputs
+        gaps = [gap for stream in streams for gap in stream.itl]
         label = f"{concurrency:>2} in flight"
-        figures[f"{label}: out tok/s"] = count * options.output_len / seconds
+        figures[f"{label}: out tok/s"] = count * options.output_len / result.duration
         figures[f"{label}: TTFT p50 ms"] = statistics.median(stream.ttft for stream in streams) * 1e3
-        figures[f"{label}: ITL mean ms"] = statistics.mean(stream.itl for stream in streams) * 1e3
+        figures[f"{label}: ITL mean ms"] = statistics.mean(tpot(stream) or 0.0 for stream in streams) * 1e3
         figures[f"{label}: ITL p99 ms"] = percentile(gaps, 0.99) * 1e3
     return figures
 
@@ -61,23 +101,27 @@ async def closed(url: str, seed: str, options: argparse.Namespace) -> Figures:
 async def long(url: str, seed: str, options: argparse.Namespace) -> Figures:
     """Run a cold prompt of 3000 tokens, the same again (a prefix hit), and long prompts during decodes."""
     (prompt,) = prompts(seed, 1, 3000)
-    cold = await complete(url, "bench", prompt, 1)
-    again = await complete(url, "bench", prompt, 1)
+    cold = await first_token_s(url, prompt)
+    again = await first_token_s(url, prompt)
     decodes = prompts(f"{seed} decodes", 4, 64)
     disturbing = prompts(f"{seed} prefills", 2, 2000)
 
     async def disturb() -> None:
         for each in disturbing:
-            await complete(url, "bench", each, 1)
+            await first_token_s(url, each)
 
-    (streams, _), _ = await asyncio.gather(closed_loop(url, "bench", decodes, 96, 4), disturb())
-    gaps = [gap for stream in streams for gap in stream.gaps]
+    result, _ = await asyncio.gather(closed_loop(url, decodes, 96, 4), disturb())
+    streams = result.outputs
+    gaps = [gap for stream in streams for gap in stream.itl]
     return {
-        "3000 tokens cold: TTFT ms": cold.ttft * 1e3,
-        "3000 tokens cached: TTFT ms": again.ttft * 1e3,
-        "cached over cold": again.ttft / cold.ttft,
+        "3000 tokens cold: TTFT ms": cold * 1e3,
+        "3000 tokens cached: TTFT ms": again * 1e3,
+        "cached over cold": again / cold,
         "4 decodes beside prefills of 2000: ITL p99 ms": percentile(gaps, 0.99) * 1e3,
-        "4 decodes beside prefills of 2000: ITL mean ms": statistics.mean(s.itl for s in streams) * 1e3,
+        "4 decodes beside prefills of 2000: ITL mean ms": statistics.mean(
+            tpot(stream) or 0.0 for stream in streams
+        )
+        * 1e3,
     }
 
 
@@ -93,7 +137,7 @@ def measure(servers: list[Server], options: argparse.Namespace) -> Values:
     for number in range(options.rounds + 1):
         for server in servers:
             with server.awake():
-                figures = asyncio.run(SCENARIOS[options.scenario](server.url, f"round {number}", options))
+                figures = uvloop.run(SCENARIOS[options.scenario](server.url, f"round {number}", options))
             if number:
                 for name, value in figures.items():
                     values[server.name].setdefault(name, []).append(value)
