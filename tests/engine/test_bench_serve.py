@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from argosy_engine.benchmarks import endpoint_check
 from argosy_engine.benchmarks.bench_serve import main
 from mock_openai import Document, Events, MockOpenAI, Question, completion_events
 from processes import free_port, running
+from scripted_http import Asked, Reply, ScriptedHttp
 from served_engine import SERVE_TINY
 
 SHORT = ["--skip-tokenizer-init", "--random-input-len", "4", "--random-output-len", "3", "--disable-tqdm"]
@@ -153,7 +155,7 @@ def test_a_completion_asks_for_what_the_flags_say() -> None:
         flags = ["--num-prompts", "1", "--temperature", "0", "--top-k", "5", "--logprobs", "2"]
         more = ["--extra-body", '{"user": "me"}', "--request-id-prefix", "r-", "--header", "x-a=b=c"]
         assert bench(server, *flags, *more) == 0
-        (question,) = (question for question in server.questions if question.method == "POST")
+        (question,) = server.calls
     body = dict(question.body)
     assert len(body.pop("prompt").split()) == 4
     assert body == {
@@ -167,7 +169,7 @@ def test_a_completion_asks_for_what_the_flags_say() -> None:
 def test_a_chat_is_asked_as_openai_wants_it() -> None:
     with MockOpenAI() as server:
         assert bench(server, "--backend", "openai-chat", "--num-prompts", "1", "--no-ignore-eos") == 0
-        (question,) = (question for question in server.questions if question.method == "POST")
+        (question,) = server.calls
     body = dict(question.body)
     (message,) = body.pop("messages")
     assert message["role"] == "user"
@@ -347,8 +349,42 @@ def test_an_unknown_tokenizer_is_an_error_if_it_was_asked_for(capsys: pytest.Cap
         assert main([*asked, "--tokenizer", "/nowhere"]) == 2
         assert "no tokenizer for '/nowhere'" in capsys.readouterr().err
         assert main(asked) == 0
-        assert "no tokenizer for 'mock'" in capsys.readouterr().err
+        assert "no tokenizer for 'mock' here, so prompts are made of words" in capsys.readouterr().err
         assert len(server.bodies) == 1
+
+
+@pytest.mark.parametrize("tokenizes", [True, False])
+def test_prompts_are_cut_to_their_length_in_the_servers_tokens(
+    tokenizes: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The mock has two tokens for each word, and the prompts are made of four words."""
+    with MockOpenAI(tokenizes=tokenizes) as server:
+        assert bench(server, "--num-prompts", "30") == 0
+        lengths = {len(body["prompt"].split()) for body in server.bodies}
+        assert len(server.bodies) == 30
+    assert lengths == ({2} if tokenizes else {4})
+    assert ("one token per word, as far as is known" in capsys.readouterr().err) is not tokenizes
+
+
+def test_a_server_that_is_loading_is_not_said_to_have_no_models(capsys: pytest.CaptureFixture[str]) -> None:
+    with ScriptedHttp(lambda _: Reply(503, b'{"error": {"message": "loading"}}')) as server:
+        assert main(["--base-url", server.url, *SHORT]) == 1
+    assert "is not ready: HTTP 503: loading; --ready-check-timeout-sec N waits" in capsys.readouterr().err
+
+
+def test_a_server_that_is_loading_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint_check, "RETRY_S", 0.0)
+    answers = iter([Reply(503)] * 3)
+    listing = Reply(200, b'{"data": [{"id": "late"}]}')
+    tokens = Reply(200, b'data: {"choices": [{"text": "a"}]}\n\n')
+
+    def answer(asked: Asked) -> Reply:
+        return next(answers, None) or (listing if asked.method == "GET" else tokens)
+
+    with ScriptedHttp(answer) as server:
+        flags = ["--base-url", server.url, *SHORT, "--num-prompts", "1", "--ready-check-timeout-sec", "600"]
+        assert main(flags) == 0
+        assert server.paths().count("/v1/models") == 4
 
 
 def test_a_small_engine_is_measured(tmp_path: Path) -> None:

@@ -83,6 +83,7 @@ class MockOpenAI:
         models: names at /v1/models; None: it has no such path.
         together: answer only when so many requests wait for it.
         key: required as a bearer token.
+        tokenizes: answer /tokenize and /detokenize, with two tokens per word.
     """
 
     def __init__(
@@ -91,12 +92,14 @@ class MockOpenAI:
         models: Sequence[str] | None = ("mock",),
         together: int = 1,
         key: str | None = None,
+        tokenizes: bool = False,
     ) -> None:
         self.questions: list[Question] = []
         self.peak = 0
         """Most requests without an answer at one time."""
         self.connections = 0
         self._answer, self._models, self._together, self._key = answer, models, together, key
+        self._tokenizes = tokenizes
         self._waiting: list[asyncio.Event] = []
         self._running = 0
         self._stop: Callable[[], Any] = lambda: None
@@ -105,9 +108,18 @@ class MockOpenAI:
         self.url = ""
 
     @property
+    def calls(self) -> list[Question]:
+        """Requests to the API's own endpoints."""
+        return [
+            question
+            for question in self.questions
+            if question.method == "POST" and question.path.startswith("/v1/")
+        ]
+
+    @property
     def bodies(self) -> list[Mapping[str, Any]]:
-        """Bodies of the POST requests."""
-        return [question.body for question in self.questions if question.method == "POST"]
+        """Their bodies."""
+        return [question.body for question in self.calls]
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -172,7 +184,13 @@ class MockOpenAI:
             return Document({"error": {"message": "no such key"}}, 401)
         if question.path == "/v1/models" and self._models is not None:
             return Document({"object": "list", "data": [{"id": name} for name in self._models]})
-        if question.method != "POST":
+        if self._tokenizes and question.path == "/tokenize":
+            return Document(
+                {"tokens": [id_ for word in question.body["prompt"].split() for id_ in (len(word), 0)]}
+            )
+        if self._tokenizes and question.path == "/detokenize":
+            return Document({"prompt": " ".join("w" * id_ for id_ in question.body["tokens"] if id_)})
+        if question.method != "POST" or not question.path.startswith("/v1/"):
             return Document({"error": {"message": "not here"}}, 404)
         mine = asyncio.Event()
         self._waiting.append(mine)

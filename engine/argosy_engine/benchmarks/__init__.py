@@ -18,6 +18,7 @@ plot                   the measurements as one HTML page
 
 prompt_datasets        random, prefix_repetition, sharegpt and custom prompts
 dataset_args           their flags
+prompt_alignment       cuts them to their length in the server's tokens
 prompt_tokenizer       tokens of prompts, with the model's tokenizer or without
 benchmark_error        the error of all commands
 """

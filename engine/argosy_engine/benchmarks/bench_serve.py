@@ -25,6 +25,7 @@ from argosy_engine.benchmarks.endpoint_check import list_models, wait_until_read
 from argosy_engine.benchmarks.endpoint_request import RequestTemplate
 from argosy_engine.benchmarks.load_generator import LoadResult, run_load
 from argosy_engine.benchmarks.plot import page
+from argosy_engine.benchmarks.prompt_alignment import align_prompts
 from argosy_engine.benchmarks.prompt_datasets import SampleRequest, with_ids
 from argosy_engine.benchmarks.prompt_tokenizer import PromptTokenizer, WordTokenizer, load_tokenizer
 from argosy_engine.benchmarks.run_progress import run_progress
@@ -85,10 +86,12 @@ async def run(args: BenchServeArgs) -> int:
             result_file.prepare(path)
         tokenizer, tokenizer_id = _tokenizer(args, model_id)
         prefix = args.request_id_prefix
-        samples = with_ids(
-            args.data.samples(tokenizer, args.seed, is_chat=args.backend == "openai-chat"),
-            f"bench-{uuid.uuid4().hex[:8]}-" if prefix is None else prefix,
-        )
+        samples = args.data.samples(tokenizer, args.seed, is_chat=args.backend == "openai-chat")
+        if args.data.is_random:
+            samples, is_exact = await align_prompts(client, name, samples)
+            if tokenizer_id is None and not is_exact:
+                print("prompts have one token per word, as far as is known", file=sys.stderr)
+        samples = with_ids(samples, f"bench-{uuid.uuid4().hex[:8]}-" if prefix is None else prefix)
         template = RequestTemplate(
             backend=args.backend,
             path=args.path,
@@ -190,8 +193,12 @@ def _tokenizer(args: BenchServeArgs, model_id: str) -> tuple[PromptTokenizer, st
         return load_tokenizer(args.tokenizer), args.tokenizer
     try:
         return load_tokenizer(model_id), model_id
-    except BenchmarkError as error:  # the name may be the server's own
-        print(f"{error}; prompts are made of words", file=sys.stderr)
+    except BenchmarkError:  # the name may be the server's own
+        print(
+            f"no tokenizer for {model_id!r} here, so prompts are made of words; --tokenizer takes a directory or "
+            "ORG/NAME",
+            file=sys.stderr,
+        )
         return WordTokenizer(), None
 
 

@@ -83,6 +83,12 @@ def _names(client: StreamingHttp, status: int, body: bytes) -> list[str] | None:
         raise BenchmarkError(
             f"{client.url} refuses: HTTP {status}: {error_message(body)}; {_KEY_REMEDY}", FAILURE
         )
+    if status >= 500:
+        raise BenchmarkError(
+            f"{client.url} is not ready: HTTP {status}: {error_message(body)}; --ready-check-timeout-sec N waits "
+            "for it",
+            FAILURE,
+        )
     if status != 200:
         return None
     try:

@@ -53,7 +53,10 @@ def page(
             }
             parts.append(_section("Tokens by time (share, ms)", _distribution(pace)))
             tokens = tokens_per_second(good)
-            parts.append(_section("Output tokens per second (s)", _steps(np.arange(len(tokens)), tokens)))
+            until_end = np.append(tokens, tokens[-1])
+            parts.append(
+                _section("Output tokens per second (s)", _steps(np.arange(len(until_end)), until_end))
+            )
         else:
             parts.append(_section("Requests by time (share, ms)", _distribution(latencies)))
         parts.append(_section("Running requests (s)", _steps(*concurrency(good))))
@@ -120,8 +123,13 @@ def _chart(lines: Sequence[str], right: float, top: float) -> str:
         x, y = _LEFT + share * (_WIDTH - _LEFT - 10), _y(share)
         grid.append(f'<path d="M{_LEFT} {y:.1f}H{_WIDTH - 10}" stroke="#e2e8f0"/>')
         grid.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{top * share:.4g}</text>')
-        grid.append(f'<text x="{x:.1f}" y="{_HEIGHT - 18}" text-anchor="middle">{right * share:.4g}</text>')
+        grid.append(f'<text x="{x:.1f}" y="{_HEIGHT - 18}" {_anchor(share)}>{right * share:.4g}</text>')
     return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}">{"".join([*grid, *lines])}</svg>'
+
+
+def _anchor(share: float) -> str:
+    """Keep the last number of an axis within the drawing."""
+    return f'text-anchor="{"end" if share == 1.0 else "middle"}"'
 
 
 def _timeline(outputs: Sequence[RequestFuncOutput], thresholds_ms: tuple[float, float]) -> str:
@@ -141,7 +149,7 @@ def _timeline(outputs: Sequence[RequestFuncOutput], thresholds_ms: tuple[float, 
     height = len(shown) * _ROW + 18
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):
         x = _LEFT + share * (_WIDTH - _LEFT - 10)
-        bars.append(f'<text x="{x:.1f}" y="{height - 4}" text-anchor="middle">{span * share:.4g}</text>')
+        bars.append(f'<text x="{x:.1f}" y="{height - 4}" {_anchor(share)}>{span * share:.4g}</text>')
     return f'<svg viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}">{"".join(bars)}</svg>'
 
 
