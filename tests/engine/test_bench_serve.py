@@ -11,6 +11,7 @@ import pytest
 
 from argosy_engine.benchmarks import endpoint_check
 from argosy_engine.benchmarks.bench_serve import main
+from loopback_certificate import issue_certificate
 from mock_openai import Document, Events, MockOpenAI, Question, completion_events
 from processes import free_port, running
 from scripted_http import Asked, Reply, ScriptedHttp
@@ -219,6 +220,34 @@ def test_a_key_of_the_environment_is_sent(monkeypatch: pytest.MonkeyPatch) -> No
         assert bench(server, "--num-prompts", "1", "--header", "Authorization=Bearer sk-2") == 1
 
 
+def test_flags_of_vllm_that_ask_for_nothing_are_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    with MockOpenAI() as server:
+        flags = ["--trust-remote-code", "--tokenizer_mode", "auto", "--probe-request-rate", "0"]
+        assert bench(server, "--num-prompts", "1", *flags) == 0
+    errors = capsys.readouterr().err
+    assert "argosy bench serve: --trust-remote-code has no effect: a checkpoint's code is never run" in errors
+    assert "--tokenizer-mode has no effect" in errors
+
+
+@pytest.mark.parametrize("insecure", [True, False])
+def test_a_certificate_is_verified(
+    insecure: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def answer(asked: Asked) -> Reply:
+        if asked.method == "GET":
+            return Reply(200, b'{"data": [{"id": "m"}]}')
+        return Reply(200, b'data: {"choices": [{"text": "a"}]}\n\n')
+
+    with ScriptedHttp(answer, tls=issue_certificate(tmp_path)) as server:
+        flags = ["--base-url", server.url, *SHORT, "--num-prompts", "4", *(["--insecure"] * insecure)]
+        assert main(flags) == (0 if insecure else 1)
+        assert bool(server.asked) is insecure
+    if not insecure:
+        error = capsys.readouterr().err
+        assert "certificate verify failed" in error
+        assert "; --insecure believes any certificate\n" in error
+
+
 def test_a_base_url_may_end_in_v1() -> None:
     with MockOpenAI() as server:
         assert main(["--base-url", f"{server.url}/v1/", *SHORT, "--num-prompts", "1"]) == 0
@@ -313,6 +342,8 @@ def test_a_wrong_address_is_explained(capsys: pytest.CaptureFixture[str]) -> Non
             "above 0",
         ),
         (["--extra-body", "{"], "--extra-body is not JSON"),
+        (["--profile"], "--profile is not supported: there is no profiler"),
+        (["--probe-request-rate", "2"], "--probe-request-rate is not supported: run a second client"),
         (["--nonsense"], "unknown argument --nonsense"),
         (["--request-rat", "1"], "did you mean --request-rate?"),
     ],

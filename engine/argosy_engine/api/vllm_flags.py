@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
@@ -110,11 +111,17 @@ REFUSED = (
 )
 
 
-def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags, in two groups of the help text."""
-    accepted = parser.add_argument_group("vLLM's flags without effect")
-    refused = parser.add_argument_group("vLLM's flags that are refused")
-    for group, flags in ((accepted, WITHOUT_EFFECT), (refused, REFUSED)):
+def add_vllm_flags(
+    parser: argparse.ArgumentParser,
+    without_effect: Sequence[VllmFlag] = WITHOUT_EFFECT,
+    refused: Sequence[VllmFlag] = REFUSED,
+) -> None:
+    """Add the flags, in two groups of the help text. Those of `vllm serve` if no others are given."""
+    groups = (
+        (parser.add_argument_group("vLLM's flags without effect"), without_effect),
+        (parser.add_argument_group("vLLM's flags that are refused"), refused),
+    )
+    for group, flags in groups:
         for flag in flags:
             names = [f"--{flag.name}", *([flag.short] if flag.short else [])]
             but = f"; accepted: {', '.join(flag.neutral)}" if flag.neutral else ""
@@ -137,18 +144,22 @@ def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def check_vllm_flags(
-    parser: argparse.ArgumentParser, options: argparse.Namespace, data_parallel_size: int
+    parser: argparse.ArgumentParser,
+    options: argparse.Namespace,
+    data_parallel_size: int = 1,
+    without_effect: Sequence[VllmFlag] = WITHOUT_EFFECT,
+    refused: Sequence[VllmFlag] = REFUSED,
 ) -> None:
     """Tell on standard error which of the given flags have no effect; end with code 2 if one is refused.
 
     Args:
         data_parallel_size: number of engine cores, all of which must be local.
     """
-    for flag in REFUSED:
+    for flag in refused:
         neutral = (str(data_parallel_size),) if flag.name == _LOCAL_SIZE else flag.neutral
         value = getattr(options, flag.dest)
         if value and value not in neutral:
             parser.error(f"--{flag.name} is not supported: {flag.reason}")
-    for flag in WITHOUT_EFFECT:
+    for flag in without_effect:
         if getattr(options, flag.dest) is not None:
             print(f"{parser.prog}: --{flag.name} has no effect: {flag.reason}", file=sys.stderr)

@@ -10,6 +10,7 @@ streaming_http         keep-alive HTTP connections that cost little CPU
 bench_throughput       argosy bench throughput
 bench_latency          argosy bench latency
 offline_command        what these two have in common
+vllm_bench_flags       flags of vLLM's that have no setting here
 run_progress           a bar on a terminal, lines elsewhere
 serving_metrics        TTFT, TPOT, ITL, E2EL, throughput, goodput
 serving_report         the printed table

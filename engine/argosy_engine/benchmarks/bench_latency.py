@@ -19,7 +19,7 @@ from msgspec import Meta, Struct
 from argosy_engine.api.engine_flag_parser import EngineFlagParser
 from argosy_engine.benchmarks.benchmark_error import FAILURE, BenchmarkError
 from argosy_engine.benchmarks.dataset_args import Count, SomeTokens, Text
-from argosy_engine.benchmarks.offline_command import add_model_flag, run_offline, write_json
+from argosy_engine.benchmarks.offline_command import add_vllm_bench_flags, run_offline, write_json
 from argosy_engine.benchmarks.run_progress import run_progress
 from argosy_engine.config import EngineArgs
 from argosy_engine.frontend.beam_search import BeamSearchParams
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "Generate from one batch in this process and measure how long it takes.",
         _EPILOG,
     )
-    add_model_flag(parser)
+    add_vllm_bench_flags(parser)
     parser.add_config(BenchLatencyArgs, "benchmark")
     parser.add_engine_flags()
     return run_offline(parser, argv, BenchLatencyArgs, run, {"enable_prefix_caching": False})

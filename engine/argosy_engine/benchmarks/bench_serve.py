@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from argosy_engine.api.vllm_flags import add_vllm_flags, check_vllm_flags
 from argosy_engine.benchmarks import result_file
 from argosy_engine.benchmarks.arrivals import arrival_times
 from argosy_engine.benchmarks.benchmark_error import FAILURE, BenchmarkError
@@ -33,6 +34,7 @@ from argosy_engine.benchmarks.serve_args import BenchServeArgs, pairs
 from argosy_engine.benchmarks.serving_metrics import serving_metrics
 from argosy_engine.benchmarks.serving_report import first_errors, report
 from argosy_engine.benchmarks.streaming_http import StreamingHttp
+from argosy_engine.benchmarks.vllm_bench_flags import SERVE_REFUSED, SERVE_WITHOUT_EFFECT
 from argosy_protocol.program.flags import FlagParser, InvalidValue
 
 MAX_CLIENT_CPU: Final = 0.8
@@ -54,7 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         _EPILOG,
     )
     parser.add_config(BenchServeArgs, "endpoint and prompts")
+    add_vllm_flags(parser, SERVE_WITHOUT_EFFECT, SERVE_REFUSED)
     options = parser.parse_args(argv)
+    check_vllm_flags(parser, options, without_effect=SERVE_WITHOUT_EFFECT, refused=SERVE_REFUSED)
     try:
         args = parser.build(BenchServeArgs, options)
         args.check()

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from argosy_engine.api.engine_flag_parser import EngineFlagParser
 from argosy_engine.benchmarks.benchmark_error import FAILURE, BenchmarkError
 from argosy_engine.benchmarks.dataset_args import DatasetArgs, Text, Tokens
-from argosy_engine.benchmarks.offline_command import add_model_flag, run_offline, write_json
+from argosy_engine.benchmarks.offline_command import add_vllm_bench_flags, run_offline, write_json
 from argosy_engine.benchmarks.prompt_datasets import SampleRequest
 from argosy_engine.benchmarks.prompt_tokenizer import load_tokenizer
 from argosy_engine.config import EngineArgs
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "Generate from many prompts in this process and measure throughput.",
         _EPILOG,
     )
-    add_model_flag(parser)
+    add_vllm_bench_flags(parser)
     parser.add_config(BenchThroughputArgs, "benchmark")
     parser.add_engine_flags()
     return run_offline(parser, argv, BenchThroughputArgs, run)

@@ -98,11 +98,12 @@ def _names(client: StreamingHttp, status: int, body: bytes) -> list[str] | None:
 
 
 def no_answer(client: StreamingHttp, reason: str) -> BenchmarkError:
-    return BenchmarkError(
-        f"no server at {client.url}: {reason}; give its --base-url, or --host and --port; "
-        "--ready-check-timeout-sec N waits for one that starts",
-        FAILURE,
+    remedy = (
+        "give its --base-url, or --host and --port; --ready-check-timeout-sec N waits for one that starts"
     )
+    if "certificate" in reason:
+        remedy = "--insecure believes any certificate"
+    return BenchmarkError(f"no server at {client.url}: {reason}; {remedy}", FAILURE)
 
 
 async def wait_until_ready(

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from argosy_engine.api.engine_flag_parser import EngineFlagParser
+from argosy_engine.api.vllm_flags import add_vllm_flags, check_vllm_flags
 from argosy_engine.benchmarks.benchmark_error import FAILURE, USAGE, BenchmarkError
+from argosy_engine.benchmarks.vllm_bench_flags import OFFLINE_REFUSED, OFFLINE_WITHOUT_EFFECT
 from argosy_engine.config import EngineArgs
 from argosy_engine.errors import ConfigError, EngineError, InvalidRequest
 from argosy_protocol.program.flags import InvalidValue
@@ -20,9 +22,11 @@ from argosy_protocol.program.flags import InvalidValue
 Args = TypeVar("Args")
 
 
-def add_model_flag(parser: EngineFlagParser) -> None:
-    """Add `--model`, as vLLM's benchmarks have it, beside the positional argument."""
+def add_vllm_bench_flags(parser: EngineFlagParser) -> None:
+    """Add `--model`, as vLLM's benchmarks have it, beside the positional argument, and vLLM's flags without a
+    setting."""
     parser.add_argument("--model", dest="model_flag", metavar="MODEL", help="the model, by vLLM's flag")
+    add_vllm_flags(parser, OFFLINE_WITHOUT_EFFECT, OFFLINE_REFUSED)
 
 
 def run_offline(
@@ -39,6 +43,7 @@ def run_offline(
         defaults: of engine flags, where they differ from the engine's.
     """
     options = parser.parse_args(argv)
+    check_vllm_flags(parser, options, without_effect=OFFLINE_WITHOUT_EFFECT, refused=OFFLINE_REFUSED)
     options.model = options.model or options.model_flag
     for name, value in (defaults or {}).items():
         if getattr(options, name) is None:
