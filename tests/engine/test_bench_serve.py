@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +140,16 @@ def test_concurrency_is_limited_and_used() -> None:
 def test_without_a_limit_everything_is_sent_at_once() -> None:
     with MockOpenAI(together=40) as server:
         assert bench(server, "--num-prompts", "40") == 0
+
+
+def test_the_limit_of_open_files_is_raised_for_the_connections() -> None:
+    with MockOpenAI(together=100) as server:
+        bench_serve = [sys.executable, "-m", "argosy", "bench", "serve", "--base-url", server.url, *SHORT]
+        low = ["sh", "-c", 'ulimit -S -n 64 && exec "$@"', "sh", *bench_serve, "--num-prompts", "100"]
+        done = subprocess.run(low, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "Failed requests:                         0" in done.stdout
+    assert "benchmark" not in done.stderr  # --disable-tqdm
 
 
 def test_warm_ups_are_not_counted(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ from argosy_engine.benchmarks.serving_metrics import serving_metrics
 from argosy_engine.benchmarks.serving_report import first_errors, report
 from argosy_engine.benchmarks.streaming_http import StreamingHttp
 from argosy_engine.benchmarks.vllm_bench_flags import SERVE_REFUSED, SERVE_WITHOUT_EFFECT
+from argosy_engine.osproc.file_descriptors import raise_limit
 from argosy_protocol.program.flags import FlagParser, InvalidValue
 
 MAX_CLIENT_CPU: Final = 0.8
@@ -62,6 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = parser.build(BenchServeArgs, options)
         args.check()
+        raise_limit()  # each request in flight has a connection
         return uvloop.run(run(args))
     except InvalidValue as error:
         parser.error(str(error))
