@@ -22,7 +22,7 @@ FROM ${BASE}
 COPY --from=wheel /wheel /dist
 RUN python3 -m venv /opt/venv \
  && wheel=$(ls /dist/argosy-*.whl) \
- && /opt/venv/bin/pip install --no-cache-dir --disable-pip-version-check "${wheel}[router,otlp]" \
+ && /opt/venv/bin/pip install --no-cache-dir --disable-pip-version-check "${wheel}[router,otlp,storage]" \
  && rm -rf /dist
 ENV PATH=/opt/venv/bin:/usr/local/bin:/usr/bin:/bin PYTHONUNBUFFERED=1 PYTHONSAFEPATH=1
 # A number, because the kubelet cannot tell whether a name is root.

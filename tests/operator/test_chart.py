@@ -227,6 +227,32 @@ def test_load_balancers_in_front_are_told_to_the_router(networks: Any, is_valid:
     assert re.search(r"range \.Values\.router\.trustedProxies }}\n +- --trusted-proxy={{ \. }}\n", text)
 
 
+@pytest.mark.parametrize(
+    ("storage", "is_valid"),
+    [
+        ({"volume": {"persistentVolumeClaim": {"claimName": "batches"}}}, True),
+        ({"bucket": "s3://batches/argosy", "credentialsSecret": "batches"}, True),
+        ({"volume": {"emptyDir": {}}, "bucket": "s3://batches"}, False),
+        ({"bucket": "/var/lib/batches"}, False),
+        ({"bucket": "s3://batches --no-auth"}, False),
+        ({"volumes": {}}, False),
+    ],
+    ids=str,
+)
+def test_routers_keep_files_and_batches_in_a_volume_or_a_bucket(
+    storage: dict[str, Any], is_valid: bool
+) -> None:
+    given = VALUES["router"]["storage"] | storage
+    values = VALUES | {"router": VALUES["router"] | {"storage": given}}
+    assert jsonschema.Draft202012Validator(SCHEMA).is_valid(values) is is_valid
+    text = (CHART / "templates" / "router.yaml").read_text()
+    (mounted,) = re.findall(r"{name: storage, mountPath: (\S+)}", text)
+    flags = re.findall(r"--storage=(\S+)", text)
+    assert flags == [mounted, '%s"'], "the volume's path, or the bucket"
+    arguments = ["--replica", "http://a:1", f"--storage={given['bucket'] or mounted}"]
+    assert config_of(build_parser().parse_args(arguments), {}).files.storage == (given["bucket"] or mounted)
+
+
 def test_a_router_has_the_time_to_drain() -> None:
     text = (CHART / "templates" / "router.yaml").read_text()
     margin = re.search(
