@@ -12,12 +12,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import openai
 import pytest
-from local_fleet import FAKE_SUPERVISOR, Load, LocalFleet, descendants, kill, watched
+from local_fleet import DEADLINE_S, FAKE_SUPERVISOR, Load, LocalFleet, descendants, kill, watched
 
 from argosy.local import control_client
 from argosy.local.control_messages import FleetStatus
 from argosy.local.settings import free_port
+from processes import wait_until
 
 pytestmark = pytest.mark.timeout(400)
 UP = (
@@ -52,6 +54,17 @@ def test_a_fleet_from_up_to_down(fleet: LocalFleet, capfd: pytest.CaptureFixture
     assert capfd.readouterr().out == "hello \n"
     assert fleet.argosy("chat", "huge", "hi") == 1
     assert capfd.readouterr().err == "argosy chat: 404 the model `huge` does not exist; models: 'tiny'\n"
+
+    with openai.OpenAI(base_url=f"{fleet.url}/v1", api_key="none") as client:
+        line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions"}
+        line["body"] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+        file = client.files.create(file=("a.jsonl", json.dumps(line).encode()), purpose="batch")
+        batch = client.batches.create(
+            input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+        )
+        wait_until(lambda: client.batches.retrieve(batch.id).status == "completed", "the batch", DEADLINE_S)
+        results = client.files.content(client.batches.retrieve(batch.id).output_file_id or "").text
+        assert json.loads(results)["response"]["body"]["choices"][0]["message"]["content"] == "hello"
 
     assert fleet.argosy("logs", "tiny-1") == 0
     assert "fake engine listens" in capfd.readouterr().out

@@ -74,7 +74,7 @@ class RouterProcess:
                 *self._settings.router,
                 *("--host", HOST, "--port", str(self._settings.port)),
                 *("--admin-host", HOST, "--admin-port", str(admin_port)),
-                *("--fleet-file", str(self._state.fleet_file)),
+                *("--fleet-file", str(self._state.fleet_file), "--storage", str(self._state.storage)),
             )
             process = await Process.start(command, self._environment(), self._state.log_file(LOG_NAME))
             self._process, self.pid = process, process.pid

@@ -40,6 +40,8 @@ class StateDir:
         self.root = root
         self.logs = root / "logs"
         self.fleet_file = root / "fleet.json"
+        self.storage = root / "storage"
+        """The router's files and batches."""
         self.control_socket = root / "control.sock"
         self._key_file = root / "fleet.key"
         self._lock_file = root / "lock"

@@ -52,8 +52,9 @@ class DirectoryStore:
         self._objects, self._unfinished, self._locks = (
             root / name for name in ("objects", "unfinished", "locks")
         )
+        root.mkdir(mode=_MODE, parents=True, exist_ok=True)
         for folder in (self._objects, self._unfinished, self._locks):
-            folder.mkdir(mode=_MODE, parents=True, exist_ok=True)
+            folder.mkdir(mode=_MODE, exist_ok=True)
         probe = self._unfinished / f"probe-{secrets.token_hex(8)}"
         try:
             with self._locked(str(probe)):
