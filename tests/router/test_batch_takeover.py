@@ -139,6 +139,7 @@ class BatchRouter:
             requests=LineRequests(self.send, pace, lambda: None, self.back_off),
             account_named=lambda _: self.account,
             max_requests=1000,
+            max_pending=64,
             on_done=lambda _: None,
             on_ended=self.ended.append,
             sleep=time.sleep,

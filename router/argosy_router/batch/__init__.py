@@ -21,6 +21,7 @@ output has one line for each request, whichever routers ran it.
     input_lines      the requests in an input file
     line_request     one request: through the router's own queue, again after 429 and 503
     batch_results    lines of results: kept as they come, merged into files at the end
+    output_lines     lines of the files of results
     batch_pace       how many requests of batches may be in flight
     batch_records    documents of batches, and their updates
     batch_service    assembly of all of these

@@ -11,51 +11,44 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Final, Literal
 
 import msgspec
-from msgspec import Struct
 
 from argosy_router.auth.accounts import Account
 from argosy_router.batch import file_objects
 from argosy_router.batch.batch_lease import BatchLeases, HeldLease
 from argosy_router.batch.batch_objects import (
     ENDED,
-    BatchUsage,
-    InputDetails,
     LineError,
     LineErrors,
-    OutputDetails,
     RequestCounts,
     StoredBatch,
 )
 from argosy_router.batch.batch_pace import PaceClosed
 from argosy_router.batch.batch_records import BatchRecords, with_batch
-from argosy_router.batch.batch_results import BatchResults, Tokens
+from argosy_router.batch.batch_results import BatchResults
 from argosy_router.batch.file_objects import StoredFile
 from argosy_router.batch.files_api import FilesApi
 from argosy_router.batch.input_lines import (
     MAX_LINE_BYTES,
-    InputLine,
     decode_line,
     split_lines,
     validate,
 )
-from argosy_router.batch.line_request import LineAnswer, LineRequests, json_of
+from argosy_router.batch.line_request import LineRequests
+from argosy_router.batch.output_lines import answered, tokens_of, unanswered, usage_of
 from argosy_router.storage import object_ids
 from argosy_router.storage.blob_store import AlreadyExists, StorageUnavailable
 from argosy_router.storage.object_store import ObjectStore
 
 log = logging.getLogger(__name__)
 
-MAX_PENDING: Final = 64
-"""Requests of one batch in memory, in flight or not."""
 MAX_PENDING_BYTES: Final = 16 * 1024 * 1024
-"""Together; a larger one is alone."""
+"""Bytes of one batch's requests in memory, in flight or not; a larger request is alone."""
 ORPHAN_S: Final = 60.0
 """A lease without a batch is removed when it is older; a younger one may be of a batch that is being made."""
 
@@ -65,55 +58,6 @@ _EXPIRED: Final = "this request could not be executed before the completion wind
 
 class AccountGone(Exception):
     """No key has the batch's account now; the key file may be read again."""
-
-
-class _CachedDetails(Struct, frozen=True):
-    cached_tokens: int | None = None
-
-
-class _ReasoningDetails(Struct, frozen=True):
-    reasoning_tokens: int | None = None
-
-
-class _Usage(Struct, frozen=True):
-    """Of chats and completions, or of responses."""
-
-    prompt_tokens: int | None = None
-    input_tokens: int | None = None
-    completion_tokens: int | None = None
-    output_tokens: int | None = None
-    prompt_tokens_details: _CachedDetails | None = None
-    input_tokens_details: _CachedDetails | None = None
-    completion_tokens_details: _ReasoningDetails | None = None
-    output_tokens_details: _ReasoningDetails | None = None
-
-
-class _Answer(Struct, frozen=True):
-    usage: _Usage | None = None
-
-
-class OutputResponse(Struct, frozen=True, kw_only=True):
-    """The answer to a request, in a file of results."""
-
-    status_code: int
-    request_id: str
-    body: msgspec.Raw
-
-
-class OutputError(Struct, frozen=True, kw_only=True):
-    """Why a request has no answer."""
-
-    code: str
-    message: str
-
-
-class OutputLine(Struct, frozen=True, kw_only=True):
-    """A line of a file of results, as OpenAI's."""
-
-    id: str
-    custom_id: str
-    response: OutputResponse | None
-    error: OutputError | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +73,8 @@ class RunContext:
     """The account of a name; None if no key has it any more."""
     max_requests: int
     """In one batch."""
+    max_pending: int
+    """Requests of one batch in memory, in flight or not."""
     on_done: Callable[[bool], None]
     """Called for each request that has a result, with whether it succeeded."""
     on_ended: Callable[[str], None]
@@ -289,7 +235,7 @@ class BatchRun:
                     index += 1
                     if index >= stored.batch.request_counts.total or results.is_done(index) or line is None:
                         continue
-                    while len(pending) >= MAX_PENDING or (
+                    while len(pending) >= self._context.max_pending or (
                         pending and sum(pending.values()) + len(line) > MAX_PENDING_BYTES
                     ):
                         if self._interrupted.is_set():
@@ -339,8 +285,8 @@ class BatchRun:
             request = decode_line(line)
             answer = await self._context.requests.answer(request, account)
             is_error = answer.status != 200
-            tokens = (0, 0, 0, 0) if is_error else _tokens(answer.body)
-            results.add(index, _output(request, answer), tokens, is_error=is_error)
+            tokens = (0, 0, 0, 0) if is_error else tokens_of(answer.body)
+            results.add(index, answered(request.custom_id, answer), tokens, is_error=is_error)
             self._context.on_done(not is_error)
             if results.is_large:
                 await results.flush()
@@ -382,7 +328,7 @@ class BatchRun:
         if stored.ending == "expired":
             num_errors += stored.batch.request_counts.total - results.num_done
         error_id = await self._write(stored.error_id, "errors", errors, num_errors)
-        at, counts, usage = context.records.now(), self._counts(results), _usage_of(results.tokens)
+        at, counts, usage = context.records.now(), self._counts(results), usage_of(results.tokens)
 
         def ended(stored: StoredBatch) -> StoredBatch | None:
             if stored.batch.status in ENDED or not stored.ending:
@@ -431,8 +377,7 @@ class BatchRun:
                 index += 1
                 if line is None or index >= stored.batch.request_counts.total or results.is_done(index):
                     continue
-                error = OutputError(code="batch_expired", message=_EXPIRED)
-                yield _encoded(decode_line(line).custom_id, None, error) + b"\n"
+                yield unanswered(decode_line(line).custom_id, "batch_expired", _EXPIRED) + b"\n"
 
     @staticmethod
     def _counts(results: BatchResults) -> RequestCounts:
@@ -447,47 +392,3 @@ _INPUT_GONE: Final = LineErrors(
         )
     ]
 )
-
-
-def _encoded(custom_id: str, response: OutputResponse | None, error: OutputError | None) -> bytes:
-    return msgspec.json.encode(
-        OutputLine(
-            id=f"batch_req_{secrets.token_hex(16)}", custom_id=custom_id, response=response, error=error
-        )
-    )
-
-
-def _output(request: InputLine, answer: LineAnswer) -> bytes:
-    response = OutputResponse(
-        status_code=answer.status, request_id=answer.request_id, body=json_of(answer.body)
-    )
-    return _encoded(request.custom_id, response, None)
-
-
-def _tokens(body: bytes) -> Tokens:
-    """Read an answer's usage; zeros where it has none."""
-    try:
-        usage = msgspec.json.decode(body, type=_Answer).usage
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        usage = None
-    if usage is None:
-        return (0, 0, 0, 0)
-    cached = usage.prompt_tokens_details or usage.input_tokens_details
-    reasoning = usage.completion_tokens_details or usage.output_tokens_details
-    return (
-        usage.prompt_tokens or usage.input_tokens or 0,
-        (cached.cached_tokens or 0) if cached is not None else 0,
-        usage.completion_tokens or usage.output_tokens or 0,
-        (reasoning.reasoning_tokens or 0) if reasoning is not None else 0,
-    )
-
-
-def _usage_of(tokens: Tokens) -> BatchUsage:
-    given, cached, generated, reasoning = tokens
-    return BatchUsage(
-        input_tokens=given,
-        input_tokens_details=InputDetails(cached_tokens=cached),
-        output_tokens=generated,
-        output_tokens_details=OutputDetails(reasoning_tokens=reasoning),
-        total_tokens=given + generated,
-    )

@@ -61,6 +61,7 @@ class BatchService:
             ),
             account_named=keys.account_named,
             max_requests=config.batch_max_requests,
+            max_pending=config.batch_max_inflight,
             on_done=lambda is_good: self._requests.add(("completed" if is_good else "failed",)),
             on_ended=lambda status: self._ended.add((status,)),
         )

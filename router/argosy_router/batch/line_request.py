@@ -11,8 +11,6 @@ import random
 from collections.abc import Awaitable, Callable
 from typing import Final, NamedTuple
 
-import msgspec
-
 from argosy_router.auth.accounts import BACKGROUND_PRIORITY, Account
 from argosy_router.batch.batch_pace import BatchPace
 from argosy_router.batch.input_lines import InputLine, model_of
@@ -152,13 +150,3 @@ def _backoff_s(attempts: int, hint: str) -> float:
     asked = float(hint) if hint.isdigit() and len(hint) < 6 else 0.0
     growing = MIN_BACKOFF_S * 2 ** min(attempts, 10)
     return min(MAX_BACKOFF_S, max(asked, growing)) * random.uniform(0.75, 1.25)  # noqa: S311
-
-
-def json_of(body: bytes) -> msgspec.Raw:
-    """Return an answer's body as JSON: as it is, or as a text if it is none."""
-    try:
-        msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return msgspec.Raw(msgspec.json.encode(body[:65536].decode("utf-8", "replace")))
-    # a line of its own must not have line breaks; in JSON they occur between values only
-    return msgspec.Raw(body.replace(b"\r", b" ").replace(b"\n", b" "))
