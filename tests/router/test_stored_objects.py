@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from argosy_router.config import ConfigError
+from argosy_router.config import ConfigError, StorageConfig
 from argosy_router.storage.blob_store import AlreadyExists, BlobStore, Changed, StorageUnavailable
 from argosy_router.storage.bucket_store import BucketStore
 from argosy_router.storage.directory_store import DirectoryStore
@@ -19,6 +19,10 @@ from argosy_router.storage.open_blobs import open_blobs
 from argosy_router.storage.owner_usage import LISTING_MAX_AGE_S, Quota, QuotaExceeded
 from bucket_server import forget_cloud
 from moto_server import running_moto
+
+from .batch_rig import DEADLINE_S, lines, official, results, start_batch
+from .fake_engine import FakeEngine
+from .harness import rig
 
 pytestmark = pytest.mark.timeout(600)  # moto is installed first
 
@@ -60,19 +64,24 @@ def bucket_url() -> Iterator[str]:
         yield url
 
 
-@pytest.fixture(params=["directory", "bucket"])
-def open_again(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[], BlobStore]:
-    """Opens the same storage, as each of several routers does."""
-    if request.param == "directory":
-        return lambda: DirectoryStore(tmp_path)
+@pytest.fixture
+def bucket(bucket_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The URL of an empty folder of a bucket, which the environment has the credentials of."""
     forget_cloud(monkeypatch)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", request.getfixturevalue("bucket_url"))
+    monkeypatch.setenv("AWS_ENDPOINT_URL", bucket_url)
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "test")
     monkeypatch.setenv("AWS_REGION", "us-east-1")
-    return lambda: BucketStore(f"s3://router/{tmp_path.name}")
+    return f"s3://router/{tmp_path.name}"
+
+
+@pytest.fixture(params=["directory", "bucket"])
+def open_again(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], BlobStore]:
+    """Opens the same storage, as each of several routers does."""
+    if request.param == "directory":
+        return lambda: DirectoryStore(tmp_path)
+    url: str = request.getfixturevalue("bucket")
+    return lambda: BucketStore(url)
 
 
 async def test_blobs_are_created_replaced_listed_and_deleted(open_again: Callable[[], BlobStore]) -> None:
@@ -268,3 +277,21 @@ async def test_a_path_with_and_without_scheme_is_one_storage(tmp_path: Path) -> 
     folder = tmp_path / "with space"
     await open_blobs(str(folder)).create("a", b"1")
     assert await open_blobs(folder.as_uri()).get("a") is not None
+
+
+async def test_a_batch_runs_with_all_that_is_stored_in_a_bucket(bucket: str) -> None:
+    config = StorageConfig(storage=bucket)
+    async with (
+        rig([FakeEngine()], files=config) as r,
+        rig([FakeEngine()], files=config) as other,
+        official(r) as client,
+        official(other) as reader,
+    ):
+        contents = [f"request {number} {'x' * 400}" for number in range(100)]
+        batch = await start_batch(client, lines(*contents))
+        async with asyncio.timeout(DEADLINE_S):
+            while (batch := await reader.batches.retrieve(batch.id)).status not in ("completed", "failed"):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        assert batch.errors is None
+        assert set(await results(reader, batch.output_file_id)) == set(contents)
+        assert [file.purpose async for file in reader.files.list()] == ["batch_output", "batch"]
