@@ -24,7 +24,7 @@ from argosy_router.admin.history import History
 from argosy_router.admin.overview import Overviews
 from argosy_router.auth.key_file import ApiKeys
 from argosy_router.batch.batch_service import BatchService
-from argosy_router.config import DEFAULT_ADMIN_PORT, ConfigError, RouterConfig
+from argosy_router.config import DEFAULT_ADMIN_PORT, ConfigError, RouterConfig, StorageConfig
 from argosy_router.discovery.dns import DnsDiscovery
 from argosy_router.discovery.file import FileDiscovery
 from argosy_router.discovery.source import Discovery
@@ -153,7 +153,9 @@ class Router:
         )
         self._discovery = discovery or self._configured_discovery()
         self.server = ServerState(self.application, config.server, self.wheel)
-        self.batches = self._batch_service()
+        self.store = _object_store(config.files)
+        """What clients leave with the router; None without a storage."""
+        self.batches = None if self.store is None else self._batch_service(self.store)
         """Files and batches; None without a storage."""
         self.metrics.add(
             define.CLIENT_CONNECTIONS.value(lambda: len(self.server.connections)),
@@ -171,15 +173,9 @@ class Router:
         self.hurry = asyncio.Event()
         """Set this to end a drain at once."""
 
-    def _batch_service(self) -> BatchService | None:
-        config = self.config.files
-        if not config.storage:
-            return None
-        store = ObjectStore(
-            open_blobs(config.storage), Quota(config.storage_max_bytes, config.storage_max_objects)
-        )
+    def _batch_service(self, store: ObjectStore) -> BatchService:
         service = BatchService(
-            config,
+            self.config.files,
             store,
             fleet=self.fleet,
             flow_control=self.flow_control,
@@ -405,6 +401,13 @@ class Router:
         await asyncio.to_thread(self._stderr.close)
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.close)
+
+
+def _object_store(config: StorageConfig) -> ObjectStore | None:
+    if not config.storage:
+        return None
+    quota = Quota(config.storage_max_bytes, config.storage_max_objects)
+    return ObjectStore(open_blobs(config.storage), quota)
 
 
 def _trace_capture(config: RouterConfig) -> TraceCapture | None:

@@ -249,3 +249,24 @@ async def test_a_slow_reader_of_a_file_does_not_make_the_router_read_ahead(tmp_p
             await until(lambda: any(each.get_write_buffer_size() for each in server_side))
             held = max(each.get_write_buffer_size() for each in server_side)
             assert held < 4 * 1024 * 1024
+
+
+async def test_a_storage_that_fails_is_told_and_works_again_later(tmp_path: Path) -> None:
+    async with stored(tmp_path, [FakeEngine()]) as r, official(r) as client:
+        owners = tmp_path / "storage" / "objects" / "owners"
+        owners.write_bytes(b"a file where a folder should be")
+        answer = await upload(r)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"], answer.headers["x-should-retry"]) == (
+            503,
+            "storage_unavailable",
+            "true",
+        )
+        assert str(tmp_path) not in error["message"]
+        assert (await r.chat()).status_code == 200
+        owners.unlink()
+        file = await client.files.create(file=b"{}", purpose="batch")
+        owners.rename(tmp_path / "elsewhere")
+        for gone in (client.files.content(file.id), client.batches.retrieve("batch_1")):
+            with pytest.raises(NotFoundError):
+                await gone

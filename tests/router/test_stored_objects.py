@@ -240,10 +240,16 @@ async def test_a_sweep_removes_what_crashes_have_left(tmp_path: Path) -> None:
     await store.sweep()
     assert unfinished.exists()
     assert len(await store.blobs.entries("owners")) == 1
+    batch_id = store.new_id("batch_", DAY_S)
+    await store.blobs.create(f"leases/{OWNER}/{batch_id}.json", b"{}")
+    await store.blobs.create(f"work/{batch_id}/1.jsonl", b"{}")
+    await store.sweep()
+    assert len([*await store.blobs.entries("leases"), *await store.blobs.entries("work")]) == 2
     clock.now += LEFTOVER_S + 60.0
     await store.sweep()
     assert not unfinished.exists()
     assert await store.blobs.entries("owners") == []
+    assert [*await store.blobs.entries("leases"), *await store.blobs.entries("work")] == []
 
 
 async def test_files_are_for_the_routers_user_only(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ not one of `object_ids` finds nothing, so no request can name a path.
 
     owners/OWNER/KIND/ID.json     the document
     owners/OWNER/KIND/ID.content  the content
+    leases/..., work/...          what routers keep about an object with its id in the key, which ends with it
 
 An owner is `owner_of` the name of the key's account: never the key, and the same in all routers.
 """
@@ -196,6 +197,9 @@ class ObjectStore:
         now = self.now()
         self._usage.forget_idle()
         size = objects = 0
+        for entry in [*await self.blobs.entries("leases"), *await self.blobs.entries("work")]:
+            if any(_has_expired(part, now) for part in entry.key.removesuffix(".json").split("/")):
+                await self.blobs.delete(entry.key)
         entries = await self.blobs.entries("owners")
         documents = {entry.key.removesuffix(".json") for entry in entries if entry.key.endswith(".json")}
         for entry in entries:
@@ -225,6 +229,10 @@ class ObjectStore:
     async def _measure(self, owner: str) -> tuple[int, int]:
         entries = await self.blobs.entries(f"owners/{owner}")
         return sum(entry.size for entry in entries), sum(entry.key.endswith(".json") for entry in entries)
+
+
+def _has_expired(text: str, now: float) -> bool:
+    return object_ids.is_id(text) and object_ids.expires_at(text) <= now
 
 
 def _document_key(kind: str, owner: str, object_id: str) -> str:
