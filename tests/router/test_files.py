@@ -113,7 +113,9 @@ async def test_a_file_name_is_shown_and_names_no_path(tmp_path: Path, sent: str,
 async def test_forms_that_cannot_be_used_are_refused_and_leave_nothing(tmp_path: Path) -> None:
     async with stored(tmp_path, [FakeEngine()], {"max_file_bytes": 100}) as r:
         post, headers = r.http.post, {"content-type": "multipart/form-data; boundary=b"}
-        assert refusal(await upload(r, b"x" * 101))[0] == 413
+        for size in (101, 200_000):
+            status, message = refusal(await upload(r, b"x" * size))
+            assert (status, "(--max-file-bytes); split it" in message) == (413, True)
         assert refusal(await upload(r, purpose="fine-tune")) == (
             400,
             "purpose must be 'batch', not 'fine-tune': files are for batches only",

@@ -50,7 +50,8 @@ class BatchRoutes:
         if (request.method, request.path) != (b"POST", b"/v1/files"):
             return request.method == b"POST" and request.path == b"/v1/batches"
         boundary = boundary_of(request.header(b"content-type") or b"")
-        request.sink = self._files.begin(owner_of(account.name), boundary)
+        length = request.header(b"content-length") or b"0"  # digits: the reader has checked it
+        request.sink = self._files.begin(owner_of(account.name), boundary, int(length[:19]))
         return True
 
     def on_request(self, client: Client, request: Request, account: Account, request_id: bytes) -> None:

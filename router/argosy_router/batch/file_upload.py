@@ -109,6 +109,13 @@ class FileUpload:
         if self._task is not None:
             await asyncio.wait([self._task])
 
+    def too_large(self) -> PayloadTooLarge:
+        """Return the error for a file beyond the limit."""
+        return PayloadTooLarge(
+            f"the file exceeds the limit of {self._max_file_bytes} bytes (--max-file-bytes); split it",
+            param="file",
+        )
+
     def _end(self) -> None:
         if not self._is_over:
             self._is_over = True
@@ -148,10 +155,7 @@ class FileUpload:
             return
         self._num_bytes += len(data)
         if self._num_bytes > self._max_file_bytes:
-            raise PayloadTooLarge(
-                f"the file exceeds the limit of {self._max_file_bytes} bytes (--max-file-bytes); split it",
-                param="file",
-            )
+            raise self.too_large()
         self._held.append(data)
         self._held_bytes += len(data)
         self._has_changed.set()

@@ -46,10 +46,14 @@ class FilesApi:
         self._ttl_s = ttl_s
         self._uploads: set[FileUpload] = set()
 
-    def begin(self, owner: str, boundary: bytes) -> FileUpload:
+    def begin(self, owner: str, boundary: bytes, declared_bytes: int) -> FileUpload:
         """Begin an upload, which gets the body.
 
+        Args:
+            declared_bytes: size of the body as its head says; zero if it does not.
+
         Raises:
+            PayloadTooLarge: the file must be too large.
             Unavailable: the router has too many already.
         """
         if len(self._uploads) >= MAX_UPLOADS:
@@ -57,6 +61,8 @@ class FilesApi:
                 f"the router receives {MAX_UPLOADS} files already; retry later", retry_after_s=1.0
             )
         upload = FileUpload(self._store, owner, self._new_id, boundary, self._max_file_bytes)
+        if declared_bytes > upload.max_bytes:
+            raise upload.too_large()
         self._uploads.add(upload)
         upload.on_end = lambda: self._uploads.discard(upload)
         return upload
