@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Iterable
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from argosy_router.batch.batch_objects import MAX_ERRORS
@@ -25,6 +25,7 @@ async def check(content: bytes, max_requests: int = 1000) -> Validation:
     return await validate(pieces([content]), CHATS, max_requests)
 
 
+@settings(max_examples=50)
 @given(st.lists(st.sampled_from([b"a", b"bb", b"\n", b"\n\n", b" ", b"\r\n", b"c" * 6]), max_size=30))
 async def test_lines_do_not_depend_on_how_a_file_is_read(chunks: list[bytes]) -> None:
     whole = b"".join(chunks)
@@ -57,6 +58,7 @@ async def test_a_file_of_requests_is_counted() -> None:
         (line("b", url="http://169.254.169.254/"), "invalid_url"),
         (line("b").replace(b"POST", b"GET"), "invalid_method"),
         (line("b", stream=True), "invalid_body"),
+        (line("b", background=True), "invalid_body"),
         (line("b", model=None), "invalid_body"),
         (
             json.dumps({"custom_id": "b", "method": "POST", "url": CHATS, "body": "x"}).encode(),

@@ -12,6 +12,7 @@ from openai import AsyncOpenAI, BadRequestError, NotFoundError
 from openai.types import Batch
 
 from argosy_protocol.fleet import ServiceLimits
+from argosy_router.batch.batch_runner import MAX_RUNNING, MAX_RUNNING_OF_OWNER
 
 from .batch_rig import DEADLINE_S, line, lines, official, results, start_batch, stored
 from .fake_engine import Connection, FakeEngine, Received, answer_normally, completion
@@ -234,6 +235,25 @@ async def test_requests_of_batches_go_behind_all_others(tmp_path: Path) -> None:
         assert sorted(order[4:]) == ["batch-1", "batch-2"]
 
 
+async def test_many_batches_of_one_key_leave_room_to_run_those_of_another(tmp_path: Path) -> None:
+    may_answer = asyncio.Event()
+
+    async def script(connection: Connection, request: Received) -> None:
+        if content_of(request) == "slow":
+            await may_answer.wait()
+        await echo(connection, request)
+
+    engine = FakeEngine(script=script)
+    async with stored(tmp_path, [engine]) as r, official(r) as shop, official(r, "sk-lab") as lab:
+        slow = [await start_batch(shop, lines("slow")) for _ in range(MAX_RUNNING)]
+        await until(lambda: len(engine.requests) == MAX_RUNNING_OF_OWNER, DEADLINE_S)
+        assert (await ended(lab, await start_batch(lab, lines("quick")))).status == "completed"
+        assert len(engine.requests) == MAX_RUNNING_OF_OWNER + 1
+        may_answer.set()
+        for batch in slow:
+            assert (await ended(shop, batch)).status == "completed"
+
+
 async def test_engines_that_schedule_by_priority_get_that_of_batches(tmp_path: Path) -> None:
     engine = FakeEngine(hello={"schedules_by_priority": True})
     async with stored(tmp_path, [engine]) as r, official(r) as client:
@@ -320,10 +340,10 @@ async def test_a_router_that_stops_leaves_its_batches_to_the_next_one(tmp_path: 
 async def test_a_batch_of_many_requests_runs(tmp_path: Path) -> None:
     engine = FakeEngine()
     async with stored(tmp_path, [engine], {"batch_share": 1.0}) as r, official(r) as client:
-        contents = [f"request {number}" for number in range(1000)]
+        contents = [f"request {number}" for number in range(300)]
         batch = await ended(client, await start_batch(client, lines(*contents)))
         assert set(await results(client, batch.output_file_id)) == set(contents)
-        assert len(engine.requests) == 1000
+        assert len(engine.requests) == 300
 
 
 async def test_a_hundred_thousand_lines_are_refused_while_others_are_served(tmp_path: Path) -> None:

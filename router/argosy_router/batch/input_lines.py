@@ -36,6 +36,7 @@ class InputLine(Struct, frozen=True, kw_only=True):
 class _Body(Struct, frozen=True):
     model: str
     stream: bool | None = None
+    background: bool | None = None
 
 
 class Validation(NamedTuple):
@@ -143,6 +144,8 @@ def _check(line: bytes | None, endpoint: str, seen: set[bytes]) -> tuple[LineErr
         return _fault("invalid_body", f"body: {str(error)[:900]}", "body"), ""
     if body.stream:
         return _fault("invalid_body", "stream must be false in a batch", "body"), ""
+    if body.background:
+        return _fault("invalid_body", "background must be false in a batch", "body"), ""
     return None, body.model
 
 

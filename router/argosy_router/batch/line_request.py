@@ -26,7 +26,7 @@ _RETRIED: Final = frozenset((429, 503))
 _FAILED_UPSTREAM: Final = frozenset((0, 408, 502, 504))
 """Repeated a few times: the request itself may be what fails replicas. 0: the answer was cut."""
 MAX_FAILURES: Final = 4
-_PRIORITIZED: Final = ("/v1/chat/completions", "/v1/completions")
+_PRIORITIZED: Final = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 """Endpoints whose requests have the field `priority`."""
 
 Send = Callable[[Client, Request, Account], None]
