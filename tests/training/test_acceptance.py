@@ -1,11 +1,12 @@
 """The rules for replies to natural prompts, and the lists themselves."""
 
+import random
 from typing import Any
 
 import pytest
 
 import acceptance
-from corpus import tool_catalog
+from corpus import plausible_tools, tool_catalog, tools
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 WANTED_CALL = [{"name": "get_weather", "arguments": {"city": "Rome"}}]
@@ -54,3 +55,21 @@ def test_lists_are_complete_and_reject_silence(name: str, count: int) -> None:
 def test_all_tools_of_the_lists_but_one_are_unknown_to_the_generator() -> None:
     taught = {tool.name for tool in tool_catalog.CATALOG}
     assert set(acceptance.TOOLS) & taught == {"get_weather"}
+    assert set(acceptance.TOOLS) - taught == tools.RESERVED_TOOLS
+    rng = random.Random("tools")
+    drawn = {
+        plausible_tools.draw(rng, tools.RESERVED_TOOLS).name.lower().replace("_", "") for _ in range(6000)
+    }
+    assert not drawn & {name.replace("_", "") for name in tools.RESERVED_TOOLS}
+    assert "bookroom" in drawn
+
+
+def test_requests_of_plausible_tools_state_every_argument() -> None:
+    rng = random.Random("requests")
+    for _ in range(300):
+        tool = plausible_tools.draw(rng, frozenset())
+        schema = tool.schema(rng)["function"]["parameters"]
+        request, arguments = tool.request(rng)
+        assert set(arguments) == set(schema["properties"]) == set(schema["required"])
+        assert all(str(value) in request for value in arguments.values())
+        assert not set(request) & set("[]{}|")

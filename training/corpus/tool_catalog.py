@@ -95,7 +95,8 @@ def trail(rng: random.Random, template: str) -> str:
     return f"{template.rstrip('.?!')} {rng.choice(_TRAILS)}{mark}"
 
 
-def _text(rng: random.Random) -> str:
+def any_text(rng: random.Random) -> str:
+    """One to five words."""
     return " ".join(words.any_word(rng) for _ in range(rng.randint(1, 5)))
 
 
@@ -146,19 +147,19 @@ CATALOG = (
         "Set a timer for {minutes} minutes.", "Start a {minutes} minute timer.", "Timer: {minutes} minutes", "Wake me in {minutes} minutes.",
         "I need a timer of {minutes} minutes.", "Count down {minutes} minutes.",
     )),
-    Tool("send_message", "Send a text message to a person.", (_string("to", words.name), _string("text", _text)), (
+    Tool("send_message", "Send a text message to a person.", (_string("to", words.name), _string("text", any_text)), (
         "Send a message to {to}: {text}", "Text {to}: {text}", "Tell {to} this: {text}", "Send {to} the message \"{text}\".",
         "Message {to} saying \"{text}\".",
     )),
     Tool("send_email", "Send an email.", (
-        _string("to", lambda r: f"{words.any_word(r).lower()}@{words.english(r)}.com"), _string("subject", _word), _string("body", _text)), (
+        _string("to", lambda r: f"{words.any_word(r).lower()}@{words.english(r)}.com"), _string("subject", _word), _string("body", any_text)), (
         "Send an email to {to} with subject {subject} and body \"{body}\".", "Email {to}, subject {subject}: {body}",
         "Write to {to}. Subject: {subject}. Text: {body}",
     )),
-    Tool("search", "Search the web.", (_string("query", _text, "What to search for"),), (
+    Tool("search", "Search the web.", (_string("query", any_text, "What to search for"),), (
         "Search for {query}", "Search the web for {query}", "Look up {query}", "Find pages about {query}", "Google {query}", "Web search: {query}",
     )),
-    Tool("play_music", "Play a song.", (_string("song", _text),), (
+    Tool("play_music", "Play a song.", (_string("song", any_text),), (
         "Play {song}", "Play the song {song}", "I want to hear {song}", "Put on {song}", "Play \"{song}\".", "Can you play \"{song}\"?",
     )),
     Tool("set_light", "Turn a light on or off.", (_string("room", lambda r: r.choice(words.PLACES)), Parameter("on", "boolean", lambda r: r.random() < 0.5)), (
@@ -191,10 +192,10 @@ CATALOG = (
     Tool("get_stock_price", "Get the price of a stock.", (_string("symbol", lambda r: "".join(r.choice("ABCDEFGHKLMNPRSTVXYZ") for _ in range(r.randint(3, 4)))),), (
         "What is the stock price of {symbol}?", "Price of {symbol}?", "How is {symbol} doing?", "Get the {symbol} stock price.", "What does {symbol} trade at?",
     )),
-    Tool("translate", "Translate text into another language.", (_string("text", _text), _enum("language", "French", "German", "Spanish", "Italian", "Dutch")), (
+    Tool("translate", "Translate text into another language.", (_string("text", any_text), _enum("language", "French", "German", "Spanish", "Italian", "Dutch")), (
         "Translate \"{text}\" into {language}.", "How do you say \"{text}\" in {language}?", "Translate to {language}: {text}",
     )),
-    Tool("create_note", "Save a note.", (_string("text", _text), Parameter("tags", "array", _tags)), (
+    Tool("create_note", "Save a note.", (_string("text", any_text), Parameter("tags", "array", _tags)), (
         "Save the note \"{text}\".", "Note \"{text}\" with tags {tags}.", "Make a note \"{text}\" tagged {tags}.", "Write down \"{text}\".",
     )),
     Tool("buy", "Add items to the shopping list.", (Parameter("items", "array", _tags),), (
@@ -219,7 +220,7 @@ CATALOG = (
     Tool("restart_server", "Restart a server.", (_string("host", _word),), (
         "[Restart|Reboot] [the server |server |]{host}[| now].", "[The server |Server |]{host} [is down|hangs|does not answer|is stuck][, please restart it|. Restart it|, reboot it].", "[Can|Could] you [restart|reboot] {host}?", "{host} [needs|wants] a [restart|reboot].",
     )),
-    Tool("create_task", "Add a task to a list.", (_string("title", _text), _enum("priority", "low", "normal", "high", "urgent")), (
+    Tool("create_task", "Add a task to a list.", (_string("title", any_text), _enum("priority", "low", "normal", "high", "urgent")), (
         "[Create|Add|Open|Make] a task \"{title}\" with {priority} priority.", "[New task|Task]: \"{title}\", priority {priority}", "[Add|Create] the {priority} priority task \"{title}\".", "[Note|Add] a task called \"{title}\", it is {priority}.", "[Open|Add] a {priority} task titled \"{title}\".",
     )),
     Tool("resize_cluster", "Set the number of nodes of a cluster.", (_string("cluster", _word), Parameter("nodes", "integer", _int(1, 60))), (
@@ -268,7 +269,7 @@ def _random_parameter(rng: random.Random, taken: set[str]) -> Parameter:
         choices = tuple(dict.fromkeys(words.any_word(rng).lower() for _ in range(rng.randint(2, 4))))
         return Parameter(name, "string", lambda r: r.choice(choices), description, choices)
     values: dict[str, Value] = {
-        "string": rng.choice((_word, words.code, words.name, words.place, _text)),
+        "string": rng.choice((_word, words.code, words.name, words.place, any_text)),
         "integer": _int(0, rng.choice((20, 200, 9999))),
         "number": _number,
         "boolean": lambda r: r.random() < 0.5,

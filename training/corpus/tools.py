@@ -4,9 +4,10 @@
 
 import json
 import random
+import re
 from typing import Any
 
-from . import copying, facts, small_talk, words
+from . import copying, facts, plausible_tools, small_talk, words
 from .conversation import Conversation, Message, answer, system_prompt
 from .grammar import pick
 from .tool_catalog import CATALOG, Tool, random_tool, trail
@@ -113,25 +114,58 @@ def _with_alike(names: set[str]) -> set[str]:
     return names.union(*(group for group in _ALIKE if names & group))
 
 
+RESERVED_TOOLS = frozenset(
+    [
+        "reserve_table",
+        "scale_deployment",
+        "create_ticket",
+        "restart_service",
+        "list_files",
+        "convert_currency",
+        "book_taxi",
+    ]
+)
+"""Tools of the natural prompts: never drawn."""
+
+
+def _draw(rng: random.Random) -> Tool:
+    """A tool of any origin."""
+    chance = rng.random()
+    if chance < 0.38:
+        return rng.choice(CATALOG)
+    if chance < 0.68:
+        return plausible_tools.draw(rng, RESERVED_TOOLS)
+    return random_tool(rng)
+
+
 def _toolbox(rng: random.Random) -> list[Tool]:
     chosen: list[Tool] = []
     for _ in range(rng.choices((1, 2, 3, 4), (30, 34, 24, 12))[0]):
-        tool = rng.choice(CATALOG) if rng.random() < 0.45 else random_tool(rng)
+        tool = _draw(rng)
         taken = _with_alike({other.name for other in chosen})
         if tool.name not in taken and all(tool.description != other.description for other in chosen):
             chosen.append(tool)
     return chosen
 
 
+def _nouns(tool: Tool) -> list[str]:
+    """What a tool is about, by its name; a tool about the same thing might serve its requests."""
+    parts = re.findall(r"[A-Z]?[a-z]+", tool.name)
+    return [part.lower() for part in parts[1:] if len(part) > 2]
+
+
 def _unfit(rng: random.Random, toolbox: list[Tool]) -> str:
     """A request that none of these tools serves."""
     names = _with_alike({tool.name for tool in toolbox})
+    described = " ".join(f"{tool.name} {tool.description}".lower() for tool in toolbox)
     if rng.random() < 0.4:
         template = trail(rng, rng.choice(_ELSEWHERE))
         return template.format(p=words.place(rng), w=words.any_word(rng).lower(), a=rng.choice(words.ANIMALS), n=words.name(rng), t=rng.choice(words.THINGS), f=rng.choice(words.FOODS), l=rng.choice(words.PLACES))  # fmt: skip
     while True:
-        other = rng.choice(CATALOG) if rng.random() < 0.65 else random_tool(rng)
+        other = rng.choice(CATALOG) if rng.random() < 0.4 else _draw(rng)
         if other.name in names or other.name == "calculate":
+            continue
+        if any(noun in described for noun in _nouns(other)):
             continue
         user = other.request(rng)[0]
         if not any(name in user for name in names):
