@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import socket
 import ssl
@@ -107,6 +108,45 @@ def test_unfinished_handshakes_leave_room_for_others(
                 writer.close()
 
     run(test, is_uvloop)
+
+
+def connect_and_keep_silent(port: int, authority: Path) -> socket.socket:
+    """Return the transport of a connection whose TLS the client never ends."""
+    context = ssl.create_default_context(cafile=str(authority))
+    plain = socket.create_connection(("127.0.0.1", port), timeout=60)
+    with context.wrap_socket(plain, server_hostname="127.0.0.1") as secured:
+        return socket.socket(fileno=os.dup(secured.fileno()))
+
+
+def is_closed_by_server(transport: socket.socket) -> bool:
+    transport.settimeout(20)  # less than the half minute that a server waits for the client's part of the end
+    try:
+        while transport.recv(4096):
+            pass
+    except ConnectionResetError:
+        pass
+    except TimeoutError:
+        return False
+    return True
+
+
+def test_excess_connections_are_closed_whose_clients_do_not_end_them(
+    files: CertificateFiles, issued: list[tuple[Path, Path]]
+) -> None:
+    limits = HttpLimits(header_timeout_s=3600, linger_s=3600)
+
+    async def test() -> None:
+        async with serving(ServerCertificate(files), limits) as port:
+            count = MAX_CONNECTIONS + MAX_TURNED_AWAY
+            silent = [
+                await asyncio.to_thread(connect_and_keep_silent, port, issued[0][0]) for _ in range(count + 3)
+            ]
+            for transport in silent[count:]:
+                assert await asyncio.to_thread(is_closed_by_server, transport)
+            for transport in silent:
+                transport.close()
+
+    run(test, is_uvloop=True)
 
 
 @pytest.mark.parametrize("is_uvloop", [True, False])

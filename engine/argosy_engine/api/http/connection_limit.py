@@ -46,7 +46,10 @@ class ConnectionLimit(BoundedProtocol):
             b"content-length: %d\r\nconnection: close\r\n\r\n%s" % (len(body), body)
         )
         if self.num_turned_away > MAX_TURNED_AWAY:
-            transport.close()
+            if transport.get_extra_info("sslcontext") is None:
+                transport.close()
+            else:
+                transport.abort()  # TLS waits half a minute for the client's part of the end
             return
         self._linger_on(transport)
         self._hang_up()
