@@ -19,7 +19,6 @@ from remote_server import IGNORED_FLAGS, RemoteOpenAIServer, Target
 from vllm_tests import MODEL_NAMES, SKIPPED, TESTS, TestFile
 
 RESULTS = pytest.StashKey[Path]()
-SERVER_FIXTURES = {"server", "client", "server_fixture", "async_client", "tool_server", "watermarked_server"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -59,13 +58,16 @@ def left_out(item: pytest.Item) -> str | None:
     for pattern, reason in (*entry.skip.items(), *SKIPPED.items()):
         if re.search(pattern, name):
             return reason
-    fixtures = set(getattr(item, "fixturenames", ()))
-    if fixtures & SERVER_FIXTURES or "RemoteOpenAIServer" in inspect.getsource(item.obj):  # type: ignore[attr-defined]
+    fixtures = getattr(item, "fixturenames", ())
+    if any(
+        re.search("server|client", fixture) for fixture in fixtures
+    ) or "RemoteOpenAIServer" in inspect.getsource(item.obj):  # type: ignore[attr-defined]
         return None
     return "tests vLLM's own classes, without a server"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    vllm_stand_ins.end_collection()
     kept = []
     for item in items:
         reason = left_out(item)
