@@ -15,6 +15,7 @@ from vllm.config import ModelConfig
 from vllm.sampling_params import SamplingParams
 
 MODEL_NAME = "someone/a-model"
+DEFAULTS = SamplingParams(n=1)
 
 
 @pytest.fixture(scope="module")
