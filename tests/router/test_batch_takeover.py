@@ -333,7 +333,7 @@ async def test_a_lease_without_a_batch_is_removed_once_it_is_old(tmp_path: Path)
         router.runner.wake()
         for _ in range(20):
             await asyncio.sleep(0.005)
-        assert await router.leases.batches()
+        assert await router.leases.batches(), "its batch may be about to be made"
         time.advance(120.0)
         async with asyncio.timeout(60.0):
             while await router.leases.batches():  # noqa: ASYNC110

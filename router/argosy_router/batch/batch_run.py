@@ -93,6 +93,8 @@ class BatchRun:
         self._interrupted = asyncio.Event()
         """Set when no further request is to be sent."""
         self._is_cancelled = self._is_stopping = False
+        self._is_over = False
+        """Whether the batch has ended, so that the lease need not be renewed."""
         self._failure: Exception | None = None
         self.status = "validating"
         """The batch's, as last seen."""
@@ -125,8 +127,10 @@ class BatchRun:
     async def _beat(self, work: asyncio.Task[None]) -> None:
         """Renew the lease, keep results, and notice a cancellation and the end of the window."""
         leases = self._context.leases
-        while leases.is_held(self._held):
+        while self._is_over or leases.is_held(self._held):
             await self._context.sleep(leases.renew_s)
+            if self._is_over:
+                continue
             with contextlib.suppress(StorageUnavailable):
                 await leases.renew(self._held)
                 if leases.is_held(self._held):
@@ -186,6 +190,7 @@ class BatchRun:
 
     async def _remove(self) -> None:
         """Remove what is left of a batch that has ended, the lease last."""
+        self._is_over = True
         await BatchResults(self._context.store.blobs, self._batch_id, 0, 0).remove()
         await self._context.leases.remove(self._owner, self._batch_id)
         self._held.is_lost = True

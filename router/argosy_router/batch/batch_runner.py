@@ -106,7 +106,8 @@ class BatchRunner:
         except Exception:
             log.exception("batch %s failed; it will be tried again", held.batch_id)
         else:
-            self._wake.set()
+            if held.is_lost:  # with the end of the batch: there is room for another one
+                self._wake.set()
         finally:
             del self._runs[held.batch_id]
             with contextlib.suppress(StorageUnavailable):
