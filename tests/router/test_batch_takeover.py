@@ -303,11 +303,10 @@ async def test_a_batch_ends_with_its_window_and_names_what_was_not_executed(tmp_
 async def test_a_batch_whose_input_was_deleted_fails_and_says_so(tmp_path: Path) -> None:
     time = VirtualTime()
     async with routers(tmp_path, time, 1) as (router,):
-        router.account = None
+        router.account = None  # so that no request is sent
         batch_id = await router.start_batch(lines("a", "b"))
         stored = await router.until_status(batch_id, "in_progress")
         await router.files.delete(OWNER, stored.batch.input_file_id)
-        router.account = ANONYMOUS
         stored = await router.until_status(batch_id, "failed")
         assert stored.batch.errors is not None
         assert [error.code for error in stored.batch.errors.data] == ["input_file_unavailable"]
