@@ -103,7 +103,7 @@ def test_the_end_token_is_learned_and_history_says_nothing_of_thinking(tokenizer
 def test_with_tools_the_choice_to_call_weighs_most(tokenizer: Tokenizer) -> None:
     call = tokenizer.token_to_id("<tool_call>")
     checked = 0
-    for conversation in sample("decision", 300):
+    for conversation in sample("decision", 600):
         if conversation.kind != "tool_call" or conversation.thinking:
             continue
         spans = render.spans(conversation)
