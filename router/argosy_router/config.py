@@ -200,25 +200,29 @@ class FlowControlLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageConfig:
-    """Where files and batches of clients are kept, and their limits."""
+    """Where files, batches and responses of clients are kept, and their limits."""
 
     storage: Annotated[
         Url,
         Meta(
-            description="keep the files and batches of clients in a directory (a path or file:///PATH; for several "
-            "routers on a volume that all mount) or a bucket (s3://BUCKET/PREFIX, gs://BUCKET/PREFIX; needs the extra "
-            "`storage`)"
+            description="keep the files, batches and responses of clients in a directory (a path or file:///PATH; for "
+            "several routers on a volume that all mount) or a bucket (s3://BUCKET/PREFIX, gs://BUCKET/PREFIX; needs "
+            "the extra `storage`)"
         ),
-        Flag(group=_STORAGE, metavar="URL", default="none: no /v1/files and /v1/batches"),
+        Flag(
+            group=_STORAGE,
+            metavar="URL",
+            default="none: no /v1/files and /v1/batches, and no stored responses",
+        ),
     ] = ""
     storage_max_bytes: Annotated[
         Bytes,
-        Meta(description="what the stored objects of one API key may have"),
+        Meta(description="what the files and batches of one API key may have, and its responses"),
         Flag(group=_STORAGE, is_size=True),
     ] = 10 * 1024 * 1024 * 1024
     storage_max_objects: Annotated[
         int,
-        Meta(ge=1, le=1 << 24, description="how many stored objects one API key may have"),
+        Meta(ge=1, le=1 << 24, description="how many files and batches one API key may have, and responses"),
         Flag(group=_STORAGE, metavar="N"),
     ] = 10_000
     storage_ttl_s: Annotated[

@@ -55,6 +55,9 @@ from argosy_router.proxy.request_handler import RequestHandler
 from argosy_router.proxy.resilience.hedging import Hedging
 from argosy_router.proxy.resilience.outlier_detection import OutlierDetector
 from argosy_router.proxy.resilience.retry_budget import RetryBudgets
+from argosy_router.responses.background_responses import BackgroundResponses
+from argosy_router.responses.stateful_routes import StatefulRoutes
+from argosy_router.responses.stored_responses import StoredResponses
 from argosy_router.storage.object_store import ObjectStore
 from argosy_router.storage.open_blobs import open_blobs
 from argosy_router.storage.owner_usage import Quota
@@ -155,6 +158,8 @@ class Router:
         self.server = ServerState(self.application, config.server, self.wheel)
         self.store = _object_store(config.files)
         """What clients leave with the router; None without a storage."""
+        self.responses = None if self.store is None else self._stateful_routes(self.store)
+        """Stored responses; None without a storage."""
         self.batches = None if self.store is None else self._batch_service(self.store)
         """Files and batches; None without a storage."""
         self.metrics.add(
@@ -172,6 +177,17 @@ class Router:
         """Set this to drain and stop."""
         self.hurry = asyncio.Event()
         """Set this to end a drain at once."""
+
+    def _stateful_routes(self, store: ObjectStore) -> StatefulRoutes:
+        stored = StoredResponses(store, self.config.files.storage_ttl_s)
+        routes = StatefulRoutes(
+            stored,
+            BackgroundResponses(stored),
+            self.application.create_response,
+            self.accounting.count_rejection,
+        )
+        self.application.responses = routes
+        return routes
 
     def _batch_service(self, store: ObjectStore) -> BatchService:
         service = BatchService(
@@ -389,6 +405,8 @@ class Router:
                 connection.drain()
         if self.batches is not None:
             await self.batches.close()
+        if self.responses is not None:
+            await self.responses.close()
         if self.admin is not None:
             self.admin.should_exit = True
         for task in self._tasks:

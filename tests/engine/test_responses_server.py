@@ -226,6 +226,15 @@ def test_ids_cannot_be_guessed(http: httpx.Client) -> None:
     assert not any("mine" in name for name in names)
 
 
+def test_a_router_keeps_the_state(http: httpx.Client) -> None:
+    lines = {"x-argosy-internal-resolved": "1", "x-argosy-internal-response-id": "chosen"}
+    asked = body(max_output_tokens=1, previous_response_id="resp_kept_there", background=True)
+    answer = http.post("/v1/responses", json=asked, headers=lines).json()
+    assert (answer["id"], answer["previous_response_id"]) == ("resp_chosen", "resp_kept_there")
+    assert (answer["status"], answer["store"], answer["background"]) == ("incomplete", True, True)
+    assert http.get("/v1/responses/resp_chosen").status_code == 404
+
+
 def test_a_background_response_is_streamed_again_from_any_event(http: httpx.Client) -> None:
     asked = body(background=True, stream=True)
     with http.stream("POST", "/v1/responses", json=asked) as stream:

@@ -6,6 +6,7 @@ Invariant: each request is answered exactly once, and its charge is released exa
 
     application      routes and authentication
     stored_routes    the interface of routes that answer from the storage
+    response_routes  the interface of the routes below /v1/responses, where responses are stored
     request_handler  the steps of a request: rate limits, flow control, exchange, accounting
     queued_call      a request in the queue of flow control
     exchange         one request from dispatch to its end: attempts, retries, hedging, migration

@@ -34,6 +34,7 @@ from argosy_router.proxy.request.call_decoding import RoutedEndpoint, decode_cal
 from argosy_router.proxy.request.model_names import may_use, unknown_model
 from argosy_router.proxy.request.request_id import request_id_for
 from argosy_router.proxy.request_handler import RequestHandler
+from argosy_router.proxy.response_routes import ResponseRoutes
 from argosy_router.proxy.stored_routes import StoredRoutes
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 _JSON = b"content-type: application/json\r\n"
 _MODELS = b"/v1/models"
 _MODEL_PREFIX = b"/v1/models/"
+_RESPONSES = b"/v1/responses"
 _METRICS = b"/metrics"
 _LOAD = b"/load"
 _STORED = (b"/v1/files", b"/v1/batches")
@@ -92,6 +94,8 @@ class RouterApplication:
         self.is_draining = False
         self.stored: StoredRoutes | None = None
         """Answers the routes of files and batches; None without a storage."""
+        self.responses: ResponseRoutes | None = None
+        """Answers requests for responses; None if the router stores none, and only routes their creation."""
         self._public: dict[bytes, Responder] = {
             b"/health": lambda: (200, _JSON, b"{}"),
             b"/ping": lambda: (200, _JSON, b"{}"),
@@ -114,6 +118,8 @@ class RouterApplication:
         request.account = None if account is ANONYMOUS else account
         if _is_stored(request.path):
             return self._stored_routes().on_head(request, account)
+        if self.responses is not None and _is_response(request.path):
+            return self.responses.is_body_used(request)
         return request.path in _ENDPOINTS
 
     def on_refused(self, error: ApiError, request: Request | None) -> tuple[bytes, bytes]:
@@ -149,6 +155,16 @@ class RouterApplication:
         except ApiError as error:
             self._refuse(client, request_id, error, request.path)
 
+    def create_response(
+        self, client: Client, request: Request, account: Account, request_id: bytes, response_id: bytes
+    ) -> None:
+        """Generate a response whose request has the whole conversation.
+
+        Raises:
+            ApiError: the request is refused.
+        """
+        self._generate(client, request, "responses", request_id, account, response_id)
+
     @property
     def is_open(self) -> bool:
         """Whether the routes of models need no key."""
@@ -169,6 +185,9 @@ class RouterApplication:
         if responder is None:
             account = request.grant
             assert isinstance(account, Account), "`on_head` lets only accounts in"
+            if self.responses is not None and _is_response(path):
+                self.responses.on_request(client, request, account, request_id)
+                return
             endpoint = _ENDPOINTS.get(path)
             if endpoint is not None:
                 _require(request, b"POST")
@@ -208,6 +227,7 @@ class RouterApplication:
         endpoint: RoutedEndpoint,
         request_id: bytes,
         account: Account,
+        response_id: bytes = b"",
         *,
         is_background: bool = False,
     ) -> None:
@@ -216,7 +236,7 @@ class RouterApplication:
         if self._tracer is not None:
             trace, request.headers = self._tracer.begin(request.headers, endpoint)
         try:
-            call = decode_call(self._fleet, endpoint, request, request_id, account)
+            call = decode_call(self._fleet, endpoint, request, request_id, account, response_id)
         except RecursionError:
             raise BadRequest("the request is nested too deeply") from None
         if trace is not None:
@@ -275,6 +295,10 @@ class RouterApplication:
 
 def _is_stored(path: bytes) -> bool:
     return path.startswith(_STORED) and b"/".join(path.split(b"/", 3)[:3]) in _STORED
+
+
+def _is_response(path: bytes) -> bool:
+    return path == _RESPONSES or path.startswith(_RESPONSES + b"/")
 
 
 def _require(request: Request, *methods: bytes) -> None:

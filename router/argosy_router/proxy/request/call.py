@@ -102,6 +102,12 @@ class Call:
         self.trace: Trace | None = None
         """Set if requests are traced."""
 
+    def name_response(self, response_id: bytes) -> None:
+        """Have engines answer with a response of this id (`resp_...`)."""
+        name = response_id.removeprefix(b"resp_")
+        given = b"%b: %b\r\n" % (_RESPONSE_ID, self.request_id)
+        self.internal_headers = self.internal_headers.replace(given, b"%b: %b\r\n" % (_RESPONSE_ID, name))
+
     def reduce_body(self) -> None:
         """Reduce the body to the fields that engines of other makes get; an Argosy engine would ignore the others."""
         if not self.is_body_reduced:

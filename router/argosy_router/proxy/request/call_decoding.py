@@ -76,9 +76,18 @@ class UnsupportedMediaType(BadRequest):
 
 
 def decode_call(
-    fleet: Fleet, endpoint: RoutedEndpoint, request: Request, request_id: bytes, account: Account
+    fleet: Fleet,
+    endpoint: RoutedEndpoint,
+    request: Request,
+    request_id: bytes,
+    account: Account,
+    response_id: bytes = b"",
 ) -> Call:
     """Decode a request of `account` and find its service.
+
+    Args:
+        response_id: the id of a response that the router stores, whose conversation the request has; empty if the
+            router stores none.
 
     Raises:
         BadRequest: not JSON, wrong types, out of bounds.
@@ -90,7 +99,7 @@ def decode_call(
     if request.header(b"content-encoding") is not None:
         raise UnsupportedMediaType("content-encoding is not supported")
     body = request.body
-    decoded = _decode(endpoint, body)
+    decoded = _decode(endpoint, body, has_state=bool(response_id))
     if decoded.resume is not None:
         raise BadRequest("resume is an internal field", param="resume")
     if decoded.data_parallel_rank is not None:  # the router's balance rests on the engine's choice
@@ -107,7 +116,9 @@ def decode_call(
     if not adapter:
         service = fleet.answering(named, session or request_id)
     priority = account.priority(decoded.priority)
-    changes: dict[str, str | int | StreamOptions] = {"store": False} if endpoint == "responses" else {}
+    changes: dict[str, str | int | StreamOptions] = {}
+    if endpoint == "responses" and not response_id:
+        changes["store"] = False
     model = engine_name(service, decoded.model, adapter)
     if model != decoded.model:
         changes["model"] = model
@@ -154,6 +165,8 @@ def decode_call(
     call.is_stream = decoded.stream
     if endpoint == "responses":
         call.internal_headers += _RESOLVED
+        if response_id:
+            call.name_response(response_id)
     else:
         call.shape = resumable_shape(decoded, is_message=is_message)
     call.hides_usage = hides_usage
@@ -167,7 +180,9 @@ def decode_call(
     return call
 
 
-def _decode(endpoint: RoutedEndpoint, body: bytes) -> ChatCompletionRequest | CompletionRequest:
+def _decode(
+    endpoint: RoutedEndpoint, body: bytes, *, has_state: bool
+) -> ChatCompletionRequest | CompletionRequest:
     if endpoint == "embeddings":
         return decode_embedding_request(body).as_generation()
     if endpoint == "classify":
@@ -185,7 +200,8 @@ def _decode(endpoint: RoutedEndpoint, body: bytes) -> ChatCompletionRequest | Co
     if endpoint == "messages":
         return as_chat(decode_messages_request(body))
     if endpoint == "responses":
-        return responses_as_chat(_stateless(decode_responses_request(body)))
+        asked = decode_responses_request(body)
+        return responses_as_chat(asked if has_state else _stateless(asked))
     if endpoint == "messages/count_tokens":
         model = decode_count_tokens_request(body).model
         return ChatCompletionRequest(messages=[], model=model, max_tokens=0)  # nothing is computed or cached
@@ -197,8 +213,8 @@ def _stateless(request: ResponsesRequest) -> ResponsesRequest:
     for field in ("background", "previous_response_id"):
         if getattr(request, field):
             raise BadRequest(
-                f"{field} is not supported by this router, which stores no responses; send the whole conversation as "
-                "input",
+                f"{field} is not supported by this router, which stores no responses (--storage); send the whole "
+                "conversation as input",
                 param=field,
             )
     return request

@@ -1,0 +1,14 @@
+"""Responses: the stored responses of OpenAI's Responses API, kept where all routers find them.
+
+Owns: which stored responses a request continues, and what is stored of its answer. Must not know: how a request is
+routed, where objects are kept.
+Invariant: a response's id cannot be guessed, and only its owner finds it. Engines store nothing: they get the whole
+conversation, and the id of the response.
+
+    stored_responses      records by owner and id, on the router's storage
+    stateful_routes       the routes below /v1/responses, and the creation of responses
+    storing_client        stores a finished answer before its client sees the end
+    background_responses  responses that are generated while no client waits
+"""
+
+# Not compiled: waits for the storage.

@@ -1,0 +1,311 @@
+"""The routes below /v1/responses of a router that stores responses.
+
+Owns: which stored responses a request needs, paths and methods, the tasks that answer.
+Must not know: how a request is routed, how the storage works.
+Invariant: each request is answered once, unless its client has disconnected.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, Final, Literal
+from urllib.parse import parse_qsl
+
+import msgspec
+
+from argosy_protocol.errors import (
+    ApiError,
+    BadRequest,
+    InternalError,
+    MethodNotAllowed,
+    NotFound,
+    Unavailable,
+)
+from argosy_protocol.response_history import (
+    DEFAULT_PAGE,
+    MAX_PAGE,
+    StoredResponse,
+    identified_items,
+    page_of_items,
+    referenced_responses,
+    resolved_items,
+    response_not_found,
+)
+from argosy_protocol.response_object import DeletedResponse, begun_response, with_status
+from argosy_protocol.responses import ResponseItem, ResponsesRequest, decode_responses_request
+from argosy_protocol.responses_chat import responses_as_chat
+from argosy_router.auth.accounts import Account
+from argosy_router.http.messages import Request
+from argosy_router.http.server_interface import Client
+from argosy_router.proxy.downstream.api_shape import error_body, id_headers
+from argosy_router.proxy.downstream.error_headers import error_headers
+from argosy_router.proxy.request.body_rewrite import with_fields
+from argosy_router.responses.background_responses import BackgroundResponses
+from argosy_router.responses.stored_responses import StoredResponses, owner_of_responses
+from argosy_router.responses.storing_client import StoringClient
+
+log = logging.getLogger(__name__)
+
+MAX_PENDING: Final = 4096
+"""Requests that wait for the storage at a time."""
+_TRUE: Final = frozenset(("true", "True", "1"))
+_JSON: Final = b"content-type: application/json\r\n"
+_PATH: Final = re.compile(rb"/v1/responses(?:/([^/]{1,256})(?:/(cancel|input_items))?)?")
+
+Send = Callable[[Client, Request, Account, bytes, bytes], None]
+"""Routes a request of an account: its client, itself, its account, its id, and the id of its response."""
+
+
+class _Pending:
+    """A client whose request waits for the storage. A `ClientListener`."""
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+        self.task: asyncio.Task[None] | None = None
+        client.attach(self)
+
+    def on_client_lost(self) -> None:
+        if self.task is not None:
+            self.task.cancel()
+
+    def on_client_paused(self) -> None:
+        pass
+
+    def on_client_resumed(self) -> None:
+        pass
+
+
+class StatefulRoutes:
+    """Answers requests of the main port for responses."""
+
+    def __init__(
+        self,
+        stored: StoredResponses,
+        background: BackgroundResponses,
+        send: Send,
+        count_rejection: Callable[[bytes, int], None],
+    ) -> None:
+        """
+        Args:
+            count_rejection: counts a refusal by its request's id and status.
+        """
+        self._stored = stored
+        self._background = background
+        self._send = send
+        self._count_rejection = count_rejection
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def is_body_used(self, request: Request) -> bool:
+        """Whether the body of a request will be used, by its head."""
+        return request.method == b"POST" and _PATH.fullmatch(request.path) is not None
+
+    def on_request(self, client: Client, request: Request, account: Account, request_id: bytes) -> None:
+        """Answer now or later.
+
+        Raises:
+            ApiError: the request is refused.
+        """
+        path = _PATH.fullmatch(request.path)
+        if path is None:
+            raise NotFound("no such route")
+        owner, response_id = owner_of_responses(account.name), (path[1] or b"").decode("latin-1")
+        if response_id:
+            self._later(client, self._respond(client, owner, response_id, path[2], request, request_id))
+            return
+        _require(request, b"POST")
+        asked = decode_responses_request(request.body)
+        if not (asked.background or referenced_responses(asked)):
+            self._create(client, request, account, request_id, asked, resolved_items(asked, {}))
+            return
+        self._later(client, self._resolve(client, request, account, request_id, asked))
+
+    async def close(self) -> None:
+        """Cancel what has not been answered, and end what is generated in the background."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._background.close()
+
+    def _later(self, client: Client, work: Coroutine[Any, Any, None]) -> None:
+        if len(self._tasks) >= MAX_PENDING:
+            work.close()
+            raise Unavailable("too many requests wait for the router's storage; retry", retry_after_s=1.0)
+        pending = _Pending(client)
+        pending.task = task = asyncio.create_task(work, name="responses")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # creation
+
+    def _create(
+        self,
+        client: Client,
+        request: Request,
+        account: Account,
+        request_id: bytes,
+        asked: ResponsesRequest,
+        conversation: list[ResponseItem],
+    ) -> None:
+        """Route a request whose input is the whole conversation."""
+        response_id = self._stored.new_id()
+        if asked.store:
+            owner = owner_of_responses(account.name)
+
+            async def store(response: bytes) -> None:
+                record = StoredResponse(msgspec.Raw(response), identified_items(conversation, response_id))
+                await self._stored.add(owner, response_id, record)
+
+            client = StoringClient(client, response_id, store)
+        self._send(client, request, account, request_id, response_id.encode())
+
+    async def _resolve(
+        self, client: Client, request: Request, account: Account, request_id: bytes, asked: ResponsesRequest
+    ) -> None:
+        """Put the conversation into a request's input, and route it."""
+        try:
+            owner, found = owner_of_responses(account.name), {}
+            for response_id in referenced_responses(asked):
+                record = await self._stored.find(owner, response_id)
+                if record is not None:
+                    found[response_id] = record
+            conversation = resolved_items(asked, found)
+            if found:
+                items = msgspec.Raw(msgspec.json.encode(conversation))
+                request.body = with_fields(request.body, {"input": items})
+            if asked.background:
+                await self._begin(client, request, account, request_id, asked, conversation)
+            else:
+                self._create(client, request, account, request_id, asked, conversation)
+        except ApiError as error:
+            self._refuse(client, error, request, request_id)
+        except Exception:
+            log.exception("request %s failed", request_id.decode())
+            self._refuse(client, InternalError("internal error"), request, request_id)
+
+    async def _begin(
+        self,
+        client: Client,
+        request: Request,
+        account: Account,
+        request_id: bytes,
+        asked: ResponsesRequest,
+        conversation: list[ResponseItem],
+    ) -> None:
+        """Generate a response in the background."""
+        owner, response_id = owner_of_responses(account.name), self._stored.new_id()
+        responses_as_chat(asked, conversation)  # its client is told of errors while it waits
+        begun = begun_response(
+            asked, response_id, asked.model, int(time.time()), asked.temperature, asked.top_p
+        )
+        queued = msgspec.json.encode(msgspec.structs.replace(begun, status="queued"))
+        record = StoredResponse(msgspec.Raw(queued), identified_items(conversation, response_id))
+
+        def send(run: Client) -> None:
+            self._send(run, request, account, request_id, response_id.encode())
+
+        await self._background.start(owner, response_id, record, asked.stream, send)
+        ids = id_headers(request_id, request.path)
+        if asked.stream:
+            self._background.follow(client, owner, response_id, 0, ids)
+        else:
+            client.respond(200, _JSON + ids, queued)
+
+    # stored responses
+
+    async def _respond(
+        self,
+        client: Client,
+        owner: str,
+        response_id: str,
+        action: bytes | None,
+        request: Request,
+        request_id: bytes,
+    ) -> None:
+        ids = id_headers(request_id, request.path)
+        try:
+            query = _query(request)
+            if action is None and request.method == b"GET" and query.get("stream") in _TRUE:
+                await self._find(owner, response_id)
+                position = _position(query.get("starting_after"))
+                self._background.follow(client, owner, response_id, position, ids)
+            else:
+                client.respond(200, _JSON + ids, await self._answer(owner, response_id, action, request))
+        except ApiError as error:
+            self._refuse(client, error, request, request_id)
+        except Exception:
+            log.exception("request %s failed", request_id.decode())
+            self._refuse(client, InternalError("internal error"), request, request_id)
+
+    async def _answer(self, owner: str, response_id: str, action: bytes | None, request: Request) -> bytes:
+        if action == b"cancel":
+            _require(request, b"POST")
+            return await self._cancel(owner, response_id)
+        if action == b"input_items":
+            _require(request, b"GET")
+            return await self._list(owner, response_id, _query(request))
+        if _require(request, b"GET", b"DELETE") == b"GET":
+            return bytes((await self._find(owner, response_id)).response)
+        if not await self._stored.remove(owner, response_id):
+            raise response_not_found(response_id)
+        self._background.end(owner, response_id)
+        return msgspec.json.encode(DeletedResponse(id=response_id))
+
+    async def _find(self, owner: str, response_id: str) -> StoredResponse:
+        record = await self._stored.find(owner, response_id)
+        if record is None:
+            raise response_not_found(response_id)
+        return record
+
+    async def _cancel(self, owner: str, response_id: str) -> bytes:
+        record = await self._find(owner, response_id)
+        if not record.state().background:
+            raise BadRequest("Cannot cancel a synchronous response.", param="response_id")
+        cancelled = msgspec.Raw(with_status(bytes(record.response), "cancelled"))
+        now = await self._stored.finish(owner, response_id, StoredResponse(cancelled, record.items))
+        if now is None:
+            raise response_not_found(response_id)
+        if now.state().status == "cancelled":
+            self._background.end(owner, response_id)
+        return bytes(now.response)
+
+    async def _list(self, owner: str, response_id: str, query: dict[str, str]) -> bytes:
+        given, order = query.get("limit", str(DEFAULT_PAGE)), query.get("order", "desc")
+        limit = int(given) if given.isascii() and given.isdigit() and len(given) < 4 else 0
+        if not 1 <= limit <= MAX_PAGE:
+            raise BadRequest(f"limit must be a number from 1 to {MAX_PAGE}", param="limit")
+        if order not in ("asc", "desc"):
+            raise BadRequest("order must be asc or desc", param="order")
+        direction: Literal["asc", "desc"] = "asc" if order == "asc" else "desc"
+        record = await self._find(owner, response_id)
+        return msgspec.json.encode(
+            page_of_items(record, after=query.get("after"), limit=limit, order=direction)
+        )
+
+    def _refuse(self, client: Client, error: ApiError, request: Request, request_id: bytes) -> None:
+        self._count_rejection(request_id, error.http_status)
+        headers = error_headers(error) + id_headers(request_id, request.path)
+        client.respond(error.http_status, headers, error_body(error, request.path))
+
+
+def _position(starting_after: str | None) -> int:
+    """Return the number of the first event to send."""
+    if starting_after is None:
+        return 0
+    if not (starting_after.isascii() and starting_after.isdigit() and len(starting_after) <= 12):
+        raise BadRequest("starting_after must be the number of an event", param="starting_after")
+    return int(starting_after) + 1
+
+
+def _require(request: Request, *allowed: bytes) -> bytes:
+    if request.method not in allowed:
+        raise MethodNotAllowed(f"method must be {' or '.join(method.decode() for method in allowed)}")
+    return request.method
+
+
+def _query(request: Request) -> dict[str, str]:
+    text = request.target.partition(b"?")[2].decode("latin-1")
+    return dict(parse_qsl(text, max_num_fields=32)) if text.count("&") < 32 else {}

@@ -1,0 +1,174 @@
+"""The client of a response that is stored: it sees the end of the answer once that is stored.
+
+Owns: which part of an answer is the response. Must not know: where it is stored.
+Invariant: a client that has read the last event can continue the response at once. A response that could not be stored
+is answered all the same; the log says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+import msgspec
+
+from argosy_protocol.errors import ApiError
+from argosy_router.http.server_interface import Client, ClientListener
+
+log = logging.getLogger(__name__)
+
+MAX_KEPT_BYTES: Final = 64 * 1024 * 1024
+"""Size of the largest answer that is stored."""
+_LAST_EVENT: Final = re.compile(
+    rb"^event: response\.(?:completed|incomplete|failed)\r?\ndata: ?(.*?)\r?$", re.MULTILINE
+)
+_LAST: Final = (b"event: response.completed", b"event: response.incomplete", b"event: response.failed")
+_ID: Final = re.compile(rb'"id":\s?"(resp_[^"]{1,200})"')
+
+Store = Callable[[bytes], Awaitable[None]]
+
+
+class _LastEvent(msgspec.Struct):
+    response: msgspec.Raw
+
+
+_decode_event = msgspec.json.Decoder(_LastEvent).decode
+
+
+def last_response(events: bytes) -> bytes:
+    """Return the response of the last event of a stream, as JSON; nothing if the stream has no such event."""
+    found = _LAST_EVENT.search(events)
+    try:
+        return b"" if found is None else bytes(_decode_event(found[1]).response)
+    except msgspec.DecodeError:
+        return b""
+
+
+class StoringClient:
+    """Wraps a client. A `Client`, and the `ClientListener` of the one it wraps."""
+
+    def __init__(self, client: Client, response_id: str, store: Store) -> None:
+        """
+        Args:
+            response_id: engines of other makes choose their own, which is replaced by this one.
+            store: stores the response, given as JSON.
+        """
+        self._client = client
+        self._id = response_id.encode()
+        self._store = store
+        self._listener: ClientListener | None = None
+        self._other_id: bytes | None = None
+        self._is_stream = False
+        self._parts: list[bytes] = []
+        """The answer, if it is no stream."""
+        self._size = 0
+        self._held: list[bytes] = []
+        """The end of a stream."""
+        self._start: tuple[int, bytes] | None = None
+        """Status and headers of an answer that begins with its end."""
+        self._is_gone = False
+        self._task: asyncio.Task[None] | None = None
+
+    # called by what answers
+
+    def attach(self, listener: ClientListener) -> None:
+        self._listener = listener
+        self._client.attach(self)
+
+    def respond(self, status: int, headers: bytes, body: bytes) -> None:
+        if status != 200:
+            self._client.respond(status, headers, body)
+            return
+        body = self._renamed(body)
+        self._finish(body, lambda: self._client.respond(status, headers, body))
+
+    def start(self, status: int, headers: bytes, first: bytes) -> None:
+        self._is_stream = b"text/event-stream" in headers
+        first = self._renamed(first)
+        if self._is_last(first):
+            self._start = status, headers
+            self._held.append(first)
+            return
+        self._client.start(status, headers, first)
+        self._keep(first)
+
+    def send(self, data: bytes) -> None:
+        data = self._renamed(data)
+        if self._held or self._is_last(data):
+            self._held.append(data)
+            return
+        self._keep(data)
+        self._client.send(data)
+
+    def finish(self) -> None:
+        response = last_response(b"".join(self._held)) if self._is_stream else b"".join(self._parts)
+        self._finish(response, self._send_end)
+
+    def abort(self) -> None:
+        self._client.abort()
+
+    # called by the client
+
+    def on_client_lost(self) -> None:
+        self._is_gone = True
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            listener.on_client_lost()
+
+    def on_client_paused(self) -> None:
+        if self._listener is not None:
+            self._listener.on_client_paused()
+
+    def on_client_resumed(self) -> None:
+        if self._listener is not None:
+            self._listener.on_client_resumed()
+
+    def _send_end(self) -> None:
+        end = b"".join(self._held)
+        if self._start is not None:
+            self._client.start(*self._start, end)
+        elif end:
+            self._client.send(end)
+        self._client.finish()
+
+    def _keep(self, data: bytes) -> None:
+        """Keep a piece of an answer that is no stream; nothing of one that is too large."""
+        if self._is_stream:
+            return
+        self._size += len(data)
+        if self._size <= MAX_KEPT_BYTES:
+            self._parts.append(data)
+        else:
+            self._parts = []
+
+    def _is_last(self, events: bytes) -> bool:
+        """Whether one of some whole events ends the response."""
+        return self._is_stream and any(events.rfind(mark) >= 0 for mark in _LAST)
+
+    def _renamed(self, data: bytes) -> bytes:
+        """Replace another engine's id of the response."""
+        if self._other_id is None and (found := _ID.search(data)) is not None:
+            self._other_id = found[1]
+        if self._other_id is None or self._other_id == self._id:
+            return data
+        return data.replace(b'"%b"' % self._other_id, b'"%b"' % self._id)
+
+    def _finish(self, response: bytes, answer: Callable[[], None]) -> None:
+        """Store the response, if there is one, and then answer."""
+        self._listener = None
+        self._task = asyncio.create_task(self._work(response, answer), name="store a response")
+
+    async def _work(self, response: bytes, answer: Callable[[], None]) -> None:
+        try:
+            if response:
+                await self._store(response)
+        except ApiError as error:
+            log.warning("a response could not be stored: %s", error.message)
+        except Exception:
+            log.exception("a response could not be stored")
+        finally:
+            if not self._is_gone:
+                answer()

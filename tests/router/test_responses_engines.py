@@ -1,0 +1,53 @@
+"""Conversations of OpenAI's SDK through a router that keeps their state, with real engines behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai.types.responses import ResponseFunctionToolCall
+
+from argosy_router.config import StorageConfig
+from processes import Server
+
+from .engine_processes import TOOL, document
+from .harness import rig
+
+pytestmark = pytest.mark.timeout(300)
+
+WEATHER: Any = {"type": "function", **TOOL["function"]}  # type: ignore[dict-item]
+
+
+async def test_a_conversation_with_a_tool(engines: list[Server], tmp_path: Path) -> None:
+    files = StorageConfig(storage=str(tmp_path / "storage"))
+    async with rig(document=document(engines, 0), wait=False, files=files) as r:
+        await r.until(lambda: all(replica.is_synced for replica in r.router.fleet.replicas()))
+        async with openai.AsyncOpenAI(base_url=f"{r.router.url}/v1", api_key="none", max_retries=0) as client:
+            async with client.responses.stream(
+                model="tiny", input="What is the weather in Paris?", tools=[WEATHER], temperature=0
+            ) as events:
+                calling = await events.get_final_response()
+            call = calling.output[-1]
+            assert isinstance(call, ResponseFunctionToolCall)
+            assert json.loads(call.arguments) == {"city": "Paris"}
+            result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "Sunny."}
+            answer = await client.responses.create(
+                model="tiny", input=[result], previous_response_id=calling.id, tools=[WEATHER], temperature=0
+            )
+            assert answer.output_text
+            assert answer.usage is not None
+            assert answer.usage.input_tokens_details.cached_tokens
+            assert (await client.responses.retrieve(answer.id)).to_dict() == answer.to_dict()
+            listed = await client.responses.input_items.list(answer.id, order="asc")
+            assert [item.type for item in listed.data][-2:] == ["function_call", "function_call_output"]
+            queued = await client.responses.create(
+                model="tiny", input="And in Rome?", previous_response_id=answer.id, background=True
+            )
+            async with asyncio.timeout(120):
+                while (done := await client.responses.retrieve(queued.id)).status == "queued":
+                    pass
+            assert (done.status, done.previous_response_id) == ("completed", answer.id)

@@ -1,0 +1,294 @@
+"""Stored responses through routers that share a storage: conversations, retrieval, and work in the background."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import openai
+import pytest
+
+from argosy_protocol.response_history import StoredResponse
+from argosy_router.config import StorageConfig
+from argosy_router.responses.stored_responses import MAX_RUN_S, StoredResponses, owner_of_responses
+from argosy_router.storage.directory_store import DirectoryStore
+from argosy_router.storage.object_store import ObjectStore
+from argosy_router.storage.owner_usage import Quota, QuotaExceeded
+from response_stream import final_response, parsed_events
+
+from .fake_engine import Connection, FakeEngine, Received
+from .harness import Rig, rig
+from .response_bodies import PATH, body, stream, whole
+
+DAY_S = 86400.0
+SECRETS = ("sk-one", "sk-two")
+
+
+class Gate:
+    """Answers like an engine, once it is open."""
+
+    def __init__(self, *, is_open: bool = True) -> None:
+        self.open = asyncio.Event()
+        self.lost = asyncio.Event()
+        if is_open:
+            self.open.set()
+
+    async def __call__(self, connection: Connection, request: Received) -> None:
+        await self.open.wait()
+        given = request.headers.get("x-argosy-internal-response-id")
+        name = f"resp_{given}" if given else "resp_others"
+        echoed = {
+            "background": bool(request.json.get("background")),
+            "store": request.json.get("store", True),
+        }
+        if request.json.get("stream"):
+            connection.begin_stream()
+            for event in stream().replace(b'"resp_1"', b'"%b"' % name.encode()).split(b"\n\n")[:-1]:
+                connection.chunk(event + b"\n\n")
+            connection.end_stream()
+        else:
+            connection.answer(200, json.dumps(whole(id=name, **echoed)).encode())
+
+
+def storage(tmp_path: Path) -> StorageConfig:
+    return StorageConfig(storage=str(tmp_path / "storage"))
+
+
+def stored_at(tmp_path: Path, age_s: float = 0.0) -> StoredResponses:
+    """The responses of a storage, as of some time from now."""
+    store = ObjectStore(DirectoryStore(tmp_path / "storage"), Quota(1 << 30, 1000))
+    return StoredResponses(store, DAY_S, now=lambda: time.time() + age_s)
+
+
+@asynccontextmanager
+async def stateful(tmp_path: Path, script: Any = None, **config: Any) -> AsyncIterator[Rig]:
+    async with rig([FakeEngine(script=script or Gate(), **config)], files=storage(tmp_path)) as r:
+        yield r
+
+
+async def created(http: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
+    told = await http.post(PATH, json=body(**fields))
+    assert told.status_code == 200, told.text
+    made: dict[str, Any] = told.json()
+    return made
+
+
+async def retrieved(r: Rig, name: str, status: str) -> dict[str, Any]:
+    """Wait until a response has a status."""
+    made: dict[str, Any] = {}
+
+    async def has_status() -> bool:
+        nonlocal made
+        made = (await r.http.get(f"{PATH}/{name}")).json()
+        return made["status"] == status
+
+    async with asyncio.timeout(60):
+        while not await has_status():
+            pass
+    return made
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_conversation_continues_at_another_router(tmp_path: Path, streamed: bool) -> None:
+    async with stateful(tmp_path) as one, stateful(tmp_path) as other:
+        asked = body(stream=streamed, input="first")
+        told = await one.http.post(PATH, json=asked)
+        first = final_response(parsed_events(told.content)) if streamed else told.json()
+        second = await created(other.http, input="second", previous_response_id=first["id"])
+        (received,) = other.engines[0].requests
+        assert received.json["previous_response_id"] == first["id"]
+        assert [item.get("role") for item in received.json["input"]] == ["user", "assistant", "user"]
+        assert received.json["input"][0]["content"] == [{"type": "input_text", "text": "first"}]
+        assert received.json["input"][2]["content"] == "second"
+        third = await created(one.http, input=[{"id": "msg_1_0"}], previous_response_id=second["id"])
+        assert len(one.engines[0].requests[-1].json["input"]) == 5
+        for r in (one, other):
+            assert (await r.http.get(f"{PATH}/{third['id']}")).json() == third
+        items = await one.http.get(f"{PATH}/{second['id']}/input_items?limit=2")
+        shown = items.json()
+        assert [item["role"] for item in shown["data"]] == ["user", "assistant"]
+        assert shown["has_more"]
+
+
+async def test_a_client_that_has_read_the_end_can_continue(tmp_path: Path) -> None:
+    async with stateful(tmp_path) as r:
+        name = ""
+        async with r.http.stream("POST", PATH, json=body(stream=True)) as told:
+            async for line in told.aiter_lines():
+                if line.startswith('data: {"type":"response.completed"'):
+                    name = json.loads(line.removeprefix("data: "))["response"]["id"]
+                    assert (await r.http.get(f"{PATH}/{name}")).status_code == 200
+        assert name
+
+
+async def test_what_is_not_stored_is_not_found(tmp_path: Path) -> None:
+    async with stateful(tmp_path) as r:
+        unstored = await created(r.http, store=False)
+        assert unstored["store"] is False
+        stored = await created(r.http)
+        deleted = await r.http.delete(f"{PATH}/{stored['id']}")
+        assert deleted.json() == {"id": stored["id"], "object": "response", "deleted": True}
+        for name in (unstored["id"], stored["id"], "resp_none", "..%2f..%2fetc"):
+            for told in (
+                await r.http.get(f"{PATH}/{name}"),
+                await r.http.delete(f"{PATH}/{name}"),
+                await r.http.post(f"{PATH}/{name}/cancel"),
+                await r.http.get(f"{PATH}/{name}/input_items"),
+                await r.http.post(PATH, json=body(previous_response_id=name)),
+            ):
+                assert (told.status_code, told.json()["error"]["type"]) == (404, "invalid_request_error")
+        assert (await r.http.put(f"{PATH}/{name}")).status_code == 405
+        assert (await r.http.get(PATH)).status_code == 405
+        assert (await r.http.get(f"{PATH}/a/b")).status_code == 404
+
+
+async def test_a_response_belongs_to_the_key_that_made_it(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    lines = [f"sha256:{hashlib.sha256(key.encode()).hexdigest()} name={key[3:]}" for key in SECRETS]
+    keys.write_text("\n".join(lines) + "\n")
+    async with rig([FakeEngine(script=Gate())], api_keys_file=keys, files=storage(tmp_path)) as r:
+        one, two = (
+            openai.AsyncOpenAI(base_url=f"{r.router.url}/v1", api_key=key, max_retries=0) for key in SECRETS
+        )
+        async with one, two:
+            mine = await one.responses.create(**body())
+            assert (await one.responses.retrieve(mine.id)).output_text == "hello"
+            for use in (two.responses.retrieve, two.responses.cancel, two.responses.delete):
+                with pytest.raises(openai.NotFoundError):
+                    await use(mine.id)
+            with pytest.raises(openai.NotFoundError):
+                await two.responses.create(**body(previous_response_id=mine.id))
+            assert (await r.http.get(f"{PATH}/{mine.id}")).status_code == 401
+            with pytest.raises(openai.BadRequestError, match="synchronous"):
+                await one.responses.cancel(mine.id)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_the_id_that_another_engine_chooses_is_replaced(tmp_path: Path, streamed: bool) -> None:
+    async with stateful(tmp_path, has_telemetry=False) as r:
+        told = await r.http.post(PATH, json=body(stream=streamed))
+        made = final_response(parsed_events(told.content)) if streamed else told.json()
+        assert b"resp_others" not in told.content
+        assert (await r.http.get(f"{PATH}/{made['id']}")).json() == made
+        await created(r.http, previous_response_id=made["id"], background=False)
+        last = r.engines[0].requests[-1].json
+        assert len(last["input"]) == 3
+        assert "previous_response_id" not in last
+
+
+async def test_an_error_is_not_stored(tmp_path: Path) -> None:
+    async def refuse(connection: Connection, _: Received) -> None:
+        connection.answer(400, b'{"error":{"message":"no","type":"invalid_request_error"}}')
+
+    async with stateful(tmp_path, refuse) as r:
+        told = await r.http.post(PATH, json=body())
+        assert (told.status_code, told.json()["error"]["message"]) == (400, "no")
+        assert not list((tmp_path / "storage").rglob("resp_*"))
+
+
+async def test_a_background_response_goes_on_without_its_client(tmp_path: Path) -> None:
+    gate = Gate(is_open=False)
+    async with stateful(tmp_path, gate) as r, stateful(tmp_path) as other:
+        queued = await created(r.http, background=True, metadata={"a": "b"})
+        assert (queued["status"], queued["output"]) == ("queued", [])
+        assert (await other.http.get(f"{PATH}/{queued['id']}")).json() == queued
+        early = await other.http.post(PATH, json=body(previous_response_id=queued["id"]))
+        assert (early.status_code, early.json()["error"]["param"]) == (400, "previous_response_id")
+        gate.open.set()
+        done = await retrieved(other, queued["id"], "completed")
+        assert (done["id"], done["background"]) == (queued["id"], True)
+        cancelled = await r.http.post(f"{PATH}/{done['id']}/cancel")
+        assert cancelled.json() == done
+
+
+async def test_a_background_response_is_streamed_from_any_event(tmp_path: Path) -> None:
+    gate = Gate(is_open=False)
+    async with stateful(tmp_path, gate) as r, stateful(tmp_path) as other:
+        first = asyncio.ensure_future(r.http.post(PATH, json=body(background=True, stream=True)))
+        await r.until(lambda: bool(r.engines[0].requests))
+        gate.open.set()
+        events = parsed_events((await first).content)
+        made = final_response(events)
+        again = await r.http.get(f"{PATH}/{made['id']}?stream=true&starting_after=3")
+        assert parsed_events(again.content) == events[4:]
+        assert (await retrieved(other, made["id"], "completed"))["output"] == made["output"]
+        for answer in (
+            await other.http.get(f"{PATH}/{made['id']}?stream=true"),
+            await r.http.get(f"{PATH}/{made['id']}?stream=true&starting_after=x"),
+            await r.http.get(f"{PATH}/{(await created(r.http))['id']}?stream=true"),
+        ):
+            assert answer.status_code == 400
+
+
+@pytest.mark.parametrize("use", ["cancel", "delete"])
+async def test_a_background_response_is_ended(tmp_path: Path, use: str) -> None:
+    gate = Gate(is_open=False)
+    async with stateful(tmp_path, gate) as r:
+        name = (await created(r.http, background=True))["id"]
+        await r.until(lambda: bool(r.engines[0].requests))
+        assert r.router.requests.inflight == 1
+        if use == "cancel":
+            told = await r.http.post(f"{PATH}/{name}/cancel")
+            assert told.json()["status"] == "cancelled"
+            assert (await r.http.get(f"{PATH}/{name}")).json() == told.json()
+        else:
+            assert (await r.http.delete(f"{PATH}/{name}")).status_code == 200
+            assert (await r.http.get(f"{PATH}/{name}")).status_code == 404
+        await r.until(lambda: r.router.requests.inflight == 0)
+
+
+async def test_another_router_cancels_a_background_response(tmp_path: Path) -> None:
+    gate = Gate(is_open=False)
+    async with stateful(tmp_path, gate) as r, stateful(tmp_path) as other:
+        name = (await created(r.http, background=True))["id"]
+        assert (await other.http.post(f"{PATH}/{name}/cancel")).json()["status"] == "cancelled"
+        gate.open.set()
+        await r.until(lambda: r.router.requests.inflight == 0)
+        assert (await r.http.get(f"{PATH}/{name}")).json()["status"] == "cancelled"
+
+
+async def test_a_background_response_that_is_refused_has_failed(tmp_path: Path) -> None:
+    async def refuse(connection: Connection, _: Received) -> None:
+        connection.answer(400, b'{"error":{"message":"too long","type":"invalid_request_error"}}')
+
+    async with stateful(tmp_path, refuse) as r:
+        failed = await retrieved(r, (await created(r.http, background=True))["id"], "failed")
+        assert failed["error"] == {"code": "server_error", "message": "too long"}
+        refused = await r.http.post(PATH, json=body(background=True, input=[]))
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input")
+
+
+async def test_a_response_whose_router_has_stopped_has_failed(tmp_path: Path) -> None:
+    async with stateful(tmp_path, Gate(is_open=False)) as r:
+        name = (await created(r.http, background=True))["id"]
+        for age_s, status in ((0.0, "queued"), (MAX_RUN_S + 1, "failed")):
+            record = await stored_at(tmp_path, age_s=age_s).find(owner_of_responses(""), name)
+            assert record is not None
+            assert record.state().status == status
+    ended = await stored_at(tmp_path).find(owner_of_responses(""), name)
+    assert ended is not None
+    assert ended.state().status == "failed"
+
+
+async def test_the_oldest_responses_make_room_for_others(tmp_path: Path) -> None:
+    seconds = itertools.count(int(time.time()))
+    store = ObjectStore(DirectoryStore(tmp_path), Quota(1 << 20, 3), now=lambda: float(next(seconds)))
+    stored = StoredResponses(store, DAY_S)
+    names = [stored.new_id() for _ in range(5)]
+    for name in names:
+        record = StoredResponse(msgspec.Raw(json.dumps({"id": name, "status": "completed"}).encode()), [])
+        await stored.add("owner", name, record)
+    kept = [name for name in names if await stored.find("owner", name) is not None]
+    assert kept == names[2:]
+    large = StoredResponse(msgspec.Raw(b'"%b"' % (b"x" * (1 << 20))), [])
+    with pytest.raises(QuotaExceeded):
+        await stored.add("owner", stored.new_id(), large)
