@@ -17,7 +17,7 @@ from argosy_engine.sample.logits_processor.interface import Added, BatchUpdate, 
 from argosy_engine.sample.logits_processor.penalties import Penalties
 from argosy_engine.sample.sampler import GrammarMask, SamplerOptions
 from argosy_engine.sample.token_logprobs import LogprobsMode
-from sampler_steps import CPU, EVENT, SLOTS, VOCAB, Batch, cut, reference
+from sampler_steps import CPU, EVENT, SLOTS, VOCAB, Batch, check_chosen_tokens, cut, reference
 
 
 @settings(max_examples=60, deadline=None)
@@ -115,30 +115,6 @@ def test_logprobs_are_those_of_the_model_not_of_what_the_request_made_of_them() 
     torch.testing.assert_close(torch.tensor(first.logprobs), expected[0, first.token_ids])
     assert first.rank == int((expected[0] > expected[0, 5]).sum()) + 1
     assert (last.token_ids, last.rank) == ([logits[2].argmax().item()], 1)
-
-
-def check_chosen_tokens(options: SamplerOptions) -> None:
-    """Rows that ask for the best tokens, for chosen ones, more or fewer, and for none."""
-    torch.manual_seed(5)
-    logits = torch.randn(4, VOCAB)
-    batch = Batch(options)
-    chosen = {0: (9, 5, 60), 3: tuple(range(10, 30))}
-    batch.add(0, SamplingParams(temperature=0.0, logprobs=3, logprob_token_ids=chosen[0]), [3], [])
-    batch.add(1, SamplingParams(temperature=0.0, logprobs=6), [3], [])
-    batch.add(2, SamplingParams(temperature=0.0), [3], [])
-    batch.add(3, SamplingParams(temperature=0.0, logprobs=20, logprob_token_ids=chosen[3]), [3], [])
-    expected = logits.log_softmax(-1)
-    logprobs = batch.step([0, 1, 2, 3], logits).logprobs.by_row()
-    assert logprobs.keys() == {0, 1, 3}
-    for row, entry in logprobs.items():
-        alternatives = chosen.get(row) or tuple(expected[row].topk(6).indices.tolist())
-        assert tuple(entry.token_ids) == (logits[row].argmax().item(), *alternatives)
-        torch.testing.assert_close(torch.tensor(entry.logprobs), expected[row, entry.token_ids])
-        assert entry.rank == 1
-    batch.remove(0)
-    batch.add(0, SamplingParams(temperature=0.0, logprobs=1), [3], [])
-    entry = batch.step([0], logits[:1]).logprobs.by_row()[0]
-    assert entry.token_ids == [logits[0].argmax().item()] * 2
 
 
 def test_logprobs_of_chosen_tokens() -> None:

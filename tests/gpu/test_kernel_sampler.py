@@ -21,7 +21,7 @@ from argosy_engine.sample.token_logprobs import LogprobsMode
 from argosy_engine.triton_kernels.device_traits import KNOWN_DEVICES, assume_device
 from argosy_engine.triton_kernels.launch import recorded_launches
 from argosy_engine.worker.rejection_sampler import RejectionSampled
-from sampler_steps import EVENT, SLOTS, VOCAB, Batch, cut, reference
+from sampler_steps import EVENT, SLOTS, VOCAB, Batch, check_chosen_tokens, cut, reference
 
 KERNELS = SamplerOptions(vocab_size=VOCAB, kind="kernels")
 EVERYTHING = SamplingParams(
@@ -374,3 +374,7 @@ def test_a_step_on_a_gpu_copies_rows_and_masks_and_waits_for_nothing(
     assert len(launches) == 8
     copy = ["aten.copy_.default", "aten._to_copy.default"]  # to pinned memory, and from there to the device
     assert operations.names == (copy if is_staged else 2 * copy)
+
+
+def test_logprobs_of_chosen_tokens() -> None:
+    check_chosen_tokens(KERNELS)

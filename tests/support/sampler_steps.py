@@ -103,3 +103,27 @@ def cut(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
         probs, order = kept.softmax(-1).sort(descending=True)
         kept[order[probs.cumsum(-1) - probs >= params.top_p]] = -math.inf
     return kept
+
+
+def check_chosen_tokens(options: SamplerOptions) -> None:
+    """Check log probabilities of rows that ask for the best tokens, for chosen ones, more or fewer, and for none."""
+    torch.manual_seed(5)
+    logits = torch.randn(4, VOCAB)
+    batch = Batch(options)
+    chosen = {0: (9, 5, 60), 3: tuple(range(10, 30))}
+    batch.add(0, SamplingParams(temperature=0.0, logprobs=3, logprob_token_ids=chosen[0]), [3], [])
+    batch.add(1, SamplingParams(temperature=0.0, logprobs=6), [3], [])
+    batch.add(2, SamplingParams(temperature=0.0), [3], [])
+    batch.add(3, SamplingParams(temperature=0.0, logprobs=20, logprob_token_ids=chosen[3]), [3], [])
+    expected = logits.log_softmax(-1)
+    logprobs = batch.step([0, 1, 2, 3], logits).logprobs.by_row()
+    assert logprobs.keys() == {0, 1, 3}
+    for row, entry in logprobs.items():
+        alternatives = chosen.get(row) or tuple(expected[row].topk(6).indices.tolist())
+        assert tuple(entry.token_ids) == (logits[row].argmax().item(), *alternatives)
+        torch.testing.assert_close(torch.tensor(entry.logprobs), expected[row, entry.token_ids])
+        assert entry.rank == 1
+    batch.remove(0)
+    batch.add(0, SamplingParams(temperature=0.0, logprobs=1), [3], [])
+    entry = batch.step([0], logits[:1]).logprobs.by_row()[0]
+    assert entry.token_ids == [logits[0].argmax().item()] * 2
