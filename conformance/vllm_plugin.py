@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as by Ctrl-C, which stops the servers
     options = early_config.known_args_namespace
     RemoteOpenAIServer.target = Target(
         options.server_kind, options.server_python, options.server_model, options.server_logs, MODEL_NAMES

@@ -92,7 +92,7 @@ def run(kind: str, python: str, options: argparse.Namespace, out: Path) -> Resul
     results.unlink(missing_ok=True)
     files = [f"tests/{path}" for path in TESTS if re.search(options.only, path)]
     here = str(Path(__file__).parent)
-    done = subprocess.run(
+    process = subprocess.Popen(
         [
             sys.executable, "-P", "-m", "pytest", *files,
             "-p", "vllm_plugin", "-p", "no:cacheprovider", "-p", "no:xdist", "-c", "pyproject.toml",
@@ -107,7 +107,12 @@ def run(kind: str, python: str, options: argparse.Namespace, out: Path) -> Resul
         stdout=(out / f"{kind}.log").open("wb"),
         stderr=subprocess.STDOUT,
     )  # fmt: skip
-    if done.returncode not in (0, 1) or not results.exists():
+    try:
+        process.wait()
+    except KeyboardInterrupt:
+        process.wait()  # it was interrupted as well, and stops its servers
+        raise
+    if process.returncode not in (0, 1) or not results.exists():
         raise SystemExit(f"pytest failed:\n{(out / f'{kind}.log').read_text()[-5000:]}")
     return read(results)
 
