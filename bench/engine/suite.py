@@ -1,6 +1,6 @@
 """Run all engine benchmarks, keep their figures, and print one table of ratios.
 
-    python bench/engine/suite.py --vllm-python VENV/bin/python     # 12 to 20 minutes on two idle cores
+    python bench/engine/suite.py --vllm-python VENV/bin/python     # 20 to 45 minutes
     python bench/engine/suite.py --quick                           # one round of everything, to see that it runs
 
 A section whose figures are already in --results, from the same command and newer than every source, is skipped, so an
