@@ -82,6 +82,24 @@ def test_a_named_call_finishes_with_stop(renderer: Renderer, stream: bool) -> No
     assert calls_and_reason(renderer, stream=stream, tool_choice="required")[1] == "tool_calls"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_named_call_that_is_cut_off_is_content(renderer: Renderer, stream: bool) -> None:
+    """Whole and streamed, so that arguments are always a JSON object."""
+    cut = CALLS[: CALLS.index("}")]
+    made = formatted(renderer, tools=[PING], tool_choice=NAMED)
+    *parts, last = outputs(renderer, cut, in_parts=stream)
+    last.finish_reason = "length"
+    if stream:
+        deltas = [delta for part in (*parts, last) for delta in made.deltas(part)]
+        messages, reason = [delta.delta for delta in deltas], deltas[-1].finish_reason
+    else:
+        (choice,) = made.response([last]).choices
+        messages, reason = [choice.message], choice.finish_reason
+    assert "".join(message.content or "" for message in messages) == cut
+    assert not any(message.tool_calls for message in messages)
+    assert reason == "length"
+
+
 def kimi_call(number: int) -> str:
     return f"<|tool_call_begin|>functions.ping:{number}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
 
