@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -42,6 +44,7 @@ class Other(Struct, frozen=True, kw_only=True):
     names: Annotated[tuple[str, ...], Meta(description="of whom")] = ()
     options: Annotated[dict[str, int] | None, Meta(description="what else"), Flag(is_json=True)] = None
     shape: Annotated[Shape, Meta(description="JSON"), Flag(is_json=True)] = Shape()
+    colours: Annotated[tuple[str, ...], Meta(description="JSON list"), Flag(is_json=True)] = ("red",)
 
 
 def read(
@@ -66,6 +69,21 @@ def test_every_field_is_a_flag_nested_ones_too() -> None:
         port=8080, urls=("a", "b"), mode="safe", check=False, memory=2048, limits=Limits(timeout_s=1.5)
     )
     assert other == Other(names=("x", "y"), options={"k": 1})
+
+
+@pytest.mark.parametrize("colours", [(), ("blue",), ("blue", "green")])
+def test_a_list_may_be_one_flag_with_a_json_list(tmp_path: Path, colours: tuple[str, ...]) -> None:
+    text = json.dumps(colours)
+    assert read(["--colours", text])[1].colours == colours
+    (tmp_path / "flags.yaml").write_text(f"colours: {text}\n")
+    assert read([], file=tmp_path / "flags.yaml")[1].colours == colours
+
+
+def test_a_json_list_must_be_one() -> None:
+    assert read([])[1].colours == ("red",)
+    for text, told in (("blue", "--colours is not JSON: 'blue'"), ('"blue"', "--colours: Expected `array`")):
+        with pytest.raises(InvalidValue, match=re.escape(told)):
+            read(["--colours", text])
 
 
 def test_a_configuration_class_may_be_one_flag_with_a_json_object(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ class Flag:
     is_size: bool = False
     """Whether it accepts `4k`, `2.5M`, `16G` as well as numbers."""
     is_json: bool = False
-    """Whether its value is a JSON object, also if its type is a configuration class."""
+    """Whether its value is JSON: an object, also if its type is a configuration class, or a list."""
     aliases: tuple[tuple[str, str], ...] = ()
     """Other spellings of values, with the values that they stand for."""
     environment: str = ""
@@ -236,6 +236,9 @@ class FlagParser(argparse.ArgumentParser):
             InvalidValue: not a YAML mapping, an unknown key, or a value that its flag does not take.
         """
         flags = self._flags()
+        json_dests = {
+            field.dest for fields in self._configs.values() for field in fields if field.flag.is_json
+        }
         arguments: list[str] = []
         for key, value in _read_yaml(path).items():
             name = str(key).replace("_", "-")
@@ -253,7 +256,7 @@ class FlagParser(argparse.ArgumentParser):
                 if value is True:
                     arguments.append(action.option_strings[0])
             elif value is not None:
-                if isinstance(value, dict):
+                if isinstance(value, dict) or (isinstance(value, list) and action.dest in json_dests):
                     value = json.dumps(value, default=str)
                 values = [str(item) for item in value] if isinstance(value, list) else [str(value)]
                 if isinstance(action, argparse._AppendAction):
@@ -386,7 +389,7 @@ def _add_flag(group: argparse._ArgumentGroup, field: Field) -> None:
         )
     elif flag.is_repeatable:
         group.add_argument(*names, action="append", metavar=metavar, help=help_text, dest=field.dest)
-    elif isinstance(field.default, tuple):
+    elif isinstance(field.default, tuple) and not flag.is_json:
         group.add_argument(*names, nargs="+", metavar=metavar, help=help_text, dest=field.dest)
     else:
         others = dict(flag.aliases)
