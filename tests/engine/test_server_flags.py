@@ -46,7 +46,7 @@ def server(
     ]
     arguments += ["--override-generation-config", '{"temperature": 0, "max_new_tokens": 5}']
     arguments += ["--enable-force-include-usage", "--return-tokens-as-token-ids", "--enable-log-requests"]
-    arguments += ["--enable-request-id-headers"]
+    arguments += ["--enable-request-id-headers", "--allowed-origins", '["https://chat.example"]']
     with starting(arguments, folder / "log", socket) as up:
         yield up, socket
 
@@ -155,6 +155,18 @@ def test_every_response_has_a_request_id(http: httpx.Client) -> None:
     body = {"prompt": "Once", "max_tokens": 1}
     answered = http.post("/v1/completions", json=body, headers={"x-request-id": "mine"})
     assert answered.headers.get_list("x-request-id") == ["mine"]
+
+
+def test_pages_of_an_allowed_origin_may_stream(http: httpx.Client) -> None:
+    page = {"origin": "https://chat.example"}
+    asks = {**page, "access-control-request-method": "POST", "authorization": ""}
+    assert http.options(f"{PREFIX}/v1/completions", headers=asks).status_code == 200
+    body = {"prompt": "Once", "max_tokens": 3, "stream": True}
+    for key, status in (("Bearer k", 200), ("Bearer no", 401)):
+        answered = http.post("/v1/completions", json=body, headers={**page, "authorization": key})
+        assert answered.status_code == status
+        assert answered.headers["access-control-allow-origin"] == "https://chat.example"
+        assert answered.headers["vary"] == "Origin"
 
 
 def test_requests_are_logged_without_their_texts(http: httpx.Client, server: tuple[Server, Path]) -> None:

@@ -23,7 +23,7 @@ from argosy_protocol import __version__
 
 
 def build_app(engine: Engine) -> FastAPI:
-    """Build the application, without the layers around it (`http.auth_middleware`, `http.request_limits`)."""
+    """Build the application, without the layers around it (`http_layers`)."""
     app = FastAPI(title="Argosy engine", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.engine = engine
     endpoints = add_openai_routes(app, engine)

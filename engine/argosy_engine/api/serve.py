@@ -16,13 +16,10 @@ import uvicorn
 
 from argosy_engine.api.app import build_app
 from argosy_engine.api.engine_flag_parser import EngineFlagParser
-from argosy_engine.api.http.auth_middleware import AuthMiddleware
 from argosy_engine.api.http.connection_limit import protocol_of
 from argosy_engine.api.http.http_server import HttpServer
-from argosy_engine.api.http.request_ids import RequestIds
-from argosy_engine.api.http.request_limits import RequestLimits
-from argosy_engine.api.http.root_path import RootPath
 from argosy_engine.api.http.tls import ServerCertificate
+from argosy_engine.api.http_layers import add_http_layers
 from argosy_engine.api.served_engine import Engine
 from argosy_engine.api.server_args import ServerArgs
 from argosy_engine.api.server_debug_signal import describe_server_on_signal
@@ -128,14 +125,9 @@ async def _serve(
         takes_any_name=options.any_model_name,
         options=options,
     )
-    limited = RequestLimits(build_app(engine))
-    authenticated = AuthMiddleware(limited, keys, options.guard_metrics, admin_keys)
     num_descriptors -= MIN_FREE * (args.data_parallel_size - 1)  # of further cores
     config = uvicorn.Config(
-        RootPath(
-            RequestIds(authenticated) if options.enable_request_id_headers else authenticated,
-            options.root_path or "",
-        ),
+        add_http_layers(build_app(engine), options, keys, admin_keys),
         http=protocol_of(num_descriptors, options.http_limits),
         ws="none",  # the layers around the application know HTTP only
         log_config=None,  # uvicorn's records use our log format

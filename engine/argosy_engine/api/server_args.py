@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
@@ -20,6 +21,16 @@ FilePath = Annotated[str, Meta(min_length=1, max_length=4096)]
 Keys = Annotated[
     tuple[Annotated[str, Meta(max_length=4096)], ...], Meta(max_length=1024), Flag(is_repeatable=True)
 ]
+Origins = Annotated[
+    tuple[Annotated[str, Meta(max_length=2048)], ...], Meta(max_length=1024), Flag(is_json=True)
+]
+Names = Annotated[
+    tuple[Annotated[str, Meta(max_length=256)], ...],
+    Meta(max_length=1024),
+    Flag(is_json=True, default='["*"]'),
+]
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#\s,A-Z]+")
+_HTTP_TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
 
 class ServerArgs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -60,6 +71,22 @@ class ServerArgs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "repeatable; also ARGOSY_ADMIN_API_KEY, separated by commas"
         ),
     ] = ()
+    allowed_origins: Annotated[
+        Origins,
+        Meta(
+            description='JSON list of the origins whose pages in browsers may call the engine; ["*"]: all; none if '
+            "left out"
+        ),
+    ] = ()
+    allowed_methods: Annotated[
+        Names, Meta(description='JSON list of the methods that such pages may use; ["*"]: all')
+    ] = ("*",)
+    allowed_headers: Annotated[
+        Names, Meta(description='JSON list of the headers that such pages may send; ["*"]: all')
+    ] = ("*",)
+    allow_credentials: Annotated[
+        bool, Meta(description="whether browsers send cookies and client certificates with such calls")
+    ] = False
     any_model_name: Annotated[
         bool,
         Meta(
@@ -125,8 +152,23 @@ class ServerArgs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def check(self) -> None:
         """
         Raises:
-            InvalidValue: a flag needs another one.
+            InvalidValue: a flag needs another one, or an origin, method or header cannot be one.
         """
+        for origin in self.allowed_origins:
+            if _ORIGIN.fullmatch(origin) is None:
+                raise InvalidValue(
+                    f"--allowed-origins: {origin[:128]!r} is no origin as browsers send it: write "
+                    'scheme://host or scheme://host:port in small letters, without a path, or "*"'
+                )
+        for flag, names in (
+            ("allowed-methods", self.allowed_methods),
+            ("allowed-headers", self.allowed_headers),
+        ):
+            for name in names:
+                if _HTTP_TOKEN.fullmatch(name) is None:
+                    raise InvalidValue(
+                        f'--{flag}: {name[:128]!r} is no HTTP name: write such, or "*" for all'
+                    )
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise InvalidValue("--ssl-certfile and --ssl-keyfile need each other")
         for name, value in (

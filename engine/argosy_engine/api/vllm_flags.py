@@ -100,12 +100,6 @@ REFUSED = (
     VllmFlag("hf-config-path", "the configuration is that of the model's directory"),
     VllmFlag("task", "--runner and --convert say what a model does", neutral=("auto", "generate")),
     VllmFlag("response-role", "answers have the role assistant", neutral=("assistant",)),
-    VllmFlag(
-        "allowed-origins", "browsers reach engines through a proxy that sets CORS headers", neutral=("[]",)
-    ),
-    VllmFlag("allowed-methods", "browsers reach engines through a proxy that sets CORS headers"),
-    VllmFlag("allowed-headers", "browsers reach engines through a proxy that sets CORS headers"),
-    VllmFlag("allow-credentials", "browsers reach engines through a proxy that sets CORS headers", True),
     VllmFlag("tool-server", "the server calls no tools"),
     VllmFlag("grpc", "there is no gRPC server", True),
 )
