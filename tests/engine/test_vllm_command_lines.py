@@ -62,6 +62,7 @@ def parsed(line: str, capsys: pytest.CaptureFixture[str]) -> tuple[object, objec
             "/etc/ssl/certs/tls.key --uvicorn-log-level info --disable-uvicorn-access-log",
             {"enable_ssl_refresh": True, "ssl_certfile": "/etc/ssl/certs/tls.crt"},
         ),
+        (f"{KSERVE} --middleware a.b --middleware c.d.E", {"middleware": ("a.b", "c.d.E")}),
         (DATA_PARALLEL.format(1, 2, "localhost"), {"data_parallel_size": 2, "enable_expert_parallel": True}),
         (
             f"{KSERVE} alias --root-path /models/qwen --uds /tmp/vllm.sock --generation-config vllm "
@@ -97,7 +98,7 @@ def test_flags_without_effect_are_named_with_the_reason(capsys: pytest.CaptureFi
     [
         ("--api-server-count 4", "--api-server-count is not supported: the API server is one process"),
         ("-asc 8", "--api-server-count is not supported"),
-        ("--middleware a.b", "--middleware is not supported: middleware would see keys and prompts"),
+        ("--middleware a:b", "--middleware: "),
         ("--enable-lora --max_loras 4", "--enable-lora is not supported: adapters are not served yet"),
         ("--lora-modules a=b c=d", "--lora-modules is not supported"),
         ("--kv-transfer-config {}", "--kv-transfer-config is not supported: KV caches are not moved"),

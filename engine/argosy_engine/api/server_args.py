@@ -29,6 +29,11 @@ Names = Annotated[
     Meta(max_length=1024),
     Flag(is_json=True, default='["*"]'),
 ]
+ImportPaths = Annotated[
+    tuple[Annotated[str, Meta(max_length=512, pattern=r"^\w+(\.\w+)+$")], ...],
+    Meta(max_length=64),
+    Flag(is_repeatable=True),
+]
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#\s,A-Z]+")
 _HTTP_TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
@@ -87,6 +92,13 @@ class ServerArgs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     allow_credentials: Annotated[
         bool, Meta(description="whether browsers send cookies and client certificates with such calls")
     ] = False
+    middleware: Annotated[
+        ImportPaths,
+        Meta(
+            description="import path of an ASGI middleware class, or of a function for FastAPI's "
+            "`middleware('http')`; it sees keys and prompts; repeatable, the last one is the outermost"
+        ),
+    ] = ()
     any_model_name: Annotated[
         bool,
         Meta(

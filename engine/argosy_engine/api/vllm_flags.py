@@ -65,7 +65,6 @@ WITHOUT_EFFECT = (
 )
 
 REFUSED = (
-    VllmFlag("middleware", "middleware would see keys and prompts; put a proxy in front of the engine"),
     VllmFlag(
         "api-server-count",
         "the API server is one process; run several engines behind the router",
