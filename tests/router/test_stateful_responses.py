@@ -246,14 +246,18 @@ async def test_a_background_response_is_ended(tmp_path: Path, use: str) -> None:
         await r.until(lambda: r.router.requests.inflight == 0)
 
 
-async def test_another_router_cancels_a_background_response(tmp_path: Path) -> None:
-    gate = Gate(is_open=False)
-    async with stateful(tmp_path, gate) as r, stateful(tmp_path) as other:
+@pytest.mark.parametrize("use", ["cancel", "delete"])
+async def test_another_router_ends_a_background_response(tmp_path: Path, use: str) -> None:
+    async with stateful(tmp_path, Gate(is_open=False)) as r, stateful(tmp_path) as other:
         name = (await created(r.http, background=True))["id"]
-        assert (await other.http.post(f"{PATH}/{name}/cancel")).json()["status"] == "cancelled"
-        gate.open.set()
+        await r.until(lambda: r.router.requests.inflight == 1)
+        if use == "cancel":
+            assert (await other.http.post(f"{PATH}/{name}/cancel")).json()["status"] == "cancelled"
+        else:
+            assert (await other.http.delete(f"{PATH}/{name}")).status_code == 200
         await r.until(lambda: r.router.requests.inflight == 0)
-        assert (await r.http.get(f"{PATH}/{name}")).json()["status"] == "cancelled"
+        now = await r.http.get(f"{PATH}/{name}")
+        assert now.json()["status"] == "cancelled" if use == "cancel" else now.status_code == 404
 
 
 async def test_a_background_response_that_is_refused_has_failed(tmp_path: Path) -> None:
@@ -263,6 +267,10 @@ async def test_a_background_response_that_is_refused_has_failed(tmp_path: Path) 
     async with stateful(tmp_path, refuse) as r:
         failed = await retrieved(r, (await created(r.http, background=True))["id"], "failed")
         assert failed["error"] == {"code": "server_error", "message": "too long"}
+        streamed = await r.http.post(PATH, json=body(background=True, stream=True))
+        events = parsed_events(streamed.content)
+        assert [event["type"] for event in events] == ["response.created", "response.failed"]
+        assert events[-1]["response"]["error"]["message"] == "too long"
         refused = await r.http.post(PATH, json=body(background=True, input=[]))
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input")
 

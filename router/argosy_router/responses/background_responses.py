@@ -30,15 +30,22 @@ MAX_RUNS_OF_OWNER: Final = 256
 MAX_EVENT_BYTES: Final = 64 * 1024 * 1024
 """Events of all runs together, also of those that have ended."""
 MAX_ANSWER_BYTES: Final = 64 * 1024 * 1024
+POLL_S: Final = 2.0
+"""Seconds until a router sees that another one has cancelled or deleted a response that it generates."""
+_LIVE: Final = ("queued", "in_progress")
 STREAM_HEADERS: Final = b"content-type: text/event-stream; charset=utf-8\r\ncache-control: no-cache\r\n"
 
 
 class _Run:
     """One run. A `Client` without a connection."""
 
-    def __init__(self, owner: str, record: StoredResponse, is_streamed: bool) -> None:
+    def __init__(self, owner: str, is_streamed: bool, count: Callable[[int], None]) -> None:
+        """
+        Args:
+            count: told of more bytes of events.
+        """
         self.owner = owner
-        self.record = record
+        self._count = count
         self.is_streamed = is_streamed
         self.answer: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
         """Status and body, once they are complete; status 0 if the answer was cut."""
@@ -48,6 +55,8 @@ class _Run:
         """Whether the events were dropped to make room."""
         self.followers: set[_Follower] = set()
         self.size = 0
+        """Bytes of events."""
+        self._size = 0
         self._listener: ClientListener | None = None
         self._status = 0
         self._body: list[bytes] = []
@@ -64,15 +73,26 @@ class _Run:
         self.send(first)
 
     def send(self, data: bytes) -> None:
-        self.size += len(data)
-        if self.size > MAX_ANSWER_BYTES:
+        self._size += len(data)
+        if self._size > MAX_ANSWER_BYTES:
             self.leave()
             return
         self._body.append(data)
         if self.is_streamed and not self.is_forgotten:
+            self.size += len(data)
+            self._count(len(data))
             *events, self._partial = (self._partial + data).split(b"\n\n")
             self.events += [event + b"\n\n" for event in events if not event.startswith(b":")]
             self.notify()
+
+    def fail(self, response: bytes) -> None:
+        """Give a run that was refused before its first event those of a response that failed."""
+        if self.is_streamed and not self.events:
+            for number, name in enumerate((b"response.created", b"response.failed")):
+                self.events.append(
+                    b'event: %b\ndata: {"type":"%b","sequence_number":%d,"response":%b}\n\n'
+                    % (name, name, number, response)
+                )
 
     def finish(self) -> None:
         self._end(self._status, b"".join(self._body))
@@ -146,12 +166,17 @@ class _Follower:
 class BackgroundResponses:
     """The runs of one router."""
 
-    def __init__(self, stored: StoredResponses, *, max_event_bytes: int = MAX_EVENT_BYTES) -> None:
+    def __init__(
+        self, stored: StoredResponses, *, max_event_bytes: int = MAX_EVENT_BYTES, poll_s: float = POLL_S
+    ) -> None:
         self._stored = stored
         self._max_event_bytes = max_event_bytes
+        self._poll_s = poll_s
         self._runs: dict[tuple[str, str], _Run] = {}
         """Longest ago begun first; with those that have ended, while their events are kept."""
         self._tasks: dict[asyncio.Task[None], _Run] = {}
+        self._num_event_bytes = 0
+        self._watcher: asyncio.Task[None] | None = None
 
     async def start(
         self,
@@ -172,12 +197,14 @@ class BackgroundResponses:
         live = self._tasks.values()
         if len(live) >= MAX_RUNS or sum(run.owner == owner for run in live) >= MAX_RUNS_OF_OWNER:
             raise TooManyRequests("too many responses are generated in the background", retry_after_s=1.0)
-        run = _Run(owner, record, is_streamed)
+        run = _Run(owner, is_streamed, self._count)
         await self._stored.add(owner, response_id, record)
         self._runs[owner, response_id] = run
-        task = asyncio.create_task(self._work(run, response_id, send), name="background response")
+        task = asyncio.create_task(self._work(run, response_id, record, send), name="background response")
         self._tasks[task] = run
         task.add_done_callback(self._tasks.pop)
+        if self._watcher is None or self._watcher.done():
+            self._watcher = asyncio.create_task(self._watch(), name="background responses ended elsewhere")
 
     def follow(self, client: Client, owner: str, response_id: str, position: int, headers: bytes) -> None:
         """Send the events of a run to a client, from a position on.
@@ -204,11 +231,32 @@ class BackgroundResponses:
 
     async def close(self) -> None:
         """End all runs as failed."""
+        if self._watcher is not None:
+            self._watcher.cancel()
+            await asyncio.gather(self._watcher, return_exceptions=True)
         for run in list(self._tasks.values()):
             run.leave()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _work(self, run: _Run, response_id: str, send: Callable[[Client], None]) -> None:
+    async def _watch(self) -> None:
+        """End the runs whose records another router has finished or removed, until no run is left."""
+        while self._tasks:
+            await asyncio.sleep(self._poll_s)
+            live = set(self._tasks.values())
+            for (owner, response_id), run in list(self._runs.items()):
+                if run not in live:
+                    continue
+                try:
+                    record = await self._stored.find(owner, response_id)
+                except ApiError as error:
+                    log.warning("a response could not be read: %s", error.message)
+                    break
+                if not run.answer.done() and (record is None or record.state().status not in _LIVE):
+                    self.end(owner, response_id)
+
+    async def _work(
+        self, run: _Run, response_id: str, queued: StoredResponse, send: Callable[[Client], None]
+    ) -> None:
         response = b""
         message = "the response could not be generated"
         try:
@@ -221,9 +269,10 @@ class BackgroundResponses:
         except ApiError as error:
             message = error.message
         if not response:
-            response = with_status(bytes(run.record.response), "failed", message)
+            response = with_status(bytes(queued.response), "failed", message)
+            run.fail(response)
         try:
-            record = StoredResponse(msgspec.Raw(response), run.record.items)
+            record = StoredResponse(msgspec.Raw(response), queued.items)
             await self._stored.finish(run.owner, response_id, record)
         except ApiError as error:
             log.warning("a response could not be stored: %s", error.message)
@@ -233,19 +282,26 @@ class BackgroundResponses:
             self._runs.pop((run.owner, response_id), None)
         self._make_room()
 
+    def _count(self, num_bytes: int) -> None:
+        self._num_event_bytes += num_bytes
+        if self._num_event_bytes > self._max_event_bytes:
+            self._make_room()
+
     def _make_room(self) -> None:
-        """Forget the events of the runs that were begun longest ago."""
-        total = sum(run.size for run in self._runs.values() if run.is_streamed)
-        for key, run in list(self._runs.items()):
-            if total <= self._max_event_bytes and len(self._runs) <= MAX_RUNS:
-                return
-            if run.is_over:
-                total -= run.size
-                del self._runs[key]
-                self._forget(run)
+        """Forget the events of the runs that were begun longest ago: of those that have ended, and then of others."""
+        for must_be_over in (True, False):
+            for key, run in list(self._runs.items()):
+                if self._num_event_bytes <= self._max_event_bytes and len(self._runs) <= MAX_RUNS:
+                    return
+                if run.is_over:
+                    del self._runs[key]
+                    self._forget(run)
+                elif not must_be_over:
+                    self._forget(run)
 
     def _forget(self, run: _Run) -> None:
-        run.events, run.is_forgotten = [], True
+        self._num_event_bytes -= run.size
+        run.events, run.size, run.is_forgotten = [], 0, True
         run.notify()
 
 

@@ -213,8 +213,8 @@ def _stateless(request: ResponsesRequest) -> ResponsesRequest:
     for field in ("background", "previous_response_id"):
         if getattr(request, field):
             raise BadRequest(
-                f"{field} is not supported by this router, which stores no responses (--storage); send the whole "
-                "conversation as input",
+                f"{field} needs stored responses, which a router has with --storage, but not for requests of batches; "
+                "send the whole conversation as input",
                 param=field,
             )
     return request
