@@ -133,14 +133,15 @@ class ChatFormat(ChoiceFormat[ChatChunkChoice, ChatCompletionChunk, ChatCompleti
             tool_calls=self._tool_calls(parsed.calls, output.index, num_calls, is_delta=True),
         )
         finish_reason = self._finish_reason(output, parser)
-        if delta == _EMPTY_DELTA and finish_reason is None and not self._with_ids and not output.logprobs:
+        logprobs = output.logprobs if self._request.logprobs else None  # a beam search always has them
+        if delta == _EMPTY_DELTA and finish_reason is None and not self._with_ids and not logprobs:
             return None
         return ChatChunkChoice(
             index=output.index,
             delta=delta,
             finish_reason=finish_reason,
             stop_reason=output.stop_reason,
-            logprobs=self._logprobs.chat(output.logprobs) if output.logprobs else None,
+            logprobs=self._logprobs.chat(logprobs) if logprobs else None,
             token_ids=output.token_ids if self._with_ids else None,
         )
 
