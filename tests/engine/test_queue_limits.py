@@ -258,6 +258,7 @@ def test_a_priority_needs_an_engine_that_schedules_by_it(policy: str, is_refused
         parsers=ParserConfig(),
         request_defaults=RequestDefaults(),
         has_copies=False,
+        pooling=None,
     )
     processor = InputProcessor(config)  # type: ignore[arg-type]
     prompt = TokenizedPrompt([5, 6], [])

@@ -23,7 +23,6 @@ async def answer_of(error: Exception, *, stream: bool) -> httpx.Response:
         raise error
 
     llm = SimpleNamespace(
-        config=SimpleNamespace(pooling=None),
         is_dead=False,
         heartbeat_age_s=0.0,
         is_sleeping=False,

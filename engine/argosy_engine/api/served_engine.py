@@ -58,7 +58,9 @@ class Engine:
         self.responses = BackgroundRuns(InMemoryResponseStore(), self.accepted, translated_error)
 
     def attach(self, llm: AsyncLLM) -> None:
-        self._serving = OpenAIServing(llm, self.names, takes_any_name=self.takes_any_name)
+        self._serving = OpenAIServing(
+            llm, self.names, takes_any_name=self.takes_any_name, generates=llm.config.pooling is None
+        )
         self._metrics = EngineMetrics(llm.config)
         self._telemetry = TelemetryHub(llm, llm.config)
         self._load_report = LoadReport(llm.config.data_parallel_size)

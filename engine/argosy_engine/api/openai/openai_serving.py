@@ -51,10 +51,14 @@ class OpenAIServing:
     Args:
         names: model names that clients may use; the first is the canonical one.
         takes_any_name: whether clients may use any other name, too.
+        generates: whether it is served to generate, and not for pooling.
     """
 
-    def __init__(self, llm: AsyncLLM, names: Sequence[str], *, takes_any_name: bool = False) -> None:
+    def __init__(
+        self, llm: AsyncLLM, names: Sequence[str], *, takes_any_name: bool = False, generates: bool = True
+    ) -> None:
         self.llm = llm
+        self._generates = generates
         self.names = tuple(names)
         self._takes_any_name = takes_any_name
         self._answers_as: str | None = None
@@ -129,7 +133,8 @@ class OpenAIServing:
             prompts = render(request)
             return prompts, [] if request.use_beam_search else self.core_requests(prompts, request)
 
-        check_generates(self.llm.config)
+        if not self._generates:
+            check_generates(self.llm.config)  # before a template that such a model may lack
         self.llm.queue_limits.check(request.n or 1)
         return await self.render_pool.run(size, work, request, self.tenant)
 
