@@ -132,7 +132,7 @@ def load_tokenizer(name: str) -> PromptTokenizer:
         return FolderTokenizer(_folder(name))
     except ConfigError as error:
         raise BenchmarkError(
-            f"no tokenizer for {name!r} ({error}); --tokenizer takes a directory or ORG/NAME"
+            f"no tokenizer for {name!r} ({error}): it must be a directory or ORG/NAME that has one"
         ) from None
 
 
