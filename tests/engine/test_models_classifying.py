@@ -129,7 +129,7 @@ def test_a_prompt_may_fill_the_context(limit: int, tmp_path: Path) -> None:
         ({}, {"use_activation": False}, lambda row: row),
         ({}, {"logit_mean": 0.5, "logit_sigma": 2.0}, lambda row: ((row - 0.5) / 2).softmax(dim=-1)),
     ],
-    ids=str,
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
 def test_activations(in_config: dict[str, Any], flags: dict[str, Any], expected: Any, tmp_path: Path) -> None:
     reference = checkpoint(tmp_path, "llama", "LlamaForSequenceClassification", num_labels=2)
