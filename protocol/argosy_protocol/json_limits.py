@@ -1,7 +1,8 @@
-"""Bounds on JSON from clients: nesting depth and number of values.
+"""Bounds on JSON from clients: nesting depth, number of values, and that the text is UTF-8.
 
 The depth bounds the stack of code that walks a decoded value, all of which is recursive. The number of values bounds
-the time and memory of decoding, which the number of bytes hardly does.
+the time and memory of decoding, which the number of bytes hardly does. Decoders into structs skip the names of unknown
+fields unread, on which decoders into mappings fail later if they are not UTF-8.
 
 Owns: the bounds; checks that take microseconds on ordinary bodies and linear time on any other; the errors for bodies
 that cannot be decoded (`invalid_value` finds the value that they name).
@@ -10,6 +11,7 @@ Must not know: what the values mean.
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 from itertools import accumulate
@@ -48,6 +50,8 @@ _SPLIT_BYTES = 64 * 1024
 _TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{\]}]', re.DOTALL)
 """A string or a bracket. The closing quote is optional, so that every quote where a search begins is a token: otherwise
 an unterminated string is read to its end again from every quote in it."""
+_UTF8_BYTES = 64 * 1024
+"""Bytes decoded at a time to check them: the text takes up to four bytes of memory for one of the body."""
 _MAX_SEARCHED_TOKENS = 10_000
 _MAX_SEARCHED_BYTES = 1 << 20
 """How far into a body the search for the field that is nested too deeply goes: some milliseconds."""
@@ -57,10 +61,12 @@ def decode_body(decoder: msgspec.json.Decoder[_Body], body: bytes) -> _Body:
     """Decode a request body within the bounds.
 
     Raises:
-        BadRequest: not JSON, nested too deeply, wrong types or out of bounds; `param` names the field.
+        BadRequest: not JSON in UTF-8, nested too deeply, wrong types or out of bounds; `param` names the field.
         PayloadTooLarge: it has too many values.
     """
     check_values(body)
+    if not is_utf8(body):
+        raise BadRequest("request body is not valid JSON: its text must be UTF-8 throughout")
     if is_too_deep(body):
         raise BadRequest(
             f"the request is nested too deeply: more than {MAX_DEPTH} levels", param=_field_of_depth(body)
@@ -126,6 +132,20 @@ def is_too_deep(data: bytes) -> bool:
     if len(brackets) <= 2 * MAX_VALUES and _depth(brackets) <= MAX_DEPTH:
         return False
     return _depth(_brackets_outside_of_strings(data).translate(_SIGNS)) > MAX_DEPTH
+
+
+def is_utf8(data: bytes) -> bool:
+    """Whether all of it is UTF-8: names and values, of known fields and of others."""
+    if data.isascii():
+        return True
+    decode = codecs.getincrementaldecoder("utf-8")().decode
+    try:
+        for start in range(0, len(data), _UTF8_BYTES):
+            decode(data[start : start + _UTF8_BYTES])
+        decode(b"", final=True)
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def check_values(body: bytes) -> None:

@@ -1,4 +1,4 @@
-"""The bound of values in a request's JSON."""
+"""The bounds of a request's JSON."""
 
 from __future__ import annotations
 
@@ -62,6 +62,27 @@ VALUES = st.recursive(
         | st.dictionaries(st.text(alphabet='b"\\,', max_size=4), inner, max_size=4)
     ),
 )
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        b'"\xff":1',
+        b'"a":{"\xed\xa0\x80":1}',
+        b'"a":["\xe2\x82"]',
+        b'"a":"%b\xc3"' % ("\u20ac" * 65_536).encode(),
+    ],
+)
+def test_fields_that_are_not_utf8_are_refused_though_nothing_reads_them(field: bytes) -> None:
+    with pytest.raises(BadRequest, match="must be UTF-8"):
+        decode_request("completions", b'{"model":"tiny","prompt":"x",%b}' % field)
+
+
+@pytest.mark.parametrize("letter", ["a", "\u00e9", "\u20ac", "\U0001f600"])
+def test_every_text_may_be_in_a_field_that_nothing_reads(letter: str) -> None:
+    field = {f"{offset * 'x'}{letter}": letter * 70_000 for offset in range(4)}
+    value = msgspec.json.encode({"a": field})[1:]
+    assert decode_request("completions", b'{"prompt":"x",%b' % value).prompt == "x"
 
 
 def depth(value: Any) -> int:

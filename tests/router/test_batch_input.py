@@ -48,6 +48,7 @@ async def test_a_file_of_requests_is_counted() -> None:
     [
         (b"{", "invalid_json_line"),
         (b"\xff\xfe", "invalid_json_line"),
+        (line("b").replace(b'"messages"', b'"\xff":1,"messages"'), "invalid_json_line"),
         (b"[" * 100_000, "invalid_json_line"),
         (b"[]", "invalid_request"),
         (b"{}", "invalid_request"),

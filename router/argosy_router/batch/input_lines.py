@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from argosy_protocol.errors import ApiError
-from argosy_protocol.json_limits import check_values, is_too_deep
+from argosy_protocol.json_limits import check_values, is_too_deep, is_utf8
 from argosy_router.batch.batch_objects import MAX_ERRORS, LineError
 
 MAX_LINE_BYTES: Final = 4 * 1024 * 1024
@@ -123,6 +123,8 @@ def _check(line: bytes | None, endpoint: str, seen: set[bytes]) -> tuple[LineErr
         check_values(line)
         if is_too_deep(line):
             return _fault("invalid_json_line", "the line is nested too deeply"), ""
+        if not is_utf8(line):
+            return _fault("invalid_json_line", "the line is not UTF-8"), ""
         request = _line_decoder.decode(line)
     except ApiError as error:
         return _fault("invalid_json_line", error.message), ""
