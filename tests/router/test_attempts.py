@@ -345,3 +345,19 @@ async def test_a_connection_that_comes_after_its_client_left_is_kept_for_others(
         assert not r.engines[0].requests
         assert (await r.chat()).status_code == 200
         assert len(r.engines[0].requests) == 1
+
+
+@pytest.mark.parametrize("has_telemetry", [True, False])
+async def test_a_request_that_cannot_be_written_ends_and_blames_no_replica(has_telemetry: bool) -> None:
+    async with rig([FakeEngine(has_telemetry=has_telemetry) for _ in range(2)]) as r:
+        (served,) = r.router.fleet.services.values()
+        key, served.bearer_key = served.bearer_key, "\u20ac"  # no header can have it
+        for stream in (False, True, False, True):  # on new connections, then on idle ones
+            told = await r.chat(stream=stream)
+            assert told.status_code == 500
+            assert "could not be sent" in told.json()["error"]["message"]
+        await until(lambda: is_settled(r))
+        assert not any(replica.health.is_ejected for replica in r.router.fleet.replicas())
+        assert not any(engine.requests for engine in r.engines)
+        served.bearer_key = key
+        assert (await r.chat()).status_code == 200

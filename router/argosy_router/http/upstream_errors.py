@@ -5,7 +5,8 @@ UpstreamError
 ├── ConnectionLost      the connection ended before the response did
 ├── FirstByteTimeout    connected, but no response in time
 ├── IdleTimeout         the response stalled
-└── MalformedResponse   not HTTP, over our limits, or a status no proxy may forward
+├── MalformedResponse   not HTTP, over our limits, or a status no proxy may forward
+└── RequestUnsendable   the router could not write the request for this replica
 
 Their messages are for the log; clients get errors of `argosy_protocol.errors`.
 """
@@ -54,3 +55,9 @@ class IdleTimeout(UpstreamError):
 
 class MalformedResponse(UpstreamError):
     reason = "malformed"
+
+
+class RequestUnsendable(UpstreamError):
+    """Nothing was sent: the router has a flaw that this request meets."""
+
+    reason = "unsendable"

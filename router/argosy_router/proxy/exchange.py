@@ -25,6 +25,7 @@ from argosy_protocol.errors import (
     ApiError,
     BadGateway,
     GatewayTimeout,
+    InternalError,
     TooManyRequests,
     Unavailable,
 )
@@ -35,6 +36,7 @@ from argosy_router.http.deadlines import TimerWheel
 from argosy_router.http.upstream_errors import (
     ConnectFailed,
     FirstByteTimeout,
+    RequestUnsendable,
     UpstreamError,
 )
 from argosy_router.proxy.accounting.outcome import CLIENT_GONE, RequestOutcome
@@ -288,6 +290,8 @@ class Exchange(AttemptListener):
             self._end_with_error(
                 Unavailable(f"no replica of model {model!r} is reachable", retry_after_s=1.0)
             )
+        elif isinstance(error, RequestUnsendable):
+            self._end_with_error(InternalError("internal error: the request could not be sent to a replica"))
         else:
             self._end_with_error(BadGateway(f"the replica of model {model!r} failed", retry_after_s=1.0))
 

@@ -22,6 +22,7 @@ from argosy_router.http.upstream_errors import (
     ConnectionLost,
     FirstByteTimeout,
     IdleTimeout,
+    RequestUnsendable,
     UpstreamError,
 )
 from argosy_router.metrics.registry import Metrics
@@ -100,6 +101,6 @@ def _is_no_fault(error: UpstreamError, replica: Replica) -> bool:
         return not is_fault(error.status)
     if isinstance(error, (FirstByteTimeout, IdleTimeout)):
         return replica.is_computing
-    if isinstance(error, CoreStalled):
+    if isinstance(error, (CoreStalled, RequestUnsendable)):
         return True
     return isinstance(error, ConnectionLost) and error.stale

@@ -7,6 +7,8 @@ Invariants: the charge is released exactly once, when the attempt is over; after
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Callable
 
 from argosy_router.fleet.replica_errors import CoreStalled
@@ -14,7 +16,7 @@ from argosy_router.fleet.service import Choice
 from argosy_router.http.deadlines import Deadline, TimerWheel
 from argosy_router.http.messages import Headers, first_value
 from argosy_router.http.upstream_connection import UpstreamConnection
-from argosy_router.http.upstream_errors import ConnectFailed, UpstreamError
+from argosy_router.http.upstream_errors import ConnectFailed, RequestUnsendable, UpstreamError
 from argosy_router.proxy.request.call import Call
 from argosy_router.proxy.request.header_policy import returned as returned_headers
 from argosy_router.proxy.upstream.attempt_log import AttemptRecord
@@ -24,6 +26,8 @@ from argosy_router.proxy.upstream.request_head import request_head
 from argosy_router.proxy.upstream.response_status import Refused
 from argosy_router.proxy.upstream.stream_transcript import Transcript
 from argosy_router.proxy.upstream.upstream_ids import UpstreamIds
+
+log = logging.getLogger(__name__)
 
 
 class AttemptListener:
@@ -177,7 +181,22 @@ class Attempt:
         if self.is_over:  # while we connected
             self.replica.pool.release(connection)
             return
+        try:
+            head, body = self._written()
+        except Exception as error:
+            log.exception("a request for replica %s could not be written", self.replica.name)
+            self.replica.pool.release(connection)
+            # A connection may come at once, within `start`, when the listener does not know of the attempt yet.
+            failure = RequestUnsendable(type(error).__name__)
+            asyncio.get_running_loop().call_soon(self._fail_unless_over, failure)
+            return
         self._connection = connection
+        connection.send(self, head, self._first_byte_timeout_s, body=body)
+        if self._is_paused:
+            connection.pause_reading()
+
+    def _written(self) -> tuple[bytes, bytes]:
+        """Return the request's head and body for this replica."""
         call, transcript = self._call, self.transcript
         self.record.upstream_id = upstream_id = self._upstream_ids.next()
         if not self.replica.is_argosy_engine:
@@ -186,11 +205,12 @@ class Attempt:
             call.rename_body(self.replica)
         body = call.body if transcript is None else transcript.continuing(call.body)
         head = request_head(call, self.replica, upstream_id, len(body), is_resumable=bool(self.fingerprint))
-        connection.send(self, head, self._first_byte_timeout_s, body=body)
-        if self._is_paused:
-            connection.pause_reading()
+        return head, body
 
     def on_connect_failed(self, error: ConnectFailed) -> None:
+        self._fail_unless_over(error)
+
+    def _fail_unless_over(self, error: UpstreamError) -> None:
         if not self.is_over:
             self._listener.on_attempt_failed(self, error)
 
