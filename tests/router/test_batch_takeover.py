@@ -244,6 +244,24 @@ async def test_another_router_goes_on_after_the_last_result_of_one_that_died(tmp
         await until(lambda: not list((tmp_path / "objects").glob("work/*/*")), 60.0)
 
 
+async def test_a_request_that_a_router_fails_to_execute_is_an_error_of_its_line(tmp_path: Path) -> None:
+    time = VirtualTime()
+    async with routers(tmp_path, time, 1) as (router,):
+
+        def answer(content: str) -> bool:
+            if content == "7":
+                raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
+            return True
+
+        router.answers = answer
+        batch_id = await router.start_batch(lines(*TWENTY))
+        stored = await router.until_status(batch_id, "completed")
+        (failed,) = await router.results(stored.batch.error_file_id)
+        assert (failed["custom_id"], failed["error"]["code"]) == ("7", "internal_error")
+        assert len(await router.results(stored.batch.output_file_id)) == 19
+        assert router.asked["7"] == 1
+
+
 async def test_a_router_that_was_suspended_changes_nothing_when_it_wakes(tmp_path: Path) -> None:
     time = VirtualTime()
     async with routers(tmp_path, time) as (first, second):

@@ -30,11 +30,12 @@ from argosy_router.batch.batch_objects import (
 )
 from argosy_router.batch.batch_pace import PaceClosed
 from argosy_router.batch.batch_records import BatchRecords, with_batch
-from argosy_router.batch.batch_results import BatchResults
+from argosy_router.batch.batch_results import BatchResults, Tokens
 from argosy_router.batch.file_objects import StoredFile
 from argosy_router.batch.files_api import FilesApi
 from argosy_router.batch.input_lines import (
     MAX_LINE_BYTES,
+    InputLine,
     decode_line,
     split_lines,
     validate,
@@ -53,6 +54,7 @@ ORPHAN_S: Final = 60.0
 """A lease without a batch is removed when it is older; a younger one may be of a batch that is being made."""
 
 Ending = Literal["completed", "expired", "cancelled", "failed"]
+_INTERNAL: Final = "the router could not execute this request; its log has the cause"
 _EXPIRED: Final = "this request could not be executed before the completion window expired"
 
 
@@ -288,10 +290,8 @@ class BatchRun:
             if account is None:
                 raise AccountGone
             request = decode_line(line)
-            answer = await self._context.requests.answer(request, account)
-            is_error = answer.status != 200
-            tokens = (0, 0, 0, 0) if is_error else tokens_of(answer.body)
-            results.add(index, answered(request.custom_id, answer), tokens, is_error=is_error)
+            result, tokens, is_error = await self._result(request, account)
+            results.add(index, result, tokens, is_error=is_error)
             self._context.on_done(not is_error)
             if results.is_large:
                 await results.flush()
@@ -300,6 +300,19 @@ class BatchRun:
         except Exception as error:
             self._failure = error
             self._interrupted.set()
+
+    async def _result(self, request: InputLine, account: Account) -> tuple[bytes, Tokens, bool]:
+        """Return a request's line of the results, its tokens, and whether it failed."""
+        try:
+            answer = await self._context.requests.answer(request, account)
+            is_error = answer.status != 200
+            tokens = (0, 0, 0, 0) if is_error else tokens_of(answer.body)
+            return answered(request.custom_id, answer), tokens, is_error
+        except PaceClosed:
+            raise
+        except Exception:  # it would come again each time that the request is tried
+            log.exception("batch %s: the request %r failed", self._batch_id, request.custom_id)
+            return unanswered(request.custom_id, "internal_error", _INTERNAL), (0, 0, 0, 0), True
 
     # the end
 
