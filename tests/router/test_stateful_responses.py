@@ -19,6 +19,7 @@ import pytest
 
 from argosy_protocol.response_history import StoredResponse
 from argosy_router.config import StorageConfig
+from argosy_router.http.sse import MAX_EVENT_BYTES
 from argosy_router.responses.stored_responses import MAX_RUN_S, StoredResponses, owner_of_responses
 from argosy_router.storage.directory_store import DirectoryStore
 from argosy_router.storage.object_store import ObjectStore
@@ -128,6 +129,29 @@ async def test_a_client_that_has_read_the_end_can_continue(tmp_path: Path) -> No
                     name = json.loads(line.removeprefix("data: "))["response"]["id"]
                     assert (await r.http.get(f"{PATH}/{name}")).status_code == 200
         assert name
+
+
+async def test_a_stream_whose_last_event_repeats_megabytes_is_whole_and_stored(tmp_path: Path) -> None:
+    logprobs = b",".join(
+        [b'{"token":"a","logprob":-0.5,"bytes":[97],"top_logprobs":[]}'] * (MAX_EVENT_BYTES // 50)
+    )
+
+    async def script(connection: Connection, request: Received) -> None:
+        name = f'"resp_{request.headers["x-argosy-internal-response-id"]}"'.encode()
+        *events, last, _ = stream().replace(b'"resp_1"', name).split(b"\n\n")
+        connection.begin_stream()
+        for event in (*events, last.replace(b'"logprobs":[]', b'"logprobs":[%b]' % logprobs)):
+            connection.chunk(event + b"\n\n")
+            await connection.writer.drain()
+        connection.end_stream()
+
+    async with stateful(tmp_path, script) as r:
+        told = await r.http.post(PATH, json=body(stream=True))
+        assert len(told.content) > MAX_EVENT_BYTES
+        last = told.content.rpartition(b"\n\nevent: response.completed\ndata: ")[2]
+        final = json.loads(last)["response"]
+        assert final["status"] == "completed"
+        assert (await r.http.get(f"{PATH}/{final['id']}")).json() == final
 
 
 async def test_what_is_not_stored_is_not_found(tmp_path: Path) -> None:

@@ -14,18 +14,23 @@ from argosy_protocol.headers import ID_COMMENT
 
 MAX_EVENT_BYTES = 4 * 1024 * 1024
 """A chunk with 20 logprobs for 128 choices takes less than a tenth of it, and Argosy engines split larger ones."""
+MAX_RESPONSE_EVENT_BYTES = 64 * 1024 * 1024
+"""The last events of a stream of the Responses API repeat all text and logprobs: with 20 of these, 1.5 KB per token. As
+much as `responses` stores."""
 
 
 class EventTooLarge(Exception):
-    """An unfinished event exceeds `MAX_EVENT_BYTES`, and buffering it further is not safe."""
+    """An unfinished event exceeds the bound, and buffering it further is not safe."""
 
 
 class EventCutter:
     """Splits a byte stream into whole events and an unfinished tail, scanning each byte once."""
 
-    __slots__ = ("_edge", "_parts", "_size")
+    __slots__ = ("_edge", "_max_bytes", "_parts", "_size")
 
-    def __init__(self) -> None:
+    def __init__(self, max_bytes: int = MAX_EVENT_BYTES) -> None:
+        """`max_bytes`: size of the largest unfinished event."""
+        self._max_bytes = max_bytes
         self._parts: list[bytes] = []
         self._size = 0
         self._edge = b""
@@ -58,7 +63,7 @@ class EventCutter:
             self._parts = [rest] if rest else []
             self._size = len(rest)
             self._edge = rest[-_EDGE_BYTES:]
-        if self._size > MAX_EVENT_BYTES:
+        if self._size > self._max_bytes:
             raise EventTooLarge
         return events
 

@@ -15,6 +15,7 @@ from argosy_router.fleet.replica_errors import CoreStalled
 from argosy_router.fleet.service import Choice
 from argosy_router.http.deadlines import Deadline, TimerWheel
 from argosy_router.http.messages import Headers, first_value
+from argosy_router.http.sse import MAX_EVENT_BYTES, MAX_RESPONSE_EVENT_BYTES
 from argosy_router.http.upstream_connection import UpstreamConnection
 from argosy_router.http.upstream_errors import ConnectFailed, RequestUnsendable, UpstreamError
 from argosy_router.proxy.request.call import Call
@@ -234,7 +235,13 @@ class Attempt:
             shape = self._call.shape
             if self.fingerprint and shape is not None:
                 self.transcript = MessageTranscript(shape) if shape.is_message else Transcript(shape)
-            self.relay = StreamRelay(self.transcript, hides_usage=self._call.hides_usage)
+            self.relay = StreamRelay(
+                self.transcript,
+                hides_usage=self._call.hides_usage,
+                max_event_bytes=(
+                    MAX_RESPONSE_EVENT_BYTES if self._call.endpoint == "responses" else MAX_EVENT_BYTES
+                ),
+            )
 
     def on_data(self, data: bytes) -> None:
         relay = self.relay

@@ -9,7 +9,13 @@ from __future__ import annotations
 from typing import Final
 
 from argosy_protocol.errors import ResourceUnavailable
-from argosy_router.http.sse import EventCutter, EventTooLarge, without_comments, without_token_ids
+from argosy_router.http.sse import (
+    MAX_EVENT_BYTES,
+    EventCutter,
+    EventTooLarge,
+    without_comments,
+    without_token_ids,
+)
 from argosy_router.http.upstream_errors import ConnectionLost, UpstreamError
 from argosy_router.proxy.upstream.response_status import OversizedEvent, Refused
 from argosy_router.proxy.upstream.stream_transcript import Transcript
@@ -76,8 +82,14 @@ class StreamRelay:
     did not ask for it.
     """
 
-    def __init__(self, transcript: Transcript | None, *, hides_usage: bool = False) -> None:
-        self._cutter = EventCutter()
+    def __init__(
+        self,
+        transcript: Transcript | None,
+        *,
+        hides_usage: bool = False,
+        max_event_bytes: int = MAX_EVENT_BYTES,
+    ) -> None:
+        self._cutter = EventCutter(max_event_bytes)
         self._transcript = transcript
         self._hides_usage = hides_usage
         self._before = b""
