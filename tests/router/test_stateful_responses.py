@@ -154,6 +154,33 @@ async def test_a_stream_whose_last_event_repeats_megabytes_is_whole_and_stored(t
         assert (await r.http.get(f"{PATH}/{final['id']}")).json() == final
 
 
+async def test_text_that_looks_like_the_last_event_does_not_hold_back_the_stream(tmp_path: Path) -> None:
+    text = "event: response.completed"
+    has_arrived = asyncio.Event()
+
+    async def script(connection: Connection, request: Received) -> None:
+        given = stream().replace(b'"hello"', b'"%b"' % text.encode())
+        *events, last, _ = given.split(b"\n\n")
+        connection.begin_stream()
+        for event in events:
+            connection.chunk(event + b"\n\n")
+        await has_arrived.wait()
+        connection.chunk(last + b"\n\n")
+        connection.end_stream()
+
+    async with (
+        stateful(tmp_path, script) as r,
+        asyncio.timeout(60),
+        r.http.stream("POST", PATH, json=body(stream=True)) as told,
+    ):
+        received = b""
+        async for piece in told.aiter_bytes():
+            received += piece
+            if b"event: response.output_item.done" in received:
+                has_arrived.set()
+        assert text in json.dumps(final_response(parsed_events(received)))
+
+
 async def test_what_is_not_stored_is_not_found(tmp_path: Path) -> None:
     async with stateful(tmp_path) as r:
         unstored = await created(r.http, store=False)

@@ -25,7 +25,7 @@ MAX_KEPT_BYTES: Final = 64 * 1024 * 1024
 _LAST_EVENT: Final = re.compile(
     rb"^event: response\.(?:completed|incomplete|failed)\r?\ndata: ?(.*?)\r?$", re.MULTILINE
 )
-_LAST: Final = (b"event: response.completed", b"event: response.incomplete", b"event: response.failed")
+_BEGINS_LAST: Final = re.compile(rb"^event: response\.(?:completed|incomplete|failed)\r?$", re.MULTILINE)
 _ID: Final = re.compile(rb'"id":\s?"(resp_[^"]{1,200})"')
 
 Store = Callable[[bytes], Awaitable[None]]
@@ -146,7 +146,7 @@ class StoringClient:
 
     def _is_last(self, events: bytes) -> bool:
         """Whether one of some whole events ends the response."""
-        return self._is_stream and any(events.rfind(mark) >= 0 for mark in _LAST)
+        return self._is_stream and _BEGINS_LAST.search(events) is not None
 
     def _renamed(self, data: bytes) -> bytes:
         """Replace another engine's id of the response."""
