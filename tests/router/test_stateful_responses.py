@@ -351,3 +351,16 @@ async def test_the_oldest_responses_make_room_for_others(tmp_path: Path) -> None
     large = StoredResponse(msgspec.Raw(b'"%b"' % (b"x" * (1 << 20))), [])
     with pytest.raises(QuotaExceeded):
         await stored.add("owner", stored.new_id(), large)
+
+
+@pytest.mark.parametrize("has_telemetry", [True, False])
+async def test_a_field_name_that_is_not_utf8_is_refused_at_once(tmp_path: Path, has_telemetry: bool) -> None:
+    async with stateful(tmp_path, has_telemetry=has_telemetry) as r:
+        before = (await created(r.http))["id"]
+        num_requests = len(r.engines[0].requests)
+        for fields in ({}, {"background": True}, {"stream": True}, {"previous_response_id": before}):
+            content = json.dumps(body(**fields)).encode().replace(b"{", b'{"\xff":1,', 1)
+            told = await r.http.post(PATH, content=content, headers={"content-type": "application/json"})
+            assert told.status_code == 400, told.text
+            assert "UTF-8" in told.json()["error"]["message"]
+        assert len(r.engines[0].requests) == num_requests
