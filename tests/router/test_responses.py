@@ -128,6 +128,17 @@ async def test_only_the_responses_own_model_is_renamed() -> None:
         assert streamed["model"] == MODEL
 
 
+async def test_an_answer_that_is_not_utf8_reaches_the_client_as_it_is() -> None:
+    made = json.dumps(whole("engine-name")).encode().replace(b"{", b'{"\xff":1,', 1)
+
+    async def garbled(connection: Connection, request: Received) -> None:
+        connection.answer(200, made)
+
+    engine = FakeEngine(model="engine-name", script=garbled)
+    async with rig([engine], fields={"engine_model": "engine-name"}) as r:
+        assert (await r.http.post(PATH, json=body())).content == made
+
+
 async def test_another_replica_answers_for_one_that_fails() -> None:
     async def die(connection: Connection, _: Received) -> None:
         connection.die()

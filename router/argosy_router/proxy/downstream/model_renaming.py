@@ -39,7 +39,7 @@ class RenamingClient:
     def _renamed_answer(self, body: bytes) -> bytes:
         try:
             fields = _fields.decode(body)
-        except (msgspec.DecodeError, RecursionError):
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return body
         if bytes(fields.get("model", b"")) != self._engine:
             return body
