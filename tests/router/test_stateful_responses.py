@@ -280,6 +280,26 @@ async def test_a_background_response_is_streamed_from_any_event(tmp_path: Path) 
             assert answer.status_code == 400
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_background_response_of_another_engine_has_the_id_that_its_client_knows(
+    tmp_path: Path, streamed: bool
+) -> None:
+    async with stateful(tmp_path, has_telemetry=False) as r:
+        told = await r.http.post(PATH, json=body(background=True, stream=streamed))
+        if streamed:
+            made = [event["response"] for event in parsed_events(told.content) if "response" in event]
+            assert len(made) >= 2
+            assert len({each["id"] for each in made}) == 1
+            assert all(each["background"] and each["store"] for each in made)
+        else:
+            made = [told.json()]
+        kept = await retrieved(r, made[0]["id"], "completed")
+        assert (kept["id"], kept["background"], kept["store"]) == (made[0]["id"], True, True)
+        if streamed:
+            assert kept == made[-1]
+        assert (await r.http.post(f"{PATH}/{kept['id']}/cancel")).json() == kept
+
+
 @pytest.mark.parametrize("use", ["cancel", "delete"])
 async def test_a_background_response_is_ended(tmp_path: Path, use: str) -> None:
     gate = Gate(is_open=False)

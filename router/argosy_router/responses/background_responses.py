@@ -19,6 +19,11 @@ from argosy_protocol.errors import ApiError, BadRequest, TooManyRequests
 from argosy_protocol.response_history import StoredResponse
 from argosy_protocol.response_object import with_status
 from argosy_router.http.server_interface import Client, ClientListener
+from argosy_router.responses.adopted_answer import (
+    AdoptedAnswer,
+    event_with_response_fields,
+    with_response_fields,
+)
 from argosy_router.responses.stored_responses import StoredResponses
 from argosy_router.responses.storing_client import last_response
 
@@ -39,12 +44,20 @@ STREAM_HEADERS: Final = b"content-type: text/event-stream; charset=utf-8\r\ncach
 class _Run:
     """One run. A `Client` without a connection."""
 
-    def __init__(self, owner: str, is_streamed: bool, count: Callable[[int], None]) -> None:
+    def __init__(
+        self, owner: str, response_id: str, queued: bytes, is_streamed: bool, count: Callable[[int], None]
+    ) -> None:
         """
         Args:
+            queued: the response that its client got at first, as JSON.
             count: told of more bytes of events.
         """
         self.owner = owner
+        self._adopted = AdoptedAnswer(response_id)
+        fields = _decode_fields(queued)
+        self._own_fields: dict[str, msgspec.Raw] = {
+            name: fields[name] for name in ("background", "store") if name in fields
+        }
         self._count = count
         self.is_streamed = is_streamed
         self.answer: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
@@ -73,6 +86,8 @@ class _Run:
         self.send(first)
 
     def send(self, data: bytes) -> None:
+        if self.is_streamed:
+            data = self._adopted.renamed(data)  # pieces are whole events
         self._size += len(data)
         if self._size > MAX_ANSWER_BYTES:
             self.leave()
@@ -82,8 +97,15 @@ class _Run:
             self.size += len(data)
             self._count(len(data))
             *events, self._partial = (self._partial + data).split(b"\n\n")
-            self.events += [event + b"\n\n" for event in events if not event.startswith(b":")]
+            self.events += [self._own(event) + b"\n\n" for event in events if not event.startswith(b":")]
             self.notify()
+
+    def response_of(self, body: bytes) -> bytes:
+        """Return the response of a whole answer as its client knows it, as JSON; nothing if there is none."""
+        response = last_response(body) if self.is_streamed else self._adopted.renamed(body)
+        if self._adopted.is_foreign:
+            response = with_response_fields(response, self._own_fields)
+        return response
 
     def fail(self, response: bytes) -> None:
         """Give a run that was refused before its first event those of a response that failed."""
@@ -110,6 +132,10 @@ class _Run:
     def notify(self) -> None:
         for follower in list(self.followers):
             follower.push()
+
+    def _own(self, event: bytes) -> bytes:
+        """Return an event as this router's: engines of other makes are not asked to work in the background."""
+        return event_with_response_fields(event, self._own_fields) if self._adopted.is_foreign else event
 
     def _end(self, status: int, body: bytes) -> None:
         self._listener = None
@@ -197,7 +223,7 @@ class BackgroundResponses:
         live = self._tasks.values()
         if len(live) >= MAX_RUNS or sum(run.owner == owner for run in live) >= MAX_RUNS_OF_OWNER:
             raise TooManyRequests("too many responses are generated in the background", retry_after_s=1.0)
-        run = _Run(owner, is_streamed, self._count)
+        run = _Run(owner, response_id, bytes(record.response), is_streamed, self._count)
         await self._stored.add(owner, response_id, record)
         self._runs[owner, response_id] = run
         task = asyncio.create_task(self._work(run, response_id, record, send), name="background response")
@@ -263,7 +289,7 @@ class BackgroundResponses:
             send(run)
             status, body = await run.answer
             if status == 200:
-                response = last_response(body) if run.is_streamed else body
+                response = run.response_of(body)
             elif status:
                 message = _message_of(body) or message
         except ApiError as error:
@@ -313,6 +339,7 @@ class _FailedAnswer(msgspec.Struct):
     error: _Failure
 
 
+_decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _decode_failure = msgspec.json.Decoder(_FailedAnswer).decode
 
 

@@ -17,6 +17,7 @@ import msgspec
 
 from argosy_protocol.errors import ApiError
 from argosy_router.http.server_interface import Client, ClientListener
+from argosy_router.responses.adopted_answer import AdoptedAnswer
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +27,6 @@ _LAST_EVENT: Final = re.compile(
     rb"^event: response\.(?:completed|incomplete|failed)\r?\ndata: ?(.*?)\r?$", re.MULTILINE
 )
 _BEGINS_LAST: Final = re.compile(rb"^event: response\.(?:completed|incomplete|failed)\r?$", re.MULTILINE)
-_ID: Final = re.compile(rb'"id":\s?"(resp_[^"]{1,200})"')
 
 Store = Callable[[bytes], Awaitable[None]]
 
@@ -57,10 +57,9 @@ class StoringClient:
             store: stores the response, given as JSON.
         """
         self._client = client
-        self._id = response_id.encode()
+        self._adopted = AdoptedAnswer(response_id)
         self._store = store
         self._listener: ClientListener | None = None
-        self._other_id: bytes | None = None
         self._is_stream = False
         self._parts: list[bytes] = []
         """The answer, if it is no stream."""
@@ -82,12 +81,12 @@ class StoringClient:
         if status != 200:
             self._client.respond(status, headers, body)
             return
-        body = self._renamed(body)
+        body = self._adopted.renamed(body)
         self._finish(body, lambda: self._client.respond(status, headers, body))
 
     def start(self, status: int, headers: bytes, first: bytes) -> None:
         self._is_stream = b"text/event-stream" in headers
-        first = self._renamed(first)
+        first = self._adopted.renamed(first)
         if self._is_last(first):
             self._start = status, headers
             self._held.append(first)
@@ -96,7 +95,7 @@ class StoringClient:
         self._keep(first)
 
     def send(self, data: bytes) -> None:
-        data = self._renamed(data)
+        data = self._adopted.renamed(data)
         if self._held or self._is_last(data):
             self._held.append(data)
             return
@@ -147,14 +146,6 @@ class StoringClient:
     def _is_last(self, events: bytes) -> bool:
         """Whether one of some whole events ends the response."""
         return self._is_stream and _BEGINS_LAST.search(events) is not None
-
-    def _renamed(self, data: bytes) -> bytes:
-        """Replace another engine's id of the response."""
-        if self._other_id is None and (found := _ID.search(data)) is not None:
-            self._other_id = found[1]
-        if self._other_id is None or self._other_id == self._id:
-            return data
-        return data.replace(b'"%b"' % self._other_id, b'"%b"' % self._id)
 
     def _finish(self, response: bytes, answer: Callable[[], None]) -> None:
         """Store the response, if there is one, and then answer."""
