@@ -371,6 +371,7 @@ async def test_the_oldest_responses_make_room_for_others(tmp_path: Path) -> None
     large = StoredResponse(msgspec.Raw(b'"%b"' % (b"x" * (1 << 20))), [])
     with pytest.raises(QuotaExceeded):
         await stored.add("owner", stored.new_id(), large)
+    assert [name for name in names if await stored.find("owner", name) is not None] == kept
 
 
 @pytest.mark.parametrize("has_telemetry", [True, False])

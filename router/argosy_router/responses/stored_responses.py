@@ -49,9 +49,14 @@ class StoredResponses:
         """Store a new record. The owner's oldest ones make room for it if need be.
 
         Raises:
-            QuotaExceeded: it is larger than all records of one owner may be.
+            QuotaExceeded: it is larger than all records of one owner may be; none was dropped.
         """
         document = msgspec.json.encode(record)
+        if len(document) > self._storage.max_bytes:
+            raise QuotaExceeded(
+                f"a response and its conversation of {len(document)} bytes exceed the limit of "
+                f"{self._storage.max_bytes} bytes (--storage-max-bytes)"
+            )
         while True:
             try:
                 await self._storage.create(KIND, owner, response_id, document)

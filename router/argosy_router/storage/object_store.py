@@ -73,6 +73,8 @@ class ObjectStore:
         self.now = now
         self._usage = OwnerUsage(quota, self._measure, monotonic)
         self.total = StoredTotal(0, 0)
+        self.max_bytes = quota.max_bytes
+        """What one owner may keep."""
 
     def new_id(self, prefix: str, ttl_s: float) -> str:
         """Return an id for an object that is made now (see `object_ids.new_id`)."""
