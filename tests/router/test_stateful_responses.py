@@ -246,6 +246,21 @@ async def test_an_error_is_not_stored(tmp_path: Path) -> None:
         assert not list((tmp_path / "storage").rglob("resp_*"))
 
 
+@pytest.mark.parametrize(
+    "answer", [b"[1]", b"{", b'{"id":"resp_1"}', json.dumps(whole(status="queued")).encode()]
+)
+async def test_an_answer_that_is_not_a_whole_response_is_not_stored(tmp_path: Path, answer: bytes) -> None:
+    async def other(connection: Connection, _: Received) -> None:
+        connection.answer(200, answer)
+
+    async with stateful(tmp_path, other, has_telemetry=False) as r:
+        assert (await r.http.post(PATH, json=body())).status_code == 200
+        assert not list((tmp_path / "storage").rglob("resp_*"))
+        failed = await retrieved(r, (await created(r.http, background=True))["id"], "failed")
+        assert failed["error"]["message"]
+        assert (await r.http.post(f"{PATH}/{failed['id']}/cancel")).json() == failed
+
+
 async def test_a_background_response_goes_on_without_its_client(tmp_path: Path) -> None:
     gate = Gate(is_open=False)
     async with stateful(tmp_path, gate) as r, stateful(tmp_path) as other:

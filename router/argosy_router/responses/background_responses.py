@@ -24,7 +24,7 @@ from argosy_router.responses.adopted_answer import (
     event_with_response_fields,
     with_response_fields,
 )
-from argosy_router.responses.stored_responses import StoredResponses
+from argosy_router.responses.stored_responses import StoredResponses, is_response
 from argosy_router.responses.storing_client import last_response
 
 log = logging.getLogger(__name__)
@@ -290,6 +290,8 @@ class BackgroundResponses:
             status, body = await run.answer
             if status == 200:
                 response = run.response_of(body)
+                if response and not is_response(response):
+                    response, message = b"", "the engine's answer is not a response that has ended"
             elif status:
                 message = _message_of(body) or message
         except ApiError as error:

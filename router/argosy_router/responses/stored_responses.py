@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 
 from argosy_protocol.response_history import StoredResponse
-from argosy_protocol.response_object import ID_PREFIX, with_status
+from argosy_protocol.response_object import ID_PREFIX, ResponseState, with_status
 from argosy_router.storage.blob_store import Changed
 from argosy_router.storage.object_store import ObjectStore, owner_of
 from argosy_router.storage.owner_usage import QuotaExceeded
@@ -25,12 +25,21 @@ MAX_RUN_S: Final = 3600.0
 """Time after which a background response is given up."""
 
 _decode = msgspec.json.Decoder(StoredResponse).decode
+_decode_state = msgspec.json.Decoder(ResponseState).decode
 
 
 def owner_of_responses(account_name: str) -> str:
     """Return the owner that stands for an account's responses. Responses have a quota of their own: as they are stored
     without being asked for, they would leave no room for files."""
     return owner_of(f"{account_name}\0{KIND}")
+
+
+def is_response(data: bytes) -> bool:
+    """Whether an engine's answer, given as JSON, is a response that has ended: only such a one can be stored."""
+    try:
+        return _decode_state(data).is_finished
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
 
 
 class StoredResponses:

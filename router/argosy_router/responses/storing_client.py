@@ -18,6 +18,7 @@ import msgspec
 from argosy_protocol.errors import ApiError
 from argosy_router.http.server_interface import Client, ClientListener
 from argosy_router.responses.adopted_answer import AdoptedAnswer
+from argosy_router.responses.stored_responses import is_response
 
 log = logging.getLogger(__name__)
 
@@ -154,8 +155,10 @@ class StoringClient:
 
     async def _work(self, response: bytes, answer: Callable[[], None]) -> None:
         try:
-            if response:
+            if is_response(response):
                 await self._store(response)
+            elif response:
+                log.warning("an answer to a request for a response is none; it was not stored")
         except ApiError as error:
             log.warning("a response could not be stored: %s", error.message)
         except Exception:
