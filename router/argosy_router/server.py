@@ -185,6 +185,7 @@ class Router:
             BackgroundResponses(stored),
             self.application.create_response,
             self.accounting.count_rejection,
+            self.config.server.max_body_bytes,
         )
         self.application.responses = routes
         return routes

@@ -18,7 +18,7 @@ import openai
 import pytest
 
 from argosy_protocol.response_history import StoredResponse
-from argosy_router.config import StorageConfig
+from argosy_router.config import ServerLimits, StorageConfig
 from argosy_router.http.sse import MAX_EVENT_BYTES
 from argosy_router.responses.stored_responses import MAX_RUN_S, StoredResponses, owner_of_responses
 from argosy_router.storage.directory_store import DirectoryStore
@@ -179,6 +179,28 @@ async def test_text_that_looks_like_the_last_event_does_not_hold_back_the_stream
             if b"event: response.output_item.done" in received:
                 has_arrived.set()
         assert text in json.dumps(final_response(parsed_events(received)))
+
+
+async def test_a_conversation_is_as_large_as_a_body_at_most(tmp_path: Path) -> None:
+    server = ServerLimits(max_body_bytes=16384)
+    async with rig([FakeEngine(script=Gate())], files=storage(tmp_path), server=server) as r:
+        large = [await created(r.http, input="x" * 9000) for _ in range(2)]
+        ids = []
+        for made in large:
+            items = (await r.http.get(f"{PATH}/{made['id']}/input_items")).json()["data"]
+            ids.append(items[0]["id"])
+        num_requests = len(r.engines[0].requests)
+        for fields in (
+            {"input": [{"id": ids[0]}, {"id": ids[1]}]},
+            {"input": [{"id": ids[0]}] * 3},
+            {"input": "y" * 9000, "previous_response_id": large[0]["id"]},
+        ):
+            for background in (False, True):
+                told = await r.http.post(PATH, json=body(background=background, **fields))
+                assert (told.status_code, told.json()["error"]["type"]) == (413, "invalid_request_error")
+        assert len(r.engines[0].requests) == num_requests
+        await created(r.http, input=[{"id": ids[0]}])
+        await created(r.http, input="y", previous_response_id=large[0]["id"])
 
 
 async def test_what_is_not_stored_is_not_found(tmp_path: Path) -> None:

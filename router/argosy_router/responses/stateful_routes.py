@@ -23,6 +23,7 @@ from argosy_protocol.errors import (
     InternalError,
     MethodNotAllowed,
     NotFound,
+    PayloadTooLarge,
     Unavailable,
 )
 from argosy_protocol.response_history import (
@@ -88,15 +89,18 @@ class StatefulRoutes:
         background: BackgroundResponses,
         send: Send,
         count_rejection: Callable[[bytes, int], None],
+        max_conversation_bytes: int,
     ) -> None:
         """
         Args:
             count_rejection: counts a refusal by its request's id and status.
+            max_conversation_bytes: bounds what a request refers to, and the conversation that this makes.
         """
         self._stored = stored
         self._background = background
         self._send = send
         self._count_rejection = count_rejection
+        self._max_conversation_bytes = max_conversation_bytes
         self._tasks: set[asyncio.Task[None]] = set()
 
     def is_body_used(self, request: Request) -> bool:
@@ -167,15 +171,10 @@ class StatefulRoutes:
     ) -> None:
         """Put the conversation into a request's input, and route it."""
         try:
-            owner, found = owner_of_responses(account.name), {}
-            for response_id in referenced_responses(asked):
-                record = await self._stored.find(owner, response_id)
-                if record is not None:
-                    found[response_id] = record
+            found = await self._found(owner_of_responses(account.name), asked)
             conversation = resolved_items(asked, found)
             if found:
-                items = msgspec.Raw(msgspec.json.encode(conversation))
-                request.body = with_fields(request.body, {"input": items})
+                request.body = with_fields(request.body, {"input": self._encoded(conversation)})
             if asked.background:
                 await self._begin(client, request, account, request_id, asked, conversation)
             else:
@@ -185,6 +184,35 @@ class StatefulRoutes:
         except Exception:
             log.exception("request %s failed", request_id.decode())
             self._refuse(client, InternalError("internal error"), request, request_id)
+
+    async def _found(self, owner: str, asked: ResponsesRequest) -> dict[str, StoredResponse]:
+        """Return those of the responses that a request refers to that exist, by id."""
+        found: dict[str, StoredResponse] = {}
+        size = 0
+        for response_id in referenced_responses(asked):
+            record = await self._stored.find(owner, response_id)
+            if record is not None:
+                size += record.size
+                self._bound(size)
+                found[response_id] = record
+        return found
+
+    def _encoded(self, conversation: list[ResponseItem]) -> msgspec.Raw:
+        """Encode a conversation item by item: many items may refer to one large one."""
+        encoded: list[bytes] = []
+        size = 0
+        for item in conversation:
+            encoded.append(msgspec.json.encode(item))
+            size += len(encoded[-1]) + 1
+            self._bound(size)
+        return msgspec.Raw(b"[%b]" % b",".join(encoded))
+
+    def _bound(self, size: int) -> None:
+        if size > self._max_conversation_bytes:
+            raise PayloadTooLarge(
+                f"the conversation that the request continues or refers to exceeds the limit of "
+                f"{self._max_conversation_bytes} bytes; begin a new one with what is needed of it",
+            )
 
     async def _begin(
         self,
