@@ -19,8 +19,11 @@ import pytest
 
 from argosy_protocol.response_history import StoredResponse
 from argosy_router.config import ServerLimits, StorageConfig
+from argosy_router.http.server_interface import Client
 from argosy_router.http.sse import MAX_EVENT_BYTES
+from argosy_router.responses.background_responses import BackgroundResponses
 from argosy_router.responses.stored_responses import MAX_RUN_S, StoredResponses, owner_of_responses
+from argosy_router.storage.blob_store import StorageUnavailable
 from argosy_router.storage.directory_store import DirectoryStore
 from argosy_router.storage.object_store import ObjectStore
 from argosy_router.storage.owner_usage import Quota, QuotaExceeded
@@ -58,6 +61,12 @@ class Gate:
             connection.end_stream()
         else:
             connection.answer(200, json.dumps(whole(id=name, **echoed)).encode())
+
+
+def queued(name: str) -> StoredResponse:
+    now = int(time.time())
+    fields = {"id": name, "status": "queued", "created_at": now, "background": True, "store": True}
+    return StoredResponse(msgspec.Raw(json.dumps(fields).encode()), [])
 
 
 def storage(tmp_path: Path) -> StorageConfig:
@@ -286,14 +295,14 @@ async def test_an_answer_that_is_not_a_whole_response_is_not_stored(tmp_path: Pa
 async def test_a_background_response_goes_on_without_its_client(tmp_path: Path) -> None:
     gate = Gate(is_open=False)
     async with stateful(tmp_path, gate) as r, stateful(tmp_path) as other:
-        queued = await created(r.http, background=True, metadata={"a": "b"})
-        assert (queued["status"], queued["output"]) == ("queued", [])
-        assert (await other.http.get(f"{PATH}/{queued['id']}")).json() == queued
-        early = await other.http.post(PATH, json=body(previous_response_id=queued["id"]))
+        made = await created(r.http, background=True, metadata={"a": "b"})
+        assert (made["status"], made["output"]) == ("queued", [])
+        assert (await other.http.get(f"{PATH}/{made['id']}")).json() == made
+        early = await other.http.post(PATH, json=body(previous_response_id=made["id"]))
         assert (early.status_code, early.json()["error"]["param"]) == (400, "previous_response_id")
         gate.open.set()
-        done = await retrieved(other, queued["id"], "completed")
-        assert (done["id"], done["background"]) == (queued["id"], True)
+        done = await retrieved(other, made["id"], "completed")
+        assert (done["id"], done["background"]) == (made["id"], True)
         cancelled = await r.http.post(f"{PATH}/{done['id']}/cancel")
         assert cancelled.json() == done
 
@@ -335,6 +344,43 @@ async def test_a_background_response_of_another_engine_has_the_id_that_its_clien
         if streamed:
             assert kept == made[-1]
         assert (await r.http.post(f"{PATH}/{kept['id']}/cancel")).json() == kept
+
+
+class FailingStore(DirectoryStore):
+    """Does not replace a document until it has been asked some times."""
+
+    def __init__(self, path: Path, num_failures: int) -> None:
+        super().__init__(path)
+        self.num_failures = num_failures
+        self.works = asyncio.Event()
+
+    async def replace(self, key: str, data: bytes, version: str) -> str:
+        if self.num_failures:
+            self.num_failures -= 1
+            if not self.num_failures:
+                self.works.set()
+            raise StorageUnavailable
+        return await super().replace(key, data, version)
+
+
+def answer_whole(client: Client) -> None:
+    client.respond(200, b"", json.dumps(whole()).encode())
+
+
+@pytest.mark.parametrize(("num_failures", "status"), [(2, "completed"), (3, "queued")])
+async def test_the_end_of_a_background_response_is_stored_once_the_storage_works(
+    tmp_path: Path, num_failures: int, status: str
+) -> None:
+    blobs = FailingStore(tmp_path, num_failures)
+    stored = StoredResponses(ObjectStore(blobs, Quota(1 << 20, 100)), DAY_S)
+    background = BackgroundResponses(stored, store_delays_s=(0.0, 0.0))
+    name = stored.new_id()
+    await background.start("owner", name, queued(name), False, answer_whole)
+    await asyncio.wait_for(blobs.works.wait(), 60)
+    await background.close()
+    record = await stored.find("owner", name)
+    assert record is not None
+    assert (record.state().id, record.state().status) == (name, status)
 
 
 @pytest.mark.parametrize("use", ["cancel", "delete"])

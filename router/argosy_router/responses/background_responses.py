@@ -9,6 +9,7 @@ run, or a router that cancels it. Clients that follow a run may leave; that does
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 from typing import Final
@@ -37,6 +38,8 @@ MAX_EVENT_BYTES: Final = 64 * 1024 * 1024
 MAX_ANSWER_BYTES: Final = 64 * 1024 * 1024
 POLL_S: Final = 2.0
 """Seconds until a router sees that another one has cancelled or deleted a response that it generates."""
+STORE_DELAYS_S: Final = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 30.0, 30.0)
+"""Seconds between attempts to store the end of a run. Meanwhile it counts as one that is generated."""
 _LIVE: Final = ("queued", "in_progress")
 STREAM_HEADERS: Final = b"content-type: text/event-stream; charset=utf-8\r\ncache-control: no-cache\r\n"
 
@@ -193,11 +196,18 @@ class BackgroundResponses:
     """The runs of one router."""
 
     def __init__(
-        self, stored: StoredResponses, *, max_event_bytes: int = MAX_EVENT_BYTES, poll_s: float = POLL_S
+        self,
+        stored: StoredResponses,
+        *,
+        max_event_bytes: int = MAX_EVENT_BYTES,
+        poll_s: float = POLL_S,
+        store_delays_s: tuple[float, ...] = STORE_DELAYS_S,
     ) -> None:
         self._stored = stored
         self._max_event_bytes = max_event_bytes
         self._poll_s = poll_s
+        self._store_delays_s = store_delays_s
+        self._closing = asyncio.Event()
         self._runs: dict[tuple[str, str], _Run] = {}
         """Longest ago begun first; with those that have ended, while their events are kept."""
         self._tasks: dict[asyncio.Task[None], _Run] = {}
@@ -256,7 +266,8 @@ class BackgroundResponses:
             self._forget(run)
 
     async def close(self) -> None:
-        """End all runs as failed."""
+        """End all runs as failed. What the storage does not take at once is lost."""
+        self._closing.set()
         if self._watcher is not None:
             self._watcher.cancel()
             await asyncio.gather(self._watcher, return_exceptions=True)
@@ -299,16 +310,27 @@ class BackgroundResponses:
         if not response:
             response = with_status(bytes(queued.response), "failed", message)
             run.fail(response)
-        try:
-            record = StoredResponse(msgspec.Raw(response), queued.items)
-            await self._stored.finish(run.owner, response_id, record)
-        except ApiError as error:
-            log.warning("a response could not be stored: %s", error.message)
+        await self._finish(run.owner, response_id, StoredResponse(msgspec.Raw(response), queued.items))
         run.is_over = True
         run.notify()
         if not run.is_streamed:
             self._runs.pop((run.owner, response_id), None)
         self._make_room()
+
+    async def _finish(self, owner: str, response_id: str, record: StoredResponse) -> None:
+        """Store the end of a run; while the storage fails, try again some times."""
+        for delay in (*self._store_delays_s, None):
+            try:
+                await self._stored.finish(owner, response_id, record)
+            except ApiError as error:
+                if delay is None or self._closing.is_set():
+                    log.warning("a response could not be stored: %s", error.message)
+                    return
+                log.warning("a response could not be stored; it will be tried again: %s", error.message)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._closing.wait(), delay)
+            else:
+                return
 
     def _count(self, num_bytes: int) -> None:
         self._num_event_bytes += num_bytes
