@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncGenerator, Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -24,6 +26,9 @@ class Events:
 
     def queue(self) -> None:
         """The stand-in has one status."""
+
+    def cancelled(self) -> None:
+        self.is_over = True
 
     def failed(self, error: ApiError) -> list[bytes]:
         self.is_over = True
@@ -109,3 +114,20 @@ async def test_closing_ends_all_runs() -> None:
     await made.close()
     assert not job.events.is_over
     await events.aclose()
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+async def test_a_run_that_is_over_keeps_its_events_and_not_its_conversation(is_cancelled: bool) -> None:
+    made, job = runs(), Job("a")
+    events = await start(made, job)
+    assert await anext(events) == EVENT
+    if is_cancelled:
+        await made.cancel("owner", "a")
+    job.may_end.set()
+    rest = [event async for event in events]
+    assert rest == ([] if is_cancelled else [EVENT])
+    held = weakref.ref(job)
+    del job
+    gc.collect()
+    assert held() is None
+    assert [event async for event in made.events("owner", "a")] == [EVENT, *rest]

@@ -33,7 +33,8 @@ class _Run:
     """One run and its readers."""
 
     def __init__(self, job: ResponseJob, is_streamed: bool) -> None:
-        self.job = job
+        self.job: ResponseJob | None = job
+        """None when it is over: a job holds its conversation, and the events of a run are kept for long."""
         self.is_streamed = is_streamed
         self.events: list[bytes] = []
         self.num_bytes = 0
@@ -51,6 +52,12 @@ class _Run:
     async def wait(self) -> None:
         """Wait until there are more events, or the run is over."""
         await self._changed.wait()
+
+    def end(self) -> None:
+        """Let the readers end with the events that there are."""
+        self.job = self.task = None  # a cancelled task refers to its job as well
+        self.is_over = True
+        self.notify()
 
     def forget(self) -> None:
         self.events, self.num_bytes, self.is_forgotten = [], 0, True
@@ -88,21 +95,20 @@ class BackgroundRuns:
         key = (owner, job.response.id)
         self._runs[key] = run
         self._make_room()
-        run.task = asyncio.create_task(self._work(key, run), name="background response")
+        run.task = asyncio.create_task(self._work(key, run, job), name="background response")
         return bytes(record.response)
 
     async def cancel(self, owner: str, response_id: str) -> None:
         """End a run, if it has not ended, and store its response as cancelled."""
         run = self._runs.get((owner, response_id))
-        if run is None or run.is_over or run.task is None:
+        if run is None or run.task is None or (job := run.job) is None:
             return
         run.task.cancel()
         await asyncio.wait([run.task])
-        if not run.job.events.is_over:  # it did not end meanwhile
-            run.job.events.cancelled()
-            await self.keep(owner, run.job)
-            run.is_over = True
-            run.notify()
+        if not job.events.is_over:  # it did not end meanwhile
+            job.events.cancelled()
+            await self.keep(owner, job)
+            run.end()
 
     def forget(self, owner: str, response_id: str) -> None:
         """Drop the events of a run."""
@@ -136,27 +142,25 @@ class BackgroundRuns:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _work(self, key: tuple[str, str], run: _Run) -> None:
-        job = run.job
+    async def _work(self, key: tuple[str, str], run: _Run, job: ResponseJob) -> None:
         try:
             with self._accepted():
-                await (self._stream(key, run) if run.is_streamed else self._complete(key, run))
+                await (self._stream(key, run, job) if run.is_streamed else self._complete(key, job))
         except Exception as error:
             if not job.events.is_over:
                 self._add(run, job.events.failed(self._to_api_error(error)))
         await self.keep(key[0], job)
-        run.is_over = True
-        run.notify()
+        run.end()
         if not run.is_streamed:
             self._runs.pop(key, None)
 
-    async def _complete(self, key: tuple[str, str], run: _Run) -> None:
-        run.job.events.begin()
-        await self.keep(key[0], run.job)
-        await run.job.complete()
+    async def _complete(self, key: tuple[str, str], job: ResponseJob) -> None:
+        job.events.begin()
+        await self.keep(key[0], job)
+        await job.complete()
 
-    async def _stream(self, key: tuple[str, str], run: _Run) -> None:
-        job, is_stored = run.job, False
+    async def _stream(self, key: tuple[str, str], run: _Run, job: ResponseJob) -> None:
+        is_stored = False
         async with aclosing(job.stream(self._to_api_error)) as stream:
             async for events in stream:
                 if not is_stored or job.events.is_over:  # who reads the last event may continue at once
