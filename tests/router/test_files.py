@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,26 @@ async def test_uploads_beyond_the_quota_of_a_key_are_refused(tmp_path: Path) -> 
         assert (answer.status_code, answer.json()["error"]["code"]) == (403, "storage_quota_exceeded")
         r.http.headers["authorization"] = "Bearer sk-lab"
         assert (await upload(r)).status_code == 200
+
+
+async def test_an_upload_that_the_quota_refuses_at_its_end_leaves_nothing(tmp_path: Path) -> None:
+    async with stored(tmp_path, [FakeEngine()], {"storage_max_objects": 1}) as r:
+        may_end = asyncio.Event()
+
+        async def form() -> AsyncIterator[bytes]:
+            yield FORM + FILE + b"x" * 100_000
+            await may_end.wait()
+            yield b"\r\n--b--\r\n"
+
+        headers = {"content-type": "multipart/form-data; boundary=b"}
+        late = asyncio.create_task(r.http.post("/v1/files", content=form(), headers=headers))
+        await until(lambda: bool(stored_files(tmp_path)))
+        first = await upload(r)
+        assert first.status_code == 200
+        may_end.set()
+        answer = await late
+        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "storage_quota_exceeded")
+        assert [path.stem for path in stored_files(tmp_path)] == [first.json()["id"]] * 2
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,12 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from argosy_protocol.errors import BadRequest, Unavailable
+from argosy_protocol.errors import ApiError, BadRequest, Unavailable
 from argosy_router.batch import file_objects
 from argosy_router.batch.file_objects import DeletedFile, FileObject, Purpose, StoredFile, no_such_file
 from argosy_router.batch.file_upload import FileUpload
 from argosy_router.batch.listing import Page, in_order, limit_of, page_of
+from argosy_router.storage.blob_store import StorageUnavailable
 from argosy_router.storage.object_store import ObjectStore
 
 MAX_UPLOADS: Final = 64
@@ -86,15 +87,18 @@ class FilesApi:
 
         Raises:
             BadRequest: the form is not as documented.
+            QuotaExceeded: the owner has too many objects or bytes by now.
         """
         size = await upload.finish()
+        file = StoredFile(id=upload.object_id, filename=upload.filename, purpose="batch", bytes=size)
         try:
             _check_fields(upload.fields)
-        except BadRequest:
-            await self._store.delete_content(_KIND, owner, upload.object_id)
+            await self.add(owner, file)
+        except ApiError as error:
+            # A document whose storing failed may be there all the same; a content without one is swept.
+            if not isinstance(error, StorageUnavailable):
+                await self._store.delete_content(_KIND, owner, upload.object_id)
             raise
-        file = StoredFile(id=upload.object_id, filename=upload.filename, purpose="batch", bytes=size)
-        await self.add(owner, file)
         return file_objects.shown(file)
 
     async def add(self, owner: str, file: StoredFile, *, is_counted: bool = True) -> None:
