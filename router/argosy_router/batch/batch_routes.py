@@ -15,7 +15,7 @@ from urllib.parse import parse_qsl, quote
 
 import msgspec
 
-from argosy_protocol.errors import ApiError, InternalError, MethodNotAllowed, NotFound, Unavailable
+from argosy_protocol.errors import ApiError, Forbidden, InternalError, MethodNotAllowed, NotFound, Unavailable
 from argosy_router.auth.accounts import Account
 from argosy_router.batch.batches_api import BatchesApi
 from argosy_router.batch.content_stream import PendingAnswer
@@ -27,6 +27,7 @@ from argosy_router.http.server_interface import Client
 from argosy_router.proxy.accounting.request_accounting import RequestAccounting
 from argosy_router.proxy.downstream.api_shape import error_body, id_headers
 from argosy_router.proxy.downstream.error_headers import error_headers
+from argosy_router.proxy.request.call_decoding import require_json
 from argosy_router.storage.object_store import owner_of
 
 log = logging.getLogger(__name__)
@@ -49,6 +50,8 @@ class BatchRoutes:
     def on_head(self, request: Request, account: Account) -> bool:
         if (request.method, request.path) != (b"POST", b"/v1/files"):
             return request.method == b"POST" and request.path == b"/v1/batches"
+        if request.header(b"sec-fetch-site") == b"cross-site":  # a browser asks nobody before it sends a form
+            raise Forbidden("files cannot be uploaded by a web page of another site")
         boundary = boundary_of(request.header(b"content-type") or b"")
         length = request.header(b"content-length") or b"0"  # digits: the reader has checked it
         request.sink = self._files.begin(owner_of(account.name), boundary, int(length[:19]))
@@ -133,6 +136,7 @@ class BatchRoutes:
         if not batch_id:
             if _method(request, b"GET", b"POST") == b"GET":
                 return self._batches.list(owner, _query(request))
+            require_json(request)
             return self._batches.create(owner, account.name, request.body)
         if action == b"cancel":
             _method(request, b"POST")

@@ -45,6 +45,7 @@ from argosy_router.http.server_interface import Client
 from argosy_router.proxy.downstream.api_shape import error_body, id_headers
 from argosy_router.proxy.downstream.error_headers import error_headers
 from argosy_router.proxy.request.body_rewrite import with_fields
+from argosy_router.proxy.request.call_decoding import require_json
 from argosy_router.responses.background_responses import BackgroundResponses
 from argosy_router.responses.stored_responses import StoredResponses, owner_of_responses
 from argosy_router.responses.storing_client import StoringClient
@@ -121,6 +122,7 @@ class StatefulRoutes:
             self._later(client, self._respond(client, owner, response_id, path[2], request, request_id))
             return
         _require(request, b"POST")
+        require_json(request)
         asked = decode_responses_request(request.body)
         if not (asked.background or referenced_responses(asked)):
             self._create(client, request, account, request_id, asked, resolved_items(asked, {}))

@@ -75,6 +75,15 @@ class UnsupportedMediaType(BadRequest):
     http_status = 415
 
 
+def require_json(request: Request) -> None:
+    """Raises UnsupportedMediaType if the body is not plain JSON by its head."""
+    content_type = request.header(b"content-type") or b""
+    if content_type != _JSON and content_type.partition(b";")[0].strip().lower() != _JSON:
+        raise UnsupportedMediaType("content-type must be application/json")
+    if request.header(b"content-encoding") is not None:
+        raise UnsupportedMediaType("content-encoding is not supported")
+
+
 def decode_call(
     fleet: Fleet,
     endpoint: RoutedEndpoint,
@@ -93,11 +102,7 @@ def decode_call(
         BadRequest: not JSON, wrong types, out of bounds.
         NotFound: no service has this model name, or the account may not use it.
     """
-    content_type = request.header(b"content-type") or b""
-    if content_type != _JSON and content_type.partition(b";")[0].strip().lower() != _JSON:
-        raise UnsupportedMediaType("content-type must be application/json")
-    if request.header(b"content-encoding") is not None:
-        raise UnsupportedMediaType("content-encoding is not supported")
+    require_json(request)
     body = request.body
     decoded = _decode(endpoint, body, has_state=bool(response_id))
     if decoded.resume is not None:
