@@ -78,6 +78,9 @@ class MortalStore:
     def __init__(self, root: Path) -> None:
         self._store = DirectoryStore(root)
         self.is_alive = True
+        self.may_upload = asyncio.Event()
+        self.may_upload.set()
+        self.uploads: list[str] = []
 
     def _check(self) -> DirectoryStore:
         if not self.is_alive:
@@ -94,6 +97,8 @@ class MortalStore:
         return await self._check().replace(key, data, version)
 
     async def upload(self, key: str, chunks: AsyncIterable[bytes]) -> int:
+        self.uploads.append(key)
+        await self.may_upload.wait()
         return await self._check().upload(key, chunks)
 
     def read(self, key: str) -> AsyncGenerator[bytes, None]:
@@ -283,6 +288,25 @@ async def test_a_router_that_was_suspended_changes_nothing_when_it_wakes(tmp_pat
         assert result["response"]["body"]["choices"][0]["message"]["content"] == "a"
         assert await second.batch(batch_id) == stored
         assert first.ended == []
+
+
+async def test_a_router_whose_clock_stood_still_replaces_no_file_of_results(tmp_path: Path) -> None:
+    time = VirtualTime()
+    async with routers(tmp_path, VirtualTime(), 1) as (first,), routers(tmp_path, time, 1) as (second,):
+        second.blobs.is_alive = False
+        batch_id = await first.start_batch(lines("a", "b"))
+        first.blobs.may_upload.clear()
+        await first.until_status(batch_id, "finalizing")
+        output_id = (await first.batch(batch_id)).output_id
+        await until(lambda: any(output_id in key for key in first.blobs.uploads), 60.0)
+        second.blobs.is_alive = True
+        await time.passes_until(lambda: second.ended == ["completed"])
+        await until(lambda: not list((tmp_path / "objects").glob("work/*/*")), 60.0)
+        first.blobs.may_upload.set()
+        await until(lambda: not any(count for _, count in first.runner.statuses()), 60.0)
+        assert first.ended == []
+        results = await second.results(output_id)
+        assert sorted(each["custom_id"] for each in results) == ["a", "b"]
 
 
 async def test_several_routers_share_batches_and_run_each_once(tmp_path: Path) -> None:

@@ -23,6 +23,10 @@ RENEWALS: Final = 6
 _FOLDER: Final = "leases"
 
 
+class LeaseLost(Exception):
+    """Another router may run the batch by now."""
+
+
 class _Lease(Struct, frozen=True, kw_only=True):
     holder: Annotated[str, Meta(max_length=64)] = ""
     """The router that holds it; empty if none does."""
@@ -130,6 +134,18 @@ class BatchLeases:
             return
         held.renewals += 1
         held.renewed = asked
+
+    async def confirm(self, held: HeldLease) -> None:
+        """Ask the storage whether a lease is held still, which a clock that stood still does not tell.
+
+        Raises:
+            LeaseLost: another router may have it.
+        """
+        blob = await self._blobs.get(_key(held.owner, held.batch_id))
+        if blob is None or msgspec.json.decode(blob.data, type=_Lease).holder != self._holder:
+            held.is_lost = True
+        if not self.is_held(held):
+            raise LeaseLost
 
     def is_held(self, held: HeldLease) -> bool:
         """Whether no other router can have the lease yet."""

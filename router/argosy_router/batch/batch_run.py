@@ -111,6 +111,7 @@ class BatchRun:
 
         Raises:
             StorageUnavailable, AccountGone: it can be tried again later.
+            LeaseLost: another router goes on, and nothing more was written.
         """
         work = asyncio.create_task(self._work(), name=f"batch {self._batch_id}")
         beat = asyncio.create_task(self._beat(work), name=f"lease {self._batch_id}")
@@ -346,6 +347,7 @@ class BatchRun:
         if stored.ending == "expired":
             num_errors += stored.batch.request_counts.total - results.num_done
         error_id = await self._write(stored.error_id, "errors", errors, num_errors)
+        await context.leases.confirm(self._held)
         at, counts, usage = context.records.now(), self._counts(results), usage_of(results.tokens)
 
         def ended(stored: StoredBatch) -> StoredBatch | None:
@@ -373,13 +375,20 @@ class BatchRun:
             if not num_lines:
                 return None
             size = await context.store.upload(
-                file_objects.KIND, self._owner, file_id, lines, is_counted=False
+                file_objects.KIND, self._owner, file_id, self._while_held(lines), is_counted=False
             )
         name = f"{self._batch_id}_{what}.jsonl"
         file = StoredFile(id=file_id, filename=name, purpose="batch_output", bytes=size)
         with contextlib.suppress(AlreadyExists):
             await context.files.add(self._owner, file, is_counted=False)
         return file_id
+
+    async def _while_held(self, lines: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+        """Yield lines, and raise LeaseLost at their end if another router may have written them: it removes the
+        results of a batch that has ended, so these lines may not be all."""
+        async for each in lines:
+            yield each
+        await self._context.leases.confirm(self._held)
 
     async def _errors(self, stored: StoredBatch, results: BatchResults) -> AsyncGenerator[bytes, None]:
         """Yield the lines of the file of errors: failed requests, and of an expired batch those without a result."""

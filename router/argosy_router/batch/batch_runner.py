@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from argosy_router.batch.batch_lease import BatchLeases, HeldLease
+from argosy_router.batch.batch_lease import BatchLeases, HeldLease, LeaseLost
 from argosy_router.batch.batch_run import AccountGone, BatchRun
 from argosy_router.metrics.series import Labels
 from argosy_router.storage.blob_store import StorageUnavailable
@@ -101,6 +101,8 @@ class BatchRunner:
             await run.run()
         except StorageUnavailable:
             log.warning("batch %s: the storage does not answer; it will be tried again", held.batch_id)
+        except LeaseLost:
+            log.warning("batch %s: another router may have taken over", held.batch_id)
         except AccountGone:
             log.warning("batch %s: no key has its account; it will be tried again", held.batch_id)
         except Exception:
