@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import httpx
 import pytest
 from openai import APIStatusError, NotFoundError
 
+from argosy_router.batch.files_api import MAX_UPLOADS
 from argosy_router.config import ServerLimits
 
 from .batch_rig import lines, official, stored
@@ -157,6 +159,30 @@ async def test_a_client_that_leaves_during_an_upload_leaves_nothing(tmp_path: Pa
             await until(lambda: bool(stored_files(tmp_path)))
         await until(lambda: not stored_files(tmp_path))
         assert (await upload(r)).status_code == 200
+
+
+async def test_uploads_of_one_key_leave_room_for_those_of_another(tmp_path: Path) -> None:
+    async with stored(tmp_path, [FakeEngine()]) as r, contextlib.AsyncExitStack() as stack:
+        head = (
+            b"POST /v1/files HTTP/1.1\r\nhost: x\r\nauthorization: Bearer sk-shop\r\n"
+            b"content-type: multipart/form-data; boundary=b\r\ncontent-length: 1000000\r\n\r\n"
+        )
+        writers = []
+        for _ in range(MAX_UPLOADS // 2):
+            _, writer = await stack.enter_async_context(raw(r.router))
+            writer.write(head + FORM + FILE + b"x")
+            writers.append(writer)
+        await until(lambda: len(stored_files(tmp_path)) == MAX_UPLOADS // 2, 60.0)
+        refused = await upload(r)
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        assert "32 of them with this key" in refused.json()["error"]["message"]
+        other = {"authorization": "Bearer sk-lab"}
+        form: dict[str, Any] = {"files": {"file": ("a", b"{}")}, "data": {"purpose": "batch"}}
+        assert (await r.http.post("/v1/files", **form, headers=other)).status_code == 200
+        writers[0].transport.abort()
+        async with asyncio.timeout(60.0):
+            while (await upload(r)).status_code != 200:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
 
 
 async def test_uploads_beyond_the_quota_of_a_key_are_refused(tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ from argosy_router.storage.blob_store import StorageUnavailable
 from argosy_router.storage.object_store import ObjectStore
 
 MAX_UPLOADS: Final = 64
-"""Uploads of one router at a time, each of which holds a megabyte."""
+"""Uploads of one router at a time, each of which holds a megabyte. An owner may begin one while it has fewer than are
+free: one alone has half of them at most, and there is room for others."""
 PAGE: Final = 1000
 MAX_LIMIT: Final = 10_000
 """OpenAI's. A page has no more than `PAGE` files all the same."""
@@ -45,7 +46,8 @@ class FilesApi:
         self._store = store
         self._max_file_bytes = max_file_bytes
         self._ttl_s = ttl_s
-        self._uploads: set[FileUpload] = set()
+        self._uploads: dict[FileUpload, str] = {}
+        """Owners by their uploads."""
 
     def begin(self, owner: str, boundary: bytes, declared_bytes: int) -> FileUpload:
         """Begin an upload, which gets the body.
@@ -55,18 +57,25 @@ class FilesApi:
 
         Raises:
             PayloadTooLarge: the file must be too large.
-            Unavailable: the router has too many already.
+            Unavailable: the router, or the owner, has too many already.
         """
-        if len(self._uploads) >= MAX_UPLOADS:
+        num_free = MAX_UPLOADS - len(self._uploads)
+        num_own = sum(uploader == owner for uploader in self._uploads.values())
+        if num_own >= num_free:
             raise Unavailable(
-                f"the router receives {MAX_UPLOADS} files already; retry later", retry_after_s=1.0
+                f"the router receives {len(self._uploads)} files already, {num_own} of them with this key; "
+                "retry later",
+                retry_after_s=1.0,
             )
         upload = FileUpload(self._store, owner, self._new_id, boundary, self._max_file_bytes)
         if declared_bytes > upload.max_bytes:
             raise upload.too_large()
-        self._uploads.add(upload)
-        upload.on_end = lambda: self._uploads.discard(upload)
+        self._uploads[upload] = owner
+        upload.on_end = lambda: self._forget(upload)
         return upload
+
+    def _forget(self, upload: FileUpload) -> None:
+        self._uploads.pop(upload, None)
 
     def _new_id(self, fields: Mapping[str, str]) -> str:
         """Return the id of a file, which tells when it expires."""
