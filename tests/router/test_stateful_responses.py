@@ -17,6 +17,7 @@ import msgspec
 import openai
 import pytest
 
+from argosy_protocol.errors import TooManyRequests
 from argosy_protocol.response_history import StoredResponse
 from argosy_router.config import ServerLimits, StorageConfig
 from argosy_router.http.server_interface import Client
@@ -381,6 +382,23 @@ async def test_the_end_of_a_background_response_is_stored_once_the_storage_works
     record = await stored.find("owner", name)
     assert record is not None
     assert (record.state().id, record.state().status) == (name, status)
+
+
+async def test_background_responses_that_are_begun_at_once_keep_to_their_owners_limit(tmp_path: Path) -> None:
+    stored = stored_at(tmp_path)
+    background = BackgroundResponses(stored, max_runs_of_owner=2)
+    clients: list[Client] = []
+
+    async def start(owner: str) -> None:
+        name = stored.new_id()
+        await background.start(owner, name, queued(name), False, clients.append)
+
+    told = await asyncio.gather(*(start("one") for _ in range(5)), start("other"), return_exceptions=True)
+    assert [isinstance(each, TooManyRequests) for each in told] == [False] * 2 + [True] * 3 + [False]
+    await background.close()
+    await start("one")
+    await background.close()
+    assert len(list((tmp_path / "storage").rglob("resp_*.json"))) == 4
 
 
 @pytest.mark.parametrize("use", ["cancel", "delete"])

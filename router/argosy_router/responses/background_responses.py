@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
@@ -202,15 +203,19 @@ class BackgroundResponses:
         max_event_bytes: int = MAX_EVENT_BYTES,
         poll_s: float = POLL_S,
         store_delays_s: tuple[float, ...] = STORE_DELAYS_S,
+        max_runs_of_owner: int = MAX_RUNS_OF_OWNER,
     ) -> None:
         self._stored = stored
         self._max_event_bytes = max_event_bytes
         self._poll_s = poll_s
         self._store_delays_s = store_delays_s
+        self._max_runs_of_owner = max_runs_of_owner
         self._closing = asyncio.Event()
         self._runs: dict[tuple[str, str], _Run] = {}
         """Longest ago begun first; with those that have ended, while their events are kept."""
         self._tasks: dict[asyncio.Task[None], _Run] = {}
+        self._num_live: Counter[str] = Counter()
+        """Runs of each owner, from before their records are stored."""
         self._num_event_bytes = 0
         self._watcher: asyncio.Task[None] | None = None
 
@@ -230,15 +235,19 @@ class BackgroundResponses:
         Raises:
             TooManyRequests: this router, or the owner at it, has too many runs.
         """
-        live = self._tasks.values()
-        if len(live) >= MAX_RUNS or sum(run.owner == owner for run in live) >= MAX_RUNS_OF_OWNER:
+        if self._num_live.total() >= MAX_RUNS or self._num_live[owner] >= self._max_runs_of_owner:
             raise TooManyRequests("too many responses are generated in the background", retry_after_s=1.0)
         run = _Run(owner, response_id, bytes(record.response), is_streamed, self._count)
-        await self._stored.add(owner, response_id, record)
+        self._num_live[owner] += 1
+        try:
+            await self._stored.add(owner, response_id, record)
+        except BaseException:
+            self._uncount(owner)
+            raise
         self._runs[owner, response_id] = run
         task = asyncio.create_task(self._work(run, response_id, record, send), name="background response")
         self._tasks[task] = run
-        task.add_done_callback(self._tasks.pop)
+        task.add_done_callback(self._on_done)
         if self._watcher is None or self._watcher.done():
             self._watcher = asyncio.create_task(self._watch(), name="background responses ended elsewhere")
 
@@ -274,6 +283,14 @@ class BackgroundResponses:
         for run in list(self._tasks.values()):
             run.leave()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        self._uncount(self._tasks.pop(task).owner)
+
+    def _uncount(self, owner: str) -> None:
+        self._num_live[owner] -= 1
+        if not self._num_live[owner]:
+            del self._num_live[owner]
 
     async def _watch(self) -> None:
         """End the runs whose records another router has finished or removed, until no run is left."""
