@@ -401,6 +401,20 @@ async def test_background_responses_that_are_begun_at_once_keep_to_their_owners_
     assert len(list((tmp_path / "storage").rglob("resp_*.json"))) == 4
 
 
+async def test_a_streamed_response_that_nests_too_deeply_is_passed_on_but_not_stored(tmp_path: Path) -> None:
+    last = b'event: response.completed\ndata: {"x":%b,"response":{}}\n\n' % (b"[" * 100_000 + b"]" * 100_000)
+
+    async def nest(connection: Connection, _: Received) -> None:
+        connection.begin_stream()
+        connection.chunk(last)
+        connection.end_stream()
+
+    async with stateful(tmp_path, nest, has_telemetry=False) as r:
+        told = await r.http.post(PATH, json=body(stream=True))
+        assert told.content == last
+        assert not list((tmp_path / "storage").rglob("resp_*"))
+
+
 @pytest.mark.parametrize("use", ["cancel", "delete"])
 async def test_a_background_response_is_ended(tmp_path: Path, use: str) -> None:
     gate = Gate(is_open=False)

@@ -44,7 +44,7 @@ def last_response(events: bytes) -> bytes:
     found = _LAST_EVENT.search(events)
     try:
         return b"" if found is None else bytes(_decode_event(found[1]).response)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return b""
 
 
