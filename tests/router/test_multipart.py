@@ -43,12 +43,17 @@ def parse(body: bytes, *cuts: int) -> tuple[Parts, MultipartParser]:
     return parts, parser
 
 
-TRICKY = st.lists(
-    st.sampled_from([b"\r", b"\n", b"\r\n", b"--", b"--xY", b"\r\n--xY", b"\r\n-", b"xYz", b"a"]), max_size=12
+TRICKY = (
+    st.lists(
+        st.sampled_from([b"\r", b"\n", b"\r\n", b"--", b"--xY", b"\r\n--xY", b"\r\n-", b"xYz", b"a"]),
+        max_size=12,
+    )
+    .map(b"".join)
+    .filter(lambda content: b"\r\n--" + BOUNDARY not in content)
 )
 
 
-@given(first=TRICKY.map(b"".join), second=TRICKY.map(b"".join), data=st.data())
+@given(first=TRICKY, second=TRICKY, data=st.data())
 def test_any_split_of_a_form_gives_the_same_parts(first: bytes, second: bytes, data: st.DataObject) -> None:
     body = part(first) + part(second, b"form-data; name=purpose") + b"--xYz--\r\nepilogue"
     cuts = data.draw(st.lists(st.integers(0, len(body)), max_size=20))
