@@ -182,6 +182,10 @@ class SlowRenderer:
 
     def __init__(self) -> None:
         self.started, self.released = threading.Event(), threading.Event()
+        self.tokenizer = SimpleNamespace(special_tokens_of_text=[])
+
+    def truncation_of(self, request: object) -> None:
+        return None
 
     def render_completion(self, request: object) -> None:
         self.started.set()
@@ -202,7 +206,13 @@ async def test_a_drain_waits_for_requests_whose_prompts_are_still_rendered(
 ) -> None:
     llm, renderer = FakeLLM(), SlowRenderer()
     llm.finished.set()
-    own = {"renderer": renderer, "num_live": 0, "queue_limits": SimpleNamespace(check=lambda *_: None)}
+    config = SimpleNamespace(pooling=None)
+    own = {
+        "config": config,
+        "renderer": renderer,
+        "num_live": 0,
+        "queue_limits": SimpleNamespace(check=lambda *_: None),
+    }
     vars(llm).update(own)
     engine = StubEngine(llm)
     transport = httpx.ASGITransport(app=build_app(engine))
