@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import PurePosixPath
 from typing import Any, Final, TypeAlias
 
@@ -24,6 +24,8 @@ CONFIG: Final = "config.json"
 INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
 TOKENIZER: Final = "tokenizer.json"
+TEKKEN: Final = "tekken.json"
+"""Mistral's own form of a tokenizer."""
 COMPANIONS: Final = (
     "generation_config.json",
     "hf_quant_config.json",
@@ -78,10 +80,7 @@ def select(
     if check_config is not None:
         check_config(content)
     if TOKENIZER not in files:
-        raise UnsupportedModel(
-            f"{snapshot.source} has no {TOKENIZER}; write one with transformers: "
-            "AutoTokenizer.from_pretrained(MODEL).save_pretrained(DIRECTORY)"
-        )
+        raise UnsupportedModel(f"{snapshot.source} has no {TOKENIZER}; {tokenizer_remedy(files)}")
     companions = [files[name] for name in COMPANIONS if name in files]
     companions += [files[path] for path in sorted(files) if _POOLING.fullmatch(path)]
     weights = _weights(snapshot.source, files, read_small) if has_weights else ()
@@ -89,6 +88,20 @@ def select(
     for file in selected:
         check_path(file.path)
     return selected
+
+
+def tokenizer_remedy(names: Container[str]) -> str:
+    """Return what to do about a model without tokenizer.json.
+
+    Args:
+        names: of the model's files.
+    """
+    if TEKKEN not in names:
+        return "write one with transformers: AutoTokenizer.from_pretrained(MODEL).save_pretrained(DIRECTORY)"
+    return (
+        f"{TEKKEN}, which is not read, can be converted with transformers 5 and mistral-common: "
+        f'convert_tekken_tokenizer("{TEKKEN}").save_pretrained(DIRECTORY), from transformers.integrations.mistral'
+    )
 
 
 def is_pooling_folder(name: str) -> bool:

@@ -10,6 +10,8 @@ VARIABLES = {
         "VLLM_API_KEY": "The same, by vLLM's name.",
         "ARGOSY_ADMIN_API_KEY": "Keys for the administrative routes in addition to those of `--admin-api-key`, "
         "separated by commas.",
+        "ARGOSY_WARM_UP_FROM": "URL of the other replicas, as `--warm-up-from`. The operator sets it to the service's; "
+        "an empty value in `spec.engine.env` switches the warm-up off.",
         "ARGOSY_NATIVE": "`0` makes a CPU engine compute with torch instead of the C++ kernels; `debug` builds the "
         "kernels with their assertions.",
         "CXX": "C++ compiler that builds the CPU kernels at first use; otherwise `g++`, then `c++`.",
@@ -57,6 +59,11 @@ VARIABLES = {
         "operator creates it if it does not exist. Without this variable `ARGOSY_FLEET_KEY` is required.",
         "ARGOSY_ROUTER_KEYS_SECRET": "Secret of the operator's namespace whose field `api-keys` holds the client keys. "
         "The operator creates it if it does not exist.",
+        "ARGOSY_VLLM_IMAGE, ARGOSY_SGLANG_IMAGE": "Images of services of engine type vllm and sglang that name none.",
+        "ARGOSY_ENGINE_UPGRADE_POLICY": "What another `ARGOSY_ENGINE_IMAGE` does to services that name no image: "
+        "`OnSpecChange` (the default; nothing until their own next change) or `Automatic` (it is rolled out).",
+        "ARGOSY_ENGINE_SERVICE_ACCOUNTS": "ServiceAccounts that services may name, separated by commas; `*` is every "
+        "one.",
         "ARGOSY_IMAGE_PULL_POLICY": "Pull policy of engine images: `Always`, `IfNotPresent` (the default) or `Never`.",
         "ARGOSY_IMAGE_PULL_SECRETS": "Names of registry Secrets in each service's namespace, separated by commas.",
         "ARGOSY_ROUTER_URL": "URL at which clients reach the router, shown in `status.url`. Empty: no router is "
@@ -67,6 +74,9 @@ VARIABLES = {
         "ARGOSY_NODE_CACHE_SELECTOR": "Labels of the nodes that have the node cache, as a JSON object; all if empty.",
         "ARGOSY_IMAGE_VOLUMES": "`1` mounts models of `oci://` as image volumes instead of fetching them.",
         "ARGOSY_WATCH_NAMESPACES": "Namespaces to serve, separated by commas; all if empty.",
+        "ARGOSY_ARBITRARY_UIDS": "`1` leaves the user of pods to the cluster, as OpenShift requires.",
+        "ARGOSY_LEASE": "Lease in the operator's namespace without which it writes nothing; it then needs `POD_NAME`, "
+        "as the name of the holder. If it is not set, the operator always writes, and no other one may run.",
         "KUBECONFIG": "Cluster to use when the operator runs outside of one; the router reads it as well.",
     },
     "Command line": {

@@ -143,6 +143,13 @@ class InternalError(ApiError):
     pass
 
 
+class NotSupported(ApiError):
+    """The request is for something that the API has and this server never will answer as asked."""
+
+    http_status = 501
+    default_code = "not_supported"
+
+
 class BadGateway(ApiError):
     http_status = 502
     error_type = "upstream_error"

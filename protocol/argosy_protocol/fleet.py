@@ -94,6 +94,9 @@ class FleetService(Struct, frozen=True, kw_only=True, omit_defaults=True):
     canary: Canary | None = None
     fetch: ModelFetchState | None = None
     """None if replicas fetch nothing."""
+    cold_start_s: Annotated[float, Meta(ge=0, le=86400)] = 0.0
+    """How long a first replica takes from its creation until routers use it, as last measured; 0 if that is unknown.
+    Clients whose request was held for too long are told when to come back."""
     internal_key: str = ""
     """Bearer key of the engines if the document itself is private (local fleet). In a cluster it is empty, and the
     router derives the key from the fleet key and `uid`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -161,7 +162,7 @@ class PoolingRequest(EncodingFields, kw_only=True, omit_defaults=True):
     """A request to /pooling."""
 
     task: Literal["embed", "classify", "token_embed", "token_classify", "plugin"] | None = None
-    """What to compute; null: what the model is served for. The last three are refused."""
+    """What to compute; null: what the model is served for. Engines refuse the last one."""
 
 
 class PoolingUsage(Struct, frozen=True, kw_only=True):
@@ -189,7 +190,8 @@ class ClassificationResponse(Struct, frozen=True, kw_only=True):
 class PoolingData(Struct, frozen=True, kw_only=True):
     index: int
     object: str = "pooling"
-    data: list[float] | str
+    data: Sequence[float | list[float]] | str
+    """Of tasks for tokens a list of vectors, one for each token."""
 
 
 class PoolingResponse(Struct, frozen=True, kw_only=True):

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
+from argosy_protocol.errors import NotSupported
 from argosy_protocol.openai import TokenLogprob
 from argosy_protocol.responses import (
     ReasoningConfig,
@@ -87,6 +88,21 @@ class ResponseUsage(Struct, frozen=True, kw_only=True):
     output_tokens: int
     output_tokens_details: ReasoningTokensDetails
     total_tokens: int
+
+
+class InputTokenCount(Struct, frozen=True, kw_only=True):
+    """Answer of /v1/responses/input_tokens."""
+
+    object: str = "response.input_tokens"
+    input_tokens: int
+
+
+def compaction_not_supported() -> NotSupported:
+    """Return the error about /v1/responses/compact: what it makes can be read by OpenAI's models only."""
+    return NotSupported(
+        "/v1/responses/compact is not supported: it returns encrypted items that OpenAI's models read. Ask a model for "
+        "a summary of the conversation, and begin a new one with that"
+    )
 
 
 class ResponseFailure(Struct, frozen=True):

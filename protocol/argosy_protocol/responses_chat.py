@@ -124,6 +124,7 @@ def name_responses_field(error: ApiError) -> ApiError:
     else:  # the chat counts its messages otherwise
         asked = _FUNCTION_OF_TOOL.sub(r"\1", _MESSAGE_OF_CHAT.sub("input", given))
     error.param = asked
+    error.message = error.message.replace("content of type 'image_url'", "content of type 'input_image'", 1)
     for start in (given, head):
         if asked != given and error.message.startswith(start):
             error.message = asked + error.message.removeprefix(start)

@@ -103,7 +103,9 @@ def test_doctor_and_engine_name_the_same_backend(
     with caplog.at_level(logging.INFO, logger="argosy_engine.worker"):
         llm = LLM("builtin://tiny", device="cpu", block_size=8, attention_backend=forced, threads=1,
                   kv_cache_memory_bytes=64 << 20, max_model_len=128)  # fmt: skip
-        (output,) = llm.generate(["Once upon a time"], SamplingParams(temperature=0.0, max_tokens=4))
+        (output,) = llm.generate(
+            ["Once upon a time"], SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+        )
         llm.close()
     assert len(output.outputs[0].token_ids) == 4
     (line,) = [record.message for record in caplog.records if "attention backend" in record.message]

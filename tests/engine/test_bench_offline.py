@@ -81,20 +81,14 @@ def test_latency_times_each_iteration(
             [*ENGINE, "--num-prompts", "1", "--max-model-len", "64", "--input-len", "99"],
             "context",
         ),
-        (
-            bench_latency,
-            [
-                *ENGINE,
-                "--num-iters",
-                "1",
-                "--num-iters-warmup",
-                "0",
-                "--output-len",
-                "1",
-                "--output-json",
-                "/no/x",
-            ],
-            "cannot write /no/x: No such file or directory; give another --output-json",
+        *(
+            # No model is looked for before that.
+            (
+                command,
+                ["/no/model", "--output-json", "/no/x"],
+                "cannot write /no/x: No such file or directory; give another",
+            )
+            for command in (bench_latency, bench_throughput)
         ),
     ],
     ids=lambda value: " ".join(value[-2:]) if isinstance(value, list) else None,

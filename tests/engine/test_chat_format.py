@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,6 +17,7 @@ from argosy_engine.config import ParserConfig
 from argosy_engine.frontend.outputs import GenerationOutput
 from argosy_engine.frontend.renderer import Renderer
 from argosy_engine.request_defaults import RequestDefaults
+from argosy_protocol.openai import ChatChunkChoice
 from chat_requests import chat
 
 PING = {"type": "function", "function": {"name": "ping"}}
@@ -56,13 +58,26 @@ def outputs(renderer: Renderer, text: str, *, in_parts: bool) -> list[Generation
     ]
 
 
+def joined_calls(deltas: list[ChatChunkChoice]) -> list[dict[str, Any]]:
+    """Return the calls of a stream, as clients put them together."""
+    calls: list[dict[str, Any]] = []
+    for call in (call for delta in deltas for call in delta.delta.tool_calls):
+        if call.index == len(calls):
+            assert call.type == "function"
+            calls.append({"id": call.id, "name": call.function.name, "arguments": ""})
+        else:
+            assert (call.id, call.type, call.function.name) == (None, None, None)
+        assert call.index == len(calls) - 1
+        calls[-1]["arguments"] += call.function.arguments
+    return calls
+
+
 def calls_and_reason(renderer: Renderer, *, stream: bool, **fields: object) -> tuple[list[str], str | None]:
     made = formatted(renderer, tools=[PING], **fields)
     parts = outputs(renderer, CALLS, in_parts=stream)
     if stream:
         deltas = [delta for part in parts for delta in made.deltas(part)]
-        calls = [call.function.arguments for delta in deltas for call in delta.delta.tool_calls]
-        return calls, deltas[-1].finish_reason
+        return [call["arguments"] for call in joined_calls(deltas)], deltas[-1].finish_reason
     (choice,) = made.response(parts).choices
     return [call.function.arguments for call in choice.message.tool_calls], choice.finish_reason
 
@@ -83,21 +98,59 @@ def test_a_named_call_finishes_with_stop(renderer: Renderer, stream: bool) -> No
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_named_call_that_is_cut_off_is_content(renderer: Renderer, stream: bool) -> None:
-    """Whole and streamed, so that arguments are always a JSON object."""
+def test_a_call_that_is_cut_off_keeps_the_arguments_so_far(renderer: Renderer, stream: bool) -> None:
     cut = CALLS[: CALLS.index("}")]
     made = formatted(renderer, tools=[PING], tool_choice=NAMED)
     *parts, last = outputs(renderer, cut, in_parts=stream)
     last.finish_reason = "length"
     if stream:
         deltas = [delta for part in (*parts, last) for delta in made.deltas(part)]
-        messages, reason = [delta.delta for delta in deltas], deltas[-1].finish_reason
+        content, reason = "".join(delta.delta.content or "" for delta in deltas), deltas[-1].finish_reason
+        (arguments,) = [call["arguments"] for call in joined_calls(deltas)]
     else:
         (choice,) = made.response([last]).choices
-        messages, reason = [choice.message], choice.finish_reason
-    assert "".join(message.content or "" for message in messages) == cut
-    assert not any(message.tool_calls for message in messages)
-    assert reason == "length"
+        content, reason = choice.message.content or "", choice.finish_reason
+        (arguments,) = [call.function.arguments for call in choice.message.tool_calls]
+    assert (arguments, content, reason) == ('{"n": 0', "", "length")
+
+
+@pytest.mark.parametrize("tool_choice", ["auto", "required", NAMED])
+def test_a_streamed_call_begins_before_its_arguments(renderer: Renderer, tool_choice: Any) -> None:
+    made = formatted(renderer, tools=[PING], tool_choice=tool_choice)
+    call = (
+        '<tool_call>\n{"name": "ping", "arguments": {"city": "Llanfairpwllgwyngyll", "n": 1}}\n</tool_call>'
+    )
+    parts = [GenerationOutput(0, char, [7]) for char in call]
+    deltas = [delta for part in parts for delta in made.deltas(part)]
+    first, *later = [call for delta in deltas for call in delta.delta.tool_calls]
+    assert (first.index, first.type, first.function.name) == (0, "function", "ping")
+    assert first.function.arguments in ("", '{"')
+    assert len(later) > 20
+    (joined,) = joined_calls(deltas)
+    assert json.loads(joined["arguments"]) == {"city": "Llanfairpwllgwyngyll", "n": 1}
+
+
+def test_a_resumed_stream_goes_on_in_the_arguments(renderer: Renderer) -> None:
+    undisturbed = formatted(renderer, tools=[PING])
+    parts = outputs(renderer, CALLS, in_parts=True)
+    said = [[delta.delta for delta in undisturbed.deltas(part)] for part in parts]
+    for cut in range(1, len(parts)):
+        continued = formatted(renderer, tools=[PING])
+        parts[cut].resumed_text = "".join(part.text for part in parts[:cut])
+        assert [[delta.delta for delta in continued.deltas(part)] for part in parts[cut:]] == said[cut:]
+        parts[cut].resumed_text = ""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_beyond_the_first_adds_nothing(renderer: Renderer, stream: bool) -> None:
+    """Without `parallel_tool_calls` neither the call nor its arguments reach the client."""
+    made = formatted(renderer, tools=[PING], parallel_tool_calls=False)
+    parts = outputs(renderer, CALLS, in_parts=stream)
+    if stream:
+        found = [call["arguments"] for call in joined_calls([d for part in parts for d in made.deltas(part)])]
+    else:
+        found = [call.function.arguments for call in made.response(parts).choices[0].message.tool_calls]
+    assert found == ['{"n": 0}']
 
 
 def kimi_call(number: int) -> str:

@@ -13,6 +13,7 @@ from argosy_engine.parsers.chat_parser import ChatParser
 from argosy_engine.parsers.parsed_output import Parsed, ParsedCall
 from argosy_engine.parsers.reasoning_parsers.qwen3_reasoning_parser import Qwen3ReasoningParser
 from argosy_engine.parsers.tool_parsers.hermes_tool_parser import HermesToolParser
+from parsed_parts import joined
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 NAN_CALL = '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>'
@@ -32,7 +33,7 @@ PARSES = [
     ),
     ("two calls", CALL + "\n" + CALL, Parsed("", "", (PARIS,) * 2)),
     ("broken call", "<tool_call>{nope}</tool_call>", Parsed("", "<tool_call>{nope}</tool_call>")),
-    ("no JSON", NAN_CALL, Parsed("", NAN_CALL)),
+    ("no JSON", NAN_CALL, Parsed("", "", (ParsedCall("f", '{"a": NaN}'),))),
     ("half a pair", HALF_CALL, Parsed("", "", (ParsedCall("f", '{"a": "\\ud83d"}'),))),
     ("half a name", HALF_CALL.replace('"f"', '"\\ud83d"'), Parsed("", HALF_CALL.replace('"f"', '"\\ud83d"'))),
     ("unclosed call", '<tool_call>{"name": "x"', Parsed("", '<tool_call>{"name": "x"')),
@@ -54,12 +55,7 @@ def chat_parser(*, is_reasoning: bool = False, calls_end_reasoning: bool = False
 def test_chat_parser(name: str, text: str, expected: Parsed, size: int) -> None:
     parser = chat_parser()
     parts = [parser.feed(text[i : i + size], i + size >= len(text)) for i in range(0, len(text), size)]
-    got = Parsed(
-        "".join(part.reasoning for part in parts),
-        "".join(part.content for part in parts),
-        tuple(call for part in parts for call in part.calls),
-    )
-    assert got == expected
+    assert joined(parts) == expected
 
 
 @settings(max_examples=300, deadline=None)
@@ -72,6 +68,8 @@ def test_chat_parser(name: str, text: str, expected: Parsed, size: int) -> None:
                 "<tool_call>",
                 "</tool_call>",
                 '{"name": "f"}',
+                '{"name": "f", "arguments": {"a": "',
+                '"}}',
                 "\n",
                 "\n" * 9,
                 "a",
@@ -93,7 +91,7 @@ def test_chat_parser_does_not_care_how_text_is_cut(
     def new() -> ChatParser:
         return chat_parser(is_reasoning=is_reasoning, calls_end_reasoning=calls_end_reasoning)
 
-    def parse(parts: list[str], seam: int = 0) -> tuple[str, str, list[object]]:
+    def parse(parts: list[str], seam: int = 0) -> Parsed:
         """Parse with two parsers: the second continues at `seam`, as in an engine that resumes a stream."""
         parser = new()
         parsed = [parser.feed(part) for part in parts[:seam]]
@@ -102,8 +100,7 @@ def test_chat_parser_does_not_care_how_text_is_cut(
         parsed += [
             parser.feed(part, index == len(parts)) for index, part in enumerate(parts[seam:], seam + 1)
         ]
-        calls = [call for part in parsed for call in part.calls]
-        return "".join(p.reasoning for p in parsed), "".join(p.content for p in parsed), calls
+        return joined(parsed)
 
     edges = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
     parts = [text[a:b] for a, b in itertools.pairwise(edges)]

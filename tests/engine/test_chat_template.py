@@ -58,9 +58,32 @@ def test_tool_call_arguments_reach_the_template_as_values(template: ChatTemplate
         chat(messages=[{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}])
     )
     assert '"arguments": {"a": 1}' in text
-    call["function"]["arguments"] = "{broken"  # type: ignore[index]
-    with pytest.raises(InvalidRequest, match="not valid JSON"):
-        template.render(chat(messages=[{"role": "assistant", "tool_calls": [call]}]))
+
+
+FIRST_ARGUMENTS = "{% set a = messages[0].tool_calls[0].function.arguments %}"
+
+
+@pytest.mark.parametrize(
+    "arguments", ['{"path": "a.py", "text": "imp', "{broken", "[1]", '"x"', '{"a":' * 200 + "1" + "}" * 200]
+)
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("{{ a | tojson }}", "%s"),
+        ("{{ a }}", "%s"),
+        ("{{ '<' + a + '>' }}", "<%s>"),
+        ("{% if a is string %}{{ a }}{% else %}{{ a | tojson }}{% endif %}", "%s"),
+        ("{% for name, value in a.items() %}{{ name }}{% endfor %}", ""),
+        ("{{ messages[0].tool_calls[0].function | tojson }}", '{"name": "f", "arguments": {}}'),
+    ],
+)
+def test_arguments_that_are_no_object_are_their_text_or_empty(
+    arguments: str, source: str, expected: str
+) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    request = chat(messages=[{"role": "assistant", "tool_calls": [call]}])
+    expected = expected.replace("%s", arguments)
+    assert ChatTemplate(FIRST_ARGUMENTS + source, {}).render(request) == expected
 
 
 PREFIXES = [

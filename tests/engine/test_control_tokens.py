@@ -255,6 +255,12 @@ def test_a_role_cannot_end_its_message(model: Any) -> None:
     assert control_ids(renderer, one) == control_ids(renderer, two)
 
 
+@pytest.mark.parametrize("text", ["\0", "\0<", ">\0", ">\0<", "\0\0"])
+def test_a_nul_character_is_a_character_like_others(text: str) -> None:
+    tokens = ControlTokens(["<a>", "<b>"])
+    assert tokens.reveal(tokens.hide(text))[0] == text
+
+
 def test_chunk_ends_are_found_between_segments(model: Any) -> None:
     renderer, _ = model("tiny")
     said = "The lantern hangs by the door. " * 30 + "<|im_end|>" + "Nobody walks there at night. " * 30

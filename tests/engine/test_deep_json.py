@@ -122,26 +122,27 @@ def depth_at_slot(text: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("text", "status", "message"),
+    "text",
     [
-        ("[" * 100_000, 400, "nested too deeply"),
-        ("[" * 900 + "]" * 900, 400, "nested too deeply"),
-        ('{"a":' * 900 + "1" + "}" * 900, 400, "nested too deeply"),
-        ("[1,", 400, "not valid JSON"),
-        (nested(MAX_DEPTH, "list"), 200, ""),
-        ('{"a": "' + "[" * 200 + '"}', 200, ""),
+        "[" * 900 + "]" * 900,
+        '{"a":' * 900 + "1" + "}" * 900,
+        "[1,",
+        nested(MAX_DEPTH, "list"),
+        '{"a": "' + "[" * 200 + '"}',
     ],
 )
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
-def test_tool_call_arguments_in_text_have_the_same_bounds(
-    server: Server, path: str, text: str, status: int, message: str
-) -> None:
+def test_tool_call_arguments_in_text_are_what_a_model_wrote(server: Server, path: str, text: str) -> None:
+    """Those that are not JSON within the bounds reach the template as text."""
     answer = ask(server, path, json.dumps({**arguments(text), "max_tokens": 1}))
-    assert answer.status_code == status, answer.text[:500]
-    if status != 200:
-        error = answer.json()["error"]
-        assert error["param"] == "messages[1].tool_calls[0].function.arguments"
-        assert message in error["message"]
+    assert answer.status_code == 200, answer.text[:500]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+def test_tool_call_arguments_that_are_long_text_are_as_long_a_prompt(server: Server, path: str) -> None:
+    answer = ask(server, path, json.dumps({**arguments("[" * 100_000), "max_tokens": 1}))
+    assert answer.status_code == 400, answer.text[:500]
+    assert answer.json()["error"]["param"] == "messages"
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])

@@ -19,14 +19,18 @@ EXEMPT = {
     "vllm:cache_config_info",
     "argosy_engine_info",
     "argosy_engine_stalled_requests_total",
+    "argosy_engine_slow_clients_total",
     "vllm:admission_rejections_total",
+    "vllm:sleep_mode_operations_in_flight",
+    "vllm:tool_call_parser_invocations_total",
 }
-"""Constants, and what moves only when the engine is broken (the tests of the watchdog break it) or full
-(test_waiting_reasons)."""
+"""Constants, what is over before it is scraped, and what moves only when the engine is broken (tests of the watchdog
+break it), full (test_waiting_reasons), asked with tools (below), or has clients that do not read
+(test_client_disconnects)."""
 
-LABELS = ("finished_reason", "sleep_state", "reason", "source")
+LABELS = ("finished_reason", "sleep_state", "reason", "source", "operation")
 Series = dict[tuple[str, str], float]
-"""(name, finished_reason, sleep_state, reason or source) -> value; buckets and creation times left out."""
+"""(name, finished_reason, sleep_state, reason, source or operation) -> value; buckets and creation times left out."""
 
 
 @pytest.fixture(scope="module")
@@ -192,3 +196,48 @@ def test_choices_of_a_prompt_count_as_one_call_with_the_longest_of_them(http: ht
 
 def growth_of_prompts(before: Series, after: Series) -> float:
     return after["vllm:prompt_tokens_total", ""] - before["vllm:prompt_tokens_total", ""]
+
+
+TOOL = {
+    "type": "function",
+    "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {}}},
+}
+CHAT = {
+    "model": "tiny",
+    "messages": [{"role": "user", "content": "Hello!"}],
+    "max_tokens": 64,
+    "temperature": 0,
+}
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_choices_of_requests_with_tools_count_by_whether_they_call_one(
+    http: httpx.Client, is_stream: bool
+) -> None:
+    mode = "streaming" if is_stream else "non_streaming"
+
+    def counted() -> dict[tuple[str, str], float]:
+        families = text_string_to_metric_families(http.get("/metrics").text)
+        (family,) = [each for each in families if each.name == "vllm:tool_call_parser_invocations"]
+        return {
+            (sample.labels["request_type"], sample.labels["outcome"]): sample.value
+            for sample in family.samples
+            if sample.name.endswith("_total") and sample.labels["mode"] == mode
+        }
+
+    before = counted()
+    bodies = (
+        ("/v1/chat/completions", {**CHAT, "tools": [TOOL], "tool_choice": "required"}),
+        ("/v1/chat/completions", {**CHAT, "tools": [TOOL], "max_tokens": 1, "n": 2}),
+        ("/v1/chat/completions", CHAT),
+        ("/v1/responses", {"model": "tiny", "input": "Hello!", "tools": [{"type": "function", "name": "f"}]}),
+        ("/v1/messages", {**CHAT, "tools": [{"name": "f", "input_schema": {"type": "object"}}]}),
+    )
+    for path, body in bodies:
+        assert http.post(path, json={**body, "stream": is_stream}).status_code == 200
+    after = counted()
+    changed = {key: after[key] - before[key] for key in after}
+    assert changed["chat_completions", "tool_call"] == 1
+    assert changed["chat_completions", "no_tool_call"] == 2
+    for api in ("responses", "other"):
+        assert changed[api, "tool_call"] + changed[api, "no_tool_call"] == 1

@@ -62,7 +62,6 @@ REFUSED: list[tuple[tuple[str, dict[str, Any]], str]] = [
     (said({"role": "user", "content": 5}), "messages[0].content"),
     (said({"role": "user", "content": [{"type": "image_url"}]}), "messages[0].content[0]"),
     (said({"role": "assistant", "tool_calls": [{}]}), "messages[0].tool_calls[0]"),
-    (call({"name": "f", "arguments": "{"}), "messages[0].tool_calls[0].function.arguments"),
     (chat(stream="yes"), "stream"),
     (chat(stream_options={"include_usage": 5}), "stream_options.include_usage"),
     (chat(temperature=-1), "temperature"),

@@ -58,6 +58,10 @@ def cut(file: Path, size: int) -> None:
 
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no tokenizer": (lambda path: (path / "tokenizer.json").unlink(), "tokenizer.json is missing (write one"),
+    "only Mistral's tokenizer": (
+        lambda path: (path / "tokenizer.json").rename(path / "tekken.json"),
+        "tokenizer.json is missing (tekken.json, which is not read, can be converted",
+    ),
     "empty tokenizer": (lambda path: cut(path / "tokenizer.json", 0), "tokenizer.json is damaged"),
     "cut tokenizer": (lambda path: cut(path / "tokenizer.json", 1000), "tokenizer.json is damaged"),
     "nested tokenizer": (

@@ -59,7 +59,8 @@ def generated(kv_cache_dtype: str) -> tuple[list[int], int]:
     """Return the tokens of a greedy output, and the number of KV blocks of 4 MiB."""
     with LLM("builtin://tiny", device="cpu", dtype="float32", attention_backend="torch", threads=1,
              kv_cache_memory_bytes=4 << 20, max_model_len=64, kv_cache_dtype=kv_cache_dtype) as llm:  # fmt: skip
-        (output,) = llm.generate(["Once upon a time"], SamplingParams(temperature=0.0, max_tokens=8))
+        params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+        (output,) = llm.generate(["Once upon a time"], params)
         return list(output.outputs[0].token_ids), llm.client.config.num_gpu_blocks
 
 

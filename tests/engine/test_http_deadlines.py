@@ -258,7 +258,11 @@ async def test_an_idle_connection_is_closed_without_a_word(client: Connection) -
     assert client.wire.written == answered
 
 
-async def test_a_client_that_does_not_read_its_answer_is_cut(client: Connection) -> None:
+async def test_a_client_that_does_not_read_its_answer_is_cut(
+    client: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut: list[None] = []
+    monkeypatch.setattr(Protocol, "on_slow_client", staticmethod(lambda: cut.append(None)))
     await client.send(HEAD + b"content-length: 0\r\n\r\n")
     for _ in range(3):  # it reads slowly, but it does
         client.protocol.pause_writing()
@@ -269,9 +273,9 @@ async def test_a_client_that_does_not_read_its_answer_is_cut(client: Connection)
         assert not client.wire.is_closed
     client.protocol.pause_writing()
     await client.clock.advance(STALL_S - 1)
-    assert not client.wire.is_gone
+    assert (client.wire.is_gone, len(cut)) == (False, 0)
     await client.clock.advance(2)
-    assert client.wire.is_gone
+    assert (client.wire.is_gone, len(cut)) == (True, 1)
 
 
 async def test_what_a_client_left_unread_when_its_connection_ended_is_dropped(client: Connection) -> None:

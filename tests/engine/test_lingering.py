@@ -73,6 +73,19 @@ async def test_the_answer_arrives_while_the_client_continues_to_send(port: int, 
         assert received.startswith(b"HTTP/1.1 " + status)
 
 
+async def test_a_request_is_answered_although_no_request_follows_it(port: int) -> None:
+    request = HEAD + b"content-length: 2\r\n\r\n{}"
+    for after in (
+        b"x y z\r\n\r\n",
+        b"\0" * 4_000_000,
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/9.9\r\nhost: x\r\n\r\n",
+    ):
+        received = await asyncio.to_thread(send_all_then_read, port, request + after)
+        assert received.startswith(b"HTTP/1.1 200")
+        assert received.count(b"HTTP/1.1") == 1
+
+
 async def test_a_connection_too_many_is_told_so_although_it_sends_a_request(port: int) -> None:
     held = [socket.create_connection(("127.0.0.1", port)) for _ in range(MAX_CONNECTIONS)]
     try:

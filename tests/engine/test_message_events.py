@@ -36,6 +36,8 @@ TEXTS = {
     "text after a call": CALL % 1 + "and on",
 }
 
+CUT = 'I call.\n<tool_call>\n{"name": "ping", "arguments": {"n": [1, 2'
+
 
 @pytest.fixture(scope="module")
 def renderer() -> Renderer:
@@ -104,7 +106,7 @@ def test_text_does_not_depend_on_how_it_was_split(renderer: Renderer, text: str,
     assert some["stop_reason"] == most["stop_reason"]
 
 
-@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+@pytest.mark.parametrize("text", [*TEXTS.values(), CUT], ids=[*TEXTS, "an end in arguments"])
 def test_a_stream_continues_after_any_token(renderer: Renderer, text: str) -> None:
     parts = outputs([text[n : n + 3] for n in range(0, len(text), 3)] or [""])
     undisturbed = MessageEvents(formatted(renderer))
@@ -124,6 +126,24 @@ def test_a_stream_continues_after_any_token(renderer: Renderer, text: str) -> No
         after = outputs([text[n : n + 3] for n in range(0, len(text), 3)])[cut:]
         after[0].resumed_text = text[: 3 * cut]
         assert [continued.of(output) for output in after] == said[cut:]
+
+
+def test_arguments_follow_while_they_are_written(renderer: Renderer) -> None:
+    events = MessageEvents(formatted(renderer))
+    made = [event for output in outputs(list(CUT), finish_reason="length") for event in events.of(output)]
+    told = [event.get("delta", {}) for event in parsed(b"".join(event + b"\n\n" for event in made))]
+    pieces = [delta["partial_json"] for delta in told if delta.get("type") == "input_json_delta"]
+    assert len(pieces) > 3
+    assert "".join(pieces) == '{"n": [1, 2'
+    whole = formatted(renderer).message(*outputs([CUT], finish_reason="length"))
+    assert json.loads(msgspec.json.encode(whole.content[-1]))["input"] == {}, "what JSON cannot express"
+
+
+def test_arguments_beyond_the_decoder_s_depth_are_an_empty_object(renderer: Renderer) -> None:
+    deep = '{"n": ' * 2000 + "1" + "}" * 2000
+    text = f'<tool_call>\n{{"name": "ping", "arguments": {deep}}}\n</tool_call>'
+    (block,) = told(renderer, text)["content"]
+    assert (block["name"], block["input"]) == ("ping", {})
 
 
 @pytest.mark.parametrize(

@@ -90,10 +90,16 @@ def test_labels_equal_transformers(kind: str, tmp_path: Path) -> None:
         raw = PoolingParams(use_activation=False)
         for prompt, result in zip(prompts(), llm.classify(prompts(), raw, use_tqdm=False), strict=True):
             close_to(result.outputs.probs, logits(reference, prompt))
+        of_tokens = llm.encode(prompts(), PoolingParams(task="token_classify"), use_tqdm=False)
+        for prompt, result in zip(prompts(), of_tokens, strict=True):
+            assert len(result.outputs.data) == len(prompt)
+            close_to(result.outputs.data[-1], logits(reference, prompt).softmax(dim=-1))
+            close_to(result.outputs.data[0], logits(reference, prompt[:1]).softmax(dim=-1))
         with pytest.raises(InvalidRequest, match="does not generate"):
             llm.generate([[5, 6]], use_tqdm=False)
-        with pytest.raises(InvalidRequest, match="--convert embed"):
-            llm.encode([[5, 6]], PoolingParams(task="embed"), use_tqdm=False)
+        for task in ("embed", "token_embed"):
+            with pytest.raises(InvalidRequest, match="--convert embed"):
+                llm.encode([[5, 6]], PoolingParams(task=task), use_tqdm=False)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("limit", [64, 65])

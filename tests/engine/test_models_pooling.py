@@ -13,7 +13,12 @@ import torch.nn.functional as F
 
 from argosy_engine import LLM
 from argosy_engine.errors import InvalidRequest
-from argosy_engine.frontend.pooling import encode, pooling_request
+from argosy_engine.frontend.pooling import (
+    MAX_TOKEN_NUMBERS,
+    check_token_numbers,
+    encode,
+    pooling_request,
+)
 from argosy_engine.frontend.renderer import TokenizedPrompt
 from argosy_engine.params.pooling_params import PoolingParams
 from argosy_engine.params.sampling_params import SamplingParams
@@ -77,6 +82,23 @@ def test_vectors_equal_transformers(params: PoolingParams, model: Any) -> None:
             torch.testing.assert_close(ours, expected(reference, prompt, params), atol=2e-4, rtol=2e-4)
     cached = [result.num_cached_tokens for result in results]
     assert (max(cached) >= 112) == (params.pooling_type is None), cached
+
+
+@pytest.mark.parametrize(
+    "params", [PoolingParams(), PoolingParams(use_activation=False, dimensions=5)], ids=str
+)
+def test_every_token_has_a_vector(params: PoolingParams, model: Any) -> None:
+    llm, reference = model
+    rng = random.Random(3)
+    prompts = [[rng.randrange(2, 512) for _ in range(length)] for length in (1, 47, 130)]
+    for _ in range(2):  # the second time with a prefix cache, which is of no use
+        results = llm.encode(prompts, params.replace(task="token_embed"), use_tqdm=False)
+        for prompt, result in zip(prompts, results, strict=True):
+            with torch.inference_mode():
+                states = reference.base_model(torch.tensor([prompt])).last_hidden_state[0].float()
+            states = states[:, : params.dimensions]
+            wanted = states if params.use_activation is False else F.normalize(states, dim=-1)
+            torch.testing.assert_close(torch.tensor(result.outputs.data), wanted, atol=2e-4, rtol=2e-4)
 
 
 def test_vectors_and_tokens_share_a_step(model: Any) -> None:
@@ -161,3 +183,13 @@ def test_an_interrupted_call_leaves_nothing_behind(model: Any) -> None:
     assert not llm.client.has_work
     (result,) = llm.encode([[5] * 40], PoolingParams(pooling_type="mean"), use_tqdm=False)
     assert len(result.outputs.embedding) == llm.config.embedding_size
+
+
+def test_vectors_of_too_many_tokens_are_refused(model: Any) -> None:
+    llm, _ = model
+    resolved = PoolingParams(task="token_embed")
+    most = MAX_TOKEN_NUMBERS // llm.config.embedding_size
+    check_token_numbers(llm.config, resolved, most)
+    with pytest.raises(InvalidRequest, match=f"send at most {most} tokens at once"):
+        check_token_numbers(llm.config, resolved, most + 1)
+    check_token_numbers(llm.config, PoolingParams(task="embed"), most + 1)

@@ -182,6 +182,18 @@ def test_vectors_of_either_kind(embed: Post, classify: Post, embedding: LLM, cla
     assert classify("/pooling", input=QUERY).json()["data"][0]["data"] == near(expected.outputs.probs)
 
 
+def test_vectors_of_tokens(embed: Post, classify: Post, embedding: LLM, classifying: LLM) -> None:
+    for post, llm, task in ((embed, embedding, "token_embed"), (classify, classifying, "token_classify")):
+        params = PoolingParams(task=task)  # type: ignore[arg-type]
+        (expected,) = llm.encode(QUERY, params, use_tqdm=False)
+        data = post("/pooling", input=QUERY, task=task).json()["data"][0]["data"]
+        assert len(data) == len(expected.prompt_token_ids)
+        assert data == [near(row) for row in expected.outputs.data]
+        encoded = post("/pooling", input=QUERY, task=task, encoding_format="base64").json()["data"][0]["data"]
+        numbers = np.frombuffer(base64.b64decode(encoded), "<f4")
+        assert numbers.reshape(len(data), -1).tolist() == [near(row) for row in data]
+
+
 @pytest.mark.parametrize(
     ("kind", "path", "body", "remedy"),
     [
@@ -202,7 +214,9 @@ def test_vectors_of_either_kind(embed: Post, classify: Post, embedding: LLM, cla
             "does not generate",
         ),
         ("embed", "/classify", {"input": "a"}, "--convert classify"),
-        ("embed", "/pooling", {"input": "a", "task": "token_embed"}, "embed, classify"),
+        ("embed", "/pooling", {"input": "a", "task": "plugin"}, "embed, classify"),
+        ("embed", "/pooling", {"input": "a", "task": "token_classify"}, "--convert classify"),
+        ("classify", "/pooling", {"input": "a", "task": "token_embed"}, "--convert embed"),
         ("embed", "/v1/completions", {"prompt": "a", "stream": True}, "does not generate"),
     ],
 )

@@ -296,6 +296,8 @@ def test_the_end_of_a_private_ray_ends_the_engine_but_not_its_program(victim: st
 
 
 def test_a_private_ray_is_for_one_engine_of_a_program(no_cluster: None) -> None:
+    import ray
+
     first = RayCluster(1, 0)
     try:
         with pytest.raises(
@@ -305,6 +307,9 @@ def test_a_private_ray_is_for_one_engine_of_a_program(no_cluster: None) -> None:
         assert first.describe_nodes().endswith("1 CPUs of these are free")
     finally:
         first.close()
+    with pytest.raises(Exception, match="Ray has not been started yet"):
+        ray.put(b"of a thread that has not heard of the end")
+    assert not ray.is_initialized()
 
 
 def test_engines_of_one_program_share_the_connection_to_a_cluster(nodes: VirtualNodes) -> None:

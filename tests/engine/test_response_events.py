@@ -178,6 +178,32 @@ def test_a_response_that_was_cut_is_incomplete(renderer: Renderer, text: str) ->
     assert made["output"][-1]["status"] in (expected, "incomplete")
 
 
+def test_arguments_follow_while_they_are_written(renderer: Renderer) -> None:
+    text = TEXTS["one call"]
+    events = formatted(renderer)
+    said = events.begin() + [event for output in outputs(list(text)) for event in events.of(output)]
+    told = parsed_events(b"".join(said))
+    deltas = [e["delta"] for e in told if e["type"] == "response.function_call_arguments.delta"]
+    assert len(deltas) > 3
+    assert json.loads("".join(deltas)) == {"n": 1}
+
+
+def test_a_call_that_was_cut_is_incomplete(renderer: Renderer) -> None:
+    text = TEXTS["one call"]
+    cut = text[: text.index("}")]
+    for pieces in (list(cut), [cut]):
+        (call,) = streamed(formatted(renderer), pieces, finish_reason="length")["output"]
+        assert (call["status"], call["arguments"]) == ("incomplete", '{"n": 1')
+
+
+def test_arguments_beyond_the_decoder_s_depth_are_answered(renderer: Renderer) -> None:
+    arguments = '{"n": ' * 2000 + "1" + "}" * 2000
+    text = f'<tool_call>\n{{"name": "ping", "arguments": {arguments}}}\n</tool_call>'
+    made = streamed(formatted(renderer), [text[n : n + 500] for n in range(0, len(text), 500)])
+    assert texts(made) == [("function_call", arguments)]
+    assert made["output"][0]["status"] == "completed"
+
+
 def test_usage(renderer: Renderer) -> None:
     ids = renderer.tokenizer.encode(THOUGHT + "x", add_special_tokens=False).ids
     usage = whole(renderer, THOUGHT + "x", token_ids=ids, num_output_tokens=len(ids))["usage"]

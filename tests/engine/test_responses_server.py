@@ -329,3 +329,40 @@ def test_a_client_that_leaves_ends_its_request(http: httpx.Client) -> None:
     with http.stream("POST", "/v1/responses", json={"model": "tiny", "stream": True, **FOREVER}) as stream:
         next(stream.iter_bytes())
     wait_until(lambda: http.get("/load").json() == {"server_load": 0}, "the end of the request")
+
+
+def test_an_image_is_refused_by_the_type_that_the_client_gave(http: httpx.Client) -> None:
+    image = {"type": "input_image", "image_url": "u"}
+    answer = http.post("/v1/responses", json=body(input=[{"role": "user", "content": [image]}]))
+    message = answer.json()["error"]["message"]
+    assert "'input_image'" in message
+    assert "'image_url'" not in message
+
+
+def test_input_tokens_are_those_of_the_prompt(client: openai.OpenAI, http: httpx.Client) -> None:
+    first = client.responses.create(model="tiny", input=HELLO, instructions="Be kind.", tools=[WEATHER])
+    counted = client.responses.input_tokens.count(
+        model="tiny", input=HELLO, instructions="Be kind.", tools=[WEATHER]
+    )
+    assert first.usage is not None
+    assert counted.to_dict() == {"object": "response.input_tokens", "input_tokens": first.usage.input_tokens}
+    second = client.responses.create(model="tiny", input="And you?", previous_response_id=first.id)
+    counted = client.responses.input_tokens.count(
+        model="tiny", input="And you?", previous_response_id=first.id
+    )
+    assert second.usage is not None
+    assert counted.input_tokens == second.usage.input_tokens
+    too_long = client.responses.input_tokens.count(model="tiny", input="word " * 3 * MAX_MODEL_LEN)
+    assert too_long.input_tokens > MAX_MODEL_LEN
+    for fields, status in (
+        ({"model": "absent"}, 404),
+        ({"input": [{"id": "msg_x_0"}]}, 404),
+        ({"input": 1}, 400),
+    ):
+        assert http.post("/v1/responses/input_tokens", json=body(**fields)).status_code == status
+
+
+def test_compaction_is_refused_by_name(http: httpx.Client) -> None:
+    answer = http.post("/v1/responses/compact", json=body())
+    assert (answer.status_code, answer.json()["error"]["code"]) == (501, "not_supported")
+    assert "/v1/responses/compact" in answer.json()["error"]["message"]

@@ -351,6 +351,7 @@ def test_token_ids_for_routers_come_in_comments(
         "model": "tiny",
         "temperature": 2.0,
         "seed": 5,
+        "min_tokens": 9,
         "max_tokens": 40,
         "n": 2,
         "stream": True,

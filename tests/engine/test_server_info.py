@@ -9,17 +9,18 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-from fastapi.routing import APIRoute
 from jsonschema import Draft202012Validator
 
 from argosy_engine.api.app import build_app
-from argosy_engine.api.openapi_document import openapi_document
+from argosy_engine.api.openapi_routes import documented_routes
 from argosy_engine.api.served_engine import Engine
 from argosy_engine.api.server_args import ServerArgs
 from argosy_engine.checkpoint.model_path import resolve_model
 from argosy_engine.frontend.chat_template import ChatTemplate
 from argosy_protocol.errors import BadRequest
 from argosy_protocol.openai import decode_request, unsupported
+from argosy_protocol.openapi_document import openapi_document
+from documented_routes import documented_operations, operations
 
 TINY = resolve_model("builtin://tiny")
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -67,18 +68,15 @@ async def test_the_document_has_every_route() -> None:
     async with http_of() as http:
         document = (await http.get("/openapi.json")).json()
         page = await http.get("/docs")
-    app = build_app(Engine(("tiny",)))
-    routes = {
-        (route.path.replace(":path}", "}"), method.lower())
-        for route in app.routes
-        if isinstance(route, APIRoute) and not route.path.startswith("/internal/")
-        for method in route.methods or ()
-    }
-    assert {(path, method) for path, methods in document["paths"].items() for method in methods} == routes
+    assert operations(document) == documented_operations("engine")
     assert "openapi.json" in page.text
     async with http_of(disable_fastapi_docs=True) as http:
         assert (await http.get("/openapi.json")).status_code == 404
         assert (await http.get("/docs")).status_code == 404
+
+
+def document_of_engine() -> dict[str, Any]:
+    return openapi_document("engine", documented_routes(build_app(Engine(("tiny",)))))
 
 
 def validator(document: dict[str, Any], name: str) -> Draft202012Validator:
@@ -86,7 +84,7 @@ def validator(document: dict[str, Any], name: str) -> Draft202012Validator:
 
 
 def test_the_messages_api_is_described() -> None:
-    document = openapi_document(build_app(Engine(("tiny",))))
+    document = document_of_engine()
     bodies, error = {}, {"type": "error", "error": {"type": "api_error", "message": "x"}}
     for path in ("/v1/messages", "/v1/messages/count_tokens"):
         operation = document["paths"][path]["post"]
@@ -118,14 +116,14 @@ def test_the_messages_api_is_described() -> None:
     ],
 )
 def test_the_document_describes_responses(fields: dict[str, Any], is_valid: bool) -> None:
-    document = openapi_document(build_app(Engine(("tiny",))))
+    document = document_of_engine()
     schema = {**document, "$ref": "#/components/schemas/ResponsesRequest"}
     assert Draft202012Validator(schema).is_valid({"model": "m", "input": "x", **fields}) is is_valid
 
 
 @pytest.fixture(scope="module")
 def chat_schema() -> Draft202012Validator:
-    document = openapi_document(build_app(Engine(("tiny",))))
+    document = document_of_engine()
     schema = {**document, "$ref": "#/components/schemas/ChatCompletionRequest"}
     return Draft202012Validator(schema)
 

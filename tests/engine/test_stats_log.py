@@ -23,7 +23,7 @@ def test_the_stats_line_appears_with_traffic_only(caplog: pytest.LogCaptureFixtu
         tick(0.5)
     assert caplog.records == []
     tick(0.5, num_running=1, prefix_cache_queries=100, prefix_cache_hits=50)
-    tick(INTERVAL_S, tokens=40, num_running=1, num_waiting=2, kv_cache_usage=0.25)
+    tick(INTERVAL_S, tokens=30, num_tokens_elsewhere=10, num_running=1, num_waiting=2, kv_cache_usage=0.25)
     (record,) = caplog.records
     line = record.getMessage()
     assert f"prompt throughput: {50 / INTERVAL_S:.1f} tokens/s" in line

@@ -113,19 +113,22 @@ def test_required_tool_calls_have_valid_arguments(client: openai.OpenAI, stream:
         "parallel_tool_calls": False,
         "stream": stream,
     }
-    calls = []
     if stream:
-        for chunk in create(client, **fields):
-            for choice in chunk.choices:
-                calls += choice.delta.tool_calls or []
+        chunks = create(client, **fields)
+        calls = [
+            call for chunk in chunks for choice in chunk.choices for call in choice.delta.tool_calls or ()
+        ]
+        first, *later = (call.function for call in calls)
+        name, text = first.name, "".join(function.arguments for function in (first, *later))
+        assert [bool(call.id) for call in calls] == [True, *(False for _ in later)]
     else:
         answer = create(client, **fields).choices[0]
         assert answer.finish_reason == "tool_calls"
         assert not answer.message.content
-        calls = answer.message.tool_calls
-    (call,) = calls
-    arguments = json.loads(call.function.arguments)
-    tool = {"add_event": CALENDAR, "ping": PING}[call.function.name]
+        (call,) = answer.message.tool_calls
+        name, text = call.function.name, call.function.arguments
+    arguments = json.loads(text)
+    tool = {"add_event": CALENDAR, "ping": PING}[name]
     jsonschema.validate(arguments, tool["function"].get("parameters", {"maxProperties": 0}))
 
 

@@ -19,6 +19,7 @@ from argosy_engine.parsers.parser_registry import REASONING_PARSERS, TOOL_PARSER
 from argosy_engine.parsers.scanners import MAX_HEAD_CHARS
 from argosy_engine.parsers.tool_parsers.openai_tool_parser import OpenAIToolParser
 from argosy_engine.structured.structural_tag import tool_call_tag
+from parsed_parts import joined
 
 TOOLS: list[dict[str, Any]] = [
     {
@@ -74,12 +75,7 @@ def new_parser(
 
 
 def parse(parser: ChatParser | HarmonyParser, parts: list[str]) -> Parsed:
-    found = [parser.feed(part) for part in parts] + [parser.feed("", True)]
-    return Parsed(
-        "".join(part.reasoning for part in found),
-        "".join(part.content for part in found),
-        tuple(call for part in found for call in part.calls),
-    )
+    return joined([*(parser.feed(part) for part in parts), parser.feed("", True)])
 
 
 def pieces(text: str, size: int) -> list[str]:
@@ -218,7 +214,11 @@ OUTPUTS: list[tuple[str, str, Parsed]] = [
         f"{DEEPSEEK_SECTION[0]}{V31_OSLO}{V31_NOW}{DEEPSEEK_SECTION[1]}",
         Parsed("", "", (OSLO, NOW)),
     ),
-    ("deepseek_v31", V31_OSLO.replace("}", ""), Parsed("", V31_OSLO.replace("}", ""))),
+    (
+        "deepseek_v31",
+        V31_OSLO.replace("}", ""),
+        Parsed("", "", (ParsedCall("book", '{"city": "Oslo", "nights": 2'),)),
+    ),
     ("mistral", "Hm.[TOOL_CALLS]now[ARGS]{}" + MISTRAL_OSLO, Parsed("", "Hm.", (NOW, OSLO))),
     ("mistral", '[TOOL_CALLS]book{"city": "Oslo", "nights": 2}', Parsed("", "", (OSLO,))),
     ("mistral", "[TOOL_CALLS]now[CALL_ID]a1B2c3D4e[ARGS]{}", Parsed("", "", (call("now", "a1B2c3D4e"),))),
@@ -235,7 +235,8 @@ OUTPUTS: list[tuple[str, str, Parsed]] = [
     ("mistral", f"[TOOL_CALLS]{LONG}[TOOL_CALLS]now[ARGS]{{}}", Parsed("", f"[TOOL_CALLS]{LONG}", (NOW,))),
     ("mistral", f"[THINK]A [TOOL_CALLS]{LONG}[/THINK]Yes.", Parsed(f"A [TOOL_CALLS]{LONG}", "Yes.")),
     ("mistral", "[TOOL_CALLS] or not", Parsed("", "[TOOL_CALLS] or not")),
-    ("mistral", '[TOOL_CALLS]now[ARGS]{"a": ]}', Parsed("", '[TOOL_CALLS]now[ARGS]{"a": ]}')),
+    ("mistral", '[TOOL_CALLS]now[ARGS]{"a": ]}', Parsed("", "", (ParsedCall("now", '{"a": ]}'),))),
+    ("mistral", "[TOOL_CALLS]now[ARGS]{oops}", Parsed("", "[TOOL_CALLS]now[ARGS]{oops}")),
     ("llama3_json", '{"name": "book", "parameters": {"city": "Oslo", "nights": 2}}', Parsed("", "", (OSLO,))),
     (
         "llama3_json",
@@ -337,8 +338,7 @@ def test_the_result_does_not_depend_on_how_an_output_is_cut(family: str, data: s
         new_parser(family, is_reasoning=is_reasoning), [text[a:b] for a, b in itertools.pairwise(edges)]
     )
     assert cut == whole
-    for found in whole.calls:
-        assert isinstance(json.loads(found.arguments), dict)
+    assert all(found.arguments[:1] in ("", "{") for found in whole.calls)
     if not whole.calls:
         kept = "".join((whole.reasoning + whole.content).split())
         if family != "openai":  # whose marks are dropped, and whose messages are interleaved
@@ -368,7 +368,10 @@ def test_an_output_that_is_cut_has_only_calls_of_the_whole_output(family: str) -
     whole = parse(new_parser(family), [text])
     for end in range(len(text)):
         cut = parse(new_parser(family), [text[:end]])
-        assert cut.calls == whole.calls[: len(cut.calls)], text[:end]
+        for found, expected in zip(cut.calls, whole.calls, strict=False):
+            assert expected.arguments.startswith(found.arguments), text[:end]
+            assert found == expected._replace(arguments=found.arguments), text[:end]
+        assert all(isinstance(json.loads(call.arguments), dict) for call in cut.calls[:-1])
 
 
 @pytest.mark.parametrize(
@@ -427,9 +430,80 @@ def test_an_argument_without_an_end_hides_no_later_message(
 ) -> None:
     begun = f"<|channel|>commentary to=functions.now<|message|>{arguments}"
     text = f"{begun}<|call|>" * num_broken + HARMONY_OSLO
-    assert parse(new_parser("openai"), pieces(text, size)) == Parsed(
-        "", "\n".join([begun] * num_broken), (OSLO,)
-    )
+    parsed = parse(new_parser("openai"), pieces(text, size))
+    broken = [call.arguments for call in parsed.calls[:-1]] + parsed.content.split("\n<|channel|>")
+    assert parsed.calls[-1] == OSLO
+    assert len([text for text in broken if text]) == num_broken
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "written"),
+    [
+        (
+            "hermes",
+            '<tool_call>\n{"name": "book", "arguments": {"city": "Oslo"}}\n</tool_call>',
+            '{"city": "Oslo"}',
+        ),
+        ("llama3_json", '{"name": "book", "parameters": {"city": "Oslo"}}', '{"city": "Oslo"}'),
+        ("mistral", MISTRAL_OSLO, OSLO.arguments),
+        ("deepseek_v3", f"{DEEPSEEK_SECTION[0]}{V3_OSLO}", OSLO.arguments),
+        ("deepseek_v31", f"{DEEPSEEK_SECTION[0]}{V31_OSLO}", OSLO.arguments),
+        ("kimi_k2", f"<|tool_calls_section_begin|>{KIMI_OSLO}", OSLO.arguments),
+        ("openai", HARMONY_OSLO, OSLO.arguments),
+    ],
+)
+def test_arguments_in_json_follow_the_text(family: str, text: str, written: str) -> None:
+    """After each character the client has all of the arguments but what may be the beginning of a mark."""
+    parser, shown, begun = new_parser(family), "", []
+    first = text.index(written)
+    for number, char in enumerate(text):
+        parsed = parser.feed(char)
+        begun += parsed.calls
+        shown += parsed.arguments + "".join(call.arguments for call in parsed.calls)
+        if first < number < first + len(written):
+            assert begun, text[: number + 1]
+            assert shown == written[: number + 1 - first]
+    assert [call.name for call in begun] == ["book"]
+    assert shown == written
+
+
+@pytest.mark.parametrize(("family", "text"), [("qwen3_coder", QWEN_OSLO), ("glm45", GLM_OSLO)])
+def test_arguments_in_plain_text_follow_once_each_is_complete(family: str, text: str) -> None:
+    parser = new_parser(family)
+    parts = [parser.feed(char) for char in text]
+    assert [part.arguments for part in parts if part.arguments] == ['{"city": "Oslo"', ', "nights": 2', "}"]
+    assert joined(parts).calls == (OSLO,)
+
+
+@pytest.mark.parametrize("size", [1, 10_000])
+@pytest.mark.parametrize(
+    ("family", "text", "arguments", "content"),
+    [
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "b}</tool_call>Yes.', '{"a": "b}', "Yes."),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": [1}}</tool_call>Yes.', '{"a": [1}}', "Yes."),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}</tool_call>\nYes.', '{"a": 1}', "Yes."),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {}}\nYes.', "{}", "Yes."),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "b\n}</tool_call>"', '{"a": "b\n}', '"'),
+        ("qwen3_coder", "<function=f><parameter=a>b</parameter>Yes.", '{"a": "b"}', "Yes."),
+        (
+            "qwen3_coder",
+            "<function=f><parameter=a>b</parameter><parameter=c>d",
+            '{"a": "b"',
+            "<parameter=c>d",
+        ),
+        (
+            "glm45",
+            "<tool_call>f<arg_key>a</arg_key><arg_value>b</arg_value>Yes.",
+            '{"a": "b"}',
+            "Yes.",
+        ),
+    ],
+)
+def test_a_call_that_turns_out_malformed_keeps_what_was_read(
+    family: str, text: str, arguments: str, content: str, size: int
+) -> None:
+    parsed = parse(new_parser(family), pieces(text, size))
+    assert parsed == Parsed("", content, (ParsedCall("f", arguments),))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -70,3 +70,12 @@ def test_a_unix_socket_removes_its_own_file_only(tmp_path: Path) -> None:
             with listen_unix(str(path)):
                 second.unlink()
                 assert path.exists()
+
+
+def test_a_path_without_its_directory_is_named_with_the_remedy(tmp_path: Path) -> None:
+    path = str(tmp_path / "none" / "socket")
+    with pytest.raises(
+        CannotListen,
+        match=re.escape(f"cannot listen on {path}: No such file or directory; choose a path in a directory"),
+    ):
+        listen_unix(path)

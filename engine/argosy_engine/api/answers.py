@@ -65,14 +65,14 @@ def message_headers(request_id: str) -> dict[str, str]:
 
 
 def stream_answer(
-    engine: Engine, events: AsyncGenerator[Any, None], request_id: str, body: RequestBody
+    engine: Engine, events: AsyncGenerator[bytes, None], request_id: str, body: RequestBody
 ) -> WatchedResponse:
-    """Answer with the events, each a chunk of OpenAI's API."""
+    """Answer with the events, pieces of one or more chunks of OpenAI's API."""
 
     def logged(error: Exception) -> ApiError:
         return _logged(error, body)
 
-    return event_stream(_counted(engine, events), {headers.REQUEST_ID: request_id}, logged)
+    return event_stream(events, {headers.REQUEST_ID: request_id}, logged, engine.accepted)
 
 
 def message_stream_answer(

@@ -9,7 +9,8 @@ from __future__ import annotations
 from fastapi import FastAPI
 
 from argosy_engine.api.error_handlers import handle_errors
-from argosy_engine.api.openapi_document import add_openapi_routes
+from argosy_engine.api.openapi_routes import add_openapi_routes
+from argosy_engine.api.plain_route import PlainRoute
 from argosy_engine.api.routes.admin_routes import add_admin_routes
 from argosy_engine.api.routes.info_routes import add_info_routes
 from argosy_engine.api.routes.message_routes import add_message_routes
@@ -25,6 +26,7 @@ from argosy_protocol import __version__
 def build_app(engine: Engine) -> FastAPI:
     """Build the application, without the layers around it (`http_layers`)."""
     app = FastAPI(title="Argosy engine", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
+    app.router.route_class = PlainRoute
     app.state.engine = engine
     endpoints = add_openai_routes(app, engine)
     endpoints |= add_pooling_routes(app, engine)
@@ -32,7 +34,7 @@ def build_app(engine: Engine) -> FastAPI:
     add_message_routes(app, engine)
     add_response_routes(app, engine)
     add_state_routes(app, engine)
-    add_admin_routes(app, lambda: engine.loaded)
+    add_admin_routes(app, lambda: engine.loaded, engine.sleep_operation)
     add_info_routes(app, lambda: engine.loaded, engine.options.enable_tokenizer_info_endpoint)
     if not engine.options.disable_fastapi_docs:
         add_openapi_routes(app)

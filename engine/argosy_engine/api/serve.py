@@ -1,30 +1,34 @@
-"""`argosy serve MODEL`: the API server process, from the command line to the last drained request."""
+"""`argosy serve MODEL`: the API server process, from the command line to the last drained request.
+
+With `--api-server-count` it is the first of several (`processes`).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import logging
-import os
 import signal
 import socket
 import sys
 import time
 from collections.abc import Sequence
 
-import uvicorn
+from starlette.types import ASGIApp
 
 from argosy_engine.api.app import build_app
 from argosy_engine.api.engine_flag_parser import EngineFlagParser
-from argosy_engine.api.http.connection_limit import protocol_of
-from argosy_engine.api.http.http_server import HttpServer
+from argosy_engine.api.flagged_engine import make_engine, make_request_spans
 from argosy_engine.api.http.tls import ServerCertificate
-from argosy_engine.api.http_layers import add_http_layers
+from argosy_engine.api.http_service import make_http_server, refresh_certificate
+from argosy_engine.api.prefix_warm_up import GetReport, report_source, warm_up
+from argosy_engine.api.processes.process_group import ProcessGroup
 from argosy_engine.api.served_engine import Engine
 from argosy_engine.api.server_args import ServerArgs
 from argosy_engine.api.server_debug_signal import describe_server_on_signal
 from argosy_engine.api.vllm_flags import add_vllm_flags, check_vllm_flags
 from argosy_engine.config import EngineArgs, ResolvedConfig
+from argosy_engine.core.proc.client_group import ALONE
 from argosy_engine.errors import ConfigError, EngineDead, FetchFailed
 from argosy_engine.frontend.async_llm import AsyncLLM
 from argosy_engine.frontend.memory_report import budget_table
@@ -32,7 +36,6 @@ from argosy_engine.frontend.model_source import is_remote, local_model_async
 from argosy_engine.osproc.debug_signal import dump_stacks_on_signal
 from argosy_engine.osproc.file_descriptors import MIN_FREE, raise_limit, require_free
 from argosy_fetcher.progress_display import ProgressDisplay, progress_display
-from argosy_protocol.bearer_keys import KeyRing
 from argosy_protocol.program.flags import InvalidValue
 from argosy_protocol.program.listen import CannotListen, UnixListener, listen, listen_unix
 from argosy_protocol.program.log_format import configure_logging
@@ -46,8 +49,6 @@ EXIT_CODES = (
     "Exit codes: 0 stopped by a signal, 1 the engine died or the model cannot be fetched now, 2 wrong usage or a model "
     "that cannot be served, 3 the address is taken, 130 Ctrl-C before the model was loaded."
 )
-_KEY_VARIABLES = ("ARGOSY_API_KEY", "VLLM_API_KEY")
-"""The second one, so that a deployment that protects vLLM does not leave this engine open."""
 _MIN_DESCRIPTORS = 128
 """Minimum number of free descriptors. Half are for connections; the server and its core use 30, and a few more while
 the core starts."""
@@ -115,30 +116,14 @@ async def _serve(
         sockets: listening sockets, which are closed at the end.
         tls: makes the server speak HTTPS.
     """
-    keys = KeyRing(
-        [*options.api_key, *(key for name in _KEY_VARIABLES for key in os.environ.get(name, "").split(","))]
-    )
-    admin_keys = KeyRing([*options.admin_api_key, *os.environ.get("ARGOSY_ADMIN_API_KEY", "").split(",")])
-    engine = Engine(
-        args.served_model_name or (args.canonical_name,),
-        options.engine_iteration_timeout,
-        takes_any_name=options.any_model_name,
-        options=options,
-    )
+    spans = make_request_spans(options, args)
+    engine = make_engine(options, args, spans)
+    app = build_app(engine)
     num_descriptors -= MIN_FREE * (args.data_parallel_size - 1)  # of further cores
-    config = uvicorn.Config(
-        add_http_layers(build_app(engine), options, keys, admin_keys),
-        http=protocol_of(num_descriptors, options.http_limits),
-        ws="none",  # the layers around the application know HTTP only
-        log_config=None,  # uvicorn's records use our log format
-        log_level="warning",
-        access_log=False,
-        lifespan="off",
-        timeout_keep_alive=options.timeout_keep_alive,  # type: ignore[arg-type]  # fractions work as well
-        server_header=False,
-    )
-    config.load()
-    server = HttpServer(config, tls)
+    server = make_http_server(app, options, num_descriptors, tls, engine.on_slow_client)
+    processes: ProcessGroup | None = None
+    if options.api_server_count > 1:
+        processes = engine.peers = ProcessGroup(options, args, sockets)
     stop, hurry = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     interrupted = asyncio.Event()
@@ -150,32 +135,43 @@ async def _serve(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop_by, number)
-    describe_server_on_signal(loop, engine)
+    describe_server_on_signal(loop, engine, lambda: _started(engine, processes))
     serving = asyncio.create_task(server.serve(sockets), name="http")
     url = _url(options, sockets[0])
-    refreshing = asyncio.create_task(_refresh(options, tls), name="certificate")
-    loading = asyncio.create_task(_load(engine, args, stop, started, url), name="load")
+    refreshing = asyncio.create_task(refresh_certificate(options, tls), name="certificate")
+    warming = None if processes is not None else report_source(options, args)
+    loading = asyncio.create_task(
+        _load(engine, args, stop, started, url, app, processes, warming), name="load"
+    )
     stopping = asyncio.create_task(stop.wait(), name="stop")
+    losing = asyncio.create_task(_lost(processes), name="end of an API process")
+    ends = {stopping, serving, losing}
     try:
-        await asyncio.wait({loading, stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({loading, *ends}, return_when=asyncio.FIRST_COMPLETED)
+        if losing.done():
+            return 1
         if loading.done():
             loading.result()  # raises if the model cannot be loaded, which ends the server
-            await asyncio.wait({stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
-        if serving.done() and not stop.is_set():
-            return 1  # uvicorn has logged the reason
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if losing.done() or (serving.done() and not stop.is_set()):
+            return 1  # the reason is logged
         if interrupted.is_set() and not loading.done():
             return EXIT_INTERRUPTED
         await drain(engine, options.shutdown_timeout, hurry)
         return 1 if engine.llm is not None and engine.llm.is_dead else 0
     finally:
-        for task in (loading, stopping, refreshing):
+        for task in (loading, stopping, refreshing, losing):
             task.cancel()
-        await asyncio.gather(loading, stopping, refreshing, return_exceptions=True)
-        is_dead = engine.llm is not None and engine.llm.is_dead
+        is_dead = losing.done() or (engine.llm is not None and engine.llm.is_dead)
+        last_bytes_s = _DEAD_LAST_BYTES_S if is_dead else _LAST_BYTES_S
+        await asyncio.gather(loading, stopping, refreshing, losing, return_exceptions=True)
         _remove_files(sockets)
-        server.stop(_DEAD_LAST_BYTES_S if is_dead else _LAST_BYTES_S)
+        server.stop(last_bytes_s)
+        ending = [] if processes is None else [asyncio.create_task(processes.stop(last_bytes_s))]
         await engine.close()
-        await asyncio.gather(serving, return_exceptions=True)
+        await asyncio.gather(serving, *ending, return_exceptions=True)
+        if spans is not None:
+            await asyncio.to_thread(spans.close)
 
 
 def _remove_files(sockets: Sequence[socket.socket]) -> None:
@@ -194,13 +190,27 @@ def _url(options: ServerArgs, listening: socket.socket) -> str:
     return f"{scheme}://{host}:{int(listening.getsockname()[1])}"
 
 
-async def _refresh(options: ServerArgs, tls: ServerCertificate | None) -> None:
-    """Read the certificate anew when it changes, with `--enable-ssl-refresh`."""
-    if tls is not None and options.enable_ssl_refresh:
-        await tls.refresh()
+async def _lost(processes: ProcessGroup | None) -> None:
+    """Wait until another API process has ended by itself."""
+    await (asyncio.Event() if processes is None else processes.ended).wait()
 
 
-async def _load(engine: Engine, args: EngineArgs, stop: asyncio.Event, started: float, url: str) -> None:
+def _started(engine: Engine, processes: ProcessGroup | None) -> list[int]:
+    """Return the processes that this one has started."""
+    pids = [] if processes is None else processes.pids
+    return pids + (engine.llm.client.pids if engine.llm is not None and not engine.llm.is_dead else [])
+
+
+async def _load(
+    engine: Engine,
+    args: EngineArgs,
+    stop: asyncio.Event,
+    started: float,
+    url: str,
+    app: ASGIApp,
+    processes: ProcessGroup | None,
+    warming: GetReport | None,
+) -> None:
     phases = [("api server imports", time.perf_counter() - started)]
 
     def show(line: str) -> None:
@@ -208,6 +218,8 @@ async def _load(engine: Engine, args: EngineArgs, stop: asyncio.Event, started: 
         if not engine.is_draining:
             engine.phase = f"fetching the model: {line[:_MAX_PHASE]}"
 
+    if processes is not None:
+        await processes.open(app)
     display: ProgressDisplay | None = None
     if is_remote(args):
         engine.phase, display = "fetching the model", progress_display(show)
@@ -216,9 +228,24 @@ async def _load(engine: Engine, args: EngineArgs, stop: asyncio.Event, started: 
         if display is not None:
             phases.append(("fetch", time.perf_counter() - before))
         engine.phase = "loading the model"
-        llm = await AsyncLLM.start(local)
+        llm = await AsyncLLM.start(local, ALONE if processes is None else processes.client_group)
     llm.on_dead = stop.set
-    engine.attach(llm)
+    if processes is not None:
+        try:
+            await processes.wait_until_ready()
+        except BaseException:
+            await llm.close()
+            raise
+        url += f" with {processes.size} processes"
+    engine.attach(llm, is_warming_up=warming is not None)
+    gc.freeze()  # what is loaded by now stays: the collector need not look at it again and again
+    if warming is not None:
+        before = time.perf_counter()
+        try:
+            await warm_up(llm, warming, engine.options.warm_up_timeout)
+        finally:
+            engine.warmed_up()
+        phases.append(("warm-up", time.perf_counter() - before))
     _print_start_up(llm.config, url, phases, time.perf_counter() - started)
 
 

@@ -7,18 +7,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Literal, Protocol
 
 from argosy_engine.api.error_translation import translated_error
 from argosy_engine.api.observability.load_report import LoadReport
 from argosy_engine.api.observability.metrics import EngineMetrics
+from argosy_engine.api.observability.prefix_hits import PrefixHits
+from argosy_engine.api.observability.request_records import RecordedOutputs
 from argosy_engine.api.observability.stats_log import StatsLog
 from argosy_engine.api.observability.telemetry import TelemetryHub
 from argosy_engine.api.openai.openai_serving import OpenAIServing
 from argosy_engine.api.responses.background_runs import BackgroundRuns
 from argosy_engine.api.responses.response_store import InMemoryResponseStore
 from argosy_engine.api.server_args import ITERATION_TIMEOUT_S, ServerArgs
-from argosy_engine.frontend.async_llm import AsyncLLM
+from argosy_engine.frontend.async_llm import AsyncLLM, SleepMode
+from argosy_engine.frontend.observer import Observer
 from argosy_protocol.errors import (
     TooManyRequests,
     Unavailable,
@@ -28,6 +32,16 @@ _ASLEEP_RETRY_S = 10.0
 """Retry-After of a sleeping engine. When it wakes up is unknown; the router tries other replicas meanwhile."""
 
 _DEFAULT_OPTIONS = ServerArgs()
+
+
+class Peers(Protocol):
+    """The engine's other API processes, as the first one sees them."""
+
+    async def drain(self) -> None: ...
+
+    async def metric_values(self) -> list[list[float]]: ...
+
+    async def sleep(self, level: int, mode: SleepMode) -> None: ...
 
 
 class Engine:
@@ -40,11 +54,16 @@ class Engine:
         *,
         takes_any_name: bool = False,
         options: ServerArgs = _DEFAULT_OPTIONS,
+        spans: Observer | None = None,
     ) -> None:
+        """`spans` makes spans of requests; None: nobody does."""
         self.names = names
         self.takes_any_name = takes_any_name
         self.options = options
+        self._spans = spans
         self.iteration_timeout_s = iteration_timeout_s
+        self.peers: Peers | None = None
+        """Set in the first of several API processes."""
         self.phase = "starting"
         self.is_draining = False
         self.llm: AsyncLLM | None = None
@@ -52,27 +71,53 @@ class Engine:
         self._metrics: EngineMetrics | None = None
         self._load_report: LoadReport | None = None
         self._telemetry: TelemetryHub | None = None
+        self._is_warming_up = False
+        self.prefix_hits = PrefixHits()
+        """The hottest prefixes, for new replicas."""
         self._num_accepted = 0
         self._none_accepted = asyncio.Event()
         self._none_accepted.set()
         self.responses = BackgroundRuns(InMemoryResponseStore(), self.accepted, translated_error)
 
-    def attach(self, llm: AsyncLLM) -> None:
+    def attach(self, llm: AsyncLLM, *, publishes: bool = True, is_warming_up: bool = False) -> None:
+        """Serve a loaded model.
+
+        Args:
+            publishes: whether this process tells routers and the log of the cores' load; one of several does.
+            is_warming_up: it answers requests, but is not ready before `warmed_up`.
+        """
         self._serving = OpenAIServing(
             llm, self.names, takes_any_name=self.takes_any_name, generates=llm.config.pooling is None
         )
         self._metrics = EngineMetrics(llm.config)
-        self._telemetry = TelemetryHub(llm, llm.config)
         self._load_report = LoadReport(llm.config.data_parallel_size)
-        llm.observers.extend((self._metrics, self._telemetry, self._load_report))
-        if not self.options.disable_log_stats:
-            llm.observers.append(StatsLog(llm.config.data_parallel_size))
+        self.prefix_hits = PrefixHits(block_size=llm.config.block_size)
+        llm.observers.extend((self._metrics, self._load_report, self.prefix_hits))
+        if self.options.access_log:
+            llm.observers.append(RecordedOutputs())
+        if self._spans is not None:
+            llm.observers.append(self._spans)
+        if publishes:
+            self._telemetry = TelemetryHub(llm, llm.config)
+            llm.observers.append(self._telemetry)
+            if not self.options.disable_log_stats:
+                llm.observers.append(StatsLog(llm.config.data_parallel_size))
+        if self.peers is not None:
+            llm.on_sleep = self.peers.sleep
         self.llm = llm
-        self.phase = "ready"
+        self._is_warming_up = is_warming_up
+        self.phase = "warming up" if is_warming_up else "ready"
+
+    def warmed_up(self) -> None:
+        """Be ready."""
+        self._is_warming_up = False
+        if not self.is_draining:
+            self.phase = "ready"
 
     @property
     def is_ready(self) -> bool:
-        return self.llm is not None and not self.is_draining and not self.is_sleeping and self.is_healthy
+        is_open = not self.is_draining and not self.is_sleeping and not self._is_warming_up
+        return self.llm is not None and is_open and self.is_healthy
 
     @property
     def is_sleeping(self) -> bool:
@@ -80,7 +125,7 @@ class Engine:
 
     @property
     def status(self) -> str:
-        """Status in the body of /ready: loading, ready, sleeping or draining."""
+        """Status in the body of /ready: loading, warming up, ready, sleeping or draining."""
         return "sleeping" if self.phase == "ready" and self.is_sleeping else self.phase
 
     @property
@@ -109,12 +154,25 @@ class Engine:
             raise Unavailable("this engine is asleep", retry_after_s=_ASLEEP_RETRY_S)
         return self._serving
 
-    @property
-    def metrics(self) -> bytes:
+    def on_slow_client(self) -> None:
+        """Count a client that was disconnected because it did not read its response."""
+        if self._metrics is not None:
+            self._metrics.on_slow_client()
+
+    async def render_metrics(self) -> bytes:
+        """Return the text of the metrics, of all API processes; empty while the model loads."""
         if self._metrics is None or self.llm is None:
             return b""
         self._metrics.set_sleep_level(self.llm.sleep_level)
-        return self._metrics.render()
+        return self._metrics.render(() if self.peers is None else await self.peers.metric_values())
+
+    def metric_values(self) -> list[float]:
+        """Return this process's part of the metrics (`EngineMetrics.values`)."""
+        return [] if self._metrics is None else self._metrics.values()
+
+    def sleep_operation(self, operation: Literal["sleep", "wake"]) -> AbstractContextManager[None]:
+        """Measure a block that puts the engine to sleep or wakes it."""
+        return nullcontext() if self._metrics is None else self._metrics.sleep_operation(operation)
 
     def load_headers(self, form: str | None) -> dict[str, str]:
         """Return the headers with the load, in the form that a request asks for."""
@@ -131,7 +189,14 @@ class Engine:
     @property
     def num_live(self) -> int:
         """Choices that have not ended; requests, if there are more, whose choices may not have begun."""
-        return max(self._num_accepted, self.llm.num_live if self.llm is not None else 0)
+        return max(self._num_accepted, self.server_load)
+
+    @property
+    def server_load(self) -> int:
+        """Choices that have not ended, of all API processes."""
+        if self.llm is None:
+            return 0
+        return self.llm.num_live if self.peers is None else self.llm.queue_limits.num_reqs
 
     @contextmanager
     def accepted(self) -> Iterator[None]:
@@ -147,11 +212,13 @@ class Engine:
                 self._none_accepted.set()
 
     async def drain(self) -> None:
-        """Reject new requests, and return when the accepted ones are done."""
+        """Reject new requests, and return when the accepted ones are done, of all API processes."""
         self.is_draining = True
         self.phase = "draining"
         if self._telemetry is not None:
             self._telemetry.drain()
+        if self.peers is not None:
+            await self.peers.drain()
         await asyncio.sleep(0)  # those that were not rejected are counted in this turn of the event loop
         await self._none_accepted.wait()
         if self.llm is not None:

@@ -47,6 +47,16 @@ class ServerArgs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         FilePath | None,
         Meta(description="path of a Unix domain socket to listen on, instead of --host and --port"),
     ] = None
+    api_server_count: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=64,
+            description="number of API processes in front of the engine's cores; more than one if a single one is busy "
+            "all the time while the cores wait",
+        ),
+        Flag(short="-asc"),
+    ] = 1
     ssl_keyfile: Annotated[FilePath | None, Meta(description="key of --ssl-certfile, in PEM")] = None
     ssl_certfile: Annotated[
         FilePath | None, Meta(description="certificate chain in PEM; the server then speaks HTTPS only")
@@ -107,6 +117,17 @@ class ServerArgs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         ),
     ] = False
     guard_metrics: Annotated[bool, Meta(description="require the key on /metrics, too")] = False
+    warm_up_from: Annotated[
+        Annotated[str, Meta(max_length=2048, pattern=r"^https?://[^/?#\s]+/?$")] | None,
+        Meta(
+            description="URL of the other replicas, whose hottest prefixes are computed before the engine is ready; "
+            "also ARGOSY_WARM_UP_FROM; without effect with several API processes"
+        ),
+    ] = None
+    warm_up_timeout: Annotated[
+        Seconds, Meta(description="seconds for which that may delay the engine; 0: not at all")
+    ] = 5.0
+    """While the load grows, replicas that are missing cost more than cold caches do."""
     shutdown_timeout: Annotated[
         Seconds, Meta(description="seconds to finish running requests on SIGTERM; 0: abort them")
     ] = 45.0
@@ -134,6 +155,13 @@ class ServerArgs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             f"{_LIMITS.min_body_rate} bytes per second"
         ),
     ] = _LIMITS.body_timeout_s
+    timeout_write: Annotated[
+        Seconds,
+        Meta(
+            description="seconds for which a client may leave 64 KiB of its response unread before it is disconnected "
+            "and its request aborted"
+        ),
+    ] = _LIMITS.write_stall_s
     return_tokens_as_token_ids: Annotated[
         bool,
         Meta(description="log probabilities name tokens `token_id:ID`, unless a request says otherwise"),
@@ -155,6 +183,19 @@ class ServerArgs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     enable_log_requests: Annotated[
         bool, Meta(description="log a line per request with its id and its numeric parameters, without texts")
     ] = False
+    access_log: Annotated[
+        bool,
+        Meta(
+            description="log a line per request at its end: id, path, status, tokens and times, without texts and keys"
+        ),
+    ] = False
+    otlp_traces_endpoint: Annotated[
+        Annotated[str, Meta(min_length=1, max_length=2048)] | None,
+        Meta(
+            description="send a span per choice to this OpenTelemetry collector (OTLP over HTTP; extra `otlp`)"
+        ),
+        Flag(metavar="URL"),
+    ] = None
     disable_log_stats: Annotated[bool, Meta(description="do not log lines of statistics")] = False
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
@@ -164,8 +205,15 @@ class ServerArgs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def check(self) -> None:
         """
         Raises:
-            InvalidValue: a flag needs another one, or an origin, method or header cannot be one.
+            InvalidValue: a flag needs another one, or an origin, method, header or endpoint cannot be one.
         """
+        if self.otlp_traces_endpoint is not None and not self.otlp_traces_endpoint.startswith(
+            ("http://", "https://")
+        ):
+            raise InvalidValue(
+                "--otlp-traces-endpoint must be an http:// or https:// URL, such as http://collector:4318: spans are "
+                "sent by OTLP over HTTP, not by gRPC"
+            )
         for origin in self.allowed_origins:
             if _ORIGIN.fullmatch(origin) is None:
                 raise InvalidValue(
@@ -205,4 +253,5 @@ class ServerArgs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             max_headers=self.h11_max_header_count,
             header_timeout_s=self.timeout_headers,
             body_timeout_s=self.timeout_body,
+            write_stall_s=self.timeout_write,
         )

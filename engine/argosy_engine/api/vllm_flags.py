@@ -49,8 +49,8 @@ WITHOUT_EFFECT = (
     VllmFlag("enable-sleep-mode", "/sleep and /wake_up always exist, for the admin key", True),
     VllmFlag("trust-remote-code", "a checkpoint's code is never run; the engine's own model is", True),
     VllmFlag("uvicorn-log-level", "--log-level is the level of all messages"),
-    VllmFlag("disable-uvicorn-access-log", "there is no access log", True),
-    VllmFlag("disable-access-log-for-endpoints", "there is no access log"),
+    VllmFlag("disable-uvicorn-access-log", "requests are logged with --access-log only", True),
+    VllmFlag("disable-access-log-for-endpoints", "--access-log leaves out probes and /metrics"),
     VllmFlag("swap-space", "preempted requests are computed anew"),
     VllmFlag("prefix-caching-hash-algo", "blocks are compared by hashes that clients cannot choose"),
     VllmFlag("disable-frontend-multiprocessing", "the core always has a process of its own", True),
@@ -65,12 +65,6 @@ WITHOUT_EFFECT = (
 )
 
 REFUSED = (
-    VllmFlag(
-        "api-server-count",
-        "the API server is one process; run several engines behind the router",
-        neutral=("1",),
-        short="-asc",
-    ),
     VllmFlag("headless", _ONE_NODE, True),
     VllmFlag(_LOCAL_SIZE, _ONE_NODE),
     VllmFlag("data-parallel-address", _ONE_NODE, neutral=("127.0.0.1", "localhost")),
@@ -91,11 +85,22 @@ REFUSED = (
     VllmFlag("kv-events-config", "routers read /internal/telemetry instead"),
     VllmFlag("cpu-offload-gb", "weights stay on the device", neutral=("0", "0.0")),
     VllmFlag("speculative-config", "speculative decoding cannot be configured yet"),
-    VllmFlag("otlp-traces-endpoint", "the engine makes no spans yet; the router does, with the same flag"),
-    VllmFlag("collect-detailed-traces", "the engine makes no spans yet", is_list=True),
+    VllmFlag(
+        "collect-detailed-traces",
+        "spans (--otlp-traces-endpoint) have the times of queue, prefill and decode, and no others",
+        is_list=True,
+    ),
     VllmFlag("tokenizer", "the tokenizer is that of the model's directory"),
-    VllmFlag("tokenizer-mode", "the tokenizer is tokenizer.json", neutral=("auto", "hf")),
-    VllmFlag("config-format", "the configuration is config.json", neutral=("auto", "hf")),
+    VllmFlag(
+        "tokenizer-mode",
+        "the tokenizer is tokenizer.json; docs/models.md says how Mistral's tekken.json becomes one",
+        neutral=("auto", "hf"),
+    ),
+    VllmFlag(
+        "config-format",
+        "the configuration is config.json, also of Mistral's models; their params.json is not read",
+        neutral=("auto", "hf"),
+    ),
     VllmFlag("hf-config-path", "the configuration is that of the model's directory"),
     VllmFlag("task", "--runner and --convert say what a model does", neutral=("auto", "generate")),
     VllmFlag("response-role", "answers have the role assistant", neutral=("assistant",)),

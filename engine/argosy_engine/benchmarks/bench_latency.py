@@ -19,7 +19,12 @@ from msgspec import Meta, Struct
 from argosy_engine.api.engine_flag_parser import EngineFlagParser
 from argosy_engine.benchmarks.benchmark_error import FAILURE, BenchmarkError
 from argosy_engine.benchmarks.dataset_args import Count, SomeTokens, Text
-from argosy_engine.benchmarks.offline_command import add_vllm_bench_flags, run_offline, write_json
+from argosy_engine.benchmarks.offline_command import (
+    add_vllm_bench_flags,
+    check_writable,
+    run_offline,
+    write_json,
+)
 from argosy_engine.benchmarks.run_progress import run_progress
 from argosy_engine.config import EngineArgs
 from argosy_engine.frontend.beam_search import BeamSearchParams
@@ -69,6 +74,7 @@ def run(args: BenchLatencyArgs, engine_args: EngineArgs) -> int:
     Raises:
         BenchmarkError, EngineError: it cannot run.
     """
+    check_writable(args.output_json)
     with LLM.from_engine_args(engine_args) as llm:
         if args.input_len + args.output_len > llm.config.max_model_len:
             raise BenchmarkError(

@@ -19,7 +19,12 @@ from msgspec.structs import replace
 from argosy_engine.api.engine_flag_parser import EngineFlagParser
 from argosy_engine.benchmarks.benchmark_error import FAILURE, BenchmarkError
 from argosy_engine.benchmarks.dataset_args import DatasetArgs, Text, Tokens
-from argosy_engine.benchmarks.offline_command import add_vllm_bench_flags, run_offline, write_json
+from argosy_engine.benchmarks.offline_command import (
+    add_vllm_bench_flags,
+    check_writable,
+    run_offline,
+    write_json,
+)
 from argosy_engine.benchmarks.prompt_datasets import SampleRequest
 from argosy_engine.benchmarks.prompt_tokenizer import load_tokenizer
 from argosy_engine.config import EngineArgs
@@ -86,6 +91,7 @@ def run(args: BenchThroughputArgs, engine_args: EngineArgs) -> int:
         BenchmarkError, EngineError: it cannot run.
     """
     args.data.check()
+    check_writable(args.output_json)
     if args.data.random_batch_size > 1:
         raise BenchmarkError("--random-batch-size is for embeddings of `argosy bench serve`; leave it out")
     model = engine_args.canonical_name

@@ -5,9 +5,10 @@ Owns: the model's flag, errors as exit codes, and the figures' file. Must not kn
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -63,13 +64,30 @@ def run_offline(
         return USAGE if isinstance(error, ConfigError | InvalidRequest) else FAILURE
 
 
+def check_writable(path: str | None) -> None:
+    """Make sure, before a run that takes long, that its figures can be written. A new file is left empty.
+
+    Raises:
+        BenchmarkError: the file cannot be written.
+    """
+    if path is not None:
+        with _writing(path):
+            Path(path).open("ab").close()
+
+
 def write_json(path: str, document: Mapping[str, Any]) -> None:
     """Write the figures.
 
     Raises:
         BenchmarkError: the file cannot be written.
     """
-    try:
+    with _writing(path):
         Path(path).write_text(json.dumps(document, indent=4) + "\n", "utf-8")
+
+
+@contextlib.contextmanager
+def _writing(path: str) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise BenchmarkError(f"cannot write {path}: {error.strerror}; give another --output-json") from None

@@ -16,6 +16,7 @@ from argosy_engine.checkpoint.safetensors_header import read_header
 from argosy_engine.errors import ConfigError
 from argosy_engine.model_configs.file_permission import permission_fault
 from argosy_fetcher.progress_display import printable
+from argosy_fetcher.selection import tokenizer_remedy
 
 TOKENIZER = "tokenizer.json"
 MAX_TOKENIZER_BYTES = 256 << 20
@@ -24,9 +25,6 @@ _MAX_NAMED = 6
 """Files that an error message lists, and tensors of a file."""
 _MAX_NAME = 128
 """Characters of a tensor's name that an error message shows."""
-_TOKENIZER_REMEDY = (
-    "write one with transformers: AutoTokenizer.from_pretrained(MODEL).save_pretrained(DIRECTORY)"
-)
 
 
 def check_folder(path: Path, *, has_tokenizer: bool = True, has_weights: bool = True) -> None:
@@ -52,7 +50,7 @@ def check_folder(path: Path, *, has_tokenizer: bool = True, has_weights: bool = 
 def _tokenizer_faults(path: Path) -> Iterator[str]:
     file = path / TOKENIZER
     if not file.is_file():
-        yield f"{TOKENIZER} is missing ({_TOKENIZER_REMEDY})"
+        yield f"{TOKENIZER} is missing ({tokenizer_remedy({each.name for each in path.iterdir()})})"
         return
     try:
         if file.stat().st_size > MAX_TOKENIZER_BYTES:

@@ -1,7 +1,8 @@
 """Names of the processes of an engine, in logs, messages and lists of processes. They are vLLM's.
 
 `EngineCore` and `Worker` are followed by their place in each dimension that has several: `EngineCore_DP1`,
-`Worker_TP0`, `Worker_DP1_PP0_TP1`. The API server has no name.
+`Worker_TP0`, `Worker_DP1_PP0_TP1`. The API server has no name; if it has several processes, those that the first one
+starts are `ApiServer_1`, `ApiServer_2` and so on.
 """
 
 from __future__ import annotations
@@ -17,6 +18,11 @@ _name = ""
 
 def core_name(config: ParallelConfig, data_rank: int) -> str:
     return "EngineCore" + (f"_DP{data_rank}" if config.data > 1 else "")
+
+
+def api_server_name(index: int) -> str:
+    """Return the name of an API process, counted from 1, that the first one has started."""
+    return f"ApiServer_{index}"
 
 
 def worker_name(config: ParallelConfig, rank: int) -> str:

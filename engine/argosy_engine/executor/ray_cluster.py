@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import ray
 from ray import _raylet
 from ray import exceptions as ray_exceptions
-from ray._private import ray_constants, ray_logging
+from ray._private import auto_init_hook, ray_constants, ray_logging
 from ray.job_config import JobConfig
 
 from argosy_engine.errors import ConfigError, EngineDead
@@ -115,6 +115,8 @@ class RayCluster:
         # Workers' lines come without colors, which a file shows as escape sequences, and also if another has the same.
         os.environ.setdefault("RAY_COLOR_PREFIX", "0")
         ray_logging.RAY_DEDUP_LOGS = False  # type: ignore[attr-defined]
+        # A thread that still reads a worker's answers when the connection ends must not start a Ray by its next call.
+        auto_init_hook.enable_auto_connect = False
         try:
             with _kept_sigterm():
                 ray.init(

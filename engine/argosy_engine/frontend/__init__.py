@@ -31,5 +31,6 @@ output_processor            turns the core's outputs into text and finish reason
 detokenizer                 tokens become text, and stop strings are found
 output_collector            outputs that a reader has not taken yet
 outputs                     types of what a reader gets
+request_record              what is known of an HTTP request, for logs and spans
 observer                    interface of metrics and telemetry
 """

@@ -2,6 +2,9 @@
 
 One task reads the core's messages; the output processor puts text into each call's collector. Leaving an iterator
 early, by `aclose`, an exception or cancellation, aborts the request in the core.
+
+Several API processes may have one each, for the same cores: the first one starts the cores, the others attach to them.
+They share the limits on queued requests, and fall asleep and wake up together.
 """
 
 from __future__ import annotations
@@ -9,12 +12,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Container, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Literal
 
 from argosy_engine.config import EngineArgs
 from argosy_engine.core.proc.async_core_client import AsyncClient, AsyncMPClient
+from argosy_engine.core.proc.client_group import ALONE, ClientGroup, num_balancer_columns
 from argosy_engine.core.proc.data_parallel_client import DPLBAsyncMPClient
 from argosy_engine.errors import EngineAsleep, EngineDead, EngineError, RequestFailed
 from argosy_engine.frontend.input_processor import InputProcessor
@@ -30,6 +34,8 @@ from argosy_engine.messages.sleep_levels import check_level
 
 logger = logging.getLogger("argosy.frontend")
 
+SleepMode = Literal["abort", "wait"]
+
 LOST_CHECK_S = 30.0
 """Interval, and minimum time without output, of asking the core whether it still has a request."""
 _CHUNK = 128
@@ -37,8 +43,16 @@ _CHUNK = 128
 
 
 class AsyncLLM:
-    def __init__(self, client: AsyncClient, input_processor: InputProcessor) -> None:
+    """
+    Args:
+        group: the API processes of the engine.
+    """
+
+    def __init__(
+        self, client: AsyncClient, input_processor: InputProcessor, group: ClientGroup = ALONE
+    ) -> None:
         self.client = client
+        self._group = group
         self.config = client.config
         self.input_processor = input_processor
         self.renderer = input_processor.renderer
@@ -47,9 +61,16 @@ class AsyncLLM:
             self.config.max_num_queued_tokens,
             num_ranks=self.config.data_parallel_size,
             on_rejected=self._report_rejection,
+            counters=None
+            if group.counters is None
+            else group.counters.after(num_balancer_columns(self.config.data_parallel_size)),
+            num_processes=group.size,
         )
         self.output_processor = OutputProcessor(self.renderer.tokenizer, self.queue_limits)
         self.on_dead: Callable[[], None] | None = None
+        self.on_sleep: Callable[[int, SleepMode], Awaitable[None]] | None = None
+        """Called before the cores fall asleep with the level, and once they are awake with 0, so that the other API
+        processes do the same (`follow_sleep`)."""
         self._dead: EngineDead | None = None
         self._last_heard = [time.monotonic()] * self.config.data_parallel_size
         """For each core the time of its last message."""
@@ -61,19 +82,39 @@ class AsyncLLM:
         self._watchdog = asyncio.create_task(self._watch(), name="lost requests")
 
     @classmethod
-    async def start(cls, args: EngineArgs) -> AsyncLLM:
+    async def start(cls, args: EngineArgs, group: ClientGroup = ALONE) -> AsyncLLM:
         """Start the core and load the tokenizer, after fetching the model if it is remote.
+
+        Args:
+            group: the API processes that the core serves.
 
         Raises:
             ConfigError, EngineDead: the core could not start.
             FetchFailed: the model could not be fetched for now.
         """
         async with local_model_async(args) as local:
-            client: AsyncClient = await (
-                AsyncMPClient if local.data_parallel_size == 1 else DPLBAsyncMPClient
-            ).start(local)
+            client: AsyncClient
+            if local.data_parallel_size == 1:
+                client = await AsyncMPClient.start(local, group=group)
+            else:
+                client = await DPLBAsyncMPClient.start(local, group)
+        return await cls._of(client, group)
+
+    @classmethod
+    async def attach(cls, clients: Sequence[AsyncMPClient], group: ClientGroup) -> AsyncLLM:
+        """Use cores that another API process has started.
+
+        Args:
+            clients: one for each rank, in order (`AsyncMPClient.attach`).
+            group: this process's place in it.
+        """
+        client = clients[0] if len(clients) == 1 else DPLBAsyncMPClient(clients, counters=group.counters)
+        return await cls._of(client, group)
+
+    @classmethod
+    async def _of(cls, client: AsyncClient, group: ClientGroup) -> AsyncLLM:
         try:
-            return cls(client, InputProcessor(client.config))
+            return cls(client, InputProcessor(client.config), group)
         except BaseException:
             await client.close()
             raise
@@ -141,6 +182,7 @@ class AsyncLLM:
             while unfinished:
                 outputs = await collector.take()
                 unfinished -= sum(output.finish_reason is not None for output in outputs)
+                self._report_hits(requests, n, outputs)
                 yield outputs
         finally:
             leftover = [
@@ -151,8 +193,21 @@ class AsyncLLM:
             if leftover and self._dead is None:
                 await self.client.abort_requests(leftover)
 
+    def _report_hits(
+        self, requests: Sequence[EngineCoreRequest], n: int, outputs: Sequence[GenerationOutput]
+    ) -> None:
+        """Tell the observers of cached prefixes, with the first output of each prompt."""
+        for output in outputs:
+            is_first = output.num_output_tokens == len(output.token_ids) and not output.index % n
+            if is_first and output.num_cached_tokens:
+                for observer in self.observers:
+                    observer.on_prefix_hit(requests[output.index], output.num_cached_tokens)
+
     async def collect(self, requests: Sequence[EngineCoreRequest], n: int = 1) -> list[GenerationOutput]:
         """Run the requests of one call and return their complete outputs, by index (`generate`)."""
+        for request in requests:
+            # A stop string is found in the text of each token, and ends the computation.
+            request.final_only = not request.sampling_params.stop
         merged = [GenerationOutput(index) for index in range(len(requests))]
         async with aclosing(self.generate(requests, n)) as stream:
             async for outputs in stream:
@@ -203,7 +258,7 @@ class AsyncLLM:
     def is_sleeping(self) -> bool:
         return self._sleep_level > 0
 
-    async def sleep(self, level: int = 1, mode: Literal["abort", "wait"] = "abort") -> None:
+    async def sleep(self, level: int = 1, mode: SleepMode = "abort") -> None:
         """Free weights and KV cache; requests are rejected until `wake_up`.
 
         Args:
@@ -211,20 +266,41 @@ class AsyncLLM:
             mode: what happens to running requests.
 
         Raises:
-            UtilityFailed: there is no such level.
+            UtilityFailed: there is no such level, or another API process does not follow; the engine stays awake.
         """
         check_level(level)
         async with self._sleep_lock:
             before, self._sleep_level = self._sleep_level, level
             try:
-                if mode == "abort":
-                    error = EngineAsleep("the engine was put to sleep while it was working on this request")
-                    await self.client.abort_requests(self.output_processor.fail_all(error, "abort"))
-                await self.drain()
+                await asyncio.gather(self._end_requests(mode), self._tell_others(level, mode))
                 await self.client.call_utility("sleep", level)
             except BaseException:
                 self._sleep_level = before
+                await self._tell_others(before, "wait")
                 raise
+
+    async def follow_sleep(self, level: int, mode: SleepMode) -> None:
+        """Reject requests from now on, and end those that run, because another API process puts the cores to sleep; or
+        accept them again.
+
+        Args:
+            level: 0 if the cores are awake.
+        """
+        self._sleep_level = level
+        if level:
+            await self._end_requests(mode)
+            # What was sent before the call, such as aborts, has been handled once it is answered.
+            await self.client.call_utility("unknown_requests", [])
+
+    async def _end_requests(self, mode: SleepMode) -> None:
+        if mode == "abort":
+            error = EngineAsleep("the engine was put to sleep while it was working on this request")
+            await self.client.abort_requests(self.output_processor.fail_all(error, "abort"))
+        await self.drain()
+
+    async def _tell_others(self, level: int, mode: SleepMode) -> None:
+        if self.on_sleep is not None:
+            await self.on_sleep(level, mode)
 
     async def wake_up(self) -> None:
         """Load the weights again.
@@ -235,6 +311,7 @@ class AsyncLLM:
         async with self._sleep_lock:
             await self.client.call_utility("wake_up")
             self._sleep_level = 0
+            await self._tell_others(0, "wait")
 
     async def reset_prefix_cache(self) -> bool:
         """Drop all cached prefixes. Returns False and has no effect while requests hold blocks; of several cores, those
@@ -313,6 +390,7 @@ class AsyncLLM:
         return "\n".join(lines + self.output_processor.describe())
 
     async def _read_outputs(self) -> None:
+        num_unseen = 0  # outputs since other tasks could last run
         try:
             async with aclosing(self.client.outputs()) as messages:
                 async for outputs in messages:
@@ -323,19 +401,24 @@ class AsyncLLM:
                         rates = self._prefill_tokens_per_s
                         rates[outputs.engine_index] = outputs.stats.prefill_tokens_per_s
                         self.queue_limits.prefill_tokens_per_s = sum(rates)
-                    await self._process_outputs(outputs.outputs)
+                    await self._process_outputs(outputs.outputs, outputs.timestamp)
+                    num_unseen += len(outputs.outputs)
+                    # Streams send each step's tokens as events of their own; nobody waits for those held back.
+                    if not outputs.timestamp or num_unseen >= _CHUNK:
+                        num_unseen = 0
+                        await asyncio.sleep(0)
         except EngineDead as error:
             self._die(error)
         except Exception as error:
             logger.exception("reading the core's outputs failed")
             self._die(EngineDead(f"{type(error).__name__}: {error}"))
 
-    async def _process_outputs(self, outputs: Sequence[EngineCoreOutput]) -> None:
+    async def _process_outputs(self, outputs: Sequence[EngineCoreOutput], timestamp: float = 0.0) -> None:
         """Deliver outputs to their readers, then tell the core which requests to abort and which to add."""
         aborts: list[str] = []
         adds: list[EngineCoreRequest] = []
         for start in range(0, len(outputs), _CHUNK):
-            processed = self.output_processor.process_outputs(outputs[start : start + _CHUNK])
+            processed = self.output_processor.process_outputs(outputs[start : start + _CHUNK], timestamp)
             aborts += processed.reqs_to_abort
             adds += processed.reqs_to_add
             if start + _CHUNK < len(outputs):
@@ -346,7 +429,8 @@ class AsyncLLM:
             await self._submit(request)
 
     def _die(self, error: EngineDead) -> None:
-        logger.error("engine core dead: %s", error)
+        # The process that has started the core knows why it ended.
+        logger.log(logging.INFO if self._group.index else logging.ERROR, "engine core dead: %s", error)
         self._fail_running(error)
         if self.on_dead is not None:
             self.on_dead()

@@ -7,6 +7,7 @@ reach it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -61,6 +62,18 @@ class _Arguments(dict[str, Any]):
 
     def __radd__(self, other: str) -> str:
         return other + str(self)
+
+
+class _TextArguments(_Arguments):
+    """Arguments that are no JSON object, such as those of a call that `max_tokens` cut off: an empty object for
+    templates that want one, and the text as the model wrote it for those that put it between other texts."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text
 
 
 class ChatTemplate:
@@ -156,6 +169,8 @@ class ChatTemplate:
                 function = call["function"]
                 if isinstance(function["arguments"], dict):
                     function["arguments"] = _Arguments(function["arguments"])
+                elif isinstance(function["arguments"], str):
+                    function["arguments"] = _TextArguments(function["arguments"])
         if is_continued:
             values["messages"][-1]["content"] += _END_OF_MESSAGE
         try:
@@ -226,7 +241,10 @@ def _plain_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
 
 
 def _plain_message(message: ChatMessage, where: str) -> dict[str, Any]:
-    """Make the dict that templates expect: text content as a string, tool-call arguments as values."""
+    """Make the dict that templates expect: text content as a string, tool-call arguments as values.
+
+    Arguments that are no JSON object remain text: an engine's own answer has such if it was cut off.
+    """
     plain: dict[str, Any] = {"role": message.role, "content": _text_content(message, where)}
     if message.name is not None:
         plain["name"] = message.name
@@ -265,15 +283,16 @@ def _plain_tool_call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise InvalidRequest("a tool call needs function.name", param=where)
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
-        try:
-            arguments = parse_text(arguments or "{}", f"{where}.function.arguments")
-        except ApiError as error:
-            raise InvalidRequest(error.message, param=error.param) from None
+        with contextlib.suppress(ApiError):
+            value = parse_text(arguments or "{}", f"{where}.function.arguments")
+            arguments = value if isinstance(value, dict) else arguments
     return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **_: Any) -> str:
     """Format a value as JSON as Hugging Face does: without HTML escaping."""
+    if isinstance(value, _TextArguments):
+        return str(value)
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
 
 

@@ -45,6 +45,7 @@ class ControlTokens:
         self._marker = re.compile(_overlapping(markers)) if markers else None
         self._heads = {marker[:size] for marker in markers for size in range(1, len(marker))}
         self._tails = {marker[-size:] for marker in markers for size in range(1, len(marker))}
+        self._markers = markers
         self._all = "\0".join(markers)
         characters = sorted({char for marker in markers for char in marker})
         self._private = {char: chr(_PRIVATE + number) for number, char in enumerate(characters)}
@@ -99,6 +100,10 @@ class ControlTokens:
                 assert match.lastindex is not None
                 yield match.start(), match.end(match.lastindex)
 
+    def _is_within(self, text: str) -> bool:
+        """Whether a marker contains the text. All of them together may, too, if it has the character between them."""
+        return text in self._all and any(text in marker for marker in self._markers)
+
     def _hide_in(self, text: str) -> str:
         if not text or (_NAME.fullmatch(text) and text not in self._all):
             return text
@@ -108,7 +113,11 @@ class ControlTokens:
                 positions.add(len(text) - size)
             if text[:size] in self._tails:
                 positions.add(size - 1)
-        if len(text) < self._longest and text in self._all and (odd := re.search(r"[^A-Za-z0-9_-]", text)):
+        if (
+            len(text) < self._longest
+            and self._is_within(text)
+            and (odd := re.search(r"[^A-Za-z0-9_-]", text))
+        ):
             positions.add(odd.start())
         return _with(text, sorted(positions), self._private)
 

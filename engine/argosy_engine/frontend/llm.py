@@ -253,6 +253,10 @@ class LLM:
         except BadRequest as error:
             raise InvalidRequest(error.message, param=error.param) from None
         params = pooling_params or PoolingParams()
+        if params.is_token_wise:
+            raise InvalidRequest(
+                f"scores are of whole texts, not {params.task}; encode has the vectors of tokens"
+            )
         if self.config.pooling is not None and self.config.pooling.task == "classify":
             return self._encode(render_pairs(self.renderer, request), params, use_tqdm)
         prompts, num_queries = render_texts(self.renderer, request)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 
-from argosy_engine.messages.core_messages import EngineCoreOutputs
+from argosy_engine.frontend.request_record import current_record
+from argosy_engine.messages.core_messages import EngineCoreOutputs, EngineCoreRequest
+from argosy_engine.params.sampling_params import SamplingParams
 
 
 class Choices:
     """The choices of one prompt, of which each is a request of the core; read by the metrics."""
 
-    __slots__ = ("longest", "num_choices", "num_left")
+    __slots__ = ("is_recorded", "longest", "num_choices", "num_left")
 
     def __init__(self, num_choices: int = 1) -> None:
         self.num_choices = num_choices
@@ -18,6 +20,8 @@ class Choices:
         """Choices that have not ended."""
         self.longest = 0
         """Output tokens of the longest choice that has ended."""
+        self.is_recorded = False
+        """Whether the prompt counts in the record of its request."""
 
     def end(self, num_output: int) -> bool:
         """Record that a choice ended with a number of output tokens; return whether it was the last one."""
@@ -38,14 +42,33 @@ class RequestTimings:
         "max_tokens",
         "num_cached",
         "num_preemptions",
+        "num_prompt",
+        "params",
         "prefill_s",
         "queued_s",
+        "record",
     )
 
-    def __init__(self, choices: Choices | None = None, max_tokens: int | None = None) -> None:
+    def __init__(
+        self,
+        choices: Choices | None = None,
+        max_tokens: int | None = None,
+        *,
+        num_prompt: int = 0,
+        params: SamplingParams | None = None,
+    ) -> None:
+        """
+        Args:
+            num_prompt: number of prompt tokens.
+            params: of a request that generates text.
+        """
         self.choices = choices or Choices()
         self.max_tokens = max_tokens
         """Upper bound of the output tokens; None: it generates no text."""
+        self.num_prompt = num_prompt
+        self.params = params
+        self.record = current_record.get()
+        """That of the HTTP request; None without one."""
         self.num_preemptions = 0
         self.arrived = time.monotonic()
         self.first_token = 0.0
@@ -75,6 +98,14 @@ class Observer:
             rank: data-parallel rank that it chose, else 0.
         """
 
+    def on_tools_parsed(self, has_calls: bool, is_stream: bool, api: str) -> None:
+        """A choice of a request with tools ended. May be called from any thread.
+
+        Args:
+            has_calls: whether it calls a tool.
+            api: `chat_completions`, `responses` or `other`.
+        """
+
     def on_tokens(self, timings: RequestTimings, count: int, now: float, is_first: bool) -> None:
         """A request got tokens.
 
@@ -83,6 +114,10 @@ class Observer:
             now: when the output was received, in monotonic seconds.
             is_first: this is the request's first output.
         """
+
+    def on_prefix_hit(self, request: EngineCoreRequest, num_cached: int) -> None:
+        """A request's first output has come, and the first `num_cached` tokens of its prompt were cached. Called for
+        the first choice of each prompt, and only if some were."""
 
     def on_finished(self, timings: RequestTimings, num_prompt: int, num_output: int, reason: str) -> None:
         """A request ended. Called exactly once for each request, however it ended.

@@ -21,7 +21,8 @@ class OutputCollector:
         self._last: dict[int, GenerationOutput] = {}
         """The last pending output of each choice, into which the next one is merged."""
         self._error: Exception | None = None
-        self._ready = asyncio.Event()
+        self._reader: asyncio.Future[None] | None = None
+        """Set while the reader waits."""
         self.taken_at = time.monotonic()
         """When the reader last took outputs, in monotonic seconds."""
 
@@ -37,25 +38,32 @@ class OutputCollector:
             self._pending.append(output)
         else:
             earlier.merge(output)
-        self._ready.set()
+        self._wake_reader()
 
     def fail(self, error: Exception) -> None:
         """Have `take` raise this error once the reader has taken what came before it."""
         self._error = error
-        self._ready.set()
+        self._wake_reader()
 
     async def take(self) -> list[GenerationOutput]:
-        """Wait for outputs, and take everything that has arrived since the last call.
+        """Wait for outputs, and take everything that has arrived since the last call. Only one task may wait at a time.
 
         Raises:
             EngineError: the request failed; outputs that came before are still delivered first.
         """
-        await self._ready.wait()
-        if not self._pending and self._error is not None:
-            raise self._error
+        while not self._pending:
+            if self._error is not None:
+                raise self._error
+            self._reader = asyncio.get_running_loop().create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
         self.taken_at = time.monotonic()
         outputs, self._pending = self._pending, []
         self._last.clear()
-        if self._error is None:
-            self._ready.clear()
         return outputs
+
+    def _wake_reader(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)

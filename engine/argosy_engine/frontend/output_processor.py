@@ -84,16 +84,33 @@ class OutputProcessor:
             self._tokenizer, request.sampling_params, request.prompt_token_ids
         )
         params = request.sampling_params
-        timings = RequestTimings(choices, None if request.pooling_params is not None else params.max_tokens)
         num_prompt = len(request.prompt_token_ids)
-        state = RequestState(index, detokenizer, num_prompt, queue, request_output, timings)
+        if request.pooling_params is not None:
+            timings = RequestTimings(choices, num_prompt=num_prompt)
+        else:
+            timings = RequestTimings(choices, params.max_tokens, num_prompt=num_prompt, params=params)
+        state = RequestState(
+            index,
+            detokenizer,
+            num_prompt,
+            queue,
+            request_output,
+            timings,
+            final_only=request.final_only and not params.stop,
+        )
         self.request_states[request.request_id] = state
         self.requests_drained.clear()
         return state
 
-    def process_outputs(self, outputs: Sequence[EngineCoreOutput]) -> OutputProcessorOutput:
-        """Deliver outputs to their queues and results. An output that cannot be processed fails its request only."""
-        processed, now = OutputProcessorOutput(), time.monotonic()
+    def process_outputs(
+        self, outputs: Sequence[EngineCoreOutput], timestamp: float = 0.0
+    ) -> OutputProcessorOutput:
+        """Deliver outputs to their queues and results. An output that cannot be processed fails its request only.
+
+        Args:
+            timestamp: when they would have arrived, in monotonic seconds, if the core has held them back; 0: now.
+        """
+        processed, now = OutputProcessorOutput(), timestamp or time.monotonic()
         for output in outputs:
             try:
                 self._process(output, now, processed)
@@ -112,6 +129,7 @@ class OutputProcessor:
             self._fail_and_report(output.request_id, request_error(output), processed)
             return
         timings, num_tokens = state.timings, len(output.new_token_ids)
+        now = max(now, timings.last_token)  # an output that was not held back may have arrived late
         timings.num_preemptions = output.num_preemptions
         if output.prefill_stats is not None:
             # A resumed request's output may have been cached, too.
@@ -123,6 +141,16 @@ class OutputProcessor:
             processed.reqs_to_add += state.siblings
             state.siblings = ()
         state.num_output += num_tokens
+        for observer in self.observers:
+            observer.on_tokens(timings, num_tokens, now, is_first)
+        if is_first:
+            timings.first_token = now
+            if self._queue_limits is not None:
+                self._queue_limits.start(output.request_id)
+        timings.last_token = now
+        if not is_first and state.withhold(output):
+            return
+        output = state.release(output)
         detokenizer = state.detokenizer
         text = detokenizer.update(
             output.new_token_ids,
@@ -135,13 +163,6 @@ class OutputProcessor:
             if finish_reason is None:
                 processed.reqs_to_abort.append(output.request_id)
             finish_reason, stop_reason = str(FinishReason.STOP), detokenizer.stop_reason
-        for observer in self.observers:
-            observer.on_tokens(timings, num_tokens, now, is_first)
-        if is_first:
-            timings.first_token = now
-            if self._queue_limits is not None:
-                self._queue_limits.start(output.request_id)
-        timings.last_token = now
         if finish_reason is not None:
             self.finish(output.request_id, finish_reason)
         if state.queue is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -18,14 +19,16 @@ from argosy_engine.model_configs.pooling_spec import PoolingSpec
 from argosy_engine.params.pooling_params import PoolingParams
 from argosy_engine.params.sampling_params import SamplingParams
 
+MAX_TOKEN_NUMBERS = 1 << 21
+"""Limit on the numbers of a request, or offline of a prompt, whose tokens all have a vector: some 40 MB of JSON."""
 _TINY = 1e-12
 """Smallest length of a vector that a cosine is divided by."""
 
 
 @dataclass(slots=True)
 class PoolingOutput:
-    data: list[float] = field(default_factory=list)
-    """The vector, in float32."""
+    data: list[Any] = field(default_factory=list)
+    """The vector, in float32; of tasks for tokens a list of vectors, one for each token of the prompt."""
 
     @property
     def embedding(self) -> list[float]:
@@ -83,6 +86,7 @@ def pooling_request(
     config = input_processor.config
     params = resolved_params(params, config.pooling or PoolingSpec())
     params.check_dimensions(config.embedding_size, config.is_matryoshka, config.matryoshka_dimensions)
+    check_token_numbers(config, params, len(prompt.token_ids))
     one_token = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
     (request,) = input_processor.process_inputs(
         prompt,
@@ -98,6 +102,33 @@ def pooling_request(
     return request
 
 
+def check_token_numbers(config: ResolvedConfig, params: PoolingParams, num_tokens: int) -> None:
+    """Check that prompts with so many tokens do not make too many numbers.
+
+    Args:
+        params: resolved.
+
+    Raises:
+        InvalidRequest: each token has a vector, and they have more than `MAX_TOKEN_NUMBERS` numbers.
+    """
+    if not params.is_token_wise:
+        return
+    spec = config.pooling or PoolingSpec()
+    size = spec.num_labels if spec.task == "classify" else params.dimensions or config.embedding_size
+    if num_tokens * size > MAX_TOKEN_NUMBERS:
+        raise InvalidRequest(
+            f"{num_tokens} tokens with {size} numbers each are more than {MAX_TOKEN_NUMBERS} numbers; send at most "
+            f"{MAX_TOKEN_NUMBERS // size} tokens at once",
+            param="input",
+        )
+
+
+def token_rows(numbers: list[float], num_tokens: int) -> list[list[float]]:
+    """Return the vectors of a prompt's tokens, which the core sends one after the other."""
+    size = len(numbers) // num_tokens
+    return [numbers[start : start + size] for start in range(0, len(numbers), size)]
+
+
 def resolved_params(params: PoolingParams, spec: PoolingSpec) -> PoolingParams:
     """Return the parameters with the model's own where none are given, as the core wants them.
 
@@ -105,12 +136,13 @@ def resolved_params(params: PoolingParams, spec: PoolingSpec) -> PoolingParams:
         InvalidRequest: the model does something else.
     """
     task = params.task or spec.task
-    if task != spec.task:
+    kind = task.removeprefix("token_")
+    if kind != spec.task:
         raise InvalidRequest(
-            f"task {task} needs a model that is served for it (--convert {task}); this one is for {spec.task}",
+            f"task {task} needs a model that is served for it (--convert {kind}); this one is for {spec.task}",
             param="task",
         )
-    if task != "embed" and params.dimensions is not None:
+    if kind != "embed" and params.dimensions is not None:
         raise InvalidRequest("dimensions are of embeddings; this model classifies", param="dimensions")
     asked = params.use_activation if params.use_activation is not None else params.normalize
     return params.replace(
@@ -153,6 +185,8 @@ def encode(
                     result.error = out.error or "the engine could not run this prompt"
                 else:
                     result.outputs.data = out.pooling_output
+                    if params.is_token_wise:
+                        result.outputs.data = token_rows(out.pooling_output, len(result.prompt_token_ids))
                 if out.prefill_stats is not None:
                     result.num_cached_tokens = out.prefill_stats.num_cached_tokens
                 on_done(len(result.prompt_token_ids))

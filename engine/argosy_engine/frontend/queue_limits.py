@@ -6,6 +6,8 @@ rejection has a retry time, computed from measured rates.
 
 With several data-parallel ranks the limits are those of all together. A request that chooses its rank must also fit
 into the rank's equal share, so that those who choose the same rank leave room for the others.
+
+With several API processes the limits are those of all together: each tells the others its counts in shared memory.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from argosy_engine.errors import EngineBusy, InvalidRequest
+from argosy_engine.osproc.shared_counters import SharedCounters
 
 MIN_RETRY_S = 1.0
 MAX_RETRY_S = 60.0
@@ -24,11 +27,36 @@ _FINISHES = 64
 
 
 class _Load:
-    """Requests of all ranks, or of one."""
+    """Requests of all ranks, or of one.
 
-    def __init__(self) -> None:
-        self.num_reqs = 0
-        self.num_queued_tokens = 0
+    Args:
+        counters: of several API processes.
+        column: the first of two columns for this load.
+    """
+
+    def __init__(self, counters: SharedCounters | None = None, column: int = 0) -> None:
+        self._num_reqs = 0
+        self._num_queued_tokens = 0
+        self._counters = counters
+        self._column = column
+
+    @property
+    def num_reqs(self) -> int:
+        others = 0 if self._counters is None else self._counters.others(self._column)
+        return self._num_reqs + others
+
+    @property
+    def num_queued_tokens(self) -> int:
+        others = 0 if self._counters is None else self._counters.others(self._column + 1)
+        return self._num_queued_tokens + others
+
+    def count(self, num_reqs: int, num_queued_tokens: int) -> None:
+        """Add to the counts of this process."""
+        self._num_reqs += num_reqs
+        self._num_queued_tokens += num_queued_tokens
+        if self._counters is not None:
+            self._counters.set(self._column, self._num_reqs)
+            self._counters.set(self._column + 1, self._num_queued_tokens)
 
 
 class QueueLimits:
@@ -39,6 +67,8 @@ class QueueLimits:
         max_num_queued_tokens: None: no limit. A request that is alone in the queue is never rejected for its length.
         num_ranks: number of data-parallel ranks.
         on_rejected: called with the name of the limit and the rank, if one was chosen, for each rejection.
+        counters: of several API processes; two columns, and two for each rank.
+        num_processes: number of API processes.
     """
 
     def __init__(
@@ -48,6 +78,8 @@ class QueueLimits:
         clock: Callable[[], float] = time.monotonic,
         num_ranks: int = 1,
         on_rejected: Callable[[str, int | None], None] | None = None,
+        counters: SharedCounters | None = None,
+        num_processes: int = 1,
     ) -> None:
         self.max_num_queued_reqs = max_num_queued_reqs
         self.max_num_queued_tokens = max_num_queued_tokens
@@ -59,12 +91,14 @@ class QueueLimits:
         """Queued prompt tokens of each request in flight; 0 from its first token on."""
         self._ranks: dict[str, int] = {}
         """Ranks of the requests in flight, as far as they are known."""
-        self._total = _Load()
-        self._loads = [_Load() for _ in range(num_ranks)]
+        self._total = _Load(counters)
+        self._loads = [_Load(counters, 2 * (1 + rank)) for rank in range(num_ranks)]
+        self._num_processes = num_processes
         self._finishes: deque[float] = deque(maxlen=_FINISHES)
 
     @property
     def num_reqs(self) -> int:
+        """Requests in flight, of all API processes."""
         return self._total.num_reqs
 
     @property
@@ -127,8 +161,7 @@ class QueueLimits:
             rank: data-parallel rank that it chooses; None: `place` tells it later.
         """
         self._num_tokens[request_id] = num_tokens
-        self._total.num_reqs += 1
-        self._total.num_queued_tokens += num_tokens
+        self._total.count(1, num_tokens)
         if rank is not None:
             self.place(request_id, rank)
 
@@ -136,22 +169,20 @@ class QueueLimits:
         """Record the data-parallel rank of a request. Does nothing if that is known, or the request has left."""
         if request_id in self._num_tokens and request_id not in self._ranks:
             self._ranks[request_id] = rank
-            self._loads[rank].num_reqs += 1
-            self._loads[rank].num_queued_tokens += self._num_tokens[request_id]
+            self._loads[rank].count(1, self._num_tokens[request_id])
 
     def start(self, request_id: str) -> None:
         """Record that the request has its first token."""
         num_tokens = self._num_tokens.get(request_id, 0)
         self._num_tokens[request_id] = 0
         for load in self._loads_of(request_id):
-            load.num_queued_tokens -= num_tokens
+            load.count(0, -num_tokens)
 
     def leave(self, request_id: str) -> None:
         """Record that the request ended, for whatever reason."""
         num_tokens = self._num_tokens.pop(request_id)
         for load in self._loads_of(request_id):
-            load.num_reqs -= 1
-            load.num_queued_tokens -= num_tokens
+            load.count(-1, -num_tokens)
         self._ranks.pop(request_id, None)
         self._finishes.append(self._clock())
 
@@ -162,11 +193,11 @@ class QueueLimits:
             yield self._loads[rank]
 
     def _finish_rate(self) -> float:
-        """Recent completion rate in requests per second; 0 if unknown."""
+        """Recent completion rate in requests per second, if other API processes have the same; 0 if unknown."""
         if len(self._finishes) < 2:
             return 0.0
         elapsed = self._clock() - self._finishes[0]
-        return len(self._finishes) / elapsed if elapsed > 0 else 0.0
+        return self._num_processes * len(self._finishes) / elapsed if elapsed > 0 else 0.0
 
 
 def _retry_after(amount: float, rate: float) -> float:

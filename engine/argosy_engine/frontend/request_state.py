@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from argosy_engine.frontend.detokenizer import IncrementalDetokenizer
 from argosy_engine.frontend.observer import RequestTimings
 from argosy_engine.frontend.output_collector import OutputCollector
 from argosy_engine.frontend.outputs import GenerationOutput, RequestOutput
 from argosy_engine.messages.core_messages import EngineCoreOutput, EngineCoreRequest
+
+MAX_WITHHELD = 256
+"""Maximum number of outputs of a choice that are withheld. Decoding them takes the event loop about a millisecond."""
 
 
 class RequestState:
@@ -18,10 +23,12 @@ class RequestState:
         index: index of the choice: in the call if there is a `queue`, else in `request_output`.
         queue: gets the output as deltas.
         request_output: accumulates the output if there is no `queue`.
+        final_only: the `queue` gets tokens after the first in large pieces only (`withhold`).
     """
 
     __slots__ = (
         "detokenizer",
+        "final_only",
         "has_output",
         "index",
         "is_finished",
@@ -33,6 +40,7 @@ class RequestState:
         "resumed_text",
         "siblings",
         "timings",
+        "withheld",
     )
 
     def __init__(
@@ -43,6 +51,8 @@ class RequestState:
         queue: OutputCollector | None,
         request_output: RequestOutput | None,
         timings: RequestTimings,
+        *,
+        final_only: bool = False,
     ) -> None:
         self.index = index
         self.detokenizer = detokenizer
@@ -61,6 +71,29 @@ class RequestState:
         self.siblings: Sequence[EngineCoreRequest] = ()
         """Other choices of the same prompt, which are sent to the core once this one has computed it."""
         self.timings = timings
+        self.final_only = final_only
+        self.withheld: list[EngineCoreOutput] = []
+        """Outputs that were counted, but neither decoded nor delivered yet."""
+
+    def withhold(self, output: EngineCoreOutput) -> bool:
+        """Keep an output for later, if its reader waits for the last one and few are kept; return whether it is kept.
+
+        Not the first output, which tells of the prompt.
+        """
+        if not self.final_only or output.finish_reason is not None or len(self.withheld) >= MAX_WITHHELD:
+            return False
+        self.withheld.append(output)
+        return True
+
+    def release(self, output: EngineCoreOutput) -> EngineCoreOutput:
+        """Return an output with the tokens before it that were withheld."""
+        if not self.withheld:
+            return output
+        self.withheld.append(output)
+        withheld, self.withheld = self.withheld, []
+        token_ids = [token_id for each in withheld for token_id in each.new_token_ids]
+        logprobs = [entry for each in withheld for entry in each.logprobs or ()]
+        return msgspec.structs.replace(output, new_token_ids=token_ids, logprobs=logprobs or None)
 
     def resume(self, token_ids: Sequence[int]) -> bool:
         """Decode the output of the run that this one continues; return whether the core has more to compute."""

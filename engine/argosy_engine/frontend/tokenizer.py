@@ -15,6 +15,7 @@ from tokenizers import Encoding
 from tokenizers import Tokenizer as _Tokenizer
 
 from argosy_engine.errors import ConfigError
+from argosy_fetcher.selection import tokenizer_remedy
 
 _CONTROL = re.compile(r"<[|\uff5c].*[|\uff5c]>")
 """Form of control tokens. DeepSeek's role markers, for example, are not marked as special."""
@@ -54,6 +55,9 @@ class Tokenizer:
 
     def __init__(self, path: Path) -> None:
         file = path / "tokenizer.json"
+        if path.is_dir() and not file.exists():
+            remedy = tokenizer_remedy({each.name for each in path.iterdir()})
+            raise ConfigError(f"{path} has no {file.name}; {remedy}")
         try:
             self.backend = _Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exception

@@ -93,6 +93,11 @@ class EngineCoreRequest(Struct, array_like=True, omit_defaults=True, gc=False):
     empty in a call of one sequence."""
     data_parallel_rank: int | None = None
     """Engine core that computes the request. None: the client chooses one, and sets this when it sends the request."""
+    client_index: int = 0
+    """API process that gets the outputs."""
+    final_only: bool = False
+    """Whether nobody reads the output before it is complete, as vLLM's `RequestOutputKind.FINAL_ONLY`, so that tokens
+    between the first and the last may arrive late and together. There are no stop strings then."""
 
 
 class UtilityCall(Struct, array_like=True, gc=False):
@@ -101,6 +106,8 @@ class UtilityCall(Struct, array_like=True, gc=False):
     call_id: int
     method: str
     args: list[Any]
+    client_index: int = 0
+    """API process that gets the result."""
 
 
 class UtilityOutput(Struct, array_like=True, gc=False):
@@ -109,6 +116,8 @@ class UtilityOutput(Struct, array_like=True, gc=False):
     call_id: int
     failure: str | None = None
     result: Any = None
+    client_index: int = 0
+    """Of the call."""
 
 
 class PrefillStats(Struct, array_like=True, gc=False):
@@ -159,6 +168,8 @@ class SchedulerStats(Struct, array_like=True, omit_defaults=True, gc=False):
     """Of the running and waiting requests, sequences of calls with several."""
     num_deferred: int = 0
     """Of the waiting requests, those that wait for a grammar, and not for room."""
+    num_tokens_elsewhere: int = 0
+    """Generated tokens that were sent to other API processes since the last report."""
 
 
 class ResidencyDelta(Struct, array_like=True, omit_defaults=True, gc=False):
@@ -180,3 +191,5 @@ class EngineCoreOutputs(Struct, array_like=True, omit_defaults=True, gc=False):
     """Reason why the core is dying; set in its last message."""
     engine_index: int = 0
     """Data-parallel rank of the core, set by the client that receives the message."""
+    timestamp: float = 0.0
+    """When the core held this message back (`HeldOutputs`), in monotonic seconds; 0: it was sent at once."""

@@ -1,6 +1,7 @@
 """Handshake between a client and the process of its engine core, in this order: Hello, Handshake, Loading, Ready.
 
-`Failed` takes the place of `Ready` if the core cannot start.
+`Failed` takes the place of `Ready` if the core cannot start. Clients in further API processes answer `Attached` instead
+of `Handshake`.
 """
 
 from __future__ import annotations
@@ -26,8 +27,14 @@ class Handshake(Struct, tag="INIT", tag_field="status"):
     """Of cores that share experts: what the core's process has inherited."""
 
 
+class Attached(Struct, tag="ATTACHED", tag_field="status"):
+    """The answer of a client that did not start the core."""
+
+    client_index: int
+
+
 class Loading(Struct, tag="LOADING", tag_field="status"):
-    """Both sockets are connected, so the client may delete their files; the core loads the model."""
+    """The sockets of all clients are connected, so their files may be deleted; the core loads the model."""
 
 
 class Ready(Struct, tag="READY", tag_field="status"):
@@ -43,4 +50,4 @@ class Failed(Struct, tag="FAILED", tag_field="status"):
     is_config_error: bool
 
 
-HandshakeMessage = Hello | Handshake | Loading | Ready | Failed
+HandshakeMessage = Hello | Handshake | Attached | Loading | Ready | Failed

@@ -3,4 +3,5 @@
 child_process     children that end with their parent; how a parent ends them
 debug_signal      stacks and state on SIGUSR1
 file_descriptors  limit of open files
+shared_counters   numbers in memory that several processes share
 """

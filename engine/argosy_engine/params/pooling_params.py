@@ -26,8 +26,8 @@ class PoolingParams(
         InvalidRequest: unknown name, wrong type or value out of bounds.
     """
 
-    task: Literal["embed", "classify"] | None = None
-    """What to compute; None: what the model is served for."""
+    task: Literal["embed", "classify", "token_embed", "token_classify"] | None = None
+    """What to compute; None: what the model is served for. The last two: of each token, instead of the whole prompt."""
     pooling_type: Literal["last", "mean", "cls"] | None = None
     """Which hidden states become the vector; None: those that the model was trained for."""
     use_activation: bool | None = None
@@ -40,7 +40,12 @@ class PoolingParams(
     @property
     def needs_every_token(self) -> bool:
         """Whether a cached prefix cannot be used, because the KV cache does not hold its hidden states."""
-        return self.pooling_type in ("mean", "cls")
+        return self.is_token_wise or self.pooling_type in ("mean", "cls")
+
+    @property
+    def is_token_wise(self) -> bool:
+        """Whether each token has a vector of its own; which ones become the vector does not matter then."""
+        return self.task in ("token_embed", "token_classify")
 
     def replace(self, **changes: Any) -> PoolingParams:
         return msgspec.structs.replace(self, **changes)

@@ -8,6 +8,8 @@ parsed_output        what a piece of an output adds to a message
 tool_parsers         the form of calls, a module per family: a subclass of ToolParser
 reasoning_parsers    the marks around reasoning, a module per family: a subclass of ReasoningParser
 
+argument_readers     read arguments while the model writes them
+arguments_text       arguments as JSON text
 markers              texts to look for in an output that arrives in pieces
 scanners             find the end of a call in such an output
 python_literals      calls in the form of Python

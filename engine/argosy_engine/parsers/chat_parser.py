@@ -4,18 +4,22 @@ A reasoning parser names the marks around the reasoning, a tool parser the form 
 one pass. The scanners are written by hand: linear time, no pattern that backtracks (CVE-2025-48887), nothing is
 evaluated (CVE-2025-9141).
 
+A call begins once its name and the beginning of its arguments are certain; its arguments follow as they are written.
+Calls of which that cannot be told early are read when they are complete.
+
 Invariants: the concatenated deltas do not depend on how the text was split, so streamed and unary responses agree.
-Text that is no complete call is content, or reasoning where it stands in the reasoning; nothing but marks and the white
-space around them is dropped. The model may mention a call in its reasoning: one counts there only if the output ends
-with it.
+Text that begins no call is content, or reasoning where it stands in the reasoning; nothing but marks and the white
+space around them is dropped. The model may mention a call in its reasoning: one counts there only if it is complete and
+the output ends with it.
 """
 
 from __future__ import annotations
 
 from enum import Enum, auto
 
+from argosy_engine.parsers.argument_readers import MAX_OPENING_CHARS, ArgumentReader
 from argosy_engine.parsers.markers import Markers
-from argosy_engine.parsers.parsed_output import Parsed, ParsedCall
+from argosy_engine.parsers.parsed_output import Parsed, ParsedCall, ParsedCalls
 from argosy_engine.parsers.reasoning_parsers.abstract_reasoning_parser import ReasoningParser
 from argosy_engine.parsers.scanners import NO_CALL, EnclosingScanner, MarkerScanner, Scanner
 from argosy_engine.parsers.tool_parsers.abstract_tool_parser import ToolParser
@@ -38,6 +42,8 @@ class _State(Enum):
     """Where a call may begin that needs no marker, or the next call of a section."""
     CONTENT = auto()
     CALL = auto()
+    ARGUMENTS = auto()
+    """In the arguments of a call that has begun."""
     DRAFT = auto()
     """After a call in the reasoning, which counts if nothing but calls and the marks around them follow."""
 
@@ -81,6 +87,9 @@ class ChatParser:
         self._reasoning_markers = Markers((self._think.end, *call_markers))
         self._call: list[str] = []
         """Text of the open call, from its start marker on."""
+        self._head: str | None = None
+        """Beginning of the open call, while it may turn out to have an opening."""
+        self._reader: ArgumentReader | None = None
         self._has_passed = False
         """Whether the open call goes on after an end marker, which belongs to an argument."""
         self._num_reread = 0
@@ -96,7 +105,7 @@ class ChatParser:
         self._draft_calls: list[ParsedCall] = []
         self._reasoning: list[str] = []
         self._content: list[str] = []
-        self._calls: list[ParsedCall] = []
+        self._calls = ParsedCalls()
         self._state = _State.REASONING if is_reasoning else _State.START
         if not is_reasoning and reasoning_parser is None:
             self._begin_content()
@@ -105,7 +114,7 @@ class ChatParser:
     def feed(self, text: str, is_last: bool = False) -> Parsed:
         """Parse more text. With `is_last` nothing is held back."""
         text, self._buffer = self._buffer + text, ""
-        self._reasoning, self._content, self._calls = [], [], []
+        self._reasoning, self._content = [], []
         position: int | None = 0
         while position is not None:
             position = self._advance(text, position, is_last)
@@ -115,9 +124,10 @@ class ChatParser:
             if self._again and position is not None:
                 text, position, self._again = self._again + text[position:], 0, ""
         if is_last and self._state is _State.DRAFT:
-            self._calls += self._draft_calls
-        self.num_calls += len(self._calls)
-        return Parsed("".join(self._reasoning), "".join(self._content), tuple(self._calls))
+            self._calls.add(self._draft_calls)
+        calls, arguments = self._calls.take()
+        self.num_calls += len(calls)
+        return Parsed("".join(self._reasoning), "".join(self._content), calls, arguments)
 
     def _advance(self, text: str, position: int, is_last: bool) -> int | None:
         """Read on from `position`; return where to continue in another state, or None if all is read."""
@@ -132,6 +142,8 @@ class ChatParser:
                 return self._leave_between(text, position, is_last)
             case _State.CALL:
                 return self._read_call(text, position)
+            case _State.ARGUMENTS:
+                return self._read_arguments(text, position, is_last)
             case _State.DRAFT:
                 return self._leave_draft(text, position, is_last)
 
@@ -270,10 +282,45 @@ class ChatParser:
         self._state = _State.CALL
         self._scanner = self._tools.scanner(start)
         self._call = [start]
+        self._head = None if self._in_thought or self._num_reread >= _MAX_REREAD_CALLS else start
         self._has_passed = False
         self._end_of_thought = MarkerScanner(self._think.end) if self._in_thought else None
 
+    def _leave_head(self, text: str, position: int) -> int | None:
+        """Begin the open call if its opening is complete; return where its arguments go on, or None."""
+        assert self._tools is not None
+        assert self._head is not None
+        before = len(self._head)
+        self._head += text[position : position + MAX_OPENING_CHARS - before]
+        opening = self._tools.opening(self._head)
+        if opening is None:
+            if len(self._head) >= MAX_OPENING_CHARS:
+                self._head = None
+            return None
+        self._again = self._head[opening.end : before]
+        self._head, self._call, self._between = None, [], ""
+        self._calls.begin(ParsedCall(opening.name, "", opening.id))
+        self._reader = self._tools.argument_reader(opening)
+        self._state = _State.ARGUMENTS
+        return position + max(0, opening.end - before)
+
+    def _read_arguments(self, text: str, position: int, is_last: bool) -> int | None:
+        assert self._reader is not None
+        piece = text[position : position + _MAX_PIECE]
+        end = position + len(piece)
+        written, rest = self._reader.feed(piece, is_last and end == len(text))
+        self._calls.write(written)
+        if rest is None:
+            return end if end < len(text) else None
+        self._num_reread += self._reader.gives_back
+        self._after_calls()
+        taken = max(0, len(rest) - len(piece))
+        self._again = rest[:taken]
+        return end - len(rest) + taken
+
     def _read_call(self, text: str, position: int) -> int | None:
+        if self._head is not None and (begin := self._leave_head(text, position)) is not None:
+            return begin
         piece = text[position : position + _MAX_PIECE]
         thought_end = -1
         if self._end_of_thought is not None:
@@ -348,7 +395,11 @@ class ChatParser:
         if not calls:
             self._state, self._newlines_to_skip = (_State.REASONING if in_thought else _State.CONTENT), 0
             return
-        self._calls += calls
+        self._calls.add(calls)
+        self._after_calls()
+
+    def _after_calls(self) -> None:
+        assert self._tools is not None
         self._enter(_State.CONTENT)
         if self._tools.section or self._tools.separators:
             self._state, self._is_after_call = _State.BETWEEN, True

@@ -4,7 +4,8 @@ In OpenAI's Harmony format an output is a sequence of messages, `<|channel|>CHAN
 all but the first after `<|start|>assistant`. The analysis channel is reasoning, messages to functions are calls, others
 are content. Several messages of one kind are separated by a newline.
 
-Within a string of a call's arguments a mark is text. If there is no call then, the first of these marks has ended it.
+A call begins with its arguments, which follow as they are written. Within a string of them a mark is text. If there is
+no call then, or no end of the string, the first of these marks has ended it.
 
 Invariants: those of `ChatParser`. Text outside any message is content, and so is a message to a function that is no
 call, with its header. Messages to tools that the request does not have belong to the reasoning.
@@ -15,8 +16,9 @@ from __future__ import annotations
 import re
 from enum import Enum, auto
 
+from argosy_engine.parsers.argument_readers import ArgumentReader
 from argosy_engine.parsers.markers import Markers
-from argosy_engine.parsers.parsed_output import Parsed, ParsedCall
+from argosy_engine.parsers.parsed_output import Parsed, ParsedCall, ParsedCalls
 from argosy_engine.parsers.tool_parsers.openai_tool_parser import (
     CALL,
     CHANNEL,
@@ -30,6 +32,10 @@ from argosy_engine.parsers.tool_parsers.openai_tool_parser import (
 )
 
 _MAX_HEADER_CHARS = 1024
+_MAX_HEAD_CHARS = 64
+"""Characters of a message in which a call's arguments must begin for them to be read as they are written."""
+_MAX_PIECE = 4096
+"""Maximum characters of arguments that are read at once, so that short calls in a long text take linear time."""
 _MAX_REREAD_CALLS = 4
 """Calls that are read again from a mark within a string, so that an output of such calls takes linear time."""
 _BODY_ENDS = (END, CALL, RETURN, START, CHANNEL)
@@ -46,6 +52,8 @@ class _Part(Enum):
     REASONING = auto()
     CONTENT = auto()
     CALL = auto()
+    ARGUMENTS = auto()
+    """In the arguments of a call that has begun."""
 
 
 class HarmonyParser:
@@ -60,18 +68,21 @@ class HarmonyParser:
         self._buffer = ""
         self._header = ""
         self._call: list[str] = []
+        self._head: str | None = None
+        """Beginning of the open call, while it may turn out to have an opening."""
+        self._reader: ArgumentReader | None = None
         self._is_in_string = False
         """Whether the arguments so far end within a string."""
         self._passed: int | None = None
         """Offset in the call of the first mark within a string."""
         self._num_rereads = 0
         self._reread = ""
-        """What follows a call that has ended at a mark within a string."""
+        """Text that is read again, after which nothing follows: the rest after a call."""
         self._message_end = Markers((MESSAGE,))
         self._body_end = Markers(_BODY_ENDS)
         self._call_end = Markers((*_BODY_ENDS, "\\."))
         self._texts: dict[_Part, list[str]] = {}
-        self._calls: list[ParsedCall] = []
+        self._calls = ParsedCalls()
         self._begun: set[_Part] = set()
         """Kinds of text that the output has."""
         self._is_first_text = True
@@ -82,7 +93,6 @@ class HarmonyParser:
         """Parse more text. With `is_last` nothing is held back."""
         text, self._buffer = self._buffer + text, ""
         self._texts = {_Part.REASONING: [], _Part.CONTENT: []}
-        self._calls = []
         position: int | None = 0
         while position is not None:
             match self._part:
@@ -92,17 +102,20 @@ class HarmonyParser:
                     position = self._read_header(text, position, is_last)
                 case _Part.CALL:
                     position = self._read_call(text, position, is_last)
-                    if self._reread:
-                        text, self._reread, position = self._reread, "", 0
+                case _Part.ARGUMENTS:
+                    position = self._read_arguments(text, position, is_last)
                 case _:
                     position = self._read_body(text, position, is_last)
+            if self._reread:
+                text, self._reread, position = self._reread, "", 0
         if is_last and self._part is _Part.HEADER:
             self._write(_Part.CONTENT, self._header)
         if is_last and self._part is _Part.CALL:
             self._end_call(is_closed=False)
-        self.num_calls += len(self._calls)
+        calls, arguments = self._calls.take()
+        self.num_calls += len(calls)
         reasoning, content = ("".join(self._texts[part]) for part in (_Part.REASONING, _Part.CONTENT))
-        return Parsed(reasoning, content, tuple(self._calls))
+        return Parsed(reasoning, content, calls, arguments)
 
     def _leave_boundary(self, text: str, position: int, is_last: bool) -> int | None:
         rest = text[position : position + 32]
@@ -137,6 +150,7 @@ class HarmonyParser:
         to = recipient(self._header)
         if to and self._tools is not None and self._tools.function(to):
             self._part, self._call = _Part.CALL, [self._header]
+            self._head = self._header if self._num_rereads < _MAX_REREAD_CALLS else None
         elif channel == ["analysis"] or to:
             self._open(_Part.REASONING)
         else:
@@ -155,7 +169,43 @@ class HarmonyParser:
         self._part = _Part.BOUNDARY
         return end if found.group() in (START, CHANNEL) else found.end()
 
+    def _leave_head(self, text: str, position: int) -> int | None:
+        """Begin the open call if its opening is complete; return where its arguments go on, or None."""
+        assert self._tools is not None
+        assert self._head is not None
+        before = len(self._head)
+        self._head += text[position : position + len(self._header) + _MAX_HEAD_CHARS - before]
+        opening = self._tools.opening(self._head)
+        if opening is None:
+            if len(self._head) >= len(self._header) + _MAX_HEAD_CHARS:
+                self._head = None
+            return None
+        if opening.end < before:
+            self._reread = self._head[opening.end : before] + text[position:]
+        self._head, self._call, self._part = None, [], _Part.ARGUMENTS
+        self._calls.begin(ParsedCall(opening.name, "", opening.id))
+        self._reader = self._tools.argument_reader(opening)
+        self._is_in_string, self._passed = False, None
+        return position + max(0, opening.end - before)
+
+    def _read_arguments(self, text: str, position: int, is_last: bool) -> int | None:
+        assert self._reader is not None
+        piece = text[position : position + _MAX_PIECE]
+        end = position + len(piece)
+        written, rest = self._reader.feed(piece, is_last and end == len(text))
+        self._calls.write(written)
+        if rest is None:
+            return end if end < len(text) else None
+        self._num_rereads += self._reader.gives_back
+        self._part = _Part.BOUNDARY
+        if len(rest) <= len(piece):
+            return end - len(rest)
+        self._reread = rest + text[end:]
+        return None
+
     def _read_call(self, text: str, start: int, is_last: bool) -> int | None:
+        if self._head is not None and (begin := self._leave_head(text, start)) is not None:
+            return begin
         trusts_strings = self._num_rereads < _MAX_REREAD_CALLS
         position = start
         while found := (_IN_STRING if self._is_in_string else _OUTSIDE).search(text, position):
@@ -209,7 +259,7 @@ class HarmonyParser:
         self._is_in_string, self._passed = False, None
         calls = self._tools.parse(text) if is_closed else self._tools.parse_unclosed(text)
         if calls:
-            self._calls += calls
+            self._calls.add(calls)
         else:
             self._open(_Part.CONTENT)
             self._write(_Part.CONTENT, text)

@@ -1,7 +1,8 @@
-"""Pooler: turns the hidden states of a prompt into one vector, for requests that ask for a vector instead of tokens.
+"""Pooler: turns the hidden states of a prompt into one vector, or one for each token, for requests that ask for vectors
+instead of tokens.
 
 A prompt may be computed in chunks, so the pooler keeps what it needs of earlier ones between steps, in float32: the sum
-of the states for their mean, or the first state.
+of the states for their mean, the first state, or all of them.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ class Pooler:
         self._kept: dict[str, torch.Tensor] = {}
         """For a mean, float32 [1 + pooled_size]: the number of states so far, and their sum; for the first token's
         state, that, float32 [pooled_size]."""
+        self._chunks: dict[str, list[torch.Tensor]] = {}
+        """For tasks of tokens, their states so far, float32 [tokens, pooled_size] each."""
 
     def add(self, request_id: str, params: PoolingParams) -> None:
         """Add a request, whose parameters are resolved (`frontend.pooling.resolved_params`)."""
@@ -41,9 +44,11 @@ class Pooler:
         """Drop a request. Unknown ids are ignored."""
         self._params.pop(request_id, None)
         self._kept.pop(request_id, None)
+        self._chunks.pop(request_id, None)
 
     def pool(self, step: StepArrays, hidden: torch.Tensor) -> dict[str, list[float]]:
-        """Return the vectors of the requests whose prompts are complete with this step.
+        """Return the vectors of the requests whose prompts are complete with this step; those of a prompt's tokens one
+        after the other.
 
         Args:
             hidden: [T, hidden_size], states of the step's tokens before the final norm.
@@ -54,12 +59,19 @@ class Pooler:
         last: dict[str, int] = {}
         """Of complete prompts that want the last token's state, its index."""
         kept: list[str] = []
+        vectors: dict[str, list[float]] = {}
         for row, request_id in enumerate(step.request_ids):
             params = self._params.get(request_id)
             if params is None:
                 continue
             end = int(step.ends[row])
             start = end - int(step.query_lens[row])
+            if params.is_token_wise:
+                self._chunks.setdefault(request_id, []).append(self._states(hidden[start:end]))
+                if row in complete:
+                    states = torch.cat(self._chunks.pop(request_id))
+                    vectors[request_id] = self._results(states, params).flatten().tolist()
+                continue
             if params.pooling_type == "mean":
                 self._add_to_sum(request_id, hidden[start:end])
             elif params.pooling_type == "cls" and not step.computed[row]:
@@ -69,7 +81,6 @@ class Pooler:
                     kept.append(request_id)
                 else:
                     last[request_id] = end - 1
-        vectors: dict[str, list[float]] = {}
         if last:
             rows = torch.tensor(list(last.values()), device=hidden.device)
             self._finish(list(last), self._states(hidden.index_select(0, rows)), vectors)
@@ -98,8 +109,12 @@ class Pooler:
             by_params.setdefault(self._params[request_id], []).append(row)
         for params, rows in by_params.items():
             some = vectors if len(by_params) == 1 else vectors[rows]
-            result = self._scores(some, params) if params.task == "classify" else _embeddings(some, params)
-            into.update(zip((request_ids[row] for row in rows), result.tolist(), strict=True))
+            result = self._results(some, params).tolist()
+            into.update(zip((request_ids[row] for row in rows), result, strict=True))
+
+    def _results(self, vectors: torch.Tensor, params: PoolingParams) -> torch.Tensor:
+        is_classified = params.task in ("classify", "token_classify")
+        return self._scores(vectors, params) if is_classified else _embeddings(vectors, params)
 
     def _scores(self, vectors: torch.Tensor, params: PoolingParams) -> torch.Tensor:
         """Return scores [R, num_labels], or what the activation makes of them."""

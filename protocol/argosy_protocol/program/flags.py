@@ -164,7 +164,7 @@ class FlagParser(argparse.ArgumentParser):
         given = [self._with_dashes(word) for word in (sys.argv[1:] if args is None else args)]
         options, unknown = self.parse_known_args(given, argparse.Namespace(**blank))
         if unknown:
-            self.error(f"unknown argument {unknown[0]}{_suggestion(unknown[0], self._option_string_actions)}")
+            self.error(f"unknown argument {unknown[0]}{suggestion(unknown[0], self._option_string_actions)}")
         path = options.config
         try:
             below, _ = self.parse_known_args(self._file_arguments(path) if path else [])
@@ -245,7 +245,7 @@ class FlagParser(argparse.ArgumentParser):
             action = flags.get(name)
             if action is None:
                 known = [flag.replace("-", "_") for flag in flags] if "_" in str(key) else flags
-                raise InvalidValue(f"{path}: unknown key {key!r}{_suggestion(str(key), known)}")
+                raise InvalidValue(f"{path}: unknown key {key!r}{suggestion(str(key), known)}")
             if not action.option_strings:
                 arguments.insert(0, str(value))
             elif isinstance(action, argparse.BooleanOptionalAction):
@@ -300,7 +300,7 @@ def convert_arguments(values: Mapping[str, Any], cls: type[T]) -> T:
     fields = {field.path[0]: field for field in fields_of(cls)}
     for name in values:
         if name not in fields:
-            raise InvalidValue(f"there is no argument {name}{_suggestion(name, fields)}")
+            raise InvalidValue(f"there is no argument {name}{suggestion(name, fields)}")
     sized = {
         name: _size(value, fields[name].name)
         for name, value in values.items()
@@ -448,7 +448,7 @@ def _json_value(value: str, name: str) -> Any:
         raise InvalidValue(f"--{name} is not JSON: {value[:64]!r}") from None
 
 
-def _suggestion(word: str, known: Iterable[str]) -> str:
+def suggestion(word: str, known: Iterable[str]) -> str:
     """The end of a message about an unknown flag or key: the known one that is meant, if one is close; else empty.
 
     Leading dashes do not count, because they would make short flags alike that have nothing in common.

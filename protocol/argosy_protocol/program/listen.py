@@ -102,11 +102,13 @@ def listen_unix(path: str, backlog: int = BACKLOG, *, flag: str = "--uds") -> Un
         listening.setblocking(False)
     except OSError as error:
         listening.close()
-        taken = "it exists already" if error.errno == errno.EADDRINUSE else str(error)
-        raise CannotListen(
-            f"cannot listen on {path}: {taken}; stop the process that listens there, or choose another path with "
-            f"{flag}"
-        ) from None
+        if error.errno == errno.EADDRINUSE:
+            reason = (
+                f"it exists already; stop the process that listens there, or choose another path with {flag}"
+            )
+        else:
+            reason = f"{error.strerror or error}; choose a path in a directory that exists and is writable with {flag}"
+        raise CannotListen(f"cannot listen on {path}: {reason}") from None
     return listening
 
 

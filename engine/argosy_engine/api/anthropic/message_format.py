@@ -6,6 +6,8 @@ reason why it ended, and its usage.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from argosy_engine.api.openai.chat_format import ChatFormat
@@ -34,6 +36,7 @@ class MessageFormat:
     Args:
         model: the name to answer with.
         max_tokens: as the client asked; `chat` has no more than the prompt leaves room for.
+        report_tools: as a `ChatFormat`'s.
     """
 
     def __init__(
@@ -44,8 +47,11 @@ class MessageFormat:
         model: str,
         prompt: TokenizedPrompt,
         max_tokens: int | None,
+        report_tools: Callable[[bool], None] | None = None,
     ) -> None:
-        self._chat_format = ChatFormat(renderer, chat, request_id, model, prompt, 1)
+        self._chat_format = ChatFormat(
+            renderer, chat, request_id, model, prompt, 1, report_tools=report_tools
+        )
         self._id = f"msg_{request_id}"
         self._model = model
         self._max_tokens = max_tokens or 0
@@ -106,6 +112,6 @@ def _object(arguments: str) -> msgspec.Raw:
     """Return a call's arguments as a JSON object, as the model wrote it; empty if it is none."""
     try:
         _decode_object(arguments)
-    except (msgspec.DecodeError, UnicodeEncodeError):
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
         return msgspec.Raw(b"{}")
     return msgspec.Raw(arguments.encode())

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from argosy_engine.api.anthropic.message_format import SIGNATURE, MessageFormat
-from argosy_engine.api.commented_event import token_id_comment
+from argosy_engine.api.id_comments import token_id_comment
 from argosy_engine.frontend.outputs import GenerationOutput
 from argosy_protocol.anthropic import MESSAGE_STOP, ResumedMessage
 from argosy_protocol.openai import ToolCall
@@ -69,11 +69,15 @@ class MessageEvents:
             self._has_begun = True
             events.append(_MESSAGE_START % _encode(self._format.beginning(output)))
         delta = self._format.delta(output)
+        calls = delta.tool_calls
+        if calls and calls[0].id is None:
+            events.append(b"%b%b}}" % (self._delta, _encode(calls[0].function.arguments)))
+            calls = calls[1:]
         if delta.reasoning:
             self._add(events, _THINKING, delta.reasoning)
         if delta.content:
             self._add(events, _TEXT, delta.content)
-        for call in delta.tool_calls:
+        for call in calls:
             self._add_call(events, call)
         if output.finish_reason is not None:
             self._close(events)
@@ -89,11 +93,11 @@ class MessageEvents:
         events.append(b"%b%b}}" % (self._delta, _encode(text)))
 
     def _add_call(self, events: list[bytes], call: ToolCall) -> None:
-        """Add a call, which is complete, as a block of its own."""
+        """Add a call as a block of its own, which is open while its arguments may go on."""
         block: dict[str, Any] = {"type": _TOOL_USE, "id": call.id, "name": call.function.name, "input": {}}
         self._begin(events, _TOOL_USE, _encode(block))
-        events.append(b"%b%b}}" % (self._delta, _encode(call.function.arguments)))
-        self._close(events)
+        if call.function.arguments:
+            events.append(b"%b%b}}" % (self._delta, _encode(call.function.arguments)))
 
     def _begin(self, events: list[bytes], kind: str, block: bytes) -> None:
         self._close(events)

@@ -14,7 +14,7 @@ from argosy_engine.api.anthropic.message_format import MessageFormat
 from argosy_engine.api.anthropic.message_stream import MessageEvents, with_id_comments
 from argosy_engine.api.openai.choice_stream import MAX_INLINE_TOKENS
 from argosy_engine.api.openai.openai_serving import OpenAIServing
-from argosy_engine.frontend.render_pool import stop_if_abandoned
+from argosy_engine.api.openai.prompt_token_count import prompt_token_count
 from argosy_protocol.anthropic import Message, MessagesRequest, TokenCount
 from argosy_protocol.openai import ChatCompletionRequest
 
@@ -34,7 +34,8 @@ async def create_message(
     model, max_tokens = serving.check_model(chat.model), chat.max_tokens
     prompt, requests = await serving.prepare_bounded_chat(chat, size)
     (output,) = await serving.generate([prompt], requests, chat)
-    answer = MessageFormat(serving.llm.renderer, chat, request_id, model, prompt, max_tokens)
+    report = serving.tool_report(chat, "other", is_stream=False)
+    answer = MessageFormat(serving.llm.renderer, chat, request_id, model, prompt, max_tokens, report)
     if len(output.token_ids) <= MAX_INLINE_TOKENS:
         return answer.message(output)
     return await asyncio.to_thread(answer.message, output)
@@ -61,7 +62,8 @@ async def stream_message(
     """
     model, max_tokens = serving.check_model(chat.model), chat.max_tokens
     prompt, requests = await serving.prepare_bounded_chat(chat, size)
-    answer = MessageFormat(serving.llm.renderer, chat, request_id, model, prompt, max_tokens)
+    report = serving.tool_report(chat, "other", is_stream=True)
+    answer = MessageFormat(serving.llm.renderer, chat, request_id, model, prompt, max_tokens, report)
     events = MessageEvents(answer, request.resume)
     async with aclosing(serving.llm.generate(requests, 1, frozenset())) as stream:
         async for outputs in stream:
@@ -85,11 +87,4 @@ async def count_tokens(serving: OpenAIServing, chat: ChatCompletionRequest, size
     Raises:
         ApiError, EngineError: see `openai_serving.to_api_error`.
     """
-    serving.check_model(chat.model)
-
-    def count(chat: ChatCompletionRequest) -> TokenCount:
-        tokens = serving.llm.renderer.chat_tokens(chat)
-        stop_if_abandoned()
-        return TokenCount(len(tokens))
-
-    return await serving.render_pool.run(size, count, chat, serving.tenant)
+    return TokenCount(await prompt_token_count(serving, chat, size))

@@ -14,10 +14,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from argosy_engine.api.http.error_response import send_error
 from argosy_protocol.bearer_keys import KeyRing
 from argosy_protocol.errors import ApiError, Forbidden, Unauthorized
+from argosy_protocol.hot_prefixes import HOT_PREFIXES_PATH
 
 PUBLIC_PATHS = frozenset({"/health", "/ping", "/ready", "/version", "/metrics"})
-ADMIN_PATHS = frozenset({"/sleep", "/wake_up", "/is_sleeping", "/reset_prefix_cache", "/server_info"})
-"""vLLM's names; vLLM has these routes only with VLLM_SERVER_DEV_MODE."""
+ADMIN_PATHS = frozenset(
+    {"/sleep", "/wake_up", "/is_sleeping", "/reset_prefix_cache", "/server_info", HOT_PREFIXES_PATH}
+)
+"""vLLM's names, which vLLM has only with VLLM_SERVER_DEV_MODE, and the prefixes of all clients' prompts."""
 
 
 class AuthMiddleware:

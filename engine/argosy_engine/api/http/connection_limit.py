@@ -9,6 +9,7 @@ the processes that it starts.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from argosy_engine.api.http.http_protocol import BoundedProtocol, HttpLimits
@@ -63,7 +64,13 @@ class ConnectionLimit(BoundedProtocol):
             self._lingering.lost()
 
 
-def protocol_of(num_descriptors: int, limits: HttpLimits) -> type[ConnectionLimit]:
+def protocol_of(
+    num_descriptors: int, limits: HttpLimits, on_slow_client: Callable[[], None] = lambda: None
+) -> type[ConnectionLimit]:
     """Make a protocol with these limits that leaves half of the process's descriptors for other uses."""
-    attributes = {"max_connections": num_descriptors // 2, "limits": limits}
+    attributes = {
+        "max_connections": num_descriptors // 2,
+        "limits": limits,
+        "on_slow_client": staticmethod(on_slow_client),
+    }
     return type("LimitedProtocol", (ConnectionLimit,), attributes)

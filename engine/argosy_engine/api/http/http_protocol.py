@@ -12,6 +12,7 @@ has one of its own for idle connections. A client that is rejected while it send
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
@@ -74,6 +75,8 @@ class BoundedProtocol(HttpToolsProtocol):
     """
 
     limits: ClassVar[HttpLimits] = HttpLimits()
+    on_slow_client: ClassVar[Callable[[], None]] = staticmethod(lambda: None)
+    """Called when a client is disconnected because it does not read its response."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -94,6 +97,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._refusal: ApiError | None = None
         self._unwanted_bytes = 0
         """Bytes of the current request's body received after its response."""
+        self._is_unread = False
+        """Whether input is discarded because it cannot be a request."""
         self._lingering: LingeringTransport | None = None
         """The transport, as uvicorn's protocol has it."""
 
@@ -120,6 +125,11 @@ class BoundedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._lingering is not None and self._lingering.is_closing():
             self._lingering.discard(data)
+            return
+        if self._is_unread:
+            self._unwanted_bytes += len(data)
+            if self._unwanted_bytes > self.limits.unwanted_bytes and self._lingering is not None:
+                self._lingering.abort()
             return
         self._untold_bytes += len(data)
         if self._deadline is None:
@@ -227,6 +237,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def _on_stall(self) -> None:
         self._stall = None
         if self._lingering is not None:
+            self.on_slow_client()
             self._lingering.abort()
 
     # Rejections
@@ -248,16 +259,23 @@ class BoundedProtocol(HttpToolsProtocol):
         raise _Refused
 
     def _refuse(self, error: ApiError) -> None:
-        """Send an error response, unless a response has begun, and close the connection."""
+        """Send an error response, unless a response has begun, and close the connection.
+
+        What follows a request that is still being answered is discarded: the connection is closed after the answer.
+        """
         self._cancel_deadline()
         if self.transport.is_closing():
             return
         cycle = self.cycle
         is_own = self._is_in_body and cycle is not None  # the application has only a part of the request
+        if not is_own and cycle is not None and not cycle.response_complete:
+            cycle.keep_alive = False
+            self._is_unread = True
+            return
         if is_own:
             cycle.disconnected = True
             cycle.message_event.set()
-        if not cycle.response_started if is_own else cycle is None or cycle.response_complete:
+        if not is_own or not cycle.response_started:
             body = error_body(error, self.scope["path"] if is_own else "")
             self.transport.write(
                 b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\n"
@@ -273,7 +291,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self.loop,
             limits.linger_s,
             limits.unwanted_bytes,
-            lambda: self._is_in_body,
+            lambda: self._is_in_body or self._is_unread,
             limits.write_stall_s,
         )
         return self._lingering

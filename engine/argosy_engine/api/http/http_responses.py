@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from argosy_engine.api.commented_event import CommentedEvent
+from argosy_engine.api.http.body_send import body_send
 from argosy_engine.api.http.error_response import send_error
 from argosy_protocol.anthropic import error_event
 from argosy_protocol.errors import ApiError
@@ -23,14 +24,17 @@ _DONE = b"data: [DONE]\n\n"
 
 
 class WatchedResponse(Response):
-    """Run `work(send)` until it is done or the client has left; `work` sends status and body itself."""
+    """Run `work(send, send_body)` until it is done or the client has left; `work` sends status and body itself.
 
-    def __init__(self, work: Callable[[Send], Awaitable[None]]) -> None:
+    `send_body` is for the messages after the status.
+    """
+
+    def __init__(self, work: Callable[[Send, Send], Awaitable[None]]) -> None:
         super().__init__()
         self._work = work
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        work = asyncio.ensure_future(self._work(send))
+        work = asyncio.ensure_future(self._work(send, body_send(scope, send)))
         gone = asyncio.ensure_future(_disconnected(receive))
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -59,7 +63,7 @@ def json_response(
         last_headers: returns further headers once the struct is computed.
     """
 
-    async def work(send: Send) -> None:
+    async def work(send: Send, send_body: Send) -> None:
         try:
             body = msgspec.json.encode(await produce)
         except ApiError as error:
@@ -67,39 +71,42 @@ def json_response(
             return
         more = {} if last_headers is None else last_headers()
         await send(_start({**headers, **more}, b"application/json", len(body)))
-        await send({"type": "http.response.body", "body": body})
+        await send_body({"type": "http.response.body", "body": body})
 
     return WatchedResponse(work)
 
 
 def event_stream(
-    events: AsyncGenerator[msgspec.Struct | CommentedEvent, None],
+    events: AsyncGenerator[bytes, None],
     headers: dict[str, str],
     to_api_error: Callable[[Exception], ApiError],
+    accepted: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> WatchedResponse:
-    """Send each struct as a server-sent event, then `[DONE]`.
+    """Send pieces of whole server-sent events, then `[DONE]`.
 
     The status waits for the first event, so an error before it has its proper status; one after it becomes an event.
+
+    Args:
+        accepted: returns the context in which the first event is awaited.
     """
 
-    async def work(send: Send) -> None:
+    async def work(send: Send, send_body: Send) -> None:
         async with contextlib.aclosing(events):
             try:
-                first = await anext(events)
-            except StopAsyncIteration:
-                first = None
+                with accepted():
+                    first = await anext(events, b"")
             except Exception as error:
                 await send_error(send, to_api_error(error))
                 return
             await send(_start(headers, b"text/event-stream; charset=utf-8", None))
             try:
-                if first is not None:
-                    await _send_event(send, _encoded(first))
-                async for event in events:
-                    await _send_event(send, _encoded(event))
+                if first:
+                    await send_body({"type": "http.response.body", "body": first, "more_body": True})
+                async for piece in events:
+                    await send_body({"type": "http.response.body", "body": piece, "more_body": True})
             except Exception as error:
-                await _send_event(send, b"data: " + to_api_error(error).body())
-            await send({"type": "http.response.body", "body": _DONE})
+                await _send_event(send_body, b"data: " + to_api_error(error).body())
+            await send_body({"type": "http.response.body", "body": _DONE})
 
     return WatchedResponse(work)
 
@@ -112,7 +119,7 @@ def message_event_stream(
 ) -> WatchedResponse:
     """Send events that are lines already, as a stream of Anthropic's API. Errors are as in `event_stream`."""
 
-    async def work(send: Send) -> None:
+    async def work(send: Send, send_body: Send) -> None:
         async with contextlib.aclosing(events):
             try:
                 first = await anext(events)
@@ -122,12 +129,12 @@ def message_event_stream(
             await send(_start(headers, b"text/event-stream; charset=utf-8", None))
             last = b""
             try:
-                await _send_event(send, first)
+                await _send_event(send_body, first)
                 async for event in events:
-                    await _send_event(send, event)
+                    await _send_event(send_body, event)
             except Exception as error:
                 last = error_event(to_api_error(error))
-            await send({"type": "http.response.body", "body": last})
+            await send_body({"type": "http.response.body", "body": last})
 
     return WatchedResponse(work)
 
@@ -142,7 +149,7 @@ def response_event_stream(
     The status waits for the first event, so an error before it has its proper status.
     """
 
-    async def work(send: Send) -> None:
+    async def work(send: Send, send_body: Send) -> None:
         async with contextlib.aclosing(events):
             try:
                 first = await anext(events, b"")
@@ -150,25 +157,16 @@ def response_event_stream(
                 await send_error(send, to_api_error(error), "", headers)
                 return
             await send(_start(headers, b"text/event-stream; charset=utf-8", None))
-            await send({"type": "http.response.body", "body": first, "more_body": True})
+            await send_body({"type": "http.response.body", "body": first, "more_body": True})
             async for event in events:
-                await send({"type": "http.response.body", "body": event, "more_body": True})
-            await send({"type": "http.response.body", "body": b""})
+                await send_body({"type": "http.response.body", "body": event, "more_body": True})
+            await send_body({"type": "http.response.body", "body": b""})
 
     return WatchedResponse(work)
 
 
-def _encoded(event: msgspec.Struct | CommentedEvent) -> bytes:
-    """Return the event's lines without the end of the last one."""
-    if not isinstance(event, CommentedEvent):
-        return b"data: " + msgspec.json.encode(event)
-    if event.data is None:
-        return event.comment
-    return b"%b\ndata: %b" % (event.comment, msgspec.json.encode(event.data))
-
-
-async def _send_event(send: Send, lines: bytes) -> None:
-    await send({"type": "http.response.body", "body": lines + b"\n\n", "more_body": True})
+async def _send_event(send_body: Send, lines: bytes) -> None:
+    await send_body({"type": "http.response.body", "body": lines + b"\n\n", "more_body": True})
 
 
 def _start(headers: dict[str, str], content_type: bytes, length: int | None) -> dict[str, object]:

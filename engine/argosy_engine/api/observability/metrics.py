@@ -1,17 +1,23 @@
 """EngineMetrics: Prometheus metrics with vLLM's names, labels and buckets, so that its dashboards work unchanged.
 
 EngineMetrics observes the outputs of the cores. Names are those of vLLM 0.32's /metrics; the label `engine` is the
-data-parallel rank.
+data-parallel rank. Each of several API processes has its own, of the requests that it serves; the first one's /metrics
+adds them up, whichever process is asked.
 """
 
 from __future__ import annotations
 
 import time
-from typing import TypeVar
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal, TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
 from prometheus_client import Info as InfoMetric
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
+from argosy_engine.api.observability.token_histogram import TokenHistogramFamily
 from argosy_engine.config import ResolvedConfig
 from argosy_engine.frontend.observer import Observer, RequestTimings
 from argosy_engine.messages.core_messages import EngineCoreOutputs
@@ -58,9 +64,43 @@ _SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 _WAITING_REASONS = ("capacity", "deferred")
 _LIMITS = ("max_num_queued_reqs", "max_num_queued_tokens")
 _SOURCES = ("local_compute", "local_cache_hit")
+_TIERS = ("device",)
+"""Of vLLM's tiers of KV caches the only one there is."""
+_SLEEP_OPERATIONS = ("sleep", "wake")
+_SLEEP_TIMES = (0.01, 0.1, 1.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_TOOL_APIS = ("chat_completions", "responses", "other")
 _FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
 _CUT_SHORT = frozenset({"abort", "error"})
 """Finish reasons of requests that count as finished, but not in the histograms of complete requests."""
+
+
+class _Sums(Collector):
+    """Adds counters and histograms of other API processes to those of a registry.
+
+    Args:
+        others: `EngineMetrics.values` of each.
+    """
+
+    def __init__(self, registry: CollectorRegistry, others: Sequence[Sequence[float]]) -> None:
+        self._registry = registry
+        self._others = others
+
+    def collect(self) -> Iterator[Metric]:
+        added = zip(*self._others, strict=True)
+        for family in self._registry.collect():
+            if self._others:
+                family.samples = [
+                    sample._replace(value=sample.value + sum(next(added)))
+                    if _is_added(family, sample)
+                    else sample
+                    for sample in family.samples
+                ]
+            yield family
+
+
+def _is_added(family: Metric, sample: Sample) -> bool:
+    """Whether the value of a sample is the sum over all API processes."""
+    return family.type in ("counter", "histogram") and not sample.name.endswith("_created")
 
 
 def _token_buckets(limit: int) -> tuple[float, ...]:
@@ -103,6 +143,8 @@ class EngineMetrics(Observer):
             _WAITING_REASONS,
         )
         self._kv_usage = gauge("kv_cache_usage_perc", "KV cache usage; 1 is full.")
+        self._levels: list[tuple[float, ...]] = [()] * len(self._kv_usage)
+        """What the gauges of each rank's load were last set to."""
         self._sleep = labelled(
             Gauge,
             "engine_sleep_state",
@@ -111,6 +153,21 @@ class EngineMetrics(Observer):
             _SLEEP_STATES,
         )
         self.set_sleep_level(0)
+        sleep_times = Histogram(
+            "vllm:sleep_mode_operation_duration_seconds",
+            "Time to put the engine to sleep, and to wake it.",
+            ("operation",),
+            buckets=_SLEEP_TIMES,
+            registry=self.registry,
+        )
+        sleeping = Gauge(
+            "vllm:sleep_mode_operations_in_flight",
+            "Calls that put the engine to sleep or wake it and have not ended.",
+            ("operation",),
+            registry=self.registry,
+        )
+        self._sleep_times = {each: sleep_times.labels(each) for each in _SLEEP_OPERATIONS}
+        self._sleep_calls = {each: sleeping.labels(each) for each in _SLEEP_OPERATIONS}
         self._queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
         self._hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
         self._preemptions = counter("num_preemptions", "Preemptions.")
@@ -121,11 +178,27 @@ class EngineMetrics(Observer):
             registry=self.registry,
         )
         self._stalled = [stalled.labels(*values) for values in ranks]
+        slow_clients = Counter(
+            "argosy_engine_slow_clients",
+            "Clients disconnected because they did not read their responses (--timeout-write).",
+            ("model_name",),
+            registry=self.registry,
+        )
+        self._slow_clients = slow_clients.labels(config.model_name)
         self._prompt = counter("prompt_tokens", "Prompt tokens of finished prefills.")
         self._prompt_cached = counter("prompt_tokens_cached", "Prompt tokens taken from the prefix cache.")
         self._generated = counter("generation_tokens", "Generated tokens.")
+        self._num_generated = [0] * len(ranks)
+        """Tokens that are to be added to `_generated`."""
         self._sources = labelled(
             Counter, "prompt_tokens_by_source", "Prompt tokens by where they came from.", "source", _SOURCES
+        )
+        self._hits_by_tier = labelled(
+            Counter,
+            "prompt_tokens_cached_by_source",
+            "Prompt tokens found in the prefix cache, by where the cache is.",
+            "source",
+            _TIERS,
         )
         self._success = labelled(
             Counter, "request_success", "Finished requests.", "finished_reason", _FINISH_REASONS
@@ -133,8 +206,23 @@ class EngineMetrics(Observer):
         self._rejections = labelled(
             Counter, "admission_rejections", "Calls that a full queue rejected, by limit.", "reason", _LIMITS
         )
+        parsed = Counter(
+            "vllm:tool_call_parser_invocations",
+            "Choices of requests with tools, by whether they call one.",
+            ("model_name", "mode", "outcome", "request_type"),
+            registry=self.registry,
+        )
+        self._parsed = {
+            (has_calls, is_stream, api): parsed.labels(config.model_name, mode, outcome, api)
+            for has_calls, outcome in ((True, "tool_call"), (False, "no_tool_call"))
+            for is_stream, mode in ((True, "streaming"), (False, "non_streaming"))
+            for api in _TOOL_APIS
+        }
         self._ttft = histogram("time_to_first_token_seconds", "Time to first token.", _TTFT)
-        self._itl = histogram("inter_token_latency_seconds", "Time between output tokens.", _ITL)
+        itl = TokenHistogramFamily(
+            "vllm:inter_token_latency_seconds", "Time between output tokens.", _LABELS, _ITL, self.registry
+        )
+        self._itl = [itl.labels(*values) for values in ranks]
         self._tpot = histogram(
             "request_time_per_output_token_seconds", "Mean time per output token of a request.", _ITL
         )
@@ -187,22 +275,57 @@ class EngineMetrics(Observer):
             for index, state in enumerate(_SLEEP_STATES):
                 gauges[state].set(index == level)
 
-    def render(self) -> bytes:
-        return generate_latest(self.registry)
+    @contextmanager
+    def sleep_operation(self, operation: Literal["sleep", "wake"]) -> Iterator[None]:
+        """Measure the block, which puts the engine to sleep or wakes it."""
+        with self._sleep_calls[operation].track_inprogress(), self._sleep_times[operation].time():
+            yield
+
+    def render(self, others: Sequence[Sequence[float]] = ()) -> bytes:
+        """Return the text of all metrics.
+
+        Args:
+            others: `values` of other API processes. Their counters and histograms are added; gauges are the cores',
+                which this process knows.
+        """
+        self._count_generated()
+        return generate_latest(
+            _Sums(self.registry, [values for values in others if values]) if others else self.registry
+        )
+
+    def values(self) -> list[float]:
+        """Return the values of all counters and histograms, in an order that is the same in all API processes."""
+        self._count_generated()
+        return [
+            sample.value
+            for family in self.registry.collect()
+            for sample in family.samples
+            if _is_added(family, sample)
+        ]
+
+    def _count_generated(self) -> None:
+        """Move the tokens that were counted without locks into their counters."""
+        for rank, counter in enumerate(self._generated):
+            counter.inc(self._num_generated[rank])
+            self._num_generated[rank] = 0
 
     def on_core_outputs(self, outputs: EngineCoreOutputs) -> None:
         stats, rank = outputs.stats, outputs.engine_index
         if stats is None:
             return
-        self._running[rank].set(stats.num_running)
-        self._waiting[rank].set(stats.num_waiting)
-        by_reason = self._waiting_by_reason[rank]
-        by_reason["capacity"].set(stats.num_waiting - stats.num_deferred)
-        by_reason["deferred"].set(stats.num_deferred)
-        self._kv_usage[rank].set(stats.kv_cache_usage)
+        levels = stats.num_running, stats.num_waiting, stats.num_deferred, stats.kv_cache_usage
+        if levels != self._levels[rank]:  # most steps change none, and each gauge takes a lock
+            self._levels[rank] = levels
+            self._running[rank].set(stats.num_running)
+            self._waiting[rank].set(stats.num_waiting)
+            by_reason = self._waiting_by_reason[rank]
+            by_reason["capacity"].set(stats.num_waiting - stats.num_deferred)
+            by_reason["deferred"].set(stats.num_deferred)
+            self._kv_usage[rank].set(stats.kv_cache_usage)
         for metric, value in (
             (self._queries[rank], stats.prefix_cache_queries),
             (self._hits[rank], stats.prefix_cache_hits),
+            (self._hits_by_tier[rank]["device"], stats.prefix_cache_hits),
             (self._preemptions[rank], stats.num_preemptions),
         ):
             if value:
@@ -212,6 +335,10 @@ class EngineMetrics(Observer):
         if stats.iteration_tokens:
             self._iteration[rank].observe(stats.iteration_tokens)
 
+    def on_slow_client(self) -> None:
+        """Count a client that was disconnected because it did not read its response."""
+        self._slow_clients.inc()
+
     def on_lost(self, timings: RequestTimings) -> None:
         self._stalled[timings.engine_index].inc()
 
@@ -220,13 +347,16 @@ class EngineMetrics(Observer):
 
     def on_tokens(self, timings: RequestTimings, count: int, now: float, is_first: bool) -> None:
         rank = timings.engine_index
-        self._generated[rank].inc(count)
+        self._num_generated[rank] += count
         if is_first:
             self._ttft[rank].observe(now - timings.arrived)
             self._queue_time[rank].observe(timings.queued_s)
             self._prefill_time[rank].observe(timings.prefill_s)
         else:
             self._itl[rank].observe(now - timings.last_token)
+
+    def on_tools_parsed(self, has_calls: bool, is_stream: bool, api: str) -> None:
+        self._parsed[has_calls, is_stream, api].inc()
 
     def on_finished(self, timings: RequestTimings, num_prompt: int, num_output: int, reason: str) -> None:
         rank = timings.engine_index

@@ -50,6 +50,7 @@ class _EngineStats:
         self._generated += sum(len(output.new_token_ids) for output in outputs.outputs)
         if stats is None:
             return
+        self._generated += stats.num_tokens_elsewhere
         self._prefilled += max(stats.prefix_cache_queries - stats.prefix_cache_hits, 0)
         self._queries += stats.prefix_cache_queries
         self._hits += stats.prefix_cache_hits

@@ -9,10 +9,12 @@ classification       /classify
 scoring              /score and /rerank
 pooled_data          /pooling
 pooled_outputs       what these four share
+prompt_token_count   counts the tokens of a chat's prompt
 tokenization         /tokenize and /detokenize
 
 call_ids             ids of tool calls, each of its own within a choice
-choice_stream        choices as the chunks of a stream
+choice_stream        choices as the events of a stream
+event_template       the bytes of its events, of which one text differs
 chat_format          a choice of a chat, complete or as deltas
 completion_format    a choice of a completion, likewise
 beam_choices         choices found by beam search

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 
-from argosy_engine.api.commented_event import CommentedEvent
 from argosy_engine.api.openai.chat_format import ChatFormat
 from argosy_engine.api.openai.choice_stream import Prepared, stream_choices, whole_response
 from argosy_engine.api.openai.openai_serving import OpenAIServing
@@ -24,7 +23,15 @@ async def chat(
     model = serving.check_model(request.model)
     prompt, requests = await _prepare(serving, request, size)
     outputs = await serving.generate([prompt], requests, request)
-    chat_format = ChatFormat(serving.llm.renderer, request, request_id, model, prompt, len(outputs))
+    chat_format = ChatFormat(
+        serving.llm.renderer,
+        request,
+        request_id,
+        model,
+        prompt,
+        len(outputs),
+        report_tools=serving.tool_report(request, "chat_completions", is_stream=False),
+    )
     return await whole_response(outputs, chat_format)
 
 
@@ -36,8 +43,8 @@ def chat_stream(
     *,
     resumable: bool = False,
     has_id_comments: bool = False,
-) -> AsyncGenerator[ChatCompletionChunk | CommentedEvent[ChatCompletionChunk], None]:
-    """Answer a chat with a stream of chunks.
+) -> AsyncGenerator[bytes, None]:
+    """Answer a chat with the events of a stream of chunks.
 
     Args:
         size: of the request's body, in bytes.
@@ -57,6 +64,7 @@ def chat_stream(
             prompt,
             request.n or 1,
             with_ids=resumable and not has_id_comments,
+            report_tools=serving.tool_report(request, "chat_completions", is_stream=True),
         )
         return Prepared([prompt], requests, choice_format)
 

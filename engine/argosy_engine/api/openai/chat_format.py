@@ -7,10 +7,11 @@ interrupted.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from argosy_engine.api.openai.call_ids import CallIds
 from argosy_engine.api.openai.choice_stream import ChoiceFormat, created_at
+from argosy_engine.api.openai.event_template import EventTemplate, encode_event
 from argosy_engine.api.openai.logprobs_format import LogprobsFormat
 from argosy_engine.api.openai.reasoning_counter import ReasoningCounter
 from argosy_engine.api.openai.usage import usage_of
@@ -18,7 +19,7 @@ from argosy_engine.frontend.outputs import GenerationOutput
 from argosy_engine.frontend.renderer import Renderer, TokenizedPrompt
 from argosy_engine.parsers.chat_parser import ChatParser
 from argosy_engine.parsers.harmony_parser import HarmonyParser
-from argosy_engine.parsers.parsed_output import Parsed, ParsedCall
+from argosy_engine.parsers.parsed_output import Parsed
 from argosy_protocol.openai import (
     ChatChoice,
     ChatChunkChoice,
@@ -41,6 +42,7 @@ class ChatFormat(ChoiceFormat[ChatChunkChoice, ChatCompletionChunk, ChatCompleti
         model: the name to answer with.
         num_choices: number of choices of the prompt.
         with_ids: every chunk carries its `token_ids`, even if the client does not ask for them.
+        report_tools: called at the end of each choice with whether it calls a tool, if the request has tools.
     """
 
     def __init__(
@@ -53,8 +55,10 @@ class ChatFormat(ChoiceFormat[ChatChunkChoice, ChatCompletionChunk, ChatCompleti
         num_choices: int,
         *,
         with_ids: bool = False,
+        report_tools: Callable[[bool], None] | None = None,
     ) -> None:
         self._request = request
+        self._report_tools = report_tools
         self._request_id = request_id
         self._id = f"chatcmpl-{request_id}"
         self._model = model
@@ -81,6 +85,7 @@ class ChatFormat(ChoiceFormat[ChatChunkChoice, ChatCompletionChunk, ChatCompleti
         self._counters = [
             ReasoningCounter(prompt.reasoning, renderer.message_end_ids) for _ in range(num_choices)
         ]
+        self._templates: dict[tuple[int, bool], EventTemplate] = {}
         self._thoughts: list[list[str]] = [[] for _ in range(num_choices)]
         """Texts of reasoning that a call may end."""
         if request.resume is not None:
@@ -120,19 +125,54 @@ class ChatFormat(ChoiceFormat[ChatChunkChoice, ChatCompletionChunk, ChatCompleti
         )
 
     def delta(self, output: GenerationOutput) -> ChatChunkChoice | None:
-        parser = self._parsers[output.index]
+        return self._chunk_choice(output, *self._parse_output(output))
+
+    def events(self, output: GenerationOutput) -> Sequence[bytes]:
+        parsed, num_calls = self._parse_output(output)
+        if output.finish_reason is None and not (
+            self._with_ids or self._request.logprobs or parsed.calls or parsed.arguments
+        ):
+            reasoning = parsed.reasoning if self._request.include_reasoning else ""
+            if not (reasoning and parsed.content):
+                text = parsed.content or reasoning
+                template = self._template(output.index, is_reasoning=bool(reasoning))
+                return (template.event(text),) if text else ()
+        choice = self._chunk_choice(output, parsed, num_calls)
+        return () if choice is None else (encode_event(self.chunk([choice])),)
+
+    def _template(self, choice: int, *, is_reasoning: bool) -> EventTemplate:
+        """Return the template of events that add reasoning, or content, to a choice, and nothing else."""
+        template = self._templates.get((choice, is_reasoning))
+        if template is None:
+            delta = Delta(reasoning="") if is_reasoning else Delta(content="")
+            chunk = self.chunk([ChatChunkChoice(index=choice, delta=delta)])
+            template = EventTemplate(chunk, "reasoning" if is_reasoning else "content")
+            self._templates[choice, is_reasoning] = template
+        return template
+
+    def _parse_output(self, output: GenerationOutput) -> tuple[Parsed, int]:
+        """Parse what an output adds to its choice; return it, and the number of the choice's calls before."""
         self._counters[output.index].add(output.token_ids)
         if output.resumed_text:
             resumed = self._parse(output.index, output.resumed_text, is_last=False)
-            self._tool_calls(resumed.calls, output.index, 0, is_delta=True)
-        num_calls = parser.num_calls
-        parsed = self._parse(output.index, output.text, is_last=output.finish_reason is not None)
+            self._tool_calls(resumed, output.index, 0, is_delta=True)
+        num_calls = self._parsers[output.index].num_calls
+        return self._parse(output.index, output.text, is_last=output.finish_reason is not None), num_calls
+
+    def _chunk_choice(
+        self, output: GenerationOutput, parsed: Parsed, num_calls: int
+    ) -> ChatChunkChoice | None:
+        """Format what an output adds to its choice; None if it adds nothing that clients see.
+
+        Args:
+            num_calls: number of the choice's calls before this output.
+        """
         delta = Delta(
             content=parsed.content or None,
             reasoning=(self._request.include_reasoning and parsed.reasoning) or None,
-            tool_calls=self._tool_calls(parsed.calls, output.index, num_calls, is_delta=True),
+            tool_calls=self._tool_calls(parsed, output.index, num_calls, is_delta=True),
         )
-        finish_reason = self._finish_reason(output, parser)
+        finish_reason = self._finish_reason(output, self._parsers[output.index])
         logprobs = output.logprobs if self._request.logprobs else None  # a beam search always has them
         if delta == _EMPTY_DELTA and finish_reason is None and not self._with_ids and not logprobs:
             return None
@@ -170,7 +210,7 @@ class ChatFormat(ChoiceFormat[ChatChunkChoice, ChatCompletionChunk, ChatCompleti
         request, parser = self._request, self._parsers[output.index]
         self._counters[output.index].add(output.token_ids)
         parsed = self._parse(output.index, output.text, is_last=True)
-        calls = self._tool_calls(parsed.calls, output.index, 0, is_delta=False)
+        calls = self._tool_calls(parsed, output.index, 0, is_delta=False)
         content = self._echoed + parsed.content
         message = ResponseMessage(
             role="assistant",
@@ -193,6 +233,8 @@ class ChatFormat(ChoiceFormat[ChatChunkChoice, ChatCompletionChunk, ChatCompleti
         """Parse more text of a choice, whose tokens are counted."""
         parser, counter = self._parsers[choice], self._counters[choice]
         parsed = parser.feed(text, is_last=is_last)
+        if is_last and self._report_tools is not None:
+            self._report_tools(parser.num_calls > 0)
         if self._call_ids and counter.is_open:
             thoughts = self._thoughts[choice]
             thoughts.append(parsed.reasoning)
@@ -200,15 +242,22 @@ class ChatFormat(ChoiceFormat[ChatChunkChoice, ChatCompletionChunk, ChatCompleti
                 counter.end(len(self._tokenizer.encode("".join(thoughts), add_special_tokens=False).ids))
         return parsed
 
-    def _tool_calls(
-        self, calls: Sequence[ParsedCall], choice: int, first: int, *, is_delta: bool
-    ) -> tuple[ToolCall, ...]:
-        """Format the next calls of a choice; without `parallel_tool_calls` only its first one, as in vLLM."""
+    def _tool_calls(self, parsed: Parsed, choice: int, first: int, *, is_delta: bool) -> tuple[ToolCall, ...]:
+        """Format what was added to a choice's last call, and its next calls; without `parallel_tool_calls` only the
+        first call counts, as in vLLM.
+
+        Args:
+            first: number of calls so far.
+        """
         if not self._call_ids:
             return ()
+        calls = parsed.calls
         if self._max_calls is not None:
             calls = calls[: max(0, self._max_calls - first)]
-        return tuple(
+        continued: tuple[ToolCall, ...] = ()
+        if parsed.arguments and (self._max_calls is None or first <= self._max_calls):
+            continued = (ToolCall(index=first - 1, function=FunctionCall(arguments=parsed.arguments)),)
+        return continued + tuple(
             ToolCall(
                 id=self._call_ids[choice].add(number, call),
                 type="function",

@@ -1,7 +1,7 @@
 """Streaming of choices as chunks, for chat completions and completions.
 
 `stream_choices` runs the generation and decides when a chunk is sent; a beam search is sent once it has ended. A
-`ChoiceFormat` per endpoint decides what it looks like. Neither knows HTTP.
+`ChoiceFormat` per endpoint decides what it looks like. Neither knows HTTP, beyond the form of server-sent events.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import Generic, NamedTuple, TypeVar
 
-from argosy_engine.api.commented_event import NO_TOKENS, CommentedEvent, token_id_comment
+import msgspec
+
+from argosy_engine.api.id_comments import NO_TOKENS, token_id_comment
+from argosy_engine.api.openai.event_template import encode_event
 from argosy_engine.api.openai.openai_serving import OpenAIServing
 from argosy_engine.api.openai.usage import initial_totals, update_total, usage_of
 from argosy_engine.frontend.outputs import GenerationOutput
@@ -26,7 +29,7 @@ MAX_INLINE_TOKENS = 256
 other streams are not delayed."""
 
 _Choice = TypeVar("_Choice")
-_Chunk = TypeVar("_Chunk")
+_Chunk = TypeVar("_Chunk", bound=msgspec.Struct)
 _Response = TypeVar("_Response")
 
 
@@ -55,6 +58,10 @@ class ChoiceFormat(ABC, Generic[_Choice, _Chunk, _Response]):
         choice = self.delta(output)
         return () if choice is None else (choice,)
 
+    def events(self, output: GenerationOutput) -> Sequence[bytes]:
+        """Encode `deltas` as events, each with its end."""
+        return [encode_event(self.chunk([choice])) for choice in self.deltas(output)]
+
     @abstractmethod
     def chunk(self, choices: list[_Choice], usage: Usage | None = None) -> _Chunk:
         """Make an event of the stream."""
@@ -79,12 +86,14 @@ async def stream_choices(
     prepare: Callable[[], Awaitable[Prepared[_Choice, _Chunk, _Response]]],
     *,
     has_id_comments: bool = False,
-) -> AsyncGenerator[_Chunk | CommentedEvent[_Chunk], None]:
-    """Generate, and yield a chunk for each delta; at the end one with the usage, if the request asks for it.
+) -> AsyncGenerator[bytes, None]:
+    """Generate, and yield an event for each delta; at the end one with the usage, if the request asks for it.
+
+    Events that are ready at the same time come as one piece.
 
     Args:
         prepare: makes the prompts; called once the stream is read.
-        has_id_comments: yield the token ids of every output in comments.
+        has_id_comments: put the token ids of every output into comments, which tell a router what clients need not see.
     """
     prompts, requests, choice_format = await prepare()
     n, options = request.n or 1, request.stream_options
@@ -100,36 +109,42 @@ async def stream_choices(
     def usage() -> Usage:
         return usage_of(totals, n, choice_format.num_reasoning_tokens)
 
+    def encoded(output: GenerationOutput) -> Sequence[bytes]:
+        if not continuous:
+            return choice_format.events(output)
+        choices = choice_format.deltas(output)
+        update_total(totals[output.index], output)
+        return [encode_event(choice_format.chunk([choice], usage())) for choice in choices]
+
     opening = choice_format.opening(usage() if continuous else None)
     async with aclosing(generated) as stream:
         async for outputs in stream:
+            pieces: list[bytes] = []
             if opening is not None:
                 # Not before the first token: until then an error has a status, and a router may still retry.
-                yield CommentedEvent(NO_TOKENS, opening) if has_id_comments else opening
+                pieces += (NO_TOKENS, b"\n") if has_id_comments else ()
+                pieces.append(encode_event(opening))
                 opening = None
             for output in outputs:
-                choices: Sequence[_Choice] = ()
+                events: Sequence[bytes] = ()
                 if output.index in finished:
                     pass
                 elif choice_format.num_shown(output) <= MAX_INLINE_TOKENS:
-                    choices = choice_format.deltas(output)
+                    events = encoded(output)
                 else:
-                    choices = await asyncio.to_thread(choice_format.deltas, output)
+                    events = await asyncio.to_thread(encoded, output)
                 update_total(totals[output.index], output)
-                chunks = [
-                    choice_format.chunk([choice], usage() if continuous else None) for choice in choices
-                ]
                 if not has_id_comments or output.index in finished:
-                    for chunk in chunks:
-                        yield chunk
+                    pieces += events
                     continue
-                comment = token_id_comment(output.index, ())
-                for chunk in chunks[:-1]:  # only after the last one does the client have all that the ids say
-                    yield CommentedEvent(comment, chunk)
-                comment = token_id_comment(output.index, output.token_ids)
-                yield CommentedEvent(comment, chunks[-1] if chunks else None)
+                for event in events[:-1]:  # only after the last one does the client have all that the ids say
+                    pieces += (token_id_comment(output.index, ()), b"\n", event)
+                last = events[-1] if events else b"\n"
+                pieces += (token_id_comment(output.index, output.token_ids), b"\n", last)
+            if pieces:
+                yield b"".join(pieces)
     if with_usage:
-        yield choice_format.chunk([], usage())
+        yield encode_event(choice_format.chunk([], usage()))
 
 
 async def _at_once(outputs: list[GenerationOutput]) -> AsyncGenerator[list[GenerationOutput]]:

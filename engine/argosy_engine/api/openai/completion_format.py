@@ -9,6 +9,7 @@ from itertools import pairwise
 from msgspec.structs import replace
 
 from argosy_engine.api.openai.choice_stream import ChoiceFormat, created_at
+from argosy_engine.api.openai.event_template import EventTemplate
 from argosy_engine.api.openai.logprobs_format import LogprobsFormat, TextOffsets
 from argosy_engine.api.openai.usage import usage_of
 from argosy_engine.frontend.outputs import GenerationOutput
@@ -62,7 +63,9 @@ class CompletionFormat(ChoiceFormat[CompletionChoice, Completion, Completion]):
         """Choices without an output so far; the first one carries what belongs to the prompt."""
         self._prompt_logprobs: dict[int, list[TokenLogprobs] | None] = {}
         """Prompt log probabilities by each prompt's first choice, with whose first output they come."""
+        self._templates: dict[int, EventTemplate] = {}
         self._offsets: dict[int, TextOffsets] = {}
+        """One for each choice if the request asks for log probabilities."""
         if request.logprobs is not None:
             for choice, token_ids in enumerate(resumed):
                 offsets = TextOffsets(tokenizer, skip_special_tokens=request.skip_special_tokens)
@@ -94,6 +97,20 @@ class CompletionFormat(ChoiceFormat[CompletionChoice, Completion, Completion]):
         if choice is None or not is_echoed:
             return () if choice is None else (choice,)
         return _split_echo(choice, len(choice.text) - len(output.text), len(output.logprobs))
+
+    def events(self, output: GenerationOutput) -> Sequence[bytes]:
+        is_plain = output.index not in self._unopened and output.finish_reason is None
+        if is_plain and not (self._with_ids or self._request.is_scoring or self._offsets):
+            return (self._template(output.index).event(output.text),) if output.text else ()
+        return super().events(output)
+
+    def _template(self, choice: int) -> EventTemplate:
+        """Return the template of events that add text to a choice, and nothing else."""
+        template = self._templates.get(choice)
+        if template is None:
+            empty = CompletionChoice(index=choice, text="")
+            template = self._templates[choice] = EventTemplate(self.chunk([empty]), "text")
+        return template
 
     def chunk(self, choices: list[CompletionChoice], usage: Usage | None = None) -> Completion:
         return Completion(id=self._id, created=self._created, model=self._model, choices=choices, usage=usage)

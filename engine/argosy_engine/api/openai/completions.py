@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 
-from argosy_engine.api.commented_event import CommentedEvent
 from argosy_engine.api.openai.choice_stream import Prepared, stream_choices, whole_response
 from argosy_engine.api.openai.completion_format import CompletionFormat
 from argosy_engine.api.openai.openai_serving import OpenAIServing
@@ -38,8 +37,8 @@ def completion_stream(
     *,
     resumable: bool = False,
     has_id_comments: bool = False,
-) -> AsyncGenerator[Completion | CommentedEvent[Completion], None]:
-    """Answer a completion request with a stream of chunks.
+) -> AsyncGenerator[bytes, None]:
+    """Answer a completion request with the events of a stream of chunks.
 
     Args:
         size: of the request's body, in bytes.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from argosy_engine.api.openai.beam_choices import beam_choices
 from argosy_engine.errors import (
@@ -170,6 +170,23 @@ class OpenAIServing:
         if request.use_beam_search:
             return await beam_choices(self.llm, prompts, request, tenant=self.tenant)
         return await self.llm.collect(requests, request.n or 1)
+
+    def tool_report(
+        self,
+        chat: ChatCompletionRequest,
+        api: Literal["chat_completions", "responses", "other"],
+        *,
+        is_stream: bool,
+    ) -> Callable[[bool], None] | None:
+        """Return what to call when a choice ends, with whether it calls a tool; None if the chat has no tools."""
+        if not chat.tools:
+            return None
+
+        def report(has_calls: bool) -> None:
+            for observer in self.llm.observers:
+                observer.on_tools_parsed(has_calls, is_stream, api)
+
+        return report
 
     def core_requests(
         self, prompts: Sequence[TokenizedPrompt], request: GenerationRequest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from functools import partial
 
 from argosy_engine.api.openai.openai_serving import OpenAIServing
@@ -14,7 +15,9 @@ from argosy_engine.api.openai.pooled_outputs import (
     vector_of,
 )
 from argosy_engine.errors import InvalidRequest
+from argosy_engine.frontend.outputs import GenerationOutput
 from argosy_engine.frontend.pooled_prompts import render_inputs
+from argosy_engine.frontend.pooling import token_rows
 from argosy_engine.params.pooling_params import PoolingParams
 from argosy_protocol.pooling import PoolingData, PoolingRequest, PoolingResponse
 
@@ -34,9 +37,9 @@ async def pool(
         raise InvalidRequest(
             f"{name} generates: /pooling needs an engine started with --runner pooling; /v1/embeddings answers"
         )
-    if request.task not in (None, "embed", "classify"):
+    if request.task == "plugin":
         raise InvalidRequest(
-            f"task {request.task} is not computed; there is: embed, classify (one vector per prompt)",
+            f"task {request.task} is not computed; there is: embed, classify, token_embed, token_classify",
             param="task",
         )
     check_encoding(request)
@@ -49,8 +52,18 @@ async def pool(
         created=int(time.time()),
         model=name,
         data=[
-            PoolingData(index=index, data=encoded_vector(vector_of(output), request))
+            PoolingData(index=index, data=_encoded(output, request, params))
             for index, output in enumerate(outputs)
         ],
         usage=usage_of(outputs),
     )
+
+
+def _encoded(
+    output: GenerationOutput, request: PoolingRequest, params: PoolingParams
+) -> Sequence[float | list[float]] | str:
+    """Return a prompt's vector; of tasks for tokens a list of vectors, or the bytes of all in their order."""
+    vector = vector_of(output)
+    if params.is_token_wise and request.encoding_format == "float":
+        return token_rows(vector, output.num_prompt_tokens)
+    return encoded_vector(vector, request)

@@ -12,7 +12,7 @@ import numpy as np
 from argosy_engine.api.openai.openai_serving import OpenAIServing
 from argosy_engine.errors import InvalidRequest
 from argosy_engine.frontend.outputs import GenerationOutput
-from argosy_engine.frontend.pooling import pooling_request
+from argosy_engine.frontend.pooling import check_token_numbers, pooling_request
 from argosy_engine.frontend.renderer import Renderer, TokenizedPrompt
 from argosy_engine.messages.core_messages import EngineCoreRequest
 from argosy_engine.params.pooling_params import PoolingParams
@@ -38,6 +38,9 @@ async def pooled_outputs(
     llm = serving.llm
 
     def work(request: PoolingFields) -> list[EngineCoreRequest]:
+        prompts = render(llm.renderer)
+        if params.is_token_wise:
+            check_token_numbers(llm.config, params, sum(len(prompt.token_ids) for prompt in prompts))
         return [
             pooling_request(
                 llm.input_processor,
@@ -48,7 +51,7 @@ async def pooled_outputs(
                 tenant=serving.tenant,
                 data_parallel_rank=request.data_parallel_rank,
             )
-            for prompt in render(llm.renderer)
+            for prompt in prompts
         ]
 
     llm.queue_limits.check(1)

@@ -4,7 +4,7 @@
     for each output item: response.output_item.added, then
         of a message: content_part.added, output_text.delta ..., output_text.done, content_part.done
         of reasoning: content_part.added, reasoning_text.delta ..., reasoning_text.done, content_part.done
-        of a call: function_call_arguments.delta, function_call_arguments.done
+        of a call: function_call_arguments.delta ..., function_call_arguments.done
       and response.output_item.done
     response.completed, response.incomplete or response.failed
 
@@ -46,9 +46,10 @@ from argosy_protocol.response_object import (
 )
 
 _encode = msgspec.json.encode
+_decode_object = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _replace = msgspec.structs.replace
-_MESSAGE, _REASONING = "message", "reasoning"
-_PREFIXES = {_MESSAGE: "msg", _REASONING: "rs"}
+_MESSAGE, _REASONING, _CALL = "message", "reasoning", "function_call"
+_PREFIXES = {_MESSAGE: "msg", _REASONING: "rs", _CALL: "fc"}
 _TEXT_EVENTS = {_MESSAGE: "output_text", _REASONING: "reasoning_text"}
 _NO_LOGPROBS = b"[]"
 _ERROR_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
@@ -88,7 +89,9 @@ class ResponseEvents:
         self._items: list[OutputItem] = []
         self._open: str | None = None
         self._id = ""
-        """Id of the last message or reasoning."""
+        """Id of the last item."""
+        self._call: FunctionCallItem | None = None
+        """The open call, without its arguments."""
         self._head = b""
         """A delta of the open item up to its sequence number."""
         self._texts: list[str] = []
@@ -125,11 +128,15 @@ class ResponseEvents:
         delta = Delta() if choice is None else choice.delta
         entries = choice.logprobs.content if choice is not None and choice.logprobs is not None else []
         self._wait_for_text(entries, delta)
+        calls = delta.tool_calls
+        if calls and calls[0].id is None:
+            self._add_arguments(events, calls[0].function.arguments)
+            calls = calls[1:]
         if delta.reasoning:
             self._add(events, _REASONING, delta.reasoning)
         if delta.content:
             self._add(events, _MESSAGE, delta.content)
-        for call in delta.tool_calls:
+        for call in calls:
             self._add_call(events, call)
         if output.finish_reason is not None:
             self._end(events, output)
@@ -179,45 +186,53 @@ class ResponseEvents:
             b'event: response.%b.delta\ndata: {"type":"response.%b.delta","item_id":"%b","output_index":%d,'
             b'"content_index":0,"sequence_number":'
         ) % (_TEXT_EVENTS[kind].encode(), _TEXT_EVENTS[kind].encode(), self._id.encode(), len(self._items))
-        item = self._item("in_progress")
+        item = self._text_item("in_progress")
         part = item.content[0]
         events.append(self._item_event("added", _replace(item, content=[])))
         events.append(self._event("content_part.added", content_index=0, part=part))
 
     def _add_call(self, events: list[bytes], call: ToolCall) -> None:
-        """Add a call, which is complete, as an item of its own."""
+        """Add a call as an item of its own, which is open while its arguments may go on."""
         self._close(events, "completed")
-        item = FunctionCallItem(
-            id=self._next_id("fc"),
+        self._open, self._texts, self._id = _CALL, [], self._next_id(_PREFIXES[_CALL])
+        self._call = FunctionCallItem(
+            id=self._id,
             status="in_progress",
             arguments="",
             call_id=call.id or "",
             name=call.function.name or "",
         )
-        self._id = item.id
-        events.append(self._item_event("added", item))
-        arguments = call.function.arguments
-        if arguments:
-            events.append(self._event("function_call_arguments.delta", delta=arguments))
-        events.append(self._event("function_call_arguments.done", name=item.name, arguments=arguments))
-        item = _replace(item, status="completed", arguments=arguments)
-        events.append(self._item_event("done", item))
-        self._items.append(item)
+        events.append(self._item_event("added", self._call))
+        if call.function.arguments:
+            self._add_arguments(events, call.function.arguments)
+
+    def _add_arguments(self, events: list[bytes], arguments: str) -> None:
+        self._texts.append(arguments)
+        events.append(self._event("function_call_arguments.delta", delta=arguments))
 
     def _close(self, events: list[bytes], status: ItemStatus) -> None:
-        """End the open message or reasoning."""
+        """End the open item."""
         if self._open is None:
             return
-        item = self._item(status)
-        part = item.content[0]
-        done = {"content_index": 0, "text": part.text}
-        if isinstance(part, OutputText):
-            done["logprobs"] = part.logprobs
-        events.append(self._event(f"{_TEXT_EVENTS[self._open]}.done", **done))
-        events.append(self._event("content_part.done", content_index=0, part=part))
+        if self._call is not None:
+            arguments = "".join(self._texts)
+            item: OutputItem = _replace(
+                self._call, status="completed" if _is_object(arguments) else status, arguments=arguments
+            )
+            events.append(
+                self._event("function_call_arguments.done", name=self._call.name, arguments=arguments)
+            )
+        else:
+            item = self._text_item(status)
+            part = item.content[0]
+            done = {"content_index": 0, "text": part.text}
+            if isinstance(part, OutputText):
+                done["logprobs"] = part.logprobs
+            events.append(self._event(f"{_TEXT_EVENTS[self._open]}.done", **done))
+            events.append(self._event("content_part.done", content_index=0, part=part))
         events.append(self._item_event("done", item))
         self._items.append(item)
-        self._open = None
+        self._open = self._call = None
 
     def _end(self, events: list[bytes], output: GenerationOutput) -> None:
         is_cut = output.finish_reason == "length"
@@ -244,8 +259,8 @@ class ResponseEvents:
             total_tokens=output.num_prompt_tokens + output.num_output_tokens,
         )
 
-    def _item(self, status: ItemStatus) -> OutputMessage | ReasoningItem:
-        """Return the open item as it is by now."""
+    def _text_item(self, status: ItemStatus) -> OutputMessage | ReasoningItem:
+        """Return the open message or reasoning as it is by now."""
         text = "".join(self._texts)
         if self._open == _REASONING:
             return ReasoningItem(id=self._id, status=status, content=[ReasoningText(text)])
@@ -270,3 +285,11 @@ class ResponseEvents:
         number, self._number = self._number, self._number + 1
         data = _encode({"type": kind, "sequence_number": number, **fields})
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
+
+
+def _is_object(arguments: str) -> bool:
+    try:
+        _decode_object(arguments)
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
+        return False
+    return True

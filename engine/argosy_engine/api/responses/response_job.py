@@ -69,7 +69,15 @@ class ResponseJob:
         model = serving.check_model(chat.model)
         prompt, requests = await serving.prepare_bounded_chat(chat, size)
         renderer = serving.llm.renderer
-        chat_format = ChatFormat(renderer, chat, response_id.removeprefix(ID_PREFIX), model, prompt, 1)
+        chat_format = ChatFormat(
+            renderer,
+            chat,
+            response_id.removeprefix(ID_PREFIX),
+            model,
+            prompt,
+            1,
+            report_tools=serving.tool_report(chat, "responses", is_stream=request.stream),
+        )
         params = requests[0].sampling_params
         begun = begun_response(
             request, response_id, model, int(time.time()), params.temperature, params.top_p

@@ -8,6 +8,7 @@ finish. Asleep, the engine is not ready, and requests get 503.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Literal, cast
 
 import msgspec
@@ -22,8 +23,17 @@ _LEVELS = {"1": 1, "2": 2}
 _MODES = ("abort", "wait")
 
 
-def add_admin_routes(app: FastAPI, llm: Callable[[], AsyncLLM]) -> None:
-    """Add the routes to `app`. `llm` returns the loaded engine, or raises Unavailable."""
+def add_admin_routes(
+    app: FastAPI,
+    llm: Callable[[], AsyncLLM],
+    measured: Callable[[Literal["sleep", "wake"]], AbstractContextManager[None]],
+) -> None:
+    """Add the routes to `app`.
+
+    Args:
+        llm: returns the loaded engine, or raises Unavailable.
+        measured: measures a block that puts the engine to sleep or wakes it.
+    """
 
     @app.post("/sleep")
     async def sleep(request: Request) -> Response:
@@ -33,7 +43,8 @@ def add_admin_routes(app: FastAPI, llm: Callable[[], AsyncLLM]) -> None:
         if mode not in _MODES:
             raise BadRequest("mode must be abort or wait", param="mode")
         try:
-            await llm().sleep(_LEVELS[level], cast(Literal["abort", "wait"], mode))
+            with measured("sleep"):
+                await llm().sleep(_LEVELS[level], cast(Literal["abort", "wait"], mode))
         except UtilityFailed as error:
             raise InternalError(f"the engine cannot sleep: {error}") from None
         return Response(status_code=200)
@@ -41,7 +52,8 @@ def add_admin_routes(app: FastAPI, llm: Callable[[], AsyncLLM]) -> None:
     @app.post("/wake_up")
     async def wake_up() -> Response:
         try:
-            await llm().wake_up()
+            with measured("wake"):
+                await llm().wake_up()
         except UtilityFailed as error:
             raise InternalError(f"the engine cannot wake up: {error}") from None
         return Response(status_code=200)

@@ -15,6 +15,7 @@ from argosy_engine.api.request_headers import (
 )
 from argosy_engine.api.served_engine import Engine
 from argosy_engine.api.server_defaults import log_request
+from argosy_engine.frontend.request_record import current_record
 from argosy_protocol.openai import GenerationRequest
 from argosy_protocol.pooling import PoolingFields
 
@@ -42,5 +43,9 @@ def context_of(engine: Engine, request: Request, body: GenerationRequest | Pooli
     context = RequestContext(
         serving_of(engine, request), request_id_of(request, body.request_id), given_response_id(request)
     )
+    record = current_record.get()
+    if record is not None:
+        record.request_id = context.response_id
+        record.model, record.tenant = body.model, context.serving.tenant
     log_request(engine.options, body, context.response_id)
     return context

@@ -19,6 +19,8 @@ from starlette.responses import Response
 
 from argosy_engine.api.error_translation import translated_error
 from argosy_engine.api.http.http_responses import json_response, response_event_stream
+from argosy_engine.api.openai.prompt_token_count import prompt_token_count
+from argosy_engine.api.request_headers import request_id_of, serving_of
 from argosy_engine.api.responses.response_job import ResponseJob
 from argosy_engine.api.responses.response_store import ResponseStore
 from argosy_engine.api.routes.request_context import context_of
@@ -36,7 +38,13 @@ from argosy_protocol.response_history import (
     resolved_items,
     response_not_found,
 )
-from argosy_protocol.response_object import ID_PREFIX, DeletedResponse, ResponseObject
+from argosy_protocol.response_object import (
+    ID_PREFIX,
+    DeletedResponse,
+    InputTokenCount,
+    ResponseObject,
+    compaction_not_supported,
+)
 from argosy_protocol.responses import ResponseItem, ResponsesRequest, decode_responses_request
 from argosy_protocol.responses_chat import input_items, name_responses_field, responses_as_chat
 
@@ -54,6 +62,16 @@ def add_response_routes(app: FastAPI, engine: Engine) -> None:
         raw = await request.body()
         body = decode_responses_request(raw)
         return await _create(engine, request, body, len(raw))
+
+    @app.post("/v1/responses/input_tokens")
+    async def counted_input_tokens(request: Request) -> Response:
+        raw = await request.body()
+        body = decode_responses_request(raw)
+        return await _count(engine, request, body, len(raw))
+
+    @app.post("/v1/responses/compact", include_in_schema=False)
+    async def compacted_response() -> Response:
+        raise compaction_not_supported()
 
     @app.get("/v1/responses/{name}")
     async def response(request: Request, name: str) -> Response:
@@ -163,6 +181,26 @@ async def _create(engine: Engine, request: Request, body: ResponsesRequest, size
     return (
         response_event_stream(events(), lines, translated) if body.stream else json_response(answer(), lines)
     )
+
+
+async def _count(engine: Engine, request: Request, body: ResponsesRequest, size: int) -> Response:
+    """Count the tokens of the prompt that a response would be generated from."""
+    conversation = input_items(body)
+    if headers.RESOLVED not in request.headers:
+        conversation, num_bytes = await _conversation(engine.responses.store, owner_of(request), body)
+        size += num_bytes
+    chat = responses_as_chat(body, conversation)
+    apply_flags(engine.options, chat)
+    serving = serving_of(engine, request)
+
+    async def answer() -> InputTokenCount:
+        try:
+            with engine.accepted():
+                return InputTokenCount(input_tokens=await prompt_token_count(serving, chat, size))
+        except Exception as error:
+            raise name_responses_field(translated_error(error)) from error
+
+    return json_response(answer(), {headers.REQUEST_ID: request_id_of(request, None)})
 
 
 async def _conversation(

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
-from fastapi import FastAPI
+from fastapi import FastAPI, Query
 from starlette.responses import Response, StreamingResponse
 
 from argosy_engine.api.served_engine import Engine
 from argosy_protocol import __version__, headers
+from argosy_protocol.hot_prefixes import (
+    HOT_PREFIXES_CONTENT_TYPE,
+    HOT_PREFIXES_PATH,
+    MAX_TOKENS,
+    HotPrefixReport,
+)
 
 
 def add_state_routes(app: FastAPI, engine: Engine) -> None:
@@ -29,11 +37,19 @@ def add_state_routes(app: FastAPI, engine: Engine) -> None:
 
     @app.get("/load")
     async def load() -> Response:
-        return _json({"server_load": engine.llm.num_live if engine.llm else 0})
+        return _json({"server_load": engine.server_load})
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(engine.metrics, media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(await engine.render_metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get(HOT_PREFIXES_PATH)
+    async def hot_prefixes(max_tokens: Annotated[int, Query(ge=1, le=MAX_TOKENS)] = MAX_TOKENS) -> Response:
+        llm = engine.loaded
+        report = HotPrefixReport(
+            model_fingerprint=llm.config.model_fingerprint, prefixes=engine.prefix_hits.hottest(max_tokens)
+        )
+        return Response(msgspec.msgpack.encode(report), media_type=HOT_PREFIXES_CONTENT_TYPE)
 
     @app.get(headers.TELEMETRY_PATH)
     async def telemetry() -> StreamingResponse:

@@ -6,15 +6,18 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import AsyncGenerator, Iterator
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 import zmq
-import zmq.asyncio
 
 from argosy_engine.config import EngineArgs, ResolvedConfig
+from argosy_engine.core.proc.attached_core import AttachedCore
+from argosy_engine.core.proc.client_group import ALONE, ClientGroup
 from argosy_engine.core.proc.core_client import POLL_MS, bind, close_all, result_of
 from argosy_engine.core.proc.core_handle import START_TIMEOUT_S, CoreHandle
+from argosy_engine.core.proc.output_socket import OutputSocket
 from argosy_engine.distributed.lockstep import LockstepEnds
 from argosy_engine.errors import EngineDead, UtilityFailed
 from argosy_engine.messages.core_messages import (
@@ -24,6 +27,9 @@ from argosy_engine.messages.core_messages import (
     UtilityCall,
     UtilityOutput,
 )
+
+_CONNECT_POLL_S = 0.02
+"""Interval at which a reply is tried whose core has not connected yet, once at its start."""
 
 
 class AsyncClient(Protocol):
@@ -46,11 +52,12 @@ class AsyncClient(Protocol):
 
 
 class AsyncMPClient:
-    """Client of a core in its own process. Create it with `start`."""
+    """Client of a core in its own process. Create it with `start`, or in a further API process with `attach`."""
 
-    def __init__(self, handle: CoreHandle) -> None:
+    def __init__(self, handle: CoreHandle | AttachedCore, index: int = 0) -> None:
         self._handle = handle
-        self._context = zmq.asyncio.Context()
+        self._index = index
+        self._context: zmq.Context[Any] = zmq.Context()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(EngineCoreOutputs)
         self._input, self._output = bind(self._context, handle)
@@ -62,54 +69,92 @@ class AsyncMPClient:
 
     @classmethod
     async def start(
-        cls, args: EngineArgs, rank: int = 0, lockstep: LockstepEnds | None = None
+        cls,
+        args: EngineArgs,
+        rank: int = 0,
+        lockstep: LockstepEnds | None = None,
+        group: ClientGroup = ALONE,
     ) -> AsyncMPClient:
         """Start the core process and wait until its model is loaded.
 
         Args:
             rank: data-parallel rank of the core.
             lockstep: of cores that share experts.
+            group: the API processes that the core serves.
 
         Raises:
             ConfigError: the core rejects its arguments; the message is meant for the person who started it.
             EngineDead: the core died while starting.
         """
-        handle = CoreHandle(args, rank, lockstep)
+        handle = CoreHandle(args, rank, lockstep, group.size)
         client = cls(handle)
         try:
             handle.start()  # fork and exec take milliseconds, once
-            async with asyncio.timeout(START_TIMEOUT_S):
-                client.config = await client._shake_hands()
-        except BaseException as error:
+            group.on_core_started(rank, handle.directory)
+            await client._wait_until_ready()
+        except BaseException:
             await client.close()
-            if isinstance(error, TimeoutError):
-                raise EngineDead(f"the engine core was not ready after {START_TIMEOUT_S:.0f} s") from None
             raise
         return client
 
+    @classmethod
+    async def attach(cls, directory: Path, index: int) -> AsyncMPClient:
+        """Connect to a core that another API process has started, and wait until its model is loaded.
+
+        Args:
+            directory: of the core's sockets (`ClientGroup.on_core_started`).
+            index: this API process, from 1.
+
+        Raises:
+            ConfigError, EngineDead: as `start`.
+        """
+        client = cls(AttachedCore(directory, index), index)
+        try:
+            await client._wait_until_ready()
+        except BaseException:
+            await client.close()
+            raise
+        return client
+
+    async def _wait_until_ready(self) -> None:
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                self.config = await self._shake_hands()
+        except TimeoutError:
+            raise EngineDead(f"the engine core was not ready after {START_TIMEOUT_S:.0f} s") from None
+
     async def _shake_hands(self) -> ResolvedConfig:
         exited = asyncio.ensure_future(self._exit())
+        messages = self._messages(exited)
         try:
             while self._handle.config is None:
-                receive = asyncio.ensure_future(self._output.recv())
-                await asyncio.wait({receive, exited}, return_when=asyncio.FIRST_COMPLETED)
-                await self._await_last(receive)
-                if not receive.done():
-                    receive.cancel()
+                message = await messages.receive()
+                if message is None:
                     raise self._handle.dead(" while starting")
-                reply = self._handle.greeting(await receive)
-                if reply is not None:
-                    send = asyncio.ensure_future(self._input.send_multipart(reply))
-                    await asyncio.wait({send, exited}, return_when=asyncio.FIRST_COMPLETED)
-                    if not send.done():
-                        send.cancel()
-                        raise self._handle.dead(" while starting")
+                reply = self._handle.greeting(message)
+                if reply is not None and not await self._reply(reply, exited):
+                    raise self._handle.dead(" while starting")
         finally:
+            messages.close()
             exited.cancel()
         return self._handle.config
 
+    async def _reply(self, reply: list[bytes], exited: asyncio.Future[None]) -> bool:
+        """Answer a core that is starting; return False if it ended before it had connected to its input."""
+        while not exited.done():
+            try:
+                self._input.send_multipart(reply, zmq.NOBLOCK)
+                return True
+            except zmq.Again:
+                await asyncio.wait({exited}, timeout=_CONNECT_POLL_S)
+        return False
+
+    def _messages(self, exited: asyncio.Future[None]) -> OutputSocket:
+        return OutputSocket(self._output, exited, lambda: self._handle.last_message_ms / 1000)
+
     async def add_request(self, request: EngineCoreRequest) -> None:
         """Send a request to the core. Raises EngineDead if the core has died."""
+        request.client_index = self._index
         await self._send([RequestType.ADD, self._encoder.encode(request)])
 
     async def abort_requests(self, request_ids: list[str]) -> None:
@@ -127,7 +172,7 @@ class AsyncMPClient:
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._calls[call_id] = future
         try:
-            call = UtilityCall(call_id, method, list(args))
+            call = UtilityCall(call_id, method, list(args), self._index)
             await self._send([RequestType.UTILITY, self._encoder.encode(call)])
             return await future
         finally:
@@ -139,25 +184,20 @@ class AsyncMPClient:
         Raises:
             EngineDead: the process ended, or announced that it is dying.
         """
-        receive = asyncio.ensure_future(self._output.recv())
         exited = asyncio.ensure_future(self._exit())
+        messages = self._messages(exited)
         try:
-            while True:
-                await asyncio.wait({receive, exited}, return_when=asyncio.FIRST_COMPLETED)
-                await self._await_last(receive)
-                if receive.done():
-                    outputs = self._decoder.decode(receive.result())
-                    if outputs.dead is not None:
-                        self._handle.reason = outputs.dead
-                        raise self._handle.dead()
-                    if outputs.utility is not None:
-                        self._resolve(outputs.utility)
-                    receive = asyncio.ensure_future(self._output.recv())
-                    yield outputs
-                else:
+            while (message := await messages.receive()) is not None:
+                outputs = self._decoder.decode(message)
+                if outputs.dead is not None:
+                    self._handle.reason = outputs.dead
                     raise self._handle.dead()
+                if outputs.utility is not None:
+                    self._resolve(outputs.utility)
+                yield outputs
+            raise self._handle.dead()
         finally:
-            receive.cancel()
+            messages.close()
             exited.cancel()
             self._has_ended.set()
             for future in self._calls.values():
@@ -172,7 +212,7 @@ class AsyncMPClient:
         if self._has_ended.is_set():
             raise self._gone()
         try:
-            await self._input.send_multipart(message, zmq.NOBLOCK)
+            self._input.send_multipart(message, zmq.NOBLOCK)
         except zmq.Again:
             await self._await_reason()
             raise self._gone() from None
@@ -196,11 +236,6 @@ class AsyncMPClient:
             future.set_result(result_of(answer))
         except UtilityFailed as error:
             future.set_exception(error)
-
-    async def _await_last(self, receive: asyncio.Future[Any]) -> None:
-        """If a message has not arrived and the core has ended, wait for its last one, which says why."""
-        if not receive.done():
-            await asyncio.wait({receive}, timeout=self._handle.last_message_ms / 1000)
 
     async def _exit(self) -> None:
         """Wait until the core has ended: on its pidfd, or by polling where there is none."""
@@ -228,7 +263,7 @@ class AsyncMPClient:
         return [self.pid]
 
     async def close(self) -> None:
-        """End the core and close the sockets, even if the caller is cancelled meanwhile."""
+        """End the core, if this client has started it, and close the sockets, even if the caller is cancelled."""
         ending = asyncio.ensure_future(asyncio.to_thread(self._handle.end))
         cancelled: asyncio.CancelledError | None = None
         while not ending.done():

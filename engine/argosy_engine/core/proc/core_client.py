@@ -26,6 +26,7 @@ import msgspec
 import zmq
 
 from argosy_engine.config import EngineArgs, ResolvedConfig
+from argosy_engine.core.proc.attached_core import AttachedCore
 from argosy_engine.core.proc.core_handle import START_TIMEOUT_S, CoreHandle
 from argosy_engine.distributed.lockstep import LockstepEnds
 from argosy_engine.errors import EngineClosed, EngineDead, UtilityFailed
@@ -316,7 +317,7 @@ class SyncMPClient:
             poller.poll(POLL_MS if self._handle.pidfd is None or deadline is not None else None)
 
 
-def bind(context: zmq.Context[Any], handle: CoreHandle) -> tuple[Any, Any]:
+def bind(context: zmq.Context[Any], handle: CoreHandle | AttachedCore) -> tuple[Any, Any]:
     """Bind the core's input and output socket. They have no limit, since queue limits bound what they can hold."""
     input_socket, output_socket = context.socket(zmq.PUSH), context.socket(zmq.PULL)
     input_socket.setsockopt(zmq.SNDHWM, 0)

@@ -1,6 +1,6 @@
 """CoreHandle: starts, connects, watches and ends the engine core's process on behalf of its client.
 
-The two ipc sockets are in a private directory, which is deleted as soon as both are connected. From then on a running
+The ipc sockets are in a private directory, which is deleted as soon as all are connected. From then on a running
 engine has no files, so it leaves none behind however it ends.
 """
 
@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from argosy_engine.config import EngineArgs, ResolvedConfig
+from argosy_engine.core.proc.client_group import client_addresses
 from argosy_engine.distributed.lockstep import LockstepEnds
 from argosy_engine.distributed.process_name import core_name
 from argosy_engine.errors import ConfigError, EngineDead
@@ -39,13 +40,16 @@ class CoreHandle:
         args: arguments of the engine, sent in the handshake (`greeting`).
         rank: data-parallel rank of the core.
         lockstep: of cores that share experts; the process inherits its descriptors.
+        num_clients: number of API processes that the core waits for.
 
     Raises (from the constructor):
         ConfigError: this process has too few file descriptors left, there are fewer GPUs than workers, or the
             executor needs the core in this process.
     """
 
-    def __init__(self, args: EngineArgs, rank: int = 0, lockstep: LockstepEnds | None = None) -> None:
+    def __init__(
+        self, args: EngineArgs, rank: int = 0, lockstep: LockstepEnds | None = None, num_clients: int = 1
+    ) -> None:
         args.check_core_process()
         require_free()
         self._args = args
@@ -53,13 +57,13 @@ class CoreHandle:
         self._lockstep = lockstep
         self.name = core_name(args.parallel_config, rank)
         self._environment = rank_environment(args, rank)
-        self._directory = Path(tempfile.mkdtemp(prefix="argosy-"))  # mode 0700
-        self.input_address = f"ipc://{self._directory}/input"
-        self.output_address = f"ipc://{self._directory}/output"
+        self._num_clients = num_clients
+        self.directory = Path(tempfile.mkdtemp(prefix="argosy-"))  # mode 0700
+        self.input_address, self.output_address = client_addresses(self.directory)
         self._process: subprocess.Popen[bytes] | None = None
         self.pidfd: int | None = None
         self.is_connected = False
-        """Whether both sockets are connected, so that the core loads the model."""
+        """Whether the sockets are connected, so that the core loads the model."""
         self.config: ResolvedConfig | None = None
         """Resolved configuration; set when the core is ready."""
         self.reason = ""
@@ -75,8 +79,9 @@ class CoreHandle:
                 "-m",
                 "argosy_engine.core.proc.core_process",
                 self.name,
-                str(self._directory),
+                str(self.directory),
                 parent_argument(),
+                str(self._num_clients),
             ],
             stdin=subprocess.PIPE,
             pass_fds=() if self._lockstep is None else self._lockstep.fds,
@@ -129,7 +134,7 @@ class CoreHandle:
         return None
 
     def remove_files(self) -> None:
-        shutil.rmtree(self._directory, ignore_errors=True)
+        shutil.rmtree(self.directory, ignore_errors=True)
 
     def end(self) -> None:
         """End the core by closing its standard input, or kill it if it hangs. Blocks for ten seconds at most."""

@@ -1,9 +1,14 @@
-"""CoreProcess: the process of the engine core, `python -m argosy_engine.core.proc.core_process NAME DIRECTORY PARENT`.
+"""CoreProcess: the process of the engine core.
+
+Its command line is `python -m argosy_engine.core.proc.core_process NAME DIRECTORY PARENT CLIENTS`.
 
 It has three threads: input (decodes the client's messages and hashes their prompts), the busy loop (owns the core), and
 output (encodes and sends). The process lives exactly as long as its client: standard input is a pipe from the client,
 end of file means exit, and the kernel kills a core that cannot even read it. The ipc sockets are in the client's
-private directory, which is deleted once both are connected; messages are typed msgpack.
+private directory, which is deleted once all are connected; messages are typed msgpack.
+
+There may be several API processes, each with a client of its own, of which the first has started the core (the others
+have an `AttachedCore`). All send to one input socket; each has an output socket of its own (`OutputRouter`).
 """
 
 from __future__ import annotations
@@ -26,7 +31,10 @@ import msgspec
 import zmq
 
 from argosy_engine.core.proc.call_parameters import CallParameters
+from argosy_engine.core.proc.client_group import client_addresses
 from argosy_engine.core.proc.core_handle import START_TIMEOUT_S
+from argosy_engine.core.proc.held_outputs import HeldOutputs
+from argosy_engine.core.proc.output_router import OutputRouter
 from argosy_engine.core.request import Request
 from argosy_engine.distributed.lockstep import Lockstep
 from argosy_engine.distributed.process_name import name_process, process_name
@@ -41,7 +49,15 @@ from argosy_engine.messages.core_messages import (
     UtilityCall,
     UtilityOutput,
 )
-from argosy_engine.messages.handshake import Failed, Handshake, HandshakeMessage, Hello, Loading, Ready
+from argosy_engine.messages.handshake import (
+    Attached,
+    Failed,
+    Handshake,
+    HandshakeMessage,
+    Hello,
+    Loading,
+    Ready,
+)
 from argosy_engine.osproc.child_process import die_with_parent
 from argosy_engine.osproc.debug_signal import describe_on_signal, dump_stacks_on_signal
 from argosy_engine.sizing.kv_cache_sizing import check_model
@@ -74,30 +90,42 @@ _Input = _Addition | list[str] | UtilityCall | None
 
 
 class CoreProcess:
-    """Process that runs an engine core for one client.
+    """Process that runs an engine core for its clients.
 
     Args:
-        directory: directory in which the client has bound its sockets.
+        directory: directory in which each client binds its sockets.
         parent: see `child_process.parent_argument`.
         context: owner of this process's end of the input socket.
-        output_context: owner of the output socket. Before the process ends it must be destroyed, which waits until the
+        output_context: owner of the output sockets. Before the process ends it must be destroyed, which waits until the
             last message, which tells the reason, is delivered.
+        num_clients: number of API processes.
     """
 
     def __init__(
-        self, directory: Path, parent: int, context: zmq.Context[Any], output_context: zmq.Context[Any]
+        self,
+        directory: Path,
+        parent: int,
+        context: zmq.Context[Any],
+        output_context: zmq.Context[Any],
+        num_clients: int = 1,
     ) -> None:
         self._parent = parent
-        self._output = output_context.socket(zmq.PUSH)
-        self._output.setsockopt(zmq.LINGER, _LINGER_MS)
-        self._output.setsockopt(zmq.SNDHWM, 0)
-        self._output.connect(f"ipc://{directory}/output")
+        self._outputs = []
         self._input = context.socket(zmq.PULL)
         self._input.setsockopt(zmq.RCVHWM, 0)
-        self._input.connect(f"ipc://{directory}/input")
+        for client in range(num_clients):
+            input_address, output_address = client_addresses(directory, client)
+            output = output_context.socket(zmq.PUSH)
+            output.setsockopt(zmq.LINGER, _LINGER_MS)
+            output.setsockopt(zmq.SNDHWM, 0)
+            output.connect(output_address)
+            self._outputs.append(output)
+            self._input.connect(input_address)
+        self._router = OutputRouter(num_clients)
+        self._held_outputs = HeldOutputs(num_clients)
         self._input_queue: queue.SimpleQueue[_Input] = queue.SimpleQueue()
         self.output_queue: queue.SimpleQueue[EngineCoreOutputs | None] = queue.SimpleQueue()
-        """Messages to the client; None ends the output thread."""
+        """Messages to the clients; None ends the output thread."""
         self._lockstep: Lockstep | None = None
         self._add_decoder = msgspec.msgpack.Decoder(EngineCoreRequest)
         self._call_parameters = CallParameters()
@@ -110,13 +138,8 @@ class CoreProcess:
 
         Returns the exit code: 2 for a configuration error, 1 for any other failure.
         """
-        # A message each way proves that both sockets are connected.
-        self._send_handshake(Hello(os.getpid()))
-        kind, payload = self._input.recv_multipart()
-        init = msgspec.msgpack.decode(payload, type=HandshakeMessage)
-        if kind != RequestType.HANDSHAKE or not isinstance(init, Handshake):
-            raise TypeError(f"expected the handshake, got {type(init).__name__}")
-        self._send_handshake(Loading())
+        init = self._shake_hands()
+        self._router = OutputRouter(len(self._outputs), balances=init.engine_args.data_parallel_size > 1)
         # Only now: before, a core that outlives its client must still remove the sockets' files.
         die_with_parent(self._parent)
         started = time.perf_counter()
@@ -172,6 +195,22 @@ class CoreProcess:
         sender.join()
         self.core.shutdown()
         return code
+
+    def _shake_hands(self) -> Handshake:
+        """Exchange a message each way with every client, which proves that all sockets are connected."""
+        self._send_handshake(Hello(os.getpid()))
+        init: Handshake | None = None
+        for _ in self._outputs:
+            kind, payload = self._input.recv_multipart()
+            message = msgspec.msgpack.decode(payload, type=HandshakeMessage)
+            if kind == RequestType.HANDSHAKE and isinstance(message, Handshake):
+                init = message
+            elif kind != RequestType.HANDSHAKE or not isinstance(message, Attached):
+                raise TypeError(f"expected the handshake, got {type(message).__name__}")
+        if init is None:
+            raise TypeError("no client has sent the arguments")
+        self._send_handshake(Loading())
+        return init
 
     def _busy_loop(self) -> None:
         core = self.core
@@ -272,6 +311,8 @@ class CoreProcess:
     def _read_addition(self, payload: bytes) -> _Addition | None:
         try:
             message = self._add_decoder.decode(payload)
+            self._router.add(message.request_id, message.client_index)
+            self._held_outputs.add(message)
             self._call_parameters.share(message)
             return _Addition(message, self.core.preprocess_request(message))
         except Exception as error:
@@ -287,8 +328,11 @@ class CoreProcess:
                 self._add(message)
             case list():
                 self.core.abort_requests(message)
+                self._router.remove(message)
+                self._held_outputs.remove(message)
             case UtilityCall():
                 result = self._call(message)
+                result.client_index = message.client_index
                 self.output_queue.put(
                     EngineCoreOutputs(utility=result, residency=self.core.kv.announcer.take_delta())
                 )
@@ -336,14 +380,35 @@ class CoreProcess:
     def process_output_socket(self) -> None:
         """Send the output queue until its end. Runs in the output thread; a failure ends the process."""
         with _ending_process():
-            encoder = msgspec.msgpack.Encoder()
-            while (outputs := self.output_queue.get()) is not None:
-                self._output.send(encoder.encode(outputs))
+            encoder, held = msgspec.msgpack.Encoder(), self._held_outputs
+            while True:
+                if held.is_due:
+                    self._send_held()
+                try:
+                    outputs = self.output_queue.get(timeout=held.wait_s)
+                except queue.Empty:
+                    continue
+                if outputs is None:
+                    break
+                for client, message in self._router.route(outputs):
+                    if held.can_hold(client, message):
+                        held.hold(client, encoder.encode(message))
+                    else:
+                        self._outputs[client].send_multipart([*held.take(client), encoder.encode(message)])
                 self._sent_at = time.monotonic()
-            self._output.close()
+            self._send_held()
+            for socket in self._outputs:
+                socket.close()
+
+    def _send_held(self) -> None:
+        """Send the messages that were held back. The frames of one message arrive together, and are read singly."""
+        for client, socket in enumerate(self._outputs):
+            if held := self._held_outputs.take(client):
+                socket.send_multipart(held)
 
     def _send_handshake(self, message: HandshakeMessage) -> None:
-        self._output.send(msgspec.msgpack.encode(message))
+        for socket in self._outputs:
+            socket.send(msgspec.msgpack.encode(message))
 
 
 def _sendable(output: UtilityOutput) -> UtilityOutput:
@@ -378,7 +443,7 @@ def _exit_with_parent(directory: Path) -> None:
 
 
 def main() -> int:
-    name, directory, parent = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+    name, directory, parent, num_clients = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
     name_process(name)
     configure_logging("INFO", process=name)
     # A terminal's Ctrl-C goes to the whole process group, but the API process decides when the core ends.
@@ -387,8 +452,8 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, args=(directory,), daemon=True, name="parent").start()
     output_context: zmq.Context[Any] = zmq.Context()
-    code = CoreProcess(directory, parent, zmq.Context(), output_context).run()
-    output_context.destroy(_LINGER_MS)  # waits until the client has everything
+    code = CoreProcess(directory, parent, zmq.Context(), output_context, num_clients).run()
+    output_context.destroy(_LINGER_MS)  # waits until the clients have everything
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -21,11 +21,13 @@ import zmq
 
 from argosy_engine.config import EngineArgs, ResolvedConfig
 from argosy_engine.core.proc.async_core_client import AsyncMPClient
+from argosy_engine.core.proc.client_group import ALONE, ClientGroup
 from argosy_engine.core.proc.core_client import POLL_MS, SyncMPClient
 from argosy_engine.core.proc.rank_balancer import RankBalancer
 from argosy_engine.distributed.lockstep import LockstepEnds, LockstepFiles
 from argosy_engine.errors import ConfigError, EngineDead, EngineError, UtilityFailed
 from argosy_engine.messages.core_messages import EngineCoreOutputs, EngineCoreRequest
+from argosy_engine.osproc.shared_counters import SharedCounters
 from argosy_engine.sizing.rank_resources import check_gpus, rank_args
 
 ROOT_CAUSE_S = 2.0
@@ -44,21 +46,31 @@ class DPLBAsyncMPClient:
     Args:
         clients: one for each rank, in order.
         shares_experts: whether the cores do, so that none can go on without the others.
+        counters: of several API processes (`RankBalancer`).
 
     Raises (from the constructor):
         ConfigError: the cores differ in what determines outputs.
     """
 
-    def __init__(self, clients: Sequence[AsyncMPClient], *, shares_experts: bool = False) -> None:
+    def __init__(
+        self,
+        clients: Sequence[AsyncMPClient],
+        *,
+        shares_experts: bool = False,
+        counters: SharedCounters | None = None,
+    ) -> None:
         self._clients = clients
         self._shares_experts = shares_experts
         self.config = combined_config([client.config for client in clients])
-        self._balancer = RankBalancer([client.config.max_num_seqs for client in clients])
+        self._balancer = RankBalancer([client.config.max_num_seqs for client in clients], counters)
         self._is_asleep = False
 
     @classmethod
-    async def start(cls, args: EngineArgs) -> DPLBAsyncMPClient:
+    async def start(cls, args: EngineArgs, group: ClientGroup = ALONE) -> DPLBAsyncMPClient:
         """Start all cores and wait until their models are loaded.
+
+        Args:
+            group: the API processes that the cores serve.
 
         Raises:
             ConfigError: a core rejects its arguments, or there are too few GPUs.
@@ -67,12 +79,12 @@ class DPLBAsyncMPClient:
         check_gpus(args)
         own_args, ends = rank_args(args), ExpertGroup(args)
         starts = [
-            asyncio.create_task(_start_rank(own_args, rank, ends.of(rank)), name=f"core {rank}")
+            asyncio.create_task(_start_rank(own_args, rank, ends.of(rank), group), name=f"core {rank}")
             for rank in range(args.data_parallel_size)
         ]
         try:
             clients = await asyncio.gather(*starts)
-            return cls(clients, shares_experts=args.parallel_config.shares_experts)
+            return cls(clients, shares_experts=args.parallel_config.shares_experts, counters=group.counters)
         except BaseException:
             for start in starts:
                 start.cancel()
@@ -176,9 +188,11 @@ class DPLBAsyncMPClient:
         await asyncio.gather(*(client.close() for client in self._clients))
 
 
-async def _start_rank(args: EngineArgs, rank: int, lockstep: LockstepEnds | None) -> AsyncMPClient:
+async def _start_rank(
+    args: EngineArgs, rank: int, lockstep: LockstepEnds | None, group: ClientGroup
+) -> AsyncMPClient:
     with _naming(rank):
-        return await AsyncMPClient.start(args, rank, lockstep)
+        return await AsyncMPClient.start(args, rank, lockstep, group)
 
 
 class DPLBSyncMPClient:

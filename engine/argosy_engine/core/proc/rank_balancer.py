@@ -7,8 +7,9 @@
     hit       tokens of the prompt that the rank's prefix cache holds; 0 while its batch is full
 
 The lowest cost wins, and equal ranks take turns, so that prompts without a cached prefix spread over all caches. All
-requests of the cores come from one client, so its own counts are exact; nothing is asked of a core. A prefix whose rank
-has no free slot counts nothing, because a request would wait there for as long as another one runs.
+requests of the cores come from this client, or those of other API processes, which tell their counts in shared memory;
+nothing is asked of a core. A prefix whose rank has no free slot counts nothing, because a request would wait there for
+as long as another one runs.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Iterable, Sequence
 
 from argosy_engine.core.proc.rank_prefixes import RankPrefixes
 from argosy_engine.messages.core_messages import EngineCoreOutputs, EngineCoreRequest
+from argosy_engine.osproc.shared_counters import SharedCounters
 
 REQUEST_TOKENS = 64
 """Cost of a running or waiting request, besides its prompt: about as many decode steps with a new one."""
@@ -37,9 +39,11 @@ class RankBalancer:
     """
     Args:
         max_num_seqs: for each rank the size of its batch.
+        counters: of several API processes; two columns for each rank.
     """
 
-    def __init__(self, max_num_seqs: Sequence[int]) -> None:
+    def __init__(self, max_num_seqs: Sequence[int], counters: SharedCounters | None = None) -> None:
+        self._counters = counters
         self._max_num_seqs = max_num_seqs
         self._prefixes = RankPrefixes(len(max_num_seqs))
         self._sent: dict[str, _Sent] = {}
@@ -50,8 +54,23 @@ class RankBalancer:
 
     @property
     def num_requests(self) -> Sequence[int]:
-        """For each rank the requests that have not ended."""
-        return tuple(self._num_requests)
+        """For each rank the requests that have not ended, of all API processes."""
+        return tuple(self._num_requests_of(rank) for rank in range(len(self._num_requests)))
+
+    def _num_requests_of(self, rank: int) -> int:
+        own = self._num_requests[rank]
+        return own if self._counters is None else own + self._counters.others(2 * rank)
+
+    def _num_queued_tokens_of(self, rank: int) -> int:
+        own = self._num_queued_tokens[rank]
+        return own if self._counters is None else own + self._counters.others(2 * rank + 1)
+
+    def _count(self, rank: int, num_requests: int, num_queued_tokens: int) -> None:
+        self._num_requests[rank] += num_requests
+        self._num_queued_tokens[rank] += num_queued_tokens
+        if self._counters is not None:
+            self._counters.set(2 * rank, self._num_requests[rank])
+            self._counters.set(2 * rank + 1, self._num_queued_tokens[rank])
 
     def add(self, request: EngineCoreRequest) -> int:
         """Return the rank of a request that is about to be sent: the one that it asks for, or the best."""
@@ -66,8 +85,7 @@ class RankBalancer:
             request.data_parallel_rank = rank
         sent = _Sent(rank, max(size - hits.get(rank, 0), 0))
         self._sent[request.request_id] = sent
-        self._num_requests[rank] += 1
-        self._num_queued_tokens[rank] += sent.num_queued_tokens
+        self._count(rank, 1, sent.num_queued_tokens)
         return rank
 
     def _best(self, size: int, hits: dict[int, int]) -> int:
@@ -75,8 +93,8 @@ class RankBalancer:
         best, lowest = 0, -1
         for offset in range(count):
             rank = (self._next + offset) % count
-            num_requests = self._num_requests[rank]
-            cost = self._num_queued_tokens[rank] + REQUEST_TOKENS * num_requests + size
+            num_requests = self._num_requests_of(rank)
+            cost = self._num_queued_tokens_of(rank) + REQUEST_TOKENS * num_requests + size
             if num_requests < self._max_num_seqs[rank]:
                 cost -= min(hits.get(rank, 0), size)
             if lowest < 0 or cost < lowest:
@@ -96,7 +114,7 @@ class RankBalancer:
             if output.finish_reason is not None:
                 self._forget(output.request_id)
             elif output.prefill_stats is not None and (sent := self._sent.get(output.request_id)) is not None:
-                self._num_queued_tokens[rank] -= sent.num_queued_tokens
+                self._count(rank, 0, -sent.num_queued_tokens)
                 sent.num_queued_tokens = 0
 
     def remove(self, request_ids: Iterable[str]) -> dict[int, list[str]]:
@@ -112,6 +130,5 @@ class RankBalancer:
         sent = self._sent.pop(request_id, None)
         if sent is None:
             return None
-        self._num_requests[sent.rank] -= 1
-        self._num_queued_tokens[sent.rank] -= sent.num_queued_tokens
+        self._count(sent.rank, -1, -sent.num_queued_tokens)
         return sent.rank

@@ -1,8 +1,9 @@
 """ToolParser: how one family of models writes tool calls.
 
-A tool parser names the markers with which a call begins, finds a call's end and reads a complete call. `ChatParser`
-does the rest: it splits the output, holds back what may become a marker, and turns what is no call into content.
-A parser is made for each choice of a request.
+A tool parser names the markers with which a call begins, finds a call's end and reads a complete call. It may also tell
+early that a call has begun, and read its arguments as they are written. `ChatParser` does the rest: it splits the
+output, holds back what may become a marker, and turns what is no call into content. A parser is made for each choice of
+a request.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from argosy_engine.parsers.argument_readers import ArgumentReader, CallOpening
+from argosy_engine.parsers.arguments_text import arguments_text, is_text
 from argosy_engine.parsers.parsed_output import ParsedCall
 from argosy_engine.parsers.scanners import Scanner
 from argosy_engine.structured.structural_tag import HERMES_CALLS, ToolCallForm
@@ -61,6 +64,22 @@ class ToolParser(ABC):
         """Read a text from a start marker to the output's end, which comes before the call's; None if it is no call."""
         return None
 
+    def opening(self, text: str) -> CallOpening | None:
+        """Return the call that a text from a start marker on begins, once it is certain that it is one.
+
+        Args:
+            text: ends at any point before or after the beginning of the arguments. The result must not depend on what
+                follows them, and no beginning of what precedes them may be a whole call, or end the scanner.
+
+        Returns:
+            None if the text is no call, or not yet. Calls without an opening are read when they are complete.
+        """
+        return None
+
+    def argument_reader(self, opening: CallOpening) -> ArgumentReader:
+        """Return what reads the arguments of a call that has begun, from its opening's end on."""
+        raise NotImplementedError(f"{type(self).__name__} has openings, and so needs an argument_reader")
+
     def call_id(self, request_id: str, choice: int, number: int, call: ParsedCall) -> str:
         """Return a call's id: a function of the request's id, so that a resumed stream repeats it."""
         return call.id or f"call_{request_id}_{choice}_{number}"
@@ -72,21 +91,6 @@ class ToolParser(ABC):
             is_unknown_allowed: whether the request may lack the function, because the marks alone make it a call.
         """
         return name in self._names or (is_unknown_allowed and _NAME.fullmatch(name) is not None)
-
-
-def arguments_text(value: Any) -> str | None:
-    """Return arguments as JSON text; None if they are no object, or JSON or text cannot express them."""
-    if not isinstance(value, dict):
-        return None
-    try:
-        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    except (
-        ValueError,
-        RecursionError,
-    ):  # NaN and infinities, which Python's parser accepts but JSON does not have
-        return None
-    # Half of a surrogate pair can only be written as an escape.
-    return text if is_text(text) else json.dumps(value)
 
 
 def json_value(text: str) -> Any:
@@ -127,12 +131,3 @@ def calls_of(values: Any, keys: Sequence[str]) -> list[ParsedCall] | None:
         return None
     calls = [call_of(value, keys) for value in values]
     return None if None in calls else [call for call in calls if call is not None]
-
-
-def is_text(value: str) -> bool:
-    """Whether UTF-8 can express it: no half of a surrogate pair."""
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

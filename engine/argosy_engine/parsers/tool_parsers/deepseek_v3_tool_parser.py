@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
+from argosy_engine.parsers.argument_readers import (
+    FUNCTION_NAME,
+    OBJECT_START,
+    ArgumentReader,
+    CallOpening,
+    JsonArguments,
+    opening_of,
+)
+from argosy_engine.parsers.arguments_text import is_text
 from argosy_engine.parsers.parsed_output import ParsedCall
 from argosy_engine.parsers.scanners import EnclosingScanner, Scanner
-from argosy_engine.parsers.tool_parsers.abstract_tool_parser import ToolParser, is_text, json_arguments
+from argosy_engine.parsers.tool_parsers.abstract_tool_parser import ToolParser, json_arguments
 from argosy_engine.structured.structural_tag import ToolCallForm
 
 SECTION, END_SECTION = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, SEPARATOR, END_CALL = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 _BLOCK, _END_BLOCK = "```json", "```"
+_OPENING = re.compile(
+    rf"{CALL}[^<]{{0,64}}{SEPARATOR}\s{{0,16}}(?P<name>{FUNCTION_NAME})\s{{0,16}}```json\s{{0,16}}{OBJECT_START}"
+)
+_BARE_OPENING = re.compile(
+    rf"{CALL}\s{{0,16}}(?P<name>{FUNCTION_NAME})\s{{0,16}}{SEPARATOR}\s{{0,16}}{OBJECT_START}"
+)
+_ENDS = (CALL, END_CALL, END_SECTION)
 
 
 class DeepSeekV3ToolParser(ToolParser):
@@ -29,6 +46,12 @@ class DeepSeekV3ToolParser(ToolParser):
     def scanner(self, start: str) -> Scanner:
         return EnclosingScanner(END_CALL)
 
+    def opening(self, text: str) -> CallOpening | None:
+        return opening_of(_OPENING.match(text))
+
+    def argument_reader(self, opening: CallOpening) -> ArgumentReader:
+        return JsonArguments(_ENDS, ((_END_BLOCK,), (END_CALL,)))
+
     def parse(self, text: str) -> Sequence[ParsedCall] | None:
         _, mark, body = text[len(CALL) :].removesuffix(END_CALL).partition(SEPARATOR)
         name, block, arguments = body.partition(_BLOCK)
@@ -43,6 +66,12 @@ class DeepSeekV31ToolParser(DeepSeekV3ToolParser):
     call_form = ToolCallForm(
         begin=f"{CALL}{{name}}{SEPARATOR}", end=END_CALL, first=SECTION, last=END_SECTION
     )
+
+    def opening(self, text: str) -> CallOpening | None:
+        return opening_of(_BARE_OPENING.match(text))
+
+    def argument_reader(self, opening: CallOpening) -> ArgumentReader:
+        return JsonArguments(_ENDS, ((END_CALL,),))
 
     def parse(self, text: str) -> Sequence[ParsedCall] | None:
         name, mark, arguments = text[len(CALL) :].removesuffix(END_CALL).partition(SEPARATOR)

@@ -5,18 +5,38 @@ Values are plain text, read by the function's JSON schema.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
+from argosy_engine.parsers.argument_readers import (
+    FUNCTION_NAME,
+    ArgumentReader,
+    CallOpening,
+    ConvertedArguments,
+    opening_of,
+)
+from argosy_engine.parsers.arguments_text import arguments_text
+from argosy_engine.parsers.markers import Markers
 from argosy_engine.parsers.parameter_types import ParameterTypes
 from argosy_engine.parsers.parsed_output import ParsedCall
 from argosy_engine.parsers.scanners import EnclosingScanner, Scanner
-from argosy_engine.parsers.tool_parsers.abstract_tool_parser import ToolParser, arguments_text
+from argosy_engine.parsers.tool_parsers.abstract_tool_parser import ToolParser
 from argosy_engine.structured.structural_tag import ToolCallForm
 
 _CALL, _END_CALL = "<tool_call>", "</tool_call>"
 _KEY, _END_KEY = "<arg_key>", "</arg_key>"
 _VALUE, _END_VALUE = "<arg_value>", "</arg_value>"
+_MAX_KEY_CHARS = 256
+_OPENING = re.compile(
+    rf"<tool_call>\s{{0,16}}(?P<name>{FUNCTION_NAME})\s{{0,16}}"
+    rf"(?=<arg_key>[^<]{{1,{_MAX_KEY_CHARS}}}</arg_key>\s{{0,16}}<arg_value>)"
+)
+_ARGUMENT = re.compile(
+    rf"\s{{0,16}}<arg_key>(?P<key>[^<]{{1,{_MAX_KEY_CHARS}}})</arg_key>\s{{0,16}}<arg_value>"
+)
+_VALUE_END = Markers((_END_VALUE,))
 
 
 class Glm45ToolParser(ToolParser):
@@ -32,6 +52,12 @@ class Glm45ToolParser(ToolParser):
 
     def scanner(self, start: str) -> Scanner:
         return EnclosingScanner(_END_CALL, _VALUE, _END_VALUE)
+
+    def opening(self, text: str) -> CallOpening | None:
+        return opening_of(_OPENING.match(text))
+
+    def argument_reader(self, opening: CallOpening) -> ArgumentReader:
+        return GlmArguments(partial(self._types.value, opening.name))
 
     def parse(self, text: str) -> Sequence[ParsedCall] | None:
         if not text.endswith(_END_CALL):
@@ -54,10 +80,36 @@ class Glm45ToolParser(ToolParser):
             if value_end < 0:
                 return None
             key = body[begin + len(_KEY) : key_end].strip()
-            arguments[key] = self._types.value(name, key, body[value_begin + len(_VALUE) : value_end])
+            if key not in arguments:
+                arguments[key] = self._types.value(name, key, body[value_begin + len(_VALUE) : value_end])
             position = value_end + len(_END_VALUE)
         written = arguments_text(arguments)
         return None if written is None else (ParsedCall(name, written),)
+
+
+class GlmArguments(ConvertedArguments):
+    """Reads keys and values."""
+
+    argument = _ARGUMENT
+    max_head_chars = _MAX_KEY_CHARS + 64
+    end = _END_CALL
+
+    def may_go_on(self, head: str) -> bool:
+        if _END_CALL.startswith(head) or _KEY.startswith(head):
+            return True
+        key, mark, rest = head.removeprefix(_KEY).partition(_END_KEY)
+        if not head.startswith(_KEY):
+            return False
+        if mark:
+            return "<" not in key and _VALUE.startswith(rest.lstrip())
+        name, _, begun = key.partition("<")
+        return bool(name) and _END_KEY.startswith(f"<{begun}")
+
+    def value_end(self, text: str, position: int, is_last: bool) -> tuple[int, int | None]:
+        end = text.find(_END_VALUE, position)
+        if end >= 0:
+            return end, end + len(_END_VALUE)
+        return len(text) - _VALUE_END.overlap(text, position), None
 
 
 def _skip_space(text: str, position: int) -> int:

@@ -6,16 +6,30 @@ What stands before the arguments is the call's id, by which the template refers 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
+from argosy_engine.parsers.argument_readers import (
+    FUNCTION_NAME,
+    OBJECT_START,
+    ArgumentReader,
+    CallOpening,
+    JsonArguments,
+    opening_of,
+)
+from argosy_engine.parsers.arguments_text import is_text
 from argosy_engine.parsers.parsed_output import ParsedCall
 from argosy_engine.parsers.scanners import EnclosingScanner, Scanner
-from argosy_engine.parsers.tool_parsers.abstract_tool_parser import ToolParser, is_text, json_arguments
+from argosy_engine.parsers.tool_parsers.abstract_tool_parser import ToolParser, json_arguments
 from argosy_engine.structured.structural_tag import ToolCallForm
 
 _SECTION, _END_SECTION = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 _CALL, _ARGUMENTS, _END_CALL = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
 _MAX_ID_CHARS = 256
+_OPENING = re.compile(
+    rf"<\|tool_call_begin\|>\s{{0,16}}(?P<id>(?:functions\.)?(?P<name>{FUNCTION_NAME}):[0-9]{{1,9}})\s{{0,16}}"
+    rf"<\|tool_call_argument_begin\|>\s{{0,16}}{OBJECT_START}"
+)
 
 
 class KimiK2ToolParser(ToolParser):
@@ -35,6 +49,12 @@ class KimiK2ToolParser(ToolParser):
 
     def scanner(self, start: str) -> Scanner:
         return EnclosingScanner(_END_CALL)
+
+    def opening(self, text: str) -> CallOpening | None:
+        return opening_of(_OPENING.match(text))
+
+    def argument_reader(self, opening: CallOpening) -> ArgumentReader:
+        return JsonArguments((_CALL, _END_CALL, _END_SECTION), ((_END_CALL,),))
 
     def parse(self, text: str) -> Sequence[ParsedCall] | None:
         body = text.removesuffix(_END_CALL)

@@ -10,6 +10,14 @@ import re
 from collections.abc import Sequence
 from hashlib import sha256
 
+from argosy_engine.parsers.argument_readers import (
+    FUNCTION_NAME,
+    OBJECT_START,
+    ArgumentReader,
+    CallOpening,
+    JsonArguments,
+    opening_of,
+)
 from argosy_engine.parsers.parsed_output import ParsedCall
 from argosy_engine.parsers.scanners import HeadScanner, Scanner, ValueScanner
 from argosy_engine.parsers.tool_parsers.abstract_tool_parser import (
@@ -23,6 +31,10 @@ from argosy_engine.structured.structural_tag import ToolCallForm
 
 _CALLS, _ARGS, _CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 _HEAD, _BEFORE_VALUE = re.compile(r"\s*(?P<list>[\[{])|[^{]*(?P<arguments>\{)"), re.compile(r"[^{]*")
+_OPENING = re.compile(
+    rf"\[TOOL_CALLS\]\s{{0,16}}(?P<name>{FUNCTION_NAME})\s{{0,16}}(?:\[CALL_ID\]\s?(?P<id>\w{{0,64}})\s?)?"
+    rf"(?P<mark>\[ARGS\])?\s{{0,16}}{OBJECT_START}"
+)
 _ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _ID_CHARS = 9
 
@@ -35,6 +47,16 @@ class MistralToolParser(ToolParser):
 
     def scanner(self, start: str) -> Scanner:
         return HeadScanner(_HEAD, _BEFORE_VALUE, ValueScanner())
+
+    def opening(self, text: str) -> CallOpening | None:
+        found = _OPENING.match(text)
+        if found is None or not self.is_function(found["name"], is_unknown_allowed=bool(found["mark"])):
+            return None
+        opening = opening_of(found)
+        return opening if opening is None or _is_id(opening.id) else opening._replace(id="")
+
+    def argument_reader(self, opening: CallOpening) -> ArgumentReader:
+        return JsonArguments((_CALLS,), ())
 
     def parse(self, text: str) -> Sequence[ParsedCall] | None:
         body = text[len(_CALLS) :].strip()

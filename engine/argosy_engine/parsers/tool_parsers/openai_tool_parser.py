@@ -5,16 +5,25 @@ This class holds what else depends on the form: its special tokens and the gramm
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
+from argosy_engine.parsers.argument_readers import (
+    OBJECT_START,
+    ArgumentReader,
+    CallOpening,
+    JsonArguments,
+)
+from argosy_engine.parsers.arguments_text import is_text
 from argosy_engine.parsers.parsed_output import ParsedCall
 from argosy_engine.parsers.scanners import MarkerScanner, Scanner
-from argosy_engine.parsers.tool_parsers.abstract_tool_parser import ToolParser, is_text, json_arguments
+from argosy_engine.parsers.tool_parsers.abstract_tool_parser import ToolParser, json_arguments
 from argosy_engine.structured.structural_tag import ToolCallForm
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
 _FUNCTIONS = "functions."
+_BODY = re.compile(rf"\s{{0,16}}{OBJECT_START}")
 
 
 class OpenAIToolParser(ToolParser):
@@ -37,6 +46,16 @@ class OpenAIToolParser(ToolParser):
         name = self.function(recipient(header))
         arguments = json_arguments(body)
         return (ParsedCall(name, arguments),) if mark and name and arguments is not None else None
+
+    def opening(self, text: str) -> CallOpening | None:
+        """Return the call that a message with its header begins."""
+        header, mark, body = text.partition(MESSAGE)
+        name = self.function(recipient(header))
+        found = _BODY.match(body) if mark and name else None
+        return CallOpening(name, len(header) + len(mark) + found.end()) if found and name else None
+
+    def argument_reader(self, opening: CallOpening) -> ArgumentReader:
+        return JsonArguments((END, CALL, RETURN, START, CHANNEL), ((END, CALL, RETURN),))
 
     def function(self, to: str) -> str | None:
         """Return the function to which a recipient refers; None if it is no function of the request."""

@@ -9,15 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from argosy_engine.parsers.arguments_text import arguments_text
 from argosy_engine.parsers.parsed_output import ParsedCall
 from argosy_engine.parsers.python_literals import NotLiteral, read_calls
 from argosy_engine.parsers.scanners import HeadScanner, Scanner, ValueScanner
-from argosy_engine.parsers.tool_parsers.abstract_tool_parser import (
-    ToolParser,
-    arguments_text,
-    calls_of,
-    json_value,
-)
+from argosy_engine.parsers.tool_parsers.abstract_tool_parser import ToolParser, calls_of, json_value
 from argosy_engine.structured.structural_tag import ToolCallForm
 
 _HEAD, _BEGUN_HEAD = re.compile(r"(?P<value>\s*)(?:[^\W\d][\w.]*\s*\(|\{)"), re.compile(r"\s*[\w.]*\s*")

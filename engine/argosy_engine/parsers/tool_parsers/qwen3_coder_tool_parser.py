@@ -7,17 +7,37 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
+from argosy_engine.parsers.argument_readers import (
+    FUNCTION_NAME,
+    ArgumentReader,
+    CallOpening,
+    ConvertedArguments,
+    opening_of,
+)
+from argosy_engine.parsers.arguments_text import arguments_text, is_text
+from argosy_engine.parsers.markers import Markers
 from argosy_engine.parsers.parameter_types import ParameterTypes
 from argosy_engine.parsers.parsed_output import ParsedCall
 from argosy_engine.parsers.scanners import EnclosingScanner, Scanner
-from argosy_engine.parsers.tool_parsers.abstract_tool_parser import ToolParser, arguments_text, is_text
+from argosy_engine.parsers.tool_parsers.abstract_tool_parser import ToolParser
 from argosy_engine.structured.structural_tag import ToolCallForm
 
 _CALL, _END_CALL = "<tool_call>", "</tool_call>"
 _FUNCTION, _END_FUNCTION = "<function=", "</function>"
 _PARAMETER, _END_PARAMETER = "<parameter=", "</parameter>"
+_MAX_KEY_CHARS = 256
+_OPENING = re.compile(
+    rf"(?:<tool_call>)?\s{{0,16}}<function=(?P<name>{FUNCTION_NAME})>\s{{0,16}}"
+    rf"(?=<parameter=[^<>]{{1,{_MAX_KEY_CHARS}}}>)"
+)
+_ARGUMENT = re.compile(rf"\s{{0,16}}<parameter=(?P<key>[^<>]{{1,{_MAX_KEY_CHARS}}})>")
+_VALUE_ENDS = Markers((_END_PARAMETER, _PARAMETER, _END_FUNCTION))
+_MAX_FOLLOWING_CHARS = 80
+_BEFORE_CALL = re.compile(r"</function>\s{0,16}(?:</tool_call>\s{0,16})?(?:<tool_call>|<function=)")
+_AT_OUTPUT_END = re.compile(r"</function>\s*(?:</tool_call>\s*)?")
 _MARKS = re.compile("|".join(map(re.escape, (_FUNCTION, _END_FUNCTION, _PARAMETER, _END_PARAMETER))))
 
 
@@ -37,6 +57,15 @@ class Qwen3CoderToolParser(ToolParser):
 
     def scanner(self, start: str) -> Scanner:
         return EnclosingScanner(_END_CALL if start == _CALL else _END_FUNCTION, _PARAMETER, _END_PARAMETER)
+
+    def opening(self, text: str) -> CallOpening | None:
+        return opening_of(_OPENING.match(text))
+
+    def argument_reader(self, opening: CallOpening) -> ArgumentReader:
+        return QwenArguments(partial(self._convert, opening.name))
+
+    def _convert(self, function: str, parameter: str, text: str) -> Any:
+        return self._types.value(function, parameter, text.removeprefix("\n").removesuffix("\n"))
 
     def parse(self, text: str) -> Sequence[ParsedCall] | None:
         return self.parse_unclosed(text.removesuffix(_END_CALL))
@@ -76,9 +105,42 @@ class Qwen3CoderToolParser(ToolParser):
                 return None
             key = text[mark.end() : key_end].strip()
             value = text[key_end + 1 : end].removeprefix("\n").removesuffix("\n")
-            arguments[key] = self._types.value(name, key, value)
+            if key not in arguments:
+                arguments[key] = self._types.value(name, key, value)
         written = arguments_text(arguments)
         return None if written is None else ParsedCall(name, written)
+
+
+class QwenArguments(ConvertedArguments):
+    """Reads parameters.
+
+    A value ends at its end mark or, where that is missing, at the next parameter, or at a function's end that another
+    call or the output's end follows.
+    """
+
+    argument = _ARGUMENT
+    max_head_chars = _MAX_KEY_CHARS + 64
+    end = _END_FUNCTION
+    closing = ((_END_CALL,),)
+
+    def may_go_on(self, head: str) -> bool:
+        if _END_FUNCTION.startswith(head) or _PARAMETER.startswith(head):
+            return True
+        return head.startswith(_PARAMETER) and not set("<>") & set(head[len(_PARAMETER) :])
+
+    def value_end(self, text: str, position: int, is_last: bool) -> tuple[int, int | None]:
+        while (found := _VALUE_ENDS.search(text, position)) is not None:
+            start, position = found.span()
+            if found.group() == _END_PARAMETER:
+                return start, position
+            following = text[start : start + _MAX_FOLLOWING_CHARS]
+            is_short = len(following) < _MAX_FOLLOWING_CHARS
+            is_output_end = is_last and is_short and _AT_OUTPUT_END.fullmatch(following)
+            if found.group() == _PARAMETER or _BEFORE_CALL.match(following) or is_output_end:
+                return start, start
+            if is_short and not is_last:
+                return start, None
+        return len(text) - (0 if is_last else _VALUE_ENDS.overlap(text, position)), None
 
 
 def _ends_function(text: str, marks: Sequence[re.Match[str]], index: int) -> bool:

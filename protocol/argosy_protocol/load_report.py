@@ -1,0 +1,71 @@
+"""A router's load report to the operator: how busy each service is, and what each replica's cache is worth.
+
+The router's admin port serves it at `GET /internal/load`, with the key of the routable report. The operator scales
+services by these reports; without `spec.scaling` it asks only when it removes replicas. Unlike the routable report it
+changes all the time, so it has a path and a revision of its own: `?after=N&wait=SECONDS` is a long poll that answers
+early only when a service begins to hold requests for want of a replica.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from msgspec import Struct
+
+LOAD_PATH: Final = "/internal/load"
+
+TTFT_BOUNDS_S: Final = (
+    *(0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7),
+    *(1.0, 1.5, 2.0, 3.0, 5.0, 7.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0),
+)
+"""Upper bounds of the buckets of times to first token; a last bucket has no bound."""
+TTFT_WINDOW_S: Final = 60.0
+"""Seconds of answers that a report counts."""
+
+
+class ReplicaLoadReport(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One replica's load as one router knows it. What the replica reported includes the work of all routers."""
+
+    name: str
+    uid: str = ""
+    routable: bool = False
+    requests: int = 0
+    """Sequences at the replica: those that it reported, corrected by what this router has sent since."""
+    inflight: int = 0
+    """Sequences that this router has sent it and that have not ended."""
+    queued_tokens: int = 0
+    """Uncached prompt tokens that wait there, over all cores of the replica."""
+    kv_usage: float = 0.0
+    """Share of its KV cache in use, from 0 to 1."""
+    cache_value: float = 0.0
+    """Prompt tokens per second, averaged over some minutes, that this router's requests would have had to compute
+    without the replica's cache."""
+
+
+class ServiceLoadReport(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One service's load at one router."""
+
+    service: str
+    """`namespace/name`"""
+    held: int = 0
+    """Queued requests, while no replica can answer any."""
+    queued: int = 0
+    """Queued requests, those held included."""
+    queued_tokens: int = 0
+    """Tokens that the queued requests are expected to cost, prompts and output together."""
+    idle_s: float = 0.0
+    """Seconds since the last request ended; 0 while one is queued or in flight."""
+    ttft_counts: tuple[int, ...] = ()
+    """Streamed answers that began within the last TTFT_WINDOW_S, one count for each bucket of TTFT_BOUNDS_S; empty if
+    there were none. Requests that were held are left out, since their time says nothing of the replicas' load."""
+    replicas: tuple[ReplicaLoadReport, ...] = ()
+
+
+class LoadReport(Struct, frozen=True, kw_only=True):
+    """The whole load report of one router."""
+
+    router: str
+    version: int = 1
+    revision: int = 0
+    """Incremented whenever a service begins to hold requests."""
+    services: tuple[ServiceLoadReport, ...] = ()

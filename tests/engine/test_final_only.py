@@ -1,0 +1,106 @@
+"""Requests whose output is read once it is complete: the same output as in pieces, and few deliveries."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from argosy_engine.frontend.observer import Observer, RequestTimings
+from argosy_engine.frontend.output_collector import OutputCollector
+from argosy_engine.frontend.output_processor import OutputProcessor
+from argosy_engine.frontend.outputs import GenerationOutput
+from argosy_engine.frontend.tokenizer import Tokenizer
+from argosy_engine.messages.core_messages import EngineCoreOutput, EngineCoreRequest, FinishReason
+from argosy_engine.params.sampling_params import SamplingParams
+from argosy_engine.sample.token_logprobs import TokenLogprobs
+
+PROMPT = list(range(5, 45))
+
+
+class CountingObserver(Observer):
+    """What observers hear of tokens: how many, and whether they are the first."""
+
+    def __init__(self) -> None:
+        self.tokens: list[tuple[int, bool]] = []
+
+    def on_tokens(self, timings: RequestTimings, count: int, now: float, is_first: bool) -> None:
+        self.tokens.append((count, is_first))
+
+
+class Delivered(OutputCollector):
+    """A collector that counts what it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def put(self, output: GenerationOutput) -> None:
+        self.sizes.append(len(output.token_ids))
+        super().put(output)
+
+
+def request_of(*, final_only: bool, **params: Any) -> EngineCoreRequest:
+    sampling = SamplingParams(max_tokens=2048, **params)
+    return EngineCoreRequest("a", PROMPT, sampling, 0.0, final_only=final_only)
+
+
+def steps_of(tokens: list[int], sizes: list[int], reason: FinishReason | None) -> list[EngineCoreOutput]:
+    """Cut an output into what steps of these sizes send."""
+    steps, start = [], 0
+    for size in sizes:
+        token_ids = tokens[start : start + size]
+        logprobs = [TokenLogprobs([token_id], [-0.5], 1) for token_id in token_ids]
+        steps.append(EngineCoreOutput("a", token_ids, logprobs=logprobs))
+        start += size
+    steps[-1].finish_reason = reason
+    return steps
+
+
+async def run(
+    processor: OutputProcessor, request: EngineCoreRequest, steps: list[EngineCoreOutput]
+) -> tuple[GenerationOutput, list[int]]:
+    """Process the steps; return the complete output, and the number of tokens of each delivery."""
+    collector = Delivered()
+    processor.add_request(request, 0, queue=collector)
+    for step in steps:
+        processor.process_outputs([step])
+    merged = GenerationOutput(0)
+    for output in await collector.take():
+        merged.merge(output)
+    return merged, collector.sizes
+
+
+@pytest.mark.parametrize("reason", [FinishReason.LENGTH, FinishReason.STOP, FinishReason.ABORT])
+async def test_a_complete_output_equals_one_in_pieces(tokenizer: Tokenizer, reason: FinishReason) -> None:
+    rng = random.Random(str(reason))
+    for num_steps in (1, 2, 3, 40, 600):
+        sizes = [rng.randint(1, 3) for _ in range(num_steps)]
+        tokens = [rng.randrange(tokenizer.vocab_size) for _ in range(sum(sizes))]
+        processor = OutputProcessor(tokenizer)
+        observers = CountingObserver(), CountingObserver()
+        processor.observers = [observers[0]]
+        whole, deliveries = await run(processor, request_of(final_only=True), steps_of(tokens, sizes, reason))
+        processor.observers = [observers[1]]
+        pieces, _ = await run(processor, request_of(final_only=False), steps_of(tokens, sizes, reason))
+        assert whole == pieces
+        assert whole.token_ids == tokens
+        assert observers[0].tokens == observers[1].tokens == [(size, i == 0) for i, size in enumerate(sizes)]
+        assert deliveries[0] == sizes[0]  # tells of the prompt
+        assert len(deliveries) <= 2 + num_steps // 200
+        assert not processor.has_unfinished_requests()
+
+
+async def test_stop_strings_are_found_at_once(tokenizer: Tokenizer) -> None:
+    tokens = tokenizer.encode("one two three four", add_special_tokens=False).ids
+    processor = OutputProcessor(tokenizer)
+    collector = OutputCollector()
+    processor.add_request(request_of(final_only=True, stop=("two",)), 0, queue=collector)
+    aborted: list[str] = []
+    for token_id in tokens[:-1]:
+        if not aborted:
+            aborted += processor.process_outputs([EngineCoreOutput("a", [token_id])]).reqs_to_abort
+    assert aborted == ["a"]
+    (output,) = await collector.take()
+    assert (output.text.strip(), output.stop_reason) == ("one", "two")
