@@ -15,12 +15,14 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from argosy_protocol import __version__
 from argosy_protocol.program.listen import BACKLOG, explain_listen_errors, listen
 from argosy_router.admin.app import AdminServer, admin_keys, build_admin
 from argosy_router.admin.history import History
+from argosy_router.admin.load_reports import LoadReports
 from argosy_router.admin.overview import Overviews
 from argosy_router.auth.key_file import ApiKeys
 from argosy_router.batch.batch_service import BatchService
@@ -58,6 +60,7 @@ from argosy_router.proxy.resilience.retry_budget import RetryBudgets
 from argosy_router.responses.background_responses import BackgroundResponses
 from argosy_router.responses.stateful_routes import StatefulRoutes
 from argosy_router.responses.stored_responses import StoredResponses
+from argosy_router.router_document import encoded_document
 from argosy_router.storage.object_store import ObjectStore
 from argosy_router.storage.open_blobs import open_blobs
 from argosy_router.storage.owner_usage import Quota
@@ -162,6 +165,9 @@ class Router:
         """Stored responses; None without a storage."""
         self.batches = None if self.store is None else self._batch_service(self.store)
         """Files and batches; None without a storage."""
+        self.application.document = cache(
+            lambda: encoded_document(self.application.endpoints, has_storage=self.store is not None)
+        )
         self.metrics.add(
             define.CLIENT_CONNECTIONS.value(lambda: len(self.server.connections)),
             define.REFUSED_CONNECTIONS.value(lambda: self.server.connection_limit.refused),
@@ -186,6 +192,7 @@ class Router:
             self.application.create_response,
             self.accounting.count_rejection,
             self.config.server.max_body_bytes,
+            self.server.body_memory,
         )
         self.application.responses = routes
         return routes
@@ -334,6 +341,7 @@ class Router:
                 socket.gethostname(),
                 lambda: len(self.server.connections),
             ),
+            LoadReports(self.fleet, self.flow_control),
             socket.gethostname(),
         )
         self._own(history.run(), "history")

@@ -152,7 +152,11 @@ def fold(raw: bytes) -> dict[str, Any]:
         delta = choice["delta"] if "delta" in choice else {"content": choice["text"]}
         for name in ("role", "content", "reasoning"):
             told[name][index] += delta.get(name) or ""
-        told["tool_calls"][index] += delta.get("tool_calls") or []
+        for call in delta.get("tool_calls") or []:
+            if "id" in call:
+                told["tool_calls"][index].append(call)
+            else:
+                told["tool_calls"][index][-1]["function"]["arguments"] += call["function"]["arguments"]
         told["token_ids"][index] += choice["token_ids"] or []
         told["logprobs"][index] += (choice["logprobs"] or {}).get("content", [])
         for name in ("finish_reason", "stop_reason"):

@@ -255,6 +255,7 @@ class FakeEngine:
             "/v2/rerank",
             "/v1/messages",
             "/v1/responses",
+            "/v1/responses/input_tokens",
             "/v1/messages/count_tokens",
             "/tokenize",
             "/detokenize",

@@ -162,3 +162,32 @@ async def test_a_stream_that_breaks_off_ends_with_an_error() -> None:
         with pytest.raises(openai.APIError):
             async with client.responses.stream(**body()) as events:
                 await events.until_done()
+
+
+COUNT = f"{PATH}/input_tokens"
+
+
+async def count(connection: Connection, request: Received) -> None:
+    connection.answer(200, b'{"object":"response.input_tokens","input_tokens":12}')
+
+
+async def test_input_tokens_are_counted_by_a_replica() -> None:
+    async with rig([FakeEngine(script=count)]) as r, sdk(r) as client:
+        assert (await client.responses.input_tokens.count(model=MODEL, input="hi")).input_tokens == 12
+        (received,) = r.engines[0].requests
+        assert (received.path, received.json) == (COUNT, {"model": MODEL, "input": "hi"})
+        assert received.headers["x-argosy-internal-resolved"]
+        told = await r.http.post(COUNT, json=body(previous_response_id="resp_1"))
+        assert (told.status_code, told.json()["error"]["param"]) == (400, "previous_response_id")
+        assert len(r.engines[0].requests) == 1
+        await r.until(lambda: is_settled(r))
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("GET", "resp_1"), ("DELETE", "resp_1"), ("POST", "resp_1/cancel"), ("GET", "resp_1/input_items")],
+)
+async def test_a_router_without_storage_says_that_it_keeps_no_responses(method: str, path: str) -> None:
+    async with rig([FakeEngine()]) as r:
+        told = await r.http.request(method, f"{PATH}/{path}")
+        assert (told.status_code, "--storage" in told.json()["error"]["message"]) == (404, True)

@@ -391,7 +391,7 @@ def test_large_calls_of_many_accounts_hold_back_others_no_longer_than_those_of_o
 def test_a_large_call_that_leaves_delays_no_other() -> None:
     replicas = Replicas(4)
     queue, (large, small) = service_queue_with(replicas, 3, 4, 1)
-    queue.remove(large)
+    queue.remove(large, 0.1)
     queue.tick(0.1)
     assert (large.told, small.told) == ([], ["admit"])
 

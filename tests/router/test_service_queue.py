@@ -164,6 +164,17 @@ def test_a_replica_that_comes_and_goes_does_not_put_the_end_off_for_ever() -> No
     assert held.told
 
 
+def test_a_service_is_idle_from_when_the_last_held_request_left() -> None:
+    queue = service_queue_of(FakeReplicas(None), hold_s=600.0)
+    waiters = Told(account()), Told(account())
+    for waiter in waiters:
+        queue.enqueue(waiter, 36_000.0)
+    queue.remove(waiters[0], 36_050.0)
+    assert queue.idle_s(36_055.0) == 0.0
+    queue.remove(waiters[1], 36_060.0)
+    assert queue.idle_s(36_070.0) == 10.0
+
+
 def test_losing_all_replicas_ends_the_waiting_where_nothing_is_held() -> None:
     replicas = FakeReplicas(0)
     queue = service_queue_of(replicas)
@@ -217,7 +228,7 @@ class ServiceQueueMachine(RuleBasedStateMachine):
     def leave(self, data: st.DataObject) -> None:
         if self.waiting:
             waiter = self.waiting.pop(data.draw(st.integers(0, len(self.waiting) - 1)))
-            self.queue.remove(waiter)
+            self.queue.remove(waiter, self.now)
             assert not waiter.told
 
     @rule(seconds=st.floats(0, 3))

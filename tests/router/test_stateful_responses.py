@@ -20,6 +20,7 @@ import pytest
 from argosy_protocol.errors import TooManyRequests
 from argosy_protocol.response_history import StoredResponse
 from argosy_router.config import ServerLimits, StorageConfig
+from argosy_router.http.body_memory import BodyMemory, BodyReservation
 from argosy_router.http.server_interface import Client
 from argosy_router.http.sse import MAX_EVENT_BYTES
 from argosy_router.responses.background_responses import BackgroundResponses
@@ -68,6 +69,10 @@ def queued(name: str) -> StoredResponse:
     now = int(time.time())
     fields = {"id": name, "status": "queued", "created_at": now, "background": True, "store": True}
     return StoredResponse(msgspec.Raw(json.dumps(fields).encode()), [])
+
+
+def unreserved() -> BodyReservation:
+    return BodyReservation(BodyMemory(1 << 20), None, 0)
 
 
 def storage(tmp_path: Path) -> StorageConfig:
@@ -128,6 +133,26 @@ async def test_a_conversation_continues_at_another_router(tmp_path: Path, stream
         shown = items.json()
         assert [item["role"] for item in shown["data"]] == ["user", "assistant"]
         assert shown["has_more"]
+
+
+async def test_the_tokens_of_a_conversation_are_counted(tmp_path: Path) -> None:
+    async with stateful(tmp_path) as r:
+        first = await created(r.http, input="first")
+        fields = {"input": "second", "previous_response_id": first["id"], "background": True}
+        told = await r.http.post(f"{PATH}/input_tokens", json=body(**fields))
+        assert told.status_code == 200
+        received = r.engines[0].requests[-1]
+        assert received.path == f"{PATH}/input_tokens"
+        assert [item.get("role") for item in received.json["input"]] == ["user", "assistant", "user"]
+        assert len(list((tmp_path / "storage").rglob("resp_*.json"))) == 1, "nothing is stored"
+
+
+@pytest.mark.parametrize("has_storage", [False, True])
+async def test_compaction_is_refused_by_name(tmp_path: Path, has_storage: bool) -> None:
+    files = storage(tmp_path) if has_storage else StorageConfig()
+    async with rig([FakeEngine()], files=files) as r:
+        told = await r.http.post(f"{PATH}/compact", json=body())
+        assert (told.status_code, told.json()["error"]["code"]) == (501, "not_supported")
 
 
 async def test_a_client_that_has_read_the_end_can_continue(tmp_path: Path) -> None:
@@ -211,6 +236,74 @@ async def test_a_conversation_is_as_large_as_a_body_at_most(tmp_path: Path) -> N
         assert len(r.engines[0].requests) == num_requests
         await created(r.http, input=[{"id": ids[0]}])
         await created(r.http, input="y", previous_response_id=large[0]["id"])
+
+
+class Held:
+    """Counts the memory of request bodies of a router."""
+
+    def __init__(self, r: Rig) -> None:
+        self._memory = r.router.server.body_memory
+
+    @property
+    def size(self) -> int:
+        return self._memory.held
+
+
+@pytest.mark.parametrize("refers", ["previous", "item"])
+async def test_a_conversation_counts_in_the_memory_of_bodies_until_its_request_ends(
+    tmp_path: Path, refers: str
+) -> None:
+    gate = Gate()
+    async with stateful(tmp_path, gate) as r:
+        first = await created(r.http, input="x" * 5000)
+        items = (await r.http.get(f"{PATH}/{first['id']}/input_items")).json()["data"]
+        fields: dict[str, Any] = {"input": [{"id": items[0]["id"]}]}
+        if refers == "previous":
+            fields = {"input": "y", "previous_response_id": first["id"]}
+        held = Held(r)
+        await r.until(lambda: held.size == 0)
+        gate.open.clear()
+        second = asyncio.ensure_future(created(r.http, **fields))
+        await r.until(lambda: len(r.engines[0].requests) == 2)
+        assert held.size > 10_000, "as it was loaded, and as it is sent"
+        gate.open.set()
+        await second
+        await r.until(lambda: held.size == 0)
+        gate.open.clear()
+        third = asyncio.ensure_future(created(r.http, **fields))
+        await r.until(lambda: len(r.engines[0].requests) == 3)
+        third.cancel()
+        await r.until(lambda: held.size == 0)
+        gate.open.set()
+
+
+async def test_a_background_responses_body_counts_until_it_has_ended(tmp_path: Path) -> None:
+    gate = Gate(is_open=False)
+    async with stateful(tmp_path, gate) as r:
+        held = Held(r)
+        made = [await created(r.http, input="x" * 5000, background=True) for _ in range(2)]
+        await r.until(lambda: held.size in range(10_000, 11_000))
+        await r.http.post(f"{PATH}/{made[0]['id']}/cancel")
+        await r.until(lambda: held.size in range(5000, 6000))
+        gate.open.set()
+        await retrieved(r, made[1]["id"], "completed")
+        await r.until(lambda: held.size == 0)
+
+
+@pytest.mark.parametrize("background", [False, True])
+async def test_a_conversation_beyond_the_memory_of_bodies_is_refused_for_now(
+    tmp_path: Path, background: bool
+) -> None:
+    server = ServerLimits(max_body_bytes=16_000, max_inflight_bytes=16_000)
+    async with rig([FakeEngine(script=Gate())], files=storage(tmp_path), server=server) as r:
+        first = await created(r.http, input="x" * 9000)
+        fields = body(input="y", previous_response_id=first["id"], background=background)
+        told = await r.http.post(PATH, json=fields)
+        assert (told.status_code, "--max-inflight-bytes" in told.text) == (503, True)
+        assert len(r.engines[0].requests) == 1
+        await r.until(lambda: Held(r).size == 0)
+        small = await created(r.http, input="x" * 900)
+        await created(r.http, input="y", previous_response_id=small["id"])
 
 
 async def test_what_is_not_stored_is_not_found(tmp_path: Path) -> None:
@@ -376,7 +469,7 @@ async def test_the_end_of_a_background_response_is_stored_once_the_storage_works
     stored = StoredResponses(ObjectStore(blobs, Quota(1 << 20, 100)), DAY_S)
     background = BackgroundResponses(stored, store_delays_s=(0.0, 0.0))
     name = stored.new_id()
-    await background.start("owner", name, queued(name), False, answer_whole)
+    await background.start("owner", name, queued(name), False, unreserved(), answer_whole)
     await asyncio.wait_for(blobs.works.wait(), 60)
     await background.close()
     record = await stored.find("owner", name)
@@ -391,7 +484,7 @@ async def test_background_responses_that_are_begun_at_once_keep_to_their_owners_
 
     async def start(owner: str) -> None:
         name = stored.new_id()
-        await background.start(owner, name, queued(name), False, clients.append)
+        await background.start(owner, name, queued(name), False, unreserved(), clients.append)
 
     told = await asyncio.gather(*(start("one") for _ in range(5)), start("other"), return_exceptions=True)
     assert [isinstance(each, TooManyRequests) for each in told] == [False] * 2 + [True] * 3 + [False]

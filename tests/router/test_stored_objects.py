@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -16,7 +17,8 @@ from argosy_router.storage.directory_store import DirectoryStore
 from argosy_router.storage.object_ids import created_at, expires_at, is_id, new_id
 from argosy_router.storage.object_store import LEFTOVER_S, ObjectStore, owner_of
 from argosy_router.storage.open_blobs import open_blobs
-from argosy_router.storage.owner_usage import LISTING_MAX_AGE_S, Quota, QuotaExceeded
+from argosy_router.storage.owner_usage import LISTING_MAX_AGE_S, OwnerUsage, Quota, QuotaExceeded
+from argosy_router.storage.storage_threads import NUM_THREADS
 from bucket_server import forget_cloud
 from moto_server import running_moto
 
@@ -230,6 +232,34 @@ async def test_uploads_at_the_same_time_share_the_quota(tmp_path: Path) -> None:
     assert await first == 70
 
 
+async def test_writes_at_the_same_time_keep_to_the_number_of_objects(tmp_path: Path) -> None:
+    store = ObjectStore(DirectoryStore(tmp_path), Quota(1000, 2))
+    ids = [store.new_id("file-", DAY_S) for _ in range(6)]
+    told = await asyncio.gather(
+        *(store.create("files", OWNER, each, b"x") for each in ids), return_exceptions=True
+    )
+    assert sum(isinstance(each, QuotaExceeded) for each in told) == 4
+    assert len(await store.ids("files", OWNER)) == 2
+
+
+async def test_what_is_written_while_a_listing_is_made_counts() -> None:
+    has_begun, may_end = asyncio.Event(), asyncio.Event()
+
+    async def measure(owner: str) -> tuple[int, int]:
+        has_begun.set()
+        await may_end.wait()
+        return 0, 0
+
+    usage = OwnerUsage(Quota(1000, 1), measure, lambda: 0.0)
+    refreshed = asyncio.create_task(usage.refresh(OWNER))
+    await has_begun.wait()
+    usage.written(OWNER, 10, 1)
+    may_end.set()
+    await refreshed
+    with pytest.raises(QuotaExceeded):
+        usage.reserve(OWNER, 1, 1)
+
+
 async def test_a_sweep_removes_what_crashes_have_left(tmp_path: Path) -> None:
     clock = Clock()
     store = ObjectStore(DirectoryStore(tmp_path), AMPLE, now=clock)
@@ -258,6 +288,70 @@ async def test_files_are_for_the_routers_user_only(tmp_path: Path) -> None:
     paths = [tmp_path / "storage", *(tmp_path / "storage").rglob("*")]
     assert len(paths) >= 8
     assert all(not path.stat().st_mode & 0o077 for path in paths)
+
+
+class HangingFiles:
+    """Files of a directory whose reading hangs until the test ends, as on a volume whose server is gone."""
+
+    def __init__(self, root: Path, deadline_s: float) -> None:
+        self.store = DirectoryStore(root, deadline_s=deadline_s)
+        self._objects = root / "objects"
+
+    def add(self, key: str) -> None:
+        path = self._objects / key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        os.mkfifo(path)
+
+    def release(self) -> None:
+        """Let everything that hangs go on."""
+        for path in self._objects.rglob("*"):
+            if path.is_fifo():
+                # For reading too: then the opening waits for nobody.
+                os.close(os.open(path, os.O_RDWR | os.O_NONBLOCK))
+
+
+@pytest.fixture
+def hanging(tmp_path: Path) -> Iterator[HangingFiles]:
+    files = HangingFiles(tmp_path, 2.0)
+    yield files
+    files.release()
+
+
+async def test_a_call_that_hangs_holds_up_no_other(hanging: HangingFiles) -> None:
+    hanging.add("a/hangs")
+    calls = hanging.store.get("a/hangs"), whole(hanging.store.read("a/hangs"))
+    told = await asyncio.gather(*calls, return_exceptions=True)
+    assert all(isinstance(each, StorageUnavailable) for each in told)
+    assert "has not ended in 2 s" in str(told[0])
+    assert await hanging.store.upload("a/works", pieces(b"x")) == 1
+    assert await whole(hanging.store.read("a/works")) == b"x"
+
+
+async def test_while_all_calls_hang_others_are_refused_and_nothing_else_waits(hanging: HangingFiles) -> None:
+    names = [f"a/{number}" for number in range(NUM_THREADS)]
+    for name in names:
+        hanging.add(name)
+    told = await asyncio.gather(*(hanging.store.get(name) for name in names), return_exceptions=True)
+    assert all(isinstance(each, StorageUnavailable) for each in told)
+    with pytest.raises(StorageUnavailable):
+        await hanging.store.create("a/new", b"x")
+    with pytest.raises(StorageUnavailable):  # without a turn of the loop
+        hanging.store.upload("a/new", pieces(b"x")).send(None)
+    assert await asyncio.to_thread(lambda: "the default executor") == "the default executor"
+    hanging.release()
+    async with asyncio.timeout(60):
+        while not await works(hanging.store):
+            pass
+    assert await hanging.store.get("a/new") is None
+
+
+async def works(store: BlobStore) -> bool:
+    try:
+        await store.get("a/absent")
+    except StorageUnavailable:
+        await asyncio.sleep(0)  # it may have been refused without a turn of the loop
+        return False
+    return True
 
 
 async def test_a_failing_disk_is_an_error_that_clients_may_retry(tmp_path: Path) -> None:

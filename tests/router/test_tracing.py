@@ -2,59 +2,19 @@
 
 from __future__ import annotations
 
-import http.server
-import threading
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from argosy_protocol.headers import RESPONSE_ID
 from argosy_router.config import ConfigError, RouterConfig
+from span_collector import Collector, values_of
 
 from .fake_engine import Connection, FakeEngine, Received, completion
 from .harness import Rig, chat, rig
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 UNSAMPLED = PARENT[:-1] + "0"
-
-
-class Collector:
-    """Takes OTLP over HTTP."""
-
-    def __init__(self) -> None:
-        self.spans: list[Any] = []
-        self.resources: list[dict[str, str]] = []
-        collector = self
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["content-length"]))
-                assert self.path == "/v1/traces"
-                for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
-                    collector.resources.append(_values(resource.resource.attributes))
-                    for scope in resource.scope_spans:
-                        collector.spans += scope.spans
-                self.send_response(200)
-                self.end_headers()
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
-        self._thread.start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
-
-
-def _values(attributes: Any) -> dict[str, Any]:
-    return {a.key: getattr(a.value, a.value.WhichOneof("value")) for a in attributes}
 
 
 @pytest.fixture
@@ -84,7 +44,7 @@ async def test_a_request_is_one_span_between_client_and_engine(collector: Collec
     assert span.span_id.hex() == own
     assert span.name == "chat/completions"
     assert span.end_time_unix_nano > span.start_time_unix_nano
-    values = _values(span.attributes)
+    values = values_of(span.attributes)
     assert values["gen_ai.response.id"] == passed_on[RESPONSE_ID]
     expected = {
         "gen_ai.request.model": "tiny",
@@ -123,7 +83,7 @@ async def test_failures_are_marked(collector: Collector) -> None:
         await r.chat()
     (span,) = collector.spans
     assert span.status.code == 2
-    assert _values(span.attributes)["http.response.status_code"] == 502
+    assert values_of(span.attributes)["http.response.status_code"] == 502
 
 
 async def test_without_a_collector_the_clients_context_passes_through() -> None:

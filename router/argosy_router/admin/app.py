@@ -27,10 +27,12 @@ from fastapi.responses import StreamingResponse
 
 from argosy_protocol.bearer_keys import KeyRing, internal_key
 from argosy_protocol.errors import ApiError, BadRequest, Forbidden, PayloadTooLarge, Unauthorized
+from argosy_protocol.load_report import LOAD_PATH
 from argosy_protocol.openai import decode_request
 from argosy_protocol.routable_report import ADMIN_KEY_UID, REPORT_PATH
 from argosy_router.admin.connections import MAX_CONNECTIONS, AdminConnection
 from argosy_router.admin.explain import explain
+from argosy_router.admin.load_reports import LoadReports
 from argosy_router.admin.overview import Overviews
 from argosy_router.fleet.fleet import Fleet
 from argosy_router.http.messages import Request as RouterRequest
@@ -83,12 +85,14 @@ def build_admin(
     names: Collection[str],
     application: RouterApplication,
     overviews: Overviews,
+    loads: LoadReports,
     name: str,
 ) -> FastAPI:
     """Build the admin application.
 
     Args:
         names: host names that requests may use if there are no `keys`; addresses and localhost are always allowed.
+        loads: makes the reports by which the operator scales.
         name: the router's name in reports.
     """
     app = FastAPI(title="Argosy router", docs_url=None, redoc_url=None, openapi_url=None)
@@ -125,6 +129,14 @@ def build_admin(
         if wait and after >= 0:
             await fleet.wait_for_change(after, wait)
         return Response(msgspec.json.encode(fleet.report(name)), media_type=_JSON)
+
+    @app.get(LOAD_PATH, dependencies=guarded)
+    async def load(
+        after: Annotated[int, Query(ge=-1)] = -1, wait: Annotated[float, Query(ge=0, le=MAX_WAIT_S)] = 0.0
+    ) -> Response:
+        if wait and after >= 0:
+            await loads.wait_for_hold(after, wait)
+        return Response(msgspec.json.encode(loads.now(name)), media_type=_JSON)
 
     @app.get("/decisions", dependencies=guarded)
     async def latest(

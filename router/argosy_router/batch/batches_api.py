@@ -18,7 +18,7 @@ from argosy_router.batch.listing import Page, in_order, limit_of, page_of
 from argosy_router.storage.object_store import ObjectStore
 
 _DEFAULT_LIMIT: Final = 20
-_MAX_LIMIT: Final = 100
+MAX_LIMIT: Final = 100
 
 
 class BatchesApi:
@@ -102,7 +102,7 @@ class BatchesApi:
 
     async def list(self, owner: str, query: Mapping[str, str]) -> Page[BatchObject]:
         """Return a page of the owner's batches, the newest first."""
-        limit = limit_of(query, _DEFAULT_LIMIT, _MAX_LIMIT)
+        limit = limit_of(query, _DEFAULT_LIMIT, MAX_LIMIT)
         ids = in_order(await self._records.ids(owner), {"after": query.get("after", "")})
 
         async def read(batch_id: str) -> BatchObject | None:

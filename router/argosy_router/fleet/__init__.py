@@ -6,6 +6,8 @@ fleet           all services, kept equal to discovery's latest snapshot
 service         one service: its replicas, its prefix index, and the choice of a replica
 candidates      the replicas that a request may be sent to now
 replica         one replica
+demand          times to first token of a service, for the operator's autoscaler
+cache_value     what a replica's cache has saved of late
 replica_load    queued tokens, requests and rates of a replica
 health          healthy, suspect, in cooldown or ejected
 links           telemetry and polling, which keep replicas up to date

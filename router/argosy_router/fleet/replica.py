@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 
 from argosy_protocol.routable_report import ReplicaReport, ReplicaState
 from argosy_protocol.telemetry import Hello
+from argosy_router.fleet.cache_value import CacheValue
 from argosy_router.fleet.health.replica_health import ReplicaHealth
 from argosy_router.fleet.replica_load import ReplicaLoad
 from argosy_router.http.pool import ConnectionPool
@@ -66,6 +67,7 @@ class Replica:
         self.load = ReplicaLoad(member.name, on_measured)
         self.health = ReplicaHealth()
         self.prefixes = prefixes
+        self.cache_value = CacheValue()
         self.names = frozenset((*member.adapters, *member.aliases))
         """Adapters and aliases that it serves besides its model's own name."""
         self.is_draining = member.is_draining

@@ -12,7 +12,9 @@ from math import exp
 from typing import Final
 
 from argosy_protocol.fleet import FleetService
+from argosy_router.fleet.cache_value import hit_value
 from argosy_router.fleet.candidates import CandidatePool, Candidates
+from argosy_router.fleet.demand import Demand
 from argosy_router.fleet.health.ejection_limits import may_eject
 from argosy_router.fleet.replica import Replica
 from argosy_router.fleet.replica_load import ReplicaLoad
@@ -32,7 +34,7 @@ _RESCALE: Final = 30.0
 class Choice:
     """The chosen replica, and the figures behind the choice."""
 
-    __slots__ = ("decision", "predicted_ttft_s", "replica", "tokens_ahead", "uncached_tokens")
+    __slots__ = ("decision", "hit_value", "predicted_ttft_s", "replica", "tokens_ahead", "uncached_tokens")
 
     def __init__(
         self,
@@ -41,6 +43,7 @@ class Choice:
         uncached_tokens: int,
         tokens_ahead: int,
         predicted_ttft_s: float,
+        hit_value: float = 0.0,
     ) -> None:
         self.replica = replica
         self.decision = decision
@@ -48,6 +51,8 @@ class Choice:
         self.tokens_ahead = tokens_ahead
         """Prompt tokens that the replica computes before this request's first token, including its own."""
         self.predicted_ttft_s = predicted_ttft_s
+        self.hit_value = hit_value
+        """Value of the expected hit, as `cache_value` defines it."""
 
 
 class Service:
@@ -65,6 +70,7 @@ class Service:
         self.hasher = PromptHasher(spec.engine_name)
         self.lengths = PromptLengthModel()
         self.candidates = CandidatePool(spec, self.replicas, self.index)
+        self.demand = Demand()
         self.sequence = 0
         self._recent_since = 0.0
         """Time at which work has weight one. Later work weighs exponentially more, so that older work decays."""
@@ -112,7 +118,8 @@ class Service:
         uncached = max(1, request.prompt_tokens - decision.predicted_tokens)
         ahead = load.queued_tokens + uncached
         ttft = ahead / load.prefill_tokens_per_s + load.decode_step_s
-        return Choice(replica, decision, uncached, ahead, ttft)
+        value = hit_value(request.hits, decision.position) if request.hits else 0.0
+        return Choice(replica, decision, uncached, ahead, ttft, value)
 
     def route_request(self, prompt: Prompt, candidates: Candidates) -> tuple[RouteRequest, int]:
         """Build the policy's input; return it with the number of chunks of the longest predicted hit."""
@@ -176,6 +183,8 @@ class Service:
         if replica.health.dispatched(now):
             self.invalidate()
         self._add_recent_work(replica.load, choice.uncached_tokens, now)
+        if choice.hit_value:
+            replica.cache_value.add(choice.hit_value, now)
         prefixes, tokens = replica.prefixes, lambda: self.lengths.chunk_ends(prompt)
         if replica.is_synced:
             prefixes.insert_speculatively(prompt.hashes, tokens, now, expected_s=choice.predicted_ttft_s)

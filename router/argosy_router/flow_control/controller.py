@@ -49,6 +49,10 @@ class FlowController:
         self._is_tick_near = False
         self._now = time.monotonic
         self._waits = QUEUE_SECONDS.histogram()
+        self._started = self._now()
+        self.hold_revision = 0
+        """Incremented whenever a service begins to hold requests for want of a replica."""
+        self._held = asyncio.Event()
 
     # metrics
 
@@ -70,6 +74,32 @@ class FlowController:
         for service in list(self._fleet.services.values()):
             queue = self._queues.get(service)
             yield (service.spec.model,), queue.active if queue is not None else 0
+
+    # what the operator scales by
+
+    def queue_of(self, service: Service) -> ServiceQueue | None:
+        """The queue of a service; None if it has had no request yet."""
+        return self._queues.get(service)
+
+    def idle_s(self, service: Service, now: float) -> float:
+        """Seconds that a service has been without any request."""
+        queue = self._queues.get(service)
+        return now - self._started if queue is None else queue.idle_s(now)
+
+    async def wait_for_hold(self, after: int, timeout_s: float) -> None:
+        """Wait until `hold_revision` differs from `after`, at most `timeout_s`."""
+        if self.hold_revision != after:
+            return
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._held.wait()
+        except TimeoutError:
+            pass
+
+    def _note_hold(self) -> None:
+        self.hold_revision += 1
+        self._held.set()
+        self._held = asyncio.Event()
 
     # a request's way
 
@@ -101,7 +131,11 @@ class FlowController:
             TooManyRequests: the queue is full, or the account's queued requests hold too many connections.
         """
         self._check_share(request.account)
-        may_go = self._queues[service].enqueue(request, now)
+        queue = self._queues[service]
+        was_held = queue.num_held
+        may_go = queue.enqueue(request, now)
+        if queue.num_held and not was_held:
+            self._note_hold()
         if not self._deadline.is_set:
             self._deadline.set(TICK_S)
         if may_go:
@@ -116,9 +150,9 @@ class FlowController:
                 retry_after_s=1.0,
             )
 
-    def remove(self, service: Service, request: QueuedRequest) -> None:
+    def remove(self, service: Service, request: QueuedRequest, now: float) -> None:
         """Take a queued request out because its client left."""
-        self._queues[service].remove(request)
+        self._queues[service].remove(request, now)
 
     def observe_wait(self, service: Service, outcome: str, seconds: float) -> None:
         """Count a request that has left the queue after so many seconds."""
@@ -176,6 +210,7 @@ class FlowController:
             limits.max_queued_bytes,
             own.queue_timeout_s or limits.queue_timeout_s,
             own.hold_timeout_s or limits.hold_timeout_s,
+            service.spec.cold_start_s,
         )
 
     def _tick_soon(self) -> None:
@@ -187,8 +222,13 @@ class FlowController:
     def _tick(self) -> None:
         self._is_tick_near = False
         now = self._now()
-        busy = [queue for queue in self._queues.values() if queue.num_queued]
+        busy = [(service, queue) for service, queue in self._queues.items() if queue.num_queued]
         if busy and not self._deadline.is_set:
             self._deadline.set(TICK_S)
-        for queue in busy:
+        for service, queue in busy:
+            num_held = queue.num_held
             queue.tick(now)
+            if num_held:
+                service.demand.held_until = now
+            elif queue.num_held:
+                self._note_hold()

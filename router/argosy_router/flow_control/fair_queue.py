@@ -142,6 +142,8 @@ class FairQueue(Generic[E]):
         self._by_account: dict[Account, int] = {}
         """Number of entries of each account."""
         self.bytes = 0
+        self.cost = 0.0
+        """Cost of all entries together."""
 
     def __len__(self) -> int:
         return len(self._arrivals)
@@ -230,6 +232,7 @@ class FairQueue(Generic[E]):
         namesakes[entry] = None
         self._by_account[entry.account] = self.num_of(entry.account) + 1
         self.bytes += entry.size
+        self.cost += entry.cost
 
     def _forget(self, entry: E, band: _Band[E]) -> None:
         del self._arrivals[entry]
@@ -241,6 +244,7 @@ class FairQueue(Generic[E]):
         if left:
             self._by_account[entry.account] = left
         self.bytes -= entry.size
+        self.cost = self.cost - entry.cost if self._arrivals else 0.0
         if not band.count:
             del self._bands[entry.priority]
             self._priorities.remove(entry.priority)

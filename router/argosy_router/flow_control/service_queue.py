@@ -58,6 +58,8 @@ class Bounds(NamedTuple):
     """While the service has replicas."""
     hold_timeout_s: float
     """While it has none."""
+    cold_start_s: float = 0.0
+    """How long a first replica is expected to take, for the hint to clients whose hold ended; 0 if that is unknown."""
 
 
 class DrainRate:
@@ -146,6 +148,8 @@ class ServiceQueue:
         """Admitted requests that have not ended."""
         self.sequences = 0
         """Sequences of the admitted requests."""
+        self._idle_since = now
+        """When a request last ended or left."""
         self._allowed = 0
         """Bound of `sequences` by the last lookup of the capacity."""
         self._fresh_until = now
@@ -163,6 +167,20 @@ class ServiceQueue:
     @property
     def num_queued(self) -> int:
         return len(self._queue)
+
+    @property
+    def num_held(self) -> int:
+        """Queued requests while the service has no replica, as of the last lookup."""
+        return len(self._queue) if self._availability[""].is_unavailable else 0
+
+    @property
+    def queued_cost(self) -> float:
+        """Tokens that the queued requests are expected to cost."""
+        return self._queue.cost
+
+    def idle_s(self, now: float) -> float:
+        """Seconds without any request; 0 while one is queued or admitted."""
+        return 0.0 if self.active or self._queue else max(0.0, now - self._idle_since)
 
     def num_queued_of(self, account: Account) -> int:
         return self._queue.num_of(account)
@@ -201,7 +219,7 @@ class ServiceQueue:
         """Take back the admission of a request that could not be sent."""
         self.active -= 1
         self.sequences -= sequences
-        self._fresh_until = now
+        self._fresh_until = self._idle_since = now
 
     def enqueue(self, request: QueuedRequest, now: float) -> bool:
         """Queue a request that was not admitted. Returns whether a `tick` may admit it at once, since those before it
@@ -229,14 +247,16 @@ class ServiceQueue:
         except Unavailable:
             return False
 
-    def remove(self, request: QueuedRequest) -> None:
+    def remove(self, request: QueuedRequest, now: float) -> None:
         """Take a queued request out because its client left."""
         self._queue.remove(request)
+        self._idle_since = now
 
     def ended(self, now: float, sequences: int = 1) -> None:
         """Note the end of an admitted request."""
         self.active -= 1
         self.sequences -= sequences
+        self._idle_since = now
         self._drain.ended(now)
 
     def tick(self, now: float) -> None:
@@ -302,7 +322,8 @@ class ServiceQueue:
             if min(last, max(oldest.since, availability.changed) + timeout_s) > now:
                 return
             self._queue.remove(oldest)
-            oldest.refuse(self._refusal(now, name))
+            self._idle_since = now
+            oldest.refuse(self._refusal(now, name, now - oldest.since))
 
     def _look_up(self, now: float, name: str) -> int:
         """Return the capacity for `name` that an account without requests has (of a router with keys: without keys
@@ -326,10 +347,11 @@ class ServiceQueue:
             queued = {"", *self._queue.names}
             self._availability = {name: kept for name, kept in self._availability.items() if name in queued}
 
-    def _refusal(self, now: float, name: str) -> ApiError:
+    def _refusal(self, now: float, name: str, waited_s: float = 0.0) -> ApiError:
         availability = self._availability.get(name)
         if availability is not None and availability.is_unavailable:
-            return Unavailable(availability.reason, retry_after_s=1.0)
+            left_s = self._bounds().cold_start_s - waited_s
+            return Unavailable(availability.reason, retry_after_s=min(MAX_RETRY_AFTER_S, max(1.0, left_s)))
         return TooManyRequests(
             f"model {self._model!r} has more requests than it can take",
             retry_after_s=self._drain.retry_after_s(len(self._queue) + 1, now),

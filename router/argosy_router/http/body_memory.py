@@ -1,5 +1,8 @@
 """A bound on the memory of request bodies, over all connections of a server, and on an account's part of it.
 
+Stored conversations that requests continue count like bodies, and so do the bodies of requests that outlive their
+connections.
+
 An account may hold three times as much as is free (Choudhury and Hahne, "Dynamic queue length thresholds"): alone at
 most three quarters of the limit, so that others always find room, and less the more others hold. A single body is not
 bound by it, because the limit may be small.
@@ -59,3 +62,35 @@ class BodyMemory:
                 self._of_account[account] = own
             else:
                 del self._of_account[account]
+
+
+class BodyReservation:
+    """Memory of one request beside its body as received, such as the conversation that it continues. Whoever has it
+    releases it once."""
+
+    def __init__(self, memory: BodyMemory, account: object, body_bytes: int) -> None:
+        """Reserve nothing yet.
+
+        Args:
+            account: as for `BodyMemory.reserve`.
+            body_bytes: bytes of the request's body that are reserved already.
+        """
+        self._memory = memory
+        self._account = account
+        self._body_bytes = body_bytes
+        self.size = 0
+        """Bytes reserved."""
+
+    def grow(self, size: int) -> None:
+        """Reserve `size` more bytes.
+
+        Raises:
+            Unavailable: see `BodyMemory.reserve`.
+        """
+        self._memory.reserve(size, self._account, self._body_bytes + self.size)
+        self.size += size
+
+    def release(self) -> None:
+        """Release everything; nothing if that has happened."""
+        size, self.size = self.size, 0
+        self._memory.release(size, self._account)

@@ -5,29 +5,21 @@ Invariant: without an endpoint nothing here is imported or run; a collector that
 request, because the SDK sends spans from a bounded queue in a thread of its own.
 
 The client's `traceparent` is the parent of the router's span, and the engine receives the span's own, so that the three
-form one trace. The SDK's standard environment variables (OTEL_TRACES_SAMPLER, OTEL_BSP_*, OTEL_RESOURCE_ATTRIBUTES)
-set the sampling, the limits of the queue, and resource attributes. The semantic conventions for generative AI are still
-in development, so their names are used only here.
+form one trace. The semantic conventions for generative AI are still in development, so their names are used only here.
 """
 
 # Not compiled: its time goes to OpenTelemetry's SDK.
 
 from __future__ import annotations
 
-from urllib.parse import urlsplit
-
-from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-from opentelemetry.sdk.resources import OTELResourceDetector, Resource
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from argosy_protocol.program.otlp_traces import tracer_provider
 from argosy_router.http.messages import Headers
 from argosy_router.observability.access_log import AccessEntry
 
 _CONTEXT_HEADERS = frozenset((b"traceparent", b"tracestate"))
-_EXPORT_TIMEOUT_S = 5.0
 _ATTRIBUTES = {
     "request": "gen_ai.response.id",
     "status": "http.response.status_code",
@@ -76,14 +68,7 @@ class Tracer:
 
     def __init__(self, endpoint: str, router: str) -> None:
         """`endpoint` is the collector's URL; without a path, `/v1/traces` is added. `router` names this instance."""
-        if urlsplit(endpoint).path in ("", "/"):
-            endpoint = endpoint.rstrip("/") + "/v1/traces"
-        named = Resource({"service.name": "argosy-router", "service.instance.id": router})
-        self._provider = TracerProvider(
-            resource=named.merge(OTELResourceDetector().detect()), shutdown_on_exit=False
-        )
-        exporter = OTLPSpanExporter(endpoint=endpoint, timeout=_EXPORT_TIMEOUT_S)
-        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._provider = tracer_provider(endpoint, "argosy-router", router)
         self._tracer = self._provider.get_tracer("argosy_router")
         self._context = TraceContextTextMapPropagator()
 

@@ -19,6 +19,8 @@ import msgspec
 from argosy_protocol import __version__
 from argosy_protocol.errors import ApiError, BadRequest, MethodNotAllowed, NotFound
 from argosy_protocol.openai import ModelCard, ModelList
+from argosy_protocol.openapi_document import document_page
+from argosy_protocol.response_object import compaction_not_supported
 from argosy_router.auth.accounts import ANONYMOUS, BACKGROUND_PRIORITY, Account
 from argosy_router.auth.key_table import KeyTable
 from argosy_router.fleet.fleet import Fleet
@@ -44,8 +46,11 @@ _JSON = b"content-type: application/json\r\n"
 _MODELS = b"/v1/models"
 _MODEL_PREFIX = b"/v1/models/"
 _RESPONSES = b"/v1/responses"
+_COMPACT = b"/v1/responses/compact"
 _METRICS = b"/metrics"
 _LOAD = b"/load"
+_DOCUMENT = b"/openapi.json"
+_DOCUMENT_PAGE = b"/docs"
 _STORED = (b"/v1/files", b"/v1/batches")
 _ENDPOINTS: dict[bytes, RoutedEndpoint] = {
     b"/v1/chat/completions": "chat/completions",
@@ -62,6 +67,7 @@ _ENDPOINTS: dict[bytes, RoutedEndpoint] = {
     b"/v1/messages": "messages",
     b"/v1/messages/count_tokens": "messages/count_tokens",
     b"/v1/responses": "responses",
+    b"/v1/responses/input_tokens": "responses/input_tokens",
     b"/tokenize": "tokenize",
     b"/detokenize": "detokenize",
 }
@@ -92,6 +98,8 @@ class RouterApplication:
         self._tracer = tracer
         self._created = int(time.time())
         self.is_draining = False
+        self.document: Callable[[], bytes] | None = None
+        """Returns the OpenAPI document of the main port."""
         self.stored: StoredRoutes | None = None
         """Answers the routes of files and batches; None without a storage."""
         self.responses: ResponseRoutes | None = None
@@ -116,6 +124,8 @@ class RouterApplication:
         account = self._keys.authenticate(request.header(b"authorization"), request.header(b"x-api-key"))
         request.grant = account
         request.account = None if account is ANONYMOUS else account
+        if request.path == _COMPACT and request.method == b"POST":
+            raise compaction_not_supported()
         if _is_stored(request.path):
             return self._stored_routes().on_head(request, account)
         if self.responses is not None and _is_response(request.path):
@@ -141,6 +151,11 @@ class RouterApplication:
         except ApiError as error:
             self._refuse(client, request_id, error, request.path)
 
+    @property
+    def endpoints(self) -> list[str]:
+        """Paths of the requests that are sent to replicas."""
+        return [path.decode() for path in _ENDPOINTS]
+
     def serves(self, path: str) -> bool:
         """Whether requests of this path are sent to replicas."""
         return path.encode() in _ENDPOINTS
@@ -158,12 +173,12 @@ class RouterApplication:
     def create_response(
         self, client: Client, request: Request, account: Account, request_id: bytes, response_id: bytes
     ) -> None:
-        """Generate a response whose request has the whole conversation.
+        """Generate a response whose request has the whole conversation, or count the tokens of its prompt, by the path.
 
         Raises:
             ApiError: the request is refused.
         """
-        self._generate(client, request, "responses", request_id, account, response_id)
+        self._generate(client, request, _ENDPOINTS[request.path], request_id, account, response_id)
 
     @property
     def is_open(self) -> bool:
@@ -204,11 +219,18 @@ class RouterApplication:
     def _authorised_responder(self, path: bytes, account: Account) -> Responder:
         if path == _MODELS:
             return lambda: self._models(account)
+        if _is_response(path):
+            raise NotFound("this router keeps no responses; start it with --storage")
         if path.startswith(_MODEL_PREFIX):
             return lambda: self._model(path, account)
         if path == _LOAD:
             load = {"server_load": self._requests.inflight}
             return lambda: (200, _JSON, msgspec.json.encode(load))
+        if path == _DOCUMENT and self.document is not None:
+            document = self.document
+            return lambda: (200, _JSON, document())
+        if path == _DOCUMENT_PAGE and self.document is not None:
+            return lambda: (200, b"content-type: text/html; charset=utf-8\r\n", document_page())
         if path == _METRICS:
             if self._keys.is_open:
                 raise NotFound("metrics are on the admin port")

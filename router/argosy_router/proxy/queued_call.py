@@ -66,7 +66,7 @@ class QueuedCall(QueuedRequest):
     # the client
 
     def on_client_lost(self) -> None:
-        self._flow_control.remove(self.exchange.outcome.call.service, self)
+        self._flow_control.remove(self.exchange.outcome.call.service, self, self._now())
         self._count_wait("abandoned")
         self.exchange.on_client_lost()
 

@@ -40,6 +40,7 @@ from argosy_protocol.response_object import DeletedResponse, begun_response, wit
 from argosy_protocol.responses import ResponseItem, ResponsesRequest, decode_responses_request
 from argosy_protocol.responses_chat import responses_as_chat
 from argosy_router.auth.accounts import Account
+from argosy_router.http.body_memory import BodyMemory, BodyReservation
 from argosy_router.http.messages import Request
 from argosy_router.http.server_interface import Client
 from argosy_router.proxy.downstream.api_shape import error_body, id_headers
@@ -47,6 +48,7 @@ from argosy_router.proxy.downstream.error_headers import error_headers
 from argosy_router.proxy.request.body_rewrite import with_fields
 from argosy_router.proxy.request.call_decoding import require_json
 from argosy_router.responses.background_responses import BackgroundResponses
+from argosy_router.responses.reserving_client import ReservingClient
 from argosy_router.responses.stored_responses import StoredResponses, owner_of_responses
 from argosy_router.responses.storing_client import StoringClient
 
@@ -56,6 +58,7 @@ MAX_PENDING: Final = 4096
 """Requests that wait for the storage at a time."""
 _TRUE: Final = frozenset(("true", "True", "1"))
 _JSON: Final = b"content-type: application/json\r\n"
+_COUNT: Final = b"/v1/responses/input_tokens"
 _PATH: Final = re.compile(rb"/v1/responses(?:/([^/]{1,256})(?:/(cancel|input_items))?)?")
 
 Send = Callable[[Client, Request, Account, bytes, bytes], None]
@@ -91,9 +94,11 @@ class StatefulRoutes:
         send: Send,
         count_rejection: Callable[[bytes, int], None],
         max_conversation_bytes: int,
+        memory: BodyMemory,
     ) -> None:
         """
         Args:
+            memory: of request bodies; what is loaded for a request counts in it until the request has ended.
             count_rejection: counts a refusal by its request's id and status.
             max_conversation_bytes: bounds what a request refers to, and the conversation that this makes.
         """
@@ -102,6 +107,7 @@ class StatefulRoutes:
         self._send = send
         self._count_rejection = count_rejection
         self._max_conversation_bytes = max_conversation_bytes
+        self._memory = memory
         self._tasks: set[asyncio.Task[None]] = set()
 
     def is_body_used(self, request: Request) -> bool:
@@ -118,12 +124,15 @@ class StatefulRoutes:
         if path is None:
             raise NotFound("no such route")
         owner, response_id = owner_of_responses(account.name), (path[1] or b"").decode("latin-1")
-        if response_id:
+        is_count = request.path == _COUNT and request.method == b"POST"
+        if response_id and not is_count:
             self._later(client, self._respond(client, owner, response_id, path[2], request, request_id))
             return
         _require(request, b"POST")
         require_json(request)
         asked = decode_responses_request(request.body)
+        if is_count:
+            asked = msgspec.structs.replace(asked, background=False, store=False)
         if not (asked.background or referenced_responses(asked)):
             self._create(client, request, account, request_id, asked, resolved_items(asked, {}))
             return
@@ -172,22 +181,33 @@ class StatefulRoutes:
         self, client: Client, request: Request, account: Account, request_id: bytes, asked: ResponsesRequest
     ) -> None:
         """Put the conversation into a request's input, and route it."""
+        reserved = BodyReservation(self._memory, request.account, request.body_bytes)
         try:
-            found = await self._found(owner_of_responses(account.name), asked)
+            found = await self._found(owner_of_responses(account.name), asked, reserved)
             conversation = resolved_items(asked, found)
             if found:
-                request.body = with_fields(request.body, {"input": self._encoded(conversation)})
+                request.body = with_fields(request.body, {"input": self._encoded(conversation, reserved)})
             if asked.background:
-                await self._begin(client, request, account, request_id, asked, conversation)
+                # The client is answered at once, and then what is reserved for the body as received is released.
+                reserved.grow(request.body_bytes)
+                await self._begin(client, request, account, request_id, asked, conversation, reserved)
             else:
+                client = ReservingClient(client, reserved)
                 self._create(client, request, account, request_id, asked, conversation)
+        except asyncio.CancelledError:
+            reserved.release()
+            raise
         except ApiError as error:
+            reserved.release()
             self._refuse(client, error, request, request_id)
         except Exception:
             log.exception("request %s failed", request_id.decode())
+            reserved.release()
             self._refuse(client, InternalError("internal error"), request, request_id)
 
-    async def _found(self, owner: str, asked: ResponsesRequest) -> dict[str, StoredResponse]:
+    async def _found(
+        self, owner: str, asked: ResponsesRequest, reserved: BodyReservation
+    ) -> dict[str, StoredResponse]:
         """Return those of the responses that a request refers to that exist, by id."""
         found: dict[str, StoredResponse] = {}
         size = 0
@@ -196,10 +216,11 @@ class StatefulRoutes:
             if record is not None:
                 size += record.size
                 self._bound(size)
+                reserved.grow(record.size)
                 found[response_id] = record
         return found
 
-    def _encoded(self, conversation: list[ResponseItem]) -> msgspec.Raw:
+    def _encoded(self, conversation: list[ResponseItem], reserved: BodyReservation) -> msgspec.Raw:
         """Encode a conversation item by item: many items may refer to one large one."""
         encoded: list[bytes] = []
         size = 0
@@ -207,6 +228,7 @@ class StatefulRoutes:
             encoded.append(msgspec.json.encode(item))
             size += len(encoded[-1]) + 1
             self._bound(size)
+            reserved.grow(len(encoded[-1]))
         return msgspec.Raw(b"[%b]" % b",".join(encoded))
 
     def _bound(self, size: int) -> None:
@@ -224,6 +246,7 @@ class StatefulRoutes:
         request_id: bytes,
         asked: ResponsesRequest,
         conversation: list[ResponseItem],
+        reserved: BodyReservation,
     ) -> None:
         """Generate a response in the background."""
         owner, response_id = owner_of_responses(account.name), self._stored.new_id()
@@ -237,7 +260,7 @@ class StatefulRoutes:
         def send(run: Client) -> None:
             self._send(run, request, account, request_id, response_id.encode())
 
-        await self._background.start(owner, response_id, record, asked.stream, send)
+        await self._background.start(owner, response_id, record, asked.stream, reserved, send)
         ids = id_headers(request_id, request.path)
         if asked.stream:
             self._background.follow(client, owner, response_id, 0, ids)

@@ -7,6 +7,7 @@ are simulated.
     trace             trace files (Mooncake's format), and a synthetic trace
     simulated_engine  queue, cache and speed of one engine
     simulator         some routers and their engines, event by event
+    scaling           the same while replicas come and go
     policy_report     figures and table that compare policies
 """
 

@@ -67,6 +67,8 @@ class SimulatedEngine:
         self._queue: deque[Job] = deque()
         self._cache: OrderedDict[int, int] = OrderedDict()
         """block -> its own tokens, least recently used first"""
+        self._ends: dict[int, int] = {}
+        """block -> prompt tokens up to its end"""
         self._cache_tokens = 0
         self._users: dict[int, int] = {}
         """block -> running requests that use it"""
@@ -77,6 +79,8 @@ class SimulatedEngine:
         self.queued_tokens = 0
         """Uncached prompt tokens of requests without a first token, as of their arrival."""
         self.busy_s = 0.0
+        self._hits: dict[int, tuple[int, TraceRequest]] = {}
+        """last block of a cached prefix -> how often it was found, and a request with this prefix and nothing more"""
 
     @property
     def waiting(self) -> int:
@@ -106,6 +110,7 @@ class SimulatedEngine:
         self.running += 1
         self._take(job.request)
         job.cached_tokens = self._cached(job.request)
+        self._note_hit(job.request)
         seconds = (job.request.input_tokens - job.cached_tokens) / self.model.prefill_tokens_per_s
         self.busy_s += seconds
         self._schedule(now + seconds, lambda then: self._prefilled(job, then))
@@ -142,13 +147,48 @@ class SimulatedEngine:
                 del self._users[block]
         self.running_tokens -= self._room(request)
 
-    def _cached(self, request: TraceRequest) -> int:
-        """Prompt tokens found in the cache; the last token is always computed, as in vLLM."""
+    def hottest(self, max_tokens: int) -> list[TraceRequest]:
+        """Prompts that consist of the hottest prefixes, at most `max_tokens` tokens together: length times hits, as the
+        engine's `prefix_hits` ranks them."""
+        ranked = sorted(self._hits.values(), key=lambda hit: hit[0] * hit[1].input_tokens, reverse=True)
+        chosen: list[TraceRequest] = []
+        covered: set[int] = set()
+        for _, prefix in ranked:
+            if prefix.input_tokens <= max_tokens and prefix.blocks[-1] not in covered:
+                max_tokens -= prefix.input_tokens
+                covered.update(prefix.blocks)
+                chosen.append(prefix)
+        return chosen
+
+    def residency(self) -> CacheChange:
+        """All that is cached, for a router that connects."""
+        change = CacheChange()
+        for block in self._cache:
+            change.stored.append(block)
+            change.tokens.append(self._ends[block])
+        return change
+
+    def _note_hit(self, request: TraceRequest) -> None:
+        run = self._run(request)
+        if run:
+            count, prefix = self._hits.get(request.blocks[run - 1], (0, None))
+            if prefix is None:
+                end = request.ends[run - 1]
+                prefix = TraceRequest(0.0, end, 1, request.blocks[:run], request.ends[:run])
+            self._hits[request.blocks[run - 1]] = (count + 1, prefix)
+
+    def _run(self, request: TraceRequest) -> int:
+        """Number of the prompt's blocks found in the cache."""
         run = 0
         for block in request.blocks:
             if block not in self._cache:
                 break
             run += 1
+        return run
+
+    def _cached(self, request: TraceRequest) -> int:
+        """Prompt tokens found in the cache; the last token is always computed, as in vLLM."""
+        run = self._run(request)
         return min(request.ends[run - 1], request.input_tokens - 1) if run else 0
 
     def _store(self, request: TraceRequest) -> None:
@@ -156,6 +196,7 @@ class SimulatedEngine:
         for (block, tokens), end in zip(_blocks(request), request.ends, strict=True):
             if block not in self._cache:
                 self._cache[block] = tokens
+                self._ends[block] = end
                 self._cache_tokens += tokens
                 change.stored.append(block)
                 change.tokens.append(end)
@@ -169,6 +210,7 @@ class SimulatedEngine:
                 self._cache[block] = tokens
             else:
                 self._cache_tokens -= tokens
+                del self._ends[block]
                 change.removed.append(block)
         if change.stored or change.removed:
             self._on_cache_change(change)

@@ -44,6 +44,10 @@ class SimulationOutcome:
     ttft_s: list[float] = field(default_factory=list)
     predicted_ttft_s: list[float] = field(default_factory=list)
     """Predictions, in the order of `ttft_s`."""
+    arrival_s: list[float] = field(default_factory=list)
+    """When the requests arrived, in the order of `ttft_s`."""
+    cached: list[tuple[int, int]] = field(default_factory=list)
+    """Cached tokens and all tokens of their prompts, in the same order."""
     busy_s: list[float] = field(default_factory=list)
     """Seconds of prefill, per replica."""
     makespan_s: float = 0.0
@@ -62,16 +66,22 @@ class SimulatedRouter:
     def __init__(self, names: Sequence[str], model: EngineModel, index_capacity: int) -> None:
         spec = FleetService(namespace="replay", name="service", uid="0", model="model")
         self.service = Service(spec, "", index_capacity)
-        self.replicas = []
         for name in names:
-            member = Member(name, name, f"http://{name}")
-            replica = Replica(
-                spec.qualified_name, member, unused_pool(member.url), ReplicaPrefixes(self.service.index)
-            )
-            replica.load.max_num_seqs = model.max_num_seqs
-            replica.link = "synced"
-            self.service.replicas[name] = replica
-            self.replicas.append(replica)
+            self.add(name, model)
+
+    def add(self, name: str, model: EngineModel) -> None:
+        """Connect to one more replica."""
+        member, service = Member(name, name, f"http://{name}"), self.service
+        replica = Replica(service.name, member, unused_pool(member.url), ReplicaPrefixes(service.index))
+        replica.load.max_num_seqs = model.max_num_seqs
+        replica.link = "synced"
+        service.replicas[name] = replica
+        service.invalidate()
+
+    def remove(self, name: str) -> None:
+        """Forget a replica that leaves."""
+        self.service.replicas.pop(name).prefixes.close()
+        self.service.invalidate()
 
 
 class Simulation:
@@ -97,11 +107,10 @@ class Simulation:
         models = [model] * replicas if isinstance(model, EngineModel) else list(model)
         names = [f"r{number:03}" for number in range(replicas)]
         self._routers = [SimulatedRouter(names, models[0], index_capacity) for _ in range(routers)]
-        self._engines = [
-            SimulatedEngine(models[position], self._at, self._announcer(position))
-            for position in range(replicas)
-        ]
-        self._positions = {name: position for position, name in enumerate(names)}
+        self._engines = {
+            name: SimulatedEngine(each, self._at, self._announcer(name))
+            for name, each in zip(names, models, strict=True)
+        }
         self.outcome = SimulationOutcome(policy, replicas)
 
     def run(self) -> SimulationOutcome:
@@ -113,7 +122,7 @@ class Simulation:
             now, _, event = heapq.heappop(self._events)
             self.outcome.makespan_s = now
             event(now)
-        self.outcome.busy_s = [engine.busy_s for engine in self._engines]
+        self.outcome.busy_s = [engine.busy_s for engine in self._engines.values()]
         return self.outcome
 
     def _at(self, when: float, event: Callable[[float], None]) -> None:
@@ -137,31 +146,34 @@ class Simulation:
         )
         self.outcome.prompt_tokens += request.input_tokens
         self.outcome.predicted_tokens += min(choice.decision.predicted_tokens, request.input_tokens)
-        self._engines[self._positions[choice.replica.name]].submit(job, now)
+        self._engines[choice.replica.name].submit(job, now)
 
     def _first_token(self, job: Job, charge: Charge, predicted_s: float, now: float) -> None:
         charge.first_token()
         self.outcome.ttft_s.append(now - job.request.arrival_s)
         self.outcome.predicted_ttft_s.append(predicted_s)
         self.outcome.cached_tokens += job.cached_tokens
+        self.outcome.arrival_s.append(job.request.arrival_s)
+        self.outcome.cached.append((job.cached_tokens, job.request.input_tokens))
 
     def _end(self, charge: Charge) -> None:
         charge.release()
         self._left -= 1
 
-    def _announcer(self, position: int) -> Callable[[CacheChange], None]:
-        residencies = [router.replicas[position].prefixes for router in self._routers]
-
+    def _announcer(self, name: str) -> Callable[[CacheChange], None]:
         def announce(change: CacheChange) -> None:
-            for residency in residencies:
-                residency.stored(change.stored, change.tokens)
-                residency.removed(change.removed)
+            for router in self._routers:
+                replica = router.service.replicas.get(name)
+                if replica is not None:
+                    replica.prefixes.stored(change.stored, change.tokens)
+                    replica.prefixes.removed(change.removed)
 
         return announce
 
     def _heartbeat(self, now: float) -> None:
         for router in self._routers:
-            for engine, replica in zip(self._engines, router.replicas, strict=True):
+            for replica in router.service.replicas.values():
+                engine = self._engines[replica.name]
                 model = engine.model
                 replica.load.report(
                     requests=engine.running + engine.waiting,

@@ -10,6 +10,7 @@ two routers on one storage see each other's objects.
     owner_usage      how much each owner keeps
     blob_store       the interface of a storage: bytes under a key, compare-and-swap
     directory_store  a directory, perhaps on a volume that several machines mount
+    storage_threads  runs the calls of a file system, which may hang
     bucket_store     a bucket: s3:// and gs://
     open_blobs       chooses one of the two by its location
 """

@@ -37,8 +37,12 @@ class StorageUnavailable(Unavailable):
 
     default_code = "storage_unavailable"
 
-    def __init__(self) -> None:
-        super().__init__("the router's storage (--storage) does not answer; retry later", retry_after_s=1.0)
+    def __init__(self, reason: str = "") -> None:
+        """`reason` is for clients: it must name no path."""
+        because = f": {reason}" if reason else ""
+        super().__init__(
+            f"the router's storage (--storage) does not answer{because}; retry later", retry_after_s=1.0
+        )
 
 
 class Blob(NamedTuple):

@@ -3,7 +3,7 @@
 Invariants: a blob appears under its key whole or not at all: it is written beside, made durable (fsync), and linked or
 renamed into place. `create` is a hard link, which exists once on any file system; `replace` and `delete` hold a lock
 (flock, which the kernel releases when its holder dies) from reading the version to writing the next one. A volume whose
-file system has no locks is refused at the start.
+file system has no locks is refused at the start. No call of the file system is made in the event loop.
 
     ROOT/objects/KEY      the blobs
     ROOT/unfinished/NAME  blobs being written
@@ -12,17 +12,17 @@ file system has no locks is refused at the start.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import fcntl
 import hashlib
-import logging
 import os
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterator
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from argosy_router.storage.blob_store import (
     CHUNK_BYTES,
@@ -32,8 +32,7 @@ from argosy_router.storage.blob_store import (
     Changed,
     StorageUnavailable,
 )
-
-log = logging.getLogger(__name__)
+from argosy_router.storage.storage_threads import DEADLINE_S, StorageThreads
 
 T = TypeVar("T")
 _MODE = 0o700
@@ -43,12 +42,16 @@ _MODE = 0o700
 class DirectoryStore:
     """Keeps blobs in files."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, deadline_s: float = DEADLINE_S) -> None:
         """Make the folders, and check that the file system can be written and has locks and links.
+
+        Args:
+            deadline_s: time for each call of the file system.
 
         Raises:
             OSError: it cannot be used.
         """
+        self._threads = StorageThreads(deadline_s)
         self._objects, self._unfinished, self._locks = (
             root / name for name in ("objects", "unfinished", "locks")
         )
@@ -65,46 +68,54 @@ class DirectoryStore:
                 path.unlink(missing_ok=True)
 
     async def get(self, key: str) -> Blob | None:
-        return await _in_thread(self._get, key)
+        return await self._threads.run(partial(self._get, key))
 
     async def create(self, key: str, data: bytes) -> str:
-        return await _in_thread(self._create, key, data)
+        return await self._threads.run(partial(self._create, key, data))
 
     async def replace(self, key: str, data: bytes, version: str) -> str:
-        return await _in_thread(self._replace, key, data, version)
+        return await self._threads.run(partial(self._replace, key, data, version))
 
     async def upload(self, key: str, chunks: AsyncIterable[bytes]) -> int:
         path = self._unfinished / secrets.token_hex(16)
         size = 0
-        descriptor = await _in_thread(_open_new, path)
+        file = _OpenFile(self._threads, partial(_open_new, path), path)
         try:
+            await file.opened()
             async for chunk in chunks:
-                await _in_thread(_write, descriptor, chunk)
+                await file.run(partial(_write, data=chunk))
                 size += len(chunk)
-            await _in_thread(self._finish, descriptor, path, key)
+            await file.run(partial(self._finish, unfinished=path, key=key))
         finally:
-            os.close(descriptor)
-            path.unlink(missing_ok=True)
+            closing = file.close()
+            if closing is not None and not file.is_late:
+                with contextlib.suppress(StorageUnavailable):
+                    await self._threads.result(closing)
         return size
 
     async def read(self, key: str) -> AsyncGenerator[bytes, None]:
-        descriptor = await _in_thread(self._open, key)
-        if descriptor is None:
-            return
+        file = _OpenFile(self._threads, partial(self._open, key))
         try:
-            while chunk := await _in_thread(os.read, descriptor, CHUNK_BYTES):
-                yield chunk
+            if await file.opened():
+                while chunk := await file.run(_read):
+                    yield chunk
         finally:
-            os.close(descriptor)
+            file.close()
 
     async def delete(self, key: str) -> bool:
-        return await _in_thread(self._delete, key)
+        return await self._threads.run(partial(self._delete, key))
 
     async def entries(self, folder: str) -> list[BlobEntry]:
-        return await _in_thread(self._entries, folder)
+        found: list[BlobEntry] = []
+        folders = [self._path(folder)]
+        while folders:  # one call for each, because all of them may take longer than one call may
+            entries, inner = await self._threads.run(partial(self._scan, folders.pop()))
+            found += entries
+            folders += inner
+        return sorted(found)
 
     async def remove_leftovers(self, older_than: float) -> None:
-        await _in_thread(self._remove_leftovers, older_than)
+        await self._threads.run(partial(self._remove_leftovers, older_than))
 
     # in a thread
 
@@ -163,22 +174,23 @@ class DirectoryStore:
             os.rename(unfinished, path)
         _sync_folder(path.parent)
 
-    def _entries(self, folder: str) -> list[BlobEntry]:
-        return sorted(self._walk(self._path(folder)))
-
-    def _walk(self, folder: Path) -> Iterator[BlobEntry]:
+    def _scan(self, folder: Path) -> tuple[list[BlobEntry], list[Path]]:
+        """Return a folder's files, and the folders in it."""
+        files: list[BlobEntry] = []
+        folders: list[Path] = []
         try:
             entries = list(os.scandir(folder))
         except (FileNotFoundError, NotADirectoryError):
-            return
+            return files, folders
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
-                yield from self._walk(Path(entry.path))
+                folders.append(Path(entry.path))
                 continue
             with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
                 status = entry.stat(follow_symlinks=False)
                 key = os.path.relpath(entry.path, self._objects)
-                yield BlobEntry(key, status.st_size, status.st_mtime)
+                files.append(BlobEntry(key, status.st_size, status.st_mtime))
+        return files, folders
 
     def _remove_leftovers(self, older_than: float) -> None:
         for entry in os.scandir(self._unfinished):
@@ -211,6 +223,76 @@ class DirectoryStore:
             os.close(descriptor)
 
 
+class _OpenFile:
+    """A file that is open in threads. Its calls run one after another, also when the wait for one was given up."""
+
+    def __init__(
+        self, threads: StorageThreads, open_file: Callable[[], int | None], unlinked: Path | None = None
+    ) -> None:
+        """
+        Args:
+            open_file: returns the descriptor; None if there is no such file.
+            unlinked: removed at the end, if it still exists.
+        """
+        self._threads = threads
+        self._unlinked = unlinked
+        self._descriptor: int | None = None
+        self._last: Future[Any] = threads.submit(partial(self._open, open_file))
+
+    async def opened(self) -> bool:
+        """Wait until the file is open; return whether there is one.
+
+        Raises:
+            StorageUnavailable: see `StorageThreads.run`; likewise below.
+        """
+        await self._threads.result(self._last)
+        return self._descriptor is not None
+
+    async def run(self, call: Callable[[int], T]) -> T:
+        """Run a call with the descriptor. The file must be open, and the call before this one have ended."""
+        descriptor = self._descriptor
+        assert descriptor is not None
+        work = self._threads.submit(lambda: call(descriptor))
+        self._last = work
+        return await self._threads.result(work)
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the last call goes on although the wait for it was given up."""
+        return not self._last.done()
+
+    def close(self) -> Future[None] | None:
+        """Close the file once its last call has ended, however late.
+
+        Returns:
+            The closing; None if its opening was refused, or given up before it began.
+        """
+        if self._descriptor is None and self._last.cancelled():
+            return None
+        closed: Future[None] = Future()
+        closed.set_running_or_notify_cancel()
+
+        def close() -> None:
+            try:
+                self._close()
+            except OSError as error:
+                closed.set_exception(error)
+            else:
+                closed.set_result(None)
+
+        self._last.add_done_callback(lambda _: self._threads.submit(close, is_required=True))
+        return closed
+
+    def _open(self, open_file: Callable[[], int | None]) -> None:
+        self._descriptor = open_file()
+
+    def _close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+        if self._unlinked is not None:
+            self._unlinked.unlink(missing_ok=True)
+
+
 def _open_new(path: Path) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
@@ -219,6 +301,10 @@ def _write(descriptor: int, data: bytes) -> None:
     left = memoryview(data)
     while left:
         left = left[os.write(descriptor, left) :]
+
+
+def _read(descriptor: int) -> bytes:
+    return os.read(descriptor, CHUNK_BYTES)
 
 
 def _make_folder(folder: Path) -> None:
@@ -244,16 +330,3 @@ def _sync_folder(folder: Path) -> None:
 
 def _version(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
-
-
-async def _in_thread(call: Callable[..., T], *arguments: object) -> T:
-    """Run a call in a thread. A cancelled one is waited for all the same: it may use a file that is closed next."""
-    work = asyncio.ensure_future(asyncio.to_thread(call, *arguments))
-    try:
-        return await asyncio.shield(work)
-    except asyncio.CancelledError:
-        await asyncio.wait([work])
-        raise
-    except OSError as error:
-        log.error("storage: %s", error)
-        raise StorageUnavailable from error

@@ -99,14 +99,13 @@ class ObjectStore:
         size = len(document)
         await self._usage.refresh(owner)
         if is_counted:
-            self._usage.check_objects(owner)
-            self._usage.reserve(owner, size)
+            self._usage.reserve(owner, size, 1)
         try:
             version = await self.blobs.create(_document_key(kind, owner, object_id), document)
+            self._usage.written(owner, size, 1)
         finally:
             if is_counted:
-                self._usage.release(owner, size)
-        self._usage.written(owner, size, 1)
+                self._usage.release(owner, size, 1)
         return version
 
     async def read(self, kind: str, owner: str, object_id: str) -> Document | None:
@@ -177,10 +176,10 @@ class ObjectStore:
 
         try:
             size = await self.blobs.upload(_content_key(kind, owner, object_id), within_quota())
+            self._usage.written(owner, size, 0)
         finally:
             if reserved:
                 self._usage.release(owner, reserved)
-        self._usage.written(owner, size, 0)
         return size
 
     def content(self, kind: str, owner: str, object_id: str) -> AsyncGenerator[bytes, None]:

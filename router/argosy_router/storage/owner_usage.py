@@ -1,7 +1,8 @@
 """How much each owner keeps: counted from a listing now and then, and from what this router writes in between.
 
-Invariant: what is being written counts from its reservation on. Another router's writes count at the next listing, so
-several routers together may exceed a quota by what an owner writes within `LISTING_MAX_AGE_S`.
+Invariants: what is being written counts from its reservation on; what is written while a listing is made counts beside
+what the listing finds. Another router's writes count at the next listing, so several routers together may exceed a
+quota by what an owner writes within `LISTING_MAX_AGE_S`.
 """
 
 from __future__ import annotations
@@ -31,9 +32,12 @@ class QuotaExceeded(Forbidden):
 
 @dataclass(slots=True)
 class _Usage:
-    bytes: int
-    objects: int
-    listed: float
+    bytes: int = 0
+    objects: int = 0
+    listed: float = -math.inf
+
+
+_NOTHING = _Usage()
 
 
 class OwnerUsage:
@@ -47,52 +51,67 @@ class OwnerUsage:
         self._measure = measure
         self._now = now
         self._usage: dict[str, _Usage] = {}
-        self._reserved: dict[str, int] = {}
-        """Bytes of each owner that are being written."""
+        self._reserved: dict[str, _Usage] = {}
+        """What each owner is writing."""
+        self._listings: dict[str, list[_Usage]] = {}
+        """What has been written since each listing began that is being made."""
 
     async def refresh(self, owner: str) -> None:
         """Make sure that an owner's usage is known and not out of date."""
         usage = self._usage.get(owner)
-        if usage is None or self._now() - usage.listed > LISTING_MAX_AGE_S:
+        if usage is not None and self._now() - usage.listed <= LISTING_MAX_AGE_S:
+            return
+        meanwhile = _Usage()
+        self._listings.setdefault(owner, []).append(meanwhile)
+        try:
             size, objects = await self._measure(owner)
-            self._usage[owner] = _Usage(size, objects, self._now())
+        finally:
+            listings = [each for each in self._listings.pop(owner) if each is not meanwhile]
+            if listings:
+                self._listings[owner] = listings
+        self._usage[owner] = _Usage(size + meanwhile.bytes, objects + meanwhile.objects, self._now())
 
-    def check_objects(self, owner: str) -> None:
-        """Raise QuotaExceeded if the owner may not make one more object. Right after `refresh`."""
-        if self._usage[owner].objects >= self._quota.max_objects:
+    def check_objects(self, owner: str, more: int = 1) -> None:
+        """Raise QuotaExceeded if the owner may not make `more` objects. Right after `refresh`."""
+        if (
+            self._usage[owner].objects + self._reserved.get(owner, _NOTHING).objects + more
+            > self._quota.max_objects
+        ):
             raise QuotaExceeded(
                 f"this key's stored files, batches and responses reached the limit of {self._quota.max_objects} "
                 "(--storage-max-objects); delete some"
             )
 
-    def reserve(self, owner: str, size: int) -> None:
-        """Reserve bytes that are about to be written. Right after `refresh`.
+    def reserve(self, owner: str, size: int, objects: int = 0) -> None:
+        """Reserve bytes and objects that are about to be written. Right after `refresh`.
 
         Raises:
             QuotaExceeded: the owner would keep more than it may; nothing was reserved.
         """
-        reserved = self._reserved.get(owner, 0)
-        if self._usage[owner].bytes + reserved + size > self._quota.max_bytes:
+        usage, reserved = self._usage[owner], self._reserved.get(owner, _NOTHING)
+        if objects:
+            self.check_objects(owner, objects)
+        if usage.bytes + reserved.bytes + size > self._quota.max_bytes:
             raise QuotaExceeded(
                 f"this key's stored files, batches and responses would exceed the limit of {self._quota.max_bytes} "
                 "bytes (--storage-max-bytes); delete some"
             )
-        self._reserved[owner] = reserved + size
+        self._reserved[owner] = _Usage(reserved.bytes + size, reserved.objects + objects)
 
-    def release(self, owner: str, size: int) -> None:
+    def release(self, owner: str, size: int, objects: int = 0) -> None:
         """End a reservation: what it was for has been written, or not."""
-        left = self._reserved[owner] - size
-        if left:
-            self._reserved[owner] = left
-        else:
+        reserved = self._reserved[owner]
+        reserved.bytes -= size
+        reserved.objects -= objects
+        if not (reserved.bytes or reserved.objects):
             del self._reserved[owner]
 
     def written(self, owner: str, size: int, objects: int) -> None:
         """Count what has been written."""
         usage = self._usage.get(owner)
-        if usage is not None:
-            usage.bytes += size
-            usage.objects += objects
+        for count in (*self._listings.get(owner, ()), *(() if usage is None else (usage,))):
+            count.bytes += size
+            count.objects += objects
 
     def outdate(self, owner: str) -> None:
         """Have the next `refresh` list what the owner keeps, because some of it was deleted."""

@@ -112,7 +112,11 @@ class Answer:
         else:
             self.close()
         outcome.status = status
-        outcome.first_event_s = self._now() - outcome.started
+        now = self._now()
+        outcome.first_event_s = now - outcome.started
+        if status == 200 and outcome.call.is_stream:
+            # Now rather than at the end: a long answer would tell the autoscaler of a load that is long past.
+            outcome.call.service.demand.observe_ttft(outcome.first_event_s, outcome.started, now)
         self._client.start(status, headers + self._identity + route, data)
 
     def send(self, data: bytes) -> None:

@@ -57,7 +57,8 @@ SESSION_HEADER = b"x-session-id"
 RoutedEndpoint = (
     Endpoint
     | Literal["chat/completions/batch", "embeddings", "classify", "pooling", "score", "rerank"]
-    | Literal["messages", "messages/count_tokens", "responses", "tokenize", "detokenize"]
+    | Literal["messages", "messages/count_tokens", "responses", "responses/input_tokens"]
+    | Literal["tokenize", "detokenize"]
 )
 
 _MODEL_NAME: Final = MODEL_NAME.encode()
@@ -168,7 +169,7 @@ def decode_call(
     call.endpoint = endpoint
     call.priority = priority
     call.is_stream = decoded.stream
-    if endpoint == "responses":
+    if endpoint in ("responses", "responses/input_tokens"):
         call.internal_headers += _RESOLVED
         if response_id:
             call.name_response(response_id)
@@ -207,6 +208,13 @@ def _decode(
     if endpoint == "responses":
         asked = decode_responses_request(body)
         return responses_as_chat(asked if has_state else _stateless(asked))
+    if endpoint == "responses/input_tokens":
+        asked = decode_responses_request(body)
+        if not has_state:
+            _stateless(asked)
+        return ChatCompletionRequest(
+            messages=[], model=asked.model, max_tokens=0, cache_salt=asked.cache_salt, priority=asked.priority
+        )
     if endpoint == "messages/count_tokens":
         model = decode_count_tokens_request(body).model
         return ChatCompletionRequest(messages=[], model=model, max_tokens=0)  # nothing is computed or cached

@@ -108,6 +108,7 @@ _FIELDS: Final = {
     "messages": frozenset(MessagesRequest.__struct_encode_fields__) - _INTERNAL,
     "messages/count_tokens": frozenset(CountTokensRequest.__struct_encode_fields__) - _INTERNAL,
     "responses": frozenset(ResponsesRequest.__struct_encode_fields__) - _INTERNAL - _OWN,
+    "responses/input_tokens": frozenset(ResponsesRequest.__struct_encode_fields__) - _INTERNAL - _OWN,
     "tokenize": _TOKENIZE,
     "detokenize": frozenset(("model", "tokens")),
 }

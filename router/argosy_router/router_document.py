@@ -1,0 +1,89 @@
+"""The OpenAPI document of the router's main port.
+
+Owns: which routes the document has: those of generation requests, and of what the router keeps if it has a storage.
+Must not know: how they are answered.
+"""
+
+# Not compiled: made once.
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import msgspec
+
+from argosy_protocol.openapi_document import (
+    GENERATION,
+    MODELS,
+    ORDER,
+    STORED_RESPONSES,
+    TEXT,
+    Operation,
+    Route,
+    Schema,
+    openapi_document,
+)
+from argosy_router.batch.batch_objects import BatchObject, CreateBatch
+from argosy_router.batch.batches_api import MAX_LIMIT as MAX_BATCHES
+from argosy_router.batch.file_objects import DeletedFile, FileObject
+from argosy_router.batch.files_api import MAX_EXPIRY_S, MAX_LIMIT, MIN_EXPIRY_S
+from argosy_router.batch.listing import Page
+
+_FORM = {
+    "type": "object",
+    "required": ["purpose", "file"],
+    "properties": {
+        "purpose": {"const": "batch"},
+        "expires_after[anchor]": {"const": "created_at"},
+        "expires_after[seconds]": {"type": "integer", "minimum": MIN_EXPIRY_S, "maximum": MAX_EXPIRY_S},
+        "file": {"type": "string", "contentMediaType": "application/octet-stream"},
+    },
+    "additionalProperties": False,
+}
+_BINARY: Mapping[str, Schema] = {"application/octet-stream": {}}
+_FILES_QUERY = {
+    "limit": {"type": "integer", "minimum": 1, "maximum": MAX_LIMIT},
+    "order": ORDER,
+    "after": TEXT,
+    "purpose": TEXT,
+}
+_BATCHES_QUERY = {"limit": {"type": "integer", "minimum": 1, "maximum": MAX_BATCHES}, "after": TEXT}
+_STATE = (
+    *(Route("GET", path, Operation()) for path in ("/health", "/ping", "/ready", "/version", "/load")),
+    Route("GET", "/metrics", Operation(answer={"text/plain": TEXT})),
+    Route("GET", "/openapi.json", Operation()),
+    Route("GET", "/docs", Operation(answer={"text/html": TEXT})),
+)
+_STORED = (
+    *STORED_RESPONSES,
+    Route("GET", "/v1/files", Operation((), Page[FileObject], query=_FILES_QUERY)),
+    Route("POST", "/v1/files", Operation((), FileObject, body={"multipart/form-data": _FORM})),
+    Route("GET", "/v1/files/{name}", Operation((), FileObject)),
+    Route("DELETE", "/v1/files/{name}", Operation((), DeletedFile)),
+    Route("GET", "/v1/files/{name}/content", Operation(answer=_BINARY)),
+    Route("GET", "/v1/batches", Operation((), Page[BatchObject], query=_BATCHES_QUERY)),
+    Route("POST", "/v1/batches", Operation([CreateBatch], BatchObject)),
+    Route("GET", "/v1/batches/{name}", Operation((), BatchObject)),
+    Route("POST", "/v1/batches/{name}/cancel", Operation((), BatchObject)),
+)
+
+
+def documented_routes(endpoints: Iterable[str], *, has_storage: bool) -> Iterator[Route]:
+    """Yield the routes of the main port.
+
+    Args:
+        endpoints: paths of the requests that the router sends to replicas.
+    """
+    for path in endpoints:
+        yield Route("POST", path, GENERATION[path])
+    yield from MODELS
+    if has_storage:
+        yield from _STORED
+    yield from _STATE
+
+
+def encoded_document(endpoints: Iterable[str], *, has_storage: bool) -> bytes:
+    """Return the document as JSON."""
+    return msgspec.json.encode(
+        openapi_document("Argosy router", documented_routes(endpoints, has_storage=has_storage))
+    )

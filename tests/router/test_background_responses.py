@@ -1,0 +1,163 @@
+"""Clients that follow the events of background responses: slow ones, and those whose events were dropped."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from argosy_protocol.response_history import StoredResponse
+from argosy_router.http.body_memory import BodyMemory, BodyReservation
+from argosy_router.http.server_interface import Client, ClientListener
+from argosy_router.responses.background_responses import BackgroundResponses
+from argosy_router.responses.background_run import WRITE_BYTES
+from argosy_router.responses.stored_responses import StoredResponses
+from argosy_router.storage.directory_store import DirectoryStore
+from argosy_router.storage.object_store import ObjectStore
+from argosy_router.storage.owner_usage import Quota
+
+from .response_bodies import whole
+
+DAY_S = 86400.0
+OWNER = "owner"
+
+
+class Reader:
+    """A client that is slow: each write fills its buffer until `read`."""
+
+    def __init__(self) -> None:
+        self.writes: list[bytes] = []
+        self.end = asyncio.Event()
+        self.is_aborted = False
+        self._listener: ClientListener | None = None
+
+    @property
+    def data(self) -> bytes:
+        return b"".join(self.writes)
+
+    def read(self) -> None:
+        assert self._listener is not None
+        self._listener.on_client_resumed()
+
+    async def read_all(self) -> None:
+        """Read whenever there is something, until the end."""
+        while not self.end.is_set():
+            self.read()
+            await asyncio.sleep(0)
+
+    def attach(self, listener: ClientListener) -> None:
+        self._listener = listener
+
+    def respond(self, status: int, headers: bytes, body: bytes) -> None:
+        self.writes.append(body)
+        self.end.set()
+
+    def start(self, status: int, headers: bytes, first: bytes) -> None:
+        self.send(first)
+
+    def send(self, data: bytes) -> None:
+        self.writes.append(data)
+        assert self._listener is not None
+        self._listener.on_client_paused()
+
+    def finish(self) -> None:
+        self.end.set()
+
+    def abort(self) -> None:
+        self.is_aborted = True
+        self.end.set()
+
+
+class Runs:
+    """Streamed background responses of one owner."""
+
+    def __init__(self, folder: Path, max_event_bytes: int = 1 << 24) -> None:
+        self.stored = StoredResponses(ObjectStore(DirectoryStore(folder), Quota(1 << 26, 100)), DAY_S)
+        self.background = BackgroundResponses(self.stored, max_event_bytes=max_event_bytes)
+
+    async def begin(self) -> tuple[str, Client]:
+        """Begin a response; return its id, and the client that the engine answers."""
+        name = self.stored.new_id()
+        fields = {"id": name, "status": "queued", "created_at": int(time.time()), "background": True}
+        record = StoredResponse(msgspec.Raw(json.dumps(fields).encode()), [])
+        engine: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
+        reserved = BodyReservation(BodyMemory(1 << 20), None, 0)
+        await self.background.start(OWNER, name, record, True, reserved, engine.set_result)
+        return name, await engine
+
+    def follow(self, name: str) -> Reader:
+        reader = Reader()
+        self.background.follow(reader, OWNER, name, 0, b"")
+        return reader
+
+
+def delta(number: int, size: int) -> bytes:
+    fields = {"type": "response.output_text.delta", "sequence_number": number, "delta": "x" * size}
+    return b"event: response.output_text.delta\ndata: %b\n\n" % json.dumps(fields).encode()
+
+
+def last(name: str) -> bytes:
+    fields = {"type": "response.completed", "response": whole(id=name)}
+    return b"event: response.completed\ndata: %b\n\n" % json.dumps(fields).encode()
+
+
+async def test_a_slow_follower_gets_the_events_in_pieces(tmp_path: Path) -> None:
+    runs = Runs(tmp_path)
+    name, engine = await runs.begin()
+    events = [delta(number, 10_000) for number in range(40)]
+    engine.start(200, b"content-type: text/event-stream\r\n", events[0])
+    for event in events[1:]:
+        engine.send(event)
+    reader = runs.follow(name)
+    assert len(reader.writes) == 1, "a full buffer gets no more"
+    engine.send(last(name))
+    engine.finish()
+    async with asyncio.timeout(60):
+        await reader.read_all()
+    assert reader.data == b"".join(events) + last(name)
+    assert max(map(len, reader.writes)) < WRITE_BYTES + len(events[0])
+    await runs.background.close()
+
+
+@pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
+async def test_the_last_event_of_a_stream_is_stored_also_when_its_events_were_dropped(
+    tmp_path: Path, line_end: bytes
+) -> None:
+    runs = Runs(tmp_path, max_event_bytes=100)
+    name, engine = await runs.begin()
+    stream = (delta(0, 1000) + b": alive\n\n" + last(name)).replace(b"\n", line_end)
+    engine.respond(200, b"content-type: text/event-stream\r\n", stream)
+    async with asyncio.timeout(60):
+        while (record := await runs.stored.find(OWNER, name)) is None or not record.state().is_finished:
+            pass
+    assert json.loads(bytes(record.response)) == whole(id=name)
+    await runs.background.close()
+
+
+async def test_a_follower_whose_events_were_dropped_sees_that_its_stream_is_cut(tmp_path: Path) -> None:
+    runs = Runs(tmp_path, max_event_bytes=30_000)
+    name, engine = await runs.begin()
+    engine.start(200, b"content-type: text/event-stream\r\n", delta(0, 10_000))
+    reader = runs.follow(name)
+    engine.send(delta(1, 10_000))
+    engine.send(delta(2, 20_000))
+    reader.read()
+    assert reader.is_aborted
+    assert reader.data == delta(0, 10_000)
+    await runs.background.close()
+
+
+async def test_a_follower_of_a_cancelled_response_sees_the_end(tmp_path: Path) -> None:
+    runs = Runs(tmp_path)
+    name, engine = await runs.begin()
+    engine.start(200, b"content-type: text/event-stream\r\n", delta(0, 10))
+    reader = runs.follow(name)
+    reader.read()
+    runs.background.end(OWNER, name)
+    assert reader.end.is_set()
+    assert not reader.is_aborted
+    await runs.background.close()
