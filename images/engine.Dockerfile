@@ -34,7 +34,7 @@ ARG PIP_ARGS=
 # With the headers of libc, for the launcher that Triton builds.
 RUN if [ "${INSTALL_GCC}" = 1 ] && ! command -v gcc; then \
     apt-get update -q && apt-get install -qy --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*; fi \
- && mkdir -p /home/argosy && chown 10001:10001 /home/argosy
+ && mkdir -p /home/argosy && chown 10001:0 /home/argosy && chmod 0770 /home/argosy
 COPY --from=requirements /dist/requirements.txt /tmp/requirements.txt
 RUN python3 -m venv /opt/venv \
  && /opt/venv/bin/pip install --no-cache-dir --disable-pip-version-check ${PIP_ARGS} -r /tmp/requirements.txt \

@@ -9,8 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
+from typing import Final
 
 import msgspec
+
+from argosy_resource.foreign_engines import EngineType
+from argosy_resource.types import UpgradePolicy
+
+ANY_ACCOUNT: Final = "*"
+"""In `engine_service_accounts`: every account."""
 
 
 class ConfigError(Exception):
@@ -28,6 +35,12 @@ class OperatorConfig:
     at the first start, when the operator creates it."""
     engine_image: str
     """Image of services that name none (`ARGOSY_ENGINE_IMAGE`)."""
+    vllm_image: str = "vllm/vllm-openai:v0.32.0"
+    """The same for services of engine type vllm (`ARGOSY_VLLM_IMAGE`)."""
+    sglang_image: str = "lmsysorg/sglang:v0.5.3"
+    """The same for services of engine type sglang (`ARGOSY_SGLANG_IMAGE`)."""
+    engine_upgrade_policy: UpgradePolicy = "OnSpecChange"
+    """What a new default image does to services that say nothing else (`ARGOSY_ENGINE_UPGRADE_POLICY`)."""
     image_pull_policy: str = "IfNotPresent"
     """Pull policy of engine images (`ARGOSY_IMAGE_PULL_POLICY`). Images are large, so they are not pulled again by
     default."""
@@ -40,6 +53,10 @@ class OperatorConfig:
     image_pull_secrets: tuple[str, ...] = ()
     """Secrets for the registry of engine images, by name in each service's own namespace
     (`ARGOSY_IMAGE_PULL_SECRETS`, separated by commas)."""
+    engine_service_accounts: tuple[str, ...] = ()
+    """ServiceAccounts that services may name, in each service's own namespace (`ARGOSY_ENGINE_SERVICE_ACCOUNTS`,
+    separated by commas); `*` is every one. Who may write an InferenceService chooses the engine's image, and so gets
+    whatever these accounts may do."""
     router_url: str = ""
     """URL at which clients reach the router, without a path (`ARGOSY_ROUTER_URL`); shown in the status. Empty: no
     router is expected, and services become ready without one."""
@@ -53,6 +70,14 @@ class OperatorConfig:
     image_volumes: bool = False
     """Whether models of `oci://` are mounted as image volumes (KEP-4639) instead of being fetched
     (`ARGOSY_IMAGE_VOLUMES=1`)."""
+    arbitrary_uids: bool = False
+    """Whether pods run as the user that the cluster chooses for their namespace, as OpenShift does, instead of as the
+    images' own (`ARGOSY_ARBITRARY_UIDS=1`)."""
+    lease: str = ""
+    """Lease in the operator's namespace without which it writes nothing (`ARGOSY_LEASE`). Empty: it writes always, so
+    there must be no other operator."""
+    identity: str = ""
+    """Name of this process in the Lease (`POD_NAME`). A pod's next container may use the name of the one that died."""
     watch_namespaces: tuple[str, ...] = ()
     """Namespaces to serve (`ARGOSY_WATCH_NAMESPACES`, separated by commas); all if empty."""
     resync_seconds: float = 300.0
@@ -64,6 +89,12 @@ class OperatorConfig:
     def router_speaks_tls(self) -> bool:
         """Whether the routers have a certificate; their admin port then speaks TLS as well."""
         return self.router_url.startswith("https://")
+
+    def default_image(self, engine_type: EngineType) -> str:
+        """Image of a service that names none."""
+        return {"argosy": self.engine_image, "vllm": self.vllm_image, "sglang": self.sglang_image}[
+            engine_type
+        ]
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> OperatorConfig:
@@ -81,21 +112,36 @@ class OperatorConfig:
         pull_policy = env.get("ARGOSY_IMAGE_PULL_POLICY") or "IfNotPresent"
         if pull_policy not in ("Always", "IfNotPresent", "Never"):
             raise ConfigError("ARGOSY_IMAGE_PULL_POLICY must be Always, IfNotPresent or Never")
+        lease = env.get("ARGOSY_LEASE", "")
         return cls(
             namespace=_required(env, "POD_NAMESPACE"),
             fleet_key=fleet_key,
             engine_image=_required(env, "ARGOSY_ENGINE_IMAGE"),
+            vllm_image=env.get("ARGOSY_VLLM_IMAGE") or cls.vllm_image,
+            sglang_image=env.get("ARGOSY_SGLANG_IMAGE") or cls.sglang_image,
+            engine_upgrade_policy=_upgrade_policy(env),
             image_pull_policy=pull_policy,
             fleet_key_secret=fleet_key_secret,
             router_keys_secret=env.get("ARGOSY_ROUTER_KEYS_SECRET", ""),
             image_pull_secrets=_names(env, "ARGOSY_IMAGE_PULL_SECRETS"),
+            engine_service_accounts=_names(env, "ARGOSY_ENGINE_SERVICE_ACCOUNTS"),
             router_url=env.get("ARGOSY_ROUTER_URL", "").rstrip("/"),
             fetch_env=_strings(env, "ARGOSY_MODEL_FETCH_ENV"),
             node_cache_path=_directory(env, "ARGOSY_NODE_CACHE_PATH"),
             node_cache_selector=_strings(env, "ARGOSY_NODE_CACHE_SELECTOR"),
             image_volumes=_is_set(env, "ARGOSY_IMAGE_VOLUMES"),
+            arbitrary_uids=_is_set(env, "ARGOSY_ARBITRARY_UIDS"),
+            lease=lease,
+            identity=_required(env, "POD_NAME") if lease else "",
             watch_namespaces=_names(env, "ARGOSY_WATCH_NAMESPACES"),
         )
+
+
+def _upgrade_policy(env: Mapping[str, str]) -> UpgradePolicy:
+    try:
+        return msgspec.convert(env.get("ARGOSY_ENGINE_UPGRADE_POLICY") or "OnSpecChange", UpgradePolicy)
+    except msgspec.ValidationError:
+        raise ConfigError("ARGOSY_ENGINE_UPGRADE_POLICY must be OnSpecChange or Automatic") from None
 
 
 def _required(env: Mapping[str, str], name: str) -> str:

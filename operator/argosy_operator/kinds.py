@@ -38,11 +38,22 @@ CONFIGMAPS: Final = Kind("", "v1", "ConfigMap", "configmaps")
 EVENTS: Final = Kind("", "v1", "Event", "events")
 DEPLOYMENTS: Final = Kind("apps", "v1", "Deployment", "deployments")
 BUDGETS: Final = Kind("policy", "v1", "PodDisruptionBudget", "poddisruptionbudgets")
+LEASES: Final = Kind("coordination.k8s.io", "v1", "Lease", "leases")
 INFERENCE_SERVICES: Final = Kind(types.GROUP, types.VERSION, types.KIND, types.PLURAL)
 
 KINDS: Final[Mapping[tuple[str, str], Kind]] = {
     (kind.api_version, kind.name): kind
-    for kind in (SERVICES, SECRETS, PODS, CONFIGMAPS, EVENTS, DEPLOYMENTS, BUDGETS, INFERENCE_SERVICES)
+    for kind in (
+        SERVICES,
+        SECRETS,
+        PODS,
+        CONFIGMAPS,
+        EVENTS,
+        DEPLOYMENTS,
+        BUDGETS,
+        LEASES,
+        INFERENCE_SERVICES,
+    )
 }
 """Every kind, by `apiVersion` and `kind` of its objects."""
 

@@ -19,15 +19,19 @@ from typing import Final
 import aiohttp
 from aiohttp import web
 
+from argosy_operator.cluster.api_server import Api
 from argosy_operator.cluster.fetch_watch import http_progress
 from argosy_operator.cluster.kubernetes_api import KubernetesApi
+from argosy_operator.cluster.load_watch import http_load_fetch
 from argosy_operator.cluster.router_watch import http_fetch
 from argosy_operator.config import ConfigError, OperatorConfig
 from argosy_operator.errors import OperatorError
 from argosy_operator.process.event_source import scopes, watch
 from argosy_operator.process.health import health_app
 from argosy_operator.process.installation_keys import ensure_keys, keep_fleet_key
+from argosy_operator.process.leader_election import LeaderElection
 from argosy_operator.reconcile.controller import Controller
+from argosy_operator.reconcile.leadership import FencedApi, Leadership
 from argosy_protocol.program.listen import explain_listen_errors
 
 logger = logging.getLogger(__name__)
@@ -50,13 +54,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="argosy operator",
         description="Reconciles InferenceServices. Settings come from the environment: POD_NAMESPACE, "
         "ARGOSY_FLEET_KEY (or ARGOSY_FLEET_KEY_SECRET, to make it), ARGOSY_ENGINE_IMAGE, and optionally "
-        "ARGOSY_ROUTER_KEYS_SECRET, ARGOSY_IMAGE_PULL_POLICY, ARGOSY_IMAGE_PULL_SECRETS, ARGOSY_ROUTER_URL, "
-        "ARGOSY_MODEL_FETCH_ENV, ARGOSY_NODE_CACHE_PATH, ARGOSY_NODE_CACHE_SELECTOR, ARGOSY_IMAGE_VOLUMES, "
-        "ARGOSY_WATCH_NAMESPACES.",
+        "ARGOSY_ROUTER_KEYS_SECRET, ARGOSY_ENGINE_UPGRADE_POLICY, ARGOSY_ENGINE_SERVICE_ACCOUNTS, "
+        "ARGOSY_IMAGE_PULL_POLICY, ARGOSY_IMAGE_PULL_SECRETS, ARGOSY_ROUTER_URL, ARGOSY_MODEL_FETCH_ENV, "
+        "ARGOSY_NODE_CACHE_PATH, ARGOSY_NODE_CACHE_SELECTOR, ARGOSY_IMAGE_VOLUMES, "
+        "ARGOSY_WATCH_NAMESPACES, ARGOSY_ARBITRARY_UIDS, ARGOSY_LEASE (with POD_NAME).",
         epilog="Exit codes: " + ", ".join(f"{code} {meaning}" for code, meaning in EXIT_CODES.items()) + ".",
     )
     parser.add_argument(
-        "--health-port", type=int, default=8082, help="port of /healthz and /metrics; 0 for none"
+        "--health-port", type=int, default=8082, help="port of /healthz, /readyz and /metrics; 0 for none"
     )
     parser.add_argument("--log-level", default="INFO", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
     args = parser.parse_args(argv)
@@ -89,11 +94,15 @@ async def run(config: OperatorConfig, *, health_port: int) -> int:
     async with await KubernetesApi.connect() as api, aiohttp.ClientSession() as session:
         config = await ensure_keys(api, config)
         fetch = http_fetch(session, config.fleet_key, is_tls=config.router_speaks_tls)
-        controller = Controller(api, config, fetch=fetch, ask_progress=http_progress)
+        fetch_load = http_load_fetch(session, config.fleet_key, is_tls=config.router_speaks_tls)
+        leadership = Leadership() if config.lease else None
+        controller = Controller(
+            api, config, fetch=fetch, fetch_load=fetch_load, ask_progress=http_progress, leadership=leadership
+        )
         async with _served(controller, config, health_port):
             await controller.start()  # before kopf, which looks only once which resources are served
             stop = asyncio.Event()
-            work = asyncio.create_task(_work(controller, api, config), name="controller")
+            work = asyncio.create_task(_work(controller, api, config, leadership), name="controller")
             ready = [asyncio.Event() for _ in scopes(config)]
             sources = [
                 asyncio.create_task(watch(controller, scope, stop=stop, ready=each), name="kopf")
@@ -119,8 +128,26 @@ async def run(config: OperatorConfig, *, health_port: int) -> int:
             return 0
 
 
-async def _work(controller: Controller, api: KubernetesApi, config: OperatorConfig) -> None:
-    """Reconcile, and keep the fleet key's Secret, until cancelled."""
+async def _work(
+    controller: Controller, api: KubernetesApi, config: OperatorConfig, leadership: Leadership | None
+) -> None:
+    """Reconcile, and keep the fleet key's Secret, until cancelled; with a lease, while it is held."""
+    if leadership is None:
+        await _work_alone(controller, api, config)
+        return
+    election = LeaderElection(
+        api, leadership, namespace=config.namespace, name=config.lease, identity=config.identity
+    )
+    electing = asyncio.create_task(election.run(), name="election")
+    try:
+        await _work_alone(controller, FencedApi(api, leadership), config)
+    finally:
+        electing.cancel()
+        await asyncio.gather(electing, return_exceptions=True)
+        await election.release()
+
+
+async def _work_alone(controller: Controller, api: Api, config: OperatorConfig) -> None:
     keeping = asyncio.create_task(keep_fleet_key(api, config), name="fleet-key")
     try:
         await controller.run()

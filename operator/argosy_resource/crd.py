@@ -25,8 +25,9 @@ from argosy_resource.schema_types import rule_schema
 
 Schema = dict[str, Any]
 
-FILES: Final = ("crds/inferenceservices.yaml", "charts/argosy/templates/crd-inferenceservices.yaml")
-"""Files that hold the CRD. The chart has it as a template, because Helm never upgrades the files in a chart's crds/."""
+FILE: Final = "crds/inferenceservices.yaml"
+TEMPLATE: Final = "charts/argosy/templates/crd-inferenceservices.yaml"
+"""The chart has the CRD as a template, because Helm never upgrades the files in a chart's crds/."""
 
 HEADER: Final = "# Generated from operator/argosy_resource by `make generate`; do not edit.\n"
 
@@ -41,6 +42,7 @@ _COLUMNS: Final[tuple[Schema, ...]] = (
     {"name": "URL", "type": "string", "jsonPath": ".status.url"},
     {"name": "Age", "type": "date", "jsonPath": ".metadata.creationTimestamp"},
     {"name": "Revision", "type": "string", "jsonPath": ".status.revision", "priority": 1},
+    {"name": "Image", "type": "string", "jsonPath": ".status.image", "priority": 1},
     {"name": "Reason", "type": "string", "jsonPath": f"{_CONDITION}.reason", "priority": 1},
     {"name": "Message", "type": "string", "jsonPath": f"{_CONDITION}.message", "priority": 1},
 )
@@ -237,12 +239,17 @@ def render() -> str:
     return HEADER + text
 
 
+def template() -> str:
+    """The CustomResourceDefinition as the chart's template, which the value `crds.install` leaves out."""
+    return "{{- if .Values.crds.install }}\n" + render() + "{{- end }}\n"
+
+
 def main(argv: list[str]) -> int:
     root = Path(argv[0] if argv else ".")
-    for name in FILES:
+    for name, text in ((FILE, render()), (TEMPLATE, template())):
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(render(), encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
         print(path)
     return 0
 

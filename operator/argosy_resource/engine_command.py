@@ -11,33 +11,16 @@ import re
 from typing import Final
 
 from argosy_resource.engine_address import ENGINE_PORT
+from argosy_resource.engine_flags import FLAG_FIELDS
+from argosy_resource.foreign_engines import ForeignEngine
 from argosy_resource.model_source import MODEL_MOUNT
 from argosy_resource.types import InferenceService
 
 ANY_HOST: Final = "0.0.0.0"  # noqa: S104 - a pod's network namespace is its own
 
-FLAG_FIELDS: Final = {
-    "--device": "engine.device",
-    "--dtype": "engine.dtype",
-    "--attention-backend": "engine.attentionBackend",
-    "--max-model-len": "engine.maxModelLen",
-    "--max-num-seqs": "engine.maxNumSeqs",
-    "--max-num-batched-tokens": "engine.maxNumBatchedTokens",
-    "--block-size": "engine.blockSize",
-    "--kv-cache-memory-bytes": "engine.kvCacheMemory",
-    "--gpu-memory-utilization": "engine.gpuMemoryUtilization",
-    "--enable-prefix-caching": "engine.enablePrefixCaching",
-    "--no-enable-prefix-caching": "engine.enablePrefixCaching",
-    "--threads": "engine.threads",
-    "--shutdown-timeout": "engine.shutdownTimeoutSeconds",
-    "--tensor-parallel-size": "parallelism.tensor",
-    "--pipeline-parallel-size": "parallelism.pipeline",
-    "--data-parallel-size": "parallelism.data",
-    "--enable-expert-parallel": "parallelism.expert",
-}
-"""Flags of the engine by which its messages name fields of `spec`."""
 _FLAG: Final = re.compile(r"(?<![\w-])--[a-z]+(?:-[a-z]+)*(?![\w-])")
 
+_SIZES: Final = ("tensor", "pipeline", "data")
 _PVC: Final = "pvc://"
 _FILE: Final = "file://"
 
@@ -104,7 +87,32 @@ def engine_args(
         args.append("--no-enable-prefix-caching")
     if parallelism.expert:
         args.append("--enable-expert-parallel")
-    return args
+    return [*args, *engine.args]
+
+
+def foreign_args(service: InferenceService, engine: ForeignEngine, *, model: str | None = None) -> list[str]:
+    """Arguments of another engine after its program, for a pod.
+
+    It answers to the names that clients use, because routers cannot tell it that it has another one.
+
+    Args:
+        model: where the engine finds the model, if not at its source.
+    """
+    spec = service.spec
+    path = model or model_path(spec.model.source)
+    names = [service.served_name, *(spec.model.aliases if engine.takes_aliases else ())]
+    args = [*([engine.model_flag] if engine.model_flag else []), path]
+    args += ["--host", ANY_HOST, "--port", str(ENGINE_PORT), "--served-model-name", *names, *engine.switches]
+    for field, flag in engine.fields.items():
+        value = getattr(spec.engine if hasattr(spec.engine, field) else spec.parallelism, field)
+        is_default = value in (None, "auto") or (field in _SIZES and value == 1)
+        if not is_default:
+            args += [flag, str(value)]
+    if not spec.engine.enable_prefix_caching:
+        args.append(engine.no_prefix_caching)
+    if spec.parallelism.expert and engine.expert:
+        args.append(engine.expert)
+    return [*args, *spec.engine.args]
 
 
 def flags_as_fields(message: str) -> str:

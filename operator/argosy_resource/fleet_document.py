@@ -24,7 +24,8 @@ from argosy_protocol.model_progress import stage
 from argosy_resource.engine_address import ENGINE_PORT, selector
 from argosy_resource.engine_command import engine_model
 from argosy_resource.model_source import is_remote
-from argosy_resource.types import InferenceService, RouterLimits
+from argosy_resource.scaling_spec import DEFAULT_HOLD_SECONDS
+from argosy_resource.types import InferenceService
 
 _MAX_SOURCE: Final = 256
 """Characters of a source that are shown; the router refuses more."""
@@ -42,16 +43,17 @@ def fleet_service(
         created=service.metadata.creation_timestamp,
         model=service.served_name,
         aliases=service.spec.model.aliases,
-        engine_model=engine_model(service),
+        engine_model="" if service.spec.engine.foreign else engine_model(service),
         selector={} if endpoints else selector(service),
         port=ENGINE_PORT,
         endpoints=endpoints,
         policy=service.spec.router.policy,
-        limits=_limits(service.spec.router.limits),
+        limits=_limits(service),
         hedge_after=service.spec.router.hedge_after,
         canary=None if canary is None else Canary(service=canary.service, weight=canary.weight),
         fetch=None if endpoints else fetch_state(service),
         internal_key=internal_key,
+        cold_start_s=0 if service.status.scaling is None else service.status.scaling.cold_start_seconds,
     )
 
 
@@ -64,12 +66,14 @@ def fetch_state(service: InferenceService) -> ModelFetchState | None:
     return ModelFetchState(source=shown[:_MAX_SOURCE], state=stage(service.status.model_cache))
 
 
-def _limits(limits: RouterLimits) -> ServiceLimits:
+def _limits(service: InferenceService) -> ServiceLimits:
+    limits, scaling = service.spec.router.limits, service.spec.scaling
+    scales_to_zero = scaling is not None and scaling.min_replicas == 0
     return ServiceLimits(
         max_inflight_per_replica=limits.max_inflight_per_replica,
         max_queued_requests=limits.max_queued_requests,
         queue_timeout_s=limits.queue_timeout_seconds,
-        hold_timeout_s=limits.hold_timeout_seconds,
+        hold_timeout_s=limits.hold_timeout_seconds or (DEFAULT_HOLD_SECONDS if scales_to_zero else 0),
         request_timeout_s=limits.request_timeout_seconds,
     )
 

@@ -19,6 +19,8 @@ LOCAL_SCHEMES: Final = ("pvc", "file", "builtin")
 
 MODEL_MOUNT: Final = "/model"
 """Mount path of a volume that is the model: the claim of a `pvc://` source, or the image of an `oci://` source."""
+LINKED_MODEL: Final = f"{MODEL_MOUNT}/linked"
+"""A link to a fetched model, for an engine that does not know the store."""
 MODELS_MOUNT: Final = "/models"
 """Mount path of the volume that fetched models are kept in."""
 

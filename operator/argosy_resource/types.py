@@ -2,8 +2,9 @@
 
 Owns what a user may write and what the operator reports. The CRD is generated from these structs (`crd`), so that each
 constraint, default and description is written once: attribute docstrings become field descriptions, `rules` become CEL.
-Must not know how pods look or which API client is in use. Invariants: a field exists only if it works; every field is
-bounded; a field whose default depends on another field is optional, and its effective value is a property.
+Must not know how pods look or which API client is in use. Invariants: a field exists only if it works, or is reserved
+and refused; every field is bounded; a field whose default depends on another field is optional, and its effective value
+is a property.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from argosy_protocol.engine_limits import (
     Threads,
 )
 from argosy_protocol.fleet import RoutingPolicy
+from argosy_resource.engine_flags import ARGS_RULES, MAX_ARGUMENTS, Argument
+from argosy_resource.foreign_engines import FOREIGN_ENGINES, EngineType, ForeignEngine
 from argosy_resource.model_source import (
     FETCH_ENV,
     FETCH_ENV_MESSAGE,
@@ -28,18 +31,18 @@ from argosy_resource.model_source import (
     REMOTE_PATTERN,
     SOURCE_RULES,
 )
+from argosy_resource.placement import Placement
 from argosy_resource.pod_overlay import EnvVar, PodTemplate
+from argosy_resource.resources import MAX_DEVICES, Resources
+from argosy_resource.scaling_spec import Scaling, ScalingStatus
 from argosy_resource.schema_types import (
     MAP_BY_NAME,
     MAP_BY_TYPE,
     SET,
     CacheQuantity,
     InferenceServiceName,
-    LabelKey,
-    LabelValue,
     ObjectName,
     Quantity,
-    ResourceName,
     Rule,
     SecretName,
     ServedName,
@@ -55,9 +58,6 @@ PLURAL: Final = "inferenceservices"
 SINGULAR: Final = "inferenceservice"
 SHORT_NAME: Final = "isvc"
 
-MAX_DEVICES: Final = 16
-"""Most devices of one replica: those of the largest nodes."""
-
 
 def _devices(parallelism: str) -> str:
     """A CEL expression of the number of devices; `parallelism` is the expression of that field."""
@@ -68,10 +68,17 @@ def _devices(parallelism: str) -> str:
 _DEVICES = f"(has(self.parallelism) ? {_devices('self.parallelism')} : 1)"
 """CEL of the number of devices of one replica, in a rule of the spec."""
 
+_IS_FOREIGN = "has(self.engine) && has(self.engine.type) && self.engine.type != 'argosy'"
+"""CEL: whether another engine than ours serves, in a rule of the spec."""
+
 _hedge_rules = rules_of(
     Rule(rule="double(self) == 0.0 || double(self) >= 1.0", message="must be 0 (never) or between 1 and 100")
 )
 ModelSource = Annotated[str, Meta(min_length=1, max_length=1024, extra_json_schema=SOURCE_RULES)]
+
+
+UpgradePolicy = Literal["OnSpecChange", "Automatic"]
+"""What a new default image of the operator does to a service that names no image."""
 
 
 class SecretReference(Struct, frozen=True, kw_only=True, rename="camel"):
@@ -107,10 +114,26 @@ class ModelCache(Struct, frozen=True, kw_only=True, rename="camel"):
     out."""
 
 
+class Adapter(Struct, frozen=True, kw_only=True, rename="camel"):
+    """A LoRA adapter of the model."""
+
+    name: ServedName
+    """Name of the adapter."""
+    source: Annotated[str, Meta(min_length=1, max_length=1024)]
+    """Where the adapter is."""
+
+
 class Model(Struct, frozen=True, kw_only=True, rename="camel"):
     """Which model is served, and under which names."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            rule="!has(self.adapters)",
+            message=(
+                "adapters are not served yet; merge the adapter into the model, and serve it as a service of its own"
+            ),
+            field_path=".adapters",
+        ),
         Rule(
             rule=f"!has(self.secretRef) || self.source.matches('{REMOTE_PATTERN}')",
             message="secretRef is for models that are fetched; this source needs no credentials",
@@ -142,12 +165,33 @@ class Model(Struct, frozen=True, kw_only=True, rename="camel"):
     """Name that clients send as `model`. The resource's name if left out."""
     aliases: Annotated[tuple[ServedName, ...], Meta(max_length=32, extra_json_schema=SET)] = ()
     """Further names under which clients may ask for the model."""
+    adapters: Annotated[tuple[Adapter, ...], Meta(max_length=64, extra_json_schema=MAP_BY_NAME)] | None = None
+    """Reserved for LoRA adapters, and refused until the engine serves them."""
 
 
 class Engine(Struct, frozen=True, kw_only=True, rename="camel"):
     """Settings of each replica's engine. Fields that are left out have the engine's own default."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
+        *ARGS_RULES,
+        Rule(
+            rule=(
+                "!has(self.type) || self.type == 'argosy' || "
+                "((!has(self.attentionBackend) || self.attentionBackend == 'auto') && !has(self.threads))"
+            ),
+            message="attentionBackend and threads are for type argosy; use args or env for another engine",
+            field_path=".type",
+        ),
+        Rule(
+            rule="!has(self.type) || self.type != 'vllm' || !has(self.device) || self.device != 'cpu'",
+            message="vLLM computes on the device that its image is built for; leave device out, and name the image",
+            field_path=".device",
+        ),
+        Rule(
+            rule="!has(self.type) || self.type != 'sglang' || !has(self.kvCacheMemory)",
+            message="SGLang has no such setting; use gpuMemoryUtilization, or --max-total-tokens in args",
+            field_path=".kvCacheMemory",
+        ),
         Rule(
             rule="!(has(self.kvCacheMemory) && has(self.gpuMemoryUtilization))",
             message="set kvCacheMemory (bytes) or gpuMemoryUtilization (a share), not both",
@@ -159,12 +203,20 @@ class Engine(Struct, frozen=True, kw_only=True, rename="camel"):
             field_path=".gpuMemoryUtilization",
         ),
     )
+    type: EngineType = "argosy"
+    """Which engine: ours, or stock `vllm` or `sglang`, whose replicas routers use without telemetry
+    (docs/serving.md#other-engines). Its image is the operator's default for the type, unless image names one."""
     image: (
         Annotated[str, Meta(min_length=1, max_length=512, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/@-]*$")] | None
     ) = None
     """Container image of the engine. The operator's own default if left out."""
+    upgrade_policy: UpgradePolicy | None = None
+    """What a new default image of the operator does. `OnSpecChange`: the replicas keep the image that they were rolled
+    out with until an edit of this resource replaces them anyway. `Automatic`: it is rolled out, to one service at a
+    time. The operator's own setting if left out, which is OnSpecChange unless an administrator changes it."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """Where the model computes. `auto` uses a GPU if the replica has one. `cuda` needs resources.gpu."""
+    """Where the model computes. `auto` uses a GPU if the replica has one. `cuda` needs resources.gpu or
+    resources.claims."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of weights and activations. `auto` follows the model and the device."""
     attention_backend: Literal["auto", "cpu", "triton", "torch", "flash_attn"] = "auto"
@@ -186,11 +238,20 @@ class Engine(Struct, frozen=True, kw_only=True, rename="camel"):
     """Whether prompts with a common prefix share KV cache blocks. Prefix-aware routing needs it."""
     threads: Threads | None = None
     """CPU compute threads of one replica."""
+    args: Annotated[tuple[Argument, ...], Meta(max_length=MAX_ARGUMENTS)] = ()
+    """Further flags of the engine (docs/reference/engine-flags.md), one an entry, such as `--max-logprobs=5` or
+    `--enforce-eager`. Flags that a field or the operator sets are refused, as are unknown ones and values of another
+    type."""
     env: Annotated[tuple[EnvVar, ...], Meta(max_length=128, extra_json_schema=MAP_BY_NAME)] = ()
     """Environment variables of the engine."""
     shutdown_timeout_seconds: Annotated[int, Meta(ge=0, le=3600)] = 45
     """How long a stopping replica may take to finish its requests. A stream that has not finished by then continues on
     another replica if one can take it; what cannot move ends with an error."""
+
+    @property
+    def foreign(self) -> ForeignEngine | None:
+        """The other engine that serves; None for ours."""
+        return FOREIGN_ENGINES.get(self.type)
 
     @property
     def kv_cache_memory_bytes(self) -> int | None:
@@ -230,53 +291,6 @@ class Parallelism(Struct, frozen=True, kw_only=True, rename="camel"):
     def devices(self) -> int:
         """Number of devices of one replica."""
         return self.tensor * self.pipeline * self.data
-
-
-class Gpu(Struct, frozen=True, kw_only=True, rename="camel"):
-    """GPUs of one replica."""
-
-    count: Annotated[int, Meta(ge=1, le=MAX_DEVICES)] | None = None
-    """Number of GPUs: one per process of spec.parallelism, as many as there are if left out. The API server refuses
-    another number, because GPUs would be reserved and not used."""
-    resource_name: ResourceName = "nvidia.com/gpu"
-    """Extended resource that stands for one GPU, such as `nvidia.com/gpu` or `nvidia.com/mig-1g.10gb`."""
-
-
-class Resources(Struct, frozen=True, kw_only=True, rename="camel"):
-    """Resources that one replica needs on its node."""
-
-    gpu: Gpu | None = None
-    """GPUs; none if left out."""
-    cpu: Quantity | None = None
-    """CPU request. No limit is set: throttling would stall decoding."""
-    memory: Quantity | None = None
-    """Memory request and limit."""
-
-
-class Toleration(Struct, frozen=True, kw_only=True, rename="camel"):
-    """A taint that the replicas tolerate."""
-
-    key: Annotated[str, Meta(max_length=317)] | None = None
-    """Key of the taint; every taint if left out with operator Exists."""
-    operator: Literal["Exists", "Equal"] | None = None
-    """How value is compared; Equal if left out."""
-    value: Annotated[str, Meta(max_length=63)] | None = None
-    """Value of the taint."""
-    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
-    """Effect of the taint; every effect if left out."""
-    toleration_seconds: Annotated[int, Meta(ge=0, le=31_536_000)] | None = None
-    """How long a NoExecute taint is tolerated; forever if left out."""
-
-
-class Placement(Struct, frozen=True, kw_only=True, rename="camel"):
-    """Nodes on which replicas may run."""
-
-    node_selector: Annotated[dict[LabelKey, LabelValue], Meta(max_length=32)] = {}
-    """Labels a node must have."""
-    tolerations: Annotated[tuple[Toleration, ...], Meta(max_length=32)] = ()
-    """Taints the replicas tolerate."""
-    priority_class_name: ObjectName | None = None
-    """PriorityClass of the pods."""
 
 
 class Rollout(Struct, frozen=True, kw_only=True, rename="camel"):
@@ -333,7 +347,8 @@ class RouterLimits(Struct, frozen=True, kw_only=True, rename="camel"):
     queue_timeout_seconds: Annotated[int, Meta(ge=0, le=3600)] = 0
     """Longest time that a request may be queued before it is rejected (429)."""
     hold_timeout_seconds: Annotated[int, Meta(ge=0, le=3600)] = 0
-    """How long requests wait for a first replica while there is none, before they are rejected (503)."""
+    """How long requests wait for a first replica while there is none, before they are rejected (503). 600 if left out
+    for a service that scales to zero."""
     request_timeout_seconds: Annotated[int, Meta(ge=0, le=86_400)] = 0
     """Longest time until a response begins. A response that is not streamed begins when it is complete."""
 
@@ -374,9 +389,10 @@ class InferenceServiceSpec(Struct, frozen=True, kw_only=True, rename="camel"):
         Rule(
             rule=(
                 "!has(self.engine) || !has(self.engine.device) || self.engine.device != 'cuda' || "
-                "(has(self.resources) && has(self.resources.gpu))"
+                "(has(self.resources) && (has(self.resources.gpu) || "
+                "(has(self.resources.claims) && size(self.resources.claims) > 0)))"
             ),
-            message="device cuda needs spec.resources.gpu",
+            message="device cuda needs spec.resources.gpu, or a GPU of spec.resources.claims",
             field_path=".engine.device",
         ),
         Rule(
@@ -402,6 +418,30 @@ class InferenceServiceSpec(Struct, frozen=True, kw_only=True, rename="camel"):
                 f".format([{_DEVICES}, self.resources.gpu.count])"
             ),
             field_path=".resources.gpu.count",
+        ),
+        Rule(
+            rule=f"!({_IS_FOREIGN}) || !self.model.source.startsWith('builtin://')",
+            message="the model that ships with Argosy needs engine.type argosy",
+            field_path=".model.source",
+        ),
+        Rule(
+            rule=(
+                f"!({_IS_FOREIGN}) || !has(self.model.cache) || !has(self.model.cache.type) || "
+                "self.model.cache.type == 'none'"
+            ),
+            message=(
+                "only engines of type argosy hold a model of a shared cache while they use it; use type none, or a "
+                "model on a claim (pvc://)"
+            ),
+            field_path=".model.cache",
+        ),
+        Rule(
+            rule=(
+                "!has(self.engine) || !has(self.engine.type) || self.engine.type != 'sglang' || "
+                "!has(self.parallelism) || !has(self.parallelism.expert) || !self.parallelism.expert"
+            ),
+            message="SGLang's experts are divided by --ep-size in engine.args",
+            field_path=".parallelism.expert",
         ),
         Rule(
             rule=(
@@ -440,7 +480,9 @@ class InferenceServiceSpec(Struct, frozen=True, kw_only=True, rename="camel"):
     parallelism: Parallelism = Parallelism()
     """How one replica is spread over several devices; one device if left out."""
     replicas: Annotated[int, Meta(ge=0, le=1000)] = 1
-    """Number of replicas."""
+    """Number of replicas. With spec.scaling: the number to start with."""
+    scaling: Scaling | None = None
+    """Scaling by load; none if left out. Do not use it together with a HorizontalPodAutoscaler or KEDA."""
     resources: Resources = Resources()
     """Resources that one replica needs on its node."""
     placement: Placement = Placement()
@@ -518,11 +560,18 @@ class InferenceServiceStatus(Struct, frozen=True, kw_only=True, rename="camel"):
     """Pods that are terminating."""
     routable: Annotated[str, Meta(max_length=32)] = ""
     """Number of routable and of wanted replicas, such as `2/2`."""
+    image: Annotated[str, Meta(max_length=512)] = ""
+    """Image of the engine that replicas should have now."""
+    available_image: Annotated[str, Meta(max_length=512)] = ""
+    """The operator's default image, if it is another one than the replicas have: what the next edit that replaces them,
+    or upgradePolicy Automatic, rolls out. Empty if there is none."""
     model_cache: Annotated[str, Meta(max_length=64)] = ""
     """How far the fetch of the model is: `cached`, `failed`, or progress such as `43 % 12.1/28.0 GiB, eta 70 s`. Empty
     before the first replica begins, and if nothing is fetched."""
     gpus: Annotated[int, Meta(ge=0)] = 0
     """GPUs of one replica."""
+    scaling: ScalingStatus | None = None
+    """What spec.scaling has decided; absent without it."""
     conditions: Annotated[
         tuple[Condition, ...],
         Meta(
@@ -532,6 +581,15 @@ class InferenceServiceStatus(Struct, frozen=True, kw_only=True, rename="camel"):
     ] = ()
     """Ready (the summary), Progressing, WorkloadReady, ModelCached, Routable, Degraded; Reconciling and Stalled for
     kstatus."""
+
+
+class ManagedFieldsEntry(Struct, frozen=True, kw_only=True, rename="camel"):
+    """Who wrote some fields of an object, as far as the operator reads it."""
+
+    manager: str = ""
+    subresource: str = ""
+    time: str = ""
+    """Of the last write (RFC 3339)."""
 
 
 class ObjectMeta(Struct, frozen=True, kw_only=True, rename="camel"):
@@ -545,6 +603,7 @@ class ObjectMeta(Struct, frozen=True, kw_only=True, rename="camel"):
     deletion_timestamp: str = ""
     labels: dict[str, str] = {}
     annotations: dict[str, str] = {}
+    managed_fields: tuple[ManagedFieldsEntry, ...] = ()
 
 
 class InferenceService(Struct, frozen=True, kw_only=True, rename="camel"):

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import msgspec
 from msgspec import Struct
 
+from argosy_resource.engine_flags import ARGS_RULES, argument_problems
 from argosy_resource.types import API_VERSION, GROUP, KIND, InferenceService, parse
 
 if TYPE_CHECKING:
@@ -314,7 +315,7 @@ def _list_errors(schema: Schema, value: object, path: str) -> Iterator[FieldErro
         is_set = schema.get("x-kubernetes-list-type") == "set"
         seen: list[object] = []
         for index, item in enumerate(value):
-            yield from _list_errors(schema["items"], item, f"{path}[{index}]")
+            yield from _list_errors(schema.get("items", {}), item, f"{path}[{index}]")
             identity = {key: item.get(key) for key in keys} if keys else item
             if (is_set or keys) and identity in seen:
                 yield FieldError(f"{path}[{index}]", f"Duplicate value: {_json(identity)}")
@@ -326,7 +327,7 @@ def _cel_errors(schema: Schema, value: object, path: str) -> Iterator[FieldError
         if not _evaluate(entry["rule"], value):
             shown = "" if isinstance(value, dict | list) else f"{_json(value)}: "
             where = (path + entry.get("fieldPath", "")).lstrip(".")
-            yield FieldError(where, f"Invalid value: {shown}{_message(entry, value)}")
+            yield FieldError(where, f"Invalid value: {shown}{_message(entry, value)}{_hint(entry, value)}")
     if isinstance(value, dict):
         for name, nested in value.items():
             below = schema.get("properties", {}).get(name, schema.get("additionalProperties"))
@@ -353,6 +354,14 @@ def _program(expression: str) -> celpy.Runner:
 def _message(entry: dict[str, str], value: object) -> str:
     expression = entry.get("messageExpression")
     return entry["message"] if expression is None else str(_evaluate(expression, value))
+
+
+def _hint(entry: dict[str, str], value: object) -> str:
+    """What can be said here beyond the API server's message: which of the engine's arguments are meant."""
+    if entry.get("fieldPath") != ARGS_RULES[0].field_path or not isinstance(value, dict):
+        return ""
+    problems = argument_problems(value["args"], value.get("type", "argosy"))
+    return f" ({'; '.join(problems)})" if problems else ""
 
 
 def _evaluate(expression: str, value: object) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from argosy_operator.cluster.router_watch import RouterPod
 from argosy_operator.config import OperatorConfig
 from argosy_operator.names import ROUTABLE_GATE
 from argosy_operator.observed.pod import Pod
@@ -14,6 +15,7 @@ CONFIG = OperatorConfig(
     namespace="argosy-system",
     fleet_key=b"0123456789abcdef",
     engine_image="argosy-engine:test",
+    engine_upgrade_policy="Automatic",  # so that another default image is a change of the operator's
     router_url="http://router",
 )
 
@@ -60,3 +62,7 @@ def pod_object(name: str, *, labels: dict[str, str] | None = None, **status: Any
 
 def gate_condition(status: str) -> dict[str, str]:
     return {"type": ROUTABLE_GATE, "status": status}
+
+
+def router_pods(*names: str) -> list[RouterPod]:
+    return [RouterPod(uid=name, name=name, address=name) for name in names]

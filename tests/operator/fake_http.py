@@ -11,7 +11,7 @@ from aiohttp import web
 from fake_kubernetes import FakeKubernetes, Object, selects
 
 from argosy_operator.errors import ApiError
-from argosy_operator.kinds import KINDS, Kind
+from argosy_operator.kinds import KINDS, PODS, Kind
 
 Authorize = Callable[[str, Kind, str, str | None, str | None], bool]
 """Whether a request is allowed: verb, kind, resource with subresource, namespace, name."""
@@ -113,6 +113,8 @@ class FakeApiServer:
         if request.method == "DELETE":
             await self.cluster.delete(kind, namespace, name, uid=body["preconditions"]["uid"])
             return web.json_response({})
+        if request.method == "PUT":
+            return web.json_response(await self.cluster.replace(body))
         assert request.method == "PATCH"
         if request.query.get("dryRun") == "All":
             assert body == {}, "a dry run of the operator changes nothing"
@@ -125,7 +127,11 @@ class FakeApiServer:
             assert request.query["fieldManager"] == "argosy-operator"
             assert request.query["force"] == "true"
             return web.json_response(await self.cluster.apply(body))
-        assert sub == "status", "the operator patches nothing but status"
+        if sub is None:
+            assert kind is PODS, "of other kinds the operator patches nothing but status"
+            assert request.content_type == "application/merge-patch+json"
+            return web.json_response(await self.cluster.patch(kind, namespace, name, body))
+        assert sub == "status"
         strategic = request.content_type == "application/strategic-merge-patch+json"
         return web.json_response(
             await self.cluster.patch_status(kind, namespace, name, body, strategic=strategic)
@@ -160,10 +166,12 @@ def _verb(request: web.Request) -> str:
     """RBAC's name for what a request does."""
     if request.method == "GET" and "name" not in request.match_info:
         return "watch" if request.query.get("watch") == "true" else "list"
-    return {"GET": "get", "POST": "create", "PATCH": "patch", "DELETE": "delete"}[request.method]
+    return {"GET": "get", "POST": "create", "PUT": "update", "PATCH": "patch", "DELETE": "delete"}[
+        request.method
+    ]
 
 
-VERBS = ["create", "delete", "get", "list", "patch", "watch"]
+VERBS = ["create", "delete", "get", "list", "patch", "update", "watch"]
 KNOWN_TO_KOPF = (
     Kind("", "v1", "Namespace", "namespaces"),
     Kind("", "v1", "Event", "events"),

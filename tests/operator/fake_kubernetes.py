@@ -113,6 +113,15 @@ class FakeKubernetes:
         self._applied[key] = _copy(manifest)
         return self._store(key, _copy(manifest))
 
+    async def replace(self, manifest: Object) -> Object:
+        kind, metadata = kind_of(manifest), manifest["metadata"]
+        key = (kind, metadata["namespace"], metadata["name"])
+        self._write("replace", key)
+        live = self.objects.get(key)
+        if live is None or live["metadata"]["resourceVersion"] != metadata.get("resourceVersion"):
+            raise ApiError("PUT", 409, "the object has been modified")
+        return self._store(key, _copy(manifest))
+
     async def apply(self, manifest: Object) -> Object:
         kind, metadata = kind_of(manifest), manifest["metadata"]
         key = (kind, metadata["namespace"], metadata["name"])
@@ -150,6 +159,20 @@ class FakeKubernetes:
             status["conditions"] = list(conditions.values())
         else:
             status.update(patch["status"])
+        return self._store(key, changed)
+
+    async def patch(self, kind: Kind, namespace: str, name: str, patch: Object) -> Object:
+        key = (kind, namespace, name)
+        self._write("patch", key)
+        live = self.objects.get(key)
+        if live is None:
+            raise ApiError("PATCH", 404, "not found")
+        if patch["metadata"]["uid"] != live["metadata"]["uid"]:
+            raise ApiError("PATCH", 409, "the UID in the precondition does not match")
+        changed = _copy(live)
+        annotations = {**changed["metadata"].get("annotations", {}), **patch["metadata"]["annotations"]}
+        kept = {name: value for name, value in annotations.items() if value is not None}
+        changed["metadata"]["annotations"] = kept
         return self._store(key, changed)
 
     async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str) -> None:
@@ -317,7 +340,8 @@ class FakeKubernetes:
     def _scale_down(
         self, deployment: Object, pods: list[tuple[Key, Object]], count: int, *, is_rollout: bool
     ) -> None:
-        for key, pod in sorted(pods, key=lambda pair: (is_pod_ready(pair[1]), pair[0][2]))[: max(0, count)]:
+        order = sorted(pods, key=lambda pair: (is_pod_ready(pair[1]), _deletion_cost(pair[1]), pair[0][2]))
+        for key, pod in order[: max(0, count)]:
             if is_rollout:
                 self.on_replaced(deployment, pod)
             self.remove(key)
@@ -468,6 +492,10 @@ def pod_key(pod: Object) -> Key:
 
 def _template_of(pod: Object) -> str:
     return str(pod["metadata"]["annotations"]["template"])
+
+
+def _deletion_cost(pod: Object) -> int:
+    return int(pod["metadata"].get("annotations", {}).get("controller.kubernetes.io/pod-deletion-cost", 0))
 
 
 def _gpus(pod: Object) -> int:

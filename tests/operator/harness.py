@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from types import TracebackType
 from typing import Any, Self
 
+import msgspec
 from builders import CONFIG
 from fake_kubernetes import FakeKubernetes, Object, is_pod_ready, selects
 
@@ -16,6 +17,7 @@ from argosy_operator.config import OperatorConfig
 from argosy_operator.kinds import DEPLOYMENTS, Kind
 from argosy_operator.reconcile.controller import WATCHED, Controller
 from argosy_protocol.fleet import decode_fleet
+from argosy_protocol.load_report import LoadReport, ReplicaLoadReport, ServiceLoadReport
 from argosy_protocol.model_progress import ModelProgress
 from argosy_protocol.routable_report import ReplicaReport, RoutableReport
 from argosy_resource.engine_address import SERVICE_LABEL
@@ -48,6 +50,21 @@ class FakeRouter:
         cluster.listeners.append(lambda kind, event, obj: self.changed.set())
         self.synced = True
         self.reachable = True
+        self.load = ServiceLoadReport(service="team/tiny")
+        """What it reports of its one service, but for the replicas' own figures."""
+        self.each = ReplicaLoadReport(name="", uid="")
+        """What it reports of each replica."""
+        self.cache_values: dict[str, float] = {}
+        """By name of the pod."""
+        self.asked_for_load = 0
+        self._load_revision = 0
+        self._held = asyncio.Event()
+
+    def hold(self, requests: int) -> None:
+        """Hold requests for want of a replica."""
+        self.load = msgspec.structs.replace(self.load, held=requests, queued=requests, idle_s=0.0)
+        self._load_revision += 1
+        self._held.set()
 
     def set(self, *, synced: bool = True, reachable: bool = True) -> None:
         """Set whether it is synced with its replicas, and whether the operator reaches it."""
@@ -69,6 +86,27 @@ class FakeRouter:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.changed.wait(), left)
         return RoutableReport(router="r", revision=self._revision, replicas=self._last)
+
+    async def fetch_load(self, address: str, seen: int | None) -> LoadReport:
+        self.asked_for_load += 1
+        if seen == self._load_revision:
+            self._held.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._held.wait(), 5)
+        if not self.reachable:
+            raise TimeoutError
+        replicas = tuple(
+            msgspec.structs.replace(
+                self.each,
+                name=each.name,
+                uid=each.uid,
+                routable=each.routable,
+                cache_value=self.cache_values.get(each.name, 0.0),
+            )
+            for each in self._replicas()
+        )
+        service = msgspec.structs.replace(self.load, replicas=replicas)
+        return LoadReport(router="r", revision=self._load_revision, services=(service,))
 
     def _replicas(self) -> tuple[ReplicaReport, ...]:
         services = decode_fleet(self._cluster.fleet() or "{}").services
@@ -114,7 +152,13 @@ class Operator:
         self.router = router or FakeRouter(cluster)
         self.fetchers = FakeFetchers()
         config: OperatorConfig = dataclasses.replace(CONFIG, **settings)
-        self.controller = Controller(cluster, config, fetch=self.router.fetch, ask_progress=self.fetchers)
+        self.controller = Controller(
+            cluster,
+            config,
+            fetch=self.router.fetch,
+            fetch_load=self.router.fetch_load,
+            ask_progress=self.fetchers,
+        )
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:

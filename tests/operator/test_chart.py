@@ -14,7 +14,7 @@ import tomllib
 from contextlib import nullcontext
 from ipaddress import ip_network
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jsonschema
 import pytest
@@ -270,12 +270,32 @@ class Router(http.server.BaseHTTPRequestHandler):
 
     key = "sk-open-sesame"
     ready = 200
+    chat = 200
+    models = ("tiny",)
+    answers_in_time = True
+    chats: ClassVar[list[str]]
+    """Models that were asked."""
 
     def do_GET(self) -> None:
         allowed = not self.key or self.headers["authorization"] == f"Bearer {self.key}"
         status = self.ready if self.path == "/ready" else 200 if allowed else 401
-        body = b'{"data": [{"id": "tiny"}]}'
+        body = json.dumps({"data": [{"id": model} for model in self.models]}).encode()
         self.send_response(status)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        allowed = not self.key or self.headers["authorization"] == f"Bearer {self.key}"
+        is_chat = self.path == "/v1/chat/completions" and asked["model"] in self.models and asked["messages"]
+        self.chats.append(asked["model"])
+        if not self.answers_in_time:
+            self.rfile.read(1)  # until the client gives up
+            self.close_connection = True
+            return
+        body = b'{"choices": [{"message": {"content": "Hi"}}]}'
+        self.send_response(self.chat if allowed and is_chat else 422)
         self.send_header("content-length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -290,28 +310,71 @@ class Router(http.server.BaseHTTPRequestHandler):
         ({}, "# ours\nsk-open-sesame name=a\n", "serves tiny", 0),
         ({}, f"sha256:{'0' * 64} name=a\n", "none was tried", 0),
         ({"key": ""}, None, "serves tiny", 0),
+        ({}, "sk-open-sesame", "tiny answers a chat", 0),
+        ({"chat": 400}, "sk-open-sesame", "no model is for chats", 0),
+        ({"chat": 500}, "sk-open-sesame", "no model answers a chat: tiny: 500", 1),
+        ({"chat": 503}, "sk-open-sesame", "skipped: tiny has no replica", 0),
+        ({"answers_in_time": False}, "sk-open-sesame", "skipped: tiny has no replica", 0),
         ({"ready": 503}, "sk-open-sesame", "GET /ready: 503 instead of 200", 1),
         ({"key": ""}, "sk-open-sesame", "GET /v1/models: 200 instead of 401", 1),
         ({}, "sk-another-one", "GET /v1/models: 401 instead of 200", 1),
     ],
-    ids=["a key", "digests only", "open", "not ready", "a router that asks for no key", "a wrong key"],
+    ids=[
+        "a key",
+        "digests only",
+        "open",
+        "a chat",
+        "embeddings only",
+        "a model that fails",
+        "no replica",
+        "a request that is held",
+        "not ready",
+        "a router that asks for no key",
+        "a wrong key",
+    ],
 )
 def test_helm_test_requests(
     router: dict[str, Any], keys: str | None, said: str, code: int, tmp_path: Path
 ) -> None:
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), type("Router", (Router,), router)) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        environment = {"ROUTER_URL": f"http://127.0.0.1:{server.server_port}", "READY_S": "0"}
-        if keys is not None:
-            (tmp_path / "api-keys").write_text(keys)
-            environment["KEYS_FILE"] = str(tmp_path / "api-keys")
-        script = (CHART / "files" / "router-test.py").read_text()
-        done = subprocess.run(
-            [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60
-        )
-        server.shutdown()
+    environment = {}
+    if keys is not None:
+        (tmp_path / "api-keys").write_text(keys)
+        environment["KEYS_FILE"] = str(tmp_path / "api-keys")
+    done, _ = run_helm_test(router, environment)
     assert said in done.stdout + done.stderr
     assert done.returncode == code
+
+
+@pytest.mark.parametrize(
+    ("router", "asked"),
+    [({}, ["a"]), ({"chat": 503}, ["a"]), ({"answers_in_time": False}, ["a"]), ({"chat": 500}, ["a", "b"])],
+    ids=["it answers", "no replica", "a request that is held", "it fails"],
+)
+def test_helm_test_wakes_one_model_at_most(router: dict[str, Any], asked: list[str]) -> None:
+    _, chats = run_helm_test({"models": ("a", "b"), "key": "", **router}, {})
+    assert chats == asked
+
+
+def run_helm_test(
+    router: dict[str, Any], environment: dict[str, str]
+) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    """The script's end, and the models that it sent a chat."""
+    chats: list[str] = []
+    served = type("Router", (Router,), {**router, "chats": chats})
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), served) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        # Where no answer comes a short time is enough; else the deadline of slow machines.
+        chat_s = "30" if served.answers_in_time else "0.2"
+        done = subprocess.run(
+            [sys.executable, "-c", (CHART / "files" / "router-test.py").read_text()],
+            env={"ROUTER_URL": url, "READY_S": "0", "CHAT_S": chat_s, **environment},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        server.shutdown()
+    return done, chats
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.name)
@@ -348,7 +411,9 @@ def test_the_engines_image_has_what_triton_compiles_with() -> None:
     image = text.split("\nFROM ")[-1]
     assert re.search(r"apt-get install .* gcc libc6-dev\b", image)
     assert f"ENV HOME={HOME} " in image
-    assert f"chown 10001:10001 {HOME}\n" in image
+    assert f"chown 10001:0 {HOME} && chmod 0770 {HOME}\n" in image, (
+        "any user that a cluster chooses is in group 0"
+    )
 
 
 def test_the_engines_dependencies_are_a_layer_below_its_wheel() -> None:

@@ -118,10 +118,11 @@ def test_env_is_merged_by_name_and_the_operators_comes_first() -> None:
         "podTemplate": {"spec": {"containers": [overlay]}},
     }
     env = container(plan(**spec))["env"]
-    assert [each["name"] for each in env] == ["ARGOSY_API_KEY", "HOME", "POD_NAME", "A", "B", "C"]
+    own = ["ARGOSY_API_KEY", "HOME", "POD_NAME", "ARGOSY_WARM_UP_FROM"]
+    assert [each["name"] for each in env] == [*own, "A", "B", "C"]
     assert env[0]["valueFrom"] == {"secretKeyRef": {"name": "tiny-engine-key", "key": "ARGOSY_API_KEY"}}
-    assert env[4] == {"name": "B", "value": "2"}
-    assert env[5] == {"name": "C", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}}
+    assert env[5] == {"name": "B", "value": "2"}
+    assert env[6] == {"name": "C", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}}
     assert engine_env(isvc(**spec)) == {"A": "1", "B": "2"}
 
 
@@ -291,10 +292,15 @@ OTHER_REVISION: list[dict[str, Any]] = [
     {"engine": {"image": "other"}},
     {"engine": {"env": [{"name": "A", "value": "b"}]}},
     {"engine": {"shutdownTimeoutSeconds": 1}},
+    {"engine": {"args": ["--max-logprobs=5"]}},
     {"rollout": {"drainSeconds": 1}},
     {"resources": {"gpu": {}}},
     {"parallelism": {"tensor": 2}},
     {"placement": {"nodeSelector": {"a": "b"}}},
+    {"placement": {"schedulerName": "gang"}},
+    {"placement": {"topologySpreadConstraints": [{"topologyKey": "zone"}]}},
+    {"resources": {"cpuLimit": 4}},
+    {"resources": {"sharedMemory": "2Gi"}},
     {"podTemplate": {"metadata": {"annotations": {"a": "b"}}}},
     {"podTemplate": {"spec": {"imagePullSecrets": [{"name": "registry"}]}}},
 ]
@@ -355,7 +361,11 @@ def test_a_failed_engine_tells_why_in_its_termination_message() -> None:
 
 
 STARVED = "0/2 nodes are available: 2 Insufficient nvidia.com/gpu. preemption: not helpful."
+NO_DEVICE = "0/2 nodes are available: 2 cannot allocate all claims. preemption: not helpful."
 NO_CPU = "0/2 nodes are available: 2 Insufficient cpu."
+CLAIMS = {"resources": {"claims": [{"name": "gpu", "resourceClaimTemplateName": "h200"}]}}
+SHARED_CLAIM = {"resources": {"claims": [{"name": "gpu", "resourceClaimName": "h200"}]}}
+WITHOUT_DEVICE = pod("new-1", "new", ready=False, gate="", node="", unschedulable=NO_DEVICE)
 WAITING = pod("new-1", "new", ready=False, gate="", node="", unschedulable=STARVED)
 STARTING = pod("new-1", "new", ready=False, gate="")
 OLD = pod("old-1", "old")
@@ -389,6 +399,8 @@ GPU = {"resources": {"gpu": {}}}
          (WAITING, pod("new-2", "new", ready=False, node="", unschedulable=STARVED), OLD,
           pod("old-2", "old", is_terminating=True)), deployment("new", 1), True),
         ("old pod holds no GPU", GPU, (WAITING, pod("old-1", "old", node="")), deployment("new", 1), False),
+        ("surge finds no device of a claim", CLAIMS, (WITHOUT_DEVICE, OLD), deployment("new", 1), True),
+        ("replicas share the claim", SHARED_CLAIM, (WITHOUT_DEVICE, OLD), deployment("new", 1), False),
         ("starves for something else", GPU, (
             pod("new-1", "new", ready=False, node="", unschedulable=NO_CPU), OLD), deployment("new", 1), False),
         ("scaling up, no rollout", GPU, (WAITING, pod("new-2", "new")), deployment("new", 1), False),
@@ -416,4 +428,22 @@ def test_replacing_in_place_changes_the_strategy_and_nothing_else() -> None:
     assert strategy == {"maxSurge": 0, "maxUnavailable": 1}
     assert fallen_back.deployment["spec"]["template"] == usual.deployment["spec"]["template"]
     settled = Observation(deployment=fallen_back.deployment, pods=(pod("n", usual.revision),))
-    assert plan_children(service, settled, CONFIG) == usual
+    again = plan_children(service, settled, CONFIG)
+    assert (again.rollout, again.deployment["spec"]) == (usual.rollout, usual.deployment["spec"])
+
+
+@pytest.mark.parametrize(
+    ("engine", "expected"),
+    [
+        ({}, ["http://tiny-engine.team.svc:8000"]),
+        ({"enablePrefixCaching": False}, []),
+        ({"env": [{"name": "ARGOSY_WARM_UP_FROM", "value": ""}]}, [""]),
+    ],
+    ids=str,
+)
+def test_new_replicas_warm_up_from_the_services_ready_ones(
+    engine: dict[str, object], expected: list[str]
+) -> None:
+    env = container(plan(engine=engine))["env"]
+    found = [each for each in env if each["name"] == "ARGOSY_WARM_UP_FROM"]
+    assert [each["value"] for each in found] == expected

@@ -13,7 +13,8 @@ from argosy_engine.api.serve import build_parser as engine_parser
 from argosy_engine.api.serve import parse_args
 from argosy_operator.desired.model_volume import model_volume
 from argosy_resource import crd
-from argosy_resource.engine_command import FLAG_FIELDS, engine_args, flags_as_fields
+from argosy_resource.engine_command import engine_args, flags_as_fields
+from argosy_resource.engine_flags import FLAG_FIELDS
 from argosy_router.main import build_parser, config_of
 
 ROOT = Path(__file__).parents[2]
@@ -65,7 +66,13 @@ def test_every_flag_of_a_field_is_known_by_it() -> None:
     """Else a message of the engine about it would not name the field."""
     spec = crd.schema()["properties"]["spec"]["properties"]
     fields = {f"{part}.{name}" for part in ("engine", "parallelism") for name in spec[part]["properties"]}
-    assert set(FLAG_FIELDS.values()) == fields - {"engine.image", "engine.env"}
+    assert set(FLAG_FIELDS.values()) == fields - {
+        "engine.image",
+        "engine.env",
+        "engine.args",
+        "engine.upgradePolicy",
+        "engine.type",
+    }
     help_text = engine_parser().format_help()
     assert [flag for flag in FLAG_FIELDS if flag not in help_text] == []
 

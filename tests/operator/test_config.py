@@ -16,6 +16,9 @@ def test_config_from_the_environment() -> None:
     assert (config.namespace, config.fleet_key, config.engine_image) == ("n", b"0123456789abcdef", "i")
     assert (config.watch_namespaces, config.router_url) == (("a", "b"), "http://r")
     assert not config.router_speaks_tls
+    assert config.engine_upgrade_policy == "OnSpecChange"
+    automatic = OperatorConfig.from_env({**ENV, "ARGOSY_ENGINE_UPGRADE_POLICY": "Automatic"})
+    assert automatic.engine_upgrade_policy == "Automatic"
     assert OperatorConfig.from_env({**ENV, "ARGOSY_ROUTER_URL": "https://r"}).router_speaks_tls
 
 
@@ -27,11 +30,13 @@ def test_no_fleet_key_is_needed_where_the_operator_is_to_make_it() -> None:
             "ARGOSY_FLEET_KEY_SECRET": "argosy-fleet-key",
             "ARGOSY_ROUTER_KEYS_SECRET": "argosy-router-keys",
             "ARGOSY_IMAGE_PULL_SECRETS": "registry,other",
+            "ARGOSY_ENGINE_SERVICE_ACCOUNTS": "models, identity",
         }
     )
     assert (config.fleet_key, config.fleet_key_secret) == (b"", "argosy-fleet-key")
     assert config.router_keys_secret == "argosy-router-keys"
     assert config.image_pull_secrets == ("registry", "other")
+    assert config.engine_service_accounts == ("models", "identity")
 
 
 def test_settings_of_models() -> None:
@@ -60,6 +65,7 @@ def test_settings_of_models() -> None:
         ({"ARGOSY_FLEET_KEY": "short", "ARGOSY_FLEET_KEY_SECRET": "s"}, "ARGOSY_FLEET_KEY"),
         ({"ARGOSY_FLEET_KEY": "short"}, "ARGOSY_FLEET_KEY"),
         ({"ARGOSY_ENGINE_IMAGE": ""}, "ARGOSY_ENGINE_IMAGE"),
+        ({"ARGOSY_ENGINE_UPGRADE_POLICY": "Never"}, "ARGOSY_ENGINE_UPGRADE_POLICY"),
         ({"ARGOSY_IMAGE_PULL_POLICY": "Sometimes"}, "ARGOSY_IMAGE_PULL_POLICY"),
         ({"ARGOSY_MODEL_FETCH_ENV": "HTTPS_PROXY=a"}, "ARGOSY_MODEL_FETCH_ENV"),
         ({"ARGOSY_MODEL_FETCH_ENV": '{"A": 1}'}, "ARGOSY_MODEL_FETCH_ENV"),

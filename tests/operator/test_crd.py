@@ -14,9 +14,9 @@ from argosy_resource import crd
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("name", crd.FILES)
-def test_files_are_what_the_types_say(name: str) -> None:
-    assert (ROOT / name).read_text(encoding="utf-8") == crd.render(), "run: python -m argosy_resource.crd"
+@pytest.mark.parametrize(("name", "text"), [(crd.FILE, crd.render()), (crd.TEMPLATE, crd.template())])
+def test_files_are_what_the_types_say(name: str, text: str) -> None:
+    assert (ROOT / name).read_text(encoding="utf-8") == text, "run: python -m argosy_resource.crd"
 
 
 def nodes(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:

@@ -60,3 +60,10 @@ def test_the_applied_hash_shows_every_change() -> None:
     )
     assert contains(dropped["spec"]["selector"], wanted["spec"]["selector"])
     assert must_apply(wanted, dropped), "a field that is no longer wanted must go"
+
+
+def test_what_an_overlay_leaves_out_is_no_difference() -> None:
+    """The API server does not store empty lists."""
+    volume = {"name": "site", "configMap": {"name": "site"}}
+    made = plan_children(isvc(podTemplate={"spec": {"volumes": [volume]}}), Observation(), CONFIG)
+    assert contains(volume, made.deployment["spec"]["template"]["spec"]["volumes"][-1])

@@ -37,9 +37,20 @@ HALTED = condition("Progressing", "False", "RolloutHalted")
         ("the same trouble", [CRASH], [condition("Degraded", "True", "CrashLoopBackOff", "other")], []),
         ("other trouble", [condition("Degraded", "True", "Unschedulable")], [CRASH],
          [("Warning", "CrashLoopBackOff", "pod p: no config.json")]),
-        ("trouble ends", [CRASH], [FINE], []),
+        ("trouble ends", [CRASH], [condition("Degraded", "False", "AsExpected", "")],
+         [("Normal", "Recovered", "CrashLoopBackOff is over")]),
         ("ready", [NOT_READY], [READY], [("Normal", "ReplicasRoutable", "m")]),
-        ("not ready: Degraded or Progressing says why", [READY], [NOT_READY], []),
+        ("not ready any more", [READY], [NOT_READY], [("Warning", "Starting", "m")]),
+        ("not ready because of a change", [READY], [condition("Ready", "False", "RollingOut")],
+         [("Normal", "RollingOut", "m")]),
+        ("not ready, and Degraded says why", [FINE, READY],
+         [CRASH, condition("Ready", "False", "CrashLoopBackOff")],
+         [("Warning", "CrashLoopBackOff", "pod p: no config.json")]),
+        ("not ready yet", [], [NOT_READY], []),
+        ("not ready for another reason", [NOT_READY], [condition("Ready", "False", "RollingOut")], []),
+        ("scaled to zero", [READY], [condition("Ready", "True", "ScaledToZero")],
+         [("Normal", "ScaledToZero", "m")]),
+        ("paused", [], [condition("Progressing", "False", "Paused")], [("Normal", "Paused", "m")]),
         ("halted", [condition("Progressing", "True", "RollingOut")], [HALTED], [("Warning", "RolloutHalted", "m")]),
         ("replaces in place", [], [condition("Progressing", "True", "NoGPUForSurge")],
          [("Normal", "NoGPUForSurge", "m")]),
@@ -71,7 +82,9 @@ async def test_a_crash_and_a_recovery_are_reported_once_each() -> None:
         await operator.settle()
     found = [(each["type"], each["reason"], each["count"]) for each in events(cluster)]
     assert sorted(found) == [
+        ("Normal", "Recovered", 1),
         ("Normal", "ReplicasRoutable", 2),
+        ("Normal", "RollingOut", 1),
         ("Warning", "ImagePullBackOff", 1),
         ("Warning", "RolloutHalted", 1),
     ]

@@ -132,12 +132,20 @@ async def test_server_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.M
 
 async def test_health_and_metrics(tmp_path: Path) -> None:
     cluster = FakeKubernetes()
-    controller = Controller(cluster, CONFIG, fetch=FakeRouter(cluster).fetch, ask_progress=FakeFetchers())
+    router = FakeRouter(cluster)
+    controller = Controller(
+        cluster, CONFIG, fetch=router.fetch, fetch_load=router.fetch_load, ask_progress=FakeFetchers()
+    )
     runner = web.AppRunner(health_app(controller, resync_seconds=300), access_log=None)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     url = f"http://127.0.0.1:{runner.addresses[0][1]}"
     async with ClientSession() as session:
+        async with session.get(f"{url}/readyz") as response:
+            assert (response.status, (await response.json())["ready"]) == (503, False)
+        await controller.start()
+        async with session.get(f"{url}/readyz") as response:
+            assert (response.status, await response.json()) == (200, {"ready": True, "leading": True})
         async with session.get(f"{url}/healthz") as response:
             assert (response.status, (await response.json())["alive"]) == (200, True)
         controller.resynced_at -= 1000

@@ -199,3 +199,15 @@ TestListAndWatch = ListAndWatch.TestCase
 TestListAndWatch.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
 TestOpaqueListAndWatch = OpaqueListAndWatch.TestCase
 TestOpaqueListAndWatch.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+
+
+def test_a_list_that_comes_late_takes_nothing_from_one_begun_after_it() -> None:
+    """Where resource versions are not numbers, and the event that would tell says nothing new."""
+    machine = OpaqueListAndWatch()
+    late = machine.begin_list()
+    machine.snapshot(late)
+    machine.create_or_modify("b")
+    machine.finish_list(machine.begin_list())
+    machine.deliver(1)
+    machine.finish_list(late)
+    machine.teardown()

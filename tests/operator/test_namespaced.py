@@ -17,7 +17,7 @@ from served_cluster import served, until
 
 from argosy_operator import main
 from argosy_operator.config import OperatorConfig
-from argosy_operator.kinds import Kind
+from argosy_operator.kinds import LEASES, Kind
 
 Rules = list[dict[str, Any]]
 
@@ -57,6 +57,8 @@ async def test_the_roles_of_the_chart_are_enough(
         engine_image="engine",
         router_url="http://router",
         watch_namespaces=("team", other),
+        lease="argosy-operator",
+        identity="argosy-operator-0",
     )
     roles: dict[str, Rules] = {OWN: fleet_rules("argosy-operator-fleet")}
     for namespace in ("team", other):
@@ -78,6 +80,9 @@ async def test_the_roles_of_the_chart_are_enough(
             operator.cancel()
             await asyncio.gather(operator, return_exceptions=True)
     assert server.forbidden == []
+    assert cluster.objects[LEASES, OWN, "argosy-operator"]["spec"]["holderIdentity"] == "", (
+        "given up at its end"
+    )
     assert cluster.children(namespace="elsewhere") == {}
     in_own = [path for path in watches(server) if f"/{OWN}/" in path]
     assert in_own == [f"/api/v1/namespaces/{OWN}/pods"] or other == OWN

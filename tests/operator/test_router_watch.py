@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from builders import NOW, pod_object
+from builders import NOW, pod_object, router_pods
 from virtual_time import virtual_time
 
 from argosy_operator.cluster.router_watch import GRACE, RouterPod, RouterWatch, read_router_pod
@@ -49,10 +49,6 @@ def report(revision: int, *uids: str, state: str = "synced", service: str = "tea
         for uid in uids
     )
     return RoutableReport(router="r", revision=revision, replicas=replicas)
-
-
-def router_pods(*names: str) -> list[RouterPod]:
-    return [RouterPod(uid=name, name=name, address=name) for name in names]
 
 
 @virtual_time

@@ -206,6 +206,84 @@ def test_conditions(name: str, made: InferenceServiceStatus, expected: dict[str,
     assert all(condition.observed_generation == 1 for condition in made.conditions)
 
 
+SCALED = {"scaling": {"maxReplicas": 4, "metrics": {"concurrency": 10}}}
+AT_LEAST_TWO = {
+    "scaling": {
+        "maxReplicas": 4,
+        "metrics": {"concurrency": 10},
+        "schedules": [{"name": "always", "start": "0 0 * * *", "end": "0 0 1 6 *", "minReplicas": 2}],
+    }
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "made", "ready"),
+    [
+        ("one is added", report((new(1),), replicas=2, **SCALED), ("True", "ReplicasRoutable")),
+        (
+            "the Deployment is not written yet",
+            report((new(1),), replicas=2, deployment=live_deployment(1, seen=False), **SCALED),
+            ("True", "ReplicasRoutable"),
+        ),
+        (
+            "one finds no node",
+            report((new(1), new(2, **NOWHERE, unschedulable=NO_GPU)), replicas=2, **SCALED),
+            ("True", "ReplicasRoutable"),
+        ),
+        ("one too many", report((new(1), new(2)), replicas=1, **SCALED), ("True", "ReplicasRoutable")),
+        ("none is up", report((new(1, **STARTING),), replicas=2, **SCALED), ("False", "RollingOut")),
+        ("an old one serves", report((new(1), old(2)), replicas=2, **SCALED), ("False", "RollingOut")),
+        (
+            "fewer than a schedule asks for",
+            report(
+                (new(1),),
+                replicas=2,
+                deployment=live_deployment(2),
+                rollout={"maxUnavailable": 0},
+                **AT_LEAST_TWO,
+            ),
+            ("False", "RollingOut"),
+        ),
+    ],
+)
+def test_a_scaled_service_is_ready_while_clients_are_served(
+    name: str, made: InferenceServiceStatus, ready: tuple[str, str]
+) -> None:
+    assert states(made)["Ready"] == ready
+
+
+@pytest.mark.parametrize(
+    ("manager", "time", "reason"),
+    [
+        ("k9s", "2025-12-31T23:50:01Z", "ScaledTwice"),
+        ("k9s", "2025-12-31T23:50:00Z", "AsExpected"),
+        ("kubectl-scale", NOW, "AsExpected"),
+        ("kube-controller-manager", "2025-06-01T00:00:00Z", "ScaledTwice"),
+    ],
+)
+def test_a_foreign_scaling_counts_while_it_may_be_repeated(manager: str, time: str, reason: str) -> None:
+    service = isvc_object(replicas=1, **SCALED)
+    service["metadata"]["managedFields"] = [{"manager": manager, "subresource": "scale", "time": time}]
+    observed = Observation(deployment=live_deployment(1), pods=(new(1),), routers=ALIVE)
+    parsed = parse(service)
+    plan = plan_children(parsed, observed, CONFIG)
+    made = status(parsed, observed, plan, config=CONFIG, now=NOW)
+    assert states(made)["Degraded"][1] == reason
+
+
+def test_a_service_that_is_paused_at_zero_is_not_ready() -> None:
+    zero = {"scaling": {"minReplicas": 0, "maxReplicas": 4}}
+    idle = report(replicas=0, **zero)
+    assert states(idle)["Ready"] == ("True", "ScaledToZero")
+    paused = report(replicas=0, paused=True, **zero)
+    assert states(paused)["Ready"] == ("False", "Paused")
+    messages = {each.type: each.message for each in paused.conditions}
+    assert "unpause" in messages["Ready"]
+    assert "held" not in messages["Routable"]
+    unscaled = report(replicas=0, paused=True)
+    assert states(unscaled)["Ready"] == ("True", "ScaledToZero"), "as its spec says"
+
+
 def test_rollout_without_a_spare_gpu_says_so() -> None:
     gpu = {"resources": {"gpu": {}}}
     revision = plan_children(parse(isvc_object(replicas=2, **gpu)), Observation(), CONFIG).revision
@@ -270,10 +348,11 @@ def test_a_node_that_may_have_no_cache_is_named(cache: str) -> None:
     assert ("node node-a may have no node cache" in told) == (cache == "node")
 
 
-async def test_the_service_is_looked_at_again_when_its_volumes_have_taken_too_long() -> None:
+async def looked_at_again(resource: dict[str, Any], *pods: Pod) -> list[float]:
+    """Seconds until a service is reconciled again for what time alone changes."""
     cluster = new_cluster()
     later: list[float] = []
-    service = parse(isvc_object(replicas=1))
+    service = parse(resource)
     cluster.create(isvc_object(replicas=1))
     reporter = Reporter(
         cluster,
@@ -283,11 +362,24 @@ async def test_the_service_is_looked_at_again_when_its_volumes_have_taken_too_lo
         now=lambda: NOW,
         look_again=lambda name, seconds: later.append(seconds),
     )
-    observed = Observation(
-        deployment=live_deployment(1), pods=(new(1, **STARTING, unmounted_since="2025-12-31T23:59:00Z"),)
-    )
+    observed = Observation(deployment=live_deployment(1), pods=pods)
     await reporter.report(service, observed, plan_children(service, observed, CONFIG), None)
-    assert later == [60.0]
+    return later
+
+
+async def test_the_service_is_looked_at_again_when_its_volumes_have_taken_too_long() -> None:
+    starting = new(1, **STARTING, unmounted_since="2025-12-31T23:59:00Z")
+    assert await looked_at_again(isvc_object(replicas=1), starting) == [60.0]
+
+
+@pytest.mark.parametrize(("manager", "later"), [("k9s", [540.0]), ("kube-controller-manager", [])])
+async def test_the_service_is_looked_at_again_when_a_foreign_scaling_has_aged(
+    manager: str, later: list[float]
+) -> None:
+    resource = isvc_object(replicas=1, **SCALED)
+    entry = {"manager": manager, "subresource": "scale", "time": "2025-12-31T23:59:00Z"}
+    resource["metadata"]["managedFields"] = [entry]
+    assert await looked_at_again(resource, new(1)) == later
 
 
 def test_transition_time_is_kept_while_the_status_stays() -> None:

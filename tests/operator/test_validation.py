@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 
 from argosy_resource.validation import ManifestError, load_manifests, validate_manifest
 from manifests_table import CASES, TINY, Case, manifest
@@ -30,6 +31,19 @@ def test_defaults_are_those_of_the_schema() -> None:
     assert service.spec.router.policy == "cost"
     assert (service.spec.rollout.max_surge, service.spec.rollout.max_unavailable) == (None, None)
     assert service.served_name == "tiny"
+
+
+def test_metadata_as_an_api_server_shows_it_is_accepted() -> None:
+    entry = {
+        "manager": "kubectl",
+        "operation": "Apply",
+        "apiVersion": "v1",
+        "fieldsType": "FieldsV1",
+        "fieldsV1": {},
+    }
+    shown = yaml.safe_load(manifest(TINY))
+    shown["metadata"] |= {"managedFields": [entry, entry], "uid": "1", "finalizers": ["example.com/a"]}
+    assert [each.served_name for each in load_manifests(yaml.safe_dump(shown))] == ["tiny"]
 
 
 def test_null_takes_a_default_where_there_is_one() -> None:

@@ -25,9 +25,11 @@ app.kubernetes.io/instance: {{ (index . 1).Release.Name }}
 {{/* The restricted Pod Security profile. */}}
 {{- define "argosy.podSecurity" -}}
 runAsNonRoot: true
+{{- if not .Values.arbitraryUids }}
 runAsUser: 10001
 runAsGroup: 10001
 fsGroup: 10001
+{{- end }}
 seccompProfile: {type: RuntimeDefault}
 {{- end -}}
 
@@ -113,7 +115,7 @@ imagePullSecrets:
   verbs: [create, patch]
 - apiGroups: [""]
   resources: [pods]
-  verbs: [get, list, watch]
+  verbs: [get, list, watch, patch]
 - apiGroups: [""]
   resources: [pods/status]
   verbs: [patch]

@@ -44,6 +44,10 @@ class Api(Protocol):
         """Create the object. `ApiError` 409 if one of this name exists."""
         ...
 
+    async def replace(self, manifest: Object) -> Object:
+        """Replace the object. `ApiError` 409 unless it still has the manifest's `resourceVersion`."""
+        ...
+
     async def apply(self, manifest: Object) -> Object:
         """Server-side apply with the operator's field manager, conflicts forced. Returns the object as
         stored. With a UID in the manifest, `ApiError` 409 unless the object of this name has that UID."""
@@ -53,6 +57,10 @@ class Api(Protocol):
         self, kind: Kind, namespace: str, name: str, patch: Object, *, strategic: bool
     ) -> Object:
         """Patch the status subresource: strategic merge for built-in kinds, merge patch for ours."""
+        ...
+
+    async def patch(self, kind: Kind, namespace: str, name: str, patch: Object) -> Object:
+        """Merge patch of the object itself, whose UID the patch must name. Returns the object as stored."""
         ...
 
     async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str) -> None:

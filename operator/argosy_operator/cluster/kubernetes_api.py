@@ -117,6 +117,11 @@ class KubernetesApi:
         path = self._resource(kind_of(manifest)).path(namespace=manifest["metadata"]["namespace"])
         return await self._request("post", path, body=manifest, field_manager=FIELD_MANAGER)
 
+    async def replace(self, manifest: Object) -> Object:
+        metadata = manifest["metadata"]
+        path = self._path(kind_of(manifest), metadata["namespace"], metadata["name"])
+        return await self._request("put", path, body=manifest, field_manager=FIELD_MANAGER)
+
     async def apply(self, manifest: Object) -> Object:
         metadata = manifest["metadata"]
         try:
@@ -143,6 +148,15 @@ class KubernetesApi:
             f"{self._path(kind, namespace, name)}/status",
             body=patch,
             content_type=f"application/{style}+json",
+            field_manager=FIELD_MANAGER,
+        )
+
+    async def patch(self, kind: Kind, namespace: str, name: str, patch: Object) -> Object:
+        return await self._request(
+            "patch",
+            self._path(kind, namespace, name),
+            body=patch,
+            content_type="application/merge-patch+json",
             field_manager=FIELD_MANAGER,
         )
 

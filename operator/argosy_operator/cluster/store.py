@@ -11,6 +11,7 @@ then takes precedence over the list, since the watch continues from there.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -107,7 +108,8 @@ class Store:
             self._open.remove(listing)
 
     def adopt(self, listing: Listing, objects: Iterable[Object], version: str) -> list[Object]:
-        """Replace a kind's objects by a list of `version`. Returns the objects that had changed unnoticed."""
+        """Replace a kind's objects by a list of `version`. Returns the objects that had changed unnoticed; lists that
+        were begun earlier, and are not adopted yet, say nothing about these any more."""
         kind, listed, changed = listing.kind, set(), []
         for obj in objects:
             name = object_name(obj)
@@ -131,6 +133,8 @@ class Store:
                 continue
             self._drop(kind, name)
             changed.append(held)
+        for older in itertools.takewhile(lambda each: each is not listing, self._open):
+            older.touched.update(name for name in map(object_name, changed) if older.covers(kind, name))
         return changed
 
     def _put(self, kind: Kind, name: Name, obj: Object) -> None:
@@ -183,6 +187,14 @@ def _uid(obj: Object) -> str:
 
 
 def _trimmed(obj: Object) -> Object:
-    """The object without managedFields, which are often larger than the rest."""
+    """The object without managedFields, which are often larger than the rest; of those only who used the scale
+    subresource is kept."""
     metadata = {name: value for name, value in obj["metadata"].items() if name != "managedFields"}
+    scalers = [
+        {"manager": entry.get("manager", ""), "subresource": "scale"}
+        for entry in obj["metadata"].get("managedFields", ())
+        if entry.get("subresource") == "scale"
+    ]
+    if scalers:
+        metadata["managedFields"] = scalers
     return {**obj, "metadata": metadata}

@@ -15,10 +15,12 @@ import xxhash
 from msgspec import Struct
 
 from argosy_operator.config import OperatorConfig
-from argosy_operator.desired.model_volume import Manifest, cache_problem
+from argosy_operator.desired.deployment_problem import deployment_problem
+from argosy_operator.desired.manifest_fields import Manifest
+from argosy_operator.desired.pinned_images import Images, pinned_images, served_revision
 from argosy_operator.desired.pod_template import key_secret_name, pod_template
 from argosy_operator.desired.rollout import MIN_READY_SECONDS, RolloutPlan, plan_rollout
-from argosy_operator.names import child_labels, child_name
+from argosy_operator.names import SERVED_ANNOTATION, child_labels, child_name
 from argosy_operator.observed.observation import Observation
 from argosy_operator.observed.pod import Problem
 from argosy_protocol.bearer_keys import internal_key
@@ -35,6 +37,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     service: Manifest
     budget: Manifest
     deployment: Manifest
+    images: Images
     rollout: RolloutPlan = RolloutPlan()
     problem: Problem | None = None
     """Why the Deployment cannot be had in this cluster: it is not applied, and one that exists stays as it is."""
@@ -48,16 +51,20 @@ def plan_children(service: InferenceService, observed: Observation, config: Oper
     """Compute the children that should exist now."""
     secret = _secret(service, config)
     key_digest = digest(secret["data"])
-    template, revision = pod_template(service, config, key_digest=key_digest)
+    images = pinned_images(service, observed, config)
+    template, revision = pod_template(service, config, images, key_digest=key_digest)
     rollout = plan_rollout(service, observed, revision, key_digest=key_digest)
     return Plan(
         revision=rollout.held_revision or revision,
         secret=secret,
         service=_service(service),
         budget=_budget(service),
-        deployment=_deployment(service, template, rollout),
+        deployment=_deployment(
+            service, template, rollout, images, served=served_revision(observed, revision)
+        ),
+        images=images,
         rollout=rollout,
-        problem=cache_problem(service, config),
+        problem=deployment_problem(service, config),
     )
 
 
@@ -118,8 +125,13 @@ def _budget(service: InferenceService) -> Manifest:
     }
 
 
-def _deployment(service: InferenceService, template: Manifest, rollout: RolloutPlan) -> Manifest:
-    metadata = {**_metadata(service, child_name(service)), "annotations": rollout.annotations}
+def _deployment(
+    service: InferenceService, template: Manifest, rollout: RolloutPlan, images: Images, *, served: str
+) -> Manifest:
+    annotations = {**rollout.annotations, **images.annotations}
+    if served:
+        annotations[SERVED_ANNOTATION] = served
+    metadata = {**_metadata(service, child_name(service)), "annotations": annotations}
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",

@@ -19,7 +19,7 @@ from argosy_operator.desired.cached_condition import CachedChange, cached_change
 from argosy_operator.desired.children import Plan, plan_children
 from argosy_operator.desired.drift import must_apply, with_applied_hash
 from argosy_operator.desired.readiness_gate import GateStatus, gate_status
-from argosy_operator.kinds import Kind, Object, kind_of, object_name
+from argosy_operator.kinds import DEPLOYMENTS, Kind, Object, kind_of, object_name
 from argosy_operator.names import KEY_ANNOTATION
 from argosy_operator.observed.deployment import has_the_turn
 from argosy_operator.observed.observation import Observation, is_owned
@@ -42,6 +42,15 @@ class ChildChange(Struct, frozen=True):
     live: Mapping[str, Any] | None
     """The observed object; None if there was none. An object without our labels is never observed, so the writer asks
     the API server before it creates one."""
+
+    @property
+    def removed_replicas(self) -> int:
+        """By how many replicas this makes a Deployment smaller; not if none is left, since all go then."""
+        if self.live is None or kind_of(self.wanted) is not DEPLOYMENTS:
+            return 0
+        left: int = self.wanted["spec"]["replicas"]
+        present: int = self.live["spec"].get("replicas", 1)
+        return max(0, present - left) if left else 0
 
 
 class Diff(Struct, frozen=True, kw_only=True):

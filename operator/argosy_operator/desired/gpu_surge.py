@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from argosy_operator.observed.deployment import rolling_update, template_revision
 from argosy_operator.observed.observation import Observation
+from argosy_resource.resources import Resources
 from argosy_resource.types import InferenceService
+
+_NO_DEVICE: Final = "cannot allocate all claims"
+"""The scheduler's words (plugin DynamicResources)."""
 
 
 def no_gpu_for_surge(service: InferenceService, observed: Observation, revision: str) -> bool:
@@ -14,18 +20,25 @@ def no_gpu_for_surge(service: InferenceService, observed: Observation, revision:
     some, and ends when no old pod is left. The live Deployment (this revision, no surge) keeps that state: the pending
     pod is scheduled as soon as the first old one is gone, and a decision on that pod alone would flap.
     """
-    gpu, rollout = service.spec.resources.gpu, service.spec.rollout
-    if gpu is None or rollout.surge == 0:
+    lacking = _lacking(service.spec.resources)
+    if not lacking or service.spec.rollout.surge == 0:
         return False
     holders = [pod for pod in observed.pods if pod.is_alive and pod.node and pod.revision != revision]
     if not holders:
         return False
-    lacking = f"Insufficient {gpu.resource_name}"
     pending = sum(
-        pod.is_alive and pod.revision == revision and lacking in pod.unschedulable for pod in observed.pods
+        pod.is_alive and pod.revision == revision and any(text in pod.unschedulable for text in lacking)
+        for pod in observed.pods
     )
     leaving = sum(pod.is_terminating and bool(pod.node) for pod in observed.pods)
     return pending > leaving or _is_without_surge(observed, revision)
+
+
+def _lacking(resources: Resources) -> list[str]:
+    """What the scheduler says of a pod for which no GPU is free, or no device of a claim that is the replica's own."""
+    found = [] if resources.gpu is None else [f"Insufficient {resources.gpu.resource_name}"]
+    is_own = any(claim.resource_claim_template_name is not None for claim in resources.claims)
+    return [*found, _NO_DEVICE] if is_own else found
 
 
 def _is_without_surge(observed: Observation, revision: str) -> bool:

@@ -19,15 +19,14 @@ from typing import Any, Final
 from msgspec import Struct
 
 from argosy_operator.config import OperatorConfig
+from argosy_operator.desired.manifest_fields import Manifest
 from argosy_operator.observed.pod import Problem
 from argosy_resource.engine_address import PROGRESS_PORT
 from argosy_resource.engine_command import claim_name
-from argosy_resource.model_source import MODEL_MOUNT, MODELS_MOUNT, image_reference, is_remote
+from argosy_resource.model_source import LINKED_MODEL, MODEL_MOUNT, MODELS_MOUNT, image_reference, is_remote
 from argosy_resource.pod_overlay import FETCH_CONTAINER
 from argosy_resource.schema_types import quantity_bytes, quantity_text
 from argosy_resource.types import InferenceService, ModelCache
-
-Manifest = dict[str, Any]
 
 CREDENTIALS_DIR: Final = "/var/run/argosy/model-credentials"
 
@@ -139,26 +138,36 @@ def _store(service: InferenceService, config: OperatorConfig) -> ModelVolume:
         # Optional, so that a pod starts without it and the fetcher tells which Secret is missing.
         projected = {"secretName": secret.name, "optional": True, "defaultMode": 0o440}
         volumes.append({"name": _CREDENTIALS, "secret": projected})
+    mounts, link = [{**mount, "readOnly": True}], None
+    if service.spec.engine.foreign is not None:
+        link = {"name": _MODEL, "mountPath": MODEL_MOUNT}
+        volumes.append({"name": _MODEL, "emptyDir": {}})
+        mounts.append({**link, "readOnly": True})
     return ModelVolume(
         volumes=tuple(volumes),
-        mounts=({**mount, "readOnly": True},),
-        env={"ARGOSY_OFFLINE": "1"},
+        mounts=tuple(mounts),
+        env={"ARGOSY_OFFLINE": "1"} if link is None else {},
+        model=None if link is None else LINKED_MODEL,
         download_dir=MODELS_MOUNT,
-        fetch=_fetch_container(service, config, mount),
+        fetch=_fetch_container(service, config, mount, link),
         node_selector=config.node_cache_selector if cache.type == "node" else {},
     )
 
 
-def _fetch_container(service: InferenceService, config: OperatorConfig, store: Manifest) -> Manifest:
-    """The container that fetches the model unless the store has it. Its temporary directory is its own: what an engine
-    has left in one must not configure the fetcher of a restarted pod."""
+def _fetch_container(
+    service: InferenceService, config: OperatorConfig, store: Manifest, link: Manifest | None
+) -> Manifest:
+    """The container that fetches the model unless the store has it. Its temporary directory is its own: what an
+    engine has left in one must not configure the fetcher of a restarted pod. `link`: a mount in which it makes a link
+    to the model."""
     model, cache = service.spec.model, _cache(service)
     # The kubelet evicts pods of a node whose disk is nearly full. A claim has a disk of its own.
     min_free = {} if cache.type == "claim" else {"ARGOSY_MIN_FREE": _MIN_FREE}
     # It evicts those as well that exceed their limit, and the next pod would fetch the model again.
     limit = () if cache.size_limit is None else ("--max-size", _max_size(cache.size_limit))
     env = {**min_free, **config.fetch_env, "HOME": _SCRATCH_MOUNT}
-    mounts = [store, {"name": _SCRATCH, "mountPath": _SCRATCH_MOUNT}]
+    linked = () if link is None else ("--any-architecture", "--link", LINKED_MODEL)
+    mounts = [store, *([] if link is None else [link]), {"name": _SCRATCH, "mountPath": _SCRATCH_MOUNT}]
     if model.secret_ref is not None:
         env["ARGOSY_CREDENTIALS_DIR"] = CREDENTIALS_DIR
         mounts.append({"name": _CREDENTIALS, "mountPath": CREDENTIALS_DIR, "readOnly": True})
@@ -166,7 +175,7 @@ def _fetch_container(service: InferenceService, config: OperatorConfig, store: M
         "name": FETCH_CONTAINER,
         "args": [
             *("models", "pull", model.source, "--download-dir", MODELS_MOUNT),
-            *("--progress-port", str(PROGRESS_PORT), "--make-room", *limit),
+            *("--progress-port", str(PROGRESS_PORT), "--make-room", *limit, *linked),
         ],
         "env": [{"name": name, "value": value} for name, value in env.items()],
         "ports": [{"name": "progress", "containerPort": PROGRESS_PORT, "protocol": "TCP"}],

@@ -1,21 +1,25 @@
 """The pod template of a service's replicas, and its revision.
 
-Owns every field of the pods but those of the model (`model_volume`): command, probes, drain, hardening, volumes, and
-the merge with the user's overlay. Must not know Deployments or rollouts. Invariants: the pod satisfies the restricted
-Pod Security profile whatever the resource says, except for the hostPath volume of a node cache, which an administrator
-has to enable; the revision is a hash of the template, so pods are replaced if, and only if, the template changes.
+Owns every field of the pods but those of the model (`model_volume`) and of the nodes (`pod_placement`): command,
+probes, drain, hardening, volumes, and the merge with the user's overlay. Must not know Deployments or rollouts.
+Invariants: the pod satisfies the restricted Pod Security profile whatever the resource says, except for the hostPath
+volume of a node cache, which an administrator has to enable; the revision is a hash of the template, so pods are
+replaced if, and only if, the template changes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 import xxhash
 
 from argosy_operator.config import OperatorConfig
-from argosy_operator.desired.model_volume import Manifest, ModelVolume, model_volume
+from argosy_operator.desired.manifest_fields import Manifest, as_manifest, as_stored_manifest, present
+from argosy_operator.desired.model_volume import ModelVolume, model_volume
+from argosy_operator.desired.pinned_images import Images
+from argosy_operator.desired.pod_placement import placement_fields
 from argosy_operator.names import (
     KEY_ANNOTATION,
     REVISION_LABEL,
@@ -24,8 +28,10 @@ from argosy_operator.names import (
     child_name,
 )
 from argosy_resource.engine_address import API_KEY_ENV, ENGINE_PORT
-from argosy_resource.engine_command import engine_args
+from argosy_resource.engine_command import engine_args, foreign_args
+from argosy_resource.foreign_engines import READY_PATH
 from argosy_resource.pod_overlay import ENGINE_CONTAINER, VOLUME_PREFIX, Volume
+from argosy_resource.resources import ResourceClaim
 from argosy_resource.schema_types import quantity_text
 from argosy_resource.types import InferenceService
 
@@ -33,8 +39,13 @@ USER_ID: Final = 10001
 """User of the images. Numeric, because the kubelet cannot check a user name for runAsNonRoot."""
 HOME: Final = "/home/argosy"
 
+WARM_UP_ENV: Final = "ARGOSY_WARM_UP_FROM"
+"""A variable rather than a flag, because engines of other versions ignore what they do not know."""
+
 _TERMINATION_MARGIN_S: Final = 15
 """Seconds between the engine's own deadline and the kubelet's kill, to close streams and free device memory."""
+_SHARED_MEMORY: Final = "1Gi"
+"""Size of /dev/shm if the resource does not say."""
 _STARTUP_SECONDS: Final = 3600
 """Longest time that loading weights from a slow volume may take; until then no other probe runs."""
 
@@ -45,7 +56,7 @@ def key_secret_name(service: InferenceService) -> str:
 
 
 def pod_template(
-    service: InferenceService, config: OperatorConfig, *, key_digest: str
+    service: InferenceService, config: OperatorConfig, images: Images, *, key_digest: str
 ) -> tuple[Manifest, str]:
     """The template, labelled with its revision, and the revision."""
     overlay = service.spec.pod_template
@@ -53,39 +64,41 @@ def pod_template(
         "labels": {**overlay.metadata.labels, **child_labels(service)},
         "annotations": {**overlay.metadata.annotations, KEY_ANNOTATION: key_digest},
     }
-    template: Manifest = {"metadata": metadata, "spec": _pod_spec(service, config)}
+    template: Manifest = {"metadata": metadata, "spec": _pod_spec(service, config, images)}
     digest = xxhash.xxh3_64_hexdigest(msgspec.json.encode(template, order="deterministic"))
     revision = digest[:10]
     metadata["labels"][REVISION_LABEL] = revision
     return template, revision
 
 
-def _pod_spec(service: InferenceService, config: OperatorConfig) -> Manifest:
+def _pod_spec(service: InferenceService, config: OperatorConfig, images: Images) -> Manifest:
     spec, model = service.spec, model_volume(service, config)
-    placement = spec.placement
     grace = spec.rollout.drain_seconds + spec.engine.shutdown_timeout_seconds + _TERMINATION_MARGIN_S
     return {
-        "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        "securityContext": {
-            "runAsNonRoot": True,
-            "runAsUser": USER_ID,
-            "runAsGroup": USER_ID,
-            "fsGroup": USER_ID,
-            "fsGroupChangePolicy": "OnRootMismatch",
-            "seccompProfile": {"type": "RuntimeDefault"},
-        },
+        "securityContext": _pod_security(config),
         "readinessGates": [{"conditionType": ROUTABLE_GATE}],
         "terminationGracePeriodSeconds": grace,
-        "containers": [_engine_container(service, config, model)],
+        "containers": [_engine_container(service, config, images, model)],
         "volumes": _volumes(service, model),
-        **_present(
-            initContainers=_init_containers(service, config, model),
-            nodeSelector={**model.node_selector, **placement.node_selector},
-            tolerations=[_builtins(toleration) for toleration in placement.tolerations],
-            priorityClassName=placement.priority_class_name,
+        **placement_fields(service),
+        **present(
+            initContainers=_init_containers(service, config, images, model),
+            nodeSelector={**model.node_selector, **spec.placement.node_selector},
+            resourceClaims=[_claim(claim) for claim in spec.resources.claims],
             imagePullSecrets=_image_pull_secrets(service, config, model),
         ),
+    }
+
+
+def _pod_security(config: OperatorConfig) -> Manifest:
+    """The restricted Pod Security profile, as the images' user or as whom the cluster chooses."""
+    user = {} if config.arbitrary_uids else dict.fromkeys(("runAsUser", "runAsGroup", "fsGroup"), USER_ID)
+    return {
+        "runAsNonRoot": True,
+        **user,
+        "fsGroupChangePolicy": "OnRootMismatch",
+        "seccompProfile": {"type": "RuntimeDefault"},
     }
 
 
@@ -97,12 +110,14 @@ def _image_pull_secrets(
     return [{"name": name} for name in names]
 
 
-def _init_containers(service: InferenceService, config: OperatorConfig, model: ModelVolume) -> list[Manifest]:
+def _init_containers(
+    service: InferenceService, config: OperatorConfig, images: Images, model: ModelVolume
+) -> list[Manifest]:
     """Never `spec.engine.image`: `fetch-model` writes to a store that other services read, and has a Secret that the
     author of a resource need not be able to read."""
     if model.fetch is None:
         return []
-    common = _any_container(config.engine_image, config)
+    common = _any_container(images.fetch, config)
     resources = _resources(service, gpu=False)
     return [{**common, "resources": resources, **model.fetch, "args": _literal(model.fetch["args"])}]
 
@@ -123,24 +138,37 @@ def _any_container(image: str, config: OperatorConfig) -> Manifest:
     }
 
 
-def _engine_container(service: InferenceService, config: OperatorConfig, model: ModelVolume) -> Manifest:
-    drain = service.spec.rollout.drain_seconds
+def _engine_container(
+    service: InferenceService, config: OperatorConfig, images: Images, model: ModelVolume
+) -> Manifest:
+    drain, foreign = service.spec.rollout.drain_seconds, service.spec.engine.foreign
+    ready_path = "/ready" if foreign is None else READY_PATH
     return {
-        **_any_container(service.spec.engine.image or config.engine_image, config),
+        **_any_container(service.spec.engine.image or images.engine, config),
         "name": ENGINE_CONTAINER,
-        "args": _literal(engine_args(service, model=model.model, download_dir=model.download_dir)),
-        "env": _env(service, model),
+        **_program(service, model),
+        "env": _env(service, model, warms_up=images.warms_up),
         "ports": [{"name": "http", "containerPort": ENGINE_PORT, "protocol": "TCP"}],
-        "startupProbe": _probe("/ready", period=1, failures=_STARTUP_SECONDS),
-        "readinessProbe": _probe("/ready", period=2, failures=3),
+        "startupProbe": _probe(ready_path, period=1, failures=_STARTUP_SECONDS),
+        "readinessProbe": _probe(ready_path, period=2, failures=3),
         # Generous: a long prefill on a loaded node must not be mistaken for a dead engine.
         "livenessProbe": _probe("/health", period=10, failures=6),
         "resources": _resources(service, gpu=True),
         "volumeMounts": _volume_mounts(service, model),
         # The sleep action of the kubelet needs no shell in the image; zero seconds are not allowed
         # everywhere.
-        **_present(lifecycle={"preStop": {"sleep": {"seconds": drain}}} if drain else None),
+        **present(lifecycle={"preStop": {"sleep": {"seconds": drain}}} if drain else None),
     }
+
+
+def _program(service: InferenceService, model: ModelVolume) -> Manifest:
+    foreign = service.spec.engine.foreign
+    if foreign is None:
+        return {"args": _literal(engine_args(service, model=model.model, download_dir=model.download_dir))}
+    args = _literal(foreign_args(service, foreign, model=model.model))
+    # The kubelet puts the key in. Whoever sees the process's arguments sees its environment as well.
+    key = [] if foreign.key_variable else [f"--api-key=$({API_KEY_ENV})"]
+    return {"command": list(foreign.command), "args": [*args, *key]}
 
 
 def _literal(args: Iterable[str]) -> list[str]:
@@ -158,33 +186,48 @@ def _probe(path: str, *, period: int, failures: int) -> Manifest:
     }
 
 
-def _env(service: InferenceService, model: ModelVolume) -> list[Manifest]:
+def _env(service: InferenceService, model: ModelVolume, *, warms_up: bool) -> list[Manifest]:
     """The operator's variables, then the user's, merged by name: the overlay wins over spec.engine.env."""
     secret = {"secretKeyRef": {"name": key_secret_name(service), "key": API_KEY_ENV}}
-    own = [
+    own: list[Manifest] = [
         {"name": API_KEY_ENV, "valueFrom": secret},
         {"name": "HOME", "value": HOME},
         {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
         *({"name": name, "value": value} for name, value in model.env.items()),
     ]
-    users = {variable.name: _builtins(variable) for variable in service.spec.engine.env}
+    users = {variable.name: as_manifest(variable) for variable in service.spec.engine.env}
+    if (foreign := service.spec.engine.foreign) is not None:
+        # Without a name torch looks the user up, whom the image does not know by the number.
+        users = {"USER": {"name": "USER", "value": "argosy"}, **users}
     for container in service.spec.pod_template.spec.containers:
-        users |= {variable.name: _builtins(variable) for variable in container.env}
+        users |= {variable.name: as_manifest(variable) for variable in container.env}
+    if foreign is not None and foreign.key_variable:
+        users.pop(foreign.key_variable, None)
+        own.append({"name": foreign.key_variable, "valueFrom": secret})
+    is_caching = foreign is None and service.spec.engine.enable_prefix_caching
+    if warms_up and is_caching and WARM_UP_ENV not in users:
+        own.append({"name": WARM_UP_ENV, "value": _peers(service)})
     return [*own, *users.values()]
 
 
+def _peers(service: InferenceService) -> str:
+    """Address of the replicas that are ready. A new one computes their hottest prefixes before it is ready itself."""
+    return f"http://{child_name(service)}.{service.metadata.namespace}.svc:{ENGINE_PORT}"
+
+
 def _volumes(service: InferenceService, model: ModelVolume) -> list[Manifest]:
+    shared_memory = quantity_text(service.spec.resources.shared_memory) or _SHARED_MEMORY
     own: list[Manifest] = [
         {"name": "argosy-tmp", "emptyDir": {}},
         {"name": "argosy-home", "emptyDir": {}},
-        {"name": "argosy-shm", "emptyDir": {"medium": "Memory", "sizeLimit": "1Gi"}},
+        {"name": "argosy-shm", "emptyDir": {"medium": "Memory", "sizeLimit": shared_memory}},
     ]
     return [*own, *model.volumes, *map(_volume, service.spec.pod_template.spec.volumes)]
 
 
 def _volume(volume: Volume) -> Manifest:
     """A volume of the overlay."""
-    manifest: Manifest = _builtins(volume)
+    manifest: Manifest = as_stored_manifest(volume)
     if volume.empty_dir is not None and volume.empty_dir.size_limit is not None:
         manifest["emptyDir"]["sizeLimit"] = quantity_text(volume.empty_dir.size_limit)
     return manifest
@@ -199,7 +242,7 @@ def _volume_mounts(service: InferenceService, model: ModelVolume) -> list[Manife
         {"name": "argosy-shm", "mountPath": "/dev/shm"},  # noqa: S108 - a path in the pod
     ]
     users = [
-        _builtins(mount)
+        as_manifest(mount)
         for container in service.spec.pod_template.spec.containers
         for mount in container.volume_mounts
         if not mount.name.startswith(VOLUME_PREFIX)
@@ -208,29 +251,24 @@ def _volume_mounts(service: InferenceService, model: ModelVolume) -> list[Manife
 
 
 def _resources(service: InferenceService, *, gpu: bool) -> Manifest:
+    """Requests and limits. CPU and memory are the same for all containers, or the pod could never be Guaranteed."""
     resources = service.spec.resources
     memory = quantity_text(resources.memory)
-    requests = _present(cpu=quantity_text(resources.cpu), memory=memory)
-    limits = _present(memory=memory)
+    requests = present(cpu=quantity_text(resources.cpu), memory=memory)
+    limits = present(cpu=quantity_text(resources.cpu_limit), memory=memory)
+    claims = resources.claims if gpu else ()
     if gpu and resources.gpu is not None:
         requests[resources.gpu.resource_name] = limits[resources.gpu.resource_name] = str(service.spec.gpus)
-    return _present(requests=requests, limits=limits)
+    return present(
+        requests=requests,
+        limits=limits,
+        claims=[present(name=claim.name, request=claim.request) for claim in claims],
+    )
 
 
-def _present(**fields: Any) -> Manifest:
-    """The fields that are not empty."""
-    return {name: value for name, value in fields.items() if value not in (None, {}, [])}
-
-
-def _builtins(value: Any) -> Any:
-    """Convert a struct to the Kubernetes field of the same shape, without the fields that the user left out."""
-    return _without_none(msgspec.to_builtins(value))
-
-
-def _without_none(value: Any) -> Any:
-    if isinstance(value, dict):
-        kept = {name: _without_none(nested) for name, nested in value.items() if nested is not None}
-        return {name: nested for name, nested in kept.items() if nested != []}
-    if isinstance(value, list):
-        return [_without_none(nested) for nested in value]
-    return value
+def _claim(claim: ResourceClaim) -> Manifest:
+    return present(
+        name=claim.name,
+        resourceClaimName=claim.resource_claim_name,
+        resourceClaimTemplateName=claim.resource_claim_template_name,
+    )

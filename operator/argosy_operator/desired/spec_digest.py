@@ -9,17 +9,21 @@ import msgspec
 import xxhash
 from msgspec import Struct
 
-from argosy_resource.types import InferenceService, Resources
+from argosy_resource.resources import Resources
+from argosy_resource.types import InferenceService
 
 
 def input_digest(service: InferenceService) -> str:
     """Hash of those parts of the spec that shape the pods. Defaults are left out, so that a field which a later version
     adds does not change it."""
     spec = service.spec
-    parts = (spec.engine, _resources(service), spec.placement, spec.pod_template)
+    engine = msgspec.structs.replace(spec.engine, upgrade_policy=None)
+    parts = (engine, _resources(service), spec.placement, spec.pod_template)
     said = [spec.model.source, spec.rollout.drain_seconds, *map(_non_defaults, parts)]
     if parallelism := _non_defaults(spec.parallelism):
         said.append({"parallelism": parallelism})
+    if spec.engine.foreign is not None:  # which is started with the names that clients use
+        said.append({"names": [service.served_name, *spec.model.aliases]})
     store = _non_defaults((spec.model.secret_ref, spec.model.cache))
     if any(store):
         said.append(store)

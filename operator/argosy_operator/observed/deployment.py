@@ -15,6 +15,13 @@ def template_revision(deployment: Object) -> str:
     return revision
 
 
+def container_image(deployment: Object, name: str) -> str:
+    """Image of a container, or init container, of the Deployment's pod template; empty if it has none of this name."""
+    spec = deployment["spec"]["template"].get("spec", {})
+    containers = (*spec.get("containers", ()), *spec.get("initContainers", ()))
+    return next((container.get("image", "") for container in containers if container["name"] == name), "")
+
+
 def serving_revision(deployment: Object) -> str:
     """The revision that a Deployment's pods should have now: its template's, unless that waits for its turn."""
     annotations = deployment["metadata"].get("annotations", {})

@@ -18,6 +18,9 @@ from argosy_resource.pod_overlay import ENGINE_CONTAINER
 
 Object = Mapping[str, Any]
 
+DELETION_COST_ANNOTATION: Final = "controller.kubernetes.io/pod-deletion-cost"
+"""The ReplicaSet controller removes pods of lower cost first."""
+
 
 class Problem(Struct, frozen=True):
     """Why something does not run: a CamelCase reason, as Kubernetes gives it, and a message."""
@@ -56,6 +59,8 @@ class Pod(Struct, frozen=True, kw_only=True):
     fetch: ModelFetch | None = None
     """None if the pod does not fetch its model."""
     restarts: int = 0
+    deletion_cost: int = 0
+    """What the ReplicaSet controller compares among ready pods."""
 
     @property
     def is_alive(self) -> bool:
@@ -97,7 +102,16 @@ def read_pod(obj: Object) -> Pod:
         problem=_problem(status, container, fetch),
         fetch=fetch,
         restarts=container.get("restartCount", 0),
+        deletion_cost=_deletion_cost(metadata),
     )
+
+
+def _deletion_cost(metadata: Object) -> int:
+    text = metadata.get("annotations", {}).get(DELETION_COST_ANNOTATION, "0")
+    try:
+        return int(text)
+    except ValueError:
+        return 0
 
 
 def _unmounted_since(conditions: Mapping[str, Object]) -> str:

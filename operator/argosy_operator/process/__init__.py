@@ -1,1 +1,1 @@
-"""The process around the control loop: event source, health port, keys of the installation."""
+"""The process around the control loop: event source, health port, keys of the installation, leader election."""

@@ -1,7 +1,7 @@
-"""The operator's health port: `/healthz` and `/metrics`.
+"""The operator's health port: `/healthz`, `/readyz` and `/metrics`.
 
-Invariant: alive means that the last resync is at most three periods ago, so that a process whose watches or API access
-died silently is restarted.
+Invariants: ready means that everything was listed, whether this operator leads or waits to; alive means that the last
+resync is at most three periods ago, so that a process whose watches or API access died silently is restarted.
 """
 
 from __future__ import annotations
@@ -27,6 +27,10 @@ def health_app(controller: Controller, *, resync_seconds: float) -> web.Applicat
         body = {"alive": alive, "lastResyncSeconds": round(age, 1), "queuedKeys": len(controller.queue)}
         return web.json_response(body, status=200 if alive else 503)
 
+    async def readyz(request: web.Request) -> web.Response:
+        body = {"ready": controller.has_listed, "leading": controller.is_leading}
+        return web.json_response(body, status=200 if controller.has_listed else 503)
+
     async def metrics(request: web.Request) -> web.Response:
         controller.count_services()
         return web.Response(
@@ -35,5 +39,6 @@ def health_app(controller: Controller, *, resync_seconds: float) -> web.Applicat
 
     app = web.Application()
     app.router.add_get("/healthz", healthz)
+    app.router.add_get("/readyz", readyz)
     app.router.add_get("/metrics", metrics)
     return app

@@ -1,8 +1,9 @@
 """The controller: events and timers queue keys, workers reconcile them.
 
 Owns the queue, the workers and the resync. Must not know kopf (`process.event_source` hands events over), nor what
-reconciling a resource means. Invariants: nothing is reconciled before everything was listed once, so that the fleet
-document of a half-read cluster is never published; one worker per key; a lost event costs at most one resync period.
+reconciling a resource means, nor how a lease is taken. Invariants: nothing is reconciled before everything was listed
+once, so that the fleet document of a half-read cluster is never published; one worker per key; a lost event costs at
+most one resync period.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from typing import Any, Final
 
 from argosy_operator.cluster.api_server import Api
 from argosy_operator.cluster.fetch_watch import AskProgress, FetchWatch, read_fetching_pod
+from argosy_operator.cluster.load_watch import LoadFetch, LoadWatch
 from argosy_operator.cluster.router_watch import Fetch, RouterWatch, read_router_pod
 from argosy_operator.cluster.store import Store, service_of
 from argosy_operator.config import OperatorConfig
+from argosy_operator.desired.scaling import INTERVAL
 from argosy_operator.errors import ApiError, OperatorError
 from argosy_operator.kinds import (
     BUDGETS,
@@ -35,7 +38,9 @@ from argosy_operator.kinds import (
 )
 from argosy_operator.names import FIELD_MANAGER, MANAGED_BY_LABEL, NAME_LABEL
 from argosy_operator.observed.deployment import has_the_turn, waits_for_its_turn
+from argosy_operator.reconcile.autoscaler import Autoscaler
 from argosy_operator.reconcile.fleet_publisher import FleetPublisher
+from argosy_operator.reconcile.leadership import FencedApi, Leadership
 from argosy_operator.reconcile.metrics import OperatorMetrics
 from argosy_operator.reconcile.reconciler import Reconciler
 from argosy_operator.reconcile.workqueue import WorkQueue
@@ -82,16 +87,32 @@ class Controller:
         config: OperatorConfig,
         *,
         fetch: Fetch,
+        fetch_load: LoadFetch,
         ask_progress: AskProgress,
         metrics: OperatorMetrics | None = None,
+        leadership: Leadership | None = None,
     ) -> None:
+        """`leadership` None: no other operator runs, and this one always writes."""
+        if leadership is not None:
+            api = FencedApi(api, leadership)
         self._api = api
+        self._leadership = leadership
+        self._may_work = asyncio.Event()
+        """Set while keys are reconciled."""
         self._config = config
         self.metrics = metrics or OperatorMetrics()
         self.store = Store()
         self.queue: WorkQueue[Name] = WorkQueue()
         self.routers = RouterWatch(fetch, self._routers_changed)
+        self.loads = LoadWatch(fetch_load, self._requests_held)
         self.fetches = FetchWatch(ask_progress, self.queue.add)
+        self._autoscaler = Autoscaler(
+            self.store,
+            loads=self.loads.view,
+            now=lambda: asyncio.get_running_loop().time(),
+            wall=lambda: datetime.datetime.now(datetime.UTC),
+            on_change=self.queue.add,
+        )
         self._reconciler = Reconciler(
             api,
             self.store,
@@ -101,12 +122,16 @@ class Controller:
             routers=lambda: self.routers.view,
             fetches=lambda: self.fetches.view,
             unpolled=lambda: self.fetches.unpolled,
+            autoscaler=self._autoscaler,
+            ask_loads=self.loads.ask,
             on_turn_ended=self._requeue_waiting_for_turn,
             look_again=self.queue.add_after,
         )
         self._fleet = FleetPublisher(api, self.store, config, self.metrics)
         self._relisted = asyncio.Event()
         """Set when the event source has listed a kind again: it may have missed deletions."""
+        self.has_listed = False
+        """Whether everything was listed once; the readiness probe looks at it."""
         self.resynced_at = time.monotonic()
         """When the last resync ended (monotonic clock); the liveness probe looks at it."""
 
@@ -124,6 +149,7 @@ class Controller:
                         "find InferenceServices", 404, "the CustomResourceDefinition is not served"
                     )
                 await self.resync()
+                self.has_listed = True
                 return
             except ApiError as error:
                 if asyncio.get_running_loop().time() >= deadline:
@@ -138,10 +164,18 @@ class Controller:
                 for _ in range(self._config.workers):
                     tasks.create_task(self._work())
                 tasks.create_task(self._resync_forever())
+                tasks.create_task(self._autoscale_forever())
+                tasks.create_task(self._work_while_leading())
         finally:
             self.routers.close()
+            self.loads.close()
             self.fetches.close()
             self.queue.close()
+
+    @property
+    def is_leading(self) -> bool:
+        """Whether this operator writes, rather than waiting for the lease of another one."""
+        return self._leadership is None or self._leadership.is_held
 
     def handle(self, kind: Kind, event: str | None, obj: Object) -> None:
         """Handle one event: `ADDED`, `MODIFIED`, `DELETED`, or None for an object of a list. The event source lists a
@@ -220,7 +254,9 @@ class Controller:
             if obj["metadata"].get("labels", {}).get(COMPONENT_LABEL) == "router"
             and obj["metadata"].get("namespace") == self._config.namespace
         )
-        self.routers.set_pods(pod for pod in found if pod is not None)
+        pods = [pod for pod in found if pod is not None]
+        self.routers.set_pods(pods)
+        self.loads.set_pods(pods)
 
     def _routers_changed(self, affected: frozenset[str] | None) -> None:
         self.metrics.routers.set(self.routers.view.alive)
@@ -229,9 +265,22 @@ class Controller:
             if affected is None or "/".join(name) in affected:
                 self.queue.add(name)
 
+    def _requests_held(self, services: frozenset[str]) -> None:
+        """Have a service that has no replica and holds requests scaled at once."""
+        if self._may_work.is_set():
+            self._autoscaler.evaluate_some(services)
+
+    async def _autoscale_forever(self) -> None:
+        while True:
+            await self._may_work.wait()
+            self.loads.set_needed(self._autoscaler.is_needed)
+            self._autoscaler.evaluate()
+            await asyncio.sleep(INTERVAL)
+
     async def _work(self) -> None:
         while True:
             key = await self.queue.get()
+            await self._may_work.wait()
             started, outcome = time.perf_counter(), "ok"
             try:
                 if key == FLEET:
@@ -254,13 +303,32 @@ class Controller:
     async def _resync_forever(self) -> None:
         while True:
             await self._resync_due()
-            while True:
-                try:
-                    await self.resync()
-                    break
-                except OperatorError as error:
-                    logger.warning("resync: %s", error)
-                    await asyncio.sleep(_RESYNC_RETRY)
+            await self._resync_until_done()
+
+    async def _resync_until_done(self) -> None:
+        while True:
+            try:
+                return await self.resync()
+            except OperatorError as error:
+                logger.warning("resync: %s", error)
+                await asyncio.sleep(_RESYNC_RETRY)
+
+    async def _work_while_leading(self) -> None:
+        """Have keys reconciled while this operator leads. It lists everything first: the last writes of the leader
+        before it need not have reached its watches."""
+        if self._leadership is None:
+            self.metrics.leading.set(1)
+            self._may_work.set()
+            return
+        while True:
+            await self._leadership.wait_until_held()
+            await self._resync_until_done()
+            self.metrics.leading.set(1)
+            self._may_work.set()
+            await self._leadership.wait_until_lost()
+            self._may_work.clear()
+            self._autoscaler.forget()
+            self.metrics.leading.set(0)
 
     async def _resync_due(self) -> None:
         """Wait until the period has passed, or the event source has listed a kind again."""

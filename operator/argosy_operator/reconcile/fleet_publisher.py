@@ -38,8 +38,8 @@ class FleetPublisher:
         self._conflicts: dict[str, tuple[NameConflict, ...]] = {}
         """Names that a service lost, by the service's key."""
         self._without_canary: frozenset[str] = frozenset()
-        self._stages: dict[Name, str] = {}
-        """How far the fetch of each service's model is in the last document."""
+        self._shown: dict[Name, tuple[str, float]] = {}
+        """What the last document shows of each service's status: the stage of the model's fetch, and the cold start."""
         self._parsed: dict[Name, tuple[Object, InferenceService]] = {}
         """Resources as parsed, so that each version is parsed once."""
 
@@ -48,10 +48,11 @@ class FleetPublisher:
         return self._conflicts.get("/".join(service), ())
 
     def lags(self, service: Name) -> bool:
-        """Whether the last document shows another stage of the fetch of a service's model than its status."""
-        published = self._stages.get(service)
+        """Whether the last document shows another stage of the fetch of a service's model, or another cold start, than
+        the service's status."""
+        published = self._shown.get(service)
         obj = self._store.get(INFERENCE_SERVICES, *service)
-        return published is not None and obj is not None and published != _stage(obj)
+        return published is not None and obj is not None and published != _shown(obj)
 
     async def publish(self) -> list[Name]:
         """Write the document if it changed. Returns the services that lost or won a name, or whose canary came or
@@ -67,10 +68,9 @@ class FleetPublisher:
         if must_apply(wanted, live):
             self._metrics.writes.labels(CONFIGMAPS.name, "apply").inc()
             await self._api.apply(wanted)
-        self._stages = {
-            (each.namespace, each.name): each.fetch.state
+        self._shown = {
+            (each.namespace, each.name): ("" if each.fetch is None else each.fetch.state, each.cold_start_s)
             for each in document.services
-            if each.fetch is not None
         }
         conflicts: dict[str, tuple[NameConflict, ...]] = {}
         for conflict in resolve_names(document).conflicts:
@@ -122,5 +122,6 @@ class FleetPublisher:
         }
 
 
-def _stage(obj: Object) -> str:
-    return stage(obj.get("status", {}).get("modelCache") or "")
+def _shown(obj: Object) -> tuple[str, float]:
+    status = obj.get("status", {})
+    return stage(status.get("modelCache") or ""), (status.get("scaling") or {}).get("coldStartSeconds", 0)

@@ -36,6 +36,11 @@ class OperatorMetrics:
             "argosy_operator_queued_keys", "Keys waiting to be reconciled.", registry=self.registry
         )
         self.routers = Gauge("argosy_operator_routers_alive", "Routers that answer.", registry=self.registry)
+        self.leading = Gauge(
+            "argosy_operator_leading",
+            "1 if this operator holds the lease and writes, 0 if another one does.",
+            registry=self.registry,
+        )
         self.resync_timestamp = Gauge(
             "argosy_operator_last_resync_timestamp_seconds",
             "When the operator last listed everything.",

@@ -8,7 +8,7 @@ written that is already so; there is no state but the cluster's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Awaitable, Callable, Mapping, Set
 from contextlib import nullcontext
 from typing import Any, Final
 
@@ -18,20 +18,24 @@ from argosy_operator.cluster.api_server import Api
 from argosy_operator.cluster.store import Store
 from argosy_operator.config import OperatorConfig
 from argosy_operator.desired.cached_condition import cached_patch
+from argosy_operator.desired.deletion_cost import cost_changes
+from argosy_operator.desired.deployment_problem import deployment_problem
 from argosy_operator.desired.diff import Diff, compute_diff
-from argosy_operator.desired.model_volume import cache_problem
 from argosy_operator.desired.readiness_gate import gate_patch
 from argosy_operator.errors import ApiError, OperatorError
 from argosy_operator.kinds import INFERENCE_SERVICES, PODS, Name
 from argosy_operator.observed.deployment import has_the_turn
 from argosy_operator.observed.observation import Observation, Routers
 from argosy_operator.observed.pod import Pod, Problem
+from argosy_operator.observed.service_load import ServiceLoad
+from argosy_operator.reconcile.autoscaler import Autoscaler
 from argosy_operator.reconcile.child_writer import ChildWriter
 from argosy_operator.reconcile.key_secrets import KeySecrets
 from argosy_operator.reconcile.metrics import OperatorMetrics
 from argosy_operator.reconcile.observer import Observer
 from argosy_operator.reconcile.reporter import Reporter
 from argosy_operator.reconcile.rollout_lock import RolloutLock
+from argosy_operator.status.scaling_status import scaling_status
 from argosy_protocol.fleet import NameConflict
 from argosy_protocol.model_progress import ModelProgress
 from argosy_resource.types import InferenceService, parse
@@ -54,6 +58,8 @@ class Reconciler:
         routers: Callable[[], Routers],
         fetches: Callable[[], Mapping[str, ModelProgress]],
         unpolled: Callable[[], Set[str]],
+        autoscaler: Autoscaler,
+        ask_loads: Callable[[], Awaitable[Mapping[str, ServiceLoad]]],
         on_turn_ended: Callable[[], None],
         look_again: Callable[[Name, float], None],
     ) -> None:
@@ -62,6 +68,8 @@ class Reconciler:
         self._config = config
         self._metrics = metrics
         self._now = now
+        self._autoscaler = autoscaler
+        self._ask_loads = ask_loads
         self.key_secrets = KeySecrets(api, metrics)
         self._turn = RolloutLock(store, on_turn_ended, is_left_alone=self._is_left_alone)
         self._observer = Observer(store, self._turn, routers=routers, fetches=fetches, unpolled=unpolled)
@@ -78,12 +86,13 @@ class Reconciler:
         if obj is None or obj["metadata"].get("deletionTimestamp"):
             return  # its children are deleted by their owner reference, and the fleet document is rendered again
         try:
-            service = parse(obj)
+            service = self._autoscaler.scaled(parse(obj))
         except msgspec.ValidationError as error:
             await self._reporter.report_invalid(obj, str(error))
             return
         observed = self._observer.observe(service, conflicts)
         diff = compute_diff(service, observed, self._config)
+        decision = self._autoscaler.decision(service)
         failure: OperatorError | None = None
         try:
             # No await between the observation and the claim: see RolloutLock.
@@ -97,7 +106,8 @@ class Reconciler:
                 raise
         problem = Problem(failure.reason, str(failure)) if failure is not None else diff.plan.problem
         later = self._observer.observe(service, conflicts)
-        await self._reporter.report(service, later, diff.plan, problem)
+        scaling = scaling_status(service, decision, diff.gates, self._now())
+        await self._reporter.report(service, later, diff.plan, problem, scaling)
         if failure is not None:
             raise failure
 
@@ -112,6 +122,8 @@ class Reconciler:
         if diff.secret is not None:
             await self.key_secrets.ensure(service, diff.secret, is_suspect=diff.is_key_suspect)
         for change in diff.children:
+            if change.removed_replicas:
+                await self._mark_least_valuable(service, observed, change.removed_replicas)
             stored = await self._children.apply(service, change)
             if stored is not None:
                 self._turn.note(change.live, stored)
@@ -123,11 +135,28 @@ class Reconciler:
             await self._patch_pod(service, cached.pod, cached_patch(cached, now=self._now()))
         return True
 
+    async def _mark_least_valuable(
+        self, service: InferenceService, observed: Observation, removed: int
+    ) -> None:
+        """Have the Deployment give up the replicas whose caches are worth least."""
+        loads = await self._ask_loads()
+        for change in cost_changes(observed.pods, loads.get(service.key), removed):
+            self._metrics.writes.labels(PODS.name, "patch").inc()
+            try:
+                stored = await self._api.patch(
+                    PODS, service.metadata.namespace, change.pod.name, change.patch
+                )
+            except ApiError as error:
+                if error.status not in (404, 409):  # gone, or replaced
+                    raise
+            else:
+                self._store.put(PODS, stored)
+
     def _is_left_alone(self, key: Name) -> bool:
         """Whether the plan of a service has a problem, for which its Deployment is not applied."""
         obj = self._store.get(INFERENCE_SERVICES, *key)
         try:
-            return obj is not None and cache_problem(parse(obj), self._config) is not None
+            return obj is not None and deployment_problem(parse(obj), self._config) is not None
         except msgspec.ValidationError:
             return False
 

@@ -24,6 +24,8 @@ from argosy_operator.status.events import events_between
 from argosy_operator.status.model_cached import seconds_until_stuck
 from argosy_operator.status.replica_problems import seconds_until_degraded, seconds_until_unmounted
 from argosy_operator.status.report import invalid_status, status
+from argosy_operator.status.scaling_status import seconds_until_scaled_once
+from argosy_resource.scaling_spec import ScalingStatus
 from argosy_resource.types import InferenceService
 
 
@@ -49,7 +51,12 @@ class Reporter:
         self._events = EventRecorder(api, now=now)
 
     async def report(
-        self, service: InferenceService, observed: Observation, plan: Plan, failure: Problem | None
+        self,
+        service: InferenceService,
+        observed: Observation,
+        plan: Plan,
+        failure: Problem | None,
+        scaling: ScalingStatus | None = None,
     ) -> None:
         """Report the outcome of a reconcile: `observed` after it, `plan` as it was acted on.
 
@@ -57,7 +64,9 @@ class Reporter:
             ApiError: the API server refused the status.
         """
         now, name = self._now(), (service.metadata.namespace, service.metadata.name)
-        report = status(service, observed, plan, config=self._config, now=now, failure=failure)
+        report = status(
+            service, observed, plan, config=self._config, now=now, failure=failure, scaling=scaling
+        )
         if report != service.status:
             await self._patch(name, service.metadata.uid, msgspec.to_builtins(report))
             await self._events.post(service, events_between(service.status.conditions, report.conditions))
@@ -66,6 +75,7 @@ class Reporter:
         waits = [seconds_until_degraded(pod, now) for pod in alive if pod.unschedulable]
         waits += [seconds_until_unmounted(pod, now) for pod in alive if pod.unmounted_since]
         waits += [seconds_until_stuck(pod, now, deadline) for pod in alive if not pod.is_up]
+        waits.append(seconds_until_scaled_once(service, now))
         if later := [seconds for seconds in waits if seconds > 0]:
             self._look_again(name, min(later))
         has_missed_its_turn = plan.rollout.phase == "waiting-for-turn" and not observed.rolling_elsewhere

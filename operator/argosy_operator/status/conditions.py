@@ -2,6 +2,7 @@
 
 Owns every condition's status, reason and message. Must not talk to an API server or look at a clock. Invariants: Ready
 means that the status is of this generation, every replica is updated, enough of them are routable and no old one is;
+with spec.scaling its lower bound says how many are enough, so that a step of it is no outage;
 a message names the pod and what it waits for; equal inputs give equal conditions.
 
     Ready          the summary: clients can use this generation of the service now
@@ -30,6 +31,7 @@ from argosy_operator.status.replica_problems import (
     unschedulable,
     unschedulable_too_long,
 )
+from argosy_operator.status.scaling_status import scaling_problem
 from argosy_operator.status.service_view import ServiceView
 from argosy_resource.types import ConditionType
 
@@ -58,12 +60,14 @@ def ready(view: ServiceView) -> ConditionState:
         return ConditionState("False", "NameConflict", _conflict_message(view))
     if view.service.spec.paused and not view.is_current:
         return ConditionState("False", "Paused", "the spec was changed while paused; unpause to apply it")
-    if not view.is_complete:
+    if not view.is_complete and not view.is_scaling:
         cause = workload_ready(view)
         is_specific = cause.reason not in ("Starting", "Reconciling")
         return ConditionState("False", cause.reason if is_specific else "RollingOut", cause.message)
     if counts.desired == 0:
-        return ConditionState("True", "ScaledToZero", "spec.replicas is 0")
+        if _cannot_wake(view):
+            return ConditionState("False", "Paused", _zero_message(view))
+        return ConditionState("True", "ScaledToZero", _zero_message(view))
     if counts.old_routable:
         return ConditionState("False", "RollingOut", f"{counts.old_routable} old replicas still serve")
     if counts.ready < view.wanted_routable:
@@ -143,7 +147,7 @@ def routable(view: ServiceView) -> ConditionState:
     counts = view.counts
     so_far = f"{counts.routable}/{counts.desired} replicas routable"
     if counts.desired == 0:
-        return ConditionState("False", "ScaledToZero", "spec.replicas is 0")
+        return ConditionState("False", "ScaledToZero", _zero_message(view))
     if view.has_no_router:
         return ConditionState("Unknown", "NoRouter", NO_ROUTER)
     if counts.routable >= view.wanted_routable:
@@ -168,6 +172,9 @@ def degraded(view: ServiceView) -> ConditionState:
     if progress.reason == "ProgressDeadlineExceeded":
         return ConditionState("True", progress.reason, progress.message)
     cause = _problem(view) or unschedulable_too_long(view)
+    if cause is not None:
+        return ConditionState("True", cause.reason, cause.message)
+    cause = scaling_problem(view.service, view.now)
     if cause is not None:
         return ConditionState("True", cause.reason, cause.message)
     canary = view.service.spec.router.canary
@@ -219,6 +226,19 @@ def _halt_message(view: ServiceView) -> str:
         f"pod {pod.name} does not come up ({cause}); no further replica is replaced "
         "until it is ready or the spec changes"
     )
+
+
+def _cannot_wake(view: ServiceView) -> bool:
+    """Whether clients count on a replica that the next request starts, and none is started while paused."""
+    return view.service.spec.paused and view.service.spec.scaling is not None
+
+
+def _zero_message(view: ServiceView) -> str:
+    if view.service.spec.scaling is None:
+        return "spec.replicas is 0"
+    if _cannot_wake(view):
+        return "reconciling is paused at zero replicas, and no request starts one; unpause to serve"
+    return "no request for some time; the next one is held until a replica has started"
 
 
 def _capacity_message(view: ServiceView) -> str:

@@ -1,7 +1,7 @@
 """Selects the changes of a status that become Kubernetes Events.
 
-Must not know how a status is computed, nor how events are posted. Invariant: a change of a message alone is no event,
-since messages count replicas.
+Must not know how a status is computed, nor how events are posted. Invariants: a change of a message alone is no event,
+since messages count replicas; a service that becomes ready, stops being ready, or recovers has one.
 """
 
 from __future__ import annotations
@@ -20,8 +20,12 @@ _PROGRESS: Final[Mapping[str, EventType]] = {
     "WaitingForCapacity": "Warning",
     "NoGPUForSurge": "Normal",
     "WaitingForTurn": "Normal",
+    "Paused": "Normal",
 }
 """Reasons of Progressing that become an event, and its type."""
+_PLANNED: Final = frozenset({"RollingOut", "Paused", "WaitingForTurn"})
+"""Reasons for which a service that was ready is not any more because somebody has changed it."""
+_RECOVERED: Final = "Recovered"
 _FETCH: Final[Mapping[str, tuple[EventType, str]]] = {
     "Fetching": ("Normal", "ModelFetching"),
     "Cached": ("Normal", "ModelCached"),
@@ -29,6 +33,8 @@ _FETCH: Final[Mapping[str, tuple[EventType, str]]] = {
     "StoreLocked": ("Warning", "ModelStoreLocked"),
 }
 """Reasons of ModelCached that become an event, with its type and reason."""
+_TOLD_BY_FETCH: Final = frozenset(reason for _, reason in _FETCH.values())
+"""Reasons of Degraded whose end has an event of its own: the fetch goes on, or is done."""
 
 
 class Event(Struct, frozen=True):
@@ -52,12 +58,19 @@ def events_between(before: Iterable[Condition], after: Iterable[Condition]) -> l
         reason = each.reason
         if each.type == "Degraded" and each.status == "True":
             kind = "Warning"
-        elif each.type == "Ready" and each.status == "True" != was[0]:
+        elif each.type == "Degraded" and was[0] == "True" and was[1] not in _TOLD_BY_FETCH:
+            kind, reason = "Normal", _RECOVERED
+        elif each.type == "Ready" and each.status == "True":
             kind = "Normal"
+        elif each.type == "Ready" and was[0] == "True":
+            kind = "Normal" if each.reason in _PLANNED else "Warning"
         elif each.type == "Progressing" and each.reason in _PROGRESS:
             kind = _PROGRESS[each.reason]
         elif each.type == "ModelCached" and each.reason in _FETCH:
             kind, reason = _FETCH[each.reason]
         if kind is not None:
-            found[reason] = Event(kind, reason, each.message)
+            message = each.message or f"{was[1]} is over"
+            # One event for two conditions with the same reason.
+            if reason not in found or (kind == "Warning" and found[reason].type == "Normal"):
+                found[reason] = Event(kind, reason, message)
     return list(found.values())

@@ -14,6 +14,7 @@ import msgspec
 
 from argosy_operator.config import OperatorConfig
 from argosy_operator.desired.children import Plan
+from argosy_operator.desired.pinned_images import default_images
 from argosy_operator.observed.observation import Observation
 from argosy_operator.observed.pod import Problem
 from argosy_operator.status.condition_state import ConditionState
@@ -21,6 +22,7 @@ from argosy_operator.status.conditions import condition_states
 from argosy_operator.status.model_cached import model_cache_column
 from argosy_operator.status.service_view import Counts, ServiceView
 from argosy_resource.engine_address import selector
+from argosy_resource.scaling_spec import ScalingStatus
 from argosy_resource.types import (
     Condition,
     ConditionType,
@@ -37,8 +39,10 @@ def status(
     config: OperatorConfig,
     now: str,
     failure: Problem | None = None,
+    scaling: ScalingStatus | None = None,
 ) -> InferenceServiceStatus:
-    """The status to report. `failure` says why the plan was not, or not wholly, carried out; `now` is RFC 3339."""
+    """The status to report. `failure` says why the plan was not, or not wholly, carried out; `now` is RFC 3339;
+    `scaling` is what spec.scaling has decided."""
     counts = Counts.of(observed.pods, desired=service.spec.replicas, revision=plan.revision)
     view = ServiceView(
         service=service, observed=observed, plan=plan, config=config, counts=counts, failure=failure, now=now
@@ -56,12 +60,20 @@ def status(
         routable_replicas=counts.routable,
         draining_replicas=counts.draining,
         routable=f"{counts.routable}/{counts.desired}",
+        image=service.spec.engine.image or plan.images.engine,
+        available_image=_available_image(service, plan, config),
         model_cache=model_cache_column(view),
         gpus=service.spec.gpus,
+        scaling=scaling,
         conditions=conditions(
             condition_states(view), service.status.conditions, generation=service.metadata.generation, now=now
         ),
     )
+
+
+def _available_image(service: InferenceService, plan: Plan, config: OperatorConfig) -> str:
+    default = default_images(service, config).engine
+    return "" if service.spec.engine.image or plan.images.engine == default else default
 
 
 def conditions(

@@ -5,6 +5,7 @@ Must not judge what a view means: `conditions` does.
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from msgspec import Struct
 
 from argosy_operator.config import OperatorConfig
 from argosy_operator.desired.children import Plan
+from argosy_operator.desired.scaling import lower_bound
 from argosy_operator.observed.deployment import serving_revision
 from argosy_operator.observed.observation import Observation
 from argosy_operator.observed.pod import Pod, Problem
@@ -79,9 +81,25 @@ class ServiceView(Struct, frozen=True, kw_only=True):
 
     @property
     def wanted_routable(self) -> int:
-        """Number of routable replicas that Ready requires: at least one, unless none is desired."""
-        desired = self.counts.desired
-        return min(desired, max(1, desired - self.service.spec.rollout.unavailable))
+        """Number of routable replicas that Ready requires: at least one, unless none is desired. With spec.scaling the
+        lower bound counts, since clients are served while replicas are added for the load."""
+        desired, scaling = self.counts.desired, self.service.spec.scaling
+        least = desired
+        if scaling is not None:
+            least, _ = lower_bound(scaling, datetime.datetime.fromisoformat(self.now))
+        return min(desired, max(1, least - self.service.spec.rollout.unavailable))
+
+    @property
+    def is_scaling(self) -> bool:
+        """Whether spec.scaling changes nothing but the number of replicas now, and enough of them are up."""
+        deployment = self.observed.deployment
+        return (
+            self.service.spec.scaling is not None
+            and deployment is not None
+            and serving_revision(deployment) == self.plan.revision
+            and self.counts.updated == self.counts.alive
+            and self.counts.ready >= self.wanted_routable
+        )
 
     @property
     def fetches_model(self) -> bool:

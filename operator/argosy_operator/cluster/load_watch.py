@@ -1,0 +1,154 @@
+"""Asks every router for its load report, and merges the reports.
+
+Owns one long poll per router pod while scaling needs the reports, and the merged view. Must not know what follows from
+a load. Invariants: without a service that scales nothing is asked; a router whose last report is older than FRESH makes
+the view incomplete; a request that begins to be held is announced as soon as its router answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from typing import Any, Final
+
+import aiohttp
+import msgspec
+
+from argosy_operator.cluster.router_watch import RouterPod
+from argosy_operator.names import ROUTER_ADMIN_PORT
+from argosy_operator.observed.service_load import ServiceLoad, merge_loads
+from argosy_protocol.bearer_keys import internal_key
+from argosy_protocol.load_report import LOAD_PATH, LoadReport
+from argosy_protocol.routable_report import ADMIN_KEY_UID
+
+logger = logging.getLogger(__name__)
+
+WAIT: Final = 5
+"""Seconds for which a router may hold its answer back: the age of the figures that scaling is decided by."""
+FRESH: Final = 3.0 * WAIT
+"""Seconds after which a report is out of date: two answers in a row are missing."""
+PAUSE: Final = 0.2
+"""Seconds between two polls of one router that answers at once. Bounds the work when services begin to hold requests
+one after another, and the time until the operator knows of them."""
+RETRY: Final = 1.0
+"""Seconds until a router that did not answer is asked again."""
+ASK_TIMEOUT: Final = 2.0
+"""Seconds for which a removal of replicas waits to learn what their caches are worth."""
+
+LoadFetch = Callable[[str, "int | None"], Coroutine[Any, Any, LoadReport]]
+"""`fetch(pod address, last revision)`: the router's next load report; the present one if no revision is given."""
+
+_FAILURES: Final = (aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecError)
+
+
+class _Peer:
+    """One router being polled."""
+
+    def __init__(self, pod: RouterPod) -> None:
+        self.pod = pod
+        self.report: LoadReport | None = None
+        self.reported_at = 0.0
+        self.task: asyncio.Task[None] | None = None
+
+
+class LoadWatch:
+    """Polls routers for their load, and calls `on_held(services)` when services begin to hold requests."""
+
+    def __init__(self, fetch: LoadFetch, on_held: Callable[[frozenset[str]], None]) -> None:
+        self._fetch = fetch
+        self._on_held = on_held
+        self._pods: dict[str, RouterPod] = {}
+        self._peers: dict[str, _Peer] = {}
+        self._is_needed = False
+
+    def set_pods(self, pods: Iterable[RouterPod]) -> None:
+        """Set the router pods that run now."""
+        self._pods = {pod.uid: pod for pod in pods}
+        self._follow()
+
+    def set_needed(self, is_needed: bool) -> None:
+        """Set whether some service scales by load."""
+        self._is_needed = is_needed
+        self._follow()
+
+    def close(self) -> None:
+        """Stop polling."""
+        self.set_needed(False)
+
+    def view(self) -> Mapping[str, ServiceLoad]:
+        """The load of every service that some router has reported of late, by `namespace/name`."""
+        oldest = asyncio.get_running_loop().time() - FRESH
+        fresh = [
+            peer.report
+            for peer in self._peers.values()
+            if peer.report is not None and peer.reported_at >= oldest
+        ]
+        return merge_loads(fresh, is_complete=len(fresh) == len(self._peers))
+
+    async def ask(self) -> Mapping[str, ServiceLoad]:
+        """Ask every router for its present report, for at most ASK_TIMEOUT; those that do not answer are left out."""
+        tasks = [asyncio.create_task(self._fetch(pod.address, None)) for pod in self._pods.values()]
+        if not tasks:
+            return {}
+        done, late = await asyncio.wait(tasks, timeout=ASK_TIMEOUT)
+        for task in late:
+            task.cancel()
+        reports = []
+        for task in done:
+            error = task.exception()
+            if error is None:
+                reports.append(task.result())
+            elif not isinstance(error, _FAILURES):
+                raise error
+        return merge_loads(reports, is_complete=len(reports) == len(tasks))
+
+    def _follow(self) -> None:
+        """Poll the routers that are to be polled, and no other."""
+        wanted = self._pods if self._is_needed else {}
+        for uid in [uid for uid, peer in self._peers.items() if wanted.get(uid) != peer.pod]:
+            task = self._peers.pop(uid).task
+            if task is not None:
+                task.cancel()
+        for uid, pod in wanted.items():
+            if uid not in self._peers:
+                peer = self._peers[uid] = _Peer(pod)
+                peer.task = asyncio.create_task(self._poll(peer), name=f"load of {pod.name}")
+
+    async def _poll(self, peer: _Peer) -> None:
+        loop = asyncio.get_running_loop()
+        is_failing = False
+        while True:
+            seen = None if peer.report is None or is_failing else peer.report.revision
+            try:
+                report = await self._fetch(peer.pod.address, seen)
+            except _FAILURES as error:
+                if not is_failing:
+                    message = error or type(error).__name__
+                    logger.warning("router %s does not report its load: %s", peer.pod.name, message)
+                is_failing = True
+                await asyncio.sleep(RETRY)
+                continue
+            peer.report, peer.reported_at, is_failing = report, loop.time(), False
+            held = frozenset(service.service for service in report.services if service.held)
+            if held:
+                self._on_held(held)
+            await asyncio.sleep(PAUSE)
+
+
+def http_load_fetch(session: aiohttp.ClientSession, fleet_key: bytes, *, is_tls: bool) -> LoadFetch:
+    """Fetch load reports over HTTP from the routers' admin port, with its key. As for routable reports, the certificate
+    is not verified."""
+    scheme = "https" if is_tls else "http"
+    headers = {"Authorization": f"Bearer {internal_key(fleet_key, ADMIN_KEY_UID)}"}
+
+    async def fetch(address: str, seen: int | None) -> LoadReport:
+        host = f"[{address}]" if ":" in address else address
+        query = "" if seen is None else f"?after={seen}&wait={WAIT}"
+        timeout = aiohttp.ClientTimeout(total=5 if seen is None else WAIT + 5, connect=2)
+        url = f"{scheme}://{host}:{ROUTER_ADMIN_PORT}{LOAD_PATH}{query}"
+        async with session.get(url, headers=headers, timeout=timeout, ssl=False) as response:
+            response.raise_for_status()
+            return msgspec.json.decode(await response.read(), type=LoadReport)
+
+    return fetch

@@ -1,0 +1,103 @@
+"""The operator's own images in a service's pods: which ones stay although the defaults have changed.
+
+Owns the decision, and its memory, annotations of the Deployment. Must not know what else is in a pod. Invariants: a
+new default rolls out by itself only where the upgrade policy is Automatic; an image that never served is not kept, so
+that a better default reaches a service that is stuck with a bad one; what a later operator gives its engines
+beside the image (the variable of the warm-up) comes with an image that is chosen anew, so that an upgrade of the
+operator alone replaces no pod.
+
+    OnSpecChange  the images that were rolled out last stay until an edit of the resource replaces the pods anyway
+    Automatic     the present defaults, to one service at a time (`staged_rollout`)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+from msgspec import Struct
+
+from argosy_operator.config import OperatorConfig
+from argosy_operator.desired.spec_digest import input_digest
+from argosy_operator.names import (
+    ENGINE_IMAGE_ANNOTATION,
+    FETCH_IMAGE_ANNOTATION,
+    INPUT_ANNOTATION,
+    SERVED_ANNOTATION,
+    WARM_UP_ANNOTATION,
+)
+from argosy_operator.observed.deployment import container_image, template_revision
+from argosy_operator.observed.observation import Object, Observation
+from argosy_resource.pod_overlay import ENGINE_CONTAINER, FETCH_CONTAINER
+from argosy_resource.types import InferenceService
+
+
+class Images(Struct, frozen=True, kw_only=True):
+    """The images that a service's pods run unless the resource names one."""
+
+    engine: str
+    fetch: str
+    """Of the container that fetches the model, whatever engine the resource names."""
+    warms_up: bool = True
+    """Whether engines are told of their peers, to compute their hottest prefixes."""
+
+    @property
+    def annotations(self) -> Mapping[str, str]:
+        """Annotations of the Deployment, by which the next operator knows them."""
+        found = {ENGINE_IMAGE_ANNOTATION: self.engine, FETCH_IMAGE_ANNOTATION: self.fetch}
+        return {**found, WARM_UP_ANNOTATION: "true"} if self.warms_up else found
+
+
+def default_images(service: InferenceService, config: OperatorConfig) -> Images:
+    """The operator's present defaults."""
+    return Images(engine=config.default_image(service.spec.engine.type), fetch=config.engine_image)
+
+
+def pinned_images(service: InferenceService, observed: Observation, config: OperatorConfig) -> Images:
+    """The images that the service's pods should run now."""
+    images, live = _chosen(service, observed, config), observed.deployment
+    if live is None or WARM_UP_ANNOTATION in live["metadata"].get("annotations", {}):
+        return images
+    is_chosen_anew = _is_edited(service, live) or container_image(live, ENGINE_CONTAINER) != (
+        service.spec.engine.image or images.engine
+    )
+    return msgspec.structs.replace(images, warms_up=is_chosen_anew)
+
+
+def _chosen(service: InferenceService, observed: Observation, config: OperatorConfig) -> Images:
+    defaults, live = default_images(service, config), observed.deployment
+    policy = service.spec.engine.upgrade_policy or config.engine_upgrade_policy
+    if live is None or policy == "Automatic":
+        return defaults
+    annotations = live["metadata"].get("annotations", {})
+    if _is_edited(service, live) or _never_served(live, observed):
+        return defaults
+    # A Deployment of an operator that wrote no such annotations tells the images by its containers.
+    engine = "" if service.spec.engine.image else container_image(live, ENGINE_CONTAINER)
+    fetch = container_image(live, FETCH_CONTAINER)
+    return Images(
+        engine=annotations.get(ENGINE_IMAGE_ANNOTATION) or engine or defaults.engine,
+        fetch=annotations.get(FETCH_IMAGE_ANNOTATION) or fetch or defaults.fetch,
+    )
+
+
+def _is_edited(service: InferenceService, live: Object) -> bool:
+    """Whether an edit of the resource replaces the Deployment's pods anyway."""
+    annotations = live["metadata"].get("annotations", {})
+    return bool(annotations.get(INPUT_ANNOTATION) != input_digest(service))
+
+
+def served_revision(observed: Observation, revision: str) -> str:
+    """The last revision of which a replica was routable, `revision` being the Deployment's now; empty if none was."""
+    if any(pod.is_routable and pod.revision == revision for pod in observed.pods):
+        return revision
+    live = observed.deployment
+    return "" if live is None else live["metadata"].get("annotations", {}).get(SERVED_ANNOTATION, "")
+
+
+def _never_served(live: Object, observed: Observation) -> bool:
+    """Whether pods of the Deployment's template fail and none of them ever served."""
+    revision = template_revision(live)
+    return served_revision(observed, revision) != revision and any(
+        pod.problem is not None for pod in observed.pods if pod.is_alive and pod.revision == revision
+    )

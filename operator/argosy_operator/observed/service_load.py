@@ -1,0 +1,113 @@
+"""The load of one service: the reports of all routers, merged.
+
+Owns how figures of several routers become one. Must not know how routers are asked, nor what follows from a load.
+A replica's own figures include the work of all routers, so the largest counts; what a router holds is added up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+from msgspec import Struct
+
+from argosy_protocol.load_report import TTFT_BOUNDS_S, LoadReport, ReplicaLoadReport, ServiceLoadReport
+
+_QUANTILE: Final = 0.9
+
+
+class ReplicaUse(Struct, frozen=True, kw_only=True):
+    """One replica's load."""
+
+    is_routable: bool = False
+    """Whether some router would send it a request."""
+    sequences: int = 0
+    """Sequences that it computes or that wait there."""
+    queued_tokens: int = 0
+    kv_usage: float = 0.0
+    cache_value: float = 0.0
+    """Prompt tokens per second that its cache saves and no other would."""
+
+
+class ServiceLoad(Struct, frozen=True, kw_only=True):
+    """One service's load."""
+
+    is_complete: bool = True
+    """Whether every router has reported of late. If not, the load is a lower bound."""
+    held: int = 0
+    """Requests that wait for a first replica."""
+    queued: int = 0
+    """Requests in the routers' queues, those held included."""
+    queued_tokens: int = 0
+    """Tokens that these are expected to cost."""
+    idle_s: float = 0.0
+    """Seconds without any request."""
+    ttft_p90_s: float | None = None
+    """Of the last minute; None if no answer began."""
+    replicas: Mapping[str, ReplicaUse] = {}
+    """By UID of the pod."""
+
+    @property
+    def sequences(self) -> int:
+        """Sequences at replicas, and requests in the queues."""
+        return self.queued + sum(each.sequences for each in self.replicas.values())
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that wait, at replicas and in the queues."""
+        return self.queued_tokens + sum(each.queued_tokens for each in self.replicas.values())
+
+    @property
+    def routable(self) -> int:
+        return sum(each.is_routable for each in self.replicas.values())
+
+
+def merge_loads(reports: Iterable[LoadReport], *, is_complete: bool) -> dict[str, ServiceLoad]:
+    """Merge the last reports of all routers, by `namespace/name` of the service."""
+    by_service: dict[str, list[ServiceLoadReport]] = {}
+    for report in reports:
+        for service in report.services:
+            by_service.setdefault(service.service, []).append(service)
+    return {name: _merged(each, is_complete=is_complete) for name, each in by_service.items()}
+
+
+def _merged(reports: list[ServiceLoadReport], *, is_complete: bool) -> ServiceLoad:
+    by_uid: dict[str, list[ReplicaLoadReport]] = {}
+    for report in reports:
+        for replica in report.replicas:
+            by_uid.setdefault(replica.uid or replica.name, []).append(replica)
+    counts = [report.ttft_counts for report in reports if len(report.ttft_counts) == len(TTFT_BOUNDS_S) + 1]
+    return ServiceLoad(
+        is_complete=is_complete,
+        held=sum(report.held for report in reports),
+        queued=sum(report.queued for report in reports),
+        queued_tokens=sum(report.queued_tokens for report in reports),
+        idle_s=min(report.idle_s for report in reports),
+        ttft_p90_s=quantile([sum(column) for column in zip(*counts, strict=True)], _QUANTILE),
+        replicas={uid: _replica(each) for uid, each in by_uid.items()},
+    )
+
+
+def _replica(reports: list[ReplicaLoadReport]) -> ReplicaUse:
+    return ReplicaUse(
+        is_routable=any(each.routable for each in reports),
+        sequences=max(max(each.requests for each in reports), sum(each.inflight for each in reports)),
+        queued_tokens=max(each.queued_tokens for each in reports),
+        kv_usage=max(each.kv_usage for each in reports),
+        cache_value=sum(each.cache_value for each in reports),
+    )
+
+
+def quantile(counts: list[int], share: float) -> float | None:
+    """The time to first token below which `share` of the answers began, interpolated within its bucket; None if there
+    are none. Beyond the last bound, that bound."""
+    total = sum(counts)
+    if not total:
+        return None
+    rank, below = share * total, 0
+    for number, count in enumerate(counts[:-1]):
+        if count and below + count >= rank:
+            low = TTFT_BOUNDS_S[number - 1] if number else 0.0
+            return low + (TTFT_BOUNDS_S[number] - low) * (rank - below) / count
+        below += count
+    return TTFT_BOUNDS_S[-1]

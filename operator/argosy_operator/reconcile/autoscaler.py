@@ -1,0 +1,155 @@
+"""Scales services by load: keeps each service's history, and has a service reconciled when its number changes.
+
+Owns the histories and the last decisions. Must not know how a number is decided (`desired.scaling`), nor write
+anything. Invariants: a history is lost with the process, and a new one begins with windows that hold still; the number
+that a decision starts from is the Deployment's, so that a restart of the operator changes nothing.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Mapping, Set
+
+import msgspec
+
+from argosy_operator.cluster.store import Store
+from argosy_operator.desired.scaling import ScalingDecision, ScalingHistory, decide
+from argosy_operator.kinds import DEPLOYMENTS, INFERENCE_SERVICES, PODS, Name, Object, object_name
+from argosy_operator.names import child_name
+from argosy_operator.observed.observation import is_owned
+from argosy_operator.observed.pod import read_pod
+from argosy_operator.observed.service_load import ServiceLoad
+from argosy_resource.scaling_spec import Scaling
+from argosy_resource.types import InferenceService, parse
+
+
+class _Scaled:
+    """What is kept of one service."""
+
+    def __init__(self, uid: str, now: float) -> None:
+        self.uid = uid
+        self.history = ScalingHistory(since=now)
+        self.decision: ScalingDecision | None = None
+
+
+class Autoscaler:
+    """Decides the numbers of replicas of all services with `spec.scaling`."""
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        loads: Callable[[], Mapping[str, ServiceLoad]],
+        now: Callable[[], float],
+        wall: Callable[[], datetime.datetime],
+        on_change: Callable[[Name], None],
+    ) -> None:
+        """`now` is a monotonic clock, `wall` the time with its zone."""
+        self._store = store
+        self._loads = loads
+        self._now = now
+        self._wall = wall
+        self._on_change = on_change
+        self._scaled: dict[Name, _Scaled] = {}
+        self._parsed: dict[Name, tuple[Object, InferenceService]] = {}
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether some service has spec.scaling."""
+        return any(obj["spec"].get("scaling") for obj in self._store.all(INFERENCE_SERVICES))
+
+    def evaluate_some(self, services: Set[str]) -> None:
+        """Decide anew for the services (`namespace/name`), and announce those whose number changes."""
+        loads = self._loads()
+        for key in services:
+            namespace, _, name = key.partition("/")
+            obj = self._store.get(INFERENCE_SERVICES, namespace, name)
+            if obj is not None and _is_scaled(obj):
+                self._evaluate(obj, loads)
+
+    def evaluate(self) -> None:
+        """Decide anew for every service, and announce those whose number changes."""
+        loads = self._loads()
+        names = set()
+        for obj in self._store.all(INFERENCE_SERVICES):
+            if _is_scaled(obj):
+                names.add(object_name(obj))
+                self._evaluate(obj, loads)
+        for gone in self._scaled.keys() - names:
+            del self._scaled[gone]
+            self._parsed.pop(gone, None)
+
+    def forget(self) -> None:
+        """Forget all decisions: another operator makes them now, and the Deployments have its numbers."""
+        self._scaled.clear()
+
+    def scaled(self, service: InferenceService) -> InferenceService:
+        """The service with the number of replicas that it should have now; itself without spec.scaling."""
+        scaling = service.spec.scaling
+        if scaling is None:
+            return service
+        decision = self.decision(service)
+        wanted = self._current(service, scaling) if decision is None else decision.wanted
+        return msgspec.structs.replace(service, spec=msgspec.structs.replace(service.spec, replicas=wanted))
+
+    def decision(self, service: InferenceService) -> ScalingDecision | None:
+        """The last decision on a service; None before the first."""
+        kept = self._scaled.get((service.metadata.namespace, service.metadata.name))
+        return None if kept is None or kept.uid != service.metadata.uid else kept.decision
+
+    def _evaluate(self, obj: Object, loads: Mapping[str, ServiceLoad]) -> None:
+        name, now = object_name(obj), self._now()
+        service = self._read(name, obj)
+        if service is None or service.spec.scaling is None or service.spec.paused:
+            self._scaled.pop(name, None)
+            return
+        kept = self._scaled.get(name)
+        if kept is None or kept.uid != service.metadata.uid:
+            kept = self._scaled[name] = _Scaled(service.metadata.uid, now)
+        current = (
+            kept.decision.wanted
+            if kept.decision is not None
+            else self._current(service, service.spec.scaling, is_clamped=False)
+        )
+        pods = (read_pod(pod) for pod in self._store.children(PODS, name))
+        before = kept.decision
+        kept.decision, kept.history = decide(
+            service.spec.scaling,
+            load=loads.get(service.key),
+            current=current,
+            serving=frozenset(pod.uid for pod in pods if pod.is_routable),
+            history=kept.history,
+            now=now,
+            wall=self._wall(),
+            start_deadline=service.spec.rollout.progress_deadline_seconds,
+        )
+        if kept.decision.wanted != (before.wanted if before is not None else self._present(service)):
+            self._on_change(name)
+
+    def _read(self, name: Name, obj: Object) -> InferenceService | None:
+        cached = self._parsed.get(name)
+        if cached is not None and cached[0] is obj:
+            return cached[1]
+        try:
+            service = parse(obj)
+        except msgspec.ValidationError:
+            return None  # its status says so
+        self._parsed[name] = (obj, service)
+        return service
+
+    def _current(self, service: InferenceService, scaling: Scaling, *, is_clamped: bool = True) -> int:
+        """The number before the first decision: the Deployment's, or that of the spec for a new service."""
+        present = self._present(service)
+        number = service.spec.replicas if present is None else present
+        return min(max(number, scaling.min_replicas), scaling.max_replicas) if is_clamped else number
+
+    def _present(self, service: InferenceService) -> int | None:
+        live = self._store.get(DEPLOYMENTS, service.metadata.namespace, child_name(service))
+        if live is None or not is_owned(live, service):
+            return None
+        replicas: int = live["spec"].get("replicas", 1)
+        return replicas
+
+
+def _is_scaled(obj: Object) -> bool:
+    return bool(obj["spec"].get("scaling")) and not obj["metadata"].get("deletionTimestamp")

@@ -1,0 +1,108 @@
+"""What the status says of `spec.scaling`, and what is wrong with it.
+
+Must not decide a number of replicas (`desired.scaling`). Invariant: reason and time change only with the number, so
+that a service at rest causes no write.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+from argosy_operator.desired.diff import GateChange
+from argosy_operator.desired.scaling import ScalingDecision, unknown_time_zones
+from argosy_operator.observed.pod import Problem
+from argosy_resource.scaling_spec import MAX_COLD_START_SECONDS, ScalingStatus
+from argosy_resource.types import InferenceService, ManagedFieldsEntry
+
+FOREIGN_WRITE_SECONDS: Final = 600
+"""A write by an unknown client may be a person's (k9s, a dashboard): without another one for so long it was."""
+_AUTOSCALERS: Final = frozenset({"kube-controller-manager", "keda-operator"})
+"""Field managers of the HorizontalPodAutoscaler, and of KEDA, which scales to and from zero itself."""
+_INTERACTIVE: Final = "kubectl"
+"""People scale by hand, which is no controller that would do it again."""
+
+
+def scaling_status(
+    service: InferenceService, decision: ScalingDecision | None, gates: Iterable[GateChange], now: str
+) -> ScalingStatus | None:
+    """The status of a service whose spec.replicas is the number that was decided; None without spec.scaling.
+
+    Args:
+        gates: the readiness gates that change now. One that opens for the first time shows how long a replica takes.
+        now: RFC 3339.
+    """
+    if service.spec.scaling is None:
+        return None
+    before = service.status.scaling or ScalingStatus()
+    wanted = service.spec.replicas
+    cold_start = max(
+        (
+            _seconds_between(gate.pod.created, now)
+            for gate in gates
+            if gate.status == "True" and not gate.pod.gate
+        ),
+        default=before.cold_start_seconds,
+    )
+    if before.time and before.wanted == wanted:
+        reason, message, time = before.reason, before.message, before.time
+    else:
+        reason = decision.reason if decision is not None else "Initial"
+        message, time = decision.message if decision is not None else "", now
+    return ScalingStatus(
+        wanted=wanted, reason=reason, message=message, time=time, cold_start_seconds=cold_start
+    )
+
+
+def scaling_problem(service: InferenceService, now: str) -> Problem | None:
+    """Why spec.scaling does not do what it says at `now` (RFC 3339); None if it does."""
+    scaling = service.spec.scaling
+    if scaling is None:
+        return None
+    others = sorted({entry.manager for entry in _foreign_writes(service) if _seconds_left(entry, now) > 0})
+    if others:
+        message = (
+            f"{', '.join(others)} writes spec.replicas through the scale subresource, and spec.scaling decides: remove "
+            "one of the two; after removing a HorizontalPodAutoscaler, kubectl scale takes the field over"
+        )
+        return Problem("ScaledTwice", message)
+    if unknown := unknown_time_zones(scaling):
+        named = ", ".join(unknown)
+        return Problem(
+            "UnknownTimeZone", f"schedules in {named} are ignored: the operator has no such time zone"
+        )
+    return None
+
+
+def seconds_until_scaled_once(service: InferenceService, now: str) -> float:
+    """Seconds until the next foreign write of spec.replicas counts no more; 0 if there is none."""
+    if service.spec.scaling is None:
+        return 0.0
+    left = [_seconds_left(entry, now) for entry in _foreign_writes(service)]
+    return min((seconds for seconds in left if 0 < seconds < math.inf), default=0.0)
+
+
+def _foreign_writes(service: InferenceService) -> Iterator[ManagedFieldsEntry]:
+    return (
+        entry
+        for entry in service.metadata.managed_fields
+        if entry.subresource == "scale" and not entry.manager.startswith(_INTERACTIVE)
+    )
+
+
+def _seconds_left(entry: ManagedFieldsEntry, now: str) -> float:
+    """For how long a foreign write still counts. The operator's number has replaced it at once; only an autoscaler,
+    which is silent while its own metrics rest, writes again."""
+    if entry.manager in _AUTOSCALERS or not entry.time:
+        return math.inf
+    age = datetime.datetime.fromisoformat(now) - datetime.datetime.fromisoformat(entry.time)
+    return max(0.0, FOREIGN_WRITE_SECONDS - age.total_seconds())
+
+
+def _seconds_between(start: str, end: str) -> int:
+    if not start:
+        return 0
+    times = [datetime.datetime.fromisoformat(each) for each in (start, end)]
+    return min(MAX_COLD_START_SECONDS, max(0, round((times[1] - times[0]).total_seconds())))

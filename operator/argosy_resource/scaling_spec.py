@@ -1,0 +1,175 @@
+"""`spec.scaling`: how many replicas a service may have, and what decides their number.
+
+Owns what a user may write about scaling. Must not know how load is measured, nor how a number is decided
+(`argosy_operator.desired.scaling`).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Final
+
+from msgspec import Meta, Struct
+
+from argosy_resource.cron_schedule import CRON_PATTERN, TIME_ZONE_PATTERN
+from argosy_resource.schema_types import MAP_BY_NAME, Rule, matches
+
+DEFAULT_IDLE_SECONDS: Final = 600
+"""As long as OpenAI's SDKs wait for an answer: a conversation that goes on within ten minutes meets a warm cache."""
+DEFAULT_HOLD_SECONDS: Final = 600
+"""How long requests are held for a service that scales to zero, unless the service says otherwise."""
+
+MAX_COLD_START_SECONDS: Final = 86_400
+"""A pod that waited for a day says nothing of how long a start takes."""
+
+CronText = Annotated[
+    str,
+    Meta(
+        min_length=9,
+        max_length=100,
+        pattern=CRON_PATTERN,
+        extra_json_schema=matches(
+            CRON_PATTERN,
+            "must be a cron schedule: minute, hour, day of month, month and day of week (0 to 7, Sunday is 0 or 7), "
+            "each a number, a range, a list or *, perhaps with a step, such as 30 8 * * 1-5",
+        ),
+    ),
+]
+TimeZone = Annotated[
+    str,
+    Meta(
+        min_length=1,
+        max_length=64,
+        pattern=TIME_ZONE_PATTERN,
+        extra_json_schema=matches(
+            TIME_ZONE_PATTERN, "must be the name of a time zone, such as Europe/Berlin"
+        ),
+    ),
+]
+ScheduleName = Annotated[str, Meta(min_length=1, max_length=63, pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")]
+
+
+class ScalingMetrics(Struct, frozen=True, kw_only=True, rename="camel"):
+    """Targets for each replica. The metric that asks for most replicas decides."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            rule=(
+                "has(self.queuedTokens) || has(self.concurrency) || has(self.kvCacheUtilization) || "
+                "has(self.ttftP90Seconds)"
+            ),
+            message="set a target for at least one metric",
+        ),
+    )
+    queued_tokens: Annotated[int, Meta(ge=1, le=1_000_000_000)] | None = None
+    """Uncached prompt tokens that wait at a replica, with its share of what waits in the routers."""
+    concurrency: Annotated[float, Meta(ge=0.1, le=65_536)] | None = None
+    """Sequences that a replica computes or that wait for it, with its share of the requests queued in the routers."""
+    kv_cache_utilization: Annotated[float, Meta(ge=0.05, le=1.0)] | None = None
+    """Share of a replica's KV cache in use by requests that run."""
+    ttft_p90_seconds: Annotated[float, Meta(ge=0.01, le=600)] | None = None
+    """Time to first token that nine of ten streamed answers of the last minute stay below. Replicas are removed one by
+    one, and only below half of it."""
+
+
+class ScalingSchedule(Struct, frozen=True, kw_only=True, rename="camel"):
+    """A time in which a service has more replicas than minReplicas, whatever its load."""
+
+    name: ScheduleName
+    """Name of the schedule, for people."""
+    start: CronText
+    """When it begins, in cron's notation, such as `30 8 * * 1-5`."""
+    end: CronText
+    """When it ends, in cron's notation."""
+    time_zone: TimeZone = "Etc/UTC"
+    """Time zone of start and end, such as `Europe/Berlin`."""
+    min_replicas: Annotated[int, Meta(ge=1, le=1000)]
+    """Smallest number of replicas meanwhile."""
+
+
+class ScaleUp(Struct, frozen=True, kw_only=True, rename="camel"):
+    """How fast replicas are added."""
+
+    stabilization_window_seconds: Annotated[int, Meta(ge=0, le=3600)] = 0
+    """How long the load must ask for more replicas before any is added."""
+    max_step: Annotated[int, Meta(ge=1, le=1000)] = 4
+    """Most replicas added at once."""
+    period_seconds: Annotated[int, Meta(ge=1, le=3600)] = 15
+    """Shortest time between two steps."""
+
+
+class ScaleDown(Struct, frozen=True, kw_only=True, rename="camel"):
+    """How fast replicas, and the caches that they hold, are removed."""
+
+    stabilization_window_seconds: Annotated[int, Meta(ge=0, le=3600)] = 300
+    """How long the load must ask for fewer replicas before any is removed."""
+    max_step: Annotated[int, Meta(ge=1, le=1000)] = 1
+    """Most replicas removed at once."""
+    period_seconds: Annotated[int, Meta(ge=1, le=3600)] = 60
+    """Shortest time between two steps."""
+
+
+class Scaling(Struct, frozen=True, kw_only=True, rename="camel"):
+    """Scaling by load. It decides the number of replicas in place of spec.replicas, which stays the user's: the number
+    that the service starts with."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            rule="!has(self.minReplicas) || self.minReplicas <= self.maxReplicas",
+            message="minReplicas must not exceed maxReplicas",
+            field_path=".minReplicas",
+        ),
+        Rule(
+            rule="!has(self.schedules) || self.schedules.all(each, each.minReplicas <= self.maxReplicas)",
+            message="the minReplicas of a schedule must not exceed maxReplicas",
+            field_path=".schedules",
+        ),
+        Rule(
+            rule="!has(self.idleSeconds) || (has(self.minReplicas) && self.minReplicas == 0)",
+            message="idleSeconds is for services that scale to zero; set minReplicas to 0",
+            field_path=".idleSeconds",
+        ),
+        Rule(
+            rule=(
+                "has(self.metrics) || (has(self.schedules) && size(self.schedules) > 0) || "
+                "(has(self.minReplicas) && self.minReplicas == 0 && self.maxReplicas == 1)"
+            ),
+            message="nothing would change the number of replicas; set metrics, such as concurrency, or schedules",
+            field_path=".metrics",
+        ),
+    )
+    min_replicas: Annotated[int, Meta(ge=0, le=1000)] = 1
+    """Smallest number of replicas. With 0 a service without requests has none; routers hold the next request until a
+    replica can answer it."""
+    max_replicas: Annotated[int, Meta(ge=1, le=1000)]
+    """Largest number of replicas."""
+    idle_seconds: Annotated[int, Meta(ge=10, le=86_400)] | None = None
+    """With minReplicas 0: how long a service must be without any request before its last replicas are removed; 600 if
+    left out."""
+    metrics: ScalingMetrics | None = None
+    """What replicas are added and removed by."""
+    schedules: Annotated[tuple[ScalingSchedule, ...], Meta(max_length=16, extra_json_schema=MAP_BY_NAME)] = ()
+    """Times with more replicas than minReplicas."""
+    scale_up: ScaleUp = ScaleUp()
+    """How fast replicas are added."""
+    scale_down: ScaleDown = ScaleDown()
+    """How fast replicas are removed."""
+
+    @property
+    def idle_after(self) -> int:
+        """idleSeconds in effect."""
+        return DEFAULT_IDLE_SECONDS if self.idle_seconds is None else self.idle_seconds
+
+
+class ScalingStatus(Struct, frozen=True, kw_only=True, rename="camel"):
+    """What spec.scaling has decided."""
+
+    wanted: Annotated[int, Meta(ge=0)] = 0
+    """Number of replicas decided last."""
+    reason: Annotated[str, Meta(max_length=64)] = ""
+    """Why, as one CamelCase word: the metric or the bound that decided."""
+    message: Annotated[str, Meta(max_length=1024)] = ""
+    """Why, with the figures at the time of the decision."""
+    time: Annotated[str, Meta(max_length=64)] = ""
+    """When the number last changed."""
+    cold_start_seconds: Annotated[int, Meta(ge=0, le=MAX_COLD_START_SECONDS)] = 0
+    """How long the last new replica took from its creation until a router sent it requests; 0 before one has."""

@@ -1,0 +1,237 @@
+"""Services with spec.scaling, as the whole operator scales them."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import datetime
+from typing import Any
+
+import msgspec
+from builders import isvc_object
+from fake_kubernetes import FakeKubernetes
+from harness import Operator, condition, deployment, is_ready, living_pods, new_cluster
+from virtual_time import virtual_time
+
+from argosy_operator.cluster.store import Store
+from argosy_operator.kinds import INFERENCE_SERVICES, Name
+from argosy_operator.observed.service_load import ServiceLoad
+from argosy_operator.reconcile.autoscaler import Autoscaler
+from argosy_protocol.fleet import decode_fleet
+
+SCALING: dict[str, Any] = {"maxReplicas": 4, "metrics": {"concurrency": 10}}
+ZERO = {**SCALING, "minReplicas": 0, "idleSeconds": 60}
+
+
+def replicas(cluster: FakeKubernetes) -> int:
+    number: int = deployment(cluster)["spec"]["replicas"]
+    return number
+
+
+def set_load(operator: Operator, *, sequences: int = 0, idle_s: float = 0.0) -> None:
+    """What the router reports: sequences at each replica."""
+    router = operator.router
+    router.load = msgspec.structs.replace(router.load, held=0, queued=0, idle_s=idle_s)
+    router.each = msgspec.structs.replace(router.each, requests=sequences)
+
+
+@virtual_time
+async def test_the_load_decides_and_the_spec_stays_the_users() -> None:
+    cluster = new_cluster()
+    async with Operator(cluster) as operator:
+        cluster.create(isvc_object(scaling=SCALING, replicas=2))
+        await operator.settle()
+        assert replicas(cluster) == 2, "the number to start with"
+        set_load(operator, sequences=16)
+        await asyncio.sleep(20)
+        await operator.settle()
+        assert (replicas(cluster), len(living_pods(cluster))) == (4, 4)
+        found = cluster.isvc()
+        assert found["spec"]["replicas"] == 2
+        status = found["status"]["scaling"]
+        assert (status["wanted"], status["reason"]) == (4, "Concurrency")
+        assert found["status"]["routable"] == "4/4"
+        assert is_ready(cluster)
+
+
+@virtual_time
+async def test_a_scaled_service_at_rest_causes_no_write() -> None:
+    cluster = new_cluster()
+    async with Operator(cluster) as operator:
+        cluster.create(isvc_object(scaling=SCALING))
+        set_load(operator, sequences=8)
+        await operator.settle()
+        before = len(cluster.writes)
+        for sequences in (7, 9, 10, 8):
+            set_load(operator, sequences=sequences)
+            await asyncio.sleep(120)
+        assert cluster.writes[before:] == []
+        assert operator.router.asked_for_load > 50
+
+
+@virtual_time
+async def test_without_scaling_no_router_is_asked_for_its_load() -> None:
+    cluster = new_cluster()
+    async with Operator(cluster) as operator:
+        cluster.create(isvc_object(replicas=2))
+        await operator.settle()
+        await asyncio.sleep(60)
+        assert operator.router.asked_for_load == 0
+
+
+def test_a_hold_has_only_its_own_service_evaluated() -> None:
+    store = Store()
+    for name in ("a", "b"):
+        store.put(INFERENCE_SERVICES, isvc_object(name, scaling=ZERO))
+    held = {f"team/{name}": ServiceLoad(held=1, queued=1) for name in ("a", "b")}
+    changed: list[Name] = []
+    autoscaler = Autoscaler(
+        store,
+        loads=lambda: held,
+        now=lambda: 0.0,
+        wall=lambda: datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC),
+        on_change=changed.append,
+    )
+    autoscaler.evaluate_some({"team/a", "team/gone"})
+    assert changed == [("team", "a")]
+    autoscaler.evaluate()
+    assert changed == [("team", "a"), ("team", "b")]
+
+
+@virtual_time
+async def test_a_restarted_operator_changes_nothing() -> None:
+    cluster = new_cluster()
+    async with Operator(cluster) as operator:
+        cluster.create(isvc_object(scaling=SCALING))
+        set_load(operator, sequences=35)
+        await asyncio.sleep(20)
+        await operator.settle()
+        assert replicas(cluster) == 4
+    async with Operator(cluster) as operator:
+        operator.router.set(reachable=False)
+        await operator.settle()
+        await asyncio.sleep(100)
+        assert replicas(cluster) == 4, "no report"
+        operator.router.set(reachable=True)
+        set_load(operator, sequences=1)
+        await asyncio.sleep(200)
+        assert replicas(cluster) == 4, "the window is not covered yet"
+        await asyncio.sleep(300)
+        assert replicas(cluster) < 4
+
+
+@virtual_time
+async def test_a_service_without_requests_goes_to_zero_and_a_held_request_wakes_it() -> None:
+    cluster = new_cluster()
+    async with Operator(cluster) as operator:
+        cluster.create(isvc_object(scaling=ZERO))
+        await operator.settle()
+        set_load(operator, idle_s=30.0)
+        await asyncio.sleep(100)
+        assert replicas(cluster) == 1
+        set_load(operator, idle_s=90.0)
+        await asyncio.sleep(20)
+        await operator.settle()
+        assert (replicas(cluster), len(living_pods(cluster))) == (0, 0)
+        assert condition(cluster, "Ready") == ("True", "ScaledToZero")
+        (service,) = decode_fleet(cluster.fleet()).services
+        assert service.limits.hold_timeout_s == 600
+        loop = asyncio.get_running_loop()
+        started = asyncio.Event()
+        cluster.listeners.append(lambda kind, event, obj: replicas(cluster) and started.set())
+        operator.router.hold(1)
+        began = loop.time()
+        async with asyncio.timeout(30):
+            await started.wait()
+        assert loop.time() - began < 1.0, "within a second"
+        await operator.settle()
+        assert cluster.isvc()["status"]["scaling"]["reason"] == "Held"
+        assert len(living_pods(cluster)) == 1
+
+
+@virtual_time
+async def test_the_cold_start_is_learned_and_told_to_routers() -> None:
+    cluster = new_cluster()
+    async with Operator(cluster) as operator:
+        cluster.create(isvc_object(scaling=ZERO))
+        await operator.settle()
+        learned = cluster.isvc()["status"]["scaling"]["coldStartSeconds"]
+        assert learned > 0, "the pod was created in the fake cluster's past"
+        (service,) = decode_fleet(cluster.fleet()).services
+        assert service.cold_start_s == learned
+
+
+@virtual_time
+async def test_two_autoscalers_are_told_of() -> None:
+    cluster = new_cluster()
+    async with Operator(cluster) as operator:
+        cluster.create(isvc_object(scaling=SCALING))
+        await operator.settle()
+        assert condition(cluster, "Degraded") == ("False", "AsExpected")
+        key = (INFERENCE_SERVICES, "team", "tiny")
+        for manager, expected in (
+            ("kubectl-scale", ("False", "AsExpected")),
+            ("kube-controller-manager", ("True", "ScaledTwice")),
+        ):
+            changed = copy.deepcopy(cluster.isvc())
+            entry = {"manager": manager, "operation": "Update", "subresource": "scale", "fieldsV1": {}}
+            changed["metadata"]["managedFields"] = [entry]
+            changed["spec"]["replicas"] += 1
+            cluster.overwrite(key, changed)
+            await operator.settle()
+            assert condition(cluster, "Degraded") == expected
+        assert "kube-controller-manager" in cluster.condition("Degraded")["message"]
+        assert replicas(cluster) == 1, "spec.scaling decides"
+
+
+# which replica goes
+
+COSTS = "controller.kubernetes.io/pod-deletion-cost"
+
+
+def names(cluster: FakeKubernetes) -> list[str]:
+    return sorted(pod["metadata"]["name"] for pod in living_pods(cluster))
+
+
+@virtual_time
+async def test_the_replicas_whose_caches_are_worth_least_go() -> None:
+    cluster = new_cluster()
+    async with Operator(cluster) as operator:
+        cluster.create(isvc_object(replicas=4))
+        await operator.settle()
+        first, second, third, fourth = names(cluster)
+        operator.router.cache_values = {first: 9.0, second: 0.5, third: 4.0, fourth: 1.0}
+        before = len(cluster.writes)
+        cluster.edit("tiny", lambda spec: spec.update(replicas=2))
+        await operator.settle()
+        assert names(cluster) == [first, third]
+        patched = {name for verb, kind, name in cluster.writes[before:] if (verb, kind) == ("patch", "Pod")}
+        assert patched == {second, fourth}, "only those that go are written"
+        assert not any(COSTS in pod["metadata"]["annotations"] for pod in living_pods(cluster))
+
+
+@virtual_time
+async def test_without_routers_kubernetes_chooses() -> None:
+    cluster = new_cluster()
+    async with Operator(cluster) as operator:
+        cluster.create(isvc_object(replicas=3))
+        await operator.settle()
+        operator.router.set(reachable=False)
+        before = len(cluster.writes)
+        cluster.edit("tiny", lambda spec: spec.update(replicas=2))
+        await operator.settle()
+        assert len(names(cluster)) == 2
+        assert ("patch", "Pod") not in {write[:2] for write in cluster.writes[before:]}
+
+
+@virtual_time
+async def test_all_replicas_go_unmarked() -> None:
+    cluster = new_cluster()
+    async with Operator(cluster) as operator:
+        cluster.create(isvc_object(replicas=3))
+        await operator.settle()
+        before = len(cluster.writes)
+        cluster.edit("tiny", lambda spec: spec.update(replicas=0))
+        await operator.settle()
+        assert names(cluster) == []
+        assert ("patch", "Pod") not in {write[:2] for write in cluster.writes[before:]}

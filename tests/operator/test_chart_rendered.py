@@ -1,0 +1,280 @@
+"""The chart as Helm renders it: what each value adds, and that two releases share nothing."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from builders import CONFIG, isvc
+from rendered_chart import NAMESPACE, Object, find, identity, pod_specs, render
+
+from argosy_operator.config import OperatorConfig
+from argosy_operator.desired.pinned_images import default_images
+from argosy_operator.desired.pod_template import pod_template
+
+EVERYTHING: dict[str, Any] = {
+    "watchNamespaces": ["team"],
+    "operator": {"replicas": 2},
+    "nodeCache": {"enabled": True},
+    "monitoring": {"podMonitor": True, "rules": True, "dashboard": True},
+    "router": {"apiKeys": ["sk-a-key-of-ours"]},
+}
+
+
+def kinds(objects: list[Object]) -> set[str]:
+    return {each["kind"] for each in objects}
+
+
+def engine_template(config: OperatorConfig, **spec: Any) -> Object:
+    """Template of the pods of a new service."""
+    service = isvc(**spec)
+    template, _ = pod_template(service, config, default_images(service, config), key_digest="d")
+    return dict(template)
+
+
+def operator_environment(objects: list[Object]) -> dict[str, str]:
+    (container,) = pod_specs(objects)["argosy-operator"]["containers"]
+    return {each["name"]: each["value"] for each in container["env"] if "value" in each}
+
+
+def test_rendered_twice_it_is_the_same() -> None:
+    assert render(EVERYTHING) == render(EVERYTHING)
+
+
+def test_no_object_is_rendered_twice() -> None:
+    found = [identity(each) for each in render(EVERYTHING)]
+    assert len(found) == len(set(found))
+
+
+def test_the_definition_can_be_installed_by_somebody_else() -> None:
+    assert "CustomResourceDefinition" in kinds(render())
+    assert "CustomResourceDefinition" not in kinds(render({"crds": {"install": False}}))
+
+
+def test_whoever_may_view_or_edit_a_namespace_may_view_or_edit_its_services() -> None:
+    objects = render()
+    granted: dict[str, set[str]] = {}
+    for role in (each for each in objects if each["kind"] == "ClusterRole"):
+        for label in role["metadata"]["labels"]:
+            _, _, builtin = label.partition("rbac.authorization.k8s.io/aggregate-to-")
+            for rule in role["rules"] if builtin else ():
+                assert rule["apiGroups"] == ["inference.argosy.dev"]
+                assert "inferenceservices/finalizers" not in rule["resources"]
+                granted.setdefault(builtin, set()).update(
+                    f"{verb} {resource}" for verb in rule["verbs"] for resource in rule["resources"]
+                )
+    assert granted.keys() == {"view", "edit", "admin"}
+    assert {each.split()[0] for each in granted["view"]} == {"get", "list", "watch"}
+    assert granted["edit"] == granted["admin"] > granted["view"]
+    assert {"create inferenceservices", "patch inferenceservices/scale"} <= granted["edit"]
+    assert "patch inferenceservices/status" not in granted["edit"], "the operator alone reports"
+    chosen = render({"watchNamespaces": ["team"], "userRoles": {"create": False}})
+    assert "ClusterRole" not in kinds(chosen)
+
+
+def test_two_releases_share_no_object() -> None:
+    """Each in its namespace, for namespaces of its own, the definition installed by the first."""
+    first = render(EVERYTHING)
+    second = render(
+        EVERYTHING | {"watchNamespaces": ["other"], "crds": {"install": False}}, namespace="argosy-two"
+    )
+    assert not {identity(each) for each in first} & {identity(each) for each in second}
+    shared = render(EVERYTHING | {"crds": {"install": False}}, namespace="argosy-two")
+    in_team = {identity(each) for each in shared if each["metadata"].get("namespace") == "team"}
+    assert not in_team & {identity(each) for each in first}, "names of Roles have the release's namespace"
+
+
+@pytest.mark.parametrize("arbitrary", [False, True])
+def test_pods_run_as_the_images_user_or_as_whom_the_cluster_chooses(arbitrary: bool) -> None:
+    values = EVERYTHING | {"arbitraryUids": arbitrary, "nodeCache": {"enabled": False}}
+    objects = render(values)
+    specs = pod_specs(objects)
+    assert specs.keys() == {"argosy-operator", "argosy-router", "argosy-test-router"}
+    environment = operator_environment(objects)
+    required = {"POD_NAMESPACE": "n", "POD_NAME": "p", "ARGOSY_FLEET_KEY": "0123456789abcdef"}
+    config = OperatorConfig.from_env({**environment, **required})
+    template = engine_template(config)
+    for spec in (*specs.values(), template["spec"]):
+        security = spec["securityContext"]
+        assert security["runAsNonRoot"] is True
+        assert security["seccompProfile"] == {"type": "RuntimeDefault"}
+        users = {security.get(each) for each in ("runAsUser", "runAsGroup", "fsGroup")}
+        assert users == ({None} if arbitrary else {10001})
+        for container in spec["containers"]:
+            assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+            assert "runAsUser" not in container["securityContext"]
+
+
+def test_an_unset_value_leaves_the_pods_of_engines_as_they_were() -> None:
+    environment = operator_environment(render())
+    assert (
+        not {"ARGOSY_ARBITRARY_UIDS", "ARGOSY_IMAGE_VOLUMES", "ARGOSY_NODE_CACHE_PATH"} & environment.keys()
+    )
+    assert CONFIG.arbitrary_uids is False
+
+
+def test_operator_and_routers_have_the_priority_that_they_are_given() -> None:
+    plain, given = (
+        pod_specs(render(values))
+        for values in (
+            {},
+            {"operator": {"priorityClassName": "infra"}, "router": {"priorityClassName": "serving"}},
+        )
+    )
+    assert not any("priorityClassName" in spec for spec in plain.values())
+    assert given["argosy-operator"]["priorityClassName"] == "infra"
+    assert given["argosy-router"]["priorityClassName"] == "serving"
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_operators_are_told_their_lease_and_their_names(replicas: int) -> None:
+    objects = render({"operator": {"replicas": replicas}})
+    deployment = find(objects, "Deployment", "argosy-operator")
+    assert deployment["spec"]["replicas"] == replicas
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    assert container["readinessProbe"]["httpGet"]["path"] == "/readyz"
+    names = {each["name"]: each.get("valueFrom") for each in container["env"]}
+    assert names["POD_NAME"] == {"fieldRef": {"fieldPath": "metadata.name"}}
+    role = find(objects, "Role", "argosy-operator-fleet")
+    (lease,) = (rule for rule in role["rules"] if "leases" in rule["resources"] and "resourceNames" in rule)
+    assert lease["resourceNames"] == [operator_environment(objects)["ARGOSY_LEASE"]]
+    budgets = {each["metadata"]["name"] for each in objects if each["kind"] == "PodDisruptionBudget"}
+    assert ("argosy-operator" in budgets) is (replicas > 1)
+    assert all(each["metadata"].get("namespace", NAMESPACE) == NAMESPACE for each in objects)
+
+
+def test_an_only_operator_ends_before_the_next_one_starts() -> None:
+    """The version before may know no lease, so nothing else keeps both from writing."""
+    (one, two) = (
+        find(render({"operator": {"replicas": replicas}}), "Deployment", "argosy-operator")
+        for replicas in (1, 2)
+    )
+    assert one["spec"]["strategy"] == {"type": "Recreate"}
+    assert two["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}
+
+
+POLICIES: dict[str, Any] = {"watchNamespaces": ["team"], "networkPolicies": {"enabled": True}}
+
+
+def ports(policy: Object) -> dict[int, list[Object]]:
+    """Open ports of a policy, with who may use them; nobody listed means everybody."""
+    return {
+        port["port"]: rule.get("from", [])
+        for rule in policy["spec"].get("ingress", ())
+        for port in rule.get("ports", ())
+    }
+
+
+def container_ports(spec: Object) -> set[int]:
+    return {port["containerPort"] for each in spec["containers"] for port in each.get("ports", ())}
+
+
+def test_network_policies_open_the_ports_that_programs_use_and_no_others() -> None:
+    monitoring = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}]
+    values = {**POLICIES, "networkPolicies": {"enabled": True, "monitoring": monitoring}}
+    objects = render(values)
+    specs = pod_specs(objects)
+    for name in ("argosy-operator", "argosy-router"):
+        policy = find(objects, "NetworkPolicy", name)
+        assert ports(policy).keys() == container_ports(specs[name])
+        template = find(objects, "Deployment", name)["spec"]["template"]
+        assert policy["spec"]["podSelector"]["matchLabels"] == template["metadata"]["labels"]
+    engines = find(objects, "NetworkPolicy", f"argosy-engines-{NAMESPACE}")
+    assert engines["metadata"]["namespace"] == "team"
+    template = engine_template(CONFIG, model={"source": "hf://org/name"})
+    spec = template["spec"]
+    wanted = container_ports(spec) | container_ports({"containers": spec["initContainers"]})
+    assert ports(engines).keys() == wanted
+    assert engines["spec"]["podSelector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+    for port, labels in ((8000, "router"), (8009, "operator")):
+        (peer,) = (each for each in ports(engines)[port] if "podSelector" in each)
+        assert peer["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == labels
+        assert peer["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": NAMESPACE}
+    router = ports(find(objects, "NetworkPolicy", "argosy-router"))
+    assert router[8080] == []
+    assert monitoring[0] in router[8081]
+    assert ports(find(objects, "NetworkPolicy", "argosy-operator")) == {8082: monitoring}
+
+
+def test_clients_may_be_chosen_and_nobody_reads_metrics_unasked() -> None:
+    clients = [{"namespaceSelector": {"matchLabels": {"llm": "yes"}}}]
+    objects = render({**POLICIES, "networkPolicies": {"enabled": True, "clients": clients}})
+    router = ports(find(objects, "NetworkPolicy", "argosy-router"))
+    labels = find(objects, "Pod", "argosy-test-router")["metadata"]["labels"]
+    (test,) = (each for each in router[8080] if each not in clients)
+    assert test["podSelector"]["matchLabels"].items() <= labels.items(), "`helm test` goes on to work"
+    assert clients[0] in router[8080]
+    (operator,) = router[8081]
+    assert operator["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "operator"
+    assert ports(find(objects, "NetworkPolicy", "argosy-operator")) == {}
+    assert "NetworkPolicy" not in kinds(render())
+
+
+def test_an_ingress_and_a_route_lead_to_the_routers() -> None:
+    given = {
+        "ingress": {"enabled": True, "className": "nginx", "hosts": ["a.example.com"], "tlsSecret": "cert"},
+        "httpRoute": {
+            "enabled": True,
+            "parentRefs": [{"name": "gateway", "namespace": "infra"}],
+            "hostnames": ["b.example.com"],
+        },
+        "service": {"port": 8443},
+    }
+    objects = render({"router": given})
+    (service,) = find(objects, "Service", "argosy-router")["spec"]["ports"]
+    ingress = find(objects, "Ingress", "argosy-router")["spec"]
+    (rule,) = ingress["rules"]
+    assert (rule["host"], ingress["ingressClassName"]) == ("a.example.com", "nginx")
+    assert ingress["tls"] == [{"secretName": "cert", "hosts": ["a.example.com"]}]
+    (path,) = rule["http"]["paths"]
+    assert path["backend"]["service"] == {"name": "argosy-router", "port": {"name": service["name"]}}
+    route = find(objects, "HTTPRoute", "argosy-router")["spec"]
+    assert route["hostnames"] == ["b.example.com"]
+    assert route["rules"][0]["backendRefs"] == [{"name": "argosy-router", "port": service["port"]}]
+    assert not {"Ingress", "HTTPRoute"} & kinds(render())
+    (any_host,) = find(render({"router": {"ingress": {"enabled": True}}}), "Ingress", "argosy-router")[
+        "spec"
+    ]["rules"]
+    assert "host" not in any_host
+
+
+def test_a_route_without_a_gateway_is_refused() -> None:
+    with pytest.raises(AssertionError, match="parentRefs"):
+        render({"router": {"httpRoute": {"enabled": True}}})
+
+
+@pytest.mark.parametrize("namespaces", [[], ["team"]])
+def test_all_programs_are_scraped(namespaces: list[str]) -> None:
+    objects = render({"monitoring": {"podMonitor": True}, "watchNamespaces": namespaces})
+    monitors = {each["metadata"]["name"]: each["spec"] for each in objects if each["kind"] == "PodMonitor"}
+    assert monitors.keys() == {"argosy-operator", "argosy-router", "argosy-engines"}
+    specs = pod_specs(objects)
+    for name in ("argosy-operator", "argosy-router"):
+        (endpoint,) = monitors[name]["podMetricsEndpoints"]
+        (container,) = specs[name]["containers"]
+        assert endpoint["port"] in {port["name"] for port in container["ports"]}
+    template = engine_template(CONFIG)
+    engines = monitors["argosy-engines"]
+    assert engines["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+    assert set(engines["podTargetLabels"]) <= template["metadata"]["labels"].keys()
+    (endpoint,) = engines["podMetricsEndpoints"]
+    assert endpoint["port"] == template["spec"]["containers"][0]["ports"][0]["name"]
+    assert engines["namespaceSelector"] == ({"matchNames": namespaces} if namespaces else {"any": True})
+
+
+def test_without_hooks_it_is_a_base_for_kustomize(tmp_path: Path) -> None:
+    kubectl = shutil.which("kubectl")
+    if kubectl is None:
+        pytest.skip("needs kubectl, which has Kustomize built in")
+    objects = [each for each in render() if "helm.sh/hook" not in each["metadata"].get("annotations", {})]
+    (tmp_path / "argosy.yaml").write_text(yaml.safe_dump_all(objects))
+    kustomization = {"resources": ["argosy.yaml"], "namespace": "elsewhere", "namePrefix": "our-"}
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
+    done = subprocess.run([kubectl, "kustomize", str(tmp_path)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    built = [each for each in yaml.load_all(done.stdout, yaml.CSafeLoader) if each]
+    assert len(built) == len(objects)

@@ -1,0 +1,182 @@
+"""Arguments of the engine in a manifest are those that the engine's own parser takes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from builders import CONFIG, isvc
+
+from argosy_engine.api.serve import parse_args
+from argosy_operator.desired.children import plan_children
+from argosy_operator.desired.deployment_problem import deployment_problem
+from argosy_operator.observed.observation import Observation
+from argosy_resource import engine_flags
+from argosy_resource.engine_command import engine_args
+from argosy_resource.engine_flags import (
+    FLAG_FIELDS,
+    FLAGS,
+    MAX_ARGUMENTS,
+    OPERATOR_FLAGS,
+    EngineFlag,
+    argument_problems,
+)
+from argosy_resource.validation import ManifestError, load_manifests
+from engine_flags.__main__ import render
+from manifests_table import TINY, manifest
+
+SETTABLE = [
+    flag
+    for flag in FLAGS.values()
+    if not flag.refused and flag.name not in OPERATOR_FLAGS and f"--{flag.name}" not in FLAG_FIELDS
+]
+NUMBERS = [flag for flag in SETTABLE if flag.kind in ("integer", "number")]
+JSON = {"allowed-origins": '["*"]', "allowed-methods": '["GET"]', "allowed-headers": '["*"]'}
+TEXTS = {
+    "otlp-traces-endpoint": "http://collector:4318/v1/traces",
+    "warm-up-from": "http://engines.team.svc:8000",
+    "tool-call-parser": "hermes",
+    "reasoning-parser": "qwen3",
+    "middleware": "package.Class",
+    "logits-processors": "package:Class",
+    "uvicorn-log-level": "info",
+    "chat-template": "{{ messages }}",
+}
+
+
+def takes(argument: str) -> bool:
+    """Whether the engine's own parser does."""
+    try:
+        parse_args(["builtin://tiny", argument])
+    except SystemExit:
+        return False
+    return True
+
+
+def is_valid(*arguments: str) -> bool:
+    try:
+        load_manifests(manifest(f"{TINY}\nengine: {{args: {json.dumps(arguments)}}}"))
+    except ManifestError:
+        return False
+    return True
+
+
+def test_the_flags_are_the_engines() -> None:
+    file = Path(engine_flags.__file__).with_name("engine_flags.json")
+    assert file.read_text("utf-8") == render(), "run: make generate"
+
+
+def example(flag: EngineFlag) -> str:
+    """An argument with a value that the flag takes."""
+    match flag.kind:
+        case "switch":
+            return f"--{flag.name}"
+        case "json":
+            return f"--{flag.name}={JSON.get(flag.name, '{}')}"
+        case "text":
+            return f"--{flag.name}={flag.choices[0] if flag.choices else TEXTS.get(flag.name, 'auto')}"
+    return f"--{flag.name}={int(flag.ge or 0)}"
+
+
+@pytest.mark.parametrize("flag", SETTABLE, ids=lambda flag: flag.name)
+def test_a_flag_with_a_value_of_its_type_is_accepted(flag: EngineFlag) -> None:
+    argument = example(flag)
+    assert argument_problems([argument]) == []
+    assert takes(argument) is (flag.name != "tool-parser-plugin"), "which names a file"
+
+
+def test_a_manifest_may_give_every_flag() -> None:
+    arguments = [example(flag) for flag in SETTABLE]
+    for start in range(0, len(arguments), MAX_ARGUMENTS):
+        assert is_valid(*arguments[start : start + MAX_ARGUMENTS])
+
+
+@pytest.mark.parametrize("flag", NUMBERS, ids=lambda flag: flag.name)
+def test_numbers_have_the_engines_bounds(flag: EngineFlag) -> None:
+    assert flag.ge is not None
+    assert flag.le is not None
+    for bound in (flag.ge, flag.le):
+        assert argument_problems([f"--{flag.name}={bound:.0f}"]) == [] or bound % 1
+    for value in (int(flag.ge) - 1, int(flag.le) + 1):
+        (problem,) = argument_problems([f"--{flag.name}={value}"])
+        assert problem.startswith(f"--{flag.name} must be ")
+        assert not takes(f"--{flag.name}={value}")
+
+
+@pytest.mark.parametrize("flag", [flag for flag in SETTABLE if flag.choices], ids=lambda flag: flag.name)
+def test_choices_are_the_engines(flag: EngineFlag) -> None:
+    for choice in flag.choices:
+        assert argument_problems([f"--{flag.name}={choice}"]) == []
+    assert argument_problems([f"--{flag.name}=other"]) == [
+        f"--{flag.name} must be one of {', '.join(flag.choices)}"
+    ]
+    assert not is_valid(f"--{flag.name}=other")
+    assert not takes(f"--{flag.name}=other")
+
+
+@pytest.mark.parametrize(
+    ("args", "problems"),
+    [
+        (["--max-logprob=5"], ["unknown flag --max-logprob; did you mean --max-logprobs?"]),
+        (["--frobnicate"], ["unknown flag --frobnicate"]),
+        (["max-logprobs=5"], ["'max-logprobs=5' is not --flag=value or --flag"]),
+        (["--max-model-len=5"], ["--max-model-len is set by spec.engine.maxModelLen"]),
+        (["--no-enable-prefix-caching"], ["--enable-prefix-caching is set by spec.engine.enablePrefixCaching"]),
+        (["--revision=main"], [
+            "--revision cannot be set here: name the revision in spec.model.source, such as hf://ORG/NAME@REVISION"
+        ]),
+        (["--enable-lora"], [
+            "--enable-lora is not supported: adapters are not served yet; serve the merged model"
+        ]),
+        (["--enable-dbo"], ["--enable-dbo is not supported: the engine does not do that"]),
+        (["--enforce-eager=yes"], ["--enforce-eager takes no value; write --enforce-eager or --no-enforce-eager"]),
+        (["--max-logprobs"], ["--max-logprobs needs a value: --max-logprobs=VALUE"]),
+        (["--max-logprobs=5.5"], [
+            "--max-logprobs must be a whole number at least -1 and at most 1048576, not 5.5"
+        ]),
+        (["--watermark=0.6"], ["--watermark must be a number at least 0 and at most 0.5, not 0.6"]),
+        (["--pooler-config={"], ["--pooler-config is not JSON: '{'"]),
+        (["--seed=1", "--no-enforce-eager", "--seed=2", "--enforce-eager"], [
+            "--seed is given 2 times; give it once", "--enforce-eager is given 2 times; give it once"
+        ]),
+        (["--middleware=a.b", "--middleware=c.d"], []),
+        (["--structured-outputs-cache-bytes=2.5M"], []),
+        (["--structured-outputs-cache-bytes=0.00001K"], [
+            "--structured-outputs-cache-bytes must be a whole number at least 0 and at most 1099511627776, "
+            "not 0.00001K"
+        ]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_problems_name_the_flag_and_the_remedy(args: list[str], problems: list[str]) -> None:
+    assert argument_problems(args) == problems
+
+
+def test_a_manifest_with_an_unknown_flag_is_told_the_nearest() -> None:
+    with pytest.raises(ManifestError, match="unknown flag --enforce-eagr; did you mean --enforce-eager"):
+        load_manifests(manifest(f"{TINY}\nengine: {{args: [--enforce-eagr]}}"))
+
+
+def test_arguments_come_last() -> None:
+    service = isvc(engine={"args": ["--max-logprobs=5", "--enforce-eager"]})
+    assert engine_args(service)[-2:] == ["--max-logprobs=5", "--enforce-eager"]
+    _, engine = parse_args(engine_args(service)[1:])
+    assert (engine.max_logprobs, engine.enforce_eager) == (5, True)
+
+
+def test_arguments_reach_the_engine_as_they_are() -> None:
+    """Kubernetes would put the value of a variable in the place of $(NAME)."""
+    service = isvc(engine={"args": ["--chat-template=$(ARGOSY_API_KEY)"]})
+    (container,) = plan_children(service, Observation(), CONFIG).deployment["spec"]["template"]["spec"][
+        "containers"
+    ]
+    assert container["args"][-1] == "--chat-template=$$(ARGOSY_API_KEY)"
+
+
+def test_what_the_api_server_cannot_tell_is_a_condition() -> None:
+    problem = deployment_problem(isvc(engine={"args": ["--max-logprobs=-2"]}), CONFIG)
+    assert problem is not None
+    assert problem.reason == "InvalidEngineArgs"
+    assert problem.message.startswith("spec.engine.args: --max-logprobs must be a whole number")
+    assert deployment_problem(isvc(engine={"args": ["--max-logprobs=2"]}), CONFIG) is None

@@ -1,0 +1,108 @@
+"""Asking routers for their load."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from builders import router_pods
+from virtual_time import virtual_time
+
+from argosy_operator.cluster.load_watch import FRESH, WAIT, LoadWatch
+from argosy_protocol.load_report import LoadReport, ServiceLoadReport
+
+
+class Routers:
+    """Routers by address. An answer is held back until the revision changes, or for WAIT seconds."""
+
+    def __init__(self, *addresses: str) -> None:
+        self.reports = {address: report(1) for address in addresses}
+        self.silent: set[str] = set()
+        self.asked: list[tuple[str, int | None]] = []
+        self._changed = asyncio.Event()
+
+    def say(self, address: str, report: LoadReport) -> None:
+        self.reports[address] = report
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def __call__(self, address: str, seen: int | None) -> LoadReport:
+        self.asked.append((address, seen))
+        if address in self.silent:
+            raise ConnectionRefusedError
+        if self.reports[address].revision == seen:
+            try:
+                async with asyncio.timeout(WAIT):
+                    await self._changed.wait()
+            except TimeoutError:
+                pass
+        return self.reports[address]
+
+
+def report(revision: int, *, held: int = 0, queued: int = 0) -> LoadReport:
+    service = ServiceLoadReport(service="team/tiny", held=held, queued=queued)
+    return LoadReport(router="r", revision=revision, services=(service,))
+
+
+@virtual_time
+async def test_reports_are_merged_and_kept_fresh() -> None:
+    routers = Routers("a", "b")
+    watch = LoadWatch(routers, lambda held: None)
+    watch.set_pods(router_pods("a", "b"))
+    await asyncio.sleep(1)
+    assert (routers.asked, watch.view()) == ([], {}), "no service scales"
+    watch.set_needed(True)
+    await asyncio.sleep(1)
+    routers.reports |= {"a": report(1, queued=2), "b": report(1, queued=3)}
+    await asyncio.sleep(2 * WAIT)
+    assert (watch.view()["team/tiny"].queued, watch.view()["team/tiny"].is_complete) == (5, True)
+    routers.silent.add("b")
+    await asyncio.sleep(FRESH + WAIT)
+    assert (watch.view()["team/tiny"].queued, watch.view()["team/tiny"].is_complete) == (2, False)
+    watch.set_pods(router_pods("a"))
+    assert watch.view()["team/tiny"].is_complete, "the other router is gone"
+    watch.set_needed(False)
+    count = len(routers.asked)
+    await asyncio.sleep(10 * WAIT)
+    assert len(routers.asked) == count
+
+
+@virtual_time
+async def test_held_requests_are_announced_within_a_second() -> None:
+    routers, told = Routers("a", "b"), []
+    loop = asyncio.get_running_loop()
+    watch = LoadWatch(routers, lambda held: told.append((loop.time(), held)))
+    watch.set_pods(router_pods("a", "b"))
+    watch.set_needed(True)
+    await asyncio.sleep(2.5)
+    began = loop.time()
+    routers.say("b", report(2, held=1, queued=1))
+    await asyncio.sleep(1)
+    (when, held) = told[0]
+    assert (when - began, held) == (pytest.approx(0.0), frozenset({"team/tiny"}))
+    watch.close()
+
+
+@virtual_time
+async def test_routers_are_asked_once_without_being_followed() -> None:
+    routers = Routers("a", "b")
+    routers.reports["a"] = report(1, queued=4)
+    routers.silent.add("b")
+    watch = LoadWatch(routers, lambda held: None)
+    assert await watch.ask() == {}
+    watch.set_pods(router_pods("a", "b"))
+    loads = await watch.ask()
+    assert (loads["team/tiny"].queued, loads["team/tiny"].is_complete) == (4, False)
+    assert routers.asked == [("a", None), ("b", None)]
+
+
+@virtual_time
+async def test_a_router_that_hangs_does_not_delay_for_long() -> None:
+    async def hang(address: str, seen: int | None) -> LoadReport:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    watch = LoadWatch(hang, lambda held: None)
+    watch.set_pods(router_pods("a"))
+    async with asyncio.timeout(3):
+        assert await watch.ask() == {}
