@@ -36,6 +36,7 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command("down", "argosy.commands.down:main", "stop the fleet on this machine"),
     Command("ps", "argosy.commands.ps:main", "list services and replicas: state, reason, restarts"),
+    Command("why", "argosy.commands.why:main", "show why a service does not answer, here or in a cluster"),
     Command("logs", "argosy.commands.logs:main", "print or follow the logs of replicas and router"),
     Command("chat", "argosy.commands.chat:main", "talk to a model through the router"),
     Command("route", "argosy.commands.route:main", "show which replica a prompt would get, and why"),

@@ -32,7 +32,8 @@ ADVICE = sorted(
 )
 KUBECTL = {
     "annotate", "api-resources", "apply", "cordon", "create", "delete", "describe", "drain", "edit", "events", "exec",
-    "explain", "get", "label", "logs", "patch", "port-forward", "rollout", "scale", "set", "top", "uncordon", "wait",
+    "argosy", "explain", "get", "kustomize", "label", "logs", "patch", "port-forward", "rollout", "scale", "set", "top",
+    "uncordon", "wait",
 }  # fmt: skip
 _ARGOSY = re.compile(r"(?:`|^\s*\$?\s*)argosy ([a-z][a-z-]*)(?=[\s`])", re.MULTILINE)
 _KUBECTL = re.compile(

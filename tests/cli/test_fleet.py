@@ -49,6 +49,8 @@ def test_a_fleet_from_up_to_down(fleet: LocalFleet, capfd: pytest.CaptureFixture
     assert fleet.argosy("ps", "-o", "json") == 0
     shown = json.loads(capfd.readouterr().out)
     assert [replica["phase"] for replica in shown["services"][0]["replicas"]] == ["Routable", "Routable"]
+    assert fleet.argosy("why", "tiny") == 0
+    assert f"first token  {fleet.url}" in capfd.readouterr().out
 
     assert fleet.argosy("chat", "tiny", "hi") == 0
     assert capfd.readouterr().out == "hello \n"
@@ -225,6 +227,11 @@ def test_a_replica_that_cannot_start_is_shown_with_the_end_of_its_log(
     assert load.failures == []  # the old replica still serves
     replicas = {replica.name: replica for replica in fleet.replicas()}
     assert replicas["tiny-0"].phase == "Routable"
+    capfd.readouterr()
+    assert fleet.argosy("why", "tiny", "-o", "json") == 1, "the new replica has not come up"
+    assert json.loads(capfd.readouterr().out)["service"] == "default/tiny"
+    assert fleet.argosy("why", "huge") == 1
+    assert "the fleet has no service 'huge'; there are: tiny" in capfd.readouterr().err
 
     fleet.manifest(replicas=1, engine={"env": [{"name": "FAKE_ANSWER", "value": "mended"}]})
     assert fleet.up() == 0

@@ -68,7 +68,10 @@ def test_many_other_kinds_are_counted(tmp_path: Path, capsys: pytest.CaptureFixt
     ("spec", "fields"),
     [
         ({}, ""),
-        ({"engine": {"image": "x"}}, "spec.engine.image"),
+        (
+            {"engine": {"image": "x", "upgradePolicy": "Automatic"}},
+            "spec.engine.image, spec.engine.upgradePolicy",
+        ),
         ({"resources": {"cpu": 4, "memory": "1Gi"}}, "spec.resources.cpu, spec.resources.memory"),
         ({"resources": {"gpu": {}}}, ""),
         (
@@ -78,6 +81,31 @@ def test_many_other_kinds_are_counted(tmp_path: Path, capsys: pytest.CaptureFixt
         (
             {"placement": {"nodeSelector": {"a": "b"}, "tolerations": [{}], "priorityClassName": "p"}},
             "spec.placement.nodeSelector, spec.placement.tolerations, spec.placement.priorityClassName",
+        ),
+        (
+            {
+                "resources": {
+                    "cpuLimit": 4,
+                    "sharedMemory": "1Gi",
+                    "claims": [{"name": "gpu", "resourceClaimName": "one"}],
+                }
+            },
+            "spec.resources.cpuLimit, spec.resources.sharedMemory, spec.resources.claims",
+        ),
+        (
+            {
+                "placement": {
+                    "affinity": {"podAntiAffinity": {}},
+                    "topologySpreadConstraints": [{"topologyKey": "zone"}],
+                    "runtimeClassName": "nvidia",
+                    "schedulerName": "gang",
+                    "serviceAccountName": "models",
+                    "automountServiceAccountToken": True,
+                }
+            },
+            "spec.placement.affinity, spec.placement.topologySpreadConstraints, spec.placement.runtimeClassName, "
+            "spec.placement.schedulerName, spec.placement.serviceAccountName, "
+            "spec.placement.automountServiceAccountToken",
         ),
         ({"rollout": {"maxSurge": 2, "maxUnavailable": 1, "drainSeconds": 5}}, ""),
         (
@@ -98,16 +126,19 @@ def test_many_other_kinds_are_counted(tmp_path: Path, capsys: pytest.CaptureFixt
                             {
                                 "name": "engine",
                                 "env": [
-                                    {"name": "A", "valueFrom": {"secretKeyRef": {"name": "a", "key": "b"}}}
+                                    {
+                                        "name": "A",
+                                        "valueFrom": {
+                                            "secretKeyRef": {"name": "a", "key": "b", "optional": True}
+                                        },
+                                    }
                                 ],
-                                "volumeMounts": [{"name": "a", "mountPath": "/a"}],
                             }
                         ],
                     }
                 }
             },
-            "spec.podTemplate.spec.volumes, spec.podTemplate.spec.imagePullSecrets, "
-            "spec.podTemplate.spec.containers[].volumeMounts, spec.podTemplate.spec.containers[].env[].valueFrom",
+            "spec.podTemplate.spec.volumes, spec.podTemplate.spec.imagePullSecrets",
         ),
         (
             {
@@ -129,6 +160,34 @@ def test_fields_for_clusters_are_named_in_one_line(
     read(tmp_path, manifest(**spec), gpus=1)
     line = f"default/tiny: without effect on this machine: {fields}\n"
     assert capsys.readouterr().err == (line if fields else "")
+
+
+@pytest.mark.parametrize(
+    ("container", "details"),
+    [
+        (
+            {"volumeMounts": [{"name": "a", "mountPath": "/data"}]},
+            ["volumeMounts: a at /data", "name a path of this machine"],
+        ),
+        (
+            {"env": [{"name": "TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "b"}}}]},
+            ["TOKEN comes from the Secret 'hub'", "`optional: true`"],
+        ),
+        (
+            {"env": [{"name": "LEVEL", "valueFrom": {"configMapKeyRef": {"name": "logs", "key": "b"}}}]},
+            ["LEVEL comes from the ConfigMap 'logs'"],
+        ),
+    ],
+    ids=["a volume", "a Secret", "a ConfigMap"],
+)
+def test_what_an_engine_would_miss_is_refused(
+    tmp_path: Path, container: dict[str, object], details: list[str]
+) -> None:
+    volumes = [{"name": "a", "emptyDir": {}}]
+    template = {"spec": {"volumes": volumes, "containers": [{"name": "engine", **container}]}}
+    with pytest.raises(UsageError, match="default/tiny: its engines would miss") as refusal:
+        read(tmp_path, manifest(podTemplate=template), gpus=1)
+    assert all(each in refusal.value.details for each in details)
 
 
 @pytest.mark.parametrize(
@@ -159,6 +218,21 @@ def test_fields_for_clusters_are_named_in_one_line(
             "must be 1, the number of devices in spec.parallelism (tensor * pipeline * data), not 2",
         ),
         (
+            manifest(engine={"args": ["--max-logprobs=-2", "--seed=1"]}),
+            "default/tiny: spec.engine.args: --max-logprobs must be a whole number at least -1",
+            "",
+        ),
+        (
+            manifest(engine={"type": "vllm"}, model={"source": "hf://org/name"}),
+            "spec.engine.type vllm needs a cluster; on this machine start the engine yourself",
+            "",
+        ),
+        (
+            manifest(engine={"args": ["--max-logprob=2"]}),
+            "is not valid",
+            "unknown flag --max-logprob; did you mean --max-logprobs?",
+        ),
+        (
             manifest("a") + "---\n" + manifest("b", model={"source": "builtin://tiny", "servedName": "a"}),
             "default/a and default/b both claim the model name 'a'; change servedName",
             "",
@@ -177,6 +251,12 @@ def test_a_replica_needs_its_gpu_on_this_machine(tmp_path: Path) -> None:
         read(tmp_path, manifest(resources={"gpu": {}}), gpus=0)
     with pytest.raises(UsageError, match="needs 4 GPUs, this machine has 3; lower"):
         read(tmp_path, manifest(resources={"gpu": {}}, parallelism={"tensor": 4}), gpus=3)
+
+
+def test_devices_of_a_claim_need_a_cluster(tmp_path: Path) -> None:
+    claims = [{"name": "gpu", "resourceClaimTemplateName": "h200"}]
+    with pytest.raises(UsageError, match=r"needs a cluster; on this machine set spec\.resources\.gpu"):
+        read(tmp_path, manifest(engine={"device": "cuda"}, resources={"claims": claims}), gpus=1)
 
 
 def test_a_service_and_its_canary_may_serve_one_name(tmp_path: Path) -> None:

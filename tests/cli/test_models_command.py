@@ -60,6 +60,33 @@ def test_pull_prints_the_directory_and_nothing_else(capsys: pytest.CaptureFixtur
     assert source.num_snapshots == 1
 
 
+def test_a_link_leads_to_the_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    source = publish_tiny("acme/tiny")
+    link = tmp_path / "model"
+    first = run(capsys, "pull", "acme/tiny", "--link", str(link)).strip()
+    assert link.is_symlink()
+    assert link.resolve() == Path(first).resolve()
+    source.revision = "f" * 40
+    second = run(capsys, "pull", "acme/tiny", "--refresh", "--link", str(link)).strip()
+    assert second != first
+    assert link.resolve() == Path(second).resolve()
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".model")] == []
+
+
+def test_a_link_in_a_missing_folder_is_an_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    publish_tiny("acme/tiny")
+    told = fail(capsys, "pull", "acme/tiny", "--link", str(tmp_path / "missing" / "model"))
+    assert "cannot make the link" in told
+    assert "give a path in a writable folder" in told
+
+
+def test_a_model_of_another_engine_is_fetched_on_request(capsys: pytest.CaptureFixture[str]) -> None:
+    publish_tiny("acme/bert", architectures=["BertModel"])
+    assert "architecture BertModel is not supported" in fail(capsys, "pull", "acme/bert")
+    path = run(capsys, "pull", "acme/bert", "--any-architecture").strip()
+    assert (Path(path) / "model.safetensors").is_file()
+
+
 def test_a_revision_may_be_part_of_the_name_or_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
     source = publish_tiny("acme/tiny")
     run(capsys, "pull", "acme/tiny", "--revision", "v1")

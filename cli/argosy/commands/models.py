@@ -124,6 +124,17 @@ def _add_pull(commands: argparse._SubParsersAction[Parser]) -> None:
         metavar="PORT",
         help="report the progress at http://*:PORT/progress, for a cluster's operator",
     )
+    parser.add_argument(
+        "--any-architecture",
+        action="store_true",
+        help="fetch models that our engine does not serve, too, for another engine",
+    )
+    parser.add_argument(
+        "--link",
+        type=Path,
+        metavar="PATH",
+        help="make PATH a symbolic link to the directory, for an engine that does not know the store",
+    )
     _add_download_dir(parser)
     parser.set_defaults(run=_pull)
 
@@ -234,8 +245,24 @@ def _pull(options: argparse.Namespace) -> int:
                 revision = _short(model.revision)
                 write_termination_message(f"{model.source} revision {revision}: {meter.outcome()}")
     model.close()
+    if options.link is not None:
+        _link(options.link, model.path)
     print(model.path)
     return OK
+
+
+def _link(link: Path, target: Path) -> None:
+    """Make a symbolic link, also in the place of an older one, so that there is always one of the two."""
+    made = link.with_name(f".{link.name}.{os.getpid()}")
+    try:
+        made.symlink_to(target.resolve())
+        made.replace(link)
+    except OSError as error:
+        with suppress(OSError):
+            made.unlink()
+        raise CommandError(
+            f"cannot make the link {link}: {error.strerror}; give a path in a writable folder"
+        ) from None
 
 
 def _pulled(uri: SourceUri, options: argparse.Namespace, progress: Progress) -> PulledModel:
@@ -243,7 +270,7 @@ def _pulled(uri: SourceUri, options: argparse.Namespace, progress: Progress) -> 
         uri,
         progress=progress,
         download_dir=options.download_dir,
-        check_config=engine_check(uri),
+        check_config=None if options.any_architecture else engine_check(uri),
         refresh=options.refresh,
         make_room_after=cache_min_age() if options.make_room else None,
         min_free=_free_space(options.min_free, _MAX_LEFT_BYTES),

@@ -1,7 +1,8 @@
-"""Fields of a resource that have no effect in a local fleet.
+"""Fields of a resource that have no effect in a local fleet, and those without which its engines would not be the same.
 
 Owns which fields these are. Must not know processes. Invariant: a field is named if, and only if, it differs from its
-default and nothing of the local fleet reads it.
+default and nothing of the local fleet reads it. An engine reads the variables and files that it is given, so these
+fields are refused; the others concern where and how pods run.
 """
 
 from __future__ import annotations
@@ -10,18 +11,30 @@ from typing import Any, Final
 
 import msgspec
 
-from argosy_resource.types import Gpu, InferenceService, InferenceServiceSpec, Model, Resources
+from argosy_resource.resources import Gpu, Resources
+from argosy_resource.types import InferenceService, InferenceServiceSpec, Model
 
 _FIELDS: Final[dict[str, str]] = {
     "model.secretRef": "the environment's credentials are used",
     "model.cache": "this machine's store is used",
     "engine.image": "",
+    "engine.upgradePolicy": "",
     "resources.gpu.resourceName": "",
     "resources.cpu": "",
+    "resources.cpuLimit": "",
     "resources.memory": "",
+    "resources.sharedMemory": "",
+    "resources.claims": "",
     "placement.nodeSelector": "",
     "placement.tolerations": "",
+    "placement.affinity": "",
+    "placement.topologySpreadConstraints": "",
     "placement.priorityClassName": "",
+    "placement.runtimeClassName": "",
+    "placement.schedulerName": "",
+    "placement.serviceAccountName": "",
+    "placement.automountServiceAccountToken": "",
+    "scaling": "spec.replicas is used",
     "rollout.drainSeconds": "",
     "rollout.progressDeadlineSeconds": "",
     "podTemplate.metadata.labels": "",
@@ -30,8 +43,7 @@ _FIELDS: Final[dict[str, str]] = {
     "podTemplate.spec.imagePullSecrets": "",
 }
 """Paths below `spec`, each with what applies instead, if anything does."""
-_MOUNTS: Final = "podTemplate.spec.containers[].volumeMounts"
-_REFERENCES: Final = "podTemplate.spec.containers[].env[].valueFrom"
+_ENGINE: Final = "spec.podTemplate.spec.containers[engine]"
 
 
 def cluster_fields(service: InferenceService) -> tuple[str, ...]:
@@ -41,12 +53,32 @@ def cluster_fields(service: InferenceService) -> tuple[str, ...]:
         InferenceServiceSpec(model=Model(source=service.spec.model.source), resources=Resources(gpu=Gpu()))
     )
     found = [path for path in _FIELDS if _value(spec, path) not in (None, _value(defaults, path))]
-    containers = service.spec.pod_template.spec.containers
-    if any(container.volume_mounts for container in containers):
-        found.append(_MOUNTS)
-    if any(variable.value_from for container in containers for variable in container.env):
-        found.append(_REFERENCES)
     return tuple(_with_note(path) for path in found)
+
+
+def missing_here(service: InferenceService) -> tuple[str, ...]:
+    """What the resource gives its engines that a local fleet has not: files of volumes, and values of Secrets and
+    ConfigMaps, unless these are optional. Each with the remedy."""
+    found: list[str] = []
+    for container in service.spec.pod_template.spec.containers:
+        found += [
+            f"{_ENGINE}.volumeMounts: {mount.name} at {mount.mount_path}: no volume is mounted on this machine; "
+            "leave the mount out here, and name a path of this machine where the engine reads it"
+            for mount in container.volume_mounts
+        ]
+        for variable in container.env:
+            source = variable.value_from
+            if source is None:
+                continue
+            key, kind = source.secret_key_ref or source.config_map_key_ref, "ConfigMap"
+            if source.secret_key_ref is not None:
+                kind = "Secret"
+            if key is not None and not key.optional:
+                found.append(
+                    f"{_ENGINE}.env: {variable.name} comes from the {kind} {key.name!r}, which this machine has not; "
+                    "give it as `value` here, or make it `optional: true`"
+                )
+    return tuple(found)
 
 
 def _with_note(path: str) -> str:

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Final
 
 from argosy.errors import UsageError
-from argosy.local.cluster_fields import cluster_fields
+from argosy.local.cluster_fields import cluster_fields, missing_here
 from argosy_protocol.fleet import resolve_names
 from argosy_resource.engine_command import claim_name, model_path
+from argosy_resource.engine_flags import argument_problems
 from argosy_resource.fleet_document import fleet_document, without_canary
 from argosy_resource.types import InferenceService
 from argosy_resource.validation import ManifestError, load_manifests
@@ -86,13 +87,29 @@ def _check_together(services: Sequence[InferenceService]) -> None:
 
 
 def _check_here(service: InferenceService, gpus: int) -> None:
+    if missing := missing_here(service):
+        raise UsageError(
+            f"{service.key}: its engines would miss what only a cluster has; nothing was changed",
+            details="\n".join(f"  {each}" for each in missing),
+        )
     source = service.spec.model.source
+    if service.spec.engine.foreign is not None:
+        raise UsageError(
+            f"{service.key}: spec.engine.type {service.spec.engine.type} needs a cluster; on this machine start the "
+            "engine yourself, and give its URL to `argosy router --replica URL`"
+        )
+    if problems := argument_problems(service.spec.engine.args):
+        raise UsageError(f"{service.key}: spec.engine.args: {'; '.join(problems)}")
     if claim_name(source) is not None:
         raise UsageError(
             f"{service.key}: {source} needs a cluster; on this machine use file:///ABSOLUTE/PATH"
         )
     if source.startswith("file://") and not Path(model_path(source)).is_dir():
         raise UsageError(f"{service.key}: spec.model.source: {model_path(source)} is not a directory")
+    if service.spec.engine.device == "cuda" and service.spec.resources.gpu is None:
+        raise UsageError(
+            f"{service.key}: spec.resources.claims needs a cluster; on this machine set spec.resources.gpu"
+        )
     needed = service.spec.gpus
     if service.spec.replicas and needed > gpus:
         raise UsageError(

@@ -1,0 +1,141 @@
+"""`argosy why`: the chain from a service's manifest to its first token, and the first link that fails.
+
+Owns: choosing the local fleet or a cluster, and the reads. Must not know: what decides a link (`diagnosis`).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+
+from argosy.arguments import Parser, add_state_dir
+from argosy.diagnosis.chain import MAX_LINES, Diagnosis, render
+from argosy.diagnosis.cluster_chain import cluster_diagnosis, log_source, selector, suspect
+from argosy.diagnosis.kubectl import Kubectl, NotFound
+from argosy.diagnosis.local_chain import local_diagnosis
+from argosy.errors import FAILURE, OK, CommandError
+from argosy.local.child_process import tail
+from argosy.local.control_client import ControlClient, connect
+from argosy.local.control_messages import Watch
+from argosy.local.state_dir import choose_state_dir
+from argosy_resource.types import GROUP, PLURAL
+
+_ANSWER_S: Final = 10.0
+_RESOURCE: Final = f"{PLURAL}.{GROUP}"
+
+
+def main(argv: Sequence[str], *, cluster: bool = False) -> int:
+    """Print the chain. `cluster`: ask the cluster, whatever is given (`kubectl argosy why`)."""
+    parser = Parser(
+        prog="kubectl argosy why" if cluster else "argosy why",
+        description="Show why a service does not answer: the chain from its manifest to the first token, up to the "
+        "first link that fails or waits, with its log's last lines and what to do.",
+        epilog="Exit codes: 0 clients are served, 1 they are not.",
+    )
+    parser.add_argument("name", help="name of the service")
+    if not cluster:
+        parser.add_argument(
+            "--cluster",
+            action="store_true",
+            help="ask the cluster of kubectl instead of the local fleet; so do the next two options",
+        )
+    parser.add_argument("-n", "--namespace", help="namespace of the service (kubectl's own)")
+    parser.add_argument("--context", help="context of kubectl (the current one)")
+    parser.add_argument(
+        "-o", "--output", choices=("text", "json"), default="text", help="format (%(default)s)"
+    )
+    if not cluster:
+        add_state_dir(parser)
+    options = parser.parse_args(argv)
+    if cluster or options.cluster or options.namespace or options.context:
+        words = [f"--namespace={options.namespace}"] if options.namespace else []
+        words += [f"--context={options.context}"] if options.context else []
+        found = in_cluster(Kubectl(words), options.name)
+    else:
+        found = _in_local_fleet(options.name, options.state_dir)
+    if options.output == "json":
+        sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")
+    else:
+        print(render(found))
+    return OK if found.is_served else FAILURE
+
+
+def in_cluster_main(argv: Sequence[str]) -> int:
+    """`kubectl argosy why`."""
+    return main(argv, cluster=True)
+
+
+def in_cluster(kubectl: Kubectl, name: str) -> Diagnosis:
+    """Diagnose a service of the cluster.
+
+    Raises:
+        CommandError: there is no such service, or the cluster does not answer.
+    """
+    try:
+        service = kubectl.get(_RESOURCE, name)
+    except NotFound as error:
+        raise CommandError(_missing(kubectl, str(error))) from None
+    pods = kubectl.get("pods", "--selector", selector(name))["items"]
+    pod = suspect(service, pods)
+    log: list[str] = []
+    events: list[str] = []
+    if pod is not None:
+        where = pod["metadata"]["name"]
+        if (source := log_source(pod)) is not None:
+            container, is_previous = source
+            previous = ["--previous"] if is_previous else []
+            log = kubectl.lines("logs", where, "-c", container, f"--tail={MAX_LINES}", *previous)
+        events = _warnings(kubectl, where)
+    return cluster_diagnosis(service, pods, log=log, events=events)
+
+
+def _missing(kubectl: Kubectl, message: str) -> str:
+    if "resource type" in message:
+        return "the cluster has no InferenceServices; install the chart, or `kubectl apply` what `argosy crd` prints"
+    try:
+        names = [each["metadata"]["name"] for each in kubectl.get(_RESOURCE)["items"]]
+    except CommandError:
+        return message
+    there = ", ".join(sorted(names)[:10]) or "none"
+    return f"{message}; in this namespace there are: {there}. `-n NAMESPACE` looks elsewhere"
+
+
+def _warnings(kubectl: Kubectl, pod: str) -> list[str]:
+    """The newest warnings about a pod; none if they cannot be read."""
+    try:
+        items: list[dict[str, Any]] = kubectl.get(
+            "events", "--field-selector", f"involvedObject.name={pod},type=Warning"
+        )["items"]
+    except CommandError:
+        return []
+    items.sort(key=lambda each: each.get("lastTimestamp") or each.get("eventTime") or "")
+    return [f"{each.get('reason', '')}: {each.get('message', '')}"[:512] for each in items[-3:]]
+
+
+def _in_local_fleet(name: str, state_dir: str | None) -> Diagnosis:
+    state = choose_state_dir(state_dir)
+    client = ControlClient(connect(state), Watch())
+    try:
+        status = client.next_status(_ANSWER_S)
+    except TimeoutError:
+        raise CommandError("the supervisor does not answer; `argosy logs supervisor` may show why") from None
+    finally:
+        client.close()
+    if status is None:
+        raise CommandError("the fleet is just ending; try again")
+    services = {service.key: service for service in status.services}
+    service = services.get(name) or services.get(f"default/{name}")
+    if service is None:
+        known = ", ".join(key.removeprefix("default/") for key in services) or "none"
+        raise CommandError(
+            f"the fleet has no service {name!r}; there are: {known}. --cluster asks the cluster"
+        )
+
+    def log(process: str) -> list[str]:
+        path = state.log_file(process)
+        return tail(path, MAX_LINES).splitlines() if path.exists() else []
+
+    return local_diagnosis(status, service, log)

@@ -1,0 +1,75 @@
+"""The links of a chain, in the order in which a service comes up, and their text.
+
+Owns what a link says. Must not know where the facts come from (`cluster_chain`, `local_chain`). Invariant: links follow
+from each other, so nothing is said of the links behind the first one that is not done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final, Literal
+
+from msgspec import Struct
+
+State = Literal["done", "failed", "waiting"]
+"""`failed`: it stays so until somebody acts. `waiting`: it goes on by itself."""
+_MARKS: Final[dict[State, str]] = {"done": "ok", "failed": "FAILED", "waiting": "waiting"}
+MAX_LINES: Final = 10
+"""Lines of a log that are shown."""
+
+
+class Link(Struct, frozen=True, kw_only=True):
+    """One step on the way to the first token."""
+
+    name: str
+    state: State
+    detail: str = ""
+    remedy: str = ""
+    lines: tuple[str, ...] = ()
+    """The last lines of the log that says why."""
+
+
+class Diagnosis(Struct, frozen=True, kw_only=True):
+    """The chain of one service, up to its first link that is not done."""
+
+    service: str
+    links: tuple[Link, ...]
+    notes: tuple[str, ...] = ()
+    """What is beside the chain, such as a problem that keeps no request from its answer."""
+    serving: int = 0
+    """Routable replicas that serve this generation although another one's link is not done."""
+
+    @property
+    def state(self) -> State:
+        """That of the last link."""
+        return self.links[-1].state if self.links else "waiting"
+
+    @property
+    def is_served(self) -> bool:
+        """Whether clients are served."""
+        return self.state == "done" or self.serving > 0
+
+
+def until_first_problem(links: Iterable[Link]) -> tuple[Link, ...]:
+    """The links up to the first one that is not done, which is among them."""
+    kept: list[Link] = []
+    for link in links:
+        kept.append(link)
+        if link.state != "done":
+            break
+    return tuple(kept)
+
+
+def render(diagnosis: Diagnosis) -> str:
+    """The chain as text: one line for each link, then the problem's lines and its remedy."""
+    width = max((len(link.name) for link in diagnosis.links), default=0)
+    rows = [
+        f"{_MARKS[link.state]:<8}{link.name:<{width}}  {link.detail}".rstrip() for link in diagnosis.links
+    ]
+    last = diagnosis.links[-1] if diagnosis.links else None
+    if last is not None and last.lines:
+        rows += ["", *(f"    {line}" for line in last.lines[-MAX_LINES:])]
+    if last is not None and last.remedy:
+        rows += ["", f"what to do: {last.remedy}"]
+    rows += [f"note: {note}" for note in diagnosis.notes]
+    return "\n".join((diagnosis.service, *rows))

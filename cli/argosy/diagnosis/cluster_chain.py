@@ -1,0 +1,383 @@
+"""The chain of a service in a cluster, from its resource and its pods as Kubernetes shows them.
+
+Owns which object decides which link. Must not know how objects are read. Invariant: a pure function of the objects; a
+field that a newer operator or Kubernetes leaves out makes a link less exact, never an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from argosy.diagnosis.chain import Diagnosis, Link, until_first_problem
+from argosy.diagnosis.remedies import remedy
+from argosy_resource.engine_address import SERVICE_LABEL
+from argosy_resource.pod_overlay import ENGINE_CONTAINER, FETCH_CONTAINER
+from argosy_resource.types import GROUP
+
+Object = Mapping[str, Any]
+ROUTABLE: Final = f"{GROUP}/routable"
+MODEL_CACHED: Final = f"{GROUP}/ModelCached"
+REVISION_LABEL: Final = f"{GROUP}/revision"
+_BEGINNING: Final = ("ContainerCreating", "PodInitializing")
+_REFUSED: Final = (
+    "InvalidSpec",
+    "InvalidEngineArgs",
+    "ServiceAccountNotAllowed",
+    "NameConflict",
+    "ChildNotOwned",
+    "NodeCacheDisabled",
+    "NodeCacheElsewhere",
+)
+"""Reasons for which the operator applies nothing, or publishes the service under no name of its own."""
+_BESIDE: Final = ("ScaledTwice", "UnknownTimeZone", "CanaryNotFound")
+"""Reasons for which a service is Degraded that keep no replica from starting."""
+LINKS: Final = ("manifest", "operator", "accepted", "pods", "node", "volumes", "model", "engine", "loaded")
+"""Names of the links, in their order; behind them `routable`, and `first token`."""
+
+
+def cluster_diagnosis(
+    service: Object,
+    pods: Sequence[Object],
+    *,
+    log: Sequence[str] = (),
+    events: Sequence[str] = (),
+) -> Diagnosis:
+    """The chain of a service.
+
+    Args:
+        service: the InferenceService.
+        pods: those of its engines.
+        log: the last lines of `log_source`'s container.
+        events: the newest warnings about `suspect`.
+    """
+    pod = suspect(service, pods)
+    links = [_manifest(service), _operator(service), _accepted(service), _pods(service, pods)]
+    if pod is not None:
+        links += [
+            _node(pod),
+            _volumes(pod, events),
+            _model(pod, log),
+            _engine(pod, log),
+            _loaded(pod, log),
+            _routable(pod, service),
+        ]
+    links.append(_first_token(service))
+    metadata = service["metadata"]
+    chain = (links[0], links[-1]) if _condition(service, "Ready").get("status") == "True" else tuple(links)
+    found = until_first_problem(chain)
+    serving = _serving(service, pods) if _is_of_one_replica(found[-1]) else 0
+    notes = (f"clients are served meanwhile: {serving} replicas are routable",) if serving else ()
+    return Diagnosis(
+        service=f"{metadata.get('namespace', 'default')}/{metadata['name']}",
+        links=found,
+        notes=(*notes, *_beside(service, is_done=found[-1].state == "done")),
+        serving=serving,
+    )
+
+
+def _beside(service: Object, *, is_done: bool) -> tuple[str, ...]:
+    """The problem of the service, unless it is the one that the chain tells."""
+    degraded = _condition(service, "Degraded")
+    reason = degraded.get("reason", "")
+    if degraded.get("status") != "True" or not (is_done or reason in _BESIDE):
+        return ()
+    what_to_do = remedy(reason)
+    return (f"{reason}: {degraded.get('message')}" + (f". {what_to_do}" if what_to_do else ""),)
+
+
+def _is_of_one_replica(link: Link) -> bool:
+    """Whether the link says nothing of the other replicas."""
+    return link.state != "done" and LINKS.index("pods") < (*LINKS, "routable", "first token").index(link.name)
+
+
+def _serving(service: Object, pods: Sequence[Object]) -> int:
+    """Number of routable replicas if all are of the newest revision; 0 while another one is rolled out."""
+    alive = [pod for pod in pods if not pod["metadata"].get("deletionTimestamp")]
+    revision = service.get("status", {}).get("revision", "")
+    is_current = all(pod["metadata"].get("labels", {}).get(REVISION_LABEL) == revision for pod in alive)
+    if not is_current or _condition(service, "Routable").get("reason") == "NoRouter":
+        return 0
+    return sum(_pod_condition(pod, ROUTABLE).get("status") == "True" for pod in alive)
+
+
+def suspect(service: Object, pods: Sequence[Object]) -> Object | None:
+    """The pod that has come least far, of those of the newest revision if there are any; None without pods."""
+    alive = [pod for pod in pods if not pod["metadata"].get("deletionTimestamp")]
+    revision = service.get("status", {}).get("revision", "")
+    newest = [pod for pod in alive if pod["metadata"].get("labels", {}).get(REVISION_LABEL) == revision]
+    return min(newest or alive, key=_progress, default=None)
+
+
+def log_source(pod: Object) -> tuple[str, bool] | None:
+    """Container of the pod whose log says why it is not ready, and whether that of its last run; None if none does."""
+    fetch, engine = _container(pod, FETCH_CONTAINER), _container(pod, ENGINE_CONTAINER)
+    if fetch and not fetch.get("ready") and (_ended(fetch) or "running" in fetch.get("state", {})):
+        return FETCH_CONTAINER, "running" not in fetch.get("state", {})
+    if "running" in engine.get("state", {}) and not engine.get("ready"):
+        return ENGINE_CONTAINER, False
+    if _ended(engine):
+        return ENGINE_CONTAINER, "terminated" not in engine.get("state", {})
+    return None
+
+
+def selector(name: str) -> str:
+    """Label selector of the pods of a service."""
+    return f"{SERVICE_LABEL}={name},app.kubernetes.io/component=engine"
+
+
+def _progress(pod: Object) -> tuple[int, str]:
+    links = (_node(pod), _volumes(pod, ()), _model(pod, ()), _engine(pod, ()), _loaded(pod, ()))
+    done = sum(link.state == "done" for link in links) + (
+        _pod_condition(pod, ROUTABLE).get("status") == "True"
+    )
+    return done, pod["metadata"]["name"]
+
+
+def _manifest(service: Object) -> Link:
+    spec = service.get("spec", {})
+    source = spec.get("model", {}).get("source", "?")
+    return Link(name="manifest", state="done", detail=f"{source}, {_wanted(service)} replicas wanted")
+
+
+def _wanted(service: Object) -> int:
+    """Number of replicas: spec.replicas, or what spec.scaling has decided."""
+    spec = service.get("spec", {})
+    given: int = spec.get("replicas", 1)
+    if spec.get("scaling") is None:
+        return given
+    least: int = max(given, spec["scaling"].get("minReplicas", 1))
+    decided: int = (service.get("status", {}).get("scaling") or {}).get("wanted", least)
+    return decided
+
+
+def _operator(service: Object) -> Link:
+    generation = service["metadata"].get("generation", 0)
+    seen = service.get("status", {}).get("observedGeneration", -1)
+    if seen >= generation:
+        return Link(name="operator", state="done", detail=f"has seen generation {generation}")
+    what = "has never seen this service" if seen < 0 else f"has seen generation {seen}, not {generation}"
+    return Link(
+        name="operator",
+        state="failed",
+        detail=f"no operator runs, or none serves this namespace: it {what}",
+        remedy="look at the Deployment argosy-operator: `kubectl get deployment,lease -A | grep argosy-operator`; "
+        "the chart's watchNamespaces says which namespaces are served",
+    )
+
+
+def _accepted(service: Object) -> Link:
+    ready = _condition(service, "Ready")
+    if service.get("spec", {}).get("paused") and ready.get("reason") == "Paused":
+        return _failed("accepted", ready)
+    for kind in ("Stalled", "Degraded", "Ready"):
+        condition = _condition(service, kind)
+        if condition.get("reason") in _REFUSED and condition.get("status") != _good(kind):
+            return _failed("accepted", condition)
+    return Link(name="accepted", state="done")
+
+
+def _pods(service: Object, pods: Sequence[Object]) -> Link:
+    if _wanted(service) == 0:
+        if service.get("spec", {}).get("scaling") is not None:
+            return Link(name="pods", state="done", detail="none is wanted while no request comes")
+        return Link(
+            name="pods",
+            state="failed",
+            detail="spec.replicas is 0",
+            remedy=f"kubectl scale isvc {service['metadata']['name']} --replicas=1",
+        )
+    if pods:
+        return Link(name="pods", state="done", detail=f"{len(pods)} exist")
+    cause = _condition(service, "WorkloadReady")
+    state = "waiting" if cause.get("reason") in (None, "Starting", "Reconciling") else "failed"
+    return Link(
+        name="pods",
+        state="failed" if state == "failed" else "waiting",
+        detail=cause.get("message") or "none exist yet",
+        remedy=remedy(cause.get("reason", "")),
+    )
+
+
+def _node(pod: Object) -> Link:
+    scheduled = _pod_condition(pod, "PodScheduled")
+    if scheduled.get("status") == "True" or pod.get("spec", {}).get("nodeName"):
+        return Link(name="node", state="done", detail=f"{_name(pod)} on {pod['spec'].get('nodeName', '?')}")
+    message = scheduled.get("message") or "the scheduler has not looked at it yet"
+    missing = "persistentvolumeclaim" in message and "not found" in message
+    return Link(
+        name="node",
+        state="failed" if scheduled.get("reason") == "Unschedulable" else "waiting",
+        detail=f"{_name(pod)}: {message}",
+        remedy=remedy("ClaimNotFound" if missing else "Unschedulable"),
+    )
+
+
+def _volumes(pod: Object, events: Sequence[str]) -> Link:
+    if _pod_condition(pod, "PodReadyToStartContainers").get("status") != "False":
+        return Link(name="volumes", state="done")
+    return Link(
+        name="volumes",
+        state="failed" if events else "waiting",
+        detail=f"{_name(pod)}: its volumes are not mounted yet, or its network is not set up",
+        lines=tuple(events),
+        remedy="correct what the event names" if events else "",
+    )
+
+
+def _model(pod: Object, log: Sequence[str]) -> Link:
+    fetch = _container(pod, FETCH_CONTAINER)
+    wanted = any(each["name"] == FETCH_CONTAINER for each in pod.get("spec", {}).get("initContainers", ()))
+    if not wanted or fetch.get("ready"):
+        return Link(name="model", state="done", detail="" if not wanted else "fetched")
+    condition = _pod_condition(pod, MODEL_CACHED)
+    told = condition.get("message") or ""
+    if waiting := _waiting(fetch):
+        ended = _ended(fetch)
+        detail = f"{_name(pod)}, container {FETCH_CONTAINER}: {_exit(ended) if ended else _why(waiting)}"
+        reason = "ModelFetchFailed" if ended else waiting.get("reason", "")
+        return Link(name="model", state="failed", detail=detail, lines=tuple(log), remedy=remedy(reason))
+    if ended := fetch.get("state", {}).get("terminated"):
+        detail = f"{_name(pod)}, container {FETCH_CONTAINER}: {_exit(ended)}"
+        return Link(
+            name="model", state="failed", detail=detail, lines=tuple(log), remedy=remedy("ModelFetchFailed")
+        )
+    if condition.get("reason") == "StoreLocked":
+        return Link(
+            name="model", state="failed", detail=f"{_name(pod)}: {told}", remedy=remedy("StoreLocked")
+        )
+    detail = f"{_name(pod)} fetches the model" + (f": {told}" if told else "")
+    return Link(name="model", state="waiting", detail=detail)
+
+
+def _engine(pod: Object, log: Sequence[str]) -> Link:
+    status = pod.get("status", {})
+    if status.get("phase") in ("Failed", "Succeeded"):
+        reason = status.get("reason") or "PodFailed"
+        detail = f"{_name(pod)}: {reason}: {status.get('message') or 'the pod has ended'}"
+        return Link(name="engine", state="failed", detail=detail, remedy=remedy(reason))
+    container = _container(pod, ENGINE_CONTAINER)
+    state, where = container.get("state", {}), f"{_name(pod)}, container {ENGINE_CONTAINER}"
+    if "running" in state:
+        restarts = container.get("restartCount", 0)
+        note = f", restarted {restarts} times; last: {_exit(_ended(container))}" if restarts else ""
+        return Link(name="engine", state="done", detail=f"runs{note}")
+    if ended := _ended(container):
+        reason = "OOMKilled" if ended.get("reason") == "OOMKilled" else "ContainerExited"
+        times = f", {container['restartCount']} restarts" if container.get("restartCount") else ""
+        return Link(
+            name="engine",
+            state="failed",
+            detail=f"{where}: {_exit(ended)}{times}",
+            lines=tuple(log),
+            remedy=remedy(reason),
+        )
+    if waiting := _waiting(container):
+        return Link(
+            name="engine",
+            state="failed",
+            detail=f"{where}: {_why(waiting)}",
+            remedy=remedy(waiting.get("reason", "")),
+        )
+    return Link(
+        name="engine", state="waiting", detail=f"{where}: its image is pulled, or it is being created"
+    )
+
+
+def _loaded(pod: Object, log: Sequence[str]) -> Link:
+    if _pod_condition(pod, "ContainersReady").get("status") == "True":
+        return Link(name="loaded", state="done", detail="the engine is ready")
+    since = _container(pod, ENGINE_CONTAINER).get("state", {}).get("running", {}).get("startedAt", "")
+    detail = f"{_name(pod)}: the engine loads the model" + (f" since {since}" if since else "")
+    return Link(name="loaded", state="waiting", detail=detail, lines=tuple(log))
+
+
+def _routable(pod: Object, service: Object) -> Link:
+    if _pod_condition(pod, ROUTABLE).get("status") == "True":
+        return Link(name="routable", state="done", detail="a router is synced with it")
+    condition = _condition(service, "Routable")
+    reason = condition.get("reason", "")
+    return Link(
+        name="routable",
+        state="failed" if reason in ("NoRouter", "NodeLost") else "waiting",
+        detail=f"{_name(pod)}: {condition.get('message') or 'no router is synced with it'}",
+        remedy=remedy(reason),
+    )
+
+
+def _first_token(service: Object) -> Link:
+    ready, status = _condition(service, "Ready"), service.get("status", {})
+    if ready.get("status") == "True":
+        routable = f"{status.get('routable') or status.get('routableReplicas', 0)} replicas routable"
+        where = f", {status['url']}" if status.get("url") else ""
+        name = f" as {status['model']!r}" if status.get("model") else ""
+        if ready.get("reason") == "ScaledToZero":
+            if service.get("spec", {}).get("scaling") is None:
+                return _pods(service, ())
+            return Link(
+                name="first token", state="done", detail=f"idle: {ready.get('message', '')}{where}{name}"
+            )
+        return Link(name="first token", state="done", detail=f"{routable}{where}{name}")
+    stalled = _condition(service, "Stalled").get("status") == "True"
+    reason = ready.get("reason", "")
+    return Link(
+        name="first token",
+        state="failed" if stalled else "waiting",
+        detail=f"{reason}: {ready.get('message', '')}".strip(": ") or "the service is not ready",
+        remedy=remedy(reason),
+    )
+
+
+def _failed(name: str, condition: Object) -> Link:
+    reason = condition.get("reason", "")
+    detail = f"{reason}: {condition.get('message', '')}".strip(": ")
+    return Link(name=name, state="failed", detail=detail, remedy=remedy(reason))
+
+
+def _good(kind: str) -> str:
+    """Status of a condition of this type when all is well."""
+    return "True" if kind == "Ready" else "False"
+
+
+def _condition(obj: Object, kind: str) -> Object:
+    found = obj.get("status", {}).get("conditions") or ()
+    return next((each for each in found if each.get("type") == kind), {})
+
+
+_pod_condition = _condition
+
+
+def _container(pod: Object, name: str) -> Object:
+    status = pod.get("status", {})
+    found = (*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ()))
+    return next((each for each in found if each.get("name") == name), {})
+
+
+def _ended(container: Object) -> Object | None:
+    """How the container's run that failed ended: the current one, or the last one."""
+    now = container.get("state", {}).get("terminated")
+    ended: Object | None = now or container.get("lastState", {}).get("terminated")
+    return ended
+
+
+def _waiting(container: Object) -> Object | None:
+    """What the container waits for, unless it merely starts."""
+    waiting: Object | None = container.get("state", {}).get("waiting")
+    return waiting if waiting and waiting.get("reason") not in _BEGINNING else None
+
+
+def _why(waiting: Object) -> str:
+    return f"{waiting.get('reason', 'Waiting')}: {waiting.get('message', '')}".rstrip(": ")
+
+
+def _exit(ended: Object | None) -> str:
+    """How a run ended: reason, exit code, and the last line that it left."""
+    if ended is None:
+        return "ended"
+    lines = [line.strip() for line in (ended.get("message") or "").splitlines() if line.strip()]
+    text = f"{ended.get('reason') or 'Error'}, exit code {ended.get('exitCode', '?')}"
+    return f"{text}: {lines[-1][:512]}" if lines else text
+
+
+def _name(pod: Object) -> str:
+    return f"pod {pod['metadata']['name']}"

@@ -1,0 +1,57 @@
+"""What to do about a reason that the operator or the kubelet gives.
+
+Owns the table; docs/operations.md explains the operator's reasons at length. Must not know how a reason is found.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+_IMAGE: Final = (
+    "correct the image's name, or add the registry's Secret to spec.podTemplate.spec.imagePullSecrets"
+)
+REMEDIES: Final[dict[str, str]] = {
+    "InvalidSpec": "correct the field that the message names, and apply the manifest again",
+    "NameConflict": "change spec.servedName or spec.aliases of one of the two services",
+    "ChildNotOwned": "rename or delete the object, or rename the service",
+    "ModelFetchFailed": "remove the cause that the message names; the fetch is tried again by itself",
+    "ModelStoreLocked": "look at the pods that use the volume, and delete the one that stands still",
+    "StoreLocked": "look at the pods that use the volume, and delete the one that stands still",
+    "ClaimNotFound": "create the PersistentVolumeClaim, or correct spec.model.cache.claimName or the pvc:// source",
+    "Evicted": "raise spec.model.cache.sizeLimit if the message names it, else free the node's disk or memory",
+    "RolloutHalted": "correct the change that the new replica fails with; the old ones serve meanwhile",
+    "WaitingForCapacity": "free or add a GPU, or set spec.rollout.maxUnavailable",
+    "WaitingForTurn": "wait: new defaults reach one service at a time",
+    "ProgressDeadlineExceeded": "look at the pods' logs; spec.rollout.progressDeadlineSeconds is the limit",
+    "WaitingForRouter": "look at the routers' logs, in the operator's namespace",
+    "NoRouter": "install routers (chart value router.replicas), or look at their pods, in the operator's namespace",
+    "NodeLost": "wait for the node, or delete it so that its pods start elsewhere",
+    "NodeCacheDisabled": "use spec.model.cache.type claim, or set the chart's nodeCache.enabled",
+    "NodeCacheElsewhere": "change spec.placement.nodeSelector to nodes that have the cache",
+    "InvalidEngineArgs": "correct the flag of spec.engine.args that the message names",
+    "ServiceAccountNotAllowed": "leave spec.placement.serviceAccountName out, or have the administrator list the "
+    "account in the chart's engine.serviceAccounts",
+    "ScaledTwice": "remove one of the two that scale; after removing a HorizontalPodAutoscaler, `kubectl scale isvc` "
+    "once takes the field over",
+    "UnknownTimeZone": "correct spec.scaling.schedules: a time zone is an IANA name, such as Europe/Berlin",
+    "CanaryNotFound": "create the canary's service, or remove spec.router.canary",
+    "Paused": "set spec.paused to false",
+    "FailedCreate": "change what the API server refused; a quota or Pod Security of the namespace, say",
+    "Unschedulable": "add a node that fits, or change spec.resources and spec.placement",
+    "ImagePullBackOff": _IMAGE,
+    "ErrImagePull": _IMAGE,
+    "ErrImageNeverPull": "load the image onto the node, or change the chart's engine.image.pullPolicy",
+    "InvalidImageName": "correct spec.engine.image",
+    "CreateContainerConfigError": "create the Secret or ConfigMap that the message names, in the service's namespace",
+    "OOMKilled": "raise spec.resources.memory, or lower spec.engine.kvCacheMemory",
+    "CrashLoopBackOff": "correct what the engine's last lines name; it is started again by itself",
+    "ContainerExited": "correct what the engine's last lines name; it is started again by itself",
+    "ApiError": "look at the operator's log, and at the API server",
+    "ReconcileError": "look at the operator's log",
+}
+"""Reason -> remedy, as the end of the line `what to do: `."""
+
+
+def remedy(reason: str) -> str:
+    """What to do about a reason; empty if nothing but to read its message."""
+    return REMEDIES.get(reason, "")

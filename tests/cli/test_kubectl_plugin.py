@@ -1,0 +1,145 @@
+"""`kubectl argosy`: what it asks kubectl, and the router behind a port-forward."""
+
+from __future__ import annotations
+
+import base64
+import http.server
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_kubectl import fake_kubectl
+
+from argosy.kubectl_plugin import COMMANDS, main
+from argosy_protocol.bearer_keys import internal_key
+from argosy_protocol.routable_report import ADMIN_KEY_UID
+
+FLEET_KEY = b"0123456789abcdef"
+
+
+@pytest.fixture
+def answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Sets what kubectl answers."""
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    return lambda table: fake_kubectl(tmp_path, table)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_shows_its_arguments(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ending:
+        main([command, "--help"])
+    assert ending.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: kubectl argosy {command}")
+
+
+def test_help_and_wrong_names(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"  {name} " in shown for name in COMMANDS)
+    assert main([]) == 2
+    assert main(["wy"]) == 2
+    assert "'wy' is not a command" in capsys.readouterr().err
+
+
+def test_top_lists_services_and_the_restarts_of_their_engines(
+    answers: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ready = {"type": "Ready", "status": "False", "reason": "FetchingModel"}
+    status = {"routable": "0/2", "model": "qwen", "modelCache": "43 %", "conditions": [ready]}
+    labels = {"inference.argosy.dev/service": "qwen"}
+    pods = [
+        {
+            "metadata": {"namespace": "team", "labels": labels},
+            "status": {"containerStatuses": [{"restartCount": count}]},
+        }
+        for count in (1, 3)
+    ]
+    answers(
+        {
+            "get inferenceservices.inference.argosy.dev --all-namespaces": {
+                "items": [
+                    {"metadata": {"name": "qwen", "namespace": "team"}, "status": status},
+                    {"metadata": {"name": "new", "namespace": "team"}},
+                ]
+            },
+            "get pods": {"items": pods},
+        }
+    )
+    assert main(["top", "-A"]) == 0
+    header, first, second = capsys.readouterr().out.splitlines()
+    assert header.split() == [
+        "NAMESPACE",
+        "SERVICE",
+        "READY",
+        "ROUTABLE",
+        "RESTARTS",
+        "MODEL",
+        "CACHE",
+        "REASON",
+    ]
+    assert first.split() == ["team", "qwen", "False", "0/2", "4", "qwen", "43", "%", "FetchingModel"]
+    assert second.split() == ["team", "new", "Unknown", "-", "0", "-", "-"]
+
+
+def test_logs_are_those_of_all_pods_of_the_service(answers: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    selector = "--selector inference.argosy.dev/service=qwen,app.kubernetes.io/component=engine"
+    answers(
+        {f"--namespace=team logs {selector} --prefix --tail=5 --all-containers": {"text": "[qwen-0] hello\n"}}
+    )
+    assert main(["logs", "qwen", "-n", "team", "--tail", "5"]) == 0
+    assert capfd.readouterr().out == "[qwen-0] hello\n"
+    assert main(["logs", "other", "-n", "team"]) == 1
+
+
+class AdminPort(http.server.BaseHTTPRequestHandler):
+    """Answers /decisions to whoever has the admin key."""
+
+    def do_GET(self) -> None:
+        expected = f"Bearer {internal_key(FLEET_KEY, ADMIN_KEY_UID)}"
+        is_right = self.headers["authorization"] == expected and self.path.startswith("/decisions?limit=7")
+        body = b"[]" if is_right else b'{"error": {"message": "no"}}'
+        self.send_response(200 if is_right else 401)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def cluster_with_router(port: int, key: bytes) -> dict[str, Any]:
+    containers = [{"name": "router", "args": ["router", "--port=8080"]}]
+    return {
+        "--namespace=llm get secret argosy-fleet-key": {"data": {"key": base64.b64encode(key).decode()}},
+        "get deployment argosy-router": {"spec": {"template": {"spec": {"containers": containers}}}},
+        "port-forward --address=127.0.0.1 deployment/argosy-router :8081": {
+            "text": f"Forwarding from 127.0.0.1:{port} -> 8081\n",
+            "stays": True,
+        },
+    }
+
+
+def test_route_asks_a_router_through_a_port_forward(answers: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), AdminPort) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        answers(cluster_with_router(server.server_port, FLEET_KEY))
+        words = ["route", "--router-namespace", "llm", "--", "--recent", "7", "-o", "json"]
+        code = main(words)
+        server.shutdown()
+    assert (code, json.loads(capsys.readouterr().out)) == (0, [])
+
+
+def test_a_router_that_cannot_be_reached_and_a_key_that_is_none(
+    answers: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = cluster_with_router(1, FLEET_KEY)
+    forward = next(words for words in table if words.startswith("port-forward"))
+    answers(table | {forward: {"error": "error: no pod is running"}})
+    assert main(["route", "m", "p", "--router-namespace", "llm"]) == 1
+    assert "cannot reach port 8081 of deployment/argosy-router: error: no pod" in capsys.readouterr().err
+    answers(cluster_with_router(1, b"short"))
+    assert main(["route", "m", "p", "--router-namespace", "llm"]) == 1
+    assert "argosy-fleet-key" in capsys.readouterr().err

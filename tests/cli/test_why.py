@@ -1,0 +1,616 @@
+"""`argosy why`: which link of the chain fails, and what is said about it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_kubectl import fake_kubectl
+
+from argosy.commands import why
+from argosy.diagnosis.chain import Diagnosis, Link, render, until_first_problem
+from argosy.diagnosis.cluster_chain import cluster_diagnosis, log_source, suspect
+from argosy.diagnosis.kubectl import Kubectl
+from argosy.diagnosis.local_chain import local_diagnosis
+from argosy.diagnosis.remedies import REMEDIES
+from argosy.errors import FAILURE, OK, CommandError
+from argosy.local.control_messages import FleetStatus, ReplicaStatus, RouterStatus, ServiceStatus
+
+ROOT = Path(__file__).parents[2]
+Object = dict[str, Any]
+
+
+def condition(kind: str, status: str, reason: str = "", message: str = "") -> Object:
+    return {"type": kind, "status": status, "reason": reason, "message": message}
+
+
+def service(*conditions: Object, seen: int = 3, **spec: Any) -> Object:
+    return {
+        "metadata": {"name": "qwen", "namespace": "team", "generation": 3},
+        "spec": {"model": {"source": "hf://org/model"}, "replicas": 2, **spec},
+        "status": {
+            "observedGeneration": seen,
+            "revision": "new",
+            "routable": "2/2",
+            "url": "http://router/v1",
+            "model": "qwen",
+            "conditions": list(conditions),
+        },
+    }
+
+
+def pod(
+    name: str = "qwen-0",
+    *,
+    conditions: dict[str, str] | None = None,
+    engine: Object | None = None,
+    fetch: Object | None = None,
+    revision: str = "new",
+    **status: Any,
+) -> Object:
+    """A pod whose conditions are all True, but those given, and whose engine runs unless told otherwise."""
+    true = dict.fromkeys(
+        (
+            "PodScheduled",
+            "PodReadyToStartContainers",
+            "ContainersReady",
+            "inference.argosy.dev/routable",
+            "Ready",
+        ),
+        "True",
+    )
+    shown = {"name": "engine", "ready": engine is None, "state": {"running": {}}, **(engine or {})}
+    found: Object = {
+        "metadata": {"name": name, "labels": {"inference.argosy.dev/revision": revision}},
+        "spec": {"nodeName": "node-a", "initContainers": [{"name": "fetch-model"}] if fetch else []},
+        "status": {
+            "phase": "Running",
+            "conditions": [
+                {"type": kind, "status": value} for kind, value in {**true, **(conditions or {})}.items()
+            ],
+            "containerStatuses": [shown],
+            "initContainerStatuses": [{"name": "fetch-model", **fetch}] if fetch else [],
+            **status,
+        },
+    }
+    return found
+
+
+NOT_LOADED = {"ContainersReady": "False", "inference.argosy.dev/routable": "False", "Ready": "False"}
+CREATING = {"ready": False, "state": {"waiting": {"reason": "PodInitializing"}}}
+NOT_READY = condition("Ready", "False", "Starting", "0/2 updated replicas ready")
+
+
+def scaled(wanted: int, *conditions: Object, **spec: Any) -> Object:
+    """A service with spec.scaling that has decided on this number."""
+    found = service(*conditions, scaling={"minReplicas": 0, "maxReplicas": 4}, **spec)
+    found["status"]["scaling"] = {"wanted": wanted}
+    return found
+
+
+def unscheduled(message: str) -> Object:
+    found = pod(conditions=NOT_LOADED, engine=CREATING)
+    found["spec"]["nodeName"] = None
+    found["status"]["conditions"][0] = {
+        "type": "PodScheduled",
+        "status": "False",
+        "reason": "Unschedulable",
+        "message": message,
+    }
+    return found
+
+
+def fetching(message: str, reason: str = "Fetching") -> Object:
+    found = pod(conditions=NOT_LOADED, engine=CREATING, fetch={"ready": False, "state": {"running": {}}})
+    found["status"]["conditions"].append(
+        {
+            "type": "inference.argosy.dev/ModelCached",
+            "status": "False",
+            "reason": reason,
+            "message": message,
+        }
+    )
+    return found
+
+
+EXITED = {
+    "reason": "Error",
+    "exitCode": 2,
+    "message": "Traceback\nargosy serve: --max-model-len is too large\n",
+}
+
+CASES: dict[str, tuple[Object, list[Object], str, str, list[str]]] = {
+    "no operator": (service(seen=-1), [], "operator", "failed", ["never seen", "watchNamespaces"]),
+    "an operator that stands still": (service(seen=2), [], "operator", "failed", ["generation 2, not 3"]),
+    "a field that is wrong": (
+        service(condition("Stalled", "True", "InvalidSpec", "spec.replicas: too many")),
+        [],
+        "accepted",
+        "failed",
+        ["spec.replicas: too many", "correct the field"],
+    ),
+    "a name that is taken": (
+        service(condition("Degraded", "True", "NameConflict", "'qwen' belongs to the older other/qwen")),
+        [pod()],
+        "accepted",
+        "failed",
+        ["other/qwen", "aliases"],
+    ),
+    "paused": (
+        service(condition("Ready", "False", "Paused", "the spec was changed"), paused=True),
+        [],
+        "accepted",
+        "failed",
+        ["spec.paused to false"],
+    ),
+    "scaled to zero": (
+        service(condition("Ready", "True", "ScaledToZero"), replicas=0),
+        [],
+        "first token",
+        "failed",
+        [],
+    ),
+    "a quota": (
+        service(condition("WorkloadReady", "False", "FailedCreate", "exceeded quota")),
+        [],
+        "pods",
+        "failed",
+        ["exceeded quota", "quota or Pod Security"],
+    ),
+    "no node": (
+        service(NOT_READY),
+        [unscheduled("0/2 nodes are available: 2 Insufficient nvidia.com/gpu.")],
+        "node",
+        "failed",
+        ["pod qwen-0", "Insufficient nvidia.com/gpu", "add a node that fits"],
+    ),
+    "no claim": (
+        service(NOT_READY),
+        [unscheduled('persistentvolumeclaim "models" not found')],
+        "node",
+        "failed",
+        ['"models" not found', "claimName"],
+    ),
+    "no volume yet": (
+        service(NOT_READY),
+        [pod(conditions={**NOT_LOADED, "PodReadyToStartContainers": "False"}, engine=CREATING)],
+        "volumes",
+        "waiting",
+        ["not mounted yet"],
+    ),
+    "a fetch that goes on": (
+        service(NOT_READY),
+        [fetching("43 % 12.1/28.0 GiB, eta 70 s")],
+        "model",
+        "waiting",
+        ["43 % 12.1/28.0 GiB, eta 70 s"],
+    ),
+    "a store that is locked": (
+        service(NOT_READY),
+        [fetching("waits for pod other", "StoreLocked")],
+        "model",
+        "failed",
+        ["waits for pod other", "delete the one that stands still"],
+    ),
+    "a fetch that failed": (
+        service(NOT_READY),
+        [
+            pod(
+                conditions=NOT_LOADED,
+                engine=CREATING,
+                fetch={
+                    "ready": False,
+                    "state": {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off"}},
+                    "lastState": {
+                        "terminated": {"reason": "Error", "exitCode": 1, "message": "401: no token"}
+                    },
+                },
+            )
+        ],
+        "model",
+        "failed",
+        ["container fetch-model", "exit code 1", "401: no token", "tried again by itself"],
+    ),
+    "no image": (
+        service(NOT_READY),
+        [
+            pod(
+                conditions=NOT_LOADED,
+                engine={
+                    "ready": False,
+                    "state": {"waiting": {"reason": "ImagePullBackOff", "message": "not found"}},
+                },
+            )
+        ],
+        "engine",
+        "failed",
+        ["container engine", "ImagePullBackOff: not found", "imagePullSecrets"],
+    ),
+    "an engine that exits": (
+        service(NOT_READY),
+        [
+            pod(
+                conditions=NOT_LOADED,
+                engine={
+                    "ready": False,
+                    "restartCount": 4,
+                    "state": {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 40s"}},
+                    "lastState": {"terminated": EXITED},
+                },
+            )
+        ],
+        "engine",
+        "failed",
+        ["exit code 2", "--max-model-len is too large", "4 restarts", "the last line of the log"],
+    ),
+    "too little memory": (
+        service(NOT_READY),
+        [
+            pod(
+                conditions=NOT_LOADED,
+                engine={
+                    "ready": False,
+                    "state": {"terminated": {"reason": "OOMKilled", "exitCode": 137}},
+                },
+            )
+        ],
+        "engine",
+        "failed",
+        ["OOMKilled, exit code 137", "spec.resources.memory"],
+    ),
+    "evicted": (
+        service(NOT_READY),
+        [pod(conditions=NOT_LOADED, phase="Failed", reason="Evicted", message="The node was low on disk")],
+        "engine",
+        "failed",
+        ["low on disk", "sizeLimit"],
+    ),
+    "a load": (
+        service(NOT_READY),
+        [pod(conditions=NOT_LOADED, engine={"ready": False, "state": {"running": {"startedAt": "T1"}}})],
+        "loaded",
+        "waiting",
+        ["loads the model since T1", "the last line of the log"],
+    ),
+    "no router": (
+        service(NOT_READY, condition("Routable", "Unknown", "NoRouter", "no router answers")),
+        [pod(conditions={"inference.argosy.dev/routable": "False"})],
+        "routable",
+        "failed",
+        ["no router answers", "router.replicas"],
+    ),
+    "a rollout": (
+        service(condition("Ready", "False", "RollingOut", "1 old replicas still serve")),
+        [pod()],
+        "first token",
+        "waiting",
+        ["1 old replicas still serve"],
+    ),
+    "all is well": (
+        service(condition("Ready", "True", "ReplicasRoutable")),
+        [pod()],
+        "first token",
+        "done",
+        ["2/2 replicas routable", "http://router/v1", "'qwen'"],
+    ),
+    "served, and degraded": (
+        service(
+            condition("Ready", "True", "ReplicasRoutable"),
+            condition("Degraded", "True", "CanaryNotFound", "there is no InferenceService 'next'"),
+        ),
+        [pod()],
+        "first token",
+        "done",
+        ["note: CanaryNotFound", "'next'"],
+    ),
+    "arguments that the engine refuses": (
+        service(condition("Stalled", "True", "InvalidEngineArgs", "--max-logprobs must be at least -1")),
+        [],
+        "accepted",
+        "failed",
+        ["--max-logprobs must be", "correct the flag"],
+    ),
+    "an account that is not listed": (
+        service(condition("Stalled", "True", "ServiceAccountNotAllowed", "serviceAccountName is 'x'")),
+        [],
+        "accepted",
+        "failed",
+        ["serviceAccountName is 'x'", "engine.serviceAccounts"],
+    ),
+    "idle at zero": (
+        scaled(
+            0, condition("Ready", "True", "ScaledToZero", "the next one is held until a replica has started")
+        ),
+        [],
+        "first token",
+        "done",
+        ["the next one is held"],
+    ),
+    "paused at zero": (
+        scaled(0, condition("Ready", "False", "Paused", "no replica starts while paused"), paused=True),
+        [],
+        "accepted",
+        "failed",
+        ["no replica starts", "spec.paused to false"],
+    ),
+    "a scaled service whose spec.replicas is 0": (
+        scaled(3, NOT_READY, replicas=0),
+        [],
+        "pods",
+        "waiting",
+        ["3 replicas wanted", "none exist yet"],
+    ),
+    "scaled to zero and not there yet": (
+        scaled(0, condition("Ready", "False", "RollingOut", "1 replica ends")),
+        [],
+        "first token",
+        "waiting",
+        ["0 replicas wanted", "1 replica ends"],
+    ),
+    "scaled by two": (
+        scaled(2, NOT_READY, condition("Degraded", "True", "ScaledTwice", "an-hpa writes spec.replicas")),
+        [unscheduled("0/2 nodes are available")],
+        "node",
+        "failed",
+        ["note: ScaledTwice: an-hpa writes", "remove one of the two"],
+    ),
+    "a time zone that does not exist": (
+        scaled(
+            2,
+            condition("Ready", "True", "ReplicasRoutable"),
+            condition("Degraded", "True", "UnknownTimeZone", "schedules in Mars are ignored"),
+        ),
+        [pod()],
+        "first token",
+        "done",
+        ["note: UnknownTimeZone", "correct spec.scaling.schedules"],
+    ),
+}
+CASES["scaled to zero"] = (*CASES["scaled to zero"][:2], "pods", "failed", ["--replicas=1"])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_first_link_that_is_not_done_is_told(case: str) -> None:
+    resource, pods, name, state, words = CASES[case]
+    found = cluster_diagnosis(resource, pods, log=["a line", "the last line of the log"])
+    text = render(found)
+    assert (found.links[-1].name, found.links[-1].state) == (name, state), text
+    assert [link for link in found.links[:-1] if link.state != "done"] == []
+    assert all(word in text for word in words), text
+    assert text.startswith("team/qwen\n")
+
+
+NO_GPU = "0/2 nodes are available: 2 Insufficient nvidia.com/gpu."
+
+
+def of_old_revision() -> Object:
+    return pod("qwen-old", revision="old")
+
+
+@pytest.mark.parametrize(
+    ("resource", "pods", "is_served"),
+    [
+        (scaled(4, NOT_READY), [pod("a"), pod("b"), unscheduled(NO_GPU)], True),
+        (service(NOT_READY), [pod("a"), unscheduled(NO_GPU)], True),
+        (service(NOT_READY), [unscheduled(NO_GPU)], False),
+        (service(NOT_READY), [of_old_revision(), unscheduled(NO_GPU)], False),
+        (service(NOT_READY), [pod("a"), of_old_revision(), unscheduled(NO_GPU)], False),
+        (service(NOT_READY, seen=2), [pod("a"), unscheduled(NO_GPU)], False),
+        (
+            service(NOT_READY, condition("Routable", "Unknown", "NoRouter")),
+            [pod("a"), unscheduled(NO_GPU)],
+            False,
+        ),
+        (
+            service(condition("Stalled", "True", "InvalidEngineArgs", "--a must be 1")),
+            [pod("a"), unscheduled(NO_GPU)],
+            False,
+        ),
+    ],
+    ids=[
+        "an added replica finds no GPU",
+        "one of a fixed number finds none",
+        "none is routable",
+        "the change is not served",
+        "a rollout is under way",
+        "the operator stands still",
+        "no router",
+        "the change is refused",
+    ],
+)
+def test_a_problem_of_one_replica_is_told_while_others_serve(
+    resource: Object, pods: list[Object], is_served: bool
+) -> None:
+    found = cluster_diagnosis(resource, pods)
+    assert found.is_served is is_served
+    text = render(found)
+    assert "FAILED" in text
+    assert ("note: clients are served meanwhile" in text) is is_served
+
+
+def test_the_pod_that_has_come_least_far_is_looked_at_and_of_the_newest_revision() -> None:
+    loads = pod("qwen-loads", conditions=NOT_LOADED, engine={"ready": False})
+    pods = [pod("qwen-ready"), loads, unscheduled("no node")]
+    assert suspect(service(), pods[:2]) is loads
+    assert suspect(service(), pods) is pods[2]
+    old = unscheduled("no node")
+    old["metadata"]["labels"]["inference.argosy.dev/revision"] = "old"
+    assert suspect(service(), [pods[0], old]) is pods[0]
+    assert suspect(service(), [old]) is old
+    assert suspect(service(), []) is None
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        ("a fetch that goes on", ("fetch-model", False)),
+        ("a fetch that failed", ("fetch-model", True)),
+        ("an engine that exits", ("engine", True)),
+        ("too little memory", ("engine", False)),
+        ("a load", ("engine", False)),
+        ("no image", None),
+        ("all is well", None),
+    ],
+)
+def test_whose_log_is_read(case: str, expected: tuple[str, bool] | None) -> None:
+    (only,) = CASES[case][1]
+    assert log_source(only) == expected
+
+
+def test_every_reason_that_needs_a_person_has_a_remedy() -> None:
+    """Those of the table in docs/operations.md."""
+    text = (ROOT / "docs" / "operations.md").read_text()
+    table = text[text.index("| reason | what to do |") :].split("\n\n")[0]
+    rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", table, re.MULTILINE)
+    reasons = {reason for row in rows for reason in re.findall(r"`(\w+)`", row)}
+    assert len(reasons) > 10
+    assert reasons <= REMEDIES.keys()
+
+
+def test_links_behind_the_first_problem_are_left_out() -> None:
+    links = [Link(name=str(number), state="done" if number < 2 else "failed") for number in range(5)]
+    assert [link.name for link in until_first_problem(links)] == ["0", "1", "2"]
+    assert Diagnosis(service="s", links=()).state == "waiting"
+
+
+def test_the_cluster_is_read_with_kubectl(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    resource, pods, *_ = CASES["an engine that exits"]
+    fake_kubectl(
+        tmp_path,
+        {
+            "--namespace=team get inferenceservices.inference.argosy.dev qwen -o json": resource,
+            "get pods --selector inference.argosy.dev/service=qwen": {"items": pods},
+            "logs qwen-0 -c engine --tail=10 --previous": {"text": "one\nValueError: it is too long\n"},
+            "get events": {"items": []},
+        },
+    )
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    assert why.main(["qwen", "-n", "team"]) == FAILURE
+    shown = capsys.readouterr().out
+    assert "ValueError: it is too long" in shown
+    assert why.main(["qwen", "-n", "team", "-o", "json"], cluster=True) == FAILURE
+    assert json.loads(capsys.readouterr().out)["links"][-1]["name"] == "engine"
+
+
+@pytest.mark.parametrize(
+    ("answers", "said"),
+    [
+        (
+            {
+                "get inferenceservices.inference.argosy.dev qwen": {
+                    "error": 'Error from server (NotFound): inferenceservices "qwen" not found'
+                },
+                "get inferenceservices.inference.argosy.dev -o": {"items": [{"metadata": {"name": "qwen3"}}]},
+            },
+            "there are: qwen3",
+        ),
+        (
+            {"get": {"error": "error: the server doesn't have a resource type 'inferenceservices'"}},
+            "install the chart",
+        ),
+        ({"get": {"error": "Unable to connect to the server: dial tcp: refused"}}, "dial tcp: refused"),
+    ],
+    ids=["no such service", "no such kind", "no cluster"],
+)
+def test_what_cannot_be_read_is_said(answers: dict[str, Object], said: str, tmp_path: Path) -> None:
+    program = fake_kubectl(tmp_path, answers)
+    with pytest.raises(CommandError, match=re.escape(said)):
+        why.in_cluster(Kubectl(program=program), "qwen")
+
+
+def test_without_kubectl_the_remedy_is_named() -> None:
+    with pytest.raises(CommandError, match="is not installed"):
+        Kubectl(program="no-such-kubectl").get("pods")
+
+
+def test_a_volume_that_does_not_mount_is_told_by_its_event(tmp_path: Path) -> None:
+    resource, pods, *_ = CASES["no volume yet"]
+    event = {
+        "reason": "FailedMount",
+        "message": 'secret "token" not found',
+        "lastTimestamp": "2026-01-01T00:00:00Z",
+    }
+    program = fake_kubectl(
+        tmp_path,
+        {
+            "get inferenceservices": resource,
+            "get pods": {"items": pods},
+            "get events --field-selector involvedObject.name=qwen-0,type=Warning": {"items": [event]},
+        },
+    )
+    found = why.in_cluster(Kubectl(program=program), "qwen")
+    assert (found.links[-1].name, found.links[-1].state) == ("volumes", "failed")
+    assert 'FailedMount: secret "token" not found' in render(found)
+
+
+# the local fleet
+
+
+def replica(phase: Any, reason: str = "", *, is_current: bool = True, restarts: int = 0) -> ReplicaStatus:
+    return ReplicaStatus(
+        name="tiny-0",
+        service="default/tiny",
+        revision="r",
+        is_current=is_current,
+        phase=phase,
+        reason=reason,
+        restarts=restarts,
+        pid=7,
+    )
+
+
+@pytest.mark.parametrize(
+    ("replicas", "router_ready", "name", "state", "words"),
+    [
+        ([replica("Routable")], True, "first token", "done", ["http://127.0.0.1:8080/v1", "'tiny'"]),
+        ([replica("Routable"), replica("Ready")], True, "routable", "waiting", ["not synced"]),
+        ([replica("Routable")], False, "routable", "failed", ["the port is taken", "log of router"]),
+        ([replica("Starting")], True, "loaded", "waiting", ["loads the model", "log of tiny-0"]),
+        (
+            [replica("Routable", is_current=False), replica("BackOff", "exit code 2", restarts=3)],
+            True,
+            "process",
+            "failed",
+            ["exit code 2, 3 restarts", "log of tiny-0", "argosy logs tiny-0"],
+        ),
+        ([], True, "process", "waiting", ["none has started yet"]),
+    ],
+)
+def test_a_local_fleet(
+    replicas: list[ReplicaStatus], router_ready: bool, name: str, state: str, words: list[str]
+) -> None:
+    local = ServiceStatus(key="default/tiny", model="tiny", desired=1, revision="r", replicas=tuple(replicas))
+    router = RouterStatus(
+        url="http://127.0.0.1:8080/v1",
+        is_ready=router_ready,
+        reason="" if router_ready else "the port is taken",
+    )
+    status = FleetStatus(pid=1, router=router, services=(local,))
+    found = local_diagnosis(status, local, lambda process: [f"log of {process}"])
+    text = render(found)
+    assert (found.links[-1].name, found.links[-1].state) == (name, state), text
+    assert all(word in text for word in words), text
+
+
+def test_a_service_that_is_scaled_to_zero_here() -> None:
+    local = ServiceStatus(key="default/tiny", model="tiny", desired=0, revision="r")
+    status = FleetStatus(pid=1, router=RouterStatus(url="u", is_ready=True), services=(local,))
+    assert local_diagnosis(status, local, lambda _: []).links[-1].detail == "spec.replicas is 0"
+
+
+def test_the_exit_code_says_whether_clients_are_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resource, pods, *_ = CASES["all is well"]
+    fake_kubectl(
+        tmp_path,
+        {"get inferenceservices": resource, "get pods": {"items": pods}, "get events": {"items": []}},
+    )
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    assert why.main(["qwen", "--cluster"]) == OK
