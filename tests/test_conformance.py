@@ -6,6 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+import vllm_tests
+from vllm_suite import PASSING, lost
+
 ROOT = Path(__file__).resolve().parent.parent
 FILE = "tests/entrypoints/openai/chat_completion/test_chat_echo.py"
 TESTS = """
@@ -68,6 +73,26 @@ def test_the_report_counts_what_passes_fails_and_is_left_out(tmp_path: Path) -> 
     assert f"| {path} | 1 | 1 | 1 |" in done.stdout
     assert f"- {path}::test_fails: failed: assert 1 == 5" in done.stdout
     assert "- 1: tests vLLM's own classes, without a server" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("results", "expected"),
+    [
+        ({"a.py::x": ("passed", ""), "a.py::y": ("failed", "of no matter")}, []),
+        ({"a.py::x": ("failed", "assert 1 == 2")}, ["- a.py::x: failed: assert 1 == 2"]),
+        ({}, ["- a.py::x: not run: "]),
+    ],
+)
+def test_listed_tests_must_pass(results: dict[str, tuple[str, str]], expected: list[str]) -> None:
+    assert lost(["a.py::x", "b.py::x"], results, "a") == expected
+
+
+def test_a_choice_without_listed_tests_is_an_error() -> None:
+    assert lost(["a.py::x"], {"b.py::x": ("passed", "")}, "b")
+
+
+def test_only_files_of_the_suite_are_listed() -> None:
+    assert {test.partition("::")[0] for test in PASSING.read_text().splitlines()} <= vllm_tests.TESTS.keys()
 
 
 def test_a_directory_without_the_tests_is_refused(tmp_path: Path) -> None:

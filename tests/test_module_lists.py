@@ -11,6 +11,7 @@ _ROOT = Path(__file__).parents[1]
 _PACKAGES = (
     "cli/argosy/local",
     "engine/argosy_engine/api/openai",
+    "engine/argosy_engine/api/processes",
     "engine/argosy_engine/api/responses",
     "engine/argosy_engine/api/routes",
     "engine/argosy_engine/attention",

@@ -83,7 +83,7 @@ def start_argosy(
     return _start("argosy", command, env, port, logs)
 
 
-def start_vllm(name: str, python: str, model: str, dtype: str, logs: Path) -> Server:
+def start_vllm(name: str, python: str, model: str, dtype: str, logs: Path, *flags: str) -> Server:
     """Start vLLM's server.
 
     Args:
@@ -92,7 +92,7 @@ def start_vllm(name: str, python: str, model: str, dtype: str, logs: Path) -> Se
     port = _free_port()
     command = [
         python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--port", str(port),
-        "--dtype", dtype, "--served-model-name", "bench",
+        "--dtype", dtype, "--served-model-name", "bench", *flags,
     ]  # fmt: skip
     env = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_NUM_OF_RESERVED_CPU": str(VLLM[name])}
     return _start(name, command, env, port, logs)

@@ -41,6 +41,7 @@ _CLOSED = ("--shape", "tiny", "--scenario", "closed")
 _LONG = ("--shape", "m06", "--scenario", "long")
 _M06 = ("--model", "m06", "--contenders", "argosy", *VLLM)
 _ONE = ("--rounds", "1")
+_FEW = ("--requests-in-flight", "1", "--min-requests", "2", "--output-len", "8")
 SECTIONS = {
     "offline shipped": Section("offline.py", ("--model", "builtin://tiny"), _ONE),
     "offline tiny": Section("offline.py", ("--model", "tiny"), _ONE),
@@ -49,6 +50,7 @@ SECTIONS = {
     "long prompts": Section("serving.py", _LONG, _ONE),
     "bookkeeping": Section("scheduler.py", has_peer=False),
     "core step": Section("core_step.py", has_peer=False),
+    "API CPU": Section("api_cpu.py", (), (*_ONE, "--concurrency", "1", "4", *_FEW)),
     "memory": Section("memory.py", (), ("--requests", "250", "--warm-up", "50"), has_peer=False),
 }
 
@@ -86,6 +88,12 @@ class Row(NamedTuple):
 _OFFLINE, _START = "output tok/s", "start to first token s"
 _LONG_PREFILL, _CACHED = "3000 tokens cold: TTFT ms", "cached over cold"
 _MIXED = "4 decodes beside prefills of 2000: ITL p99 ms"
+_API_FIGURES = (
+    ("chat, streamed", "token"),
+    ("completion, streamed", "token"),
+    ("chat, unary", "request"),
+    ("completion, unary", "request"),
+)
 ROWS = (
     Row("1", "offline, shipped tiny, out tok/s", "offline shipped", _OFFLINE, ">= 2x"),
     Row("1", "offline, random 5 M, out tok/s", "offline tiny", _OFFLINE, ">= 2x"),
@@ -101,6 +109,18 @@ ROWS = (
     Row("4", "core step, tokens only, us", "core step", "core step, plain us", "<= 2"),
     Row("4", "core step, 5 log probabilities, us", "core step", "core step, logprobs us", "<= 5"),
     Row("4", "core step, JSON schema, us", "core step", "core step, grammar us", "<= 40"),
+    *(
+        Row(
+            "4",
+            f"API process, {what}, {concurrency} in flight, CPU us per {unit}",
+            "API CPU",
+            figure,
+            "<= 0.5x",
+        )
+        for what, unit in _API_FIGURES
+        for concurrency in (1, 16, 64)
+        for figure in (f"{what}, {concurrency:>2} in flight: us/{unit}",)
+    ),
     Row("5", "449 M, 3000 tokens, TTFT cached over cold", "long prompts", _CACHED, "<= 0.1"),
     Row("6", "449 M, 3000 tokens cold, TTFT ms", "long prompts", _LONG_PREFILL, "<= 1.11x"),
     Row("6", "449 M, decodes beside prefills, ITL p99 ms", "long prompts", _MIXED, "<= 0.7x"),

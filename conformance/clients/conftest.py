@@ -10,6 +10,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -24,11 +25,17 @@ def free_port() -> int:
 
 
 @contextmanager
-def running(*arguments: str) -> Iterator[str]:
-    """Run `argosy` with the arguments until the block ends; yield its URL."""
+def running(*arguments: str, modules: Path | None = None) -> Iterator[str]:
+    """Run `argosy` with the arguments until the block ends; yield its URL.
+
+    Args:
+        modules: a directory of modules that it may import.
+    """
     port = free_port()
     command = [os.environ["ARGOSY_PYTHON"], "-m", "argosy", *arguments, "--port", str(port)]
-    process = subprocess.Popen(command)
+    paths = [os.environ.get("PYTHONPATH", ""), *([str(modules)] if modules is not None else [])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    process = subprocess.Popen(command, env=environment)
     url = f"http://127.0.0.1:{port}"
     deadline = time.monotonic() + START_TIMEOUT_S
     try:

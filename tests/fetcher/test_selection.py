@@ -78,6 +78,10 @@ def test_weights_without_an_index(weights: list[str], expected: list[str]) -> No
             {"config.json": b"{}", "model.safetensors": b""},
             r"has no tokenizer.json; write one with transformers",
         ),
+        (
+            {"config.json": b"{}", "model.safetensors": b"", "tekken.json": b"{}"},
+            r"has no tokenizer.json; tekken.json, which is not read, can be converted",
+        ),
         (SMALL, "has no model.safetensors; the upload is incomplete"),
         (
             {**SMALL, "pytorch_model.bin": b"", "x.pt": b""},

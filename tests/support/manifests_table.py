@@ -186,6 +186,39 @@ engine:
   shutdownTimeoutSeconds: 0
 """
     ),
+    "arguments of the engine": manifest(
+        TINY
+        + """
+engine:
+  args:
+  - --max-logprobs=-1
+  - --enforce-eager
+  - --no-enable-chunked-prefill
+  - --watermark=0.05
+  - --kv-cache-dtype=fp8
+  - --structured-outputs-cache-bytes=64M
+  - --max-num-queued-tokens=1000000
+  - '--default-chat-template-kwargs={"enable_thinking": false}'
+  - --tool-call-parser=hermes
+  - --middleware=package.first
+  - --middleware=package.second
+  - --swap-space=4
+"""
+    ),
+    "vllm": manifest(
+        f"model: {{{HUB}, cache: {{sizeLimit: 60Gi}}}}\n"
+        + """
+engine: {type: vllm, device: cuda, kvCacheMemory: 2Gi, args: [--enable-lora, --max-loras=2, '--speculative-config={}']}
+resources: {gpu: {}}
+"""
+    ),
+    "sglang": manifest(
+        "model: {source: 'pvc://models/a'}\nengine: {type: sglang, device: cpu, attentionBackend: auto, "
+        "args: [--ep-size=2]}"
+    ),
+    "type of our own engine": manifest(f"{TINY}\nengine: {{type: argosy, threads: 1}}"),
+    "upgrade policy": manifest(f"{TINY}\nengine: {{upgradePolicy: Automatic}}"),
+    "no arguments": manifest(f"{TINY}\nengine: {{args: []}}"),
     "whole number where a number is asked": manifest(f"{TINY}\nengine: {{gpuMemoryUtilization: 1}}"),
     "placement": manifest(
         TINY
@@ -196,8 +229,55 @@ placement:
   priorityClassName: serving
 """
     ),
+    "affinity and spreading": manifest(
+        TINY
+        + """
+placement:
+  affinity:
+    nodeAffinity:
+      requiredDuringSchedulingIgnoredDuringExecution:
+        nodeSelectorTerms:
+        - matchExpressions:
+          - {key: gpu, operator: In, values: [h100, h200]}
+          - {key: cores, operator: Gt, values: ['16']}
+          - {key: spot, operator: DoesNotExist}
+          matchFields: [{key: metadata.name, operator: NotIn, values: [node-7]}]
+      preferredDuringSchedulingIgnoredDuringExecution:
+      - {weight: 10, preference: {matchExpressions: [{key: nvlink, operator: Exists}]}}
+    podAffinity:
+      preferredDuringSchedulingIgnoredDuringExecution:
+      - weight: 1
+        podAffinityTerm:
+          topologyKey: topology.kubernetes.io/zone
+          labelSelector: {matchLabels: {app: web}}
+          namespaces: [web]
+          namespaceSelector: {matchExpressions: [{key: team, operator: In, values: [search]}]}
+    podAntiAffinity:
+      requiredDuringSchedulingIgnoredDuringExecution: [{topologyKey: kubernetes.io/hostname}]
+  topologySpreadConstraints:
+  - {topologyKey: topology.kubernetes.io/zone, matchLabelKeys: [pod-template-hash], minDomains: 2}
+  - {topologyKey: kubernetes.io/hostname, maxSkew: 2, whenUnsatisfiable: ScheduleAnyway, nodeTaintsPolicy: Honor}
+  runtimeClassName: nvidia
+  schedulerName: gang
+  serviceAccountName: models
+  automountServiceAccountToken: true
+"""
+    ),
+    "no token without an account": manifest(f"{TINY}\nplacement: {{automountServiceAccountToken: false}}"),
+    "limits of cpu and shared memory": manifest(
+        f"{TINY}\nresources: {{cpu: 4, cpuLimit: 4, memory: 16Gi, sharedMemory: 8Gi}}"
+    ),
+    "a claim of devices for each replica": manifest(
+        f"{TINY}\nengine: {{device: cuda}}\nresources: {{claims: [{{name: gpu, resourceClaimTemplateName: h200, "
+        "request: one}]}"
+    ),
     "in place": manifest(f"{TINY}\nrollout: {{maxSurge: 0}}"),
     "unavailable only": manifest(f"{TINY}\nrollout: {{maxUnavailable: 2}}"),
+    "scaling": manifest(
+        f"{TINY}\nscaling: {{maxReplicas: 8, metrics: {{concurrency: 32, ttftP90Seconds: 1.5}}, schedules: "
+        "[{name: office, start: '30 8 * * 1-5', end: 0 18 * * 1-5, timeZone: Europe/Berlin, minReplicas: 4}]}"
+    ),
+    "scaling to zero": manifest(f"{TINY}\nscaling: {{minReplicas: 0, maxReplicas: 1, idleSeconds: 300}}"),
     "rollout": manifest(f"{TINY}\nrollout: {{maxSurge: 1, maxUnavailable: 0, drainSeconds: 0}}"),
     "policy": manifest(f"{TINY}\nrouter: {{policy: least-load}}"),
     "hedging from a factor on": manifest(f"{TINY}\nrouter: {{hedgeAfter: 1.5}}"),
@@ -369,6 +449,107 @@ podTemplate: {{spec: {{containers: [{{name: engine, volumeMounts: [{{name: a, mo
         manifest(f"{TINY}\nparallelism: {{tensor: 1, pipeline: 2, data: 1, expert: true}}"),
         "expert divides the experts among the devices of tensor and data; set one of them to 2 or more",
     ),
+    "unknown engine": (
+        manifest(f"{TINY}\nengine: {{type: llamacpp}}"),
+        'spec.engine.type: Unsupported value: "llamacpp"',
+    ),
+    "our model on another engine": (
+        manifest(f"{TINY}\nengine: {{type: vllm}}"),
+        "the model that ships with Argosy needs engine.type argosy",
+    ),
+    "shared cache of another engine": (
+        manifest(f"model: {{{HUB}, cache: {{type: node}}}}\nengine: {{type: sglang}}"),
+        "only engines of type argosy hold a model of a shared cache while they use it",
+    ),
+    "threads of another engine": (
+        manifest(f"model: {{{HUB}}}\nengine: {{type: vllm, threads: 2}}"),
+        "attentionBackend and threads are for type argosy",
+    ),
+    "attention of another engine": (
+        manifest(f"model: {{{HUB}}}\nengine: {{type: sglang, attentionBackend: triton}}"),
+        "attentionBackend and threads are for type argosy",
+    ),
+    "vllm told to compute on a cpu": (
+        manifest(f"model: {{{HUB}}}\nengine: {{type: vllm, device: cpu}}"),
+        "vLLM computes on the device that its image is built for",
+    ),
+    "cache size of sglang": (
+        manifest(f"model: {{{HUB}}}\nengine: {{type: sglang, kvCacheMemory: 1Gi}}"),
+        "SGLang has no such setting; use gpuMemoryUtilization",
+    ),
+    "experts of sglang": (
+        manifest(f"model: {{{HUB}}}\nengine: {{type: sglang}}\nparallelism: {{tensor: 2, expert: true}}"),
+        "SGLang's experts are divided by --ep-size in engine.args",
+    ),
+    "key of vllm": (
+        manifest(f"model: {{{HUB}}}\nengine: {{type: vllm, args: [--api-key=none]}}"),
+        "fields or the operator set these flags of vllm: dtype",
+    ),
+    "field of sglang as an argument": (
+        manifest(f"model: {{{HUB}}}\nengine: {{type: sglang, args: [--context-length=4096]}}"),
+        "fields or the operator set these flags of sglang: device",
+    ),
+    "short flag of vllm": (
+        manifest(f"model: {{{HUB}}}\nengine: {{type: vllm, args: [-O3]}}"),
+        "must be one flag with two dashes",
+    ),
+    "argument without a dash": (
+        manifest(f"{TINY}\nengine: {{args: [max-logprobs=5]}}"),
+        'spec.engine.args[0]: Invalid value: "max-logprobs=5": must be one flag with two dashes',
+    ),
+    "short flag": (manifest(f"{TINY}\nengine: {{args: [-tp=2]}}"), "must be one flag with two dashes"),
+    "flag and value in one argument": (
+        manifest(f"{TINY}\nengine: {{args: ['--max-logprobs 5']}}"),
+        "must be one flag with two dashes, and its value behind '='",
+    ),
+    "flag and value in two arguments": (
+        manifest(f"{TINY}\nengine: {{args: [--max-logprobs, '5']}}"),
+        "must be one flag with two dashes",
+    ),
+    "argument of two lines": (
+        manifest(f'{TINY}\nengine: {{args: ["--chat-template=a\\nb"]}}'),
+        "must be one flag with two dashes",
+    ),
+    "unknown flag": (
+        manifest(f"{TINY}\nengine: {{args: [--enforce-eager, --max-logprob=5]}}"),
+        "spec.engine.args: Invalid value: a flag is none that the engine takes",
+    ),
+    "flag of a feature that there is not": (
+        manifest(f"{TINY}\nengine: {{args: [--enable-lora]}}"),
+        "a flag is none that the engine takes",
+    ),
+    "flag with a field of its own": (
+        manifest(f"{TINY}\nengine: {{args: [--max-model-len=4096]}}"),
+        "flags with a field of their own are set there: engine.attentionBackend",
+    ),
+    "switch with a field of its own": (
+        manifest(f"{TINY}\nengine: {{args: [--no-enable-prefix-caching]}}"),
+        "flags with a field of their own are set there",
+    ),
+    "address of the engine": (
+        manifest(f"{TINY}\nengine: {{args: [--port=9000]}}"),
+        "the operator sets these flags, or other fields do: host, port",
+    ),
+    "key of the engine": (
+        manifest(f"{TINY}\nengine: {{args: [--api-key=none]}}"),
+        "the operator sets these flags, or other fields do",
+    ),
+    "switch with a value": (
+        manifest(f"{TINY}\nengine: {{args: [--enforce-eager=true]}}"),
+        "a flag has a value that it does not take",
+    ),
+    "flag without a value": (
+        manifest(f"{TINY}\nengine: {{args: [--max-logprobs]}}"),
+        "a flag has a value that it does not take",
+    ),
+    "number of another type": (
+        manifest(f"{TINY}\nengine: {{args: [--max-logprobs=many]}}"),
+        "a flag has a value that it does not take",
+    ),
+    "unknown choice": (
+        manifest(f"{TINY}\nengine: {{args: [--kv-cache-dtype=int4]}}"),
+        "a flag has a value that it does not take",
+    ),
     "shorter sequences than the engine takes": (
         manifest(f"{TINY}\nengine: {{maxModelLen: 8}}"),
         "spec.engine.maxModelLen in body should be greater than or equal to 16",
@@ -459,6 +640,95 @@ podTemplate: {{spec: {{containers: [{{name: engine, volumeMounts: [{{name: a, mo
         manifest(f"{TINY}\nengine: {{gpuMemoryUtilization: 1.5}}"),
         "spec.engine.gpuMemoryUtilization in body should be less than or equal to 1",
     ),
+    "node label among no values": (
+        manifest(
+            f"{TINY}\nplacement: {{affinity: {{nodeAffinity: {{requiredDuringSchedulingIgnoredDuringExecution: "
+            "{nodeSelectorTerms: [{matchExpressions: [{key: gpu, operator: In}]}]}}}}"
+        ),
+        "In and NotIn need values, Gt and Lt exactly one, Exists and DoesNotExist none",
+    ),
+    "node label above two values": (
+        manifest(
+            f"{TINY}\nplacement: {{affinity: {{nodeAffinity: {{preferredDuringSchedulingIgnoredDuringExecution: "
+            "[{weight: 1, preference: {matchExpressions: [{key: cores, operator: Gt, values: ['1', '2']}]}}]}}}"
+        ),
+        "In and NotIn need values, Gt and Lt exactly one, Exists and DoesNotExist none",
+    ),
+    "existing label of a value": (
+        manifest(
+            f"{TINY}\nplacement: {{affinity: {{podAffinity: {{requiredDuringSchedulingIgnoredDuringExecution: "
+            "[{topologyKey: zone, labelSelector: {matchExpressions: [{key: a, operator: Exists, values: [b]}]}}]}}}"
+        ),
+        "In and NotIn need values, Exists and DoesNotExist none",
+    ),
+    "preference beyond all weights": (
+        manifest(
+            f"{TINY}\nplacement: {{affinity: {{podAntiAffinity: {{preferredDuringSchedulingIgnoredDuringExecution: "
+            "[{weight: 101, podAffinityTerm: {topologyKey: zone}}]}}}"
+        ),
+        "weight in body should be less than or equal to 100",
+    ),
+    "domains twice": (
+        manifest(
+            f"{TINY}\nplacement: {{topologySpreadConstraints: [{{topologyKey: zone}}, {{topologyKey: zone}}]}}"
+        ),
+        "spec.placement.topologySpreadConstraints[1]: Duplicate value",
+    ),
+    "least domains of a preference": (
+        manifest(
+            f"{TINY}\nplacement: {{topologySpreadConstraints: [{{topologyKey: zone, minDomains: 2, "
+            "whenUnsatisfiable: ScheduleAnyway}]}"
+        ),
+        "minDomains needs whenUnsatisfiable DoNotSchedule",
+    ),
+    "token of no account": (
+        manifest(f"{TINY}\nplacement: {{automountServiceAccountToken: true}}"),
+        "a token is mounted for a named account only; set serviceAccountName",
+    ),
+    "claim of nothing": (
+        manifest(f"{TINY}\nresources: {{claims: [{{name: gpu}}]}}"),
+        "name exactly one of resourceClaimName",
+    ),
+    "claim twice": (
+        manifest(
+            f"{TINY}\nresources: {{claims: [{{name: a, resourceClaimName: x}}, {{name: a, resourceClaimName: y}}]}}"
+        ),
+        "spec.resources.claims[1]: Duplicate value",
+    ),
+    "shared memory in words": (
+        manifest(f"{TINY}\nresources: {{sharedMemory: half}}"),
+        "spec.resources.sharedMemory: Invalid value",
+    ),
+    "scaling by nothing": (
+        manifest(f"{TINY}\nscaling: {{maxReplicas: 8}}"),
+        "nothing would change the number of replicas",
+    ),
+    "scaling without a target": (
+        manifest(f"{TINY}\nscaling: {{maxReplicas: 8, metrics: {{}}}}"),
+        "set a target for at least one metric",
+    ),
+    "scaling bounds": (
+        manifest(f"{TINY}\nscaling: {{minReplicas: 3, maxReplicas: 2, metrics: {{concurrency: 1}}}}"),
+        "minReplicas must not exceed maxReplicas",
+    ),
+    "schedule beyond the bounds": (
+        manifest(
+            f"{TINY}\nscaling: {{maxReplicas: 2, schedules: "
+            "[{name: a, start: 0 8 * * *, end: 0 9 * * *, minReplicas: 3}]}"
+        ),
+        "the minReplicas of a schedule must not exceed maxReplicas",
+    ),
+    "schedule that never is": (
+        manifest(
+            f"{TINY}\nscaling: {{maxReplicas: 2, schedules: "
+            "[{name: a, start: 0 24 * * *, end: 0 9 * * *, minReplicas: 2}]}"
+        ),
+        "must be a cron schedule",
+    ),
+    "idle without zero": (
+        manifest(f"{TINY}\nscaling: {{maxReplicas: 2, idleSeconds: 60, metrics: {{concurrency: 1}}}}"),
+        "idleSeconds is for services that scale to zero",
+    ),
     "rollout that cannot move": (
         manifest(f"{TINY}\nrollout: {{maxSurge: 0, maxUnavailable: 0}}"),
         "maxSurge and maxUnavailable must not both be 0",
@@ -502,6 +772,10 @@ podTemplate: {{spec: {{containers: [{{name: engine, volumeMounts: [{{name: a, mo
     "alias is the resource's name": (
         manifest("model: {source: 'builtin://tiny', aliases: [tiny]}"),
         "aliases must not repeat the resource's name",
+    ),
+    "adapters": (
+        manifest("model: {source: 'builtin://tiny', adapters: [{name: a, source: 'hf://org/adapter'}]}"),
+        "adapters are not served yet; merge the adapter into the model, and serve it as a service of its own",
     ),
     "alias with a space": (
         manifest("model: {source: 'builtin://tiny', aliases: ['a b']}"),

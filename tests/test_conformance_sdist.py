@@ -1,0 +1,84 @@
+"""Fetching the source distribution whose tests the conformance sample runs, from an index of the test's own."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import io
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import threading
+from collections.abc import Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from processes import free_port
+from vllm_sdist import UNREACHABLE, VERSION, fetched
+
+PROGRAM = Path(__file__).resolve().parent.parent / "conformance" / "vllm_sdist.py"
+FILES = ("pyproject.toml", "tests/a.py", "vllm/b.py")
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def index(tmp_path: Path) -> Iterator[str]:
+    root = tmp_path / "index"
+    (root / "vllm").mkdir(parents=True)
+    with tarfile.open(root / "archive.tar.gz", "w:gz") as tar:
+        for name in FILES:
+            member = tarfile.TarInfo(f"vllm-{VERSION}/{name}")
+            member.size = len(name)
+            tar.addfile(member, io.BytesIO(name.encode()))
+    (root / "vllm" / "index.html").write_text(
+        json.dumps({"files": [{"url": "../archive.tar.gz", "hashes": {"sha256": digest(root)}}]})
+    )
+    with ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(root))) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def digest(root: Path) -> str:
+    return hashlib.sha256((root / "archive.tar.gz").read_bytes()).hexdigest()
+
+
+def test_tests_are_unpacked_and_nothing_else(index: str, tmp_path: Path) -> None:
+    unpacked = fetched(tmp_path / "out", index, digest(tmp_path / "index"))
+    found = {file.relative_to(unpacked).as_posix() for file in unpacked.rglob("*") if file.is_file()}
+    assert found == {"pyproject.toml", "tests/a.py"}
+    assert fetched(tmp_path / "out", "http://127.0.0.1:1") == unpacked
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [unpacked.name]
+
+
+def test_another_archive_is_refused(index: str, tmp_path: Path) -> None:
+    sha256 = digest(tmp_path / "index")
+    with pytest.raises(ValueError, match="has no vllm"):
+        fetched(tmp_path / "out", index)
+    with (tmp_path / "index" / "archive.tar.gz").open("ab") as file:
+        file.write(b"more")
+    with pytest.raises(ValueError, match="has the SHA-256 digest"):
+        fetched(tmp_path / "out", index, sha256)
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_an_unreachable_index_has_an_exit_code_of_its_own(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), str(tmp_path / "out")],
+        env={**os.environ, "PIP_INDEX_URL": f"http://127.0.0.1:{free_port()}"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == UNREACHABLE
+    assert "cannot be reached" in done.stderr
+    assert "vLLM's tests are not run" in done.stderr
