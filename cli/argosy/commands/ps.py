@@ -12,13 +12,12 @@ from collections.abc import Sequence
 import msgspec
 
 from argosy.arguments import Parser, add_state_dir
-from argosy.errors import OK, CommandError
-from argosy.local.control_client import ControlClient, connect
-from argosy.local.control_messages import FleetStatus, ServiceStatus, Watch
+from argosy.errors import OK
+from argosy.local.control_client import current_status
+from argosy.local.control_messages import FleetStatus, ServiceStatus
 from argosy.local.state_dir import choose_state_dir
 from argosy.terminal import age, table
 
-_ANSWER_S = 10.0
 _HEADER = ("REPLICA", "MODEL", "STATE", "REVISION", "RESTARTS", "INFLIGHT", "PID", "URL", "AGE", "REASON")
 
 
@@ -29,15 +28,7 @@ def main(argv: Sequence[str]) -> int:
     )
     add_state_dir(parser)
     options = parser.parse_args(argv)
-    client = ControlClient(connect(choose_state_dir(options.state_dir)), Watch())
-    try:
-        status = client.next_status(_ANSWER_S)
-    except TimeoutError:
-        raise CommandError("the supervisor does not answer; `argosy logs supervisor` may show why") from None
-    finally:
-        client.close()
-    if status is None:
-        raise CommandError("the fleet is just ending; try again")
+    status = current_status(choose_state_dir(options.state_dir))
     if options.output == "json":
         sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(status), indent=2) + b"\n")
     else:

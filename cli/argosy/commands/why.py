@@ -18,12 +18,10 @@ from argosy.diagnosis.kubectl import Kubectl, NotFound
 from argosy.diagnosis.local_chain import local_diagnosis
 from argosy.errors import FAILURE, OK, CommandError
 from argosy.local.child_process import tail
-from argosy.local.control_client import ControlClient, connect
-from argosy.local.control_messages import Watch
+from argosy.local.control_client import current_status
 from argosy.local.state_dir import choose_state_dir
 from argosy_resource.types import GROUP, PLURAL
 
-_ANSWER_S: Final = 10.0
 _RESOURCE: Final = f"{PLURAL}.{GROUP}"
 
 
@@ -117,15 +115,7 @@ def _warnings(kubectl: Kubectl, pod: str) -> list[str]:
 
 def _in_local_fleet(name: str, state_dir: str | None) -> Diagnosis:
     state = choose_state_dir(state_dir)
-    client = ControlClient(connect(state), Watch())
-    try:
-        status = client.next_status(_ANSWER_S)
-    except TimeoutError:
-        raise CommandError("the supervisor does not answer; `argosy logs supervisor` may show why") from None
-    finally:
-        client.close()
-    if status is None:
-        raise CommandError("the fleet is just ending; try again")
+    status = current_status(state)
     services = {service.key: service for service in status.services}
     service = services.get(name) or services.get(f"default/{name}")
     if service is None:

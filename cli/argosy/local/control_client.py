@@ -15,12 +15,13 @@ from typing import Final
 
 from argosy.errors import CommandError
 from argosy.local.child_process import tail
-from argosy.local.control_messages import FleetStatus, Refused, Request, decode_reply, encode
+from argosy.local.control_messages import FleetStatus, Refused, Request, Watch, decode_reply, encode
 from argosy.local.state_dir import StateDir
 
 SUPERVISOR = (sys.executable, "-P", "-m", "argosy.local.control_server")
 """Command of a supervisor; tests replace it by one with other engines."""
 SUPERVISOR_LOG: Final = "supervisor"
+_ANSWER_S: Final = 10.0
 
 
 class ControlClient:
@@ -73,6 +74,24 @@ def connect(state: StateDir) -> socket.socket:
             f"no fleet is running in {state.root}; start one with `argosy up -f FILE`, or name its --state-dir"
         )
     return connection
+
+
+def current_status(state: StateDir) -> FleetStatus:
+    """Ask the running supervisor for the fleet's state as it is now.
+
+    Raises:
+        CommandError: none is running, it does not answer, or it is just ending.
+    """
+    client = ControlClient(connect(state), Watch())
+    try:
+        status = client.next_status(_ANSWER_S)
+    except TimeoutError:
+        raise CommandError("the supervisor does not answer; `argosy logs supervisor` may show why") from None
+    finally:
+        client.close()
+    if status is None:
+        raise CommandError("the fleet is just ending; try again")
+    return status
 
 
 def start_supervisor(state: StateDir, arguments: Sequence[str], env: Mapping[str, str]) -> None:
