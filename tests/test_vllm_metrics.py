@@ -56,7 +56,9 @@ def left_out() -> list[str]:
 
 @pytest.fixture(scope="module")
 def ours() -> Iterator[set[str]]:
-    with LLM("builtin://tiny", device="cpu", threads=1, num_gpu_blocks_override=300) as llm:
+    with LLM(
+        "builtin://tiny", device="cpu", threads=1, num_gpu_blocks_override=300, kv_cache_metrics=True
+    ) as llm:
         registry = EngineMetrics(llm.config).registry
         yield {
             metric.name.removeprefix("vllm:")

@@ -266,6 +266,13 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
         Meta(ge=0.0, le=0.5, description="share of the KV cache kept free at admission while requests run"),
     ] = 0.01
     enable_prefix_caching: Annotated[bool, Meta(description="share KV blocks of equal prefixes")] = True
+    kv_cache_metrics: Annotated[
+        bool,
+        Meta(description="measure how long blocks live in the prefix cache: vllm:kv_block_* at /metrics"),
+    ] = False
+    kv_cache_metrics_sample: Annotated[
+        float, Meta(gt=0.0, le=1.0, description="share of the blocks that --kv-cache-metrics follows")
+    ] = 0.01
     enable_chunked_prefill: Annotated[bool, Meta(description="split prompts that exceed the budget")] = True
     gpu_memory_utilization: Annotated[
         Annotated[float, Meta(gt=0.0, le=1.0)] | None,
@@ -656,6 +663,7 @@ class ResolvedConfig(Struct, frozen=True, kw_only=True):
     request_defaults: RequestDefaults = RequestDefaults()
     pooling: PoolingSpec | None = None
     """How the model pools; None: it generates."""
+    kv_cache_metrics: bool = False
     rank_memory: tuple[MemoryBudget, ...] = ()
     """With data parallelism the memory budget of each rank."""
 

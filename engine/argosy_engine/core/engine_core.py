@@ -101,6 +101,7 @@ class EngineCore:
             args.watermark,
             [group.spec for group in info.kv_cache_groups],
             args.max_num_batched_tokens,
+            args.kv_cache_metrics_sample if args.kv_cache_metrics else 0.0,
         )
         self.scheduler = Scheduler(
             self.kv,
@@ -375,6 +376,7 @@ class EngineCore:
             num_stalled=self._num_stalled,
             num_yielding=scheduler.waiting.num_yielding,
             num_deferred=len(scheduler.blocked),
+            evicted_blocks=kv.lives.take() if kv.lives else [],
         )
         self._num_stalled = 0
         kv.num_queried_tokens = kv.num_hit_tokens = scheduler.num_preemptions = 0

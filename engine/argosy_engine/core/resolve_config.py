@@ -51,6 +51,7 @@ def resolve_config(args: EngineArgs, info: WorkerInfo) -> ResolvedConfig:
         ),
         request_defaults=args.request_defaults,
         pooling=info.config.pooling,
+        kv_cache_metrics=args.kv_cache_metrics,
     )
 
 

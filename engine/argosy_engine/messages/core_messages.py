@@ -147,6 +147,17 @@ class EngineCoreOutput(Struct, array_like=True, omit_defaults=True, gc=False):
     error_kind: ErrorKind = ErrorKind.INVALID
 
 
+class BlockLife(Struct, array_like=True, gc=False):
+    """A KV block's time in the prefix cache, in seconds."""
+
+    lifetime_s: float
+    """From its allocation to its eviction."""
+    idle_s: float
+    """From its last use, or else its allocation, to its eviction."""
+    reuse_gaps_s: list[float] = []
+    """Between its last uses."""
+
+
 class SchedulerStats(Struct, array_like=True, omit_defaults=True, gc=False):
     """Load of the core, and counters since the last report."""
 
@@ -170,6 +181,8 @@ class SchedulerStats(Struct, array_like=True, omit_defaults=True, gc=False):
     """Of the waiting requests, those that wait for a grammar, and not for room."""
     num_tokens_elsewhere: int = 0
     """Generated tokens that were sent to other API processes since the last report."""
+    evicted_blocks: list[BlockLife] = []
+    """Sampled blocks that were evicted since the last report (`--kv-cache-metrics`)."""
 
 
 class ResidencyDelta(Struct, array_like=True, omit_defaults=True, gc=False):

@@ -53,6 +53,7 @@ _LATENCY = (
 )  # fmt: skip
 _PREEMPTIONS = (0.0, 1.0, 2.0, 3.0, 5.0, 10.0, 20.0)
 _CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)
+_BLOCK_LIVES = tuple(m * 10.0**e for e in range(-3, 4) for m in (1, 2, 5))
 _ITERATION = tuple(float(1 << power) for power in range(15))
 _Metric = TypeVar("_Metric", Gauge, Counter)
 _LABELS = ("model_name", "engine")
@@ -252,6 +253,15 @@ class EngineMetrics(Observer):
             "request_num_preemptions", "Preemptions per request.", _PREEMPTIONS
         )
         self._iteration = histogram("iteration_tokens_total", "Tokens per step.", _ITERATION)
+        self._block_lives = (
+            [
+                histogram("kv_block_lifetime_seconds", "Allocation to eviction of a KV block.", _BLOCK_LIVES),
+                histogram("kv_block_idle_before_evict_seconds", "Last use to eviction.", _BLOCK_LIVES),
+                histogram("kv_block_reuse_gap_seconds", "Between two uses of a KV block.", _BLOCK_LIVES),
+            ]
+            if config.kv_cache_metrics
+            else []
+        )
         # vLLM exposes this as a gauge that is always 1, not as an Info metric.
         cache_config = Gauge(
             "vllm:cache_config_info",
@@ -334,6 +344,13 @@ class EngineMetrics(Observer):
             self._stalled[rank].inc(stats.num_stalled)
         if stats.iteration_tokens:
             self._iteration[rank].observe(stats.iteration_tokens)
+        if stats.evicted_blocks and self._block_lives:
+            lifetime, idle, reuse_gap = (family[rank] for family in self._block_lives)
+            for life in stats.evicted_blocks:
+                lifetime.observe(life.lifetime_s)
+                idle.observe(life.idle_s)
+                for gap in life.reuse_gaps_s:
+                    reuse_gap.observe(gap)
 
     def on_slow_client(self) -> None:
         """Count a client that was disconnected because it did not read its response."""

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from argosy_engine.core.kv_cache.block_lives import BlockLives
+
 
 class Block:
     """One block of the pool: its references, the prefix that it caches, and its place in the free queue."""
@@ -85,6 +87,7 @@ class BlockPool:
         on_evict: called with a block id when its cached content is dropped.
         on_cached: called with a hash when a block has been registered for it.
         on_uncached: called with a hash when no block is registered for it any more.
+        lives: is told of allocations, shared blocks and evictions.
     """
 
     def __init__(
@@ -93,6 +96,7 @@ class BlockPool:
         on_evict: Callable[[int], None] | None = None,
         on_cached: Callable[[bytes], None] | None = None,
         on_uncached: Callable[[bytes], None] | None = None,
+        lives: BlockLives | None = None,
     ) -> None:
         self.blocks = [Block(i) for i in range(num_blocks)]
         self._free = FreeQueue()
@@ -103,6 +107,7 @@ class BlockPool:
         self._on_evict = on_evict
         self._on_cached = on_cached
         self._on_uncached = on_uncached
+        self._lives = lives
 
     @property
     def num_free_blocks(self) -> int:
@@ -125,6 +130,9 @@ class BlockPool:
             self._maybe_evict_cached_block(block)
             block.ref_count = 1
             ids.append(block.block_id)
+        if self._lives is not None:
+            for block_id in ids:
+                self._lives.allocated(block_id)
         return ids
 
     def lookup(self, block_hashes: Sequence[bytes]) -> list[int]:
@@ -151,6 +159,8 @@ class BlockPool:
             if block.ref_count == 0:
                 self._free.remove(block)
             block.ref_count += 1
+            if self._lives is not None:
+                self._lives.used(block_id)
 
     def register(self, block_id: int, block_hash: bytes) -> bool:
         """Add a full block to the prefix cache under this hash. Returns False if another block already holds it."""
@@ -203,6 +213,8 @@ class BlockPool:
         block.block_hash = None
         if self._on_evict is not None:
             self._on_evict(block.block_id)
+        if self._lives is not None:
+            self._lives.evicted(block.block_id)
         if self._on_uncached is not None:
             self._on_uncached(block_hash)
 

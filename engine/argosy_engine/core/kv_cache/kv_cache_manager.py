@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from argosy_engine.attention.kv_cache_spec import FullAttentionSpec, KVCacheSpec
+from argosy_engine.core.kv_cache.block_lives import BlockLives
 from argosy_engine.core.kv_cache.block_pool import BlockPool
 from argosy_engine.core.kv_cache.kv_cache_groups import NULL_BLOCK, FullAttentionGroup, make_groups
 from argosy_engine.core.kv_cache.prefix_announcer import PrefixAnnouncer
@@ -32,6 +33,7 @@ class KVCacheManager:
             cache does not admit requests that would be preempted a few steps later.
         specs: one per KV cache group (`messages.kv_cache_interface`).
         max_num_batched_tokens: token budget of a step; bounds the blocks that a sliding window holds during a prefill.
+        lives_sample: share of the blocks whose times in the cache are recorded, 0..1.
     """
 
     def __init__(
@@ -42,12 +44,14 @@ class KVCacheManager:
         watermark: float = 0.0,
         specs: Sequence[KVCacheSpec] = (FullAttentionSpec(0),),
         max_num_batched_tokens: int = 1 << 20,
+        lives_sample: float = 0.0,
     ) -> None:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.groups = make_groups(specs, block_size, max_num_batched_tokens)
         self._counted_group = _counted_group(self.groups)
         self.announcer = PrefixAnnouncer()
+        self.lives = BlockLives(lives_sample) if lives_sample else None
         self._new_pool(num_blocks)
         self.num_watermark_blocks = int(watermark * num_blocks)
         self.num_reserved_blocks = 0
@@ -57,7 +61,7 @@ class KVCacheManager:
 
     def _new_pool(self, num_blocks: int) -> None:
         self.waiting = waiting = WaitingTokens(self.block_size, lambda key: self.pool.is_cached(key))
-        self.pool = BlockPool(num_blocks, self.announcer.evict, waiting.cached, waiting.evicted)
+        self.pool = BlockPool(num_blocks, self.announcer.evict, waiting.cached, waiting.evicted, self.lives)
 
     @property
     def usage(self) -> float:
