@@ -6,11 +6,9 @@ with the phase, and requests 503 with a retry hint.
 
 from __future__ import annotations
 
-from fastapi import FastAPI
-
 from argosy_engine.api.error_handlers import handle_errors
 from argosy_engine.api.openapi_routes import add_openapi_routes
-from argosy_engine.api.plain_route import PlainRoute
+from argosy_engine.api.plain_route import PlainApp
 from argosy_engine.api.routes.admin_routes import add_admin_routes
 from argosy_engine.api.routes.info_routes import add_info_routes
 from argosy_engine.api.routes.message_routes import add_message_routes
@@ -23,10 +21,11 @@ from argosy_engine.api.served_engine import Engine
 from argosy_protocol import __version__
 
 
-def build_app(engine: Engine) -> FastAPI:
+def build_app(engine: Engine) -> PlainApp:
     """Build the application, without the layers around it (`http_layers`)."""
-    app = FastAPI(title="Argosy engine", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
-    app.router.route_class = PlainRoute
+    app = PlainApp(
+        title="Argosy engine", version=__version__, docs_url=None, redoc_url=None, openapi_url=None
+    )
     app.state.engine = engine
     endpoints = add_openai_routes(app, engine)
     endpoints |= add_pooling_routes(app, engine)
@@ -39,4 +38,5 @@ def build_app(engine: Engine) -> FastAPI:
     if not engine.options.disable_fastapi_docs:
         add_openapi_routes(app)
     handle_errors(app)
+    app.find_plain_routes()
     return app
