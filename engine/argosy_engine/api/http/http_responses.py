@@ -34,16 +34,26 @@ class WatchedResponse(Response):
         self._work = work
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        work = asyncio.ensure_future(self._work(send, body_send(scope, send)))
+        task = asyncio.current_task()
+        assert task is not None
+        is_done = has_left = False
+
+        def leave(gone: asyncio.Future[None]) -> None:
+            nonlocal has_left
+            if not is_done and not gone.cancelled():
+                has_left = True
+                task.cancel()
+
         gone = asyncio.ensure_future(_disconnected(receive))
+        gone.add_done_callback(leave)
         try:
-            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            await self._work(send, body_send(scope, send))
+        except asyncio.CancelledError:
+            if not has_left or task.uncancel():
+                raise  # the server ends, too
         finally:
+            is_done = True
             gone.cancel()
-            if not work.done():
-                work.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await work
 
 
 async def _disconnected(receive: Receive) -> None:
