@@ -1,4 +1,4 @@
-"""The histogram of what is observed with every token: its text is that of prometheus_client's own."""
+"""The histogram of what is observed on the event loop: its text is that of prometheus_client's own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from argosy_engine.api.observability.token_histogram import TokenHistogramFamily
+from argosy_engine.api.observability.loop_histogram import LoopHistogramFamily
 
 BUCKETS = (0.001, 0.01, 0.25, 1.0, 10.0)
 
@@ -16,7 +16,7 @@ BUCKETS = (0.001, 0.01, 0.25, 1.0, 10.0)
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.floats(0, 20) | st.sampled_from(BUCKETS))))
 def test_the_text_is_that_of_the_librarys_histogram(observed: list[tuple[str, float]]) -> None:
     own, theirs = CollectorRegistry(auto_describe=True), CollectorRegistry(auto_describe=True)
-    family = TokenHistogramFamily("x:seconds", "Some time.", ("engine", "rank"), BUCKETS, own)
+    family = LoopHistogramFamily("x:seconds", "Some time.", ("engine", "rank"), BUCKETS, own)
     histogram = Histogram("x:seconds", "Some time.", ("engine", "rank"), buckets=BUCKETS, registry=theirs)
     for engine in "ab":
         family.labels(engine, "0")

@@ -1,4 +1,4 @@
-"""TokenHistogram: a Prometheus histogram for what is observed with every token.
+"""LoopHistogram: a Prometheus histogram for what is observed on the event loop, with every token, step and request.
 
 prometheus_client takes a lock for each of the counters that an observation changes, and looks for the bucket from the
 first one on. This one is changed on the event loop alone, where it costs a tenth.
@@ -17,8 +17,8 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 
-class TokenHistogram:
-    """A series of a `TokenHistogramFamily`.
+class LoopHistogram:
+    """A series of a `LoopHistogramFamily`.
 
     Args:
         buckets: upper bounds in ascending order, without infinity.
@@ -39,7 +39,7 @@ class TokenHistogram:
         self.total += value
 
 
-class TokenHistogramFamily(Collector):
+class LoopHistogramFamily(Collector):
     """
     Args:
         registry: exposes the family.
@@ -57,12 +57,12 @@ class TokenHistogramFamily(Collector):
         self._text = text
         self._label_names = tuple(label_names)
         self._buckets = tuple(buckets)
-        self._series: dict[tuple[str, ...], TokenHistogram] = {}
+        self._series: dict[tuple[str, ...], LoopHistogram] = {}
         registry.register(self)
 
-    def labels(self, *values: str) -> TokenHistogram:
+    def labels(self, *values: str) -> LoopHistogram:
         """Return the series with these labels, which is exposed from now on."""
-        return self._series.setdefault(values, TokenHistogram(self._buckets))
+        return self._series.setdefault(values, LoopHistogram(self._buckets))
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
         family = HistogramMetricFamily(self._name, self._text, labels=self._label_names)

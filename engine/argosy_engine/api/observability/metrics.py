@@ -17,7 +17,7 @@ from prometheus_client import Info as InfoMetric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from argosy_engine.api.observability.token_histogram import TokenHistogramFamily
+from argosy_engine.api.observability.loop_histogram import LoopHistogram, LoopHistogramFamily
 from argosy_engine.config import ResolvedConfig
 from argosy_engine.frontend.observer import Observer, RequestTimings
 from argosy_engine.messages.core_messages import EngineCoreOutputs
@@ -124,8 +124,8 @@ class EngineMetrics(Observer):
             family = Counter(f"vllm:{name}", text, _LABELS, registry=self.registry)
             return [family.labels(*values) for values in ranks]
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> list[Histogram]:
-            family = Histogram(f"vllm:{name}", text, _LABELS, buckets=buckets, registry=self.registry)
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> list[LoopHistogram]:
+            family = LoopHistogramFamily(f"vllm:{name}", text, _LABELS, buckets, self.registry)
             return [family.labels(*values) for values in ranks]
 
         def labelled(
@@ -220,10 +220,7 @@ class EngineMetrics(Observer):
             for api in _TOOL_APIS
         }
         self._ttft = histogram("time_to_first_token_seconds", "Time to first token.", _TTFT)
-        itl = TokenHistogramFamily(
-            "vllm:inter_token_latency_seconds", "Time between output tokens.", _LABELS, _ITL, self.registry
-        )
-        self._itl = [itl.labels(*values) for values in ranks]
+        self._itl = histogram("inter_token_latency_seconds", "Time between output tokens.", _ITL)
         self._tpot = histogram(
             "request_time_per_output_token_seconds", "Mean time per output token of a request.", _ITL
         )
