@@ -85,6 +85,7 @@ class Renderer:
         self._least_output = least_output
         self.tokenizer = Tokenizer(path)
         self.template = ChatTemplate.load(path, config.request_defaults)
+        self._unsalted_seed = chain_seed(config.model_name)
         self._template_of_request = lru_cache(_KEPT_TEMPLATES)(self._compiled)
         self._control_tokens = ControlTokens(self.tokenizer.control_tokens)
         self._fill_in_middle = fill_in_middle(self.tokenizer.added_tokens)
@@ -486,7 +487,9 @@ class Renderer:
 
     def _seed(self, request: GenerationRequest) -> int:
         """Return the seed of the chain of chunk hashes."""
-        return chain_seed(self.config.model_name, cache_salt=request.cache_salt or "")
+        if not request.cache_salt:
+            return self._unsalted_seed
+        return chain_seed(self.config.model_name, cache_salt=request.cache_salt)
 
 
 def _calls_tools(request: ChatCompletionRequest) -> bool:

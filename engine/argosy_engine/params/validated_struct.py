@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from functools import cache
 from typing import Any, ClassVar
 
 import msgspec
@@ -26,11 +27,11 @@ class ValidatedStructMeta(StructMeta):
         Raises:
             InvalidRequest: unknown name (with a suggestion), wrong type or value out of bounds.
         """
-        for name in fields:
-            if name not in cls.__struct_fields__:
-                close = difflib.get_close_matches(name, cls.__struct_fields__, n=1)
-                hint = f", did you mean {close[0]!r}?" if close else ""
-                raise InvalidRequest(f"{cls.__name__} has no {name!r}{hint}", param=name)
+        if not fields.keys() <= _names(cls):
+            name = next(name for name in fields if name not in cls.__struct_fields__)
+            close = difflib.get_close_matches(name, cls.__struct_fields__, n=1)
+            hint = f", did you mean {close[0]!r}?" if close else ""
+            raise InvalidRequest(f"{cls.__name__} has no {name!r}{hint}", param=name)
         for name in cls.ONE_OR_MORE:
             if isinstance(fields.get(name), str):
                 fields[name] = (fields[name],)
@@ -42,3 +43,8 @@ class ValidatedStructMeta(StructMeta):
             raise InvalidRequest(f"{name}: {message}" if name else message, param=name or None) from None
         made.verify()
         return made
+
+
+@cache
+def _names(struct: StructMeta) -> frozenset[str]:
+    return frozenset(struct.__struct_fields__)
