@@ -5,6 +5,8 @@ factory             chooses the implementation
 uniproc_executor    one worker in the core's process
 remote_executor     what executors of workers in other processes share
 multiproc_executor  a process per worker
+local_workers       these processes
+rendezvous          how workers find each other for torch.distributed
 same_model          checks that all workers have loaded one model
 external_launcher_executor
                     one worker in this process, beside copies of the program that a launcher has started

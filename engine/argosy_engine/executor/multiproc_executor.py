@@ -1,33 +1,31 @@
 """MultiprocExecutor: runs every worker in its own process and sends all of them the same calls.
 
-A call is broadcast once to all ranks; answers come back per rank, in the order of the calls. Workers are fresh
-interpreters, because a process with threads must not fork, and nothing is pickled. The end of a worker is detected on
-its socket, whichever worker the core waits for, and its last message says why it ended; workers end with the core.
-They find each other by a memory file. Design: vLLM's `MultiprocExecutor`.
+A call is broadcast once to all ranks; answers come back per rank, in the order of the calls. The end of a worker is
+detected on its socket, whichever worker the core waits for, and its last message says why it ended; workers end with
+the core. They find each other by a memory file. Design: vLLM's `MultiprocExecutor`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
-import subprocess
-import sys
+import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from argosy_engine.config import EngineArgs
-from argosy_engine.distributed.lockstep import LockstepEnds
+from argosy_engine.distributed.lockstep import LockstepEnds, rendezvous_url
 from argosy_engine.distributed.process_name import worker_name
 from argosy_engine.errors import EngineDead, EngineError
-from argosy_engine.executor.broadcast import BroadcastWriter, MessageStream
+from argosy_engine.executor.broadcast import MessageStream
+from argosy_engine.executor.local_workers import LocalWorkers
 from argosy_engine.executor.remote_executor import RemoteExecutor
+from argosy_engine.executor.rendezvous import Rendezvous
 from argosy_engine.executor.worker_death import WorkerEnd, death_of
 from argosy_engine.executor.worker_messages import DIED, FAILED, INIT, WorkerFailure
 from argosy_engine.messages.worker_info import WorkerInfo
-from argosy_engine.osproc.child_process import EXIT_TIMEOUT_S, describe_exit, end_child, parent_argument
 
 ROOT_CAUSE_S = 0.25
 """How long to wait for the ends of other workers when one has failed: a worker whose peer has died fails with an error
@@ -41,48 +39,40 @@ class MultiprocExecutor(RemoteExecutor):
         args: arguments of the engine.
         world_size: number of workers.
         lockstep: of an engine core that shares experts with others.
+        elsewhere: sockets with the answers of the last ranks, whose processes are not this executor's.
     """
 
-    def __init__(self, args: EngineArgs, world_size: int = 1, lockstep: LockstepEnds | None = None) -> None:
+    def __init__(
+        self,
+        args: EngineArgs,
+        world_size: int = 1,
+        lockstep: LockstepEnds | None = None,
+        elsewhere: Sequence[socket.socket] = (),
+    ) -> None:
         super().__init__(args, world_size)
         self._lockstep = lockstep
-        self._queue = BroadcastWriter(world_size)
-        self._answers = [MessageStream(stream) for stream in self._queue.sockets]
-        self._ranks = {stream.fileno(): rank for rank, stream in enumerate(self._queue.sockets)}
+        local = range(world_size - len(elsewhere))
+        self._workers = LocalWorkers(args.parallel_config, local, world_size)
+        self._sockets = [*self._workers.sockets, *elsewhere]
+        self._answers = [MessageStream(stream) for stream in self._sockets]
+        self._ranks = {stream.fileno(): rank for rank, stream in enumerate(self._sockets)}
         self._pollers = [self._poller(rank) for rank in range(world_size)]
         self._ends = self._poller()
         self._death: EngineError | None = None
-        self._processes: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> WorkerInfo:
-        safe_path = ["-P"] if sys.flags.safe_path else []
         if self._lockstep is None:
-            rendezvous, data_rank = os.memfd_create("argosy-rendezvous", os.MFD_CLOEXEC), 0
+            file, data_rank = os.memfd_create("argosy-rendezvous", os.MFD_CLOEXEC), 0
         else:
-            rendezvous, data_rank = os.dup(self._lockstep.rendezvous), self._lockstep.rank
-        for rank, ends in enumerate(self._queue.ends):
-            module = ["-m", "argosy_engine.executor.worker_process"]
-            numbers = (data_rank, rendezvous, *ends.fds, ends.num_chunks, ends.chunk_bytes)
-            name = worker_name(self._args.parallel_config, rank)
-            arguments = [name, str(rank), str(self._world_size), parent_argument(), *map(str, numbers)]
-            self._processes.append(
-                subprocess.Popen(  # noqa: S603 (our own interpreter and module)
-                    [sys.executable, *safe_path, *module, *arguments],
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=(rendezvous, *ends.fds),
-                )
-            )
-        os.close(rendezvous)
-        self._queue.close_reader_ends()
+            file, data_rank = os.dup(self._lockstep.rendezvous), self._lockstep.rank
+        self._workers.start(Rendezvous(rendezvous_url(file), inherited=(file,)), data_rank)
+        os.close(file)
         self._send(INIT + self._encode(self._args))
         return self._worker_info()
 
     def shutdown(self) -> None:
         """End the workers. May be called twice."""
-        self._queue.close()  # they exit when their sockets close
-        for rank, process in enumerate(self._processes):
-            end_child(process, worker_name(self._args.parallel_config, rank))
-        self._processes = []
+        self._workers.shutdown()
 
     def check_health(self) -> None:
         if self._ends.poll(0):
@@ -90,7 +80,7 @@ class MultiprocExecutor(RemoteExecutor):
 
     def _send(self, message: bytes) -> None:
         try:
-            self._queue.put(message)
+            self._workers.put(message)
         except EngineDead:
             raise self._dead() from None
 
@@ -115,7 +105,7 @@ class MultiprocExecutor(RemoteExecutor):
     def _poller(self, awaited: int | None = None) -> select.poll:
         """Make a poller that reports an answer of the awaited worker, or the end of any worker."""
         poller = select.poll()
-        for rank, stream in enumerate(self._queue.sockets):
+        for rank, stream in enumerate(self._sockets):
             poller.register(stream, select.POLLRDHUP | (select.POLLIN if rank == awaited else 0))
         return poller
 
@@ -131,7 +121,7 @@ class MultiprocExecutor(RemoteExecutor):
         return self._death
 
     def _end(self, rank: int, message: bytes | None) -> WorkerEnd:
-        who = f"{worker_name(self._args.parallel_config, rank)} (process {self._processes[rank].pid})"
+        who = self._who(rank)
         if message is None or message[:1] != DIED:
             return WorkerEnd(who, self._describe_exit(rank), None)
         return WorkerEnd(who, "", msgspec.msgpack.decode(message[1:], type=WorkerFailure))
@@ -144,7 +134,7 @@ class MultiprocExecutor(RemoteExecutor):
         deadline = time.monotonic() + ROOT_CAUSE_S
         poller = self._poller()
         for rank in last:
-            poller.unregister(self._queue.sockets[rank])
+            poller.unregister(self._sockets[rank])
         while len(last) < self._world_size:
             has_failed = all(message is not None and message[:1] == DIED for message in last.values())
             events = poller.poll(max(deadline - time.monotonic(), 0.0) * 1000 if has_failed else 0)
@@ -158,8 +148,8 @@ class MultiprocExecutor(RemoteExecutor):
                     last[rank] = message
         return last
 
+    def _who(self, rank: int) -> str:
+        return f"{worker_name(self._args.parallel_config, rank)} (process {self._workers.pid(rank)})"
+
     def _describe_exit(self, rank: int) -> str:
-        process = self._processes[rank]
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(EXIT_TIMEOUT_S)
-        return describe_exit(process.poll())
+        return self._workers.describe_exit(rank)

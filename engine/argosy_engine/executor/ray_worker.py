@@ -7,11 +7,9 @@ answer, and Ray's notice of the process's end.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import queue
 import socket
-import struct
 import threading
 from collections.abc import Iterator
 
@@ -19,6 +17,7 @@ import msgspec
 
 from argosy_engine.distributed.process_name import is_first, name_process
 from argosy_engine.executor.ray_placement import WorkerPlace
+from argosy_engine.executor.rendezvous import join_network
 from argosy_engine.executor.worker_death import failure_of
 from argosy_engine.executor.worker_messages import DIED
 from argosy_engine.osproc.debug_signal import describe_on_signal
@@ -27,10 +26,6 @@ from argosy_protocol.program.log_format import configure_logging
 
 LAST_MESSAGE_S = 30.0
 """How long a process that has failed waits to be killed by the engine, which does so once it has read the reason."""
-
-_SIOCGIFADDR = 0x8915
-_ADDRESS = slice(20, 24)
-"""Of a `struct ifreq`."""
 
 
 class OrderedMessages:
@@ -139,37 +134,10 @@ class RayWorker:
         process.serve()
 
     def _rendezvous(self, rank: int, host: str, port: int) -> object:
-        """Prepare torch.distributed, and as rank 0 serve its store on the socket that listens already.
-
-        The variables tell torch that nobody has to start a store; a launcher of processes would set them.
-        """
-        os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": host, "MASTER_PORT": str(port)}
+        """Prepare torch.distributed, and as rank 0 serve its store on the socket that listens already."""
         assert self._listener is not None
         own_host = self._listener.getsockname()[0]
-        interface = interface_of(own_host)
-        if interface is not None:  # the name of a machine may stand for an address that others cannot reach
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        if interface == "lo":
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
         if rank != 0:
             self._listener.close()
-            return None
-        import torch.distributed as dist
-
-        return dist.TCPStore(  # type: ignore[attr-defined]
-            host, port, None, True, wait_for_workers=False, master_listen_fd=self._listener.detach()
-        )
-
-
-def interface_of(address: str) -> str | None:
-    """Return the network interface that has an IPv4 address; None if there is none (Linux only)."""
-    wanted = socket.inet_aton(address)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
-            except OSError:  # it has no address
-                continue
-            if found[_ADDRESS] == wanted:
-                return name
-    return None
+            return join_network(host, port, own_host)
+        return join_network(host, port, own_host, self._listener.detach())

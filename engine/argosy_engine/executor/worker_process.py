@@ -1,7 +1,8 @@
-"""WorkerProcess: a worker's own process, `python -m argosy_engine.executor.worker_process NAME RANK ...`
+"""WorkerProcess: a worker's own process, `python -m argosy_engine.executor.worker_process NAME URL ...`
 
-Arguments: name, rank, world size, the parent's process id, data-parallel rank, and descriptors: first a memory file by
-which the workers find each other, then the broadcast queue's.
+Arguments: name, how the workers find each other (`Rendezvous.init_method`, `own_host`), rank, world size, the parent's
+process id, data-parallel rank, index among the workers of this machine or -1, and descriptors: that of
+`Rendezvous.store`, then the broadcast queue's.
 
 It reads calls from the broadcast queue and answers over its socket. Steps overlap: this thread launches the next one
 while another waits for the tokens of the last (`AnswerQueue`). It ends with the core: a thread waits until the other
@@ -17,14 +18,16 @@ import signal
 import sys
 import threading
 from typing import TYPE_CHECKING, NoReturn
+from urllib.parse import urlsplit
 
 import msgspec
 
 from argosy_engine.config import EngineArgs
-from argosy_engine.distributed.lockstep import Round, rendezvous_url
+from argosy_engine.distributed.lockstep import Round
 from argosy_engine.distributed.process_name import is_first, name_process
 from argosy_engine.executor.answer_queue import AnswerQueue
 from argosy_engine.executor.broadcast import BroadcastReader, MessageStream, ReaderEnds
+from argosy_engine.executor.rendezvous import join_network
 from argosy_engine.executor.worker_messages import CALL, EXECUTE, LEND, MessageReader, MessageWriter
 from argosy_engine.messages.collective_rpc import CollectiveRpc
 from argosy_engine.messages.scheduler_output import GrammarBitmask, SchedulerOutput
@@ -38,20 +41,31 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    name, *numbers = sys.argv[1:]
+    name, init_method, own_host, *numbers = sys.argv[1:]
     name_process(name)
     configure_logging("INFO" if is_first(name) else "WARNING", process=name)
     dump_stacks_on_signal()
     # Ctrl-C goes to the whole process group, but the core decides when its workers end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    rank, world_size, parent, data_rank, rendezvous, *ends = map(int, numbers)
+    rank, world_size, parent, data_rank, local_rank, store_fd, *ends = map(int, numbers)
     die_with_parent(parent)
     describe_on_signal(f"argosy engine {name}", lambda: f"rank {rank} of {world_size}; its stacks are above")
     reader = BroadcastReader(ReaderEnds(*ends))
     threading.Thread(target=_exit_with_core, args=(reader.socket.fileno(),), daemon=True, name="core").start()
     stream = MessageStream(reader.socket)
-    WorkerProcess(rank, world_size, reader, stream, rendezvous_url(rendezvous), data_rank).serve()
+    process = WorkerProcess(
+        rank,
+        world_size,
+        reader,
+        stream,
+        init_method,
+        data_rank,
+        local_rank=None if local_rank < 0 else local_rank,
+        own_host=own_host,
+        store_fd=store_fd,
+    )
+    process.serve()
 
 
 def _exit_with_core(fd: int) -> None:
@@ -68,6 +82,7 @@ class WorkerProcess:
         rank, world_size, init_method, data_rank, local_rank: see `Worker`.
         reader: gives the core's messages.
         stream: takes the answers.
+        own_host, store_fd: see `Rendezvous`.
     """
 
     def __init__(
@@ -79,12 +94,17 @@ class WorkerProcess:
         init_method: str,
         data_rank: int = 0,
         local_rank: int | None = None,
+        own_host: str = "",
+        store_fd: int = -1,
     ) -> None:
         self._rank = rank
         self._world_size = world_size
         self._init_method = init_method
         self._data_rank = data_rank
         self._local_rank = local_rank
+        self._own_host = own_host
+        self._store_fd = store_fd
+        self._store: object = None
         self._reader = reader
         self._answers = AnswerQueue(rank, stream)
 
@@ -100,6 +120,11 @@ class WorkerProcess:
     def _start(self, args: EngineArgs) -> Worker:
         from argosy_engine.executor.worker_class import worker_class
 
+        if self._own_host:
+            url = urlsplit(self._init_method)
+            assert url.hostname is not None
+            assert url.port is not None
+            self._store = join_network(url.hostname, url.port, self._own_host, self._store_fd)
         worker = worker_class(args.worker_cls)(
             args,
             self._rank,
