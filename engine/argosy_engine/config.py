@@ -178,6 +178,47 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
         ),
         Flag(short="-pp"),
     ] = 1
+    nnodes: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=1024,
+            description="number of machines that the workers are divided among; start `argosy serve` on each with "
+            "the same flags but --node-rank, and with --headless on all but the first",
+        ),
+        Flag(short="-n"),
+    ] = 1
+    node_rank: Annotated[
+        int,
+        Meta(ge=0, le=1023, description="index of this machine; 0 has the API server and the engine core"),
+        Flag(short="-r"),
+    ] = 0
+    master_addr: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            max_length=253,
+            description="name or address of machine 0 in a private network; it listens there, and nowhere else, for "
+            "the others",
+        ),
+    ] = "127.0.0.1"
+    master_port: Annotated[
+        int, Meta(ge=1, le=65535, description="TCP port on which machine 0 listens for the others")
+    ] = 29501
+    node_key_file: Annotated[
+        Annotated[str, Meta(min_length=1, max_length=4096)] | None,
+        Meta(
+            description="file with the key, of 16 bytes or more, by which the machines of an engine recognise each "
+            "other; default: the variable ARGOSY_NODE_KEY"
+        ),
+    ] = None
+    distributed_timeout_seconds: Annotated[
+        Annotated[int, Meta(ge=1, le=86400)] | None,
+        Meta(
+            description="seconds that the machines of an engine wait for each other at the start (default 600), and "
+            "that workers wait for each other in torch.distributed (default 1800)"
+        ),
+    ] = None
     data_parallel_size: Annotated[
         int,
         Meta(
@@ -452,6 +493,7 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
             pipeline=self.pipeline_parallel_size,
             data=self.data_parallel_size,
             enable_expert_parallel=self.enable_expert_parallel,
+            nodes=self.nnodes,
         )
 
     @property
@@ -540,6 +582,36 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
                 f"--enable-expert-parallel with --data-parallel-size {self.data_parallel_size} needs "
                 f"--distributed-executor-backend mp, not {self.executor_backend}: cores that share experts agree on "
                 "their steps on one machine"
+            )
+        self.check_nodes()
+
+    def check_nodes(self) -> None:
+        """Reject a division among machines that is not supported.
+
+        Raises:
+            ConfigError: the workers cannot be divided, this machine is none of them, or another flag forbids it.
+        """
+        if self.node_rank >= self.nnodes:
+            raise ConfigError(
+                f"--node-rank {self.node_rank} needs --nnodes {self.node_rank + 1} or more: ranks begin with 0"
+            )
+        if self.nnodes == 1:
+            return
+        world_size = self.parallel_config.world_size
+        if world_size % self.nnodes:
+            raise ConfigError(
+                f"--nnodes {self.nnodes} must divide the number of workers equally, and --tensor-parallel-size times "
+                f"--pipeline-parallel-size is {world_size}"
+            )
+        if self.data_parallel_size > 1:
+            raise ConfigError(
+                f"--nnodes {self.nnodes} needs --data-parallel-size 1: an engine's cores are processes of one "
+                "machine; run one service per machine behind the router"
+            )
+        if self.executor_backend != "mp":
+            raise ConfigError(
+                f"--nnodes {self.nnodes} needs --distributed-executor-backend mp, not {self.executor_backend}: Ray "
+                "and torchrun know the machines themselves"
             )
 
     def check_core_process(self) -> None:

@@ -12,6 +12,8 @@ VARIABLES = {
         "separated by commas.",
         "ARGOSY_WARM_UP_FROM": "URL of the other replicas, as `--warm-up-from`. The operator sets it to the service's; "
         "an empty value in `spec.engine.env` switches the warm-up off.",
+        "ARGOSY_NODE_KEY": "Key by which the nodes of an engine with `--nnodes` recognise each other, 16 bytes or "
+        "more, if `--node-key-file` is not given.",
         "ARGOSY_NATIVE": "`0` makes a CPU engine compute with torch instead of the C++ kernels; `debug` builds the "
         "kernels with their assertions.",
         "CXX": "C++ compiler that builds the CPU kernels at first use; otherwise `g++`, then `c++`.",

@@ -51,6 +51,7 @@ FLAG_FIELDS: Final = {
 
 _LISTENS: Final = "engines listen where routers and probes call them, by plain HTTP"
 _OWN_KEY: Final = "an engine has the key of its service's Secret"
+_ONE_POD: Final = "a replica is one pod, whose devices spec.parallelism divides a model among"
 _NAMES: Final = "use spec.model.servedName and aliases"
 OPERATOR_FLAGS: Final[Mapping[str, str]] = {
     "host": _LISTENS,
@@ -63,6 +64,12 @@ OPERATOR_FLAGS: Final[Mapping[str, str]] = {
     "enable-ssl-refresh": _LISTENS,
     "api-key": _OWN_KEY,
     "admin-api-key": _OWN_KEY,
+    "nnodes": _ONE_POD,
+    "node-rank": _ONE_POD,
+    "master-addr": _ONE_POD,
+    "master-port": _ONE_POD,
+    "node-key-file": _ONE_POD,
+    "headless": _ONE_POD,
     "served-model-name": _NAMES,
     "any-model-name": _NAMES,
     "download-dir": "use spec.model.cache",

@@ -19,6 +19,7 @@ from starlette.types import ASGIApp
 from argosy_engine.api.app import build_app
 from argosy_engine.api.engine_flag_parser import EngineFlagParser
 from argosy_engine.api.flagged_engine import make_engine, make_request_spans
+from argosy_engine.api.headless import check_headless, serve_node
 from argosy_engine.api.http.tls import ServerCertificate
 from argosy_engine.api.http_service import make_http_server, refresh_certificate
 from argosy_engine.api.prefix_warm_up import GetReport, report_source, warm_up
@@ -70,6 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args.check_core_process()
         num_descriptors = raise_limit()
+        if options.headless:
+            return asyncio.run(serve_node(args, options.shutdown_timeout))
         require_free(_MIN_DESCRIPTORS + MIN_FREE * (args.data_parallel_size - 1))
         # Before the load, which takes long.
         tls = None if options.certificate is None else ServerCertificate(options.certificate)
@@ -94,7 +97,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"argosy serve: {error}", file=sys.stderr)
         return 1
     except EngineDead as error:
-        print(f"argosy serve: the engine core died: {error}", file=sys.stderr)
+        what = f"node {args.node_rank}" if options.headless else "the engine core"
+        print(f"argosy serve: {what} died: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
@@ -317,7 +321,8 @@ def parse_args(argv: Sequence[str] | None) -> tuple[ServerArgs, EngineArgs]:
     try:
         server_args = parser.build(ServerArgs, options)
         server_args.check()
-    except InvalidValue as error:
+        check_headless(args, is_headless=server_args.headless)
+    except (InvalidValue, ConfigError) as error:
         parser.error(str(error))
     check_vllm_flags(parser, options, args.data_parallel_size)
     return server_args, args

@@ -43,6 +43,12 @@ class ServerArgs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     host: Annotated[str, Meta(min_length=1, max_length=253, description="address to listen on")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on")] = 8000
+    headless: Annotated[
+        bool,
+        Meta(
+            description="run the workers of this machine only, for an API server on node 0 (--nnodes, --node-rank)"
+        ),
+    ] = False
     uds: Annotated[
         FilePath | None,
         Meta(description="path of a Unix domain socket to listen on, instead of --host and --port"),

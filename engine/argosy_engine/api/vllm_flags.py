@@ -65,7 +65,6 @@ WITHOUT_EFFECT = (
 )
 
 REFUSED = (
-    VllmFlag("headless", _ONE_NODE, True),
     VllmFlag(_LOCAL_SIZE, _ONE_NODE),
     VllmFlag("data-parallel-address", _ONE_NODE, neutral=("127.0.0.1", "localhost")),
     VllmFlag("data-parallel-rpc-port", _ONE_NODE),
@@ -73,8 +72,6 @@ REFUSED = (
     VllmFlag("data-parallel-rank", _ONE_NODE, neutral=("0",)),
     VllmFlag("data-parallel-hybrid-lb", _ONE_NODE, True),
     VllmFlag("data-parallel-external-lb", _ONE_NODE, True),
-    VllmFlag("nnodes", "give --distributed-executor-backend ray for several nodes", neutral=("1",)),
-    VllmFlag("node-rank", "give --distributed-executor-backend ray for several nodes", neutral=("0",)),
     VllmFlag("enable-lora", _NO_LORA, True),
     VllmFlag("lora-modules", _NO_LORA, is_list=True),
     VllmFlag("max-loras", _NO_LORA, neutral=("0",)),

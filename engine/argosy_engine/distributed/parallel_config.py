@@ -30,6 +30,8 @@ class ParallelConfig(Struct, frozen=True, kw_only=True):
     enable_expert_parallel: bool = False
     """Whether the ranks that share a layer divide its experts among them, rather than every expert. Then the engine
     cores share them, too, and every core needs all others to compute a step."""
+    nodes: int = 1
+    """Machines that the workers are divided among equally, in the order of their ranks."""
 
     @property
     def world_size(self) -> int:
@@ -40,6 +42,15 @@ class ParallelConfig(Struct, frozen=True, kw_only=True):
     def num_workers(self) -> int:
         """Workers of all engine cores."""
         return self.data * self.world_size
+
+    @property
+    def local_workers(self) -> int:
+        """Workers of all engine cores on one machine."""
+        return self.num_workers // self.nodes
+
+    def ranks_of(self, node: int) -> range:
+        """Return the ranks of the workers on a machine, of an engine with one core."""
+        return range(node * self.local_workers, (node + 1) * self.local_workers)
 
     @property
     def shares_experts(self) -> bool:

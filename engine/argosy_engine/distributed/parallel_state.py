@@ -84,7 +84,12 @@ def single_process() -> ParallelState:
 
 
 def init_parallel_state(
-    config: ParallelConfig, rank: int, device: torch.device, init_method: str, data_rank: int = 0
+    config: ParallelConfig,
+    rank: int,
+    device: torch.device,
+    init_method: str,
+    data_rank: int = 0,
+    timeout_s: int | None = None,
 ) -> ParallelState:
     """Join the groups of a rank. Waits until all workers that compute together have called it.
 
@@ -92,12 +97,14 @@ def init_parallel_state(
         rank: among the workers of the engine core.
         data_rank: of the engine core; matters only if the cores share experts.
         init_method: how the processes find each other: `file:///PATH`, `env://` or `tcp://HOST:PORT`.
+        timeout_s: how long the processes wait for each other; default: `TIMEOUT`.
     """
     if config.group_size == 1:
         return single_process()
     if init_method.startswith("file:"):  # one machine
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    timeout = TIMEOUT if timeout_s is None else timedelta(seconds=timeout_s)
     is_cuda = device.type == "cuda"
     group_rank = config.group_rank(rank, data_rank)
     dist.init_process_group(
@@ -105,7 +112,7 @@ def init_parallel_state(
         init_method=init_method,
         rank=group_rank,
         world_size=config.group_size,
-        timeout=TIMEOUT,
+        timeout=timeout,
         device_id=device if is_cuda else None,
     )
     world = dist.group.WORLD
@@ -113,23 +120,23 @@ def init_parallel_state(
     return ParallelState(
         config,
         rank,
-        tensor=_join(group_rank, config.tensor_groups(), world),
-        pipeline=_join(group_rank, config.pipeline_groups(), world),
+        tensor=_join(group_rank, config.tensor_groups(), world, timeout),
+        pipeline=_join(group_rank, config.pipeline_groups(), world, timeout),
         world=GroupCommunicator(world),
         device=device,
-        data=_join(group_rank, config.data_groups(), world),
+        data=_join(group_rank, config.data_groups(), world, timeout),
         data_rank=data_rank if config.shares_experts else 0,
     )
 
 
-def _join(rank: int, groups: list[list[int]], world: dist.ProcessGroup) -> Communicator:
+def _join(rank: int, groups: list[list[int]], world: dist.ProcessGroup, timeout: timedelta) -> Communicator:
     """Make all groups of one dimension, as every process must, and return this rank's."""
     mine: Communicator = LocalCommunicator()
     for ranks in groups:
         if len(ranks) == world.size():
             return GroupCommunicator(world)
         if len(ranks) > 1:
-            group = dist.new_group(ranks, timeout=TIMEOUT)
+            group = dist.new_group(ranks, timeout=timeout)
             if rank in ranks:
                 assert isinstance(group, dist.ProcessGroup)
                 mine = GroupCommunicator(group)

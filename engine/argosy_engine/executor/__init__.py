@@ -6,6 +6,13 @@ uniproc_executor    one worker in the core's process
 remote_executor     what executors of workers in other processes share
 multiproc_executor  a process per worker
 local_workers       these processes
+multinode_executor  the same over several machines, each started by hand or by a StatefulSet
+node_group          the other machines, as the first one sees them
+node_agent          one of them
+node_channel        authenticated messages between machines
+node_messages       their kinds
+node_greeting       what has to be the same on all machines
+node_key            the key of an engine's machines
 rendezvous          how workers find each other for torch.distributed
 same_model          checks that all workers have loaded one model
 external_launcher_executor

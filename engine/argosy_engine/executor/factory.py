@@ -18,6 +18,15 @@ def make_executor(args: EngineArgs, lockstep: LockstepEnds | None = None) -> Exe
         ConfigError: `--worker-cls` is not a worker, or the system or the environment does not support the backend, or
             lacks its package.
     """
+    if args.node_rank:
+        raise ConfigError(
+            f"node {args.node_rank} has workers and no engine core: run `argosy serve --headless` on it, and this on "
+            "node 0"
+        )
+    if args.nnodes > 1:
+        from argosy_engine.executor.multinode_executor import MultiNodeExecutor
+
+        return MultiNodeExecutor(args)
     if args.executor_backend == "mp":
         from argosy_engine.executor.multiproc_executor import MultiprocExecutor
 

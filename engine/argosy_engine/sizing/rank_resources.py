@@ -43,34 +43,37 @@ def rank_environment(args: EngineArgs, rank: int) -> Mapping[str, str]:
 
 
 def check_gpus(args: EngineArgs) -> list[str]:
-    """Return the GPUs to divide between the workers of all ranks; empty on a CPU, for one worker, or if a Ray cluster
-    places the workers.
+    """Return the GPUs to divide between the workers of all ranks on this machine; empty on a CPU, for one worker, or if
+    a Ray cluster places the workers.
 
     Raises:
         ConfigError: there are GPUs, but fewer than workers; or there is none, and far more workers than cores.
     """
-    num_workers = args.parallel_config.num_workers
-    if num_workers == 1 or (args.executor_backend == "ray" and os.environ.get("RAY_ADDRESS")):
+    num_workers = args.parallel_config.local_workers
+    if args.parallel_config.num_workers == 1 or (
+        args.executor_backend == "ray" and os.environ.get("RAY_ADDRESS")
+    ):
         return []
     gpus = [] if args.device == "cpu" else visible_gpus()
+    here = f" on node {args.node_rank}" if args.nnodes > 1 else ""
     flags = [f"--{name.replace('_', '-')}" for name in _SIZES if getattr(args, name) > 1]
     most = max(MIN_CPU_WORKERS, CPU_WORKERS_PER_CORE * len(os.sched_getaffinity(0)))
     if not gpus and args.device != "cuda" and num_workers > most:
         raise ConfigError(
-            f"the engine needs {num_workers} workers, and this machine's CPU takes at most {most}; use a smaller "
+            f"the engine needs {num_workers} workers{here}, and this machine's CPU takes at most {most}; use a smaller "
             f"{' or '.join(flags)}"
         )
     if gpus and len(gpus) < num_workers:
         raise ConfigError(
-            f"the engine needs {num_workers} GPUs, one for each worker, and {len(gpus)} are visible; use a smaller "
-            f"{' or '.join(flags)}, or --device cpu"
+            f"the engine needs {num_workers} GPUs{here}, one for each worker, and {len(gpus)} are visible; use a "
+            f"smaller {' or '.join(flags)}, or --device cpu"
         )
     return gpus
 
 
 def worker_memory(args: EngineArgs, memory: DeviceMemory) -> DeviceMemory:
     """Return the memory that a worker may plan with: on a CPU an equal share of what is available, else its GPU's."""
-    num_workers = args.parallel_config.num_workers
+    num_workers = args.parallel_config.local_workers
     if memory.device != "cpu" or num_workers == 1:
         return memory
     return msgspec.structs.replace(memory, available_bytes=memory.available_bytes // num_workers)

@@ -131,7 +131,12 @@ class Worker:
                 self._parallel = launched.parallel_state(device)
             else:
                 self._parallel = init_parallel_state(
-                    args.parallel_config, self.rank, device, self._init_method, self.data_rank
+                    args.parallel_config,
+                    self.rank,
+                    device,
+                    self._init_method,
+                    self.data_rank,
+                    args.distributed_timeout_seconds,
                 )
             memory = cpu_memory() if device.type == "cpu" else _cuda_memory(device)
             self._parallel.world.barrier()  # no worker takes memory before all have seen what is free

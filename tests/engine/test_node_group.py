@@ -1,0 +1,266 @@
+"""How the nodes of an engine find each other: who may join, who is refused and why, what happens when one is lost."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from argosy_engine import EngineArgs
+from argosy_engine.errors import ConfigError, EngineDead
+from argosy_engine.executor import node_agent
+from argosy_engine.executor.broadcast import MessageStream
+from argosy_engine.executor.node_agent import JoiningNode
+from argosy_engine.executor.node_channel import NodeChannel
+from argosy_engine.executor.node_greeting import hello
+from argosy_engine.executor.node_group import NodeGroup
+from argosy_engine.executor.node_key import read_key
+from argosy_engine.executor.node_messages import (
+    ANSWER,
+    ENDED,
+    MESSAGE,
+    PROGRESS,
+    READY,
+    START,
+    STOP,
+    Hello,
+    Start,
+    WorkerExit,
+)
+from processes import free_port
+
+KEY = b"k" * 32
+
+
+def arguments(**fields: Any) -> EngineArgs:
+    return EngineArgs.of(
+        **{
+            "model": "builtin://tiny",
+            "device": "cpu",
+            "tensor_parallel_size": 2,
+            "nnodes": 2,
+            "distributed_timeout_seconds": 60,
+            **fields,
+        }
+    )
+
+
+class Group:
+    """Machine 0 of an engine, and what its executor reads of the other machines' workers."""
+
+    def __init__(self, **fields: Any) -> None:
+        self.args = arguments(master_port=free_port(), **fields)
+        config = self.args.parallel_config
+        far = range(config.local_workers, config.world_size)
+        pairs = {rank: socket.socketpair() for rank in far}
+        self._sockets = [ours for ours, _ in pairs.values()]
+        self._channels: list[NodeChannel] = []
+        self.answers = {rank: MessageStream(ours) for rank, (ours, _) in pairs.items()}
+        self.group = NodeGroup(self.args, KEY, {rank: theirs for rank, (_, theirs) in pairs.items()})
+
+    def joining(self, rank: int = 1, key: bytes = KEY, **fields: Any) -> JoiningNode:
+        made = JoiningNode(msgspec.structs.replace(self.args, node_rank=rank, **fields), key)
+        made.begin_deadline()
+        return made
+
+    def join(self, rank: int = 1, key: bytes = KEY, **fields: Any) -> NodeChannel:
+        self._channels.append(self.joining(rank, key, **fields).join())
+        return self._channels[-1]
+
+    def close(self) -> None:
+        for channel in self._channels:
+            channel.finish()
+        self.group.close("")
+        for each in (*self._channels, *self._sockets):
+            each.close()
+
+
+@contextmanager
+def group(**fields: Any) -> Iterator[Group]:
+    made = Group(**fields)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def test_answers_and_messages_pass(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "argosy.core")
+    with group(tensor_parallel_size=4) as made:
+        node = made.join()
+        node.send(PROGRESS, b"fetching\nthe model")
+        node.send(READY)
+        made.group.wait_until_ready()
+        assert "fetching the model" in caplog.text
+        made.group.start_workers(1234)
+        made.group.put(b"step")
+        start = node.receive()
+        assert start is not None
+        assert start[:1] == START
+        assert msgspec.msgpack.decode(start[1:], type=Start) == Start("127.0.0.1", 1234)
+        assert node.receive() == MESSAGE + b"step"
+        node.send(ANSWER, b"\x03\x00", b"third")
+        node.send(ANSWER, b"\x02\x00", b"second")
+        node.send(ENDED, msgspec.msgpack.encode(WorkerExit(3, "exit code 7")))
+        assert [made.answers[rank].receive() for rank in (3, 2, 3)] == [b"third", b"second", None]
+        assert made.group.describe_exit(3) == "exit code 7"
+        closing = threading.Thread(target=made.group.close, args=("as asked",))
+        closing.start()
+        assert [node.receive(), node.receive()] == [STOP + b"as asked", None]
+        node.finish()
+        closing.join()
+        names = {thread.name for thread in threading.enumerate()}
+        assert not names & {"node", "nodes"}
+
+
+def test_a_machine_that_is_lost_ends_its_workers() -> None:
+    with group() as made:
+        made.join().close()
+        assert made.answers[1].receive() is None
+        assert "node 1 (" in made.group.describe_exit(1)
+        assert "cannot be reached" in made.group.describe_exit(1)
+        with pytest.raises(EngineDead, match=r"node 1 .* ended before it was ready"):
+            made.group.wait_until_ready()
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_machine_cannot_answer_for_anothers_workers(rank: int) -> None:
+    with group(tensor_parallel_size=3, nnodes=3) as made:
+        node = made.join(1)
+        node.send(ANSWER, rank.to_bytes(2, "little"), b"mine")
+        assert made.answers[1].receive() is None
+        assert "on another node" in made.group.describe_exit(1)
+        made.join(2).close()  # its worker is not affected before
+        assert "on another node" not in made.group.describe_exit(2)
+
+
+def test_another_key_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    with group() as made:
+        with pytest.raises(ConfigError, match=r"another key.*--node-key-file"):
+            made.join(key=b"x" * 32)
+        assert "its key is not this engine's" in caplog.text
+        made.join().send(READY)
+        made.group.wait_until_ready()
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"tensor_parallel_size": 4}, "--tensor-parallel-size is 4 on node 1 and 2 on node 0"),
+        ({"model": "builtin://other"}, "the model is .*other on node 1 and .*tiny on node 0"),
+        ({"block_size": 32}, "--block-size is 32 on node 1 and the default on node 0"),
+        ({"device": "cuda"}, "the device is cuda on node 1 and cpu on node 0"),
+        ({"node_rank": 5}, "--node-rank 5 is none of 1 to 1"),
+    ],
+)
+def test_another_configuration_is_refused_by_name(fields: dict[str, Any], reason: str) -> None:
+    with group() as made, pytest.raises(ConfigError, match=f"refuses this node: {reason}"):
+        made.join(**{"rank": fields.pop("node_rank", 1), **fields})
+
+
+@pytest.mark.parametrize("field", ["version", "torch"])
+def test_another_version_is_refused_by_name(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def old(args: EngineArgs) -> Hello:
+        return msgspec.structs.replace(hello(args), **{field: "0.0.1"})
+
+    with group() as made:
+        monkeypatch.setattr(node_agent, "hello", old)
+        with pytest.raises(ConfigError, match=r"is 0.0.1 on node 1 and .* install the same version"):
+            made.join()
+
+
+def test_settings_of_one_machine_may_differ() -> None:
+    with group() as made:
+        made.join(threads=3, download_dir="/elsewhere", distributed_timeout_seconds=7).send(READY)
+        made.group.wait_until_ready()
+
+
+def test_a_rank_is_given_once() -> None:
+    with group() as made:
+        node = made.join()
+        with pytest.raises(EngineDead, match="has joined already with this --node-rank"):
+            made.join()
+        node.send(READY)
+        made.group.wait_until_ready()
+
+
+def test_waiting_is_bounded() -> None:
+    with group(distributed_timeout_seconds=1) as made:
+        with pytest.raises(EngineDead, match=r"of 2 nodes 1 did not join within 1 s at 127.0.0.1"):
+            made.group.wait_until_ready()
+        joining = made.joining()
+    with pytest.raises(EngineDead, match=r"node 0 did not answer at .* within 1 s"):
+        joining.join()
+
+
+def test_a_machine_may_start_before_the_first_one() -> None:
+    args = arguments(master_port=free_port(), node_rank=1)
+    joining = JoiningNode(args, KEY)
+    with ThreadPoolExecutor(1) as pool:
+        joined: Future[NodeChannel] = pool.submit(joining.join)
+        pair = socket.socketpair()
+        made = NodeGroup(msgspec.structs.replace(args, node_rank=0), KEY, {1: pair[1]})
+        channel = joined.result(60)
+        channel.send(READY)
+        made.wait_until_ready()
+        channel.finish()
+        made.close("")
+        channel.close()
+        pair[0].close()
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with (
+        group() as made,
+        pytest.raises(ConfigError, match=r"node 0 cannot listen at 127.0.0.1:.*--master-port"),
+    ):
+        NodeGroup(made.args, KEY, {})
+
+
+def test_connections_that_say_nothing_do_not_keep_others_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    with group() as made:
+        address = ("127.0.0.1", made.args.master_port)
+        silent = [socket.create_connection(address) for _ in range(8)]
+        made.join().send(READY)
+        made.group.wait_until_ready()
+        for each in silent:
+            each.close()
+
+
+def test_the_key_comes_from_a_file_or_a_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ARGOSY_NODE_KEY", raising=False)
+    file = tmp_path / "key"
+    args = arguments(node_key_file=str(file))
+    with pytest.raises(ConfigError, match=r"node-key-file .*No such file"):
+        read_key(args)
+    for content, message in (("short", "5 bytes"), ("x" * 5000, "4097 bytes"), ("\n", "needs a key")):
+        file.write_text(content)
+        with pytest.raises(ConfigError, match=message):
+            read_key(args)
+    file.write_text("from the file, long enough\n")
+    monkeypatch.setenv("ARGOSY_NODE_KEY", "from the variable, long enough")
+    assert read_key(args) == b"from the file, long enough"
+    assert read_key(arguments()) == b"from the variable, long enough"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"nnodes": 3}, "--nnodes 3 must divide the number of workers"),
+        ({"node_rank": 2}, "--node-rank 2 needs --nnodes 3"),
+        ({"nnodes": 1, "node_rank": 1}, "--node-rank 1 needs --nnodes 2"),
+        ({"data_parallel_size": 2}, "needs --data-parallel-size 1"),
+        ({"distributed_executor_backend": "ray"}, "needs --distributed-executor-backend mp, not ray"),
+    ],
+)
+def test_layouts_that_are_not_supported(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        arguments(**fields)
