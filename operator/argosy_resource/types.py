@@ -314,6 +314,10 @@ class Rollout(Struct, frozen=True, kw_only=True, rename="camel"):
     max_unavailable: Annotated[int, Meta(ge=0, le=1000)] | None = None
     """Replicas that may be missing while a change rolls out. 0 if left out, 1 if maxSurge is 0. The last routable
     replica is removed only if this allows all of them to be missing."""
+    in_place_after_seconds: Annotated[int, Meta(ge=0, le=86_400)] = 0
+    """How long a rollout that finds no GPU for its surge waits for one before it replaces replicas in place: the time
+    that a cluster autoscaler takes to add a node (reason NoGPUForSurge). 0, the default, does not wait. Where replicas
+    are never replaced in place, it has no effect."""
     drain_seconds: Annotated[int, Meta(ge=0, le=600)] = 5
     """How long a terminating replica keeps serving before it is told to stop, so that every router stops sending it
     requests first."""

@@ -6,6 +6,7 @@ import base64
 import dataclasses
 from typing import Any
 
+import msgspec
 import pytest
 from builders import CONFIG, isvc, pod
 
@@ -414,6 +415,46 @@ def test_no_gpu_for_surge(
 ) -> None:
     observed = Observation(deployment=live, pods=pods)
     assert no_gpu_for_surge(isvc(**spec), observed, "new") is expected, name
+
+
+@pytest.mark.parametrize(
+    ("rollout", "waited_s", "phase", "left_s"),
+    [
+        ({}, 0, "in-place", 0),
+        ({"inPlaceAfterSeconds": 600}, 0, "waiting-for-node", 600),
+        ({"inPlaceAfterSeconds": 600}, 599, "waiting-for-node", 1),
+        ({"inPlaceAfterSeconds": 600}, 600, "in-place", 0),
+        ({"inPlaceAfterSeconds": 600, "maxUnavailable": 0}, 900, "waiting-for-capacity", 0),
+    ],
+)
+def test_a_cluster_autoscaler_gets_its_time_before_a_replica_is_replaced_in_place(
+    rollout: dict[str, int], waited_s: int, phase: str, left_s: int
+) -> None:
+    service: InferenceService = isvc(**GPU, replicas=2, rollout=rollout)
+    usual = plan_children(service, NOTHING, CONFIG)
+    starved = pod(
+        "n",
+        usual.revision,
+        ready=False,
+        gate="",
+        node="",
+        unschedulable=STARVED,
+        unschedulable_since="2026-01-01T00:00:00Z",
+    )
+    time = f"2026-01-01T00:{waited_s // 60:02}:{waited_s % 60:02}Z"
+    seen = Observation(deployment=usual.deployment, pods=(starved, OLD), time=time)
+    planned = plan_children(service, seen, CONFIG)
+    assert (planned.rollout.phase, planned.rollout.node_wait_s) == (phase, left_s)
+    strategy = planned.deployment["spec"]["strategy"]["rollingUpdate"]
+    assert strategy == (
+        {"maxSurge": 0, "maxUnavailable": 1} if phase == "in-place" else {"maxSurge": 1, "maxUnavailable": 0}
+    )
+    if phase == "in-place":
+        afresh = msgspec.structs.replace(starved, unschedulable_since=time)
+        seen = Observation(deployment=planned.deployment, pods=(afresh, OLD), time=time)
+        assert plan_children(service, seen, CONFIG).rollout.phase == "in-place", (
+            "it does not wait for each replica"
+        )
 
 
 def test_replacing_in_place_changes_the_strategy_and_nothing_else() -> None:

@@ -291,6 +291,11 @@ def test_rollout_without_a_spare_gpu_says_so() -> None:
     made = report((starved, old(1), old(2)), **gpu)
     assert states(made)["Progressing"] == ("True", "NoGPUForSurge")
     assert states(made)["Routable"] == READY
+    patient = report((starved, old(1), old(2)), rollout={"inPlaceAfterSeconds": 600}, **gpu)
+    assert states(patient)["Progressing"] == ("True", "NoGPUForSurge")
+    messages = {each.type: each.message for each in patient.conditions}
+    assert "within 600 s" in messages["Progressing"]
+    assert states(patient)["Degraded"][0] == "False"
 
 
 def test_numbers() -> None:

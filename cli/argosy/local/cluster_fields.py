@@ -36,6 +36,7 @@ _FIELDS: Final[dict[str, str]] = {
     "placement.automountServiceAccountToken": "",
     "scaling": "spec.replicas is used",
     "rollout.drainSeconds": "",
+    "rollout.inPlaceAfterSeconds": "",
     "rollout.progressDeadlineSeconds": "",
     "podTemplate.metadata.labels": "",
     "podTemplate.metadata.annotations": "",

@@ -1,11 +1,13 @@
-"""Whether a rollout finds no GPU for its surge."""
+"""Whether a rollout finds no GPU for its surge, and how long it waits for a cluster autoscaler to bring one."""
 
 from __future__ import annotations
 
 from typing import Final
 
 from argosy_operator.observed.deployment import rolling_update, template_revision
+from argosy_operator.observed.elapsed import seconds_between
 from argosy_operator.observed.observation import Observation
+from argosy_operator.observed.pod import Pod
 from argosy_resource.resources import Resources
 from argosy_resource.types import InferenceService
 
@@ -26,12 +28,27 @@ def no_gpu_for_surge(service: InferenceService, observed: Observation, revision:
     holders = [pod for pod in observed.pods if pod.is_alive and pod.node and pod.revision != revision]
     if not holders:
         return False
-    pending = sum(
-        pod.is_alive and pod.revision == revision and any(text in pod.unschedulable for text in lacking)
-        for pod in observed.pods
-    )
+    pending = sum(_lacks_gpu(pod, revision, lacking) for pod in observed.pods)
     leaving = sum(pod.is_terminating and bool(pod.node) for pod in observed.pods)
     return pending > leaving or _is_without_surge(observed, revision)
+
+
+def seconds_until_in_place(service: InferenceService, observed: Observation, revision: str) -> float:
+    """Seconds that a rollout without a GPU for its surge still waits for one, before it replaces replicas in place; 0
+    if it waits no more. A rollout that replaces in place already does not wait again."""
+    if _is_without_surge(observed, revision):
+        return 0.0
+    lacking = _lacking(service.spec.resources)
+    waited = [
+        seconds_between(pod.unschedulable_since, observed.time)
+        for pod in observed.pods
+        if _lacks_gpu(pod, revision, lacking)
+    ]
+    return max(0.0, service.spec.rollout.in_place_after_seconds - max(waited, default=0.0))
+
+
+def _lacks_gpu(pod: Pod, revision: str, lacking: list[str]) -> bool:
+    return pod.is_alive and pod.revision == revision and any(text in pod.unschedulable for text in lacking)
 
 
 def _lacking(resources: Resources) -> list[str]:

@@ -8,7 +8,8 @@ Invariant: the operator takes the last routable replica only if `spec.rollout` s
 
     rollout_policy         bounds the surge and the unavailability; a new replica that fails halts the rollout: the
                            Deployment is paused until that replica is ready or the spec changes
-    gpu_surge              no GPU for a surge: replicas are replaced in place, or the rollout waits
+    gpu_surge              no GPU for a surge: replicas are replaced in place, at once or after a time in which a
+                           cluster autoscaler may bring a node, or the rollout waits
     staged_rollout         the operator's own change is rolled out to one service at a time: the Deployments of the
                            others are paused with the new template, and their pods keep serving with the old one
                            until it is their turn
@@ -20,7 +21,7 @@ from typing import Final, Literal
 
 from msgspec import Struct
 
-from argosy_operator.desired.gpu_surge import no_gpu_for_surge
+from argosy_operator.desired.gpu_surge import no_gpu_for_surge, seconds_until_in_place
 from argosy_operator.desired.spec_digest import input_digest
 from argosy_operator.desired.staged_rollout import held_revision, is_healthy
 from argosy_operator.names import HELD_ANNOTATION, INPUT_ANNOTATION, TURN_ANNOTATION
@@ -39,7 +40,9 @@ MIN_READY_SECONDS: Final = 10
 """How long a new replica must be ready before the next one is replaced. A replica that crashes at its first requests
 does so within this time; loading a model takes longer, so rollouts are hardly slowed."""
 
-Phase = Literal["normal", "in-place", "waiting-for-capacity", "halted", "waiting-for-turn"]
+Phase = Literal[
+    "normal", "in-place", "waiting-for-node", "waiting-for-capacity", "halted", "waiting-for-turn"
+]
 
 
 class RolloutPlan(Struct, frozen=True, kw_only=True):
@@ -55,6 +58,8 @@ class RolloutPlan(Struct, frozen=True, kw_only=True):
     """While the service waits for its turn: the service (`namespace/name`) that has it."""
     halted_by: Pod | None = None
     """The new replica that does not come up, while that halts the rollout."""
+    node_wait_s: float = 0.0
+    """While the rollout waits for a node with a GPU: seconds until replicas are replaced in place."""
     has_turn: bool = False
     """The operator's own change is being rolled out to this service; no other one starts meanwhile."""
     input_digest: str = ""
@@ -91,8 +96,11 @@ def plan_rollout(
         )
     has_turn = bool(held) or (has_the_turn(live) and not is_healthy(service, observed, revision))
     phase: Phase = "normal"
+    node_wait_s = 0.0
     if no_gpu_for_surge(service, observed, revision):
         phase = "in-place" if may_replace_in_place(service) else "waiting-for-capacity"
+        if phase == "in-place" and (node_wait_s := seconds_until_in_place(service, observed, revision)):
+            phase = "waiting-for-node"
     replicas = _replicas(observed, revision)
     surge, unavailable = rollout_bounds(service.spec.rollout, replicas, is_in_place=phase == "in-place")
     halting = halting_replica(replicas)
@@ -109,6 +117,7 @@ def plan_rollout(
         is_paused=halting is not None,
         halted_by=next((pod for pod in observed.pods if halting and pod.name == halting.name), None),
         has_turn=has_turn,
+        node_wait_s=node_wait_s,
         input_digest=digest,
     )
 

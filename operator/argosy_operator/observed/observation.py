@@ -57,6 +57,8 @@ class Observation(Struct, frozen=True, kw_only=True):
     """Another service (`namespace/name`) that a change of the operator's is being rolled out to; empty if none."""
     lacks_canary: bool = False
     """Whether the service names a canary that does not exist."""
+    time: str = ""
+    """When it was taken (RFC 3339). What waits for time alone is decided by it."""
 
 
 def is_owned(obj: Object, service: InferenceService) -> bool:

@@ -30,12 +30,14 @@ class Observer:
         routers: Callable[[], Routers],
         fetches: Callable[[], Mapping[str, ModelProgress]],
         unpolled: Callable[[], Set[str]],
+        now: Callable[[], str],
     ) -> None:
         self._store = store
         self._turn = turn
         self._routers = routers
         self._fetches = fetches
         self._unpolled = unpolled
+        self._now = now
 
     def observe(self, service: InferenceService, conflicts: tuple[NameConflict, ...]) -> Observation:
         """Take an observation of the service, as of now."""
@@ -54,6 +56,7 @@ class Observer:
             conflicts=conflicts,
             rolling_elsewhere=self._turn.holder(besides=key),
             lacks_canary=self._lacks_canary(service),
+            time=self._now(),
         )
 
     def _children(self, service: InferenceService, key: Name) -> dict[tuple[Kind, Name], Object]:

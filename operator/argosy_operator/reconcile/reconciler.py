@@ -72,7 +72,9 @@ class Reconciler:
         self._ask_loads = ask_loads
         self.key_secrets = KeySecrets(api, metrics)
         self._turn = RolloutLock(store, on_turn_ended, is_left_alone=self._is_left_alone)
-        self._observer = Observer(store, self._turn, routers=routers, fetches=fetches, unpolled=unpolled)
+        self._observer = Observer(
+            store, self._turn, routers=routers, fetches=fetches, unpolled=unpolled, now=now
+        )
         self._children = ChildWriter(api, store, metrics)
         self._reporter = Reporter(api, store, config, metrics=metrics, now=now, look_again=look_again)
 

@@ -102,6 +102,13 @@ def progressing(view: ServiceView) -> ConditionState:
         return ConditionState("False", "ProgressDeadlineExceeded", f"no progress for {seconds} s: {so_far}")
     if phase == "waiting-for-capacity":
         return ConditionState("True", "WaitingForCapacity", f"{_capacity_message(view)}: {so_far}")
+    if phase == "waiting-for-node":
+        seconds = view.service.spec.rollout.in_place_after_seconds
+        message = (
+            f"no GPU is free for an additional replica; replicas are replaced in place if no node brings one within "
+            f"{seconds} s: {so_far}"
+        )
+        return ConditionState("True", "NoGPUForSurge", message)
     if phase == "in-place":
         return ConditionState(
             "True",

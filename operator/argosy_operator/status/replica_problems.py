@@ -7,10 +7,10 @@ same one.
 
 from __future__ import annotations
 
-from datetime import datetime
 from typing import Final
 
 from argosy_operator.desired.model_volume import MODELS_VOLUME
+from argosy_operator.observed.elapsed import seconds_between
 from argosy_operator.observed.pod import Pod, Problem
 from argosy_operator.status.service_view import ServiceView
 
@@ -112,13 +112,13 @@ def unmounted(view: ServiceView) -> str:
 
 def seconds_until_unmounted(pod: Pod, now: str) -> float:
     """Seconds until the status says that a pod's volumes are not mounted; 0 or less if it does now."""
-    return UNMOUNTED_SECONDS - _seconds_since(pod.unmounted_since, now)
+    return UNMOUNTED_SECONDS - seconds_between(pod.unmounted_since, now)
 
 
 def unschedulable_too_long(view: ServiceView) -> Problem | None:
     """A replica that no node has taken for UNSCHEDULABLE_SECONDS, or ever can. A rollout that waits for a GPU does not
     count: it has a deadline of its own."""
-    if view.plan.rollout.phase in ("in-place", "waiting-for-capacity"):
+    if view.plan.rollout.phase in ("in-place", "waiting-for-capacity", "waiting-for-node"):
         return None
     left = [
         seconds_until_degraded(pod, view.now)
@@ -132,11 +132,4 @@ def seconds_until_degraded(pod: Pod, now: str) -> float:
     """Seconds until a pod that cannot be scheduled makes its service degraded; 0 or less if it does now."""
     if _lacks_claim(pod):
         return 0.0
-    return UNSCHEDULABLE_SECONDS - _seconds_since(pod.unschedulable_since, now)
-
-
-def _seconds_since(time: str, now: str) -> float:
-    try:
-        return (datetime.fromisoformat(now) - datetime.fromisoformat(time)).total_seconds()
-    except (ValueError, TypeError):  # the condition has no time, or one without a zone
-        return 0.0
+    return UNSCHEDULABLE_SECONDS - seconds_between(pod.unschedulable_since, now)

@@ -1,0 +1,13 @@
+"""Seconds between two times as Kubernetes writes them (RFC 3339)."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+
+def seconds_between(start: str, end: str) -> float:
+    """Seconds from `start` to `end`; 0 if one of them is missing, or has no zone."""
+    try:
+        return (datetime.fromisoformat(end) - datetime.fromisoformat(start)).total_seconds()
+    except (ValueError, TypeError):
+        return 0.0
