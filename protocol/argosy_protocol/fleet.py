@@ -23,7 +23,11 @@ RoutingPolicy = Literal[
     "cost", "least-load", "prefix-hash", "session", "round-robin", "random", "power-of-two"
 ]
 
+REVISION_LABEL = "inference.argosy.dev/revision"
+"""Label of every pod of an engine: hash of the pod template that it was created from."""
+
 Name = Annotated[str, Meta(min_length=1, max_length=253)]
+Revision = Annotated[str, Meta(max_length=63)]
 ModelName = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
@@ -33,6 +37,7 @@ class Endpoint(Struct, frozen=True, kw_only=True, omit_defaults=True):
     name: Name
     url: Annotated[str, Meta(max_length=2048)]  # scheme://host:port, no path
     draining: bool = False
+    revision: Revision = ""
 
 
 class ServiceLimits(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -54,6 +59,19 @@ class Canary(Struct, frozen=True, kw_only=True, omit_defaults=True):
     service: Name
     weight: Annotated[int, Meta(ge=0, le=100)] = 0
     """The share in per cent."""
+
+
+class RevisionSplit(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How a service's requests are divided between replicas of two revisions while a change is tried on a canary."""
+
+    canary: Annotated[str, Meta(min_length=1, max_length=63)]
+    """Revision of the replicas that try the change, as REVISION_LABEL has it."""
+    stable: Revision = ""
+    """Revision of the replicas that serve the others' share; empty for every other one."""
+    weight: Annotated[int, Meta(ge=0, le=100)] = 0
+    """The canary's share in per cent."""
+    window_s: Annotated[int, Meta(ge=10, le=3600)] = 300
+    """Seconds of attempts that routers' reports count of each side."""
 
 
 class ModelFetchState(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -92,6 +110,8 @@ class FleetService(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Multiple of the predicted time to first token after which a stream is hedged at a second replica. Zero means
     never, None the router's own default."""
     canary: Canary | None = None
+    split: RevisionSplit | None = None
+    """None unless a change is tried on a canary of this service's own."""
     fetch: ModelFetchState | None = None
     """None if replicas fetch nothing."""
     cold_start_s: Annotated[float, Meta(ge=0, le=86400)] = 0.0

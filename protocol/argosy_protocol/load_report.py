@@ -1,16 +1,16 @@
 """A router's load report to the operator: how busy each service is, and what each replica's cache is worth.
 
 The router's admin port serves it at `GET /internal/load`, with the key of the routable report. The operator scales
-services by these reports; without `spec.scaling` it asks only when it removes replicas. Unlike the routable report it
-changes all the time, so it has a path and a revision of its own: `?after=N&wait=SECONDS` is a long poll that answers
-early only when a service begins to hold requests for want of a replica.
+services and judges canaries by these reports; without either it asks only when it removes replicas. Unlike the routable
+report it changes all the time, so it has a path and a revision of its own: `?after=N&wait=SECONDS` is a long poll that
+answers early only when a service begins to hold requests for want of a replica.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Annotated, Final
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 LOAD_PATH: Final = "/internal/load"
 
@@ -42,6 +42,39 @@ class ReplicaLoadReport(Struct, frozen=True, kw_only=True, omit_defaults=True):
     without the replica's cache."""
 
 
+Count = Annotated[int, Meta(ge=0)]
+
+
+class SideReport(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one router's attempts at the replicas of one revision came to, within the window that the fleet document
+    asks for (`fleet.RevisionSplit`)."""
+
+    attempts: Count = 0
+    """Attempts sent, those of retries, hedges and migrations included."""
+    failures: Count = 0
+    """Attempts that ended with an error of the engine (5xx) or of the connection. A replica that is full has not
+    failed, and neither has one that computes for longer than a client waits."""
+    prompt_tokens: Count = 0
+    """Of the answers that reported their usage."""
+    predicted_tokens: Count = 0
+    """Prompt tokens of these that the router expected to be cached."""
+    cached_tokens: Count = 0
+    """Prompt tokens of these that were cached."""
+    ttft_counts: Annotated[tuple[Count, ...], Meta(max_length=len(TTFT_BOUNDS_S) + 1)] = ()
+    """Streamed answers that ended within the window, by the time to their first token as the client saw it, one count
+    for each bucket of TTFT_BOUNDS_S; empty if there were none."""
+
+
+class RolloutReport(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The two sides of a service that the fleet document divides, since it divides it so."""
+
+    canary_revision: Annotated[str, Meta(max_length=63)]
+    weight: Annotated[int, Meta(ge=0, le=100)] = 0
+    """The canary's share in per cent, by which this router divides."""
+    stable: SideReport = SideReport()
+    canary: SideReport = SideReport()
+
+
 class ServiceLoadReport(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One service's load at one router."""
 
@@ -59,6 +92,8 @@ class ServiceLoadReport(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Streamed answers that began within the last TTFT_WINDOW_S, one count for each bucket of TTFT_BOUNDS_S; empty if
     there were none. Requests that were held are left out, since their time says nothing of the replicas' load."""
     replicas: tuple[ReplicaLoadReport, ...] = ()
+    rollout: RolloutReport | None = None
+    """None unless the service is divided, and from routers that do not know how."""
 
 
 class LoadReport(Struct, frozen=True, kw_only=True):

@@ -256,7 +256,7 @@ def explain_body(fleet: Fleet, body: bytes, session: bytes) -> bytes:
     declared = session_of(decoded, session)
     if declared and not adapter:  # otherwise a canary is drawn by the request id, which does not exist yet
         service = fleet.answering(service, declared)
-    prompt = prompt_of(service, decoded, declared, adapter)
+    prompt = prompt_of(service, decoded, declared, adapter, drawn_by=declared)
     return msgspec.json.encode(explain(fleet, service, prompt, time.monotonic()))
 
 

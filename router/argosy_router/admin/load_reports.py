@@ -44,6 +44,7 @@ class LoadReports:
             idle_s=round(self._flow_control.idle_s(service, now), 3),
             ttft_counts=service.demand.ttft_counts(now),
             replicas=tuple(_replica(replica, now) for replica in service.replicas.values()),
+            rollout=None if service.sides is None else service.sides.report(now),
         )
 
 

@@ -22,7 +22,7 @@ import msgspec
 from kubernetes.aio import client as kubernetes_client
 from kubernetes.aio import config as kubernetes_config
 
-from argosy_protocol.fleet import FleetDocument, FleetService, decode_fleet
+from argosy_protocol.fleet import REVISION_LABEL, FleetDocument, FleetService, decode_fleet
 from argosy_router.discovery.reflector import RELIST_S, KubernetesObject, Reflector
 from argosy_router.discovery.source import Publish, revision_of
 from argosy_router.fleet.fleet import FleetSnapshot
@@ -220,6 +220,7 @@ def members_of(service: FleetService, pods: Iterable[Pod]) -> list[Member]:
                     is_draining,
                     adapters=service.adapters,
                     aliases=service.aliases,
+                    revision=metadata.labels.get(REVISION_LABEL, ""),
                 )
             )
     return sorted(members)

@@ -36,6 +36,7 @@ def snapshot_of(document: FleetDocument, data: bytes) -> FleetSnapshot:
                 endpoint.draining,
                 adapters=service.adapters,
                 aliases=service.aliases,
+                revision=endpoint.revision,
             )
             for endpoint in service.endpoints
         )

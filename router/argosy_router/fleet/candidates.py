@@ -1,9 +1,10 @@
 """Candidates: the replicas of a service that a request may be sent to now, cached until something changes.
 
-Owns: which replicas are candidates (routable, healthy, below the in-flight limit, able to serve an adapter or alias),
-and how many more sequences they can take.
+Owns: which replicas are candidates (routable, healthy, below the in-flight limit, able to serve an adapter or alias, of
+the request's side in a canary rollout), and how many more sequences they can take.
 Must not know: how one of them is chosen.
-Invariant: a request is refused only when no replica could take it; ejected and suspect replicas are used before that.
+Invariant: a request is refused only when no replica could take it; ejected and suspect replicas are used before that,
+and so is the other side of a canary rollout.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from argosy_protocol.errors import TooManyRequests, Unavailable
 from argosy_protocol.fleet import FleetService
 from argosy_router.fleet.health.ejection_limits import panics
 from argosy_router.fleet.replica import Replica
+from argosy_router.fleet.revision_sides import SIDES
 from argosy_router.policy.policy_interface import Candidate
 from argosy_router.prefixes.index import PrefixIndex
 
@@ -54,7 +56,7 @@ class CandidatePool:
         self._replicas = replicas
         self._index = index
         self._kept: dict[str, Candidates] = {}
-        """Adapter or partial alias -> cached candidates; the empty name stands for the model itself."""
+        """Adapter, partial alias or side -> cached candidates; the empty name stands for the model itself."""
         self._kept_until = 0.0
         """Time at which the candidates may change by the clock alone."""
 
@@ -173,6 +175,8 @@ class CandidatePool:
             for replica in self._replicas.values()
             if replica.is_routable and replica not in tried and replica.serves(name)
         ]
+        if name in SIDES and not any(replica.health.admits(now) for replica in usable):
+            usable, name = [r for r in self._replicas.values() if r.is_routable and r not in tried], ""
         if not usable:
             model = self.spec.model
             asked = name if name in self.partial_aliases else f"{model}:{name}" if name else model

@@ -238,10 +238,14 @@ class Fleet:
                 self._remove_replica(service, replica)
             else:
                 replica.is_draining = member.is_draining
-                replica.names = frozenset((*member.adapters, *member.aliases))
+                replica.revision = member.revision
         for name, member in wanted.items():
             if name not in service.replicas:
                 self._add_replica(service, member)
+        for name, replica in service.replicas.items():
+            side = "" if service.sides is None else service.sides.side_of(replica.revision)
+            served = (*wanted[name].adapters, *wanted[name].aliases)
+            replica.names = frozenset((*served, side) if side else served)
         service.candidates.partial_aliases = frozenset(
             alias for alias in service.spec.aliases if any(alias not in member.aliases for member in members)
         )

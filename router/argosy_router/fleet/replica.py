@@ -33,6 +33,8 @@ class Member(NamedTuple):
     """LoRA adapters that it serves besides its model."""
     aliases: tuple[str, ...] = ()
     """Further names of its model that it accepts."""
+    revision: str = ""
+    """Hash of the pod template that it was created from; empty if that is not known."""
 
 
 class InflightAttempt(Protocol):
@@ -69,7 +71,8 @@ class Replica:
         self.prefixes = prefixes
         self.cache_value = CacheValue()
         self.names = frozenset((*member.adapters, *member.aliases))
-        """Adapters and aliases that it serves besides its model's own name."""
+        """What it serves besides its model's own name: adapters, aliases, and its side of a canary rollout."""
+        self.revision = member.revision
         self.is_draining = member.is_draining
         """Whether discovery reports it as draining (pod being deleted, rollout of a local fleet)."""
         self.has_announced_drain = False
@@ -111,7 +114,7 @@ class Replica:
         return self.load.reported_requests > 0 and not self.is_stalled
 
     def serves(self, name: str) -> bool:
-        """Whether it can answer as this adapter or alias; the empty name is the model itself."""
+        """Whether it can answer as this adapter, alias or side; the empty name is the model itself."""
         return not name or name in self.names
 
     @property

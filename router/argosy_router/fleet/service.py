@@ -18,6 +18,7 @@ from argosy_router.fleet.demand import Demand
 from argosy_router.fleet.health.ejection_limits import may_eject
 from argosy_router.fleet.replica import Replica
 from argosy_router.fleet.replica_load import ReplicaLoad
+from argosy_router.fleet.revision_sides import RevisionSides
 from argosy_router.policy import POLICIES, Decision, RouteRequest
 from argosy_router.policy.rate_priors import assumed
 from argosy_router.prefixes.index import PrefixIndex
@@ -71,6 +72,8 @@ class Service:
         self.lengths = PromptLengthModel()
         self.candidates = CandidatePool(spec, self.replicas, self.index)
         self.demand = Demand()
+        self.sides: RevisionSides | None = None
+        """Set while the fleet document divides the service's replicas by revision."""
         self.sequence = 0
         self._recent_since = 0.0
         """Time at which work has weight one. Later work weighs exponentially more, so that older work decays."""
@@ -151,6 +154,14 @@ class Service:
         engines."""
         self.spec = self.candidates.spec = spec
         self.model = spec.model
+        if spec.split is None:
+            self.sides = None
+        elif self.sides is None or self.sides.split != spec.split:
+            self.sides = RevisionSides(spec.split)
+
+    def side(self, drawn_by: bytes) -> str:
+        """Draw the side that answers a request for the model itself; empty while the service is not divided."""
+        return "" if self.sides is None else self.sides.draw(drawn_by)
 
     @property
     def takes_model_names(self) -> bool:
@@ -182,6 +193,8 @@ class Service:
         replica = choice.replica
         if replica.health.dispatched(now):
             self.invalidate()
+        if self.sides is not None:
+            self.sides.attempted(replica.revision, now)
         self._add_recent_work(replica.load, choice.uncached_tokens, now)
         if choice.hit_value:
             replica.cache_value.add(choice.hit_value, now)

@@ -59,7 +59,8 @@ class Prompt:
         self.chunk_tokens = chunk_tokens
         """Prompt tokens up to the end of each chunk, if known; else they are estimated from `segment_bytes`."""
         self.name = name
-        """Adapter or alias that a replica must serve to answer, if not all replicas do. Empty for the model itself."""
+        """Adapter or alias that a replica must serve to answer, if not all replicas do, or the side of a canary rollout
+        that answers. Empty for the model itself."""
         self.has_media = has_media
         """Whether it has parts that are no text, such as images, whose tokens do not follow from their bytes."""
 
@@ -84,7 +85,7 @@ class PromptHasher:
 
         Args:
             adapter: adapter that must answer; it has a cache of its own.
-            alias: alias that a replica must have to answer.
+            alias: alias that a replica must have, or side of a canary rollout that it must be of, to answer.
         """
         seed = self._unsalted_seed
         if adapter or request.cache_salt:

@@ -101,7 +101,8 @@ class RequestAccounting:
     def close(self, outcome: RequestOutcome, duration_s: float) -> None:
         """Account for a request that has ended."""
         call, record = outcome.call, outcome.record
-        self._count_tokens(outcome)
+        now_s = time.monotonic()
+        self._count_tokens(outcome, now_s)
         model, metrics = call.service.model, self._metrics
         metrics.requests.add((model, str(outcome.status)))
         metrics.duration.observe((model,), duration_s)
@@ -109,6 +110,14 @@ class RequestAccounting:
             metrics.canaried.add((call.canary_of.model, call.service.name))
         if outcome.first_event_s is not None:
             metrics.ttft.observe((model,), outcome.first_event_s)
+            if (
+                call.service.sides is not None
+                and call.is_stream
+                and outcome.status == 200
+                and record is not None
+            ):
+                assert outcome.choice is not None
+                call.service.sides.observe_ttft(outcome.choice.replica.revision, outcome.first_event_s, now_s)
             is_first = record is not None and record.attempt == 1
             if call.is_stream and is_first and outcome.status == 200:
                 self._learn_ttft(outcome, outcome.first_event_s - outcome.queued_s)
@@ -125,7 +134,7 @@ class RequestAccounting:
                 expected_s = None if record is None else record.predicted_ttft_s
                 call.trace.end(entry, self._policy or call.service.spec.policy, expected_s)
 
-    def _count_tokens(self, outcome: RequestOutcome) -> None:
+    def _count_tokens(self, outcome: RequestOutcome, now_s: float) -> None:
         """Count the tokens that the answer reports, and have the service and the account learn from them."""
         call, choice, record, usage = outcome.call, outcome.choice, outcome.record, outcome.usage
         if choice is None or record is None:
@@ -142,6 +151,14 @@ class RequestAccounting:
         self._metrics.completion_tokens.add(labels, usage.completion_tokens)
         self._metrics.predicted.add(labels, choice.decision.predicted_tokens)
         self._metrics.actual.add(labels, usage.cached_tokens)
+        if call.service.sides is not None:
+            call.service.sides.observe_tokens(
+                choice.replica.revision,
+                usage.prompt_tokens,
+                choice.decision.predicted_tokens,
+                usage.cached_tokens,
+                now_s,
+            )
         call.service.lengths.learn(call.prompt, usage.prompt_tokens)
         account = call.account
         account.bytes_per_token = learnt(account.bytes_per_token, call.prompt, usage.prompt_tokens)

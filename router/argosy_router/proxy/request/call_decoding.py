@@ -150,7 +150,7 @@ def decode_call(
         body = with_another(body, b'"cache_salt":"%b"' % salt.encode())  # hexadecimal
     if hides_usage and options is None:
         body = with_usage_requested(body)
-    prompt = prompt_of(service, decoded, session, adapter)
+    prompt = prompt_of(service, decoded, session, adapter, drawn_by=session or request_id)
     call = Call(
         service,
         prompt,
@@ -243,8 +243,16 @@ def prompt_of(
     decoded: ChatCompletionRequest | CompletionRequest,
     session: bytes,
     adapter: str = "",
+    drawn_by: bytes = b"",
 ) -> Prompt:
-    """Return what routing needs to know of a request's prompt."""
+    """Return what routing needs to know of a request's prompt.
+
+    Args:
+        drawn_by: what a canary of the service's own is drawn by; empty to draw none.
+    """
     number = xxh3_64_intdigest(session) if session else 0
-    alias = decoded.model if decoded.model in service.candidates.partial_aliases else ""
+    if decoded.model in service.candidates.partial_aliases:
+        alias = decoded.model
+    else:
+        alias = service.side(drawn_by) if drawn_by else ""
     return service.hasher.prompt(decoded, prompt_segments(decoded), number, adapter, alias)

@@ -43,6 +43,8 @@ class OutlierDetector:
         `found_at_fault` or `abandoned` follows."""
         self._metrics.failures.add((service.spec.model, replica.name, error.reason))
         log.info("replica %s failed a request: %s (%s)", replica.name, error.reason, error)
+        if service.sides is not None and _is_failure(error, replica):
+            service.sides.failed(replica.revision, now)
         if isinstance(error, Refused):
             if error.is_ambiguous:
                 return
@@ -92,6 +94,14 @@ class OutlierDetector:
         if replica.health.cool_down(now, seconds, until_capacity=not replica.load.has_free_slot):
             self._metrics.cooldowns.add((service.spec.model, replica.name))
             service.invalidate()
+
+
+def _is_failure(error: UpstreamError, replica: Replica) -> bool:
+    """Whether a failed attempt counts as a failure of its revision: a canary rollout compares what clients would have
+    met without a retry, so ambiguous errors and stalled cores count, while a full replica's refusal does not."""
+    if isinstance(error, Refused):
+        return not error.is_busy
+    return isinstance(error, CoreStalled) or not _is_no_fault(error, replica)
 
 
 def _is_no_fault(error: UpstreamError, replica: Replica) -> bool:

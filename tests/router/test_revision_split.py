@@ -1,0 +1,237 @@
+"""A service divided between two revisions: who answers, and what the router reports of each side."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections import Counter
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from argosy_protocol.fleet import (
+    REVISION_LABEL,
+    Endpoint,
+    FleetDocument,
+    FleetService,
+    RevisionSplit,
+    decode_fleet,
+    encode_fleet,
+)
+from argosy_protocol.load_report import LoadReport, RolloutReport
+from argosy_router.admin.app import explain_body
+from argosy_router.admin.load_reports import LoadReports
+from argosy_router.discovery.kubernetes import Pod, members_of
+from argosy_router.fleet.revision_sides import CANARY, SLICES, STABLE, RevisionSides
+
+from .fake_engine import DONE, Connection, FakeEngine, Received, completion, event
+from .harness import Rig, chat, rig, service
+
+
+def divided(engines: list[FakeEngine], weight: int, **split: Any) -> FleetDocument:
+    """One service: r0 and r1 are stable, r2 is the canary, r3 (if there is one) is of neither revision."""
+    revisions = ["old", "old", "new", "other"]
+    endpoints = tuple(
+        Endpoint(name=f"r{number}", url=engine.url, revision=revisions[number])
+        for number, engine in enumerate(engines)
+    )
+    given = {"canary": "new", "stable": "old", "weight": weight, **split}
+    return FleetDocument(services=(service(engines, endpoints=endpoints, split=RevisionSplit(**given)),))
+
+
+@contextlib.asynccontextmanager
+async def divided_rig(weight: int, *, count: int = 3, **config: Any) -> AsyncIterator[Rig]:
+    engines = [FakeEngine() for _ in range(count)]
+    async with contextlib.AsyncExitStack() as stack:
+        for engine in engines:
+            await stack.enter_async_context(engine)
+        async with rig(engines, document=divided(engines, weight), **config) as r:
+            yield r
+
+
+async def answered_by(r: Rig, headers: list[dict[str, str]]) -> list[str]:
+    """The replicas that answer one request with each of the headers."""
+    found = []
+    for each in headers:
+        answer = await r.http.post("/v1/chat/completions", json=chat(), headers=each)
+        assert answer.status_code == 200
+        found.append(answer.headers["x-argosy-replica"])
+    return found
+
+
+def ids(count: int) -> list[dict[str, str]]:
+    return [{"x-request-id": f"request-{number}"} for number in range(count)]
+
+
+def reports(r: Rig) -> LoadReports:
+    return LoadReports(r.router.fleet, r.router.flow_control)
+
+
+def sides(r: Rig) -> RolloutReport:
+    (found,) = reports(r).now("r").services
+    assert found.rollout is not None
+    return found.rollout
+
+
+@pytest.mark.parametrize(("weight", "expected"), [(0, 0), (25, 50), (100, 200)])
+async def test_the_canary_gets_its_share_and_other_revisions_nothing(weight: int, expected: int) -> None:
+    async with divided_rig(weight, count=4) as r:
+        counts = Counter(await answered_by(r, ids(200)))
+        assert counts["r2"] == pytest.approx(expected, abs=20 if 0 < weight < 100 else 0)
+        assert counts["r3"] == 0
+        assert counts["r0"] + counts["r1"] == 200 - counts["r2"]
+        found = sides(r)
+        assert found.canary.attempts >= counts["r2"], "one that is retried on a new connection counts again"
+        assert found.stable.attempts >= 200 - counts["r2"]
+        assert found.canary.attempts + found.stable.attempts < 210
+
+
+async def test_a_session_stays_on_its_side_while_the_weight_grows() -> None:
+    async with divided_rig(40) as r:
+        sessions = [{"x-session-id": f"session-{number}"} for number in range(30)]
+        first = await answered_by(r, sessions)
+        assert 0 < first.count("r2") < 30
+        body = json.dumps(chat()).encode()
+        explained = [
+            json.loads(explain_body(r.router.fleet, body, each["x-session-id"].encode()))["replica"]
+            for each in sessions
+        ]
+        assert [name == "r2" for name in explained] == [name == "r2" for name in first]
+        r.discovery.set(divided(list(r.engines), 70))
+        raised = await answered_by(r, sessions)
+        assert all(after == "r2" for before, after in zip(first, raised, strict=True) if before == "r2")
+        assert raised.count("r2") > first.count("r2")
+
+
+async def test_a_side_that_cannot_answer_leaves_its_share_to_the_other() -> None:
+    async with divided_rig(100) as r:
+        assert set(await answered_by(r, ids(5))) == {"r2"}
+        assert r.replica(2).health.failed(1e12, refused=True, may_eject=True)
+        r.router.fleet.changed()
+        assert set(await answered_by(r, ids(10))) <= {"r0", "r1"}
+        document = divided(list(r.engines), 0)
+        (only,) = document.services
+        canary_alone = msgspec.structs.replace(only, endpoints=only.endpoints[2:])
+        r.discovery.set(FleetDocument(services=(canary_alone,)))
+        assert set(await answered_by(r, ids(3))) == {"r2"}
+
+
+async def test_the_division_ends_with_the_document() -> None:
+    async with divided_rig(0) as r:
+        assert "r2" not in await answered_by(r, ids(20))
+        (only,) = divided(list(r.engines), 0).services
+        r.discovery.set(FleetDocument(services=(msgspec.structs.replace(only, split=None),)))
+        assert "r2" in await answered_by(r, ids(40))
+        (found,) = reports(r).now("r").services
+        assert found.rollout is None
+
+
+async def failing(connection: Connection, request: Received) -> None:
+    connection.answer(500, b'{"error":{"message":"no","type":"server_error","param":null,"code":500}}')
+
+
+async def test_each_sides_failures_are_counted_although_clients_see_none() -> None:
+    async with divided_rig(50) as r:
+        r.engines[2].script = failing
+        statuses = [
+            (await r.http.post("/v1/chat/completions", json=chat(), headers=each)).status_code
+            for each in ids(12)
+        ]
+        found = sides(r)
+        assert found.canary.failures == found.canary.attempts > 0
+        assert found.stable.failures == 0
+        assert set(statuses) == {200}, "the other side answers what the canary fails"
+
+
+async def test_a_full_replica_has_not_failed() -> None:
+    async def full(connection: Connection, request: Received) -> None:
+        connection.answer(503, b'{"error":{"message":"full","type":"t","param":null,"code":503}}')
+
+    async with divided_rig(100) as r:
+        r.engines[2].script = full
+        await r.http.post("/v1/chat/completions", json=chat())
+        assert sides(r).canary.attempts == 1
+        assert sides(r).canary.failures == 0
+
+
+async def test_tokens_and_times_to_first_token_are_counted_by_side() -> None:
+    async def answer(connection: Connection, request: Received) -> None:
+        if request.json.get("stream"):
+            connection.begin_stream()
+            connection.chunk(event("a") + DONE)
+            connection.end_stream()
+        else:
+            connection.answer(200, completion())
+
+    async with divided_rig(100) as r:
+        for engine in r.engines:
+            engine.script = answer
+        await r.chat()
+        await r.chat(stream=True)
+        found = sides(r)
+        assert found.canary.prompt_tokens > 0
+        assert sum(found.canary.ttft_counts) == 1
+        assert (found.stable.prompt_tokens, found.stable.ttft_counts) == (0, ())
+
+
+async def test_another_weight_starts_counting_anew() -> None:
+    async with divided_rig(100) as r:
+        await answered_by(r, ids(3))
+        assert sides(r).canary.attempts == 3
+        r.discovery.set(divided(list(r.engines), 100))
+        assert sides(r).canary.attempts == 3, "the same document changes nothing"
+        r.discovery.set(divided(list(r.engines), 60))
+        assert (sides(r).weight, sides(r).canary.attempts) == (60, 0)
+
+
+def test_figures_leave_their_window_and_take_bounded_memory() -> None:
+    divided_sides = RevisionSides(RevisionSplit(canary="new", stable="old", weight=10, window_s=60))
+    for second in range(600):
+        divided_sides.attempted("new", float(second))
+        divided_sides.failed("old", float(second))
+    kept = divided_sides.report(599.0)
+    assert 60 - 60 / SLICES <= kept.canary.attempts <= 60
+    assert kept.stable.failures == kept.canary.attempts
+    divided_sides.attempted("third", 599.0)
+    assert divided_sides.report(599.0) == kept, "a third revision is on no side"
+    assert divided_sides.report(700.0).canary.attempts == 0
+
+
+def test_sides_by_revision() -> None:
+    named = RevisionSides(RevisionSplit(canary="new", stable="old"))
+    assert [named.side_of(each) for each in ("new", "old", "third", "")] == [CANARY, STABLE, "", ""]
+    unnamed = RevisionSides(RevisionSplit(canary="new"))
+    assert [unnamed.side_of(each) for each in ("new", "old", "")] == [CANARY, STABLE, STABLE]
+
+
+def test_pods_tell_their_revision_by_their_label() -> None:
+    metadata = {"name": "p", "uid": "u", "labels": {"app": "x", REVISION_LABEL: "abc"}}
+    pod = msgspec.convert({"metadata": metadata, "status": {"podIP": "10.0.0.1", "conditions": [
+        {"type": "ContainersReady", "status": "True"}]}}, Pod)  # fmt: skip
+    (member,) = members_of(
+        FleetService(namespace="n", name="s", uid="u", model="m", selector={"app": "x"}), [pod]
+    )
+    assert member.revision == "abc"
+
+
+def test_reports_of_older_routers_and_documents_for_them_are_read() -> None:
+    old = b'{"router":"r","version":1,"revision":3,"services":[{"service":"a/b","queued":2}]}'
+    (found,) = msgspec.json.decode(old, type=LoadReport).services
+    assert (found.queued, found.rollout) == (2, None)
+    document = FleetDocument(
+        services=(FleetService(namespace="n", name="s", uid="u", model="m", split=RevisionSplit(canary="c")),)
+    )
+    assert decode_fleet(encode_fleet(document)) == document
+
+
+@pytest.mark.parametrize(
+    "side", [{"attempts": -1}, {"ttft_counts": [0] * 1000}, {"failures": "1"}, {"ttft_counts": [-1]}]
+)
+def test_a_report_out_of_bounds_is_refused(side: dict[str, Any]) -> None:
+    text = json.dumps(
+        {"router": "r", "services": [{"service": "a/b", "rollout": {"canary_revision": "c", "canary": side}}]}
+    )
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.json.decode(text, type=LoadReport)
