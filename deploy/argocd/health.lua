@@ -1,6 +1,6 @@
 -- Health of an InferenceService for Argo CD: resource.customizations.health.inference.argosy.dev_InferenceService.
 -- Progressing until the operator has observed this generation and its replicas are routable, Degraded where a person has
--- to act, Suspended while spec.paused keeps a change from being applied.
+-- to act, Suspended while spec.paused keeps a change from being applied, or a canary waits for a person.
 local health = {status = "Progressing", message = "waiting for the operator"}
 local status = obj.status
 if status == nil or status.conditions == nil then
@@ -34,7 +34,7 @@ end
 health.message = message_of(ready)
 if ready.status == "True" then
   health.status = "Healthy"
-elseif obj.spec ~= nil and obj.spec.paused == true then
+elseif ready.reason == "CanaryHeld" or (obj.spec ~= nil and obj.spec.paused == true) then
   health.status = "Suspended"
 end
 return health

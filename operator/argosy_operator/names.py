@@ -12,6 +12,7 @@ from typing import Final
 
 import xxhash
 
+from argosy_protocol import fleet
 from argosy_resource.engine_address import selector, service_label
 from argosy_resource.types import GROUP, InferenceService
 
@@ -22,8 +23,11 @@ ROUTABLE_GATE: Final = f"{GROUP}/routable"
 MODEL_CACHED_CONDITION: Final = f"{GROUP}/ModelCached"
 """Pod condition: how far the fetch of the pod's model is. The operator is its sole writer."""
 
-REVISION_LABEL: Final = f"{GROUP}/revision"
+REVISION_LABEL: Final = fleet.REVISION_LABEL
 """On every pod: hash of the pod template that it was created from."""
+TRACK_LABEL: Final = f"{GROUP}/track"
+"""On the pods of a canary rollout's own Deployment: CANARY_TRACK."""
+CANARY_TRACK: Final = "canary"
 APPLIED_ANNOTATION: Final = f"{GROUP}/applied"
 """On every child: hash of the manifest as it was applied, so that an unchanged one is not written again."""
 KEY_ANNOTATION: Final = f"{GROUP}/internal-key"
@@ -39,7 +43,10 @@ SERVED_ANNOTATION: Final = f"{GROUP}/served-revision"
 WARM_UP_ANNOTATION: Final = f"{GROUP}/warm-up"
 """On a Deployment whose image was chosen since engines compute their peers' hottest prefixes before they are ready."""
 HELD_ANNOTATION: Final = f"{GROUP}/held-revision"
-"""On a Deployment whose rollout of a change of the operator's waits for its turn: the revision that keeps serving."""
+"""On a Deployment whose template waits to be rolled out, for its turn or for a canary: the revision that keeps
+serving."""
+CANARY_ANNOTATION: Final = f"{GROUP}/canary"
+"""On a Deployment whose template is tried on a canary: how far that is, as JSON (`desired.canary`)."""
 TURN_ANNOTATION: Final = f"{GROUP}/has-turn"
 """On the one Deployment to which a change of the operator's is being rolled out."""
 

@@ -17,6 +17,7 @@ from argosy_protocol.fleet import (
     FleetService,
     ModelFetchState,
     NameConflict,
+    RevisionSplit,
     ServiceLimits,
     resolve_names,
 )
@@ -51,9 +52,24 @@ def fleet_service(
         limits=_limits(service),
         hedge_after=service.spec.router.hedge_after,
         canary=None if canary is None else Canary(service=canary.service, weight=canary.weight),
+        split=None if endpoints else _split(service),
         fetch=None if endpoints else fetch_state(service),
         internal_key=internal_key,
         cold_start_s=0 if service.status.scaling is None else service.status.scaling.cold_start_seconds,
+    )
+
+
+def _split(service: InferenceService) -> RevisionSplit | None:
+    """How requests are divided, as the status says; None while every replica may answer any request. A canary that
+    every replica is about to follow shares with them, unless the old ones get no requests any more."""
+    rollout = service.status.rollout
+    if rollout is None or (rollout.phase == "Promoting" and rollout.weight < 100):
+        return None
+    return RevisionSplit(
+        canary=rollout.revision,
+        stable=rollout.stable_revision,
+        weight=rollout.weight,
+        window_s=rollout.window_seconds,
     )
 
 

@@ -22,6 +22,7 @@ from argosy_protocol.engine_limits import (
     Threads,
 )
 from argosy_protocol.fleet import RoutingPolicy
+from argosy_resource.canary_spec import CanaryRollout, RolloutStatus
 from argosy_resource.engine_flags import ARGS_RULES, MAX_ARGUMENTS, Argument
 from argosy_resource.foreign_engines import FOREIGN_ENGINES, EngineType, ForeignEngine
 from argosy_resource.model_source import (
@@ -318,6 +319,9 @@ class Rollout(Struct, frozen=True, kw_only=True, rename="camel"):
     """How long a rollout that finds no GPU for its surge waits for one before it replaces replicas in place: the time
     that a cluster autoscaler takes to add a node (reason NoGPUForSurge). 0, the default, does not wait. Where replicas
     are never replaced in place, it has no effect."""
+    canary: CanaryRollout | None = None
+    """Tries a change on a few replicas and a share of the requests first, and takes it back if it makes figures worse.
+    If left out, a change is rolled out as soon as its first replica works."""
     drain_seconds: Annotated[int, Meta(ge=0, le=600)] = 5
     """How long a terminating replica keeps serving before it is told to stop, so that every router stops sending it
     requests first."""
@@ -576,6 +580,8 @@ class InferenceServiceStatus(Struct, frozen=True, kw_only=True, rename="camel"):
     """GPUs of one replica."""
     scaling: ScalingStatus | None = None
     """What spec.scaling has decided; absent without it."""
+    rollout: RolloutStatus | None = None
+    """How far spec.rollout.canary is; absent without it, and once the change is rolled out."""
     conditions: Annotated[
         tuple[Condition, ...],
         Meta(

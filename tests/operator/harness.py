@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from types import TracebackType
 from typing import Any, Self
 
@@ -15,9 +15,15 @@ from fake_kubernetes import FakeKubernetes, Object, is_pod_ready, selects
 
 from argosy_operator.config import OperatorConfig
 from argosy_operator.kinds import DEPLOYMENTS, Kind
-from argosy_operator.reconcile.controller import WATCHED, Controller
+from argosy_operator.reconcile.controller import WATCHED, Controller, utc_now
 from argosy_protocol.fleet import decode_fleet
-from argosy_protocol.load_report import LoadReport, ReplicaLoadReport, ServiceLoadReport
+from argosy_protocol.load_report import (
+    LoadReport,
+    ReplicaLoadReport,
+    RolloutReport,
+    ServiceLoadReport,
+    SideReport,
+)
 from argosy_protocol.model_progress import ModelProgress
 from argosy_protocol.routable_report import ReplicaReport, RoutableReport
 from argosy_resource.engine_address import SERVICE_LABEL
@@ -56,6 +62,8 @@ class FakeRouter:
         """What it reports of each replica."""
         self.cache_values: dict[str, float] = {}
         """By name of the pod."""
+        self.stable, self.canary = SideReport(), SideReport()
+        """What it reports of the two sides while the fleet document divides the service."""
         self.asked_for_load = 0
         self._load_revision = 0
         self._held = asyncio.Event()
@@ -105,8 +113,17 @@ class FakeRouter:
             )
             for each in self._replicas()
         )
-        service = msgspec.structs.replace(self.load, replicas=replicas)
+        service = msgspec.structs.replace(self.load, replicas=replicas, rollout=self._rollout())
         return LoadReport(router="r", revision=self._load_revision, services=(service,))
+
+    def _rollout(self) -> RolloutReport | None:
+        services = decode_fleet(self._cluster.fleet() or "{}").services
+        split = next((each.split for each in services if each.qualified_name == self.load.service), None)
+        if split is None:
+            return None
+        return RolloutReport(
+            canary_revision=split.canary, weight=split.weight, stable=self.stable, canary=self.canary
+        )
 
     def _replicas(self) -> tuple[ReplicaReport, ...]:
         services = decode_fleet(self._cluster.fleet() or "{}").services
@@ -147,7 +164,15 @@ class FakeFetchers:
 class Operator:
     """A running operator process; leaving the context kills it."""
 
-    def __init__(self, cluster: FakeKubernetes, router: FakeRouter | None = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        cluster: FakeKubernetes,
+        router: FakeRouter | None = None,
+        *,
+        now: Callable[[], str] = utc_now,
+        **settings: Any,
+    ) -> None:
+        """`now` is the operator's clock (RFC 3339)."""
         self.cluster = cluster
         self.router = router or FakeRouter(cluster)
         self.fetchers = FakeFetchers()
@@ -158,6 +183,7 @@ class Operator:
             fetch=self.router.fetch,
             fetch_load=self.router.fetch_load,
             ask_progress=self.fetchers,
+            now=now,
         )
         self._task: asyncio.Task[None] | None = None
 

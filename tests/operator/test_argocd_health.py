@@ -79,3 +79,18 @@ async def test_a_change_that_is_held_back_is_suspended() -> None:
         edit_engine(cluster, threads=2)
         await operator.settle()
         assert health(cluster.isvc())[0] == "Suspended"
+
+
+@virtual_time
+async def test_a_canary_that_waits_for_a_person_is_suspended_and_a_failed_one_degraded() -> None:
+    canary = {"steps": [{"weight": 0, "hold": True}, {"weight": 10}]}
+    async with settled(isvc_object(replicas=2, rollout={"canary": canary})) as (cluster, operator):
+        edit_engine(cluster, threads=2)
+        await operator.settle()
+        status, message = health(cluster.isvc())
+        assert (status, message.split(":")[0]) == ("Suspended", "CanaryHeld")
+        action = {"type": "Abort", "revision": cluster.isvc()["status"]["rollout"]["revision"]}
+        cluster.edit("tiny", lambda spec: spec["rollout"]["canary"].update(action=action))
+        await operator.settle()
+        status, message = health(cluster.isvc())
+        assert (status, message.split(":")[0]) == ("Degraded", "CanaryFailed")

@@ -284,6 +284,21 @@ placement:
     "hedging by a whole factor": manifest(f"{TINY}\nrouter: {{hedgeAfter: 1}}"),
     "no hedging": manifest(f"{TINY}\nrouter: {{hedgeAfter: 0}}"),
     "canary": manifest(f"{TINY}\nrouter: {{canary: {{service: tiny-next, weight: 10}}}}"),
+    "canary rollout": manifest(
+        TINY
+        + """
+rollout:
+  inPlaceAfterSeconds: 600
+  canary:
+    steps: [{weight: 0, hold: true}, {weight: 10}, {weight: 100, pauseSeconds: 60, replicas: 2}]
+    analysis: {maxErrorRate: 0.01, maxTtftP90Ratio: 1.5, minCachedShareRatio: 0.5, minHitRatio: 0.8}
+    hold: true
+    action: {type: Continue, revision: abc123, step: 1}
+"""
+    ),
+    "canary rollout by time alone": manifest(
+        f"{TINY}\nrollout: {{canary: {{steps: [{{weight: 10, pauseSeconds: 60}}]}}}}"
+    ),
     "canary with weight zero": manifest(f"{TINY}\nrouter: {{canary: {{service: tiny-next, weight: 0}}}}"),
     "paused": manifest(f"{TINY}\npaused: true"),
     "overlay": manifest(
@@ -740,6 +755,38 @@ podTemplate: {{spec: {{containers: [{{name: engine, volumeMounts: [{{name: a, mo
     "unknown policy": (
         manifest(f"{TINY}\nrouter: {{policy: fastest}}"),
         'spec.router.policy: Unsupported value: "fastest"',
+    ),
+    "canary rollout without a step": (
+        manifest(f"{TINY}\nrollout: {{canary: {{steps: []}}}}"),
+        "spec.rollout.canary.steps",
+    ),
+    "canary rollout that nothing stops": (
+        manifest(f"{TINY}\nrollout: {{canary: {{steps: [{{weight: 10}}]}}}}"),
+        "nothing would stop a bad canary",
+    ),
+    "canary rollout without requests": (
+        manifest(
+            f"{TINY}\nrollout: {{canary: {{steps: [{{weight: 0}}], analysis: {{maxErrorRate: 0.01}}}}}}"
+        ),
+        "the canary gets no requests to analyse",
+    ),
+    "canary analysis without a bound": (
+        manifest(f"{TINY}\nrollout: {{canary: {{steps: [{{weight: 1}}], analysis: {{minRequests: 5}}}}}}"),
+        "set at least one bound",
+    ),
+    "canary action without its step": (
+        manifest(
+            f"{TINY}\nrollout: {{canary: {{steps: [{{weight: 1, hold: true}}], "
+            "action: {type: Continue, revision: abc}}}"
+        ),
+        "step belongs to type Continue",
+    ),
+    "canary action with a step too many": (
+        manifest(
+            f"{TINY}\nrollout: {{canary: {{steps: [{{weight: 1, hold: true}}], "
+            "action: {type: Promote, revision: abc, step: 1}}}"
+        ),
+        "step belongs to type Continue",
     ),
     "canary without a weight": (
         manifest(f"{TINY}\nrouter: {{canary: {{service: next}}}}"),

@@ -20,6 +20,9 @@ REMEDIES: Final[dict[str, str]] = {
     "ClaimNotFound": "create the PersistentVolumeClaim, or correct spec.model.cache.claimName or the pvc:// source",
     "Evicted": "raise spec.model.cache.sizeLimit if the message names it, else free the node's disk or memory",
     "RolloutHalted": "correct the change that the new replica fails with; the old ones serve meanwhile",
+    "CanaryFailed": "apply the previous manifest or a better one; the message names the figure that was out of bounds",
+    "CanaryHeld": "set spec.rollout.canary.action to Continue, Promote or Abort, with the revision in status.rollout; "
+    "or remove spec.rollout.canary.hold",
     "WaitingForCapacity": "free or add a GPU, or set spec.rollout.maxUnavailable",
     "WaitingForTurn": "wait: new defaults reach one service at a time",
     "ProgressDeadlineExceeded": "look at the pods' logs; spec.rollout.progressDeadlineSeconds is the limit",

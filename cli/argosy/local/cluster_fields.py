@@ -35,6 +35,7 @@ _FIELDS: Final[dict[str, str]] = {
     "placement.serviceAccountName": "",
     "placement.automountServiceAccountToken": "",
     "scaling": "spec.replicas is used",
+    "rollout.canary": "a change is rolled out at once",
     "rollout.drainSeconds": "",
     "rollout.inPlaceAfterSeconds": "",
     "rollout.progressDeadlineSeconds": "",

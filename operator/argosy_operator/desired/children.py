@@ -1,8 +1,8 @@
 """The children that a service should have: a pure function of the resource and of what is observed.
 
-Owns Secret, Service, PodDisruptionBudget and Deployment; `rollout` decides how a change reaches the pods. Must not talk
-to an API server, look at a clock or remember anything. Invariant: equal inputs give an equal plan; in the end the plan
-equals what exists.
+Owns Secret, Service, PodDisruptionBudget, Deployment and, while a change is tried, that of its canary; `rollout`
+decides how a change reaches the pods. Must not talk to an API server, look at a clock or remember anything. Invariant:
+equal inputs give an equal plan; in the end the plan equals what exists.
 """
 
 from __future__ import annotations
@@ -20,7 +20,14 @@ from argosy_operator.desired.manifest_fields import Manifest
 from argosy_operator.desired.pinned_images import Images, pinned_images, served_revision
 from argosy_operator.desired.pod_template import key_secret_name, pod_template
 from argosy_operator.desired.rollout import MIN_READY_SECONDS, RolloutPlan, plan_rollout
-from argosy_operator.names import SERVED_ANNOTATION, child_labels, child_name
+from argosy_operator.names import (
+    CANARY_TRACK,
+    REVISION_LABEL,
+    SERVED_ANNOTATION,
+    TRACK_LABEL,
+    child_labels,
+    child_name,
+)
 from argosy_operator.observed.observation import Observation
 from argosy_operator.observed.pod import Problem
 from argosy_protocol.bearer_keys import internal_key
@@ -37,6 +44,8 @@ class Plan(Struct, frozen=True, kw_only=True):
     service: Manifest
     budget: Manifest
     deployment: Manifest
+    canary: Manifest | None
+    """The canary's own Deployment; None while there is none."""
     images: Images
     rollout: RolloutPlan = RolloutPlan()
     problem: Problem | None = None
@@ -44,7 +53,11 @@ class Plan(Struct, frozen=True, kw_only=True):
 
     @property
     def objects(self) -> tuple[Manifest, ...]:
-        return (self.secret, self.service, self.budget, self.deployment)
+        return (self.secret, self.service, self.budget, *self.deployments)
+
+    @property
+    def deployments(self) -> tuple[Manifest, ...]:
+        return (self.deployment,) if self.canary is None else (self.deployment, self.canary)
 
 
 def plan_children(service: InferenceService, observed: Observation, config: OperatorConfig) -> Plan:
@@ -55,13 +68,14 @@ def plan_children(service: InferenceService, observed: Observation, config: Oper
     template, revision = pod_template(service, config, images, key_digest=key_digest)
     rollout = plan_rollout(service, observed, revision, key_digest=key_digest)
     return Plan(
-        revision=rollout.held_revision or revision,
+        revision=revision if rollout.canary is not None else rollout.held_revision or revision,
         secret=secret,
         service=_service(service),
         budget=_budget(service),
         deployment=_deployment(
             service, template, rollout, images, served=served_revision(observed, revision)
         ),
+        canary=_canary(service, template, rollout),
         images=images,
         rollout=rollout,
         problem=deployment_problem(service, config),
@@ -148,5 +162,30 @@ def _deployment(
                 "rollingUpdate": {"maxSurge": rollout.surge, "maxUnavailable": rollout.unavailable},
             },
             "template": template,
+        },
+    }
+
+
+def _canary(service: InferenceService, template: Manifest, rollout: RolloutPlan) -> Manifest | None:
+    """The Deployment of a canary's replicas. It is named after the revision, so that the next canary never has pods of
+    the one before. The selector of the service's own Deployment matches its pods as well; each controller goes by the
+    owner of a pod."""
+    plan = rollout.canary
+    if plan is None or not plan.state.size:
+        return None
+    labels = {TRACK_LABEL: CANARY_TRACK}
+    metadata = template["metadata"]
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": _metadata(service, child_name(service, f"canary-{plan.state.revision}")),
+        "spec": {
+            "replicas": plan.state.size,
+            "minReadySeconds": MIN_READY_SECONDS,
+            "revisionHistoryLimit": 0,
+            "progressDeadlineSeconds": service.spec.rollout.progress_deadline_seconds,
+            "selector": {"matchLabels": {**selector(service), REVISION_LABEL: plan.state.revision, **labels}},
+            "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}},
+            "template": {**template, "metadata": {**metadata, "labels": {**metadata["labels"], **labels}}},
         },
     }

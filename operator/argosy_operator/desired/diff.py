@@ -20,7 +20,7 @@ from argosy_operator.desired.children import Plan, plan_children
 from argosy_operator.desired.drift import must_apply, with_applied_hash
 from argosy_operator.desired.readiness_gate import GateStatus, gate_status
 from argosy_operator.kinds import DEPLOYMENTS, Kind, Object, kind_of, object_name
-from argosy_operator.names import KEY_ANNOTATION
+from argosy_operator.names import KEY_ANNOTATION, TRACK_LABEL
 from argosy_operator.observed.deployment import has_the_turn
 from argosy_operator.observed.observation import Observation, is_owned
 from argosy_operator.observed.pod import Pod
@@ -46,11 +46,15 @@ class ChildChange(Struct, frozen=True):
     @property
     def removed_replicas(self) -> int:
         """By how many replicas this makes a Deployment smaller; not if none is left, since all go then."""
-        if self.live is None or kind_of(self.wanted) is not DEPLOYMENTS:
+        if self.live is None or kind_of(self.wanted) is not DEPLOYMENTS or self._is_canary:
             return 0
         left: int = self.wanted["spec"]["replicas"]
         present: int = self.live["spec"].get("replicas", 1)
         return max(0, present - left) if left else 0
+
+    @property
+    def _is_canary(self) -> bool:
+        return TRACK_LABEL in self.wanted["spec"]["template"]["metadata"]["labels"]
 
 
 class Diff(Struct, frozen=True, kw_only=True):
@@ -116,7 +120,7 @@ def _with_gates(observed: Observation, gates: tuple[GateChange, ...]) -> Observa
 
 def _children(service: InferenceService, plan: Plan, observed: Observation) -> tuple[ChildChange, ...]:
     found = []
-    deployments = () if plan.problem is not None else (plan.deployment,)
+    deployments = () if plan.problem is not None else plan.deployments
     for manifest in (plan.service, plan.budget, *deployments):
         wanted = with_applied_hash(manifest)
         live = observed.children.get((kind_of(wanted), object_name(wanted)))

@@ -10,6 +10,8 @@ Invariant: the operator takes the last routable replica only if `spec.rollout` s
                            Deployment is paused until that replica is ready or the spec changes
     gpu_surge              no GPU for a surge: replicas are replaced in place, at once or after a time in which a
                            cluster autoscaler may bring a node, or the rollout waits
+    canary                 a change is tried on replicas of a Deployment of its own first: this one is paused with the
+                           new template, and its pods keep serving with the old one until the last step has passed
     staged_rollout         the operator's own change is rolled out to one service at a time: the Deployments of the
                            others are paused with the new template, and their pods keep serving with the old one
                            until it is their turn
@@ -21,10 +23,11 @@ from typing import Final, Literal
 
 from msgspec import Struct
 
+from argosy_operator.desired.canary import CanaryPlan, encode_canary, plan_canary, read_canary
 from argosy_operator.desired.gpu_surge import no_gpu_for_surge, seconds_until_in_place
 from argosy_operator.desired.spec_digest import input_digest
 from argosy_operator.desired.staged_rollout import held_revision, is_healthy
-from argosy_operator.names import HELD_ANNOTATION, INPUT_ANNOTATION, TURN_ANNOTATION
+from argosy_operator.names import CANARY_ANNOTATION, HELD_ANNOTATION, INPUT_ANNOTATION, TURN_ANNOTATION
 from argosy_operator.observed.deployment import has_the_turn, rolling_update, template_revision
 from argosy_operator.observed.observation import Observation
 from argosy_operator.observed.pod import Pod
@@ -41,7 +44,14 @@ MIN_READY_SECONDS: Final = 10
 does so within this time; loading a model takes longer, so rollouts are hardly slowed."""
 
 Phase = Literal[
-    "normal", "in-place", "waiting-for-node", "waiting-for-capacity", "halted", "waiting-for-turn"
+    "normal",
+    "in-place",
+    "waiting-for-node",
+    "waiting-for-capacity",
+    "halted",
+    "waiting-for-turn",
+    "canary",
+    "canary-failed",
 ]
 
 
@@ -53,9 +63,11 @@ class RolloutPlan(Struct, frozen=True, kw_only=True):
     unavailable: int = 0
     is_paused: bool = False
     held_revision: str = ""
-    """While the service waits for its turn: the revision that keeps serving."""
+    """While the service waits for its turn, or for a canary: the revision that keeps serving."""
     waits_for: str = ""
     """While the service waits for its turn: the service (`namespace/name`) that has it."""
+    canary: CanaryPlan | None = None
+    """The canary rollout of the revision, until it is complete."""
     halted_by: Pod | None = None
     """The new replica that does not come up, while that halts the rollout."""
     node_wait_s: float = 0.0
@@ -72,6 +84,8 @@ class RolloutPlan(Struct, frozen=True, kw_only=True):
         found = {INPUT_ANNOTATION: self.input_digest}
         if self.held_revision:
             found[HELD_ANNOTATION] = self.held_revision
+        if self.canary is not None:
+            found[CANARY_ANNOTATION] = encode_canary(self.canary.state)
         if self.has_turn:
             found[TURN_ANNOTATION] = "true"
         return found
@@ -83,7 +97,12 @@ def plan_rollout(
     """Decide how pods of `revision` replace the others now."""
     live = observed.deployment
     digest = input_digest(service)
-    held = held_revision(service, observed, revision, digest=digest, key_digest=key_digest)
+    canary = plan_canary(service, observed, revision, key_digest=key_digest)
+    tried = read_canary(live)
+    observed = observed.without_canary
+    held = ""
+    if canary is None or tried is None or tried.revision != revision:
+        held = held_revision(service, observed, revision, digest=digest, key_digest=key_digest)
     if held and observed.rolling_elsewhere:
         return RolloutPlan(
             phase="waiting-for-turn",
@@ -95,6 +114,17 @@ def plan_rollout(
             input_digest=digest,
         )
     has_turn = bool(held) or (has_the_turn(live) and not is_healthy(service, observed, revision))
+    if canary is not None and canary.held:
+        return RolloutPlan(
+            phase="canary-failed" if canary.state.phase == "failed" else "canary",
+            surge=service.spec.rollout.surge,
+            unavailable=service.spec.rollout.unavailable,
+            is_paused=True,
+            held_revision=canary.held,
+            canary=canary,
+            has_turn=has_turn,
+            input_digest=digest,
+        )
     phase: Phase = "normal"
     node_wait_s = 0.0
     if no_gpu_for_surge(service, observed, revision):
@@ -115,6 +145,7 @@ def plan_rollout(
         surge=surge,
         unavailable=unavailable,
         is_paused=halting is not None,
+        canary=canary,
         halted_by=next((pod for pod in observed.pods if halting and pod.name == halting.name), None),
         has_turn=has_turn,
         node_wait_s=node_wait_s,

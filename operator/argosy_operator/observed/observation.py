@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+import msgspec
 from msgspec import Struct
 
 from argosy_operator.kinds import BUDGETS, DEPLOYMENTS, SERVICES, Kind, Name
 from argosy_operator.observed.pod import Pod
+from argosy_operator.observed.service_load import ServiceLoad
 from argosy_protocol.fleet import NameConflict
 from argosy_protocol.model_progress import ModelProgress
 from argosy_resource.types import InferenceService
@@ -57,8 +59,17 @@ class Observation(Struct, frozen=True, kw_only=True):
     """Another service (`namespace/name`) that a change of the operator's is being rolled out to; empty if none."""
     lacks_canary: bool = False
     """Whether the service names a canary that does not exist."""
+    load: ServiceLoad | None = None
+    """What the routers report of the service while it may have a canary; None if none has reported, or nobody asks."""
     time: str = ""
     """When it was taken (RFC 3339). What waits for time alone is decided by it."""
+
+    @property
+    def without_canary(self) -> Observation:
+        """The observation without the pods of a canary rollout's own Deployment."""
+        if not any(pod.is_canary for pod in self.pods):
+            return self
+        return msgspec.structs.replace(self, pods=tuple(pod for pod in self.pods if not pod.is_canary))
 
 
 def is_owned(obj: Object, service: InferenceService) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from msgspec import Struct
 
-from argosy_operator.names import REVISION_LABEL, ROUTABLE_GATE
+from argosy_operator.names import CANARY_TRACK, REVISION_LABEL, ROUTABLE_GATE, TRACK_LABEL
 from argosy_operator.observed.container_exit import describe_exit
 from argosy_operator.observed.model_fetch import ModelFetch, fetch_container, read_fetch
 from argosy_resource.pod_overlay import ENGINE_CONTAINER
@@ -35,6 +35,8 @@ class Pod(Struct, frozen=True, kw_only=True):
     name: str
     uid: str
     revision: str = ""
+    is_canary: bool = False
+    """Whether it belongs to a canary rollout's own Deployment."""
     created: str = ""
     """When it was created (RFC 3339)."""
     node: str = ""
@@ -88,6 +90,7 @@ def read_pod(obj: Object) -> Pod:
         name=metadata["name"],
         uid=metadata["uid"],
         revision=metadata.get("labels", {}).get(REVISION_LABEL, ""),
+        is_canary=metadata.get("labels", {}).get(TRACK_LABEL) == CANARY_TRACK,
         created=metadata.get("creationTimestamp") or "",
         node=spec.get("nodeName") or "",
         is_terminating=bool(metadata.get("deletionTimestamp")),

@@ -11,7 +11,13 @@ from typing import Final
 
 from msgspec import Struct
 
-from argosy_protocol.load_report import TTFT_BOUNDS_S, LoadReport, ReplicaLoadReport, ServiceLoadReport
+from argosy_protocol.load_report import (
+    TTFT_BOUNDS_S,
+    LoadReport,
+    ReplicaLoadReport,
+    RolloutReport,
+    ServiceLoadReport,
+)
 
 _QUANTILE: Final = 0.9
 
@@ -46,6 +52,8 @@ class ServiceLoad(Struct, frozen=True, kw_only=True):
     """Of the last minute; None if no answer began."""
     replicas: Mapping[str, ReplicaUse] = {}
     """By UID of the pod."""
+    rollouts: tuple[RolloutReport | None, ...] = ()
+    """What each router reports of a canary rollout; None from one that does not divide the service."""
 
     @property
     def sequences(self) -> int:
@@ -85,6 +93,7 @@ def _merged(reports: list[ServiceLoadReport], *, is_complete: bool) -> ServiceLo
         idle_s=min(report.idle_s for report in reports),
         ttft_p90_s=quantile([sum(column) for column in zip(*counts, strict=True)], _QUANTILE),
         replicas={uid: _replica(each) for uid, each in by_uid.items()},
+        rollouts=tuple(report.rollout for report in reports),
     )
 
 

@@ -90,6 +90,9 @@ class Autoscaler:
             return service
         decision = self.decision(service)
         wanted = self._current(service, scaling) if decision is None else decision.wanted
+        if service.status.rollout is not None:
+            # A Deployment that is paused for a canary could come back from zero with either revision.
+            wanted = max(1, wanted)
         return msgspec.structs.replace(service, spec=msgspec.structs.replace(service.spec, replicas=wanted))
 
     def decision(self, service: InferenceService) -> ScalingDecision | None:

@@ -14,7 +14,7 @@ import datetime
 import logging
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from argosy_operator.cluster.api_server import Api
@@ -37,6 +37,7 @@ from argosy_operator.kinds import (
     object_name,
 )
 from argosy_operator.names import FIELD_MANAGER, MANAGED_BY_LABEL, NAME_LABEL
+from argosy_operator.observed.canary_steps import has_canary_steps
 from argosy_operator.observed.deployment import has_the_turn, waits_for_its_turn
 from argosy_operator.reconcile.autoscaler import Autoscaler
 from argosy_operator.reconcile.fleet_publisher import FleetPublisher
@@ -91,8 +92,9 @@ class Controller:
         ask_progress: AskProgress,
         metrics: OperatorMetrics | None = None,
         leadership: Leadership | None = None,
+        now: Callable[[], str] = utc_now,
     ) -> None:
-        """`leadership` None: no other operator runs, and this one always writes."""
+        """`leadership` None: no other operator runs, and this one always writes. `now` is the time (RFC 3339)."""
         if leadership is not None:
             api = FencedApi(api, leadership)
         self._api = api
@@ -118,11 +120,12 @@ class Controller:
             self.store,
             config,
             metrics=self.metrics,
-            now=utc_now,
+            now=now,
             routers=lambda: self.routers.view,
             fetches=lambda: self.fetches.view,
             unpolled=lambda: self.fetches.unpolled,
             autoscaler=self._autoscaler,
+            loads=self.loads.view,
             ask_loads=self.loads.ask,
             on_turn_ended=self._requeue_waiting_for_turn,
             look_again=self.queue.add_after,
@@ -273,8 +276,11 @@ class Controller:
     async def _autoscale_forever(self) -> None:
         while True:
             await self._may_work.wait()
-            self.loads.set_needed(self._autoscaler.is_needed)
+            trying = [obj for obj in self.store.all(INFERENCE_SERVICES) if has_canary_steps(obj)]
+            self.loads.set_needed(self._autoscaler.is_needed or bool(trying))
             self._autoscaler.evaluate()
+            for obj in trying:
+                self.queue.add(object_name(obj))
             await asyncio.sleep(INTERVAL)
 
     async def _work(self) -> None:
@@ -287,7 +293,9 @@ class Controller:
                     await self._publish_fleet()
                 else:
                     await self._reconciler.reconcile(key, self._fleet.conflicts_of(key))
-                    if self._fleet.lags(key):
+                    if self._fleet.divides_differently(key):
+                        self.queue.add(FLEET)
+                    elif self._fleet.lags(key):
                         self.queue.add_after(FLEET, STAGE_INTERVAL)
             except OperatorError as error:
                 outcome = "error"

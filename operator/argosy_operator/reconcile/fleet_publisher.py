@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from typing import Final
 
 import msgspec
 
@@ -26,6 +27,10 @@ from argosy_resource.types import InferenceService, parse
 
 logger = logging.getLogger(__name__)
 
+Division = tuple[object, ...]
+_DIVISION: Final = ("phase", "revision", "stableRevision", "weight", "windowSeconds")
+"""Fields of status.rollout on which the document depends."""
+
 
 class FleetPublisher:
     """Keeps the fleet document of all services."""
@@ -40,6 +45,8 @@ class FleetPublisher:
         self._without_canary: frozenset[str] = frozenset()
         self._shown: dict[Name, tuple[str, float]] = {}
         """What the last document shows of each service's status: the stage of the model's fetch, and the cold start."""
+        self._split: dict[Name, Division] = {}
+        """How the last document divides each service between revisions."""
         self._parsed: dict[Name, tuple[Object, InferenceService]] = {}
         """Resources as parsed, so that each version is parsed once."""
 
@@ -54,6 +61,12 @@ class FleetPublisher:
         obj = self._store.get(INFERENCE_SERVICES, *service)
         return published is not None and obj is not None and published != _shown(obj)
 
+    def divides_differently(self, service: Name) -> bool:
+        """Whether the last document divides a service in another way between revisions than its status says: that
+        cannot wait."""
+        obj = self._store.get(INFERENCE_SERVICES, *service)
+        return service in self._shown and obj is not None and self._split.get(service) != _division(obj)
+
     async def publish(self) -> list[Name]:
         """Write the document if it changed. Returns the services that lost or won a name, or whose canary came or
         went: their status changes.
@@ -62,12 +75,14 @@ class FleetPublisher:
             ApiError: the API server refused.
         """
         services = self._services()
+        divisions = {name: _division(obj) for name, (obj, _) in self._parsed.items()}
         document = fleet_document(services)
         wanted = with_applied_hash(self._configmap(encode_fleet(document).decode()))
         live = await self._api.get(CONFIGMAPS, *object_name(wanted))
         if must_apply(wanted, live):
             self._metrics.writes.labels(CONFIGMAPS.name, "apply").inc()
             await self._api.apply(wanted)
+        self._split = divisions
         self._shown = {
             (each.namespace, each.name): ("" if each.fetch is None else each.fetch.state, each.cold_start_s)
             for each in document.services
@@ -120,6 +135,11 @@ class FleetPublisher:
             },
             "data": {FLEET_KEY: text},
         }
+
+
+def _division(obj: Object) -> Division:
+    rollout = obj.get("status", {}).get("rollout") or {}
+    return tuple(rollout.get(field) for field in _DIVISION)
 
 
 def _shown(obj: Object) -> tuple[str, float]:

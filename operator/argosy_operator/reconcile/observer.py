@@ -13,6 +13,7 @@ from argosy_operator.kinds import DEPLOYMENTS, INFERENCE_SERVICES, PODS, Kind, N
 from argosy_operator.names import child_name
 from argosy_operator.observed.observation import CHILD_KINDS, Observation, Routers, is_owned
 from argosy_operator.observed.pod import read_pod
+from argosy_operator.observed.service_load import ServiceLoad
 from argosy_operator.reconcile.rollout_lock import RolloutLock
 from argosy_protocol.fleet import NameConflict
 from argosy_protocol.model_progress import ModelProgress
@@ -30,6 +31,7 @@ class Observer:
         routers: Callable[[], Routers],
         fetches: Callable[[], Mapping[str, ModelProgress]],
         unpolled: Callable[[], Set[str]],
+        loads: Callable[[], Mapping[str, ServiceLoad]],
         now: Callable[[], str],
     ) -> None:
         self._store = store
@@ -37,6 +39,7 @@ class Observer:
         self._routers = routers
         self._fetches = fetches
         self._unpolled = unpolled
+        self._loads = loads
         self._now = now
 
     def observe(self, service: InferenceService, conflicts: tuple[NameConflict, ...]) -> Observation:
@@ -56,6 +59,7 @@ class Observer:
             conflicts=conflicts,
             rolling_elsewhere=self._turn.holder(besides=key),
             lacks_canary=self._lacks_canary(service),
+            load=self._loads().get(service.key) if service.spec.rollout.canary is not None else None,
             time=self._now(),
         )
 

@@ -59,6 +59,7 @@ class Reconciler:
         fetches: Callable[[], Mapping[str, ModelProgress]],
         unpolled: Callable[[], Set[str]],
         autoscaler: Autoscaler,
+        loads: Callable[[], Mapping[str, ServiceLoad]],
         ask_loads: Callable[[], Awaitable[Mapping[str, ServiceLoad]]],
         on_turn_ended: Callable[[], None],
         look_again: Callable[[Name, float], None],
@@ -73,7 +74,13 @@ class Reconciler:
         self.key_secrets = KeySecrets(api, metrics)
         self._turn = RolloutLock(store, on_turn_ended, is_left_alone=self._is_left_alone)
         self._observer = Observer(
-            store, self._turn, routers=routers, fetches=fetches, unpolled=unpolled, now=now
+            store,
+            self._turn,
+            routers=routers,
+            fetches=fetches,
+            unpolled=unpolled,
+            loads=loads,
+            now=now,
         )
         self._children = ChildWriter(api, store, metrics)
         self._reporter = Reporter(api, store, config, metrics=metrics, now=now, look_again=look_again)
@@ -142,7 +149,7 @@ class Reconciler:
     ) -> None:
         """Have the Deployment give up the replicas whose caches are worth least."""
         loads = await self._ask_loads()
-        for change in cost_changes(observed.pods, loads.get(service.key), removed):
+        for change in cost_changes(observed.without_canary.pods, loads.get(service.key), removed):
             self._metrics.writes.labels(PODS.name, "patch").inc()
             try:
                 stored = await self._api.patch(

@@ -31,6 +31,7 @@ from argosy_operator.status.replica_problems import (
     unschedulable,
     unschedulable_too_long,
 )
+from argosy_operator.status.rollout_status import rollout_phase
 from argosy_operator.status.scaling_status import scaling_problem
 from argosy_operator.status.service_view import ServiceView
 from argosy_resource.types import ConditionType
@@ -60,6 +61,9 @@ def ready(view: ServiceView) -> ConditionState:
         return ConditionState("False", "NameConflict", _conflict_message(view))
     if view.service.spec.paused and not view.is_current:
         return ConditionState("False", "Paused", "the spec was changed while paused; unpause to apply it")
+    if view.plan.rollout.phase in ("canary", "canary-failed"):
+        cause = progressing(view)
+        return ConditionState("False", cause.reason, cause.message)
     if not view.is_complete and not view.is_scaling:
         cause = workload_ready(view)
         is_specific = cause.reason not in ("Starting", "Reconciling")
@@ -94,6 +98,8 @@ def progressing(view: ServiceView) -> ConditionState:
             f"waiting for {other} to become healthy"
         )
         return ConditionState("False", "WaitingForTurn", message)
+    if phase in ("canary", "canary-failed"):
+        return _canary(view)
     deadline = view.deployment_condition("Progressing")
     # A fetch that goes on is no excuse if it ends with an eviction, and begins anew in the next pod.
     is_excused = has_fetch_progress(view) and failed_pod(view) is None
@@ -120,6 +126,8 @@ def progressing(view: ServiceView) -> ConditionState:
     under_way = fetching(view)
     if under_way:
         return ConditionState("True", "FetchingModel", f"fetching the model: {under_way}; {so_far}")
+    if view.plan.rollout.canary is not None:
+        return ConditionState("True", "CanaryPromoting", f"the canary has passed its steps: {so_far}")
     if counts.updated < counts.alive:
         return ConditionState("True", "RollingOut", so_far)
     if counts.alive != counts.desired:
@@ -127,6 +135,26 @@ def progressing(view: ServiceView) -> ConditionState:
     if counts.routable < counts.desired:
         return ConditionState("True", "WaitingForReplicas", so_far)
     return ConditionState("False", "Complete", so_far)
+
+
+def _canary(view: ServiceView) -> ConditionState:
+    """How far the canary is. Figures are in the status, since conditions change with the phase only."""
+    plan, canary = view.plan.rollout.canary, view.service.spec.rollout.canary
+    assert plan is not None
+    assert canary is not None
+    state, phase = plan.state, rollout_phase(plan)
+    if phase == "Failed":
+        message = (
+            f"revision {state.revision} failed as a canary: {state.message}; the old replicas serve every request "
+            "until the spec changes, or spec.rollout.canary.action promotes the revision"
+        )
+        return ConditionState("False", "CanaryFailed", message)
+    message = (
+        f"step {state.step + 1} of {len(canary.steps)}: revision {state.revision} answers {state.weight} %"
+    )
+    if phase == "Held":
+        message = f"{message}; {plan.waits_for}"
+    return ConditionState("True", f"Canary{phase}", message)
 
 
 def workload_ready(view: ServiceView) -> ConditionState:
@@ -178,6 +206,8 @@ def degraded(view: ServiceView) -> ConditionState:
     progress = progressing(view)
     if progress.reason == "ProgressDeadlineExceeded":
         return ConditionState("True", progress.reason, progress.message)
+    if progress.reason == "CanaryFailed":
+        return ConditionState("True", progress.reason, progress.message)
     cause = _problem(view) or unschedulable_too_long(view)
     if cause is not None:
         return ConditionState("True", cause.reason, cause.message)
@@ -206,7 +236,7 @@ def stalled(view: ServiceView) -> ConditionState:
     if view.service.served_name in view.lost_names:
         return ConditionState("True", "NameConflict", _conflict_message(view))
     progress = progressing(view)
-    if progress.reason in ("RolloutHalted", "ProgressDeadlineExceeded"):
+    if progress.reason in ("RolloutHalted", "ProgressDeadlineExceeded", "CanaryFailed"):
         return ConditionState("True", progress.reason, progress.message)
     if (locked := _locked(view)) is not None:
         return ConditionState("True", locked.reason, locked.message)

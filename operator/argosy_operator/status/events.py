@@ -19,11 +19,25 @@ _PROGRESS: Final[Mapping[str, EventType]] = {
     "RolloutHalted": "Warning",
     "WaitingForCapacity": "Warning",
     "NoGPUForSurge": "Normal",
+    "CanaryStarting": "Normal",
+    "CanaryAnalyzing": "Normal",
+    "CanaryHeld": "Normal",
+    "CanaryPromoting": "Normal",
     "WaitingForTurn": "Normal",
     "Paused": "Normal",
 }
 """Reasons of Progressing that become an event, and its type."""
-_PLANNED: Final = frozenset({"RollingOut", "Paused", "WaitingForTurn"})
+_PLANNED: Final = frozenset(
+    {
+        "RollingOut",
+        "Paused",
+        "WaitingForTurn",
+        "CanaryStarting",
+        "CanaryAnalyzing",
+        "CanaryHeld",
+        "CanaryPromoting",
+    }
+)
 """Reasons for which a service that was ready is not any more because somebody has changed it."""
 _RECOVERED: Final = "Recovered"
 _FETCH: Final[Mapping[str, tuple[EventType, str]]] = {

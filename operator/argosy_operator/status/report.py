@@ -20,6 +20,7 @@ from argosy_operator.observed.pod import Problem
 from argosy_operator.status.condition_state import ConditionState
 from argosy_operator.status.conditions import condition_states
 from argosy_operator.status.model_cached import model_cache_column
+from argosy_operator.status.rollout_status import rollout_status
 from argosy_operator.status.service_view import Counts, ServiceView
 from argosy_resource.engine_address import selector
 from argosy_resource.scaling_spec import ScalingStatus
@@ -65,6 +66,11 @@ def status(
         model_cache=model_cache_column(view),
         gpus=service.spec.gpus,
         scaling=scaling,
+        rollout=(
+            service.status.rollout  # the Deployment remembers no further step
+            if service.spec.paused or failure is not None
+            else rollout_status(service, plan.rollout.canary, now)
+        ),
         conditions=conditions(
             condition_states(view), service.status.conditions, generation=service.metadata.generation, now=now
         ),

@@ -1,0 +1,258 @@
+"""Canary rollouts: the step that a change has reached, as a function of the last one, of figures and of time.
+
+Owns when a canary begins, which step follows, and what is remembered of it: one annotation of the Deployment. Must not
+know how figures are judged (`canary_analysis`), nor how pods look (`children`).
+
+    Starting    the step's replicas are created; the weight is still that of the step before
+    Analyzing   they are routable, and the step has its weight; Held if a person or the step says so
+    Promoting   the Deployment rolls the revision out; the canary's replicas serve until it is done
+    Failed      the canary's replicas are gone, and the Deployment stays paused with its old replicas
+
+Invariants: the Deployment stays paused, so that its own replicas keep the old revision, until the last step has passed;
+nothing but time, figures and `action` moves a canary, and without figures it stays; a failed one stays failed until the
+revision changes or a person promotes it; equal inputs give an equal state, so that waiting writes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final, Literal
+
+import msgspec
+from msgspec import Struct
+
+from argosy_operator.desired.canary_analysis import Baseline, Verdict, baseline_of, judge
+from argosy_operator.desired.staged_rollout import is_healthy
+from argosy_operator.names import CANARY_ANNOTATION, KEY_ANNOTATION
+from argosy_operator.observed.canary_figures import SplitFigures, split_figures
+from argosy_operator.observed.deployment import serving_revision
+from argosy_operator.observed.elapsed import seconds_between
+from argosy_operator.observed.observation import Object, Observation
+from argosy_resource.canary_spec import CanaryRollout, CanaryStep
+from argosy_resource.types import InferenceService
+
+MAX_MESSAGE: Final = 512
+"""Characters of a failure that are remembered."""
+
+
+class CanaryState(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What is remembered of a canary."""
+
+    revision: str
+    phase: Literal["stepping", "promoting", "failed"] = "stepping"
+    step: int = 0
+    """Index of the step."""
+    weight: int = 0
+    """The canary's share of the requests now, in per cent."""
+    size: int = 1
+    """Replicas that the canary should have."""
+    entered: str = ""
+    """When the step began to get its replicas (RFC 3339)."""
+    since: str = ""
+    """When it got its weight; empty while its replicas are not all routable."""
+    message: str = ""
+    """Why it failed."""
+    baseline: Baseline = Baseline()
+
+
+class CanaryPlan(Struct, frozen=True, kw_only=True):
+    """A canary rollout as it is to be now, and what it waits for."""
+
+    state: CanaryState
+    held: str = ""
+    """Revision that the Deployment's own replicas keep; empty while it rolls out the canary's."""
+    is_uniform: bool = True
+    """Whether all of them have it."""
+    waits_for: str = ""
+    is_held: bool = False
+    """Whether only a person can let it go on."""
+    figures: SplitFigures = SplitFigures()
+
+
+def read_canary(deployment: Object | None) -> CanaryState | None:
+    """What the Deployment remembers; None if that is nothing, or cannot be read."""
+    text = "" if deployment is None else deployment["metadata"].get("annotations", {}).get(CANARY_ANNOTATION)
+    if not text:
+        return None
+    try:
+        return msgspec.json.decode(text, type=CanaryState)
+    except msgspec.MsgspecError:
+        return None
+
+
+def encode_canary(state: CanaryState) -> str:
+    """The value of the annotation."""
+    return msgspec.json.encode(state).decode()
+
+
+def plan_canary(
+    service: InferenceService, observed: Observation, revision: str, *, key_digest: str
+) -> CanaryPlan | None:
+    """The canary rollout of `revision`; None if the Deployment rolls it out by itself, or is done with it.
+
+    A service that has no routable replica has nothing to compare with, and a new internal key cannot wait: routers that
+    have it do not reach engines with the old one.
+    """
+    canary, live = service.spec.rollout.canary, observed.deployment
+    if canary is None or live is None or service.spec.replicas == 0:
+        return None
+    if live["spec"]["template"]["metadata"].get("annotations", {}).get(KEY_ANNOTATION) != key_digest:
+        return None
+    own = observed.without_canary
+    serving = serving_revision(live)
+    before = read_canary(live)
+    alive = [pod for pod in own.pods if pod.is_alive]
+    is_uniform = all(pod.revision == serving for pod in alive)
+    if before is None or before.revision != revision:
+        is_complete = is_uniform or (before is not None and before.phase == "promoting")
+        if serving == revision or not is_complete or not any(pod.is_routable for pod in alive):
+            return None
+        before = CanaryState(revision=revision, entered=observed.time)
+    if before.phase == "promoting":
+        is_done = is_healthy(service, own, revision)
+        return None if is_done else CanaryPlan(state=before)
+    routable = sum(pod.is_canary and pod.is_routable and pod.revision == revision for pod in observed.pods)
+    figures = split_figures(observed.load, revision, before.weight)
+    state, waits_for, is_held = advance(
+        canary,
+        before,
+        replicas=service.spec.replicas,
+        routable=routable,
+        figures=figures,
+        now=observed.time,
+        deadline_s=service.spec.rollout.progress_deadline_seconds,
+    )
+    if state.phase == "promoting":
+        return CanaryPlan(state=state, figures=figures)
+    return CanaryPlan(
+        state=state,
+        held=serving,
+        is_uniform=is_uniform,
+        waits_for=waits_for,
+        is_held=is_held,
+        figures=figures,
+    )
+
+
+def advance(
+    canary: CanaryRollout,
+    state: CanaryState,
+    *,
+    replicas: int,
+    routable: int,
+    figures: SplitFigures,
+    now: str,
+    deadline_s: float,
+) -> tuple[CanaryState, str, bool]:
+    """The next state of a canary that is not being promoted, what it waits for, and whether for a person.
+
+    Args:
+        replicas: of the service.
+        routable: replicas of the canary to which routers send requests.
+        figures: of the state's weight.
+        now: RFC 3339.
+        deadline_s: seconds after which replicas that are not routable fail the canary.
+    """
+    action = canary.action if canary.action is not None and canary.action.revision == state.revision else None
+    if action is not None and action.type == "Promote":
+        return _promoted(state), "", False
+    if state.phase == "failed":
+        return state, "", False
+    if action is not None and action.type == "Abort":
+        return _failed(state, "aborted by spec.rollout.canary.action"), "", False
+    state = _within(state, canary.steps)
+    step = canary.steps[state.step]
+    state = msgspec.structs.replace(
+        state, size=max(_size(each, replicas) for each in canary.steps[: state.step + 1])
+    )
+    if not state.since:
+        return _start(canary, state, step, routable=routable, figures=figures, now=now, deadline_s=deadline_s)
+    if state.weight != step.weight:  # the step was edited
+        return _weighted(canary, state, step, figures, now), "", False
+    elapsed = seconds_between(state.since, now)
+    verdict, least_s = Verdict("passed"), step.pause_seconds
+    if canary.analysis is not None and step.weight:
+        verdict = judge(canary.analysis, figures, state.baseline)
+        least_s = max(least_s, canary.analysis.window_seconds)
+    if verdict.kind == "failed":
+        return _failed(state, verdict.message), "", False
+    if verdict.kind == "waiting":
+        return state, verdict.message, False
+    if elapsed < least_s:
+        return state, f"the step lasts {least_s} s", False
+    if canary.hold:
+        return state, "spec.rollout.canary.hold is set", True
+    continued = action.step or 0 if action is not None else 0
+    if step.hold and continued <= state.step:
+        return state, "the step holds: set action Continue, Promote or Abort", True
+    if state.step + 1 == len(canary.steps):
+        return _promoted(state), "", False
+    return _start(
+        canary,
+        msgspec.structs.replace(
+            state,
+            step=state.step + 1,
+            size=max(_size(each, replicas) for each in canary.steps[: state.step + 2]),
+            entered=now,
+            since="",
+        ),
+        canary.steps[state.step + 1],
+        routable=routable,
+        figures=figures,
+        now=now,
+        deadline_s=deadline_s,
+    )
+
+
+def _start(
+    canary: CanaryRollout,
+    state: CanaryState,
+    step: CanaryStep,
+    *,
+    routable: int,
+    figures: SplitFigures,
+    now: str,
+    deadline_s: float,
+) -> tuple[CanaryState, str, bool]:
+    """Give the step its weight once its replicas are routable."""
+    so_far = f"{routable} of {state.size} canary replicas routable"
+    if routable >= state.size:
+        if canary.hold and step.weight > state.weight:
+            return state, "spec.rollout.canary.hold is set", True
+        return _weighted(canary, state, step, figures, now), "", False
+    if seconds_between(state.entered, now) > deadline_s:
+        return _failed(state, f"{so_far} after {deadline_s:g} s"), "", False
+    return state, so_far, False
+
+
+def _weighted(
+    canary: CanaryRollout, state: CanaryState, step: CanaryStep, figures: SplitFigures, now: str
+) -> CanaryState:
+    """With the step's weight from now on. The stable side's figures so far are kept, since it may get too few requests
+    from now on."""
+    baseline = state.baseline
+    if canary.analysis is not None:
+        baseline = baseline_of(canary.analysis, figures.stable, baseline)
+    return msgspec.structs.replace(state, weight=step.weight, since=now, baseline=baseline)
+
+
+def _promoted(state: CanaryState) -> CanaryState:
+    """Replicas of both revisions serve while the Deployment rolls out, unless the old ones get no requests already."""
+    weight = state.weight if state.weight == 100 and state.phase == "stepping" else 0
+    size = 0 if state.phase == "failed" else state.size
+    return CanaryState(revision=state.revision, phase="promoting", step=state.step, weight=weight, size=size)
+
+
+def _failed(state: CanaryState, message: str) -> CanaryState:
+    return CanaryState(
+        revision=state.revision, phase="failed", step=state.step, size=0, message=message[:MAX_MESSAGE]
+    )
+
+
+def _within(state: CanaryState, steps: tuple[CanaryStep, ...]) -> CanaryState:
+    """The state at the last step if its own one was removed."""
+    return msgspec.structs.replace(state, step=min(state.step, len(steps) - 1))
+
+
+def _size(step: CanaryStep, replicas: int) -> int:
+    return step.replicas or max(1, math.ceil(replicas * step.weight / 100))

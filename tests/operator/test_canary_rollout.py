@@ -1,0 +1,285 @@
+"""Canary rollouts on a cluster: who serves, what routers are told, and what the status says."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+from builders import isvc_object
+from fake_kubernetes import FakeKubernetes, Object
+from harness import FakeRouter, Operator, condition, edit_engine, living_pods, new_cluster, watch_routable
+from virtual_time import virtual_time
+
+from argosy_operator.kinds import DEPLOYMENTS, EVENTS
+from argosy_operator.names import REVISION_LABEL
+from argosy_protocol.fleet import RevisionSplit, decode_fleet
+from argosy_protocol.load_report import SideReport
+
+START = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
+STEPS: dict[str, Any] = {
+    "steps": [{"weight": 20}, {"weight": 60}],
+    "analysis": {"maxErrorRate": 0.01, "minRequests": 10, "windowSeconds": 60},
+}
+GOOD = SideReport(attempts=100)
+BAD = SideReport(attempts=100, failures=30)
+
+
+def now() -> str:
+    time = START + datetime.timedelta(seconds=asyncio.get_running_loop().time())
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def split(cluster: FakeKubernetes) -> RevisionSplit | None:
+    (service,) = decode_fleet(cluster.fleet()).services
+    return service.split
+
+
+def deployments(cluster: FakeKubernetes) -> list[str]:
+    return sorted(name for kind, where, name in cluster.objects if kind is DEPLOYMENTS and where == "team")
+
+
+def revisions(cluster: FakeKubernetes) -> list[str]:
+    return sorted(pod["metadata"]["labels"][REVISION_LABEL] for pod in living_pods(cluster))
+
+
+def rollout(cluster: FakeKubernetes) -> Object:
+    found: Object = cluster.isvc()["status"].get("rollout") or {}
+    return found
+
+
+async def pass_time(cluster: FakeKubernetes, seconds: int) -> None:
+    for _ in range(seconds):
+        await asyncio.sleep(1)
+        cluster.step()
+
+
+async def until_phase(cluster: FakeKubernetes, phase: str, *, step: int = 1) -> None:
+    for _ in range(200):
+        if (rollout(cluster).get("phase"), rollout(cluster).get("step")) == (phase, step):
+            return
+        await pass_time(cluster, 1)
+    raise AssertionError(f"the rollout stays {rollout(cluster)}")
+
+
+@contextlib.asynccontextmanager
+async def edited(
+    canary: dict[str, Any] = STEPS, *, replicas: int = 5, side: SideReport = GOOD, **spec: Any
+) -> AsyncIterator[tuple[FakeKubernetes, Operator]]:
+    """A service that is ready and whose engine is then edited, in front of a router with these figures."""
+    cluster = new_cluster()
+    async with Operator(cluster, now=now) as operator:
+        cluster.create(isvc_object(replicas=replicas, rollout={"canary": canary}, **spec))
+        await operator.settle()
+        assert condition(cluster, "Ready") == ("True", "ReplicasRoutable")
+        assert operator.router.asked_for_load == 0, "nobody needs the figures yet"
+        operator.router.canary = side
+        operator.router.stable = GOOD
+        edit_engine(cluster, threads=2)
+        yield cluster, operator
+
+
+@virtual_time
+async def test_a_good_change_goes_step_by_step_to_every_replica() -> None:
+    async with edited() as (cluster, operator):
+        (old,) = set(revisions(cluster))
+        lowest = watch_routable(cluster)
+        await until_phase(cluster, "Analyzing")
+        new = rollout(cluster)["revision"]
+        assert revisions(cluster).count(old) == 5, "the canary is an additional replica"
+        assert revisions(cluster).count(new) == 1
+        assert len(deployments(cluster)) == 2
+        await pass_time(cluster, 2)
+        found = split(cluster)
+        assert found is not None
+        assert (found.canary, found.stable, found.weight, found.window_s) == (new, old, 20, 60)
+        assert condition(cluster, "Progressing") == ("True", "CanaryAnalyzing")
+        assert condition(cluster, "Ready") == ("False", "CanaryAnalyzing")
+        assert condition(cluster, "Degraded")[0] == "False"
+        await pass_time(cluster, 40)
+        assert rollout(cluster)["step"] == 1
+        assert rollout(cluster)["canary"] == {
+            "requests": 100, "errorRate": 0.0, "ttftP90Seconds": None, "cachedShare": None, "hitRatio": None
+        }  # fmt: skip
+        await until_phase(cluster, "Analyzing", step=2)
+        assert revisions(cluster).count(new) == 3
+        await pass_time(cluster, 2)
+        assert (found := split(cluster)) is not None
+        assert found.weight == 60
+        await until_phase(cluster, "Promoting", step=2)
+        await pass_time(cluster, 2)
+        assert split(cluster) is None, "all replicas share while the rest are replaced"
+        await operator.settle()
+        assert revisions(cluster) == [new] * 5
+        assert deployments(cluster) == ["tiny-engine"]
+        assert condition(cluster, "Ready") == ("True", "ReplicasRoutable")
+        assert rollout(cluster) == {}
+        assert min(lowest) >= 5
+        before = len(cluster.writes)
+        await pass_time(cluster, 700)
+        assert len(cluster.writes) == before, "at rest nothing is written"
+
+
+@virtual_time
+async def test_a_bad_canary_is_taken_back_and_stays_away() -> None:
+    async with edited(side=BAD) as (cluster, operator):
+        old = revisions(cluster)
+        names = {pod["metadata"]["name"] for pod in living_pods(cluster)}
+        await until_phase(cluster, "Failed")
+        await operator.settle()
+        assert revisions(cluster) == old
+        assert {pod["metadata"]["name"] for pod in living_pods(cluster)} == names, "none was replaced"
+        assert deployments(cluster) == ["tiny-engine"]
+        assert (found := split(cluster)) is not None
+        assert found.weight == 0
+        for kind in ("Degraded", "Stalled"):
+            assert condition(cluster, kind) == ("True", "CanaryFailed")
+            assert "error rate 30 %, at most 1 %" in cluster.condition(kind)["message"]
+        assert condition(cluster, "Ready") == ("False", "CanaryFailed")
+        events = [obj for (kind, _, _), obj in cluster.objects.items() if kind is EVENTS]
+        (event,) = [each for each in events if each["reason"] == "CanaryFailed"]
+        assert event["type"] == "Warning"
+        assert "error rate" in event["message"]
+        before = len(cluster.writes)
+        await pass_time(cluster, 700)
+        assert len(cluster.writes) == before
+        failed_with = rollout(cluster)
+    operator.router.canary = GOOD
+    async with Operator(cluster, FakeRouter(cluster), now=now) as restarted:
+        await restarted.settle()
+        assert rollout(cluster) == failed_with, "another operator knows it as well"
+        cluster.edit("tiny", lambda spec: spec["engine"].pop("threads"))
+        await restarted.settle()
+        assert condition(cluster, "Ready") == ("True", "ReplicasRoutable")
+        assert {pod["metadata"]["name"] for pod in living_pods(cluster)} == names
+        assert split(cluster) is None
+
+
+@virtual_time
+async def test_without_requests_it_waits_until_a_person_promotes_it() -> None:
+    async with edited(side=SideReport()) as (cluster, operator):
+        await until_phase(cluster, "Analyzing")
+        await pass_time(cluster, 60)
+        before = len(cluster.writes)
+        await pass_time(cluster, 1200)
+        assert (rollout(cluster)["phase"], rollout(cluster)["step"]) == ("Analyzing", 1)
+        assert rollout(cluster)["message"] == "0 of 10 requests within 60 s"
+        assert len(cluster.writes) == before, "waiting writes nothing"
+        revision = rollout(cluster)["revision"]
+        action = {"type": "Promote", "revision": revision}
+        cluster.edit("tiny", lambda spec: spec["rollout"]["canary"].update(action=action))
+        await operator.settle()
+        assert set(revisions(cluster)) == {revision}
+        assert condition(cluster, "Ready") == ("True", "ReplicasRoutable")
+
+
+@virtual_time
+async def test_another_operator_goes_on_at_the_step_of_the_last() -> None:
+    async with edited() as (cluster, operator):
+        await until_phase(cluster, "Analyzing", step=2)
+        reached = rollout(cluster)
+        router = operator.router
+    async with Operator(cluster, router, now=now):
+        await pass_time(cluster, 20)
+        assert (rollout(cluster)["step"], rollout(cluster)["since"]) == (2, reached["since"])
+        await until_phase(cluster, "Promoting", step=2)
+
+
+@virtual_time
+async def test_a_further_edit_replaces_the_canary_and_an_edit_back_ends_it() -> None:
+    async with edited() as (cluster, operator):
+        await until_phase(cluster, "Analyzing", step=2)
+        (first, old) = rollout(cluster)["revision"], rollout(cluster)["stableRevision"]
+        edit_engine(cluster, threads=3)
+        await until_phase(cluster, "Analyzing", step=1)
+        assert rollout(cluster)["revision"] != first
+        assert first not in revisions(cluster)
+        assert revisions(cluster).count(old) == 5
+        cluster.edit("tiny", lambda spec: spec["engine"].pop("threads"))
+        await operator.settle()
+        assert revisions(cluster) == [old] * 5
+        assert (rollout(cluster), split(cluster)) == ({}, None)
+        assert deployments(cluster) == ["tiny-engine"]
+
+
+@virtual_time
+async def test_a_new_service_and_a_new_number_of_replicas_need_no_canary() -> None:
+    cluster = new_cluster()
+    async with Operator(cluster, now=now) as operator:
+        cluster.create(isvc_object(replicas=1, rollout={"canary": STEPS}))
+        await operator.settle()
+        cluster.edit("tiny", lambda spec: spec.update(replicas=3))
+        await operator.settle()
+        assert (len(revisions(cluster)), rollout(cluster)) == (3, {})
+
+
+@virtual_time
+async def test_a_paused_service_keeps_its_step() -> None:
+    async with edited() as (cluster, _operator):
+        await until_phase(cluster, "Analyzing")
+        cluster.edit("tiny", lambda spec: spec.update(paused=True))
+        await pass_time(cluster, 10)
+        kept, before = rollout(cluster), len(cluster.writes)
+        await pass_time(cluster, 300)
+        assert (rollout(cluster), len(cluster.writes)) == (kept, before)
+        cluster.edit("tiny", lambda spec: spec.update(paused=False))
+        await until_phase(cluster, "Promoting", step=2)
+
+
+@virtual_time
+async def test_blue_green_switches_back_at_once() -> None:
+    blue_green = {**STEPS, "steps": [{"weight": 100}]}
+    async with edited(blue_green, replicas=2) as (cluster, operator):
+        old = revisions(cluster)
+        await until_phase(cluster, "Analyzing")
+        await pass_time(cluster, 2)
+        assert len(revisions(cluster)) == 4, "a whole second set"
+        assert (found := split(cluster)) is not None
+        assert found.weight == 100
+        operator.router.canary = BAD
+        await until_phase(cluster, "Failed")
+        await pass_time(cluster, 1)
+        assert (found := split(cluster)) is not None
+        assert found.weight == 0
+        await operator.settle()
+        assert revisions(cluster) == old
+
+
+@virtual_time
+async def test_a_canary_whose_replica_never_comes_up_fails_after_the_deadline() -> None:
+    cluster = new_cluster()
+    cluster.broken_images.add("broken:1")
+    async with Operator(cluster, now=now) as operator:
+        spec = {"canary": STEPS, "progressDeadlineSeconds": 120}
+        cluster.create(isvc_object(replicas=2, rollout=spec))
+        await operator.settle()
+        old = revisions(cluster)
+        edit_engine(cluster, image="broken:1")
+        await pass_time(cluster, 60)
+        assert rollout(cluster)["phase"] == "Starting"
+        assert split(cluster) == msgspec.structs.replace(
+            split(cluster) or RevisionSplit(canary="x"), weight=0
+        )
+        await until_phase(cluster, "Failed")
+        await operator.settle()
+        assert revisions(cluster) == old
+        assert "0 of 1 canary replicas routable after 120 s" in cluster.condition("Degraded")["message"]
+
+
+@virtual_time
+async def test_a_service_with_a_canary_does_not_scale_to_zero() -> None:
+    scaling = {"minReplicas": 0, "maxReplicas": 1, "idleSeconds": 10}
+    cluster = new_cluster()
+    async with Operator(cluster, now=now) as operator:
+        cluster.create(isvc_object(replicas=1, rollout={"canary": STEPS}, scaling=scaling))
+        operator.router.load = msgspec.structs.replace(operator.router.load, idle_s=0.0)
+        await operator.settle()
+        edit_engine(cluster, threads=2)
+        await until_phase(cluster, "Analyzing")
+        operator.router.load = msgspec.structs.replace(operator.router.load, idle_s=1000.0)
+        await pass_time(cluster, 120)
+        assert len(revisions(cluster)) == 2
+        assert rollout(cluster)["phase"] == "Analyzing"

@@ -1,0 +1,215 @@
+"""The steps of a canary: what moves one, and what never does."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from argosy_operator.desired.canary import CanaryState, advance
+from argosy_operator.observed.canary_figures import Figures, SplitFigures
+from argosy_resource.canary_spec import CanaryRollout
+
+START = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
+ANALYSIS = {"maxErrorRate": 0.01, "minRequests": 10, "windowSeconds": 60}
+GOOD = SplitFigures(is_complete=True, canary=Figures(attempts=100), stable=Figures(attempts=100))
+BAD = SplitFigures(is_complete=True, canary=Figures(attempts=100, failures=50))
+NONE = SplitFigures(is_complete=True)
+
+
+class Trial:
+    """A canary of revision `new` of a service with 10 replicas, as time passes."""
+
+    def __init__(self, **spec: Any) -> None:
+        self.given = {"steps": [{"weight": 10}, {"weight": 50}], "analysis": ANALYSIS, **spec}
+        self.seconds = 0
+        self.state = CanaryState(revision="new", entered=self.now)
+        self.waits_for = ""
+        self.is_held = False
+
+    @property
+    def now(self) -> str:
+        return (START + datetime.timedelta(seconds=self.seconds)).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+    def edit(self, **spec: Any) -> Trial:
+        self.given.update(spec)
+        return self
+
+    def after(
+        self, seconds: int, figures: SplitFigures = GOOD, *, routable: int | None = None
+    ) -> tuple[str, int, int]:
+        """Phase, index of the step and weight, `seconds` later."""
+        self.seconds += seconds
+        self.state, self.waits_for, self.is_held = advance(
+            msgspec.convert(self.given, CanaryRollout),
+            self.state,
+            replicas=10,
+            routable=self.state.size if routable is None else routable,
+            figures=figures,
+            now=self.now,
+            deadline_s=1800,
+        )
+        return self.state.phase, self.state.step, self.state.weight
+
+
+def test_steps_follow_each_other_while_the_figures_are_good() -> None:
+    trial = Trial()
+    assert trial.after(0, routable=0) == ("stepping", 0, 0)
+    assert trial.waits_for == "0 of 1 canary replicas routable"
+    assert trial.after(5) == ("stepping", 0, 10)
+    assert trial.after(59) == ("stepping", 0, 10)
+    assert trial.after(1) == ("stepping", 1, 10), "the next step's replicas come before its weight"
+    assert (trial.state.size, trial.state.since) == (5, "")
+    assert trial.after(100, routable=4) == ("stepping", 1, 10)
+    assert trial.after(1, routable=5) == ("stepping", 1, 50)
+    assert trial.after(59) == ("stepping", 1, 50)
+    assert trial.after(1)[0] == "promoting"
+
+
+def test_a_bad_figure_ends_it_at_once_and_for_good() -> None:
+    trial = Trial()
+    trial.after(0)
+    assert trial.after(1, BAD) == ("failed", 0, 0)
+    assert "error rate 50 %" in trial.state.message
+    assert trial.state.size == 0
+    assert trial.after(10_000, GOOD) == ("failed", 0, 0)
+    promote = {"type": "Promote", "revision": "new"}
+    assert trial.edit(action=promote).after(0)[0] == "promoting", "a person may decide otherwise"
+
+
+def test_without_data_it_stays() -> None:
+    trial = Trial()
+    trial.after(0)
+    for figures in (NONE, SplitFigures(), msgspec.structs.replace(GOOD, is_complete=False)):
+        assert trial.after(100_000, figures) == ("stepping", 0, 10)
+        assert trial.waits_for
+        assert not trial.is_held
+
+
+def test_replicas_that_do_not_come_up_fail_it_after_the_deadline() -> None:
+    trial = Trial()
+    assert trial.after(1800, routable=0) == ("stepping", 0, 0)
+    assert trial.after(1, routable=0) == ("failed", 0, 0)
+    assert "0 of 1 canary replicas routable after 1800 s" in trial.state.message
+
+
+def test_a_step_that_holds_waits_for_a_person() -> None:
+    trial = Trial(steps=[{"weight": 10, "hold": True}, {"weight": 50, "hold": True}])
+    trial.after(0)
+    assert trial.after(100_000) == ("stepping", 0, 10)
+    assert trial.is_held
+    for action in (
+        {"type": "Continue", "revision": "other", "step": 1},
+        {"type": "Promote", "revision": "other"},
+        {"type": "Abort", "revision": "other"},
+    ):
+        assert trial.edit(action=action).after(1) == ("stepping", 0, 10), "it names another revision"
+    trial.edit(action={"type": "Continue", "revision": "new", "step": 1})
+    assert trial.after(1) == ("stepping", 1, 10)
+    assert trial.after(1, routable=5) == ("stepping", 1, 50)
+    assert trial.after(100_000) == ("stepping", 1, 50), "the next step holds again"
+    assert trial.edit(action={"type": "Continue", "revision": "new", "step": 2}).after(1)[0] == "promoting"
+
+
+def test_continue_does_not_replace_the_analysis() -> None:
+    trial = Trial(
+        steps=[{"weight": 10, "hold": True}], action={"type": "Continue", "revision": "new", "step": 1}
+    )
+    trial.after(0)
+    assert trial.after(1000, NONE) == ("stepping", 0, 10)
+    assert trial.after(1, BAD)[0] == "failed"
+
+
+def test_hold_keeps_the_step_and_its_weight_but_not_a_bad_canary() -> None:
+    trial = Trial(hold=True)
+    assert trial.after(0) == ("stepping", 0, 0), "not even the first weight"
+    assert trial.edit(hold=False).after(0) == ("stepping", 0, 10)
+    assert trial.edit(hold=True).after(1000) == ("stepping", 0, 10)
+    assert trial.is_held
+    assert trial.after(1, BAD)[0] == "failed"
+
+
+def test_an_aborted_canary_fails() -> None:
+    trial = Trial(action={"type": "Abort", "revision": "new"})
+    assert trial.after(0)[0] == "failed"
+    assert "aborted" in trial.state.message
+
+
+def test_time_alone_moves_a_canary_without_analysis() -> None:
+    trial = Trial(steps=[{"weight": 10, "pauseSeconds": 300}, {"weight": 50}], analysis=None)
+    trial.after(0)
+    assert trial.after(299, SplitFigures()) == ("stepping", 0, 10)
+    assert trial.after(1, SplitFigures(), routable=5) == ("stepping", 1, 50)
+    assert trial.after(0, SplitFigures())[0] == "promoting"
+
+
+def test_blue_green_gives_every_request_to_a_whole_second_set() -> None:
+    trial = Trial(steps=[{"weight": 100}])
+    assert trial.after(0, routable=9) == ("stepping", 0, 0)
+    assert trial.state.size == 10
+    assert trial.after(0, routable=10) == ("stepping", 0, 100)
+    assert trial.after(60) == ("promoting", 0, 100), (
+        "the old replicas get no requests while they are replaced"
+    )
+    assert trial.state.size == 10
+
+
+def test_an_edited_weight_starts_the_step_anew() -> None:
+    trial = Trial()
+    trial.after(0)
+    assert trial.edit(steps=[{"weight": 20}]).after(59) == ("stepping", 0, 20)
+    assert trial.after(59) == ("stepping", 0, 20)
+    assert trial.after(1)[0] == "promoting"
+
+
+def test_steps_may_be_removed_while_it_runs() -> None:
+    trial = Trial()
+    trial.after(0)
+    trial.after(60)
+    assert trial.after(0, routable=5) == ("stepping", 1, 50)
+    assert trial.edit(steps=[{"weight": 50}]).after(60)[0] == "promoting"
+
+
+def test_a_later_step_never_has_fewer_replicas() -> None:
+    trial = Trial(steps=[{"weight": 10, "replicas": 4}, {"weight": 20}])
+    trial.after(0)
+    assert trial.state.size == 4
+    trial.after(4, routable=4)
+    trial.after(60, routable=4)
+    assert (trial.state.step, trial.state.size) == (1, 4)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 200), st.sampled_from([GOOD, BAD, NONE, SplitFigures()]), st.integers(0, 6)),
+        max_size=40,
+    )
+)
+def test_whatever_happens_it_is_promoted_only_after_good_figures_at_every_weight(
+    happenings: list[tuple[int, SplitFigures, int]],
+) -> None:
+    trial = Trial()
+    passed: set[int] = set()
+    for seconds, figures, routable in happenings:
+        before = trial.state
+        phase, step, weight = trial.after(seconds, figures, routable=routable)
+        if before.phase == "failed":
+            assert phase == "failed"
+            continue
+        if figures == BAD and before.since and before.phase == "stepping":
+            assert (phase, weight, trial.state.size) == ("failed", 0, 0)
+        if phase == "promoting":
+            assert figures == GOOD
+            assert passed | {before.step} == {0, 1}
+            return
+        if step > before.step:
+            assert figures == GOOD
+            assert before.since
+            passed.add(before.step)
+        assert weight in (0, 10, 50)
+        again = trial.after(0, figures, routable=routable)
+        if figures != BAD and not (trial.state.since and trial.state.since == trial.now):
+            assert again == (phase, step, weight), "at rest nothing changes"
