@@ -12,7 +12,7 @@ import msgspec
 from builders import isvc_object
 from fake_kubernetes import FakeKubernetes, Object
 from harness import FakeRouter, Operator, condition, edit_engine, living_pods, new_cluster, watch_routable
-from virtual_time import virtual_time
+from virtual_time import run, virtual_time
 
 from argosy_operator.kinds import DEPLOYMENTS, EVENTS
 from argosy_operator.names import REVISION_LABEL
@@ -283,3 +283,40 @@ async def test_a_service_with_a_canary_does_not_scale_to_zero() -> None:
         await pass_time(cluster, 120)
         assert len(revisions(cluster)) == 2
         assert rollout(cluster)["phase"] == "Analyzing"
+
+
+async def _taken_back(fatal: int) -> int:
+    """Run a bad canary to its end, with an operator that dies at a write of it; return the number of writes."""
+    async with edited({**STEPS, "steps": [{"weight": 60}]}, replicas=2, side=BAD) as (cluster, operator):
+        before, names = len(cluster.writes), {pod["metadata"]["name"] for pod in living_pods(cluster)}
+        first, crashed = operator.router, asyncio.Event()
+
+        def kill(number: int) -> None:
+            if crashed.is_set() or len(cluster.writes) - before == fatal:
+                crashed.set()
+                raise asyncio.CancelledError
+
+        cluster.before_write = kill
+        for _ in range(60):
+            await pass_time(cluster, 1)
+            if crashed.is_set():
+                break
+        await operator.__aexit__(None, None, None)
+        cluster.before_write = lambda number: None
+        async with Operator(cluster, first, now=now) as successor:
+            await until_phase(cluster, "Failed")
+            await successor.settle()
+        assert deployments(cluster) == ["tiny-engine"], f"killed before write {fatal}"
+        assert {pod["metadata"]["name"] for pod in living_pods(cluster)} == names
+        assert condition(cluster, "Degraded") == ("True", "CanaryFailed")
+        assert (found := split(cluster)) is not None
+        assert found.weight == 0
+        assert set(revisions(cluster)) == {found.stable}
+        return len(cluster.writes) - before
+
+
+def test_killed_at_any_write_of_a_bad_canary_it_is_taken_back_all_the_same() -> None:
+    writes = run(_taken_back(-1))
+    assert writes > 8
+    for fatal in range(writes):
+        run(_taken_back(fatal))
