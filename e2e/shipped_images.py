@@ -8,6 +8,7 @@ takes about 8 GiB of disk while it is tried, and the whole some minutes; nothing
 
 from __future__ import annotations
 
+import json
 import sys
 import tempfile
 from pathlib import Path
@@ -15,7 +16,7 @@ from pathlib import Path
 from cluster import go_binaries, images
 from cluster.settings import Settings
 from cluster.shell import ClusterError, say, stop_cleanly
-from image_context import build_context
+from image_context import build_context, label_arguments
 
 HEADERS = """
 ARG BASE
@@ -83,13 +84,25 @@ def build_and_try(settings: Settings) -> None:
         made.append(base)
         for name, commands in TRIES.items():
             dockerfile = context / f"{name}.Dockerfile"
-            tag = images.build(settings, dockerfile, context, f"shipped-{name}", {"BASE": base})
+            labels = label_arguments()
+            tag = images.build(settings, dockerfile, context, f"shipped-{name}", {"BASE": base, **labels})
             made.insert(0, tag)
+            check_description(settings, tag, labels)
             for command in commands:
                 say(f"{name}: {command[-1].strip().splitlines()[0]}")
                 print(images.run_inside(settings, tag, *command), end="", flush=True)
     finally:
         images.remove(settings, *made)
+
+
+def check_description(settings: Settings, tag: str, labels: dict[str, str]) -> None:
+    """Raises ClusterError unless the image has its labels and lists what is installed."""
+    found = images.inspect(settings, tag)["OCIv1"]["config"]["Labels"]
+    for name, value in labels.items():
+        if found.get(f"org.opencontainers.image.{name.lower()}") != value:
+            raise ClusterError(f"{tag} has no label {name.lower()} with {value}: {found}")
+    listed = json.loads(images.run_inside(settings, tag, "cat", "/usr/share/sbom/argosy.cdx.json"))
+    say(f"{tag} lists {len(listed['components'])} components")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from cluster import base_image
 from cluster.go_binaries import REPOSITORY, single_binary_tag
@@ -110,6 +111,11 @@ def run_inside(settings: Settings, tag: str, *command: str) -> str:
         return _buildah(settings, "run", "--isolation=chroot", container, "--", *command)
     finally:
         _buildah(settings, "rm", container)
+
+
+def inspect(settings: Settings, tag: str) -> dict[str, Any]:
+    """What buildah knows of an image of its store: `OCIv1` is its configuration, as the OCI has it."""
+    return json.loads(_buildah(settings, "inspect", "--type=image", tag))
 
 
 def load(settings: Settings, tag: str) -> None:

@@ -416,27 +416,31 @@ def test_the_engines_image_has_what_triton_compiles_with() -> None:
     )
 
 
-def test_the_engines_dependencies_are_a_layer_below_its_wheel() -> None:
-    image = (ROOT / "images" / "engine.Dockerfile").read_text().split("\nFROM ")[-1]
-    assert image.index("-r /tmp/requirements.txt") < image.index("COPY argosy-*.whl")
+@pytest.mark.parametrize("path", sorted((ROOT / "images").glob("*.Dockerfile")), ids=lambda path: path.name)
+def test_dependencies_are_locked_in_a_layer_below_the_wheel(path: Path) -> None:
+    image = path.read_text().split("\nFROM ")[-1]
+    installations = re.findall(r"/opt/venv/bin/pip install (.*?)(?: \\)?$", image, re.MULTILINE)
+    locked, wheel = installations
+    assert "--require-hashes" in locked
+    assert "--only-binary :all:" in locked, "a source distribution would build with what no lock names"
+    assert ".lock" in locked or "${lock}" in locked
+    assert {"--no-deps", "--no-index"} <= set(wheel.split())
+    below = image[: image.index(locked)]
+    assert not re.search(
+        r"^(COPY .*(argosy-|sbom|--from)|ARG (VERSION|REVISION|CREATED|SOURCE)\b)", below, re.MULTILINE
+    ), "what changes with each commit would install the dependencies again"
 
 
-@pytest.mark.parametrize("has_torch", [True, False])
-def test_the_engines_image_has_what_fetching_takes(has_torch: bool, tmp_path: Path) -> None:
-    """It is also the image of the init container `fetch-model`."""
-    text = (ROOT / "images" / "engine.Dockerfile").read_text()
-    script = re.search(r'/python -c "([^"]+)" > /dist/requirements.txt', text)
-    assert script is not None
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    lines = [f"Requires-Dist: {each}; extra == '{extra}'" for extra in extras for each in extras[extra]]
-    metadata = tmp_path / "argosy-0.dist-info" / "METADATA"
-    metadata.parent.mkdir()
-    metadata.write_text("\n".join(["Metadata-Version: 2.1", "Name: argosy", "Version: 0", *lines, ""]))
-    environment = {"PYTHONPATH": str(tmp_path), "INSTALL_TORCH": "1" if has_torch else "0"}
-    done = subprocess.run(
-        [sys.executable, "-c", script[1]], env=environment, capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    wanted = {re.split(r"[<>=;]", each)[0] for extra in ("engine", "fetch") for each in extras[extra]}
-    left_out = set() if has_torch else {"torch", "xgrammar"}
-    assert {re.split(r"[<>=!,]", line)[0] for line in done.stdout.splitlines()} == wanted - left_out
+@pytest.mark.parametrize("path", sorted((ROOT / "images").glob("*.Dockerfile")), ids=lambda path: path.name)
+def test_images_have_the_labels_of_the_oci(path: Path) -> None:
+    image = path.read_text().split("\nFROM ")[-1]
+    labels = dict(re.findall(r'org\.opencontainers\.image\.([\w.]+)="([^"]*)"', image))
+    assert labels["title"] == f"argosy-{path.name.removesuffix('.Dockerfile')}"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert labels["licenses"] == project["license"]
+    assert labels["base.name"] == "${BASE}"
+    for name in ("version", "revision", "created", "source"):
+        assert labels[name] == f"${{{name.upper()}}}"
+        assert re.search(rf"^ARG {name.upper()}=$", image, re.MULTILINE)
+    last_run = image.rindex("\nRUN ")
+    assert last_run < image.index("\nARG VERSION="), "another label would make the layers anew"
