@@ -23,6 +23,7 @@ from cluster.settings import Settings
 from cluster.shell import stop_cleanly, uninterrupted
 from image_context import ROOT, build_context
 
+CHART = ROOT / "charts" / "argosy"
 ARTIFACTS = ROOT / "e2e" / "artifacts"
 SYSTEM = "argosy-system"
 TENANT = "team-a"
@@ -109,7 +110,11 @@ def expose_torch(cluster: Cluster, namespace: str) -> None:
 
 
 def install(
-    cluster: Cluster, images: dict[str, str], *more: str, keys: tuple[str, ...] = (ROUTER_KEY,)
+    cluster: Cluster,
+    images: dict[str, str],
+    *more: str,
+    keys: tuple[str, ...] = (ROUTER_KEY,),
+    chart: Path = CHART,
 ) -> None:
     """`helm upgrade --install`, as users do it. Without `keys` the operator makes one for clients."""
     values = []
@@ -122,7 +127,7 @@ def install(
             f"{name}.image.tag={tag}",
         ]
     cluster.helm(
-        "upgrade", "--install", "argosy", str(ROOT / "charts" / "argosy"), "-n", SYSTEM, *values,
+        "upgrade", "--install", "argosy", str(chart), "-n", SYSTEM, *values,
         *(f"--set=router.apiKeys[{number}]={key}" for number, key in enumerate(keys)), *more,
         "--wait", "--timeout", "300s", timeout=330,
     )  # fmt: skip
