@@ -11,6 +11,7 @@ from pathlib import Path
 
 from cluster import daemons
 from cluster.kubectl import Kubectl
+from cluster.pki import FRONT_PROXY
 from cluster.settings import (
     API_PORT,
     ETCD_CLIENT_PORT,
@@ -98,8 +99,24 @@ def _apiserver(settings: Settings, binaries: Path) -> list[str | Path]:
         f"--service-account-signing-key-file={pki / 'sa.key'}",
         f"--service-cluster-ip-range={SERVICE_SUBNET}",
         "--allow-privileged=true",
+        *_aggregation(pki),
         *(FAST_EVICTION if settings.kills_nodes else ()),
     ]
+
+
+def _aggregation(pki: Path) -> tuple[str, ...]:
+    """How the API server presents itself and a request's user to aggregated APIs. It asks their endpoints, because no
+    kube-proxy runs on the host."""
+    return (
+        f"--proxy-client-cert-file={pki / f'{FRONT_PROXY}.crt'}",
+        f"--proxy-client-key-file={pki / f'{FRONT_PROXY}.key'}",
+        f"--requestheader-client-ca-file={pki / 'front-proxy-ca.crt'}",
+        f"--requestheader-allowed-names={FRONT_PROXY}",
+        "--requestheader-username-headers=X-Remote-User",
+        "--requestheader-group-headers=X-Remote-Group",
+        "--requestheader-extra-headers-prefix=X-Remote-Extra-",
+        "--enable-aggregator-routing=true",
+    )
 
 
 def _controller_manager(settings: Settings, binaries: Path) -> list[str | Path]:
@@ -112,6 +129,7 @@ def _controller_manager(settings: Settings, binaries: Path) -> list[str | Path]:
         "--use-service-account-credentials=true",
         "--leader-elect=false",
         "--secure-port=0",
+        "--horizontal-pod-autoscaler-sync-period=2s",
         *(FAST_DETECTION if settings.kills_nodes else ()),
         f"--cluster-signing-cert-file={pki / 'ca.crt'}",
         f"--cluster-signing-key-file={pki / 'ca.key'}",

@@ -1,7 +1,8 @@
 """The certificates and kubeconfigs of the cluster, made by openssl: the smallest set that works.
 
-One CA signs everything. The API server's client certificate towards kubelets is what makes logs, exec and
-port-forward work. No front-proxy certificates: they only serve aggregated APIs, which no test uses.
+One CA signs everything but the front proxy's certificate. The API server's client certificate towards kubelets is
+what makes logs, exec and port-forward work. With the front proxy's it presents itself to aggregated APIs; that has a CA
+of its own, because who holds a certificate of it may speak for every user.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from cluster.settings import API_PORT, HOST_ADDRESS, KUBERNETES_SERVICE_ADDRESS,
 from cluster.shell import run
 
 VALID_DAYS = "30"
+FRONT_PROXY = "front-proxy-client"
+"""Name of the certificate that the API server presents to aggregated APIs."""
 
 API_SERVER_NAMES = (
     "DNS:kubernetes",
@@ -30,7 +33,9 @@ def create(settings: Settings) -> None:
     """Write every key, certificate and kubeconfig of a fresh cluster."""
     folder = settings.pki
     folder.mkdir(parents=True, mode=0o700)
-    _ca(folder)
+    _ca(folder, "ca")
+    _ca(folder, "front-proxy-ca")
+    _issue(folder, FRONT_PROXY, f"/CN={FRONT_PROXY}", "clientAuth", authority="front-proxy-ca")
     run("openssl", "genrsa", "-out", folder / "sa.key", "2048")
     run("openssl", "rsa", "-in", folder / "sa.key", "-pubout", "-out", folder / "sa.pub")
     _issue(folder, "apiserver", "/CN=kube-apiserver", "serverAuth", API_SERVER_NAMES)
@@ -57,20 +62,31 @@ def create_node(settings: Settings, node: NodeSettings) -> None:
     _issue(folder, f"{node.name}-serving", f"/O=system:nodes/CN=system:node:{node.name}", "serverAuth", names)
 
 
+def create_serving(settings: Settings, name: str, names: tuple[str, ...]) -> tuple[Path, Path]:
+    """Write the serving certificate of a test's own server, signed by the cluster's CA; returns it and its key.
+
+    Args:
+        names: what clients call the server, as `DNS:name` and `IP:address`.
+    """
+    _issue(settings.pki, name, f"/CN={name}", "serverAuth", names)
+    return settings.pki / f"{name}.crt", settings.pki / f"{name}.key"
+
+
 def _new_key(path: Path) -> None:
     run("openssl", "ecparam", "-name", "prime256v1", "-genkey", "-noout", "-out", path)
     path.chmod(0o600)
 
 
-def _ca(folder: Path) -> None:
-    _new_key(folder / "ca.key")
+def _ca(folder: Path, name: str) -> None:
+    key, certificate = folder / f"{name}.key", folder / f"{name}.crt"
+    _new_key(key)
     run(
-        *("openssl", "req", "-x509", "-new", "-key", folder / "ca.key", "-out", folder / "ca.crt"),
+        *("openssl", "req", "-x509", "-new", "-key", key, "-out", certificate),
         *(
             "-days",
             VALID_DAYS,
             "-subj",
-            "/CN=argosy-e2e-ca",
+            f"/CN=argosy-e2e-{name}",
             "-addext",
             "keyUsage=critical,keyCertSign,digitalSignature",
         ),
@@ -78,7 +94,12 @@ def _ca(folder: Path) -> None:
 
 
 def _issue(
-    folder: Path, name: str, subject: str, usage: str, alternative_names: tuple[str, ...] = ()
+    folder: Path,
+    name: str,
+    subject: str,
+    usage: str,
+    alternative_names: tuple[str, ...] = (),
+    authority: str = "ca",
 ) -> None:
     key, request, certificate = (folder / f"{name}{suffix}" for suffix in (".key", ".csr", ".crt"))
     extensions = folder / f"{name}.ext"
@@ -106,7 +127,7 @@ def _issue(
             "-extfile",
             extensions,
         ),
-        *("-CA", folder / "ca.crt", "-CAkey", folder / "ca.key", "-CAcreateserial"),
+        *("-CA", folder / f"{authority}.crt", "-CAkey", folder / f"{authority}.key", "-CAcreateserial"),
     )
     request.unlink()
     extensions.unlink()
