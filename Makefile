@@ -9,6 +9,9 @@ PIP_ARGS ?=
 LOCK_ARGS ?=
 ATTACK_S ?= 3600
 FUZZ_CASES ?= 20000
+SCALE_SERVICES ?= 200
+SCALE_REPLICAS ?= 5
+SCALE_REST_S ?= 600
 CONFORMANCE_SAMPLE ?= logit_bias|include_reasoning|batched|return_tokens_as_ids|responses/test_simple|anthropic|tokenization
 CODEX := @openai/codex@0.169.0
 TEST_PROCESSES ?= 2
@@ -24,7 +27,7 @@ PARALLEL := --numprocesses $(TEST_PROCESSES) --dist loadfile --max-worker-restar
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet $(PIP_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev wheel up down test test-wheel test-sanitizers attack fuzz generate gpu-report gpu-accounting lint e2e images locks conformance conformance-sample test-clients bench bench-engine bench-router clean
+.PHONY: help install install-dev wheel up down test test-wheel test-sanitizers attack fuzz generate gpu-report gpu-accounting lint e2e chaos scale images locks conformance conformance-sample test-clients bench bench-engine bench-router clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -102,6 +105,12 @@ lint: $(INSTALLED_DEV) ## style, types, import contracts
 
 e2e: $(INSTALLED_DEV) ## a real Kubernetes, from nothing; needs root or KUBECONFIG
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash e2e/run.sh
+
+chaos: $(INSTALLED_DEV) ## cause faults around the real operator, each by its name, on a real control plane; CHAOS_FAULTS= chooses some. Needs no root
+	PYTHONPATH=e2e:tests/operator $(BIN)/python -P -m chaos --faults '$(CHAOS_FAULTS)' $(CHAOS_ARGS)
+
+scale: $(INSTALLED_DEV) ## measure the operator with SCALE_SERVICES (200) services of SCALE_REPLICAS (5) replicas on simulated nodes, and SCALE_REST_S (600) seconds at rest. Needs no root
+	PYTHONPATH=e2e $(BIN)/python -P -m chaos.scale --services $(SCALE_SERVICES) --replicas $(SCALE_REPLICAS) --rest-seconds $(SCALE_REST_S) $(SCALE_ARGS)
 
 images: $(INSTALLED_DEV) ## build the three images as they ship (CUDA torch, compilers) and try each; needs root
 	PATH="$(CURDIR)/$(BIN):$$PATH" PYTHONPATH=e2e $(BIN)/python -m shipped_images

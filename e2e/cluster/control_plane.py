@@ -12,14 +12,7 @@ from pathlib import Path
 from cluster import daemons
 from cluster.kubectl import Kubectl
 from cluster.pki import FRONT_PROXY
-from cluster.settings import (
-    API_PORT,
-    ETCD_CLIENT_PORT,
-    ETCD_PEER_PORT,
-    HOST_ADDRESS,
-    SERVICE_SUBNET,
-    Settings,
-)
+from cluster.settings import SERVICE_SUBNET, Settings
 from cluster.shell import ClusterError, poll, say
 
 NAMES = ("scheduler", "controller-manager", "apiserver", "etcd")
@@ -32,12 +25,24 @@ FAST_EVICTION = ("--default-not-ready-toleration-seconds=5", "--default-unreacha
 def start(settings: Settings, binaries: Path, kubectl: Kubectl) -> None:
     """Start all four and wait until the API server is ready."""
     began = time.monotonic()
-    daemons.start(settings, "etcd", _etcd(settings, binaries))
-    daemons.start(settings, "apiserver", _apiserver(settings, binaries))
+    start_one(settings, binaries, "etcd")
+    start_one(settings, binaries, "apiserver")
     wait_ready(settings, kubectl)
-    daemons.start(settings, "controller-manager", _controller_manager(settings, binaries))
-    daemons.start(settings, "scheduler", _scheduler(settings, binaries))
+    start_one(settings, binaries, "controller-manager")
+    start_one(settings, binaries, "scheduler")
     say(f"API server ready after {time.monotonic() - began:.1f} s")
+
+
+def start_one(settings: Settings, binaries: Path, name: str) -> None:
+    """Start one of the four."""
+    commands = {
+        "etcd": _etcd,
+        "apiserver": _apiserver,
+        "controller-manager": _controller_manager,
+        "scheduler": _scheduler,
+    }
+    command = commands[name](settings, binaries)
+    daemons.start(settings, name, [*command, *settings.more_flags.get(name, ())])
 
 
 def stop(settings: Settings) -> None:
@@ -63,8 +68,8 @@ class _Died(Exception):
 
 
 def _etcd(settings: Settings, binaries: Path) -> list[str | Path]:
-    client = f"http://127.0.0.1:{ETCD_CLIENT_PORT}"
-    peer = f"http://127.0.0.1:{ETCD_PEER_PORT}"
+    client = f"http://127.0.0.1:{settings.etcd_client_port}"
+    peer = f"http://127.0.0.1:{settings.etcd_peer_port}"
     return [
         binaries / "etcd",
         f"--data-dir={settings.state / 'etcd'}",
@@ -81,10 +86,10 @@ def _apiserver(settings: Settings, binaries: Path) -> list[str | Path]:
     pki = settings.pki
     return [
         binaries / "kube-apiserver",
-        f"--etcd-servers=http://127.0.0.1:{ETCD_CLIENT_PORT}",
-        f"--secure-port={API_PORT}",
-        f"--bind-address={HOST_ADDRESS}",
-        f"--advertise-address={HOST_ADDRESS}",
+        f"--etcd-servers=http://127.0.0.1:{settings.etcd_client_port}",
+        f"--secure-port={settings.api_port}",
+        f"--bind-address={settings.host_address}",
+        f"--advertise-address={settings.host_address}",
         f"--tls-cert-file={pki / 'apiserver.crt'}",
         f"--tls-private-key-file={pki / 'apiserver.key'}",
         f"--client-ca-file={pki / 'ca.crt'}",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from cluster.settings import API_PORT, HOST_ADDRESS, KUBERNETES_SERVICE_ADDRESS, NodeSettings, Settings
+from cluster.settings import HOST_ADDRESS, KUBERNETES_SERVICE_ADDRESS, NodeSettings, Settings
 from cluster.shell import run
 
 VALID_DAYS = "30"
@@ -47,17 +47,17 @@ def create(settings: Settings) -> None:
         ("proxy", "/CN=system:kube-proxy"),
     ):
         _issue(folder, name, subject, "clientAuth")
-        _kubeconfig(folder, name, folder / f"{name}.kubeconfig")
+        _kubeconfig(settings, name, folder / f"{name}.kubeconfig")
     for node in settings.nodes:
         create_node(settings, node)
-    _kubeconfig(folder, "admin", settings.kubeconfig)
+    _kubeconfig(settings, "admin", settings.kubeconfig)
 
 
 def create_node(settings: Settings, node: NodeSettings) -> None:
     """Write the certificates and the kubeconfig of a node."""
     folder = settings.pki
     _issue(folder, node.name, f"/O=system:nodes/CN=system:node:{node.name}", "clientAuth")
-    _kubeconfig(folder, node.name, folder / f"{node.name}.kubeconfig")
+    _kubeconfig(settings, node.name, folder / f"{node.name}.kubeconfig")
     names = (f"DNS:{node.name}", f"IP:{node.address}")
     _issue(folder, f"{node.name}-serving", f"/O=system:nodes/CN=system:node:{node.name}", "serverAuth", names)
 
@@ -133,8 +133,9 @@ def _issue(
     extensions.unlink()
 
 
-def _kubeconfig(folder: Path, name: str, path: Path) -> None:
+def _kubeconfig(settings: Settings, name: str, path: Path) -> None:
     """A kubeconfig that points at the certificate files of `name`; JSON is YAML."""
+    folder = settings.pki
     document = {
         "apiVersion": "v1",
         "kind": "Config",
@@ -142,7 +143,7 @@ def _kubeconfig(folder: Path, name: str, path: Path) -> None:
             {
                 "name": "argosy-e2e",
                 "cluster": {
-                    "server": f"https://{HOST_ADDRESS}:{API_PORT}",
+                    "server": f"https://{settings.host_address}:{settings.api_port}",
                     "certificate-authority": str(folder / "ca.crt"),
                 },
             }

@@ -10,6 +10,7 @@ Three folders, all outside the source tree:
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -80,6 +81,13 @@ class Settings:
     external_kubeconfig: Path | None = None
     """Set: use that cluster, start and stop nothing."""
     environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
+    host_address: str = HOST_ADDRESS
+    """Where the API server listens."""
+    api_port: int = API_PORT
+    etcd_client_port: int = ETCD_CLIENT_PORT
+    etcd_peer_port: int = ETCD_PEER_PORT
+    more_flags: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Flags that a control plane gets besides, by the name of its process."""
 
     @classmethod
     def from_env(cls, environment: dict[str, str] | None = None) -> Settings:

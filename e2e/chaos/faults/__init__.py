@@ -1,0 +1,1 @@
+"""Faults, one module per part that fails; each has its list `FAULTS`."""

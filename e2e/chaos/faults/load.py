@@ -1,0 +1,97 @@
+"""Many services at once, and nothing to do: R13, R14. `make scale` is the large one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+from chaos.fault import Fault, require
+from chaos.rig import PATIENCE, Rig, condition
+from chaos.scale_figures import Figures, histogram_quantile, reconcile_buckets
+
+SERVICES = int(os.environ.get("CHAOS_SERVICES") or 20)
+REPLICAS = 5
+REST_S = float(os.environ.get("CHAOS_REST_S") or 30)
+
+
+async def create_many(rig: Rig, namespace: str, services: int, replicas: int, seconds: float) -> float:
+    """Create services at once; seconds until all are Ready."""
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    await asyncio.gather(
+        *(rig.apply(namespace, f"s{number}", replicas=replicas) for number in range(services))
+    )
+
+    while True:
+        found = await rig.api.list("inferenceservices", namespace)
+        ready = sum(condition(each, "Ready").get("status") == "True" for each in found)
+        if ready == services:
+            return loop.time() - began
+        require(loop.time() < began + seconds, f"{ready} of {services} services Ready after {seconds:.0f} s")
+        await asyncio.sleep(1)
+
+
+def written_by_operator(rig: Rig) -> list[dict[str, str]]:
+    """The operator's writes so far, by the API server's notes; those of its lease left out."""
+    return [each for each in rig.plane.operator_writes() if each["resource"] != "leases"]
+
+
+async def writes_at_rest(rig: Rig, seconds: float) -> list[dict[str, str]]:
+    """The operator's writes, by the API server's notes, in a time in which nothing changes; those that renew its lease
+    left out. The time begins when it has written nothing for five seconds."""
+
+    loop = asyncio.get_running_loop()
+    limit = loop.time() + PATIENCE
+    count = -1
+    while count != len(written_by_operator(rig)):
+        require(loop.time() < limit, f"still writing after {PATIENCE:.0f} s: {written_by_operator(rig)[-3:]}")
+        count = len(written_by_operator(rig))
+        await asyncio.sleep(5)
+    await asyncio.sleep(seconds)
+    return written_by_operator(rig)[count:]
+
+
+async def _created_at_once(rig: Rig, namespace: str) -> str:
+    await rig.operator.kill()  # a fresh histogram
+    await rig.start_operator()
+    took = await create_many(rig, namespace, SERVICES, REPLICAS, 600)
+    metrics = await rig.operator.metrics()
+    figures = Figures.of(metrics, rig.operator.memory())
+    require(figures.defects == 0, f"{figures.defects:.0f} reconciles ended with a defect")
+    require(figures.memory_mib < 256, f"{figures.memory_mib:.0f} MiB")
+    p99 = histogram_quantile(reconcile_buckets(metrics), 0.99) * 1000
+    return (
+        f"{SERVICES} services of {REPLICAS} replicas Ready in {took:.1f} s; reconcile p99 {p99:.0f} ms through the "
+        f"proxy; at most {figures.memory_mib:.0f} MiB"
+    )
+
+
+async def _at_rest(rig: Rig, namespace: str) -> str:
+    await create_many(rig, namespace, SERVICES, 2, 600)
+    written = await writes_at_rest(rig, REST_S)
+    require(not written, f"{len(written)} writes at rest: {written[:3]}")
+    before = len(written_by_operator(rig))
+    await rig.operator.kill()
+    await rig.start_operator()
+    await rig.idle()
+    await writes_at_rest(rig, 1)
+    again = written_by_operator(rig)[before:]
+    require(not again, f"{len(again)} writes after a restart: {again[:3]}")
+    return f"no write in {REST_S:.0f} s, nor by an operator that started anew over {SERVICES} services"
+
+
+FAULTS = (
+    Fault(
+        "R13 nothing to do",
+        "Nothing is written, neither at rest nor by an operator that starts over a fleet that is as it should be; its "
+        "lease aside",
+        _at_rest,
+        900,
+    ),
+    Fault(
+        "R14 services created at once",
+        "All become Ready, no reconcile fails by a defect, and the operator stays below 256 MiB",
+        _created_at_once,
+        900,
+    ),
+)

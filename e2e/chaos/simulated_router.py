@@ -1,0 +1,115 @@
+"""A stand-in for a router: a pod that runs nowhere, and the report that the operator asks it for.
+
+It reports every replica whose containers are ready as one that it sends requests to, which is what a router does once
+it has connected to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import msgspec
+from aiohttp import web
+
+from argosy_operator.names import NAME_LABEL, ROUTER_ADMIN_PORT
+from argosy_protocol.load_report import LOAD_PATH, LoadReport
+from argosy_protocol.routable_report import REPORT_PATH, ReplicaReport, RoutableReport
+from argosy_resource.engine_address import COMPONENT_LABEL, SERVICE_LABEL
+from chaos.api import Api, Object
+from chaos.simulated_nodes import ADDRESS_ANNOTATION, SimulatedNodes
+
+ADDRESS = "127.83.0.1"
+"""Of the router's pod: this machine's loopback network is large, and the admin port there is free."""
+
+
+class SimulatedRouter:
+    """Serves the report. `start` comes first."""
+
+    def __init__(self, api: Api, nodes: SimulatedNodes, namespace: str) -> None:
+        self._api = api
+        self._nodes = nodes
+        self._namespace = namespace
+        self._runner: web.AppRunner | None = None
+        self._report = RoutableReport(router="simulated", revision=1)
+        self._task: asyncio.Task[None] | None = None
+        self._changed = asyncio.Condition()
+
+    async def start(self) -> None:
+        app = web.Application()
+        app.router.add_get(REPORT_PATH, self._answer)
+        app.router.add_get(LOAD_PATH, self._answer_load)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, ADDRESS, ROUTER_ADMIN_PORT).start()
+        self._task = asyncio.create_task(self._follow(), name="router")
+        labels = {NAME_LABEL: "argosy", COMPONENT_LABEL: "router"}
+        metadata = {
+            "name": "argosy-router-0",
+            "namespace": self._namespace,
+            "labels": labels,
+            "annotations": {ADDRESS_ANNOTATION: ADDRESS},
+        }
+        spec = {
+            "containers": [{"name": "router", "image": "argosy-router:simulated"}],
+            "automountServiceAccountToken": False,
+            "nodeName": self._nodes.names[0],
+        }
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+        await self._api.apply("pods", self._namespace, pod)
+        self._nodes.changed.set()
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _follow(self) -> None:
+        while True:
+            await self._nodes.changed.wait()
+            self._nodes.changed.clear()
+            replicas = tuple(
+                sorted(
+                    (_replica(each) for each in self._nodes.pods if _answers(each)), key=lambda each: each.uid
+                )
+            )
+            if replicas != self._report.replicas:
+                async with self._changed:
+                    revision = self._report.revision + 1
+                    self._report = RoutableReport(router="simulated", revision=revision, replicas=replicas)
+                    self._changed.notify_all()
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        seen = int(request.query.get("after", -1))
+        wait = min(60.0, float(request.query.get("wait", 0)))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait), self._changed:
+                await self._changed.wait_for(lambda: self._report.revision != seen)
+        return web.Response(body=msgspec.json.encode(self._report), content_type="application/json")
+
+    async def _answer_load(self, request: web.Request) -> web.Response:
+        report = LoadReport(router="simulated")
+        return web.Response(body=msgspec.json.encode(report), content_type="application/json")
+
+
+def _answers(pod: Object) -> bool:
+    conditions = {each["type"]: each["status"] for each in pod.get("status", {}).get("conditions", ())}
+    return (
+        pod["metadata"].get("labels", {}).get(COMPONENT_LABEL) == "engine"
+        and not pod["metadata"].get("deletionTimestamp")
+        and conditions.get("ContainersReady") == "True"
+    )
+
+
+def _replica(pod: Object) -> ReplicaReport:
+    metadata = pod["metadata"]
+    return ReplicaReport(
+        service=f"{metadata['namespace']}/{metadata['labels'][SERVICE_LABEL]}",
+        name=metadata["name"],
+        uid=metadata["uid"],
+        url=f"http://{pod['status'].get('podIP', '')}:8000",
+        state="synced",
+        routable=True,
+    )
