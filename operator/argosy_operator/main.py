@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import aiohttp
@@ -101,18 +101,20 @@ async def run(config: OperatorConfig, *, health_port: int) -> int:
         )
         async with _served(controller, config, health_port):
             await controller.start()  # before kopf, which looks only once which resources are served
-            stop = asyncio.Event()
+            stop, signalled = asyncio.Event(), asyncio.Event()
+            claim_signals = _on_signals(signalled.set)
+            claim_signals()
             work = asyncio.create_task(_work(controller, api, config, leadership), name="controller")
-            ready = [asyncio.Event() for _ in scopes(config)]
             sources = [
-                asyncio.create_task(watch(controller, scope, stop=stop, ready=each), name="kopf")
-                for scope, each in zip(scopes(config), ready, strict=True)
+                asyncio.create_task(
+                    watch(controller, scope, stop=stop, claim_signals=claim_signals), name="kopf"
+                )
+                for scope in scopes(config)
             ]
-            signals = asyncio.create_task(_stop_signal(ready), name="signals")
+            signals = asyncio.create_task(signalled.wait(), name="signals")
             try:
                 await asyncio.wait((work, *sources, signals), return_when=asyncio.FIRST_COMPLETED)
             finally:
-                # The controller first: kopf waits for tasks that it did not start.
                 work.cancel()
                 signals.cancel()
                 await asyncio.gather(work, signals, return_exceptions=True)
@@ -155,15 +157,15 @@ async def _work_alone(controller: Controller, api: Api, config: OperatorConfig) 
         keeping.cancel()
 
 
-async def _stop_signal(ready: Sequence[asyncio.Event]) -> None:
-    """Return at SIGTERM or SIGINT. Takes the signal handlers over from kopf once kopf runs."""
-    for each in ready:
-        await each.wait()
-    stopped = asyncio.Event()
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, stopped.set)
-    await stopped.wait()
+def _on_signals(stop: Callable[[], None]) -> Callable[[], None]:
+    """A function that has SIGTERM and SIGINT call `stop`, whoever has taken them since."""
+
+    def claim() -> None:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                asyncio.get_running_loop().add_signal_handler(number, stop)
+
+    return claim
 
 
 class _served:  # noqa: N801 - used like a function

@@ -27,8 +27,17 @@ class FakeApiServer:
         self.authorize: Authorize = lambda *_: True
         self.forbidden: list[str] = []
         """Requests that were answered with 403."""
+        self.watch_errors: list[int] = []
+        """HTTP statuses with which the next watches are answered."""
+        self._watchers: list[web.Request] = []
         self._watches: list[tuple[Kind, str | None, str, asyncio.Queue[tuple[str, Object]]]] = []
         cluster.listeners.append(self._tell)
+
+    @property
+    def watches(self) -> int:
+        """Watches that clients have open now. They tell of what happens from now on, whatever version they ask for."""
+        transports = (request.transport for request in self._watchers)
+        return sum(transport is not None and not transport.is_closing() for transport in transports)
 
     def app(self) -> web.Application:
         app = web.Application()
@@ -89,6 +98,8 @@ class FakeApiServer:
             if name is None:
                 labels = request.query.get("labelSelector", "")
                 if request.query.get("watch") == "true":
+                    if self.watch_errors:
+                        raise ApiError("WATCH", self.watch_errors.pop(0), "told to fail")
                     return await self._watch(request, kind, namespace, labels)
                 if request.method == "POST":
                     assert request.query["fieldManager"] == "argosy-operator"
@@ -143,6 +154,7 @@ class FakeApiServer:
         events: asyncio.Queue[tuple[str, Object]] = asyncio.Queue()
         watch = (kind, namespace, labels, events)
         self._watches.append(watch)
+        self._watchers.append(request)
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
         await response.prepare(request)
         try:
@@ -151,6 +163,7 @@ class FakeApiServer:
                 await response.write(json.dumps({"type": event, "object": obj}).encode() + b"\n")
         finally:
             self._watches.remove(watch)
+            self._watchers.remove(request)
 
     def _tell(self, kind: Kind, event: str, obj: Object) -> None:
         for each, namespace, labels, events in self._watches:

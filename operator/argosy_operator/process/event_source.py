@@ -2,15 +2,19 @@
 
 Owns which kinds are watched where, and kopf's settings. Must not know what an event leads to. kopf handlers only hand
 events over; there are no diff handlers, no daemons and no finalizers, so removing the operator never blocks the
-deletion of anything.
+deletion of anything. Invariant: no answer of the API server ends the watches for good, because an operator that keeps
+its lease and hears of nothing would be worse than none.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
+import logging
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, Final
 
 import kopf
 from msgspec import Struct
@@ -19,6 +23,15 @@ from argosy_operator.config import OperatorConfig
 from argosy_operator.kinds import PODS, Kind
 from argosy_operator.process.kopf_storage import NoDiffBase, NoProgress
 from argosy_operator.reconcile.controller import WATCHED, Controller
+
+logger = logging.getLogger(__name__)
+
+RESTART_PAUSE: Final = 2.0
+"""Seconds between an end of the watches and their next beginning."""
+END_TIMEOUT: Final = 10.0
+"""Seconds that kopf's tasks have to end."""
+_BACKOFF_MAX: Final = 5.0
+"""Seconds between two attempts of a watch while the API server is away: it resumes that long after its return."""
 
 
 class Scope(Struct, frozen=True, kw_only=True):
@@ -39,18 +52,46 @@ def scopes(config: OperatorConfig) -> tuple[Scope, ...]:
     return served, Scope(namespaces=(config.namespace,), watched={PODS: WATCHED[PODS]})
 
 
-async def watch(controller: Controller, scope: Scope, *, stop: asyncio.Event, ready: asyncio.Event) -> None:
-    """Run kopf until `stop` is set, and hand every event to the controller. Sets `ready` once kopf runs."""
-    await kopf.operator(
-        registry=handlers(controller, scope.watched),
-        settings=kopf_settings(scope.watched),
-        identity=kopf_identity(),
-        standalone=True,
-        clusterwide=not scope.namespaces,
-        namespaces=scope.namespaces,
-        stop_flag=stop,
-        ready_flag=ready,
-    )
+async def watch(
+    controller: Controller, scope: Scope, *, stop: asyncio.Event, claim_signals: Callable[[], None]
+) -> None:
+    """Run kopf until `stop` is set, and hand every event to the controller. kopf ends when a watch is refused for
+    another reason than those that it asks again for; then it is started anew, and everything is listed again.
+
+    kopf takes the process's signals at each of its starts; `claim_signals` is called afterwards to take them back.
+    """
+    while not stop.is_set():
+        tasks = await kopf.spawn_tasks(
+            registry=handlers(controller, scope.watched),
+            settings=kopf_settings(scope.watched),
+            identity=kopf_identity(),
+            standalone=True,
+            clusterwide=not scope.namespaces,
+            namespaces=scope.namespaces,
+            stop_flag=stop,
+        )
+        claim_signals()
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await _end(tasks)
+        if stop.is_set():
+            return
+        errors = [task.exception() for task in done if not task.cancelled()]
+        logger.warning("the watches ended and begin anew: %s", next(filter(None, errors), "no reason given"))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(RESTART_PAUSE):
+                await stop.wait()
+        controller.list_again()
+
+
+async def _end(tasks: Collection[asyncio.Task[Any]]) -> None:
+    """Cancel kopf's tasks and wait for their ends. kopf's own way to end would cancel the controller's as well."""
+    for task in tasks:
+        task.cancel()
+    _, late = await asyncio.wait(tasks, timeout=END_TIMEOUT)
+    if late:
+        logger.warning("%d tasks of kopf did not end within %g s", len(late), END_TIMEOUT)
 
 
 def kopf_identity() -> Any:
@@ -61,12 +102,22 @@ def kopf_identity() -> Any:
     return Identity(os.environ.get("HOSTNAME", "argosy-operator"))
 
 
+class EndlessBackoff:
+    """Seconds to wait before each further attempt of a request: kopf gives up when they are used up."""
+
+    def __iter__(self) -> Iterator[float]:
+        return itertools.chain((0.5, 1.0, 2.0), itertools.repeat(_BACKOFF_MAX))
+
+
 def kopf_settings(watched: Mapping[Kind, str]) -> kopf.OperatorSettings:
     """Settings with which kopf writes nothing and discovers nothing."""
     settings = kopf.OperatorSettings()
     settings.posting.enabled = False
     settings.persistence.diffbase_storage = NoDiffBase()
     settings.persistence.progress_storage = NoProgress()
+    # By default kopf ends when the API server has been away for a minute, and has the process killed after ten more.
+    settings.networking.error_backoffs = EndlessBackoff()
+    settings.process.ultimate_exiting_timeout = None
     # The watched kinds are known, so no permission to list CRDs and namespaces is needed.
     settings.scanning.disabled = True
     for kind, labels in watched.items():

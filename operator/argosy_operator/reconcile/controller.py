@@ -184,7 +184,7 @@ class Controller:
         """Handle one event: `ADDED`, `MODIFIED`, `DELETED`, or None for an object of a list. The event source lists a
         kind at its start, and again when its watch has expired: events may have been missed then."""
         if event is None:
-            self._relisted.set()
+            self.list_again()
         if kind is INFERENCE_SERVICES and not self._is_served(obj):
             return
         if event == "DELETED":
@@ -198,6 +198,10 @@ class Controller:
             if kind is PODS:
                 self._follow_fetch(obj)
             self._enqueue(kind, obj, before)
+
+    def list_again(self) -> None:
+        """Have everything listed soon: events may have been missed."""
+        self._relisted.set()
 
     async def resync(self) -> None:
         """List everything, and queue every resource."""
