@@ -126,6 +126,8 @@ async def _try(rig: Rig, fault: Fault, namespace: str, untouched: object) -> Res
         seen, held = f"{type(error).__name__}: {error}", False
     took = time.monotonic() - began
     try:
+        if not held and rig.operator.is_running:
+            await rig.operator.kill()  # the next fault meets an operator that has suffered nothing
         await rig.mend()
         await rig.delete_namespace(namespace, PATIENCE)
     except Exception as error:
