@@ -31,6 +31,7 @@ _PACKAGES = (
     "fetcher/argosy_fetcher",
     "fetcher/argosy_fetcher/sources",
     "router/argosy_router/batch",
+    "router/argosy_router/gateway",
     "router/argosy_router/responses",
     "router/argosy_router/storage",
 )

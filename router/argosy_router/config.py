@@ -280,6 +280,16 @@ class RouterConfig:
     admin_port: Annotated[
         int, Meta(ge=-1, le=65535, description="admin port; 0: any free port, -1: none"), Flag(group=_LISTEN)
     ] = DEFAULT_ADMIN_PORT
+    ext_proc_port: Annotated[
+        int,
+        Meta(
+            ge=-1,
+            le=65535,
+            description="port on which gateways ask for endpoints by Envoy's external processing protocol, at the "
+            "address of --host; 0: any free port, -1: none; needs the extra `gateway`",
+        ),
+        Flag(group=_LISTEN),
+    ] = -1
     admin_names: Annotated[
         tuple[Name, ...],
         Meta(

@@ -66,6 +66,7 @@ from argosy_router.storage.open_blobs import open_blobs
 from argosy_router.storage.owner_usage import Quota
 
 if TYPE_CHECKING:
+    from argosy_router.gateway.ext_proc_server import ExtProcServer
     from argosy_router.observability.tracing import Tracer
 
 log = logging.getLogger(__name__)
@@ -130,11 +131,12 @@ class Router:
             first_byte_timeout_s=config.first_byte_timeout_s,
             request_timeout_s=config.request_timeout_s,
         )
+        self._outliers = OutlierDetector(self.fleet, self.metrics)
         self.requests = RequestHandler(
             self.flow_control,
             charges,
             self.dispatcher,
-            OutlierDetector(self.fleet, self.metrics),
+            self._outliers,
             RetryBudgets(self.fleet),
             self.accounting,
             wheel=self.wheel,
@@ -159,6 +161,8 @@ class Router:
         )
         self._discovery = discovery or self._configured_discovery()
         self.server = ServerState(self.application, config.server, self.wheel)
+        self.gateway = self._gateway_server()
+        """The port for gateways; None without one."""
         self.store = _object_store(config.files)
         """What clients leave with the router; None without a storage."""
         self.responses = None if self.store is None else self._stateful_routes(self.store)
@@ -210,6 +214,29 @@ class Router:
         self.application.stored = service.routes
         self.metrics.add(*service.series())
         return service
+
+    def _gateway_server(self) -> ExtProcServer | None:
+        config = self.config
+        if config.ext_proc_port < 0:
+            return None
+        try:
+            from argosy_router.gateway.ext_proc_server import ExtProcServer
+            from argosy_router.gateway.request_intake import Intake
+        except ImportError as error:
+            raise ConfigError(
+                f"--ext-proc-port needs gRPC ({error.name} is missing): `pip install '.[gateway]'` in the checkout"
+            ) from None
+        intake = Intake(
+            self.application,
+            self.requests,
+            self.dispatcher,
+            self._outliers,
+            self.accounting,
+            limits=config.server,
+            memory=self.server.body_memory,
+            wheel=self.wheel,
+        )
+        return ExtProcServer(config, intake)
 
     def _configured_discovery(self) -> Discovery:
         config = self.config
@@ -291,6 +318,8 @@ class Router:
                 else TlsListener(self.server, lambda: tls.context, config.host, config.port, BACKLOG)
             )
         admin_sockets = self._listen_for_admin() if config.admin_port >= 0 else []
+        if self.gateway is not None:
+            await self.gateway.start()
         for files in (self._tls, self._admin_tls, self._replica_tls):
             if files is not None:
                 self._own(watch_tls(files), "TLS files")
@@ -407,6 +436,8 @@ class Router:
             self._listener.close()
         if isinstance(self._listener, TlsListener):
             await self._listener.cut()
+        if self.gateway is not None:
+            await self.gateway.stop()
         for connection in list(self.server.connections):
             if connection.is_busy:
                 connection.cut()

@@ -9,6 +9,7 @@ Invariant: each request is answered exactly once, and its charge is released exa
     response_routes  the interface of the routes below /v1/responses, where responses are stored
     request_handler  the steps of a request: rate limits, flow control, exchange, accounting
     queued_call      a request in the queue of flow control
+    pending_request  the interface of a request that flow control starts, queues or refuses
     exchange         one request from dispatch to its end: attempts, retries, hedging, migration
     dispatcher       the choice of a replica for each attempt
 

@@ -32,6 +32,7 @@ from argosy_router.proxy.accounting.request_accounting import RequestAccounting
 from argosy_router.proxy.downstream.api_shape import error_body, id_headers
 from argosy_router.proxy.downstream.error_headers import error_headers
 from argosy_router.proxy.downstream.model_renaming import RenamingClient
+from argosy_router.proxy.request.call import Call
 from argosy_router.proxy.request.call_decoding import RoutedEndpoint, decode_call
 from argosy_router.proxy.request.model_names import may_use, unknown_model
 from argosy_router.proxy.request.request_id import request_id_for
@@ -141,7 +142,7 @@ class RouterApplication:
         try:
             self._route(client, request, request_id)
         except ApiError as error:
-            self._refuse(client, request_id, error, request.path)
+            self.refuse(client, request_id, error, request.path)
 
     def chat(self, client: Client, request: Request) -> None:
         """Answer a chat whose client the caller has authorised."""
@@ -149,7 +150,7 @@ class RouterApplication:
         try:
             self._generate(client, request, "chat/completions", request_id, ANONYMOUS)
         except ApiError as error:
-            self._refuse(client, request_id, error, request.path)
+            self.refuse(client, request_id, error, request.path)
 
     @property
     def endpoints(self) -> list[str]:
@@ -168,7 +169,7 @@ class RouterApplication:
         try:
             self._generate(client, request, endpoint, request_id, account, is_background=True)
         except ApiError as error:
-            self._refuse(client, request_id, error, request.path)
+            self.refuse(client, request_id, error, request.path)
 
     def create_response(
         self, client: Client, request: Request, account: Account, request_id: bytes, response_id: bytes
@@ -185,7 +186,8 @@ class RouterApplication:
         """Whether the routes of models need no key."""
         return self._keys.is_open
 
-    def _refuse(self, client: Client, request_id: bytes, error: ApiError, path: bytes) -> None:
+    def refuse(self, client: Client, request_id: bytes, error: ApiError, path: bytes) -> None:
+        """Answer with an error, in the shape of the path's API, a request that was not decoded into a call."""
         lines = self._refusal(request_id, error, path)
         client.respond(error.http_status, lines, error_body(error, path))
 
@@ -242,6 +244,20 @@ class RouterApplication:
             raise NotFound("this router keeps no files and batches; start it with --storage")
         return self.stored
 
+    def call_of(self, request: Request, request_id: bytes) -> Call | None:
+        """Decode a request that `on_head` let in and a gateway forwards; None if it is not one for a replica.
+
+        Raises:
+            ApiError: the request is refused.
+        """
+        endpoint = _ENDPOINTS.get(request.path)
+        if endpoint is None:
+            return None
+        _require(request, b"POST")
+        account = request.grant
+        assert isinstance(account, Account), "`on_head` lets only accounts in"
+        return self._decoded(request, endpoint, request_id, account)
+
     def _generate(
         self,
         client: Client,
@@ -254,6 +270,24 @@ class RouterApplication:
         is_background: bool = False,
     ) -> None:
         started = self._requests.now()
+        call = self._decoded(request, endpoint, request_id, account, response_id)
+        if is_background:
+            call.priority = max(call.priority, BACKGROUND_PRIORITY)
+        request.body = b""  # the call has it, perhaps rewritten: one copy is enough
+        if call.renaming is not None:
+            client = RenamingClient(
+                client, call.renaming, has_own_fields=endpoint in ("messages", "responses")
+            )
+        self._requests.handle(client, call, started)
+
+    def _decoded(
+        self,
+        request: Request,
+        endpoint: RoutedEndpoint,
+        request_id: bytes,
+        account: Account,
+        response_id: bytes = b"",
+    ) -> Call:
         trace = None
         if self._tracer is not None:
             trace, request.headers = self._tracer.begin(request.headers, endpoint)
@@ -263,14 +297,7 @@ class RouterApplication:
             raise BadRequest("the request is nested too deeply") from None
         if trace is not None:
             call.trace = trace
-        if is_background:
-            call.priority = max(call.priority, BACKGROUND_PRIORITY)
-        request.body = b""  # the call has it, perhaps rewritten: one copy is enough
-        if call.renaming is not None:
-            client = RenamingClient(
-                client, call.renaming, has_own_fields=endpoint in ("messages", "responses")
-            )
-        self._requests.handle(client, call, started)
+        return call
 
     def _ready(self) -> tuple[int, bytes, bytes]:
         if self.is_ready:

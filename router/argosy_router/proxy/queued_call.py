@@ -14,16 +14,16 @@ from argosy_protocol.errors import ApiError
 from argosy_router.flow_control.controller import FlowController
 from argosy_router.flow_control.queued_request import QueuedRequest
 from argosy_router.http.server_interface import Client
-from argosy_router.proxy.exchange import Exchange
+from argosy_router.proxy.pending_request import PendingRequest
 
 
 class QueuedCall(QueuedRequest):
-    """One queued call, and the exchange that takes over when it leaves the queue."""
+    """One queued call, and the exchange (or endpoint pick) that takes over when it leaves the queue."""
 
     __slots__ = ("_client", "_flow_control", "_now", "exchange")
 
     def __init__(
-        self, flow_control: FlowController, exchange: Exchange, client: Client, now: Callable[[], float]
+        self, flow_control: FlowController, exchange: PendingRequest, client: Client, now: Callable[[], float]
     ) -> None:
         """`now` is a monotonic clock."""
         call = exchange.outcome.call

@@ -2,8 +2,8 @@
 
 Owns: the order of these steps, and the number of requests that have not ended.
 Must not know: HTTP framing, routes, attempts, how a replica is chosen.
-Invariant: each request that `handle` takes ends once: its outcome is accounted for, its reservation settled, and flow
-control told that it ended.
+Invariant: each request that `handle` or `take` gets ends once: its outcome is accounted for, its reservation settled,
+and flow control told that it ended.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from argosy_router.proxy.dispatcher import Dispatcher
 from argosy_router.proxy.downstream.answer import Answer
 from argosy_router.proxy.downstream.commented_stream import CommentSchedule
 from argosy_router.proxy.exchange import Exchange
+from argosy_router.proxy.pending_request import PendingRequest
 from argosy_router.proxy.queued_call import QueuedCall
 from argosy_router.proxy.request.call import Call
 from argosy_router.proxy.resilience.outlier_detection import OutlierDetector
@@ -69,7 +70,7 @@ class RequestHandler:
         exchange = Exchange(
             answer,
             outcome,
-            self._on_end,
+            self.on_end,
             dispatcher=self._dispatcher,
             outliers=self._outliers,
             retry_budget=self._retry_budgets.of(call.service, self.now()),
@@ -78,37 +79,42 @@ class RequestHandler:
             wheel=self._wheel,
             now=self.now,
         )
+        self.take(exchange, client)
+
+    def take(self, request: PendingRequest, client: Client) -> None:
+        """Start a request, queue it, or refuse it. It must call `on_end` once, when it has ended."""
         if not self.inflight:
             self.idle.clear()
         self.inflight += 1
-        client.attach(exchange)
+        client.attach(request)
         try:
-            self._charges.reserve(outcome)
+            self._charges.reserve(request.outcome)
         except (RateLimited, BadRequest) as refusal:
-            exchange.refuse(refusal)
+            request.refuse(refusal)
             return
-        self._admit(exchange, client)
+        self._admit(request, client)
 
-    def _admit(self, exchange: Exchange, client: Client) -> None:
-        """Send a call at once if flow control admits it, else queue it."""
-        outcome, flow_control = exchange.outcome, self._flow_control
+    def _admit(self, request: PendingRequest, client: Client) -> None:
+        """Start a request at once if flow control admits it, else queue it."""
+        outcome, flow_control = request.outcome, self._flow_control
         call, now = outcome.call, outcome.started
         sequences = call.estimate.sequences
         if flow_control.try_admit(call.service, now, call.prompt.name, sequences, call.account):
             try:
-                exchange.start()
+                request.start()
             except (Unavailable, TooManyRequests):  # the replicas' capacity was last looked up a moment ago
                 flow_control.retract(call.service, now, sequences)
             else:
                 return
-        queued = QueuedCall(flow_control, exchange, client, self.now)
+        queued = QueuedCall(flow_control, request, client, self.now)
         client.attach(queued)
         try:
             flow_control.enqueue(call.service, queued, now)
         except ApiError as error:
             queued.refuse(error)
 
-    def _on_end(self, outcome: RequestOutcome) -> None:
+    def on_end(self, outcome: RequestOutcome) -> None:
+        """Account for a request that has ended, and free its place."""
         now = self.now()
         self._accounting.close(outcome, now - outcome.started)
         self._charges.settle(outcome, now)
