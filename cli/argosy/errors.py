@@ -15,6 +15,7 @@ OK: Final = 0
 FAILURE: Final = 1
 USAGE: Final = 2
 ADDRESS: Final = 3
+STALLED: Final = 4
 INTERRUPTED: Final = 130
 TERMINATED: Final = 143
 EXIT_CODES: Final = {
@@ -22,6 +23,7 @@ EXIT_CODES: Final = {
     FAILURE: "failure, such as no answer, a full disk or a model that does not fit",
     USAGE: "wrong usage, a bad manifest, or a model that cannot be served",
     ADDRESS: "the address of a server is taken",
+    STALLED: "the load of an engine's model stalled (`--load-stall-timeout`)",
     INTERRUPTED: "interrupted by Ctrl-C",
     TERMINATED: "a fetch or a repeated prune was ended by SIGTERM",
 }

@@ -379,6 +379,16 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
             "token is drawn from (processed)"
         ),
     ] = "raw_logprobs"
+    load_stall_timeout: Annotated[
+        float,
+        Meta(
+            ge=0.0,
+            le=86400.0,
+            description="seconds without progress after which a load ends, with the stacks of its processes and exit "
+            "code 4: no weights were read, nothing was compiled or warmed up, and no new phase began; 0: never. A load "
+            "that advances may take any time",
+        ),
+    ] = 600.0
     request_stall_timeout: Annotated[
         float,
         Meta(

@@ -14,6 +14,8 @@ EngineError
 │   └── EngineAsleep       whoever put the engine to sleep; other replicas may be awake
 ├── EngineClosed           the caller of an offline engine, who has closed it
 └── EngineDead             nobody: the core process has exited; in-flight requests fail, /health reports unhealthy
+    └── LoadStalled        whoever runs the engine: its load has not advanced for --load-stall-timeout; a volume or
+                           device does not answer
 """
 
 from __future__ import annotations
@@ -72,4 +74,8 @@ class EngineClosed(EngineError):
 
 
 class EngineDead(EngineError):
+    pass
+
+
+class LoadStalled(EngineDead):
     pass

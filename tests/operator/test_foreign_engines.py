@@ -92,6 +92,8 @@ def test_they_are_ready_once_they_are_healthy(kind: str) -> None:
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert made[probe]["httpGet"] == {"path": "/health", "port": "http"}
     assert pod_spec(engine={"type": kind}, model=SOURCE)["readinessGates"]
+    startup = made["startupProbe"]
+    assert startup["periodSeconds"] * startup["failureThreshold"] == 3600, "they do not notice a stall"
     assert made["securityContext"]["readOnlyRootFilesystem"] is True
 
 

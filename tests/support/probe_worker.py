@@ -11,6 +11,7 @@ import torch
 from msgspec import structs
 
 from argosy_engine.errors import ConfigError
+from argosy_engine.messages.load_step import LoadStep
 from argosy_engine.messages.model_runner_output import ModelRunnerOutput
 from argosy_engine.messages.scheduler_output import SchedulerOutput
 from argosy_engine.messages.worker_info import WorkerInfo
@@ -196,3 +197,16 @@ class LongReasonWorker(ProbeWorker):
 
     def execute(self, step: SchedulerOutput) -> Any:
         raise RuntimeError("x" * self.REASON_LENGTH)
+
+
+class HangingWorker(Worker):
+    """A worker that hangs while it loads, and holds the interpreter's lock, as in a read of a mapped file."""
+
+    def start(self) -> WorkerInfo:
+        import ctypes
+        import time
+
+        self.on_load_step(LoadStep("probe", 2, 5))
+        time.sleep(1)  # its process can tell of the progress so far
+        ctypes.PyDLL(None).sleep(3600)
+        raise AssertionError("nobody has ended it")

@@ -6,6 +6,7 @@ With `--api-server-count` it is the first of several (`processes`).
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import logging
 import signal
@@ -30,10 +31,11 @@ from argosy_engine.api.server_debug_signal import describe_server_on_signal
 from argosy_engine.api.vllm_flags import add_vllm_flags, check_vllm_flags
 from argosy_engine.config import EngineArgs, ResolvedConfig
 from argosy_engine.core.proc.client_group import ALONE
-from argosy_engine.errors import ConfigError, EngineDead, FetchFailed
+from argosy_engine.errors import ConfigError, EngineDead, FetchFailed, LoadStalled
 from argosy_engine.frontend.async_llm import AsyncLLM
 from argosy_engine.frontend.memory_report import budget_table
 from argosy_engine.frontend.model_source import is_remote, local_model_async
+from argosy_engine.messages.load_step import LoadStep
 from argosy_engine.osproc.debug_signal import dump_stacks_on_signal
 from argosy_engine.osproc.file_descriptors import MIN_FREE, raise_limit, require_free
 from argosy_fetcher.progress_display import ProgressDisplay, progress_display
@@ -45,10 +47,13 @@ logger = logging.getLogger("argosy.api")
 
 EXIT_ADDRESS = 3
 """Exit code if the address is not available, as in the router."""
+EXIT_STALLED = 4
+"""Exit code if the load of the model stalled (`--load-stall-timeout`)."""
 EXIT_INTERRUPTED = 130
 EXIT_CODES = (
     "Exit codes: 0 stopped by a signal, 1 the engine died or the model cannot be fetched now, 2 wrong usage or a model "
-    "that cannot be served, 3 the address is taken, 130 Ctrl-C before the model was loaded."
+    "that cannot be served, 3 the address is taken, 4 the load of the model stalled, 130 Ctrl-C before the model was "
+    "loaded."
 )
 _MIN_DESCRIPTORS = 128
 """Minimum number of free descriptors. Half are for connections; the server and its core use 30, and a few more while
@@ -96,6 +101,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FetchFailed as error:
         print(f"argosy serve: {error}", file=sys.stderr)
         return 1
+    except LoadStalled as error:
+        print(f"argosy serve: {error}", file=sys.stderr)
+        return EXIT_STALLED
     except EngineDead as error:
         what = f"node {args.node_rank}" if options.headless else "the engine core"
         print(f"argosy serve: {what} died: {error}", file=sys.stderr)
@@ -222,6 +230,10 @@ async def _load(
         if not engine.is_draining:
             engine.phase = f"fetching the model: {line[:_MAX_PHASE]}"
 
+    def show_step(step: LoadStep) -> None:
+        if not engine.is_draining:
+            engine.phase = f"loading the model: {step}"
+
     if processes is not None:
         await processes.open(app)
     display: ProgressDisplay | None = None
@@ -232,7 +244,8 @@ async def _load(
         if display is not None:
             phases.append(("fetch", time.perf_counter() - before))
         engine.phase = "loading the model"
-        llm = await AsyncLLM.start(local, ALONE if processes is None else processes.client_group)
+        group = ALONE if processes is None else processes.client_group
+        llm = await AsyncLLM.start(local, dataclasses.replace(group, on_load_step=show_step))
     llm.on_dead = stop.set
     if processes is not None:
         try:

@@ -10,6 +10,7 @@ import logging
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -17,7 +18,11 @@ import msgspec
 
 from argosy_engine.errors import ConfigError, UtilityFailed
 from argosy_engine.executor.worker_death import failure_of
-from argosy_engine.executor.worker_messages import DIED, DONE, FAILED, MessageWriter, WorkerFailure
+from argosy_engine.executor.worker_messages import DIED, DONE, FAILED, PROGRESS, MessageWriter, WorkerFailure
+from argosy_engine.messages.load_step import LoadStep
+
+_PROGRESS_S = 0.5
+"""Minimum interval between two messages on the progress of a phase of the load."""
 
 logger = logging.getLogger("argosy.worker")
 
@@ -34,6 +39,7 @@ class AnswerQueue:
         self._rank = rank
         self._stream = stream
         self._encode = msgspec.msgpack.Encoder().encode
+        self._told: tuple[str, float] = "", 0.0
         self._queue: queue.Queue[Callable[[], bytes | None]] = queue.Queue()
         threading.Thread(target=self._send, daemon=True, name="answers").start()
 
@@ -50,6 +56,16 @@ class AnswerQueue:
             return DONE + self._encode(output) if is_answered else None
 
         self._queue.put(answer)
+
+    def put_progress(self, step: LoadStep) -> None:
+        """Tell the core how far the load is: every phase, and of a phase as much as it needs to know."""
+        phase, told_at = self._told
+        now = time.monotonic()
+        if step.phase == phase and now - told_at < _PROGRESS_S:
+            return
+        self._told = step.phase, now
+        message = PROGRESS + self._encode(step)
+        self._queue.put(lambda: message)
 
     def put_result(self, result: Any) -> None:
         """Answer with the result of a call.

@@ -21,6 +21,7 @@ from argosy_engine.executor.node_group import NodeGroup
 from argosy_engine.executor.node_key import read_key
 from argosy_engine.executor.rendezvous import Rendezvous, tcp_url
 from argosy_engine.executor.worker_messages import INIT
+from argosy_engine.messages.load_step import OnLoadStep, ignore_step
 from argosy_engine.messages.worker_info import WorkerInfo
 
 logger = logging.getLogger("argosy.core")
@@ -37,17 +38,20 @@ class MultiNodeExecutor(MultiprocExecutor):
 
     Args:
         args: arguments of the engine.
+        on_load_step: see `make_executor`.
 
     Raises (from the constructor):
         ConfigError: there is no key, or this machine cannot listen for the others.
     """
 
-    def __init__(self, args: EngineArgs) -> None:
+    def __init__(self, args: EngineArgs, on_load_step: OnLoadStep = ignore_step) -> None:
         config = args.parallel_config
         key = read_key(args)
         far = range(config.local_workers, config.world_size)
         pairs = [socket.socketpair() for _ in far]
-        super().__init__(args, config.world_size, elsewhere=[ours for ours, _ in pairs])
+        super().__init__(
+            args, config.world_size, elsewhere=[ours for ours, _ in pairs], on_load_step=on_load_step
+        )
         self._pairs = pairs
         self._nodes = NodeGroup(args, key, dict(zip(far, (theirs for _, theirs in pairs), strict=True)))
 

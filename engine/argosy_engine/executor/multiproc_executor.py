@@ -25,6 +25,7 @@ from argosy_engine.executor.remote_executor import RemoteExecutor
 from argosy_engine.executor.rendezvous import Rendezvous
 from argosy_engine.executor.worker_death import WorkerEnd, death_of
 from argosy_engine.executor.worker_messages import DIED, FAILED, INIT, WorkerFailure
+from argosy_engine.messages.load_step import OnLoadStep, ignore_step
 from argosy_engine.messages.worker_info import WorkerInfo
 
 ROOT_CAUSE_S = 0.25
@@ -40,6 +41,7 @@ class MultiprocExecutor(RemoteExecutor):
         world_size: number of workers.
         lockstep: of an engine core that shares experts with others.
         elsewhere: sockets with the answers of the last ranks, whose processes are not this executor's.
+        on_load_step: see `make_executor`.
     """
 
     def __init__(
@@ -48,8 +50,9 @@ class MultiprocExecutor(RemoteExecutor):
         world_size: int = 1,
         lockstep: LockstepEnds | None = None,
         elsewhere: Sequence[socket.socket] = (),
+        on_load_step: OnLoadStep = ignore_step,
     ) -> None:
-        super().__init__(args, world_size)
+        super().__init__(args, world_size, on_load_step)
         self._lockstep = lockstep
         local = range(world_size - len(elsewhere))
         self._workers = LocalWorkers(args.parallel_config, local, world_size)
@@ -58,6 +61,8 @@ class MultiprocExecutor(RemoteExecutor):
         self._ranks = {stream.fileno(): rank for rank, stream in enumerate(self._sockets)}
         self._pollers = [self._poller(rank) for rank in range(world_size)]
         self._ends = self._poller()
+        self._loaded: list[bytes | None] = [None] * world_size
+        """Answers to `INIT` that were received, but not taken yet."""
         self._death: EngineError | None = None
 
     def start(self) -> WorkerInfo:
@@ -84,20 +89,51 @@ class MultiprocExecutor(RemoteExecutor):
         except EngineDead:
             raise self._dead() from None
 
+    def _worker_info(self) -> WorkerInfo:
+        self._wait_for_loads()
+        return super()._worker_info()
+
+    def _wait_for_loads(self) -> None:
+        """Receive the answer to `INIT` of every worker, and meanwhile the progress of all.
+
+        They may wait for each other.
+
+        Raises:
+            ConfigError, EngineDead: as `_answer`.
+        """
+        poller = select.poll()
+        for stream in self._sockets:
+            poller.register(stream, select.POLLIN | select.POLLRDHUP)
+        while None in self._loaded:
+            for fd, event in poller.poll():
+                if not event & select.POLLIN:
+                    raise self._dead()
+                rank = self._ranks[fd]
+                message = self._answers[rank].receive()
+                if message is None or message[:1] == DIED:
+                    raise self._dead({rank: message})
+                if not self._is_progress(message):
+                    self._loaded[rank] = message
+                    poller.modify(fd, select.POLLRDHUP)
+
     def _answer(self, rank: int, deadline: float | None = None) -> memoryview | WorkerFailure:
-        while True:
+        message, self._loaded[rank] = self._loaded[rank], None
+        while message is None:
             timeout_ms = None if deadline is None else max(deadline - time.monotonic(), 0.0) * 1000
             events = self._pollers[rank].poll(timeout_ms)
             if not events:
                 raise TimeoutError
             if any(not event & select.POLLIN for _, event in events):
                 raise self._dead()
-            message = self._answers[rank].receive()
-            if message is None or message[:1] == DIED:
-                raise self._dead({rank: message})
-            if not self._num_late[rank]:
-                break
-            self._num_late[rank] -= 1
+            received = self._answers[rank].receive()
+            if received is None or received[:1] == DIED:
+                raise self._dead({rank: received})
+            if self._is_progress(received):
+                continue
+            if self._num_late[rank]:
+                self._num_late[rank] -= 1
+                continue
+            message = received
         if message[:1] == FAILED:
             return msgspec.msgpack.decode(message[1:], type=WorkerFailure)
         return memoryview(message)[1:]

@@ -36,6 +36,7 @@ from argosy_engine.executor.ray_worker import RayWorker
 from argosy_engine.executor.remote_executor import RemoteExecutor
 from argosy_engine.executor.worker_death import WorkerEnd, death_of
 from argosy_engine.executor.worker_messages import DIED, FAILED, INIT, WorkerFailure
+from argosy_engine.messages.load_step import OnLoadStep, ignore_step
 from argosy_engine.messages.worker_info import WorkerInfo
 from argosy_engine.sizing.device import visible_gpus
 from argosy_protocol import __version__
@@ -72,9 +73,15 @@ class RayExecutor(RemoteExecutor):
         ConfigError: there is no Ray to run them.
     """
 
-    def __init__(self, args: EngineArgs, *, placement_timeout: float = PLACEMENT_TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        args: EngineArgs,
+        on_load_step: OnLoadStep = ignore_step,
+        *,
+        placement_timeout: float = PLACEMENT_TIMEOUT_S,
+    ) -> None:
         world_size = args.parallel_config.world_size
-        super().__init__(args, world_size)
+        super().__init__(args, world_size, on_load_step)
         self._placement_timeout = placement_timeout
         self._group: PlacementGroup | None = None
         self._actors: list[Any] = []
@@ -210,6 +217,8 @@ class RayExecutor(RemoteExecutor):
             self._changed.notify_all()
 
     def _arrived(self, rank: int, message: bytes) -> None:
+        if self._is_progress(message):
+            return
         with self._changed:
             if message[:1] == DIED:
                 self._failures[rank] = msgspec.msgpack.decode(message[1:], type=WorkerFailure)

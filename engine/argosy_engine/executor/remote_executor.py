@@ -16,8 +16,9 @@ from argosy_engine.config import EngineArgs
 from argosy_engine.distributed.lockstep import Round
 from argosy_engine.errors import UtilityFailed
 from argosy_engine.executor.same_model import check_same_model
-from argosy_engine.executor.worker_messages import CALL, EXECUTE, LEND, SAMPLE, WorkerFailure
+from argosy_engine.executor.worker_messages import CALL, EXECUTE, LEND, PROGRESS, SAMPLE, WorkerFailure
 from argosy_engine.messages.collective_rpc import CollectiveRpc
+from argosy_engine.messages.load_step import LoadStep, OnLoadStep, ignore_step
 from argosy_engine.messages.model_runner_output import ModelRunnerOutput
 from argosy_engine.messages.scheduler_output import GrammarBitmask, SchedulerOutput
 from argosy_engine.messages.worker_info import WorkerInfo
@@ -45,11 +46,14 @@ class RemoteExecutor(ABC):
     Args:
         args: arguments of the engine.
         world_size: number of workers.
+        on_load_step: see `make_executor`.
     """
 
-    def __init__(self, args: EngineArgs, world_size: int) -> None:
+    def __init__(self, args: EngineArgs, world_size: int, on_load_step: OnLoadStep = ignore_step) -> None:
         self._args = args
         self._world_size = world_size
+        self._on_load_step = on_load_step
+        self._load_steps = msgspec.msgpack.Decoder(LoadStep)
         self._output_rank = args.parallel_config.output_rank
         self._encode = msgspec.msgpack.Encoder().encode
         self._outputs = msgspec.msgpack.Decoder(ModelRunnerOutput)
@@ -127,6 +131,13 @@ class RemoteExecutor(ABC):
             if isinstance(answer, WorkerFailure):
                 raise UtilityFailed(f"{method} failed in worker {rank}: {answer.message}")
         return [msgspec.msgpack.decode(_payload(answer)) for answer in answers]
+
+    def _is_progress(self, message: bytes) -> bool:
+        """Return whether a worker's message is no answer, but tells how far its load is, which is noted."""
+        if message[:1] != PROGRESS:
+            return False
+        self._on_load_step(self._load_steps.decode(memoryview(message)[1:]))
+        return True
 
     def _worker_info(self) -> WorkerInfo:
         """Wait until all workers have loaded the model.

@@ -10,6 +10,7 @@ from argosy_engine.errors import UtilityFailed
 from argosy_engine.executor.abstract import PendingOutput
 from argosy_engine.executor.worker_class import public_method, worker_class
 from argosy_engine.messages.collective_rpc import CollectiveRpc
+from argosy_engine.messages.load_step import OnLoadStep, ignore_step
 from argosy_engine.messages.scheduler_output import SchedulerOutput
 from argosy_engine.messages.worker_info import WorkerInfo
 
@@ -19,15 +20,22 @@ class UniprocExecutor:
 
     Args:
         lockstep: of an engine core that shares experts with others.
+        on_load_step: see `make_executor`.
     """
 
-    def __init__(self, args: EngineArgs, lockstep: LockstepEnds | None = None) -> None:
+    def __init__(
+        self,
+        args: EngineArgs,
+        lockstep: LockstepEnds | None = None,
+        on_load_step: OnLoadStep = ignore_step,
+    ) -> None:
         make = worker_class(args.worker_cls)
         if lockstep is None:
             self._worker = make(args)
         else:
             init_method = rendezvous_url(lockstep.rendezvous)
             self._worker = make(args, init_method=init_method, data_rank=lockstep.rank)
+        self._worker.on_load_step = on_load_step
 
     def start(self) -> WorkerInfo:
         return self._worker.start()

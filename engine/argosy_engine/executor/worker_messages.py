@@ -23,6 +23,8 @@ FAILED = b"\x01"
 """Answer: `WorkerFailure` of a call; the worker goes on."""
 DIED = b"\x02"
 """Last message: `WorkerFailure` of the start or of a step, with which the worker's process ends."""
+PROGRESS = b"\x03"
+"""`LoadStep`, before the answer to `INIT` or to a call that loads weights."""
 
 
 class WorkerFailure(Struct, array_like=True):

@@ -133,6 +133,7 @@ class WorkerProcess:
             data_rank=self._data_rank,
             local_rank=self._local_rank,
         )
+        worker.on_load_step = self._answers.put_progress
         self._answers.put_result(worker.start())
         return worker
 

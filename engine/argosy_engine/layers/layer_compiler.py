@@ -83,9 +83,16 @@ class LayerCompiler:
 
     @torch.inference_mode()
     def prepare(
-        self, layers: Sequence[CompilableLayer], dtype: torch.dtype, device: torch.device
+        self,
+        layers: Sequence[CompilableLayer],
+        dtype: torch.dtype,
+        device: torch.device,
+        on_part: Callable[[], None] = lambda: None,
     ) -> str | None:
         """Compile everything, and compare each compilation with torch in float32.
+
+        Args:
+            on_part: called after each compilation.
 
         Returns:
             Why compiled code must not be used; then no part uses any. Otherwise None.
@@ -103,6 +110,7 @@ class LayerCompiler:
                         if (reason := self._prepare(part, layer, inputs)) is not None:
                             self.stop()
                             return f"{part.name} of layer {index}, for {num_tokens} tokens: {reason}"
+                        on_part()
         for part in self._parts.values():
             part.start()
         return None

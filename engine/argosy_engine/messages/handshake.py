@@ -1,7 +1,7 @@
 """Handshake between a client and the process of its engine core, in this order: Hello, Handshake, Loading, Ready.
 
-`Failed` takes the place of `Ready` if the core cannot start. Clients in further API processes answer `Attached` instead
-of `Handshake`.
+Between Loading and Ready `Progress` tells how far the load is, any number of times. `Failed` takes the place of `Ready`
+if the core cannot start. Clients in further API processes answer `Attached` instead of `Handshake`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from msgspec import Struct
 
 from argosy_engine.config import EngineArgs, ResolvedConfig
 from argosy_engine.distributed.lockstep import LockstepEnds
+from argosy_engine.messages.load_step import LoadStep
 
 
 class Hello(Struct, tag="HELLO", tag_field="status"):
@@ -37,6 +38,12 @@ class Loading(Struct, tag="LOADING", tag_field="status"):
     """The sockets of all clients are connected, so their files may be deleted; the core loads the model."""
 
 
+class Progress(Struct, tag="PROGRESS", tag_field="status"):
+    """The load has advanced."""
+
+    step: LoadStep
+
+
 class Ready(Struct, tag="READY", tag_field="status"):
     """The core is ready to serve with this configuration."""
 
@@ -50,4 +57,4 @@ class Failed(Struct, tag="FAILED", tag_field="status"):
     is_config_error: bool
 
 
-HandshakeMessage = Hello | Handshake | Attached | Loading | Ready | Failed
+HandshakeMessage = Hello | Handshake | Attached | Loading | Progress | Ready | Failed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,6 +84,7 @@ def load_model(
     stage: Stage = WHOLE_MODEL,
     exchange: TokenExchange | None = None,
     compiler: LayerCompiler | None = None,
+    on_read: Callable[[int, int], None] | None = None,
 ) -> LoadedModel:
     """Build the model with its weights on the device.
 
@@ -96,6 +98,7 @@ def load_model(
         stage: the layers that this process has.
         exchange: of tokens with other engine cores, if the experts are divided among them.
         compiler: compiles parts of the layers.
+        on_read: called while weights are read, with the bytes read and their total.
 
     Raises:
         ConfigError: the checkpoint is damaged, its tensors do not match its config, or the model cannot run in `dtype`.
@@ -145,7 +148,7 @@ def load_model(
         reader = streamed or SafetensorsWeights(path, dtype, device, prefix=prefix)
         reader.check(plan, [*model_class.ignored_tensors, *_unused_heads(config), *_kv_scales(config)])
         with (
-            LoadProgress(reader.stored_bytes(taken)) as progress,
+            LoadProgress(reader.stored_bytes(taken), on_read) as progress,
             streamed.reading(taken) if streamed is not None else nullcontext(),
         ):
             reader.on_read = progress.advance
@@ -171,9 +174,11 @@ class LoadProgress:
 
     Args:
         total_bytes: sum of all calls to `advance`.
+        on_read: called with the bytes so far and their total.
     """
 
-    def __init__(self, total_bytes: int) -> None:
+    def __init__(self, total_bytes: int, on_read: Callable[[int, int], None] | None = None) -> None:
+        self._on_read = on_read
         self.total_bytes = total_bytes
         self.done_bytes = 0
         self._started = self._last_line = time.monotonic()
@@ -192,6 +197,8 @@ class LoadProgress:
 
     def advance(self, num_bytes: int) -> None:
         self.done_bytes += num_bytes
+        if self._on_read is not None:
+            self._on_read(self.done_bytes, self.total_bytes)
         now = time.monotonic()
         if now - self._started < _QUIET_S:
             return

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -29,14 +30,19 @@ class LayerCompilation:
     compiler: LayerCompiler
     cache: CompilationCache
 
-    def prepare(self, model: CausalLM, dtype: torch.dtype, device: torch.device) -> bool:
+    def prepare(
+        self, model: CausalLM, dtype: torch.dtype, device: torch.device, on_part: Callable[[], None]
+    ) -> bool:
         """Compile a model's layers; False if they must run at level 0.
 
         The model must have been made with this compiler.
+
+        Args:
+            on_part: called after each compilation.
         """
         started = time.perf_counter()
         generated = _num_generated()
-        reason = self.compiler.prepare(model.layers, dtype, device)
+        reason = self.compiler.prepare(model.layers, dtype, device, on_part)
         if reason is not None and self.cache.has_code:
             logger.warning("the cache %s may be damaged and is made anew: %s", self.cache.path, reason)
             try:
@@ -45,7 +51,7 @@ class LayerCompilation:
                 reason = f"{reason}; the cache {self.cache.path} cannot be removed: {error.strerror}"
             else:
                 self.compiler.forget()
-                reason = self.compiler.prepare(model.layers, dtype, device)
+                reason = self.compiler.prepare(model.layers, dtype, device, on_part)
         if reason is None and not self.compiler.num_compilations:
             reason = "this model has no layers that can be compiled"
         if reason is not None:

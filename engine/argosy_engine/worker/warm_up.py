@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -41,10 +41,15 @@ class _Step(NamedTuple):
     has_grammar: bool = False
 
 
-def warm_up(runner: ModelRunner, args: EngineArgs, max_model_len: int) -> set[Variant]:
+def warm_up(
+    runner: ModelRunner, args: EngineArgs, max_model_len: int, on_step: Callable[[], None] = lambda: None
+) -> set[Variant]:
     """Run the steps, log how many variants of kernels they launched and how long that took, and return the variants.
 
     The runner must not have any requests. Block 1 of its cache is overwritten.
+
+    Args:
+        on_step: called after each step.
     """
     started = time.perf_counter()
     with launched_variants() as variants:
@@ -56,6 +61,7 @@ def warm_up(runner: ModelRunner, args: EngineArgs, max_model_len: int) -> set[Va
             grammar = allow_all(runner, requests) if step.has_grammar else None
             runner.execute(dummy_step(requests, grammar)).get()
             runner.execute(dummy_step([], None, [request.request_id for request in requests]))
+            on_step()
     if runner.device.type == "cuda":
         torch.cuda.synchronize(runner.device)
     seconds = time.perf_counter() - started

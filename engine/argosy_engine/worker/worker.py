@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,7 @@ from argosy_engine.layers.layer_self_test import layer_self_test
 from argosy_engine.layers.quantization import has_fp8_products
 from argosy_engine.layers.token_exchange import TokenExchange
 from argosy_engine.messages.kv_cache_interface import KVCacheGroup
+from argosy_engine.messages.load_step import LoadStep, OnLoadStep, ignore_step
 from argosy_engine.messages.scheduler_output import SchedulerOutput
 from argosy_engine.messages.worker_info import WorkerInfo
 from argosy_engine.model_configs.model_config import ModelConfig
@@ -94,6 +96,8 @@ class Worker:
         self._launched = launched
         self.data_rank = data_rank
         self._local_rank = local_rank
+        self.on_load_step: OnLoadStep = ignore_step
+        """Called as the load advances."""
         self._phases: list[tuple[str, float]] = []
         self._runner: ModelRunner | None = None
         self._exchange: TokenExchange | None = None
@@ -204,7 +208,7 @@ class Worker:
                 )
         if self._compilation is not None:
             with self._phase("compile"):
-                if not self._compilation.prepare(loaded.model, dtype, device):
+                if not self._compilation.prepare(loaded.model, dtype, device, self._counted("compile")):
                     self._compilation = None
                     if device.type == "cpu":  # weights are in the layout of our kernels otherwise
                         loaded = self._load()
@@ -245,7 +249,7 @@ class Worker:
             )
         if device.type == "cuda" and self._backend.name == "triton":
             with self._phase("warm-up"):
-                warm_up(self._runner, args, self._budget.max_model_len)
+                warm_up(self._runner, args, self._budget.max_model_len, self._counted("warm-up"))
         if sizes := self._graph_sizes():
             with self._phase("graphs"):
                 self._runner.capture_graphs(sizes)
@@ -357,6 +361,7 @@ class Worker:
             stage=self._stage,
             exchange=self._exchange,
             compiler=self._compilation.compiler if self._compilation else None,
+            on_read=lambda done, total: self.on_load_step(LoadStep("weights", done, total)),
         )
 
     @property
@@ -419,9 +424,15 @@ class Worker:
             requires_graphs=max(self._parallel.tensor.size, self._parallel.data.size) > 1,
         )
 
+    def _counted(self, phase: str) -> Callable[[], None]:
+        """Return a function to call whenever a part of a phase is done."""
+        counts = itertools.count(1)
+        return lambda: self.on_load_step(LoadStep(phase, next(counts)))
+
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
         started = time.perf_counter()
+        self.on_load_step(LoadStep(name))
         yield
         self._phases.append((name, time.perf_counter() - started))
 

@@ -46,8 +46,11 @@ _TERMINATION_MARGIN_S: Final = 15
 """Seconds between the engine's own deadline and the kubelet's kill, to close streams and free device memory."""
 _SHARED_MEMORY: Final = "1Gi"
 """Size of /dev/shm if the resource does not say."""
-_STARTUP_SECONDS: Final = 3600
-"""Longest time that loading weights from a slow volume may take; until then no other probe runs."""
+_STARTUP_SECONDS: Final = 7 * 24 * 3600
+"""Until it is ready no other probe runs, and nothing ends an engine that loads but itself, once its load stalls
+(`--load-stall-timeout`). Kubernetes has no word for `never`."""
+_FOREIGN_STARTUP_SECONDS: Final = 3600
+"""Longest time that an engine may load that does not notice when it stalls."""
 
 
 def key_secret_name(service: InferenceService) -> str:
@@ -149,7 +152,9 @@ def _engine_container(
         **_program(service, model),
         "env": _env(service, model, warms_up=images.warms_up),
         "ports": [{"name": "http", "containerPort": ENGINE_PORT, "protocol": "TCP"}],
-        "startupProbe": _probe(ready_path, period=1, failures=_STARTUP_SECONDS),
+        "startupProbe": _probe(
+            ready_path, period=1, failures=_STARTUP_SECONDS if foreign is None else _FOREIGN_STARTUP_SECONDS
+        ),
         "readinessProbe": _probe(ready_path, period=2, failures=3),
         # Generous: a long prefill on a loaded node must not be mistaken for a dead engine.
         "livenessProbe": _probe("/health", period=10, failures=6),

@@ -16,7 +16,8 @@ from argosy_engine.config import EngineArgs, ResolvedConfig
 from argosy_engine.core.proc.attached_core import AttachedCore
 from argosy_engine.core.proc.client_group import ALONE, ClientGroup
 from argosy_engine.core.proc.core_client import POLL_MS, bind, close_all, result_of
-from argosy_engine.core.proc.core_handle import START_TIMEOUT_S, CoreHandle
+from argosy_engine.core.proc.core_handle import CoreHandle
+from argosy_engine.core.proc.load_watch import STACKS_S, LoadWatch, dump_stacks
 from argosy_engine.core.proc.output_socket import OutputSocket
 from argosy_engine.distributed.lockstep import LockstepEnds
 from argosy_engine.errors import EngineDead, UtilityFailed
@@ -74,6 +75,7 @@ class AsyncMPClient:
         rank: int = 0,
         lockstep: LockstepEnds | None = None,
         group: ClientGroup = ALONE,
+        watch: LoadWatch | None = None,
     ) -> AsyncMPClient:
         """Start the core process and wait until its model is loaded.
 
@@ -81,12 +83,16 @@ class AsyncMPClient:
             rank: data-parallel rank of the core.
             lockstep: of cores that share experts.
             group: the API processes that the core serves.
+            watch: of the loads of several cores.
 
         Raises:
             ConfigError: the core rejects its arguments; the message is meant for the person who started it.
+            LoadStalled: the load did not advance for long.
             EngineDead: the core died while starting.
         """
-        handle = CoreHandle(args, rank, lockstep, group.size)
+        if watch is None:
+            watch = LoadWatch(args.load_stall_timeout, group.on_load_step)
+        handle = CoreHandle(args, rank, lockstep, group.size, watch)
         client = cls(handle)
         try:
             handle.start()  # fork and exec take milliseconds, once
@@ -117,11 +123,17 @@ class AsyncMPClient:
         return client
 
     async def _wait_until_ready(self) -> None:
+        shaking, watch = asyncio.ensure_future(self._shake_hands()), self._handle.watch
         try:
-            async with asyncio.timeout(START_TIMEOUT_S):
-                self.config = await self._shake_hands()
-        except TimeoutError:
-            raise EngineDead(f"the engine core was not ready after {START_TIMEOUT_S:.0f} s") from None
+            while not (await asyncio.wait({shaking}, timeout=watch and watch.remaining_s))[0]:
+                if watch is not None and watch.is_stalled:
+                    dump_stacks([self.pid])
+                    await asyncio.wait({shaking}, timeout=STACKS_S)
+                    raise watch.stalled()
+            self.config = shaking.result()
+        finally:
+            shaking.cancel()
+            await asyncio.gather(shaking, return_exceptions=True)
 
     async def _shake_hands(self) -> ResolvedConfig:
         exited = asyncio.ensure_future(self._exit())

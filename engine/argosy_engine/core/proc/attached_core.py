@@ -15,7 +15,15 @@ from argosy_engine.config import ResolvedConfig
 from argosy_engine.core.proc.client_group import client_addresses
 from argosy_engine.errors import ConfigError, EngineDead
 from argosy_engine.messages.core_messages import RequestType
-from argosy_engine.messages.handshake import Attached, Failed, HandshakeMessage, Hello, Loading, Ready
+from argosy_engine.messages.handshake import (
+    Attached,
+    Failed,
+    HandshakeMessage,
+    Hello,
+    Loading,
+    Progress,
+    Ready,
+)
 from argosy_engine.osproc.child_process import open_pidfd, wait_readable
 
 
@@ -27,6 +35,8 @@ class AttachedCore:
     """
 
     last_message_ms = 0
+    watch = None
+    """The process that started the core watches its load, and ends this one."""
 
     def __init__(self, directory: Path, index: int) -> None:
         self.input_address, self.output_address = client_addresses(directory, index)
@@ -63,7 +73,7 @@ class AttachedCore:
                 self.config = message.config
             case Failed():
                 raise ConfigError(message.message) if message.is_config_error else EngineDead(message.message)
-            case Loading():
+            case Loading() | Progress():
                 pass
             case _:
                 raise EngineDead(f"the engine core answered with {type(message).__name__}")

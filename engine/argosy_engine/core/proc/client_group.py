@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from argosy_engine.messages.load_step import OnLoadStep, ignore_step
 from argosy_engine.osproc.shared_counters import SharedCounters
 
 
@@ -30,6 +31,8 @@ class ClientGroup:
     on_core_started: Callable[[int, Path], None] = _tell_nobody
     """Called in the first process with the rank of a core and the directory for the other clients' sockets, which it
     waits for."""
+    on_load_step: OnLoadStep = ignore_step
+    """Called in the first process while the cores load."""
 
 
 ALONE = ClientGroup()

@@ -27,7 +27,8 @@ import zmq
 
 from argosy_engine.config import EngineArgs, ResolvedConfig
 from argosy_engine.core.proc.attached_core import AttachedCore
-from argosy_engine.core.proc.core_handle import START_TIMEOUT_S, CoreHandle
+from argosy_engine.core.proc.core_handle import CoreHandle
+from argosy_engine.core.proc.load_watch import STACKS_S, LoadWatch, dump_stacks
 from argosy_engine.distributed.lockstep import LockstepEnds
 from argosy_engine.errors import EngineClosed, EngineDead, UtilityFailed
 from argosy_engine.executor.abstract import Executor
@@ -154,9 +155,11 @@ class SyncMPClient:
         rank: data-parallel rank of the core.
         lockstep: of cores that share experts.
         is_awaited: wait until the core is ready; otherwise only start it, and leave `shake_hands` to the caller.
+        watch: of the loads of several cores.
 
     Raises (from the constructor, or the methods that wait):
         ConfigError: the core rejects its arguments; the message is meant for the person who started it.
+        LoadStalled: the load did not advance for long.
         EngineDead: the core died while starting. The methods raise it if the core dies later.
     """
 
@@ -167,8 +170,9 @@ class SyncMPClient:
         lockstep: LockstepEnds | None = None,
         *,
         is_awaited: bool = True,
+        watch: LoadWatch | None = None,
     ) -> None:
-        self._handle = CoreHandle(args, rank, lockstep)
+        self._handle = CoreHandle(args, rank, lockstep, watch=watch)
         self._context = zmq.Context()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(EngineCoreOutputs)
@@ -176,7 +180,6 @@ class SyncMPClient:
         self._unfinished: set[str] = set()
         self._pending: deque[EngineCoreOutputs] = deque()
         self._input, self._output = bind(self._context, self._handle)
-        self._start_deadline = time.monotonic() + START_TIMEOUT_S
         self.config: ResolvedConfig
         try:
             self._handle.start()
@@ -193,17 +196,19 @@ class SyncMPClient:
 
     def shake_hands(self) -> bool:
         """Wait for the next message of the start and answer it. Returns whether the model is loaded."""
-        reply = self._handle.greeting(self._receive(self._start_deadline, " while starting"))
+        reply = self._handle.greeting(self._receive(self._handle.watch, " while starting"))
         if reply is not None:
-            self._send(reply, self._start_deadline, " while starting")
+            self._send(reply, self._handle.watch, " while starting")
         if self._handle.config is not None:
             self.config = self._handle.config
         return self._handle.config is not None
 
     def check_start(self) -> None:
-        """Raise EngineDead if the start takes too long."""
-        if time.monotonic() > self._start_deadline:
-            raise EngineDead(f"the engine core was not ready after {START_TIMEOUT_S:.0f} s")
+        """Raise LoadStalled if the load has not advanced for long."""
+        if self._handle.watch.is_stalled:
+            dump_stacks([self.pid])
+            time.sleep(STACKS_S)
+            raise self._handle.watch.stalled()
 
     @property
     def pid(self) -> int:
@@ -273,11 +278,11 @@ class SyncMPClient:
             raise self._handle.dead()
         return outputs
 
-    def _send(self, message: list[bytes], deadline: float | None = None, doing: str = "") -> None:
+    def _send(self, message: list[bytes], watch: LoadWatch | None = None, doing: str = "") -> None:
         """Send a message. Raises EngineDead if the core has ended."""
         if self._handle.reason or self._handle.poll() is not None:
             raise self._dead(doing)
-        self._wait(self._input, zmq.POLLOUT, deadline, doing)
+        self._wait(self._input, zmq.POLLOUT, watch, doing)
         try:
             self._input.send_multipart(message, zmq.NOBLOCK)
         except zmq.Again:  # it has ended since
@@ -296,13 +301,18 @@ class SyncMPClient:
                 self._pending.append(outputs)
         return self._handle.dead(doing)
 
-    def _receive(self, deadline: float | None, doing: str = "") -> bytes:
+    def _receive(self, watch: LoadWatch | None, doing: str = "") -> bytes:
         """Wait for the core's next message. Raises EngineDead as soon as the core has ended without one."""
-        self._wait(self._output, zmq.POLLIN, deadline, doing)
+        self._wait(self._output, zmq.POLLIN, watch, doing)
         return bytes(self._output.recv())
 
-    def _wait(self, socket: Any, event: int, deadline: float | None, doing: str) -> None:
-        """Wait until the socket is ready. Raises EngineDead if the core ends or the deadline passes before that."""
+    def _wait(self, socket: Any, event: int, watch: LoadWatch | None, doing: str) -> None:
+        """Wait until the socket is ready.
+
+        Raises:
+            EngineDead: the core ended before that.
+            LoadStalled: the load that is watched has stalled.
+        """
         poller = zmq.Poller()
         poller.register(socket, event)
         if self._handle.pidfd is not None:
@@ -312,9 +322,9 @@ class SyncMPClient:
                 event == zmq.POLLIN and socket.poll(self._handle.last_message_ms)
             ):
                 raise self._handle.dead(doing)
-            if deadline is not None and time.monotonic() > deadline:
-                raise EngineDead(f"the engine core was not ready after {START_TIMEOUT_S:.0f} s")
-            poller.poll(POLL_MS if self._handle.pidfd is None or deadline is not None else None)
+            if watch is not None:
+                self.check_start()
+            poller.poll(POLL_MS if self._handle.pidfd is None or watch is not None else None)
 
 
 def bind(context: zmq.Context[Any], handle: CoreHandle | AttachedCore) -> tuple[Any, Any]:

@@ -17,17 +17,24 @@ import msgspec
 
 from argosy_engine.config import EngineArgs, ResolvedConfig
 from argosy_engine.core.proc.client_group import client_addresses
+from argosy_engine.core.proc.load_watch import LoadWatch
 from argosy_engine.distributed.lockstep import LockstepEnds
 from argosy_engine.distributed.process_name import core_name
 from argosy_engine.errors import ConfigError, EngineDead
 from argosy_engine.messages.core_messages import RequestType
-from argosy_engine.messages.handshake import Failed, Handshake, HandshakeMessage, Hello, Loading, Ready
+from argosy_engine.messages.handshake import (
+    Failed,
+    Handshake,
+    HandshakeMessage,
+    Hello,
+    Loading,
+    Progress,
+    Ready,
+)
+from argosy_engine.messages.load_step import LoadStep
 from argosy_engine.osproc.child_process import describe_exit, end_child, open_pidfd, parent_argument
 from argosy_engine.osproc.file_descriptors import require_free
 from argosy_engine.sizing.rank_resources import rank_environment
-
-START_TIMEOUT_S = 1800.0
-"""Limit for a start. Loading a large model from a slow disk takes long; a core that dies is detected at once."""
 
 LAST_MESSAGE_MS = 2000
 """How long to wait for the last message of a core that has ended by itself: it is sent, but may not be read yet."""
@@ -41,6 +48,7 @@ class CoreHandle:
         rank: data-parallel rank of the core.
         lockstep: of cores that share experts; the process inherits its descriptors.
         num_clients: number of API processes that the core waits for.
+        watch: of the loads of several cores; default: one of this core's own.
 
     Raises (from the constructor):
         ConfigError: this process has too few file descriptors left, there are fewer GPUs than workers, or the
@@ -48,7 +56,12 @@ class CoreHandle:
     """
 
     def __init__(
-        self, args: EngineArgs, rank: int = 0, lockstep: LockstepEnds | None = None, num_clients: int = 1
+        self,
+        args: EngineArgs,
+        rank: int = 0,
+        lockstep: LockstepEnds | None = None,
+        num_clients: int = 1,
+        watch: LoadWatch | None = None,
     ) -> None:
         args.check_core_process()
         require_free()
@@ -58,6 +71,7 @@ class CoreHandle:
         self.name = core_name(args.parallel_config, rank)
         self._environment = rank_environment(args, rank)
         self._num_clients = num_clients
+        self.watch = watch or LoadWatch(args.load_stall_timeout)
         self.directory = Path(tempfile.mkdtemp(prefix="argosy-"))  # mode 0700
         self.input_address, self.output_address = client_addresses(self.directory)
         self._process: subprocess.Popen[bytes] | None = None
@@ -120,11 +134,14 @@ class CoreHandle:
         message = msgspec.msgpack.decode(payload, type=HandshakeMessage)
         match message:
             case Hello():
+                self.watch.advanced(LoadStep("imports"))
                 handshake = Handshake(self._args, self._rank, self._lockstep)
                 return [RequestType.HANDSHAKE, msgspec.msgpack.encode(handshake)]
             case Loading():
                 self.is_connected = True
                 self.remove_files()
+            case Progress():
+                self.watch.advanced(message.step)
             case Ready():
                 self.config = message.config
             case Failed():

@@ -32,8 +32,8 @@ import zmq
 
 from argosy_engine.core.proc.call_parameters import CallParameters
 from argosy_engine.core.proc.client_group import client_addresses
-from argosy_engine.core.proc.core_handle import START_TIMEOUT_S
 from argosy_engine.core.proc.held_outputs import HeldOutputs
+from argosy_engine.core.proc.load_watch import LoadWatch
 from argosy_engine.core.proc.output_router import OutputRouter
 from argosy_engine.core.request import Request
 from argosy_engine.distributed.lockstep import Lockstep
@@ -56,8 +56,10 @@ from argosy_engine.messages.handshake import (
     HandshakeMessage,
     Hello,
     Loading,
+    Progress,
     Ready,
 )
+from argosy_engine.messages.load_step import LatestStep
 from argosy_engine.osproc.child_process import die_with_parent
 from argosy_engine.osproc.debug_signal import describe_on_signal, dump_stacks_on_signal
 from argosy_engine.sizing.kv_cache_sizing import check_model
@@ -66,6 +68,8 @@ from argosy_protocol.program.log_format import configure_logging
 logger = logging.getLogger("argosy.core")
 
 IDLE_HEARTBEAT_S = 0.5
+_PROGRESS_S = 0.5
+"""Interval at which clients are told how far the load is."""
 _LOADS_WEIGHTS = frozenset({"wake_up"})
 """Utilities that may take as long as a start; heartbeats continue while they run."""
 _LINGER_MS = 4000
@@ -131,6 +135,8 @@ class CoreProcess:
         self._call_parameters = CallParameters()
         self._abort_decoder = msgspec.msgpack.Decoder(list[str])
         self._utility_decoder = msgspec.msgpack.Decoder(UtilityCall)
+        self._load = LatestStep()
+        self._load_stall_timeout = 0.0
         self._turned_at = self._received_at = self._sent_at = time.monotonic()
 
     def run(self) -> int:
@@ -139,6 +145,7 @@ class CoreProcess:
         Returns the exit code: 2 for a configuration error, 1 for any other failure.
         """
         init = self._shake_hands()
+        self._load_stall_timeout = init.engine_args.load_stall_timeout
         self._router = OutputRouter(len(self._outputs), balances=init.engine_args.data_parallel_size > 1)
         # Only now: before, a core that outlives its client must still remove the sockets' files.
         die_with_parent(self._parent)
@@ -150,11 +157,12 @@ class CoreProcess:
             from argosy_engine.executor.factory import make_executor
 
             # Imports torch, unless the workers have their own processes.
-            executor = make_executor(init.engine_args, init.lockstep)
+            executor = make_executor(init.engine_args, init.lockstep, self._load.note)
             imported = time.perf_counter() - started
             if init.lockstep is not None:
                 self._lockstep = Lockstep(init.lockstep, IDLE_HEARTBEAT_S)
-            self.core = EngineCore(init.engine_args, executor, self._lockstep)
+            with self._telling_progress():
+                self.core = EngineCore(init.engine_args, executor, self._lockstep)
         except ConfigError as error:
             self._send_handshake(Failed(str(error), True))
             return 2
@@ -211,6 +219,26 @@ class CoreProcess:
             raise TypeError("no client has sent the arguments")
         self._send_handshake(Loading())
         return init
+
+    @contextlib.contextmanager
+    def _telling_progress(self) -> Iterator[None]:
+        """Tell the clients how far the load is, in a thread that has the output sockets meanwhile."""
+        ended = threading.Event()
+
+        def tell() -> None:
+            told = 0
+            while not ended.wait(_PROGRESS_S):
+                if (count := self._load.count) != told:
+                    told = count
+                    self._send_handshake(Progress(self._load.step))
+
+        teller = threading.Thread(target=tell, daemon=True, name="load progress")
+        teller.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            teller.join()
 
     def _busy_loop(self) -> None:
         core = self.core
@@ -350,9 +378,12 @@ class CoreProcess:
             beat.join()
 
     def _beat(self, ended: threading.Event) -> None:
-        """Send heartbeats in place of the loop while it loads weights, but no longer than a start may take."""
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not ended.wait(IDLE_HEARTBEAT_S) and time.monotonic() < deadline:
+        """Send heartbeats in place of the loop while it loads weights, until the load stalls."""
+        watch, seen = LoadWatch(self._load_stall_timeout), self._load.count
+        while not ended.wait(IDLE_HEARTBEAT_S) and not watch.is_stalled:
+            if self._load.count != seen:
+                seen = self._load.count
+                watch.advanced(self._load.step)
             self.output_queue.put(EngineCoreOutputs())
 
     def _add(self, addition: _Addition) -> None:

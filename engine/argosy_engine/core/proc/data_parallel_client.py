@@ -23,6 +23,7 @@ from argosy_engine.config import EngineArgs, ResolvedConfig
 from argosy_engine.core.proc.async_core_client import AsyncMPClient
 from argosy_engine.core.proc.client_group import ALONE, ClientGroup
 from argosy_engine.core.proc.core_client import POLL_MS, SyncMPClient
+from argosy_engine.core.proc.load_watch import LoadWatch
 from argosy_engine.core.proc.rank_balancer import RankBalancer
 from argosy_engine.distributed.lockstep import LockstepEnds, LockstepFiles
 from argosy_engine.errors import ConfigError, EngineDead, EngineError, UtilityFailed
@@ -78,8 +79,9 @@ class DPLBAsyncMPClient:
         """
         check_gpus(args)
         own_args, ends = rank_args(args), ExpertGroup(args)
+        watch = LoadWatch(args.load_stall_timeout, group.on_load_step)
         starts = [
-            asyncio.create_task(_start_rank(own_args, rank, ends.of(rank), group), name=f"core {rank}")
+            asyncio.create_task(_start_rank(own_args, rank, ends.of(rank), group, watch), name=f"core {rank}")
             for rank in range(args.data_parallel_size)
         ]
         try:
@@ -189,10 +191,10 @@ class DPLBAsyncMPClient:
 
 
 async def _start_rank(
-    args: EngineArgs, rank: int, lockstep: LockstepEnds | None, group: ClientGroup
+    args: EngineArgs, rank: int, lockstep: LockstepEnds | None, group: ClientGroup, watch: LoadWatch
 ) -> AsyncMPClient:
     with _naming(rank):
-        return await AsyncMPClient.start(args, rank, lockstep, group)
+        return await AsyncMPClient.start(args, rank, lockstep, group, watch)
 
 
 class DPLBSyncMPClient:
@@ -205,12 +207,14 @@ class DPLBSyncMPClient:
 
     def __init__(self, args: EngineArgs) -> None:
         check_gpus(args)
-        own_args, ends = rank_args(args), ExpertGroup(args)
+        own_args, ends, watch = rank_args(args), ExpertGroup(args), LoadWatch(args.load_stall_timeout)
         self._shares_experts = args.parallel_config.shares_experts
         self._clients: list[SyncMPClient] = []
         try:
             for rank in range(args.data_parallel_size):
-                self._clients.append(SyncMPClient(own_args, rank, ends.of(rank), is_awaited=False))
+                self._clients.append(
+                    SyncMPClient(own_args, rank, ends.of(rank), is_awaited=False, watch=watch)
+                )
             self._wait_until_ready()
             self.config = combined_config([client.config for client in self._clients])
         except BaseException:
@@ -393,7 +397,7 @@ def _naming(rank: int) -> Iterator[None]:
 
 
 def _dead(rank: int, error: EngineDead) -> EngineDead:
-    return EngineDead(f"data-parallel rank {rank}: {error}")
+    return type(error)(f"data-parallel rank {rank}: {error}")
 
 
 def combined_config(configs: Sequence[ResolvedConfig]) -> ResolvedConfig:

@@ -1,0 +1,135 @@
+"""A load that stalls ends the engine, which says where; one that advances may take any time."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from argosy_engine import EngineArgs
+from argosy_engine.core.proc.core_client import SyncMPClient
+from argosy_engine.core.proc.load_watch import LoadWatch
+from argosy_engine.errors import LoadStalled
+from argosy_engine.executor.factory import make_executor
+from argosy_engine.messages.load_step import LoadStep
+from processes import children, free_port
+
+pytestmark = pytest.mark.timeout(240)
+
+STALL_S = 20.0
+"""Longer than a core imports torch, on a busy machine as well: that is one phase."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def worker_path() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent.parent / "support"), prepend=os.pathsep)
+        yield
+
+
+def args(**fields: object) -> EngineArgs:
+    return EngineArgs.of(
+        model="builtin://tiny", device="cpu", threads=1, num_gpu_blocks_override=16, **fields
+    )
+
+
+def test_a_load_that_advances_is_never_stalled() -> None:
+    now = 0.0
+    watch = LoadWatch(10.0, clock=lambda: now)
+    for second in range(0, 100_000, 9):
+        now = float(second)
+        assert not watch.is_stalled
+        watch.advanced(LoadStep("weights", second, 100_000))
+    now += 9.5
+    assert watch.remaining_s == 0.5
+    now += 0.5
+    assert watch.is_stalled
+    assert "no progress for 10 s (weights, 99 %)" in str(watch.stalled())
+
+
+def test_zero_waits_for_ever() -> None:
+    now = 0.0
+    watch = LoadWatch(0.0, clock=lambda: now)
+    now = 1e9
+    assert watch.remaining_s is None
+    assert not watch.is_stalled
+
+
+@pytest.mark.parametrize("fields", [{}, {"tensor_parallel_size": 2}], ids=["core", "workers"])
+def test_a_load_tells_its_phases_and_bytes(fields: dict[str, object]) -> None:
+    steps: list[LoadStep] = []
+    executor = make_executor(args(**fields), on_load_step=steps.append)
+    try:
+        executor.start()
+    finally:
+        executor.shutdown()
+    phases = [step.phase for step in steps]
+    world_size = fields.get("tensor_parallel_size", 1)
+    assert [phases.count(phase) for phase in ("device", "config", "kv cache")] == [world_size] * 3
+    read = [step for step in steps if step.phase == "weights"]
+    assert len(read) >= world_size
+    if not fields:  # workers tell of every phase, and of one as much as is needed
+        assert read[-1].num_done == read[-1].num_total > 0
+        assert [step.num_done for step in read] == sorted(step.num_done for step in read)
+
+
+@pytest.mark.parametrize("backend", ["uni", "mp"])
+def test_an_offline_engine_raises_and_leaves_no_process(
+    backend: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before, began = children(os.getpid()), time.monotonic()
+    hangs_since: list[float] = []
+
+    def note(step: LoadStep) -> None:
+        if step.phase == "probe":
+            hangs_since.append(time.monotonic())
+
+    def clock() -> float:
+        """Stand still until the worker hangs, however long the imports take."""
+        return time.monotonic() - hangs_since[0] if hangs_since else 0.0
+
+    with pytest.raises(LoadStalled, match=r"no progress for 2 s \(probe, 40 %\)"):
+        SyncMPClient(
+            args(worker_cls="probe_worker.HangingWorker", distributed_executor_backend=backend),
+            watch=LoadWatch(2.0, note, clock),
+        )
+    assert time.monotonic() - began > 2
+    assert children(os.getpid()) == before
+    assert "probe_worker.py" in capfd.readouterr().err  # the stacks
+
+
+def test_a_server_ends_with_stacks_and_an_exit_code() -> None:
+    port = free_port()
+    flags = ["--port", port, "--device", "cpu", "--worker-cls", "probe_worker.HangingWorker"]
+    flags += ["--load-stall-timeout", STALL_S]
+    server = subprocess.Popen(
+        [sys.executable, "-P", "-m", "argosy", "serve", "builtin://tiny", *map(str, flags)],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    statuses = set()
+    try:
+        while server.returncode is None:
+            with contextlib.suppress(httpx.TransportError):
+                answer = httpx.get(f"http://127.0.0.1:{port}/ready", timeout=5)
+                assert answer.status_code == 503
+                statuses.add(str(answer.json()["status"]))
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                server.wait(0.5)
+        _, log = server.communicate()
+    finally:
+        server.kill()
+    assert server.returncode == 4
+    assert any(status.startswith("loading the model: ") for status in statuses), statuses
+    assert "most recent call first" in log  # the stacks
+    last = log.strip().splitlines()[-1]
+    # On a machine that takes that long to import torch, the phase is another one.
+    assert last.startswith("argosy serve: the load of the model has stalled: no progress for 20 s (")
+    assert "--load-stall-timeout" in last
