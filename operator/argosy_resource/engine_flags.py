@@ -63,6 +63,7 @@ OPERATOR_FLAGS: Final[Mapping[str, str]] = {
     "ssl-ca-certs": _LISTENS,
     "enable-ssl-refresh": _LISTENS,
     "api-key": _OWN_KEY,
+    "api-keys-file": _OWN_KEY,
     "admin-api-key": _OWN_KEY,
     "nnodes": _ONE_POD,
     "node-rank": _ONE_POD,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from argosy_engine.api.http.connection_limit import protocol_of
+from argosy_engine.api.http.followed_keys import FollowedKeys
 from argosy_engine.api.http.http_server import HttpServer
 from argosy_engine.api.http.tls import ServerCertificate
 from argosy_engine.api.http_layers import add_http_layers
@@ -39,9 +41,12 @@ def make_http_server(
     Raises:
         ConfigError: a layer of `--middleware` cannot be loaded.
     """
-    keys = KeyRing(
-        [*options.api_key, *(key for name in KEY_VARIABLES for key in os.environ.get(name, "").split(","))]
-    )
+    given = [
+        *options.api_key,
+        *(key for name in KEY_VARIABLES for key in os.environ.get(name, "").split(",")),
+    ]
+    path = options.api_keys_file
+    keys = KeyRing(given) if path is None else FollowedKeys(given, Path(path))
     admin_keys = KeyRing([*options.admin_api_key, *os.environ.get("ARGOSY_ADMIN_API_KEY", "").split(",")])
     config = uvicorn.Config(
         add_http_layers(app, options, keys, admin_keys, application),

@@ -84,6 +84,13 @@ class ServerArgs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             description="accepted bearer key; repeatable; also ARGOSY_API_KEY or VLLM_API_KEY, separated by commas"
         ),
     ] = ()
+    api_keys_file: Annotated[
+        FilePath | None,
+        Meta(
+            description="file with an accepted key per line, besides those of --api-key; read again within a second of "
+            "a change, and all of its keys are valid at once. Without the file, or keys in it, its keys are refused"
+        ),
+    ] = None
     admin_api_key: Annotated[
         Keys,
         Meta(
