@@ -1,0 +1,46 @@
+"""The operator's pod templates are pinned: a change of one replaces every pod of such services at an upgrade.
+
+A failure means that the upgrade to this version rolls pods. If that is wanted, pin the new revision, and say so in the
+table of docs/operations.md ("Upgrading").
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from builders import CONFIG, isvc
+
+from argosy_operator.desired.children import plan_children
+from argosy_operator.names import REVISION_LABEL
+from argosy_operator.observed.observation import Observation
+
+HUB = {"source": "hf://org/model"}
+CLAIM = {"source": "pvc://claim/model"}
+
+PINNED: list[tuple[str, dict[str, Any], str]] = [
+    ("the model of the image", {}, "9a7de7893e"),
+    ("a claim", {"model": CLAIM}, "15d690c7bb"),
+    ("a fetched model", {"model": HUB}, "732e919234"),
+    (
+        "a fetched model, kept on a claim",
+        {"model": {**HUB, "cache": {"type": "claim", "claimName": "models"}}},
+        "eb76b710c3",
+    ),
+    ("vLLM", {"model": CLAIM, "engine": {"type": "vllm"}}, "d01ee7375b"),
+    ("SGLang", {"model": CLAIM, "engine": {"type": "sglang"}}, "d8e28fb0a2"),
+]
+
+
+def revision(spec: dict[str, Any]) -> str:
+    template = plan_children(isvc(**spec), Observation(), CONFIG).deployment["spec"]["template"]
+    return str(template["metadata"]["labels"][REVISION_LABEL])
+
+
+@pytest.mark.parametrize(("spec", "pinned"), [each[1:] for each in PINNED], ids=[each[0] for each in PINNED])
+def test_an_upgrade_rolls_no_pod_unawares(spec: dict[str, Any], pinned: str) -> None:
+    assert revision(spec) == pinned, "see this file's docstring"
+
+
+def test_the_pinned_templates_differ() -> None:
+    assert len({pinned for _, _, pinned in PINNED}) == len(PINNED)
