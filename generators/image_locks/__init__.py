@@ -25,7 +25,7 @@ class ImageLock:
 
 IMAGES = (
     ImageLock("operator", ("operator",)),
-    ImageLock("router", ("router", "otlp", "storage")),
+    ImageLock("router", ("router", "otlp", "storage", "gateway")),
     ImageLock("engine", ("engine", "fetch")),
     ImageLock("engine-without-torch", ("engine", "fetch"), frozenset({"torch", "xgrammar"})),
 )
