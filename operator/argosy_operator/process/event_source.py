@@ -74,7 +74,7 @@ async def watch(
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            await _end(tasks)
+            await _end((*tasks, *_watchers(scope)))
         if stop.is_set():
             return
         errors = [task.exception() for task in done if not task.cancelled()]
@@ -83,6 +83,17 @@ async def watch(
             async with asyncio.timeout(RESTART_PAUSE):
                 await stop.wait()
         controller.list_again()
+
+
+def _watchers(scope: Scope) -> list[asyncio.Task[Any]]:
+    """The watches of a scope that still run. When one of them fails, kopf ends and leaves the others behind; scopes
+    have no namespace in common, and the names of these tasks end in theirs."""
+    ends = tuple(f"@{namespace}" for namespace in scope.namespaces or (None,))
+    return [
+        task
+        for task in asyncio.all_tasks()
+        if task.get_name().startswith("watcher for ") and task.get_name().endswith(ends)
+    ]
 
 
 async def _end(tasks: Collection[asyncio.Task[Any]]) -> None:
