@@ -106,10 +106,11 @@ async def _run(faults: list[Fault], folder: Path, *, rehearse: bool) -> list[Res
 async def _try(rig: Rig, fault: Fault, namespace: str, untouched: object) -> Result:
     """Cause one fault and judge it; mend everything afterwards, whatever happened."""
     began = time.monotonic()
+    limit = asyncio.timeout(None)
     try:
         await rig.mend()
         await rig.namespace(namespace)
-        async with asyncio.timeout(fault.seconds):
+        async with asyncio.timeout(fault.seconds) as limit:
             seen, held = await fault.cause(rig, namespace), True
         if rig.operator.is_running:
             await rig.idle()
@@ -118,7 +119,10 @@ async def _try(rig: Rig, fault: Fault, namespace: str, untouched: object) -> Res
         if foreign := foreign_writes(rig, {namespace, "no-fault", SYSTEM, *_namespaces(namespace)}):
             raise Violation(f"writes that are none of its business: {'; '.join(foreign[:3])}")
     except TimeoutError:
-        seen, held = f"no end within {fault.seconds:.0f} s", False
+        reason = (
+            f"no end within {fault.seconds:.0f} s" if limit.expired() else "a request had no answer in time"
+        )
+        seen, held = reason, False
     except Violation as violation:
         seen, held = str(violation), False
     except Exception as error:  # the next faults are tried all the same

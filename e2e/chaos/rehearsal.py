@@ -80,7 +80,16 @@ class Rehearsal:
     async def _step(self) -> None:
         while True:
             self.cluster.step()
+            self._collect_garbage()
             await asyncio.sleep(STEP_S)
+
+    def _collect_garbage(self) -> None:
+        """Remove what was made for an owner that was gone by then."""
+        living = {obj["metadata"]["uid"] for obj in self.cluster.objects.values()}
+        for key, obj in list(self.cluster.objects.items()):
+            owners = [each["uid"] for each in obj["metadata"].get("ownerReferences", ())]
+            if owners and living.isdisjoint(owners):
+                self.cluster.remove(key)
 
     def _remember(self, kind: Kind, event: str, obj: Object) -> None:
         self._events.append((int(obj["metadata"]["resourceVersion"]), kind, event, obj))
