@@ -94,6 +94,11 @@ class FaultyProxy:
         """Watches that are open now."""
         return len(self._watches)
 
+    @property
+    def changes(self) -> int:
+        """Writes so far, renewals of the lease left out."""
+        return sum(not write.is_lease for write in self.writes)
+
     def cut_watches(self) -> int:
         """Cut every open watch; returns how many there were."""
         count = 0

@@ -198,8 +198,8 @@ async def _stale(rig: Rig, namespace: str, kinds: tuple[str, ...]) -> str:
     await rig.start_operator()
     await rig.idle()
     count = -1
-    while count != len(rig.proxy.writes):  # it does what it wants on what it was shown
-        count = len(rig.proxy.writes)
+    while count != rig.proxy.changes:  # it does what it wants on what it was shown
+        count = rig.proxy.changes
         await asyncio.sleep(3)
     require(rig.proxy.stale_answers > seen, "no list was stale")
     now = uids(await rig.pods(namespace))

@@ -62,9 +62,9 @@ async def _reference(rig: Rig) -> None:
 async def _quiet(rig: Rig) -> None:
     """Wait until no write was made for two seconds."""
     while True:
-        count = len(rig.proxy.writes)
+        count = rig.proxy.changes
         await asyncio.sleep(2)
-        if len(rig.proxy.writes) == count:
+        if rig.proxy.changes == count:
             return
 
 
