@@ -105,7 +105,7 @@ VOLATILE = {
     *("lastTransitionTime", "lastUpdateTime", "observedGeneration", "clusterIP", "clusterIPs", "startTime"),
     *("time", "lastProbeTime", "podIP", "podIPs", "pod-template-hash", "namespace", "servedName", "message"),
     *("inference.argosy.dev/revision", "inference.argosy.dev/internal-key", "inference.argosy.dev/applied"),
-    *("inference.argosy.dev/served-revision", "inference.argosy.dev/input", "coldStart", "data"),
+    *("inference.argosy.dev/served-revision", "inference.argosy.dev/input", "coldStart", "data", "revision"),
 }  # fmt: skip
 """Fields that differ between two runs of the same steps."""
 
