@@ -15,6 +15,7 @@ from rendered_chart import NAMESPACE, Object, find, identity, pod_specs, render
 from argosy_operator.config import OperatorConfig
 from argosy_operator.desired.pinned_images import default_images
 from argosy_operator.desired.pod_template import pod_template
+from argosy_resource.engine_address import ENGINE_PORT
 
 EVERYTHING: dict[str, Any] = {
     "watchNamespaces": ["team"],
@@ -240,6 +241,39 @@ def test_an_ingress_and_a_route_lead_to_the_routers() -> None:
         "spec"
     ]["rules"]
     assert "host" not in any_host
+
+
+def test_gateways_find_routers_and_engines_by_an_inference_pool() -> None:
+    gateways = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "gateways"}}}]
+    values: dict[str, Any] = {
+        **EVERYTHING,
+        "router": {"endpointPicker": {"enabled": True}},
+        "networkPolicies": {"enabled": True, "gateways": gateways},
+    }
+    objects = render(values)
+    pool = find(objects, "InferencePool", "argosy")
+    picker = pool["spec"]["endpointPickerRef"]
+    ports = find(objects, "Service", picker["name"])["spec"]["ports"]
+    (port,) = (each for each in ports if each["port"] == picker["port"]["number"])
+    assert picker["failureMode"] == "FailClose"
+    (router,) = pod_specs(objects)["argosy-router"]["containers"]
+    opened = {each["name"]: each["containerPort"] for each in router["ports"]}
+    assert f"--ext-proc-port={opened[port['targetPort']]}" in router["args"]
+    labels = engine_template(CONFIG)["metadata"]["labels"]
+    assert pool["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    assert pool["spec"]["targetPorts"] == [{"number": ENGINE_PORT}]
+    for name, number in (("argosy-router", 9002), (f"argosy-engines-{NAMESPACE}", ENGINE_PORT)):
+        rules = find(objects, "NetworkPolicy", name)["spec"]["ingress"]
+        assert {"ports": [{"port": number, "protocol": "TCP"}], "from": gateways} in rules
+    off = render({**EVERYTHING, "networkPolicies": {"enabled": True, "gateways": gateways}})
+    assert "InferencePool" not in kinds(off)
+    assert "9002" not in str(find(off, "Service", "argosy-router"))
+    assert gateways not in [
+        rule.get("from")
+        for each in off
+        if each["kind"] == "NetworkPolicy"
+        for rule in each["spec"]["ingress"]
+    ]
 
 
 def test_a_route_without_a_gateway_is_refused() -> None:
