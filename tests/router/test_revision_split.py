@@ -118,6 +118,16 @@ async def test_a_side_that_cannot_answer_leaves_its_share_to_the_other() -> None
         assert set(await answered_by(r, ids(3))) == {"r2"}
 
 
+async def test_what_one_side_cannot_answer_goes_to_the_other_and_not_to_further_revisions() -> None:
+    async with divided_rig(100, count=4) as r:
+        service = r.router.fleet.services["default/svc"]
+        canary, other = r.replica(2), r.replica(3)
+        assert service.candidates.healthy(0.0, (), CANARY).replicas == [canary]
+        assert service.candidates.healthy(0.0, [canary], CANARY).replicas == [r.replica(0), r.replica(1)]
+        everyone_else = [r.replica(0), r.replica(1), canary]
+        assert service.candidates.healthy(0.0, everyone_else, STABLE).replicas == [other]
+
+
 async def test_the_division_ends_with_the_document() -> None:
     async with divided_rig(0) as r:
         assert "r2" not in await answered_by(r, ids(20))

@@ -4,7 +4,7 @@ Owns: which replicas are candidates (routable, healthy, below the in-flight limi
 the request's side in a canary rollout), and how many more sequences they can take.
 Must not know: how one of them is chosen.
 Invariant: a request is refused only when no replica could take it; ejected and suspect replicas are used before that,
-and so is the other side of a canary rollout.
+and so are the other side of a canary rollout and, after that, replicas of neither side.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from argosy_protocol.errors import TooManyRequests, Unavailable
 from argosy_protocol.fleet import FleetService
 from argosy_router.fleet.health.ejection_limits import panics
 from argosy_router.fleet.replica import Replica
-from argosy_router.fleet.revision_sides import SIDES
+from argosy_router.fleet.revision_sides import CANARY, SIDES, STABLE
 from argosy_router.policy.policy_interface import Candidate
 from argosy_router.prefixes.index import PrefixIndex
 
@@ -170,13 +170,13 @@ class CandidatePool:
         return candidates
 
     def _best_class(self, now: float, tried: Collection[Replica], name: str) -> list[Replica]:
-        usable = [
-            replica
-            for replica in self._replicas.values()
-            if replica.is_routable and replica not in tried and replica.serves(name)
+        untried = [
+            replica for replica in self._replicas.values() if replica.is_routable and replica not in tried
         ]
+        usable = [replica for replica in untried if replica.serves(name)]
         if name in SIDES and not any(replica.health.admits(now) for replica in usable):
-            usable, name = [r for r in self._replicas.values() if r.is_routable and r not in tried], ""
+            other = STABLE if name == CANARY else CANARY
+            usable, name = [replica for replica in untried if replica.serves(other)] or untried, ""
         if not usable:
             model = self.spec.model
             asked = name if name in self.partial_aliases else f"{model}:{name}" if name else model
