@@ -47,8 +47,10 @@ class PlainApp(FastAPI):
             if not isinstance(route, APIRoute):
                 continue
             is_direct = isinstance(route, PlainRoute) and route.is_plain and "{" not in route.path
-            for method in route.methods if is_direct else ():
-                if not any(method in other.methods and other.path_regex.match(route.path) for other in taken):
+            for method in route.methods or () if is_direct else ():
+                if not any(
+                    method in (other.methods or ()) and other.path_regex.match(route.path) for other in taken
+                ):
                     self._endpoints[method, route.path] = route.endpoint
             taken.append(route)
 

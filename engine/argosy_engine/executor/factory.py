@@ -34,7 +34,7 @@ def make_executor(
     if args.executor_backend == "mp":
         from argosy_engine.executor.multiproc_executor import MultiprocExecutor
 
-        return MultiprocExecutor(args, args.parallel_config.world_size, lockstep, on_load_step)
+        return MultiprocExecutor(args, args.parallel_config.world_size, lockstep, on_load_step=on_load_step)
     if args.executor_backend == "external_launcher":
         from argosy_engine.executor.external_launcher_executor import ExternalLauncherExecutor
 

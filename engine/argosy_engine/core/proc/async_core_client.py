@@ -125,7 +125,7 @@ class AsyncMPClient:
     async def _wait_until_ready(self) -> None:
         shaking, watch = asyncio.ensure_future(self._shake_hands()), self._handle.watch
         try:
-            while not (await asyncio.wait({shaking}, timeout=watch and watch.remaining_s))[0]:
+            while not (await asyncio.wait({shaking}, timeout=watch.remaining_s if watch else None))[0]:
                 if watch is not None and watch.is_stalled:
                     dump_stacks([self.pid])
                     await asyncio.wait({shaking}, timeout=STACKS_S)
