@@ -276,6 +276,13 @@ def test_gateways_find_routers_and_engines_by_an_inference_pool() -> None:
     ]
 
 
+def test_an_endpoint_picker_that_clients_could_reach_is_refused() -> None:
+    picker = {"enabled": True, "inferencePool": False}
+    with pytest.raises(AssertionError, match=r"networkPolicies\.enabled.*allowUnrestricted"):
+        render({"router": {"endpointPicker": picker}})
+    render({"router": {"endpointPicker": {**picker, "allowUnrestricted": True}}})
+
+
 def test_a_route_without_a_gateway_is_refused() -> None:
     with pytest.raises(AssertionError, match="parentRefs"):
         render({"router": {"httpRoute": {"enabled": True}}})
