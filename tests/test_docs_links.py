@@ -25,6 +25,7 @@ _FENCED = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 _FILE = re.compile(r"`([\w./-]+\.(?:py|h|cc|c|yaml|sh))(?:: \w+)?`")
 _FOLDERS = (
+    "images",
     "protocol",
     "engine",
     "router",
