@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 from collections import Counter
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 import pytest
 
+from argosy_protocol.errors import Unavailable
 from argosy_protocol.fleet import (
     REVISION_LABEL,
     Endpoint,
     FleetDocument,
     FleetService,
     RevisionSplit,
+    ServiceLimits,
     decode_fleet,
     encode_fleet,
 )
@@ -24,9 +28,11 @@ from argosy_protocol.load_report import LoadReport, RolloutReport
 from argosy_router.admin.app import explain_body
 from argosy_router.admin.load_reports import LoadReports
 from argosy_router.discovery.kubernetes import Pod, members_of
+from argosy_router.discovery.source import snapshot_of
+from argosy_router.fleet.replica import Member
 from argosy_router.fleet.revision_sides import CANARY, SLICES, STABLE, RevisionSides
 
-from .fake_engine import DONE, Connection, FakeEngine, Received, completion, event
+from .fake_engine import DONE, MODEL, Connection, FakeEngine, Received, answer_normally, completion, event
 from .harness import Rig, chat, rig, service
 
 
@@ -51,11 +57,33 @@ async def divided_rig(weight: int, *, count: int = 3, **config: Any) -> AsyncIte
             yield r
 
 
-async def answered_by(r: Rig, headers: list[dict[str, str]]) -> list[str]:
+@contextlib.asynccontextmanager
+async def named_rig(weight: int, **fields: Any) -> AsyncIterator[Rig]:
+    """All but r0 have the adapter `sql` and the alias `small`; r1 is stable, r2 the canary, r3 of neither revision."""
+    async with divided_rig(weight, count=4) as r:
+        apply_names(r, weight, **fields)
+        yield r
+
+
+def apply_names(r: Rig, weight: int, **fields: Any) -> None:
+    (only,) = divided(list(r.engines), weight).services
+    spec = msgspec.structs.replace(only, adapters=("sql",), aliases=("small",), **fields)
+    document = FleetDocument(services=(spec,))
+    members = tuple(
+        Member(each.name, "", each.url, revision=each.revision)
+        if each.name == "r0"
+        else Member(each.name, "", each.url, adapters=("sql",), aliases=("small",), revision=each.revision)
+        for each in spec.endpoints
+    )
+    found = snapshot_of(document, encode_fleet(document))
+    r.router.fleet.apply(replace(found, members={spec.qualified_name: members}))
+
+
+async def answered_by(r: Rig, headers: list[dict[str, str]], model: str = MODEL) -> list[str]:
     """The replicas that answer one request with each of the headers."""
     found = []
     for each in headers:
-        answer = await r.http.post("/v1/chat/completions", json=chat(), headers=each)
+        answer = await r.http.post("/v1/chat/completions", json=chat(model=model), headers=each)
         assert answer.status_code == 200
         found.append(answer.headers["x-argosy-replica"])
     return found
@@ -126,6 +154,77 @@ async def test_what_one_side_cannot_answer_goes_to_the_other_and_not_to_further_
         assert service.candidates.healthy(0.0, [canary], CANARY).replicas == [r.replica(0), r.replica(1)]
         everyone_else = [r.replica(0), r.replica(1), canary]
         assert service.candidates.healthy(0.0, everyone_else, STABLE).replicas == [other]
+
+
+NAMES = pytest.mark.parametrize("model", [f"{MODEL}:sql", "small"])
+"""An adapter, and an alias that not all replicas have."""
+
+
+@NAMES
+async def test_requests_for_adapters_and_partial_aliases_are_divided_too(model: str) -> None:
+    async with named_rig(0) as r:
+        assert set(await answered_by(r, ids(30), model)) == {"r1"}
+        found = sides(r)
+        assert (found.canary.attempts, found.stable.attempts >= 30) == (0, True)
+        apply_names(r, 30)
+        counts = Counter(await answered_by(r, ids(100), model))
+        assert set(counts) == {"r1", "r2"}
+        assert counts["r2"] == pytest.approx(30, abs=15)
+        apply_names(r, 100)
+        assert set(await answered_by(r, ids(10), model)) == {"r2"}
+
+
+@NAMES
+async def test_a_session_gets_adapters_and_aliases_from_its_side(model: str) -> None:
+    async with named_rig(50) as r:
+        sessions = [{"x-session-id": f"session-{number}"} for number in range(20)]
+        plain, named = await answered_by(r, sessions), await answered_by(r, sessions, model)
+        assert [name == "r2" for name in named] == [name == "r2" for name in plain]
+        assert set(named) == {"r1", "r2"}
+        explained = [
+            json.loads(
+                explain_body(
+                    r.router.fleet, json.dumps(chat(model=model)).encode(), each["x-session-id"].encode()
+                )
+            )
+            for each in sessions
+        ]
+        assert [each["replica"] for each in explained] == named
+        reasons = {each["replica"]: each["reason"] for each in explained[0]["excluded"]}
+        assert "does not have" in reasons.pop("r0")
+        assert set(reasons.values()) == {"it is on the other side of the canary rollout"}
+
+
+@NAMES
+async def test_a_side_that_cannot_answer_as_a_name_leaves_it_to_replicas_that_have_it(model: str) -> None:
+    async with named_rig(100) as r:
+        candidates = r.router.fleet.services["default/svc"].candidates
+        plain, stable, canary, other = (r.replica(number) for number in range(4))
+        name = CANARY + model.removeprefix(f"{MODEL}:")
+        assert candidates.healthy(0.0, (), name).replicas == [canary]
+        assert candidates.healthy(0.0, [canary], name).replicas == [stable]
+        assert candidates.healthy(0.0, [canary, stable], name).replicas == [other]
+        with pytest.raises(Unavailable, match=f"'{model}'"):
+            candidates.healthy(0.0, [canary, stable, other], name)
+        assert plain.is_routable
+        assert canary.health.failed(1e12, refused=True, may_eject=True)
+        r.router.fleet.changed()
+        assert set(await answered_by(r, ids(5), model)) == {"r1"}
+
+
+async def test_requests_for_an_adapter_wait_for_room_on_their_side() -> None:
+    is_done = asyncio.Event()
+
+    async def held(connection: Connection, request: Received) -> None:
+        await is_done.wait()
+        await answer_normally(connection, request)
+
+    async with named_rig(100, limits=ServiceLimits(max_inflight_per_replica=1)) as r:
+        r.engines[2].script = held
+        tasks = [asyncio.create_task(r.chat(model=f"{MODEL}:sql")) for _ in range(3)]
+        await r.until(lambda: r.metric(f'queued_requests{{model="{MODEL}"}}') == 2)
+        is_done.set()
+        assert [(await task).headers["x-argosy-replica"] for task in tasks] == ["r2"] * 3
 
 
 async def test_the_division_ends_with_the_document() -> None:

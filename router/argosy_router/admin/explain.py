@@ -16,7 +16,7 @@ from argosy_protocol.errors import ApiError
 from argosy_router.fleet.candidates import Candidates
 from argosy_router.fleet.fleet import Fleet
 from argosy_router.fleet.replica import Replica
-from argosy_router.fleet.revision_sides import SIDES
+from argosy_router.fleet.revision_sides import in_parts
 from argosy_router.fleet.service import Service
 from argosy_router.policy import POLICIES
 from argosy_router.prompts.prompt_hash import Prompt
@@ -146,10 +146,11 @@ def _excluded(
 
 
 def _why_not(service: Service, prompt: Prompt, replica: Replica, now: float) -> str:
-    if not replica.serves(prompt.name):
-        if prompt.name in SIDES:
-            return "it is on the other side of the canary rollout"
-        return f"it does not have {prompt.name!r}"
+    side, name = in_parts(prompt.name)
+    if not replica.serves(name):
+        return f"it does not have {name!r}"
+    if not replica.serves(side):
+        return "it is on the other side of the canary rollout"
     if replica.is_draining or replica.has_announced_drain:
         return "it is draining"
     if not replica.is_routable:

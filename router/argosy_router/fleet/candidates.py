@@ -17,7 +17,7 @@ from argosy_protocol.errors import TooManyRequests, Unavailable
 from argosy_protocol.fleet import FleetService
 from argosy_router.fleet.health.ejection_limits import panics
 from argosy_router.fleet.replica import Replica
-from argosy_router.fleet.revision_sides import CANARY, SIDES, STABLE
+from argosy_router.fleet.revision_sides import CANARY, STABLE, in_parts
 from argosy_router.policy.policy_interface import Candidate
 from argosy_router.prefixes.index import PrefixIndex
 
@@ -56,7 +56,7 @@ class CandidatePool:
         self._replicas = replicas
         self._index = index
         self._kept: dict[str, Candidates] = {}
-        """Adapter, partial alias or side -> cached candidates; the empty name stands for the model itself."""
+        """Name, as in `Prompt.name` -> cached candidates; the empty name stands for the model itself."""
         self._kept_until = 0.0
         """Time at which the candidates may change by the clock alone."""
 
@@ -174,12 +174,17 @@ class CandidatePool:
             replica for replica in self._replicas.values() if replica.is_routable and replica not in tried
         ]
         usable = [replica for replica in untried if replica.serves(name)]
-        if name in SIDES and not any(replica.health.admits(now) for replica in usable):
-            other = STABLE if name == CANARY else CANARY
-            usable, name = [replica for replica in untried if replica.serves(other)] or untried, ""
+        side, adapter_or_alias = in_parts(name)
+        if side and not any(replica.health.admits(now) for replica in usable):
+            other = (STABLE if side == CANARY else CANARY) + adapter_or_alias
+            usable = [replica for replica in untried if replica.serves(other)]
+            usable = usable or [replica for replica in untried if replica.serves(adapter_or_alias)]
         if not usable:
-            model = self.spec.model
-            asked = name if name in self.partial_aliases else f"{model}:{name}" if name else model
+            asked = self.spec.model
+            if adapter_or_alias in self.partial_aliases:
+                asked = adapter_or_alias
+            elif adapter_or_alias:
+                asked += f":{adapter_or_alias}"
             raise Unavailable(
                 f"no replica of model {asked!r} is ready{_fetch_note(self.spec)}", retry_after_s=1.0
             )

@@ -245,7 +245,9 @@ class Fleet:
         for name, replica in service.replicas.items():
             side = "" if service.sides is None else service.sides.side_of(replica.revision)
             served = (*wanted[name].adapters, *wanted[name].aliases)
-            replica.names = frozenset((*served, side) if side else served)
+            replica.names = frozenset(served)
+            if side:
+                replica.names |= {side + name for name in ("", *served)}
         service.candidates.partial_aliases = frozenset(
             alias for alias in service.spec.aliases if any(alias not in member.aliases for member in members)
         )

@@ -71,7 +71,8 @@ class Replica:
         self.prefixes = prefixes
         self.cache_value = CacheValue()
         self.names = frozenset((*member.adapters, *member.aliases))
-        """What it serves besides its model's own name: adapters, aliases, and its side of a canary rollout."""
+        """What it serves besides its model's own name: adapters, aliases, its side of a canary rollout, and its side
+        followed by each of these."""
         self.revision = member.revision
         self.is_draining = member.is_draining
         """Whether discovery reports it as draining (pod being deleted, rollout of a local fleet)."""
@@ -114,7 +115,7 @@ class Replica:
         return self.load.reported_requests > 0 and not self.is_stalled
 
     def serves(self, name: str) -> bool:
-        """Whether it can answer as this adapter, alias or side; the empty name is the model itself."""
+        """Whether it can answer as this adapter or alias, on this side; the empty name is the model itself."""
         return not name or name in self.names
 
     @property

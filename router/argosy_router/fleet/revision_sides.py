@@ -17,11 +17,11 @@ from xxhash import xxh3_64_intdigest
 from argosy_protocol.fleet import RevisionSplit
 from argosy_protocol.load_report import TTFT_BOUNDS_S, RolloutReport, SideReport
 
-STABLE: Final = "\0stable"
-"""Name that replicas of the stable side serve. Names of models contain no NUL, since clients could not ask for them."""
-CANARY: Final = "\0canary"
-"""Name that replicas of the canary side serve."""
-SIDES: Final = frozenset({STABLE, CANARY})
+STABLE: Final = "\0stable\0"
+"""Name that replicas of the stable side serve. They also serve it followed by each of their adapters and aliases, of
+which none begins with NUL."""
+CANARY: Final = "\0canary\0"
+"""Name that replicas of the canary side serve, likewise."""
 SLICES: Final = 12
 """Parts of a window. The window moves by a part."""
 
@@ -32,6 +32,15 @@ _PREDICTED: Final = 3
 _CACHED: Final = 4
 _TTFT: Final = 5
 """Positions in a slice; the buckets of times to first token come last."""
+
+
+def in_parts(name: str) -> tuple[str, str]:
+    """Return the side (empty for any) and the adapter or alias (empty for the model itself) of a name that replicas
+    serve."""
+    for side in (STABLE, CANARY):
+        if name.startswith(side):
+            return side, name[len(side) :]
+    return "", name
 
 
 class _SideCounts:

@@ -160,7 +160,7 @@ class Service:
             self.sides = RevisionSides(spec.split)
 
     def side(self, drawn_by: bytes) -> str:
-        """Draw the side that answers a request for the model itself; empty while the service is not divided."""
+        """Draw the side that answers a request; empty while the service is not divided."""
         return "" if self.sides is None else self.sides.draw(drawn_by)
 
     @property

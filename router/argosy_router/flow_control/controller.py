@@ -114,7 +114,7 @@ class FlowController:
         """Admit a request at once if there is capacity and its turn has come; otherwise `enqueue` it.
 
         Args:
-            name: adapter or alias that only some replicas have; empty for any replica.
+            name: what only some replicas serve, as `Prompt.name`; empty for any replica.
         """
         queue = self._queues.get(service) or self._add_queue(service, now)
         return queue.try_admit(now, name, sequences, account)

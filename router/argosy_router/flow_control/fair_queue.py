@@ -10,7 +10,7 @@ over accounts: each has a virtual start; the one that started first goes next an
 One that comes back starts at the virtual time of the one that went last, so idling earns nothing. An entry that is
 removed without being sent costs its account nothing.
 
-Some entries need a replica that has a certain adapter or alias: their `name`. `pop_named` is told for which names there
+Some entries need a replica of a certain adapter, alias or side: their `name`. `pop_named` is told for which names there
 is capacity, and passes over entries of other names. An account whose entries are passed over does not catch up later.
 
 A full queue does not let one account keep the others out. A new entry may evict one of the least urgent priority in the

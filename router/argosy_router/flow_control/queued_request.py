@@ -26,7 +26,7 @@ class Entry:
         self.size = size
         """Bytes that the request holds in memory."""
         self.name = name
-        """Adapter or alias that only some replicas have; empty if any replica can answer."""
+        """Adapter, alias or side that only some replicas have; empty if any replica can answer."""
         self.sequences = sequences
         """Sequences that the request generates in parallel."""
 

@@ -21,8 +21,9 @@ others waiting, however many accounts send them.
 Large calls that run do not keep other accounts out either: the capacity for an account counts them in part only, as
 `capacity` says.
 
-Requests for an adapter, or for an alias that not all replicas have, count the capacity of the replicas that can answer
-them. They wait in the same queue; those for which there is capacity overtake those for which there is none.
+Requests for an adapter, for an alias that not all replicas have, or for one side of a canary rollout count the capacity
+of the replicas that can answer them. They wait in the same queue; those for which there is capacity overtake those for
+which there is none.
 """
 
 from __future__ import annotations

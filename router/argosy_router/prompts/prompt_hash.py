@@ -59,8 +59,8 @@ class Prompt:
         self.chunk_tokens = chunk_tokens
         """Prompt tokens up to the end of each chunk, if known; else they are estimated from `segment_bytes`."""
         self.name = name
-        """Adapter or alias that a replica must serve to answer, if not all replicas do, or the side of a canary rollout
-        that answers. Empty for the model itself."""
+        """What a replica must serve to answer: the side of a canary rollout that answers, if there is one, followed by
+        an adapter or alias, if not all replicas serve it. Empty for the model itself at any replica."""
         self.has_media = has_media
         """Whether it has parts that are no text, such as images, whose tokens do not follow from their bytes."""
 
@@ -80,12 +80,14 @@ class PromptHasher:
         session: int = 0,
         adapter: str = "",
         alias: str = "",
+        side: str = "",
     ) -> Prompt:
         """Hash and measure a request's prompts. A batch is routed by its longest prompt.
 
         Args:
             adapter: adapter that must answer; it has a cache of its own.
-            alias: alias that a replica must have, or side of a canary rollout that it must be of, to answer.
+            alias: alias that a replica must have to answer.
+            side: side of a canary rollout that answers.
         """
         seed = self._unsalted_seed
         if adapter or request.cache_salt:
@@ -113,6 +115,6 @@ class PromptHasher:
             ids,
             session,
             [len(data) for _, data in longest],
-            name=adapter or alias,
+            name=side + (adapter or alias),
             has_media=has_media,
         )

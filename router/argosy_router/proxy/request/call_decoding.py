@@ -248,11 +248,9 @@ def prompt_of(
     """Return what routing needs to know of a request's prompt.
 
     Args:
-        drawn_by: what a canary of the service's own is drawn by; empty to draw none.
+        drawn_by: what the side of a canary rollout is drawn by; empty to draw none.
     """
     number = xxh3_64_intdigest(session) if session else 0
-    if decoded.model in service.candidates.partial_aliases:
-        alias = decoded.model
-    else:
-        alias = service.side(drawn_by) if drawn_by else ""
-    return service.hasher.prompt(decoded, prompt_segments(decoded), number, adapter, alias)
+    alias = decoded.model if decoded.model in service.candidates.partial_aliases else ""
+    side = service.side(drawn_by) if drawn_by else ""
+    return service.hasher.prompt(decoded, prompt_segments(decoded), number, adapter, alias, side)
