@@ -6,6 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import tracemalloc
 from typing import Any
 
 import grpc.aio
@@ -14,6 +15,7 @@ import pytest
 from argosy_protocol.fleet import FleetDocument, ServiceLimits
 from argosy_router.config import FlowControlLimits, ServerLimits
 from argosy_router.gateway import ext_proc_schema as ext_proc
+from argosy_router.gateway.request_intake import GatewayRequest
 
 from .fake_engine import MODEL, NORMAL_STREAM, Connection, FakeEngine, Received
 from .harness import Rig, chat, is_settled, rig, service
@@ -298,6 +300,27 @@ async def test_a_body_over_the_limit_is_refused_while_it_comes() -> None:
         reply = await stream.receive("request_headers")
         assert reply.immediate_response.status.code == 413
         await r.until(lambda: r.router.server.body_memory.held == 0)
+
+
+async def test_a_body_in_tiny_pieces_takes_the_memory_of_its_bytes() -> None:
+    size = 400_000
+    async with rig([FakeEngine()], ext_proc_port=0) as r:
+        assert r.router.gateway is not None
+        head = [(b":method", b"POST"), (b":path", b"/v1/chat/completions")]
+        request = GatewayRequest(r.router.gateway.intake, head, None)
+        request.open()
+        tracemalloc.start()
+        try:
+            before, _ = tracemalloc.get_traced_memory()
+            for number in range(size // 2):
+                request.feed(b"%02d" % (number % 100))
+            held = tracemalloc.get_traced_memory()[0] - before
+        finally:
+            tracemalloc.stop()
+        assert r.router.server.body_memory.held == size
+        assert held < 2 * size
+        request.close()
+        assert r.router.server.body_memory.held == 0
 
 
 async def test_a_body_that_never_ends_is_refused() -> None:

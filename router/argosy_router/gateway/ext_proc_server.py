@@ -45,7 +45,8 @@ class ExtProcServer:
             ("grpc.so_reuseport", 0),
         ]
         self._server = grpc.aio.server(options=options, maximum_concurrent_rpcs=limits.max_connections)
-        self._intake = intake
+        self.intake = intake
+        """What takes the requests."""
         self._server.add_generic_rpc_handlers(
             (
                 _handler(
@@ -92,7 +93,7 @@ class ExtProcServer:
         await self._server.stop(None)
 
     async def _process(self, _: Any, context: Any) -> None:
-        stream = ProcessingStream(self._intake, context, silence_s=self._config.request_timeout_s)
+        stream = ProcessingStream(self.intake, context, silence_s=self._config.request_timeout_s)
         try:
             await stream.run()
         except ProtocolViolation as error:
@@ -104,7 +105,7 @@ class ExtProcServer:
         if request.service == "liveness":
             is_serving = True
         elif request.service in _READINESS:
-            is_serving = self._intake.application.is_ready
+            is_serving = self.intake.application.is_ready
         else:
             await context.abort(grpc.StatusCode.NOT_FOUND, "no such service")
         status = schema.SERVING if is_serving else schema.NOT_SERVING

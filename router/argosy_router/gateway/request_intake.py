@@ -104,7 +104,7 @@ class GatewayRequest:
             pseudo.get(b":method", b""), pseudo.get(b":path", b""), fields, is_http10=False, keep_alive=True
         )
         self._request_id = request_id_for(self._request.header(b"x-request-id"))
-        self._parts: list[bytes] = []
+        self._received: bytes | bytearray = b""
         self._body = BodyReservation(intake.memory, None, 0)
         self._limit = 0
         self._listener: ClientListener | None = None
@@ -140,9 +140,17 @@ class GatewayRequest:
                 raise PayloadTooLarge(f"the request body exceeds the limit of {self._limit} bytes")
             if data:
                 self._body.grow(len(data))
-                self._parts.append(data)
+                self._keep(data)
         except ApiError as error:
             self.refuse(error)
+
+    def _keep(self, data: bytes) -> None:
+        if not self._received:
+            self._received = data  # with a buffered body, the whole of it
+            return
+        if isinstance(self._received, bytes):
+            self._received = bytearray(self._received)
+        self._received += data  # a list of tiny pieces would take many times the memory that is reserved
 
     @property
     def time_left_s(self) -> float:
@@ -154,7 +162,7 @@ class GatewayRequest:
     def complete(self) -> None:
         """Admit, queue, answer or refuse the request, whose body is complete. `decided` is done now or later."""
         intake, request = self._intake, self._request
-        request.body, self._parts = b"".join(self._parts), []
+        request.body, self._received = bytes(self._received), b""
         request.body_bytes = len(request.body)
         now = intake.requests.now()
         try:
@@ -177,7 +185,7 @@ class GatewayRequest:
 
     def close(self) -> None:
         """End the request, because the gateway's stream has ended; nothing if it has ended before."""
-        self._parts = []
+        self._received = b""
         self._body.release()
         listener, self._listener = self._listener, None
         if listener is not None:
@@ -193,7 +201,7 @@ class GatewayRequest:
 
     def refuse(self, error: ApiError) -> None:
         """Refuse a request that was not admitted; nothing if that is decided."""
-        self._parts = []
+        self._received = b""
         if self.decided.done():
             return
         self._intake.application.refuse(self, self._request_id, error, self._request.path)
