@@ -7,13 +7,14 @@ import json
 import subprocess
 import sys
 import tracemalloc
+from pathlib import Path
 from typing import Any
 
 import grpc.aio
 import pytest
 
 from argosy_protocol.fleet import FleetDocument, ServiceLimits
-from argosy_router.config import FlowControlLimits, ServerLimits
+from argosy_router.config import FlowControlLimits, ServerLimits, StorageConfig
 from argosy_router.gateway import ext_proc_schema as ext_proc
 from argosy_router.gateway.request_intake import GatewayRequest
 
@@ -102,6 +103,21 @@ async def test_routes_without_a_replica_are_answered_by_the_router() -> None:
         assert answer.status == 200
         assert [card["id"] for card in answer.json["data"]] == [MODEL]
         assert not r.engines[0].requests
+
+
+@pytest.mark.parametrize("keeps_responses", [False, True])
+async def test_the_tokens_of_a_response_are_counted_by_a_replica(
+    tmp_path: Path, keeps_responses: bool
+) -> None:
+    files = StorageConfig(storage=str(tmp_path) if keeps_responses else "")
+    async with rig([FakeEngine()], ext_proc_port=0, files=files) as r, envoy(r) as gateway:
+        path = "/v1/responses/input_tokens"
+        answer = await gateway.request({"model": MODEL, "input": "hi"}, path=path)
+        assert answer.endpoint == port_of(r.engines[0])
+        assert r.engines[0].requests[0].path == path
+        stored = await gateway.request(b"", path="/v1/responses/resp_1", method="GET")
+        assert (stored.status, stored.endpoint) == (404, "")
+        assert "own port" in stored.json["error"]["message"]
 
 
 # the choice

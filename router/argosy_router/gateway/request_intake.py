@@ -31,6 +31,7 @@ from argosy_router.proxy.upstream.upstream_ids import UpstreamIds
 
 _ONE_LINE = re.compile(rb"[^\x00\r\n]*")
 _OWN_PORT_ONLY = (b"/v1/files", b"/v1/batches", b"/v1/responses/")
+"""Prefixes of paths whose requests need the storage, unless replicas answer them."""
 
 
 class RouterAnswer(NamedTuple):
@@ -119,7 +120,10 @@ class GatewayRequest:
             is_used = self._intake.application.on_head(self._request)
             self._limit = limits.max_body_bytes if is_used else limits.max_unread_body_bytes
             self._body = BodyReservation(self._intake.memory, self._request.account, 0)
-            if self._request.path.startswith(_OWN_PORT_ONLY):
+            path = self._request.path
+            if path.startswith(_OWN_PORT_ONLY) and not self._intake.application.serves(
+                path.decode("latin-1")
+            ):
                 raise NotFound("files, batches and stored responses are on the router's own port only")
         except ApiError as error:
             self.refuse(error)
