@@ -18,6 +18,7 @@ from argosy_engine import EngineArgs
 from argosy_engine.errors import ConfigError, EngineDead
 from argosy_engine.executor import node_agent
 from argosy_engine.executor.broadcast import MessageStream
+from argosy_engine.executor.factory import make_executor
 from argosy_engine.executor.node_agent import JoiningNode
 from argosy_engine.executor.node_channel import NodeChannel
 from argosy_engine.executor.node_greeting import hello
@@ -35,6 +36,7 @@ from argosy_engine.executor.node_messages import (
     Start,
     WorkerExit,
 )
+from argosy_engine.messages.load_step import LoadStep
 from processes import free_port
 
 KEY = b"k" * 32
@@ -64,7 +66,15 @@ class Group:
         self._sockets = [ours for ours, _ in pairs.values()]
         self._channels: list[NodeChannel] = []
         self.answers = {rank: MessageStream(ours) for rank, (ours, _) in pairs.items()}
-        self.group = NodeGroup(self.args, KEY, {rank: theirs for rank, (_, theirs) in pairs.items()})
+        self.steps: list[str] = []
+        """Phases of the load, as they are told."""
+        self.group = NodeGroup(
+            self.args, KEY, {rank: theirs for rank, (_, theirs) in pairs.items()}, self._note
+        )
+
+    def _note(self, step: LoadStep) -> None:
+        msgspec.msgpack.decode(msgspec.msgpack.encode(step), type=LoadStep)  # within its bounds
+        self.steps.append(step.phase)
 
     def joining(self, rank: int = 1, key: bytes = KEY, **fields: Any) -> JoiningNode:
         made = JoiningNode(msgspec.structs.replace(self.args, node_rank=rank, **fields), key)
@@ -119,6 +129,37 @@ def test_answers_and_messages_pass(caplog: pytest.LogCaptureFixture) -> None:
         closing.join()
         names = {thread.name for thread in threading.enumerate()}
         assert not names & {"node", "nodes"}
+
+
+def test_a_load_advances_while_machines_fetch_the_model() -> None:
+    with group() as made:
+        node = made.join()
+        for text in ("at 1 %", "at 2 %", "at 2 %", "at 3 % " + 100 * "x"):
+            node.send(PROGRESS, f"fetching the model: {text}".encode())
+        node.send(READY)
+        made.group.wait_until_ready()
+        told = [step for step in made.steps if not step.startswith("waiting")]
+        assert told[:3] == [
+            "node 1: joined",
+            "node 1: fetching the model: at 1 %",
+            "node 1: fetching the model: at 2 %",
+        ]
+        assert told[3].startswith("node 1: fetching the model: at 3 % xxx")
+        assert told[4:] == ["node 1: has the model"]
+
+
+def test_a_load_advances_while_machines_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ARGOSY_NODE_KEY", KEY.decode())
+    steps: list[LoadStep] = []
+    args = arguments(master_port=free_port(), tensor_parallel_size=4, nnodes=4, distributed_timeout_seconds=3)
+    executor = make_executor(args, on_load_step=steps.append)
+    try:
+        with pytest.raises(EngineDead, match=r"of 4 nodes 1, 2, 3 did not join within 3 s"):
+            executor.start()
+    finally:
+        executor.shutdown()
+    assert len(steps) >= 2  # of which none comes from a machine
+    assert {step.phase for step in steps} == {"waiting for nodes 1, 2, 3"}
 
 
 def test_a_machine_that_is_lost_ends_its_workers() -> None:

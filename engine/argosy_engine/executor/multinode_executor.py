@@ -53,7 +53,8 @@ class MultiNodeExecutor(MultiprocExecutor):
             args, config.world_size, elsewhere=[ours for ours, _ in pairs], on_load_step=on_load_step
         )
         self._pairs = pairs
-        self._nodes = NodeGroup(args, key, dict(zip(far, (theirs for _, theirs in pairs), strict=True)))
+        feeds = dict(zip(far, (theirs for _, theirs in pairs), strict=True))
+        self._nodes = NodeGroup(args, key, feeds, on_load_step)
 
     def start(self) -> WorkerInfo:
         config = self._args.parallel_config

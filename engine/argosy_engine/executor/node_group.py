@@ -37,6 +37,7 @@ from argosy_engine.executor.node_messages import (
     Start,
     WorkerExit,
 )
+from argosy_engine.messages.load_step import LoadStep, OnLoadStep, ignore_step
 
 logger = logging.getLogger("argosy.core")
 
@@ -48,7 +49,10 @@ MAX_HANDSHAKES = 16
 """Peers that may do so at a time; further connections are closed at once."""
 CLOSE_TIMEOUT_S = 5.0
 """How long the machines may take to close their connections, before they are cut."""
+WAITING_STEP_S = 1.0
+"""Seconds between two load steps while nodes are missing: that wait has a deadline of its own."""
 _BACKLOG = 128
+_MAX_PHASE_CHARS = 64
 _MAX_REASON_CHARS = 4096
 
 
@@ -61,6 +65,8 @@ class _Node:
         self.name = f"node {self.rank} ({greeting.host_name[:64]}, {channel.peer_host})"
         self.thread = threading.current_thread()
         """Takes its messages."""
+        self.progress = ""
+        """What it has said last that it is doing."""
         self.is_ready = False
         self.is_lost = False
 
@@ -72,13 +78,22 @@ class NodeGroup:
         args: arguments of the engine.
         key: the engine's.
         feeds: by rank, where the answers of workers on other machines go. They are closed when the worker has ended.
+        on_load_step: called in any thread when a machine joins, has the model or has come further with it, and
+            regularly while one is missing.
 
     Raises (from the constructor):
         ConfigError: this machine cannot listen at --master-addr and --master-port.
     """
 
-    def __init__(self, args: EngineArgs, key: bytes, feeds: Mapping[int, socket.socket]) -> None:
+    def __init__(
+        self,
+        args: EngineArgs,
+        key: bytes,
+        feeds: Mapping[int, socket.socket],
+        on_load_step: OnLoadStep = ignore_step,
+    ) -> None:
         self._args = args
+        self._on_load_step = on_load_step
         self._config = args.parallel_config
         self._key = key
         self._feeds = dict(feeds)
@@ -100,6 +115,8 @@ class NodeGroup:
     def wait_until_ready(self) -> None:
         """Wait until every machine has joined and has the model.
 
+        A machine that has joined may fetch the model for any time: whoever takes the load's steps notices a stall.
+
         Raises:
             EngineDead: one has not joined in time, or was lost again.
         """
@@ -120,7 +137,9 @@ class NodeGroup:
                         f"{timeout_s} s at {_address(self._args)}; start each with --headless, its --node-rank and the "
                         "same --master-addr and --master-port, or raise --distributed-timeout-seconds"
                     )
-                self._changed.wait(left if missing else None)
+                if missing:
+                    self._note_step(f"waiting for nodes {', '.join(map(str, missing))}")
+                self._changed.wait(min(left, WAITING_STEP_S) if missing else None)
 
     def start_workers(self, port: int) -> None:
         """Let the machines start their workers, once all are ready.
@@ -216,6 +235,7 @@ class NodeGroup:
             channel.close()
         else:
             logger.info("%s has joined", node.name)
+            self._note_step(f"node {node.rank}: joined")
             self._serve(node)
 
     def _admit(self, greeting: Hello, channel: NodeChannel) -> tuple[_Node | None, Admission]:
@@ -262,8 +282,13 @@ class NodeGroup:
             self._streams[rank].send(payload[RANK_BYTES:])
         elif kind == PROGRESS:
             text = payload.decode(errors="replace")[:MAX_PROGRESS_CHARS]
-            logger.info("%s: %s", node.name, "".join(each if each.isprintable() else " " for each in text))
+            text = "".join(each if each.isprintable() else " " for each in text)
+            logger.info("%s: %s", node.name, text)
+            if text != node.progress:
+                node.progress = text
+                self._note_step(f"node {node.rank}: {text}")
         elif kind == READY:
+            self._note_step(f"node {node.rank}: has the model")
             with self._changed:
                 node.is_ready = True
                 self._changed.notify_all()
@@ -275,6 +300,9 @@ class NodeGroup:
             self._feeds[rank].close()
         else:
             raise ValueError(f"a message of kind {kind!r}")
+
+    def _note_step(self, phase: str) -> None:
+        self._on_load_step(LoadStep(phase[:_MAX_PHASE_CHARS]))
 
     def _rank(self, node: _Node, rank: int) -> int:
         if rank not in self._config.ranks_of(node.rank):
