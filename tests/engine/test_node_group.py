@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import struct
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,13 +17,13 @@ import pytest
 
 from argosy_engine import EngineArgs
 from argosy_engine.errors import ConfigError, EngineDead
-from argosy_engine.executor import node_agent
+from argosy_engine.executor import node_agent, node_group
 from argosy_engine.executor.broadcast import MessageStream
 from argosy_engine.executor.factory import make_executor
 from argosy_engine.executor.node_agent import JoiningNode
-from argosy_engine.executor.node_channel import NodeChannel
+from argosy_engine.executor.node_channel import NodeChannel, connect_to_peer
 from argosy_engine.executor.node_greeting import hello
-from argosy_engine.executor.node_group import NodeGroup
+from argosy_engine.executor.node_group import HANDSHAKE_TIMEOUT_S, NodeGroup
 from argosy_engine.executor.node_key import read_key
 from argosy_engine.executor.node_messages import (
     ANSWER,
@@ -37,7 +38,7 @@ from argosy_engine.executor.node_messages import (
     WorkerExit,
 )
 from argosy_engine.messages.load_step import LoadStep
-from processes import free_port
+from processes import free_port, wait_until
 
 KEY = b"k" * 32
 
@@ -230,6 +231,27 @@ def test_a_rank_is_given_once() -> None:
         with pytest.raises(EngineDead, match="has joined already with this --node-rank"):
             made.join()
         node.send(READY)
+        made.group.wait_until_ready()
+
+
+def test_a_machine_that_is_lost_before_its_admission_can_join_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with group() as made:
+        stream = socket.create_connection(("127.0.0.1", made.args.master_port))
+
+        def reset(own: Hello, other: Hello) -> str | None:
+            """Lose the peer after its `Hello`, and so before it is told whether it may join."""
+            if stream.fileno() >= 0:
+                stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                stream.close()
+            return None
+
+        monkeypatch.setattr(node_group, "mismatch", reset)
+        channel = connect_to_peer(stream, KEY, HANDSHAKE_TIMEOUT_S)
+        channel.send(msgspec.msgpack.encode(hello(msgspec.structs.replace(made.args, node_rank=1))))
+        wait_until(lambda: "refused a connection of 127.0.0.1" in caplog.text, "the end of the connection")
+        made.join().send(READY)
         made.group.wait_until_ready()
 
 

@@ -211,7 +211,7 @@ class NodeGroup:
 
     def _greet(self, stream: socket.socket) -> None:
         """Admit a peer and take its messages until it is lost, or tell it why it may not join."""
-        peer = "?"
+        peer, node = "?", None
         try:
             peer = str(stream.getpeername()[0])
             channel = accept_peer(stream, self._key, HANDSHAKE_TIMEOUT_S)
@@ -220,10 +220,12 @@ class NodeGroup:
             if payload is None:
                 raise ChannelError("it has closed the connection")
             greeting = msgspec.msgpack.decode(payload, type=Hello)
-            stream.settimeout(None)
             node, admission = self._admit(greeting, channel)
             channel.send(msgspec.msgpack.encode(admission))
+            stream.settimeout(None)
         except (ChannelError, msgspec.MsgspecError, OSError) as error:
+            if node is not None:
+                self._withdraw(node)
             logger.warning("refused a connection of %s to the port of the nodes: %s", peer, error)
             stream.close()
             return
@@ -256,6 +258,15 @@ class NodeGroup:
             node = self._nodes[greeting.node_rank] = _Node(greeting, channel)
             self._changed.notify_all()
         return node, Admission()
+
+    def _withdraw(self, node: _Node) -> None:
+        """Free the rank of a machine that was lost before it was told that it may join, so that it can try again.
+
+        Nothing has been sent to it, since the workers of no machine start before it has the model.
+        """
+        with self._changed:
+            del self._nodes[node.rank]
+            self._changed.notify_all()
 
     def _serve(self, node: _Node) -> None:
         reason = f"{node.name} has ended or cannot be reached"
