@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import selectors
 import socket
 import struct
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from argosy_engine.errors import ConfigError, EngineDead
 from argosy_engine.executor import node_agent, node_group
 from argosy_engine.executor.broadcast import MessageStream
 from argosy_engine.executor.factory import make_executor
+from argosy_engine.executor.handshake_slots import HandshakeSlots
 from argosy_engine.executor.node_agent import JoiningNode
 from argosy_engine.executor.node_channel import NodeChannel, connect_to_peer
 from argosy_engine.executor.node_greeting import hello
@@ -37,6 +39,7 @@ from argosy_engine.executor.node_messages import (
     Start,
     WorkerExit,
 )
+from argosy_engine.executor.refusal_log import MAX_LINES, RefusalLog
 from argosy_engine.messages.load_step import LoadStep
 from processes import free_port, wait_until
 
@@ -296,6 +299,106 @@ def test_connections_that_say_nothing_do_not_keep_others_out(monkeypatch: pytest
         made.group.wait_until_ready()
         for each in silent:
             each.close()
+
+
+@contextmanager
+def silent_connections(port: int, number: int, host: str) -> Iterator[None]:
+    """Keep connections open that say nothing, and open a new one for each that is closed."""
+    ended, selector = threading.Event(), selectors.DefaultSelector()
+
+    def connect() -> None:
+        stream = socket.create_connection(("127.0.0.1", port), source_address=(host, 0))
+        selector.register(stream, selectors.EVENT_READ)
+
+    def reconnect() -> None:
+        while not ended.is_set():
+            for key, _ in selector.select(0.1):
+                stream = key.fileobj
+                assert isinstance(stream, socket.socket)
+                try:
+                    is_open = bool(stream.recv(4096))
+                except ConnectionError:
+                    is_open = False
+                if not is_open:
+                    selector.unregister(stream)
+                    stream.close()
+                    connect()
+
+    for _ in range(number):
+        connect()
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(reconnect)
+        try:
+            yield
+        finally:
+            ended.set()
+            running.result()
+            for key in list(selector.get_map().values()):
+                assert isinstance(key.fileobj, socket.socket)
+                key.fileobj.close()
+            selector.close()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2"], ids=["same address", "another address"])
+def test_connections_that_come_back_do_not_keep_others_out(
+    host: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with group(distributed_timeout_seconds=25) as made:
+        with silent_connections(made.args.master_port, 24, host):
+            made.join().send(READY)
+            made.group.wait_until_ready()
+            wait_until(lambda: caplog.text.count("refused a connection") == MAX_LINES, "ten refusals")
+        assert caplog.text.count("refused a connection") == MAX_LINES
+
+
+def test_a_full_port_cuts_the_oldest_connection_of_the_busiest_address() -> None:
+    slots = HandshakeSlots(3, 0.0)
+    with ExitStack() as stack:
+        pairs = {
+            name: tuple(map(stack.enter_context, socket.socketpair()))
+            for name in ("a1", "b1", "b2", "c1", "b3")
+        }
+        for name in ("a1", "b1", "b2"):
+            assert slots.take(pairs[name][0], name[0])
+        assert slots.take(pairs["c1"][0], "c")
+        assert pairs["b1"][1].recv(1) == b""
+        assert slots.take(pairs["b3"][0], "b")
+        assert pairs["a1"][1].recv(1) == b""  # of three that have one each, the oldest
+        slots.give_back(pairs["b1"][0])  # it has none any more
+        slots.give_back(pairs["b2"][0])
+        assert slots.take(pairs["a1"][0], "a")
+        pairs["c1"][1].setblocking(False)
+        with pytest.raises(BlockingIOError):
+            pairs["c1"][1].recv(1)
+
+
+def test_waiting_for_a_slot_ends_when_one_is_given_back_or_at_the_close() -> None:
+    slots = HandshakeSlots(1, 3600.0)
+    with (
+        socket.socket() as first,
+        socket.socket() as second,
+        socket.socket() as third,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        assert slots.take(first, "a")
+        waiting = pool.submit(slots.take, second, "b")
+        slots.give_back(first)
+        assert waiting.result(60)
+        waiting = pool.submit(slots.take, third, "c")
+        slots.close()
+        assert not waiting.result(60)
+
+
+def test_refusals_are_logged_at_a_bounded_rate(caplog: pytest.LogCaptureFixture) -> None:
+    now = 0.0
+    refusals = RefusalLog(logging.getLogger("argosy.core"), clock=lambda: now)
+    for _ in range(25):
+        refusals.warn("10.0.0.9", "its key is not this engine's")
+    assert caplog.text.count("refused a connection of 10.0.0.9") == MAX_LINES
+    now = 60.0
+    refusals.warn("10.0.0.8", "it did not answer in time")
+    assert "refused 15 further connections" in caplog.text
+    assert "refused a connection of 10.0.0.8" in caplog.text
 
 
 def test_the_key_comes_from_a_file_or_a_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

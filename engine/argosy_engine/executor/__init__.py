@@ -10,7 +10,9 @@ multinode_executor  the same over several machines, each started by hand or by a
 node_group          the other machines, as the first one sees them
 node_agent          one of them
 node_channel        authenticated messages between machines
-node_messages       their kinds
+handshake_slots     connections whose peers have not proved yet that they are such machines
+refusal_log         warnings about those that are refused
+node_messages       kinds of messages between machines
 node_greeting       what has to be the same on all machines
 node_key            the key of an engine's machines
 rendezvous          how workers find each other for torch.distributed

@@ -19,6 +19,7 @@ import msgspec
 from argosy_engine.config import EngineArgs
 from argosy_engine.errors import ConfigError, EngineDead
 from argosy_engine.executor.broadcast import MessageStream
+from argosy_engine.executor.handshake_slots import HandshakeSlots
 from argosy_engine.executor.node_channel import ChannelError, NodeChannel, accept_peer
 from argosy_engine.executor.node_greeting import hello, mismatch
 from argosy_engine.executor.node_messages import (
@@ -37,6 +38,7 @@ from argosy_engine.executor.node_messages import (
     Start,
     WorkerExit,
 )
+from argosy_engine.executor.refusal_log import RefusalLog
 from argosy_engine.messages.load_step import LoadStep, OnLoadStep, ignore_step
 
 logger = logging.getLogger("argosy.core")
@@ -46,7 +48,9 @@ JOIN_TIMEOUT_S = 600
 HANDSHAKE_TIMEOUT_S = 10.0
 """How long a peer may take to prove that it has the key and to say what it is."""
 MAX_HANDSHAKES = 16
-"""Peers that may do so at a time; further connections are closed at once."""
+"""Peers that may do so at a time."""
+HANDSHAKE_SHARE_S = 1.0
+"""How long a peer may take in any case, if others wait to do so."""
 CLOSE_TIMEOUT_S = 5.0
 """How long the machines may take to close their connections, before they are cut."""
 WAITING_STEP_S = 1.0
@@ -99,7 +103,8 @@ class NodeGroup:
         self._feeds = dict(feeds)
         self._streams = {rank: MessageStream(feed) for rank, feed in feeds.items()}
         self._hello = hello(args)
-        self._handshakes = threading.BoundedSemaphore(MAX_HANDSHAKES)
+        self._handshakes = HandshakeSlots(MAX_HANDSHAKES, HANDSHAKE_SHARE_S)
+        self._refusals = RefusalLog(logger)
         self._changed = threading.Condition()
         self._nodes: dict[int, _Node] = {}
         """By node rank; guarded by `_changed`, as the next."""
@@ -177,6 +182,7 @@ class NodeGroup:
         with contextlib.suppress(OSError):
             self._listening.shutdown(socket.SHUT_RDWR)  # ends `accept` in the other thread
         self._listening.close()
+        self._handshakes.close()
         for node in nodes:
             with contextlib.suppress(OSError):
                 node.channel.send(STOP, reason[:_MAX_REASON_CHARS].encode())
@@ -197,24 +203,30 @@ class NodeGroup:
     def _accept(self) -> None:
         while True:
             try:
-                stream, _ = self._listening.accept()
+                stream, address = self._listening.accept()
             except OSError as error:
                 if self._is_closed:
                     return
                 logger.warning("a node cannot connect: %s", error)  # no descriptors are left, perhaps
                 threading.Event().wait(1.0)
                 continue
-            if not self._handshakes.acquire(blocking=False):
+            peer = str(address[0])
+            if not self._handshakes.take(stream, peer):
                 stream.close()
-                continue
-            threading.Thread(target=self._greet, args=(stream,), daemon=True, name="node").start()
+                return
+            try:
+                threading.Thread(target=self._greet, args=(stream, peer), daemon=True, name="node").start()
+            except RuntimeError as error:  # the system has no thread for it
+                self._handshakes.give_back(stream)
+                self._refusals.warn(peer, error)
+                stream.close()
 
-    def _greet(self, stream: socket.socket) -> None:
+    def _greet(self, stream: socket.socket, peer: str) -> None:
         """Admit a peer and take its messages until it is lost, or tell it why it may not join."""
-        peer, node = "?", None
+        node = None
         try:
-            peer = str(stream.getpeername()[0])
             channel = accept_peer(stream, self._key, HANDSHAKE_TIMEOUT_S)
+            self._handshakes.give_back(stream)  # it has the key
             stream.settimeout(HANDSHAKE_TIMEOUT_S)
             payload = channel.receive(MAX_HELLO_BYTES)
             if payload is None:
@@ -226,11 +238,11 @@ class NodeGroup:
         except (ChannelError, msgspec.MsgspecError, OSError) as error:
             if node is not None:
                 self._withdraw(node)
-            logger.warning("refused a connection of %s to the port of the nodes: %s", peer, error)
+            self._refusals.warn(peer, error)
             stream.close()
             return
         finally:
-            self._handshakes.release()
+            self._handshakes.give_back(stream)
         if node is None:
             logger.warning("refused node %d of %s: %s", greeting.node_rank, peer, admission.refusal)
             channel.finish()
