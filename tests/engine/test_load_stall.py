@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +16,8 @@ import httpx
 import pytest
 
 from argosy_engine import EngineArgs
+from argosy_engine.api.start_watch import StartWatch
+from argosy_engine.checkpoint.model_path import resolve_model
 from argosy_engine.core.proc.core_client import SyncMPClient
 from argosy_engine.core.proc.load_watch import LoadWatch
 from argosy_engine.errors import LoadStalled
@@ -103,6 +107,36 @@ def test_an_offline_engine_raises_and_leaves_no_process(
     assert time.monotonic() - began > 2
     assert children(os.getpid()) == before
     assert "probe_worker.py" in capfd.readouterr().err  # the stacks
+
+
+def test_a_server_ends_if_its_tokenizer_cannot_be_read(tmp_path: Path) -> None:
+    """Its cores are ready by then, and its event loop hangs."""
+    model = tmp_path / "model"
+    shutil.copytree(resolve_model("builtin://tiny"), model, copy_function=shutil.copy)
+    (model / "tokenizer.json").unlink()
+    os.mkfifo(model / "tokenizer.json")  # of which nobody opens the other end
+    flags = ["--port", free_port(), "--device", "cpu", "--load-stall-timeout", STALL_S]
+    server = subprocess.Popen(
+        [sys.executable, "-P", "-m", "argosy", "serve", model, *map(str, flags)],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        _, log = server.communicate(timeout=200)
+    finally:
+        server.kill()
+    assert server.returncode == 4
+    assert "most recent call first" in log  # the stacks
+    last = log.strip().splitlines()[-1]
+    assert last.startswith(
+        "argosy serve: the load of the model has stalled: no progress for 20 s (tokenizer)"
+    )
+
+
+def test_a_start_that_ends_in_time_is_left_alone() -> None:
+    with StartWatch(3600.0, 4) as watch:
+        watch.advanced(LoadStep("tokenizer"))
+    assert not [thread for thread in threading.enumerate() if thread.name == "start watch"]
 
 
 def test_a_server_ends_with_stacks_and_an_exit_code() -> None:

@@ -28,6 +28,7 @@ from argosy_engine.api.processes.process_group import ProcessGroup
 from argosy_engine.api.served_engine import Engine
 from argosy_engine.api.server_args import ServerArgs
 from argosy_engine.api.server_debug_signal import describe_server_on_signal
+from argosy_engine.api.start_watch import StartWatch
 from argosy_engine.api.vllm_flags import add_vllm_flags, check_vllm_flags
 from argosy_engine.config import EngineArgs, ResolvedConfig
 from argosy_engine.core.proc.client_group import ALONE
@@ -233,6 +234,7 @@ async def _load(
     def show_step(step: LoadStep) -> None:
         if not engine.is_draining:
             engine.phase = f"loading the model: {step}"
+        start_watch.advanced(step)
 
     if processes is not None:
         await processes.open(app)
@@ -245,14 +247,16 @@ async def _load(
             phases.append(("fetch", time.perf_counter() - before))
         engine.phase = "loading the model"
         group = ALONE if processes is None else processes.client_group
-        llm = await AsyncLLM.start(local, dataclasses.replace(group, on_load_step=show_step))
-    llm.on_dead = stop.set
+        with StartWatch(args.load_stall_timeout, EXIT_STALLED) as start_watch:
+            llm = await AsyncLLM.start(local, dataclasses.replace(group, on_load_step=show_step))
+            llm.on_dead = stop.set
+            if processes is not None:
+                try:
+                    await processes.wait_until_ready()
+                except BaseException:
+                    await llm.close()
+                    raise
     if processes is not None:
-        try:
-            await processes.wait_until_ready()
-        except BaseException:
-            await llm.close()
-            raise
         url += f" with {processes.size} processes"
     engine.attach(llm, is_warming_up=warming is not None)
     gc.freeze()  # what is loaded by now stays: the collector need not look at it again and again

@@ -30,6 +30,7 @@ from argosy_engine.frontend.outputs import GenerationOutput
 from argosy_engine.frontend.queue_limits import QueueLimits
 from argosy_engine.messages.collective_rpc import CollectiveRpc
 from argosy_engine.messages.core_messages import EngineCoreOutput, EngineCoreRequest, FinishReason
+from argosy_engine.messages.load_step import LoadStep
 from argosy_engine.messages.sleep_levels import check_level
 
 logger = logging.getLogger("argosy.frontend")
@@ -114,6 +115,7 @@ class AsyncLLM:
     @classmethod
     async def _of(cls, client: AsyncClient, group: ClientGroup) -> AsyncLLM:
         try:
+            group.on_load_step(LoadStep("tokenizer"))
             return cls(client, InputProcessor(client.config), group)
         except BaseException:
             await client.close()

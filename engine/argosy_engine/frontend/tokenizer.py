@@ -59,7 +59,8 @@ class Tokenizer:
             remedy = tokenizer_remedy({each.name for each in path.iterdir()})
             raise ConfigError(f"{path} has no {file.name}; {remedy}")
         try:
-            self.backend = _Tokenizer.from_file(str(file))
+            # Read here: the library would hold the interpreter's lock, for ever if the volume is lost.
+            self.backend = _Tokenizer.from_buffer(file.read_bytes())
         except Exception as error:  # the library raises bare Exception
             raise ConfigError(f"cannot read {file}: {error}") from None
         self.backend.no_truncation()
