@@ -26,7 +26,7 @@ class Trial:
     def __init__(self, **spec: Any) -> None:
         self.given = {"steps": [{"weight": 10}, {"weight": 50}], "analysis": ANALYSIS, **spec}
         self.seconds = 0
-        self.state = CanaryState(revision="new", entered=self.now)
+        self.state = CanaryState(revision="new", missing_since=self.now)
         self.waits_for = ""
         self.is_held = False
 
@@ -157,12 +157,67 @@ def test_blue_green_gives_every_request_to_a_whole_second_set() -> None:
     assert trial.state.size == 10
 
 
+def test_no_step_is_passed_while_replicas_of_the_canary_are_missing() -> None:
+    for analysis, figures in ((ANALYSIS, GOOD), (None, SplitFigures())):
+        trial = Trial(steps=[{"weight": 50, "pauseSeconds": 60}], analysis=analysis)
+        trial.after(0, routable=0)
+        trial.after(0, routable=5)
+        for routable in (0, 4):
+            assert trial.after(600, figures, routable=routable) == ("stepping", 0, 50)
+            assert trial.waits_for == f"{routable} of 5 canary replicas routable"
+            assert not trial.is_held
+        assert trial.after(1, figures, routable=5)[0] == "promoting"
+
+
+def test_replicas_that_are_lost_within_a_step_fail_it_after_the_deadline() -> None:
+    trial = Trial(hold=True)
+    trial.edit(hold=False).after(0)
+    trial.edit(hold=True).after(10_000)
+    assert trial.after(0, routable=0) == ("stepping", 0, 10)
+    assert trial.after(1800, NONE, routable=0) == ("stepping", 0, 10)
+    assert trial.after(1, NONE, routable=1) == ("stepping", 0, 10), "the time counts anew once they are back"
+    trial.after(1000, routable=0)
+    assert trial.after(1800, routable=0) == ("stepping", 0, 10)
+    assert trial.after(1, routable=0)[0] == "failed"
+    assert "0 of 1 canary replicas routable after 1800 s" in trial.state.message
+
+
 def test_an_edited_weight_starts_the_step_anew() -> None:
     trial = Trial()
     trial.after(0)
-    assert trial.edit(steps=[{"weight": 20}]).after(59) == ("stepping", 0, 20)
+    assert trial.edit(steps=[{"weight": 20}]).after(59, routable=1) == ("stepping", 0, 10)
+    assert trial.waits_for == "1 of 2 canary replicas routable"
+    assert trial.after(59) == ("stepping", 0, 20)
     assert trial.after(59) == ("stepping", 0, 20)
     assert trial.after(1)[0] == "promoting"
+
+
+def test_an_edit_raises_the_weight_only_with_its_replicas_and_without_hold() -> None:
+    for steps in ([{"weight": 100}], [{"weight": 100}, {"weight": 100}]):
+        trial = Trial(steps=[{"weight": 5}, {"weight": 10}])
+        trial.after(0)
+        trial.after(60)
+        assert trial.after(0) == ("stepping", 1, 10)
+        assert trial.edit(steps=steps, hold=True).after(1, routable=1)[2] == 10
+        assert (trial.state.size, trial.is_held) == (10, False)
+        assert trial.after(1, routable=10)[2] == 10
+        assert trial.is_held
+        assert trial.edit(hold=False).after(1, routable=9)[2] == 10
+        assert trial.after(1, routable=10)[2] == 100
+
+
+def test_an_edit_lowers_the_weight_at_once() -> None:
+    trial = Trial(steps=[{"weight": 50}])
+    trial.after(0, routable=0)
+    trial.after(1)
+    assert trial.edit(steps=[{"weight": 10, "replicas": 8}], hold=True).after(1) == ("stepping", 0, 10)
+
+
+def test_a_canary_is_judged_while_the_next_step_gets_its_replicas() -> None:
+    trial = Trial()
+    trial.after(0)
+    assert trial.after(60) == ("stepping", 1, 10)
+    assert trial.after(1, BAD, routable=1)[0] == "failed"
 
 
 def test_steps_may_be_removed_while_it_runs() -> None:

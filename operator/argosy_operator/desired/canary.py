@@ -8,7 +8,8 @@ know how figures are judged (`canary_analysis`), nor how pods look (`children`).
     Promoting   the Deployment rolls the revision out; the canary's replicas serve until it is done
     Failed      the canary's replicas are gone, and the Deployment stays paused with its old replicas
 
-Invariants: the Deployment stays paused, so that its own replicas keep the old revision, until the last step has passed;
+Invariants: a weight grows, and a canary is promoted by its figures, only while all of its replicas are routable; the
+Deployment stays paused, so that its own replicas keep the old revision, until the last step has passed;
 nothing but time, figures and `action` moves a canary, and without figures it stays; a failed one stays failed until the
 revision changes or a person promotes it; equal inputs give an equal state, so that waiting writes nothing.
 """
@@ -46,10 +47,10 @@ class CanaryState(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The canary's share of the requests now, in per cent."""
     size: int = 1
     """Replicas that the canary should have."""
-    entered: str = ""
-    """When the step began to get its replicas (RFC 3339)."""
+    missing_since: str = ""
+    """Since when its replicas are not all routable (RFC 3339); empty while they are."""
     since: str = ""
-    """When it got its weight; empty while its replicas are not all routable."""
+    """When the step got its weight; empty before that."""
     message: str = ""
     """Why it failed."""
     baseline: Baseline = Baseline()
@@ -107,7 +108,7 @@ def plan_canary(
         is_complete = is_uniform or (before is not None and before.phase == "promoting")
         if serving == revision or not is_complete or not any(pod.is_routable for pod in alive):
             return None
-        before = CanaryState(revision=revision, entered=observed.time)
+        before = CanaryState(revision=revision, missing_since=observed.time)
     if before.phase == "promoting":
         is_done = is_healthy(service, own, revision)
         return None if is_done else CanaryPlan(state=before)
@@ -160,69 +161,70 @@ def advance(
         return state, "", False
     if action is not None and action.type == "Abort":
         return _failed(state, "aborted by spec.rollout.canary.action"), "", False
-    state = _within(state, canary.steps)
+    state = _sized(_within(state, canary.steps), canary.steps, replicas)
     step = canary.steps[state.step]
-    state = msgspec.structs.replace(
-        state, size=max(_size(each, replicas) for each in canary.steps[: state.step + 1])
-    )
-    if not state.since:
-        return _start(canary, state, step, routable=routable, figures=figures, now=now, deadline_s=deadline_s)
-    if state.weight != step.weight:  # the step was edited
-        return _weighted(canary, state, step, figures, now), "", False
-    elapsed = seconds_between(state.since, now)
+    if state.weight != step.weight:  # the last step's still, or the step was edited
+        state = msgspec.structs.replace(state, since="")
     verdict, least_s = Verdict("passed"), step.pause_seconds
-    if canary.analysis is not None and step.weight:
+    if canary.analysis is not None and state.weight:
         verdict = judge(canary.analysis, figures, state.baseline)
         least_s = max(least_s, canary.analysis.window_seconds)
     if verdict.kind == "failed":
         return _failed(state, verdict.message), "", False
-    if verdict.kind == "waiting":
-        return state, verdict.message, False
-    if elapsed < least_s:
-        return state, f"the step lasts {least_s} s", False
-    if canary.hold:
-        return state, "spec.rollout.canary.hold is set", True
-    continued = action.step or 0 if action is not None else 0
-    if step.hold and continued <= state.step:
-        return state, "the step holds: set action Continue, Promote or Abort", True
-    if state.step + 1 == len(canary.steps):
-        return _promoted(state), "", False
-    return _start(
-        canary,
-        msgspec.structs.replace(
-            state,
-            step=state.step + 1,
-            size=max(_size(each, replicas) for each in canary.steps[: state.step + 2]),
-            entered=now,
-            since="",
-        ),
-        canary.steps[state.step + 1],
-        routable=routable,
-        figures=figures,
-        now=now,
-        deadline_s=deadline_s,
-    )
+    if state.since:
+        state, missing = _missing(state, routable=routable, now=now, deadline_s=deadline_s)
+        if state.phase == "failed":
+            return state, "", False
+        if verdict.kind == "waiting":
+            return state, verdict.message, False
+        if seconds_between(state.since, now) < least_s:
+            return state, f"the step lasts {least_s} s", False
+        if missing:
+            return state, missing, False
+        if canary.hold:
+            return state, "spec.rollout.canary.hold is set", True
+        continued = action.step or 0 if action is not None else 0
+        if step.hold and continued <= state.step:
+            return state, "the step holds: set action Continue, Promote or Abort", True
+        if state.step + 1 == len(canary.steps):
+            return _promoted(state), "", False
+        state = msgspec.structs.replace(state, step=state.step + 1, since="")
+        state = _sized(state, canary.steps, replicas)
+    return _start(canary, state, routable=routable, figures=figures, now=now, deadline_s=deadline_s)
 
 
 def _start(
     canary: CanaryRollout,
     state: CanaryState,
-    step: CanaryStep,
     *,
     routable: int,
     figures: SplitFigures,
     now: str,
     deadline_s: float,
 ) -> tuple[CanaryState, str, bool]:
-    """Give the step its weight once its replicas are routable."""
-    so_far = f"{routable} of {state.size} canary replicas routable"
+    """Give the step its weight: a smaller one at once, a larger one when its replicas are routable."""
+    step = canary.steps[state.step]
+    state, missing = _missing(state, routable=routable, now=now, deadline_s=deadline_s)
+    if state.phase == "failed":
+        return state, "", False
+    if step.weight < state.weight:
+        return _weighted(canary, state, step, figures, now), missing, False
+    if missing:
+        return state, missing, False
+    if canary.hold and step.weight > state.weight:
+        return state, "spec.rollout.canary.hold is set", True
+    return _weighted(canary, state, step, figures, now), "", False
+
+
+def _missing(state: CanaryState, *, routable: int, now: str, deadline_s: float) -> tuple[CanaryState, str]:
+    """The state, failed if its replicas have not all been routable for too long, and how many are; empty if all."""
     if routable >= state.size:
-        if canary.hold and step.weight > state.weight:
-            return state, "spec.rollout.canary.hold is set", True
-        return _weighted(canary, state, step, figures, now), "", False
-    if seconds_between(state.entered, now) > deadline_s:
-        return _failed(state, f"{so_far} after {deadline_s:g} s"), "", False
-    return state, so_far, False
+        return msgspec.structs.replace(state, missing_since=""), ""
+    so_far = f"{routable} of {state.size} canary replicas routable"
+    since = state.missing_since or now
+    if seconds_between(since, now) > deadline_s:
+        return _failed(state, f"{so_far} after {deadline_s:g} s"), so_far
+    return msgspec.structs.replace(state, missing_since=since), so_far
 
 
 def _weighted(
@@ -252,6 +254,11 @@ def _failed(state: CanaryState, message: str) -> CanaryState:
 def _within(state: CanaryState, steps: tuple[CanaryStep, ...]) -> CanaryState:
     """The state at the last step if its own one was removed."""
     return msgspec.structs.replace(state, step=min(state.step, len(steps) - 1))
+
+
+def _sized(state: CanaryState, steps: tuple[CanaryStep, ...], replicas: int) -> CanaryState:
+    """With the replicas of its step, and no fewer than any step before had."""
+    return msgspec.structs.replace(state, size=max(_size(each, replicas) for each in steps[: state.step + 1]))
 
 
 def _size(step: CanaryStep, replicas: int) -> int:
