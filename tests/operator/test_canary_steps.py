@@ -206,6 +206,24 @@ def test_an_edit_raises_the_weight_only_with_its_replicas_and_without_hold() -> 
         assert trial.after(1, routable=10)[2] == 100
 
 
+def test_a_weight_grows_only_with_figures_of_the_stable_side_to_compare_with() -> None:
+    canary = Figures(attempts=100, streams=100, ttft_p90_s=0.1, prompt_tokens=10, cached_tokens=9)
+    for bound, enough, few in (
+        ("maxTtftP90Ratio", Figures(streams=10, ttft_p90_s=0.1), Figures(streams=9, ttft_p90_s=0.1)),
+        (
+            "minCachedShareRatio",
+            Figures(attempts=10, prompt_tokens=10, cached_tokens=9),
+            Figures(attempts=10),
+        ),
+    ):
+        trial = Trial(steps=[{"weight": 100}], analysis={**ANALYSIS, bound: 1})
+        trial.after(0, SplitFigures(), routable=0)
+        assert trial.after(10_000, SplitFigures(is_complete=True, stable=few)) == ("stepping", 0, 0)
+        assert "stable side to compare" in trial.waits_for
+        assert trial.after(1, SplitFigures(is_complete=True, stable=enough)) == ("stepping", 0, 100)
+        assert trial.after(60, SplitFigures(is_complete=True, canary=canary))[0] == "promoting", bound
+
+
 def test_an_edit_lowers_the_weight_at_once() -> None:
     trial = Trial(steps=[{"weight": 50}])
     trial.after(0, routable=0)

@@ -22,7 +22,7 @@ from typing import Final, Literal
 import msgspec
 from msgspec import Struct
 
-from argosy_operator.desired.canary_analysis import Baseline, Verdict, baseline_of, judge
+from argosy_operator.desired.canary_analysis import Baseline, Verdict, baseline_of, judge, missing_baseline
 from argosy_operator.desired.staged_rollout import is_healthy
 from argosy_operator.names import CANARY_ANNOTATION, KEY_ANNOTATION
 from argosy_operator.observed.canary_figures import SplitFigures, split_figures
@@ -202,7 +202,8 @@ def _start(
     now: str,
     deadline_s: float,
 ) -> tuple[CanaryState, str, bool]:
-    """Give the step its weight: a smaller one at once, a larger one when its replicas are routable."""
+    """Give the step its weight: a smaller one at once, a larger one when its replicas are routable and the stable
+    side's figures, if they are compared with, are known."""
     step = canary.steps[state.step]
     state, missing = _missing(state, routable=routable, now=now, deadline_s=deadline_s)
     if state.phase == "failed":
@@ -211,9 +212,14 @@ def _start(
         return _weighted(canary, state, step, figures, now), missing, False
     if missing:
         return state, missing, False
-    if canary.hold and step.weight > state.weight:
-        return state, "spec.rollout.canary.hold is set", True
-    return _weighted(canary, state, step, figures, now), "", False
+    weighted = _weighted(canary, state, step, figures, now)
+    if step.weight > state.weight:
+        if canary.hold:
+            return state, "spec.rollout.canary.hold is set", True
+        # With its weight the canary may leave the stable side too few requests to be measured by.
+        if canary.analysis is not None and (lacks := missing_baseline(canary.analysis, weighted.baseline)):
+            return state, lacks, False
+    return weighted, "", False
 
 
 def _missing(state: CanaryState, *, routable: int, now: str, deadline_s: float) -> tuple[CanaryState, str]:

@@ -49,6 +49,15 @@ def baseline_of(analysis: CanaryAnalysis, stable: Figures, before: Baseline) -> 
     )
 
 
+def missing_baseline(analysis: CanaryAnalysis, baseline: Baseline) -> str:
+    """Which of the stable side's figures the bounds need and `baseline` lacks; empty if none."""
+    if analysis.max_ttft_p90_ratio is not None and baseline.ttft_p90_s is None:
+        return "too few streamed answers of the stable side to compare with"
+    if analysis.min_cached_share_ratio is not None and baseline.cached_share is None:
+        return "too few requests of the stable side to compare cached tokens with"
+    return ""
+
+
 def judge(analysis: CanaryAnalysis, figures: SplitFigures, before: Baseline) -> Verdict:
     """Judge the canary; `before` replaces figures of a stable side that has too few requests now."""
     least, canary = analysis.min_requests, figures.canary
