@@ -16,6 +16,7 @@ from virtual_time import run, virtual_time
 
 from argosy_operator.kinds import DEPLOYMENTS, EVENTS
 from argosy_operator.names import REVISION_LABEL
+from argosy_operator.observed.deployment import has_the_turn
 from argosy_protocol.fleet import RevisionSplit, decode_fleet
 from argosy_protocol.load_report import SideReport
 
@@ -320,3 +321,58 @@ def test_killed_at_any_write_of_a_bad_canary_it_is_taken_back_all_the_same() -> 
     assert writes > 8
     for fatal in range(writes):
         run(_taken_back(fatal))
+
+
+async def _two_services(cluster: FakeKubernetes, **other: Any) -> FakeRouter:
+    """`tiny`, which has a canary, and `other`, which has none; both ready. Returns their router, without its operator."""
+    async with Operator(cluster, now=now) as operator:
+        cluster.create(isvc_object(replicas=2, rollout={"canary": STEPS}))
+        await operator.settle()
+        cluster.create(isvc_object("other", replicas=2, **other))
+        await operator.settle()
+        operator.router.stable = GOOD
+        return operator.router
+
+
+def images(cluster: FakeKubernetes, name: str) -> set[str]:
+    return {pod["spec"]["containers"][0]["image"] for pod in living_pods(cluster, name)}
+
+
+@virtual_time
+async def test_a_canary_of_the_operators_change_holds_up_no_other_service() -> None:
+    cluster = new_cluster()
+    router = await _two_services(cluster)
+    old = images(cluster, "tiny")
+    async with Operator(cluster, router, now=now, engine_image="new:2") as operator:
+        await pass_time(cluster, 300)
+        assert rollout(cluster)["phase"] == "Analyzing", "without requests it waits"
+        assert images(cluster, "other") == {"new:2"}
+        router.canary = BAD
+        await until_phase(cluster, "Failed")
+        await operator.settle()
+        assert images(cluster, "tiny") == old
+    async with Operator(cluster, router, now=now, engine_image="new:3") as operator:
+        await pass_time(cluster, 300)
+        assert rollout(cluster)["phase"] == "Failed"
+        assert images(cluster, "other") == {"new:3"}
+
+
+@virtual_time
+async def test_a_canary_of_the_operators_change_is_promoted_when_no_other_service_is_rolled_out() -> None:
+    cluster = new_cluster()
+    router = await _two_services(cluster, engine={"type": "vllm"}, model={"source": "pvc://claim/model"})
+    old = images(cluster, "tiny")
+    router.canary = GOOD
+    cluster.broken_images.add("vllm:2")
+    async with Operator(cluster, router, now=now, engine_image="new:2", vllm_image="vllm:2") as operator:
+        await pass_time(cluster, 300)
+        assert has_the_turn(cluster.objects[DEPLOYMENTS, "team", "other-engine"])
+        assert images(cluster, "tiny") == {"new:2", *old}
+        assert (rollout(cluster)["phase"], rollout(cluster)["step"]) == ("Analyzing", 2)
+        assert rollout(cluster)["message"] == "team/other is rolled out first"
+        cluster.edit("other", lambda spec: spec["engine"].update(image="vllm:3"))
+        await until_phase(cluster, "Promoting", step=2)
+        assert has_the_turn(cluster.objects[DEPLOYMENTS, "team", "tiny-engine"])
+        await operator.settle()
+        assert images(cluster, "tiny") == {"new:2"}
+        assert not has_the_turn(cluster.objects[DEPLOYMENTS, "team", "tiny-engine"])

@@ -23,10 +23,11 @@ import msgspec
 from msgspec import Struct
 
 from argosy_operator.desired.canary_analysis import Baseline, Verdict, baseline_of, judge, missing_baseline
-from argosy_operator.desired.staged_rollout import is_healthy
+from argosy_operator.desired.spec_digest import input_digest
+from argosy_operator.desired.staged_rollout import held_revision, is_healthy
 from argosy_operator.names import CANARY_ANNOTATION, KEY_ANNOTATION
 from argosy_operator.observed.canary_figures import SplitFigures, split_figures
-from argosy_operator.observed.deployment import serving_revision
+from argosy_operator.observed.deployment import has_the_turn, serving_revision
 from argosy_operator.observed.elapsed import seconds_between
 from argosy_operator.observed.observation import Object, Observation
 from argosy_resource.canary_spec import CanaryRollout, CanaryStep
@@ -54,6 +55,8 @@ class CanaryState(Struct, frozen=True, kw_only=True, omit_defaults=True):
     message: str = ""
     """Why it failed."""
     baseline: Baseline = Baseline()
+    needs_turn: bool = False
+    """Whether the change is the operator's own, which is promoted in one service at a time."""
 
 
 class CanaryPlan(Struct, frozen=True, kw_only=True):
@@ -108,7 +111,10 @@ def plan_canary(
         is_complete = is_uniform or (before is not None and before.phase == "promoting")
         if serving == revision or not is_complete or not any(pod.is_routable for pod in alive):
             return None
-        before = CanaryState(revision=revision, missing_since=observed.time)
+        digest = input_digest(service)
+        held = held_revision(service, own, revision, digest=digest, key_digest=key_digest)
+        needs_turn = bool(held) or has_the_turn(live)
+        before = CanaryState(revision=revision, missing_since=observed.time, needs_turn=needs_turn)
     if before.phase == "promoting":
         is_done = is_healthy(service, own, revision)
         return None if is_done else CanaryPlan(state=before)
@@ -124,7 +130,9 @@ def plan_canary(
         deadline_s=service.spec.rollout.progress_deadline_seconds,
     )
     if state.phase == "promoting":
-        return CanaryPlan(state=state, figures=figures)
+        if not (state.needs_turn and observed.rolling_elsewhere):
+            return CanaryPlan(state=state, figures=figures)
+        state, waits_for = before, f"{observed.rolling_elsewhere} is rolled out first"
     return CanaryPlan(
         state=state,
         held=serving,
@@ -248,12 +256,24 @@ def _promoted(state: CanaryState) -> CanaryState:
     """Replicas of both revisions serve while the Deployment rolls out, unless the old ones get no requests already."""
     weight = state.weight if state.weight == 100 and state.phase == "stepping" else 0
     size = 0 if state.phase == "failed" else state.size
-    return CanaryState(revision=state.revision, phase="promoting", step=state.step, weight=weight, size=size)
+    return CanaryState(
+        revision=state.revision,
+        phase="promoting",
+        step=state.step,
+        weight=weight,
+        size=size,
+        needs_turn=state.needs_turn,
+    )
 
 
 def _failed(state: CanaryState, message: str) -> CanaryState:
     return CanaryState(
-        revision=state.revision, phase="failed", step=state.step, size=0, message=message[:MAX_MESSAGE]
+        revision=state.revision,
+        phase="failed",
+        step=state.step,
+        size=0,
+        message=message[:MAX_MESSAGE],
+        needs_turn=state.needs_turn,
     )
 
 

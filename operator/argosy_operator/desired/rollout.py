@@ -14,7 +14,7 @@ Invariant: the operator takes the last routable replica only if `spec.rollout` s
                            new template, and its pods keep serving with the old one until the last step has passed
     staged_rollout         the operator's own change is rolled out to one service at a time: the Deployments of the
                            others are paused with the new template, and their pods keep serving with the old one
-                           until it is their turn
+                           until it is their turn; a canary needs none before it is promoted
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Final, Literal
 
 from msgspec import Struct
 
-from argosy_operator.desired.canary import CanaryPlan, encode_canary, plan_canary, read_canary
+from argosy_operator.desired.canary import CanaryPlan, encode_canary, plan_canary
 from argosy_operator.desired.gpu_surge import no_gpu_for_surge, seconds_until_in_place
 from argosy_operator.desired.spec_digest import input_digest
 from argosy_operator.desired.staged_rollout import held_revision, is_healthy
@@ -98,10 +98,9 @@ def plan_rollout(
     live = observed.deployment
     digest = input_digest(service)
     canary = plan_canary(service, observed, revision, key_digest=key_digest)
-    tried = read_canary(live)
     observed = observed.without_canary
     held = ""
-    if canary is None or tried is None or tried.revision != revision:
+    if canary is None:
         held = held_revision(service, observed, revision, digest=digest, key_digest=key_digest)
     if held and observed.rolling_elsewhere:
         return RolloutPlan(
@@ -113,7 +112,6 @@ def plan_rollout(
             waits_for=observed.rolling_elsewhere,
             input_digest=digest,
         )
-    has_turn = bool(held) or (has_the_turn(live) and not is_healthy(service, observed, revision))
     if canary is not None and canary.held:
         return RolloutPlan(
             phase="canary-failed" if canary.state.phase == "failed" else "canary",
@@ -122,9 +120,11 @@ def plan_rollout(
             is_paused=True,
             held_revision=canary.held,
             canary=canary,
-            has_turn=has_turn,
             input_digest=digest,
         )
+    has_turn = bool(held) or (has_the_turn(live) and not is_healthy(service, observed, revision))
+    if canary is not None and canary.state.needs_turn and not observed.rolling_elsewhere:
+        has_turn = True
     phase: Phase = "normal"
     node_wait_s = 0.0
     if no_gpu_for_surge(service, observed, revision):
