@@ -324,7 +324,7 @@ def test_killed_at_any_write_of_a_bad_canary_it_is_taken_back_all_the_same() -> 
 
 
 async def _two_services(cluster: FakeKubernetes, **other: Any) -> FakeRouter:
-    """`tiny`, which has a canary, and `other`, which has none; both ready. Returns their router, without its operator."""
+    """`tiny`, which has a canary, and `other`, which has none; both ready. Returns their router."""
     async with Operator(cluster, now=now) as operator:
         cluster.create(isvc_object(replicas=2, rollout={"canary": STEPS}))
         await operator.settle()
@@ -376,3 +376,19 @@ async def test_a_canary_of_the_operators_change_is_promoted_when_no_other_servic
         await operator.settle()
         assert images(cluster, "tiny") == {"new:2"}
         assert not has_the_turn(cluster.objects[DEPLOYMENTS, "team", "tiny-engine"])
+
+
+@virtual_time
+async def test_a_canary_has_replicas_only_when_routers_divide_the_service() -> None:
+    async with edited(replicas=1) as (cluster, _operator):
+        found: list[RevisionSplit | None] = []
+
+        def look(number: int) -> None:
+            if len(deployments(cluster)) == 2:
+                found.append(split(cluster))
+
+        cluster.before_write = look
+        await until_phase(cluster, "Analyzing")
+        assert found
+        assert all(each is not None and each.canary == rollout(cluster)["revision"] for each in found)
+        assert (found[0] and found[0].weight) == 0

@@ -20,6 +20,7 @@ from argosy_operator.desired.manifest_fields import Manifest
 from argosy_operator.desired.pinned_images import Images, pinned_images, served_revision
 from argosy_operator.desired.pod_template import key_secret_name, pod_template
 from argosy_operator.desired.rollout import MIN_READY_SECONDS, RolloutPlan, plan_rollout
+from argosy_operator.kinds import DEPLOYMENTS
 from argosy_operator.names import (
     CANARY_TRACK,
     REVISION_LABEL,
@@ -75,7 +76,7 @@ def plan_children(service: InferenceService, observed: Observation, config: Oper
         deployment=_deployment(
             service, template, rollout, images, served=served_revision(observed, revision)
         ),
-        canary=_canary(service, template, rollout),
+        canary=_canary(service, template, rollout, observed),
         images=images,
         rollout=rollout,
         problem=deployment_problem(service, config),
@@ -166,19 +167,26 @@ def _deployment(
     }
 
 
-def _canary(service: InferenceService, template: Manifest, rollout: RolloutPlan) -> Manifest | None:
+def _canary(
+    service: InferenceService, template: Manifest, rollout: RolloutPlan, observed: Observation
+) -> Manifest | None:
     """The Deployment of a canary's replicas. It is named after the revision, so that the next canary never has pods of
     the one before. The selector of the service's own Deployment matches its pods as well; each controller goes by the
-    owner of a pod."""
+    owner of a pod. It is created once the routers are told to divide the service: a replica of which they know
+    nothing would get an ordinary share."""
     plan = rollout.canary
     if plan is None or not plan.state.size:
+        return None
+    name = child_name(service, f"canary-{plan.state.revision}")
+    exists = (DEPLOYMENTS, (service.metadata.namespace, name)) in observed.children
+    if not exists and observed.published_canary != plan.state.revision:
         return None
     labels = {TRACK_LABEL: CANARY_TRACK}
     metadata = template["metadata"]
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
-        "metadata": _metadata(service, child_name(service, f"canary-{plan.state.revision}")),
+        "metadata": _metadata(service, name),
         "spec": {
             "replicas": plan.state.size,
             "minReadySeconds": MIN_READY_SECONDS,

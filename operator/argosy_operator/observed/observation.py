@@ -59,6 +59,8 @@ class Observation(Struct, frozen=True, kw_only=True):
     """Another service (`namespace/name`) that a change of the operator's is being rolled out to; empty if none."""
     lacks_canary: bool = False
     """Whether the service names a canary that does not exist."""
+    published_canary: str = ""
+    """The canary revision by which the fleet document divides the service; empty if it does not."""
     load: ServiceLoad | None = None
     """What the routers report of the service while it may have a canary; None if none has reported, or nobody asks."""
     time: str = ""

@@ -296,7 +296,8 @@ class Controller:
                 if key == FLEET:
                     await self._publish_fleet()
                 else:
-                    await self._reconciler.reconcile(key, self._fleet.conflicts_of(key))
+                    conflicts, published = self._fleet.conflicts_of(key), self._fleet.canary_of(key)
+                    await self._reconciler.reconcile(key, conflicts, published)
                     if self._fleet.divides_differently(key):
                         self.queue.add(FLEET)
                     elif self._fleet.lags(key):

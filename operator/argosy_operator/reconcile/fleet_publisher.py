@@ -67,6 +67,10 @@ class FleetPublisher:
         obj = self._store.get(INFERENCE_SERVICES, *service)
         return service in self._shown and obj is not None and self._split.get(service) != _division(obj)
 
+    def canary_of(self, service: Name) -> str:
+        """The canary revision by which the last document divides a service; empty if it does not."""
+        return _canary(self._split.get(service))
+
     async def publish(self) -> list[Name]:
         """Write the document if it changed. Returns the services that lost or won a name, or whose canary came or
         went: their status changes.
@@ -82,7 +86,7 @@ class FleetPublisher:
         if must_apply(wanted, live):
             self._metrics.writes.labels(CONFIGMAPS.name, "apply").inc()
             await self._api.apply(wanted)
-        self._split = divisions
+        divided, self._split = self._split, divisions
         self._shown = {
             (each.namespace, each.name): ("" if each.fetch is None else each.fetch.state, each.cold_start_s)
             for each in document.services
@@ -97,6 +101,8 @@ class FleetPublisher:
             for service in services
             if before.get(service.key) != conflicts.get(service.key)
             or service.key in lacked ^ self._without_canary
+            or _canary(divided.get(name := (service.metadata.namespace, service.metadata.name)))
+            != _canary(divisions.get(name))
         ]
 
     def count_services(self) -> None:
@@ -140,6 +146,10 @@ class FleetPublisher:
 def _division(obj: Object) -> Division:
     rollout = obj.get("status", {}).get("rollout") or {}
     return tuple(rollout.get(field) for field in _DIVISION)
+
+
+def _canary(division: Division | None) -> str:
+    return str(division[_DIVISION.index("revision")] or "") if division else ""
 
 
 def _shown(obj: Object) -> tuple[str, float]:

@@ -42,7 +42,9 @@ class Observer:
         self._loads = loads
         self._now = now
 
-    def observe(self, service: InferenceService, conflicts: tuple[NameConflict, ...]) -> Observation:
+    def observe(
+        self, service: InferenceService, conflicts: tuple[NameConflict, ...], published: str
+    ) -> Observation:
         """Take an observation of the service, as of now."""
         key = (service.metadata.namespace, service.metadata.name)
         children = self._children(service, key)
@@ -59,6 +61,7 @@ class Observer:
             conflicts=conflicts,
             rolling_elsewhere=self._turn.holder(besides=key),
             lacks_canary=self._lacks_canary(service),
+            published_canary=published,
             load=self._loads().get(service.key) if service.spec.rollout.canary is not None else None,
             time=self._now(),
         )

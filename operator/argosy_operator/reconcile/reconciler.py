@@ -85,8 +85,9 @@ class Reconciler:
         self._children = ChildWriter(api, store, metrics)
         self._reporter = Reporter(api, store, config, metrics=metrics, now=now, look_again=look_again)
 
-    async def reconcile(self, key: Name, conflicts: tuple[NameConflict, ...]) -> None:
-        """Reconcile one resource once. `conflicts` are the names that it lost to older services.
+    async def reconcile(self, key: Name, conflicts: tuple[NameConflict, ...], published: str) -> None:
+        """Reconcile one resource once. `conflicts` are the names that it lost to older services, `published` is the
+        canary revision by which the fleet document divides it.
 
         Raises:
             OperatorError: try again later; what a user should know of it is already in the status.
@@ -99,7 +100,7 @@ class Reconciler:
         except msgspec.ValidationError as error:
             await self._reporter.report_invalid(obj, str(error))
             return
-        observed = self._observer.observe(service, conflicts)
+        observed = self._observer.observe(service, conflicts, published)
         diff = compute_diff(service, observed, self._config)
         decision = self._autoscaler.decision(service)
         failure: OperatorError | None = None
@@ -114,7 +115,7 @@ class Reconciler:
             if isinstance(error, ApiError) and error.status not in _REPORTED:
                 raise
         problem = Problem(failure.reason, str(failure)) if failure is not None else diff.plan.problem
-        later = self._observer.observe(service, conflicts)
+        later = self._observer.observe(service, conflicts, published)
         scaling = scaling_status(service, decision, diff.gates, self._now())
         await self._reporter.report(service, later, diff.plan, problem, scaling)
         if failure is not None:
