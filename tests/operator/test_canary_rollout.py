@@ -392,3 +392,29 @@ async def test_a_canary_has_replicas_only_when_routers_divide_the_service() -> N
         assert found
         assert all(each is not None and each.canary == rollout(cluster)["revision"] for each in found)
         assert (found[0] and found[0].weight) == 0
+
+
+@virtual_time
+async def test_an_edit_back_finds_the_images_of_the_old_replicas() -> None:
+    cluster = new_cluster()
+    policy = {"engine_upgrade_policy": "OnSpecChange"}
+    async with Operator(cluster, now=now, engine_image="old:1", **policy) as operator:
+        cluster.create(isvc_object(replicas=2, rollout={"canary": STEPS}))
+        await operator.settle()
+        router = operator.router
+    router.canary, router.stable = BAD, GOOD
+    names = {pod["metadata"]["name"] for pod in living_pods(cluster)}
+    async with Operator(cluster, router, now=now, engine_image="new:2", **policy) as operator:
+        await operator.settle()
+        for threads in (2, 3):
+            edit_engine(cluster, threads=threads)
+            await until_phase(cluster, "Failed")
+            await operator.settle()
+            assert "new:2" in str(cluster.objects[DEPLOYMENTS, "team", "tiny-engine"]["spec"]["template"])
+        cluster.edit("tiny", lambda spec: spec["engine"].pop("threads"))
+        await pass_time(cluster, 300)
+        assert (rollout(cluster), condition(cluster, "Ready")) == ({}, ("True", "ReplicasRoutable"))
+        assert {pod["metadata"]["name"] for pod in living_pods(cluster)} == names, "none was replaced"
+        edit_engine(cluster, threads=4)
+        await until_phase(cluster, "Analyzing")
+        assert images(cluster, "tiny") == {"old:1", "new:2"}

@@ -8,6 +8,7 @@ equal inputs give an equal plan; in the end the plan equals what exists.
 from __future__ import annotations
 
 import base64
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -17,7 +18,7 @@ from msgspec import Struct
 from argosy_operator.config import OperatorConfig
 from argosy_operator.desired.deployment_problem import deployment_problem
 from argosy_operator.desired.manifest_fields import Manifest
-from argosy_operator.desired.pinned_images import Images, pinned_images, served_revision
+from argosy_operator.desired.pinned_images import Images, held_annotations, pinned_images, served_revision
 from argosy_operator.desired.pod_template import key_secret_name, pod_template
 from argosy_operator.desired.rollout import MIN_READY_SECONDS, RolloutPlan, plan_rollout
 from argosy_operator.kinds import DEPLOYMENTS
@@ -74,7 +75,12 @@ def plan_children(service: InferenceService, observed: Observation, config: Oper
         service=_service(service),
         budget=_budget(service),
         deployment=_deployment(
-            service, template, rollout, images, served=served_revision(observed, revision)
+            service,
+            template,
+            rollout,
+            images,
+            served=served_revision(observed, revision),
+            held=held_annotations(observed.deployment, rollout.held_revision),
         ),
         canary=_canary(service, template, rollout, observed),
         images=images,
@@ -141,9 +147,15 @@ def _budget(service: InferenceService) -> Manifest:
 
 
 def _deployment(
-    service: InferenceService, template: Manifest, rollout: RolloutPlan, images: Images, *, served: str
+    service: InferenceService,
+    template: Manifest,
+    rollout: RolloutPlan,
+    images: Images,
+    *,
+    served: str,
+    held: Mapping[str, str],
 ) -> Manifest:
-    annotations = {**rollout.annotations, **images.annotations}
+    annotations = {**rollout.annotations, **images.annotations, **held}
     if served:
         annotations[SERVED_ANNOTATION] = served
     metadata = {**_metadata(service, child_name(service)), "annotations": annotations}

@@ -6,7 +6,8 @@ that a better default reaches a service that is stuck with a bad one; what a lat
 beside the image (the variable of the warm-up) comes with an image that is chosen anew, so that an upgrade of the
 operator alone replaces no pod.
 
-    OnSpecChange  the images that were rolled out last stay until an edit of the resource replaces the pods anyway
+    OnSpecChange  the images that were rolled out last stay until an edit of the resource replaces the pods anyway;
+                  an edit back to a revision that still serves beside a canary finds that one's
     Automatic     the present defaults, to one service at a time (`staged_rollout`)
 """
 
@@ -22,6 +23,7 @@ from argosy_operator.desired.spec_digest import input_digest
 from argosy_operator.names import (
     ENGINE_IMAGE_ANNOTATION,
     FETCH_IMAGE_ANNOTATION,
+    HELD_IMAGES_ANNOTATION,
     INPUT_ANNOTATION,
     SERVED_ANNOTATION,
     WARM_UP_ANNOTATION,
@@ -48,6 +50,46 @@ class Images(Struct, frozen=True, kw_only=True):
         return {**found, WARM_UP_ANNOTATION: "true"} if self.warms_up else found
 
 
+class _HeldImages(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a revision was made of that keeps serving while another one is tried."""
+
+    revision: str
+    input_digest: str
+    engine: str
+    fetch: str
+    warms_up: bool = False
+
+
+def held_annotations(live: Object | None, held: str) -> Mapping[str, str]:
+    """Annotations of a Deployment whose pods keep the revision `held`: its images, for an edit back to it."""
+    if live is None or not held:
+        return {}
+    annotations = live["metadata"].get("annotations", {})
+    kept = _held_images(live)
+    if kept is not None and kept.revision == held:
+        return {HELD_IMAGES_ANNOTATION: annotations[HELD_IMAGES_ANNOTATION]}
+    named = (INPUT_ANNOTATION, ENGINE_IMAGE_ANNOTATION, FETCH_IMAGE_ANNOTATION)
+    if template_revision(live) != held or not all(annotations.get(name) for name in named):
+        return {}
+    kept = _HeldImages(
+        revision=held,
+        input_digest=annotations[INPUT_ANNOTATION],
+        engine=annotations[ENGINE_IMAGE_ANNOTATION],
+        fetch=annotations[FETCH_IMAGE_ANNOTATION],
+        warms_up=WARM_UP_ANNOTATION in annotations,
+    )
+    return {HELD_IMAGES_ANNOTATION: msgspec.json.encode(kept).decode()}
+
+
+def _held_images(live: Object) -> _HeldImages | None:
+    """What the Deployment remembers; None if that is nothing, or cannot be read."""
+    text = live["metadata"].get("annotations", {}).get(HELD_IMAGES_ANNOTATION)
+    try:
+        return msgspec.json.decode(text, type=_HeldImages) if text else None
+    except msgspec.MsgspecError:
+        return None
+
+
 def default_images(service: InferenceService, config: OperatorConfig) -> Images:
     """The operator's present defaults."""
     return Images(engine=config.default_image(service.spec.engine.type), fetch=config.engine_image)
@@ -55,7 +97,12 @@ def default_images(service: InferenceService, config: OperatorConfig) -> Images:
 
 def pinned_images(service: InferenceService, observed: Observation, config: OperatorConfig) -> Images:
     """The images that the service's pods should run now."""
-    images, live = _chosen(service, observed, config), observed.deployment
+    live = observed.deployment
+    policy = service.spec.engine.upgrade_policy or config.engine_upgrade_policy
+    kept = None if live is None or policy == "Automatic" else _held_images(live)
+    if kept is not None and kept.input_digest == input_digest(service):
+        return Images(engine=kept.engine, fetch=kept.fetch, warms_up=kept.warms_up)
+    images = _chosen(service, observed, config)
     if live is None or WARM_UP_ANNOTATION in live["metadata"].get("annotations", {}):
         return images
     is_chosen_anew = _is_edited(service, live) or container_image(live, ENGINE_CONTAINER) != (
