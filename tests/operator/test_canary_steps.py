@@ -29,6 +29,7 @@ class Trial:
         self.state = CanaryState(revision="new", missing_since=self.now)
         self.waits_for = ""
         self.is_held = False
+        self.began = ""
 
     @property
     def now(self) -> str:
@@ -50,6 +51,7 @@ class Trial:
             routable=self.state.size if routable is None else routable,
             figures=figures,
             now=self.now,
+            began=self.began,
             deadline_s=1800,
         )
         return self.state.phase, self.state.step, self.state.weight
@@ -94,6 +96,15 @@ def test_replicas_that_do_not_come_up_fail_it_after_the_deadline() -> None:
     assert trial.after(1800, routable=0) == ("stepping", 0, 0)
     assert trial.after(1, routable=0) == ("failed", 0, 0)
     assert "0 of 1 canary replicas routable after 1800 s" in trial.state.message
+
+
+def test_the_deadline_begins_with_the_operator_that_measures_it() -> None:
+    trial = Trial()
+    trial.after(0, routable=0)
+    trial.seconds += 100_000  # the next leader's clock is ahead
+    trial.began = trial.now
+    assert trial.after(1800, routable=0) == ("stepping", 0, 0)
+    assert trial.after(1, routable=0)[0] == "failed"
 
 
 def test_a_step_that_holds_waits_for_a_person() -> None:

@@ -127,6 +127,7 @@ def plan_canary(
         routable=routable,
         figures=figures,
         now=observed.time,
+        began=observed.began,
         deadline_s=service.spec.rollout.progress_deadline_seconds,
     )
     if state.phase == "promoting":
@@ -151,6 +152,7 @@ def advance(
     routable: int,
     figures: SplitFigures,
     now: str,
+    began: str = "",
     deadline_s: float,
 ) -> tuple[CanaryState, str, bool]:
     """The next state of a canary that is not being promoted, what it waits for, and whether for a person.
@@ -160,8 +162,12 @@ def advance(
         routable: replicas of the canary to which routers send requests.
         figures: of the state's weight.
         now: RFC 3339.
+        began: when this operator began to lead, by the same clock; empty if not known. An earlier time may be of
+            another operator's clock, which differs.
         deadline_s: seconds after which replicas that are not routable fail the canary.
     """
+    if began and state.missing_since and seconds_between(state.missing_since, began) > 0:
+        state = msgspec.structs.replace(state, missing_since=began)
     action = canary.action if canary.action is not None and canary.action.revision == state.revision else None
     if action is not None and action.type == "Promote":
         return _promoted(state), "", False

@@ -63,6 +63,8 @@ class Observation(Struct, frozen=True, kw_only=True):
     """The canary revision by which the fleet document divides the service; empty if it does not."""
     load: ServiceLoad | None = None
     """What the routers report of the service while it may have a canary; None if none has reported, or nobody asks."""
+    began: str = ""
+    """When this operator began to lead, by its own clock (RFC 3339); empty if that is not known."""
     time: str = ""
     """When it was taken (RFC 3339). What waits for time alone is decided by it."""
 

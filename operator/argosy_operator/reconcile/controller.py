@@ -336,6 +336,7 @@ class Controller:
         while True:
             await self._leadership.wait_until_held()
             await self._resync_until_done()
+            self._reconciler.begin()
             self.metrics.leading.set(1)
             self._may_work.set()
             await self._leadership.wait_until_lost()

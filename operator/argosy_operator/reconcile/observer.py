@@ -41,6 +41,8 @@ class Observer:
         self._unpolled = unpolled
         self._loads = loads
         self._now = now
+        self.began = now()
+        """When the operator began to lead."""
 
     def observe(
         self, service: InferenceService, conflicts: tuple[NameConflict, ...], published: str
@@ -63,6 +65,7 @@ class Observer:
             lacks_canary=self._lacks_canary(service),
             published_canary=published,
             load=self._loads().get(service.key) if service.spec.rollout.canary is not None else None,
+            began=self.began,
             time=self._now(),
         )
 

@@ -85,6 +85,10 @@ class Reconciler:
         self._children = ChildWriter(api, store, metrics)
         self._reporter = Reporter(api, store, config, metrics=metrics, now=now, look_again=look_again)
 
+    def begin(self) -> None:
+        """Note that the operator leads from now on: what another one's clock said counts no longer than that."""
+        self._observer.began = self._now()
+
     async def reconcile(self, key: Name, conflicts: tuple[NameConflict, ...], published: str) -> None:
         """Reconcile one resource once. `conflicts` are the names that it lost to older services, `published` is the
         canary revision by which the fleet document divides it.
