@@ -397,7 +397,7 @@ async def test_a_canary_has_replicas_only_when_routers_divide_the_service() -> N
 @virtual_time
 async def test_an_edit_back_finds_the_images_of_the_old_replicas() -> None:
     cluster = new_cluster()
-    policy = {"engine_upgrade_policy": "OnSpecChange"}
+    policy: dict[str, Any] = {"engine_upgrade_policy": "OnSpecChange"}
     async with Operator(cluster, now=now, engine_image="old:1", **policy) as operator:
         cluster.create(isvc_object(replicas=2, rollout={"canary": STEPS}))
         await operator.settle()
