@@ -132,6 +132,7 @@ def test_a_model_gets_the_tensors_of_the_files(
     mapped = SafetensorsWeights(tmp_path, dtype, CPU, prefix=prefix)
     assert_same(ours, taken(mapped, tmp_path, sharding))
     assert sum(read) == weights.stored_bytes(plan)
+    assert max(read) <= BUFFER_BYTES  # however large a tensor is
     assert weights.num_bytes == mapped.num_bytes
     assert 0 < len(copies.pinned_bytes) <= NUM_BUFFERS
     assert max(copies.pinned_bytes) <= BUFFER_BYTES

@@ -10,6 +10,7 @@ The file must stay as it is: one that ends early or changes during the load is a
 
 from __future__ import annotations
 
+import math
 import os
 from collections import deque
 from collections.abc import Iterator
@@ -151,26 +152,33 @@ class StreamedWeights(SafetensorsWeights):
         planned = self._planned.popleft()
         assert planned.shard == shard
         stored = self._copied(reader, planned)
-        self.on_read(stored.nbytes)
         tensor = stored.to(dtype or self.dtype)
         self.num_bytes += tensor.nbytes
         return tensor
 
     def _copied(self, reader: StagedReader, planned: _Planned) -> torch.Tensor:
-        """Return the tensor on the device in the dtype of the file."""
+        """Return the tensor on the device in the dtype of the file.
+
+        `on_read` is called after each piece, with the piece's share of the part that is returned.
+        """
         dtype = DTYPES[planned.stored.dtype]
         tensor = torch.empty(planned.read.shape, dtype=dtype, device=self.device)
         target = tensor.flatten().view(torch.uint8)
+        rest = planned.read.rest
+        num_wanted = (
+            math.prod(planned.read.shape if rest is None else rest.shape(planned.read.shape)) * dtype.itemsize
+        )
         self._copies.begin()
         start = 0
         for piece in chunks(planned.read.ranges, BUFFER_BYTES):
             buffer = self._taken(reader, planned)
             copied = self._copies.copy(buffer[: len(piece)], target[start : start + len(piece)])
             reader.give_back(buffer, copied)
-            start += len(piece)
+            end = start + len(piece)
+            self.on_read(end * num_wanted // target.nbytes - start * num_wanted // target.nbytes)
+            start = end
         self._copies.finish()
         _check_unchanged(planned)
-        rest = planned.read.rest
         if rest is None:
             return tensor
         parts = [tensor.narrow(rest.dim, each.start, len(each)) for each in rest.ranges]

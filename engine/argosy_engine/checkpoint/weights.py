@@ -152,7 +152,7 @@ class SafetensorsWeights(Weights):
         prefix: prefix of the base model's tensor names ("model."). Checkpoints saved from the base model lack it.
 
     Attributes:
-        on_read: called after each tensor is taken, with its size in the file in bytes.
+        on_read: called with the number of bytes of the file whenever some have been taken, at least after each tensor.
 
     Raises (from every method):
         ConfigError: a file is missing, truncated or not safetensors.
