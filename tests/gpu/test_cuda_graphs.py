@@ -33,7 +33,9 @@ def generate(
     def make(*args: Any, **kwargs: Any) -> ModelRunner:
         runner = ModelRunner(*args, **kwargs, runtime=CheckedRuntime())
         if graphs is not None:
-            assert runner.capture_graphs([1, 2, 4], graphs)
+            captured: list[int] = []
+            assert runner.capture_graphs([1, 2, 4], graphs, lambda: captured.append(1))
+            assert len(captured) == 3
         return runner
 
     monkeypatch.setenv("TRITON_INTERPRET", "1")

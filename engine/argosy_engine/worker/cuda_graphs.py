@@ -112,8 +112,11 @@ class DecodeGraphs:
         self._size_for: list[int] = [0]
         """By number of requests; 0: none is captured."""
 
-    def capture(self, sizes: Sequence[int]) -> bool:
+    def capture(self, sizes: Sequence[int], on_captured: Callable[[], None] = lambda: None) -> bool:
         """Capture steps of these numbers of requests, the largest first, so that the others fit in its memory.
+
+        Args:
+            on_captured: called after each.
 
         Returns:
             False if a capture failed. Then no graph is used, and a warning names the size and the operation.
@@ -131,6 +134,7 @@ class DecodeGraphs:
                 )  # compiles kernels and lets libraries allocate, which a capture must not
                 with last:
                     self._graphs[size] = self._api.capture(lambda tensors=tensors: self._forward(tensors))
+                on_captured()
             except RuntimeError as error:
                 self._graphs.clear()
                 self._size_for = [0]

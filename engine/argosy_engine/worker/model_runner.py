@@ -6,7 +6,7 @@ device; `step_inputs` makes tensors of them on a CPU, `device_inputs` on a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -162,20 +162,26 @@ class ModelRunner:
             self._exchange.lend_experts(step.num_rows)
 
     @torch.inference_mode()
-    def capture_graphs(self, sizes: Sequence[int], api: GraphApi | None = None) -> bool:
+    def capture_graphs(
+        self,
+        sizes: Sequence[int],
+        api: GraphApi | None = None,
+        on_captured: Callable[[], None] = lambda: None,
+    ) -> bool:
         """Capture the forward passes of decode steps as CUDA graphs; see `DecodeGraphs.capture`.
 
         May be called again with more sizes. Needs a runtime, and no request.
 
         Args:
             api: default: torch's.
+            on_captured: called after each.
         """
         if self._graphs is None:
             assert isinstance(self._inputs, DeviceInputs)
             self._graphs = DecodeGraphs(
                 self._inputs, self._forward, api or TorchGraphs(), is_required=self._requires_graphs
             )
-        return self._graphs.capture(sizes)
+        return self._graphs.capture(sizes, on_captured)
 
     def _compute(self, arrays: StepArrays, step: Round | None) -> tuple[torch.Tensor, StepTensors]:
         """Run the forward pass; return hidden states [T, hidden_size] and what they were computed from.

@@ -252,7 +252,7 @@ class Worker:
                 warm_up(self._runner, args, self._budget.max_model_len, self._counted("warm-up"))
         if sizes := self._graph_sizes():
             with self._phase("graphs"):
-                self._runner.capture_graphs(sizes)
+                self._runner.capture_graphs(sizes, on_captured=self._counted("graphs"))
         return WorkerInfo(
             model_path=str(self._path),
             model_fingerprint=self._fingerprint,
@@ -309,7 +309,7 @@ class Worker:
             self.sleep(1)
             raise ConfigError(failure)
         if sizes := self._graph_sizes():
-            runner.capture_graphs(sizes)
+            runner.capture_graphs(sizes, on_captured=self._counted("graphs"))
         self._runner = runner
 
     def _reload(self) -> ModelRunner:
