@@ -10,6 +10,7 @@ import http.client
 import json
 import ssl
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -109,7 +110,10 @@ def test_only_the_front_proxy_is_served(stack: Stack, metrics: ExternalMetrics) 
     context.check_hostname = False
     context.load_cert_chain(pki / "admin.crt", pki / "admin.key")
     connection = http.client.HTTPSConnection(HOST_ADDRESS, metrics.port, context=context, timeout=30)
-    with pytest.raises((ssl.SSLError, ConnectionError, http.client.HTTPException)):  # noqa: PT012
+    with (
+        closing(connection),
+        pytest.raises((ssl.SSLError, ConnectionError, http.client.HTTPException)),  # noqa: PT012
+    ):
         connection.request("GET", "/apis/external.metrics.k8s.io/v1beta1")
         connection.getresponse()
     path = f"/apis/external.metrics.k8s.io/v1beta1/namespaces/{TENANT}/{METRIC}"

@@ -31,6 +31,8 @@ from argosy_operator.observed.observation import Observation
         ({"requests": {"cpu": "1"}}, {"requests": {"cpu": "1001m"}}, False),
         ({"labels": {"a": "1"}}, {"labels": {"a": "1000m"}}, False),
         ({"emptyDir": {"sizeLimit": "1Gi"}}, {"emptyDir": {"sizeLimit": "1024Mi"}}, True),
+        ({"spec": {"selector": {"a": "b"}}}, {"spec": {"selector": {"a": "b"}}}, True),
+        ({"spec": {"selector": {"a": "b", "c": "d"}}}, {"spec": {"selector": {"a": "b"}}}, False),
     ],
 )
 def test_contains(live: Any, wanted: Any, same: bool) -> None:

@@ -17,6 +17,9 @@ from argosy_operator.kinds import Object
 from argosy_operator.names import APPLIED_ANNOTATION
 
 _QUANTITY_FIELDS: Final = ("limits", "requests", "sizeLimit")
+_ATOMIC_FIELDS: Final = ("selector",)
+"""Maps that have one owner as a whole (`x-kubernetes-map-type: atomic`), where a further key changes what is meant: a
+Service that also asks for another label has no endpoints."""
 _SUFFIXES: Final = {
     "m": Decimal("0.001"),
     "k": Decimal(10**3),
@@ -45,7 +48,9 @@ def must_apply(wanted: Object, live: Mapping[str, Any] | None) -> bool:
 
 def contains(live: Any, wanted: Any, *, field: str = "") -> bool:
     """Whether every value of `wanted` is in `live`. Further fields of `live` (server defaults, status, other managers')
-    are ignored; quantities are compared by value, since the API server rewrites them."""
+    are ignored, but not within a selector; quantities are compared by value, since the API server rewrites them."""
+    if field in _ATOMIC_FIELDS:
+        return bool(live == wanted)
     if isinstance(wanted, Mapping):
         return isinstance(live, Mapping) and all(
             contains(live.get(name), value, field=field if field in _QUANTITY_FIELDS else name)
