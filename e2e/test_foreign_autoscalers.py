@@ -10,7 +10,6 @@ import http.client
 import json
 import ssl
 from collections.abc import Iterator
-from contextlib import closing
 from typing import Any
 
 import pytest
@@ -110,12 +109,12 @@ def test_only_the_front_proxy_is_served(stack: Stack, metrics: ExternalMetrics) 
     context.check_hostname = False
     context.load_cert_chain(pki / "admin.crt", pki / "admin.key")
     connection = http.client.HTTPSConnection(HOST_ADDRESS, metrics.port, context=context, timeout=30)
-    with (
-        closing(connection),
-        pytest.raises((ssl.SSLError, ConnectionError, http.client.HTTPException)),  # noqa: PT012
-    ):
-        connection.request("GET", "/apis/external.metrics.k8s.io/v1beta1")
-        connection.getresponse()
+    try:
+        with pytest.raises((ssl.SSLError, ConnectionError, http.client.HTTPException)):  # noqa: PT012
+            connection.request("GET", "/apis/external.metrics.k8s.io/v1beta1")
+            connection.getresponse()
+    finally:
+        connection.close()
     path = f"/apis/external.metrics.k8s.io/v1beta1/namespaces/{TENANT}/{METRIC}"
     answer = json.loads(stack.cluster.kubectl("get", f"--raw={path}").stdout)
     assert [item["value"] for item in answer["items"]] == [str(metrics.values[METRIC])]

@@ -76,7 +76,7 @@ def example(flag: EngineFlag) -> str:
             return f"--{flag.name}={JSON.get(flag.name, '{}')}"
         case "text":
             return f"--{flag.name}={flag.choices[0] if flag.choices else TEXTS.get(flag.name, 'auto')}"
-    return f"--{flag.name}={int(flag.ge or 0)}"
+    return f"--{flag.name}={int(flag.le if flag.gt is not None and flag.le else flag.ge or 0)}"
 
 
 @pytest.mark.parametrize("flag", SETTABLE, ids=lambda flag: flag.name)
@@ -94,11 +94,13 @@ def test_a_manifest_may_give_every_flag() -> None:
 
 @pytest.mark.parametrize("flag", NUMBERS, ids=lambda flag: flag.name)
 def test_numbers_have_the_engines_bounds(flag: EngineFlag) -> None:
-    assert flag.ge is not None
+    least = flag.gt if flag.ge is None else flag.ge
+    assert least is not None
     assert flag.le is not None
-    for bound in (flag.ge, flag.le):
-        assert argument_problems([f"--{flag.name}={bound:.0f}"]) == [] or bound % 1
-    for value in (int(flag.ge) - 1, int(flag.le) + 1):
+    for bound in (least, flag.le):
+        is_allowed = argument_problems([f"--{flag.name}={bound:.0f}"]) == []
+        assert is_allowed is (bound != flag.gt) or bound % 1
+    for value in (int(least) - (flag.gt is None), int(flag.le) + 1):
         (problem,) = argument_problems([f"--{flag.name}={value}"])
         assert problem.startswith(f"--{flag.name} must be ")
         assert not takes(f"--{flag.name}={value}")
