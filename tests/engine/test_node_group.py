@@ -35,8 +35,8 @@ from argosy_engine.executor.node_messages import (
     READY,
     START,
     STOP,
-    Hello,
-    Start,
+    NodeHello,
+    NodeStart,
     WorkerExit,
 )
 from argosy_engine.executor.refusal_log import MAX_LINES, RefusalLog
@@ -119,7 +119,7 @@ def test_answers_and_messages_pass(caplog: pytest.LogCaptureFixture) -> None:
         start = node.receive()
         assert start is not None
         assert start[:1] == START
-        assert msgspec.msgpack.decode(start[1:], type=Start) == Start("127.0.0.1", 1234)
+        assert msgspec.msgpack.decode(start[1:], type=NodeStart) == NodeStart("127.0.0.1", 1234)
         assert node.receive() == MESSAGE + b"step"
         node.send(ANSWER, b"\x03\x00", b"third")
         node.send(ANSWER, b"\x02\x00", b"second")
@@ -191,7 +191,7 @@ def test_another_key_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     with group() as made:
         with pytest.raises(ConfigError, match=r"another key.*--node-key-file"):
             made.join(key=b"x" * 32)
-        assert "its key is not this engine's" in caplog.text
+        wait_until(lambda: "its key is not this engine's" in caplog.text, "the refusal to be logged")
         made.join().send(READY)
         made.group.wait_until_ready()
 
@@ -213,7 +213,7 @@ def test_another_configuration_is_refused_by_name(fields: dict[str, Any], reason
 
 @pytest.mark.parametrize("field", ["version", "torch"])
 def test_another_version_is_refused_by_name(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def old(args: EngineArgs) -> Hello:
+    def old(args: EngineArgs) -> NodeHello:
         return msgspec.structs.replace(hello(args), **{field: "0.0.1"})
 
     with group() as made:
@@ -243,8 +243,8 @@ def test_a_machine_that_is_lost_before_its_admission_can_join_again(
     with group() as made:
         stream = socket.create_connection(("127.0.0.1", made.args.master_port))
 
-        def reset(own: Hello, other: Hello) -> str | None:
-            """Lose the peer after its `Hello`, and so before it is told whether it may join."""
+        def reset(own: NodeHello, other: NodeHello) -> str | None:
+            """Lose the peer after its `NodeHello`, and so before it is told whether it may join."""
             if stream.fileno() >= 0:
                 stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 stream.close()

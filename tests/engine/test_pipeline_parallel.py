@@ -37,7 +37,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def params(**fields: Any) -> SamplingParams:
-    return SamplingParams(**{"temperature": 0.0, "max_tokens": 24, **fields})
+    return SamplingParams(**{"temperature": 0.0, "max_tokens": 24, "ignore_eos": True, **fields})
 
 
 REQUESTS = [

@@ -162,7 +162,7 @@ def test_choices_of_one_prompt_differ_and_all_match(llm: LLM) -> None:
         structured_outputs=StructuredOutputsParams(regex="[0-9]{8}"),
         n=4,
         seed=3,
-        temperature=1.0,
+        temperature=2.0,
         max_tokens=50,
     )
     (result,) = llm.generate("Number:", params, use_tqdm=False)

@@ -52,7 +52,7 @@ async def test_refused_watches_begin_anew(
     monkeypatch.setattr("argosy_operator.cluster.router_watch.GRACE", 0.2)
     monkeypatch.setattr(event_source, "RESTART_PAUSE", 0.05)
     monkeypatch.setattr(event_source, "EndlessBackoff", Hasty)
-    monkeypatch.setattr(controller, "_RELIST_PAUSE", 0.05)
+    monkeypatch.setattr(controller, "RELIST_PAUSE", 0.05)
     async with served(cluster, tmp_path, monkeypatch) as server:
         server.watch_errors = list(statuses)
         operator = asyncio.create_task(main.run(config, health_port=0))

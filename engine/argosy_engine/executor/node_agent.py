@@ -46,7 +46,7 @@ from argosy_engine.executor.node_messages import (
     START,
     STOP,
     Admission,
-    Start,
+    NodeStart,
     WorkerExit,
 )
 from argosy_engine.executor.rendezvous import Rendezvous, tcp_url
@@ -172,7 +172,7 @@ class NodeAgent:
         self._stop_timeout_s = stop_timeout_s
         self._ranks = config.ranks_of(args.node_rank)
         self._workers = LocalWorkers(config, self._ranks, config.world_size)
-        self._starts: queue.SimpleQueue[Start] = queue.SimpleQueue()
+        self._starts: queue.SimpleQueue[NodeStart] = queue.SimpleQueue()
         self._started = threading.Event()
         self._outcome: Outcome | None = None
         self._failure: str | None = None
@@ -213,7 +213,7 @@ class NodeAgent:
             while (message := self._channel.receive()) is not None:
                 kind, payload = message[:1], message[1:]
                 if kind == START:
-                    self._starts.put(msgspec.msgpack.decode(payload, type=Start))
+                    self._starts.put(msgspec.msgpack.decode(payload, type=NodeStart))
                     self._wake()
                     self._started.wait()
                 elif kind == MESSAGE and self._started.is_set():
@@ -278,7 +278,7 @@ class NodeAgent:
             return Outcome(1, self._failure)
         return Outcome(0, outcome.reason) if self._num_signals else outcome
 
-    def _start(self, start: Start) -> None:
+    def _start(self, start: NodeStart) -> None:
         logger.info(
             "node %d: starting workers %d to %d", self._args.node_rank, self._ranks[0], self._ranks[-1]
         )

@@ -13,7 +13,7 @@ import socket
 import msgspec
 
 from argosy_engine.config import EngineArgs
-from argosy_engine.executor.node_messages import Hello
+from argosy_engine.executor.node_messages import NodeHello
 from argosy_engine.sizing.device import visible_gpus
 from argosy_protocol import __version__
 
@@ -36,14 +36,14 @@ _OF_ONE_MACHINE = frozenset(
 """Flags that machines may give different values."""
 
 
-def hello(args: EngineArgs) -> Hello:
+def hello(args: EngineArgs) -> NodeHello:
     """Describe this machine.
 
     Args:
         args: before or after the model was fetched.
     """
     flags = msgspec.to_builtins(args)
-    return Hello(
+    return NodeHello(
         node_rank=args.node_rank,
         host_name=socket.gethostname(),
         version=__version__,
@@ -64,7 +64,7 @@ def _short(value: str) -> str:
     return f"sha256:{hashlib.sha256(value.encode()).hexdigest()[:16]}"
 
 
-def mismatch(first: Hello, joiner: Hello) -> str | None:
+def mismatch(first: NodeHello, joiner: NodeHello) -> str | None:
     """Say what has to be the same on both machines and is not; None if nothing.
 
     Args:

@@ -34,8 +34,8 @@ from argosy_engine.executor.node_messages import (
     START,
     STOP,
     Admission,
-    Hello,
-    Start,
+    NodeHello,
+    NodeStart,
     WorkerExit,
 )
 from argosy_engine.executor.refusal_log import RefusalLog
@@ -63,7 +63,7 @@ _MAX_REASON_CHARS = 4096
 class _Node:
     """A machine that has joined."""
 
-    def __init__(self, greeting: Hello, channel: NodeChannel) -> None:
+    def __init__(self, greeting: NodeHello, channel: NodeChannel) -> None:
         self.rank = greeting.node_rank
         self.channel = channel
         self.name = f"node {self.rank} ({greeting.host_name[:64]}, {channel.peer_host})"
@@ -152,7 +152,7 @@ class NodeGroup:
         Args:
             port: where rank 0 serves torch's store.
         """
-        self._broadcast(START, msgspec.msgpack.encode(Start(self.host, port)))
+        self._broadcast(START, msgspec.msgpack.encode(NodeStart(self.host, port)))
 
     def put(self, message: bytes) -> None:
         """Send a message to every worker of every machine. One that is lost is noticed by its workers' sockets."""
@@ -231,7 +231,7 @@ class NodeGroup:
             payload = channel.receive(MAX_HELLO_BYTES)
             if payload is None:
                 raise ChannelError("it has closed the connection")
-            greeting = msgspec.msgpack.decode(payload, type=Hello)
+            greeting = msgspec.msgpack.decode(payload, type=NodeHello)
             node, admission = self._admit(greeting, channel)
             channel.send(msgspec.msgpack.encode(admission))
             stream.settimeout(None)
@@ -252,7 +252,7 @@ class NodeGroup:
             self._note_step(f"node {node.rank}: joined")
             self._serve(node)
 
-    def _admit(self, greeting: Hello, channel: NodeChannel) -> tuple[_Node | None, Admission]:
+    def _admit(self, greeting: NodeHello, channel: NodeChannel) -> tuple[_Node | None, Admission]:
         if not 1 <= greeting.node_rank < self._args.nnodes:
             return None, Admission(
                 f"--node-rank {greeting.node_rank} is none of 1 to {self._args.nnodes - 1} of --nnodes "

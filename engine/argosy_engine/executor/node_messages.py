@@ -1,6 +1,6 @@
 """Messages between machine 0 of an engine and each other one, after the handshake of `node_channel`.
 
-The machine that joins sends `Hello` and gets `Admission`. From then on the first byte of a message is its kind.
+The machine that joins sends `NodeHello` and gets `Admission`. From then on the first byte of a message is its kind.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ MAX_HELLO_BYTES = 1 << 16
 MAX_PROGRESS_CHARS = 200
 
 START = b"\x00"
-"""From machine 0: `Start`. Start the workers; messages for them follow."""
+"""From machine 0: `NodeStart`. Start the workers; messages for them follow."""
 MESSAGE = b"\x01"
 """From machine 0: one of `worker_messages`, for every worker."""
 STOP = b"\x02"
@@ -32,7 +32,7 @@ RANK_BYTES = 2
 Text = Annotated[str, Meta(max_length=4096)]
 
 
-class Hello(Struct, frozen=True, kw_only=True):
+class NodeHello(Struct, frozen=True, kw_only=True):
     """What a machine says of itself."""
 
     node_rank: Annotated[int, Meta(ge=0, le=1023)]
@@ -47,7 +47,7 @@ class Hello(Struct, frozen=True, kw_only=True):
 
 
 class Admission(Struct, frozen=True, array_like=True):
-    """Answer to `Hello`."""
+    """Answer to `NodeHello`."""
 
     refusal: str = ""
     """Why the machine may not join; empty: it may."""
@@ -55,7 +55,7 @@ class Admission(Struct, frozen=True, array_like=True):
     """Whether that may change by itself."""
 
 
-class Start(Struct, frozen=True, array_like=True):
+class NodeStart(Struct, frozen=True, array_like=True):
     """Where rank 0 serves torch's store."""
 
     host: Text

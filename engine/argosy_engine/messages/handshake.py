@@ -1,7 +1,7 @@
 """Handshake between a client and the process of its engine core, in this order: Hello, Handshake, Loading, Ready.
 
-Between Loading and Ready `Progress` tells how far the load is, any number of times. `Failed` takes the place of `Ready`
-if the core cannot start. Clients in further API processes answer `Attached` instead of `Handshake`.
+Between Loading and Ready `Advanced` tells how far the load is, any number of times. `Failed` takes the place of
+`Ready` if the core cannot start. Clients in further API processes answer `Attached` instead of `Handshake`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Loading(Struct, tag="LOADING", tag_field="status"):
     """The sockets of all clients are connected, so their files may be deleted; the core loads the model."""
 
 
-class Progress(Struct, tag="PROGRESS", tag_field="status"):
+class Advanced(Struct, tag="PROGRESS", tag_field="status"):
     """The load has advanced."""
 
     step: LoadStep
@@ -57,4 +57,4 @@ class Failed(Struct, tag="FAILED", tag_field="status"):
     is_config_error: bool
 
 
-HandshakeMessage = Hello | Handshake | Attached | Loading | Progress | Ready | Failed
+HandshakeMessage = Hello | Handshake | Attached | Loading | Advanced | Ready | Failed

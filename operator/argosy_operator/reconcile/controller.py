@@ -66,7 +66,7 @@ FLEET: Final[Name] = ("", "")
 STAGE_INTERVAL: Final = 5.0
 """Seconds for which stages of model fetches are gathered, before the fleet document is written with them."""
 _RESYNC_RETRY: Final = 5.0
-_RELIST_PAUSE: Final = 5.0
+RELIST_PAUSE: Final = 5.0
 """Seconds between a new list by the event source (its watch had expired, say) and a resync: after an outage the source
 lists every kind again, and one resync is enough for all of them."""
 _START_RETRY: Final = 1.0
@@ -350,7 +350,7 @@ class Controller:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(period):
                 await self._relisted.wait()
-                await asyncio.sleep(_RELIST_PAUSE)
+                await asyncio.sleep(RELIST_PAUSE)
         self._relisted.clear()
 
     async def _publish_fleet(self) -> None:

@@ -16,12 +16,12 @@ from argosy_engine.core.proc.client_group import client_addresses
 from argosy_engine.errors import ConfigError, EngineDead
 from argosy_engine.messages.core_messages import RequestType
 from argosy_engine.messages.handshake import (
+    Advanced,
     Attached,
     Failed,
     HandshakeMessage,
     Hello,
     Loading,
-    Progress,
     Ready,
 )
 from argosy_engine.osproc.child_process import open_pidfd, wait_readable
@@ -73,7 +73,7 @@ class AttachedCore:
                 self.config = message.config
             case Failed():
                 raise ConfigError(message.message) if message.is_config_error else EngineDead(message.message)
-            case Loading() | Progress():
+            case Loading() | Advanced():
                 pass
             case _:
                 raise EngineDead(f"the engine core answered with {type(message).__name__}")

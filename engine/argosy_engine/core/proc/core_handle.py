@@ -23,12 +23,12 @@ from argosy_engine.distributed.process_name import core_name
 from argosy_engine.errors import ConfigError, EngineDead
 from argosy_engine.messages.core_messages import RequestType
 from argosy_engine.messages.handshake import (
+    Advanced,
     Failed,
     Handshake,
     HandshakeMessage,
     Hello,
     Loading,
-    Progress,
     Ready,
 )
 from argosy_engine.messages.load_step import LoadStep
@@ -140,7 +140,7 @@ class CoreHandle:
             case Loading():
                 self.is_connected = True
                 self.remove_files()
-            case Progress():
+            case Advanced():
                 self.watch.advanced(message.step)
             case Ready():
                 self.config = message.config

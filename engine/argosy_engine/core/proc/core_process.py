@@ -50,13 +50,13 @@ from argosy_engine.messages.core_messages import (
     UtilityOutput,
 )
 from argosy_engine.messages.handshake import (
+    Advanced,
     Attached,
     Failed,
     Handshake,
     HandshakeMessage,
     Hello,
     Loading,
-    Progress,
     Ready,
 )
 from argosy_engine.messages.load_step import LatestStep
@@ -230,7 +230,7 @@ class CoreProcess:
             while not ended.wait(_PROGRESS_S):
                 if (count := self._load.count) != told:
                     told = count
-                    self._send_handshake(Progress(self._load.step))
+                    self._send_handshake(Advanced(self._load.step))
 
         teller = threading.Thread(target=tell, daemon=True, name="load progress")
         teller.start()
