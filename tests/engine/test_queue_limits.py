@@ -249,6 +249,7 @@ def test_a_priority_needs_an_engine_that_schedules_by_it(policy: str, is_refused
     path = str(resolve_model("builtin://tiny"))
     config = SimpleNamespace(
         model_path=path,
+        model_name="tiny",
         scheduling_policy=policy,
         vocab_size=512,
         max_model_len=64,
