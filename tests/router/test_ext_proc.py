@@ -64,7 +64,7 @@ async def test_a_body_may_come_in_many_pieces() -> None:
         assert answer.status == 200
         assert r.engines[0].requests[0].json == body
         await r.until(lambda: is_settled(r))
-        assert r.router.server.body_memory.held == 0
+        await r.until(lambda: r.router.server.body_memory.held == 0)
 
 
 async def test_trailers_end_a_body() -> None:
@@ -165,7 +165,7 @@ async def test_a_dead_replica_is_not_picked_again() -> None:
         async def picked() -> str:
             return (await gateway.request(chat(LONG))).endpoint
 
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while await picked() == first.endpoint:
                 pass
         assert r.replica(number).health.is_ejected or not r.replica(number).health.is_healthy
@@ -223,7 +223,7 @@ async def refusal(r: Rig, body: Any, **given: Any) -> tuple[int, dict[str, Any]]
     assert answer.headers["content-type"] == "application/json"
     assert answer.headers["x-request-id"]
     await r.until(lambda: is_settled(r))
-    assert r.router.server.body_memory.held == 0
+    await r.until(lambda: r.router.server.body_memory.held == 0)
     return answer.status, answer.json["error"]
 
 
@@ -336,7 +336,7 @@ async def test_a_body_in_tiny_pieces_takes_the_memory_of_its_bytes() -> None:
         assert r.router.server.body_memory.held == size
         assert held < 2 * size
         request.close()
-        assert r.router.server.body_memory.held == 0
+        await r.until(lambda: r.router.server.body_memory.held == 0)
 
 
 async def test_a_body_that_never_ends_is_refused() -> None:
