@@ -19,6 +19,7 @@ from argosy_engine.frontend.renderer import Renderer
 from argosy_engine.request_defaults import RequestDefaults
 from argosy_protocol.anthropic import ResumedMessage, decode_messages_request
 from argosy_protocol.anthropic_chat import as_chat
+from argosy_protocol.json_limits import MAX_DEPTH
 from message_events import message, parsed
 
 TOOL = {"name": "ping", "input_schema": {"type": "object"}}
@@ -139,11 +140,12 @@ def test_arguments_follow_while_they_are_written(renderer: Renderer) -> None:
     assert json.loads(msgspec.json.encode(whole.content[-1]))["input"] == {}, "what JSON cannot express"
 
 
-def test_arguments_beyond_the_decoder_s_depth_are_an_empty_object(renderer: Renderer) -> None:
-    deep = '{"n": ' * 2000 + "1" + "}" * 2000
+@pytest.mark.parametrize("depth", [MAX_DEPTH, MAX_DEPTH + 1, 2000])
+def test_arguments_deeper_than_a_request_may_be_are_an_empty_object(renderer: Renderer, depth: int) -> None:
+    deep = '{"n": ' * depth + "1" + "}" * depth
     text = f'<tool_call>\n{{"name": "ping", "arguments": {deep}}}\n</tool_call>'
     (block,) = told(renderer, text)["content"]
-    assert (block["name"], block["input"]) == ("ping", {})
+    assert (block["name"], block["input"]) == ("ping", json.loads(deep) if depth <= MAX_DEPTH else {})
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ reason why it ended, and its usage.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
 import msgspec
 
@@ -21,6 +22,7 @@ from argosy_protocol.anthropic import (
     ThinkingBlock,
     ToolUseBlock,
 )
+from argosy_protocol.json_limits import is_too_deep
 from argosy_protocol.openai import ChatCompletionRequest, Delta
 
 SIGNATURE = "unsigned"
@@ -28,6 +30,7 @@ SIGNATURE = "unsigned"
 one back that has none."""
 
 _decode_object = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_NO_ARGUMENTS: Final = msgspec.Raw(b"{}")
 _NO_DELTA = Delta()
 
 
@@ -109,9 +112,13 @@ class MessageFormat:
 
 
 def _object(arguments: str) -> msgspec.Raw:
-    """Return a call's arguments as a JSON object, as the model wrote it; empty if it is none."""
+    """Return a call's arguments as a JSON object, as the model wrote it; empty if it is none, or nested deeper than a
+    request may be."""
     try:
-        _decode_object(arguments)
+        text = arguments.encode()
+        if is_too_deep(text):
+            return _NO_ARGUMENTS
+        _decode_object(text)
     except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
-        return msgspec.Raw(b"{}")
-    return msgspec.Raw(arguments.encode())
+        return _NO_ARGUMENTS
+    return msgspec.Raw(text)
