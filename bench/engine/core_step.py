@@ -31,7 +31,7 @@ from results import save
 
 from argosy_engine.attention.kv_cache_spec import FullAttentionSpec
 from argosy_engine.checkpoint.model_path import resolve_model
-from argosy_engine.config import EngineArgs, MemoryBudget
+from argosy_engine.config import EngineArgs
 from argosy_engine.core.engine_core import EngineCore
 from argosy_engine.messages.collective_rpc import CollectiveRpc
 from argosy_engine.messages.core_messages import EngineCoreRequest
@@ -41,6 +41,7 @@ from argosy_engine.messages.scheduler_output import GrammarBitmask, SchedulerOut
 from argosy_engine.messages.worker_info import WorkerInfo
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.params.sampling_params import SamplingParams
+from argosy_engine.resolved_config import MemoryBudget
 from argosy_engine.sample.token_logprobs import TokenLogprobs
 from argosy_engine.structured.manager import GrammarRequest
 from argosy_engine.structured.structured_outputs_params import GrammarSpec

@@ -10,10 +10,11 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
+from argosy_engine.compilation_config import CompilationConfig
 from argosy_engine.distributed.parallel_config import ParallelConfig
 from argosy_engine.errors import ConfigError
 from argosy_engine.model_configs.model_use import Convert, HfOverrides, ModelUse, PoolerConfig, Runner
-from argosy_engine.model_configs.pooling_spec import PoolingSpec
+from argosy_engine.parallel_flags import REQUEST_STALL_TIMEOUT, check_parallel_flags
 from argosy_engine.request_defaults import (
     MAX_TEMPLATE_BYTES,
     GenerationConfig,
@@ -38,9 +39,6 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["fp8", "compressed-tensors", "modelopt"]
 KVCacheDType = Literal["auto", "fp8", "fp8_e4m3"]
 
-REQUEST_STALL_TIMEOUT = 300.0
-"""Seconds; longer than any step or grammar compilation takes, so only requests that are stuck reach it."""
-
 
 def default_name(model: str) -> str:
     """Return the name of a model that is given none: without revision, and `ORG/NAME` for a repository of the hub.
@@ -55,50 +53,6 @@ def default_name(model: str) -> str:
     if uri.scheme in ("hf", "file", "builtin"):
         return uri.location
     return uri.name.partition("?")[0]
-
-
-class CompilationConfig(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What is compiled, and what is captured for replay (`--compilation-config`). Names are vLLM's."""
-
-    level: Annotated[int, Meta(ge=0, le=3)] = 0
-    """0: our kernels and torch's operations as they are; 3: parts of the layers compiled by torch.compile."""
-    cudagraph_mode: Literal["NONE", "FULL", "FULL_DECODE_ONLY", "PIECEWISE", "FULL_AND_PIECEWISE"] = (
-        "FULL_DECODE_ONLY"
-    )
-    cudagraph_capture_sizes: Annotated[
-        tuple[Annotated[int, Meta(ge=1, le=1 << 14)], ...], Meta(max_length=256)
-    ] = ()
-    """Numbers of requests; empty: `worker.cuda_graphs.capture_sizes` chooses."""
-
-    def check(self) -> None:
-        """Reject vLLM's values that are not supported.
-
-        Raises:
-            ConfigError: with the reason and what to use.
-        """
-        if (reason := _REFUSED_LEVELS.get(self.level)) is not None:
-            raise ConfigError(
-                f"--compilation-config: level {self.level} is not supported, because {reason}; use 0 or 3"
-            )
-        if (reason := _REFUSED_GRAPH_MODES.get(self.cudagraph_mode)) is not None:
-            raise ConfigError(
-                f"--compilation-config: cudagraph_mode {self.cudagraph_mode} is not supported, because {reason}; use "
-                "FULL_DECODE_ONLY or NONE"
-            )
-
-
-_REFUSED_LEVELS = {
-    1: "torch.compile would compile again while requests wait",
-    2: "a whole model cannot be compiled at once: attention, experts and sums over ranks are not compiled",
-}
-_PROMPTS_ARE_EAGER = (
-    "steps with prompts, which are long enough to hide their launches, are launched one by one"
-)
-_REFUSED_GRAPH_MODES = {
-    "FULL": _PROMPTS_ARE_EAGER,
-    "PIECEWISE": f"decodes are captured whole, and {_PROMPTS_ARE_EAGER}",
-    "FULL_AND_PIECEWISE": _PROMPTS_ARE_EAGER,
-}
 
 
 class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -546,7 +500,7 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
         Raises:
             ConfigError: values contradict each other or are not supported, or a file cannot be read.
         """
-        self.check_parallelism()
+        check_parallel_flags(self)
         self.compilation_config.check()
         self.model_use.pooler_config.check()
         if self.enforce_eager and self.compilation_config.level:
@@ -557,72 +511,6 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
         self.request_defaults.check()
         if isinstance(self.max_model_len, int):
             self.check_model_len(self.max_model_len)
-
-    def check_parallelism(self) -> None:
-        """Reject layouts that are not supported.
-
-        Raises:
-            ConfigError: a parallel size is not, or not by this executor.
-        """
-        if self.async_scheduling and self.pipeline_parallel_size > 1:
-            raise ConfigError(
-                "--async-scheduling needs --pipeline-parallel-size 1: the steps of a pipeline overlap without it"
-            )
-        if self.enable_dbo:
-            raise ConfigError(
-                "--enable-dbo is not supported: it hides the transfers of tokens between machines, and cores that "
-                "share experts are on one machine, where its two half batches would read the experts twice; leave it "
-                "out"
-            )
-        world_size = self.parallel_config.world_size
-        if self.distributed_executor_backend == "uni" and world_size > 1:
-            raise ConfigError(
-                f"--distributed-executor-backend uni runs one worker, and {world_size} are needed; use mp"
-            )
-        if self.executor_backend == "external_launcher" and self.request_stall_timeout not in (
-            0.0,
-            REQUEST_STALL_TIMEOUT,
-        ):
-            raise ConfigError(
-                "--request-stall-timeout cannot be used with --distributed-executor-backend external_launcher: the "
-                "copies of the program have no common time, so no request is failed for its age; leave it out"
-            )
-        if self.parallel_config.shares_experts and self.executor_backend not in ("uni", "mp"):
-            raise ConfigError(
-                f"--enable-expert-parallel with --data-parallel-size {self.data_parallel_size} needs "
-                f"--distributed-executor-backend mp, not {self.executor_backend}: cores that share experts agree on "
-                "their steps on one machine"
-            )
-        self.check_nodes()
-
-    def check_nodes(self) -> None:
-        """Reject a division among machines that is not supported.
-
-        Raises:
-            ConfigError: the workers cannot be divided, this machine is none of them, or another flag forbids it.
-        """
-        if self.node_rank >= self.nnodes:
-            raise ConfigError(
-                f"--node-rank {self.node_rank} needs --nnodes {self.node_rank + 1} or more: ranks begin with 0"
-            )
-        if self.nnodes == 1:
-            return
-        world_size = self.parallel_config.world_size
-        if world_size % self.nnodes:
-            raise ConfigError(
-                f"--nnodes {self.nnodes} must divide the number of workers equally, and --tensor-parallel-size times "
-                f"--pipeline-parallel-size is {world_size}"
-            )
-        if self.data_parallel_size > 1:
-            raise ConfigError(
-                f"--nnodes {self.nnodes} needs --data-parallel-size 1: an engine's cores are processes of one "
-                "machine; run one service per machine behind the router"
-            )
-        if self.executor_backend != "mp":
-            raise ConfigError(
-                f"--nnodes {self.nnodes} needs --distributed-executor-backend mp, not {self.executor_backend}: Ray "
-                "and torchrun know the machines themselves"
-            )
 
     def check_core_process(self) -> None:
         """Reject a core in a process of its own, as servers have it, where a launcher runs copies of the program.
@@ -648,112 +536,3 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
                 f"--no-enable-chunked-prefill needs --max-num-batched-tokens of at least {max_model_len} "
                 "(--max-model-len)"
             )
-
-
-class MemoryBudget(Struct, frozen=True, kw_only=True):
-    """How a device's memory is divided up. `sizing.kv_cache_sizing.plan_memory` makes it."""
-
-    device: str
-    """`cpu` or `cuda`."""
-    num_workers: int = 1
-    """Workers that share the model. Each needs as much as is given here, on a device of its own or on the same CPU."""
-    total_bytes: int
-    """The device's memory; on a CPU, the most that this process may use (the host's memory or its cgroup's limit)."""
-    available_bytes: int
-    """Memory that was free when the engine started; on a CPU, a worker's share of it."""
-    utilization: float
-    """`--gpu-memory-utilization` or its default."""
-    weights_bytes: int
-    activation_bytes: int
-    """Peak of the largest step: measured on CUDA, estimated on a CPU and before the model is loaded."""
-    block_bytes: int
-    """One KV block over the layers that share it (all layers if they are of one kind)."""
-    block_size: int
-    num_blocks: int
-    """Number of KV blocks, including the null block."""
-    request_blocks: int
-    """Blocks that one request of full length holds at most."""
-    max_model_len: int
-    limited_by: Literal["memory", "--kv-cache-memory-bytes", "--num-gpu-blocks-override", "--max-num-seqs"]
-    """What determines the number of blocks. `--max-num-seqs`: more blocks could never be used."""
-
-    @property
-    def kv_cache_bytes(self) -> int:
-        return self.num_blocks * self.block_bytes
-
-    @property
-    def kv_cache_tokens(self) -> int:
-        """Capacity in tokens of full-length requests. With sliding windows it exceeds the number of slots, because
-        requests free the blocks that leave the window."""
-        full_length = -(-self.max_model_len // self.block_size) * self.block_size
-        return (self.num_blocks - 1) * full_length // self.request_blocks
-
-    @property
-    def max_concurrency(self) -> float:
-        """Number of full-length requests that fit into the KV cache at once."""
-        return self.kv_cache_tokens / self.max_model_len
-
-
-class ParserConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The flags that choose the parsers of the model's output."""
-
-    enable_auto_tool_choice: bool = True
-    tool_call_parser: str | None = None
-    reasoning_parser: str | None = None
-    tool_parser_plugin: str | None = None
-
-
-class ResolvedConfig(Struct, frozen=True, kw_only=True):
-    """Configuration with all defaults resolved. The core sends it to every client in its READY message."""
-
-    model_path: str
-    model_name: str
-    model_fingerprint: str
-    architecture: str
-    device: str
-    dtype: str
-    max_model_len: int
-    vocab_size: int
-    embedding_size: int
-    """Number of elements of an embedding."""
-    is_matryoshka: bool
-    """Whether requests may ask for embeddings with fewer `dimensions`."""
-    matryoshka_dimensions: tuple[int, ...]
-    """Permitted `dimensions`; empty: any number, if `is_matryoshka`."""
-    block_size: int
-    num_gpu_blocks: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_num_queued_reqs: int
-    max_num_queued_tokens: int | None
-    scheduling_policy: Literal["fcfs", "priority"]
-    async_scheduling: bool
-    epoch: str
-    eos_token_ids: tuple[int, ...]
-    logits_processors: tuple[str, ...]
-    max_logprobs: int
-    """-1: the whole vocabulary."""
-    logprobs_mode: LogprobsMode
-    startup_phases: tuple[tuple[str, float], ...]
-    """(phase, seconds) in order, for the start-up table."""
-    memory: MemoryBudget
-    """The first data-parallel rank's."""
-    seed: int | None = None
-    has_copies: bool = False
-    """Whether other processes run copies of this core, which are given the same requests."""
-    parsers: ParserConfig = ParserConfig()
-    request_defaults: RequestDefaults = RequestDefaults()
-    pooling: PoolingSpec | None = None
-    """How the model pools; None: it generates."""
-    kv_cache_metrics: bool = False
-    rank_memory: tuple[MemoryBudget, ...] = ()
-    """With data parallelism the memory budget of each rank."""
-
-    @property
-    def memory_of_ranks(self) -> tuple[MemoryBudget, ...]:
-        """Memory budget of each data-parallel rank."""
-        return self.rank_memory or (self.memory,)
-
-    @property
-    def data_parallel_size(self) -> int:
-        return len(self.memory_of_ranks)

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.metrics import MetricWrapperBase
 
 from argosy_engine.api.observability.metrics import EngineMetrics
-from argosy_engine.config import MemoryBudget, ResolvedConfig
+from argosy_engine.resolved_config import MemoryBudget, ResolvedConfig
 from argosy_operator.reconcile.metrics import OperatorMetrics
 from argosy_router.config import RouterConfig, StorageConfig
 from argosy_router.metrics.series import PREFIX, Counter, Histogram, Series

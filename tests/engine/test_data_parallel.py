@@ -15,7 +15,6 @@ import pytest
 from msgspec import structs
 
 from argosy_engine import LLM, EngineArgs, SamplingParams, StructuredOutputsParams
-from argosy_engine.config import ResolvedConfig
 from argosy_engine.core.proc.async_core_client import AsyncMPClient
 from argosy_engine.core.proc.core_handle import CoreHandle
 from argosy_engine.core.proc.data_parallel_client import (
@@ -25,6 +24,7 @@ from argosy_engine.core.proc.data_parallel_client import (
     combined_result,
 )
 from argosy_engine.errors import ConfigError, EngineClosed, EngineDead, InvalidRequest, UtilityFailed
+from argosy_engine.resolved_config import ResolvedConfig
 from processes import children, is_alive, wait_until, workers
 
 SUPPORT = Path(__file__).parent.parent / "support"

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 
 from argosy_engine import LLM
 from argosy_engine.api.openai.logprobs_format import LogprobsFormat, TextOffsets
-from argosy_engine.config import EngineArgs, ParserConfig
+from argosy_engine.config import EngineArgs
 from argosy_engine.core.proc.core_client import InprocClient
 from argosy_engine.errors import InvalidRequest, RequestFailed
 from argosy_engine.frontend.async_llm import AsyncLLM
@@ -35,6 +35,7 @@ from argosy_engine.messages.core_messages import (
     FinishReason,
 )
 from argosy_engine.params.sampling_params import SamplingParams
+from argosy_engine.resolved_config import ParserConfig
 from argosy_engine.sample.token_logprobs import TokenLogprobs
 from argosy_protocol.openai import ChatCompletionRequest, ChatMessage
 

@@ -10,7 +10,6 @@ import pytest
 
 from argosy_engine.api.openai.openai_serving import to_api_error
 from argosy_engine.checkpoint.model_path import resolve_model
-from argosy_engine.config import ParserConfig
 from argosy_engine.errors import EngineBusy, InvalidRequest
 from argosy_engine.frontend.async_llm import AsyncLLM
 from argosy_engine.frontend.input_processor import InputProcessor
@@ -21,6 +20,7 @@ from argosy_engine.frontend.tokenizer import Tokenizer
 from argosy_engine.messages.core_messages import EngineCoreOutputs, EngineCoreRequest
 from argosy_engine.params.sampling_params import SamplingParams
 from argosy_engine.request_defaults import RequestDefaults
+from argosy_engine.resolved_config import ParserConfig
 
 
 class Clock:

@@ -21,7 +21,7 @@ from argosy_engine.api.engine_flag_parser import EngineFlagParser
 from argosy_engine.attention.selector import AttentionNeeds, BackendChoice, select_backend
 from argosy_engine.checkpoint.folder_check import check_folder
 from argosy_engine.checkpoint.safetensors_header import checkpoint_elements
-from argosy_engine.config import EngineArgs, MemoryBudget
+from argosy_engine.config import EngineArgs
 from argosy_engine.errors import ConfigError, DoesNotFit, FetchFailed
 from argosy_engine.frontend.memory_report import budget_table, size
 from argosy_engine.frontend.model_source import is_remote, model_headers
@@ -33,6 +33,7 @@ from argosy_engine.model_configs.quantization_config import (
 from argosy_engine.model_configs.sharding import check_tensor_parallel
 from argosy_engine.model_configs.stage import check_pipeline_parallel
 from argosy_engine.models.config_file import load_model_config
+from argosy_engine.resolved_config import MemoryBudget
 from argosy_engine.sizing.device import DeviceMemory, choose_dtype, cpu_memory, gpu_memory
 from argosy_engine.sizing.kv_cache_sizing import (
     CUDA_CONTEXT_BYTES,

@@ -30,7 +30,7 @@ from argosy_engine.api.server_args import ServerArgs
 from argosy_engine.api.server_debug_signal import describe_server_on_signal
 from argosy_engine.api.start_watch import StartWatch
 from argosy_engine.api.vllm_flags import add_vllm_flags, check_vllm_flags
-from argosy_engine.config import EngineArgs, ResolvedConfig
+from argosy_engine.config import EngineArgs
 from argosy_engine.core.proc.client_group import ALONE
 from argosy_engine.errors import ConfigError, EngineDead, FetchFailed, LoadStalled
 from argosy_engine.frontend.async_llm import AsyncLLM
@@ -39,6 +39,7 @@ from argosy_engine.frontend.model_source import is_remote, local_model_async
 from argosy_engine.messages.load_step import LoadStep
 from argosy_engine.osproc.debug_signal import dump_stacks_on_signal
 from argosy_engine.osproc.file_descriptors import MIN_FREE, raise_limit, require_free
+from argosy_engine.resolved_config import ResolvedConfig
 from argosy_fetcher.progress_display import ProgressDisplay, progress_display
 from argosy_protocol.program.flags import InvalidValue
 from argosy_protocol.program.listen import CannotListen, UnixListener, listen, listen_unix

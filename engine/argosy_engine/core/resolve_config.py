@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import secrets
 
-from argosy_engine.config import EngineArgs, ParserConfig, ResolvedConfig
+from argosy_engine.config import EngineArgs
 from argosy_engine.device_defaults import async_scheduling
 from argosy_engine.messages.worker_info import WorkerInfo
 from argosy_engine.model_configs.model_config import ModelConfig
 from argosy_engine.model_configs.model_use import HfOverrides
+from argosy_engine.resolved_config import ParserConfig, ResolvedConfig
 
 
 def resolve_config(args: EngineArgs, info: WorkerInfo) -> ResolvedConfig:

@@ -14,7 +14,6 @@ from heapq import nlargest
 
 from msgspec import Struct
 
-from argosy_engine.config import ResolvedConfig
 from argosy_engine.errors import InvalidRequest
 from argosy_engine.frontend.detokenizer import IncrementalDetokenizer
 from argosy_engine.frontend.input_processor import InputProcessor
@@ -22,6 +21,7 @@ from argosy_engine.frontend.renderer import TokenizedPrompt
 from argosy_engine.frontend.tokenizer import Tokenizer
 from argosy_engine.params.sampling_params import MAX_N, SamplingParams
 from argosy_engine.params.validated_struct import ValidatedStructMeta
+from argosy_engine.resolved_config import ResolvedConfig
 from argosy_engine.sample.token_logprobs import TokenLogprobs
 
 MAX_BEAM_WIDTH = MAX_N

@@ -14,13 +14,13 @@ from pathlib import Path
 
 from xxhash import xxh3_64_intdigest
 
-from argosy_engine.config import ResolvedConfig
 from argosy_engine.errors import InvalidRequest, PromptTooLong, RequestFailed
 from argosy_engine.frontend.renderer import Renderer, TokenizedPrompt
 from argosy_engine.frontend.request_params import num_logprobs, to_sampling_params
 from argosy_engine.messages.core_messages import EngineCoreRequest
 from argosy_engine.params.sampling_params import MAX_BAD_WORDS_TOKENS, SamplingParams
 from argosy_engine.request_defaults import sampling_defaults
+from argosy_engine.resolved_config import ResolvedConfig
 from argosy_engine.sample.logits_processor.interface import LogitsProcessor, load_logits_processors
 from argosy_engine.structured.manager import GrammarRequest
 from argosy_protocol.openai import ChatCompletionRequest, GenerationRequest

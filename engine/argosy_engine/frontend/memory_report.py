@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from argosy_engine.config import MemoryBudget
+from argosy_engine.resolved_config import MemoryBudget
 
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from argosy_engine.config import ResolvedConfig
 from argosy_engine.core.proc.core_client import SyncClient
 from argosy_engine.errors import InvalidRequest
 from argosy_engine.frontend.input_processor import InputProcessor
@@ -18,6 +17,7 @@ from argosy_engine.messages.core_messages import EngineCoreRequest, FinishReason
 from argosy_engine.model_configs.pooling_spec import PoolingSpec
 from argosy_engine.params.pooling_params import PoolingParams
 from argosy_engine.params.sampling_params import SamplingParams
+from argosy_engine.resolved_config import ResolvedConfig
 
 MAX_TOKEN_NUMBERS = 1 << 21
 """Limit on the numbers of a request, or offline of a prompt, whose tokens all have a vector: some 40 MB of JSON."""

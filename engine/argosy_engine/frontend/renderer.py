@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from argosy_engine.config import ParserConfig, ResolvedConfig
 from argosy_engine.errors import ConfigError, InvalidRequest, PromptTooLong
 from argosy_engine.frontend.chat_template import ChatTemplate
 from argosy_engine.frontend.chunk_map import map_chunks, map_token_chunks
@@ -32,6 +31,7 @@ from argosy_engine.parsers.harmony_parser import HarmonyParser
 from argosy_engine.parsers.parser_registry import choose_parsers, load_tool_parser_plugin
 from argosy_engine.parsers.tool_parsers.abstract_tool_parser import ToolParser
 from argosy_engine.parsers.tool_parsers.openai_tool_parser import OpenAIToolParser
+from argosy_engine.resolved_config import ParserConfig, ResolvedConfig
 from argosy_engine.structured.reasoning import Reasoning, last_index, reasoning_after, reasoning_in
 from argosy_protocol.chunk_hash import chain_seed
 from argosy_protocol.openai import (

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from argosy_engine.config import ResolvedConfig
 from argosy_engine.errors import InvalidRequest
 from argosy_engine.frontend.structured_output_request import structured_outputs
 from argosy_engine.params.sampling_params import RepetitionDetectionParams, SamplingParams
 from argosy_engine.request_defaults import SamplingDefaults
+from argosy_engine.resolved_config import ResolvedConfig
 from argosy_engine.structured.structural_tag import HERMES_CALLS, ToolCallForm
 from argosy_protocol.openai import ChatCompletionRequest, CompletionRequest, GenerationRequest, unsupported
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from argosy_engine.config import EngineArgs, ResolvedConfig
+from argosy_engine.config import EngineArgs
 from argosy_engine.distributed.lockstep import LockstepEnds
 from argosy_engine.messages.load_step import LoadStep
+from argosy_engine.resolved_config import ResolvedConfig
 
 
 class Hello(Struct, tag="HELLO", tag_field="status"):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from argosy_engine.config import MemoryBudget
 from argosy_engine.messages.kv_cache_interface import KVCacheGroup
 from argosy_engine.model_configs.model_config import ModelConfig
+from argosy_engine.resolved_config import MemoryBudget
 
 
 class WorkerInfo(Struct, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from argosy_engine.attention import WORKSPACE_BYTES
 from argosy_engine.checkpoint.model_path import resolve_model
-from argosy_engine.config import EngineArgs, MemoryBudget
+from argosy_engine.config import EngineArgs
 from argosy_engine.device_defaults import memory_utilization
 from argosy_engine.errors import ConfigError, DoesNotFit
 from argosy_engine.messages.kv_cache_interface import (
@@ -29,6 +29,7 @@ from argosy_engine.model_configs.quantization_config import check_quantization
 from argosy_engine.model_configs.sharding import check_tensor_parallel
 from argosy_engine.model_configs.stage import check_pipeline_parallel, largest_stage
 from argosy_engine.models.config_file import load_model_config
+from argosy_engine.resolved_config import MemoryBudget
 from argosy_engine.sizing.device import DeviceMemory
 from argosy_engine.sizing.rank_resources import worker_memory
 

@@ -19,7 +19,7 @@ from argosy_engine.attention.selector import AttentionNeeds, BackendChoice, back
 from argosy_engine.attention.self_test import working_backend
 from argosy_engine.checkpoint.fingerprint import fingerprint
 from argosy_engine.checkpoint.model_path import hold_stored_model, resolve_model
-from argosy_engine.config import EngineArgs, MemoryBudget
+from argosy_engine.config import EngineArgs
 from argosy_engine.distributed.launched_groups import LaunchedGroups
 from argosy_engine.distributed.lockstep import Round
 from argosy_engine.distributed.parallel_state import ParallelState, init_parallel_state, single_process
@@ -38,6 +38,7 @@ from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.loader import LoadedModel, load_model
 from argosy_engine.models.registry import CausalLM
 from argosy_engine.native.library import kernels
+from argosy_engine.resolved_config import MemoryBudget
 from argosy_engine.sample.logits_processor.interface import load_logits_processors
 from argosy_engine.sample.sampler import SamplerOptions
 from argosy_engine.sample.sampler_self_test import self_test

@@ -18,9 +18,9 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from argosy_engine.api.observability.loop_histogram import LoopHistogram, LoopHistogramFamily
-from argosy_engine.config import ResolvedConfig
 from argosy_engine.frontend.observer import Observer, RequestTimings
 from argosy_engine.messages.core_messages import EngineCoreOutputs
+from argosy_engine.resolved_config import ResolvedConfig
 
 _TTFT = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,

@@ -14,10 +14,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 
-from argosy_engine.config import ResolvedConfig
 from argosy_engine.frontend.async_llm import AsyncLLM
 from argosy_engine.frontend.observer import Observer
 from argosy_engine.messages.core_messages import EngineCoreOutputs, ResidencyDelta, SchedulerStats
+from argosy_engine.resolved_config import ResolvedConfig
 from argosy_protocol import __version__
 from argosy_protocol.telemetry import (
     HEARTBEAT_INTERVAL_S,

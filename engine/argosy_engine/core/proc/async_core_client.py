@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import msgspec
 import zmq
 
-from argosy_engine.config import EngineArgs, ResolvedConfig
+from argosy_engine.config import EngineArgs
 from argosy_engine.core.proc.attached_core import AttachedCore
 from argosy_engine.core.proc.client_group import ALONE, ClientGroup
 from argosy_engine.core.proc.core_client import POLL_MS, bind, close_all, result_of
@@ -28,6 +28,7 @@ from argosy_engine.messages.core_messages import (
     UtilityCall,
     UtilityOutput,
 )
+from argosy_engine.resolved_config import ResolvedConfig
 
 _CONNECT_POLL_S = 0.02
 """Interval at which a reply is tried whose core has not connected yet, once at its start."""

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import msgspec
 
-from argosy_engine.config import ResolvedConfig
 from argosy_engine.core.proc.client_group import client_addresses
 from argosy_engine.errors import ConfigError, EngineDead
 from argosy_engine.messages.core_messages import RequestType
@@ -25,6 +24,7 @@ from argosy_engine.messages.handshake import (
     Ready,
 )
 from argosy_engine.osproc.child_process import open_pidfd, wait_readable
+from argosy_engine.resolved_config import ResolvedConfig
 
 
 class AttachedCore:

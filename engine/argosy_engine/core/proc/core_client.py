@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import msgspec
 import zmq
 
-from argosy_engine.config import EngineArgs, ResolvedConfig
+from argosy_engine.config import EngineArgs
 from argosy_engine.core.proc.attached_core import AttachedCore
 from argosy_engine.core.proc.core_handle import CoreHandle
 from argosy_engine.core.proc.load_watch import STACKS_S, LoadWatch, dump_stacks
@@ -39,6 +39,7 @@ from argosy_engine.messages.core_messages import (
     UtilityCall,
     UtilityOutput,
 )
+from argosy_engine.resolved_config import ResolvedConfig
 
 POLL_MS = 200
 """Interval at which a client checks that the core is alive, where the system has no pidfd."""

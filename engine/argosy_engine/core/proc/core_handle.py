@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from argosy_engine.config import EngineArgs, ResolvedConfig
+from argosy_engine.config import EngineArgs
 from argosy_engine.core.proc.client_group import client_addresses
 from argosy_engine.core.proc.load_watch import LoadWatch
 from argosy_engine.distributed.lockstep import LockstepEnds
@@ -34,6 +34,7 @@ from argosy_engine.messages.handshake import (
 from argosy_engine.messages.load_step import LoadStep
 from argosy_engine.osproc.child_process import describe_exit, end_child, open_pidfd, parent_argument
 from argosy_engine.osproc.file_descriptors import require_free
+from argosy_engine.resolved_config import ResolvedConfig
 from argosy_engine.sizing.rank_resources import rank_environment
 
 LAST_MESSAGE_MS = 2000

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from argosy_engine.config import EngineArgs, ResolvedConfig
+from argosy_engine.config import EngineArgs
 from argosy_engine.core.proc.async_core_client import AsyncMPClient
 from argosy_engine.core.proc.client_group import ALONE, ClientGroup
 from argosy_engine.core.proc.core_client import POLL_MS, SyncMPClient
@@ -29,6 +29,7 @@ from argosy_engine.distributed.lockstep import LockstepEnds, LockstepFiles
 from argosy_engine.errors import ConfigError, EngineDead, EngineError, UtilityFailed
 from argosy_engine.messages.core_messages import EngineCoreOutputs, EngineCoreRequest
 from argosy_engine.osproc.shared_counters import SharedCounters
+from argosy_engine.resolved_config import ResolvedConfig
 from argosy_engine.sizing.rank_resources import check_gpus, rank_args
 
 ROOT_CAUSE_S = 2.0

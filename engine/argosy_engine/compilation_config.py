@@ -1,0 +1,53 @@
+"""CompilationConfig: what torch.compile compiles and what CUDA graphs capture, with vLLM's names."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+from argosy_engine.errors import ConfigError
+
+
+class CompilationConfig(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What is compiled, and what is captured for replay (`--compilation-config`). Names are vLLM's."""
+
+    level: Annotated[int, Meta(ge=0, le=3)] = 0
+    """0: our kernels and torch's operations as they are; 3: parts of the layers compiled by torch.compile."""
+    cudagraph_mode: Literal["NONE", "FULL", "FULL_DECODE_ONLY", "PIECEWISE", "FULL_AND_PIECEWISE"] = (
+        "FULL_DECODE_ONLY"
+    )
+    cudagraph_capture_sizes: Annotated[
+        tuple[Annotated[int, Meta(ge=1, le=1 << 14)], ...], Meta(max_length=256)
+    ] = ()
+    """Numbers of requests; empty: `worker.cuda_graphs.capture_sizes` chooses."""
+
+    def check(self) -> None:
+        """Reject vLLM's values that are not supported.
+
+        Raises:
+            ConfigError: with the reason and what to use.
+        """
+        if (reason := _REFUSED_LEVELS.get(self.level)) is not None:
+            raise ConfigError(
+                f"--compilation-config: level {self.level} is not supported, because {reason}; use 0 or 3"
+            )
+        if (reason := _REFUSED_GRAPH_MODES.get(self.cudagraph_mode)) is not None:
+            raise ConfigError(
+                f"--compilation-config: cudagraph_mode {self.cudagraph_mode} is not supported, because {reason}; use "
+                "FULL_DECODE_ONLY or NONE"
+            )
+
+
+_REFUSED_LEVELS = {
+    1: "torch.compile would compile again while requests wait",
+    2: "a whole model cannot be compiled at once: attention, experts and sums over ranks are not compiled",
+}
+_PROMPTS_ARE_EAGER = (
+    "steps with prompts, which are long enough to hide their launches, are launched one by one"
+)
+_REFUSED_GRAPH_MODES = {
+    "FULL": _PROMPTS_ARE_EAGER,
+    "PIECEWISE": f"decodes are captured whole, and {_PROMPTS_ARE_EAGER}",
+    "FULL_AND_PIECEWISE": _PROMPTS_ARE_EAGER,
+}
