@@ -114,6 +114,10 @@ async def test_the_canary_gets_its_share_and_other_revisions_nothing(weight: int
         assert found.canary.attempts >= counts["r2"], "one that is retried on a new connection counts again"
         assert found.stable.attempts >= 200 - counts["r2"]
         assert found.canary.attempts + found.stable.attempts < 210
+        assert r.metric('rollout_weight_ratio{model="tiny"}') == weight / 100
+        assert r.metric('rollout_attempts{model="tiny",side="canary"}') == found.canary.attempts
+        assert r.metric('rollout_attempts{model="tiny",side="stable"}') == found.stable.attempts
+        assert r.metric('rollout_failures{model="tiny",side="canary"}') == 0
 
 
 async def test_a_session_stays_on_its_side_while_the_weight_grows() -> None:

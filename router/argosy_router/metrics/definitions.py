@@ -202,6 +202,24 @@ TELEMETRY_SKIPPED_FRAMES = Definition(
 INDEX_CHUNKS = Definition("gauge", "index_chunks", _MODEL, "Chunks in the prefix index.")
 INDEX_BYTES = Definition("gauge", "index_bytes", _MODEL, "Memory of the prefix index.")
 ROUTABLE_REPLICAS = Definition("gauge", "routable_replicas", _MODEL, "Replicas that may get requests.")
+ROLLOUT_WEIGHT = Definition(
+    "gauge",
+    "rollout_weight_ratio",
+    _MODEL,
+    "Share of the requests that a canary rollout's new revision gets.",
+)
+ROLLOUT_ATTEMPTS = Definition(
+    "gauge",
+    "rollout_attempts",
+    ("model", "side"),
+    "Attempts at the replicas of each side of a canary rollout, stable or canary, within its window.",
+)
+ROLLOUT_FAILURES = Definition(
+    "gauge",
+    "rollout_failures",
+    ("model", "side"),
+    "Those of them that an error of the engine or of the connection ended.",
+)
 PANIC = Definition(
     "gauge", "panic", _MODEL, "1 while most routable replicas are ejected; the router then ignores ejections."
 )

@@ -18,6 +18,7 @@ from typing import get_args
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 
 from argosy_protocol import __version__
+from argosy_protocol.load_report import RolloutReport, SideReport
 from argosy_protocol.routable_report import ReplicaState
 from argosy_router.fleet.fleet import Fleet
 from argosy_router.fleet.replica import Replica
@@ -92,6 +93,9 @@ class Metrics:
             define.INDEX_CHUNKS.reading(self._by_model(lambda s: len(s.index))),
             define.INDEX_BYTES.reading(self._by_model(lambda s: s.index.bytes)),
             define.ROUTABLE_REPLICAS.reading(self._by_model(_routable)),
+            define.ROLLOUT_WEIGHT.reading(self._rollouts(lambda report: [((), report.weight / 100)])),
+            define.ROLLOUT_ATTEMPTS.reading(self._rollouts(_by_side(lambda side: side.attempts))),
+            define.ROLLOUT_FAILURES.reading(self._rollouts(_by_side(lambda side: side.failures))),
             define.PANIC.reading(self._by_model(lambda service: service.candidates.is_in_panic)),
             define.BUILD_INFO.reading(lambda: [((__version__, BUILD_KIND), 1.0)]),
         )
@@ -174,6 +178,18 @@ class Metrics:
 
         return read
 
+    def _rollouts(self, rows: Callable[[RolloutReport], Rows]) -> Callable[[], Rows]:
+        """Read `rows` of every service that is divided, with its model prepended to their labels."""
+
+        def read() -> Iterator[tuple[Labels, float]]:
+            now = time.monotonic()
+            for service in list(self._fleet.services.values()):
+                if service.sides is not None:
+                    for labels, value in rows(service.sides.report(now)):
+                        yield (service.spec.model, *labels), value
+
+        return read
+
     def _forget_departed(self, now: float) -> Iterator[None]:
         """Drop series of replicas and models that left the fleet, checking `_FORGETTING_ROWS` per step."""
         present = {
@@ -201,6 +217,10 @@ class Metrics:
 
 def _states(replica: Replica) -> Rows:
     return [((name,), float(replica.state == name)) for name in STATES]
+
+
+def _by_side(value: Callable[[SideReport], float]) -> Callable[[RolloutReport], Rows]:
+    return lambda report: [(("stable",), value(report.stable)), (("canary",), value(report.canary))]
 
 
 def _telemetry_ages(replica: Replica) -> Rows:
