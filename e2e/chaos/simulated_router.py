@@ -17,16 +17,17 @@ from argosy_protocol.load_report import LOAD_PATH, LoadReport
 from argosy_protocol.routable_report import REPORT_PATH, ReplicaReport, RoutableReport
 from argosy_resource.engine_address import COMPONENT_LABEL, SERVICE_LABEL
 from chaos.api import Api, Object
+from chaos.plane import free_port
 from chaos.simulated_nodes import ADDRESS_ANNOTATION, SimulatedNodes
-
-ADDRESS = "127.83.0.1"
-"""Of the router's pod: this machine's loopback network is large, and the admin port there is free."""
 
 
 class SimulatedRouter:
     """Serves the report. `start` comes first."""
 
     def __init__(self, api: Api, nodes: SimulatedNodes, namespace: str) -> None:
+        # The operator chooses the port, so runs beside each other need an address each of the loopback network.
+        high, low = divmod(free_port(), 256)
+        self._address = f"127.83.{high}.{low}"
         self._api = api
         self._nodes = nodes
         self._namespace = namespace
@@ -41,14 +42,14 @@ class SimulatedRouter:
         app.router.add_get(LOAD_PATH, self._answer_load)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
-        await web.TCPSite(self._runner, ADDRESS, ROUTER_ADMIN_PORT).start()
+        await web.TCPSite(self._runner, self._address, ROUTER_ADMIN_PORT).start()
         self._task = asyncio.create_task(self._follow(), name="router")
         labels = {NAME_LABEL: "argosy", COMPONENT_LABEL: "router"}
         metadata = {
             "name": "argosy-router-0",
             "namespace": self._namespace,
             "labels": labels,
-            "annotations": {ADDRESS_ANNOTATION: ADDRESS},
+            "annotations": {ADDRESS_ANNOTATION: self._address},
         }
         spec = {
             "containers": [{"name": "router", "image": "argosy-router:simulated"}],
