@@ -150,9 +150,9 @@ class FaultyProxy:
                     return await self._relay_watch(request, answer)
                 content = await answer.read()
                 status, kind = answer.status, answer.content_type
-        except (aiohttp.ClientError, TimeoutError, OSError):
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:  # the API server is away
             self._abort(request)
-            raise
+            raise web.HTTPBadGateway from error
         if is_list and status == 200 and "continue" not in request.query:
             self._lists[request.path] = content
         if request.method not in ("GET", "HEAD") and "dryRun" not in request.query:

@@ -20,7 +20,7 @@ SPREAD = [
 
 async def _spread(rig: Rig, namespace: str) -> None:
     """A service of four replicas, spread over both zones."""
-    await rig.apply(namespace, replicas=4, podTemplate={"spec": {"topologySpreadConstraints": SPREAD}})
+    await rig.apply(namespace, replicas=4, placement={"topologySpreadConstraints": SPREAD})
     await rig.ready(namespace)
 
 
