@@ -12,6 +12,7 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Final
 
 import xxhash
@@ -20,6 +21,7 @@ from msgspec import Struct
 from argosy_operator.cluster.api_server import Api
 from argosy_operator.errors import ApiError
 from argosy_operator.names import FIELD_MANAGER
+from argosy_operator.reconcile.concurrent_steps import run_together
 from argosy_operator.status.events import Event
 from argosy_resource.types import API_VERSION, KIND, InferenceService
 
@@ -56,14 +58,19 @@ class EventRecorder:
 
     async def post(self, service: InferenceService, events: Iterable[Event]) -> None:
         """Post the events that the service's rate allows; an event that cannot be posted is logged and dropped."""
+        allowed = []
         for event in events:
-            if not self._is_allowed(service.metadata.uid):
+            if self._is_allowed(service.metadata.uid):
+                allowed.append(event)
+            else:
                 logger.info("%s: too many events; dropped: %s", service.key, event.reason)
-                continue
-            try:
-                await self._api.apply(self._manifest(service, event))
-            except ApiError as error:
-                logger.warning("%s: event %s was not posted: %s", service.key, event.reason, error)
+        await run_together(partial(self._post, service, event) for event in allowed)
+
+    async def _post(self, service: InferenceService, event: Event) -> None:
+        try:
+            await self._api.apply(self._manifest(service, event))
+        except ApiError as error:
+            logger.warning("%s: event %s was not posted: %s", service.key, event.reason, error)
 
     def _is_allowed(self, uid: str) -> bool:
         now = asyncio.get_running_loop().time()

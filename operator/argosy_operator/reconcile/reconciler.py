@@ -2,14 +2,15 @@
 
 Owns the order of these steps and what an error means for the status. Decisions are pure (`desired.diff`); when to
 reconcile is the controller's business. Invariants: level-based, so any step may fail or be repeated; one observation
-leads to one diff, and a second observation is for the report only; gates are set before anything else; nothing is
-written that is already so; there is no state but the cluster's.
+leads to one diff, and a second observation is for the report only; gates are set before anything else, and Deployments
+are applied after the Secret; nothing is written that is already so; there is no state but the cluster's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Set
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -18,18 +19,19 @@ from argosy_operator.cluster.api_server import Api
 from argosy_operator.cluster.store import Store
 from argosy_operator.config import OperatorConfig
 from argosy_operator.desired.cached_condition import cached_patch
-from argosy_operator.desired.deletion_cost import cost_changes
+from argosy_operator.desired.deletion_cost import CostChange, cost_changes
 from argosy_operator.desired.deployment_problem import deployment_problem
-from argosy_operator.desired.diff import Diff, compute_diff
+from argosy_operator.desired.diff import ChildChange, Diff, GateChange, compute_diff
 from argosy_operator.desired.readiness_gate import gate_patch
 from argosy_operator.errors import ApiError, OperatorError
-from argosy_operator.kinds import INFERENCE_SERVICES, PODS, Name
+from argosy_operator.kinds import DEPLOYMENTS, INFERENCE_SERVICES, PODS, Name, kind_of
 from argosy_operator.observed.deployment import has_the_turn
 from argosy_operator.observed.observation import Observation, Routers
 from argosy_operator.observed.pod import Pod, Problem
 from argosy_operator.observed.service_load import ServiceLoad
 from argosy_operator.reconcile.autoscaler import Autoscaler
 from argosy_operator.reconcile.child_writer import ChildWriter
+from argosy_operator.reconcile.concurrent_steps import run_together
 from argosy_operator.reconcile.key_secrets import KeySecrets
 from argosy_operator.reconcile.metrics import OperatorMetrics
 from argosy_operator.reconcile.observer import Observer
@@ -127,44 +129,60 @@ class Reconciler:
 
     async def _act(self, service: InferenceService, observed: Observation, diff: Diff) -> bool:
         """Do what was decided. False if the resource turned out to be deleted."""
-        for gate in diff.gates:
-            router_lives = observed.routers.alive > 0
-            patch = gate_patch(gate.pod, gate.status, now=self._now(), router_lives=router_lives)
-            await self._patch_pod(service, gate.pod, patch)
+        await run_together(partial(self._set_gate, service, observed, gate) for gate in diff.gates)
         if diff.creates and not await self._exists(service):
             return False
+        deployments = [change for change in diff.children if kind_of(change.wanted) is DEPLOYMENTS]
+        others = [change for change in diff.children if kind_of(change.wanted) is not DEPLOYMENTS]
+        steps: list[Callable[[], Awaitable[None]]] = [
+            partial(self._apply, service, observed, each) for each in others
+        ]
         if diff.secret is not None:
-            await self.key_secrets.ensure(service, diff.secret, is_suspect=diff.is_key_suspect)
-        for change in diff.children:
-            if change.removed_replicas:
-                await self._mark_least_valuable(service, observed, change.removed_replicas)
-            stored = await self._children.apply(service, change)
-            if stored is not None:
-                self._turn.note(change.live, stored)
+            secret, is_suspect = diff.secret, diff.is_key_suspect
+            steps.insert(0, partial(self.key_secrets.ensure, service, secret, is_suspect=is_suspect))
+        await run_together(steps)
+        for change in deployments:  # in the plan's order
+            await self._apply(service, observed, change)
         if diff.plan.problem is not None and has_the_turn(observed.deployment):
             self._turn.skip()
         for kind, obj in diff.surplus:
             await self._children.delete(kind, obj)
-        for cached in diff.cached:
-            await self._patch_pod(service, cached.pod, cached_patch(cached, now=self._now()))
+        now = self._now()
+        await run_together(
+            partial(self._patch_pod, service, cached.pod, cached_patch(cached, now=now))
+            for cached in diff.cached
+        )
         return True
+
+    async def _set_gate(self, service: InferenceService, observed: Observation, gate: GateChange) -> None:
+        router_lives = observed.routers.alive > 0
+        patch = gate_patch(gate.pod, gate.status, now=self._now(), router_lives=router_lives)
+        await self._patch_pod(service, gate.pod, patch)
+
+    async def _apply(self, service: InferenceService, observed: Observation, change: ChildChange) -> None:
+        if change.removed_replicas:
+            await self._mark_least_valuable(service, observed, change.removed_replicas)
+        stored = await self._children.apply(service, change)
+        if stored is not None:
+            self._turn.note(change.live, stored)
 
     async def _mark_least_valuable(
         self, service: InferenceService, observed: Observation, removed: int
     ) -> None:
         """Have the Deployment give up the replicas whose caches are worth least."""
         loads = await self._ask_loads()
-        for change in cost_changes(observed.without_canary.pods, loads.get(service.key), removed):
-            self._metrics.writes.labels(PODS.name, "patch").inc()
-            try:
-                stored = await self._api.patch(
-                    PODS, service.metadata.namespace, change.pod.name, change.patch
-                )
-            except ApiError as error:
-                if error.status not in (404, 409):  # gone, or replaced
-                    raise
-            else:
-                self._store.put(PODS, stored)
+        changes = cost_changes(observed.without_canary.pods, loads.get(service.key), removed)
+        await run_together(partial(self._set_deletion_cost, service, change) for change in changes)
+
+    async def _set_deletion_cost(self, service: InferenceService, change: CostChange) -> None:
+        self._metrics.writes.labels(PODS.name, "patch").inc()
+        try:
+            stored = await self._api.patch(PODS, service.metadata.namespace, change.pod.name, change.patch)
+        except ApiError as error:
+            if error.status not in (404, 409):  # gone, or replaced
+                raise
+        else:
+            self._store.put(PODS, stored)
 
     def _is_left_alone(self, key: Name) -> bool:
         """Whether the plan of a service has a problem, for which its Deployment is not applied."""
