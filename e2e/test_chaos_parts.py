@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,11 +17,19 @@ from aiohttp import web
 
 from chaos.api import TooLate, path_of, until
 from chaos.fault import comparable, differences, foreign_writes
+from chaos.faults.load import written_by_operator
 from chaos.faulty_proxy import FaultyProxy, Write
 from chaos.plane import Plane, free_port
 from chaos.rig import is_settled
 from chaos.scale import Measured
-from chaos.scale_figures import Figures, histogram_quantile, reconcile_buckets
+from chaos.scale_figures import (
+    Figures,
+    api_requests,
+    histogram_quantile,
+    reconcile_buckets,
+    samples,
+    since,
+)
 from chaos.simulated_nodes import BROKEN, SimulatedNodes
 from cluster import control_plane
 
@@ -146,10 +155,58 @@ def test_quantiles_are_those_of_prometheus() -> None:
 
 
 def test_targets_that_are_missed_are_named() -> None:
-    good = Measured(200, 5, 60.0, 0.01, 0.1, 1000, 0, 200.0, 3000, 0, 600.0, 1.0)
+    good = Measured(
+        services=200,
+        replicas=5,
+        converged_s=60.0,
+        p50_s=0.01,
+        p99_s=0.1,
+        edits=40,
+        edit_s=1.0,
+        edit_p50_s=0.01,
+        edit_p99_s=0.1,
+        reconciles=1000,
+        failed=1,
+        defects=0,
+        cpu_s=10.0,
+        request_s=0.01,
+        memory_mib=200.0,
+        writes=3000,
+        writes_at_rest=0,
+        rest_s=600.0,
+        load_average=1.0,
+    )
     assert good.missed() == []
-    bad = Measured(200, 5, 60.0, 0.01, 0.2, 1000, 0, 256.0, 3000, 1, 600.0, 1.0)
-    assert len(bad.missed()) == 3
+    bad = replace(good, p99_s=0.2, edit_p99_s=0.2, defects=1, memory_mib=256.0, writes_at_rest=1)
+    assert len(bad.missed()) == 5
+    assert len(bad.missed(judges_p99=False)) == 3
+
+
+def test_figures_of_a_time_are_differences() -> None:
+    assert since({0.1: 1.0}, {0.1: 3.0, 0.2: 4.0}) == {0.1: 2.0, 0.2: 4.0}
+    page = """# HELP apiserver_request_duration_seconds .
+apiserver_request_duration_seconds_count{resource="pods",verb="PATCH"} 4
+apiserver_request_duration_seconds_sum{resource="pods",verb="PATCH"} 2.5
+apiserver_request_duration_seconds_count{resource="pods",verb="WATCH"} 7
+apiserver_request_duration_seconds_sum{resource="pods",verb="WATCH"} 700
+apiserver_request_duration_seconds_bucket{resource="pods",verb="PATCH",le="1"} 4
+apiserver_request_total{resource="pods",verb="PATCH"} 9
+"""
+    assert api_requests(samples(page)) == (4.0, 2.5)
+
+
+def test_a_creation_refused_because_the_object_exists_is_no_write() -> None:
+    keys = {"resource": "secrets", "namespace": "a", "name": "k"}
+    noted = [
+        {**keys, "verb": "create", "status": "201"},
+        {**keys, "verb": "create", "status": "409"},
+        {**keys, "verb": "patch", "status": "409"},
+        {**keys, "verb": "create", "status": "403"},
+        {**keys, "verb": "update", "status": "200", "resource": "leases"},
+    ]
+    rig = SimpleNamespace(plane=SimpleNamespace(operator_writes=lambda: noted))
+    statuses = [each["verb"] + each["status"] for each in written_by_operator(rig)]  # type: ignore[arg-type]
+    assert statuses == ["create201", "patch409", "create403"]
 
 
 async def test_what_does_not_come_true_is_told_with_the_last_answer() -> None:

@@ -85,6 +85,16 @@ class Api:
                 raise Refused(response.status, answer.get("message", ""))
             return answer
 
+    async def text(self, path: str) -> str:
+        """What the API server says of itself as plain text, its metrics for instance."""
+        assert self._session
+        timeout = aiohttp.ClientTimeout(total=30)
+        async with self._session.get(f"{self._url}/{path}", timeout=timeout) as response:
+            answer = await response.text()
+            if response.status >= 400:
+                raise Refused(response.status, answer)
+            return answer
+
     async def list(self, resource: str, namespace: str = "", labels: str = "") -> list[Object]:
         query = f"?labelSelector={labels}" if labels else ""
         return (await self.request("GET", path_of(resource, namespace) + query))["items"]

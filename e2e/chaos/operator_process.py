@@ -20,6 +20,7 @@ import yaml
 
 from chaos.api import Api, Object, until
 from chaos.plane import Plane, free_port
+from chaos.scale_figures import samples
 from cluster.shell import run
 
 ROOT = Path(__file__).parents[2]
@@ -170,9 +171,12 @@ class OperatorProcess:
     async def metrics(self) -> dict[str, float]:
         """Every sample of its metrics, by name and labels as they are written."""
         async with self._get("/metrics") as response:
-            lines = (await response.text()).splitlines()
-        pairs = (line.rsplit(" ", 1) for line in lines if line and not line.startswith("#"))
-        return {name: float(value) for name, value in pairs}
+            return samples(await response.text())
+
+    def cpu(self) -> float:
+        """Seconds of CPU so far."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def memory(self) -> tuple[int, int]:
         """Resident bytes now, and at most so far."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 _BUCKET = re.compile(r'argosy_operator_reconcile_seconds_bucket\{.*le="([^"]+)".*\}')
+_REQUESTS = re.compile(r"apiserver_request_duration_seconds_(sum|count)\{(.*)\}")
 _COUNT = re.compile(r'argosy_operator_reconcile_seconds_count\{outcome="(\w+)"\}')
 
 
@@ -37,6 +38,31 @@ def reconcile_buckets(metrics: Mapping[str, float]) -> dict[float, float]:
             bound = float(match[1])
             found[bound] = found.get(bound, 0.0) + value
     return found
+
+
+def since(before: Mapping[float, float], now: Mapping[float, float]) -> dict[float, float]:
+    """The buckets of what was observed between two looks at a histogram."""
+    return {bound: count - before.get(bound, 0.0) for bound, count in now.items()}
+
+
+def api_requests(metrics: Mapping[str, float]) -> tuple[float, float]:
+    """Number of requests that the API server has answered to anybody, watches left out, and their seconds in all."""
+    count = seconds = 0.0
+    for name, value in metrics.items():
+        match = _REQUESTS.fullmatch(name)
+        if match is None or 'verb="WATCH"' in match[2] or 'verb="CONNECT"' in match[2]:
+            continue
+        if match[1] == "sum":
+            seconds += value
+        else:
+            count += value
+    return count, seconds
+
+
+def samples(text: str) -> dict[str, float]:
+    """Every sample of a page of metrics, by name and labels as they are written."""
+    pairs = (line.rsplit(" ", 1) for line in text.splitlines() if line and not line.startswith("#"))
+    return {name: float(value) for name, value in pairs}
 
 
 def histogram_quantile(buckets: Mapping[float, float], share: float) -> float:

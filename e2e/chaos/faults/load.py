@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Iterable
 
 from chaos.fault import Fault, require
 from chaos.rig import PATIENCE, Rig, condition
@@ -31,9 +32,26 @@ async def create_many(rig: Rig, namespace: str, services: int, replicas: int, se
         await asyncio.sleep(1)
 
 
+async def edit_each(rig: Rig, namespace: str, names: Iterable[str], replicas: int, seconds: float) -> float:
+    """Scale one service after another in a fleet that stands; the mean of the seconds until each has settled."""
+    loop = asyncio.get_running_loop()
+    took = []
+    for name in names:
+        began = loop.time()
+        await rig.edit(namespace, name, replicas=replicas)
+        await rig.ready(namespace, name, seconds=seconds)
+        took.append(loop.time() - began)
+    return sum(took) / len(took) if took else 0.0
+
+
 def written_by_operator(rig: Rig) -> list[dict[str, str]]:
-    """The operator's writes so far, by the API server's notes; those of its lease left out."""
-    return [each for each in rig.plane.operator_writes() if each["resource"] != "leases"]
+    """The operator's writes so far, by the API server's notes; those of its lease left out, and creations refused
+    because the object exists: they change nothing, and are how it asks for Secrets that it may not read."""
+    return [
+        each
+        for each in rig.plane.operator_writes()
+        if each["resource"] != "leases" and (each["verb"], each["status"]) != ("create", "409")
+    ]
 
 
 async def writes_at_rest(rig: Rig, seconds: float) -> list[dict[str, str]]:
