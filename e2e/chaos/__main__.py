@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -87,6 +88,8 @@ def main() -> int:
         arguments.output.write_text(_table(results) + "\n")
     broken = [each for each in results if not each.held]
     print(f"\n{len(results) - len(broken)} of {len(results)} held" + (f"; logs: {folder}" if broken else ""))
+    if arguments.folder is None and not broken:
+        shutil.rmtree(folder, ignore_errors=True)
     return 1 if broken else 0
 
 

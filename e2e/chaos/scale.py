@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import json
 import os
+import shutil
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
@@ -155,6 +156,10 @@ def main() -> int:
     missed = measured.missed(judges_p99=not arguments.any_p99)
     for line in missed:
         print(f"missed: {line}")
+    if missed:
+        print(f"logs: {folder}")
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
     return 1 if missed else 0
 
 

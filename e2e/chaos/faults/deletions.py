@@ -13,6 +13,15 @@ from chaos.rig import PATIENCE, Rig
 CRD = "inferenceservices.inference.argosy.dev"
 
 
+async def _ready_without_operator(rig: Rig, namespace: str, *names: str) -> None:
+    """Services become Ready; then the operator is killed."""
+    for name in names:
+        await rig.apply(namespace, name)
+    for name in names:
+        await rig.ready(namespace, name)
+    await rig.operator.kill()
+
+
 async def _forgotten(rig: Rig, namespace: str) -> float:
     """Start the operator; seconds until the routers' document has no service of the namespace."""
     await rig.start_operator()
@@ -29,11 +38,7 @@ async def _forgotten(rig: Rig, namespace: str) -> float:
 
 
 async def _namespace(rig: Rig, namespace: str) -> str:
-    for name in ("one", "two"):
-        await rig.apply(namespace, name)
-    for name in ("one", "two"):
-        await rig.ready(namespace, name)
-    await rig.operator.kill()
+    await _ready_without_operator(rig, namespace, "one", "two")
     loop = asyncio.get_running_loop()
     began = loop.time()
     await rig.delete_namespace(namespace)
@@ -43,9 +48,7 @@ async def _namespace(rig: Rig, namespace: str) -> str:
 
 
 async def _resource(rig: Rig, namespace: str) -> str:
-    await rig.apply(namespace)
-    await rig.ready(namespace)
-    await rig.operator.kill()
+    await _ready_without_operator(rig, namespace, "tiny")
     await rig.api.delete("inferenceservices", namespace, "tiny")
 
     async def gone() -> bool:
@@ -58,9 +61,7 @@ async def _resource(rig: Rig, namespace: str) -> str:
 
 
 async def _crd(rig: Rig, namespace: str) -> str:
-    await rig.apply(namespace)
-    await rig.ready(namespace)
-    await rig.operator.kill()
+    await _ready_without_operator(rig, namespace, "tiny")
     await rig.api.delete("customresourcedefinitions", "", CRD)
 
     async def gone() -> bool:
