@@ -39,6 +39,7 @@ EVENTS: Final = Kind("", "v1", "Event", "events")
 DEPLOYMENTS: Final = Kind("apps", "v1", "Deployment", "deployments")
 BUDGETS: Final = Kind("policy", "v1", "PodDisruptionBudget", "poddisruptionbudgets")
 LEASES: Final = Kind("coordination.k8s.io", "v1", "Lease", "leases")
+AUTOSCALERS: Final = Kind("autoscaling", "v2", "HorizontalPodAutoscaler", "horizontalpodautoscalers")
 INFERENCE_SERVICES: Final = Kind(types.GROUP, types.VERSION, types.KIND, types.PLURAL)
 
 KINDS: Final[Mapping[tuple[str, str], Kind]] = {
@@ -52,6 +53,7 @@ KINDS: Final[Mapping[tuple[str, str], Kind]] = {
         DEPLOYMENTS,
         BUDGETS,
         LEASES,
+        AUTOSCALERS,
         INFERENCE_SERVICES,
     )
 }

@@ -490,7 +490,8 @@ class InferenceServiceSpec(Struct, frozen=True, kw_only=True, rename="camel"):
     replicas: Annotated[int, Meta(ge=0, le=1000)] = 1
     """Number of replicas. With spec.scaling: the number to start with."""
     scaling: Scaling | None = None
-    """Scaling by load; none if left out. Do not use it together with a HorizontalPodAutoscaler or KEDA."""
+    """Scaling by load; none if left out. While a HorizontalPodAutoscaler (KEDA makes one) has the service as its
+    target, that one decides, and Degraded says so."""
     resources: Resources = Resources()
     """Resources that one replica needs on its node."""
     placement: Placement = Placement()

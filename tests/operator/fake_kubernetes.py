@@ -8,10 +8,11 @@ terminate before they are gone. Every `step` moves the cluster on by one observa
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import msgspec
@@ -81,6 +82,25 @@ class FakeKubernetes:
             if each == kind and namespace in (None, where) and selects(labels, obj)
         ]
         return ObjectList(items, str(next(self._counter)))
+
+    async def watch(
+        self, kind: Kind, *, namespace: str | None, version: str
+    ) -> AsyncGenerator[tuple[str, Object], None]:
+        events: asyncio.Queue[tuple[str, Object]] = asyncio.Queue()
+
+        def note(each: Kind, event: str, obj: Object) -> None:
+            if each == kind and namespace in (None, obj["metadata"]["namespace"]):
+                events.put_nowait((event, _copy(obj)))
+
+        for (each, _, _), obj in self.objects.items():
+            if int(obj["metadata"]["resourceVersion"]) > int(version):
+                note(each, "MODIFIED", obj)
+        self.listeners.append(note)
+        try:
+            while True:
+                yield await events.get()
+        finally:
+            self.listeners.remove(note)
 
     async def get(self, kind: Kind, namespace: str, name: str) -> Object | None:
         return _copy(self.objects.get((kind, namespace, name)))

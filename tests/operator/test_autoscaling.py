@@ -15,6 +15,7 @@ from virtual_time import virtual_time
 
 from argosy_operator.cluster.store import Store
 from argosy_operator.kinds import INFERENCE_SERVICES, Name
+from argosy_operator.observed.scaler import Scalers
 from argosy_operator.observed.service_load import ServiceLoad
 from argosy_operator.reconcile.autoscaler import Autoscaler
 from argosy_protocol.fleet import decode_fleet
@@ -88,6 +89,7 @@ def test_a_hold_has_only_its_own_service_evaluated() -> None:
     autoscaler = Autoscaler(
         store,
         loads=lambda: held,
+        scalers=lambda name: Scalers(),
         now=lambda: 0.0,
         wall=lambda: datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC),
         on_change=changed.append,
@@ -171,7 +173,7 @@ async def test_two_autoscalers_are_told_of() -> None:
         key = (INFERENCE_SERVICES, "team", "tiny")
         for manager, expected in (
             ("kubectl-scale", ("False", "AsExpected")),
-            ("kube-controller-manager", ("True", "ScaledTwice")),
+            ("other-autoscaler", ("True", "ScaledTwice")),
         ):
             changed = copy.deepcopy(cluster.isvc())
             entry = {"manager": manager, "operation": "Update", "subresource": "scale", "fieldsV1": {}}
@@ -180,7 +182,7 @@ async def test_two_autoscalers_are_told_of() -> None:
             cluster.overwrite(key, changed)
             await operator.settle()
             assert condition(cluster, "Degraded") == expected
-        assert "kube-controller-manager" in cluster.condition("Degraded")["message"]
+        assert "other-autoscaler" in cluster.condition("Degraded")["message"]
         assert replicas(cluster) == 1, "spec.scaling decides"
 
 

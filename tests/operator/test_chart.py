@@ -25,6 +25,7 @@ from chart_rules import helper_rules
 from argosy.arguments import age_seconds, size_bytes
 from argosy_operator.desired.model_volume import model_volume
 from argosy_operator.desired.pod_template import HOME
+from argosy_operator.kinds import AUTOSCALERS
 from argosy_operator.reconcile.controller import WATCHED
 from argosy_resource.types import ModelCache, SecretReference
 from argosy_resource.validation import load_manifests
@@ -156,7 +157,7 @@ def test_the_operator_may_post_events_but_not_read_them() -> None:
 
 def test_the_operator_may_watch_what_it_watches() -> None:
     granted = grants("argosy.operatorRules")
-    for kind in WATCHED:
+    for kind in (*WATCHED, AUTOSCALERS):
         assert granted[f"{kind.group}/{kind.plural}"] >= {"list", "watch"}
 
 

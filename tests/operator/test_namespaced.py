@@ -14,10 +14,11 @@ from fake_http import FakeApiServer
 from fake_kubernetes import FakeKubernetes
 from harness import ROUTER_POD, FakeRouter
 from served_cluster import served, until
+from test_foreign_scalers import autoscaler
 
 from argosy_operator import main
 from argosy_operator.config import OperatorConfig
-from argosy_operator.kinds import LEASES, Kind
+from argosy_operator.kinds import AUTOSCALERS, LEASES, Kind
 
 Rules = list[dict[str, Any]]
 
@@ -67,7 +68,7 @@ async def test_the_roles_of_the_chart_are_enough(
         server.authorize = permissions(roles)
         operator = asyncio.create_task(main.run(config, health_port=0))
         try:
-            cluster.create(isvc_object())
+            cluster.create(isvc_object(scaling={"maxReplicas": 2, "metrics": {"concurrency": 10}}))
             cluster.create(isvc_object("second", namespace=other))
             cluster.create(isvc_object("foreign", namespace="elsewhere"))
             await until(
@@ -76,6 +77,10 @@ async def test_the_roles_of_the_chart_are_enough(
             await until(cluster, operator, lambda: f"/api/v1/namespaces/{OWN}/pods" in watches(server))
             cluster.create(ROUTER_POD)
             await until(cluster, operator, lambda: cluster.condition("Ready").get("status") == "True")
+            autoscalers = f"/apis/autoscaling/v2/namespaces/team/{AUTOSCALERS.plural}"
+            await until(cluster, operator, lambda: autoscalers in watches(server))
+            cluster.create(autoscaler())
+            await until(cluster, operator, lambda: cluster.condition("Degraded")["reason"] == "ScaledTwice")
         finally:
             operator.cancel()
             await asyncio.gather(operator, return_exceptions=True)

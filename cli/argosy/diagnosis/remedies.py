@@ -34,8 +34,8 @@ REMEDIES: Final[dict[str, str]] = {
     "InvalidEngineArgs": "correct the flag of spec.engine.args that the message names",
     "ServiceAccountNotAllowed": "leave spec.placement.serviceAccountName out, or have the administrator list the "
     "account in the chart's engine.serviceAccounts",
-    "ScaledTwice": "remove one of the two that scale; after removing a HorizontalPodAutoscaler, `kubectl scale isvc` "
-    "once takes the field over",
+    "ScaledTwice": "remove one of the two that scale: spec.scaling, or the HorizontalPodAutoscaler or other client "
+    "that the message names",
     "UnknownTimeZone": "correct spec.scaling.schedules: a time zone is an IANA name, such as Europe/Berlin",
     "CanaryNotFound": "create the canary's service, or remove spec.router.canary",
     "Paused": "set spec.paused to false",

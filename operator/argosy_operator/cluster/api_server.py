@@ -6,6 +6,7 @@ what is written or why. Invariant: every method raises `ApiError` and nothing el
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
 from typing import Protocol
 
 from msgspec import Struct
@@ -29,6 +30,13 @@ class Api(Protocol):
 
     async def list(self, kind: Kind, *, namespace: str | None, labels: str = "") -> ObjectList:
         """All objects of a kind that `labels` select; `namespace` None for all namespaces."""
+        ...
+
+    def watch(
+        self, kind: Kind, *, namespace: str | None, version: str
+    ) -> AsyncGenerator[tuple[str, Object], None]:
+        """What changes after the list of `version`, until the API server ends the watch after some minutes: event
+        type (`ADDED`, `MODIFIED`, `DELETED`) and object. `ApiError` 410 if the version is too old."""
         ...
 
     async def get(self, kind: Kind, namespace: str, name: str) -> Object | None:

@@ -6,7 +6,10 @@ Invariant: every request has a deadline and raises nothing but `ApiError`.
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
@@ -25,6 +28,10 @@ from argosy_operator.names import FIELD_MANAGER
 
 DEADLINE: Final = 15.0
 """Seconds for one request. The API server answers in milliseconds; a slower request is retried."""
+WATCH_SECONDS: Final = 300
+"""After so long the API server ends a watch; whoever watches lists again."""
+_MAX_EVENT_BYTES: Final = 8 << 20
+"""An object in etcd has at most 1.5 MiB."""
 METADATA_ONLY: Final = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
 """Media type of an answer that leaves out everything but the metadata."""
 
@@ -88,6 +95,32 @@ class KubernetesApi:
             token = metadata.get("continue")
             if not token:
                 return ObjectList(items, metadata.get("resourceVersion", ""))
+
+    async def watch(
+        self, kind: Kind, *, namespace: str | None, version: str
+    ) -> AsyncGenerator[tuple[str, Object], None]:
+        path = self._resource(kind).path(namespace=namespace)
+        action = f"WATCH {path}"
+        timeout = aiohttp.ClientTimeout(total=WATCH_SECONDS + DEADLINE, sock_connect=DEADLINE)
+        with _translated(action):
+            response = await self._dynamic.request(
+                "get",
+                path,
+                serialize=False,
+                watch="true",
+                resource_version=version,
+                timeout_seconds=WATCH_SECONDS,
+                _request_timeout=timeout,
+            )
+        try:
+            with _translated(action):
+                async for line in _lines(response.content):
+                    event, obj = line["type"], line["object"]
+                    if event == "ERROR":
+                        raise ApiError(action, obj.get("code", 0), obj.get("message", ""))
+                    yield event, obj
+        finally:
+            response.close()
 
     async def get(self, kind: Kind, namespace: str, name: str) -> Object | None:
         try:
@@ -185,12 +218,32 @@ class KubernetesApi:
     async def _request(self, method: str, path: str, **params: Any) -> Object:
         action = f"{method.upper()} {path}"
         timeout = aiohttp.ClientTimeout(total=DEADLINE)
-        try:
+        with _translated(action):
             response = await self._dynamic.request(
                 method, path, serialize=False, _request_timeout=timeout, **params
             )
-            return await response.json()
-        except ApiException as error:
-            raise ApiError(action, error.status or 0, str(error.body or error.reason)) from error
-        except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
-            raise ApiError(action, 0, f"{type(error).__name__}: {error}") from error
+            found: Object = await response.json()
+        return found
+
+
+@contextmanager
+def _translated(action: str) -> Iterator[None]:
+    """Raise the errors of the client, and of the network, as `ApiError`."""
+    try:
+        yield
+    except ApiException as error:
+        raise ApiError(action, error.status or 0, str(error.body or error.reason)) from error
+    except (TimeoutError, aiohttp.ClientError, OSError, ValueError, KeyError) as error:
+        raise ApiError(action, 0, f"{type(error).__name__}: {error}") from error
+
+
+async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[Object]:
+    """The JSON objects of a watch, one in each line. aiohttp's own lines are too short for large objects."""
+    rest = b""
+    async for chunk in content.iter_any():
+        *whole, rest = (rest + chunk).split(b"\n")
+        for line in whole:
+            if line:
+                yield json.loads(line)
+        if len(rest) > _MAX_EVENT_BYTES:
+            raise ValueError(f"an event is larger than {_MAX_EVENT_BYTES} bytes")

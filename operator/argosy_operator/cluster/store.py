@@ -188,10 +188,10 @@ def _uid(obj: Object) -> str:
 
 def _trimmed(obj: Object) -> Object:
     """The object without managedFields, which are often larger than the rest; of those only who used the scale
-    subresource is kept."""
+    subresource, and when, is kept."""
     metadata = {name: value for name, value in obj["metadata"].items() if name != "managedFields"}
     scalers = [
-        {"manager": entry.get("manager", ""), "subresource": "scale"}
+        {"manager": entry.get("manager", ""), "subresource": "scale", "time": entry.get("time", "")}
         for entry in obj["metadata"].get("managedFields", ())
         if entry.get("subresource") == "scale"
     ]

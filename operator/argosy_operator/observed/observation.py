@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from argosy_operator.kinds import BUDGETS, DEPLOYMENTS, SERVICES, Kind, Name
 from argosy_operator.observed.pod import Pod
+from argosy_operator.observed.scaler import Scalers
 from argosy_operator.observed.service_load import ServiceLoad
 from argosy_protocol.fleet import NameConflict
 from argosy_protocol.model_progress import ModelProgress
@@ -63,6 +64,8 @@ class Observation(Struct, frozen=True, kw_only=True):
     """The canary revision by which the fleet document divides the service; empty if it does not."""
     load: ServiceLoad | None = None
     """What the routers report of the service while it may have a canary; None if none has reported, or nobody asks."""
+    scalers: Scalers = Scalers()
+    """The HorizontalPodAutoscalers of a service with spec.scaling."""
     began: str = ""
     """When this operator began to lead, by its own clock (RFC 3339); empty if that is not known."""
     time: str = ""

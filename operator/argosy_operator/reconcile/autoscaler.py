@@ -2,7 +2,8 @@
 
 Owns the histories and the last decisions. Must not know how a number is decided (`desired.scaling`), nor write
 anything. Invariants: a history is lost with the process, and a new one begins with windows that hold still; the number
-that a decision starts from is the Deployment's, so that a restart of the operator changes nothing.
+that a decision starts from is the Deployment's, so that a restart of the operator changes nothing; while a
+HorizontalPodAutoscaler scales a service, spec.replicas is its number, and nothing is decided here.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from argosy_operator.kinds import DEPLOYMENTS, INFERENCE_SERVICES, PODS, Name, O
 from argosy_operator.names import child_name
 from argosy_operator.observed.observation import is_owned
 from argosy_operator.observed.pod import read_pod
+from argosy_operator.observed.scaler import Scalers
 from argosy_operator.observed.service_load import ServiceLoad
 from argosy_resource.scaling_spec import Scaling
 from argosy_resource.types import InferenceService, parse
@@ -40,6 +42,7 @@ class Autoscaler:
         store: Store,
         *,
         loads: Callable[[], Mapping[str, ServiceLoad]],
+        scalers: Callable[[Name], Scalers],
         now: Callable[[], float],
         wall: Callable[[], datetime.datetime],
         on_change: Callable[[Name], None],
@@ -47,6 +50,7 @@ class Autoscaler:
         """`now` is a monotonic clock, `wall` the time with its zone."""
         self._store = store
         self._loads = loads
+        self._scalers = scalers
         self._now = now
         self._wall = wall
         self._on_change = on_change
@@ -83,13 +87,22 @@ class Autoscaler:
         """Forget all decisions: another operator makes them now, and the Deployments have its numbers."""
         self._scaled.clear()
 
+    def forget_one(self, name: Name) -> None:
+        """Forget the decisions on one service: it is, or was, scaled by another."""
+        self._scaled.pop(name, None)
+
     def scaled(self, service: InferenceService) -> InferenceService:
         """The service with the number of replicas that it should have now; itself without spec.scaling."""
         scaling = service.spec.scaling
         if scaling is None:
             return service
         decision = self.decision(service)
-        wanted = self._current(service, scaling) if decision is None else decision.wanted
+        scalers = self._scalers((service.metadata.namespace, service.metadata.name))
+        if scalers.names:
+            # Before an autoscaler has written its first number, spec.replicas is still the one to start with.
+            wanted = service.spec.replicas if scalers.has_synced else self._current(service, scaling)
+        else:
+            wanted = self._current(service, scaling) if decision is None else decision.wanted
         if service.status.rollout is not None:
             # A Deployment that is paused for a canary could come back from zero with either revision.
             wanted = max(1, wanted)
@@ -103,7 +116,12 @@ class Autoscaler:
     def _evaluate(self, obj: Object, loads: Mapping[str, ServiceLoad]) -> None:
         name, now = object_name(obj), self._now()
         service = self._read(name, obj)
-        if service is None or service.spec.scaling is None or service.spec.paused:
+        if (
+            service is None
+            or service.spec.scaling is None
+            or service.spec.paused
+            or self._scalers(name).names
+        ):
             self._scaled.pop(name, None)
             return
         kept = self._scaled.get(name)

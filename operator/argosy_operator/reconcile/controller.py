@@ -21,6 +21,7 @@ from argosy_operator.cluster.api_server import Api
 from argosy_operator.cluster.fetch_watch import AskProgress, FetchWatch, read_fetching_pod
 from argosy_operator.cluster.load_watch import LoadFetch, LoadWatch
 from argosy_operator.cluster.router_watch import Fetch, RouterWatch, read_router_pod
+from argosy_operator.cluster.scaler_watch import ScalerWatch
 from argosy_operator.cluster.store import Store, service_of
 from argosy_operator.config import OperatorConfig
 from argosy_operator.desired.scaling import INTERVAL
@@ -108,9 +109,13 @@ class Controller:
         self.routers = RouterWatch(fetch, self._routers_changed)
         self.loads = LoadWatch(fetch_load, self._requests_held)
         self.fetches = FetchWatch(ask_progress, self.queue.add)
+        self.scalers = ScalerWatch(
+            api, config.watch_namespaces, read_service=self._read_scaled, on_change=self._scalers_changed
+        )
         self._autoscaler = Autoscaler(
             self.store,
             loads=self.loads.view,
+            scalers=self.scalers.of,
             now=lambda: asyncio.get_running_loop().time(),
             wall=lambda: datetime.datetime.now(datetime.UTC),
             on_change=self.queue.add,
@@ -125,6 +130,7 @@ class Controller:
             fetches=lambda: self.fetches.view,
             unpolled=lambda: self.fetches.unpolled,
             autoscaler=self._autoscaler,
+            scalers=self.scalers.of,
             loads=self.loads.view,
             ask_loads=self.loads.ask,
             on_turn_ended=self._requeue_waiting_for_turn,
@@ -172,6 +178,7 @@ class Controller:
         finally:
             self.routers.close()
             self.loads.close()
+            self.scalers.close()
             self.fetches.close()
             self.queue.close()
 
@@ -274,14 +281,35 @@ class Controller:
 
     def _requests_held(self, services: frozenset[str]) -> None:
         """Have a service that has no replica and holds requests scaled at once."""
-        if self._may_work.is_set():
+        if self._may_work.is_set() and self.scalers.was_asked:
             self._autoscaler.evaluate_some(services)
+
+    async def _read_scaled(self, name: Name) -> None:
+        """Read a service with spec.scaling anew."""
+        held = self.store.get(INFERENCE_SERVICES, *name)
+        if held is None or not held["spec"].get("scaling"):
+            return
+        live = await self._api.get(INFERENCE_SERVICES, *name)
+        if live is not None:
+            self.store.put(INFERENCE_SERVICES, _with_kind(live, INFERENCE_SERVICES))
+
+    def _scalers_changed(self, name: Name) -> None:
+        """Have a service scaled by whoever scales it now."""
+        self._autoscaler.forget_one(name)
+        if self.store.get(INFERENCE_SERVICES, *name) is not None:
+            self.queue.add(name)
+
+    async def _look_for_scalers(self) -> None:
+        """Know what else scales services, before this operator decides about their numbers."""
+        self.scalers.set_needed(self._autoscaler.is_needed)
+        await self.scalers.wait_asked()
 
     async def _autoscale_forever(self) -> None:
         while True:
             await self._may_work.wait()
             trying = [obj for obj in self.store.all(INFERENCE_SERVICES) if has_canary_steps(obj)]
             self.loads.set_needed(self._autoscaler.is_needed or bool(trying))
+            await self._look_for_scalers()
             self._autoscaler.evaluate()
             for obj in trying:
                 self.queue.add(object_name(obj))
@@ -330,12 +358,14 @@ class Controller:
         """Have keys reconciled while this operator leads. It lists everything first: the last writes of the leader
         before it need not have reached its watches."""
         if self._leadership is None:
+            await self._look_for_scalers()
             self.metrics.leading.set(1)
             self._may_work.set()
             return
         while True:
             await self._leadership.wait_until_held()
             await self._resync_until_done()
+            await self._look_for_scalers()
             self._reconciler.begin()
             self.metrics.leading.set(1)
             self._may_work.set()

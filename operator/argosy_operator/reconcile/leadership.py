@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Final
 
 from argosy_operator.cluster.api_server import Api, ObjectList
@@ -97,6 +97,11 @@ class FencedApi:
 
     async def list(self, kind: Kind, *, namespace: str | None, labels: str = "") -> ObjectList:
         return await self._api.list(kind, namespace=namespace, labels=labels)
+
+    def watch(
+        self, kind: Kind, *, namespace: str | None, version: str
+    ) -> AsyncGenerator[tuple[str, Object], None]:
+        return self._api.watch(kind, namespace=namespace, version=version)
 
     async def get(self, kind: Kind, namespace: str, name: str) -> Object | None:
         return await self._api.get(kind, namespace, name)

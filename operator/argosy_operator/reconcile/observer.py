@@ -13,6 +13,7 @@ from argosy_operator.kinds import DEPLOYMENTS, INFERENCE_SERVICES, PODS, Kind, N
 from argosy_operator.names import child_name
 from argosy_operator.observed.observation import CHILD_KINDS, Observation, Routers, is_owned
 from argosy_operator.observed.pod import read_pod
+from argosy_operator.observed.scaler import Scalers
 from argosy_operator.observed.service_load import ServiceLoad
 from argosy_operator.reconcile.rollout_lock import RolloutLock
 from argosy_protocol.fleet import NameConflict
@@ -32,6 +33,7 @@ class Observer:
         fetches: Callable[[], Mapping[str, ModelProgress]],
         unpolled: Callable[[], Set[str]],
         loads: Callable[[], Mapping[str, ServiceLoad]],
+        scalers: Callable[[Name], Scalers],
         now: Callable[[], str],
     ) -> None:
         self._store = store
@@ -40,6 +42,7 @@ class Observer:
         self._fetches = fetches
         self._unpolled = unpolled
         self._loads = loads
+        self._scalers = scalers
         self._now = now
         self.began = now()
         """When the operator began to lead."""
@@ -65,6 +68,7 @@ class Observer:
             lacks_canary=self._lacks_canary(service),
             published_canary=published,
             load=self._loads().get(service.key) if service.spec.rollout.canary is not None else None,
+            scalers=self._scalers(key) if service.spec.scaling is not None else Scalers(),
             began=self.began,
             time=self._now(),
         )

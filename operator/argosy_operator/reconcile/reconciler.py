@@ -28,6 +28,7 @@ from argosy_operator.kinds import DEPLOYMENTS, INFERENCE_SERVICES, PODS, Name, k
 from argosy_operator.observed.deployment import has_the_turn
 from argosy_operator.observed.observation import Observation, Routers
 from argosy_operator.observed.pod import Pod, Problem
+from argosy_operator.observed.scaler import Scalers
 from argosy_operator.observed.service_load import ServiceLoad
 from argosy_operator.reconcile.autoscaler import Autoscaler
 from argosy_operator.reconcile.child_writer import ChildWriter
@@ -61,6 +62,7 @@ class Reconciler:
         fetches: Callable[[], Mapping[str, ModelProgress]],
         unpolled: Callable[[], Set[str]],
         autoscaler: Autoscaler,
+        scalers: Callable[[Name], Scalers],
         loads: Callable[[], Mapping[str, ServiceLoad]],
         ask_loads: Callable[[], Awaitable[Mapping[str, ServiceLoad]]],
         on_turn_ended: Callable[[], None],
@@ -82,6 +84,7 @@ class Reconciler:
             fetches=fetches,
             unpolled=unpolled,
             loads=loads,
+            scalers=scalers,
             now=now,
         )
         self._children = ChildWriter(api, store, metrics)
@@ -122,7 +125,7 @@ class Reconciler:
                 raise
         problem = Problem(failure.reason, str(failure)) if failure is not None else diff.plan.problem
         later = self._observer.observe(service, conflicts, published)
-        scaling = scaling_status(service, decision, diff.gates, self._now())
+        scaling = scaling_status(service, decision, diff.gates, self._now(), observed.scalers)
         await self._reporter.report(service, later, diff.plan, problem, scaling)
         if failure is not None:
             raise failure

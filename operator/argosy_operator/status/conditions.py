@@ -211,7 +211,7 @@ def degraded(view: ServiceView) -> ConditionState:
     cause = _problem(view) or unschedulable_too_long(view)
     if cause is not None:
         return ConditionState("True", cause.reason, cause.message)
-    cause = scaling_problem(view.service, view.now)
+    cause = scaling_problem(view.service, view.observed.scalers, view.now)
     if cause is not None:
         return ConditionState("True", cause.reason, cause.message)
     canary = view.service.spec.router.canary
@@ -267,11 +267,12 @@ def _halt_message(view: ServiceView) -> str:
 
 def _cannot_wake(view: ServiceView) -> bool:
     """Whether clients count on a replica that the next request starts, and none is started while paused."""
-    return view.service.spec.paused and view.service.spec.scaling is not None
+    is_woken = view.service.spec.scaling is not None and not view.observed.scalers.names
+    return view.service.spec.paused and is_woken
 
 
 def _zero_message(view: ServiceView) -> str:
-    if view.service.spec.scaling is None:
+    if view.service.spec.scaling is None or view.observed.scalers.names:
         return "spec.replicas is 0"
     if _cannot_wake(view):
         return "reconciling is paused at zero replicas, and no request starts one; unpause to serve"

@@ -14,28 +14,42 @@ from typing import Final
 from argosy_operator.desired.diff import GateChange
 from argosy_operator.desired.scaling import ScalingDecision, unknown_time_zones
 from argosy_operator.observed.pod import Problem
+from argosy_operator.observed.scaler import Scalers
 from argosy_resource.scaling_spec import MAX_COLD_START_SECONDS, ScalingStatus
 from argosy_resource.types import InferenceService, ManagedFieldsEntry
 
 FOREIGN_WRITE_SECONDS: Final = 600
 """A write by an unknown client may be a person's (k9s, a dashboard): without another one for so long it was."""
 _AUTOSCALERS: Final = frozenset({"kube-controller-manager", "keda-operator"})
-"""Field managers of the HorizontalPodAutoscaler, and of KEDA, which scales to and from zero itself."""
+"""Field managers of the HorizontalPodAutoscaler, and of KEDA, which scales to and from zero itself. Where autoscalers
+are listed, what was written by those that are gone does not count."""
+SCALED_ELSEWHERE: Final = "HorizontalPodAutoscaler"
+"""Reason in status.scaling while a HorizontalPodAutoscaler decides."""
+_SHOWN: Final = 3
 _INTERACTIVE: Final = "kubectl"
 """People scale by hand, which is no controller that would do it again."""
 
 
 def scaling_status(
-    service: InferenceService, decision: ScalingDecision | None, gates: Iterable[GateChange], now: str
+    service: InferenceService,
+    decision: ScalingDecision | None,
+    gates: Iterable[GateChange],
+    now: str,
+    scalers: Scalers,
 ) -> ScalingStatus | None:
     """The status of a service whose spec.replicas is the number that was decided; None without spec.scaling.
 
     Args:
         gates: the readiness gates that change now. One that opens for the first time shows how long a replica takes.
         now: RFC 3339.
+        scalers: what decides instead.
     """
     if service.spec.scaling is None:
         return None
+    if scalers.names:
+        decision = ScalingDecision(
+            wanted=service.spec.replicas, reason=SCALED_ELSEWHERE, message=f"{_named(scalers)} decides"
+        )
     before = service.status.scaling or ScalingStatus()
     wanted = service.spec.replicas
     cold_start = max(
@@ -46,7 +60,8 @@ def scaling_status(
         ),
         default=before.cold_start_seconds,
     )
-    if before.time and before.wanted == wanted:
+    is_elsewhere = decision is not None and decision.reason == SCALED_ELSEWHERE
+    if before.time and before.wanted == wanted and is_elsewhere == (before.reason == SCALED_ELSEWHERE):
         reason, message, time = before.reason, before.message, before.time
     else:
         reason = decision.reason if decision is not None else "Initial"
@@ -56,16 +71,24 @@ def scaling_status(
     )
 
 
-def scaling_problem(service: InferenceService, now: str) -> Problem | None:
+def scaling_problem(service: InferenceService, scalers: Scalers, now: str) -> Problem | None:
     """Why spec.scaling does not do what it says at `now` (RFC 3339); None if it does."""
     scaling = service.spec.scaling
     if scaling is None:
         return None
-    others = sorted({entry.manager for entry in _foreign_writes(service) if _seconds_left(entry, now) > 0})
+    if scalers.names:
+        message = (
+            f"{_named(scalers)} decides the number of replicas, and spec.scaling waits: remove spec.scaling, or the "
+            "HorizontalPodAutoscaler (KEDA's with its ScaledObject)"
+        )
+        return Problem("ScaledTwice", message)
+    others = sorted(
+        {entry.manager for entry in _foreign_writes(service, scalers) if _seconds_left(entry, now) > 0}
+    )
     if others:
         message = (
             f"{', '.join(others)} writes spec.replicas through the scale subresource, and spec.scaling decides: remove "
-            "one of the two; after removing a HorizontalPodAutoscaler, kubectl scale takes the field over"
+            "one of the two; kubectl scale takes the field over from one that is gone"
         )
         return Problem("ScaledTwice", message)
     if unknown := unknown_time_zones(scaling):
@@ -76,19 +99,27 @@ def scaling_problem(service: InferenceService, now: str) -> Problem | None:
     return None
 
 
-def seconds_until_scaled_once(service: InferenceService, now: str) -> float:
+def seconds_until_scaled_once(service: InferenceService, scalers: Scalers, now: str) -> float:
     """Seconds until the next foreign write of spec.replicas counts no more; 0 if there is none."""
     if service.spec.scaling is None:
         return 0.0
-    left = [_seconds_left(entry, now) for entry in _foreign_writes(service)]
+    left = [_seconds_left(entry, now) for entry in _foreign_writes(service, scalers)]
     return min((seconds for seconds in left if 0 < seconds < math.inf), default=0.0)
 
 
-def _foreign_writes(service: InferenceService) -> Iterator[ManagedFieldsEntry]:
+def _named(scalers: Scalers) -> str:
+    shown = ", ".join(scalers.names[:_SHOWN])
+    more = len(scalers.names) - _SHOWN
+    return f"HorizontalPodAutoscaler {shown}" + (f" and {more} more" if more > 0 else "")
+
+
+def _foreign_writes(service: InferenceService, scalers: Scalers) -> Iterator[ManagedFieldsEntry]:
     return (
         entry
         for entry in service.metadata.managed_fields
-        if entry.subresource == "scale" and not entry.manager.startswith(_INTERACTIVE)
+        if entry.subresource == "scale"
+        and not entry.manager.startswith(_INTERACTIVE)
+        and not (scalers.is_known and entry.manager in _AUTOSCALERS)
     )
 
 
