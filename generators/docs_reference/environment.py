@@ -10,6 +10,9 @@ VARIABLES = {
         "VLLM_API_KEY": "The same, by vLLM's name.",
         "ARGOSY_ADMIN_API_KEY": "Keys for the administrative routes in addition to those of `--admin-api-key`, "
         "separated by commas.",
+        "ARGOSY_INTERNAL_KEYS_FILE": "File with the keys of routers, one per line, which the operator mounts from the "
+        "service's Secret. It is read again within a second of a change, and a key counts for ten minutes more after it "
+        "has left the file. With it `ARGOSY_API_KEY` does not count.",
         "ARGOSY_WARM_UP_FROM": "URL of the other replicas, as `--warm-up-from`. The operator sets it to the service's; "
         "an empty value in `spec.engine.env` switches the warm-up off.",
         "ARGOSY_NODE_KEY": "Key by which the nodes of an engine with `--nnodes` recognise each other, 16 bytes or "

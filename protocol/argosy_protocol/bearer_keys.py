@@ -31,10 +31,14 @@ class KeyRing:
     """A set of accepted bearer keys, held as SHA-256 digests and compared in constant time."""
 
     def __init__(self, keys: Iterable[str]) -> None:
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys if key]
+        self.replace(keys)
 
     def __bool__(self) -> bool:
         return bool(self._digests)
+
+    def replace(self, keys: Iterable[str]) -> None:
+        """Accept these keys from now on, and no others."""
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys if key]
 
     def accepts(self, authorization: str | None) -> bool:
         """Whether an `Authorization` header value carries one of the keys (`Bearer KEY`, scheme case-insensitive)."""

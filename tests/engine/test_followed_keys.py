@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from argosy_engine.api.http.followed_keys import LOOK_EVERY_S, MAX_FILE_BYTES, FollowedKeys
+from argosy_engine.api.http.followed_keys import LOOK_EVERY_S, MAX_FILE_BYTES, MAX_LINGERING, FollowedKeys
+from argosy_engine.api.http_service import accepted_keys
+from argosy_engine.api.server_args import ServerArgs
+from argosy_engine.errors import ConfigError
 from argosy_protocol.bearer_keys import internal_key
 
 OLD, NEW = (internal_key(fleet_key, "a-service") for fleet_key in (b"o" * 32, b"n" * 32))
@@ -89,3 +92,55 @@ def test_no_key_is_logged(engine: Engine, caplog: pytest.LogCaptureFixture) -> N
     assert engine.accepts(NEW)
     assert any("has 2 keys" in message for message in caplog.messages)
     assert not any(key in caplog.text for key in (NEW, OLD))
+
+
+def test_an_internal_key_lingers_after_it_has_left_the_file(tmp_path: Path) -> None:
+    """A router whose kubelet is slower still sends the old key, and its requests are answered."""
+    path = tmp_path / "keys"
+    path.write_text(f"{OLD}\n")
+    engine = Engine(path)
+    engine.keys = FollowedKeys((), path, lambda: engine.now, linger_s=60.0)
+    engine.write(NEW)
+    assert (engine.accepts(OLD), engine.accepts(NEW)) == (True, True)
+    assert engine.keys.found == (NEW,)
+    engine.now += 59.0
+    assert engine.accepts(OLD)
+    engine.now += LOOK_EVERY_S
+    assert (engine.accepts(OLD), engine.accepts(NEW)) == (False, True)
+    engine.write(OLD)  # the rotation is taken back, and taken back again: none of both lapses meanwhile
+    engine.write(NEW)
+    engine.write(OLD)
+    assert (engine.accepts(OLD), engine.accepts(NEW)) == (True, True)
+    engine.now += 60.0
+    assert (engine.accepts(OLD), engine.accepts(NEW)) == (True, False)
+
+
+def test_the_keys_that_linger_are_bounded(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("key-0\n")
+    engine = Engine(path)
+    engine.keys = FollowedKeys((), path, lambda: engine.now, linger_s=1e9)
+    for number in range(1, 3 + MAX_LINGERING):
+        engine.write(f"key-{number}")
+        assert engine.accepts(f"key-{number}")
+    accepted = [number for number in range(3 + MAX_LINGERING) if engine.accepts(f"key-{number}")]
+    assert accepted == list(range(2, 3 + MAX_LINGERING)), "the ones that left first are refused first"
+
+
+def test_beside_internal_keys_the_key_of_the_start_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pod template sets both, for engines that know no file of internal keys. The variable cannot be revoked."""
+    path = tmp_path / "api-keys"
+    path.write_text(f"{NEW}\n{OLD}\n")
+    monkeypatch.setenv("ARGOSY_API_KEY", "of-the-start")
+    monkeypatch.setenv("VLLM_API_KEY", "mine")
+    assert accepted_keys(ServerArgs()).accepts("Bearer of-the-start")
+    monkeypatch.setenv("ARGOSY_INTERNAL_KEYS_FILE", str(path))
+    keys = accepted_keys(ServerArgs())
+    accepted = [key for key in ("of-the-start", "mine", OLD, NEW) if keys.accepts(f"Bearer {key}")]
+    assert accepted == ["mine", OLD, NEW]
+    path.unlink()
+    assert accepted_keys(ServerArgs()), "a key is required while the file is missing"
+    with pytest.raises(ConfigError, match="ARGOSY_INTERNAL_KEYS_FILE"):
+        accepted_keys(ServerArgs(api_keys_file=path))

@@ -15,10 +15,43 @@ from argosy_engine.api.http.http_server import HttpServer
 from argosy_engine.api.http.tls import ServerCertificate
 from argosy_engine.api.http_layers import add_http_layers
 from argosy_engine.api.server_args import ServerArgs
+from argosy_engine.errors import ConfigError
 from argosy_protocol.bearer_keys import KeyRing
 
 KEY_VARIABLES = ("ARGOSY_API_KEY", "VLLM_API_KEY")
 """The second one, so that a deployment that protects vLLM does not leave this engine open."""
+INTERNAL_KEYS_VARIABLE = "ARGOSY_INTERNAL_KEYS_FILE"
+"""File of a mounted Secret with the service's internal keys, one per line, the newest first. A variable rather than a
+flag, because engines of other versions ignore what they do not know, and take the key of `ARGOSY_API_KEY`."""
+INTERNAL_KEY_LINGER_S = 600.0
+"""For how long an internal key is accepted after it has left its file: each router sees a new fleet key when its own
+kubelet has brought it, up to two minutes later than others."""
+
+
+def given_keys(options: ServerArgs) -> list[str]:
+    """The keys of flags and environment. Beside a file of internal keys `ARGOSY_API_KEY` does not count: it is the key
+    that was valid when the container started, and could never be revoked."""
+    variables = KEY_VARIABLES[1:] if os.environ.get(INTERNAL_KEYS_VARIABLE) else KEY_VARIABLES
+    return [
+        *options.api_key,
+        *(key for name in variables for key in os.environ.get(name, "").split(",") if key),
+    ]
+
+
+def accepted_keys(options: ServerArgs) -> KeyRing:
+    """The keys that open the API.
+
+    Raises:
+        ConfigError: there are two files of keys.
+    """
+    given, path, internal = given_keys(options), options.api_keys_file, os.environ.get(INTERNAL_KEYS_VARIABLE)
+    if internal and path is not None:
+        raise ConfigError(f"--api-keys-file and {INTERNAL_KEYS_VARIABLE} exclude each other")
+    if internal:
+        return FollowedKeys(
+            given, Path(internal), linger_s=INTERNAL_KEY_LINGER_S, name=INTERNAL_KEYS_VARIABLE
+        )
+    return KeyRing(given) if path is None else FollowedKeys(given, Path(path))
 
 
 def make_http_server(
@@ -39,14 +72,9 @@ def make_http_server(
         application: what the user's layers find as `request.app`, if that is not `app` itself.
 
     Raises:
-        ConfigError: a layer of `--middleware` cannot be loaded.
+        ConfigError: a layer of `--middleware` cannot be loaded, or there are two files of keys.
     """
-    given = [
-        *options.api_key,
-        *(key for name in KEY_VARIABLES for key in os.environ.get(name, "").split(",")),
-    ]
-    path = options.api_keys_file
-    keys = KeyRing(given) if path is None else FollowedKeys(given, Path(path))
+    keys = accepted_keys(options)
     admin_keys = KeyRing([*options.admin_api_key, *os.environ.get("ARGOSY_ADMIN_API_KEY", "").split(",")])
     config = uvicorn.Config(
         add_http_layers(app, options, keys, admin_keys, application),

@@ -22,7 +22,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from argosy_engine.api.http_service import KEY_VARIABLES
+from argosy_engine.api.http.followed_keys import FollowedKeys
+from argosy_engine.api.http_service import accepted_keys, given_keys
 from argosy_engine.api.server_args import ServerArgs
 from argosy_engine.config import EngineArgs
 from argosy_engine.errors import EngineError
@@ -44,6 +45,8 @@ logger = logging.getLogger("argosy.api")
 PEER_TIMEOUT_S: Final = 5.0
 _MAX_BYTES: Final = 64 * MAX_TOKENS
 """Of an answer: tokens and, for each block of text, a hash."""
+_MAX_KEYS: Final = 4
+"""Keys that are tried at a peer: the internal key, and those before it that are still valid."""
 _AT_ONCE: Final = 4
 """Prefixes computed side by side, so that steps are full."""
 _SHARE_OF_CACHE: Final = 0.5
@@ -58,38 +61,46 @@ Raises:
 """
 
 
-def http_prefixes(url: str, key: str) -> GetReport:
-    """Ask the engine at `url` (scheme, host and port) with its bearer key."""
+def http_prefixes(url: str, *keys: str) -> GetReport:
+    """Ask the engine at `url` (scheme, host and port) with a bearer key, or with the next one if it refuses that: it
+    may have seen a rotation of the internal key before or after this engine."""
 
     address = urlsplit(url)
     connect = http.client.HTTPSConnection if address.scheme == "https" else http.client.HTTPConnection
 
-    def get_report(max_tokens: int) -> HotPrefixReport:
+    def ask(max_tokens: int, key: str) -> tuple[int, bytes]:
         # Not urllib, which follows redirects and passes the key to a proxy that the environment names.
         connection = connect(address.hostname or "", address.port, timeout=PEER_TIMEOUT_S)
         try:
             headers = {"Authorization": f"Bearer {key}"} if key else {}
             connection.request("GET", f"{HOT_PREFIXES_PATH}?max_tokens={max_tokens}", headers=headers)
             response = connection.getresponse()
-            body = response.read(_MAX_BYTES + 1)
+            return response.status, response.read(_MAX_BYTES + 1)
         finally:
             connection.close()
-        if response.status != http.HTTPStatus.OK or len(body) > _MAX_BYTES:
-            raise ValueError(f"status {response.status}, {len(body)} bytes")
+
+    def get_report(max_tokens: int) -> HotPrefixReport:
+        status, body = 0, b""
+        for key in keys[:_MAX_KEYS] or ("",):
+            status, body = ask(max_tokens, key)
+            if status != http.HTTPStatus.UNAUTHORIZED:
+                break
+        if status != http.HTTPStatus.OK or len(body) > _MAX_BYTES:
+            raise ValueError(f"status {status}, {len(body)} bytes")
         return msgspec.msgpack.decode(body, type=HotPrefixReport)
 
     return get_report
 
 
 def report_source(options: ServerArgs, args: EngineArgs) -> GetReport | None:
-    """Who tells the prefixes to warm up with; None for no warm-up. The replicas of a service have one key."""
+    """Who tells the prefixes to warm up with; None for no warm-up. The replicas of a service have the same keys."""
     peer = options.warm_up_from or os.environ.get("ARGOSY_WARM_UP_FROM", "")
     if not peer or not args.enable_prefix_caching or not options.warm_up_timeout:
         return None
-    given = [*options.admin_api_key, os.environ.get("ARGOSY_ADMIN_API_KEY", ""), *options.api_key]
-    given += [os.environ.get(name, "") for name in KEY_VARIABLES]
-    keys = [key for each in given for key in each.split(",")]
-    return http_prefixes(peer, next((key for key in keys if key), ""))
+    accepted = accepted_keys(options)
+    followed = accepted.found if isinstance(accepted, FollowedKeys) else ()
+    admin = [*options.admin_api_key, *os.environ.get("ARGOSY_ADMIN_API_KEY", "").split(",")]
+    return http_prefixes(peer, *(key for key in (*admin, *followed, *given_keys(options)) if key))
 
 
 async def warm_up(llm: AsyncLLM, get_report: GetReport, timeout_s: float) -> int:

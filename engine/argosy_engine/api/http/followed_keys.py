@@ -3,6 +3,7 @@
 Owns: when the file is read again. Must not know: requests, paths.
 Invariants: a change interrupts no request, and all keys of the file are valid at once, so that a key can be replaced
 while its users still have the old one; an engine with a key file always requires a key, whatever happens to the file.
+With `linger_s` a key stays valid for that long after it has left the file, also if the file cannot be read.
 
 The file is a Secret's, mounted as a directory: the kubelet replaces it as a whole. It is looked at when a request
 comes, once a second at most, so that a change needs no task of its own and costs nothing at rest.
@@ -21,6 +22,8 @@ logger = logging.getLogger("argosy.api")
 
 MAX_FILE_BYTES = 64 * 1024
 LOOK_EVERY_S = 1.0
+MAX_LINGERING = 4
+"""Keys that have left the file and are still accepted; the ones that left first are refused first."""
 
 
 class FollowedKeys(KeyRing):
@@ -29,12 +32,28 @@ class FollowedKeys(KeyRing):
         keys: keys that are always accepted.
         path: file with a key per line; empty lines and lines that begin with `#` are ignored.
         clock: seconds that never go back.
+        linger_s: how long a key is accepted that has left the file, in seconds; 0 if it is refused at once.
+        name: what the file is called in logs.
     """
 
-    def __init__(self, keys: Iterable[str], path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        keys: Iterable[str],
+        path: Path,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        linger_s: float = 0.0,
+        name: str = "--api-keys-file",
+    ) -> None:
         self._fixed = tuple(keys)
         self._path = path
         self._clock = clock
+        self._linger_s = linger_s
+        self._name = name
+        self._found: tuple[str, ...] = ()
+        """The keys of the file."""
+        self._left: dict[str, float] = {}
+        """Keys that have left the file and still count, and when they left; in this order."""
         self._content: bytes | None = None
         self._problem = ""
         """Why no key of the file is accepted, as last logged; empty if keys are."""
@@ -43,6 +62,11 @@ class FollowedKeys(KeyRing):
 
     def __bool__(self) -> bool:
         return True
+
+    @property
+    def found(self) -> tuple[str, ...]:
+        """The keys of the file, in its order."""
+        return self._found
 
     def accepts(self, authorization: str | None) -> bool:
         if self._clock() >= self._next_look:
@@ -65,10 +89,35 @@ class FollowedKeys(KeyRing):
         if not found and not problem:
             problem = f"has no key: {self._path}"
         if problem and problem != self._problem:
-            logger.error("no key of --api-keys-file is accepted: the file %s", problem)
+            logger.error("no key of %s is accepted: the file %s", self._name, problem)
         self._problem = problem
         if content != self._content:
             if self._content is not None:
-                logger.info("--api-keys-file has changed and has %d keys now", len(found))
+                logger.info("%s has changed and has %d keys now", self._name, len(found))
             self._content = content
-            super().__init__((*self._fixed, *found))
+            self._take(tuple(found))
+        if self._left and self._expire():
+            self._accept()
+
+    def _take(self, found: tuple[str, ...]) -> None:
+        """Accept the keys of the file, and for a while those that have left it."""
+        if self._linger_s:
+            now = self._clock()
+            self._left |= {key: now for key in self._found if key not in found}
+        for key in found:
+            self._left.pop(key, None)
+        while len(self._left) > MAX_LINGERING:
+            del self._left[next(iter(self._left))]
+        self._found = found
+        self._accept()
+
+    def _expire(self) -> bool:
+        """Drop the keys that have lingered for long enough. Returns whether there were any."""
+        now = self._clock()
+        gone = [key for key, left in self._left.items() if now - left >= self._linger_s]
+        for key in gone:
+            del self._left[key]
+        return bool(gone)
+
+    def _accept(self) -> None:
+        self.replace((*self._fixed, *self._found, *self._left))
