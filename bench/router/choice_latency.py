@@ -20,6 +20,7 @@ from argosy_protocol.fleet import FleetService
 from argosy_protocol.openai import decode_request
 from argosy_protocol.prompt_segments import SegmentKind, prompt_segments
 from argosy_router.fleet.replica import Member, Replica
+from argosy_router.fleet.replica_key import ServiceKeys
 from argosy_router.fleet.service import Service
 from argosy_router.prefixes.replica_prefixes import ReplicaPrefixes
 from argosy_router.simulation.simulator import unused_pool
@@ -33,7 +34,7 @@ HOLDERS = 4
 
 def build(replicas: int, chunks: int, prefixes: list[bytes]) -> tuple[Service, float]:
     """Build a service with a full index; returns it with the index's bytes per chunk."""
-    service = Service(FleetService(namespace="n", name="s", uid="u", model="tiny"), "", chunks)
+    service = Service(FleetService(namespace="n", name="s", uid="u", model="tiny"), ServiceKeys(), chunks)
     for number in range(replicas):
         member = Member(f"r{number:03}", "", "http://unused")
         residency = ReplicaPrefixes(service.index)

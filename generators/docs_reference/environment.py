@@ -11,8 +11,8 @@ VARIABLES = {
         "ARGOSY_ADMIN_API_KEY": "Keys for the administrative routes in addition to those of `--admin-api-key`, "
         "separated by commas.",
         "ARGOSY_INTERNAL_KEYS_FILE": "File with the keys of routers, one per line, which the operator mounts from the "
-        "service's Secret. It is read again within a second of a change, and a key counts for ten minutes more after it "
-        "has left the file. With it `ARGOSY_API_KEY` does not count.",
+        "service's Secret. It is read again within a second of a change, and a key counts for ten more minutes when "
+        "it has left the file. With it `ARGOSY_API_KEY` does not count.",
         "ARGOSY_WARM_UP_FROM": "URL of the other replicas, as `--warm-up-from`. The operator sets it to the service's; "
         "an empty value in `spec.engine.env` switches the warm-up off.",
         "ARGOSY_NODE_KEY": "Key by which the nodes of an engine with `--nnodes` recognise each other, 16 bytes or "
@@ -52,6 +52,9 @@ VARIABLES = {
         "`--replica-key`.",
         "ARGOSY_FLEET_KEY": "Fleet key, from which the internal keys of services and the key of the admin port are "
         "derived. The operator reads the same variable.",
+        "ARGOSY_FLEET_KEY_DIR": "Mounted Secret with the fleet key in its file `key` and, during a rotation, the one "
+        "before in `previous`, instead of `ARGOSY_FLEET_KEY`. Router and operator read it again within a second of a "
+        "change ([rotating keys](../access.md#rotating-keys)).",
         "POD_NAME": "Name of the router's own pod (the host name, if it is not set).",
         "POD_NAMESPACE": "The router's namespace, where no service account tells it. The operator requires this "
         "variable: it is the namespace of operator, routers and fleet document.",

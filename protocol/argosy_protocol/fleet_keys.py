@@ -26,7 +26,7 @@ PREVIOUS_FIELD: Final = "previous"
 MIN_KEY_BYTES: Final = 16
 MAX_KEY_BYTES: Final = 4096
 LINGER_S: Final = 600.0
-"""Several times as long as a kubelet takes to update a mounted Secret (its sync period and cache, up to two minutes)."""
+"""Seconds. Several times as long as a kubelet takes to update a mounted Secret: two minutes, by period and cache."""
 LOOK_EVERY_S: Final = 1.0
 """Suggested pause between two looks at the files; a look costs two reads of a file system in memory."""
 MAX_LINGERING: Final = 4

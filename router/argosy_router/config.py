@@ -411,6 +411,8 @@ class RouterConfig:
     ] = False
     fleet_key: Annotated[bytes, Flag(is_hidden=True, environment="ARGOSY_FLEET_KEY")] = b""
     """The key that the engines' keys are derived from."""
+    fleet_key_dir: Annotated[Path | None, Flag(is_hidden=True, environment="ARGOSY_FLEET_KEY_DIR")] = None
+    """Mounted Secret with that key, which may be rotated while the router runs (`argosy_protocol.fleet_keys`)."""
     policy: Annotated[
         RoutingPolicy | None,
         Meta(description="routing policy of all services"),
@@ -549,7 +551,7 @@ class RouterConfig:
         if self.hedge_after and self.hedge_after < 1.0:
             # A prediction is a mean: at 1 every second request is overdue, and only the cap on hedges limits them.
             raise ConfigError("--hedge-after must be 0 or between 1 and 100")
-        if self.kubernetes and not self.fleet_key:
-            raise ConfigError("--kubernetes needs the fleet key in ARGOSY_FLEET_KEY")
+        if self.kubernetes and not self.fleet_key and self.fleet_key_dir is None:
+            raise ConfigError("--kubernetes needs the fleet key in ARGOSY_FLEET_KEY_DIR or ARGOSY_FLEET_KEY")
         if self.fleet_key and len(self.fleet_key) < 16:
             raise ConfigError("ARGOSY_FLEET_KEY must have at least 16 bytes")

@@ -19,6 +19,8 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from argosy_protocol import __version__
+from argosy_protocol.bearer_keys import KeyRing
+from argosy_protocol.fleet_keys import FleetKeys
 from argosy_protocol.program.listen import BACKLOG, explain_listen_errors, listen
 from argosy_router.admin.app import AdminServer, admin_keys, build_admin
 from argosy_router.admin.history import History
@@ -32,6 +34,7 @@ from argosy_router.discovery.file import FileDiscovery
 from argosy_router.discovery.source import Discovery
 from argosy_router.discovery.static import StaticDiscovery
 from argosy_router.fleet.fleet import Fleet, FleetSnapshot
+from argosy_router.fleet.key_rotation import KeyRotation
 from argosy_router.flow_control.controller import FlowController
 from argosy_router.http.deadlines import TICK_S, TimerWheel
 from argosy_router.http.server_connection import ServerConnection, ServerState
@@ -94,14 +97,19 @@ class Router:
         self._tls = _server_tls(config)
         self._admin_tls = _admin_tls(config)
         self._replica_tls = _replica_tls(config)
+        self._fleet_keys = FleetKeys(config.fleet_key, config.fleet_key_dir)
+        if config.fleet_key_dir is not None and not self._fleet_keys.keys:
+            raise ConfigError(f"ARGOSY_FLEET_KEY_DIR: {self._fleet_keys.problem}")
+        self._admin_keys = KeyRing(admin_keys(self._fleet_keys.keys))
         self.fleet = Fleet(
             self.wheel,
             config.upstream,
             tls=self._replica_tls,
-            fleet_key=config.fleet_key,
+            fleet_keys=self._fleet_keys,
             index_memory=config.index_memory,
             policy=config.policy or "",
         )
+        self.key_rotation = KeyRotation(self._fleet_keys, self.fleet, self._admin_keys)
         self.metrics = Metrics(self.fleet)
         self._stderr = stderr or LineWriter(2)
         self._access_log = AccessLog(
@@ -326,6 +334,8 @@ class Router:
         self._own(self._discovery.run(self._apply), "discovery")
         self._own(self.fleet.maintain(), "maintenance")
         self._own(self._keys.watch(), "keys")
+        if config.fleet_key_dir is not None:
+            self._own(self.key_rotation.run(), "fleet keys")
         if config.usage_log is not None:
             self._own(self._ledger.run(), "usage ledger")
         if self._capture is not None:
@@ -360,7 +370,7 @@ class Router:
             self.fleet,
             self.metrics,
             self.accounting.attempt_log,
-            admin_keys(config.fleet_key),
+            self._admin_keys,
             frozenset((config.host, config.admin_host, socket.gethostname(), *config.admin_names)),
             self.application,
             Overviews(

@@ -141,12 +141,16 @@ class FakeEngine:
     aliases: tuple[str, ...] = ()
     adapters: tuple[str, ...] = ()
     key: str = ""
+    keys: frozenset[str] = frozenset()
+    """All keys that it accepts, if it accepts several."""
     script: Script = answer_normally
     has_telemetry: bool = True
     hello: dict[str, Any] = field(default_factory=dict)
     health: int = 200
     metrics: bytes | None = None
     """What `/metrics` answers; None: 404."""
+    refused: int = 0
+    """Requests without a key that it accepts."""
     requests: list[Received] = field(default_factory=list)
     telemetry: list[asyncio.StreamWriter] = field(default_factory=list)
     connections: int = 0
@@ -235,11 +239,13 @@ class FakeEngine:
             await connection.writer.drain()
 
     async def handle(self, connection: Connection, request: Received) -> None:
+        accepted = self.keys or ({self.key} if self.key else set())
         if (
-            self.key
+            accepted
             and request.path != "/health"
-            and request.headers.get("authorization") != f"Bearer {self.key}"
+            and request.headers.get("authorization", "").removeprefix("Bearer ") not in accepted
         ):
+            self.refused += 1
             connection.answer(401, b'{"error":{"message":"no"}}')
         elif request.path in (
             "/v1/chat/completions",

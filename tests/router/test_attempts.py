@@ -350,8 +350,8 @@ async def test_a_connection_that_comes_after_its_client_left_is_kept_for_others(
 @pytest.mark.parametrize("has_telemetry", [True, False])
 async def test_a_request_that_cannot_be_written_ends_and_blames_no_replica(has_telemetry: bool) -> None:
     async with rig([FakeEngine(has_telemetry=has_telemetry) for _ in range(2)]) as r:
-        (served,) = r.router.fleet.services.values()
-        key, served.bearer_key = served.bearer_key, "\u20ac"  # no header can have it
+        for replica in r.router.fleet.replicas():
+            replica.key.current = "\u20ac"  # no header can have it
         for stream in (False, True, False, True):  # on new connections, then on idle ones
             told = await r.chat(stream=stream)
             assert told.status_code == 500
@@ -359,5 +359,6 @@ async def test_a_request_that_cannot_be_written_ends_and_blames_no_replica(has_t
         await until(lambda: is_settled(r))
         assert not any(replica.health.is_ejected for replica in r.router.fleet.replicas())
         assert not any(engine.requests for engine in r.engines)
-        served.bearer_key = key
+        for replica in r.router.fleet.replicas():
+            replica.key.current = ""
         assert (await r.chat()).status_code == 200

@@ -14,7 +14,7 @@ import ipaddress
 import socket
 import ssl
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from functools import partial
 from importlib.resources import files
 from typing import Annotated
@@ -72,9 +72,9 @@ PAGE_HEADERS = {
 }
 
 
-def admin_keys(fleet_key: bytes) -> KeyRing:
-    """Keys for the internal routes; empty (open) without a fleet key."""
-    return KeyRing([internal_key(fleet_key, ADMIN_KEY_UID)] if fleet_key else [])
+def admin_keys(fleet_keys: Iterable[bytes]) -> list[str]:
+    """Keys for the internal routes; none without a fleet key, which leaves them open."""
+    return [internal_key(key, ADMIN_KEY_UID) for key in fleet_keys]
 
 
 def build_admin(

@@ -8,6 +8,8 @@ candidates      the replicas that a request may be sent to now
 replica         one replica
 demand          times to first token of a service, for the operator's autoscaler
 cache_value     what a replica's cache has saved of late
+replica_key     the bearer key that a replica gets, while the fleet key is rotated
+key_rotation    follows the fleet key, and moves replicas to the newest
 replica_load    queued tokens, requests and rates of a replica
 health          healthy, suspect, in cooldown or ejected
 links           telemetry and polling, which keep replicas up to date

@@ -18,10 +18,12 @@ from xxhash import xxh3_64_intdigest
 
 from argosy_protocol.bearer_keys import internal_key
 from argosy_protocol.fleet import FleetDocument, FleetService, NameTable, resolve_names
+from argosy_protocol.fleet_keys import FleetKeys
 from argosy_protocol.routable_report import RoutableReport
 from argosy_router.config import DEFAULT_INDEX_MEMORY, UpstreamLimits
 from argosy_router.fleet.links.telemetry_client import TelemetryClient
 from argosy_router.fleet.replica import Member, Replica
+from argosy_router.fleet.replica_key import ReplicaKey, ServiceKeys
 from argosy_router.fleet.service import Service
 from argosy_router.http.deadlines import TimerWheel
 from argosy_router.http.pool import ConnectionPool
@@ -35,6 +37,8 @@ log = logging.getLogger(__name__)
 
 MAINTENANCE_S = 0.25
 """Pause between rounds of expiring speculative inserts and scrubbing indexes."""
+FIRST_ANSWER_S = 1.0
+"""Time in which a replica that is well accepts or refuses a new router's key."""
 SHARING_ROUNDS = 4
 """Rounds between two divisions of the indexes' memory; measuring takes 30 us per service."""
 
@@ -62,7 +66,7 @@ class Fleet:
         limits: UpstreamLimits,
         *,
         tls: UpstreamTls | None = None,
-        fleet_key: bytes = b"",
+        fleet_keys: FleetKeys | None = None,
         index_memory: int = DEFAULT_INDEX_MEMORY,
         policy: str = "",
         rng: random.Random | None = None,
@@ -70,7 +74,7 @@ class Fleet:
         self._wheel = wheel
         self._limits = limits
         self._tls = tls or UpstreamTls()
-        self._fleet_key = fleet_key
+        self._fleet_keys = fleet_keys or FleetKeys()
         self._index_memory = index_memory
         self.policy = policy
         """Overrides every service's own policy unless empty."""
@@ -81,6 +85,10 @@ class Fleet:
         """Model name -> service, resolved by `names`."""
         self.fleet_revision = ""
         self.is_loaded = False
+        self._loaded_at = 0.0
+        """Monotonic time of the first snapshot."""
+        self._was_accepted = False
+        """Whether a replica has accepted a key of this router."""
         self._num_unheard = 0
         self.revision = 0
         self._changed = asyncio.Event()
@@ -102,6 +110,7 @@ class Fleet:
         for conflict in self.names.conflicts:
             log.warning("model name %r: %s wins over %s", conflict.name, conflict.winner, conflict.loser)
         self.fleet_revision = snapshot.revision
+        self._loaded_at = self._loaded_at or time.monotonic()
         self.is_loaded = True
         self._num_unheard = snapshot.unheard
         self.changed()
@@ -137,6 +146,22 @@ class Fleet:
         for service in self.services.values():
             yield from service.replicas.values()
 
+    def fleet_keys_changed(self) -> None:
+        """Derive the services' keys anew. Replicas keep the key that they accept until they accept a newer one."""
+        for service in self.services.values():
+            service.keys.replace(self._keys_of(service.spec))
+
+    @property
+    def is_shut_out(self) -> bool:
+        """Whether no replica has accepted a key of this router since its start, and all that there are refuse them: it
+        has started with a fleet key that has not reached the engines yet. Right after the start, while none has
+        answered, that is not known and assumed."""
+        if self._was_accepted or not self._fleet_keys.keys:
+            return False
+        keys = [replica.key for replica in self.replicas()]
+        is_early = time.monotonic() < self._loaded_at + FIRST_ANSWER_S
+        return bool(keys) and (is_early or all(key.is_refused for key in keys))
+
     def skipped_frames(self) -> int:
         return sum(client.skipped_frames for client in self._clients.values())
 
@@ -145,6 +170,8 @@ class Fleet:
     def changed(self) -> None:
         """Increment the revision, wake its waiters and drop cached candidates: some replica's state has changed."""
         self.revision += 1
+        if not self._was_accepted:
+            self._was_accepted = any(replica.link in ("synced", "foreign") for replica in self.replicas())
         for service in self.services.values():
             service.invalidate()
         self._changed.set()
@@ -211,24 +238,28 @@ class Fleet:
 
     def _keep_service(self, spec: FleetService) -> Service:
         service = self.services.get(spec.qualified_name)
-        bearer_key = self._bearer_key(spec)
-        if service is not None and (service.spec.uid, service.spec.engine_name, service.bearer_key) != (
+        if service is not None and (
+            service.spec.uid,
+            service.spec.engine_name,
+            service.spec.internal_key,
+        ) != (
             spec.uid,
             spec.engine_name,
-            bearer_key,
+            spec.internal_key,
         ):
             # Another model or key behind the same name: nothing that is known of the engines holds any more.
             self._remove_service(spec.qualified_name)
             service = None
         if service is None:
-            service = self.services[spec.qualified_name] = Service(spec, bearer_key, 0)
+            service = self.services[spec.qualified_name] = Service(spec, ServiceKeys(*self._keys_of(spec)), 0)
         service.rename(spec)
         return service
 
-    def _bearer_key(self, spec: FleetService) -> str:
-        if spec.internal_key or not self._fleet_key:
-            return spec.internal_key
-        return internal_key(self._fleet_key, spec.uid)
+    def _keys_of(self, spec: FleetService) -> tuple[str, ...]:
+        """The keys of a service's engines, newest first; empty if they have none."""
+        if spec.internal_key:
+            return (spec.internal_key,)
+        return tuple(internal_key(key, spec.uid) for key in self._fleet_keys.keys)
 
     def _apply_members(self, service: Service, members: tuple[Member, ...]) -> None:
         wanted = {member.name: member for member in members}
@@ -260,13 +291,17 @@ class Fleet:
             log.error("replica %s of %s is left out: %s", member.name, service.spec.qualified_name, error)
             return
         replica = Replica(
-            service.spec.qualified_name, member, pool, ReplicaPrefixes(service.index), service.assume_rates
+            service.spec.qualified_name,
+            member,
+            pool,
+            ReplicaPrefixes(service.index),
+            service.assume_rates,
+            ReplicaKey(service.keys),
         )
         service.replicas[member.name] = replica
         client = TelemetryClient(
             replica,
             service.spec.engine_name,
-            service.bearer_key,
             self.changed,
             lambda is_certain: _fail_requests_of(service, replica, is_certain=is_certain),
             service.may_eject,

@@ -1,6 +1,6 @@
 """One replica as the router sees it.
 
-Owns: identity, connection pool, load, health, cached prefixes, and the state shown to operators.
+Owns: identity, connection pool, key, load, health, cached prefixes, and the state shown to operators.
 Must not know: what updates any of them.
 Invariant: `is_routable` is the one place that decides whether a replica may get requests.
 """
@@ -15,6 +15,7 @@ from argosy_protocol.routable_report import ReplicaReport, ReplicaState
 from argosy_protocol.telemetry import Hello
 from argosy_router.fleet.cache_value import CacheValue
 from argosy_router.fleet.health.replica_health import ReplicaHealth
+from argosy_router.fleet.replica_key import ReplicaKey, ServiceKeys
 from argosy_router.fleet.replica_load import ReplicaLoad
 from argosy_router.http.pool import ConnectionPool
 from argosy_router.prefixes.replica_prefixes import ReplicaPrefixes
@@ -55,8 +56,9 @@ class Replica:
         pool: ConnectionPool,
         prefixes: ReplicaPrefixes,
         on_measured: Callable[[], None] | None = None,
+        key: ReplicaKey | None = None,
     ) -> None:
-        """`on_measured` is passed to `ReplicaLoad`."""
+        """`on_measured` is passed to `ReplicaLoad`; without a `key` none is sent."""
         self.service = service
         self.name = member.name
         self.uid = member.uid
@@ -66,6 +68,7 @@ class Replica:
             service.encode("latin-1", "replace"),
         )
         self.pool = pool
+        self.key = key or ReplicaKey(ServiceKeys())
         self.load = ReplicaLoad(member.name, on_measured)
         self.health = ReplicaHealth()
         self.prefixes = prefixes

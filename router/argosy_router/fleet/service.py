@@ -17,6 +17,7 @@ from argosy_router.fleet.candidates import CandidatePool, Candidates
 from argosy_router.fleet.demand import Demand
 from argosy_router.fleet.health.ejection_limits import may_eject
 from argosy_router.fleet.replica import Replica
+from argosy_router.fleet.replica_key import ServiceKeys
 from argosy_router.fleet.replica_load import ReplicaLoad
 from argosy_router.fleet.revision_sides import RevisionSides
 from argosy_router.policy import POLICIES, Decision, RouteRequest
@@ -59,13 +60,13 @@ class Choice:
 class Service:
     """A named set of replicas that serve one model."""
 
-    def __init__(self, spec: FleetService, bearer_key: str, index_capacity: int) -> None:
+    def __init__(self, spec: FleetService, keys: ServiceKeys, index_capacity: int) -> None:
         self.spec = spec
         self.model = spec.model
         self.name = spec.qualified_name
         """`namespace/name`"""
-        self.bearer_key = bearer_key
-        """API key that its engines ask of the router; empty for none."""
+        self.keys = keys
+        """Keys that its engines may ask of the router."""
         self.index = PrefixIndex(index_capacity)
         self.replicas: dict[str, Replica] = {}
         self.hasher = PromptHasher(spec.engine_name)

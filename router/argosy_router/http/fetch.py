@@ -74,9 +74,10 @@ class Fetcher:
     `keep_s` is how long an idle connection is kept: less than the replica's own keep-alive timeout.
     """
 
-    def __init__(self, pool: ConnectionPool, key: str, keep_s: float = KEEP_S) -> None:
+    def __init__(self, pool: ConnectionPool, key: str = "", keep_s: float = KEEP_S) -> None:
         self._pool = pool
-        self._key = key
+        self.key = key
+        """The bearer key to send; empty for none."""
         self._keep_s = keep_s
         self._kept: UpstreamConnection | None = None
 
@@ -103,7 +104,7 @@ class Fetcher:
         connection.expire_after(self._keep_s)
 
     async def _get(self, connection: UpstreamConnection, path: str, timeout_s: float, limit: int) -> Response:
-        return await _get(connection, self._pool, path, self._key, timeout_s, limit, lambda: self._kept)
+        return await _get(connection, self._pool, path, self.key, timeout_s, limit, lambda: self._kept)
 
 
 async def _get(

@@ -49,7 +49,13 @@ from argosy_router.proxy.resilience.retry_budget import RetryBudget
 from argosy_router.proxy.resilience.retry_state import AnswerProgress, NextStep, RetryState
 from argosy_router.proxy.upstream.attempt import Attempt, AttemptListener
 from argosy_router.proxy.upstream.relay import StreamRelay, UnaryRelay
-from argosy_router.proxy.upstream.response_status import EngineError, Refused, is_error, refusal
+from argosy_router.proxy.upstream.response_status import (
+    EngineError,
+    Refused,
+    is_error,
+    is_key_refused,
+    refusal,
+)
 from argosy_router.proxy.upstream.stream_transcript import Transcript
 from argosy_router.proxy.upstream.upstream_ids import UpstreamIds
 
@@ -158,6 +164,9 @@ class Exchange(AttemptListener):
     def on_attempt_failed(self, attempt: Attempt, error: UpstreamError) -> None:
         """Do what the retry state decides: send the request again, leave it to the other attempt, or end it."""
         outcome, retry_state = self.outcome, self._retry_state
+        if is_key_refused(error) and attempt.replica.is_routable and attempt.has_other_key():
+            attempt.resend()  # costs no retry: the replica has read no request, and each key is tried once
+            return
         if retry_state.may_reconnect(
             error,
             attempts=outcome.attempts,

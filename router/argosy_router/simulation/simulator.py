@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from argosy_protocol.fleet import FleetService
 from argosy_router.config import UpstreamLimits
 from argosy_router.fleet.replica import Member, Replica
+from argosy_router.fleet.replica_key import ServiceKeys
 from argosy_router.fleet.replica_load import Charge
 from argosy_router.fleet.service import Service
 from argosy_router.http.deadlines import TimerWheel
@@ -65,7 +66,7 @@ class SimulatedRouter:
 
     def __init__(self, names: Sequence[str], model: EngineModel, index_capacity: int) -> None:
         spec = FleetService(namespace="replay", name="service", uid="0", model="model")
-        self.service = Service(spec, "", index_capacity)
+        self.service = Service(spec, ServiceKeys(), index_capacity)
         for name in names:
             self.add(name, model)
 

@@ -36,7 +36,6 @@ class ForeignPoller:
     def __init__(
         self,
         replica: Replica,
-        bearer_key: str,
         on_change: Callable[[], None],
         on_silent: Callable[[bool], None],
         rng: random.Random,
@@ -44,7 +43,7 @@ class ForeignPoller:
         """`on_silent(False)` is called while polls are not answered, and moves requests whose response has not begun.
         Streams keep their own deadline, because no other replica can continue them."""
         self._replica = replica
-        self._fetcher = Fetcher(replica.pool, bearer_key)
+        self._fetcher = Fetcher(replica.pool)
         self._on_change = on_change
         self._on_silent = on_silent
         self._rng = rng
@@ -57,6 +56,7 @@ class ForeignPoller:
         """Poll `rounds` times, with pauses, on one connection while it lasts."""
         try:
             for _ in range(rounds):
+                self._fetcher.key = self._replica.key.current
                 await self._poll_health()
                 if self._replica.health.is_answering:
                     await self._poll_load()

@@ -62,6 +62,10 @@ class NotArgosyEngine(Exception):
     """The replica does not speak the telemetry protocol, or not a version that the router reads."""
 
 
+class KeyRefused(UpstreamError):
+    """The replica refused the router's key."""
+
+
 class TelemetryFull(UpstreamError):
     """The replica is an Argosy engine and healthy, but its telemetry serves its maximum of readers."""
 
@@ -73,7 +77,6 @@ class TelemetryClient:
         self,
         replica: Replica,
         model: str,
-        bearer_key: str,
         on_change: Callable[[], None],
         on_silent: Callable[[bool], None],
         may_eject: Callable[[], bool],
@@ -87,12 +90,14 @@ class TelemetryClient:
         """
         self._replica = replica
         self._model = model
-        self._bearer_key = bearer_key
+        self._sent_key = ""
+        self._tried: set[str] = set()
+        """Keys that the replica has refused since it last accepted one, or refused all."""
         self._on_change = on_change
         self._on_silent = on_silent
         self._may_eject = may_eject
         self._rng = rng
-        self._foreign = ForeignPoller(replica, bearer_key, on_change, on_silent, rng)
+        self._foreign = ForeignPoller(replica, on_change, on_silent, rng)
         self.skipped_frames = 0
 
     async def run(self) -> None:
@@ -108,7 +113,7 @@ class TelemetryClient:
                 if replica.link != "foreign":
                     log.info("replica %s is not one of ours: %s", replica.name, reason)
             except (UpstreamError, TelemetryError) as error:
-                failures = 0 if replica.is_synced else failures + 1
+                failures = 0 if replica.is_synced or self._has_other_key(error) else failures + 1
                 self._stream_failed(error)
             # Not awaited in `except`: compiled code would keep the exception current for every other task meanwhile.
             if is_foreign:
@@ -119,6 +124,17 @@ class TelemetryClient:
                 continue
             pause = min(BACKOFF_CAP_S, BACKOFF_BASE_S * 2 ** min(failures, 10))
             await asyncio.sleep(pause * self._rng.uniform(0.5, 1.0))
+
+    def _has_other_key(self, error: Exception) -> bool:
+        """Whether the replica has refused its key and gets another one now."""
+        if not isinstance(error, KeyRefused):
+            return False
+        self._tried.add(self._sent_key)
+        if self._replica.key.refused(self._sent_key, self._tried):
+            return True
+        self._tried.clear()
+        self._replica.key.is_refused = True
+        return False
 
     def _stream_failed(self, error: UpstreamError | TelemetryError) -> None:
         """Report to the replica's health how its stream failed.
@@ -149,8 +165,9 @@ class TelemetryClient:
         """Follow one connection until it ends. Returns whether the replica was synced then."""
         connection = await self._replica.pool.connect()
         stream = _Stream(self._apply)
+        self._sent_key = self._replica.key.current
         try:
-            head = request_head(self._replica.pool, TELEMETRY_PATH, self._bearer_key)
+            head = request_head(self._replica.pool, TELEMETRY_PATH, self._sent_key)
             connection.send(stream, head, HEAD_TIMEOUT_S, STALE_AFTER_S)
             stream.connection = connection
             await stream.ended
@@ -186,6 +203,8 @@ class TelemetryClient:
                 self._model,
             )
         replica = self._replica
+        replica.key.is_refused = False
+        self._tried.clear()
         replica.hello = hello
         replica.load.max_num_seqs = max(1, hello.max_num_seqs)
         replica.load.data_parallel_size = max(1, hello.data_parallel_size)
@@ -264,7 +283,7 @@ class _Stream:
     def on_response(self, status: int, headers: Headers) -> None:
         content_type = first_value(headers, b"content-type") or b""
         if status in (401, 403):
-            self._end(UpstreamError("the replica refused the router's key"))
+            self._end(KeyRefused("the replica refused the router's key"))
         elif status == 429:
             self._end(TelemetryFull("telemetry has no room for another reader"))
         elif status >= 500:

@@ -103,6 +103,8 @@ class Attempt:
         self.is_answering = False
         """Whether a part of its response was forwarded to the client."""
         self.is_over = False
+        self._sent_keys: list[str] = []
+        """Keys that the request was sent with, the last one last."""
         self._is_paused = False
         self._connection: UpstreamConnection | None = None
         self._overdue: Deadline | None = None
@@ -119,6 +121,19 @@ class Attempt:
             self._prefill_end.set(self.choice.predicted_ttft_s)
         self.replica.inflight_attempts.add(self)
         self.replica.pool.acquire(self, fresh=fresh)
+
+    def has_other_key(self) -> bool:
+        """Whether the replica, which refused the key of this attempt, may accept another one."""
+        return bool(self._sent_keys) and self.replica.key.refused(self._sent_keys[-1], self._sent_keys)
+
+    def resend(self) -> None:
+        """Send the request, which the replica refused to read, to it again with the key that it has now."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.abort()
+        if not self._is_resuming:
+            self.relay = UnaryRelay()
+        self.start(fresh=True)
 
     def end_when_answering(self, overdue: Deadline | None) -> None:
         """Have the deadline ended when the response begins or the attempt is over."""
@@ -205,6 +220,7 @@ class Attempt:
         if not self.replica.takes_model_names:
             call.rename_body(self.replica)
         body = call.body if transcript is None else transcript.continuing(call.body)
+        self._sent_keys.append(self.replica.key.current)
         head = request_head(call, self.replica, upstream_id, len(body), is_resumable=bool(self.fingerprint))
         return head, body
 

@@ -23,7 +23,7 @@ def request_head(
         upstream_id: the attempt's own request id.
         is_resumable: ask the engine for what another one needs to continue its stream.
     """
-    bearer_key = call.service.bearer_key
+    bearer_key = replica.key.current
     key = f"authorization: Bearer {bearer_key}\r\n".encode("latin-1") if bearer_key else b""
     resume = _RESUME if is_resumable else b""
     internal = call.internal_headers if replica.is_argosy_engine else b""

@@ -6,7 +6,8 @@ Owns: this table, and the errors that stand for its rows. Must not know: retries
 |---|---|---|
 | 429, 503 | is retried elsewhere | is full or shutting down: not at fault, in cooldown for as long as it says |
 | 503 with `x-argosy-resource-busy` | is retried elsewhere | refuses requests like this one: not at fault, no cooldown |
-| 401, 403 | is retried elsewhere | refuses the router's own key |
+| 401 | is sent again with each other key of the service, then retried elsewhere | refuses the router's own keys |
+| 403 | is retried elsewhere | refuses the router's own key |
 | 502, 504 | is retried elsewhere | is unreachable behind its proxy, unless a second one returns the same status |
 | 500, and all above 504 | is retried elsewhere, then answered | is at fault if another replica can answer |
 | all others | is answered | is healthy |
@@ -103,6 +104,11 @@ def refusal(status: int, head: bytes = b"") -> Refused | None:
 def is_error(status: int) -> bool:
     """Whether the response is an error of the engine's own."""
     return status == 500 or status > 504
+
+
+def is_key_refused(error: UpstreamError) -> bool:
+    """Whether the replica did not know the router's key, and may know another one of its service."""
+    return isinstance(error, Refused) and error.status == 401
 
 
 def is_fault(status: int) -> bool:
