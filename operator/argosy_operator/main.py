@@ -19,11 +19,11 @@ from typing import Final
 import aiohttp
 from aiohttp import web
 
+from argosy_operator.cluster import load_watch, router_watch
 from argosy_operator.cluster.api_server import Api
 from argosy_operator.cluster.fetch_watch import http_progress
 from argosy_operator.cluster.kubernetes_api import KubernetesApi
-from argosy_operator.cluster.load_watch import http_load_fetch
-from argosy_operator.cluster.router_watch import http_fetch
+from argosy_operator.cluster.router_reports import http_fetch
 from argosy_operator.config import ConfigError, OperatorConfig
 from argosy_operator.errors import OperatorError
 from argosy_operator.process.event_source import scopes, watch
@@ -32,7 +32,9 @@ from argosy_operator.process.installation_keys import ensure_keys, keep_fleet_ke
 from argosy_operator.process.leader_election import LeaderElection
 from argosy_operator.reconcile.controller import Controller
 from argosy_operator.reconcile.leadership import FencedApi, Leadership
+from argosy_protocol.load_report import LOAD_PATH, LoadReport
 from argosy_protocol.program.listen import explain_listen_errors
+from argosy_protocol.routable_report import REPORT_PATH, RoutableReport
 
 logger = logging.getLogger(__name__)
 
@@ -93,8 +95,9 @@ async def run(config: OperatorConfig, *, health_port: int) -> int:
     """
     async with await KubernetesApi.connect() as api, aiohttp.ClientSession() as session:
         config = await ensure_keys(api, config)
-        fetch = http_fetch(session, config.fleet_key, is_tls=config.router_speaks_tls)
-        fetch_load = http_load_fetch(session, config.fleet_key, is_tls=config.router_speaks_tls)
+        key, is_tls = config.fleet_key, config.router_speaks_tls
+        fetch = http_fetch(session, key, REPORT_PATH, RoutableReport, wait=router_watch.WAIT, is_tls=is_tls)
+        fetch_load = http_fetch(session, key, LOAD_PATH, LoadReport, wait=load_watch.WAIT, is_tls=is_tls)
         leadership = Leadership() if config.lease else None
         controller = Controller(
             api, config, fetch=fetch, fetch_load=fetch_load, ask_progress=http_progress, leadership=leadership

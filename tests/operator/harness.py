@@ -18,6 +18,7 @@ from argosy_operator.kinds import DEPLOYMENTS, Kind
 from argosy_operator.reconcile.controller import WATCHED, Controller, utc_now
 from argosy_protocol.fleet import decode_fleet
 from argosy_protocol.load_report import (
+    LOAD_PATH,
     LoadReport,
     ReplicaLoadReport,
     RolloutReport,
@@ -25,7 +26,7 @@ from argosy_protocol.load_report import (
     SideReport,
 )
 from argosy_protocol.model_progress import ModelProgress
-from argosy_protocol.routable_report import ReplicaReport, RoutableReport
+from argosy_protocol.routable_report import REPORT_PATH, ReplicaReport, RoutableReport
 from argosy_resource.engine_address import SERVICE_LABEL
 
 _ROUNDING = 1e-6
@@ -145,6 +146,12 @@ class FakeRouter:
 def _containers_ready(pod: dict[str, Any]) -> bool:
     conditions = pod.get("status", {}).get("conditions", ())
     return any(each["type"] == "ContainersReady" and each["status"] == "True" for each in conditions)
+
+
+def http_fetch_of(router: FakeRouter) -> Callable[..., Any]:
+    """In place of `main.http_fetch`: the router's answers without HTTP."""
+    fetches = {REPORT_PATH: router.fetch, LOAD_PATH: router.fetch_load}
+    return lambda session, key, path, report, *, wait, is_tls: fetches[path]
 
 
 class FakeFetchers:

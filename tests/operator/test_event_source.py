@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from builders import CONFIG, isvc_object
 from fake_kubernetes import FakeKubernetes
-from harness import FakeRouter
+from harness import FakeRouter, http_fetch_of
 from served_cluster import served, until
 
 from argosy_operator import main
@@ -48,7 +48,7 @@ async def test_refused_watches_begin_anew(
         namespace="argosy-system", fleet_key=CONFIG.fleet_key, engine_image="engine", router_url=""
     )
     router = FakeRouter(cluster)
-    monkeypatch.setattr(main, "http_fetch", lambda session, key, is_tls: router.fetch)
+    monkeypatch.setattr(main, "http_fetch", http_fetch_of(router))
     monkeypatch.setattr("argosy_operator.cluster.router_watch.GRACE", 0.2)
     monkeypatch.setattr(event_source, "RESTART_PAUSE", 0.05)
     monkeypatch.setattr(event_source, "EndlessBackoff", Hasty)

@@ -5,26 +5,29 @@ from __future__ import annotations
 import asyncio
 import ssl
 import subprocess
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from aiohttp import ClientError, ClientSession, web
 from builders import CONFIG, isvc_object
 from fake_kubernetes import FakeKubernetes
-from harness import FakeFetchers, FakeRouter
+from harness import FakeFetchers, FakeRouter, http_fetch_of
 from served_cluster import served, until
 
 from argosy_operator import main
-from argosy_operator.cluster import router_watch
+from argosy_operator.cluster import router_reports
 from argosy_operator.cluster.kubernetes_api import KubernetesApi
-from argosy_operator.cluster.router_watch import http_fetch
+from argosy_operator.cluster.router_reports import http_fetch
 from argosy_operator.config import OperatorConfig
 from argosy_operator.errors import ApiError
 from argosy_operator.kinds import DEPLOYMENTS, INFERENCE_SERVICES, PODS
 from argosy_operator.process.health import health_app
 from argosy_operator.reconcile.controller import Controller
 from argosy_protocol.bearer_keys import internal_key
+from argosy_protocol.load_report import LOAD_PATH, LoadReport
 from argosy_protocol.routable_report import ADMIN_KEY_UID, REPORT_PATH, RoutableReport
 
 
@@ -34,7 +37,7 @@ async def test_from_create_to_ready_and_gone(tmp_path: Path, monkeypatch: pytest
         namespace="argosy-system", fleet_key=CONFIG.fleet_key, engine_image="engine", router_url=""
     )
     router = FakeRouter(cluster)
-    monkeypatch.setattr(main, "http_fetch", lambda session, key, is_tls: router.fetch)
+    monkeypatch.setattr(main, "http_fetch", http_fetch_of(router))
     monkeypatch.setattr("argosy_operator.cluster.router_watch.GRACE", 0.2)
     async with served(cluster, tmp_path, monkeypatch) as server:
         operator = asyncio.create_task(main.run(config, health_port=0))
@@ -73,28 +76,39 @@ def certified(folder: Path) -> ssl.SSLContext:
 
 
 @pytest.mark.parametrize("is_tls", [False, True])
+@pytest.mark.parametrize(
+    ("path", "sent"),
+    [
+        (REPORT_PATH, RoutableReport(router="r", revision=7, fleet_revision="f", replicas=())),
+        (LOAD_PATH, LoadReport(router="r", revision=7)),
+    ],
+    ids=["routable", "load"],
+)
 async def test_routers_are_asked_by_address(
-    is_tls: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    path: str, sent: Any, is_tls: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = internal_key(CONFIG.fleet_key, ADMIN_KEY_UID)
-    sent = RoutableReport(router="r", revision=7, fleet_revision="f", replicas=())
+    queries = []
 
     async def report(request: web.Request) -> web.Response:
         assert request.headers["authorization"] == f"Bearer {key}"
-        assert request.query_string == "after=6&wait=25"
+        queries.append(request.query_string)
         return web.Response(body=msgspec.json.encode(sent))
 
     app = web.Application()
-    app.router.add_get(REPORT_PATH, report)
+    app.router.add_get(path, report)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=certified(tmp_path) if is_tls else None).start()
-    monkeypatch.setattr(router_watch, "ROUTER_ADMIN_PORT", runner.addresses[0][1])
+    monkeypatch.setattr(router_reports, "ROUTER_ADMIN_PORT", runner.addresses[0][1])
     try:
         async with ClientSession() as session:
-            assert await http_fetch(session, CONFIG.fleet_key, is_tls=is_tls)("127.0.0.1", 6) == sent
+            ask = partial(http_fetch, session, CONFIG.fleet_key, path, type(sent), wait=25)
+            assert await ask(is_tls=is_tls)("127.0.0.1", 6) == sent
+            assert await ask(is_tls=is_tls)("127.0.0.1", None) == sent
             with pytest.raises((ClientError, OSError)):
-                await http_fetch(session, CONFIG.fleet_key, is_tls=not is_tls)("127.0.0.1", 6)
+                await ask(is_tls=not is_tls)("127.0.0.1", 6)
+        assert queries == ["after=6&wait=25", ""]
     finally:
         await runner.cleanup()
 

@@ -12,7 +12,7 @@ from builders import CONFIG, isvc_object
 from chart_rules import fleet_rules, helper_rules
 from fake_http import FakeApiServer
 from fake_kubernetes import FakeKubernetes
-from harness import ROUTER_POD, FakeRouter
+from harness import ROUTER_POD, FakeRouter, http_fetch_of
 from served_cluster import served, until
 from test_foreign_scalers import autoscaler
 
@@ -51,7 +51,7 @@ async def test_the_roles_of_the_chart_are_enough(
 ) -> None:
     cluster = FakeKubernetes()
     router = FakeRouter(cluster)
-    monkeypatch.setattr(main, "http_fetch", lambda session, key, is_tls: router.fetch)
+    monkeypatch.setattr(main, "http_fetch", http_fetch_of(router))
     config = OperatorConfig(
         namespace=OWN,
         fleet_key=CONFIG.fleet_key,

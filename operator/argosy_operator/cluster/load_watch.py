@@ -16,11 +16,8 @@ import aiohttp
 import msgspec
 
 from argosy_operator.cluster.router_watch import RouterPod
-from argosy_operator.names import ROUTER_ADMIN_PORT
 from argosy_operator.observed.service_load import ServiceLoad, merge_loads
-from argosy_protocol.bearer_keys import internal_key
-from argosy_protocol.load_report import LOAD_PATH, LoadReport
-from argosy_protocol.routable_report import ADMIN_KEY_UID
+from argosy_protocol.load_report import LoadReport
 
 logger = logging.getLogger(__name__)
 
@@ -134,21 +131,3 @@ class LoadWatch:
             if held:
                 self._on_held(held)
             await asyncio.sleep(PAUSE)
-
-
-def http_load_fetch(session: aiohttp.ClientSession, fleet_key: bytes, *, is_tls: bool) -> LoadFetch:
-    """Fetch load reports over HTTP from the routers' admin port, with its key. As for routable reports, the certificate
-    is not verified."""
-    scheme = "https" if is_tls else "http"
-    headers = {"Authorization": f"Bearer {internal_key(fleet_key, ADMIN_KEY_UID)}"}
-
-    async def fetch(address: str, seen: int | None) -> LoadReport:
-        host = f"[{address}]" if ":" in address else address
-        query = "" if seen is None else f"?after={seen}&wait={WAIT}"
-        timeout = aiohttp.ClientTimeout(total=5 if seen is None else WAIT + 5, connect=2)
-        url = f"{scheme}://{host}:{ROUTER_ADMIN_PORT}{LOAD_PATH}{query}"
-        async with session.get(url, headers=headers, timeout=timeout, ssl=False) as response:
-            response.raise_for_status()
-            return msgspec.json.decode(await response.read(), type=LoadReport)
-
-    return fetch

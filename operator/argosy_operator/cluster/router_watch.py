@@ -16,10 +16,8 @@ import aiohttp
 import msgspec
 from msgspec import Struct
 
-from argosy_operator.names import ROUTER_ADMIN_PORT
 from argosy_operator.observed.observation import Routers
-from argosy_protocol.bearer_keys import internal_key
-from argosy_protocol.routable_report import ADMIN_KEY_UID, REPORT_PATH, RoutableReport
+from argosy_protocol.routable_report import RoutableReport
 
 logger = logging.getLogger(__name__)
 
@@ -184,24 +182,3 @@ def _affected(before: RoutableReport | None, after: RoutableReport) -> frozenset
         return None
     changed = set(before.replicas) ^ set(after.replicas)
     return frozenset(replica.service for replica in changed)
-
-
-def http_fetch(session: aiohttp.ClientSession, fleet_key: bytes, *, is_tls: bool) -> Fetch:
-    """Fetch reports over HTTP from the routers' admin port, with its key.
-
-    With `is_tls` the certificate is not verified, because it is for the name that clients use, not for a pod's address:
-    traffic is encrypted, and a pod is trusted because the API server lists it, as without TLS.
-    """
-    scheme = "https" if is_tls else "http"
-    headers = {"Authorization": f"Bearer {internal_key(fleet_key, ADMIN_KEY_UID)}"}
-
-    async def fetch(address: str, seen: int | None) -> RoutableReport:
-        host = f"[{address}]" if ":" in address else address
-        query = "" if seen is None else f"?after={seen}&wait={WAIT}"
-        timeout = aiohttp.ClientTimeout(total=5 if seen is None else WAIT + 5, connect=2)
-        url = f"{scheme}://{host}:{ROUTER_ADMIN_PORT}{REPORT_PATH}{query}"
-        async with session.get(url, headers=headers, timeout=timeout, ssl=False) as response:
-            response.raise_for_status()
-            return msgspec.json.decode(await response.read(), type=RoutableReport)
-
-    return fetch
