@@ -125,8 +125,11 @@ class SimulatedNodes:
             with contextlib.suppress(Refused, aiohttp.ClientError, TimeoutError, OSError):
                 for node in await self._api.list("nodes"):
                     name = node["metadata"]["name"]
-                    conditions = {each["type"]: each["status"] for each in node["status"]["conditions"]}
-                    if name not in self._dead and conditions["Ready"] != "True":
+                    conditions = node.get("status", {}).get("conditions", ())
+                    is_ready = any(
+                        each["type"] == "Ready" and each["status"] == "True" for each in conditions
+                    )
+                    if name in alive and not is_ready:
                         await self._report_node(name)
             await asyncio.sleep(self._period)
 
