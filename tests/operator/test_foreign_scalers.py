@@ -107,6 +107,7 @@ async def test_an_autoscaler_decides_from_its_first_number_until_it_is_removed()
         await operator.settle()
         assert condition(cluster, "Degraded") == ("False", "AsExpected")
         assert replicas(cluster) == 4, "the bound of spec.scaling holds again"
+        assert cluster.isvc()["status"]["scaling"]["reason"] == "MaxReplicas"
         set_sequences(operator, 1)
         await asyncio.sleep(900)
         await operator.settle()

@@ -296,6 +296,8 @@ class Controller:
     def _scalers_changed(self, name: Name) -> None:
         """Have a service scaled by whoever scales it now."""
         self._autoscaler.forget_one(name)
+        if self._may_work.is_set():
+            self._autoscaler.evaluate_some({"/".join(name)})
         if self.store.get(INFERENCE_SERVICES, *name) is not None:
             self.queue.add(name)
 
