@@ -32,9 +32,10 @@ from argosy_resource.model_source import (
     REMOTE_PATTERN,
     SOURCE_RULES,
 )
+from argosy_resource.parallelism import Parallelism, devices_expression
 from argosy_resource.placement import Placement
 from argosy_resource.pod_overlay import EnvVar, PodTemplate
-from argosy_resource.resources import MAX_DEVICES, Resources
+from argosy_resource.resources import Resources
 from argosy_resource.scaling_spec import Scaling, ScalingStatus
 from argosy_resource.schema_types import (
     MAP_BY_NAME,
@@ -60,13 +61,7 @@ SINGULAR: Final = "inferenceservice"
 SHORT_NAME: Final = "isvc"
 
 
-def _devices(parallelism: str) -> str:
-    """A CEL expression of the number of devices; `parallelism` is the expression of that field."""
-    sizes = (f"{parallelism}.{name}" for name in ("tensor", "pipeline", "data"))
-    return " * ".join(f"(has({size}) ? {size} : 1)" for size in sizes)
-
-
-_DEVICES = f"(has(self.parallelism) ? {_devices('self.parallelism')} : 1)"
+_DEVICES = f"(has(self.parallelism) ? {devices_expression('self.parallelism')} : 1)"
 """CEL of the number of devices of one replica, in a rule of the spec."""
 
 _IS_FOREIGN = "has(self.engine) && has(self.engine.type) && self.engine.type != 'argosy'"
@@ -257,41 +252,6 @@ class Engine(Struct, frozen=True, kw_only=True, rename="camel"):
     @property
     def kv_cache_memory_bytes(self) -> int | None:
         return None if self.kv_cache_memory is None else quantity_bytes(self.kv_cache_memory)
-
-
-class Parallelism(Struct, frozen=True, kw_only=True, rename="camel"):
-    """How one replica's engine is spread over devices of its node: GPUs, or processes if it computes on the CPU."""
-
-    rules: ClassVar[tuple[Rule, ...]] = (
-        Rule(
-            rule=f"{_devices('self')} <= {MAX_DEVICES}",
-            message=f"tensor * pipeline * data is the number of devices of one replica, at most {MAX_DEVICES}",
-        ),
-        Rule(
-            rule=(
-                "!has(self.expert) || !self.expert || (has(self.tensor) && self.tensor > 1) || "
-                "(has(self.data) && self.data > 1)"
-            ),
-            message="expert divides the experts among the devices of tensor and data; set one of them to 2 or more",
-            field_path=".expert",
-        ),
-    )
-    tensor: Annotated[int, Meta(ge=1, le=MAX_DEVICES)] = 1
-    """Devices among which each layer's weights and attention heads are divided. It must divide the model's number of
-    attention heads. Lets a model that is too large for one device run."""
-    pipeline: Annotated[int, Meta(ge=1, le=MAX_DEVICES)] = 1
-    """Stages among which the layers are divided, each of as many devices as tensor says."""
-    data: Annotated[int, Meta(ge=1, le=MAX_DEVICES)] = 1
-    """Copies of the model behind one engine's API, each with tensor times pipeline devices. Replicas do the same, and
-    are replaced one by one. With expert the copies share one set of experts and compute in step."""
-    expert: bool = False
-    """Whether the devices of tensor and data hold whole experts of a mixture-of-experts model, instead of a slice of
-    each, or in each copy all of them."""
-
-    @property
-    def devices(self) -> int:
-        """Number of devices of one replica."""
-        return self.tensor * self.pipeline * self.data
 
 
 class Rollout(Struct, frozen=True, kw_only=True, rename="camel"):
