@@ -37,6 +37,7 @@ PODS: Final = Kind("", "v1", "Pod", "pods")
 CONFIGMAPS: Final = Kind("", "v1", "ConfigMap", "configmaps")
 EVENTS: Final = Kind("", "v1", "Event", "events")
 DEPLOYMENTS: Final = Kind("apps", "v1", "Deployment", "deployments")
+STATEFUL_SETS: Final = Kind("apps", "v1", "StatefulSet", "statefulsets")
 BUDGETS: Final = Kind("policy", "v1", "PodDisruptionBudget", "poddisruptionbudgets")
 LEASES: Final = Kind("coordination.k8s.io", "v1", "Lease", "leases")
 AUTOSCALERS: Final = Kind("autoscaling", "v2", "HorizontalPodAutoscaler", "horizontalpodautoscalers")
@@ -51,6 +52,7 @@ KINDS: Final[Mapping[tuple[str, str], Kind]] = {
         CONFIGMAPS,
         EVENTS,
         DEPLOYMENTS,
+        STATEFUL_SETS,
         BUDGETS,
         LEASES,
         AUTOSCALERS,

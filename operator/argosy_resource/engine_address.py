@@ -15,7 +15,13 @@ PROGRESS_PORT: Final = 8009
 API_KEY_ENV: Final = "ARGOSY_API_KEY"
 """Environment variable, and field of the service's Secret, that holds the engines' internal key."""
 
+NODE_KEY_ENV: Final = "ARGOSY_NODE_KEY"
+"""Environment variable, and field of the service's Secret, that holds the key by which the nodes of one engine know
+each other."""
+
 COMPONENT_LABEL: Final = "app.kubernetes.io/component"
+NODE_COMPONENT: Final = "engine-node"
+"""Component of a replica's further nodes, which answer no requests. That of a replica itself is `engine`."""
 SERVICE_LABEL: Final = f"{GROUP}/service"
 """On every child: the name of the resource that owns it. Kubernetes discovery selects by it."""
 

@@ -76,6 +76,7 @@ def engine_args(
         ("--tensor-parallel-size", None if parallelism.tensor == 1 else parallelism.tensor),
         ("--pipeline-parallel-size", None if parallelism.pipeline == 1 else parallelism.pipeline),
         ("--data-parallel-size", None if parallelism.data == 1 else parallelism.data),
+        ("--nnodes", None if parallelism.nodes == 1 else parallelism.nodes),
         ("--shutdown-timeout", engine.shutdown_timeout_seconds),
     )
     args = ["serve", model or model_path(source), "--host", host, "--port", str(port)]

@@ -46,12 +46,13 @@ FLAG_FIELDS: Final = {
     "--data-parallel-size": "parallelism.data",
     "--enable-expert-parallel": "parallelism.expert",
     "--no-enable-expert-parallel": "parallelism.expert",
+    "--nnodes": "parallelism.nodes",
 }
 """Flags of the engine that fields of `spec` set, and by which its messages name these fields."""
 
 _LISTENS: Final = "engines listen where routers and probes call them, by plain HTTP"
 _OWN_KEY: Final = "an engine has the key of its service's Secret"
-_ONE_POD: Final = "a replica is one pod, whose devices spec.parallelism divides a model among"
+_NODES: Final = "use spec.parallelism.nodes, from which it follows"
 _NAMES: Final = "use spec.model.servedName and aliases"
 OPERATOR_FLAGS: Final[Mapping[str, str]] = {
     "host": _LISTENS,
@@ -65,12 +66,11 @@ OPERATOR_FLAGS: Final[Mapping[str, str]] = {
     "api-key": _OWN_KEY,
     "api-keys-file": _OWN_KEY,
     "admin-api-key": _OWN_KEY,
-    "nnodes": _ONE_POD,
-    "node-rank": _ONE_POD,
-    "master-addr": _ONE_POD,
-    "master-port": _ONE_POD,
-    "node-key-file": _ONE_POD,
-    "headless": _ONE_POD,
+    "node-rank": _NODES,
+    "master-addr": _NODES,
+    "master-port": _NODES,
+    "node-key-file": _NODES,
+    "headless": _NODES,
     "served-model-name": _NAMES,
     "any-model-name": _NAMES,
     "download-dir": "use spec.model.cache",

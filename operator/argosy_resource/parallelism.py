@@ -20,7 +20,7 @@ def devices_expression(parallelism: str) -> str:
 
 
 class Parallelism(Struct, frozen=True, kw_only=True, rename="camel"):
-    """How one replica's engine is spread over devices of its node: GPUs, or processes if it computes on the CPU."""
+    """How one replica's engine is spread over devices: GPUs, or processes if it computes on the CPU."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
@@ -35,6 +35,19 @@ class Parallelism(Struct, frozen=True, kw_only=True, rename="camel"):
             message="expert divides the experts among the devices of tensor and data; set one of them to 2 or more",
             field_path=".expert",
         ),
+        Rule(
+            rule=(
+                "!has(self.nodes) || "
+                "(has(self.tensor) ? self.tensor : 1) * (has(self.pipeline) ? self.pipeline : 1) % self.nodes == 0"
+            ),
+            message="nodes must divide tensor * pipeline: each node has an equal part of the devices",
+            field_path=".nodes",
+        ),
+        Rule(
+            rule="!has(self.nodes) || self.nodes == 1 || !has(self.data) || self.data == 1",
+            message="the copies of the model are on one node; set data to 1 and use replicas, or nodes to 1",
+            field_path=".nodes",
+        ),
     )
     tensor: Annotated[int, Meta(ge=1, le=MAX_DEVICES)] = 1
     """Devices among which each layer's weights and attention heads are divided. It must divide the model's number of
@@ -47,8 +60,22 @@ class Parallelism(Struct, frozen=True, kw_only=True, rename="camel"):
     expert: bool = False
     """Whether the devices of tensor and data hold whole experts of a mixture-of-experts model, instead of a slice of
     each, or in each copy all of them."""
+    nodes: Annotated[int, Meta(ge=1, le=MAX_DEVICES)] = 1
+    """Pods among which the devices of one replica are divided equally, for a model that one machine cannot hold. The
+    first pod is the replica: it answers requests, and is ready when all of them are. If one ends, all start again.
+    spec.resources is what each pod takes, but for gpu.count, the number of all."""
 
     @property
     def devices(self) -> int:
         """Number of devices of one replica."""
         return self.tensor * self.pipeline * self.data
+
+    @property
+    def layout(self) -> dict[str, int]:
+        """The fields that say how a model is divided, by their names."""
+        return {
+            "tensor": self.tensor,
+            "pipeline": self.pipeline,
+            "data": self.data,
+            "expert": self.expert,
+        }

@@ -26,7 +26,17 @@ ENGINE_CONTAINER: Final = "engine"
 FETCH_CONTAINER: Final = "fetch-model"
 """The init container that fetches a model which is not in a volume."""
 
-RESERVED_ENV: Final = ("ARGOSY_API_KEY", "ARGOSY_OFFLINE", "HOME", "POD_NAME", "POD_NAMESPACE", "POD_UID")
+RESERVED_ENV: Final = (
+    "ARGOSY_API_KEY",
+    "ARGOSY_MASTER_ADDR",
+    "ARGOSY_NODE_KEY",
+    "ARGOSY_NODE_RANK",
+    "ARGOSY_OFFLINE",
+    "HOME",
+    "POD_NAME",
+    "POD_NAMESPACE",
+    "POD_UID",
+)
 """Variables that the operator sets. An overlay that could change them could disable a replica's key, or its name."""
 
 RESERVED_MOUNTS: Final = ("/", "/dev/shm", "/home/argosy", "/model", "/tmp")  # noqa: S108 - a path in the pod

@@ -19,8 +19,8 @@ class Gpu(Struct, frozen=True, kw_only=True, rename="camel"):
     """GPUs of one replica."""
 
     count: Annotated[int, Meta(ge=1, le=MAX_DEVICES)] | None = None
-    """Number of GPUs: one per process of spec.parallelism, as many as there are if left out. The API server refuses
-    another number, because GPUs would be reserved and not used."""
+    """Number of GPUs: one per process of spec.parallelism, as many as there are if left out, on all nodes together. The
+    API server refuses another number, because GPUs would be reserved and not used."""
     resource_name: ResourceName = "nvidia.com/gpu"
     """Extended resource that stands for one GPU, such as `nvidia.com/gpu`, `amd.com/gpu` or, for a slice of a GPU,
     `nvidia.com/mig-1g.10gb`."""

@@ -413,6 +413,14 @@ class InferenceServiceSpec(Struct, frozen=True, kw_only=True, rename="camel"):
         ),
         Rule(
             rule=(
+                f"!({_IS_FOREIGN}) || !has(self.parallelism) || !has(self.parallelism.nodes) || "
+                "self.parallelism.nodes == 1"
+            ),
+            message="only engines of type argosy divide a model among several nodes",
+            field_path=".parallelism.nodes",
+        ),
+        Rule(
+            rule=(
                 f"!self.model.source.matches('{REMOTE_PATTERN}') || !has(self.podTemplate) || "
                 "!has(self.podTemplate.spec) || !has(self.podTemplate.spec.containers) || "
                 "self.podTemplate.spec.containers.all(container, !has(container.volumeMounts) || "
@@ -453,7 +461,7 @@ class InferenceServiceSpec(Struct, frozen=True, kw_only=True, rename="camel"):
     """Scaling by load; none if left out. While a HorizontalPodAutoscaler (KEDA makes one) has the service as its
     target, that one decides, and Degraded says so."""
     resources: Resources = Resources()
-    """Resources that one replica needs on its node."""
+    """Resources that one replica needs on its node, or on each of them."""
     placement: Placement = Placement()
     """Nodes on which replicas may run."""
     rollout: Rollout = Rollout()
@@ -467,9 +475,14 @@ class InferenceServiceSpec(Struct, frozen=True, kw_only=True, rename="camel"):
 
     @property
     def gpus(self) -> int:
-        """Number of GPUs of one replica."""
+        """Number of GPUs of one replica, of all its nodes together."""
         gpu = self.resources.gpu
         return 0 if gpu is None else gpu.count or self.parallelism.devices
+
+    @property
+    def gpus_per_pod(self) -> int:
+        """Number of GPUs of each of a replica's pods."""
+        return self.gpus // self.parallelism.nodes
 
 
 ConditionType = Literal[

@@ -19,11 +19,24 @@ def internal_key(fleet_key: bytes, service_uid: str) -> str:
     Raises:
         ValueError: the fleet key is shorter than 16 bytes or the UID is empty.
     """
+    return _derived(fleet_key, b"argosy-internal-key/1", service_uid)
+
+
+def node_key(fleet_key: bytes, service_uid: str) -> str:
+    """Derive the key by which the nodes of one service's engines know each other, of the same form.
+
+    Raises:
+        ValueError: the fleet key is shorter than 16 bytes or the UID is empty.
+    """
+    return _derived(fleet_key, b"argosy-node-key/1", service_uid)
+
+
+def _derived(fleet_key: bytes, purpose: bytes, service_uid: str) -> str:
     if len(fleet_key) < 16:
         raise ValueError("fleet key must have at least 16 bytes")
     if not service_uid:
         raise ValueError("service UID must not be empty")
-    digest = hmac.new(fleet_key, b"argosy-internal-key/1\0" + service_uid.encode(), hashlib.sha256).digest()
+    digest = hmac.new(fleet_key, purpose + b"\0" + service_uid.encode(), hashlib.sha256).digest()
     return base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
 
 

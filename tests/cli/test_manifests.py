@@ -228,6 +228,11 @@ def test_what_an_engine_would_miss_is_refused(
             "",
         ),
         (
+            manifest(parallelism={"tensor": 2, "nodes": 2}),
+            "spec.parallelism.nodes needs a cluster; on this machine set it to 1",
+            "",
+        ),
+        (
             manifest(engine={"args": ["--max-logprob=2"]}),
             "is not valid",
             "unknown flag --max-logprob; did you mean --max-logprobs?",

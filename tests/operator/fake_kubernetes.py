@@ -1,4 +1,5 @@
-"""A small Kubernetes in memory: an API server, the Deployment controller, a scheduler that counts GPUs, kubelets.
+"""A small Kubernetes in memory: an API server, the controllers of Deployments and StatefulSets, a scheduler that counts
+GPUs, kubelets.
 
 It behaves as the real one where the operator could tell the difference: server-side apply with ownership of fields,
 resource versions and generations, writes that change nothing leave no trace, cascading deletion, rolling updates
@@ -12,6 +13,7 @@ import asyncio
 import functools
 import itertools
 import json
+import re
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
@@ -19,7 +21,16 @@ import msgspec
 
 from argosy_operator.cluster.api_server import ObjectList
 from argosy_operator.errors import ApiError
-from argosy_operator.kinds import CONFIGMAPS, DEPLOYMENTS, EVENTS, INFERENCE_SERVICES, PODS, Kind, kind_of
+from argosy_operator.kinds import (
+    CONFIGMAPS,
+    DEPLOYMENTS,
+    EVENTS,
+    INFERENCE_SERVICES,
+    PODS,
+    STATEFUL_SETS,
+    Kind,
+    kind_of,
+)
 from argosy_operator.names import FIELD_MANAGER, ROUTABLE_GATE
 from argosy_resource.pod_overlay import FETCH_CONTAINER
 from argosy_resource.validation import apply_defaults, validate_manifest
@@ -67,6 +78,8 @@ class FakeKubernetes:
         """How the init containers that fetch a model end; None while they run. Those that fail start again."""
         self.admit_pod: Callable[[Object], None] = lambda pod: None
         """A mutating webhook: may change a pod before it is created."""
+        self.is_stuck: Callable[[Object], bool] = lambda pod: False
+        """Whether a pod that terminates never goes, since its machine does not answer."""
         self.on_replaced: Callable[[Object, Object], None] = lambda deployment, pod: None
         """Called with the Deployment and a pod that its rollout is about to remove."""
 
@@ -279,6 +292,8 @@ class FakeKubernetes:
         for key, obj in list(self.objects.items()):
             if key[0] is DEPLOYMENTS:
                 self._sync_deployment(key, obj)
+            elif key[0] is STATEFUL_SETS:
+                self._sync_stateful_set(obj)
         self._schedule()
         self._run_kubelets()
         self._count_ready_steps()
@@ -297,7 +312,7 @@ class FakeKubernetes:
     def _finish_termination(self) -> None:
         """A pod that terminates holds its GPU for some steps."""
         for key, obj in list(self.objects.items()):
-            if key[0] is PODS and obj["metadata"].get("deletionTimestamp"):
+            if key[0] is PODS and obj["metadata"].get("deletionTimestamp") and not self.is_stuck(obj):
                 next(self._counter)
                 self._drained[key] = self._drained.get(key, 0) + 1
                 if self._drained[key] > DRAIN_STEPS:
@@ -367,8 +382,28 @@ class FakeKubernetes:
             self.remove(key)
 
     def _create_pod(self, deployment: Object, digest: str) -> None:
-        template, metadata = self._templates[digest], deployment["metadata"]
-        name = f"{metadata['name']}-{next(self._counter):06d}"
+        template, name = (
+            self._templates[digest],
+            f"{deployment['metadata']['name']}-{next(self._counter):06d}",
+        )
+        self._create_pod_of(deployment, template, name, digest=digest)
+
+    def _sync_stateful_set(self, owner: Object) -> None:
+        """Create the pods that are missing; one that terminates is still there."""
+        spec, metadata = owner["spec"], owner["metadata"]
+        start = spec["ordinals"]["start"]
+        for ordinal in range(start, start + spec["replicas"]):
+            name = f"{metadata['name']}-{ordinal}"
+            if (PODS, metadata["namespace"], name) not in self.objects:
+                labels = {
+                    **spec["template"]["metadata"]["labels"],
+                    "apps.kubernetes.io/pod-index": str(ordinal),
+                }
+                described = {**spec["template"]["metadata"], "labels": labels}
+                self._create_pod_of(owner, {**spec["template"], "metadata": described}, name)
+
+    def _create_pod_of(self, controller: Object, template: Object, name: str, *, digest: str = "") -> None:
+        metadata = controller["metadata"]
         owner = {"uid": metadata["uid"], "controller": True}
         pod = {
             "apiVersion": "v1",
@@ -377,7 +412,7 @@ class FakeKubernetes:
                 "name": name,
                 "namespace": metadata["namespace"],
                 "labels": dict(template["metadata"]["labels"]),
-                "annotations": {"template": digest},
+                "annotations": {**template["metadata"].get("annotations", {}), "template": digest},
                 "ownerReferences": [owner],
             },
             "spec": _copy(template["spec"]),
@@ -544,7 +579,8 @@ def _set_condition(pod: Object, condition: Object) -> None:
 def selects(selector: str, obj: Object) -> bool:
     """`a=b` and `a in (b,c)`, joined by commas."""
     labels = obj["metadata"].get("labels", {})
-    for part in selector.replace("(engine,router)", "(engine|router)").split(",") if selector else ():
+    alternatives = re.sub(r"\([^)]*\)", lambda match: match[0].replace(",", "|"), selector)
+    for part in alternatives.split(",") if selector else ():
         key, _, values = part.partition(" in ") if " in " in part else part.partition("=")
         if labels.get(key) not in values.strip("()").split("|"):
             return False

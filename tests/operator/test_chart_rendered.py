@@ -15,7 +15,7 @@ from rendered_chart import NAMESPACE, Object, find, identity, pod_specs, render
 from argosy_operator.config import OperatorConfig
 from argosy_operator.desired.pinned_images import default_images
 from argosy_operator.desired.pod_template import pod_template
-from argosy_resource.engine_address import ENGINE_PORT
+from argosy_resource.engine_address import ENGINE_PORT, NODE_COMPONENT
 
 EVERYTHING: dict[str, Any] = {
     "watchNamespaces": ["team"],
@@ -199,6 +199,19 @@ def test_network_policies_open_the_ports_that_programs_use_and_no_others() -> No
     assert router[8080] == []
     assert monitoring[0] in router[8081]
     assert ports(find(objects, "NetworkPolicy", "argosy-operator")) == {8082: monitoring}
+
+
+def test_the_nodes_of_a_replica_reach_each_other_on_every_port() -> None:
+    objects = render({**POLICIES, "networkPolicies": {"enabled": True}})
+    replicas = find(objects, "NetworkPolicy", f"argosy-engines-{NAMESPACE}")["spec"]
+    nodes = find(objects, "NetworkPolicy", f"argosy-engine-nodes-{NAMESPACE}")
+    assert nodes["metadata"]["namespace"] == "team"
+    assert nodes["spec"]["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == NODE_COMPONENT
+    for policy in (replicas, nodes["spec"]):
+        (rule,) = (each for each in policy["ingress"] if "ports" not in each)
+        (peer,) = rule["from"]
+        (expression,) = peer["podSelector"]["matchExpressions"]
+        assert expression["values"] == ["engine", NODE_COMPONENT]
 
 
 def test_clients_may_be_chosen_and_nobody_reads_metrics_unasked() -> None:

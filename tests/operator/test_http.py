@@ -61,7 +61,7 @@ async def test_from_create_to_ready_and_gone(tmp_path: Path, monkeypatch: pytest
         path for _, path in paths if "customresourcedefinitions" in path or path.endswith("/namespaces")
     ]
     watches = {path: query for _, path, query, _ in server.requests if "watch=true" in query}
-    assert len(watches) == 5
+    assert len(watches) == 6
     assert "labelSelector" in watches["/api/v1/pods"]
 
 

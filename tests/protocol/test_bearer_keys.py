@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from argosy_protocol.bearer_keys import KeyRing, internal_key
+from argosy_protocol.bearer_keys import KeyRing, internal_key, node_key
 
 
 def test_internal_keys_differ_by_service_and_need_a_real_fleet_key() -> None:
@@ -12,8 +12,18 @@ def test_internal_keys_differ_by_service_and_need_a_real_fleet_key() -> None:
     assert internal_key(key, "uid-1") != internal_key(key, "uid-2")
     assert internal_key(key, "uid-1") == internal_key(key, "uid-1")
     for bad in ((b"short", "uid"), (key, "")):
-        with pytest.raises(ValueError, match="must"):
-            internal_key(*bad)
+        for derive in (internal_key, node_key):
+            with pytest.raises(ValueError, match="must"):
+                derive(*bad)
+
+
+def test_an_internal_key_is_pinned_and_tells_nothing_of_the_key_of_nodes() -> None:
+    key = b"0123456789abcdef"
+    assert internal_key(key, "uid-1") == "AaqpUtxdGIHBc0uoNGyB0VCMYkrsuZQaqjQjQhueYYU", (
+        "another one replaces every pod"
+    )
+    assert len(node_key(key, "uid-1")) == 43
+    assert len({internal_key(key, "uid-1"), node_key(key, "uid-1"), node_key(key, "uid-2")}) == 3
 
 
 @pytest.mark.parametrize(

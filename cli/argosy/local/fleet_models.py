@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
-from msgspec.structs import asdict, replace
+from msgspec.structs import replace
 
 from argosy.errors import UsageError
 from argosy.fetching import check_local_model, engine_check, fetch_errors
@@ -46,7 +46,7 @@ def local_services(
             uri = parse(service.spec.model.source)
             if uri.is_remote and uri not in models and _is_served(service):
                 with _display(is_plain) as shown:
-                    check = engine_check(uri, **asdict(service.spec.parallelism))
+                    check = engine_check(uri, **service.spec.parallelism.layout)
                     models[uri] = pull_model(uri, progress=shown, check_config=check)
                 held.callback(models[uri].close)
         local = tuple(_localized(service, models) for service in services)
@@ -62,7 +62,7 @@ def _check_local(service: InferenceService) -> None:
     if parse(source).is_remote:
         return
     try:
-        check_local_model(source, **asdict(service.spec.parallelism))
+        check_local_model(source, **service.spec.parallelism.layout)
     except UnsupportedModel as error:
         fields = flags_as_fields(str(error))
         text = f"{error} ({fields})" if fields else str(error)

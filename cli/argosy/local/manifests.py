@@ -98,6 +98,11 @@ def _check_here(service: InferenceService, gpus: int) -> None:
             f"{service.key}: spec.engine.type {service.spec.engine.type} needs a cluster; on this machine start the "
             "engine yourself, and give its URL to `argosy router --replica URL`"
         )
+    if service.spec.parallelism.nodes > 1:
+        raise UsageError(
+            f"{service.key}: spec.parallelism.nodes needs a cluster; on this machine set it to 1, or start "
+            "`argosy serve` on each machine yourself (--nnodes)"
+        )
     if problems := argument_problems(service.spec.engine.args):
         raise UsageError(f"{service.key}: spec.engine.args: {'; '.join(problems)}")
     if claim_name(source) is not None:

@@ -25,6 +25,7 @@ from argosy_operator.kinds import (
     INFERENCE_SERVICES,
     PODS,
     SERVICES,
+    STATEFUL_SETS,
     Kind,
     Name,
     Object,
@@ -52,7 +53,7 @@ class Store:
 
     def __init__(self) -> None:
         self._objects: dict[Kind, dict[Name, Object]] = {
-            kind: {} for kind in (INFERENCE_SERVICES, DEPLOYMENTS, SERVICES, BUDGETS, PODS)
+            kind: {} for kind in (INFERENCE_SERVICES, DEPLOYMENTS, STATEFUL_SETS, SERVICES, BUDGETS, PODS)
         }
         self._by_service: dict[tuple[Kind, Name], set[Name]] = defaultdict(set)
         self._open: list[Listing] = []

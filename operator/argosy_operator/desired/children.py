@@ -1,8 +1,9 @@
 """The children that a service should have: a pure function of the resource and of what is observed.
 
-Owns Secret, Service, PodDisruptionBudget, Deployment and, while a change is tried, that of its canary; `rollout`
-decides how a change reaches the pods. Must not talk to an API server, look at a clock or remember anything. Invariant:
-equal inputs give an equal plan; in the end the plan equals what exists.
+Owns Secret, Service, PodDisruptionBudget, Deployment and, while a change is tried, that of its canary; `engine_nodes`
+has those of replicas that span several nodes, and `rollout` decides how a change reaches the pods. Must not talk to an
+API server, look at a clock or remember anything. Invariant: equal inputs give an equal plan; in the end the plan equals
+what exists.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from msgspec import Struct
 
 from argosy_operator.config import OperatorConfig
 from argosy_operator.desired.deployment_problem import deployment_problem
+from argosy_operator.desired.engine_nodes import node_sets
 from argosy_operator.desired.manifest_fields import Manifest
 from argosy_operator.desired.pinned_images import Images, held_annotations, pinned_images, served_revision
 from argosy_operator.desired.pod_template import key_secret_name, pod_template
@@ -32,8 +34,15 @@ from argosy_operator.names import (
 )
 from argosy_operator.observed.observation import Observation
 from argosy_operator.observed.pod import Problem
-from argosy_protocol.bearer_keys import internal_key
-from argosy_resource.engine_address import API_KEY_ENV, ENGINE_PORT, selector
+from argosy_protocol.bearer_keys import internal_key, node_key
+from argosy_resource.engine_address import (
+    API_KEY_ENV,
+    ENGINE_PORT,
+    NODE_KEY_ENV,
+    SERVICE_LABEL,
+    selector,
+    service_label,
+)
 from argosy_resource.types import API_VERSION, KIND, InferenceService
 
 
@@ -48,6 +57,8 @@ class Plan(Struct, frozen=True, kw_only=True):
     deployment: Manifest
     canary: Manifest | None
     """The canary's own Deployment; None while there is none."""
+    node_sets: tuple[Manifest, ...] = ()
+    """The StatefulSets of replicas that span several nodes."""
     images: Images
     rollout: RolloutPlan = RolloutPlan()
     problem: Problem | None = None
@@ -55,7 +66,7 @@ class Plan(Struct, frozen=True, kw_only=True):
 
     @property
     def objects(self) -> tuple[Manifest, ...]:
-        return (self.secret, self.service, self.budget, *self.deployments)
+        return (self.secret, self.service, self.budget, *self.deployments, *self.node_sets)
 
     @property
     def deployments(self) -> tuple[Manifest, ...]:
@@ -64,8 +75,8 @@ class Plan(Struct, frozen=True, kw_only=True):
 
 def plan_children(service: InferenceService, observed: Observation, config: OperatorConfig) -> Plan:
     """Compute the children that should exist now."""
-    secret = _secret(service, config)
-    key_digest = digest(secret["data"])
+    secret = _secret(service, observed, config)
+    key_digest = digest({API_KEY_ENV: secret["data"][API_KEY_ENV]})
     images = pinned_images(service, observed, config)
     template, revision = pod_template(service, config, images, key_digest=key_digest)
     rollout = plan_rollout(service, observed, revision, key_digest=key_digest)
@@ -83,6 +94,7 @@ def plan_children(service: InferenceService, observed: Observation, config: Oper
             held=held_annotations(observed.deployment, rollout.held_revision),
         ),
         canary=_canary(service, template, rollout, observed),
+        node_sets=node_sets(service, observed.pods),
         images=images,
         rollout=rollout,
         problem=deployment_problem(service, config),
@@ -111,14 +123,17 @@ def _metadata(service: InferenceService, name: str) -> Manifest:
     }
 
 
-def _secret(service: InferenceService, config: OperatorConfig) -> Manifest:
-    key = internal_key(config.fleet_key, service.metadata.uid)
+def _secret(service: InferenceService, observed: Observation, config: OperatorConfig) -> Manifest:
+    """Both keys follow from the fleet key, so that the digest of one tells whether either is new."""
+    keys = {API_KEY_ENV: internal_key(config.fleet_key, service.metadata.uid)}
+    if service.spec.parallelism.nodes > 1 or any(pod.node_template for pod in observed.pods):
+        keys[NODE_KEY_ENV] = node_key(config.fleet_key, service.metadata.uid)
     return {
         "apiVersion": "v1",
         "kind": "Secret",
         "metadata": _metadata(service, key_secret_name(service)),
         "type": "Opaque",
-        "data": {API_KEY_ENV: base64.b64encode(key.encode()).decode()},
+        "data": {name: base64.b64encode(key.encode()).decode() for name, key in keys.items()},
     }
 
 
@@ -133,13 +148,16 @@ def _service(service: InferenceService) -> Manifest:
 
 
 def _budget(service: InferenceService) -> Manifest:
+    # All pods of a replica fail together: one that is evicted takes its replica with it.
+    is_one_node = service.spec.parallelism.nodes == 1
+    pods = selector(service) if is_one_node else {SERVICE_LABEL: service_label(service)}
     return {
         "apiVersion": "policy/v1",
         "kind": "PodDisruptionBudget",
         "metadata": _metadata(service, child_name(service)),
         "spec": {
             "maxUnavailable": 1,
-            "selector": {"matchLabels": selector(service)},
+            "selector": {"matchLabels": pods},
             # A replica that never became ready must not block the drain of a node.
             "unhealthyPodEvictionPolicy": "AlwaysAllow",
         },

@@ -8,7 +8,7 @@ stays as it is; if nothing differs, the diff is empty.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -18,11 +18,12 @@ from argosy_operator.config import OperatorConfig
 from argosy_operator.desired.cached_condition import CachedChange, cached_change
 from argosy_operator.desired.children import Plan, plan_children
 from argosy_operator.desired.drift import must_apply, with_applied_hash
+from argosy_operator.desired.engine_nodes import broken_leaders, is_node_set, kept_sets
 from argosy_operator.desired.readiness_gate import GateStatus, gate_status
-from argosy_operator.kinds import DEPLOYMENTS, Kind, Object, kind_of, object_name
+from argosy_operator.kinds import DEPLOYMENTS, STATEFUL_SETS, Kind, Object, kind_of, object_name
 from argosy_operator.names import KEY_ANNOTATION, TRACK_LABEL
 from argosy_operator.observed.deployment import has_the_turn
-from argosy_operator.observed.observation import Observation, is_owned
+from argosy_operator.observed.observation import Observation, controller_uid, is_owned
 from argosy_operator.observed.pod import Pod
 from argosy_resource.types import InferenceService
 
@@ -71,6 +72,8 @@ class Diff(Struct, frozen=True, kw_only=True):
     children: tuple[ChildChange, ...] = ()
     surplus: tuple[tuple[Kind, Mapping[str, Any]], ...] = ()
     """Children that the plan does not name any more."""
+    broken: tuple[Pod, ...] = ()
+    """Replicas to delete, because one of their nodes can be replaced in no other way."""
     cached: tuple[CachedChange, ...] = ()
 
     @property
@@ -93,15 +96,19 @@ def compute_diff(service: InferenceService, observed: Observation, config: Opera
     )
     observed = _with_gates(observed, gates)
     plan = plan_children(service, observed, config)
+    broken = broken_leaders(observed.pods, observed.time)
     if service.spec.paused:
-        return Diff(plan=plan, gates=gates, cached=cached)
+        # A replica that Kubernetes replaces meanwhile gets its nodes all the same.
+        nodes = _changes(plan.node_sets, observed)
+        return Diff(plan=plan, gates=gates, cached=cached, children=nodes, broken=broken)
     return Diff(
         plan=plan,
         gates=gates,
         secret=with_applied_hash(plan.secret),
         is_key_suspect=_is_key_suspect(plan, observed),
         takes_turn=plan.rollout.has_turn and plan.problem is None and not has_the_turn(observed.deployment),
-        children=_children(service, plan, observed),
+        children=_children(plan, observed),
+        broken=broken,
         surplus=_surplus(service, plan, observed),
         cached=cached,
     )
@@ -118,13 +125,18 @@ def _with_gates(observed: Observation, gates: tuple[GateChange, ...]) -> Observa
     return msgspec.structs.replace(observed, pods=pods)
 
 
-def _children(service: InferenceService, plan: Plan, observed: Observation) -> tuple[ChildChange, ...]:
-    found = []
+def _children(plan: Plan, observed: Observation) -> tuple[ChildChange, ...]:
     deployments = () if plan.problem is not None else plan.deployments
-    for manifest in (plan.service, plan.budget, *deployments):
+    return _changes((plan.service, plan.budget, *deployments, *plan.node_sets), observed)
+
+
+def _changes(manifests: Iterable[Object], observed: Observation) -> tuple[ChildChange, ...]:
+    found = []
+    for manifest in manifests:
         wanted = with_applied_hash(manifest)
         live = observed.children.get((kind_of(wanted), object_name(wanted)))
-        if live is None or not is_owned(live, service) or must_apply(wanted, live):
+        is_ours = live is not None and controller_uid(live) == controller_uid(wanted)
+        if not is_ours or must_apply(wanted, live):
             found.append(ChildChange(wanted, live))
     return tuple(found)
 
@@ -133,10 +145,14 @@ def _surplus(
     service: InferenceService, plan: Plan, observed: Observation
 ) -> tuple[tuple[Kind, Mapping[str, Any]], ...]:
     wanted = {(kind_of(manifest), object_name(manifest)) for manifest in plan.objects}
+    kept = kept_sets(service, observed.pods, observed.time)
     return tuple(
         (key[0], obj)
         for key, obj in observed.children.items()
-        if key not in wanted and is_owned(obj, service)
+        if key not in wanted
+        and (
+            is_node_set(obj) and key[1][1] not in kept if key[0] is STATEFUL_SETS else is_owned(obj, service)
+        )
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from argosy_operator.desired.manifest_fields import Manifest, as_manifest, present
 from argosy_resource.affinity import LabelSelector, PodAffinity, PodAffinityTerm
-from argosy_resource.engine_address import selector
+from argosy_resource.engine_address import SERVICE_LABEL, selector, service_label
 from argosy_resource.placement import TopologySpreadConstraint
 from argosy_resource.types import InferenceService
 
@@ -73,7 +73,8 @@ def _selectors(
     service: InferenceService, pods: LabelSelector | None, namespaces: LabelSelector | None = None
 ) -> dict[str, Any]:
     """The selectors of a term. An empty one stays: it means every object, and a missing one means none."""
-    own = {"matchLabels": selector(service)}
+    is_one_node = service.spec.parallelism.nodes == 1
+    own = {"matchLabels": selector(service) if is_one_node else {SERVICE_LABEL: service_label(service)}}
     found = {"labelSelector": own if pods is None else _selector(pods)}
     return found if namespaces is None else {**found, "namespaceSelector": _selector(namespaces)}
 

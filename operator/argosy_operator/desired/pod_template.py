@@ -16,12 +16,14 @@ import msgspec
 import xxhash
 
 from argosy_operator.config import OperatorConfig
+from argosy_operator.desired.engine_nodes import encode_node_template, leader_args, leader_env
 from argosy_operator.desired.manifest_fields import Manifest, as_manifest, as_stored_manifest, present
 from argosy_operator.desired.model_volume import ModelVolume, model_volume
 from argosy_operator.desired.pinned_images import Images
 from argosy_operator.desired.pod_placement import placement_fields
 from argosy_operator.names import (
     KEY_ANNOTATION,
+    NODE_TEMPLATE_ANNOTATION,
     REVISION_LABEL,
     ROUTABLE_GATE,
     child_labels,
@@ -68,6 +70,9 @@ def pod_template(
         "annotations": {**overlay.metadata.annotations, KEY_ANNOTATION: key_digest},
     }
     template: Manifest = {"metadata": metadata, "spec": _pod_spec(service, config, images)}
+    if service.spec.parallelism.nodes > 1:
+        nodes = encode_node_template(service, template, not_for_workers=(WARM_UP_ENV,))
+        metadata["annotations"][NODE_TEMPLATE_ANNOTATION] = nodes
     digest = xxhash.xxh3_64_hexdigest(msgspec.json.encode(template, order="deterministic"))
     revision = digest[:10]
     metadata["labels"][REVISION_LABEL] = revision
@@ -169,7 +174,8 @@ def _engine_container(
 def _program(service: InferenceService, model: ModelVolume) -> Manifest:
     foreign = service.spec.engine.foreign
     if foreign is None:
-        return {"args": _literal(engine_args(service, model=model.model, download_dir=model.download_dir))}
+        own = _literal(engine_args(service, model=model.model, download_dir=model.download_dir))
+        return {"args": own if service.spec.parallelism.nodes == 1 else [*own, *leader_args()]}
     args = _literal(foreign_args(service, foreign, model=model.model))
     # The kubelet puts the key in. Whoever sees the process's arguments sees its environment as well.
     key = [] if foreign.key_variable else [f"--api-key=$({API_KEY_ENV})"]
@@ -200,6 +206,8 @@ def _env(service: InferenceService, model: ModelVolume, *, warms_up: bool) -> li
         {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
         *({"name": name, "value": value} for name, value in model.env.items()),
     ]
+    if service.spec.parallelism.nodes > 1:
+        own += leader_env(key_secret_name(service))
     users = {variable.name: as_manifest(variable) for variable in service.spec.engine.env}
     if (foreign := service.spec.engine.foreign) is not None:
         # Without a name torch looks the user up, whom the image does not know by the number.
@@ -263,7 +271,9 @@ def _resources(service: InferenceService, *, gpu: bool) -> Manifest:
     limits = present(cpu=quantity_text(resources.cpu_limit), memory=memory)
     claims = resources.claims if gpu else ()
     if gpu and resources.gpu is not None:
-        requests[resources.gpu.resource_name] = limits[resources.gpu.resource_name] = str(service.spec.gpus)
+        requests[resources.gpu.resource_name] = limits[resources.gpu.resource_name] = str(
+            service.spec.gpus_per_pod
+        )
     return present(
         requests=requests,
         limits=limits,

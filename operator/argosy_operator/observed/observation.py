@@ -12,7 +12,7 @@ from typing import Any, Final
 import msgspec
 from msgspec import Struct
 
-from argosy_operator.kinds import BUDGETS, DEPLOYMENTS, SERVICES, Kind, Name
+from argosy_operator.kinds import BUDGETS, DEPLOYMENTS, SERVICES, STATEFUL_SETS, Kind, Name
 from argosy_operator.observed.pod import Pod
 from argosy_operator.observed.scaler import Scalers
 from argosy_operator.observed.service_load import ServiceLoad
@@ -23,8 +23,8 @@ from argosy_resource.types import InferenceService
 Object = Mapping[str, Any]
 """A Kubernetes object as JSON, read only."""
 
-CHILD_KINDS: Final = (SERVICES, BUDGETS, DEPLOYMENTS)
-"""Kinds of the children that are watched. The fourth child, a Secret, is never read."""
+CHILD_KINDS: Final = (SERVICES, BUDGETS, DEPLOYMENTS, STATEFUL_SETS)
+"""Kinds of the children that are watched. A Secret, the other child, is never read."""
 
 
 class Routers(Struct, frozen=True, kw_only=True):
@@ -49,6 +49,7 @@ class Observation(Struct, frozen=True, kw_only=True):
     """Live objects of CHILD_KINDS that carry the service's label or the name of one of its children, whoever
     controls them."""
     pods: tuple[Pod, ...] = ()
+    """The replicas. Pods that are further nodes of one are in its `workers`."""
     routers: Routers = Routers()
     fetches: Mapping[str, ModelProgress] = {}
     """The last report of each model fetch that runs, by UID of its pod."""
@@ -81,5 +82,10 @@ class Observation(Struct, frozen=True, kw_only=True):
 
 def is_owned(obj: Object, service: InferenceService) -> bool:
     """Whether the resource controls the object."""
+    return controller_uid(obj) == service.metadata.uid
+
+
+def controller_uid(obj: Object) -> str | None:
+    """UID of the object that controls this one; None if none does."""
     owners = obj["metadata"].get("ownerReferences", ())
-    return any(owner.get("controller") and owner["uid"] == service.metadata.uid for owner in owners)
+    return next((owner["uid"] for owner in owners if owner.get("controller")), None)

@@ -6,13 +6,22 @@ anything. Invariant: a view is a function of the object alone, so that a decisio
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
+import msgspec
 from msgspec import Struct
 
-from argosy_operator.names import CANARY_TRACK, REVISION_LABEL, ROUTABLE_GATE, TRACK_LABEL
+from argosy_operator.names import (
+    CANARY_TRACK,
+    LEADER_LABEL,
+    NODE_TEMPLATE_ANNOTATION,
+    REVISION_LABEL,
+    ROUTABLE_GATE,
+    TRACK_LABEL,
+)
 from argosy_operator.observed.container_exit import describe_exit
+from argosy_operator.observed.elapsed import seconds_between
 from argosy_operator.observed.model_fetch import ModelFetch, fetch_container, read_fetch
 from argosy_resource.pod_overlay import ENGINE_CONTAINER
 
@@ -20,6 +29,8 @@ Object = Mapping[str, Any]
 
 DELETION_COST_ANNOTATION: Final = "controller.kubernetes.io/pod-deletion-cost"
 """The ReplicaSet controller removes pods of lower cost first."""
+OVERDUE_SECONDS: Final = 60
+"""A kubelet that answers has removed a pod this long after its time to stop has passed."""
 
 
 class Problem(Struct, frozen=True):
@@ -63,6 +74,16 @@ class Pod(Struct, frozen=True, kw_only=True):
     restarts: int = 0
     deletion_cost: int = 0
     """What the ReplicaSet controller compares among ready pods."""
+    address: str = ""
+    """Its address in the cluster's network; empty while it has none."""
+    deadline: str = ""
+    """When it should have stopped (RFC 3339), while it is terminating; else empty."""
+    leader: str = ""
+    """UID of the replica that it is a further node of; empty for a replica."""
+    node_template: str = ""
+    """What the replica says of its further nodes (`desired.engine_nodes`); empty if it has none."""
+    workers: tuple[Pod, ...] = ()
+    """Its further nodes."""
 
     @property
     def is_alive(self) -> bool:
@@ -76,6 +97,48 @@ class Pod(Struct, frozen=True, kw_only=True):
     def is_up(self) -> bool:
         """Its containers are ready, and its node answers."""
         return self.is_alive and self.containers_ready and not self.is_lost
+
+    def is_overdue(self, time: str) -> bool:
+        """Whether it should have been gone for a while: its machine does not answer, say."""
+        return self.is_terminating and self.seconds_until_overdue(time) <= 0
+
+    def seconds_until_overdue(self, time: str) -> float:
+        """Seconds until a pod that is terminating is overdue; 0 or less if it is."""
+        return OVERDUE_SECONDS + seconds_between(time, self.deadline)
+
+
+def with_workers(pods: Iterable[Pod]) -> tuple[Pod, ...]:
+    """The replicas among the pods, each with its further nodes, and with their troubles if it has none of its own: a
+    replica waits for its nodes without one."""
+    pods = tuple(pods)
+    workers: dict[str, list[Pod]] = {}
+    for pod in pods:
+        if pod.leader:
+            workers.setdefault(pod.leader, []).append(pod)
+    return tuple(_with_workers(pod, workers.get(pod.uid, [])) for pod in pods if not pod.leader)
+
+
+def _with_workers(leader: Pod, workers: list[Pod]) -> Pod:
+    if not workers:
+        return leader
+    problem, waiting, unmounted = leader.problem, leader, leader.unmounted_since
+    for worker in workers:
+        if not worker.is_alive:
+            continue
+        if problem is None and worker.problem is not None:
+            message = worker.problem.message or worker.problem.reason
+            problem = Problem(worker.problem.reason, f"its node {worker.name}: {message}")
+        if not waiting.unschedulable and worker.unschedulable:
+            waiting = worker
+        unmounted = unmounted or worker.unmounted_since
+    return msgspec.structs.replace(
+        leader,
+        workers=tuple(workers),
+        problem=problem,
+        unschedulable=waiting.unschedulable,
+        unschedulable_since=waiting.unschedulable_since,
+        unmounted_since=unmounted,
+    )
 
 
 def read_pod(obj: Object) -> Pod:
@@ -106,6 +169,10 @@ def read_pod(obj: Object) -> Pod:
         fetch=fetch,
         restarts=container.get("restartCount", 0),
         deletion_cost=_deletion_cost(metadata),
+        address=status.get("podIP") or "",
+        deadline=metadata.get("deletionTimestamp") or "",
+        leader=metadata.get("labels", {}).get(LEADER_LABEL, ""),
+        node_template=metadata.get("annotations", {}).get(NODE_TEMPLATE_ANNOTATION, ""),
     )
 
 

@@ -16,17 +16,17 @@ from argosy_operator.cluster.store import Store
 from argosy_operator.desired.diff import ChildChange
 from argosy_operator.desired.drift import must_apply
 from argosy_operator.errors import ChildNotOwned
-from argosy_operator.kinds import Kind, Name, Object, kind_of, object_name
+from argosy_operator.kinds import PODS, Kind, Name, Object, kind_of, object_name
 from argosy_operator.names import APPLIED_ANNOTATION
-from argosy_operator.observed.observation import is_owned
+from argosy_operator.observed.observation import controller_uid
+from argosy_operator.observed.pod import Pod
 from argosy_operator.reconcile.metrics import OperatorMetrics
-from argosy_resource.types import InferenceService
 
 logger = logging.getLogger(__name__)
 
 
 class ChildWriter:
-    """Writes Services, PodDisruptionBudgets and Deployments of all services."""
+    """Writes Services, PodDisruptionBudgets, Deployments and StatefulSets of all services."""
 
     def __init__(self, api: Api, store: Store, metrics: OperatorMetrics) -> None:
         self._api = api
@@ -36,7 +36,7 @@ class ChildWriter:
         """Objects that differed right after being applied: hash of what was sent, and the generation it led to. They
         are left alone until either changes; otherwise the two writers would write forever."""
 
-    async def apply(self, service: InferenceService, change: ChildChange) -> Object | None:
+    async def apply(self, change: ChildChange) -> Object | None:
         """Apply a child. Returns it as stored; None if nothing was written.
 
         Raises:
@@ -46,7 +46,7 @@ class ChildWriter:
         wanted = change.wanted
         kind, name = kind_of(wanted), object_name(wanted)
         live = change.live or await self._api.get(kind, *name)
-        if live is not None and not is_owned(live, service):
+        if live is not None and controller_uid(live) != controller_uid(wanted):
             raise ChildNotOwned(kind.name, name[1])
         digest = wanted["metadata"]["annotations"][APPLIED_ANNOTATION]
         if not must_apply(wanted, live) or self._contested.get((kind, name)) == (digest, _generation(live)):
@@ -61,6 +61,11 @@ class ChildWriter:
         """Delete exactly this object; one that is gone is no error."""
         self._metrics.writes.labels(kind.name, "delete").inc()
         await self._api.delete(kind, *object_name(obj), uid=obj["metadata"]["uid"])
+
+    async def delete_pod(self, namespace: str, pod: Pod) -> None:
+        """Delete exactly this pod; one that is gone is no error."""
+        self._metrics.writes.labels(PODS.name, "delete").inc()
+        await self._api.delete(PODS, namespace, pod.name, uid=pod.uid)
 
     async def _write(self, kind: Kind, manifest: Object, live: Mapping[str, Any] | None) -> Object:
         """Apply to exactly the object that was looked at, or to none: the store may lag behind, and the object that

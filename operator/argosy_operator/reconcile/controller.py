@@ -32,6 +32,7 @@ from argosy_operator.kinds import (
     INFERENCE_SERVICES,
     PODS,
     SERVICES,
+    STATEFUL_SETS,
     Kind,
     Name,
     Object,
@@ -46,15 +47,16 @@ from argosy_operator.reconcile.leadership import FencedApi, Leadership
 from argosy_operator.reconcile.metrics import OperatorMetrics
 from argosy_operator.reconcile.reconciler import Reconciler
 from argosy_operator.reconcile.workqueue import WorkQueue
-from argosy_resource.engine_address import COMPONENT_LABEL
+from argosy_resource.engine_address import COMPONENT_LABEL, NODE_COMPONENT
 
 logger = logging.getLogger(__name__)
 
-POD_SELECTOR: Final = f"{NAME_LABEL}=argosy,{COMPONENT_LABEL} in (engine,router)"
+POD_SELECTOR: Final = f"{NAME_LABEL}=argosy,{COMPONENT_LABEL} in (engine,{NODE_COMPONENT},router)"
 CHILD_SELECTOR: Final = f"{MANAGED_BY_LABEL}={FIELD_MANAGER}"
 WATCHED: Final[Mapping[Kind, str]] = {
     INFERENCE_SERVICES: "",
     DEPLOYMENTS: CHILD_SELECTOR,
+    STATEFUL_SETS: CHILD_SELECTOR,
     SERVICES: CHILD_SELECTOR,
     BUDGETS: CHILD_SELECTOR,
     PODS: POD_SELECTOR,

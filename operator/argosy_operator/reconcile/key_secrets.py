@@ -14,7 +14,7 @@ from argosy_operator.cluster.api_server import Api
 from argosy_operator.desired.drift import contains
 from argosy_operator.errors import ChildNotOwned
 from argosy_operator.kinds import SECRETS, Object, object_name
-from argosy_operator.names import FIELD_MANAGER
+from argosy_operator.names import APPLIED_ANNOTATION, FIELD_MANAGER
 from argosy_operator.observed.observation import is_owned
 from argosy_operator.reconcile.metrics import OperatorMetrics
 from argosy_resource.types import InferenceService
@@ -26,8 +26,8 @@ class KeySecrets:
     def __init__(self, api: Api, metrics: OperatorMetrics) -> None:
         self._api = api
         self._metrics = metrics
-        self._checked: set[str] = set()
-        """UIDs of the services whose Secret was found intact, or was written, since the last resync."""
+        self._checked: dict[str, str] = {}
+        """By UID of a service: hash of the Secret that was found intact, or was written, since the last resync."""
 
     def check_all_again(self) -> None:
         """Have the next `ensure` of every service check its Secret, as a resync does."""
@@ -42,9 +42,10 @@ class KeySecrets:
             ApiError: the API server refused, or the Secret was replaced meanwhile; try again.
         """
         name, uid = object_name(wanted), service.metadata.uid
-        if uid in self._checked and not is_suspect:
+        digest = wanted["metadata"]["annotations"][APPLIED_ANNOTATION]
+        if self._checked.get(uid) == digest and not is_suspect:
             return
-        self._checked.discard(uid)
+        self._checked.pop(uid, None)
         live = await self._api.read_metadata(SECRETS, *name)
         if live is None:
             self._metrics.writes.labels(SECRETS.name, "create").inc()
@@ -55,7 +56,7 @@ class KeySecrets:
             self._metrics.writes.labels(SECRETS.name, "apply").inc()
             same = {**wanted["metadata"], "uid": live["metadata"]["uid"]}
             await self._api.apply({**wanted, "metadata": same})
-        self._checked.add(uid)
+        self._checked[uid] = digest
 
 
 def is_intact(live: Mapping[str, Any], wanted: Object) -> bool:

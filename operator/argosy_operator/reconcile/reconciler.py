@@ -150,6 +150,8 @@ class Reconciler:
             self._turn.skip()
         for kind, obj in diff.surplus:
             await self._children.delete(kind, obj)
+        for pod in diff.broken:
+            await self._children.delete_pod(service.metadata.namespace, pod)
         now = self._now()
         await run_together(
             partial(self._patch_pod, service, cached.pod, cached_patch(cached, now=now))
@@ -165,7 +167,7 @@ class Reconciler:
     async def _apply(self, service: InferenceService, observed: Observation, change: ChildChange) -> None:
         if change.removed_replicas:
             await self._mark_least_valuable(service, observed, change.removed_replicas)
-        stored = await self._children.apply(service, change)
+        stored = await self._children.apply(change)
         if stored is not None:
             self._turn.note(change.live, stored)
 

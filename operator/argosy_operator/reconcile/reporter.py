@@ -75,6 +75,13 @@ class Reporter:
         waits = [seconds_until_degraded(pod, now) for pod in alive if pod.unschedulable]
         waits += [seconds_until_unmounted(pod, now) for pod in alive if pod.unmounted_since]
         waits += [seconds_until_stuck(pod, now, deadline) for pod in alive if not pod.is_up]
+        waits += [
+            pod.seconds_until_overdue(now)
+            for replica in observed.pods
+            if replica.node_template
+            for pod in (replica, *replica.workers)
+            if pod.is_terminating
+        ]
         waits.append(seconds_until_scaled_once(service, observed.scalers, now))
         waits.append(plan.rollout.node_wait_s)
         if later := [seconds for seconds in waits if seconds > 0]:

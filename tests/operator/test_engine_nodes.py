@@ -1,0 +1,378 @@
+"""Replicas whose engine spans several nodes: a leader of the Deployment, and a StatefulSet of workers beside each."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import datetime
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from builders import CONFIG, isvc, isvc_object, pod
+from fake_kubernetes import FakeKubernetes, Object
+from harness import Operator, condition, edit_engine, is_ready, new_cluster, num_routable, settled
+from virtual_time import virtual_time
+
+from argosy_engine.api.headless import check_headless
+from argosy_engine.api.serve import parse_args
+from argosy_operator.desired.children import plan_children
+from argosy_operator.kinds import INFERENCE_SERVICES, PODS, STATEFUL_SETS
+from argosy_operator.names import REVISION_LABEL
+from argosy_operator.observed.observation import Observation
+from argosy_operator.observed.pod import OVERDUE_SECONDS, Pod, Problem, with_workers
+from argosy_protocol.fleet import decode_fleet
+from argosy_resource.engine_address import COMPONENT_LABEL, NODE_COMPONENT, NODE_KEY_ENV
+from argosy_resource.validation import ManifestError, validate_manifest
+
+TWO_NODES = {"tensor": 2, "nodes": 2}
+STOPPED_AT = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
+"""The deletion time that the fake cluster gives to pods."""
+
+
+def after_stop(seconds: float) -> str:
+    return (STOPPED_AT + datetime.timedelta(seconds=seconds)).isoformat()
+
+
+def in_time() -> str:
+    return after_stop(1)
+
+
+def leaders(cluster: FakeKubernetes) -> list[Object]:
+    return [each for each in cluster.pods() if not is_worker(each)]
+
+
+def workers(cluster: FakeKubernetes) -> list[Object]:
+    return [each for each in cluster.pods() if is_worker(each)]
+
+
+def is_worker(obj: Object) -> bool:
+    return bool(obj["metadata"]["labels"][COMPONENT_LABEL] == NODE_COMPONENT)
+
+
+def node_sets(cluster: FakeKubernetes) -> list[Object]:
+    return [obj for (kind, _, _), obj in cluster.objects.items() if kind is STATEFUL_SETS]
+
+
+def expanded(container: Object, **fields: str) -> list[str]:
+    """The arguments as the kubelet fills them in."""
+    values = {
+        each["name"]: each.get("value") or fields[each["valueFrom"]["fieldRef"]["fieldPath"]]
+        for each in container["env"]
+        if "value" in each or "fieldRef" in each["valueFrom"]
+    }
+    found = []
+    for arg in container["args"]:
+        for name, value in values.items():
+            arg = arg.replace(f"$({name})", value)
+        found.append(arg)
+    return found
+
+
+def names(container: Object) -> set[str]:
+    return {each["name"] for each in container["env"]}
+
+
+@virtual_time
+async def test_each_replica_has_workers_of_its_own_and_is_one_replica() -> None:
+    async with settled(isvc_object(replicas=2, parallelism=TWO_NODES)) as (cluster, _):
+        assert is_ready(cluster)
+        assert len(leaders(cluster)) == len(workers(cluster)) == 2
+        assert cluster.isvc()["status"]["replicas"] == cluster.isvc()["status"]["routableReplicas"] == 2
+        owners = {each["metadata"]["ownerReferences"][0]["uid"] for each in node_sets(cluster)}
+        assert owners == {each["metadata"]["uid"] for each in leaders(cluster)}
+        (service,) = decode_fleet(cluster.fleet()).services
+        assert not any(
+            service.selector.items() <= each["metadata"]["labels"].items() for each in workers(cluster)
+        )
+        assert all(
+            service.selector.items() <= each["metadata"]["labels"].items() for each in leaders(cluster)
+        )
+
+
+@virtual_time
+async def test_the_engine_understands_what_both_pods_start() -> None:
+    spec = {"tensor": 2, "pipeline": 3, "nodes": 3}
+    async with settled(isvc_object(parallelism=spec, resources={"gpu": {}})) as (cluster, _):
+        (leader,), (first, second) = leaders(cluster), workers(cluster)
+    (engine,) = leader["spec"]["containers"]
+    fields = {"metadata.name": "pod", "status.podIP": leader["status"]["podIP"]}
+    options, args = parse_args(expanded(engine, **fields)[1:])
+    check_headless(args, is_headless=options.headless)
+    assert (args.nnodes, args.node_rank, args.master_addr) == (3, 0, leader["status"]["podIP"])
+    assert engine["resources"]["limits"]["nvidia.com/gpu"] == "2"
+    for rank, worker in ((1, first), (2, second)):
+        (engine,) = worker["spec"]["containers"]
+        index = worker["metadata"]["labels"]["apps.kubernetes.io/pod-index"]
+        fields = {"metadata.name": "pod", "metadata.labels['apps.kubernetes.io/pod-index']": index}
+        options, joining = parse_args(expanded(engine, **fields)[1:])
+        check_headless(joining, is_headless=options.headless)
+        assert (joining.node_rank, joining.master_addr) == (rank, args.master_addr)
+        assert engine["resources"]["limits"]["nvidia.com/gpu"] == "2"
+
+
+@virtual_time
+async def test_workers_have_the_key_of_nodes_and_none_of_the_api() -> None:
+    async with settled(isvc_object(parallelism=TWO_NODES)) as (cluster, _):
+        (leader,), (worker,) = leaders(cluster), workers(cluster)
+        secret = next(obj for (kind, _, _), obj in cluster.objects.items() if kind.name == "Secret")
+    (first,), (other,) = leader["spec"]["containers"], worker["spec"]["containers"]
+    assert {"ARGOSY_API_KEY", NODE_KEY_ENV, "ARGOSY_WARM_UP_FROM"} <= names(first)
+    assert NODE_KEY_ENV in names(other)
+    assert not {"ARGOSY_API_KEY", "ARGOSY_WARM_UP_FROM"} & names(other)
+    assert len({*secret["data"].values()}) == 2, "the one key does not tell the other"
+    assert all(len(base64.b64decode(key)) >= 16 for key in secret["data"].values())
+    assert "readinessGates" not in worker["spec"], "nobody opens it"
+    assert not {"startupProbe", "readinessProbe", "livenessProbe", "lifecycle"} & other.keys()
+    assert other["securityContext"] == first["securityContext"]
+
+
+@virtual_time
+async def test_a_rollout_replaces_groups_without_a_routable_gap() -> None:
+    async with settled(isvc_object(replicas=2, parallelism=TWO_NODES)) as (cluster, operator):
+        before = {each["metadata"]["uid"] for each in cluster.pods()}
+        routable: list[int] = []
+        cluster.listeners.append(lambda kind, event, obj: routable.append(num_routable(cluster)))
+        unlike: list[str] = []
+        cluster.listeners.append(lambda kind, event, obj: unlike.extend(unfitting(cluster)))
+        edit_engine(cluster, threads=2)
+        await operator.settle()
+        assert min(routable) >= 2
+        assert not unlike, "a worker is always of its leader's revision"
+        assert before.isdisjoint(each["metadata"]["uid"] for each in cluster.pods())
+        assert len(leaders(cluster)) == len(workers(cluster)) == len(node_sets(cluster)) == 2
+        assert is_ready(cluster)
+
+
+def unfitting(cluster: FakeKubernetes) -> Iterable[str]:
+    revisions = {
+        each["metadata"]["uid"]: each["metadata"]["labels"][REVISION_LABEL] for each in leaders(cluster)
+    }
+    for each in node_sets(cluster):
+        owner = each["metadata"]["ownerReferences"][0]["uid"]
+        labels = each["spec"]["template"]["metadata"]["labels"]
+        if owner in revisions and labels[REVISION_LABEL] != revisions[owner]:
+            yield each["metadata"]["name"]
+
+
+@virtual_time
+async def test_a_leader_that_is_replaced_while_a_rollout_is_halted_gets_workers_of_its_own_revision() -> None:
+    async with settled(isvc_object(replicas=3, parallelism=TWO_NODES)) as (cluster, operator):
+        cluster.broken_images.add("broken")
+        revision = leaders(cluster)[0]["metadata"]["labels"][REVISION_LABEL]
+        edit_engine(cluster, image="broken")
+        await operator.settle()
+        assert condition(cluster, "Progressing")[1] == "RolloutHalted"
+        gone = next(
+            each for each in leaders(cluster) if each["metadata"]["labels"][REVISION_LABEL] == revision
+        )
+        cluster.remove((PODS, "team", gone["metadata"]["name"]))
+        await operator.settle()
+        assert not list(unfitting(cluster))
+        held = [each for each in workers(cluster) if each["metadata"]["labels"][REVISION_LABEL] == revision]
+        assert len(held) == 3
+
+
+@virtual_time
+async def test_nothing_is_written_at_rest_and_a_restart_of_the_operator_changes_nothing() -> None:
+    async with settled(isvc_object(parallelism=TWO_NODES)) as (cluster, operator):
+        written = len(cluster.writes)
+        await operator.controller.resync()
+        await operator.settle()
+    async with Operator(cluster) as another:
+        await another.settle()
+    assert cluster.writes[written:] == []
+
+
+@virtual_time
+async def test_scaling_to_zero_and_deletion_leave_nothing() -> None:
+    async with settled(isvc_object(parallelism=TWO_NODES)) as (cluster, operator):
+        cluster.edit("tiny", lambda spec: spec.update(replicas=0))
+        await operator.settle()
+        assert cluster.pods() == []
+        assert node_sets(cluster) == []
+        cluster.edit("tiny", lambda spec: spec.update(replicas=1))
+        await operator.settle()
+        assert len(workers(cluster)) == 1
+        cluster.remove((INFERENCE_SERVICES, "team", "tiny"))
+        await operator.settle()
+        assert cluster.pods() == []
+        assert cluster.children() == {}
+
+
+@virtual_time
+async def test_from_one_node_to_two_and_back() -> None:
+    async with settled(isvc_object(parallelism={"tensor": 2})) as (cluster, operator):
+        cluster.edit("tiny", lambda spec: spec["parallelism"].update(nodes=2))
+        await operator.settle()
+        assert is_ready(cluster)
+        assert len(workers(cluster)) == 1
+        cluster.edit("tiny", lambda spec: spec["parallelism"].update(nodes=1))
+        await operator.settle()
+        assert is_ready(cluster)
+        assert workers(cluster) == node_sets(cluster) == []
+        secret = next(obj for (kind, _, _), obj in cluster.objects.items() if kind.name == "Secret")
+        assert NODE_KEY_ENV not in secret["data"], "no pod needs it any more"
+
+
+@virtual_time
+async def test_a_worker_that_cannot_go_costs_its_replica() -> None:
+    """A StatefulSet waits for a pod of a lost machine forever."""
+    now = [in_time()]
+    cluster = new_cluster()
+    async with Operator(cluster, now=lambda: now[0]) as operator:
+        cluster.create(isvc_object(parallelism=TWO_NODES))
+        await operator.settle()
+        (leader,), (worker,) = leaders(cluster), workers(cluster)
+        cluster.is_stuck = lambda each: each["metadata"]["uid"] == worker["metadata"]["uid"]
+        cluster.remove((PODS, "team", worker["metadata"]["name"]))
+        await until_still(cluster)
+        assert [each["metadata"]["uid"] for each in leaders(cluster)] == [leader["metadata"]["uid"]], (
+            "it has time"
+        )
+        now[0] = after_stop(OVERDUE_SECONDS + 1)
+        await operator.controller.resync()
+        for _ in range(40):
+            await asyncio.sleep(1.0)
+            cluster.step()
+        (successor,) = leaders(cluster)
+        assert successor["metadata"]["uid"] != leader["metadata"]["uid"]
+        assert is_ready(cluster)
+        fresh = [each for each in workers(cluster) if not each["metadata"].get("deletionTimestamp")]
+        assert len(fresh) == 1
+
+
+@virtual_time
+async def test_a_leader_that_cannot_go_keeps_no_workers() -> None:
+    now = [in_time()]
+    cluster = new_cluster()
+    async with Operator(cluster, now=lambda: now[0]) as operator:
+        cluster.create(isvc_object(parallelism=TWO_NODES))
+        await operator.settle()
+        (leader,), (worker,) = leaders(cluster), workers(cluster)
+        cluster.is_stuck = lambda each: each["metadata"]["uid"] == leader["metadata"]["uid"]
+        cluster.remove((PODS, "team", leader["metadata"]["name"]))
+        await until_still(cluster)
+        assert worker["metadata"]["uid"] in {each["metadata"]["uid"] for each in workers(cluster)}, (
+            "it drains"
+        )
+        now[0] = after_stop(OVERDUE_SECONDS + 1)
+        await operator.controller.resync()
+        for _ in range(20):
+            await asyncio.sleep(1.0)
+            cluster.step()
+        assert worker["metadata"]["uid"] not in {each["metadata"]["uid"] for each in workers(cluster)}
+        assert len(workers(cluster)) == 1, "those of its successor"
+        assert is_ready(cluster)
+
+
+async def until_still(cluster: FakeKubernetes) -> None:
+    for _ in range(10):
+        await asyncio.sleep(1.0)
+        cluster.step()
+
+
+@virtual_time
+async def test_a_paused_service_gets_the_workers_of_a_leader_that_kubernetes_replaces() -> None:
+    async with settled(isvc_object(parallelism=TWO_NODES)) as (cluster, operator):
+        cluster.edit("tiny", lambda spec: spec.update(paused=True))
+        (leader,) = leaders(cluster)
+        cluster.remove((PODS, "team", leader["metadata"]["name"]))
+        await operator.settle()
+        (successor,) = leaders(cluster)
+        (owned,) = node_sets(cluster)
+        assert owned["metadata"]["ownerReferences"][0]["uid"] == successor["metadata"]["uid"]
+
+
+@virtual_time
+async def test_a_stateful_set_of_others_is_left_alone() -> None:
+    async with settled(isvc_object(parallelism=TWO_NODES)) as (cluster, operator):
+        (own,) = node_sets(cluster)
+        foreign = {
+            **own,
+            "metadata": {
+                **own["metadata"],
+                "name": "other",
+                "ownerReferences": [{"kind": "Pod", "name": "x", "uid": "somebody", "controller": True}],
+            },
+        }
+        cluster.create(foreign)
+        await operator.settle()
+        assert {each["metadata"]["name"] for each in node_sets(cluster)} == {"other", own["metadata"]["name"]}
+
+
+def test_a_canary_tries_its_change_with_workers_too() -> None:
+    service = isvc(parallelism=TWO_NODES)
+    plan = plan_children(service, Observation(), CONFIG)
+    template = plan.deployment["spec"]["template"]
+    annotations = template["metadata"]["annotations"]
+    node_template = annotations["inference.argosy.dev/node-template"]
+    canary = pod("canary", "r2", is_canary=True, address="10.0.0.3", node_template=node_template)
+    (found,) = plan_children(service, Observation(pods=(canary,)), CONFIG).node_sets
+    assert found["metadata"]["ownerReferences"][0]["name"] == "canary"
+    assert found["spec"]["template"]["metadata"]["labels"][REVISION_LABEL] == "r2"
+
+
+@pytest.mark.parametrize(
+    "leader",
+    [
+        pod("a", "r", node_template="", address="10.0.0.1"),
+        pod("a", "r", node_template="{}", address="10.0.0.1"),
+        pod("a", "r", node_template='{"workers":1,"template":{},"more":1}', address="10.0.0.1"),
+    ],
+)
+def test_a_pod_that_says_nothing_of_workers_gets_none(leader: Pod) -> None:
+    assert plan_children(isvc(), Observation(pods=(leader,)), CONFIG).node_sets == ()
+
+
+def test_what_a_worker_waits_for_is_shown_of_its_replica() -> None:
+    failing = pod("w", "r", leader="uid-a", problem=Problem("ImagePullBackOff", "not found"))
+    waiting = pod(
+        "v", "r", leader="uid-a", unschedulable="0/1 nodes", unschedulable_since="2026-01-01T00:00:00Z"
+    )
+    found, other = with_workers((pod("a", "r"), failing, pod("b", "r"), waiting))
+    assert found.problem == Problem("ImagePullBackOff", "its node w: not found")
+    assert (found.unschedulable, found.unschedulable_since) == ("0/1 nodes", "2026-01-01T00:00:00Z")
+    assert other == pod("b", "r")
+
+
+def test_all_pods_of_a_service_are_one_budget_and_one_spread() -> None:
+    spread = {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "DoNotSchedule"}
+    placement = {"topologySpreadConstraints": [spread]}
+    plan = plan_children(isvc(parallelism=TWO_NODES, placement=placement), Observation(), CONFIG)
+    whole = {"matchLabels": {"inference.argosy.dev/service": "tiny"}}
+    assert plan.budget["spec"]["selector"] == whole
+    (constraint,) = plan.deployment["spec"]["template"]["spec"]["topologySpreadConstraints"]
+    assert constraint["labelSelector"] == whole
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ({"parallelism": {"tensor": 3, "nodes": 2}}, "must divide"),
+        ({"parallelism": {"nodes": 2}}, "must divide"),
+        ({"parallelism": {"tensor": 2, "data": 2, "nodes": 2}}, "set data to 1"),
+        ({"parallelism": {"tensor": 2, "nodes": 0}}, "greater than or equal to 1"),
+        ({"parallelism": {"tensor": 16, "nodes": 17}}, "less than or equal to 16"),
+        (
+            {"parallelism": TWO_NODES, "engine": {"type": "vllm"}, "model": {"source": "pvc://claim/model"}},
+            "only engines of type argosy",
+        ),
+        ({"parallelism": TWO_NODES, "engine": {"args": ["--nnodes=2"]}}, "field of their own"),
+        ({"parallelism": TWO_NODES, "engine": {"args": ["--headless"]}}, "the operator sets"),
+        ({"engine": {"env": [{"name": NODE_KEY_ENV, "value": "x"}]}}, "is set by the operator"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(spec: dict[str, Any], message: str) -> None:
+    with pytest.raises(ManifestError) as refused:
+        validate_manifest(isvc_object(**spec))
+    assert message in str(refused.value)
+
+
+def test_one_node_is_the_default_and_changes_nothing() -> None:
+    plain, said = (
+        plan_children(isvc(parallelism=each), Observation(), CONFIG) for each in ({}, {"nodes": 1})
+    )
+    assert plain == said
+    assert plain.node_sets == ()
+    assert list(plain.secret["data"]) == ["ARGOSY_API_KEY"]
