@@ -6,6 +6,7 @@ from typing import Any
 
 from argosy_operator.cluster.store import Store
 from argosy_operator.kinds import DEPLOYMENTS, PODS
+from argosy_resource.engine_address import SERVICE_LABEL
 
 
 def version(number: int, *, uid: str = "u", service: str = "tiny") -> dict[str, Any]:
@@ -46,3 +47,23 @@ def test_store_indexes_children_by_service() -> None:
         assert len(store.adopt(listing, [], "9")) == 1
     assert store.children(PODS, ("team", "other")) == []
     assert list(store.all(DEPLOYMENTS)) == []
+
+
+def test_store_keeps_marked_objects_apart() -> None:
+    store = Store({PODS: lambda obj: obj["metadata"]["labels"][SERVICE_LABEL] == "tiny"})
+    assert store.marked(PODS) == []
+    store.put(PODS, version(1))
+    assert [obj["metadata"]["resourceVersion"] for obj in store.marked(PODS)] == ["1"]
+    store.put(PODS, version(2))
+    assert [obj["metadata"]["resourceVersion"] for obj in store.marked(PODS)] == ["2"]
+    store.put(PODS, version(3, service="other"))
+    assert store.marked(PODS) == [], "it has lost its mark"
+    store.put(PODS, version(4))
+    assert store.remove(PODS, version(5))
+    assert store.marked(PODS) == []
+    with store.listing(PODS, None) as listing:
+        assert len(store.adopt(listing, [version(6)], "7")) == 1
+    assert len(store.marked(PODS)) == 1
+    with store.listing(PODS, None) as listing:
+        store.adopt(listing, [], "9")
+    assert store.marked(PODS) == []

@@ -79,9 +79,8 @@ async def _quiet(rig: Rig, namespace: str) -> None:
 
 def _is_reported(deployment: Object) -> bool:
     status, replicas = deployment.get("status", {}), deployment["spec"]["replicas"]
-    counts = (status.get(field, 0) for field in ("replicas", "updatedReplicas", "availableReplicas"))
     is_observed = status.get("observedGeneration") == deployment["metadata"]["generation"]
-    return is_observed and all(count == replicas for count in counts)
+    return is_observed and status.get("replicas", 0) == replicas and not status.get("unavailableReplicas")
 
 
 async def _killed_after_every(rig: Rig, namespace: str, period: int) -> str:

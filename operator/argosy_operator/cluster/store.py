@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -51,7 +51,11 @@ class Listing(Struct):
 class Store:
     """Objects by kind and name."""
 
-    def __init__(self) -> None:
+    def __init__(self, marks: Mapping[Kind, Callable[[Object], bool]] | None = None) -> None:
+        """`marks` says of each kind which of its objects `marked` returns: few, so that nothing has to look through all
+        of a large fleet."""
+        self._marks = marks or {}
+        self._marked: dict[Kind, dict[Name, Object]] = {kind: {} for kind in self._marks}
         self._objects: dict[Kind, dict[Name, Object]] = {
             kind: {} for kind in (INFERENCE_SERVICES, DEPLOYMENTS, STATEFUL_SETS, SERVICES, BUDGETS, PODS)
         }
@@ -68,6 +72,10 @@ class Store:
 
     def all(self, kind: Kind) -> Iterator[Object]:
         return iter(list(self._objects[kind].values()))
+
+    def marked(self, kind: Kind) -> list[Object]:
+        """The objects of a kind that are marked, the one stored first at the front."""
+        return list(self._marked[kind].values())
 
     def put(self, kind: Kind, obj: Object) -> bool:
         """Store a version of an object. False if it is not newer than the stored one."""
@@ -141,12 +149,16 @@ class Store:
     def _put(self, kind: Kind, name: Name, obj: Object) -> None:
         if name in self._objects[kind]:
             self._drop(kind, name)
-        self._objects[kind][name] = _trimmed(obj)
+        stored = self._objects[kind][name] = _trimmed(obj)
+        if kind in self._marks and self._marks[kind](stored):
+            self._marked[kind][name] = stored
         service = service_of(obj)
         if service is not None:
             self._by_service[kind, service].add(name)
 
     def _drop(self, kind: Kind, name: Name) -> None:
+        if kind in self._marked:
+            self._marked[kind].pop(name, None)
         service = service_of(self._objects[kind].pop(name))
         if service is not None:
             names = self._by_service[kind, service]

@@ -106,7 +106,7 @@ class Controller:
         """Set while keys are reconciled."""
         self._config = config
         self.metrics = metrics or OperatorMetrics()
-        self.store = Store()
+        self.store = Store({DEPLOYMENTS: has_the_turn})
         self.queue: WorkQueue[Name] = WorkQueue()
         self.routers = RouterWatch(fetch, self._routers_changed)
         self.loads = LoadWatch(fetch_load, self._requests_held)

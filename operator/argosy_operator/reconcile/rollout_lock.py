@@ -20,7 +20,8 @@ from argosy_operator.observed.deployment import has_the_turn
 
 
 class RolloutLock:
-    """Knows which service has the turn. Calls `on_ended` when services that wait should be reconciled again.
+    """Knows which service has the turn. Deployments that have it are marked in `store` (`has_the_turn`). Calls
+    `on_ended` when services that wait should be reconciled again.
     `is_left_alone(service)`: whether the service's Deployment is not applied at present."""
 
     def __init__(
@@ -62,7 +63,7 @@ class RolloutLock:
         self._on_ended()
 
     def _by_deployment(self) -> Iterator[Name]:
-        for obj in self._store.all(DEPLOYMENTS):
+        for obj in self._store.marked(DEPLOYMENTS):
             service = service_of(obj)
-            if service is not None and has_the_turn(obj):
+            if service is not None:
                 yield service
