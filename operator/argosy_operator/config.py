@@ -7,8 +7,8 @@ operator at its start, with the name of the variable.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import PurePosixPath
+from dataclasses import dataclass, field, replace
+from pathlib import Path, PurePosixPath
 from typing import Final
 
 import msgspec
@@ -33,6 +33,10 @@ class OperatorConfig:
     fleet_key: bytes
     """Key from which every service's internal key is derived, shared with the routers (`ARGOSY_FLEET_KEY`). Empty only
     at the first start, when the operator creates it."""
+    previous_fleet_keys: tuple[bytes, ...] = ()
+    """Keys before it that are still valid while it is rotated, newest first (`argosy_protocol.fleet_keys`)."""
+    fleet_key_dir: Path | None = None
+    """Mounted Secret with the key (`ARGOSY_FLEET_KEY_DIR`), which is followed. Instead of `ARGOSY_FLEET_KEY`."""
     engine_image: str
     """Image of services that name none (`ARGOSY_ENGINE_IMAGE`)."""
     vllm_image: str = "vllm/vllm-openai:v0.32.0"
@@ -85,6 +89,10 @@ class OperatorConfig:
     workers: int = 8
     """Number of resources reconciled at the same time. Bounds the load on the API server after a restart."""
 
+    def with_fleet_keys(self, keys: tuple[bytes, ...]) -> OperatorConfig:
+        """The same with these valid keys, newest first; at least one."""
+        return replace(self, fleet_key=keys[0], previous_fleet_keys=keys[1:])
+
     @property
     def router_speaks_tls(self) -> bool:
         """Whether the routers have a certificate; their admin port then speaks TLS as well."""
@@ -104,10 +112,12 @@ class OperatorConfig:
             ConfigError: a variable is missing or has an invalid value.
         """
         fleet_key_secret = env.get("ARGOSY_FLEET_KEY_SECRET", "")
+        fleet_key_dir = _directory(env, "ARGOSY_FLEET_KEY_DIR")
+        is_optional = fleet_key_secret or fleet_key_dir
         fleet_key = (
-            env.get("ARGOSY_FLEET_KEY", "") if fleet_key_secret else _required(env, "ARGOSY_FLEET_KEY")
+            env.get("ARGOSY_FLEET_KEY", "") if is_optional else _required(env, "ARGOSY_FLEET_KEY")
         ).encode()
-        if len(fleet_key) < 16 and (fleet_key or not fleet_key_secret):
+        if len(fleet_key) < 16 and (fleet_key or not is_optional):
             raise ConfigError("ARGOSY_FLEET_KEY must have at least 16 bytes")
         pull_policy = env.get("ARGOSY_IMAGE_PULL_POLICY") or "IfNotPresent"
         if pull_policy not in ("Always", "IfNotPresent", "Never"):
@@ -116,6 +126,7 @@ class OperatorConfig:
         return cls(
             namespace=_required(env, "POD_NAMESPACE"),
             fleet_key=fleet_key,
+            fleet_key_dir=Path(fleet_key_dir) if fleet_key_dir else None,
             engine_image=_required(env, "ARGOSY_ENGINE_IMAGE"),
             vllm_image=env.get("ARGOSY_VLLM_IMAGE") or cls.vllm_image,
             sglang_image=env.get("ARGOSY_SGLANG_IMAGE") or cls.sglang_image,

@@ -28,10 +28,11 @@ from argosy_operator.config import ConfigError, OperatorConfig
 from argosy_operator.errors import OperatorError
 from argosy_operator.process.event_source import scopes, watch
 from argosy_operator.process.health import health_app
-from argosy_operator.process.installation_keys import ensure_keys, keep_fleet_key
+from argosy_operator.process.installation_keys import ensure_keys, follow_fleet_keys, keep_fleet_key
 from argosy_operator.process.leader_election import LeaderElection
 from argosy_operator.reconcile.controller import Controller
 from argosy_operator.reconcile.leadership import FencedApi, Leadership
+from argosy_protocol.fleet_keys import FleetKeys
 from argosy_protocol.load_report import LOAD_PATH, LoadReport
 from argosy_protocol.program.listen import explain_listen_errors
 from argosy_protocol.routable_report import REPORT_PATH, RoutableReport
@@ -55,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="argosy operator",
         description="Reconciles InferenceServices. Settings come from the environment: POD_NAMESPACE, "
-        "ARGOSY_FLEET_KEY (or ARGOSY_FLEET_KEY_SECRET, to make it), ARGOSY_ENGINE_IMAGE, and optionally "
+        "ARGOSY_FLEET_KEY or ARGOSY_FLEET_KEY_DIR (or ARGOSY_FLEET_KEY_SECRET, to make it), ARGOSY_ENGINE_IMAGE, and "
+        "optionally "
         "ARGOSY_ROUTER_KEYS_SECRET, ARGOSY_ENGINE_UPGRADE_POLICY, ARGOSY_ENGINE_SERVICE_ACCOUNTS, "
         "ARGOSY_IMAGE_PULL_POLICY, ARGOSY_IMAGE_PULL_SECRETS, ARGOSY_ROUTER_URL, ARGOSY_MODEL_FETCH_ENV, "
         "ARGOSY_NODE_CACHE_PATH, ARGOSY_NODE_CACHE_SELECTOR, ARGOSY_IMAGE_VOLUMES, "
@@ -94,10 +96,17 @@ async def run(config: OperatorConfig, *, health_port: int) -> int:
         OperatorError: there is no cluster, or it could not be read the first time.
     """
     async with await KubernetesApi.connect() as api, aiohttp.ClientSession() as session:
+        keys = FleetKeys(config.fleet_key, config.fleet_key_dir)
+        if keys.keys:
+            config = config.with_fleet_keys(keys.keys)
         config = await ensure_keys(api, config)
-        key, is_tls = config.fleet_key, config.router_speaks_tls
-        fetch = http_fetch(session, key, REPORT_PATH, RoutableReport, wait=router_watch.WAIT, is_tls=is_tls)
-        fetch_load = http_fetch(session, key, LOAD_PATH, LoadReport, wait=load_watch.WAIT, is_tls=is_tls)
+        if not config.fleet_key:
+            raise OperatorError(f"there is no fleet key: {keys.problem}")
+        if not keys.keys:
+            keys = FleetKeys(config.fleet_key, config.fleet_key_dir)
+        is_tls = config.router_speaks_tls
+        fetch = http_fetch(session, keys, REPORT_PATH, RoutableReport, wait=router_watch.WAIT, is_tls=is_tls)
+        fetch_load = http_fetch(session, keys, LOAD_PATH, LoadReport, wait=load_watch.WAIT, is_tls=is_tls)
         leadership = Leadership() if config.lease else None
         controller = Controller(
             api, config, fetch=fetch, fetch_load=fetch_load, ask_progress=http_progress, leadership=leadership
@@ -107,7 +116,7 @@ async def run(config: OperatorConfig, *, health_port: int) -> int:
             stop, signalled = asyncio.Event(), asyncio.Event()
             claim_signals = _on_signals(signalled.set)
             claim_signals()
-            work = asyncio.create_task(_work(controller, api, config, leadership), name="controller")
+            work = asyncio.create_task(_work(controller, api, config, keys, leadership), name="controller")
             sources = [
                 asyncio.create_task(
                     watch(controller, scope, stop=stop, claim_signals=claim_signals), name="kopf"
@@ -134,30 +143,36 @@ async def run(config: OperatorConfig, *, health_port: int) -> int:
 
 
 async def _work(
-    controller: Controller, api: KubernetesApi, config: OperatorConfig, leadership: Leadership | None
+    controller: Controller,
+    api: KubernetesApi,
+    config: OperatorConfig,
+    keys: FleetKeys,
+    leadership: Leadership | None,
 ) -> None:
     """Reconcile, and keep the fleet key's Secret, until cancelled; with a lease, while it is held."""
     if leadership is None:
-        await _work_alone(controller, api, config)
+        await _work_alone(controller, api, config, keys)
         return
     election = LeaderElection(
         api, leadership, namespace=config.namespace, name=config.lease, identity=config.identity
     )
     electing = asyncio.create_task(election.run(), name="election")
     try:
-        await _work_alone(controller, FencedApi(api, leadership), config)
+        await _work_alone(controller, FencedApi(api, leadership), config, keys)
     finally:
         electing.cancel()
         await asyncio.gather(electing, return_exceptions=True)
         await election.release()
 
 
-async def _work_alone(controller: Controller, api: Api, config: OperatorConfig) -> None:
-    keeping = asyncio.create_task(keep_fleet_key(api, config), name="fleet-key")
+async def _work_alone(controller: Controller, api: Api, config: OperatorConfig, keys: FleetKeys) -> None:
+    keeping = asyncio.create_task(keep_fleet_key(api, config, keys), name="fleet-key")
+    following = asyncio.create_task(follow_fleet_keys(keys, controller.use_fleet_keys), name="fleet-keys")
     try:
         await controller.run()
     finally:
         keeping.cancel()
+        following.cancel()
 
 
 def _on_signals(stop: Callable[[], None]) -> Callable[[], None]:

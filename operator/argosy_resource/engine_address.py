@@ -14,6 +14,10 @@ PROGRESS_PORT: Final = 8009
 """Where the container that fetches the model tells how far it is."""
 API_KEY_ENV: Final = "ARGOSY_API_KEY"
 """Environment variable, and field of the service's Secret, that holds the engines' internal key."""
+API_KEYS_FIELD: Final = "api-keys"
+"""Field of the service's Secret with all valid internal keys, one per line, the newest first."""
+INTERNAL_KEYS_ENV: Final = "ARGOSY_INTERNAL_KEYS_FILE"
+"""Environment variable that tells the engines where that field is mounted."""
 
 NODE_KEY_ENV: Final = "ARGOSY_NODE_KEY"
 """Environment variable, and field of the service's Secret, that holds the key by which the nodes of one engine know

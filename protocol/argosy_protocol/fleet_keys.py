@@ -53,13 +53,18 @@ class FleetKeys:
         """Keys that have left the files, and when; in this order."""
         self._problem = ""
         """Why the files are not heeded, as last logged; empty if they are."""
-        self._keys = self._given
+        self._keys: tuple[bytes, ...] = self._given
         self.look()
 
     @property
     def keys(self) -> tuple[bytes, ...]:
         """The valid keys, newest first; empty if there is none."""
         return self._keys
+
+    @property
+    def given(self) -> tuple[bytes, ...]:
+        """The keys that the files had when they were last read: the current one and, perhaps, the one before."""
+        return self._given
 
     @property
     def problem(self) -> str:
@@ -73,7 +78,7 @@ class FleetKeys:
             self._read(self._directory, now)
         for key in [key for key, left in self._left.items() if now - left >= LINGER_S]:
             del self._left[key]
-        keys = (*self._given, *reversed(self._left))
+        keys: tuple[bytes, ...] = (*self._given, *reversed(self._left))
         is_changed = keys != self._keys
         self._keys = keys
         return is_changed

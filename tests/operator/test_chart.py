@@ -445,3 +445,12 @@ def test_images_have_the_labels_of_the_oci(path: Path) -> None:
         assert re.search(rf"^ARG {name.upper()}=$", image, re.MULTILINE)
     last_run = image.rindex("\nRUN ")
     assert last_run < image.index("\nARG VERSION="), "another label would make the layers anew"
+
+
+def test_the_fleet_key_is_mounted_and_no_variable() -> None:
+    """A variable stays what it was when the container started, so that a rotation would need a restart."""
+    for name in ("operator", "router"):
+        text = (CHART / "templates" / f"{name}.yaml").read_text()
+        assert "ARGOSY_FLEET_KEY_DIR" in text
+        assert not re.search(r"name: ARGOSY_FLEET_KEY\s", text)
+        assert 'secretName: {{ include "argosy.fleetKeySecret" . }}' in text

@@ -119,11 +119,11 @@ def test_env_is_merged_by_name_and_the_operators_comes_first() -> None:
         "podTemplate": {"spec": {"containers": [overlay]}},
     }
     env = container(plan(**spec))["env"]
-    own = ["ARGOSY_API_KEY", "HOME", "POD_NAME", "ARGOSY_WARM_UP_FROM"]
+    own = ["ARGOSY_API_KEY", "HOME", "POD_NAME", "ARGOSY_INTERNAL_KEYS_FILE", "ARGOSY_WARM_UP_FROM"]
     assert [each["name"] for each in env] == [*own, "A", "B", "C"]
     assert env[0]["valueFrom"] == {"secretKeyRef": {"name": "tiny-engine-key", "key": "ARGOSY_API_KEY"}}
-    assert env[5] == {"name": "B", "value": "2"}
-    assert env[6] == {"name": "C", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}}
+    assert env[6] == {"name": "B", "value": "2"}
+    assert env[7] == {"name": "C", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}}
     assert engine_env(isvc(**spec)) == {"A": "1", "B": "2"}
 
 
@@ -145,6 +145,7 @@ def test_pod_is_restricted() -> None:
         "/tmp": "emptyDir",
         "/home/argosy": "emptyDir",
         "/dev/shm": "emptyDir",
+        "/etc/argosy-key": "secret",
     }
 
 
@@ -172,7 +173,7 @@ def test_overlay_is_added_and_takes_nothing_away() -> None:
     claim = {"claimName": "site", "readOnly": True}
     assert pod_spec(made)["volumes"][-1] == {"name": "site", "persistentVolumeClaim": claim}
     assert container(made)["volumeMounts"][-1] == {"name": "site", "mountPath": "/site", "readOnly": True}
-    assert len(container(made)["volumeMounts"]) == 4
+    assert len(container(made)["volumeMounts"]) == 5
 
 
 def test_model_on_a_claim_is_mounted_read_only() -> None:
@@ -266,6 +267,7 @@ def test_objects_belong_to_the_resource() -> None:
         assert obj.items() <= labels.items()
     key = base64.b64decode(made.secret["data"]["ARGOSY_API_KEY"]).decode()
     assert key == internal_key(CONFIG.fleet_key, "uid-team-tiny")
+    assert base64.b64decode(made.secret["data"]["api-keys"]).decode() == f"{key}\n"
 
 
 @pytest.mark.parametrize("length", [1, 30, 40, 63])

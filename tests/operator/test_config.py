@@ -79,3 +79,13 @@ def test_settings_of_models() -> None:
 def test_wrong_settings_are_named(change: dict[str, str], variable: str) -> None:
     with pytest.raises(ConfigError, match=variable):
         OperatorConfig.from_env({**ENV, **change})
+
+
+def test_a_mounted_fleet_key_needs_no_variable() -> None:
+    env = {name: value for name, value in ENV.items() if name != "ARGOSY_FLEET_KEY"}
+    config = OperatorConfig.from_env({**env, "ARGOSY_FLEET_KEY_DIR": "/etc/argosy-fleet-key"})
+    assert (config.fleet_key, str(config.fleet_key_dir)) == (b"", "/etc/argosy-fleet-key")
+    used = config.with_fleet_keys((b"n" * 32, b"o" * 32))
+    assert (used.fleet_key, used.previous_fleet_keys) == (b"n" * 32, (b"o" * 32,))
+    with pytest.raises(ConfigError, match="ARGOSY_FLEET_KEY_DIR"):
+        OperatorConfig.from_env({**env, "ARGOSY_FLEET_KEY_DIR": "relative"})

@@ -27,6 +27,7 @@ from argosy_operator.kinds import DEPLOYMENTS, INFERENCE_SERVICES, PODS
 from argosy_operator.process.health import health_app
 from argosy_operator.reconcile.controller import Controller
 from argosy_protocol.bearer_keys import internal_key
+from argosy_protocol.fleet_keys import FleetKeys
 from argosy_protocol.load_report import LOAD_PATH, LoadReport
 from argosy_protocol.routable_report import ADMIN_KEY_UID, REPORT_PATH, RoutableReport
 
@@ -87,7 +88,7 @@ def certified(folder: Path) -> ssl.SSLContext:
 async def test_routers_are_asked_by_address(
     path: str, sent: Any, is_tls: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    key = internal_key(CONFIG.fleet_key, ADMIN_KEY_UID)
+    key, keys = internal_key(CONFIG.fleet_key, ADMIN_KEY_UID), FleetKeys(CONFIG.fleet_key)
     queries = []
 
     async def report(request: web.Request) -> web.Response:
@@ -103,7 +104,7 @@ async def test_routers_are_asked_by_address(
     monkeypatch.setattr(router_reports, "ROUTER_ADMIN_PORT", runner.addresses[0][1])
     try:
         async with ClientSession() as session:
-            ask = partial(http_fetch, session, CONFIG.fleet_key, path, type(sent), wait=25)
+            ask = partial(http_fetch, session, keys, path, type(sent), wait=25)
             assert await ask(is_tls=is_tls)("127.0.0.1", 6) == sent
             assert await ask(is_tls=is_tls)("127.0.0.1", None) == sent
             with pytest.raises((ClientError, OSError)):
@@ -176,3 +177,35 @@ def test_wrong_settings_end_the_process(
     monkeypatch.delenv("POD_NAMESPACE", raising=False)
     assert main.main([]) == main.EXIT_CONFIG
     assert "ARGOSY_FLEET_KEY" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("accepted", [b"n" * 32, b"o" * 32], ids=["the new key", "the old key"])
+async def test_a_router_is_asked_with_the_key_that_it_has(
+    accepted: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """During a rotation a router may have seen the new fleet key before the operator, or after it."""
+    sent = RoutableReport(router="r", revision=7, fleet_revision="f", replicas=())
+    wanted = f"Bearer {internal_key(accepted, ADMIN_KEY_UID)}"
+
+    async def report(request: web.Request) -> web.Response:
+        if request.headers["authorization"] != wanted:
+            raise web.HTTPUnauthorized
+        return web.Response(body=msgspec.json.encode(sent))
+
+    app = web.Application()
+    app.router.add_get(REPORT_PATH, report)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    monkeypatch.setattr(router_reports, "ROUTER_ADMIN_PORT", runner.addresses[0][1])
+    (tmp_path / "key").write_bytes(b"n" * 32)
+    (tmp_path / "previous").write_bytes(b"o" * 32)
+    try:
+        async with ClientSession() as session:
+            both = FleetKeys(b"", tmp_path)
+            ask = partial(http_fetch, session, path=REPORT_PATH, report=RoutableReport, wait=25, is_tls=False)
+            assert await ask(both)("127.0.0.1", None) == sent
+            with pytest.raises(ClientError, match="401"):
+                await ask(FleetKeys(b"x" * 32))("127.0.0.1", None)
+    finally:
+        await runner.cleanup()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from virtual_time import run, virtual_time
 from argosy_operator.config import OperatorConfig
 from argosy_operator.errors import ApiError, OperatorError
 from argosy_operator.kinds import SECRETS
-from argosy_operator.process.installation_keys import ensure_keys, keep_fleet_key
+from argosy_operator.process.installation_keys import ensure_keys, follow_fleet_keys, keep_fleet_key
+from argosy_protocol.fleet_keys import LINGER_S, FleetKeys
 
 FLEET = (SECRETS, "argosy-system", "argosy-fleet-key")
 ROUTER = (SECRETS, "argosy-system", "argosy-router-keys")
@@ -111,7 +113,7 @@ async def test_a_fleet_key_that_was_deleted_comes_back_as_it_was() -> None:
     cluster = FakeKubernetes()
     config = await ensure_keys(cluster, FIRST)
     made = dict(cluster.objects[FLEET]["data"])
-    keeping = asyncio.create_task(keep_fleet_key(cluster, config))
+    keeping = asyncio.create_task(keep_fleet_key(cluster, config, FleetKeys(config.fleet_key)))
     cluster.remove(FLEET)
     await asyncio.sleep(2 * config.resync_seconds)
     assert cluster.objects[FLEET]["data"] == made
@@ -128,3 +130,34 @@ async def test_a_fleet_key_that_was_deleted_comes_back_as_it_was() -> None:
     assert cluster.objects[FLEET]["data"] == {"key": "bmV3"}, "the administrator's change stays"
     assert not keeping.done(), "an API server that fails for a while stops nothing"
     keeping.cancel()
+
+
+@virtual_time
+async def test_a_rotated_key_that_was_deleted_comes_back_with_the_one_before() -> None:
+    cluster = FakeKubernetes()
+    config = await ensure_keys(cluster, FIRST)
+    cluster.remove(FLEET)
+    keys = FleetKeys(config.fleet_key)
+    keys._given = (b"n" * 32, b"o" * 32)
+    keeping = asyncio.create_task(keep_fleet_key(cluster, config, keys))
+    await asyncio.sleep(2 * config.resync_seconds)
+    keeping.cancel()
+    assert (value(cluster, FLEET, "key"), value(cluster, FLEET, "previous")) == (b"n" * 32, b"o" * 32)
+
+
+@virtual_time
+async def test_a_rotation_is_followed(tmp_path: Path) -> None:
+    """The kubelet replaces the files; the old key lapses by itself."""
+    (tmp_path / "key").write_bytes(b"o" * 32)
+    keys = FleetKeys(b"", tmp_path, asyncio.get_running_loop().time)
+    seen: list[tuple[bytes, ...]] = []
+    following = asyncio.create_task(follow_fleet_keys(keys, seen.append))
+    await asyncio.sleep(60)
+    assert seen == []
+    (tmp_path / "key").write_bytes(b"n" * 32)
+    await asyncio.sleep(5)
+    assert seen == [(b"n" * 32, b"o" * 32)]
+    (tmp_path / "key").unlink()
+    await asyncio.sleep(LINGER_S)
+    following.cancel()
+    assert seen[1:] == [(b"n" * 32,)], "a Secret that was deleted takes no key away"

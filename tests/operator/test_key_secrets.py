@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 
 import pytest
-from builders import isvc_object
+from builders import CONFIG, isvc_object
 from fake_kubernetes import FakeKubernetes, Object
 from harness import Operator, new_cluster
 from virtual_time import virtual_time
 
 from argosy_operator.kinds import DEPLOYMENTS, INFERENCE_SERVICES, SECRETS
-from argosy_resource.engine_address import API_KEY_ENV
+from argosy_protocol.bearer_keys import internal_key
+from argosy_resource.engine_address import API_KEY_ENV, API_KEYS_FIELD
 
 SECRET = (SECRETS, "team", "tiny-engine-key")
+DEPLOYMENT = (DEPLOYMENTS, "team", "tiny-engine")
 RESYNC = 400
 """Longer than a resync period with its jitter."""
 
@@ -70,7 +73,7 @@ async def test_when_the_users_secret_is_gone_the_service_starts() -> None:
         await asyncio.sleep(120)
         await operator.settle()
     assert cluster.condition("Ready")["status"] == "True"
-    assert list(cluster.objects[SECRET]["data"]) == [API_KEY_ENV]
+    assert list(cluster.objects[SECRET]["data"]) == [API_KEY_ENV, API_KEYS_FIELD]
 
 
 @virtual_time
@@ -156,6 +159,82 @@ async def test_another_fleet_key_reaches_the_secret() -> None:
     async with Operator(cluster, fleet_key=b"another-fleet-key") as operator:
         await operator.settle()
     assert cluster.objects[SECRET]["data"] != before
+
+
+def internal_keys(cluster: FakeKubernetes) -> list[str]:
+    """The keys that engines accept, by the mounted file."""
+    return base64.b64decode(cluster.objects[SECRET]["data"][API_KEYS_FIELD]).decode().split()
+
+
+def derived(cluster: FakeKubernetes, *fleet_keys: bytes) -> list[str]:
+    uid = cluster.objects[INFERENCE_SERVICES, "team", "tiny"]["metadata"]["uid"]
+    return [internal_key(key, uid) for key in fleet_keys]
+
+
+@virtual_time
+async def test_a_rotation_reaches_the_secret_at_once_and_replaces_no_pod() -> None:
+    old, new = CONFIG.fleet_key, b"n" * 32
+    cluster = new_cluster()
+    async with Operator(cluster) as operator:
+        cluster.create(isvc_object())
+        await operator.settle()
+        uid = cluster.objects[SECRET]["metadata"]["uid"]
+        pods, generation = cluster.pods(), cluster.objects[DEPLOYMENT]["metadata"]["generation"]
+        assert internal_keys(cluster) == derived(cluster, old)
+        cluster.writes.clear()
+        operator.controller.use_fleet_keys((new, old))
+        await operator.settle()
+        assert internal_keys(cluster) == derived(cluster, new, old), "both are valid"
+        assert (
+            base64.b64decode(cluster.objects[SECRET]["data"][API_KEY_ENV]).decode()
+            == derived(cluster, new)[0]
+        )
+        operator.controller.use_fleet_keys((new,))
+        await operator.settle()
+        assert internal_keys(cluster) == derived(cluster, new)
+        assert secret_writes(cluster) == ["apply", "apply"]
+        assert {kind for _, kind, _ in cluster.writes} == {"Secret"}
+        assert cluster.objects[SECRET]["metadata"]["uid"] == uid
+        assert cluster.objects[DEPLOYMENT]["metadata"]["generation"] == generation
+        assert [pod["metadata"]["uid"] for pod in cluster.pods()] == [pod["metadata"]["uid"] for pod in pods]
+
+
+@virtual_time
+async def test_a_rotation_during_a_check_is_not_missed() -> None:
+    """The check that is under way wrote what was wanted before."""
+    old, new = CONFIG.fleet_key, b"n" * 32
+    cluster = new_cluster()
+    async with Operator(cluster) as operator:
+
+        def rotate(number: int) -> None:
+            cluster.before_write = lambda number: None
+            operator.controller.use_fleet_keys((new, old))
+
+        cluster.before_write = rotate
+        cluster.create(isvc_object())
+        await operator.settle()
+        assert internal_keys(cluster) == derived(cluster, new, old)
+
+
+@virtual_time
+async def test_engines_that_read_their_key_at_their_start_are_replaced_when_it_lapses() -> None:
+    """vLLM and SGLang; while both keys are valid, routers reach them with the old one."""
+    old, new = CONFIG.fleet_key, b"n" * 32
+    cluster = new_cluster()
+    async with Operator(cluster) as operator:
+        cluster.create(isvc_object(model={"source": "pvc://claim/model"}, engine={"type": "vllm"}))
+        await operator.settle()
+
+        def template() -> Object:
+            return cluster.objects[DEPLOYMENT]["spec"]["template"]
+
+        before = template()
+        operator.controller.use_fleet_keys((new, old))
+        await operator.settle()
+        assert template() == before
+        operator.controller.use_fleet_keys((new,))
+        await operator.settle()
+        assert template() != before
 
 
 @virtual_time

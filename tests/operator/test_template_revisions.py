@@ -6,19 +6,33 @@ table of docs/operations.md ("Upgrading").
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 from builders import CONFIG, isvc
 
 from argosy_operator.desired.children import plan_children
-from argosy_operator.names import REVISION_LABEL
+from argosy_operator.names import KEY_FILE_ANNOTATION, REVISION_LABEL
 from argosy_operator.observed.observation import Observation
 
 HUB = {"source": "hf://org/model"}
 CLAIM = {"source": "pvc://claim/model"}
 
 PINNED: list[tuple[str, dict[str, Any], str]] = [
+    ("the model of the image", {}, "7427266b02"),
+    ("a claim", {"model": CLAIM}, "c77f1c0e46"),
+    ("a fetched model", {"model": HUB}, "7676553497"),
+    (
+        "a fetched model, kept on a claim",
+        {"model": {**HUB, "cache": {"type": "claim", "claimName": "models"}}},
+        "2bed313999",
+    ),
+    ("vLLM", {"model": CLAIM, "engine": {"type": "vllm"}}, "d01ee7375b"),
+    ("SGLang", {"model": CLAIM, "engine": {"type": "sglang"}}, "d8e28fb0a2"),
+]
+
+KEPT: list[tuple[str, dict[str, Any], str]] = [
     ("the model of the image", {}, "9a7de7893e"),
     ("a claim", {"model": CLAIM}, "15d690c7bb"),
     ("a fetched model", {"model": HUB}, "732e919234"),
@@ -27,9 +41,9 @@ PINNED: list[tuple[str, dict[str, Any], str]] = [
         {"model": {**HUB, "cache": {"type": "claim", "claimName": "models"}}},
         "eb76b710c3",
     ),
-    ("vLLM", {"model": CLAIM, "engine": {"type": "vllm"}}, "d01ee7375b"),
-    ("SGLang", {"model": CLAIM, "engine": {"type": "sglang"}}, "d8e28fb0a2"),
+    *PINNED[-2:],
 ]
+"""Of services that were rolled out before engines followed a file of internal keys."""
 
 
 def revision(spec: dict[str, Any]) -> str:
@@ -40,6 +54,18 @@ def revision(spec: dict[str, Any]) -> str:
 @pytest.mark.parametrize(("spec", "pinned"), [each[1:] for each in PINNED], ids=[each[0] for each in PINNED])
 def test_an_upgrade_rolls_no_pod_unawares(spec: dict[str, Any], pinned: str) -> None:
     assert revision(spec) == pinned, "see this file's docstring"
+
+
+@pytest.mark.parametrize(("spec", "pinned"), [each[1:] for each in KEPT], ids=[each[0] for each in KEPT])
+def test_a_file_of_keys_rolls_no_pod_of_a_service_that_has_none(spec: dict[str, Any], pinned: str) -> None:
+    live = copy.deepcopy(plan_children(isvc(**spec), Observation(), CONFIG).deployment)
+    del live["metadata"]["annotations"][KEY_FILE_ANNOTATION]
+    kept = plan_children(isvc(**spec), Observation(deployment=live), CONFIG)
+    assert kept.revision == pinned, "see this file's docstring"
+    assert KEY_FILE_ANNOTATION not in kept.deployment["metadata"]["annotations"]
+    engine = {**spec.get("engine", {}), "env": [{"name": "A", "value": "1"}]}
+    edited = plan_children(isvc(**{**spec, "engine": engine}), Observation(deployment=live), CONFIG)
+    assert edited.deployment["metadata"]["annotations"][KEY_FILE_ANNOTATION] == "true"
 
 
 def test_the_pinned_templates_differ() -> None:

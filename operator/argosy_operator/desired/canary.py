@@ -94,13 +94,14 @@ def plan_canary(
 ) -> CanaryPlan | None:
     """The canary rollout of `revision`; None if the Deployment rolls it out by itself, or is done with it.
 
-    A service that has no routable replica has nothing to compare with, and a new internal key cannot wait: routers that
-    have it do not reach engines with the old one.
+    A service that has no routable replica has nothing to compare with, and engines whose key is no longer valid cannot
+    wait: a router that starts now does not reach them.
     """
     canary, live = service.spec.rollout.canary, observed.deployment
     if canary is None or live is None or service.spec.replicas == 0:
         return None
-    if live["spec"]["template"]["metadata"].get("annotations", {}).get(KEY_ANNOTATION) != key_digest:
+    live_digest = live["spec"]["template"]["metadata"].get("annotations", {}).get(KEY_ANNOTATION)
+    if key_digest and live_digest != key_digest:
         return None
     own = observed.without_canary
     serving = serving_revision(live)

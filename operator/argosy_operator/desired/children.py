@@ -21,7 +21,7 @@ from argosy_operator.desired.deployment_problem import deployment_problem
 from argosy_operator.desired.engine_nodes import node_sets
 from argosy_operator.desired.manifest_fields import Manifest
 from argosy_operator.desired.pinned_images import Images, held_annotations, pinned_images, served_revision
-from argosy_operator.desired.pod_template import key_secret_name, pod_template
+from argosy_operator.desired.pod_template import follows_keys, key_secret_name, pod_template
 from argosy_operator.desired.rollout import MIN_READY_SECONDS, RolloutPlan, plan_rollout
 from argosy_operator.kinds import DEPLOYMENTS
 from argosy_operator.names import (
@@ -37,6 +37,7 @@ from argosy_operator.observed.pod import Problem
 from argosy_protocol.bearer_keys import internal_key, node_key
 from argosy_resource.engine_address import (
     API_KEY_ENV,
+    API_KEYS_FIELD,
     ENGINE_PORT,
     NODE_KEY_ENV,
     SERVICE_LABEL,
@@ -76,8 +77,8 @@ class Plan(Struct, frozen=True, kw_only=True):
 def plan_children(service: InferenceService, observed: Observation, config: OperatorConfig) -> Plan:
     """Compute the children that should exist now."""
     secret = _secret(service, observed, config)
-    key_digest = digest({API_KEY_ENV: secret["data"][API_KEY_ENV]})
     images = pinned_images(service, observed, config)
+    key_digest = _key_digest(service, config, images)
     template, revision = pod_template(service, config, images, key_digest=key_digest)
     rollout = plan_rollout(service, observed, revision, key_digest=key_digest)
     return Plan(
@@ -123,17 +124,31 @@ def _metadata(service: InferenceService, name: str) -> Manifest:
     }
 
 
+def _key_digest(service: InferenceService, config: OperatorConfig, images: Images) -> str:
+    """Digest of the key without which the service's oldest engines cannot be reached; empty for engines that follow
+    their keys. While two keys are valid nothing has to be replaced: routers find out which one a replica has."""
+    if follows_keys(service, images):
+        return ""
+    oldest = (config.fleet_key, *config.previous_fleet_keys)[-1]
+    return digest({API_KEY_ENV: _base64(internal_key(oldest, service.metadata.uid))})
+
+
+def _base64(text: str) -> str:
+    return base64.b64encode(text.encode()).decode()
+
+
 def _secret(service: InferenceService, observed: Observation, config: OperatorConfig) -> Manifest:
-    """Both keys follow from the fleet key, so that the digest of one tells whether either is new."""
-    keys = {API_KEY_ENV: internal_key(config.fleet_key, service.metadata.uid)}
+    valid = (config.fleet_key, *config.previous_fleet_keys)
+    keys = [internal_key(key, service.metadata.uid) for key in valid]
+    data = {API_KEY_ENV: keys[0], API_KEYS_FIELD: "".join(f"{key}\n" for key in keys)}
     if service.spec.parallelism.nodes > 1 or any(pod.node_template for pod in observed.pods):
-        keys[NODE_KEY_ENV] = node_key(config.fleet_key, service.metadata.uid)
+        data[NODE_KEY_ENV] = node_key(config.fleet_key, service.metadata.uid)
     return {
         "apiVersion": "v1",
         "kind": "Secret",
         "metadata": _metadata(service, key_secret_name(service)),
         "type": "Opaque",
-        "data": {name: base64.b64encode(key.encode()).decode() for name, key in keys.items()},
+        "data": {name: _base64(text) for name, text in data.items()},
     }
 
 

@@ -3,8 +3,8 @@
 Owns the decision, and its memory, annotations of the Deployment. Must not know what else is in a pod. Invariants: a
 new default rolls out by itself only where the upgrade policy is Automatic; an image that never served is not kept, so
 that a better default reaches a service that is stuck with a bad one; what a later operator gives its engines
-beside the image (the variable of the warm-up) comes with an image that is chosen anew, so that an upgrade of the
-operator alone replaces no pod.
+beside the image (the variable of the warm-up, the file of internal keys) comes with an image that is chosen anew, so
+that an upgrade of the operator alone replaces no pod, and no older image gets what it does not know.
 
     OnSpecChange  the images that were rolled out last stay until an edit of the resource replaces the pods anyway;
                   an edit back to a revision that still serves beside a canary finds that one's
@@ -25,6 +25,7 @@ from argosy_operator.names import (
     FETCH_IMAGE_ANNOTATION,
     HELD_IMAGES_ANNOTATION,
     INPUT_ANNOTATION,
+    KEY_FILE_ANNOTATION,
     SERVED_ANNOTATION,
     WARM_UP_ANNOTATION,
 )
@@ -42,12 +43,15 @@ class Images(Struct, frozen=True, kw_only=True):
     """Of the container that fetches the model, whatever engine the resource names."""
     warms_up: bool = True
     """Whether engines are told of their peers, to compute their hottest prefixes."""
+    has_key_file: bool = True
+    """Whether Argosy engines get a file of internal keys, which they follow."""
 
     @property
     def annotations(self) -> Mapping[str, str]:
         """Annotations of the Deployment, by which the next operator knows them."""
         found = {ENGINE_IMAGE_ANNOTATION: self.engine, FETCH_IMAGE_ANNOTATION: self.fetch}
-        return {**found, WARM_UP_ANNOTATION: "true"} if self.warms_up else found
+        found |= {WARM_UP_ANNOTATION: "true"} if self.warms_up else {}
+        return found | ({KEY_FILE_ANNOTATION: "true"} if self.has_key_file else {})
 
 
 class _HeldImages(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -58,6 +62,7 @@ class _HeldImages(Struct, frozen=True, kw_only=True, omit_defaults=True):
     engine: str
     fetch: str
     warms_up: bool = False
+    has_key_file: bool = False
 
 
 def held_annotations(live: Object | None, held: str) -> Mapping[str, str]:
@@ -77,6 +82,7 @@ def held_annotations(live: Object | None, held: str) -> Mapping[str, str]:
         engine=annotations[ENGINE_IMAGE_ANNOTATION],
         fetch=annotations[FETCH_IMAGE_ANNOTATION],
         warms_up=WARM_UP_ANNOTATION in annotations,
+        has_key_file=KEY_FILE_ANNOTATION in annotations,
     )
     return {HELD_IMAGES_ANNOTATION: msgspec.json.encode(kept).decode()}
 
@@ -101,14 +107,24 @@ def pinned_images(service: InferenceService, observed: Observation, config: Oper
     policy = service.spec.engine.upgrade_policy or config.engine_upgrade_policy
     kept = None if live is None or policy == "Automatic" else _held_images(live)
     if kept is not None and kept.input_digest == input_digest(service):
-        return Images(engine=kept.engine, fetch=kept.fetch, warms_up=kept.warms_up)
+        return Images(
+            engine=kept.engine,
+            fetch=kept.fetch,
+            warms_up=kept.warms_up,
+            has_key_file=kept.has_key_file,
+        )
     images = _chosen(service, observed, config)
-    if live is None or WARM_UP_ANNOTATION in live["metadata"].get("annotations", {}):
+    if live is None:
         return images
+    annotations = live["metadata"].get("annotations", {})
     is_chosen_anew = _is_edited(service, live) or container_image(live, ENGINE_CONTAINER) != (
         service.spec.engine.image or images.engine
     )
-    return msgspec.structs.replace(images, warms_up=is_chosen_anew)
+    return msgspec.structs.replace(
+        images,
+        warms_up=is_chosen_anew or WARM_UP_ANNOTATION in annotations,
+        has_key_file=is_chosen_anew or KEY_FILE_ANNOTATION in annotations,
+    )
 
 
 def _chosen(service: InferenceService, observed: Observation, config: OperatorConfig) -> Images:

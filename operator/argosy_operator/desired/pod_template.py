@@ -29,7 +29,7 @@ from argosy_operator.names import (
     child_labels,
     child_name,
 )
-from argosy_resource.engine_address import API_KEY_ENV, ENGINE_PORT
+from argosy_resource.engine_address import API_KEY_ENV, API_KEYS_FIELD, ENGINE_PORT, INTERNAL_KEYS_ENV
 from argosy_resource.engine_command import engine_args, foreign_args
 from argosy_resource.foreign_engines import READY_PATH
 from argosy_resource.pod_overlay import ENGINE_CONTAINER, VOLUME_PREFIX, Volume
@@ -40,6 +40,10 @@ from argosy_resource.types import InferenceService
 USER_ID: Final = 10001
 """User of the images. Numeric, because the kubelet cannot check a user name for runAsNonRoot."""
 HOME: Final = "/home/argosy"
+
+KEY_DIR: Final = "/etc/argosy-key"
+"""Where the service's Secret is mounted."""
+_KEY_VOLUME: Final = f"{VOLUME_PREFIX}key"
 
 WARM_UP_ENV: Final = "ARGOSY_WARM_UP_FROM"
 """A variable rather than a flag, because engines of other versions ignore what they do not know."""
@@ -60,14 +64,23 @@ def key_secret_name(service: InferenceService) -> str:
     return child_name(service, "engine-key")
 
 
+def follows_keys(service: InferenceService, images: Images) -> bool:
+    """Whether the engines read a new internal key while they run."""
+    return service.spec.engine.foreign is None and images.has_key_file
+
+
 def pod_template(
     service: InferenceService, config: OperatorConfig, images: Images, *, key_digest: str
 ) -> tuple[Manifest, str]:
-    """The template, labelled with its revision, and the revision."""
+    """The template, labelled with its revision, and the revision. `key_digest` is empty for engines that follow their
+    keys."""
     overlay = service.spec.pod_template
     metadata = {
         "labels": {**overlay.metadata.labels, **child_labels(service)},
-        "annotations": {**overlay.metadata.annotations, KEY_ANNOTATION: key_digest},
+        "annotations": {
+            **overlay.metadata.annotations,
+            **({KEY_ANNOTATION: key_digest} if key_digest else {}),
+        },
     }
     template: Manifest = {"metadata": metadata, "spec": _pod_spec(service, config, images)}
     if service.spec.parallelism.nodes > 1:
@@ -88,7 +101,7 @@ def _pod_spec(service: InferenceService, config: OperatorConfig, images: Images)
         "readinessGates": [{"conditionType": ROUTABLE_GATE}],
         "terminationGracePeriodSeconds": grace,
         "containers": [_engine_container(service, config, images, model)],
-        "volumes": _volumes(service, model),
+        "volumes": _volumes(service, model, images),
         **placement_fields(service),
         **present(
             initContainers=_init_containers(service, config, images, model),
@@ -155,7 +168,7 @@ def _engine_container(
         **_any_container(service.spec.engine.image or images.engine, config),
         "name": ENGINE_CONTAINER,
         **_program(service, model),
-        "env": _env(service, model, warms_up=images.warms_up),
+        "env": _env(service, model, images),
         "ports": [{"name": "http", "containerPort": ENGINE_PORT, "protocol": "TCP"}],
         "startupProbe": _probe(
             ready_path, period=1, failures=_STARTUP_SECONDS if foreign is None else _FOREIGN_STARTUP_SECONDS
@@ -164,7 +177,7 @@ def _engine_container(
         # Generous: a long prefill on a loaded node must not be mistaken for a dead engine.
         "livenessProbe": _probe("/health", period=10, failures=6),
         "resources": _resources(service, gpu=True),
-        "volumeMounts": _volume_mounts(service, model),
+        "volumeMounts": _volume_mounts(service, model, images),
         # The sleep action of the kubelet needs no shell in the image; zero seconds are not allowed
         # everywhere.
         **present(lifecycle={"preStop": {"sleep": {"seconds": drain}}} if drain else None),
@@ -197,7 +210,7 @@ def _probe(path: str, *, period: int, failures: int) -> Manifest:
     }
 
 
-def _env(service: InferenceService, model: ModelVolume, *, warms_up: bool) -> list[Manifest]:
+def _env(service: InferenceService, model: ModelVolume, images: Images) -> list[Manifest]:
     """The operator's variables, then the user's, merged by name: the overlay wins over spec.engine.env."""
     secret = {"secretKeyRef": {"name": key_secret_name(service), "key": API_KEY_ENV}}
     own: list[Manifest] = [
@@ -218,7 +231,10 @@ def _env(service: InferenceService, model: ModelVolume, *, warms_up: bool) -> li
         users.pop(foreign.key_variable, None)
         own.append({"name": foreign.key_variable, "valueFrom": secret})
     is_caching = foreign is None and service.spec.engine.enable_prefix_caching
-    if warms_up and is_caching and WARM_UP_ENV not in users:
+    if follows_keys(service, images):
+        users.pop(INTERNAL_KEYS_ENV, None)
+        own.append({"name": INTERNAL_KEYS_ENV, "value": f"{KEY_DIR}/{API_KEYS_FIELD}"})
+    if images.warms_up and is_caching and WARM_UP_ENV not in users:
         own.append({"name": WARM_UP_ENV, "value": _peers(service)})
     return [*own, *users.values()]
 
@@ -228,13 +244,17 @@ def _peers(service: InferenceService) -> str:
     return f"http://{child_name(service)}.{service.metadata.namespace}.svc:{ENGINE_PORT}"
 
 
-def _volumes(service: InferenceService, model: ModelVolume) -> list[Manifest]:
+def _volumes(service: InferenceService, model: ModelVolume, images: Images) -> list[Manifest]:
     shared_memory = quantity_text(service.spec.resources.shared_memory) or _SHARED_MEMORY
     own: list[Manifest] = [
         {"name": "argosy-tmp", "emptyDir": {}},
         {"name": "argosy-home", "emptyDir": {}},
         {"name": "argosy-shm", "emptyDir": {"medium": "Memory", "sizeLimit": shared_memory}},
     ]
+    if follows_keys(service, images):
+        items = [{"key": API_KEYS_FIELD, "path": API_KEYS_FIELD}]
+        secret = {"secretName": key_secret_name(service), "items": items, "defaultMode": 0o440}
+        own.append({"name": _KEY_VOLUME, "secret": secret})
     return [*own, *model.volumes, *map(_volume, service.spec.pod_template.spec.volumes)]
 
 
@@ -246,7 +266,7 @@ def _volume(volume: Volume) -> Manifest:
     return manifest
 
 
-def _volume_mounts(service: InferenceService, model: ModelVolume) -> list[Manifest]:
+def _volume_mounts(service: InferenceService, model: ModelVolume, images: Images) -> list[Manifest]:
     """The engine's mounts. The CRD refuses mounts of our volumes in the overlay; a resource that was stored before it
     did so must not get them either."""
     own: list[Manifest] = [
@@ -254,6 +274,8 @@ def _volume_mounts(service: InferenceService, model: ModelVolume) -> list[Manife
         {"name": "argosy-home", "mountPath": HOME},
         {"name": "argosy-shm", "mountPath": "/dev/shm"},  # noqa: S108 - a path in the pod
     ]
+    if follows_keys(service, images):
+        own.append({"name": _KEY_VOLUME, "mountPath": KEY_DIR, "readOnly": True})
     users = [
         as_manifest(mount)
         for container in service.spec.pod_template.spec.containers

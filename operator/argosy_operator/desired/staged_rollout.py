@@ -18,8 +18,8 @@ def held_revision(
     """The revision that keeps serving if this service may have to wait for its turn; empty if it need not wait.
 
     It waits only if the change is the operator's own, the last rollout is complete and a replica is routable: otherwise
-    there is nothing to protect. A new internal key does not wait, because routers that have it cannot reach
-    engines with the old one.
+    there is nothing to protect. Engines that read their key when they start do not wait once the last key that
+    they have is no longer valid, because a router that starts now cannot reach them.
     """
     live = observed.deployment
     if live is None or has_the_turn(live) or service.spec.replicas == 0:
@@ -27,8 +27,8 @@ def held_revision(
     serving = serving_revision(live)
     annotations = live["metadata"].get("annotations", {})
     template = live["spec"]["template"]["metadata"].get("annotations", {})
-    is_own = (
-        annotations.get(INPUT_ANNOTATION, digest) == digest and template.get(KEY_ANNOTATION) == key_digest
+    is_own = annotations.get(INPUT_ANNOTATION, digest) == digest and (
+        not key_digest or template.get(KEY_ANNOTATION) == key_digest
     )
     alive = [pod for pod in observed.pods if pod.is_alive]
     is_complete = all(pod.revision == serving for pod in alive)

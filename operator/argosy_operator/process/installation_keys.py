@@ -1,4 +1,5 @@
-"""Creates the keys of an installation, the fleet key and a key for clients, and restores a fleet key that was deleted.
+"""Creates the keys of an installation, the fleet key and a key for clients, follows a fleet key that is rotated, and
+restores one that was deleted.
 
 The chart cannot create them: every upgrade, and every GitOps tool, renders templates without a look at the cluster.
 Invariants: a Secret that exists is never changed, nor read; the Secrets belong to no release and no resource, so that
@@ -12,17 +13,18 @@ import base64
 import dataclasses
 import logging
 import secrets
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from argosy_operator.cluster.api_server import Api
 from argosy_operator.config import OperatorConfig
 from argosy_operator.errors import ApiError, OperatorError
 from argosy_operator.names import FIELD_MANAGER, MANAGED_BY_LABEL, NAME_LABEL
+from argosy_protocol.fleet_keys import KEY_FIELD, LOOK_EVERY_S, PREVIOUS_FIELD, FleetKeys
 from argosy_resource.engine_address import COMPONENT_LABEL
 
 logger = logging.getLogger(__name__)
 
-FLEET_KEY_FIELD: Final = "key"
 ROUTER_KEYS_FIELD: Final = "api-keys"
 _KEY_BYTES: Final = 32
 """Random bytes in each key."""
@@ -32,8 +34,8 @@ _START_TIMEOUT: Final = 30.0
 
 
 async def ensure_keys(api: Api, config: OperatorConfig, timeout: float = _START_TIMEOUT) -> OperatorConfig:
-    """Create the Secrets that are missing, and return the settings with the fleet key. Once its Secret exists, the key
-    is part of the pod's environment, so nothing has to be read.
+    """Create the Secrets that are missing, and return the settings with the fleet key. Once its Secret exists, the pod
+    has it mounted, so nothing has to be read.
 
     Raises:
         OperatorError: the Secret exists, but this process was started without its key.
@@ -50,16 +52,24 @@ async def ensure_keys(api: Api, config: OperatorConfig, timeout: float = _START_
             await asyncio.sleep(_START_RETRY)
 
 
-async def keep_fleet_key(api: Api, config: OperatorConfig) -> None:
+async def follow_fleet_keys(keys: FleetKeys, on_change: Callable[[tuple[bytes, ...]], None]) -> None:
+    """Look at the mounted fleet key, and pass on the valid keys whenever they change, until cancelled."""
+    while True:
+        await asyncio.sleep(LOOK_EVERY_S)
+        if keys.look() and keys.keys:
+            on_change(keys.keys)
+
+
+async def keep_fleet_key(api: Api, config: OperatorConfig, keys: FleetKeys) -> None:
     """Restore the fleet key's Secret whenever it was deleted, until cancelled. Otherwise the next start of the
-    operator would create another key, and every engine would be replaced."""
+    operator would create another key, which no router and no engine has."""
     while True:
         await asyncio.sleep(config.resync_seconds)
-        if not config.fleet_key_secret:
+        if not config.fleet_key_secret or not keys.given:
             continue
         try:
-            key = config.fleet_key.decode()
-            await _create_secret(api, config, config.fleet_key_secret, FLEET_KEY_FIELD, key)
+            data = dict(zip((KEY_FIELD, PREVIOUS_FIELD), keys.given, strict=False))
+            await _create_secret(api, config, config.fleet_key_secret, data)
         except ApiError as error:
             logger.warning("cannot restore the Secret %s: %s", config.fleet_key_secret, error)
 
@@ -67,19 +77,19 @@ async def keep_fleet_key(api: Api, config: OperatorConfig) -> None:
 async def _ensure(api: Api, config: OperatorConfig) -> OperatorConfig:
     if config.router_keys_secret:
         key = f"sk-{secrets.token_hex(_KEY_BYTES)}"
-        await _create_secret(api, config, config.router_keys_secret, ROUTER_KEYS_FIELD, key)
+        await _create_secret(api, config, config.router_keys_secret, {ROUTER_KEYS_FIELD: key.encode()})
     if config.fleet_key or not config.fleet_key_secret:
         return config
-    key = secrets.token_hex(_KEY_BYTES)
-    if not await _create_secret(api, config, config.fleet_key_secret, FLEET_KEY_FIELD, key):
+    made = secrets.token_hex(_KEY_BYTES).encode()
+    if not await _create_secret(api, config, config.fleet_key_secret, {KEY_FIELD: made}):
         raise OperatorError(
             f"the Secret {config.fleet_key_secret!r} exists, but this pod was started without its field "
-            f"`{FLEET_KEY_FIELD}`; if a restart does not help, add the field (at least 16 bytes) or delete the Secret"
+            f"`{KEY_FIELD}`; if a restart does not help, add the field (at least 16 bytes) or delete the Secret"
         )
-    return dataclasses.replace(config, fleet_key=key.encode())
+    return dataclasses.replace(config, fleet_key=made)
 
 
-async def _create_secret(api: Api, config: OperatorConfig, name: str, field: str, value: str) -> bool:
+async def _create_secret(api: Api, config: OperatorConfig, name: str, data: Mapping[str, bytes]) -> bool:
     """Create the Secret. False if one of this name exists."""
     # No instance label: GitOps tools would take the object for part of the release, and prune it.
     labels = {NAME_LABEL: "argosy", COMPONENT_LABEL: "keys", MANAGED_BY_LABEL: FIELD_MANAGER}
@@ -88,7 +98,7 @@ async def _create_secret(api: Api, config: OperatorConfig, name: str, field: str
         "kind": "Secret",
         "metadata": {"name": name, "namespace": config.namespace, "labels": labels},
         "type": "Opaque",
-        "data": {field: base64.b64encode(value.encode()).decode()},
+        "data": {field: base64.b64encode(value).decode() for field, value in data.items()},
     }
     try:
         await api.create_only(manifest)

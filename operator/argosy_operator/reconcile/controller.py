@@ -231,6 +231,13 @@ class Controller:
         self.resynced_at = time.monotonic()
         self.metrics.resync_timestamp.set_to_current_time()
 
+    def use_fleet_keys(self, keys: tuple[bytes, ...]) -> None:
+        """Have every service's Secret hold the internal keys of these fleet keys, newest first; at least one."""
+        self._config = self._config.with_fleet_keys(keys)
+        self._reconciler.use(self._config)
+        for obj in self.store.all(INFERENCE_SERVICES):
+            self.queue.add(object_name(obj))
+
     def _is_served(self, obj: Object) -> bool:
         namespaces = self._config.watch_namespaces
         return not namespaces or obj["metadata"].get("namespace") in namespaces

@@ -90,6 +90,11 @@ class Reconciler:
         self._children = ChildWriter(api, store, metrics)
         self._reporter = Reporter(api, store, config, metrics=metrics, now=now, look_again=look_again)
 
+    def use(self, config: OperatorConfig) -> None:
+        """Reconcile with these settings from now on: other fleet keys are valid. Each service's Secret is checked."""
+        self._config = config
+        self.key_secrets.check_all_again()
+
     def begin(self) -> None:
         """Note that the operator leads from now on: what another one's clock said counts no longer than that."""
         self._observer.began = self._now()
