@@ -12,7 +12,7 @@ import pytest
 from builders import CONFIG, isvc, isvc_object, pod
 from fake_kubernetes import FakeKubernetes, Object
 from harness import Operator, condition, edit_engine, is_ready, new_cluster, num_routable, settled
-from virtual_time import virtual_time
+from virtual_time import run, virtual_time
 
 from argosy_engine.api.headless import check_headless
 from argosy_engine.api.serve import parse_args
@@ -173,6 +173,21 @@ async def test_a_leader_that_is_replaced_while_a_rollout_is_halted_gets_workers_
         assert len(held) == 3
 
 
+@pytest.mark.parametrize("gpus", [4, 5])
+@virtual_time
+async def test_a_rollout_that_finds_a_gpu_for_no_node_or_only_some_replaces_in_place(gpus: int) -> None:
+    spec = {"replicas": 2, "parallelism": TWO_NODES, "resources": {"gpu": {}}}
+    async with settled(isvc_object(**spec), gpus=gpus) as (cluster, operator):
+        before = {each["metadata"]["uid"] for each in cluster.pods()}
+        routable: list[int] = []
+        cluster.listeners.append(lambda kind, event, obj: routable.append(num_routable(cluster)))
+        edit_engine(cluster, threads=2)
+        await operator.settle()
+        assert is_ready(cluster)
+        assert min(routable) == 1, "one goes first, and the other one serves"
+        assert before.isdisjoint(each["metadata"]["uid"] for each in cluster.pods())
+
+
 @virtual_time
 async def test_nothing_is_written_at_rest_and_a_restart_of_the_operator_changes_nothing() -> None:
     async with settled(isvc_object(parallelism=TWO_NODES)) as (cluster, operator):
@@ -182,6 +197,45 @@ async def test_nothing_is_written_at_rest_and_a_restart_of_the_operator_changes_
     async with Operator(cluster) as another:
         await another.settle()
     assert cluster.writes[written:] == []
+
+
+async def _rolled(fatal: int) -> int:
+    """Create a service and change it, with an operator that dies at a write of it; return the number of writes."""
+    cluster, crashed = new_cluster(), asyncio.Event()
+
+    def kill(number: int) -> None:
+        if crashed.is_set() or len(cluster.writes) == fatal:
+            crashed.set()
+            raise asyncio.CancelledError
+
+    cluster.before_write = kill
+    async with Operator(cluster) as operator:
+        cluster.create(isvc_object(parallelism=TWO_NODES))
+        router, is_edited = operator.router, False
+        for _ in range(60):
+            await asyncio.sleep(1.0)
+            cluster.step()
+            if crashed.is_set():
+                break
+            if is_ready(cluster) and not is_edited:
+                is_edited = True
+                edit_engine(cluster, threads=2)
+    if not is_edited:
+        edit_engine(cluster, threads=2)
+    cluster.before_write = lambda number: None
+    async with Operator(cluster, router) as successor:
+        await successor.settle()
+    assert is_ready(cluster), f"killed before write {fatal}"
+    assert len(leaders(cluster)) == len(workers(cluster)) == len(node_sets(cluster)) == 1
+    assert not list(unfitting(cluster))
+    return len(cluster.writes)
+
+
+def test_killed_at_any_write_each_replica_has_its_workers_in_the_end() -> None:
+    writes = run(_rolled(-1))
+    assert writes > 10
+    for fatal in range(writes):
+        run(_rolled(fatal))
 
 
 @virtual_time
