@@ -31,7 +31,7 @@ from argosy_operator.kinds import (
     Kind,
     kind_of,
 )
-from argosy_operator.names import FIELD_MANAGER, ROUTABLE_GATE
+from argosy_operator.names import FIELD_MANAGER, LEADER_LABEL, NODE_TEMPLATE_ANNOTATION, ROUTABLE_GATE
 from argosy_resource.pod_overlay import FETCH_CONTAINER
 from argosy_resource.validation import apply_defaults, validate_manifest
 
@@ -78,6 +78,8 @@ class FakeKubernetes:
         """How the init containers that fetch a model end; None while they run. Those that fail start again."""
         self.admit_pod: Callable[[Object], None] = lambda pod: None
         """A mutating webhook: may change a pod before it is created."""
+        self.has_quota: Callable[[str], bool] = lambda name: True
+        """Whether a pod of this name, of a StatefulSet, may be created."""
         self.is_stuck: Callable[[Object], bool] = lambda pod: False
         """Whether a pod that terminates never goes, since its machine does not answer."""
         self.on_replaced: Callable[[Object, Object], None] = lambda deployment, pod: None
@@ -394,7 +396,7 @@ class FakeKubernetes:
         start = spec["ordinals"]["start"]
         for ordinal in range(start, start + spec["replicas"]):
             name = f"{metadata['name']}-{ordinal}"
-            if (PODS, metadata["namespace"], name) not in self.objects:
+            if (PODS, metadata["namespace"], name) not in self.objects and self.has_quota(name):
                 labels = {
                     **spec["template"]["metadata"]["labels"],
                     "apps.kubernetes.io/pod-index": str(ordinal),
@@ -472,12 +474,28 @@ class FakeKubernetes:
                 _set_condition(changed, {"type": "ContainersReady", "status": "False"})
             elif status.get("phase") != "Running":
                 status |= {"phase": "Running", "podIP": "10.0.0.1"}
+            elif not self._has_its_nodes(pod):
+                _set_condition(changed, {"type": "ContainersReady", "status": "False"})
             else:
                 _set_condition(changed, {"type": "ContainersReady", "status": "True"})
                 if "containerStatuses" in status:
                     status["containerStatuses"][0] |= {"state": {"running": {}}, "ready": True}
             _set_condition(changed, {"type": "Ready", "status": "True" if is_pod_ready(changed) else "False"})
             self._store(pod_key(changed), changed)
+
+    def _has_its_nodes(self, pod: Object) -> bool:
+        """Whether the engine of a pod has all the nodes that it waits for."""
+        described = pod["metadata"].get("annotations", {}).get(NODE_TEMPLATE_ANNOTATION)
+        if described is None:
+            return True
+        nodes = [
+            each
+            for each in self._all_pods()
+            if each["metadata"].get("labels", {}).get(LEADER_LABEL) == pod["metadata"]["uid"]
+            and each.get("status", {}).get("phase") == "Running"
+            and not each["metadata"].get("deletionTimestamp")
+        ]
+        return len(nodes) == json.loads(described)["workers"]
 
     def _run_fetch(self, pod: Object, status: Object) -> bool:
         """Move the init container on, if the pod has one. Whether the engine may start."""

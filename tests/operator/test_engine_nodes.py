@@ -390,6 +390,21 @@ def test_what_a_worker_waits_for_is_shown_of_its_replica() -> None:
     assert other == pod("b", "r")
 
 
+@virtual_time
+async def test_workers_that_cannot_be_created_are_told() -> None:
+    cluster = new_cluster()
+    cluster.has_quota = lambda name: not name.endswith("-2")
+    async with Operator(cluster) as operator:
+        cluster.create(isvc_object(parallelism={"tensor": 3, "nodes": 3}))
+        await operator.settle()
+        assert not is_ready(cluster)
+        message = cluster.condition("WorkloadReady")["message"]
+        assert "1 of its 2 workers exist: kubectl describe statefulset -l" in message
+        cluster.has_quota = lambda name: True
+        await operator.settle()
+        assert is_ready(cluster)
+
+
 def test_all_pods_of_a_service_are_one_budget_and_one_spread() -> None:
     spread = {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "DoNotSchedule"}
     placement = {"topologySpreadConstraints": [spread]}

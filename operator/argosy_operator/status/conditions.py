@@ -30,6 +30,7 @@ from argosy_operator.status.replica_problems import (
     unmounted,
     unschedulable,
     unschedulable_too_long,
+    without_workers,
 )
 from argosy_operator.status.rollout_status import rollout_phase
 from argosy_operator.status.scaling_status import scaling_problem
@@ -172,6 +173,8 @@ def workload_ready(view: ServiceView) -> ConditionState:
         return ConditionState("False", "FetchingModel", f"{so_far}; fetching the model: {under_way}")
     if not_mounted := unmounted(view):
         return ConditionState("False", "Starting", f"{so_far}; {not_mounted}")
+    if lacking := without_workers(view):
+        return ConditionState("False", "Starting", f"{so_far}; {lacking}")
     waiting = [pod.name for pod in view.observed.pods if pod.is_alive and not pod.is_up]
     return ConditionState(
         "False", "Starting", f"{so_far}; waiting for {_names(waiting)}" if waiting else so_far

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Final
 
 from argosy_operator.desired.model_volume import MODELS_VOLUME
+from argosy_operator.names import LEADER_LABEL
 from argosy_operator.observed.elapsed import seconds_between
 from argosy_operator.observed.pod import Pod, Problem
 from argosy_operator.status.service_view import ServiceView
@@ -106,6 +107,21 @@ def unmounted(view: ServiceView) -> str:
             return (
                 f"pod {pod.name}: its volumes are not mounted yet, or its network is not set up: "
                 f"kubectl describe pod {pod.name}{remedy}"
+            )
+    return ""
+
+
+def without_workers(view: ServiceView) -> str:
+    """The replica that has an address and not all of its further nodes, and where Kubernetes says why; empty if there
+    is none."""
+    wanted = view.service.spec.parallelism.nodes - 1
+    for pod in sorted(view.observed.pods, key=lambda pod: pod.name):
+        is_waiting = pod.is_alive and not pod.is_up and pod.address and pod.revision == view.plan.revision
+        present = sum(worker.is_alive for worker in pod.workers)
+        if is_waiting and present < wanted:
+            return (
+                f"pod {pod.name}: {present} of its {wanted} workers exist: "
+                f"kubectl describe statefulset -l {LEADER_LABEL}={pod.uid}"
             )
     return ""
 
