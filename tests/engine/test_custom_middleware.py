@@ -10,6 +10,8 @@ import httpx
 import pytest
 from starlette.responses import PlainTextResponse, StreamingResponse
 
+from argosy_engine.api.http.custom_middleware import CustomMiddleware
+from argosy_engine.api.http.direct_body import offer_direct_body
 from argosy_engine.api.http_layers import add_http_layers
 from argosy_engine.api.serve import parse_args
 from argosy_engine.errors import ConfigError
@@ -105,6 +107,20 @@ async def test_a_layer_sees_refused_requests_and_cannot_evade_the_keys() -> None
         slept = await http.get("/health", headers={"authorization": "Bearer admin"})
     assert (refused.status_code, refused.headers["x-layer"]) == (401, "class")
     assert slept.text == "path /sleep"
+
+
+async def test_a_layer_sees_every_piece_of_an_answer() -> None:
+    """So nothing is written past it."""
+    scopes: list[Any] = []
+
+    async def inner(scope: Any, _: Any, __: Any) -> None:
+        scopes.append(scope)
+
+    scope: dict[str, Any] = {"type": "http", "path": "/"}
+    offer_direct_body(scope, None)  # type: ignore[arg-type]
+    assert len(scope) == 3
+    await CustomMiddleware(inner, inner, ["own_layers.Adds"])(scope, None, None)  # type: ignore[arg-type]
+    assert scopes == [{"type": "http", "path": "/", "app": inner}]
 
 
 async def test_a_layer_that_fails_gives_an_error_of_our_shape() -> None:

@@ -36,9 +36,9 @@ class Delivered(OutputCollector):
         super().__init__()
         self.sizes: list[int] = []
 
-    def put(self, output: GenerationOutput) -> None:
+    def put(self, output: GenerationOutput) -> bool:
         self.sizes.append(len(output.token_ids))
-        super().put(output)
+        return super().put(output)
 
 
 def request_of(*, final_only: bool, **params: Any) -> EngineCoreRequest:

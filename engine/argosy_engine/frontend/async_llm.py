@@ -145,7 +145,11 @@ class AsyncLLM:
             observer.on_rejected(limit, rank or 0)
 
     async def generate(
-        self, requests: Sequence[EngineCoreRequest], n: int = 1, finished: Container[int] = ()
+        self,
+        requests: Sequence[EngineCoreRequest],
+        n: int = 1,
+        finished: Container[int] = (),
+        on_delta: Callable[[GenerationOutput], bool] | None = None,
     ) -> AsyncGenerator[list[GenerationOutput]]:
         """Run the requests of one call; outputs carry the request's index.
 
@@ -153,6 +157,7 @@ class AsyncLLM:
             requests: for each prompt of a batch its `n` choices. A prompt of at least one KV block is computed by its
                 first choice; the others follow once it is, and find it in the prefix cache.
             finished: indexes of resumed requests that had ended; they end again without being computed.
+            on_delta: takes outputs that need no turn of the reader (`OutputCollector`).
 
         Raises:
             EngineDead: the core died.
@@ -166,7 +171,7 @@ class AsyncLLM:
         # The choices of a prompt compute it once.
         num_tokens = sum(len(leader.prompt_token_ids) for leader in requests[::n])
         self.queue_limits.check(len(requests), num_tokens, requests[0].data_parallel_rank)
-        collector = OutputCollector()
+        collector = OutputCollector(on_delta)
         for index, request in enumerate(requests):
             if index % n:
                 num_queued_tokens = 0
@@ -392,7 +397,7 @@ class AsyncLLM:
         return "\n".join(lines + self.output_processor.describe())
 
     async def _read_outputs(self) -> None:
-        num_unseen = 0  # outputs since other tasks could last run
+        num_unseen = 0  # messages and outputs since other tasks could last run
         try:
             async with aclosing(self.client.outputs()) as messages:
                 async for outputs in messages:
@@ -403,10 +408,10 @@ class AsyncLLM:
                         rates = self._prefill_tokens_per_s
                         rates[outputs.engine_index] = outputs.stats.prefill_tokens_per_s
                         self.queue_limits.prefill_tokens_per_s = sum(rates)
-                    await self._process_outputs(outputs.outputs, outputs.timestamp)
-                    num_unseen += len(outputs.outputs)
-                    # Streams send each step's tokens as events of their own; nobody waits for those held back.
-                    if not outputs.timestamp or num_unseen >= _CHUNK:
+                    is_awaited = await self._process_outputs(outputs.outputs, outputs.timestamp)
+                    num_unseen += 1 + len(outputs.outputs)
+                    # Readers that are awake take each step's tokens as events of their own.
+                    if is_awaited or num_unseen >= _CHUNK:
                         num_unseen = 0
                         await asyncio.sleep(0)
         except EngineDead as error:
@@ -415,12 +420,18 @@ class AsyncLLM:
             logger.exception("reading the core's outputs failed")
             self._die(EngineDead(f"{type(error).__name__}: {error}"))
 
-    async def _process_outputs(self, outputs: Sequence[EngineCoreOutput], timestamp: float = 0.0) -> None:
-        """Deliver outputs to their readers, then tell the core which requests to abort and which to add."""
+    async def _process_outputs(self, outputs: Sequence[EngineCoreOutput], timestamp: float = 0.0) -> bool:
+        """Deliver outputs to their readers, then tell the core which requests to abort and which to add.
+
+        Returns:
+            whether a reader has something to take.
+        """
+        is_awaited = False
         aborts: list[str] = []
         adds: list[EngineCoreRequest] = []
         for start in range(0, len(outputs), _CHUNK):
             processed = self.output_processor.process_outputs(outputs[start : start + _CHUNK], timestamp)
+            is_awaited = is_awaited or processed.is_awaited
             aborts += processed.reqs_to_abort
             adds += processed.reqs_to_add
             if start + _CHUNK < len(outputs):
@@ -429,6 +440,7 @@ class AsyncLLM:
             await self.client.abort_requests(aborts)
         for request in adds:
             await self._submit(request)
+        return is_awaited
 
     def _die(self, error: EngineDead) -> None:
         # The process that has started the core knows why it ended.

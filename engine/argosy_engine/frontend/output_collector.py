@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 
 from argosy_engine.frontend.outputs import GenerationOutput
 
@@ -14,9 +15,15 @@ MAX_MERGED_VALUES = 4096
 
 class OutputCollector:
     """Buffer of a call's outputs. While the reader lags behind, outputs of a choice are merged, so a choice never holds
-    more than its complete output, however slow the reader is, and few outputs."""
+    more than its complete output, however slow the reader is, and few outputs.
 
-    def __init__(self) -> None:
+    Args:
+        on_delta: takes an output at once in the reader's place, and returns whether it did; else the reader gets it. It
+            is called while the reader waits and nothing is pending, with outputs between a choice's first and last.
+    """
+
+    def __init__(self, on_delta: Callable[[GenerationOutput], bool] | None = None) -> None:
+        self._on_delta = on_delta
         self._pending: list[GenerationOutput] = []
         self._last: dict[int, GenerationOutput] = {}
         """The last pending output of each choice, into which the next one is merged."""
@@ -31,7 +38,16 @@ class OutputCollector:
         """Choices with outputs that the reader has not taken."""
         return len(self._last)
 
-    def put(self, output: GenerationOutput) -> None:
+    def put(self, output: GenerationOutput) -> bool:
+        """Add an output; return whether it waits for the reader, who is awake then."""
+        if self._on_delta is not None and self._is_delta(output):
+            try:
+                if self._on_delta(output):
+                    self.taken_at = time.monotonic()
+                    return False
+            except Exception as error:  # the reader's own, as if it had met it after `take`
+                self.fail(error)
+                return True
         earlier = self._last.get(output.index)
         if earlier is None or earlier.num_values >= MAX_MERGED_VALUES:
             self._last[output.index] = output
@@ -39,6 +55,7 @@ class OutputCollector:
         else:
             earlier.merge(output)
         self._wake_reader()
+        return True
 
     def fail(self, error: Exception) -> None:
         """Have `take` raise this error once the reader has taken what came before it."""
@@ -63,6 +80,15 @@ class OutputCollector:
         outputs, self._pending = self._pending, []
         self._last.clear()
         return outputs
+
+    def _is_delta(self, output: GenerationOutput) -> bool:
+        """Whether `on_delta` may take an output."""
+        is_between = output.finish_reason is None and output.num_output_tokens > len(output.token_ids)
+        return is_between and self._is_reader_waiting and not self._pending and self._error is None
+
+    @property
+    def _is_reader_waiting(self) -> bool:
+        return self._reader is not None and not self._reader.done()
 
     def _wake_reader(self) -> None:
         if self._reader is not None and not self._reader.done():

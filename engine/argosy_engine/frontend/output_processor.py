@@ -41,6 +41,8 @@ class OutputProcessorOutput:
     processed."""
     reqs_to_add: list[EngineCoreRequest] = field(default_factory=list)
     """Choices whose prompt is now computed."""
+    is_awaited: bool = False
+    """Whether a reader has been woken, and has something to take."""
 
 
 class OutputProcessor:
@@ -166,7 +168,8 @@ class OutputProcessor:
         if finish_reason is not None:
             self.finish(output.request_id, finish_reason)
         if state.queue is not None:
-            state.queue.put(state.delta(output, text, finish_reason, stop_reason, is_first))
+            if state.queue.put(state.delta(output, text, finish_reason, stop_reason, is_first)):
+                processed.is_awaited = True
         elif (result := state.request_output) is not None:
             state.accumulate(result, output, text, finish_reason, stop_reason)
             processed.request_outputs[result.request_id] = result
@@ -209,6 +212,7 @@ class OutputProcessor:
 
     def _fail_and_report(self, request_id: str, error: EngineError, processed: OutputProcessorOutput) -> None:
         state = self.fail(request_id, error)
+        processed.is_awaited = True
         if state is not None and (result := state.request_output) is not None:
             processed.request_outputs[result.request_id] = result
 

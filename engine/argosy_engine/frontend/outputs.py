@@ -6,24 +6,25 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from argosy_engine.sample.token_logprobs import TokenLogprobs
 
 logger = logging.getLogger("argosy.frontend")
 
 
-@dataclass(slots=True)
-class GenerationOutput:
+class GenerationOutput(msgspec.Struct):
     """New text and tokens of one choice since the last output; the counts are totals."""
 
     index: int
     text: str = ""
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = []
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = []
     """One per token of `token_ids`, if the request asked for them."""
     resumed_text: str = ""
     """Text of the run that this one continues, with a choice's first output. The reader has it already."""

@@ -14,6 +14,7 @@ from typing import Any, cast
 from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from argosy_engine.api.http.direct_body import without_direct_body
 from argosy_engine.api.http.error_response import send_error
 from argosy_engine.errors import ConfigError
 from argosy_protocol.errors import InternalError
@@ -47,7 +48,7 @@ class CustomMiddleware:
             await send(message)
 
         try:
-            await self._inner({**scope, "app": self._app}, receive, noting_start)
+            await self._inner({**without_direct_body(scope), "app": self._app}, receive, noting_start)
         except Exception:
             if not has_started:
                 await send_error(send, InternalError("internal error"), scope["path"])

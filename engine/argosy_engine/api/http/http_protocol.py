@@ -18,6 +18,7 @@ from typing import Any, ClassVar, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from argosy_engine.api.http.direct_body import offer_direct_body
 from argosy_engine.api.http.error_response import error_body
 from argosy_engine.api.http.lingering import LingeringTransport
 from argosy_protocol.errors import (
@@ -165,6 +166,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._num_hosts > 1 or (version == "1.1" and not self._num_hosts):
             self._stop(BadRequest("a request has one Host header"))
         super().on_headers_complete()
+        offer_direct_body(self.scope, self.cycle)
         self._is_in_head = False
         self._is_in_body = True
         self._expect_body()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 
 from argosy_engine.api.openai.chat_format import ChatFormat
-from argosy_engine.api.openai.choice_stream import Prepared, stream_choices, whole_response
+from argosy_engine.api.openai.choice_stream import DirectWriter, Prepared, stream_choices, whole_response
 from argosy_engine.api.openai.openai_serving import OpenAIServing
 from argosy_engine.frontend.renderer import TokenizedPrompt
 from argosy_engine.messages.core_messages import EngineCoreRequest
@@ -43,6 +43,7 @@ def chat_stream(
     *,
     resumable: bool = False,
     has_id_comments: bool = False,
+    direct: DirectWriter | None = None,
 ) -> AsyncGenerator[bytes, None]:
     """Answer a chat with the events of a stream of chunks.
 
@@ -50,6 +51,7 @@ def chat_stream(
         size: of the request's body, in bytes.
         resumable: the stream carries the token ids by which another engine can continue it.
         has_id_comments: it carries them in comments, unless the client asks for them in the chunks.
+        direct: where events can be written while the stream is waited for.
     """
     has_id_comments = has_id_comments and not request.return_token_ids
 
@@ -68,7 +70,7 @@ def chat_stream(
         )
         return Prepared([prompt], requests, choice_format)
 
-    return stream_choices(serving, request, prepare, has_id_comments=has_id_comments)
+    return stream_choices(serving, request, prepare, has_id_comments=has_id_comments, direct=direct)
 
 
 async def _prepare(

@@ -11,7 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -71,6 +71,17 @@ class ChoiceFormat(ABC, Generic[_Choice, _Chunk, _Response]):
         """Make the response to a request that does not stream, from complete outputs."""
 
 
+class DirectWriter(Protocol):
+    """Where a stream can write events without its reader's turn (`http.direct_body`)."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether events can be written now, after those that the reader has sent."""
+        ...
+
+    def write(self, piece: bytes) -> None: ...
+
+
 class Prepared(NamedTuple, Generic[_Choice, _Chunk, _Response]):
     """A request that is ready to be computed."""
 
@@ -86,10 +97,12 @@ async def stream_choices(
     prepare: Callable[[], Awaitable[Prepared[_Choice, _Chunk, _Response]]],
     *,
     has_id_comments: bool = False,
+    direct: DirectWriter | None = None,
 ) -> AsyncGenerator[bytes, None]:
     """Generate, and yield an event for each delta; at the end one with the usage, if the request asks for it.
 
-    Events that are ready at the same time come as one piece.
+    Events that are ready at the same time come as one piece. While the reader waits for the next piece, events go to
+    `direct` instead, if that is ready.
 
     Args:
         prepare: makes the prompts; called once the stream is read.
@@ -100,11 +113,7 @@ async def stream_choices(
     with_usage = options is not None and options.include_usage
     continuous = options is not None and with_usage and options.continuous_usage_stats
     finished = _finished_choices(request)
-    if request.use_beam_search:
-        found = await serving.generate(prompts, requests, request)
-        totals, generated = [_counts(output) for output in found], _at_once(found)
-    else:
-        totals, generated = initial_totals(requests), serving.llm.generate(requests, n, finished)
+    totals: list[GenerationOutput] = []
 
     def usage() -> Usage:
         return usage_of(totals, n, choice_format.num_reasoning_tokens)
@@ -116,6 +125,32 @@ async def stream_choices(
         update_total(totals[output.index], output)
         return [encode_event(choice_format.chunk([choice], usage())) for choice in choices]
 
+    def with_ids(output: GenerationOutput, events: Sequence[bytes]) -> Sequence[bytes]:
+        """Return the lines of an output's events, and of its token ids if they are asked for."""
+        update_total(totals[output.index], output)
+        if not has_id_comments or output.index in finished:
+            return events
+        lines: list[bytes] = []
+        for event in events[:-1]:  # only after the last one does the client have all that the ids say
+            lines += (token_id_comment(output.index, ()), b"\n", event)
+        last = events[-1] if events else b"\n"
+        return (*lines, token_id_comment(output.index, output.token_ids), b"\n", last)
+
+    def write_directly(output: GenerationOutput) -> bool:
+        if direct is None or not direct.is_ready or choice_format.num_shown(output) > MAX_INLINE_TOKENS:
+            return False
+        if piece := b"".join(with_ids(output, encoded(output))):
+            direct.write(piece)
+        return True
+
+    if request.use_beam_search:
+        found = await serving.generate(prompts, requests, request)
+        totals += [_counts(output) for output in found]
+        generated = _at_once(found)
+    else:
+        totals += initial_totals(requests)
+        on_delta = None if direct is None else write_directly
+        generated = serving.llm.generate(requests, n, finished, on_delta)
     opening = choice_format.opening(usage() if continuous else None)
     async with aclosing(generated) as stream:
         async for outputs in stream:
@@ -133,14 +168,7 @@ async def stream_choices(
                     events = encoded(output)
                 else:
                     events = await asyncio.to_thread(encoded, output)
-                update_total(totals[output.index], output)
-                if not has_id_comments or output.index in finished:
-                    pieces += events
-                    continue
-                for event in events[:-1]:  # only after the last one does the client have all that the ids say
-                    pieces += (token_id_comment(output.index, ()), b"\n", event)
-                last = events[-1] if events else b"\n"
-                pieces += (token_id_comment(output.index, output.token_ids), b"\n", last)
+                pieces += with_ids(output, events)
             if pieces:
                 yield b"".join(pieces)
     if with_usage:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 
-from argosy_engine.api.openai.choice_stream import Prepared, stream_choices, whole_response
+from argosy_engine.api.openai.choice_stream import DirectWriter, Prepared, stream_choices, whole_response
 from argosy_engine.api.openai.completion_format import CompletionFormat
 from argosy_engine.api.openai.openai_serving import OpenAIServing
 from argosy_protocol.openai import Completion, CompletionChoice, CompletionRequest
@@ -37,6 +37,7 @@ def completion_stream(
     *,
     resumable: bool = False,
     has_id_comments: bool = False,
+    direct: DirectWriter | None = None,
 ) -> AsyncGenerator[bytes, None]:
     """Answer a completion request with the events of a stream of chunks.
 
@@ -44,6 +45,7 @@ def completion_stream(
         size: of the request's body, in bytes.
         resumable: the stream carries the token ids by which another engine can continue it.
         has_id_comments: it carries them in comments, unless the client asks for them in the chunks.
+        direct: where events can be written while the stream is waited for.
     """
     has_id_comments = has_id_comments and not request.return_token_ids
 
@@ -62,4 +64,4 @@ def completion_stream(
         )
         return Prepared(prompts, requests, choice_format)
 
-    return stream_choices(serving, request, prepare, has_id_comments=has_id_comments)
+    return stream_choices(serving, request, prepare, has_id_comments=has_id_comments, direct=direct)

@@ -7,6 +7,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from argosy_engine.api.answers import json_answer, stream_answer
+from argosy_engine.api.http.direct_body import direct_body
 from argosy_engine.api.http.http_responses import WatchedResponse
 from argosy_engine.api.openai.chat import chat, chat_stream
 from argosy_engine.api.openai.chat_batch_answer import chat_batch
@@ -40,8 +41,14 @@ def add_openai_routes(app: FastAPI, engine: Engine) -> dict[str, Endpoint]:
         apply_flags(engine.options, body)
         context = context_of(engine, request, body)
         if body.stream:
-            resumption = resumption_of(request)
-            chunks = chat_stream(context.serving, body, context.response_id, len(raw), **resumption)
+            chunks = chat_stream(
+                context.serving,
+                body,
+                context.response_id,
+                len(raw),
+                direct=direct_body(request.scope),
+                **resumption_of(request),
+            )
             return stream_answer(engine, chunks, context.request_id, body)
         answer = chat(context.serving, body, context.response_id, len(raw))
         return json_answer(engine, answer, context.request_id, body, load_form_of(request))
@@ -64,8 +71,14 @@ def add_openai_routes(app: FastAPI, engine: Engine) -> dict[str, Endpoint]:
         apply_flags(engine.options, body)
         context = context_of(engine, request, body)
         if body.stream:
-            resumption = resumption_of(request)
-            chunks = completion_stream(context.serving, body, context.response_id, len(raw), **resumption)
+            chunks = completion_stream(
+                context.serving,
+                body,
+                context.response_id,
+                len(raw),
+                direct=direct_body(request.scope),
+                **resumption_of(request),
+            )
             return stream_answer(engine, chunks, context.request_id, body)
         answer = completion(context.serving, body, context.response_id, len(raw))
         return json_answer(engine, answer, context.request_id, body, load_form_of(request))
