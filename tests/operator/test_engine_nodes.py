@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import copy
 import datetime
 from collections.abc import Iterable
 from typing import Any
@@ -18,11 +19,11 @@ from argosy_engine.api.headless import check_headless
 from argosy_engine.api.serve import parse_args
 from argosy_operator.desired.children import plan_children
 from argosy_operator.kinds import INFERENCE_SERVICES, PODS, STATEFUL_SETS
-from argosy_operator.names import REVISION_LABEL
+from argosy_operator.names import NODE_TEMPLATE_ANNOTATION, REVISION_LABEL
 from argosy_operator.observed.observation import Observation
 from argosy_operator.observed.pod import OVERDUE_SECONDS, Pod, Problem, with_workers
 from argosy_protocol.fleet import decode_fleet
-from argosy_resource.engine_address import COMPONENT_LABEL, NODE_COMPONENT, NODE_KEY_ENV
+from argosy_resource.engine_address import COMPONENT_LABEL, INTERNAL_KEYS_ENV, NODE_COMPONENT, NODE_KEY_ENV
 from argosy_resource.validation import ManifestError, validate_manifest
 
 TWO_NODES = {"tensor": 2, "nodes": 2}
@@ -119,9 +120,13 @@ async def test_workers_have_the_key_of_nodes_and_none_of_the_api() -> None:
     (first,), (other,) = leader["spec"]["containers"], worker["spec"]["containers"]
     assert {"ARGOSY_API_KEY", NODE_KEY_ENV, "ARGOSY_WARM_UP_FROM"} <= names(first)
     assert NODE_KEY_ENV in names(other)
-    assert not {"ARGOSY_API_KEY", "ARGOSY_WARM_UP_FROM"} & names(other)
-    assert len({*secret["data"].values()}) == 2, "the one key does not tell the other"
-    assert all(len(base64.b64decode(key)) >= 16 for key in secret["data"].values())
+    assert not {"ARGOSY_API_KEY", INTERNAL_KEYS_ENV, "ARGOSY_WARM_UP_FROM"} & names(other)
+    mounted = [each["name"] for each in leader["spec"]["volumes"] if "secret" in each]
+    assert mounted == ["argosy-key"]
+    assert "argosy-key" not in {each["name"] for each in (*other["volumeMounts"], *worker["spec"]["volumes"])}
+    keys = {name: base64.b64decode(text).strip() for name, text in secret["data"].items()}
+    assert keys["ARGOSY_API_KEY"] != keys[NODE_KEY_ENV], "the one key does not tell the other"
+    assert all(len(key) >= 16 for key in keys.values())
     assert "readinessGates" not in worker["spec"], "nobody opens it"
     assert not {"startupProbe", "readinessProbe", "livenessProbe", "lifecycle"} & other.keys()
     assert other["securityContext"] == first["securityContext"]
@@ -355,12 +360,26 @@ async def test_a_stateful_set_of_others_is_left_alone() -> None:
         assert {each["metadata"]["name"] for each in node_sets(cluster)} == {"other", own["metadata"]["name"]}
 
 
+@virtual_time
+async def test_an_annotation_that_was_changed_changes_no_workers() -> None:
+    """Who may only change a pod's annotations must not have the operator start other containers."""
+    async with settled(isvc_object(parallelism=TWO_NODES)) as (cluster, operator):
+        (leader,) = copy.deepcopy(leaders(cluster))
+        annotations, image = leader["metadata"]["annotations"], leader["spec"]["containers"][0]["image"]
+        assert image in annotations[NODE_TEMPLATE_ANNOTATION]
+        annotations[NODE_TEMPLATE_ANNOTATION] = annotations[NODE_TEMPLATE_ANNOTATION].replace(image, "evil")
+        cluster.overwrite((PODS, "team", leader["metadata"]["name"]), leader)
+        await operator.settle()
+        (own,) = node_sets(cluster)
+        assert own["spec"]["template"]["spec"]["containers"][0]["image"] == image
+
+
 def test_a_canary_tries_its_change_with_workers_too() -> None:
     service = isvc(parallelism=TWO_NODES)
     plan = plan_children(service, Observation(), CONFIG)
     template = plan.deployment["spec"]["template"]
     annotations = template["metadata"]["annotations"]
-    node_template = annotations["inference.argosy.dev/node-template"]
+    node_template = annotations[NODE_TEMPLATE_ANNOTATION]
     canary = pod("canary", "r2", is_canary=True, address="10.0.0.3", node_template=node_template)
     (found,) = plan_children(service, Observation(pods=(canary,)), CONFIG).node_sets
     assert found["metadata"]["ownerReferences"][0]["name"] == "canary"
@@ -444,4 +463,4 @@ def test_one_node_is_the_default_and_changes_nothing() -> None:
     )
     assert plain == said
     assert plain.node_sets == ()
-    assert list(plain.secret["data"]) == ["ARGOSY_API_KEY"]
+    assert list(plain.secret["data"]) == ["ARGOSY_API_KEY", "api-keys"]

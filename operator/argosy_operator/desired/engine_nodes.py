@@ -2,9 +2,10 @@
 
 The replica is a pod of the Deployment, as of any service: it is node 0, has the API server, and is all that routers,
 gates, rollouts and scaling know of. Each such leader carries the pod template of its workers in an annotation, so that
-one of an older revision gets the workers that fit it. Owns that template, the StatefulSets, and which of them are
-surplus. Must not know rollouts. Invariants: a StatefulSet belongs to its leader's pod, with which Kubernetes deletes
-it; that of a leader which stops stays as it is until the leader is gone.
+one of an older revision gets the workers that fit it. Annotations can be changed by who may not create pods, so its
+hash is in the leader's environment, which nobody can change (`observed.pod` compares them). Owns that template, the
+StatefulSets, and which of them are surplus. Must not know rollouts. Invariants: a StatefulSet belongs to its leader's
+pod, with which Kubernetes deletes it; that of a leader which stops stays as it is until the leader is gone.
 
     a worker or the leader ends   the engines of the others end by themselves, the kubelets start all anew
     a worker cannot go            its machine is lost, say, and a StatefulSet replaces no pod that is still there: the
@@ -15,6 +16,7 @@ it; that of a leader which stops stays as it is until the leader is gone.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from hashlib import sha256
 from typing import Any, Final
 
 import msgspec
@@ -30,10 +32,11 @@ from argosy_operator.names import (
     child_labels,
     child_name,
 )
-from argosy_operator.observed.pod import Pod
+from argosy_operator.observed.pod import NODE_TEMPLATE_HASH_ENV, Pod
 from argosy_resource.engine_address import (
     API_KEY_ENV,
     COMPONENT_LABEL,
+    INTERNAL_KEYS_ENV,
     NODE_COMPONENT,
     NODE_KEY_ENV,
     SERVICE_LABEL,
@@ -73,23 +76,31 @@ def leader_env(secret_name: str) -> list[Manifest]:
     ]
 
 
+def template_hash(text: str) -> Manifest:
+    """The variable of the leader's container that vouches for its annotation."""
+    return {"name": NODE_TEMPLATE_HASH_ENV, "value": sha256(text.encode()).hexdigest()}
+
+
 def encode_node_template(
-    service: InferenceService, leader: Manifest, *, not_for_workers: Iterable[str]
+    service: InferenceService, leader: Manifest, *, not_for_workers: Iterable[str], key_volume: str
 ) -> str:
     """The annotation of a leader.
 
     Args:
-        leader: the leader's pod template, complete but for this annotation and its revision.
-        not_for_workers: names of variables that only the leader's container has, besides the key of its API.
+        leader: the leader's pod template, complete but for this annotation, its hash and its revision.
+        not_for_workers: names of variables that only the leader's container has, besides the keys of its API.
+        key_volume: name of the volume with these keys, which workers do not get either.
     """
     spec = {name: value for name, value in leader["spec"].items() if name != "readinessGates"}
+    spec["volumes"] = [each for each in spec["volumes"] if each["name"] != key_volume]
     (engine,) = spec["containers"]
-    left_out = {API_KEY_ENV, MASTER_ADDR_ENV, *not_for_workers}
+    left_out = {API_KEY_ENV, INTERNAL_KEYS_ENV, MASTER_ADDR_ENV, *not_for_workers}
     index = {"fieldRef": {"fieldPath": f"metadata.labels['{INDEX_LABEL}']"}}
     worker = {name: value for name, value in engine.items() if name not in _OF_THE_API_SERVER}
     worker["args"] = [*engine["args"], "--headless", "--node-rank", f"$({NODE_RANK_ENV})"]
     worker["env"] = [each for each in engine["env"] if each["name"] not in left_out]
     worker["env"].append({"name": NODE_RANK_ENV, "valueFrom": index})
+    worker["volumeMounts"] = [each for each in engine["volumeMounts"] if each["name"] != key_volume]
     metadata = leader["metadata"]
     template = {
         "metadata": {

@@ -16,7 +16,12 @@ import msgspec
 import xxhash
 
 from argosy_operator.config import OperatorConfig
-from argosy_operator.desired.engine_nodes import encode_node_template, leader_args, leader_env
+from argosy_operator.desired.engine_nodes import (
+    encode_node_template,
+    leader_args,
+    leader_env,
+    template_hash,
+)
 from argosy_operator.desired.manifest_fields import Manifest, as_manifest, as_stored_manifest, present
 from argosy_operator.desired.model_volume import ModelVolume, model_volume
 from argosy_operator.desired.pinned_images import Images
@@ -84,8 +89,11 @@ def pod_template(
     }
     template: Manifest = {"metadata": metadata, "spec": _pod_spec(service, config, images)}
     if service.spec.parallelism.nodes > 1:
-        nodes = encode_node_template(service, template, not_for_workers=(WARM_UP_ENV,))
+        nodes = encode_node_template(
+            service, template, not_for_workers=(WARM_UP_ENV,), key_volume=_KEY_VOLUME
+        )
         metadata["annotations"][NODE_TEMPLATE_ANNOTATION] = nodes
+        template["spec"]["containers"][0]["env"].append(template_hash(nodes))
     digest = xxhash.xxh3_64_hexdigest(msgspec.json.encode(template, order="deterministic"))
     revision = digest[:10]
     metadata["labels"][REVISION_LABEL] = revision

@@ -7,6 +7,7 @@ anything. Invariant: a view is a function of the object alone, so that a decisio
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from hashlib import sha256
 from typing import Any, Final
 
 import msgspec
@@ -29,6 +30,8 @@ Object = Mapping[str, Any]
 
 DELETION_COST_ANNOTATION: Final = "controller.kubernetes.io/pod-deletion-cost"
 """The ReplicaSet controller removes pods of lower cost first."""
+NODE_TEMPLATE_HASH_ENV: Final = "ARGOSY_NODE_TEMPLATE_SHA256"
+"""Variable of the container of a replica that has further nodes."""
 OVERDUE_SECONDS: Final = 60
 """A kubelet that answers has removed a pod this long after its time to stop has passed."""
 
@@ -172,8 +175,18 @@ def read_pod(obj: Object) -> Pod:
         address=status.get("podIP") or "",
         deadline=metadata.get("deletionTimestamp") or "",
         leader=metadata.get("labels", {}).get(LEADER_LABEL, ""),
-        node_template=metadata.get("annotations", {}).get(NODE_TEMPLATE_ANNOTATION, ""),
+        node_template=_node_template(metadata, spec),
     )
+
+
+def _node_template(metadata: Object, spec: Object) -> str:
+    """The annotation, if it is the one with which the pod was created."""
+    text = metadata.get("annotations", {}).get(NODE_TEMPLATE_ANNOTATION, "")
+    if not text:
+        return ""
+    engines = [each for each in spec.get("containers", ()) if each["name"] == ENGINE_CONTAINER]
+    variables = {each["name"]: each.get("value") for engine in engines for each in engine.get("env", ())}
+    return text if variables.get(NODE_TEMPLATE_HASH_ENV) == sha256(text.encode()).hexdigest() else ""
 
 
 def _deletion_cost(metadata: Object) -> int:
