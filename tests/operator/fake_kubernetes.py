@@ -393,16 +393,12 @@ class FakeKubernetes:
     def _sync_stateful_set(self, owner: Object) -> None:
         """Create the pods that are missing; one that terminates is still there."""
         spec, metadata = owner["spec"], owner["metadata"]
-        start = spec["ordinals"]["start"]
-        for ordinal in range(start, start + spec["replicas"]):
+        for ordinal in range(spec["ordinals"]["start"], spec["ordinals"]["start"] + spec["replicas"]):
             name = f"{metadata['name']}-{ordinal}"
             if (PODS, metadata["namespace"], name) not in self.objects and self.has_quota(name):
-                labels = {
-                    **spec["template"]["metadata"]["labels"],
-                    "apps.kubernetes.io/pod-index": str(ordinal),
-                }
-                described = {**spec["template"]["metadata"], "labels": labels}
-                self._create_pod_of(owner, {**spec["template"], "metadata": described}, name)
+                template = _copy(spec["template"])
+                template["metadata"]["labels"]["apps.kubernetes.io/pod-index"] = str(ordinal)
+                self._create_pod_of(owner, template, name)
 
     def _create_pod_of(self, controller: Object, template: Object, name: str, *, digest: str = "") -> None:
         metadata = controller["metadata"]
@@ -485,17 +481,14 @@ class FakeKubernetes:
 
     def _has_its_nodes(self, pod: Object) -> bool:
         """Whether the engine of a pod has all the nodes that it waits for."""
-        described = pod["metadata"].get("annotations", {}).get(NODE_TEMPLATE_ANNOTATION)
-        if described is None:
-            return True
-        nodes = [
-            each
-            for each in self._all_pods()
-            if each["metadata"].get("labels", {}).get(LEADER_LABEL) == pod["metadata"]["uid"]
+        described = pod["metadata"].get("annotations", {}).get(NODE_TEMPLATE_ANNOTATION, '{"workers": 0}')
+        present = sum(
+            each["metadata"].get("labels", {}).get(LEADER_LABEL) == pod["metadata"]["uid"]
             and each.get("status", {}).get("phase") == "Running"
             and not each["metadata"].get("deletionTimestamp")
-        ]
-        return len(nodes) == json.loads(described)["workers"]
+            for each in self._all_pods()
+        )
+        return bool(present == json.loads(described)["workers"])
 
     def _run_fetch(self, pod: Object, status: Object) -> bool:
         """Move the init container on, if the pod has one. Whether the engine may start."""
