@@ -19,7 +19,7 @@ from chaos.api import TooLate, path_of, until
 from chaos.fault import comparable, differences, foreign_writes
 from chaos.faults.load import written_by_operator
 from chaos.faulty_proxy import FaultyProxy, Write
-from chaos.plane import Plane, free_port
+from chaos.plane import FAST_NODES, Plane, free_port
 from chaos.rig import is_settled
 from chaos.scale import Measured
 from chaos.scale_figures import (
@@ -54,7 +54,7 @@ def test_a_control_plane_on_the_loopback_uses_the_ports_it_was_given(
     assert f"--etcd-servers=http://127.0.0.1:{settings.etcd_client_port}" in started["apiserver"]
     assert f"--listen-client-urls=http://127.0.0.1:{settings.etcd_client_port}" in started["etcd"]
     assert any(flag.startswith("--audit-log-path=") for flag in started["apiserver"])
-    assert "--node-monitor-grace-period=8s" in started["controller-manager"]
+    assert set(FAST_NODES) <= set(started["controller-manager"])
 
 
 def _event(verb: str, resource: str, namespace: str, *, uri: str = "/x", sub: str = "") -> str:
@@ -295,6 +295,38 @@ async def _proxied() -> AsyncIterator[tuple[FaultyProxy, aiohttp.ClientSession, 
 async def _version(session: aiohttp.ClientSession) -> int:
     async with session.get(DEPLOYMENTS) as response:
         return int((await response.json())["version"])
+
+
+async def test_simulated_nodes_that_live_say_so_again_where_the_cluster_believes_otherwise() -> None:
+    reported: list[str] = []
+    again = asyncio.Event()
+
+    class Cluster:
+        rounds = 0
+
+        async def merge(self, *_: Any) -> None:
+            return None
+
+        async def list(self, resource: str) -> list[dict[str, Any]]:
+            self.rounds += 1
+            if self.rounds > 1:
+                again.set()
+            states = {"sim-0": "Unknown", "sim-1": "True", "sim-2": "Unknown"}
+            return [
+                {"metadata": {"name": name}, "status": {"conditions": [{"type": "Ready", "status": state}]}}
+                for name, state in states.items()
+            ] + [{"metadata": {"name": "foreign"}}]
+
+        async def request(self, method: str, path: str, *_: Any, **__: Any) -> None:
+            reported.append(path)
+
+    nodes = SimulatedNodes(Cluster(), 3, gpus=1, lease_seconds=0)  # type: ignore[arg-type]
+    nodes.kill("sim-2")
+    renewing = asyncio.create_task(nodes._renew_leases())
+    async with asyncio.timeout(30):
+        await again.wait()
+    renewing.cancel()
+    assert set(reported) == {"api/v1/nodes/sim-0/status"}
 
 
 async def test_the_proxy_tells_of_writes_before_their_author_learns_of_them() -> None:
