@@ -9,6 +9,8 @@ from typing import Any
 from builders import isvc_object
 from fake_kubernetes import FakeKubernetes, Object
 from harness import (
+    ROUTER_POD,
+    FakeRouter,
     Operator,
     deployment,
     edit_engine,
@@ -18,8 +20,9 @@ from harness import (
 )
 from virtual_time import run, virtual_time
 
+from argosy_operator.cluster.api_server import ObjectList
 from argosy_operator.errors import ApiError
-from argosy_operator.kinds import INFERENCE_SERVICES
+from argosy_operator.kinds import INFERENCE_SERVICES, Kind
 from argosy_protocol.fleet import decode_fleet
 
 RESYNC = "argosy_operator_last_resync_timestamp_seconds"
@@ -289,3 +292,34 @@ async def test_a_defect_in_one_resource_does_not_stop_the_others() -> None:
         await operator.settle()
         assert cluster.condition("Ready", "strange")["reason"] == "InvalidSpec"
     assert is_ready(cluster)
+
+
+class StaleServices(FakeKubernetes):
+    """Lists InferenceServices as they were at an earlier moment, if told."""
+
+    earlier: ObjectList | None = None
+
+    async def list(self, kind: Kind, *, namespace: str | None, labels: str = "") -> ObjectList:
+        if kind is INFERENCE_SERVICES and self.earlier is not None:
+            return self.earlier
+        return await super().list(kind, namespace=namespace, labels=labels)
+
+
+@virtual_time
+async def test_an_old_resource_beside_a_new_deployment_costs_no_replica() -> None:
+    cluster = StaleServices()
+    cluster.create(ROUTER_POD)
+    async with Operator(cluster, FakeRouter(cluster)) as operator:
+        cluster.create(isvc_object(replicas=1))
+        await operator.settle()
+        earlier = await cluster.list(INFERENCE_SERVICES, namespace=None)
+        cluster.edit("tiny", lambda spec: spec.update(replicas=3))
+        await operator.settle()
+    before = {pod["metadata"]["uid"] for pod in cluster.pods()}
+    assert len(before) == 3
+    cluster.earlier, written = earlier, len(cluster.writes)
+    async with Operator(cluster, FakeRouter(cluster)) as operator:
+        await operator.settle()
+    assert {pod["metadata"]["uid"] for pod in cluster.pods()} == before
+    assert not [write for write in cluster.writes[written:] if write[1] == "Deployment"]
+    assert cluster.condition("Ready")["status"] == "True"

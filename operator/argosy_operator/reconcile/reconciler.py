@@ -74,6 +74,7 @@ class Reconciler:
         self._metrics = metrics
         self._now = now
         self._autoscaler = autoscaler
+        self._look_again = look_again
         self._ask_loads = ask_loads
         self.key_secrets = KeySecrets(api, metrics)
         self._turn = RolloutLock(store, on_turn_ended, is_left_alone=self._is_left_alone)
@@ -121,9 +122,9 @@ class Reconciler:
         try:
             # No await between the observation and the claim: see RolloutLock.
             with self._turn.claim(key) if diff.takes_turn else nullcontext():
-                is_alive = await self._act(service, observed, diff)
-            if not is_alive:
-                return  # with its resource the API server deletes the children
+                is_current = await self._act(service, observed, diff)
+            if not is_current:
+                return  # with its resource the API server deletes the children; a newer one is reconciled next
         except OperatorError as error:
             failure = error
             if isinstance(error, ApiError) and error.status not in _REPORTED:
@@ -136,9 +137,9 @@ class Reconciler:
             raise failure
 
     async def _act(self, service: InferenceService, observed: Observation, diff: Diff) -> bool:
-        """Do what was decided. False if the resource turned out to be deleted."""
+        """Do what was decided. False if the resource turned out to be deleted, or newer than what was observed."""
         await run_together(partial(self._set_gate, service, observed, gate) for gate in diff.gates)
-        if diff.creates and not await self._exists(service):
+        if diff.children and not await self._is_current(service):
             return False
         deployments = [change for change in diff.children if kind_of(change.wanted) is DEPLOYMENTS]
         others = [change for change in diff.children if kind_of(change.wanted) is not DEPLOYMENTS]
@@ -215,12 +216,19 @@ class Reconciler:
         else:
             self._store.put(PODS, stored)
 
-    async def _exists(self, service: InferenceService) -> bool:
-        """Ask the API server, because the store may lag behind."""
+    async def _is_current(self, service: InferenceService) -> bool:
+        """Whether the resource is as it was observed. Asks the API server, because the store may lag behind, and each
+        kind on its own: an old number of replicas beside a new Deployment would cost living replicas. A newer resource
+        is stored, and reconciled next."""
         metadata = service.metadata
         live = await self._api.get(INFERENCE_SERVICES, metadata.namespace, metadata.name)
-        return (
-            live is not None
-            and live["metadata"]["uid"] == metadata.uid
-            and not live["metadata"].get("deletionTimestamp")
-        )
+        if live is None or live["metadata"].get("deletionTimestamp"):
+            return False
+        if (live["metadata"]["uid"], live["metadata"].get("generation")) == (
+            metadata.uid,
+            metadata.generation,
+        ):
+            return True
+        self._store.put(INFERENCE_SERVICES, live)
+        self._look_again((metadata.namespace, metadata.name), 0.0)
+        return False
