@@ -193,7 +193,7 @@ def test_gate_probes_and_drain() -> None:
     paths = {
         name: only[name]["httpGet"]["path"] for name in ("startupProbe", "readinessProbe", "livenessProbe")
     }
-    assert paths == {"startupProbe": "/ready", "readinessProbe": "/ready", "livenessProbe": "/health"}
+    assert paths == {"startupProbe": "/ready?wait=3", "readinessProbe": "/ready", "livenessProbe": "/health"}
     # An engine whose load stalls ends itself; a limit of the kubelet would end one that advances.
     startup = only["startupProbe"]
     assert startup["periodSeconds"] * startup["failureThreshold"] >= 7 * 24 * 3600

@@ -20,26 +20,26 @@ HUB = {"source": "hf://org/model"}
 CLAIM = {"source": "pvc://claim/model"}
 
 PINNED: list[tuple[str, dict[str, Any], str]] = [
-    ("the model of the image", {}, "7427266b02"),
-    ("a claim", {"model": CLAIM}, "c77f1c0e46"),
-    ("a fetched model", {"model": HUB}, "7676553497"),
+    ("the model of the image", {}, "93c91722cf"),
+    ("a claim", {"model": CLAIM}, "fbb98b3be5"),
+    ("a fetched model", {"model": HUB}, "8260b09662"),
     (
         "a fetched model, kept on a claim",
         {"model": {**HUB, "cache": {"type": "claim", "claimName": "models"}}},
-        "2bed313999",
+        "7bd2eb6d7a",
     ),
     ("vLLM", {"model": CLAIM, "engine": {"type": "vllm"}}, "d01ee7375b"),
     ("SGLang", {"model": CLAIM, "engine": {"type": "sglang"}}, "d8e28fb0a2"),
 ]
 
 KEPT: list[tuple[str, dict[str, Any], str]] = [
-    ("the model of the image", {}, "9a7de7893e"),
-    ("a claim", {"model": CLAIM}, "15d690c7bb"),
-    ("a fetched model", {"model": HUB}, "732e919234"),
+    ("the model of the image", {}, "6e10503144"),
+    ("a claim", {"model": CLAIM}, "84598aba01"),
+    ("a fetched model", {"model": HUB}, "87c87ecd75"),
     (
         "a fetched model, kept on a claim",
         {"model": {**HUB, "cache": {"type": "claim", "claimName": "models"}}},
-        "eb76b710c3",
+        "b8ac264aab",
     ),
     *PINNED[-2:],
 ]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Literal, Protocol
 
 from argosy_engine.api.error_translation import translated_error
@@ -72,6 +72,8 @@ class Engine:
         self._load_report: LoadReport | None = None
         self._telemetry: TelemetryHub | None = None
         self._is_warming_up = False
+        self._started = asyncio.Event()
+        """Set when the start is over: the engine is ready, or drains."""
         self.prefix_hits = PrefixHits()
         """The hottest prefixes, for new replicas."""
         self._num_accepted = 0
@@ -107,10 +109,13 @@ class Engine:
         self.llm = llm
         self._is_warming_up = is_warming_up
         self.phase = "warming up" if is_warming_up else "ready"
+        if not is_warming_up:
+            self._started.set()
 
     def warmed_up(self) -> None:
         """Be ready."""
         self._is_warming_up = False
+        self._started.set()
         if not self.is_draining:
             self.phase = "ready"
 
@@ -118,6 +123,12 @@ class Engine:
     def is_ready(self) -> bool:
         is_open = not self.is_draining and not self.is_sleeping and not self._is_warming_up
         return self.llm is not None and is_open and self.is_healthy
+
+    async def wait_started(self, timeout_s: float) -> None:
+        """Return once the engine is ready or drains, at the latest after `timeout_s`."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._started.wait()
 
     @property
     def is_sleeping(self) -> bool:
@@ -214,6 +225,7 @@ class Engine:
     async def drain(self) -> None:
         """Reject new requests, and return when the accepted ones are done, of all API processes."""
         self.is_draining = True
+        self._started.set()
         self.phase = "draining"
         if self._telemetry is not None:
             self._telemetry.drain()

@@ -60,6 +60,9 @@ _SHARED_MEMORY: Final = "1Gi"
 _STARTUP_SECONDS: Final = 7 * 24 * 3600
 """Until it is ready no other probe runs, and nothing ends an engine that loads but itself, once its load stalls
 (`--load-stall-timeout`). Kubernetes has no word for `never`."""
+_STARTUP_WAIT_S: Final = 3
+"""For so long an engine that starts may hold its answer to the startup probe back, which it gives when it is ready:
+Kubernetes asks every second at most, so a replica would be noticed half a second late, and up to a second."""
 _FOREIGN_STARTUP_SECONDS: Final = 3600
 """Longest time that an engine may load that does not notice when it stalls."""
 
@@ -172,6 +175,7 @@ def _engine_container(
 ) -> Manifest:
     drain, foreign = service.spec.rollout.drain_seconds, service.spec.engine.foreign
     ready_path = "/ready" if foreign is None else READY_PATH
+    startup_path = f"/ready?wait={_STARTUP_WAIT_S}" if foreign is None else READY_PATH
     return {
         **_any_container(service.spec.engine.image or images.engine, config),
         "name": ENGINE_CONTAINER,
@@ -179,7 +183,7 @@ def _engine_container(
         "env": _env(service, model, images),
         "ports": [{"name": "http", "containerPort": ENGINE_PORT, "protocol": "TCP"}],
         "startupProbe": _probe(
-            ready_path, period=1, failures=_STARTUP_SECONDS if foreign is None else _FOREIGN_STARTUP_SECONDS
+            startup_path, period=1, failures=_STARTUP_SECONDS if foreign is None else _FOREIGN_STARTUP_SECONDS
         ),
         "readinessProbe": _probe(ready_path, period=2, failures=3),
         # Generous: a long prefill on a loaded node must not be mistaken for a dead engine.

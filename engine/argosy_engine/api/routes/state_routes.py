@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Final
 
 import msgspec
 from fastapi import FastAPI, Query
@@ -17,6 +17,8 @@ from argosy_protocol.hot_prefixes import (
     HotPrefixReport,
 )
 
+MAX_WAIT_S: Final = 30.0
+
 
 def add_state_routes(app: FastAPI, engine: Engine) -> None:
     """Add the routes to `app`. `/ping` is Amazon SageMaker's name of `/health`."""
@@ -28,7 +30,11 @@ def add_state_routes(app: FastAPI, engine: Engine) -> None:
         return Response(status_code=200 if engine.is_healthy else 503)
 
     @app.get("/ready")
-    async def ready() -> Response:
+    async def ready(wait: Annotated[float, Query(ge=0, le=MAX_WAIT_S)] = 0.0) -> Response:
+        """While the engine starts, the answer may be held back for `wait` seconds: Kubernetes asks once a second at
+        most, and would notice that much later."""
+        if wait:
+            await engine.wait_started(wait)
         return _json({"status": engine.status}, 200 if engine.is_ready else 503)
 
     @app.get("/version")
