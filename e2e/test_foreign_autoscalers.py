@@ -1,6 +1,8 @@
-"""A HorizontalPodAutoscaler drives a service through the scale subresource.
+"""HorizontalPodAutoscalers scale services through the scale subresource, and KEDA does to zero and from it.
 
 The controller is Kubernetes' own; its numbers come from an external-metrics API of the test's, as KEDA serves one.
+KEDA itself is not run: at zero it writes the scale and leaves its autoscaler, and so does the test. Each test builds on
+the one before.
 """
 
 from __future__ import annotations
@@ -15,24 +17,29 @@ import pytest
 
 from cluster.settings import HOST_ADDRESS
 from cluster.shell import poll
-from conftest import TENANT, Stack
+from conftest import SYSTEM, TENANT, Stack
 from external_metrics import ExternalMetrics, external_metrics
 from test_chart_rights import named
-from test_whole_path import is_ready
+from test_whole_path import condition, is_ready
 
 NAME = "autoscaled"
 WORDS = (f"inferenceservice/{NAME}", "-n", TENANT)
 SELECTOR = f"inference.argosy.dev/service={NAME}"
 METRIC = "argosy_router_queued_requests"
+OPERATOR = "app.kubernetes.io/component=operator"
 
 
-def manifest() -> dict[str, Any]:
+def manifest(scaling: dict[str, Any] | None = None) -> dict[str, Any]:
     """Without spec.replicas, as docs/installation.md tells users of an autoscaler."""
     made = named(NAME)
     del made["spec"]["replicas"]
+    if scaling is not None:
+        made["spec"]["scaling"] = scaling
     return made
 
 
+SCALING = {"minReplicas": 1, "maxReplicas": 2, "metrics": {"concurrency": 1000}}
+"""What the operator would do by itself with the load of this test: one replica."""
 AUTOSCALER = {
     "apiVersion": "autoscaling/v2",
     "kind": "HorizontalPodAutoscaler",
@@ -80,11 +87,23 @@ def wait_for_replicas(stack: Stack, count: int) -> dict[str, Any]:
         f"{count} routable replicas",
         WORDS,
         lambda found: (
-            found["spec"]["replicas"] == count
-            and found["status"].get("replicas") == count
-            and found["status"].get("routableReplicas", 0) == count
+            found["status"].get("replicas") == count and found["status"].get("routableReplicas", 0) == count
         ),
         420,
+    )
+
+
+def wanted(stack: Stack) -> int:
+    number: int = stack.cluster.kubectl.get("deployment", f"{NAME}-engine", "-n", TENANT)["spec"]["replicas"]
+    return number
+
+
+def wait_for_ownership(stack: Stack, reason: str) -> dict[str, Any]:
+    return stack.cluster.kubectl.poll(
+        f"Degraded to have the reason {reason}",
+        WORDS,
+        lambda found: condition(found, "Degraded").get("reason") == reason,
+        60,
     )
 
 
@@ -107,5 +126,79 @@ def test_only_the_front_proxy_is_served(stack: Stack, metrics: ExternalMetrics) 
 
 def test_the_autoscaler_scales_up(stack: Stack, metrics: ExternalMetrics) -> None:
     metrics.values[METRIC] = 20
-    wait_for_replicas(stack, 2)
+    found = wait_for_replicas(stack, 2)
+    assert found["spec"]["replicas"] == 2
     assert "system:serviceaccount:kube-system:horizontal-pod-autoscaler" in metrics.users
+
+
+def test_with_scaling_of_its_own_the_service_tells_who_decides(
+    stack: Stack, metrics: ExternalMetrics
+) -> None:
+    kubectl = stack.cluster.kubectl
+    kubectl.apply(manifest(SCALING))
+    message = condition(wait_for_ownership(stack, "ScaledTwice"), "Degraded")["message"]
+    assert f"HorizontalPodAutoscaler {NAME}" in message
+    metrics.values[METRIC] = 30
+    found = wait_for_replicas(stack, 3)
+    assert found["spec"]["replicas"] == 3, "beyond spec.scaling.maxReplicas"
+    assert is_ready(found)
+    status = found["status"]["scaling"]
+    assert (status["wanted"], status["reason"]) == (3, "HorizontalPodAutoscaler")
+    events = kubectl.get("events", "-n", TENANT, "--field-selector", "reason=ScaledTwice")["items"]
+    assert [event["involvedObject"]["name"] for event in events] == [NAME]
+
+
+@pytest.mark.usefixtures("metrics")
+def test_a_new_operator_leaves_the_number_alone(stack: Stack) -> None:
+    kubectl = stack.cluster.kubectl
+    before = kubectl.get("deployment", f"{NAME}-engine", "-n", TENANT)["metadata"]["generation"]
+    ended = kubectl.pods(SYSTEM, OPERATOR)[0]["metadata"]["name"]
+    kubectl("delete", "pod", ended, "-n", SYSTEM, "--timeout=120s")
+    kubectl("rollout", "status", "deployment/argosy-operator", "-n", SYSTEM, "--timeout=120s")
+    # It is at work when it answers a change, and would by then have decided about the number.
+    kubectl("annotate", "hpa", NAME, "-n", TENANT, "seen=yes")
+    kubectl("delete", "pdb", f"{NAME}-engine", "-n", TENANT)
+    poll(
+        "the new operator to repair a child",
+        lambda: kubectl.find("pdb", f"{NAME}-engine", "-n", TENANT),
+        120,
+        interval=0.5,
+    )
+    assert wanted(stack) == 3
+    assert kubectl.get("deployment", f"{NAME}-engine", "-n", TENANT)["metadata"]["generation"] == before
+
+
+def test_zero_is_kept_while_the_autoscaler_stands(stack: Stack, metrics: ExternalMetrics) -> None:
+    """KEDA at zero: its autoscaler stays, and is idle since the scale is 0."""
+    kubectl = stack.cluster.kubectl
+    kubectl("scale", "isvc", NAME, "-n", TENANT, "--replicas=0")
+    found = wait_for_replicas(stack, 0)
+    assert condition(found, "Ready")["reason"] == "ScaledToZero"
+    assert condition(found, "Degraded")["reason"] == "ScaledTwice"
+    idle = kubectl.poll(
+        "the autoscaler to be idle",
+        ("hpa", NAME, "-n", TENANT),
+        lambda found: any(
+            each["type"] == "ScalingActive" and each["reason"] == "ScalingDisabled"
+            for each in found.get("status", {}).get("conditions", ())
+        ),
+        60,
+    )
+    assert idle["status"]["desiredReplicas"] == 0
+    assert wanted(stack) == 0, "spec.scaling.minReplicas is 1"
+    metrics.values[METRIC] = 20
+    kubectl("scale", "isvc", NAME, "-n", TENANT, "--replicas=1")
+    wait_for_replicas(stack, 2)
+
+
+@pytest.mark.usefixtures("metrics")
+def test_without_the_autoscaler_spec_scaling_goes_on(stack: Stack) -> None:
+    kubectl = stack.cluster.kubectl
+    kubectl("delete", "hpa", NAME, "-n", TENANT)
+    found = wait_for_ownership(stack, "AsExpected")
+    assert wanted(stack) == 2, "it begins with the number that there is"
+    assert found["status"]["scaling"]["wanted"] == 2
+    kubectl.apply(manifest({**SCALING, "maxReplicas": 1}))
+    found = wait_for_replicas(stack, 1)
+    assert found["spec"]["replicas"] == 2, "the operator never writes it"
+    assert found["status"]["scaling"]["reason"] == "MaxReplicas"
