@@ -133,12 +133,13 @@ async def test_a_fleet_key_that_was_deleted_comes_back_as_it_was() -> None:
 
 
 @virtual_time
-async def test_a_rotated_key_that_was_deleted_comes_back_with_the_one_before() -> None:
+async def test_a_rotated_key_that_was_deleted_comes_back_with_the_one_before(tmp_path: Path) -> None:
     cluster = FakeKubernetes()
     config = await ensure_keys(cluster, FIRST)
     cluster.remove(FLEET)
-    keys = FleetKeys(config.fleet_key)
-    keys._given = (b"n" * 32, b"o" * 32)
+    (tmp_path / "key").write_bytes(b"n" * 32)
+    (tmp_path / "previous").write_bytes(b"o" * 32)
+    keys = FleetKeys(b"", tmp_path)
     keeping = asyncio.create_task(keep_fleet_key(cluster, config, keys))
     await asyncio.sleep(2 * config.resync_seconds)
     keeping.cancel()

@@ -55,10 +55,10 @@ class Load:
     def __init__(self, r: Rig) -> None:
         self._rig = r
         self.statuses: list[int] = []
-        self._stops = False
+        self.stops = False
 
     async def send(self, number: int) -> None:
-        while not self._stops:
+        while not self.stops:
             response = await self._rig.chat(f"hello {number}", stream=bool(number % 2))
             self.statuses.append(response.status_code)
 
@@ -78,7 +78,7 @@ async def load(r: Rig) -> AsyncIterator[Load]:
             await made.more()
             yield made
         finally:
-            made._stops = True
+            made.stops = True
     assert set(made.statuses) == {200}
 
 
