@@ -52,6 +52,18 @@ def pod(
     return Pod(**{"name": name, "uid": f"uid-{name}", "revision": revision, **state, **more})
 
 
+def autoscaler(status: dict[str, Any] | None = None, **target: Any) -> dict[str, Any]:
+    """The HorizontalPodAutoscaler `hpa` of the service `tiny`, but for `target`."""
+    reference = {"apiVersion": "inference.argosy.dev/v1alpha1", "kind": "InferenceService", "name": "tiny"}
+    return {
+        "apiVersion": "autoscaling/v2",
+        "kind": "HorizontalPodAutoscaler",
+        "metadata": {"name": "hpa", "namespace": "team"},
+        "spec": {"scaleTargetRef": reference | target, "maxReplicas": 9},
+        "status": status or {},
+    }
+
+
 def pod_object(name: str, *, labels: dict[str, str] | None = None, **status: Any) -> dict[str, Any]:
     return {
         "metadata": {"name": name, "namespace": "team", "uid": f"uid-{name}", "labels": labels or {}},

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from builders import isvc_object
+from builders import autoscaler, isvc_object
 from fake_kubernetes import FakeKubernetes, Object
 from harness import ROUTER_POD, Operator, condition, deployment, living_pods, new_cluster
 from virtual_time import virtual_time
@@ -23,17 +23,6 @@ SCALING: dict[str, Any] = {"maxReplicas": 4, "metrics": {"concurrency": 10}}
 SYNCED = {"conditions": [{"type": "AbleToScale", "status": "True"}]}
 SERVICE = (INFERENCE_SERVICES, "team", "tiny")
 KEY = (AUTOSCALERS, "team", "hpa")
-
-
-def autoscaler(status: Object | None = None, **target: Any) -> Object:
-    reference = {"apiVersion": "inference.argosy.dev/v1alpha1", "kind": "InferenceService", "name": "tiny"}
-    return {
-        "apiVersion": "autoscaling/v2",
-        "kind": "HorizontalPodAutoscaler",
-        "metadata": {"name": "hpa", "namespace": "team"},
-        "spec": {"scaleTargetRef": reference | target, "maxReplicas": 9},
-        "status": status or {},
-    }
 
 
 def sync(cluster: FakeKubernetes, replicas: int) -> None:
@@ -175,9 +164,9 @@ async def test_the_number_that_an_autoscaler_wrote_is_read_before_it_counts() ->
         await operator.settle()
         numbers: list[int] = []
         cluster.listeners.append(lambda kind, event, obj: numbers.append(replicas(cluster)))
-        cluster.listeners.remove(operator._hand_over)
+        listeners, cluster.listeners = cluster.listeners, []
         cluster.edit("tiny", lambda spec: spec.update(replicas=5))  # whose event is late
-        cluster.listeners.append(operator._hand_over)
+        cluster.listeners = listeners
         cluster.overwrite(KEY, {**cluster.objects[KEY], "status": SYNCED})
         await operator.settle()
         assert replicas(cluster) == 5

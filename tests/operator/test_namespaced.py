@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import CONFIG, isvc_object
+from builders import CONFIG, autoscaler, isvc_object
 from chart_rules import fleet_rules, helper_rules
 from fake_http import FakeApiServer
 from fake_kubernetes import FakeKubernetes
 from harness import ROUTER_POD, FakeRouter, http_fetch_of
 from served_cluster import served, until
-from test_foreign_scalers import autoscaler
 
 from argosy_operator import main
 from argosy_operator.config import OperatorConfig
