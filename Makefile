@@ -27,7 +27,7 @@ PARALLEL := --numprocesses $(TEST_PROCESSES) --dist loadfile --max-worker-restar
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet $(PIP_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev wheel up down test test-wheel test-sanitizers attack fuzz generate gpu-report gpu-accounting lint e2e chaos scale images locks conformance conformance-sample test-clients bench bench-engine bench-router clean
+.PHONY: help install install-dev wheel up down test test-wheel test-sanitizers attack fuzz generate gpu-report gpu-accounting lint e2e start-phases chaos scale images locks conformance conformance-sample test-clients bench bench-engine bench-router clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -105,6 +105,9 @@ lint: $(INSTALLED_DEV) ## style, types, import contracts
 
 e2e: $(INSTALLED_DEV) ## a real Kubernetes, from nothing; needs root or KUBECONFIG
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash e2e/run.sh
+
+start-phases: $(INSTALLED_DEV) ## measure START_PHASES_RUNS (5) starts on that Kubernetes, from kubectl apply to the first token, by phase; needs root
+	PATH="$(CURDIR)/$(BIN):$$PATH" PYTHONPATH=e2e bash -c 'python -m cluster build && python -m pytest -c pyproject.toml --rootdir . e2e/start_phases.py -q -s'
 
 chaos: $(INSTALLED_DEV) ## cause faults around the real operator, each by its name, on a real control plane; CHAOS_FAULTS= chooses some. Needs no root
 	PYTHONPATH=e2e:tests/operator $(BIN)/python -P -m chaos --faults '$(CHAOS_FAULTS)' $(CHAOS_ARGS)
