@@ -34,7 +34,10 @@ class OperatorConfig:
     """Key from which every service's internal key is derived, shared with the routers (`ARGOSY_FLEET_KEY`). Empty only
     at the first start, when the operator creates it."""
     previous_fleet_keys: tuple[bytes, ...] = ()
-    """Keys before it that are still valid while it is rotated, newest first (`argosy_protocol.fleet_keys`)."""
+    """Keys before it that its Secret still has while it is rotated, newest first (`argosy_protocol.fleet_keys`)."""
+    lingering_fleet_keys: tuple[bytes, ...] = ()
+    """Keys that have left the Secret and count for some minutes more, newest first. Engines that follow their keys
+    remember these by themselves."""
     fleet_key_dir: Path | None = None
     """Mounted Secret with the key (`ARGOSY_FLEET_KEY_DIR`), which is followed. Instead of `ARGOSY_FLEET_KEY`."""
     engine_image: str
@@ -89,9 +92,11 @@ class OperatorConfig:
     workers: int = 8
     """Number of resources reconciled at the same time. Bounds the load on the API server after a restart."""
 
-    def with_fleet_keys(self, keys: tuple[bytes, ...]) -> OperatorConfig:
-        """The same with these valid keys, newest first; at least one."""
-        return replace(self, fleet_key=keys[0], previous_fleet_keys=keys[1:])
+    def with_fleet_keys(self, given: tuple[bytes, ...], lingering: tuple[bytes, ...] = ()) -> OperatorConfig:
+        """The same with these keys of the Secret, of which there is at least one, and these that have left it."""
+        return replace(
+            self, fleet_key=given[0], previous_fleet_keys=given[1:], lingering_fleet_keys=lingering
+        )
 
     @property
     def router_speaks_tls(self) -> bool:

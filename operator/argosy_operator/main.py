@@ -97,8 +97,8 @@ async def run(config: OperatorConfig, *, health_port: int) -> int:
     """
     async with await KubernetesApi.connect() as api, aiohttp.ClientSession() as session:
         keys = FleetKeys(config.fleet_key, config.fleet_key_dir)
-        if keys.keys:
-            config = config.with_fleet_keys(keys.keys)
+        if keys.given:
+            config = config.with_fleet_keys(keys.given)
         config = await ensure_keys(api, config)
         if not config.fleet_key:
             raise OperatorError(f"there is no fleet key: {keys.problem}")

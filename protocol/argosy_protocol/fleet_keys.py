@@ -53,13 +53,20 @@ class FleetKeys:
         """Keys that have left the files, and when; in this order."""
         self._problem = ""
         """Why the files are not heeded, as last logged; empty if they are."""
-        self._keys: tuple[bytes, ...] = self._given
+        self._given_before = self._given
+        """Those at the last look."""
+        self._lingering: tuple[bytes, ...] = ()
         self.look()
 
     @property
     def keys(self) -> tuple[bytes, ...]:
         """The valid keys, newest first; empty if there is none."""
-        return self._keys
+        return (*self._given, *self._lingering)
+
+    @property
+    def lingering(self) -> tuple[bytes, ...]:
+        """Those that have left the files, newest first."""
+        return self._lingering
 
     @property
     def given(self) -> tuple[bytes, ...]:
@@ -72,15 +79,15 @@ class FleetKeys:
         return self._problem
 
     def look(self) -> bool:
-        """Read the files again. Returns whether the valid keys have changed."""
+        """Read the files again. Returns whether the valid keys have changed, or which of them linger."""
         now = self._clock()
         if self._directory is not None:
             self._read(self._directory, now)
         for key in [key for key, left in self._left.items() if now - left >= LINGER_S]:
             del self._left[key]
-        keys: tuple[bytes, ...] = (*self._given, *reversed(self._left))
-        is_changed = keys != self._keys
-        self._keys = keys
+        keys = (self._given, tuple(reversed(self._left)))
+        is_changed = keys != (self._given_before, self._lingering)
+        self._given_before, self._lingering = keys
         return is_changed
 
     def _read(self, directory: Path, now: float) -> None:

@@ -155,3 +155,48 @@ async def test_a_body_of_known_length_and_none_are_sent_as_usual(
 def test_a_request_without_a_connection_of_its_own_has_none() -> None:
     """As one that another process relays."""
     assert direct_body({"type": "http"}) is None
+
+
+@pytest.mark.parametrize("num_requests", [1, 2, 3])
+async def test_a_disconnect_ends_the_request_that_runs(served: Served, num_requests: int) -> None:
+    """Pipelined requests wait behind it, and never begin."""
+    told, begun = asyncio.Event(), []
+
+    async def answer(direct: DirectBody, receive: Any, send: Any) -> None:
+        begun.append(direct)
+        await send(START)
+        await send(piece(b"x"))
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        told.set()
+
+    served.answer = answer
+    reader, writer = await asyncio.open_connection(*served.listener.getsockname())
+    writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n" * num_requests)
+    await reader.readuntil(b"x\r\n")
+    writer.transport.abort()
+    await told.wait()
+    assert [direct.is_ready for direct in begun] == [False]
+
+
+async def test_a_disconnect_ends_the_second_of_pipelined_requests(served: Served) -> None:
+    told, num_begun = asyncio.Event(), 0
+
+    async def answer(direct: DirectBody, receive: Any, send: Any) -> None:
+        nonlocal num_begun
+        num_begun += 1
+        await send(START)
+        await send(piece(b"x", more=num_begun > 1))
+        if num_begun > 1:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            told.set()
+
+    served.answer = answer
+    reader, writer = await asyncio.open_connection(*served.listener.getsockname())
+    writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n" * 3)
+    await reader.readuntil(b"0\r\n\r\n")
+    await reader.readuntil(b"x\r\n")
+    writer.transport.abort()
+    await told.wait()
+    assert num_begun == 2

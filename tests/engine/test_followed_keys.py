@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,23 @@ def test_an_internal_key_lingers_after_it_has_left_the_file(tmp_path: Path) -> N
     assert (engine.accepts(OLD), engine.accepts(NEW)) == (True, True)
     engine.now += 60.0
     assert (engine.accepts(OLD), engine.accepts(NEW)) == (True, False)
+
+
+def test_a_key_lapses_although_nobody_asks(tmp_path: Path) -> None:
+    """The first to ask may be whoever it was disclosed to, hours later."""
+    path = tmp_path / "keys"
+    path.write_text(f"{OLD}\n")
+    engine = Engine(path)
+    engine.keys = FollowedKeys((), path, lambda: engine.now, linger_s=60.0)
+    engine.write(NEW)
+    written = time.time() - 59.0
+    os.utime(path, (written, written))
+    assert engine.accepts(OLD)
+    engine.write(OLD)
+    assert engine.accepts(OLD)
+    engine.write(NEW)
+    os.utime(path, (written - 2.0, written - 2.0))
+    assert (engine.accepts(OLD), engine.accepts(NEW)) == (False, True)
 
 
 def test_the_keys_that_linger_are_bounded(tmp_path: Path) -> None:

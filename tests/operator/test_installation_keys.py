@@ -151,14 +151,16 @@ async def test_a_rotation_is_followed(tmp_path: Path) -> None:
     """The kubelet replaces the files; the old key lapses by itself."""
     (tmp_path / "key").write_bytes(b"o" * 32)
     keys = FleetKeys(b"", tmp_path, asyncio.get_running_loop().time)
-    seen: list[tuple[bytes, ...]] = []
-    following = asyncio.create_task(follow_fleet_keys(keys, seen.append))
+    seen: list[tuple[tuple[bytes, ...], tuple[bytes, ...]]] = []
+    following = asyncio.create_task(
+        follow_fleet_keys(keys, lambda given, lingering: seen.append((given, lingering)))
+    )
     await asyncio.sleep(60)
     assert seen == []
     (tmp_path / "key").write_bytes(b"n" * 32)
     await asyncio.sleep(5)
-    assert seen == [(b"n" * 32, b"o" * 32)]
+    assert seen == [((b"n" * 32,), (b"o" * 32,))]
     (tmp_path / "key").unlink()
     await asyncio.sleep(LINGER_S)
     following.cancel()
-    assert seen[1:] == [(b"n" * 32,)], "a Secret that was deleted takes no key away"
+    assert seen[1:] == [((b"n" * 32,), ())], "a Secret that was deleted takes no key away"

@@ -189,9 +189,11 @@ async def test_a_rotation_reaches_the_secret_at_once_and_replaces_no_pod() -> No
             base64.b64decode(cluster.objects[SECRET]["data"][API_KEY_ENV]).decode()
             == derived(cluster, new)[0]
         )
+        operator.controller.use_fleet_keys((new,), lingering=(old,))
+        await operator.settle()
+        assert internal_keys(cluster) == derived(cluster, new), "engines let the old one linger themselves"
         operator.controller.use_fleet_keys((new,))
         await operator.settle()
-        assert internal_keys(cluster) == derived(cluster, new)
         assert secret_writes(cluster) == ["apply", "apply"]
         assert {kind for _, kind, _ in cluster.writes} == {"Secret"}
         assert cluster.objects[SECRET]["metadata"]["uid"] == uid
@@ -230,6 +232,9 @@ async def test_engines_that_read_their_key_at_their_start_are_replaced_when_it_l
 
         before = template()
         operator.controller.use_fleet_keys((new, old))
+        await operator.settle()
+        assert template() == before
+        operator.controller.use_fleet_keys((new,), lingering=(old,))
         await operator.settle()
         assert template() == before
         operator.controller.use_fleet_keys((new,))

@@ -129,7 +129,7 @@ def _key_digest(service: InferenceService, config: OperatorConfig, images: Image
     their keys. While two keys are valid nothing has to be replaced: routers find out which one a replica has."""
     if follows_keys(service, images):
         return ""
-    oldest = (config.fleet_key, *config.previous_fleet_keys)[-1]
+    oldest = (config.fleet_key, *config.previous_fleet_keys, *config.lingering_fleet_keys)[-1]
     return digest({API_KEY_ENV: _base64(internal_key(oldest, service.metadata.uid))})
 
 

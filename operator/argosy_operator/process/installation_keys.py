@@ -52,12 +52,15 @@ async def ensure_keys(api: Api, config: OperatorConfig, timeout: float = _START_
             await asyncio.sleep(_START_RETRY)
 
 
-async def follow_fleet_keys(keys: FleetKeys, on_change: Callable[[tuple[bytes, ...]], None]) -> None:
-    """Look at the mounted fleet key, and pass on the valid keys whenever they change, until cancelled."""
+async def follow_fleet_keys(
+    keys: FleetKeys, on_change: Callable[[tuple[bytes, ...], tuple[bytes, ...]], None]
+) -> None:
+    """Look at the mounted fleet key, and pass on its keys, and those that have left it and still count, whenever they
+    change, until cancelled."""
     while True:
         await asyncio.sleep(LOOK_EVERY_S)
-        if keys.look() and keys.keys:
-            on_change(keys.keys)
+        if keys.look() and keys.given:
+            on_change(keys.given, keys.lingering)
 
 
 async def keep_fleet_key(api: Api, config: OperatorConfig, keys: FleetKeys) -> None:

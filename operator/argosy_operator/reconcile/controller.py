@@ -231,9 +231,10 @@ class Controller:
         self.resynced_at = time.monotonic()
         self.metrics.resync_timestamp.set_to_current_time()
 
-    def use_fleet_keys(self, keys: tuple[bytes, ...]) -> None:
-        """Have every service's Secret hold the internal keys of these fleet keys, newest first; at least one."""
-        self._config = self._config.with_fleet_keys(keys)
+    def use_fleet_keys(self, given: tuple[bytes, ...], lingering: tuple[bytes, ...] = ()) -> None:
+        """Have every service's Secret hold the internal keys of the `given` fleet keys, of which there is at least one;
+        those that have left their Secret still count."""
+        self._config = self._config.with_fleet_keys(given, lingering)
         self._reconciler.use(self._config)
         for obj in self.store.all(INFERENCE_SERVICES):
             self.queue.add(object_name(obj))

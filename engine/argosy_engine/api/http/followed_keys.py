@@ -6,12 +6,14 @@ while its users still have the old one; an engine with a key file always require
 With `linger_s` a key stays valid for that long after it has left the file, also if the file cannot be read.
 
 The file is a Secret's, mounted as a directory: the kubelet replaces it as a whole. It is looked at when a request
-comes, once a second at most, so that a change needs no task of its own and costs nothing at rest.
+comes, once a second at most, so that a change needs no task of its own and costs nothing at rest. A key has left it
+when the file was written, also if nobody asked for hours.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -76,10 +78,11 @@ class FollowedKeys(KeyRing):
     def _read(self) -> None:
         """Read the file, and accept its keys from now on if it has changed."""
         self._next_look = self._clock() + LOOK_EVERY_S
-        content, problem = b"", ""
+        content, problem, age_s = b"", "", 0.0
         try:
             with self._path.open("rb") as file:
                 content = file.read(MAX_FILE_BYTES + 1)
+                age_s = max(0.0, time.time() - os.fstat(file.fileno()).st_mtime)
             if len(content) > MAX_FILE_BYTES:
                 raise ValueError(f"it has more than {MAX_FILE_BYTES} bytes")
             lines = [line.strip() for line in content.decode().splitlines()]
@@ -95,15 +98,15 @@ class FollowedKeys(KeyRing):
             if self._content is not None:
                 logger.info("%s has changed and has %d keys now", self._name, len(found))
             self._content = content
-            self._take(tuple(found))
+            self._take(tuple(found), self._clock() - age_s)
         if self._left and self._expire():
             self._accept()
 
-    def _take(self, found: tuple[str, ...]) -> None:
-        """Accept the keys of the file, and for a while those that have left it."""
+    def _take(self, found: tuple[str, ...], since: float) -> None:
+        """Accept the keys of the file, and for a while those that have left it. Nobody may have looked since the file
+        was written, at `since`."""
         if self._linger_s:
-            now = self._clock()
-            self._left |= {key: now for key in self._found if key not in found}
+            self._left |= {key: since for key in self._found if key not in found}
         for key in found:
             self._left.pop(key, None)
         while len(self._left) > MAX_LINGERING:

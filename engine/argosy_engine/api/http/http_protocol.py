@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from argosy_engine.api.http.direct_body import offer_direct_body
 from argosy_engine.api.http.error_response import error_body
@@ -100,6 +100,8 @@ class BoundedProtocol(HttpToolsProtocol):
         """Bytes of the current request's body received after its response."""
         self._is_unread = False
         """Whether input is discarded because it cannot be a request."""
+        self._running: RequestResponseCycle | None = None
+        """The request that is being answered; pipelined ones wait behind it."""
         self._lingering: LingeringTransport | None = None
         """The transport, as uvicorn's protocol has it."""
 
@@ -112,6 +114,10 @@ class BoundedProtocol(HttpToolsProtocol):
         self._cancel_stall()
         if self._lingering is not None:
             self._lingering.lost()
+        if self._running is not None and not self._running.response_complete:
+            # uvicorn tells the request that came last, behind which nothing runs yet.
+            self._running.disconnected = True
+            self._running.message_event.set()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -166,10 +172,17 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._num_hosts > 1 or (version == "1.1" and not self._num_hosts):
             self._stop(BadRequest("a request has one Host header"))
         super().on_headers_complete()
+        if self._running is None or self._running.response_complete:
+            self._running = self.cycle
         offer_direct_body(self.scope, self.cycle)
         self._is_in_head = False
         self._is_in_body = True
         self._expect_body()
+
+    def on_response_complete(self) -> None:
+        if self.pipeline:
+            self._running = self.pipeline[-1][0]
+        super().on_response_complete()
 
     def on_body(self, body: bytes) -> None:
         self._untold_bytes = 0
