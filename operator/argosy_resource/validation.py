@@ -323,11 +323,16 @@ def _list_errors(schema: Schema, value: object, path: str) -> Iterator[FieldErro
 
 
 def _cel_errors(schema: Schema, value: object, path: str) -> Iterator[FieldError]:
+    hints: set[str] = set()
     for entry in schema.get("x-kubernetes-validations", ()):
         if not _evaluate(entry["rule"], value):
+            hint = _hint(entry, value)
+            if hint in hints:
+                continue  # of an argument that breaks one rule most others say nothing that helps
+            hints |= {hint} if hint else set()
             shown = "" if isinstance(value, dict | list) else f"{_json(value)}: "
             where = (path + entry.get("fieldPath", "")).lstrip(".")
-            yield FieldError(where, f"Invalid value: {shown}{_message(entry, value)}{_hint(entry, value)}")
+            yield FieldError(where, f"Invalid value: {shown}{_message(entry, value)}{hint}")
     if isinstance(value, dict):
         for name, nested in value.items():
             below = schema.get("properties", {}).get(name, schema.get("additionalProperties"))

@@ -30,7 +30,7 @@ Object = Mapping[str, Any]
 
 DELETION_COST_ANNOTATION: Final = "controller.kubernetes.io/pod-deletion-cost"
 """The ReplicaSet controller removes pods of lower cost first."""
-NODE_TEMPLATE_HASH_ENV: Final = "ARGOSY_NODE_TEMPLATE_SHA256"
+NODE_TEMPLATE_HASH_ENV: Final = "ARGOSY_NODE_TEMPLATE_HASH"
 """Variable of the container of a replica that has further nodes."""
 OVERDUE_SECONDS: Final = 60
 """A kubelet that answers has removed a pod this long after its time to stop has passed."""
