@@ -83,6 +83,11 @@ def child_name(service: InferenceService, suffix: str = "engine") -> str:
     return f"{shorten(service.metadata.name, 63 - _POD_SUFFIX - len(suffix) - 1)}-{suffix}"
 
 
+def node_set_name(service: InferenceService, leader_uid: str) -> str:
+    """Name of the StatefulSet of a replica's further nodes. Kubernetes appends a hash of ten characters for a label."""
+    return child_name(service, f"nodes-{xxhash.xxh3_64_hexdigest(leader_uid.encode())[:8]}")
+
+
 def child_labels(service: InferenceService) -> dict[str, str]:
     """Labels of every child object."""
     return {

@@ -402,7 +402,13 @@ class FakeKubernetes:
 
     def _create_pod_of(self, controller: Object, template: Object, name: str, *, digest: str = "") -> None:
         metadata = controller["metadata"]
-        owner = {"uid": metadata["uid"], "controller": True}
+        owner = {
+            "apiVersion": controller["apiVersion"],
+            "kind": controller["kind"],
+            "name": metadata["name"],
+            "uid": metadata["uid"],
+            "controller": True,
+        }
         pod = {
             "apiVersion": "v1",
             "kind": "Pod",

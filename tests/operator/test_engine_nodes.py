@@ -6,6 +6,7 @@ import asyncio
 import base64
 import copy
 import datetime
+import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,7 +20,7 @@ from argosy_engine.api.headless import check_headless
 from argosy_engine.api.serve import parse_args
 from argosy_operator.desired.children import plan_children
 from argosy_operator.kinds import INFERENCE_SERVICES, PODS, STATEFUL_SETS
-from argosy_operator.names import NODE_TEMPLATE_ANNOTATION, REVISION_LABEL
+from argosy_operator.names import LEADER_LABEL, NODE_TEMPLATE_ANNOTATION, REVISION_LABEL, node_set_name
 from argosy_operator.observed.observation import Observation
 from argosy_operator.observed.pod import OVERDUE_SECONDS, Pod, Problem, with_workers
 from argosy_protocol.fleet import decode_fleet
@@ -68,6 +69,12 @@ def expanded(container: Object, **fields: str) -> list[str]:
             arg = arg.replace(f"$({name})", value)
         found.append(arg)
     return found
+
+
+def node_template(*, workers: int) -> str:
+    """The least that an annotation may say."""
+    metadata, spec = {"labels": {}, "annotations": {}}, {"containers": [{"env": []}]}
+    return json.dumps({"workers": workers, "template": {"metadata": metadata, "spec": spec}})
 
 
 def names(container: Object) -> set[str]:
@@ -399,14 +406,79 @@ def test_a_pod_that_says_nothing_of_workers_gets_none(leader: Pod) -> None:
 
 
 def test_what_a_worker_waits_for_is_shown_of_its_replica() -> None:
-    failing = pod("w", "r", leader="uid-a", problem=Problem("ImagePullBackOff", "not found"))
+    service, template = isvc(parallelism={"tensor": 3, "nodes": 3}), node_template(workers=2)
+    name = node_set_name(service, "uid-a")
+    of_a = {"leader": "uid-a", "stateful_set": name}
+    failing = pod(f"{name}-1", "r", **of_a, problem=Problem("ImagePullBackOff", "not found"))
     waiting = pod(
-        "v", "r", leader="uid-a", unschedulable="0/1 nodes", unschedulable_since="2026-01-01T00:00:00Z"
+        f"{name}-2", "r", **of_a, unschedulable="0/1 nodes", unschedulable_since="2026-01-01T00:00:00Z"
     )
-    found, other = with_workers((pod("a", "r"), failing, pod("b", "r"), waiting))
-    assert found.problem == Problem("ImagePullBackOff", "its node w: not found")
+    pods = (pod("a", "r", node_template=template), failing, pod("b", "r"), waiting)
+    found, other = with_workers(service, pods)
+    assert found.problem == Problem("ImagePullBackOff", f"its node {name}-1: not found")
     assert (found.unschedulable, found.unschedulable_since) == ("0/1 nodes", "2026-01-01T00:00:00Z")
     assert other == pod("b", "r")
+
+
+@pytest.mark.parametrize(
+    "forged", ["no owner", "another kind", "another set", "another name", "another rank"]
+)
+@virtual_time
+async def test_a_pod_that_only_claims_to_be_a_worker_costs_no_replica(forged: str) -> None:
+    """Whoever may create pods must not have the operator delete replicas."""
+    now = [in_time()]
+    cluster = new_cluster()
+    async with Operator(cluster, now=lambda: now[0]) as operator:
+        cluster.create(isvc_object(parallelism=TWO_NODES))
+        await operator.settle()
+        (leader,), (worker,) = leaders(cluster), workers(cluster)
+        (own,) = node_sets(cluster)
+        claims = copy.deepcopy(worker)
+        (owner,) = claims["metadata"]["ownerReferences"]
+        claims["metadata"].update(uid="forged", name=f"{own['metadata']['name']}-2")
+        if forged == "no owner":
+            del claims["metadata"]["ownerReferences"]
+        elif forged == "another kind":
+            owner["kind"] = "ReplicaSet"
+        elif forged == "another set":
+            owner["name"] = "other"
+        elif forged == "another name":
+            claims["metadata"]["name"] = "other-1"
+        await hang(cluster, claims)
+        now[0] = after_stop(OVERDUE_SECONDS + 1)
+        await operator.controller.resync()
+        await until_still(cluster)
+        assert [each["metadata"]["uid"] for each in leaders(cluster)] == [leader["metadata"]["uid"]]
+
+
+@virtual_time
+async def test_a_replica_of_one_node_has_no_workers_to_lose() -> None:
+    now = [in_time()]
+    cluster = new_cluster()
+    async with Operator(cluster, now=lambda: now[0]) as operator:
+        cluster.create(isvc_object())
+        await operator.settle()
+        (leader,) = leaders(cluster)
+        uid = leader["metadata"]["uid"]
+        name = node_set_name(isvc(), uid)
+        claims = copy.deepcopy(leader)
+        owner = {"apiVersion": "apps/v1", "kind": "StatefulSet", "name": name, "uid": "x", "controller": True}
+        claims["metadata"].update(name=f"{name}-1", uid="forged", ownerReferences=[owner])
+        claims["metadata"]["labels"].update({LEADER_LABEL: uid, COMPONENT_LABEL: NODE_COMPONENT})
+        await hang(cluster, claims)
+        now[0] = after_stop(OVERDUE_SECONDS + 1)
+        await operator.controller.resync()
+        await until_still(cluster)
+        assert [each["metadata"]["uid"] for each in leaders(cluster)] == [uid]
+
+
+async def hang(cluster: FakeKubernetes, obj: Object) -> None:
+    """Create a pod that is deleted and stays."""
+    cluster.is_stuck = lambda each: each["metadata"]["name"] == obj["metadata"]["name"]
+    cluster.create(obj)
+    cluster.remove((PODS, "team", obj["metadata"]["name"]))
+    await until_still(cluster)
+    assert any(each["metadata"].get("deletionTimestamp") for each in cluster.pods())
 
 
 @virtual_time

@@ -20,8 +20,6 @@ from hashlib import sha256
 from typing import Any, Final
 
 import msgspec
-import xxhash
-from msgspec import Struct
 
 from argosy_operator.desired.manifest_fields import Manifest
 from argosy_operator.names import (
@@ -30,8 +28,9 @@ from argosy_operator.names import (
     MANAGED_BY_LABEL,
     REVISION_LABEL,
     child_labels,
-    child_name,
+    node_set_name,
 )
+from argosy_operator.observed.node_template import NodeTemplate, decode_node_template
 from argosy_operator.observed.pod import NODE_TEMPLATE_HASH_ENV, Pod
 from argosy_resource.engine_address import (
     API_KEY_ENV,
@@ -52,14 +51,6 @@ INDEX_LABEL: Final = "apps.kubernetes.io/pod-index"
 
 _OF_THE_API_SERVER: Final = ("ports", "startupProbe", "readinessProbe", "livenessProbe", "lifecycle")
 """Fields of the container that mean its API server, which workers lack."""
-
-
-class NodeTemplate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a leader's annotation holds."""
-
-    workers: int
-    template: dict[str, Any]
-    """Pod template of the workers, without what differs from leader to leader."""
 
 
 def leader_args() -> list[str]:
@@ -122,7 +113,7 @@ def node_sets(service: InferenceService, replicas: Iterable[Pod]) -> tuple[Manif
     """The StatefulSets that are to be as described: those of leaders that live and have an address."""
     found = []
     for leader in replicas:
-        template = _node_template(leader)
+        template = decode_node_template(leader.node_template)
         if template is not None and leader.is_alive and leader.address:
             found.append(_node_set(service, leader, template))
     return tuple(found)
@@ -131,7 +122,7 @@ def node_sets(service: InferenceService, replicas: Iterable[Pod]) -> tuple[Manif
 def kept_sets(service: InferenceService, replicas: Iterable[Pod], time: str) -> frozenset[str]:
     """Names of the StatefulSets that must not be deleted: those of leaders that live, or stop in time."""
     return frozenset(
-        node_set_name(service, leader)
+        node_set_name(service, leader.uid)
         for leader in replicas
         if not leader.is_finished and not leader.is_overdue(time)
     )
@@ -157,18 +148,6 @@ def is_node_set(obj: Mapping[str, Any]) -> bool:
     )
 
 
-def node_set_name(service: InferenceService, leader: Pod) -> str:
-    """Name of a leader's StatefulSet. Kubernetes appends a hash of ten characters for a label."""
-    return child_name(service, f"nodes-{xxhash.xxh3_64_hexdigest(leader.uid.encode())[:8]}")
-
-
-def _node_template(leader: Pod) -> NodeTemplate | None:
-    try:
-        return msgspec.json.decode(leader.node_template, type=NodeTemplate) if leader.node_template else None
-    except msgspec.MsgspecError:
-        return None
-
-
 def _labels(service: InferenceService) -> dict[str, str]:
     return {**child_labels(service), COMPONENT_LABEL: NODE_COMPONENT}
 
@@ -183,7 +162,7 @@ def _node_set(service: InferenceService, leader: Pod, wanted: NodeTemplate) -> M
         "apiVersion": "apps/v1",
         "kind": "StatefulSet",
         "metadata": {
-            "name": node_set_name(service, leader),
+            "name": node_set_name(service, leader.uid),
             "namespace": service.metadata.namespace,
             "labels": {**_labels(service), **own},
             "ownerReferences": [

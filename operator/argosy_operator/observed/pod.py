@@ -13,6 +13,7 @@ from typing import Any, Final
 import msgspec
 from msgspec import Struct
 
+from argosy_operator.kinds import STATEFUL_SETS
 from argosy_operator.names import (
     CANARY_TRACK,
     LEADER_LABEL,
@@ -20,11 +21,14 @@ from argosy_operator.names import (
     REVISION_LABEL,
     ROUTABLE_GATE,
     TRACK_LABEL,
+    node_set_name,
 )
 from argosy_operator.observed.container_exit import describe_exit
 from argosy_operator.observed.elapsed import seconds_between
 from argosy_operator.observed.model_fetch import ModelFetch, fetch_container, read_fetch
+from argosy_operator.observed.node_template import decode_node_template
 from argosy_resource.pod_overlay import ENGINE_CONTAINER
+from argosy_resource.types import InferenceService
 
 Object = Mapping[str, Any]
 
@@ -82,7 +86,9 @@ class Pod(Struct, frozen=True, kw_only=True):
     deadline: str = ""
     """When it should have stopped (RFC 3339), while it is terminating; else empty."""
     leader: str = ""
-    """UID of the replica that it is a further node of; empty for a replica."""
+    """UID of the replica that it says to be a further node of; empty for a replica."""
+    stateful_set: str = ""
+    """Name of the StatefulSet that controls it; empty if none does."""
     node_template: str = ""
     """What the replica says of its further nodes (`desired.engine_nodes`); empty if it has none."""
     workers: tuple[Pod, ...] = ()
@@ -110,15 +116,33 @@ class Pod(Struct, frozen=True, kw_only=True):
         return OVERDUE_SECONDS + seconds_between(time, self.deadline)
 
 
-def with_workers(pods: Iterable[Pod]) -> tuple[Pod, ...]:
+def with_workers(service: InferenceService, pods: Iterable[Pod]) -> tuple[Pod, ...]:
     """The replicas among the pods, each with its further nodes, and with their troubles if it has none of its own: a
-    replica waits for its nodes without one."""
+    replica waits for its nodes without one.
+
+    Whoever may create pods can label one as a worker of any replica. So one counts only if the replica asks for workers
+    and the pod has the place of one: the name that the replica's StatefulSet gives to it, and that StatefulSet as its
+    controller. No two pods have one name, and a pod of an earlier StatefulSet keeps a new one from creating its own, so
+    UIDs are not compared."""
     pods = tuple(pods)
     workers: dict[str, list[Pod]] = {}
     for pod in pods:
         if pod.leader:
             workers.setdefault(pod.leader, []).append(pod)
-    return tuple(_with_workers(pod, workers.get(pod.uid, [])) for pod in pods if not pod.leader)
+    return tuple(
+        _with_workers(pod, _in_place(service, pod, workers.get(pod.uid, [])))
+        for pod in pods
+        if not pod.leader
+    )
+
+
+def _in_place(service: InferenceService, leader: Pod, candidates: list[Pod]) -> list[Pod]:
+    wanted = decode_node_template(leader.node_template) if candidates else None
+    if wanted is None:
+        return []
+    owner = node_set_name(service, leader.uid)
+    places = {f"{owner}-{rank}" for rank in range(1, wanted.workers + 1)}
+    return [each for each in candidates if each.stateful_set == owner and each.name in places]
 
 
 def _with_workers(leader: Pod, workers: list[Pod]) -> Pod:
@@ -175,8 +199,16 @@ def read_pod(obj: Object) -> Pod:
         address=status.get("podIP") or "",
         deadline=metadata.get("deletionTimestamp") or "",
         leader=metadata.get("labels", {}).get(LEADER_LABEL, ""),
+        stateful_set=_stateful_set(metadata),
         node_template=_node_template(metadata, spec),
     )
+
+
+def _stateful_set(metadata: Object) -> str:
+    owners = metadata.get("ownerReferences", ())
+    owner: Object = next((each for each in owners if each.get("controller")), {})
+    is_one = (owner.get("apiVersion"), owner.get("kind")) == (STATEFUL_SETS.api_version, STATEFUL_SETS.name)
+    return owner["name"] if is_one else ""
 
 
 def _node_template(metadata: Object, spec: Object) -> str:

@@ -53,7 +53,7 @@ class Observer:
         """Take an observation of the service, as of now."""
         key = (service.metadata.namespace, service.metadata.name)
         children = self._children(service, key)
-        pods = with_workers(read_pod(obj) for obj in self._store.children(PODS, key))
+        pods = with_workers(service, (read_pod(obj) for obj in self._store.children(PODS, key)))
         reports, unpolled = self._fetches(), self._unpolled()
         deployment = children.get((DEPLOYMENTS, (service.metadata.namespace, child_name(service))))
         return Observation(
