@@ -59,6 +59,8 @@ class FakeKubernetes:
         """Writes of the operator: verb, kind, name. Reads cost nothing and are not kept."""
         self.before_write: Callable[[int], None] = lambda number: None
         """Called with the number of the write that is about to happen; may raise."""
+        self.is_refused: Callable[[Object], bool] = lambda obj: False
+        """Whether an object that is applied has contents that the API server refuses."""
         self.metadata_reads: list[Key] = []
         """Dry runs by which the operator read an object's metadata."""
         self._written = 0
@@ -161,6 +163,8 @@ class FakeKubernetes:
         kind, metadata = kind_of(manifest), manifest["metadata"]
         key = (kind, metadata["namespace"], metadata["name"])
         self._write("apply", key)
+        if self.is_refused(manifest):
+            raise ApiError("PATCH", 422, "it is invalid")
         manifest = _copy(manifest)
         live = self.objects.get(key)
         uid = manifest["metadata"].pop("uid", None)  # a precondition, not a field that is owned

@@ -29,6 +29,7 @@ from argosy_operator.observed.observation import Observation
         ({"limits": {"memory": "1Gi"}}, {"limits": {"memory": "1024Mi"}}, True),
         ({"requests": {"cpu": "1"}}, {"requests": {"cpu": "1000m"}}, True),
         ({"requests": {"cpu": "1"}}, {"requests": {"cpu": "1001m"}}, False),
+        ({"requests": {"cpu": "1"}}, {"requests": {"cpu": "\N{SUPERSCRIPT TWO}"}}, False),
         ({"labels": {"a": "1"}}, {"labels": {"a": "1000m"}}, False),
         ({"emptyDir": {"sizeLimit": "1Gi"}}, {"emptyDir": {"sizeLimit": "1024Mi"}}, True),
         ({"spec": {"selector": {"a": "b"}}}, {"spec": {"selector": {"a": "b"}}}, True),

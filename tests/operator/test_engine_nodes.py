@@ -19,8 +19,10 @@ from virtual_time import run, virtual_time
 from argosy_engine.api.headless import check_headless
 from argosy_engine.api.serve import parse_args
 from argosy_operator.desired.children import plan_children
+from argosy_operator.desired.diff import compute_diff
 from argosy_operator.kinds import INFERENCE_SERVICES, PODS, STATEFUL_SETS
 from argosy_operator.names import LEADER_LABEL, NODE_TEMPLATE_ANNOTATION, REVISION_LABEL, node_set_name
+from argosy_operator.observed.node_template import MAX_DEPTH
 from argosy_operator.observed.observation import Observation
 from argosy_operator.observed.pod import OVERDUE_SECONDS, Pod, Problem, with_workers
 from argosy_protocol.fleet import decode_fleet
@@ -71,10 +73,17 @@ def expanded(container: Object, **fields: str) -> list[str]:
     return found
 
 
-def node_template(*, workers: int) -> str:
-    """The least that an annotation may say."""
-    metadata, spec = {"labels": {}, "annotations": {}}, {"containers": [{"env": []}]}
+def node_template(*, workers: int, **more: Any) -> str:
+    """The least that an annotation may say, and further fields of the pod's spec."""
+    metadata, spec = {"labels": {}, "annotations": {}}, {"containers": [{"env": []}], **more}
     return json.dumps({"workers": workers, "template": {"metadata": metadata, "spec": spec}})
+
+
+def nested(depth: int) -> list[Any]:
+    found: list[Any] = []
+    for _ in range(depth - 1):
+        found = [found]
+    return found
 
 
 def names(container: Object) -> set[str]:
@@ -399,10 +408,63 @@ def test_a_canary_tries_its_change_with_workers_too() -> None:
         pod("a", "r", node_template="", address="10.0.0.1"),
         pod("a", "r", node_template="{}", address="10.0.0.1"),
         pod("a", "r", node_template='{"workers":1,"template":{},"more":1}', address="10.0.0.1"),
+        *(
+            pod("a", "r", node_template=text, address="10.0.0.1")
+            for text in (
+                '{"workers":1,"template":{}}',
+                '{"workers":1,"template":{"metadata":{"labels":{},"annotations":{}},"spec":{"containers":[]}}}',
+                '{"workers":1,"template":{"metadata":{"labels":{},"annotations":{}},"spec":{"containers":[{}]}}}',
+                '{"workers":1,"template":' + "[" * 5000 + "]" * 5000 + "}",
+                node_template(workers=1, volumes=nested(MAX_DEPTH)),
+                node_template(workers=-1),
+                node_template(workers=0),
+                node_template(workers=16),
+                node_template(workers=1).replace("[]", "5"),
+            )
+        ),
     ],
 )
 def test_a_pod_that_says_nothing_of_workers_gets_none(leader: Pod) -> None:
-    assert plan_children(isvc(), Observation(pods=(leader,)), CONFIG).node_sets == ()
+    diff = compute_diff(isvc(), Observation(pods=(leader,)), CONFIG)
+    assert diff.plan.node_sets == ()
+
+
+def test_the_least_that_a_pod_may_say_of_workers_is_enough() -> None:
+    for text in (node_template(workers=15), node_template(workers=1, volumes=nested(MAX_DEPTH - 4))):
+        leader = pod("a", "r", node_template=text, address="10.0.0.1")
+        assert len(compute_diff(isvc(), Observation(pods=(leader,)), CONFIG).plan.node_sets) == 1
+
+
+@virtual_time
+async def test_workers_that_are_refused_hold_up_nothing_else() -> None:
+    async with settled(isvc_object(parallelism=TWO_NODES)) as (cluster, operator):
+        (forged,) = copy.deepcopy(leaders(cluster))
+        forged["metadata"].update(name="forged", ownerReferences=[])
+        cluster.create(forged)
+        name = node_set_name(isvc(), cluster.objects[PODS, "team", "forged"]["metadata"]["uid"])
+        cluster.is_refused = lambda obj: bool(obj["metadata"]["name"] == name)
+        cluster.edit("tiny", lambda spec: spec.update(replicas=2))
+        await operator.settle()
+        assert ("apply", "StatefulSet", name) in cluster.writes
+        assert len(leaders(cluster)) == 3
+        assert len(workers(cluster)) == 2
+        cluster.edit("tiny", lambda spec: spec.update(replicas=0))
+        cluster.remove((PODS, "team", "forged"))
+        await operator.settle()
+        assert leaders(cluster) == node_sets(cluster) == []
+
+
+@virtual_time
+async def test_a_deployment_that_is_refused_takes_no_workers_from_its_pods() -> None:
+    async with settled(isvc_object(parallelism=TWO_NODES)) as (cluster, operator):
+        cluster.is_refused = lambda obj: obj["kind"] == "Deployment"
+        edit_engine(cluster, threads=2)
+        (leader,) = leaders(cluster)
+        cluster.remove((PODS, "team", leader["metadata"]["name"]))
+        await operator.settle()
+        (successor,) = leaders(cluster)
+        (own,) = node_sets(cluster)
+        assert own["metadata"]["ownerReferences"][0]["uid"] == successor["metadata"]["uid"]
 
 
 def test_what_a_worker_waits_for_is_shown_of_its_replica() -> None:

@@ -72,6 +72,6 @@ def contains(live: Any, wanted: Any, *, field: str = "") -> bool:
 def _quantity(text: object) -> Decimal | str:
     digits = str(text).rstrip("mkMGTi")
     suffix = str(text)[len(digits) :]
-    if not digits.replace(".", "", 1).isdigit() or (suffix and suffix not in _SUFFIXES):
+    if not digits.replace(".", "", 1).isdecimal() or (suffix and suffix not in _SUFFIXES):
         return str(text)
     return Decimal(digits) * _SUFFIXES.get(suffix, Decimal(1))

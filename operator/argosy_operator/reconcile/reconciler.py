@@ -3,13 +3,14 @@
 Owns the order of these steps and what an error means for the status. Decisions are pure (`desired.diff`); when to
 reconcile is the controller's business. Invariants: level-based, so any step may fail or be repeated; one observation
 leads to one diff, and a second observation is for the report only; gates are set before anything else, and Deployments
-are applied after the Secret; nothing is written that is already so; there is no state but the cluster's.
+are applied after the Secret; StatefulSets, whose contents pods say, are applied last, so that one which is refused
+holds up nothing else; nothing is written that is already so; there is no state but the cluster's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Set
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any, Final
 
@@ -24,7 +25,7 @@ from argosy_operator.desired.deployment_problem import deployment_problem
 from argosy_operator.desired.diff import ChildChange, Diff, GateChange, compute_diff
 from argosy_operator.desired.readiness_gate import gate_patch
 from argosy_operator.errors import ApiError, OperatorError
-from argosy_operator.kinds import DEPLOYMENTS, INFERENCE_SERVICES, PODS, Name, kind_of
+from argosy_operator.kinds import DEPLOYMENTS, INFERENCE_SERVICES, PODS, STATEFUL_SETS, Kind, Name, kind_of
 from argosy_operator.observed.deployment import has_the_turn
 from argosy_operator.observed.observation import Observation, Routers
 from argosy_operator.observed.pod import Pod, Problem
@@ -141,15 +142,30 @@ class Reconciler:
         await run_together(partial(self._set_gate, service, observed, gate) for gate in diff.gates)
         if diff.children and not await self._is_current(service):
             return False
-        deployments = [change for change in diff.children if kind_of(change.wanted) is DEPLOYMENTS]
-        others = [change for change in diff.children if kind_of(change.wanted) is not DEPLOYMENTS]
+        changes: dict[Kind, list[ChildChange]] = {DEPLOYMENTS: [], STATEFUL_SETS: []}
+        for change in diff.children:
+            changes.setdefault(kind_of(change.wanted), []).append(change)
+        deployments, node_sets = changes.pop(DEPLOYMENTS), changes.pop(STATEFUL_SETS)
         steps: list[Callable[[], Awaitable[None]]] = [
-            partial(self._apply, service, observed, each) for each in others
+            partial(self._apply, service, observed, each) for others in changes.values() for each in others
         ]
         if diff.secret is not None:
             secret, is_suspect = diff.secret, diff.is_key_suspect
             steps.insert(0, partial(self.key_secrets.ensure, service, secret, is_suspect=is_suspect))
         await run_together(steps)
+        nodes = [partial(self._apply, service, observed, each) for each in node_sets]
+        try:
+            await self._act_on_replicas(service, observed, diff, deployments)
+        except OperatorError:
+            with suppress(OperatorError):  # what failed first is reported
+                await run_together(nodes)
+            raise
+        await run_together(nodes)
+        return True
+
+    async def _act_on_replicas(
+        self, service: InferenceService, observed: Observation, diff: Diff, deployments: list[ChildChange]
+    ) -> None:
         for change in deployments:  # in the plan's order
             await self._apply(service, observed, change)
         if diff.plan.problem is not None and has_the_turn(observed.deployment):
@@ -163,7 +179,6 @@ class Reconciler:
             partial(self._patch_pod, service, cached.pod, cached_patch(cached, now=now))
             for cached in diff.cached
         )
-        return True
 
     async def _set_gate(self, service: InferenceService, observed: Observation, gate: GateChange) -> None:
         router_lives = observed.routers.alive > 0
