@@ -26,7 +26,14 @@ from argosy_operator.observed.node_template import MAX_DEPTH
 from argosy_operator.observed.observation import Observation
 from argosy_operator.observed.pod import OVERDUE_SECONDS, Pod, Problem, with_workers
 from argosy_protocol.fleet import decode_fleet
-from argosy_resource.engine_address import COMPONENT_LABEL, INTERNAL_KEYS_ENV, NODE_COMPONENT, NODE_KEY_ENV
+from argosy_resource.engine_address import (
+    COMPONENT_LABEL,
+    INTERNAL_KEYS_ENV,
+    NODE_COMPONENT,
+    NODE_KEY_ENV,
+    SERVICE_LABEL,
+    selector,
+)
 from argosy_resource.validation import ManifestError, validate_manifest
 
 TWO_NODES = {"tensor": 2, "nodes": 2}
@@ -566,6 +573,17 @@ def test_all_pods_of_a_service_are_one_budget_and_one_spread() -> None:
     assert plan.budget["spec"]["selector"] == whole
     (constraint,) = plan.deployment["spec"]["template"]["spec"]["topologySpreadConstraints"]
     assert constraint["labelSelector"] == whole
+
+
+def test_the_budget_covers_workers_until_the_last_has_gone() -> None:
+    service, other = isvc(), pod("b", "s")
+    serves = pod("a", "r", node_template=node_template(workers=1))
+    before, after = (
+        plan_children(service, Observation(pods=pods), CONFIG).budget["spec"]["selector"]["matchLabels"]
+        for pods in ((serves, other), (other,))
+    )
+    assert before == {SERVICE_LABEL: "tiny"}
+    assert after == selector(service)
 
 
 @pytest.mark.parametrize(

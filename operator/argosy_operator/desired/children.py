@@ -85,7 +85,7 @@ def plan_children(service: InferenceService, observed: Observation, config: Oper
         revision=revision if rollout.canary is not None else rollout.held_revision or revision,
         secret=secret,
         service=_service(service),
-        budget=_budget(service),
+        budget=_budget(service, observed),
         deployment=_deployment(
             service,
             template,
@@ -141,7 +141,7 @@ def _secret(service: InferenceService, observed: Observation, config: OperatorCo
     valid = (config.fleet_key, *config.previous_fleet_keys)
     keys = [internal_key(key, service.metadata.uid) for key in valid]
     data = {API_KEY_ENV: keys[0], API_KEYS_FIELD: "".join(f"{key}\n" for key in keys)}
-    if service.spec.parallelism.nodes > 1 or any(pod.node_template for pod in observed.pods):
+    if _spans_nodes(service, observed):
         data[NODE_KEY_ENV] = node_key(config.fleet_key, service.metadata.uid)
     return {
         "apiVersion": "v1",
@@ -162,10 +162,14 @@ def _service(service: InferenceService) -> Manifest:
     }
 
 
-def _budget(service: InferenceService) -> Manifest:
+def _spans_nodes(service: InferenceService, observed: Observation) -> bool:
+    """Whether a replica has further nodes: one to come, or one of an older revision that still serves."""
+    return service.spec.parallelism.nodes > 1 or any(pod.node_template for pod in observed.pods)
+
+
+def _budget(service: InferenceService, observed: Observation) -> Manifest:
     # All pods of a replica fail together: one that is evicted takes its replica with it.
-    is_one_node = service.spec.parallelism.nodes == 1
-    pods = selector(service) if is_one_node else {SERVICE_LABEL: service_label(service)}
+    pods = {SERVICE_LABEL: service_label(service)} if _spans_nodes(service, observed) else selector(service)
     return {
         "apiVersion": "policy/v1",
         "kind": "PodDisruptionBudget",
