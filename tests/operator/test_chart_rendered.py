@@ -15,8 +15,10 @@ from rendered_chart import NAMESPACE, Object, find, identity, pod_specs, render
 from argosy_operator.config import OperatorConfig
 from argosy_operator.desired.pinned_images import default_images
 from argosy_operator.desired.pod_template import pod_template
+from argosy_operator.names import NAME_LABEL
 from argosy_resource.engine_address import ENGINE_PORT, NODE_COMPONENT
 
+INSTALLATION = Path(__file__).parents[2] / "docs" / "installation.md"
 EVERYTHING: dict[str, Any] = {
     "watchNamespaces": ["team"],
     "operator": {"replicas": 2},
@@ -212,6 +214,10 @@ def test_the_nodes_of_a_replica_reach_each_other_on_every_port() -> None:
         (peer,) = rule["from"]
         (expression,) = peer["podSelector"]["matchExpressions"]
         assert expression["values"] == ["engine", NODE_COMPONENT]
+        assert peer.keys() == {"podSelector"}, "of the same namespace"
+        assert peer["podSelector"]["matchLabels"] == {NAME_LABEL: "argosy"}, "of every service"
+    row = next(line for line in INSTALLATION.read_text().splitlines() if line.startswith("| engine, workers"))
+    assert "of whichever service of the namespace" in row
 
 
 def test_clients_may_be_chosen_and_nobody_reads_metrics_unasked() -> None:
