@@ -115,6 +115,7 @@ class OperatorProcess:
             if key in ("PATH", "LANG", "HOME", "TMPDIR", "LD_LIBRARY_PATH")
         }
         environment |= await self._variables(container["env"])
+        environment |= await self._mounted_secrets(container)
         environment["KUBECONFIG"] = str(await self._kubeconfig(url))
         environment["PYTHONPATH"] = os.pathsep.join(str(self._tree / part) for part in PARTS)
         self.starts += 1
@@ -207,6 +208,26 @@ class OperatorProcess:
                 if value:
                     found[each["name"]] = base64.b64decode(value).decode()
         return found
+
+    async def _mounted_secrets(self, container: Object) -> dict[str, str]:
+        """Mount the container's Secrets as they are now; the variables that hold a mount's path, with the path here."""
+        volumes = {
+            each["name"]: each["secret"]["secretName"]
+            for each in self._deployment["spec"]["template"]["spec"].get("volumes", ())
+            if "secret" in each
+        }
+        paths = {}
+        for mount in container.get("volumeMounts", ()):
+            if mount["name"] in volumes:
+                folder = self._folder / "mounts" / mount["name"]
+                folder.mkdir(parents=True, exist_ok=True)
+                for old in folder.iterdir():
+                    old.unlink()
+                secret = await self._api.find("secrets", SYSTEM, volumes[mount["name"]])
+                for name, value in (secret or {}).get("data", {}).items():
+                    (folder / name).write_bytes(base64.b64decode(value))
+                paths[mount["mountPath"]] = str(folder)
+        return {each["name"]: paths[each["value"]] for each in container["env"] if each.get("value") in paths}
 
     async def _kubeconfig(self, url: str) -> Path:
         """A kubeconfig with a token of the operator's account."""

@@ -248,6 +248,23 @@ def test_rollout(rollout: dict[str, int], surge: int, unavailable: int) -> None:
     assert strategy == {"maxSurge": surge, "maxUnavailable": unavailable}
 
 
+@pytest.mark.parametrize("spec", [{}, {"engine": {"type": "vllm"}, "model": {"source": "pvc://claim/model"}}])
+def test_nothing_is_sent_that_the_api_server_leaves_out(spec: dict[str, Any]) -> None:
+    """It drops maps and lists of metadata that are empty, which would look like a change by another writer."""
+
+    def empty(value: Any, path: str = "") -> list[str]:
+        if isinstance(value, dict):
+            return [found for name, each in value.items() for found in empty(each, f"{path}.{name}")] or (
+                [] if value or path.endswith(("emptyDir", "resources")) else [path]
+            )
+        if isinstance(value, list):
+            return [found for each in value for found in empty(each, path)] or ([] if value else [path])
+        return []
+
+    plan = plan_children(isvc(**spec), Observation(), CONFIG)
+    assert [found for each in (plan.deployment, plan.service, plan.budget) for found in empty(each)] == []
+
+
 def test_objects_belong_to_the_resource() -> None:
     made = plan()
     names = [(obj["kind"], obj["metadata"]["name"]) for obj in made.objects]

@@ -20,13 +20,13 @@ HUB = {"source": "hf://org/model"}
 CLAIM = {"source": "pvc://claim/model"}
 
 PINNED: list[tuple[str, dict[str, Any], str]] = [
-    ("the model of the image", {}, "93c91722cf"),
-    ("a claim", {"model": CLAIM}, "fbb98b3be5"),
-    ("a fetched model", {"model": HUB}, "8260b09662"),
+    ("the model of the image", {}, "afaa6db88c"),
+    ("a claim", {"model": CLAIM}, "b14fc8e8bb"),
+    ("a fetched model", {"model": HUB}, "be988b0854"),
     (
         "a fetched model, kept on a claim",
         {"model": {**HUB, "cache": {"type": "claim", "claimName": "models"}}},
-        "7bd2eb6d7a",
+        "b09bdfef18",
     ),
     ("vLLM", {"model": CLAIM, "engine": {"type": "vllm"}}, "d01ee7375b"),
     ("SGLang", {"model": CLAIM, "engine": {"type": "sglang"}}, "d8e28fb0a2"),

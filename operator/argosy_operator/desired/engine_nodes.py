@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import msgspec
 
-from argosy_operator.desired.manifest_fields import Manifest
+from argosy_operator.desired.manifest_fields import Manifest, present
 from argosy_operator.names import (
     FIELD_MANAGER,
     LEADER_LABEL,
@@ -96,7 +96,7 @@ def encode_node_template(
     template = {
         "metadata": {
             "labels": {**metadata["labels"], **_labels(service)},
-            "annotations": metadata["annotations"],
+            **present(annotations=metadata["annotations"]),
         },
         "spec": {
             **spec,

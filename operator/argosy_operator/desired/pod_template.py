@@ -85,10 +85,7 @@ def pod_template(
     overlay = service.spec.pod_template
     metadata = {
         "labels": {**overlay.metadata.labels, **child_labels(service)},
-        "annotations": {
-            **overlay.metadata.annotations,
-            **({KEY_ANNOTATION: key_digest} if key_digest else {}),
-        },
+        "annotations": {**overlay.metadata.annotations, **present(**{KEY_ANNOTATION: key_digest or None})},
     }
     template: Manifest = {"metadata": metadata, "spec": _pod_spec(service, config, images)}
     if service.spec.parallelism.nodes > 1:
@@ -97,6 +94,8 @@ def pod_template(
         )
         metadata["annotations"][NODE_TEMPLATE_ANNOTATION] = nodes
         template["spec"]["containers"][0]["env"].append(template_hash(nodes))
+    if not metadata["annotations"]:
+        del metadata["annotations"]  # the API server would, which looks like a change by somebody else
     digest = xxhash.xxh3_64_hexdigest(msgspec.json.encode(template, order="deterministic"))
     revision = digest[:10]
     metadata["labels"][REVISION_LABEL] = revision

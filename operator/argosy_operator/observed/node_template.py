@@ -35,7 +35,7 @@ class _Spec(Struct):
 
 class _Metadata(Struct):
     labels: dict[str, str]
-    annotations: dict[str, str]
+    annotations: dict[str, str] = {}
 
 
 class _PodTemplate(Struct):
