@@ -105,8 +105,11 @@ class FakeApiServer:
                     assert request.query["fieldManager"] == "argosy-operator"
                     return web.json_response(await self.cluster.create_only(await request.json()), status=201)
                 found = await self.cluster.list(kind, namespace=namespace, labels=labels)
+                start, limit = int(request.query.get("continue", 0)), int(request.query.get("limit", 500))
                 metadata = {"resourceVersion": found.version}
-                return web.json_response({"items": found.items, "metadata": metadata})
+                if start + limit < len(found.items):
+                    metadata["continue"] = str(start + limit)
+                return web.json_response({"items": found.items[start : start + limit], "metadata": metadata})
             assert namespace is not None
             return await self._one(request, kind, namespace, name, sub)
         except ApiError as error:

@@ -100,6 +100,13 @@ class FakeKubernetes:
         ]
         return ObjectList(items, str(next(self._counter)))
 
+    async def list_pages(
+        self, kind: Kind, *, namespace: str | None, limit: int
+    ) -> AsyncGenerator[ObjectList, None]:
+        found = await self.list(kind, namespace=namespace)
+        for start in range(0, max(1, len(found.items)), limit):
+            yield ObjectList(found.items[start : start + limit], found.version)
+
     async def watch(
         self, kind: Kind, *, namespace: str | None, version: str
     ) -> AsyncGenerator[tuple[str, Object], None]:

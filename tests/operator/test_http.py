@@ -129,6 +129,22 @@ async def test_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         await api.delete(DEPLOYMENTS, "team", "none", uid="u")
 
 
+async def test_a_list_in_pages_asks_for_one_when_the_last_was_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = FakeKubernetes()
+    for number in range(5):
+        cluster.create(isvc_object(f"s{number}"))
+    async with served(cluster, tmp_path, monkeypatch) as server, await KubernetesApi.connect() as api:
+        sizes, asked = [], []
+        async for page in api.list_pages(INFERENCE_SERVICES, namespace="team", limit=2):
+            sizes.append(len(page.items))
+            asked.append(len(server.requests))
+            assert page.version.isdigit()
+        assert (sizes, asked) == ([2, 2, 1], [1, 2, 3])
+        assert len((await api.list(INFERENCE_SERVICES, namespace=None)).items) == 5
+
+
 async def test_no_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
     with pytest.raises(ApiError, match="find a cluster"):

@@ -32,6 +32,13 @@ class Api(Protocol):
         """All objects of a kind that `labels` select; `namespace` None for all namespaces."""
         ...
 
+    def list_pages(
+        self, kind: Kind, *, namespace: str | None, limit: int
+    ) -> AsyncGenerator[ObjectList, None]:
+        """The same in lists of at most `limit` objects. Each is asked for when the one before was consumed, and none
+        is kept: for objects that may be large. `ApiError` 410 if the first one's version is too old by then."""
+        ...
+
     def watch(
         self, kind: Kind, *, namespace: str | None, version: str
     ) -> AsyncGenerator[tuple[str, Object], None]:

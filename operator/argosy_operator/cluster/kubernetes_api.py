@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
@@ -85,16 +85,33 @@ class KubernetesApi:
         return any(resource["name"] == kind.plural for resource in offered.get("resources", ()))
 
     async def list(self, kind: Kind, *, namespace: str | None, labels: str = "") -> ObjectList:
-        path = self._resource(kind).path(namespace=namespace)
         items: list[Object] = []
+        version = ""
+        async with aclosing(self._pages(kind, namespace=namespace, labels=labels, limit=500)) as pages:
+            async for page in pages:  # so that a large cluster does not cost one huge answer
+                items += page.items
+                version = page.version
+        return ObjectList(items, version)
+
+    def list_pages(
+        self, kind: Kind, *, namespace: str | None, limit: int
+    ) -> AsyncGenerator[ObjectList, None]:
+        return self._pages(kind, namespace=namespace, labels="", limit=limit)
+
+    async def _pages(
+        self, kind: Kind, *, namespace: str | None, labels: str, limit: int
+    ) -> AsyncGenerator[ObjectList, None]:
+        path = self._resource(kind).path(namespace=namespace)
         token = None
-        while True:  # in pages, so that a large cluster does not cost one huge answer
-            page = await self._request("get", path, label_selector=labels or None, limit=500, _continue=token)
-            items += page.get("items", ())
+        while True:
+            page = await self._request(
+                "get", path, label_selector=labels or None, limit=limit, _continue=token
+            )
             metadata = page.get("metadata", {})  # every page has the first one's version
             token = metadata.get("continue")
+            yield ObjectList(page.pop("items", None) or [], metadata.get("resourceVersion", ""))
             if not token:
-                return ObjectList(items, metadata.get("resourceVersion", ""))
+                return
 
     async def watch(
         self, kind: Kind, *, namespace: str | None, version: str

@@ -4,7 +4,8 @@ Owns one list and watch for each namespace that is served, and which service eac
 follows from that. Invariants: while no service has spec.scaling nothing is asked; a cluster that refuses the list
 leaves the autoscalers of that namespace unknown, and nothing else fails; an answer that is missing for another reason
 leaves what was known; before a change counts its service is read, since the watch of services may lag behind the
-autoscaler's, and with it the number that the autoscaler has written.
+autoscaler's, and with it the number that the autoscaler has written; an event costs no more for the autoscalers of other services, and memory holds
+one page of a list.
 """
 
 from __future__ import annotations
@@ -18,16 +19,18 @@ from typing import Final
 from argosy_operator.cluster.api_server import Api
 from argosy_operator.errors import ApiError
 from argosy_operator.kinds import AUTOSCALERS, Name, Object, object_name
-from argosy_operator.observed.scaler import Scaler, Scalers, read_scaler
+from argosy_operator.observed.scaler import Scaler, Scalers, read_scaler, summarize
 
 logger = logging.getLogger(__name__)
 
 RETRY: Final = 5.0
-"""Seconds until the next attempt after a failure."""
+"""Seconds until the next attempt after a failure, and after a watch that lasted no longer."""
 REFUSED_RETRY: Final = 300.0
 """Seconds until the next attempt where there is no permission, or no such kind."""
 PATIENCE: Final = 3
 """Failures in a row for which decisions wait for the first list."""
+PAGE: Final = 25
+"""Autoscalers of one answer: each may have 1.5 MiB in etcd, nearly all of it annotations."""
 _REFUSALS: Final = (401, 403, 404)
 _EXPIRED: Final = 410
 
@@ -37,19 +40,21 @@ class _Scope:
 
     def __init__(self, namespace: str | None) -> None:
         self.namespace = namespace
-        self.scalers: Mapping[Name, Scaler] = {}
-        """By the autoscaler's own name."""
+        self.groups: dict[Name, dict[Name, Scaler]] = {}
+        """The autoscalers of each service that has any, by their own names."""
+        self.targets: dict[Name, Name] = {}
+        """The service of each autoscaler."""
         self.is_known = False
         self.was_asked = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
 
     def of(self, service: Name) -> Scalers:
-        found = [each for each in self.scalers.values() if each.service == service]
-        return Scalers(
-            is_known=self.is_known,
-            names=tuple(sorted(each.name for each in found)),
-            has_synced=any(each.has_synced for each in found),
-        )
+        return summarize(self.groups.get(service, {}).values(), is_known=self.is_known)
+
+    def held(self, name: Name) -> Scaler | None:
+        """The autoscaler of this name."""
+        target = self.targets.get(name)
+        return None if target is None else self.groups[target][name]
 
 
 class ScalerWatch:
@@ -82,6 +87,7 @@ class ScalerWatch:
                 scope.task = asyncio.create_task(self._follow(scope), name=f"autoscalers of {namespace}")
             elif not is_needed and scope.task is not None:
                 scope.task.cancel()
+                scope.was_asked.set()  # whoever waits need not wait any more
                 self._scopes[namespace] = _Scope(namespace)
 
     def close(self) -> None:
@@ -108,15 +114,16 @@ class ScalerWatch:
         failures = 0
         while True:
             try:
-                listed = await self._api.list(AUTOSCALERS, namespace=scope.namespace)
-                read = {object_name(obj): read_scaler(obj) for obj in listed.items}
-                await self._record(scope, {name: each for name, each in read.items() if each is not None})
+                version = await self._list(scope)
                 scope.was_asked.set()
                 failures = 0
-                events = self._api.watch(AUTOSCALERS, namespace=scope.namespace, version=listed.version)
+                began = asyncio.get_running_loop().time()
+                events = self._api.watch(AUTOSCALERS, namespace=scope.namespace, version=version)
                 async with aclosing(events):
                     async for event, obj in events:
                         await self._handle(scope, event, obj)
+                if asyncio.get_running_loop().time() - began < RETRY:
+                    await asyncio.sleep(RETRY)  # a proxy may end every watch at once
             except ApiError as error:
                 if not failures and error.status != _EXPIRED:
                     logger.warning("HorizontalPodAutoscalers are not watched: %s", error)
@@ -128,28 +135,60 @@ class ScalerWatch:
                     scope.was_asked.set()
                 await asyncio.sleep(REFUSED_RETRY if is_refused else RETRY)
 
+    async def _list(self, scope: _Scope) -> str:
+        """Let the autoscalers that there are count. Returns the version of the list."""
+        groups: dict[Name, dict[Name, Scaler]] = {}
+        version = ""
+        pages = self._api.list_pages(AUTOSCALERS, namespace=scope.namespace, limit=PAGE)
+        async with aclosing(pages):
+            async for page in pages:
+                for scaler in filter(None, map(read_scaler, page.items)):
+                    groups.setdefault(scaler.service, {})[scaler.key] = scaler
+                version = page.version
+                del page  # what is kept of it is small
+        await self._record(
+            scope, {service: groups.get(service, {}) for service in {**scope.groups, **groups}}
+        )
+        return version
+
     async def _handle(self, scope: _Scope, event: str, obj: Object) -> None:
         name = object_name(obj)
-        scaler = None if event == "DELETED" else read_scaler(obj)
-        if scaler == scope.scalers.get(name):
+        before, after = scope.held(name), None if event == "DELETED" else read_scaler(obj)
+        if before == after:
             return  # its status has new figures
-        others = {each: held for each, held in scope.scalers.items() if each != name}
-        await self._record(scope, others if scaler is None else {**others, name: scaler})
+        groups = {
+            each.service: dict(scope.groups.get(each.service, {}))
+            for each in (before, after)
+            if each is not None
+        }
+        if before is not None:
+            del groups[before.service][name]
+        if after is not None:
+            groups[after.service][name] = after
+        await self._record(scope, groups)
 
-    async def _record(self, scope: _Scope, scalers: Mapping[Name, Scaler]) -> None:
-        """Let these autoscalers count."""
-        after = _Scope(scope.namespace)
-        after.scalers, after.is_known = scalers, True
-        services = {each.service for each in (*scope.scalers.values(), *scalers.values())}
-        changed = sorted(each for each in services if scope.of(each) != after.of(each))
+    async def _record(self, scope: _Scope, groups: Mapping[Name, dict[Name, Scaler]]) -> None:
+        """Let these be the autoscalers of the services that are named, and of no other."""
+        changed = sorted(
+            service
+            for service, group in groups.items()
+            if scope.of(service) != summarize(group.values(), is_known=True)
+        )
         for service in changed:
             await self._read_service(service)
-        scope.scalers, scope.is_known = scalers, True
+        scope.is_known = True
+        for service in groups:
+            for name in scope.groups.pop(service, {}):
+                del scope.targets[name]
+        for service, group in groups.items():
+            if group:
+                scope.groups[service] = group
+                scope.targets.update(dict.fromkeys(group, service))
         for service in changed:
             self._on_change(service)
 
     def _forget(self, scope: _Scope) -> None:
-        services = {each.service for each in scope.scalers.values()}
-        scope.scalers, scope.is_known = {}, False
+        services = list(scope.groups)
+        scope.groups, scope.targets, scope.is_known = {}, {}, False
         for service in services:
             self._on_change(service)

@@ -7,7 +7,7 @@ managedFields on Kubernetes 1.36. KEDA makes one for each ScaledObject, and keep
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from msgspec import Struct
@@ -24,6 +24,10 @@ class Scaler(Struct, frozen=True, kw_only=True):
     has_synced: bool
     """Whether its controller has looked at the service: from then on spec.replicas is what it decided."""
 
+    @property
+    def key(self) -> Name:
+        return self.service[0], self.name
+
 
 class Scalers(Struct, frozen=True, kw_only=True):
     """The HorizontalPodAutoscalers of one service."""
@@ -34,6 +38,16 @@ class Scalers(Struct, frozen=True, kw_only=True):
     """Sorted; empty if there is none, or if that is not known."""
     has_synced: bool = False
     """Whether one of them has looked at the service."""
+
+
+def summarize(scalers: Iterable[Scaler], *, is_known: bool) -> Scalers:
+    """What matters of the autoscalers of one service."""
+    found = list(scalers)
+    return Scalers(
+        is_known=is_known,
+        names=tuple(sorted(each.name for each in found)),
+        has_synced=any(each.has_synced for each in found),
+    )
 
 
 def read_scaler(obj: Mapping[str, Any]) -> Scaler | None:

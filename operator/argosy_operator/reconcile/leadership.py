@@ -98,6 +98,11 @@ class FencedApi:
     async def list(self, kind: Kind, *, namespace: str | None, labels: str = "") -> ObjectList:
         return await self._api.list(kind, namespace=namespace, labels=labels)
 
+    def list_pages(
+        self, kind: Kind, *, namespace: str | None, limit: int
+    ) -> AsyncGenerator[ObjectList, None]:
+        return self._api.list_pages(kind, namespace=namespace, limit=limit)
+
     def watch(
         self, kind: Kind, *, namespace: str | None, version: str
     ) -> AsyncGenerator[tuple[str, Object], None]:
