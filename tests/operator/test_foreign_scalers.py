@@ -20,7 +20,31 @@ from argosy_operator.kinds import AUTOSCALERS, EVENTS, INFERENCE_SERVICES, Kind
 from argosy_operator.observed.scaler import Scaler, read_scaler
 
 SCALING: dict[str, Any] = {"maxReplicas": 4, "metrics": {"concurrency": 10}}
-SYNCED = {"conditions": [{"type": "AbleToScale", "status": "True"}]}
+
+
+def hpa_status(able: str, active: str = "", limited: str = "", **more: Any) -> dict[str, Any]:
+    """A status as the controller of Kubernetes writes it: the reasons of its conditions."""
+    reasons = {"AbleToScale": able, "ScalingActive": active, "ScalingLimited": limited}
+    true = ("SucceededGetScale", "ReadyForNewScale", "SucceededRescale", "ValidMetricFound", "ScaleUpLimit")
+    conditions = [
+        {"type": name, "status": str(reason in true), "reason": reason}
+        for name, reason in reasons.items()
+        if reason
+    ]
+    return {"conditions": conditions, **more}
+
+
+NO_METRICS = hpa_status("SucceededGetScale", "FailedGetResourceMetric")
+NO_SCALE = hpa_status("FailedGetScale")
+DISABLED = hpa_status("SucceededGetScale", "ScalingDisabled")
+AT_TARGET = hpa_status("ReadyForNewScale", "ValidMetricFound", "DesiredWithinRange")
+AT_A_BOUND = hpa_status("SucceededRescale", lastScaleTime="2026-01-01T00:00:00Z")
+LIMITED = hpa_status(
+    "SucceededRescale", "ValidMetricFound", "ScaleUpLimit", lastScaleTime="2026-01-01T00:00:00Z"
+)
+SYNCED = hpa_status(
+    "SucceededRescale", "ValidMetricFound", "DesiredWithinRange", lastScaleTime="2026-01-01T00:00:00Z"
+)
 SERVICE = (INFERENCE_SERVICES, "team", "tiny")
 KEY = (AUTOSCALERS, "team", "hpa")
 
@@ -102,6 +126,105 @@ async def test_an_autoscaler_decides_from_its_first_number_until_it_is_removed()
         await operator.settle()
         assert replicas(cluster) == 1
         assert cluster.isvc()["status"]["scaling"]["reason"] == "MinReplicas"
+
+
+@pytest.mark.parametrize(
+    ("written", "status"),
+    [
+        (1, NO_METRICS),
+        (1, NO_SCALE),
+        (1, AT_TARGET),
+        (2, AT_A_BOUND),
+        (2, LIMITED),
+        (0, DISABLED),
+    ],
+    ids=[
+        "no metrics",
+        "no scale",
+        "at its target",
+        "at a bound",
+        "wants more than it may write",
+        "zero before",
+    ],
+)
+@virtual_time
+async def test_an_autoscaler_that_has_chosen_no_number_costs_no_replica(
+    written: int, status: dict[str, Any]
+) -> None:
+    """And spec.scaling goes on deciding, until the autoscaler does."""
+    cluster = new_cluster()
+    async with Operator(cluster) as operator:
+        set_sequences(operator, 16)
+        cluster.create(isvc_object(scaling=SCALING, replicas=0 if written == 0 else 1))
+        await operator.settle()
+        await asyncio.sleep(60)
+        await operator.settle()
+        assert replicas(cluster) == 4
+        cluster.create(autoscaler())
+        await operator.settle()
+        if written:
+            cluster.edit("tiny", lambda spec: spec.update(replicas=written))
+        numbers: list[int] = []
+        cluster.listeners.append(lambda kind, event, obj: numbers.append(replicas(cluster)))
+        cluster.overwrite(KEY, {**cluster.objects[KEY], "status": status})
+        await operator.settle()
+        await asyncio.sleep(60)
+        await operator.settle()
+        assert min(numbers) == 4
+        assert cluster.isvc()["status"]["scaling"]["reason"] != "HorizontalPodAutoscaler"
+        assert "spec.scaling decides until then" in cluster.condition("Degraded")["message"]
+        set_sequences(operator, 1)
+        await asyncio.sleep(1800)
+        await operator.settle()
+        # The load is spec.scaling's to answer, until an autoscaler with metrics has written as many as there are.
+        assert replicas(cluster) == (2 if status is LIMITED else 1)
+        cluster.edit("tiny", lambda spec: spec.update(replicas=3))
+        cluster.overwrite(KEY, {**cluster.objects[KEY], "status": SYNCED})
+        await operator.settle()
+        assert replicas(cluster) == 3
+        cluster.overwrite(KEY, {**cluster.objects[KEY], "status": NO_METRICS})
+        await asyncio.sleep(900)
+        await operator.settle()
+        assert replicas(cluster) == 3, "it decides, also while it has no metrics"
+
+
+@virtual_time
+async def test_an_autoscaler_at_its_target_takes_over_where_spec_replicas_is_the_present_number() -> None:
+    cluster = new_cluster()
+    async with Operator(cluster) as operator:
+        set_sequences(operator, 16)
+        cluster.create(isvc_object(scaling=SCALING, replicas=1))
+        await operator.settle()
+        await asyncio.sleep(60)
+        await operator.settle()
+        cluster.edit("tiny", lambda spec: spec.update(replicas=4))
+        cluster.create(autoscaler(AT_TARGET))
+        await operator.settle()
+        assert cluster.isvc()["status"]["scaling"]["reason"] == "HorizontalPodAutoscaler"
+        set_sequences(operator, 1)
+        await asyncio.sleep(900)
+        assert replicas(cluster) == 4
+
+
+@virtual_time
+async def test_kedas_zero_counts_before_its_autoscaler_has_looked() -> None:
+    cluster = new_cluster()
+    async with Operator(cluster) as operator:
+        set_sequences(operator, 16)
+        cluster.create(isvc_object(scaling=SCALING, replicas=1))
+        await operator.settle()
+        await asyncio.sleep(60)
+        await operator.settle()
+        cluster.create(autoscaler())
+        cluster.edit("tiny", lambda spec: spec.update(replicas=0))
+        cluster.overwrite(KEY, {**cluster.objects[KEY], "status": DISABLED})
+        await operator.settle()
+        assert replicas(cluster) == 0
+    async with Operator(cluster) as operator:
+        await operator.settle()
+        await asyncio.sleep(900)
+        await operator.settle()
+        assert replicas(cluster) == 0
 
 
 @virtual_time
@@ -274,7 +397,7 @@ async def test_who_wrote_through_the_scale_subresource_counts_where_it_is_noted(
 )
 def test_an_autoscaler_is_read_by_its_target(target: dict[str, str], is_ours: bool) -> None:
     found = read_scaler(autoscaler(**target))
-    expected = Scaler(name="hpa", service=("team", "tiny"), has_synced=False)
+    expected = Scaler(name="hpa", service=("team", "tiny"))
     assert found == (expected if is_ours else None)
 
 

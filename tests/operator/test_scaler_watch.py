@@ -92,13 +92,12 @@ async def test_a_new_list_announces_what_differs() -> None:
     """Autoscalers that went, came and moved while nothing was watched."""
 
     class Ending(FakeKubernetes):
-        is_open = True
+        ended = asyncio.Event()
 
         async def watch(
             self, kind: Kind, *, namespace: str | None, version: str
         ) -> AsyncGenerator[tuple[str, Object], None]:
-            while self.is_open:
-                await asyncio.sleep(60)
+            await self.ended.wait()
             return
             yield
 
@@ -114,7 +113,7 @@ async def test_a_new_list_announces_what_differs() -> None:
     moved = numbered(1)
     moved["spec"]["scaleTargetRef"]["name"] = "s9"
     cluster.overwrite((AUTOSCALERS, "team", "hpa1"), moved)
-    cluster.is_open = False
+    cluster.ended.set()
     await asyncio.sleep(70)
     assert watching.changed == [("team", name) for name in ("s0", "s1", "s9")]
     found = [watching.watch.of(("team", f"s{number}")).names for number in (0, 1, 2, 9)]

@@ -4,8 +4,8 @@ Owns one list and watch for each namespace that is served, and which service eac
 follows from that. Invariants: while no service has spec.scaling nothing is asked; a cluster that refuses the list
 leaves the autoscalers of that namespace unknown, and nothing else fails; an answer that is missing for another reason
 leaves what was known; before a change counts its service is read, since the watch of services may lag behind the
-autoscaler's, and with it the number that the autoscaler has written; an event costs no more for the autoscalers of other services, and memory holds
-one page of a list.
+autoscaler's, and with it the number that the autoscaler has written; an event costs no more for the autoscalers of
+other services, and memory holds one page of a list.
 """
 
 from __future__ import annotations

@@ -161,7 +161,7 @@ def _is_key_suspect(plan: Plan, observed: Observation) -> bool:
     may carry its digest, and a pod reports when the Secret is gone. When the fleet key changes, all are checked."""
     if observed.deployment is None:
         return True
-    wanted = plan.deployment["spec"]["template"]["metadata"]["annotations"].get(KEY_ANNOTATION)
+    wanted = plan.deployment["spec"]["template"]["metadata"].get("annotations", {}).get(KEY_ANNOTATION)
     live = observed.deployment["spec"]["template"]["metadata"].get("annotations", {}).get(KEY_ANNOTATION)
     return wanted != live or any(
         pod.problem is not None and pod.problem.reason == "CreateContainerConfigError"

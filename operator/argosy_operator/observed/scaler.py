@@ -21,8 +21,10 @@ class Scaler(Struct, frozen=True, kw_only=True):
 
     name: str
     service: Name
-    has_synced: bool
-    """Whether its controller has looked at the service: from then on spec.replicas is what it decided."""
+    is_active: bool = False
+    """Whether it has the metrics to decide."""
+    has_chosen: bool = False
+    """Whether the number in spec.replicas is one that it has chosen by its metrics."""
 
     @property
     def key(self) -> Name:
@@ -36,8 +38,12 @@ class Scalers(Struct, frozen=True, kw_only=True):
     """Whether the API server lists them."""
     names: tuple[str, ...] = ()
     """Sorted; empty if there is none, or if that is not known."""
-    has_synced: bool = False
-    """Whether one of them has looked at the service."""
+    are_active: bool = False
+    """Whether one of them has the metrics to decide."""
+    have_chosen: bool = False
+    """Whether one of them has chosen the number in spec.replicas by its metrics."""
+    decide: bool = False
+    """Whether spec.replicas is the number of replicas, and spec.scaling waits."""
 
 
 def summarize(scalers: Iterable[Scaler], *, is_known: bool) -> Scalers:
@@ -46,7 +52,8 @@ def summarize(scalers: Iterable[Scaler], *, is_known: bool) -> Scalers:
     return Scalers(
         is_known=is_known,
         names=tuple(sorted(each.name for each in found)),
-        has_synced=any(each.has_synced for each in found),
+        are_active=any(each.is_active for each in found),
+        have_chosen=any(each.has_chosen for each in found),
     )
 
 
@@ -56,8 +63,26 @@ def read_scaler(obj: Mapping[str, Any]) -> Scaler | None:
     group = target.get("apiVersion", "").partition("/")[0]
     if group != GROUP or target.get("kind") != KIND:
         return None
+    status = obj.get("status", {})
+    conditions = {each["type"]: each for each in status.get("conditions") or ()}
+    is_active = conditions.get("ScalingActive", {}).get("status") == "True"
     return Scaler(
         name=metadata["name"],
         service=(metadata.get("namespace", ""), target.get("name", "")),
-        has_synced=bool(obj.get("status", {}).get("conditions")),
+        is_active=is_active,
+        has_chosen=_has_chosen(conditions, is_active=is_active),
     )
+
+
+def _has_chosen(conditions: Mapping[str, Mapping[str, Any]], *, is_active: bool) -> bool:
+    """Read the conditions as the controller of Kubernetes 1.36 writes them (pkg/controller/podautoscaler).
+
+    Any condition means that it has looked at the service, no more. SucceededRescale stands beside the number that it
+    has just written; without metrics that was a bound, and ScaleUpLimit says that it wants more. ScalingLimited comes
+    with the first number it computes, so ScalingDisabled after it means that somebody wrote zero since.
+    """
+    reasons = {name: each.get("reason", "") for name, each in conditions.items()}
+    if reasons.get("ScalingActive") == "ScalingDisabled":
+        return "ScalingLimited" in reasons
+    has_written = reasons.get("AbleToScale") == "SucceededRescale"
+    return is_active and has_written and reasons.get("ScalingLimited") != "ScaleUpLimit"

@@ -3,7 +3,8 @@
 Owns the histories and the last decisions. Must not know how a number is decided (`desired.scaling`), nor write
 anything. Invariants: a history is lost with the process, and a new one begins with windows that hold still; the number
 that a decision starts from is the Deployment's, so that a restart of the operator changes nothing; while a
-HorizontalPodAutoscaler scales a service, spec.replicas is its number, and nothing is decided here.
+HorizontalPodAutoscaler scales a service, spec.replicas is its number, and nothing is decided here (`handover` says from
+when on).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from argosy_operator.observed.observation import is_owned
 from argosy_operator.observed.pod import read_pod
 from argosy_operator.observed.scaler import Scalers
 from argosy_operator.observed.service_load import ServiceLoad
+from argosy_operator.reconcile.handover import Handovers
 from argosy_resource.scaling_spec import Scaling
 from argosy_resource.types import InferenceService, parse
 
@@ -55,6 +57,7 @@ class Autoscaler:
         self._wall = wall
         self._on_change = on_change
         self._scaled: dict[Name, _Scaled] = {}
+        self._handovers = Handovers()
         self._parsed: dict[Name, tuple[Object, InferenceService]] = {}
 
     @property
@@ -82,10 +85,12 @@ class Autoscaler:
         for gone in self._scaled.keys() - names:
             del self._scaled[gone]
             self._parsed.pop(gone, None)
+            self._handovers.forget(gone)
 
     def forget(self) -> None:
         """Forget all decisions: another operator makes them now, and the Deployments have its numbers."""
         self._scaled.clear()
+        self._handovers.forget()
 
     def forget_one(self, name: Name) -> None:
         """Forget the decisions on one service: it is, or was, scaled by another."""
@@ -97,16 +102,20 @@ class Autoscaler:
         if scaling is None:
             return service
         decision = self.decision(service)
-        scalers = self._scalers((service.metadata.namespace, service.metadata.name))
-        if scalers.names:
-            # Before an autoscaler has written its first number, spec.replicas is still the one to start with.
-            wanted = service.spec.replicas if scalers.has_synced else self._current(service, scaling)
+        if self.scalers(service).decide:
+            wanted = service.spec.replicas
         else:
             wanted = self._current(service, scaling) if decision is None else decision.wanted
         if service.status.rollout is not None:
             # A Deployment that is paused for a canary could come back from zero with either revision.
             wanted = max(1, wanted)
         return msgspec.structs.replace(service, spec=msgspec.structs.replace(service.spec, replicas=wanted))
+
+    def scalers(self, service: InferenceService) -> Scalers:
+        """What else scales a service as its spec is stored, and whether that decides now."""
+        scalers = self._scalers((service.metadata.namespace, service.metadata.name))
+        decide = self._handovers.is_over(service, scalers, self._present(service))
+        return msgspec.structs.replace(scalers, decide=decide)
 
     def decision(self, service: InferenceService) -> ScalingDecision | None:
         """The last decision on a service; None before the first."""
@@ -120,7 +129,7 @@ class Autoscaler:
             service is None
             or service.spec.scaling is None
             or service.spec.paused
-            or self._scalers(name).names
+            or self.scalers(service).decide
         ):
             self._scaled.pop(name, None)
             return

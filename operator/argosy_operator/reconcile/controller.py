@@ -132,7 +132,6 @@ class Controller:
             fetches=lambda: self.fetches.view,
             unpolled=lambda: self.fetches.unpolled,
             autoscaler=self._autoscaler,
-            scalers=self.scalers.of,
             loads=self.loads.view,
             ask_loads=self.loads.ask,
             on_turn_ended=self._requeue_waiting_for_turn,

@@ -33,7 +33,6 @@ class Observer:
         fetches: Callable[[], Mapping[str, ModelProgress]],
         unpolled: Callable[[], Set[str]],
         loads: Callable[[], Mapping[str, ServiceLoad]],
-        scalers: Callable[[Name], Scalers],
         now: Callable[[], str],
     ) -> None:
         self._store = store
@@ -42,13 +41,16 @@ class Observer:
         self._fetches = fetches
         self._unpolled = unpolled
         self._loads = loads
-        self._scalers = scalers
         self._now = now
         self.began = now()
         """When the operator began to lead."""
 
     def observe(
-        self, service: InferenceService, conflicts: tuple[NameConflict, ...], published: str
+        self,
+        service: InferenceService,
+        conflicts: tuple[NameConflict, ...],
+        published: str,
+        scalers: Scalers,
     ) -> Observation:
         """Take an observation of the service, as of now."""
         key = (service.metadata.namespace, service.metadata.name)
@@ -68,7 +70,7 @@ class Observer:
             lacks_canary=self._lacks_canary(service),
             published_canary=published,
             load=self._loads().get(service.key) if service.spec.rollout.canary is not None else None,
-            scalers=self._scalers(key) if service.spec.scaling is not None else Scalers(),
+            scalers=scalers if service.spec.scaling is not None else Scalers(),
             began=self.began,
             time=self._now(),
         )

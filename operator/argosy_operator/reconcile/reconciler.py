@@ -29,7 +29,6 @@ from argosy_operator.kinds import DEPLOYMENTS, INFERENCE_SERVICES, PODS, STATEFU
 from argosy_operator.observed.deployment import has_the_turn
 from argosy_operator.observed.observation import Observation, Routers
 from argosy_operator.observed.pod import Pod, Problem
-from argosy_operator.observed.scaler import Scalers
 from argosy_operator.observed.service_load import ServiceLoad
 from argosy_operator.reconcile.autoscaler import Autoscaler
 from argosy_operator.reconcile.child_writer import ChildWriter
@@ -63,7 +62,6 @@ class Reconciler:
         fetches: Callable[[], Mapping[str, ModelProgress]],
         unpolled: Callable[[], Set[str]],
         autoscaler: Autoscaler,
-        scalers: Callable[[Name], Scalers],
         loads: Callable[[], Mapping[str, ServiceLoad]],
         ask_loads: Callable[[], Awaitable[Mapping[str, ServiceLoad]]],
         on_turn_ended: Callable[[], None],
@@ -86,7 +84,6 @@ class Reconciler:
             fetches=fetches,
             unpolled=unpolled,
             loads=loads,
-            scalers=scalers,
             now=now,
         )
         self._children = ChildWriter(api, store, metrics)
@@ -112,11 +109,13 @@ class Reconciler:
         if obj is None or obj["metadata"].get("deletionTimestamp"):
             return  # its children are deleted by their owner reference, and the fleet document is rendered again
         try:
-            service = self._autoscaler.scaled(parse(obj))
+            stored = parse(obj)
         except msgspec.ValidationError as error:
             await self._reporter.report_invalid(obj, str(error))
             return
-        observed = self._observer.observe(service, conflicts, published)
+        scalers = self._autoscaler.scalers(stored)
+        service = self._autoscaler.scaled(stored)
+        observed = self._observer.observe(service, conflicts, published, scalers)
         diff = compute_diff(service, observed, self._config)
         decision = self._autoscaler.decision(service)
         failure: OperatorError | None = None
@@ -131,7 +130,7 @@ class Reconciler:
             if isinstance(error, ApiError) and error.status not in _REPORTED:
                 raise
         problem = Problem(failure.reason, str(failure)) if failure is not None else diff.plan.problem
-        later = self._observer.observe(service, conflicts, published)
+        later = self._observer.observe(service, conflicts, published, scalers)
         scaling = scaling_status(service, decision, diff.gates, self._now(), observed.scalers)
         await self._reporter.report(service, later, diff.plan, problem, scaling)
         if failure is not None:

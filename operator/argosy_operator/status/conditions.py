@@ -270,12 +270,12 @@ def _halt_message(view: ServiceView) -> str:
 
 def _cannot_wake(view: ServiceView) -> bool:
     """Whether clients count on a replica that the next request starts, and none is started while paused."""
-    is_woken = view.service.spec.scaling is not None and not view.observed.scalers.names
+    is_woken = view.service.spec.scaling is not None and not view.observed.scalers.decide
     return view.service.spec.paused and is_woken
 
 
 def _zero_message(view: ServiceView) -> str:
-    if view.service.spec.scaling is None or view.observed.scalers.names:
+    if view.service.spec.scaling is None or view.observed.scalers.decide:
         return "spec.replicas is 0"
     if _cannot_wake(view):
         return "reconciling is paused at zero replicas, and no request starts one; unpause to serve"

@@ -46,7 +46,7 @@ def scaling_status(
     """
     if service.spec.scaling is None:
         return None
-    if scalers.names:
+    if scalers.decide:
         decision = ScalingDecision(
             wanted=service.spec.replicas, reason=SCALED_ELSEWHERE, message=f"{_named(scalers)} decides"
         )
@@ -77,8 +77,13 @@ def scaling_problem(service: InferenceService, scalers: Scalers, now: str) -> Pr
     if scaling is None:
         return None
     if scalers.names:
+        who = (
+            "decides the number of replicas, and spec.scaling waits"
+            if scalers.decide
+            else "has chosen no number of replicas yet, and spec.scaling decides until then"
+        )
         message = (
-            f"{_named(scalers)} decides the number of replicas, and spec.scaling waits: remove spec.scaling, or the "
+            f"{_named(scalers)} {who}: remove spec.scaling, or the "
             "HorizontalPodAutoscaler (KEDA's with its ScaledObject)"
         )
         return Problem("ScaledTwice", message)
