@@ -98,6 +98,7 @@ async def test_a_new_list_announces_what_differs() -> None:
             self, kind: Kind, *, namespace: str | None, version: str
         ) -> AsyncGenerator[tuple[str, Object], None]:
             await self.ended.wait()
+            self.ended.clear()
             return
             yield
 
