@@ -16,7 +16,8 @@ VARIABLES = {
         "ARGOSY_WARM_UP_FROM": "URL of the other replicas, as `--warm-up-from`. The operator sets it to the service's; "
         "an empty value in `spec.engine.env` switches the warm-up off.",
         "ARGOSY_NODE_KEY": "Key by which the nodes of an engine with `--nnodes` recognise each other, 16 bytes or "
-        "more, if `--node-key-file` is not given.",
+        "more, if `--node-key-file` is not given. While it is replaced, the new key and the one before, each in a "
+        "line: two nodes need one in common.",
         "ARGOSY_MASTER_ADDR, ARGOSY_NODE_RANK, ARGOSY_NODE_TEMPLATE_HASH": "Set by the operator in the pods of a "
         "replica with `spec.parallelism.nodes`, for the arguments there and for itself; programs do not read them.",
         "ARGOSY_NATIVE": "`0` makes a CPU engine compute with torch instead of the C++ kernels; `debug` builds the "

@@ -128,7 +128,7 @@ def type_schema(info: msgspec.inspect.Type, *, defaults: bool) -> Schema:
             width = "int32" if high is not None and high <= _INT32_MAX else "int64"
             return {"type": "integer", "format": width, **_bounds(minimum=low, maximum=high)}
         case msgspec.inspect.FloatType(ge=low, le=high):
-            return {"type": "number", **_bounds(minimum=low, maximum=high)}
+            return {"type": "number", **_bounds(minimum=_number(low), maximum=_number(high))}
         case msgspec.inspect.StrType(min_length=low, max_length=high, pattern=pattern):
             return {"type": "string", **_bounds(minLength=low, maxLength=high, pattern=pattern)}
         case msgspec.inspect.LiteralType(values=values):
@@ -140,6 +140,12 @@ def type_schema(info: msgspec.inspect.Type, *, defaults: bool) -> Schema:
             nested = type_schema(item, defaults=defaults)
             return {"type": "array", "items": nested, **_bounds(minItems=low, maxItems=high)}
     raise TypeError(f"no structural schema for {info!r}")
+
+
+def _number(bound: float | None) -> float | None:
+    """A whole bound without a point. 0 and 0.0 are equal, and so `typing` keeps one type for both: which one depends on
+    the module that is imported first."""
+    return int(bound) if bound is not None and bound == int(bound) else bound
 
 
 def _int_or_string(schemas: list[Schema]) -> Schema:

@@ -43,7 +43,7 @@ def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
 def joined(
     pool: ThreadPoolExecutor, ends: tuple[socket.socket, socket.socket]
 ) -> tuple[NodeChannel, NodeChannel]:
-    accepting: Future[NodeChannel] = pool.submit(accept_peer, ends[0], KEY, 60.0)
+    accepting: Future[NodeChannel] = pool.submit(accept_peer, ends[0], (KEY,), 60.0)
     connected = connect_to_peer(ends[1], KEY, 60.0)
     return accepting.result(), connected
 
@@ -65,7 +65,7 @@ def test_messages_arrive_in_order_both_ways(
 def test_both_ends_notice_another_key(
     pool: ThreadPoolExecutor, ends: tuple[socket.socket, socket.socket]
 ) -> None:
-    accepting = pool.submit(accept_peer, ends[0], KEY, 60.0)
+    accepting = pool.submit(accept_peer, ends[0], (KEY,), 60.0)
     with pytest.raises(WrongKey):
         connect_to_peer(ends[1], b"x" * 32, 60.0)
     with pytest.raises(WrongKey):
@@ -145,7 +145,7 @@ def test_a_message_that_is_too_long_is_not_read(
 def test_what_is_no_proof_is_refused(
     pool: ThreadPoolExecutor, ends: tuple[socket.socket, socket.socket], content: bytes
 ) -> None:
-    accepting = pool.submit(accept_peer, ends[0], KEY, 60.0)
+    accepting = pool.submit(accept_peer, ends[0], (KEY,), 60.0)
     receive(ends[1])
     ends[1].sendall(content)
     ends[1].shutdown(socket.SHUT_WR)
@@ -157,7 +157,7 @@ def test_a_peer_that_says_nothing_is_given_up(
     pool: ThreadPoolExecutor, ends: tuple[socket.socket, socket.socket]
 ) -> None:
     with pytest.raises(ChannelError, match="in time"):
-        accept_peer(ends[0], KEY, 0.05)
+        accept_peer(ends[0], (KEY,), 0.05)
 
 
 def test_another_version_of_the_protocol_is_named(

@@ -26,7 +26,7 @@ from argosy_engine.executor.node_agent import JoiningNode
 from argosy_engine.executor.node_channel import NodeChannel, connect_to_peer
 from argosy_engine.executor.node_greeting import hello
 from argosy_engine.executor.node_group import HANDSHAKE_TIMEOUT_S, NodeGroup
-from argosy_engine.executor.node_key import read_key
+from argosy_engine.executor.node_key import read_keys
 from argosy_engine.executor.node_messages import (
     ANSWER,
     ENDED,
@@ -44,6 +44,7 @@ from argosy_engine.messages.load_step import LoadStep
 from processes import free_port, wait_until
 
 KEY = b"k" * 32
+OLD = b"o" * 32
 
 
 def arguments(**fields: Any) -> EngineArgs:
@@ -62,7 +63,7 @@ def arguments(**fields: Any) -> EngineArgs:
 class Group:
     """Machine 0 of an engine, and what its executor reads of the other machines' workers."""
 
-    def __init__(self, **fields: Any) -> None:
+    def __init__(self, keys: tuple[bytes, ...] = (KEY,), **fields: Any) -> None:
         self.args = arguments(master_port=free_port(), **fields)
         config = self.args.parallel_config
         far = range(config.local_workers, config.world_size)
@@ -73,20 +74,20 @@ class Group:
         self.steps: list[str] = []
         """Phases of the load, as they are told."""
         self.group = NodeGroup(
-            self.args, KEY, {rank: theirs for rank, (_, theirs) in pairs.items()}, self._note
+            self.args, keys, {rank: theirs for rank, (_, theirs) in pairs.items()}, self._note
         )
 
     def _note(self, step: LoadStep) -> None:
         msgspec.msgpack.decode(msgspec.msgpack.encode(step), type=LoadStep)  # within its bounds
         self.steps.append(step.phase)
 
-    def joining(self, rank: int = 1, key: bytes = KEY, **fields: Any) -> JoiningNode:
-        made = JoiningNode(msgspec.structs.replace(self.args, node_rank=rank, **fields), key)
+    def joining(self, rank: int = 1, keys: tuple[bytes, ...] = (KEY,), **fields: Any) -> JoiningNode:
+        made = JoiningNode(msgspec.structs.replace(self.args, node_rank=rank, **fields), keys)
         made.begin_deadline()
         return made
 
-    def join(self, rank: int = 1, key: bytes = KEY, **fields: Any) -> NodeChannel:
-        self._channels.append(self.joining(rank, key, **fields).join())
+    def join(self, rank: int = 1, keys: tuple[bytes, ...] = (KEY,), **fields: Any) -> NodeChannel:
+        self._channels.append(self.joining(rank, keys, **fields).join())
         return self._channels[-1]
 
     def close(self) -> None:
@@ -98,8 +99,8 @@ class Group:
 
 
 @contextmanager
-def group(**fields: Any) -> Iterator[Group]:
-    made = Group(**fields)
+def group(keys: tuple[bytes, ...] = (KEY,), **fields: Any) -> Iterator[Group]:
+    made = Group(keys, **fields)
     try:
         yield made
     finally:
@@ -187,10 +188,40 @@ def test_a_machine_cannot_answer_for_anothers_workers(rank: int) -> None:
         assert "on another node" not in made.group.describe_exit(2)
 
 
+@pytest.mark.parametrize(
+    ("first", "joining"),
+    [((OLD,), (KEY, OLD)), ((KEY, OLD), (OLD,)), ((KEY, OLD), (KEY, OLD)), ((KEY, OLD), (KEY,))],
+    ids=["joins an older one", "is older", "during", "after"],
+)
+def test_machines_that_start_while_the_key_is_replaced_find_each_other(
+    first: tuple[bytes, ...], joining: tuple[bytes, ...]
+) -> None:
+    with group(first) as made:
+        made.join(keys=joining).send(READY)
+        made.group.wait_until_ready()
+
+
+def test_no_key_in_common_is_refused() -> None:
+    with group((KEY, OLD)) as made, pytest.raises(ConfigError, match="another key"):
+        made.join(keys=(b"x" * 32, b"y" * 32))
+
+
+def test_the_variable_may_have_several_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ARGOSY_NODE_KEY", f"{KEY.decode()}\n{OLD.decode()}\n")
+    assert read_keys(arguments()) == (KEY, OLD)
+    for text, message in (
+        (f"{KEY.decode()}\nshort", "5 bytes"),
+        ("k" * 16 + ("\n" + "k" * 16) * 8, "9 keys"),
+    ):
+        monkeypatch.setenv("ARGOSY_NODE_KEY", text)
+        with pytest.raises(ConfigError, match=message):
+            read_keys(arguments())
+
+
 def test_another_key_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     with group() as made:
         with pytest.raises(ConfigError, match=r"another key.*--node-key-file"):
-            made.join(key=b"x" * 32)
+            made.join(keys=(b"x" * 32,))
         wait_until(lambda: "its key is not this engine's" in caplog.text, "the refusal to be logged")
         made.join().send(READY)
         made.group.wait_until_ready()
@@ -269,11 +300,11 @@ def test_waiting_is_bounded() -> None:
 
 def test_a_machine_may_start_before_the_first_one() -> None:
     args = arguments(master_port=free_port(), node_rank=1)
-    joining = JoiningNode(args, KEY)
+    joining = JoiningNode(args, (KEY,))
     with ThreadPoolExecutor(1) as pool:
         joined: Future[NodeChannel] = pool.submit(joining.join)
         pair = socket.socketpair()
-        made = NodeGroup(msgspec.structs.replace(args, node_rank=0), KEY, {1: pair[1]})
+        made = NodeGroup(msgspec.structs.replace(args, node_rank=0), (KEY,), {1: pair[1]})
         channel = joined.result(60)
         channel.send(READY)
         made.wait_until_ready()
@@ -288,7 +319,7 @@ def test_a_port_that_is_taken_is_named() -> None:
         group() as made,
         pytest.raises(ConfigError, match=r"node 0 cannot listen at 127.0.0.1:.*--master-port"),
     ):
-        NodeGroup(made.args, KEY, {})
+        NodeGroup(made.args, (KEY,), {})
 
 
 def test_connections_that_say_nothing_do_not_keep_others_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -406,15 +437,15 @@ def test_the_key_comes_from_a_file_or_a_variable(tmp_path: Path, monkeypatch: py
     file = tmp_path / "key"
     args = arguments(node_key_file=str(file))
     with pytest.raises(ConfigError, match=r"node-key-file .*No such file"):
-        read_key(args)
+        read_keys(args)
     for content, message in (("short", "5 bytes"), ("x" * 5000, "4097 bytes"), ("\n", "needs a key")):
         file.write_text(content)
         with pytest.raises(ConfigError, match=message):
-            read_key(args)
+            read_keys(args)
     file.write_text("from the file, long enough\n")
     monkeypatch.setenv("ARGOSY_NODE_KEY", "from the variable, long enough")
-    assert read_key(args) == b"from the file, long enough"
-    assert read_key(arguments()) == b"from the variable, long enough"
+    assert read_keys(args) == (b"from the file, long enough",)
+    assert read_keys(arguments()) == (b"from the variable, long enough",)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import copy
+import dataclasses
 import datetime
 import json
 from collections.abc import Iterable
@@ -25,6 +26,7 @@ from argosy_operator.names import LEADER_LABEL, NODE_TEMPLATE_ANNOTATION, REVISI
 from argosy_operator.observed.node_template import MAX_DEPTH
 from argosy_operator.observed.observation import Observation
 from argosy_operator.observed.pod import OVERDUE_SECONDS, Pod, Problem, with_workers
+from argosy_protocol.bearer_keys import node_key
 from argosy_protocol.fleet import decode_fleet
 from argosy_resource.engine_address import (
     COMPONENT_LABEL,
@@ -153,6 +155,14 @@ async def test_workers_have_the_key_of_nodes_and_none_of_the_api() -> None:
     assert "readinessGates" not in worker["spec"], "nobody opens it"
     assert not {"startupProbe", "readinessProbe", "livenessProbe", "lifecycle"} & other.keys()
     assert other["securityContext"] == first["securityContext"]
+
+
+def test_nodes_that_start_during_a_rotation_have_the_key_before_too() -> None:
+    old, new, service = CONFIG.fleet_key, b"n" * 32, isvc(parallelism=TWO_NODES)
+    config = dataclasses.replace(CONFIG, fleet_key=new, previous_fleet_keys=(old,))
+    secret = plan_children(service, Observation(), config).secret
+    keys = base64.b64decode(secret["data"][NODE_KEY_ENV]).decode().split("\n")
+    assert keys == [node_key(each, service.metadata.uid) for each in (new, old)]
 
 
 @virtual_time
@@ -477,7 +487,7 @@ async def test_a_deployment_that_is_refused_takes_no_workers_from_its_pods() -> 
 def test_what_a_worker_waits_for_is_shown_of_its_replica() -> None:
     service, template = isvc(parallelism={"tensor": 3, "nodes": 3}), node_template(workers=2)
     name = node_set_name(service, "uid-a")
-    of_a = {"leader": "uid-a", "stateful_set": name}
+    of_a: dict[str, Any] = {"leader": "uid-a", "stateful_set": name}
     failing = pod(f"{name}-1", "r", **of_a, problem=Problem("ImagePullBackOff", "not found"))
     waiting = pod(
         f"{name}-2", "r", **of_a, unschedulable="0/1 nodes", unschedulable_since="2026-01-01T00:00:00Z"

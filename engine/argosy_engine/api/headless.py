@@ -14,7 +14,7 @@ from argosy_engine.config import EngineArgs
 from argosy_engine.errors import ConfigError
 from argosy_engine.executor.node_agent import JoiningNode, NodeAgent
 from argosy_engine.executor.node_channel import NodeChannel
-from argosy_engine.executor.node_key import read_key
+from argosy_engine.executor.node_key import read_keys
 from argosy_engine.frontend.model_source import is_remote, local_model_async
 from argosy_engine.sizing.kv_cache_sizing import check_model
 from argosy_engine.sizing.rank_resources import check_gpus
@@ -51,7 +51,7 @@ async def serve_node(args: EngineArgs, stop_timeout_s: float) -> int:
         FetchFailed: the model's source or the network does not answer.
         EngineDead: the first machine has not answered in time.
     """
-    joining = JoiningNode(args, read_key(args))
+    joining = JoiningNode(args, read_keys(args))
     check_gpus(args)
 
     def show(line: str) -> None:

@@ -18,7 +18,7 @@ from argosy_engine.distributed.process_name import worker_name
 from argosy_engine.errors import EngineDead, EngineError
 from argosy_engine.executor.multiproc_executor import MultiprocExecutor
 from argosy_engine.executor.node_group import NodeGroup
-from argosy_engine.executor.node_key import read_key
+from argosy_engine.executor.node_key import read_keys
 from argosy_engine.executor.rendezvous import Rendezvous, tcp_url
 from argosy_engine.executor.worker_messages import INIT
 from argosy_engine.messages.load_step import OnLoadStep, ignore_step
@@ -46,7 +46,7 @@ class MultiNodeExecutor(MultiprocExecutor):
 
     def __init__(self, args: EngineArgs, on_load_step: OnLoadStep = ignore_step) -> None:
         config = args.parallel_config
-        key = read_key(args)
+        keys = read_keys(args)
         far = range(config.local_workers, config.world_size)
         pairs = [socket.socketpair() for _ in far]
         super().__init__(
@@ -54,7 +54,7 @@ class MultiNodeExecutor(MultiprocExecutor):
         )
         self._pairs = pairs
         feeds = dict(zip(far, (theirs for _, theirs in pairs), strict=True))
-        self._nodes = NodeGroup(args, key, feeds, on_load_step)
+        self._nodes = NodeGroup(args, keys, feeds, on_load_step)
 
     def start(self) -> WorkerInfo:
         config = self._args.parallel_config

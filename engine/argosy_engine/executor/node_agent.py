@@ -66,12 +66,12 @@ class JoiningNode:
 
     Args:
         args: arguments of the engine, as they were given.
-        key: the engine's.
+        keys: the engine's, the newest first. Machine 0 may have any of them.
     """
 
-    def __init__(self, args: EngineArgs, key: bytes) -> None:
+    def __init__(self, args: EngineArgs, keys: tuple[bytes, ...]) -> None:
         self._args = args
-        self._key = key
+        self._keys = keys
         self._timeout_s = args.distributed_timeout_seconds or JOIN_TIMEOUT_S
         self._deadline: float | None = None
         self._cancelled = threading.Event()
@@ -125,11 +125,18 @@ class JoiningNode:
         self._cancelled.set()
 
     def _connect(self) -> NodeChannel:
+        *others, oldest = self._keys
+        for key in others:
+            with contextlib.suppress(WrongKey):
+                return self._connect_with(key)
+        return self._connect_with(oldest)
+
+    def _connect_with(self, key: bytes) -> NodeChannel:
         stream = socket.create_connection(
             (self._args.master_addr, self._args.master_port), timeout=CONNECT_TIMEOUT_S
         )
         try:
-            channel = connect_to_peer(stream, self._key, HANDSHAKE_TIMEOUT_S)
+            channel = connect_to_peer(stream, key, HANDSHAKE_TIMEOUT_S)
             stream.settimeout(HANDSHAKE_TIMEOUT_S)
             channel.send(msgspec.msgpack.encode(hello(self._args)))
             payload = channel.receive(MAX_HELLO_BYTES)

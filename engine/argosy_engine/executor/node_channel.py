@@ -152,8 +152,8 @@ class NodeChannel:
         self._stream.close()
 
 
-def accept_peer(stream: socket.socket, key: bytes, timeout_s: float) -> NodeChannel:
-    """Authenticate a peer that has connected, as the end that listens.
+def accept_peer(stream: socket.socket, keys: tuple[bytes, ...], timeout_s: float) -> NodeChannel:
+    """Authenticate a peer that has connected and has one of the keys, as the end that listens.
 
     Raises:
         WrongKey: the peer has another key. It has been told.
@@ -165,7 +165,11 @@ def accept_peer(stream: socket.socket, key: bytes, timeout_s: float) -> NodeChan
     _send(stream, _Challenge(PROTOCOL, ours), deadline)
     proof = _receive(stream, _Proof, deadline)
     nonces = ours + proof.nonce
-    if not hmac.compare_digest(proof.mac, _mac(key, _LABEL, b"connects", nonces)):
+    key = None
+    for each in keys:
+        if hmac.compare_digest(proof.mac, _mac(each, _LABEL, b"connects", nonces)):
+            key = each
+    if key is None:
         _send(stream, _Verdict(None), deadline)
         raise WrongKey("its key is not this engine's")
     _send(stream, _Verdict(_mac(key, _LABEL, b"listens", nonces)), deadline)

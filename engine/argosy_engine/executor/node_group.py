@@ -80,7 +80,7 @@ class NodeGroup:
 
     Args:
         args: arguments of the engine.
-        key: the engine's.
+        keys: the engine's; a machine that has one of them may join.
         feeds: by rank, where the answers of workers on other machines go. They are closed when the worker has ended.
         on_load_step: called in any thread when a machine joins, has the model or has come further with it, and
             regularly while one is missing.
@@ -92,14 +92,14 @@ class NodeGroup:
     def __init__(
         self,
         args: EngineArgs,
-        key: bytes,
+        keys: tuple[bytes, ...],
         feeds: Mapping[int, socket.socket],
         on_load_step: OnLoadStep = ignore_step,
     ) -> None:
         self._args = args
         self._on_load_step = on_load_step
         self._config = args.parallel_config
-        self._key = key
+        self._keys = keys
         self._feeds = dict(feeds)
         self._streams = {rank: MessageStream(feed) for rank, feed in feeds.items()}
         self._hello = hello(args)
@@ -225,7 +225,7 @@ class NodeGroup:
         """Admit a peer and take its messages until it is lost, or tell it why it may not join."""
         node = None
         try:
-            channel = accept_peer(stream, self._key, HANDSHAKE_TIMEOUT_S)
+            channel = accept_peer(stream, self._keys, HANDSHAKE_TIMEOUT_S)
             self._handshakes.give_back(stream)  # it has the key
             stream.settimeout(HANDSHAKE_TIMEOUT_S)
             payload = channel.receive(MAX_HELLO_BYTES)

@@ -142,7 +142,8 @@ def _secret(service: InferenceService, observed: Observation, config: OperatorCo
     keys = [internal_key(key, service.metadata.uid) for key in valid]
     data = {API_KEY_ENV: keys[0], API_KEYS_FIELD: "".join(f"{key}\n" for key in keys)}
     if _spans_nodes(service, observed):
-        data[NODE_KEY_ENV] = node_key(config.fleet_key, service.metadata.uid)
+        # Nodes read it when they start, so one that starts during a rotation needs the key of those before it.
+        data[NODE_KEY_ENV] = "\n".join(node_key(key, service.metadata.uid) for key in valid)
     return {
         "apiVersion": "v1",
         "kind": "Secret",
