@@ -53,7 +53,7 @@ class FleetKeys:
         """Keys that have left the files, and when; in this order."""
         self._problem = ""
         """Why the files are not heeded, as last logged; empty if they are."""
-        self._given_before = self._given
+        self._given_before: tuple[bytes, ...] = self._given
         """Those at the last look."""
         self._lingering: tuple[bytes, ...] = ()
         self.look()
