@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +16,11 @@ from argosy_router.fleet.replica_key import ReplicaKey, ServiceKeys
 
 from .fake_engine import FakeEngine
 from .harness import Rig, rig, until
+from .rotation_load import Mount, load
 
 OLD, NEW = b"o" * 32, b"n" * 32
 UID = "uid-1"
 OLD_KEY, NEW_KEY = internal_key(OLD, UID), internal_key(NEW, UID)
-
-
-class Mount:
-    """The mounted Secret of the fleet key."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def write(self, key: bytes, previous: bytes = b"") -> None:
-        (self.path / "previous").unlink(missing_ok=True)
-        if previous:
-            (self.path / "previous").write_bytes(previous)
-        (self.path / "key").write_bytes(key)
 
 
 @pytest.fixture
@@ -47,39 +32,6 @@ def mount(tmp_path: Path) -> Mount:
 
 def engines(*keys: str, number: int = 2, **fields: Any) -> list[FakeEngine]:
     return [FakeEngine(keys=frozenset(keys), **fields) for _ in range(number)]
-
-
-class Load:
-    """Requests that run all the time, streams and others."""
-
-    def __init__(self, r: Rig) -> None:
-        self._rig = r
-        self.statuses: list[int] = []
-        self.stops = False
-
-    async def send(self, number: int) -> None:
-        while not self.stops:
-            response = await self._rig.chat(f"hello {number}", stream=bool(number % 2))
-            self.statuses.append(response.status_code)
-
-    async def more(self) -> None:
-        """Wait until requests have begun and ended since now."""
-        enough = len(self.statuses) + 12
-        await until(lambda: len(self.statuses) >= enough)
-
-
-@asynccontextmanager
-async def load(r: Rig) -> AsyncIterator[Load]:
-    made = Load(r)
-    async with asyncio.TaskGroup() as group:
-        for number in range(4):
-            group.create_task(made.send(number))
-        try:
-            await made.more()
-            yield made
-        finally:
-            made.stops = True
-    assert set(made.statuses) == {200}
 
 
 async def admin_status(r: Rig, key: bytes) -> int:
