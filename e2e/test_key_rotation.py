@@ -1,0 +1,98 @@
+"""The fleet key is rotated while streams run: no request is lost, and no pod is touched.
+
+The kubelets bring the new Secret to the pods at times of their own, so the order of arrival is as in life.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import secrets
+from collections.abc import Iterator
+
+import pytest
+
+from cluster.shell import poll
+from conftest import SYSTEM, TENANT, Stack
+from test_gitops import ROUTERS
+from test_whole_path import NAME, engine_pods, load, manifest, wait_ready
+
+FLEET_KEY = ("secret", "argosy-fleet-key", "-n", SYSTEM)
+ENGINE_KEY = ("secret", f"{NAME}-engine-key", "-n", TENANT)
+OPERATORS = "app.kubernetes.io/component=operator"
+ARRIVES_S = 240
+"""Longer than a kubelet takes to update a mounted Secret."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def service(stack: Stack) -> Iterator[None]:
+    stack.cluster.kubectl.apply(manifest())
+    wait_ready(stack, "the service to be Ready")
+    yield
+    stack.cluster.kubectl("delete", "isvc", NAME, "-n", TENANT)
+
+
+def touched(stack: Stack) -> list[tuple[str, str, int]]:
+    """What a replaced, restarted or edited pod of the whole installation would change."""
+    kubectl = stack.cluster.kubectl
+    found = [*engine_pods(stack), *kubectl.pods(SYSTEM, ROUTERS), *kubectl.pods(SYSTEM, OPERATORS)]
+    return sorted(
+        (pod["metadata"]["name"], pod["metadata"]["uid"], each["restartCount"])
+        for pod in found
+        for each in pod["status"]["containerStatuses"]
+    )
+
+
+def field(stack: Stack, words: tuple[str, ...], name: str) -> str:
+    encoded = stack.cluster.kubectl.get(*words)["data"].get(name, "")
+    return base64.b64decode(encoded).decode()
+
+
+def rotate(stack: Stack, *, keeps_previous: bool) -> None:
+    """What the documentation says, or what a tool does that knows one value."""
+    old = stack.cluster.kubectl.get(*FLEET_KEY)["data"]["key"]
+    new = base64.b64encode(secrets.token_hex(32).encode()).decode()
+    data = {"key": new, "previous": old} if keeps_previous else {"key": new}
+    stack.cluster.kubectl("patch", *FLEET_KEY, "--type", "merge", "-p", json.dumps({"data": data}))
+
+
+def until_every_router_sends_it(stack: Stack, before: dict[str, int]) -> None:
+    """Wait until each router has moved each replica to the new key."""
+
+    def moved() -> bool | None:
+        now = accepted(stack)
+        return all(now[name] >= before[name] + 2 for name in before) or None
+
+    poll("every router to send the new key to both replicas", moved, ARRIVES_S, interval=1.0)
+
+
+def accepted(stack: Stack) -> dict[str, int]:
+    """How often each router has moved a replica to a new key."""
+    kubectl = stack.cluster.kubectl
+    names = [pod["metadata"]["name"] for pod in kubectl.pods(SYSTEM, ROUTERS)]
+    return {name: kubectl("logs", name, "-n", SYSTEM).stdout.count("accepts the new key") for name in names}
+
+
+@pytest.mark.parametrize("keeps_previous", [True, False], ids=["with the previous key", "one value"])
+def test_a_rotation_loses_no_request_and_touches_no_pod(stack: Stack, keeps_previous: bool) -> None:
+    before, moved = touched(stack), accepted(stack)
+    key = field(stack, ENGINE_KEY, "ARGOSY_API_KEY")
+    assert before
+    assert len(moved) == 2
+    with load(stack):
+        rotate(stack, keeps_previous=keeps_previous)
+        until_every_router_sends_it(stack, moved)
+    new, *others = field(stack, ENGINE_KEY, "api-keys").split()
+    assert new == field(stack, ENGINE_KEY, "ARGOSY_API_KEY") != key
+    assert (others[:1] == [key]) is keeps_previous, "engines remember by themselves what has left the file"
+    assert touched(stack) == before
+    wait_ready(stack, "the service to be Ready still")
+
+
+def test_the_end_of_a_rotation_touches_no_pod(stack: Stack) -> None:
+    before = touched(stack)
+    with load(stack):
+        stack.cluster.kubectl(
+            "patch", *FLEET_KEY, "--type", "merge", "-p", json.dumps({"data": {"previous": None}})
+        )
+    assert touched(stack) == before
