@@ -25,13 +25,8 @@ from argosy_protocol.fleet import RoutingPolicy
 from argosy_resource.canary_spec import CanaryRollout, RolloutStatus
 from argosy_resource.engine_flags import ARGS_RULES, MAX_ARGUMENTS, Argument
 from argosy_resource.foreign_engines import FOREIGN_ENGINES, EngineType, ForeignEngine
-from argosy_resource.model_source import (
-    FETCH_ENV,
-    FETCH_ENV_MESSAGE,
-    MODELS_MOUNT,
-    REMOTE_PATTERN,
-    SOURCE_RULES,
-)
+from argosy_resource.model_source import FETCH_ENV, FETCH_ENV_MESSAGE, MODELS_MOUNT, REMOTE_PATTERN
+from argosy_resource.model_spec import Model
 from argosy_resource.parallelism import Parallelism, devices_expression
 from argosy_resource.placement import Placement
 from argosy_resource.pod_overlay import EnvVar, PodTemplate
@@ -40,14 +35,9 @@ from argosy_resource.scaling_spec import Scaling, ScalingStatus
 from argosy_resource.schema_types import (
     MAP_BY_NAME,
     MAP_BY_TYPE,
-    SET,
     CacheQuantity,
     InferenceServiceName,
-    ObjectName,
-    Quantity,
     Rule,
-    SecretName,
-    ServedName,
     quantity_bytes,
     rules_of,
 )
@@ -70,99 +60,10 @@ _IS_FOREIGN = "has(self.engine) && has(self.engine.type) && self.engine.type != 
 _hedge_rules = rules_of(
     Rule(rule="double(self) == 0.0 || double(self) >= 1.0", message="must be 0 (never) or between 1 and 100")
 )
-ModelSource = Annotated[str, Meta(min_length=1, max_length=1024, extra_json_schema=SOURCE_RULES)]
 
 
 UpgradePolicy = Literal["OnSpecChange", "Automatic"]
 """What a new default image of the operator does to a service that names no image."""
-
-
-class SecretReference(Struct, frozen=True, kw_only=True, rename="camel"):
-    """A Secret of the resource's own namespace."""
-
-    name: SecretName
-    """Name of the Secret."""
-
-
-class ModelCache(Struct, frozen=True, kw_only=True, rename="camel"):
-    """Where a fetched model is kept."""
-
-    rules: ClassVar[tuple[Rule, ...]] = (
-        Rule(
-            rule="(has(self.type) && self.type == 'claim') == has(self.claimName)",
-            message="claimName belongs to type claim: set both, or neither",
-            field_path=".claimName",
-        ),
-        Rule(
-            rule="!has(self.sizeLimit) || !has(self.type) || self.type == 'none'",
-            message="sizeLimit is for type none only; a claim has its own size, and a node's cache that of the chart",
-            field_path=".sizeLimit",
-        ),
-    )
-    type: Literal["none", "node", "claim"] = "none"
-    """`none`: each pod fetches the model for itself, and it goes with the pod. `node`: the pods of a node share a
-    directory of the node, if the operator's settings provide one. `claim`: the pods share a PersistentVolumeClaim."""
-    claim_name: ObjectName | None = None
-    """PersistentVolumeClaim of the same namespace, for type claim. With replicas on several nodes it must be
-    ReadWriteMany."""
-    size_limit: Quantity | None = None
-    """Most that the model may take of the node's ephemeral storage, for type none, such as `60Gi`; no limit if left
-    out."""
-
-
-class Adapter(Struct, frozen=True, kw_only=True, rename="camel"):
-    """A LoRA adapter of the model."""
-
-    name: ServedName
-    """Name of the adapter."""
-    source: Annotated[str, Meta(min_length=1, max_length=1024)]
-    """Where the adapter is."""
-
-
-class Model(Struct, frozen=True, kw_only=True, rename="camel"):
-    """Which model is served, and under which names."""
-
-    rules: ClassVar[tuple[Rule, ...]] = (
-        Rule(
-            rule="!has(self.adapters)",
-            message=(
-                "adapters are not served yet; merge the adapter into the model, and serve it as a service of its own"
-            ),
-            field_path=".adapters",
-        ),
-        Rule(
-            rule=f"!has(self.secretRef) || self.source.matches('{REMOTE_PATTERN}')",
-            message="secretRef is for models that are fetched; this source needs no credentials",
-            field_path=".secretRef",
-        ),
-        Rule(
-            rule=f"!has(self.cache) || self.source.matches('{REMOTE_PATTERN}')",
-            message="cache is for models that are fetched; this source is in its place already",
-            field_path=".cache",
-        ),
-        Rule(
-            rule="!has(self.servedName) || !has(self.aliases) || !(self.servedName in self.aliases)",
-            message="aliases must not repeat servedName",
-            field_path=".aliases",
-        ),
-    )
-    source: ModelSource
-    """Where the model is. Fetched before the engine starts: `hf://ORG/NAME[@REVISION]`, `s3://BUCKET/PREFIX`,
-    `gs://BUCKET/PREFIX`, `oci://HOST/REPOSITORY[:TAG][@sha256:DIGEST]`, `https://HOST/PATH[#sha256=DIGEST]` (an archive
-    or a SHA256SUMS). There already: `pvc://CLAIM/PATH` (a PersistentVolumeClaim of the same namespace, mounted
-    read-only), `file:///ABSOLUTE/PATH` (a path inside the engine container, mounted through podTemplate or part of the
-    image), `builtin://tiny` (the model that ships with the engine)."""
-    secret_ref: SecretReference | None = None
-    """Secret of the same namespace with the source's credentials. Its keys are named like the variables that the
-    source's own tools read: `HF_TOKEN`, `AWS_ACCESS_KEY_ID` and so on. Only the container that fetches gets it."""
-    cache: ModelCache | None = None
-    """Where a fetched model is kept; type none if left out."""
-    served_name: ServedName | None = None
-    """Name that clients send as `model`. The resource's name if left out."""
-    aliases: Annotated[tuple[ServedName, ...], Meta(max_length=32, extra_json_schema=SET)] = ()
-    """Further names under which clients may ask for the model."""
-    adapters: Annotated[tuple[Adapter, ...], Meta(max_length=64, extra_json_schema=MAP_BY_NAME)] | None = None
-    """Reserved for LoRA adapters, and refused until the engine serves them."""
 
 
 class Engine(Struct, frozen=True, kw_only=True, rename="camel"):
@@ -459,7 +360,7 @@ class InferenceServiceSpec(Struct, frozen=True, kw_only=True, rename="camel"):
     """Number of replicas. With spec.scaling: the number to start with."""
     scaling: Scaling | None = None
     """Scaling by load; none if left out. While a HorizontalPodAutoscaler (KEDA makes one) has the service as its
-    target, that one decides, and Degraded says so."""
+    target, that one decides from the number that it first chooses on, and Degraded says so."""
     resources: Resources = Resources()
     """Resources that one replica needs on its node, or on each of them."""
     placement: Placement = Placement()

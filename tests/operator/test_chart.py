@@ -27,7 +27,7 @@ from argosy_operator.desired.model_volume import model_volume
 from argosy_operator.desired.pod_template import HOME
 from argosy_operator.kinds import AUTOSCALERS
 from argosy_operator.reconcile.controller import WATCHED
-from argosy_resource.types import ModelCache, SecretReference
+from argosy_resource.model_spec import ModelCache, SecretReference
 from argosy_resource.validation import load_manifests
 from argosy_router.main import build_parser, config_of
 

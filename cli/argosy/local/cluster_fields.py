@@ -11,8 +11,9 @@ from typing import Any, Final
 
 import msgspec
 
+from argosy_resource.model_spec import Model
 from argosy_resource.resources import Gpu, Resources
-from argosy_resource.types import InferenceService, InferenceServiceSpec, Model
+from argosy_resource.types import InferenceService, InferenceServiceSpec
 
 _FIELDS: Final[dict[str, str]] = {
     "model.secretRef": "the environment's credentials are used",

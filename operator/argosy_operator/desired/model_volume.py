@@ -24,9 +24,10 @@ from argosy_operator.observed.pod import Problem
 from argosy_resource.engine_address import PROGRESS_PORT
 from argosy_resource.engine_command import claim_name
 from argosy_resource.model_source import LINKED_MODEL, MODEL_MOUNT, MODELS_MOUNT, image_reference, is_remote
+from argosy_resource.model_spec import ModelCache
 from argosy_resource.pod_overlay import FETCH_CONTAINER
 from argosy_resource.schema_types import quantity_bytes, quantity_text
-from argosy_resource.types import InferenceService, ModelCache
+from argosy_resource.types import InferenceService
 
 CREDENTIALS_DIR: Final = "/var/run/argosy/model-credentials"
 
