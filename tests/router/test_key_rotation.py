@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,14 @@ from argosy_protocol.bearer_keys import internal_key
 from argosy_protocol.routable_report import ADMIN_KEY_UID, REPORT_PATH
 from argosy_router.config import ConfigError
 from argosy_router.fleet import fleet as fleet_module
+from argosy_router.fleet import key_rotation
 from argosy_router.fleet.replica_key import ReplicaKey, ServiceKeys
 
-from .fake_engine import FakeEngine
+from .fake_engine import Connection, FakeEngine, Received
 from .harness import Rig, rig, until
 from .rotation_load import Mount, load
 
-OLD, NEW = b"o" * 32, b"n" * 32
+OLD, NEW, NEWER = b"o" * 32, b"n" * 32, b"w" * 32
 UID = "uid-1"
 OLD_KEY, NEW_KEY = internal_key(OLD, UID), internal_key(NEW, UID)
 
@@ -152,6 +154,30 @@ async def test_the_admin_port_accepts_both_keys(mount: Mount) -> None:
         await r.router.key_rotation.step()
         assert (await admin_status(r, OLD), await admin_status(r, NEW)) == (200, 200)
         assert await admin_status(r, b"x" * 32) == 401
+
+
+async def test_a_replica_that_hangs_delays_no_look_at_the_keys(
+    mount: Mount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is asked whether it accepts the new key, and says nothing; the key after that one counts all the same."""
+    asked = asyncio.Event()
+
+    class Hanging(FakeEngine):
+        async def handle(self, connection: Connection, request: Received) -> None:
+            if request.path == key_rotation.PROBE_PATH:
+                asked.set()
+                await connection.gone()
+                raise ConnectionResetError
+            await super().handle(connection, request)
+
+    monkeypatch.setattr(key_rotation, "TIMEOUT_S", 600.0)
+    replica = Hanging(keys=frozenset((OLD_KEY,)))
+    async with rig([replica], fleet_key_dir=mount.path, admin_port=0) as r:
+        mount.write(NEW)
+        await asyncio.wait_for(asked.wait(), 30)
+        mount.write(NEWER, previous=NEW)
+        await until(lambda: r.replica(0).key.newest == internal_key(NEWER, UID))
+        assert await admin_status(r, NEWER) == 200
 
 
 async def test_a_new_router_is_not_ready_while_every_engine_refuses_its_key(

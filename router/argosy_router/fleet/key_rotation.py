@@ -47,20 +47,27 @@ class KeyRotation:
         self._round = 0
 
     async def run(self) -> None:
-        """Follow the keys until cancelled."""
-        while True:
-            await asyncio.sleep(self._look_every_s)
-            await self.step()
+        """Follow the keys until cancelled. A replica that hangs delays no look at the keys."""
+        probe: asyncio.Task[None] | None = None
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                await asyncio.sleep(self._look_every_s)
+                if self._look() and (probe is None or probe.done()):
+                    probe = tasks.create_task(self._probe())
 
     async def step(self) -> None:
         """Look at the files once, and ask the replicas that do not get the newest key yet."""
+        if self._look():
+            await self._probe()
+
+    def _look(self) -> bool:
+        """Look at the files, and return whether replicas are to be asked in this round."""
         self._round += 1
         if self._keys.look():
             self._round = 0
             self._fleet.fleet_keys_changed()
             self._admin.replace(internal_key(key, ADMIN_KEY_UID) for key in self._keys.keys)
-        if self._round < EAGER_ROUNDS or self._round % SLOW_ROUNDS == 0:
-            await self._probe()
+        return self._round < EAGER_ROUNDS or self._round % SLOW_ROUNDS == 0
 
     async def _probe(self) -> None:
         gate = asyncio.Semaphore(AT_ONCE)
