@@ -13,7 +13,9 @@ import msgspec
 import pytest
 
 from argosy_engine.api.observability.prefix_hits import MIN_TOKENS, RECENT_S, PrefixHits
-from argosy_engine.api.prefix_warm_up import http_prefixes, warm_up
+from argosy_engine.api.prefix_warm_up import http_prefixes, report_source, warm_up
+from argosy_engine.api.server_args import ServerArgs
+from argosy_engine.config import EngineArgs
 from argosy_engine.errors import InvalidRequest
 from argosy_engine.messages.core_messages import ChunkEnd, EngineCoreRequest
 from argosy_engine.params.sampling_params import SamplingParams
@@ -251,6 +253,11 @@ def test_a_new_replica_knows_the_prompts_of_a_living_one(tmp_path: Path) -> None
         told = http_prefixes(first.url, "internal")(MAX_TOKENS)
         assert [each.cache_salt for each in told.prefixes] == ["tenant-a"]
         assert len(unpack_u32(told.prefixes[0].token_ids)) == hit
+        keys = tmp_path / "keys"
+        keys.write_text("newer\ninternal\n")
+        source = report_source(ServerArgs(warm_up_from=first.url, api_keys_file=keys), EngineArgs(model="tiny"))
+        assert source is not None
+        assert source(MAX_TOKENS) == told, "the keys of a file count as those of the environment do"
         command = [*SERVE_TINY, "--port", str(ports[1]), "--warm-up-from", first.url]
         with running(command, tmp_path / "second", port=ports[1], env=key) as second:
             assert cached(second.url, "tenant-a") == hit
