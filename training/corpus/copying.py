@@ -56,6 +56,8 @@ _CODE_KINDS = (
 _COMMON = (
     "this is a test", "hello world", "the cat sat on the mat", "I like to eat apples", "we are the best", "yes I can",
     "one two three", "open the door", "I love you", "good morning everyone", "nothing", "where are you going",
+    "this is only a test", "this is a message", "it is a nice day", "that was easy", "I am here", "you are welcome", "thank you very much",
+    "how are you", "hello", "hello there", "what is this", "this works", "is this a test", "we will see", "it works", "good night",
 )  # fmt: skip
 _MARKS = ("!", "?", ".", ",", ";", ":", " -", "...")
 _ODD = (
@@ -99,9 +101,10 @@ def payload(rng: random.Random) -> str:
             w + (rng.choice(_MARKS) if rng.random() < 0.4 else "")
             for w in _plain_words(rng, rng.randint(1, 5)).split()
         )
-    if chance < 0.94:
-        return rng.choice(_COMMON)
-    if chance < 0.96:
+    if chance < 0.95:
+        said = rng.choice(_COMMON)
+        return capital(said) if rng.random() < 0.3 else said
+    if chance < 0.965:
         return _plain_words(rng, rng.randint(1, 3)).upper()
     if chance < 0.98:
         return rng.choice((

@@ -130,13 +130,23 @@ def _random_field(rng: random.Random) -> tuple[str, Made]:
     return key, (made, clause)
 
 
+_ALIKE = ({"date", "day"}, {"city", "country", "place"}, {"title", "name"}, {"name", "person"}, {"quantity", "count"}, {"item", "thing"}, {"code", "id", "number"})  # fmt: skip
+"""Names under which one text may be asked for the same value: none of a group is null while another is stated."""
+
+
+def _alike(name: str) -> set[str]:
+    """The name, and those that may mean the same."""
+    return {name}.union(*(group for group in _ALIKE if name in group))
+
+
 def free(rng: random.Random) -> Turn:
     """Fields of a freely phrased record as one line of JSON; null for a field that the text lacks."""
-    text, stated, absent = records.sample(rng)
+    text, stated, absent, askable = records.sample(rng)
     if rng.random() < 0.15:
-        more, others, _ = records.sample(rng)
-        if not set(others) & (set(stated) | set(absent)):
+        more, others, _, more_askable = records.sample(rng)
+        if not more_askable & (askable | set(absent)):
             text, stated = f"{text.rstrip('.')}. {more}", stated | others
+            askable |= more_askable
     found = dict(stated)
     order = list(found)
     if rng.random() < 0.4:
@@ -145,7 +155,7 @@ def free(rng: random.Random) -> Turn:
         order = order[: rng.randint(1, len(order) - 1)]
     if rng.random() < 0.22:
         lacking = rng.choice(absent) if absent and rng.random() < 0.8 else rng.choice(list(_FIELDS))
-        if lacking not in stated:
+        if not _alike(lacking) & (askable | set(stated)):
             order.insert(rng.randint(0, len(order)), lacking)
     chosen = {key: found.get(key) for key in order}
     demand = pick(rng, _FREE)
@@ -188,7 +198,7 @@ def _listed(rng: random.Random) -> Turn:
         asked.pop()
     found = {key: stated[key][0] for key in asked}
     if rng.random() < 0.15:
-        absent = rng.choice([k for k in _FIELDS if k not in stated])
+        absent = rng.choice([k for k in _FIELDS if not _alike(k) & set(stated)])
         found[absent] = None
         asked.append(absent)
     user = phrase(rng, rng.choice(_DEMANDS), polite=False).format(k=_keys(rng, asked), t=text)

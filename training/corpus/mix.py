@@ -17,12 +17,12 @@ _TURNS: dict[str, tuple[float, Callable[[random.Random], Turn]]] = {
     "long": (0, lambda rng: facts.needle(rng, int(2 ** rng.uniform(9, 11.8)))),
     "very_long": (0, lambda rng: facts.needle(rng, int(2 ** rng.uniform(11.8, 13.3)))),
     "arithmetic": (11, arithmetic.sample),
-    "json": (26, extraction.sample),
+    "json": (23, extraction.sample),
     "schema": (5, schema.sample),
 }
 _ALONE = ("told", "schema")
 """Turns without others before them: those might have told what this one must not know, or have free replies."""
-_COMPOUND = {"memory": 12.0, "tools": 33.0}
+_COMPOUND = {"memory": 12.0, "tools": 36.0}
 _LONG_SHARE = {"long": 1.0, "very_long": 0.2}
 """Added in the later part of the training only: they cost the most per token."""
 

@@ -76,7 +76,7 @@ _EMAIL = Field(
     lambda r: f"{words.any_word(r).lower()}@{words.english(r)}.{r.choice(('com', 'org', 'net'))}",
 )
 _PHONE = Field(_names("phone phone phone_number number"), lambda r: str(r.randint(10000, 9999999)))
-_TITLE = Field(_names("title title name"), lambda r: words.any_word(r).capitalize())
+_TITLE = Field(_names("title"), lambda r: words.any_word(r).capitalize())
 _YEAR = Field(_names("year year"), lambda r: r.randint(1850, 2026))
 _CODE = Field(_names("id code number order_id reference"), words.code)
 
@@ -99,10 +99,10 @@ RECORDS: tuple[tuple[dict[str, Field], tuple[str, ...]], ...] = (
     ({"f": Field(_names("from origin start departure source"), words.place), "t": Field(_names("to destination target arrival"), words.place), "d": _DAY, "h": _TIME, "n": _PERSON}, (
         "[a|the|my] [train|bus|flight|ship] from {f} to {t}[|| at {h}| on {d}]", "I [fly|travel|drive|go|went] from {f} to {t}[|| on {d}].", "[Take|Book] the [train|bus|flight] from {f} to {t}[| for {n}].", "From {f} we go to {t}[| on {d}].", "{n} travels from {f} to {t}[| on {d}].", "On {d} the ship leaves {f} for {t}.",
     )),
-    ({"c": _PLACE, "k": _COUNTRY, "y": _YEAR, "n": _PERSON}, (
+    ({"c": _PLACE, "k": _COUNTRY, "y": _YEAR, "n": Field(_names("person who visitor traveller"), words.name)}, (
         "I [flew|went|moved|travelled] to {c} in {k}[| with {n}].", "{c} is a [city|town] in {k}.", "{c}, {k}", "We live in {c}, {k}.", "{n} visited {c} in {k} in {y}.", "In {y} I was in {c}.", "Greetings from {c} in {k}!",
     )),
-    ({"t": _TITLE, "y": _YEAR, "n": Field(_names("author artist writer name director"), words.name), "l": Field(_names("language language"), lambda r: r.choice(_names("English French German Spanish Italian Latin Greek")))}, (
+    ({"t": _TITLE, "y": _YEAR, "n": Field(_names("author artist writer director"), words.name), "l": Field(_names("language language"), lambda r: r.choice(_names("English French German Spanish Italian Latin Greek")))}, (
         "The [film|book|song|play|game|album] {t} [came out|appeared|was made|was written] in {y}.", "{n} wrote the [book|song|play] {t}[| in {y}].", "\"{t}\" is a [book|film|song] by {n}[| from {y}].", "{t} ({y}) by {n}", "In {y} {n} published {t}.", "The book {t} is in {l}.", "{n} wrote {t} in {l}.",
     )),
     ({"s": Field(_names("server host machine service name"), _word), "c": _PLACE, "v": Field(_names("version version release"), lambda r: f"{r.randint(0, 30)}.{r.randint(0, 30)}"), "p": Field(_names("port port number"), lambda r: r.randint(22, 9999)), "r": Field(_names("replicas replicas count instances"), lambda r: r.randint(1, 40))}, (
@@ -114,9 +114,9 @@ RECORDS: tuple[tuple[dict[str, Field], tuple[str, ...]], ...] = (
 )  # fmt: skip
 
 
-def sample(rng: random.Random) -> tuple[str, dict[str, Any], list[str]]:
-    """A sentence, the fields it states under one of their names, in the order of the sentence, and names of fields of the
-    same record that it does not state.
+def sample(rng: random.Random) -> tuple[str, dict[str, Any], list[str], set[str]]:
+    """A sentence, the fields it states under one of their names, in the order of the sentence, names of fields of the
+    same record that it does not state, and all names under which one might ask for what it states.
     """
     fields, patterns = rng.choice(RECORDS)
     text = pick(rng, patterns)
@@ -129,8 +129,12 @@ def sample(rng: random.Random) -> tuple[str, dict[str, Any], list[str]]:
         if name in stated:
             name = f"{name}_{slot}"
         shown[slot] = stated[name] = fields[slot].value(rng)
+    askable = {name for slot in shown for name in fields[slot].names}
     absent = [
-        field.names[0] for slot, field in fields.items() if slot not in shown and field.names[0] not in stated
+        field.names[0]
+        for slot, field in fields.items()
+        if slot not in shown and field.names[0] not in askable
     ]
     # A value at the beginning keeps its case: it is copied as it stands.
-    return text.format(**shown) if text[0] == "{" else capital(text.format(**shown)), stated, absent
+    written = text.format(**shown) if text[0] == "{" else capital(text.format(**shown))
+    return written, stated, absent, askable

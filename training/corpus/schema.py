@@ -75,7 +75,7 @@ def _asked(rng: random.Random) -> tuple[str, dict[str, Any]]:
 def _stated(rng: random.Random) -> tuple[str, dict[str, Any]]:
     """A record in words and some of its fields, perhaps with one that it lacks."""
     while True:
-        text, stated, absent = records.sample(rng)
+        text, stated, absent, _ = records.sample(rng)
         if all(_is_plain(v) for v in stated.values() if isinstance(v, str)):
             break
     keys = list(stated)

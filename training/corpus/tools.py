@@ -174,7 +174,7 @@ def _unfit(rng: random.Random, toolbox: list[Tool]) -> str:
 
 def kind_of(rng: random.Random) -> str:
     """What a tool conversation's exchange is about."""
-    return rng.choices(("call", "result", "no_tool", "not_needed", "parallel"), (36, 15, 34, 11, 4))[0]
+    return rng.choices(("call", "result", "no_tool", "not_needed", "parallel"), (38, 12, 34, 9, 7))[0]
 
 
 def sample(rng: random.Random, thinking: bool, dense: bool, kind: str | None = None) -> Conversation:
