@@ -255,7 +255,9 @@ def test_a_new_replica_knows_the_prompts_of_a_living_one(tmp_path: Path) -> None
         assert len(unpack_u32(told.prefixes[0].token_ids)) == hit
         keys = tmp_path / "keys"
         keys.write_text("newer\ninternal\n")
-        source = report_source(ServerArgs(warm_up_from=first.url, api_keys_file=keys), EngineArgs(model="tiny"))
+        source = report_source(
+            ServerArgs(warm_up_from=first.url, api_keys_file=keys), EngineArgs(model="tiny")
+        )
         assert source is not None
         assert source(MAX_TOKENS) == told, "the keys of a file count as those of the environment do"
         command = [*SERVE_TINY, "--port", str(ports[1]), "--warm-up-from", first.url]
