@@ -23,7 +23,7 @@ from argosy_operator.desired.children import plan_children
 from argosy_operator.desired.diff import compute_diff
 from argosy_operator.kinds import INFERENCE_SERVICES, PODS, STATEFUL_SETS
 from argosy_operator.names import LEADER_LABEL, NODE_TEMPLATE_ANNOTATION, REVISION_LABEL, node_set_name
-from argosy_operator.observed.node_template import MAX_DEPTH
+from argosy_operator.observed.node_template import MAX_CHARS, MAX_DEPTH, MAX_VALUES
 from argosy_operator.observed.observation import Observation
 from argosy_operator.observed.pod import OVERDUE_SECONDS, Pod, Problem, with_workers
 from argosy_protocol.bearer_keys import node_key
@@ -437,6 +437,8 @@ def test_a_canary_tries_its_change_with_workers_too() -> None:
                 node_template(workers=0),
                 node_template(workers=16),
                 node_template(workers=1).replace("[]", "5"),
+                node_template(workers=1, volumes=[[]] * MAX_VALUES),
+                node_template(workers=1, schedulerName="x" * MAX_CHARS),
             )
         ),
     ],

@@ -113,8 +113,10 @@ def node_sets(service: InferenceService, replicas: Iterable[Pod]) -> tuple[Manif
     """The StatefulSets that are to be as described: those of leaders that live and have an address."""
     found = []
     for leader in replicas:
+        if not leader.is_alive or not leader.address:
+            continue
         template = decode_node_template(leader.node_template)
-        if template is not None and leader.is_alive and leader.address:
+        if template is not None:
             found.append(_node_set(service, leader, template))
     return tuple(found)
 

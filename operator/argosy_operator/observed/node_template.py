@@ -15,6 +15,11 @@ from argosy_resource.resources import MAX_DEVICES
 
 MAX_DEPTH: Final = 64
 """Levels of lists and objects in a template; Kubernetes' own pod templates have about a dozen."""
+MAX_CHARS: Final = 128 * 1024
+"""Of the text. All annotations of a pod together may have twice as many bytes."""
+MAX_VALUES: Final = 8192
+"""Estimate of the values in a template: the text's commas and opening brackets. Each value takes some hundred bytes of
+memory, whatever it takes in the text."""
 
 
 class NodeTemplate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -47,7 +52,7 @@ class _PodTemplate(Struct):
 
 def decode_node_template(text: str) -> NodeTemplate | None:
     """Read the annotation; None if there is none, or it does not say of what form the workers are."""
-    if not text:
+    if not text or len(text) > MAX_CHARS or sum(map(text.count, ",[{")) > MAX_VALUES:
         return None
     try:
         found = msgspec.json.decode(text, type=NodeTemplate)
