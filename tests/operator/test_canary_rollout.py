@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
-from builders import isvc_object
+from builders import CONFIG, isvc_object
 from fake_kubernetes import FakeKubernetes, Object
 from harness import FakeRouter, Operator, condition, edit_engine, living_pods, new_cluster, watch_routable
 from virtual_time import run, virtual_time
@@ -418,3 +418,34 @@ async def test_an_edit_back_finds_the_images_of_the_old_replicas() -> None:
         edit_engine(cluster, threads=4)
         await until_phase(cluster, "Analyzing")
         assert images(cluster, "tiny") == {"old:1", "new:2"}
+
+
+@virtual_time
+async def test_a_key_that_lapses_rolls_out_no_canary_that_failed() -> None:
+    """vLLM reads its key when it starts, so a lapsed key replaces every replica, but not with what was found bad."""
+    old, new = CONFIG.fleet_key, b"n" * 32
+    bad = {"type": "vllm", "args": ["--bad"]}
+
+    def tried() -> int:
+        return sum("--bad" in str(pod["spec"]["containers"]) for pod in living_pods(cluster))
+
+    cluster = new_cluster()
+    async with Operator(cluster, now=now) as operator:
+        model = {"source": "pvc://models/qwen", "servedName": "org/Qwen"}
+        spec = {"replicas": 5, "rollout": {"canary": STEPS}, "engine": {"type": "vllm"}, "model": model}
+        cluster.create(isvc_object(**spec))
+        await operator.settle()
+        operator.router.canary, operator.router.stable = BAD, GOOD
+        cluster.edit("tiny", lambda spec: spec.update(engine=bad))
+        await pass_time(cluster, 300)
+        assert (rollout(cluster)["phase"], tried()) == ("Failed", 0)
+        operator.controller.use_fleet_keys((new, old))
+        await pass_time(cluster, 60)
+        operator.controller.use_fleet_keys((new,))
+        await pass_time(cluster, 400)
+        assert (rollout(cluster)["phase"], tried()) == ("Failed", 0)
+        before = {pod["metadata"]["uid"] for pod in living_pods(cluster)}
+        cluster.edit("tiny", lambda spec: spec.update(engine={"type": "vllm"}))
+        await pass_time(cluster, 400)
+        assert (rollout(cluster), tried(), len(living_pods(cluster))) == ({}, 0, 5)
+        assert not before & {pod["metadata"]["uid"] for pod in living_pods(cluster)}, "they have the new key"

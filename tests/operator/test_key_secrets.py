@@ -202,6 +202,26 @@ async def test_a_rotation_reaches_the_secret_at_once_and_replaces_no_pod() -> No
 
 
 @virtual_time
+async def test_a_rotation_reaches_a_service_that_is_paused() -> None:
+    """Its engines run, and routers send them the fleet's keys."""
+    old, new = CONFIG.fleet_key, b"n" * 32
+    cluster = new_cluster()
+    async with Operator(cluster) as operator:
+        cluster.create(isvc_object())
+        await operator.settle()
+        cluster.edit("tiny", lambda spec: spec.update(paused=True))
+        await operator.settle()
+        cluster.writes.clear()
+        operator.controller.use_fleet_keys((new, old))
+        await operator.settle()
+        assert internal_keys(cluster) == derived(cluster, new, old)
+        operator.controller.use_fleet_keys((new,))
+        await operator.settle()
+        assert internal_keys(cluster) == derived(cluster, new)
+        assert {kind for _, kind, _ in cluster.writes} == {"Secret"}
+
+
+@virtual_time
 async def test_a_rotation_during_a_check_is_not_missed() -> None:
     """The check that is under way wrote what was wanted before."""
     old, new = CONFIG.fleet_key, b"n" * 32

@@ -84,6 +84,24 @@ def read_canary(deployment: Object | None) -> CanaryState | None:
         return None
 
 
+def key_of_trial(service: InferenceService, deployment: Object | None) -> str:
+    """Digest of the key that the template keeps while a canary is tried, or has failed; empty if there is none.
+
+    A key that lapses replaces every replica, and would roll out what nobody has found good.
+    """
+    state = read_canary(deployment)
+    if (
+        deployment is None
+        or state is None
+        or state.phase == "promoting"
+        or service.spec.rollout.canary is None
+        or service.spec.replicas == 0
+    ):
+        return ""
+    digest: str = deployment["spec"]["template"]["metadata"].get("annotations", {}).get(KEY_ANNOTATION, "")
+    return digest
+
+
 def encode_canary(state: CanaryState) -> str:
     """The value of the annotation."""
     return msgspec.json.encode(state).decode()

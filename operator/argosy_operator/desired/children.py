@@ -17,6 +17,7 @@ import xxhash
 from msgspec import Struct
 
 from argosy_operator.config import OperatorConfig
+from argosy_operator.desired.canary import key_of_trial
 from argosy_operator.desired.deployment_problem import deployment_problem
 from argosy_operator.desired.engine_nodes import node_sets
 from argosy_operator.desired.manifest_fields import Manifest
@@ -79,6 +80,8 @@ def plan_children(service: InferenceService, observed: Observation, config: Oper
     secret = _secret(service, observed, config)
     images = pinned_images(service, observed, config)
     key_digest = _key_digest(service, config, images)
+    if key_digest:
+        key_digest = key_of_trial(service, observed.deployment) or key_digest
     template, revision = pod_template(service, config, images, key_digest=key_digest)
     rollout = plan_rollout(service, observed, revision, key_digest=key_digest)
     return Plan(

@@ -100,7 +100,9 @@ def compute_diff(service: InferenceService, observed: Observation, config: Opera
     if service.spec.paused:
         # A replica that Kubernetes replaces meanwhile gets its nodes all the same.
         nodes = _changes(plan.node_sets, observed)
-        return Diff(plan=plan, gates=gates, cached=cached, children=nodes, broken=broken)
+        # Nor does its key outlive a rotation: routers send the fleet's keys.
+        secret = None if observed.deployment is None else with_applied_hash(plan.secret)
+        return Diff(plan=plan, gates=gates, secret=secret, cached=cached, children=nodes, broken=broken)
     return Diff(
         plan=plan,
         gates=gates,
