@@ -215,5 +215,6 @@ async def test_an_output_that_cannot_be_formatted_fails_its_reader() -> None:
     reading = asyncio.create_task(collector.take())
     await asyncio.sleep(0)
     assert collector.put(GenerationOutput(0, "x", [1], num_output_tokens=2))
+    assert collector.put(GenerationOutput(0, "what would leave a gap", [2], num_output_tokens=3))
     with pytest.raises(LookupError, match="format"):
         await reading

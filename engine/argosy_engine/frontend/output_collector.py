@@ -40,6 +40,8 @@ class OutputCollector:
 
     def put(self, output: GenerationOutput) -> bool:
         """Add an output; return whether it waits for the reader, who is awake then."""
+        if self._error is not None:
+            return True  # nothing follows what is missing
         if self._on_delta is not None and self._is_delta(output):
             try:
                 if self._on_delta(output):
