@@ -52,13 +52,20 @@ def pod(
     return Pod(**{"name": name, "uid": f"uid-{name}", "revision": revision, **state, **more})
 
 
-def autoscaler(status: dict[str, Any] | None = None, **target: Any) -> dict[str, Any]:
+def autoscaler(
+    status: dict[str, Any] | None = None, *, is_kedas: bool = False, **target: Any
+) -> dict[str, Any]:
     """The HorizontalPodAutoscaler `hpa` of the service `tiny`, but for `target`."""
     reference = {"apiVersion": "inference.argosy.dev/v1alpha1", "kind": "InferenceService", "name": "tiny"}
+    keda = {"apiVersion": "keda.sh/v1alpha1", "kind": "ScaledObject", "name": "tiny", "controller": True}
     return {
         "apiVersion": "autoscaling/v2",
         "kind": "HorizontalPodAutoscaler",
-        "metadata": {"name": "hpa", "namespace": "team"},
+        "metadata": {
+            "name": "hpa",
+            "namespace": "team",
+            **({"ownerReferences": [{**keda, "uid": "uid-keda"}]} if is_kedas else {}),
+        },
         "spec": {"scaleTargetRef": reference | target, "maxReplicas": 9},
         "status": status or {},
     }

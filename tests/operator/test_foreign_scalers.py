@@ -215,7 +215,7 @@ async def test_kedas_zero_counts_before_its_autoscaler_has_looked() -> None:
         await operator.settle()
         await asyncio.sleep(60)
         await operator.settle()
-        cluster.create(autoscaler())
+        cluster.create(autoscaler(is_kedas=True))
         cluster.edit("tiny", lambda spec: spec.update(replicas=0))
         cluster.overwrite(KEY, {**cluster.objects[KEY], "status": DISABLED})
         await operator.settle()

@@ -2,10 +2,10 @@
 
 Owns one list and watch for each namespace that is served, and which service each autoscaler scales. Must not know what
 follows from that. Invariants: while no service has spec.scaling nothing is asked; a cluster that refuses the list
-leaves the autoscalers of that namespace unknown, and nothing else fails; an answer that is missing for another reason
-leaves what was known; before a change counts its service is read, since the watch of services may lag behind the
-autoscaler's, and with it the number that the autoscaler has written; an event costs no more for the autoscalers of
-other services, and memory holds one page of a list.
+leaves the autoscalers of that namespace unknown, and nothing else fails; a refusal that passes, as of an API server
+that starts, and an answer that is missing for another reason leave what was known; before a change counts its service
+is read, since the watch of services may lag behind the autoscaler's, and with it the number that the autoscaler has
+written; an event costs no more for the autoscalers of other services, and memory holds one page of a list.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import aclosing
 from typing import Final
+
+import msgspec
 
 from argosy_operator.cluster.api_server import Api
 from argosy_operator.errors import ApiError
@@ -28,7 +30,7 @@ RETRY: Final = 5.0
 REFUSED_RETRY: Final = 300.0
 """Seconds until the next attempt where there is no permission, or no such kind."""
 PATIENCE: Final = 3
-"""Failures in a row for which decisions wait for the first list."""
+"""Failures in a row for which decisions wait for the first list, and after which a refusal counts."""
 PAGE: Final = 25
 """Autoscalers of one answer: each may have 1.5 MiB in etcd, nearly all of it annotations."""
 _REFUSALS: Final = (401, 403, 404)
@@ -49,7 +51,8 @@ class _Scope:
         self.task: asyncio.Task[None] | None = None
 
     def of(self, service: Name) -> Scalers:
-        return summarize(self.groups.get(service, {}).values(), is_known=self.is_known)
+        known = summarize(self.groups.get(service, {}).values(), is_known=self.is_known)
+        return known if self.was_asked.is_set() else msgspec.structs.replace(known, was_asked=False)
 
     def held(self, name: Name) -> Scaler | None:
         """The autoscaler of this name."""
@@ -108,14 +111,13 @@ class ScalerWatch:
     def of(self, service: Name) -> Scalers:
         """The autoscalers of a service."""
         scope = self._scopes.get(service[0]) or self._scopes.get(None)
-        return Scalers() if scope is None else scope.of(service)
+        return Scalers(was_asked=False) if scope is None else scope.of(service)
 
     async def _follow(self, scope: _Scope) -> None:
         failures = 0
         while True:
             try:
                 version = await self._list(scope)
-                scope.was_asked.set()
                 failures = 0
                 began = asyncio.get_running_loop().time()
                 events = self._api.watch(AUTOSCALERS, namespace=scope.namespace, version=version)
@@ -128,10 +130,11 @@ class ScalerWatch:
                 if not failures and error.status != _EXPIRED:
                     logger.warning("HorizontalPodAutoscalers are not watched: %s", error)
                 failures += 1
-                is_refused = error.status in _REFUSALS
+                is_patient = failures < PATIENCE
+                is_refused = error.status in _REFUSALS and (not is_patient or not scope.is_known)
                 if is_refused:
                     self._forget(scope)
-                if is_refused or failures >= PATIENCE:
+                if is_refused or not is_patient:
                     scope.was_asked.set()
                 await asyncio.sleep(REFUSED_RETRY if is_refused else RETRY)
 
@@ -177,6 +180,7 @@ class ScalerWatch:
         for service in changed:
             await self._read_service(service)
         scope.is_known = True
+        scope.was_asked.set()
         for service in groups:
             for name in scope.groups.pop(service, {}):
                 del scope.targets[name]

@@ -25,6 +25,8 @@ class Scaler(Struct, frozen=True, kw_only=True):
     """Whether it has the metrics to decide."""
     has_chosen: bool = False
     """Whether the number in spec.replicas is one that it has chosen by its metrics."""
+    is_kedas: bool = False
+    """Whether KEDA has made it for a ScaledObject."""
 
     @property
     def key(self) -> Name:
@@ -34,6 +36,8 @@ class Scaler(Struct, frozen=True, kw_only=True):
 class Scalers(Struct, frozen=True, kw_only=True):
     """The HorizontalPodAutoscalers of one service."""
 
+    was_asked: bool = True
+    """Whether the API server has been asked for them, whatever it answered."""
     is_known: bool = False
     """Whether the API server lists them."""
     names: tuple[str, ...] = ()
@@ -42,6 +46,8 @@ class Scalers(Struct, frozen=True, kw_only=True):
     """Whether one of them has the metrics to decide."""
     have_chosen: bool = False
     """Whether one of them has chosen the number in spec.replicas by its metrics."""
+    are_kedas: bool = False
+    """Whether one of them is KEDA's, which writes zero itself."""
     decide: bool = False
     """Whether spec.replicas is the number of replicas, and spec.scaling waits."""
 
@@ -54,6 +60,7 @@ def summarize(scalers: Iterable[Scaler], *, is_known: bool) -> Scalers:
         names=tuple(sorted(each.name for each in found)),
         are_active=any(each.is_active for each in found),
         have_chosen=any(each.has_chosen for each in found),
+        are_kedas=any(each.is_kedas for each in found),
     )
 
 
@@ -71,6 +78,7 @@ def read_scaler(obj: Mapping[str, Any]) -> Scaler | None:
         service=(metadata.get("namespace", ""), target.get("name", "")),
         is_active=is_active,
         has_chosen=_has_chosen(conditions, is_active=is_active),
+        is_kedas=any(owner.get("kind") == "ScaledObject" for owner in metadata.get("ownerReferences") or ()),
     )
 
 

@@ -65,6 +65,11 @@ class Autoscaler:
         """Whether some service has spec.scaling."""
         return any(obj["spec"].get("scaling") for obj in self._store.all(INFERENCE_SERVICES))
 
+    @property
+    def names(self) -> Set[Name]:
+        """The services of which something is kept."""
+        return self._scaled.keys() | self._parsed.keys() | self._handovers.names
+
     def evaluate_some(self, services: Set[str]) -> None:
         """Decide anew for the services (`namespace/name`), and announce those whose number changes."""
         loads = self._loads()
@@ -82,14 +87,15 @@ class Autoscaler:
             if _is_scaled(obj):
                 names.add(object_name(obj))
                 self._evaluate(obj, loads)
-        for gone in self._scaled.keys() - names:
-            del self._scaled[gone]
+        for gone in self.names - names:
+            self._scaled.pop(gone, None)
             self._parsed.pop(gone, None)
             self._handovers.forget(gone)
 
     def forget(self) -> None:
         """Forget all decisions: another operator makes them now, and the Deployments have its numbers."""
         self._scaled.clear()
+        self._parsed.clear()
         self._handovers.forget()
 
     def forget_one(self, name: Name) -> None:
@@ -101,11 +107,15 @@ class Autoscaler:
         scaling = service.spec.scaling
         if scaling is None:
             return service
-        decision = self.decision(service)
-        if self.scalers(service).decide:
+        decision, scalers = self.decision(service), self.scalers(service)
+        if scalers.decide:
             wanted = service.spec.replicas
+        elif decision is None:
+            # An autoscaler that nobody has asked for may have chosen a number beyond the bounds.
+            is_clamped = scalers.was_asked or self._present(service) is None
+            wanted = self._current(service, scaling, is_clamped=is_clamped)
         else:
-            wanted = self._current(service, scaling) if decision is None else decision.wanted
+            wanted = decision.wanted
         if service.status.rollout is not None:
             # A Deployment that is paused for a canary could come back from zero with either revision.
             wanted = max(1, wanted)
@@ -114,6 +124,8 @@ class Autoscaler:
     def scalers(self, service: InferenceService) -> Scalers:
         """What else scales a service as its spec is stored, and whether that decides now."""
         scalers = self._scalers((service.metadata.namespace, service.metadata.name))
+        if service.spec.scaling is None:
+            return scalers
         decide = self._handovers.is_over(service, scalers, self._present(service))
         return msgspec.structs.replace(scalers, decide=decide)
 
@@ -125,12 +137,11 @@ class Autoscaler:
     def _evaluate(self, obj: Object, loads: Mapping[str, ServiceLoad]) -> None:
         name, now = object_name(obj), self._now()
         service = self._read(name, obj)
-        if (
-            service is None
-            or service.spec.scaling is None
-            or service.spec.paused
-            or self.scalers(service).decide
-        ):
+        if service is None or service.spec.scaling is None or service.spec.paused:
+            self._scaled.pop(name, None)
+            return
+        scalers = self.scalers(service)
+        if scalers.decide or not scalers.was_asked:
             self._scaled.pop(name, None)
             return
         kept = self._scaled.get(name)

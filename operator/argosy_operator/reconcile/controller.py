@@ -369,14 +369,14 @@ class Controller:
         """Have keys reconciled while this operator leads. It lists everything first: the last writes of the leader
         before it need not have reached its watches."""
         if self._leadership is None:
-            await self._look_for_scalers()
+            self.scalers.set_needed(self._autoscaler.is_needed)
             self.metrics.leading.set(1)
             self._may_work.set()
             return
         while True:
             await self._leadership.wait_until_held()
             await self._resync_until_done()
-            await self._look_for_scalers()
+            self.scalers.set_needed(self._autoscaler.is_needed)
             self._reconciler.begin()
             self.metrics.leading.set(1)
             self._may_work.set()

@@ -10,6 +10,8 @@ status.scaling.
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 from msgspec import Struct
 
 from argosy_operator.kinds import Name
@@ -32,6 +34,11 @@ class Handovers:
     def __init__(self) -> None:
         self._kept: dict[Name, _Kept] = {}
 
+    @property
+    def names(self) -> Set[Name]:
+        """The services of which something is kept."""
+        return self._kept.keys()
+
     def forget(self, name: Name | None = None) -> None:
         """Forget a service; all if None."""
         if name is None:
@@ -46,7 +53,9 @@ class Handovers:
         if kept is None or kept.uid != service.metadata.uid:
             kept = self._kept[name] = _Kept(service.metadata.uid)
         if not scalers.names:
-            kept.replicas, kept.is_over = service.spec.replicas, False
+            # What is not known for the moment goes on.
+            kept.is_over = not scalers.is_known and (kept.is_over or _was_over(service))
+            kept.replicas = service.spec.replicas
         elif not kept.is_over:
             kept.is_over = _begins_to_count(service, scalers, present, kept.replicas)
             if service.spec.replicas:
@@ -54,15 +63,21 @@ class Handovers:
         return kept.is_over
 
 
+def _was_over(service: InferenceService) -> bool:
+    """Whether the operator before this one let the number count."""
+    status = service.status.scaling
+    return status is not None and status.reason == SCALED_ELSEWHERE
+
+
 def _begins_to_count(
     service: InferenceService, scalers: Scalers, present: int | None, before: int | None
 ) -> bool:
-    wanted, status = service.spec.replicas, service.status.scaling
-    if status is not None and status.reason == SCALED_ELSEWHERE:
+    wanted = service.spec.replicas
+    if _was_over(service) or scalers.have_chosen:
         return True
-    if scalers.have_chosen:
-        return True
-    if wanted == 0 and before is not None:
-        return before > 0  # KEDA writes zero; a zero that was there before is only a number to start with
+    if wanted == 0:
+        # KEDA writes zero, and wakes the service. Any other autoscaler stops at a zero, which was somebody else's; a
+        # zero that was there before is only a number to start with.
+        return scalers.are_kedas and before != 0
     loses_none = present is None or wanted >= present
-    return loses_none and (scalers.are_active or wanted == 0)
+    return loses_none and scalers.are_active

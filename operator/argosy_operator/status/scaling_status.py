@@ -113,6 +113,8 @@ def seconds_until_scaled_once(service: InferenceService, scalers: Scalers, now: 
 
 
 def _named(scalers: Scalers) -> str:
+    if not scalers.names:
+        return "a HorizontalPodAutoscaler"  # while it is not known which
     shown = ", ".join(scalers.names[:_SHOWN])
     more = len(scalers.names) - _SHOWN
     return f"HorizontalPodAutoscaler {shown}" + (f" and {more} more" if more > 0 else "")
