@@ -116,7 +116,10 @@ def canaries(stack: Stack) -> list[str]:
 
 
 def has_failed(found: dict[str, Any]) -> bool:
-    return condition(found, "Degraded").get("reason") == "CanaryFailed"
+    """Whether the revision of this manifest has failed: the status of the one before may say that it did."""
+    degraded = condition(found, "Degraded")
+    current = degraded.get("observedGeneration") == found["metadata"]["generation"]
+    return current and degraded["reason"] == "CanaryFailed"
 
 
 def wait_for(
