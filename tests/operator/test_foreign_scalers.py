@@ -7,81 +7,32 @@ import copy
 from collections.abc import AsyncGenerator
 from typing import Any
 
-import msgspec
 import pytest
+from autoscalers import (
+    AT_A_BOUND,
+    AT_TARGET,
+    DISABLED,
+    KEY,
+    LIMITED,
+    NO_METRICS,
+    NO_SCALE,
+    SCALING,
+    SYNCED,
+    Counting,
+    replicas,
+    set_sequences,
+    sync,
+)
 from builders import autoscaler, isvc_object
-from fake_kubernetes import FakeKubernetes, Object
-from harness import ROUTER_POD, Operator, condition, deployment, living_pods, new_cluster
+from fake_kubernetes import Object
+from harness import Operator, condition, living_pods, new_cluster
 from virtual_time import virtual_time
 
-from argosy_operator.cluster.api_server import ObjectList
 from argosy_operator.errors import ApiError
-from argosy_operator.kinds import AUTOSCALERS, EVENTS, INFERENCE_SERVICES, Kind
+from argosy_operator.kinds import EVENTS, INFERENCE_SERVICES, Kind
 from argosy_operator.observed.scaler import Scaler, read_scaler
 
-SCALING: dict[str, Any] = {"maxReplicas": 4, "metrics": {"concurrency": 10}}
-
-
-def hpa_status(able: str, active: str = "", limited: str = "", **more: Any) -> dict[str, Any]:
-    """A status as the controller of Kubernetes writes it: the reasons of its conditions."""
-    reasons = {"AbleToScale": able, "ScalingActive": active, "ScalingLimited": limited}
-    true = ("SucceededGetScale", "ReadyForNewScale", "SucceededRescale", "ValidMetricFound", "ScaleUpLimit")
-    conditions = [
-        {"type": name, "status": str(reason in true), "reason": reason}
-        for name, reason in reasons.items()
-        if reason
-    ]
-    return {"conditions": conditions, **more}
-
-
-NO_METRICS = hpa_status("SucceededGetScale", "FailedGetResourceMetric")
-NO_SCALE = hpa_status("FailedGetScale")
-DISABLED = hpa_status("SucceededGetScale", "ScalingDisabled")
-AT_TARGET = hpa_status("ReadyForNewScale", "ValidMetricFound", "DesiredWithinRange")
-AT_A_BOUND = hpa_status("SucceededRescale", lastScaleTime="2026-01-01T00:00:00Z")
-LIMITED = hpa_status(
-    "SucceededRescale", "ValidMetricFound", "ScaleUpLimit", lastScaleTime="2026-01-01T00:00:00Z"
-)
-SYNCED = hpa_status(
-    "SucceededRescale", "ValidMetricFound", "DesiredWithinRange", lastScaleTime="2026-01-01T00:00:00Z"
-)
 SERVICE = (INFERENCE_SERVICES, "team", "tiny")
-KEY = (AUTOSCALERS, "team", "hpa")
-
-
-def sync(cluster: FakeKubernetes, replicas: int) -> None:
-    """What the autoscaler's controller does: writes the scale, then its own status."""
-    cluster.edit("tiny", lambda spec: spec.update(replicas=replicas))
-    cluster.overwrite(KEY, {**cluster.objects[KEY], "status": SYNCED})
-
-
-def replicas(cluster: FakeKubernetes) -> int:
-    number: int = deployment(cluster)["spec"]["replicas"]
-    return number
-
-
-def set_sequences(operator: Operator, sequences: int) -> None:
-    """What the router reports of each replica."""
-    router = operator.router
-    router.load = msgspec.structs.replace(router.load, held=0, queued=0, idle_s=0.0)
-    router.each = msgspec.structs.replace(router.each, requests=sequences)
-
-
-class Counting(FakeKubernetes):
-    """Counts the lists of autoscalers, and refuses them if told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lists = 0
-        self.refusal = 0
-        self.create(ROUTER_POD)
-
-    async def list(self, kind: Kind, *, namespace: str | None, labels: str = "") -> ObjectList:
-        if kind is AUTOSCALERS:
-            self.lists += 1
-            if self.refusal:
-                raise ApiError("LIST", self.refusal, "no")
-        return await super().list(kind, namespace=namespace, labels=labels)
 
 
 @virtual_time

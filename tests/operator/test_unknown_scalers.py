@@ -8,10 +8,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
-from builders import autoscaler, isvc_object
-from fake_kubernetes import FakeKubernetes
-from harness import ROUTER_POD, Operator, condition, is_ready, living_pods, new_cluster
-from test_foreign_scalers import (
+from autoscalers import (
     AT_TARGET,
     KEY,
     NO_SCALE,
@@ -22,6 +19,9 @@ from test_foreign_scalers import (
     set_sequences,
     sync,
 )
+from builders import autoscaler, isvc_object
+from fake_kubernetes import FakeKubernetes
+from harness import ROUTER_POD, Operator, condition, is_ready, living_pods, new_cluster
 from virtual_time import virtual_time
 
 from argosy_operator.cluster.api_server import ObjectList
