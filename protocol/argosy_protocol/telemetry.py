@@ -15,10 +15,10 @@ import struct
 import sys
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 PROTOCOL_VERSION = 1
 HEARTBEAT_INTERVAL_S = 1.0
@@ -29,20 +29,24 @@ SNAPSHOT_SLICE_CHUNKS = 8192
 """Chunks per snapshot frame: about 100 kB, so that building one does not stall the engine."""
 
 
+Word = Annotated[str, Meta(max_length=256)]
+"""A name or digest. Bounded, because readers keep it, and pass it on in reports of all replicas."""
+
+
 class Hello(Struct, frozen=True, kw_only=True, tag="hello", tag_field="type", omit_defaults=True):
     """Identity of the engine. `epoch` is new with every start of the engine core; what other epochs announced is
     void."""
 
     version: int = PROTOCOL_VERSION
     min_reader_version: int = 1
-    epoch: str
+    epoch: Word
     rank: int = 0
     data_parallel_size: int = 1
     """Number of engine cores. `max_num_seqs`, `kv_cache_tokens`, and the counts of `Load`, are sums over them; the
     rates, times and shares of `Load` are those of one core on average, or of the slowest one."""
-    model: str
+    model: Annotated[str, Meta(max_length=4096)]
     """The engine's first name for its model, with which chunk hashes are seeded."""
-    model_fingerprint: str
+    model_fingerprint: Word
     """Digest of everything that determines tokens and text (samples of all weights, config, dtype, tokenizer, chat
     template, default parameters). Streams may migrate only between equal fingerprints."""
     block_size: int
@@ -53,7 +57,7 @@ class Hello(Struct, frozen=True, kw_only=True, tag="hello", tag_field="type", om
     """Whether requests may have a `priority`; an engine without priority scheduling refuses it."""
     takes_model_name: bool = False
     """Whether answers use the model name in `headers.MODEL_NAME`, which need not be one of the engine's own."""
-    engine_version: str = ""
+    engine_version: Word = ""
 
 
 class Snapshot(Struct, frozen=True, kw_only=True, tag="snapshot", tag_field="type", omit_defaults=True):

@@ -168,12 +168,21 @@ class Fleet:
     # revisions
 
     def changed(self) -> None:
-        """Increment the revision, wake its waiters and drop cached candidates: some replica's state has changed."""
+        """Drop all cached candidates, increment the revision and wake its waiters."""
+        for service in self.services.values():
+            service.invalidate()
+        self._increment()
+
+    def _replica_changed(self, service: Service) -> None:
+        """The same for one service, the state of one of whose replicas has changed. It costs the same in a fleet of any
+        size, because a replica may change its state as often as it likes."""
+        service.invalidate()
+        self._increment()
+
+    def _increment(self) -> None:
         self.revision += 1
         if not self._was_accepted:
             self._was_accepted = any(replica.link in ("synced", "foreign") for replica in self.replicas())
-        for service in self.services.values():
-            service.invalidate()
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -210,9 +219,9 @@ class Fleet:
                 replica.prefixes.expire(time.monotonic())
             for service in list(self.services.values()):
                 service.assume_rates()
-                is_dirty = True
-                while is_dirty:
-                    is_dirty = service.index.scrub()
+                for _ in range(SHARDS):  # a replica that clears all the time holds up no other service
+                    if not service.index.scrub():
+                        break
                     await asyncio.sleep(0)  # one shard per turn of the loop
             round_number += 1
             if round_number % SHARING_ROUNDS:
@@ -302,7 +311,7 @@ class Fleet:
         client = TelemetryClient(
             replica,
             service.spec.engine_name,
-            self.changed,
+            lambda: self._replica_changed(service),
             lambda is_certain: _fail_requests_of(service, replica, is_certain=is_certain),
             service.may_eject,
             self.rng,

@@ -13,6 +13,11 @@ import re
 from math import isfinite
 from typing import NamedTuple
 
+from argosy_router.fleet.links.reported_figures import MAX_REQUESTS, MAX_TOKENS, count
+
+_MAX_SAMPLE = 1e15
+"""A larger sample is none: sums of samples stay exact, and finite."""
+
 PRIOR_PROMPT_TOKENS = 1024.0
 """Assumed length of a waiting prompt while the engine has not counted any (SMG assumes the same)."""
 
@@ -95,7 +100,7 @@ def _values(lines: bytes, name: bytes) -> list[float]:
                 value = float(sample[1])
             except ValueError:
                 value = -1.0
-            if isfinite(value) and value >= 0.0:
+            if isfinite(value) and 0.0 <= value <= _MAX_SAMPLE:
                 values.append(value)
         at = lines.find(start, end)
     return values
@@ -112,9 +117,9 @@ def _load(engine: _MetricNames, lines: bytes) -> EngineLoad:
     length = prompt_tokens / prompts if prompts else PRIOR_PROMPT_TOKENS
     uncached = 1.0 - min(1.0, found / looked_up) if looked_up else 1.0
     return EngineLoad(
-        running=int(sum(values(engine.running))),
-        waiting=int(waiting),
+        running=count(int(sum(values(engine.running))), MAX_REQUESTS),
+        waiting=count(int(waiting), MAX_REQUESTS),
         kv_usage=min(1.0, sum(usage) / len(usage)) if usage else 0.0,
-        queued_tokens=int(waiting * length * uncached),
+        queued_tokens=count(int(min(waiting * length * uncached, _MAX_SAMPLE)), MAX_TOKENS),
         looked_up_tokens=looked_up,
     )

@@ -2,7 +2,8 @@
 
 Owns: one task per replica that keeps the stream open and applies its frames.
 Must not know: HTTP framing, policies, other replicas.
-Invariants: only a stream of the right content type, in a version that the router reads, is trusted. A lost stream
+Invariants: only a stream of the right content type, in a version that the router reads, is trusted, as far as its
+budget (`telemetry_budget`) and the bounds of figures (`reported_figures`) go. A lost stream
 changes the mode of routing (`stale`) and never ejects. A silent stream or a stalled core makes the replica suspect, and
 its requests move to other replicas. A replica that refuses connections gets no requests. Whatever the peer does, the
 task continues, with capped and jittered back-off.
@@ -38,7 +39,9 @@ from argosy_protocol.telemetry import (
     unpack_u32,
     unpack_u64,
 )
+from argosy_router.fleet.links import reported_figures as figures
 from argosy_router.fleet.links.foreign_poller import ForeignPoller
+from argosy_router.fleet.links.telemetry_budget import TelemetryBudget
 from argosy_router.fleet.replica import Replica
 from argosy_router.http.fetch import request_head
 from argosy_router.http.messages import Headers, first_value
@@ -52,7 +55,13 @@ BACKOFF_BASE_S = 0.05
 """First pause before reconnecting: a restarted process is back soon, and its peers carry the load meanwhile."""
 BACKOFF_CAP_S = 2.0
 """A thousand unreachable replicas cost some 500 connects per second; a recovered one waits 2 s at worst."""
+MIN_STREAM_S = 5.0
+"""A stream that ends sooner counts as a failure: a replica that ends each of them at once is not reconnected to all the
+time."""
 HEAD_TIMEOUT_S = STALE_AFTER_S
+_LEAST_RATE = 0.01
+"""Tokens per second: a rate below is none, and would make a wait of no finite length."""
+_LEAST_STEP_S = 1e-7
 POLLS_PER_RETRY = 60
 """Polls before a foreign replica is asked for telemetry again, about once a minute: it may have been replaced at the
 same address."""
@@ -98,6 +107,7 @@ class TelemetryClient:
         self._may_eject = may_eject
         self._rng = rng
         self._foreign = ForeignPoller(replica, on_change, on_silent, rng)
+        self._budget = TelemetryBudget()
         self.skipped_frames = 0
 
     async def run(self) -> None:
@@ -106,14 +116,16 @@ class TelemetryClient:
         failures = 0
         while True:
             is_foreign = False
+            began = time.monotonic()
             try:
-                failures = 0 if await self._follow() else failures + 1
+                failures = 0 if await self._follow() and _has_lasted(began) else failures + 1
             except NotArgosyEngine as reason:
                 is_foreign = True
                 if replica.link != "foreign":
                     log.info("replica %s is not one of ours: %s", replica.name, reason)
             except (UpstreamError, TelemetryError) as error:
-                failures = 0 if replica.is_synced or self._has_other_key(error) else failures + 1
+                was_stable = replica.is_synced and _has_lasted(began)
+                failures = 0 if was_stable or self._has_other_key(error) else failures + 1
                 self._stream_failed(error)
             # Not awaited in `except`: compiled code would keep the exception current for every other task meanwhile.
             if is_foreign:
@@ -180,6 +192,9 @@ class TelemetryClient:
 
     def _apply(self, frame: Frame) -> None:
         replica = self._replica
+        excess = self._budget.excess(time.monotonic(), chunks=_num_chunks(frame), clears=_clears(frame))
+        if excess:
+            raise TelemetryError(f"too many {excess}")
         if isinstance(frame, Load):
             self._apply_load(frame)
         elif isinstance(frame, (Stored, Removed, Snapshot, Cleared)):
@@ -188,7 +203,7 @@ class TelemetryClient:
                 self._synced()
         elif isinstance(frame, Hello):
             self._apply_hello(frame)
-        elif isinstance(frame, Draining):
+        elif isinstance(frame, Draining) and not replica.has_announced_drain:
             replica.has_announced_drain = True
             self._on_change()
 
@@ -206,8 +221,8 @@ class TelemetryClient:
         replica.key.is_refused = False
         self._tried.clear()
         replica.hello = hello
-        replica.load.max_num_seqs = max(1, hello.max_num_seqs)
-        replica.load.data_parallel_size = max(1, hello.data_parallel_size)
+        replica.load.max_num_seqs = max(1, figures.count(hello.max_num_seqs, figures.MAX_REQUESTS))
+        replica.load.data_parallel_size = max(1, figures.count(hello.data_parallel_size, figures.MAX_CORES))
         replica.load.forget()
         replica.has_announced_drain = False
 
@@ -215,17 +230,21 @@ class TelemetryClient:
         replica = self._replica
         replica.heard_at = time.monotonic()
         replica.load.report(
-            requests=load.num_running + load.num_waiting,
-            tokens=load.queued_uncached_tokens,
-            kv_usage=load.kv_usage,
-            prefill_tokens_per_s=load.prefill_tokens_per_s,
-            decode_step_s=load.decode_step_s,
-            yielding=load.num_yielding,
+            requests=figures.count(load.num_running + load.num_waiting, figures.MAX_REQUESTS),
+            tokens=figures.count(load.queued_uncached_tokens, figures.MAX_TOKENS),
+            kv_usage=figures.number(load.kv_usage, 1.0),
+            prefill_tokens_per_s=figures.rate(load.prefill_tokens_per_s, _LEAST_RATE, figures.MAX_RATE),
+            decode_step_s=figures.rate(load.decode_step_s, _LEAST_STEP_S, figures.MAX_SECONDS),
+            yielding=figures.count(load.num_yielding, figures.MAX_REQUESTS),
         )
         health = replica.health
         if replica.load.has_free_slot and health.found_capacity():
             self._on_change()
-        is_changed = health.heartbeat(load.core_step_age_s, load.longest_step_s, has_work=replica.has_work)
+        is_changed = health.heartbeat(
+            figures.number(load.core_step_age_s, figures.MAX_SECONDS),
+            figures.number(load.longest_step_s, figures.MAX_SECONDS),
+            has_work=replica.has_work,
+        )
         is_stalled = replica.is_stalled
         if is_changed:
             self._on_change()
@@ -254,6 +273,18 @@ class TelemetryClient:
         if self._replica.link != link:
             self._replica.link = link  # type: ignore[assignment]
             self._on_change()
+
+
+def _has_lasted(began: float) -> bool:
+    return time.monotonic() - began >= MIN_STREAM_S
+
+
+def _num_chunks(frame: Frame) -> int:
+    return len(frame.hashes) // 8 if isinstance(frame, (Stored, Removed, Snapshot)) else 0
+
+
+def _clears(frame: Frame) -> bool:
+    return isinstance(frame, Cleared) or (isinstance(frame, Snapshot) and frame.first)
 
 
 def apply_residency(residency: ReplicaPrefixes, frame: Frame) -> None:
@@ -301,8 +332,8 @@ class _Stream:
             return
         try:
             for frame in self.reader.feed(data):
-                if not self._is_greeted and not isinstance(frame, Hello):
-                    raise TelemetryError("the first frame is not a hello")
+                if isinstance(frame, Hello) == self._is_greeted:
+                    raise TelemetryError("a hello is the first frame, and no other one")
                 self._is_greeted = True
                 self._apply(frame)
         except (TelemetryError, NotArgosyEngine, ValueError) as error:

@@ -1,0 +1,64 @@
+"""What one replica's telemetry may cost its router: rates of frames, of chunks, and of resets of its prefix cache.
+
+Owns: the bounds. Must not know: connections, what a frame means.
+An engine's image is its tenant's choice, so a replica may send anything, as fast as the network carries it; the router
+that reads it serves every tenant. Invariant: within a second a replica's frames take at most some 5 per cent of a
+core, also over several connections, since a reconnecting replica keeps its budget.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+FRAMES_PER_S: Final = 5000.0
+"""An engine sends a few frames each step and ten load reports a second: with eight cores and steps of 5 ms some 3000.
+A frame costs its router some 10 us."""
+FRAME_BURST: Final = 20_000.0
+CHUNKS_PER_S: Final = 200_000.0
+"""Chunks stored or removed. A prompt of a million tokens has some 16 000."""
+CHUNK_BURST: Final = 4_000_000.0
+"""A snapshot of 250 million tokens."""
+CLEARS_PER_S: Final = 0.5
+"""Resets of the prefix cache, snapshots of new connections among them. Each takes a slot of the service's index until
+it is scrubbed, and every entry of the index has room for all slots."""
+CLEAR_BURST: Final = 16.0
+
+
+class _Bucket:
+    __slots__ = ("_burst", "_left", "_rate", "_time")
+
+    def __init__(self, rate: float, burst: float) -> None:
+        self._rate = rate
+        self._burst = burst
+        self._left = burst
+        self._time = 0.0
+
+    def take(self, amount: float, now: float) -> bool:
+        """Take an amount; False, and nothing is taken, if there is not enough."""
+        self._left = min(self._burst, self._left + (now - self._time) * self._rate)
+        self._time = now
+        if self._left < amount:
+            return False
+        self._left -= amount
+        return True
+
+
+class TelemetryBudget:
+    """The budget of one replica. Times are a monotonic clock's, passed in."""
+
+    __slots__ = ("_chunks", "_clears", "_frames")
+
+    def __init__(self) -> None:
+        self._frames = _Bucket(FRAMES_PER_S, FRAME_BURST)
+        self._chunks = _Bucket(CHUNKS_PER_S, CHUNK_BURST)
+        self._clears = _Bucket(CLEARS_PER_S, CLEAR_BURST)
+
+    def excess(self, now: float, *, chunks: int, clears: bool) -> str:
+        """Count a frame. Returns what there is too much of; empty if it is within the budget."""
+        if not self._frames.take(1.0, now):
+            return "frames"
+        if chunks and not self._chunks.take(float(chunks), now):
+            return "chunks"
+        if clears and not self._clears.take(1.0, now):
+            return "resets of the prefix cache"
+        return ""

@@ -1,0 +1,186 @@
+"""A replica whose image is its tenant's own, and which says what it likes: what it costs other tenants' services."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+
+from argosy_protocol.bearer_keys import internal_key
+from argosy_protocol.load_report import LOAD_PATH, LoadReport
+from argosy_protocol.routable_report import ADMIN_KEY_UID
+from argosy_protocol.telemetry import Cleared, Draining, Hello, Load, Stored, encode_frame, pack_u32, pack_u64
+from argosy_router.fleet.links import telemetry_client
+from argosy_router.fleet.links.engine_metrics import parse_load
+from argosy_router.fleet.links.reported_figures import MAX_REQUESTS, MAX_TOKENS
+from argosy_router.fleet.links.telemetry_budget import (
+    CHUNK_BURST,
+    CLEAR_BURST,
+    CLEARS_PER_S,
+    FRAME_BURST,
+    FRAMES_PER_S,
+    TelemetryBudget,
+)
+
+from .fake_engine import FakeEngine
+from .harness import Rig, rig
+
+FLEET_KEY = b"0123456789abcdef"
+NAN, INF = float("nan"), float("inf")
+
+
+async def load_report(r: Rig) -> LoadReport:
+    response = await r.http.get(
+        f"{r.router.admin_url}{LOAD_PATH}",
+        headers={"authorization": f"Bearer {internal_key(FLEET_KEY, ADMIN_KEY_UID)}"},
+    )
+    assert response.status_code == 200
+    return msgspec.json.decode(response.content, type=LoadReport)
+
+
+@pytest.mark.parametrize(
+    "figures",
+    [
+        {"kv_usage": NAN},
+        {"kv_usage": INF},
+        {"kv_usage": 1e308},
+        {"kv_usage": -1e308},
+        {"num_running": 2**63 - 1, "num_waiting": 2**63 - 1, "queued_uncached_tokens": 2**63},
+        {"num_running": -(2**63), "queued_uncached_tokens": -(2**63), "num_yielding": -1},
+        {"prefill_tokens_per_s": 5e-324, "decode_step_s": INF, "queued_uncached_tokens": 2**63},
+        {"prefill_tokens_per_s": -1.0, "decode_step_s": NAN, "longest_step_s": NAN, "kv_usage": NAN},
+    ],
+    ids=str,
+)
+async def test_no_figure_of_a_replica_spoils_the_report_of_all_services(figures: dict[str, Any]) -> None:
+    engine = FakeEngine(
+        key=internal_key(FLEET_KEY, "uid-1"), hello={"data_parallel_size": 2**62, "max_num_seqs": 2**62}
+    )
+    async with rig([engine], fleet_key=FLEET_KEY, admin_port=0) as r:
+        before = r.replica(0).heard_at
+        engine.announce(Load(**{"core_step_age_s": 0.0, **figures}))
+        await r.until(lambda: r.replica(0).heard_at != before)
+        ((replica,),) = [each.replicas for each in (await load_report(r)).services]
+        assert 0.0 <= replica.kv_usage <= 1.0
+        assert 0 <= replica.requests <= MAX_REQUESTS
+        assert 0 <= replica.queued_tokens <= MAX_TOKENS
+        assert 0.0 <= r.replica(0).load.wait_s < INF
+        assert (await r.chat()).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "exposition",
+    [
+        b"vllm:num_requests_running 1e30\nvllm:num_requests_waiting 1e14\nvllm:request_prompt_tokens_sum 1e15\n",
+        b'vllm:num_requests_running{e="0"} 1.7e308\nvllm:num_requests_running{e="1"} 1.7e308\n'
+        b"vllm:num_requests_running 1\n",
+        b"vllm:num_requests_running 1\nvllm:num_requests_waiting 1e15\nvllm:request_prompt_tokens_sum 1e15\n"
+        b"vllm:request_prompt_tokens_count 1e-300\n",
+    ],
+)
+def test_metrics_of_another_engine_are_bounded(exposition: bytes) -> None:
+    load = parse_load(exposition)
+    assert load is None or (load.running + load.waiting <= 2 * MAX_REQUESTS)
+    assert load is None or load.queued_tokens <= MAX_TOKENS
+
+
+async def test_resets_of_a_cache_do_not_fill_the_routers_memory() -> None:
+    """Each takes a slot of the index until it is scrubbed, and every entry has room for all slots."""
+    async with rig([FakeEngine(), FakeEngine()]) as r:
+        syncs = r.replica(0).syncs
+        chunk = Stored(hashes=pack_u64([7]), tokens=pack_u32([1]))
+        r.engines[0].announce_raw((encode_frame(Cleared()) + encode_frame(chunk)) * 5000)
+        await r.until(lambda: r.replica(0).syncs > syncs)
+        acquired = r.replica(0).prefixes._index._slots
+        assert acquired <= 2 + CLEAR_BURST + 2
+        assert (await r.chat()).status_code == 200
+
+
+async def test_announcing_a_drain_over_and_over_changes_the_fleet_once() -> None:
+    async with rig([FakeEngine(), FakeEngine()]) as r:
+        before = r.router.fleet.revision
+        r.engines[0].announce_raw(encode_frame(Draining()) * 2000)
+        await r.until_state(0, "draining")
+        await asyncio.sleep(0)
+        assert r.router.fleet.revision <= before + 2
+
+
+async def test_a_change_of_a_replica_leaves_the_candidates_of_other_services() -> None:
+    async with rig([FakeEngine()]) as r:
+        fleet = r.router.fleet
+        (service,) = fleet.services.values()
+        calls: list[str] = []
+        other = type("Other", (), {"invalidate": lambda self: calls.append("other"), "replicas": {}})()
+        fleet.services["default/other"] = other  # type: ignore[assignment]
+        try:
+            r.engines[0].announce(Draining())
+            await r.until_state(0, "draining")
+        finally:
+            del fleet.services["default/other"]
+        assert service is next(iter(fleet.services.values()))
+        assert calls == []
+
+
+@pytest.mark.parametrize("field", ["epoch", "model_fingerprint", "engine_version"])
+async def test_a_long_name_is_not_kept(field: str) -> None:
+    """An epoch is in every report of all replicas."""
+    async with rig([FakeEngine(hello={field: "x" * 1000})], wait=False) as r:
+        await r.until(lambda: r.engines[0].connections >= 2)
+        assert r.replica(0).hello is None
+
+
+async def test_a_second_hello_ends_the_stream() -> None:
+    async with rig([FakeEngine()]) as r:
+        syncs = r.replica(0).syncs
+        assert r.replica(0).hello is not None
+        hello = msgspec.structs.replace(r.replica(0).hello or _hello(), epoch="another")
+        r.engines[0].announce(hello)
+        await r.until(lambda: r.replica(0).syncs > syncs)
+        assert r.replica(0).hello is not None
+        assert r.replica(0).hello.epoch != "another"
+
+
+async def test_streams_that_end_at_once_are_asked_for_ever_less_often(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pauses: list[float] = []
+    async with rig([FakeEngine()]) as r:
+        sleep = asyncio.sleep
+
+        async def noted(seconds: float) -> None:
+            pauses.append(seconds)
+            await sleep(0.001)
+
+        monkeypatch.setattr(telemetry_client.asyncio, "sleep", noted)
+        for _ in range(8):
+            syncs = r.replica(0).syncs
+            r.engines[0].cut_telemetry()
+            await r.until(lambda syncs=syncs: r.replica(0).syncs > syncs)
+    assert max(pauses) >= 4 * telemetry_client.BACKOFF_BASE_S
+
+
+def test_a_budget_lasts_and_refills() -> None:
+    budget = TelemetryBudget()
+    assert all(not budget.excess(100.0, chunks=0, clears=False) for _ in range(int(FRAME_BURST)))
+    assert budget.excess(100.0, chunks=0, clears=False) == "frames"
+    assert all(not budget.excess(101.0, chunks=0, clears=False) for _ in range(int(FRAMES_PER_S)))
+    assert budget.excess(101.0, chunks=0, clears=False) == "frames"
+    assert not budget.excess(102.0, chunks=int(CHUNK_BURST), clears=False)
+    assert budget.excess(102.0, chunks=1, clears=False) == "chunks"
+    assert all(not budget.excess(103.0, chunks=0, clears=True) for _ in range(int(CLEAR_BURST)))
+    assert budget.excess(103.0, chunks=0, clears=True) == "resets of the prefix cache"
+    assert not budget.excess(103.0 + 1 / CLEARS_PER_S, chunks=0, clears=True)
+
+
+def _hello() -> Hello:
+    return Hello(
+        epoch="e",
+        model="m",
+        model_fingerprint="f",
+        block_size=16,
+        max_model_len=1,
+        max_num_seqs=1,
+        kv_cache_tokens=1,
+    )
