@@ -2,12 +2,16 @@
 
 Owns cron's notation: five fields of numbers, ranges, lists and steps; a day matches by the day of the month or by that
 of the week if both are restricted, as in Vixie cron. Must not know what a schedule is for, nor look at a clock.
+Invariant: a look-up takes some 100 us at most, whatever the schedule, since every service may have several, and each is
+looked at every few seconds.
 """
 
 from __future__ import annotations
 
+import calendar
 import datetime
 import functools
+from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 _RANGES: Final = ((0, 59), (0, 23), (1, 31), (1, 12), (0, 7))
@@ -29,6 +33,7 @@ TIME_ZONE_PATTERN: Final = "^[A-Za-z][A-Za-z0-9_+-]*(/[A-Za-z0-9_+-]+)*$"
 _LOOK_BACK_DAYS: Final = 366
 _DAY: Final = datetime.timedelta(days=1)
 _MINUTE: Final = datetime.timedelta(minutes=1)
+_LAST_MINUTE: Final = (23, 59)
 
 
 class Cron(NamedTuple):
@@ -52,18 +57,36 @@ class Cron(NamedTuple):
 
     def last(self, now: datetime.datetime) -> datetime.datetime | None:
         """The last time it matched, at most a year before `now` (a local time without zone); None if it did not."""
-        time = now.hour * 60 + now.minute
-        for back in range(_LOOK_BACK_DAYS + 1):
-            day = now.date() - back * _DAY
-            if self.matches_day(day) and (found := self._last_of_day(time)) is not None:
-                return datetime.datetime(day.year, day.month, day.day, *divmod(found, 60))
-            time = 24 * 60
+        today = now.date()
+        first = today - _LOOK_BACK_DAYS * _DAY
+        year, month = today.year, today.month
+        while (year, month) >= (first.year, first.month):
+            for day in self._days_of(year, month) if month in self.months else ():
+                if not first <= day <= today:
+                    continue
+                found = self._last_of_day(*((now.hour, now.minute) if day == today else _LAST_MINUTE))
+                if found is not None:
+                    return datetime.datetime(day.year, day.month, day.day, *found)
+            year, month = (year, month - 1) if month > 1 else (year - 1, 12)
         return None
 
-    def _last_of_day(self, until: int) -> int | None:
-        """The last matching minute of a day, at most `until`."""
-        times = (hour * 60 + minute for hour in self.hours for minute in self.minutes)
-        return max((time for time in times if time <= until), default=None)
+    def _days_of(self, year: int, month: int) -> Iterator[datetime.date]:
+        """The days of a month that match, the last one first."""
+        _, length = calendar.monthrange(year, month)
+        by_number_alone = self.any_weekday and not self.any_day
+        for number in sorted(self.days, reverse=True) if by_number_alone else range(length, 0, -1):
+            if number <= length and self.matches_day(day := datetime.date(year, month, number)):
+                yield day
+
+    def _last_of_day(self, hour: int, minute: int) -> tuple[int, int] | None:
+        """The last matching hour and minute of a day, at most those given."""
+        for each in sorted(self.hours, reverse=True):
+            if each > hour:
+                continue
+            found = max((at for at in self.minutes if each < hour or at <= minute), default=None)
+            if found is not None:
+                return each, found
+        return None
 
 
 @functools.lru_cache(maxsize=4096)

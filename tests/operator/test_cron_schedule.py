@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from argosy_resource.cron_schedule import CRON_PATTERN, is_between, parse_cron, passed_local_time
+from argosy_resource.cron_schedule import CRON_PATTERN, Cron, is_between, parse_cron, passed_local_time
 
 WEDNESDAY = datetime.datetime(2026, 7, 15, 12, 0)
 
@@ -120,3 +120,36 @@ def test_the_hour_that_is_left_out_in_spring_has_passed() -> None:
     shown = passed_local_time(now, zone)
     assert shown == datetime.datetime(2026, 3, 29, 3, 0)
     assert is_between("30 2 * * *", "0 22 * * *", shown)
+
+
+@pytest.mark.parametrize(
+    "text", ["* * * * *", "0 0 31 2 *", "59 23 1 1 *", "0 0 29 2 *", "0 0 1 1 1", "*/7 */5 */31 * 1"]
+)
+def test_the_same_is_found_as_by_looking_at_every_day(text: str) -> None:
+    cron = parse_cron(text)
+    for now in (WEDNESDAY, datetime.datetime(2024, 3, 1, 0, 0), datetime.datetime(2025, 2, 28, 23, 59)):
+        days = [now.date() - datetime.timedelta(days=back) for back in range(367)]
+        times = [
+            found
+            for day in days
+            if cron.matches_day(day)
+            for hour in cron.hours
+            for minute in cron.minutes
+            if (found := datetime.datetime(day.year, day.month, day.day, hour, minute)) <= now
+        ]
+        assert cron.last(now) == max(times, default=None)
+
+
+@pytest.mark.parametrize("text", ["* * * * *", "0 0 31 2 *", "59 23 1 1 *", "0 0 30 2 *"])
+def test_a_look_up_is_cheap_whatever_the_schedule(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixteen schedules of each service, with a start and an end, are looked at every five seconds."""
+    looked_at: list[datetime.date] = []
+    matches = Cron.matches_day
+
+    def counted(self: Cron, day: datetime.date) -> bool:
+        looked_at.append(day)
+        return matches(self, day)
+
+    monkeypatch.setattr(Cron, "matches_day", counted)
+    parse_cron(text).last(WEDNESDAY)
+    assert len(looked_at) <= 31
