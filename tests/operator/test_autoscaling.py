@@ -8,6 +8,7 @@ import datetime
 from typing import Any
 
 import msgspec
+import pytest
 from builders import isvc_object
 from fake_kubernetes import FakeKubernetes
 from harness import Operator, condition, deployment, is_ready, living_pods, new_cluster
@@ -96,7 +97,7 @@ def test_a_hold_has_only_its_own_service_evaluated() -> None:
     )
     autoscaler.evaluate_some({"team/a", "team/gone"})
     assert changed == [("team", "a")]
-    autoscaler.evaluate()
+    assert not list(autoscaler.evaluate())
     assert changed == [("team", "a"), ("team", "b")]
 
 
@@ -237,3 +238,43 @@ async def test_all_replicas_go_unmarked() -> None:
         await operator.settle()
         assert names(cluster) == []
         assert ("patch", "Pod") not in {write[:2] for write in cluster.writes[before:]}
+
+
+def test_a_service_whose_figures_cannot_be_judged_holds_up_no_other_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store = Store()
+    for name in ("a", "b"):
+        store.put(INFERENCE_SERVICES, isvc_object(name, scaling=ZERO))
+    loads = {"team/a": ServiceLoad(queued=10**400), "team/b": ServiceLoad(held=1, queued=1)}
+    changed: list[Name] = []
+    autoscaler = Autoscaler(
+        store,
+        loads=lambda: loads,
+        scalers=lambda name: Scalers(),
+        now=lambda: 0.0,
+        wall=lambda: datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC),
+        on_change=changed.append,
+    )
+    assert not list(autoscaler.evaluate())
+    assert changed == [("team", "b")]
+    assert "team/a: scaling failed" in caplog.text
+    autoscaler.evaluate_some({"team/a", "team/b"})
+
+
+@virtual_time
+async def test_a_replica_that_lies_about_its_load_neither_ends_the_operator_nor_exceeds_the_bounds() -> None:
+    cluster = new_cluster()
+    async with Operator(cluster) as operator:
+        metrics = {"kvCacheUtilization": 0.05, "queuedTokens": 1}
+        cluster.create(isvc_object(scaling={"maxReplicas": 3, "metrics": metrics}))
+        await operator.settle()
+        for figures in ({"kv_usage": 1e308}, {"queued_tokens": 10**400}, {"requests": -(10**400)}):
+            operator.router.each = msgspec.structs.replace(operator.router.each, **figures)
+            await asyncio.sleep(30)
+            await operator.settle()
+            assert replicas(cluster) <= 3
+        assert replicas(cluster) == 3
+        cluster.edit("tiny", lambda spec: spec.update(scaling={"maxReplicas": 2, "metrics": metrics}))
+        await operator.settle()
+        assert replicas(cluster) == 2, "it is alive"

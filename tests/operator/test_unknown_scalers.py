@@ -176,10 +176,10 @@ def test_nothing_is_kept_of_services_that_are_gone() -> None:
         obj["metadata"]["resourceVersion"] = str(2 * number + 1)
         store.put(INFERENCE_SERVICES, obj)
         scaler.scaled(parse(obj))
-        scaler.evaluate()
+        list(scaler.evaluate())
         store.remove(
             INFERENCE_SERVICES,
             {**obj, "metadata": {**obj["metadata"], "resourceVersion": str(2 * number + 2)}},
         )
-    scaler.evaluate()
+    list(scaler.evaluate())
     assert scaler.names == set()

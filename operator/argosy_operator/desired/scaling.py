@@ -20,6 +20,7 @@ the scale-down window.
 from __future__ import annotations
 
 import datetime
+import functools
 import math
 import zoneinfo
 from collections.abc import Iterator, Set
@@ -160,6 +161,7 @@ def unknown_time_zones(scaling: Scaling) -> list[str]:
     return [name for name in zones if _zone(name) is None]
 
 
+@functools.lru_cache(maxsize=1024)
 def _zone(name: str) -> zoneinfo.ZoneInfo | None:
     try:
         return zoneinfo.ZoneInfo(name)

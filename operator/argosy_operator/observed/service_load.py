@@ -2,6 +2,7 @@
 
 Owns how figures of several routers become one. Must not know how routers are asked, nor what follows from a load.
 A replica's own figures include the work of all routers, so the largest counts; what a router holds is added up.
+Invariant: a replica's figures are finite and within bounds, whatever it has told the routers.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from argosy_protocol.load_report import (
 )
 
 _QUANTILE: Final = 0.9
+_MOST: Final = 10**9
+"""Of sequences or tokens at one replica, and of the value of its cache."""
 
 
 class ReplicaUse(Struct, frozen=True, kw_only=True):
@@ -100,11 +103,17 @@ def _merged(reports: list[ServiceLoadReport], *, is_complete: bool) -> ServiceLo
 def _replica(reports: list[ReplicaLoadReport]) -> ReplicaUse:
     return ReplicaUse(
         is_routable=any(each.routable for each in reports),
-        sequences=max(max(each.requests for each in reports), sum(each.inflight for each in reports)),
-        queued_tokens=max(each.queued_tokens for each in reports),
-        kv_usage=max(each.kv_usage for each in reports),
-        cache_value=sum(each.cache_value for each in reports),
+        sequences=_bounded(
+            max(max(each.requests for each in reports), sum(each.inflight for each in reports))
+        ),
+        queued_tokens=_bounded(max(each.queued_tokens for each in reports)),
+        kv_usage=min(1.0, max(0.0, *(each.kv_usage for each in reports))),
+        cache_value=float(min(_MOST, sum(each.cache_value for each in reports))),
     )
+
+
+def _bounded(count: int) -> int:
+    return min(_MOST, max(0, count))
 
 
 def quantile(counts: list[int], share: float) -> float | None:

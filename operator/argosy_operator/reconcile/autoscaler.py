@@ -2,7 +2,8 @@
 
 Owns the histories and the last decisions. Must not know how a number is decided (`desired.scaling`), nor write
 anything. Invariants: a history is lost with the process, and a new one begins with windows that hold still; the number
-that a decision starts from is the Deployment's, so that a restart of the operator changes nothing; while a
+that a decision starts from is the Deployment's, so that a restart of the operator changes nothing; a service that
+cannot be evaluated keeps its number, and holds up no other one, since its figures are its tenant's to choose; while a
 HorizontalPodAutoscaler scales a service, spec.replicas is its number, and nothing is decided here (`handover` says from
 when on).
 """
@@ -10,7 +11,9 @@ when on).
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Mapping, Set
+import logging
+from collections.abc import Callable, Iterator, Mapping, Set
+from typing import Final
 
 import msgspec
 
@@ -25,6 +28,11 @@ from argosy_operator.observed.service_load import ServiceLoad
 from argosy_operator.reconcile.handover import Handovers
 from argosy_resource.scaling_spec import Scaling
 from argosy_resource.types import InferenceService, parse
+
+logger = logging.getLogger(__name__)
+
+AT_ONCE: Final = 32
+"""Services evaluated before others get the event loop."""
 
 
 class _Scaled:
@@ -77,16 +85,18 @@ class Autoscaler:
             namespace, _, name = key.partition("/")
             obj = self._store.get(INFERENCE_SERVICES, namespace, name)
             if obj is not None and _is_scaled(obj):
-                self._evaluate(obj, loads)
+                self._try(obj, loads)
 
-    def evaluate(self) -> None:
-        """Decide anew for every service, and announce those whose number changes."""
+    def evaluate(self) -> Iterator[None]:
+        """Decide anew for every service, and announce those whose number changes. Yields every AT_ONCE services."""
         loads = self._loads()
-        names = set()
+        names: set[Name] = set()
         for obj in self._store.all(INFERENCE_SERVICES):
             if _is_scaled(obj):
                 names.add(object_name(obj))
-                self._evaluate(obj, loads)
+                self._try(obj, loads)
+                if len(names) % AT_ONCE == 0:
+                    yield
         for gone in self.names - names:
             self._scaled.pop(gone, None)
             self._parsed.pop(gone, None)
@@ -133,6 +143,12 @@ class Autoscaler:
         """The last decision on a service; None before the first."""
         kept = self._scaled.get((service.metadata.namespace, service.metadata.name))
         return None if kept is None or kept.uid != service.metadata.uid else kept.decision
+
+    def _try(self, obj: Object, loads: Mapping[str, ServiceLoad]) -> None:
+        try:
+            self._evaluate(obj, loads)
+        except Exception:  # a defect that one service shows must not stop the scaling of the others
+            logger.exception("%s/%s: scaling failed", *object_name(obj))
 
     def _evaluate(self, obj: Object, loads: Mapping[str, ServiceLoad]) -> None:
         name, now = object_name(obj), self._now()

@@ -321,7 +321,8 @@ class Controller:
             trying = [obj for obj in self.store.all(INFERENCE_SERVICES) if has_canary_steps(obj)]
             self.loads.set_needed(self._autoscaler.is_needed or bool(trying))
             await self._look_for_scalers()
-            self._autoscaler.evaluate()
+            for _ in self._autoscaler.evaluate():
+                await asyncio.sleep(0)
             for obj in trying:
                 self.queue.add(object_name(obj))
             await asyncio.sleep(INTERVAL)
