@@ -184,12 +184,16 @@ def resolve_names(document: FleetDocument) -> NameTable:
 
 def _owner(claimants: Sequence[FleetService]) -> FleetService:
     """The first claimant, unless it is the canary of another one: then that one, and so on. Of claimants that are each
-    other's canaries, the first."""
+    other's canaries, the first. Takes a time that is linear in their number, which is a tenant's to choose."""
+    of_canary: dict[str, FleetService] = {}
+    for service in claimants:
+        if service.canary is not None:
+            of_canary.setdefault(f"{service.namespace}/{service.canary.service}", service)
     owner = claimants[0]
-    seen: list[str] = []
+    seen: set[str] = set()
     while owner.qualified_name not in seen:
-        seen.append(owner.qualified_name)
-        owner = next((service for service in claimants if _is_canary(owner, service)), owner)
+        seen.add(owner.qualified_name)
+        owner = of_canary.get(owner.qualified_name, owner)
     return owner
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import msgspec
 import pytest
@@ -100,3 +101,17 @@ def test_fleet_documents_round_trip_and_ignore_what_is_newer() -> None:
     newer["version"] = 2
     newer["services"][0]["shadow"] = {"share": 10}
     assert decode_fleet(json.dumps(newer)).services == document.services
+
+
+def test_a_chain_of_canaries_is_followed_in_a_time_linear_in_its_length() -> None:
+    """Operator and routers resolve names on their event loops, and a namespace may have thousands of services."""
+    links = 4000
+    chain = [service("s0", "2026-01-01T00:00:00Z", "chat")]
+    for number in range(1, links):
+        created = f"2026-01-02T{number // 3600:02}:{number // 60 % 60:02}:{number % 60:02}Z"
+        chain.append(canaried(service(f"s{number}", created, "chat"), f"s{number - 1}"))
+    began = time.process_time()
+    table = resolve_names(FleetDocument(services=tuple(chain)))
+    assert time.process_time() - began < 1.0
+    assert table.names["chat"].name == f"s{links - 1}"
+    assert len(table.conflicts) == links - 2

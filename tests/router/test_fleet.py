@@ -178,3 +178,23 @@ def test_a_frame_without_a_new_rate_causes_no_recomputation() -> None:
     load.report(requests=1, tokens=10, decode_step_s=0.1)
     load.report(requests=1, tokens=10, prefill_tokens_per_s=300.0, decode_step_s=0.2)
     assert len(events) == 2
+
+
+async def test_contested_names_are_logged_once_and_in_small_numbers(caplog: pytest.LogCaptureFixture) -> None:
+    names = tuple(f"name-{number}" for number in range(100))
+    async with rig([FakeEngine()], fields={"aliases": names, "created": "2026-01-01T00:00:00Z"}) as r:
+        other = service(r.engines, name="other", uid="uid-2", aliases=names, created="2026-02-01T00:00:00Z")
+        before = r.router.fleet.revision
+        for number in range(3):
+            later = msgspec.structs.replace(other, port=9000 + number)
+            r.discovery.set(
+                FleetDocument(
+                    services=(service(r.engines, aliases=names, created="2026-01-01T00:00:00Z"), later)
+                )
+            )
+            await r.until(lambda before=before: r.router.fleet.revision > before)
+            before = r.router.fleet.revision
+        assert len(r.router.fleet.names.conflicts) >= 100
+    logged = [record for record in caplog.records if "wins over" in record.message]
+    assert len(logged) <= fleet.MAX_LOGGED_CONFLICTS
+    assert any("contested" in record.message for record in caplog.records)

@@ -39,6 +39,8 @@ MAINTENANCE_S = 0.25
 """Pause between rounds of expiring speculative inserts and scrubbing indexes."""
 FIRST_ANSWER_S = 1.0
 """Time in which a replica that is well accepts or refuses a new router's key."""
+MAX_LOGGED_CONFLICTS = 20
+"""Contested names that are logged of one document; a tenant may contest as many as it likes."""
 SHARING_ROUNDS = 4
 """Rounds between two divisions of the indexes' memory; measuring takes 30 us per service."""
 
@@ -105,10 +107,14 @@ class Fleet:
             service = self._keep_service(spec)
             self._apply_members(service, snapshot.members.get(name, ()))
         self._share_index_memory()
+        known = set(self.names.conflicts)
         self.names = resolve_names(document)
         self._by_name = {name: self.services[spec.qualified_name] for name, spec in self.names.names.items()}
-        for conflict in self.names.conflicts:
+        new = [conflict for conflict in self.names.conflicts if conflict not in known]
+        for conflict in new[:MAX_LOGGED_CONFLICTS]:
             log.warning("model name %r: %s wins over %s", conflict.name, conflict.winner, conflict.loser)
+        if len(new) > MAX_LOGGED_CONFLICTS:
+            log.warning("%d further model names are contested", len(new) - MAX_LOGGED_CONFLICTS)
         self.fleet_revision = snapshot.revision
         self._loaded_at = self._loaded_at or time.monotonic()
         self.is_loaded = True
