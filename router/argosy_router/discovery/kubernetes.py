@@ -15,7 +15,7 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -180,14 +180,26 @@ class KubernetesDiscovery:
             self._tasks[namespace, selector] = asyncio.create_task(reflector.run(), name=f"pods {namespace}")
 
     def _snapshot(self, num_routers: int) -> FleetSnapshot:
-        by_namespace: dict[str, list[Pod]] = {}
+        services = self._document.services
+        labels = {(service.namespace, *label) for service in services for label in service.selector.items()}
+        labelled: dict[tuple[str, str, str], list[Pod]] = {label: [] for label in labels}
         for (namespace, _), reflector in self._pods.items():
-            by_namespace.setdefault(namespace, []).extend(reflector.objects.values())
+            for pod in reflector.objects.values():
+                for label in pod.metadata.labels.items():
+                    if (namespace, *label) in labelled:
+                        labelled[namespace, *label].append(pod)
         members = {
-            service.qualified_name: tuple(members_of(service, by_namespace.get(service.namespace, ())))
-            for service in self._document.services
+            service.qualified_name: tuple(members_of(service, _fewest(service, labelled)))
+            for service in services
         }
         return FleetSnapshot(self._document, self._revision, members, num_routers)
+
+
+def _fewest(service: FleetService, labelled: Mapping[tuple[str, str, str], Sequence[Pod]]) -> Sequence[Pod]:
+    """The pods with that label of a service's selector which the fewest have. A namespace may have thousands of
+    services and of pods, and every pod's change has all members determined anew."""
+    found = [labelled[service.namespace, name, value] for name, value in service.selector.items()]
+    return min(found, key=len, default=())
 
 
 def count_routers(pods: Iterable[Pod], own_name: str) -> int:
