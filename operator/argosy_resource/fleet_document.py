@@ -1,13 +1,14 @@
 """The fleet document: how InferenceServices appear to routers.
 
 Must not know how the document is published (a ConfigMap in a cluster, a file on a laptop), nor how names are resolved:
-`argosy_protocol.fleet.resolve_names` does that on both sides. Invariant: equal resources give an equal document, byte
-for byte, in whatever order they are given.
+`argosy_protocol.fleet.resolve_names` does that on both sides. Invariants: equal resources give an equal document, byte
+for byte, in whatever order they are given; a document that would be too large lacks services of the namespaces that
+take most of it, so that no tenant can keep another one's services, or their changes, out of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from argosy_protocol.fleet import (
@@ -19,6 +20,7 @@ from argosy_protocol.fleet import (
     NameConflict,
     RevisionSplit,
     ServiceLimits,
+    encode_fleet,
     resolve_names,
 )
 from argosy_protocol.model_progress import stage
@@ -100,6 +102,44 @@ def fleet_document(services: Iterable[InferenceService]) -> FleetDocument:
     return FleetDocument(
         services=tuple(fleet_service(service) for service in sorted(living, key=lambda service: service.key))
     )
+
+
+def within(document: FleetDocument, limit: int) -> FleetDocument:
+    """The document without the services for which there is no room in `limit` bytes. Namespaces get equal shares, and
+    what others do not need (max-min fairness); within a namespace the newest services are left out."""
+    if len(encode_fleet(document)) <= limit:
+        return document
+    rest = limit - len(encode_fleet(FleetDocument(services=document.services[:1])))
+    by_namespace: dict[str, list[tuple[FleetService, int]]] = {}
+    for service in sorted(document.services, key=lambda each: (each.created, each.qualified_name)):
+        by_namespace.setdefault(service.namespace, []).append((service, _size(service)))
+    kept: set[str] = set()
+    by_size = sorted(by_namespace.values(), key=lambda services: sum(size for _, size in services))
+    for position, services in enumerate(by_size):
+        share = rest // (len(by_size) - position)
+        kept |= (fitting := _fitting(services, share)).keys()
+        rest -= sum(fitting.values())
+    return FleetDocument(
+        version=document.version,
+        services=tuple(each for each in document.services if each.qualified_name in kept),
+    )
+
+
+def _fitting(services: Sequence[tuple[FleetService, int]], share: int) -> dict[str, int]:
+    """The first services that fit into a share, and their sizes."""
+    found = {}
+    for service, size in services:
+        if size > share:
+            break
+        share -= size
+        found[service.qualified_name] = size
+    return found
+
+
+def _size(service: FleetService) -> int:
+    """Bytes by which a service makes a document longer that has others."""
+    alone = FleetDocument(services=(service,))
+    return len(encode_fleet(FleetDocument(services=(service, service)))) - len(encode_fleet(alone))
 
 
 def without_canary(document: FleetDocument) -> frozenset[str]:

@@ -13,6 +13,7 @@ _IMAGE: Final = (
 REMEDIES: Final[dict[str, str]] = {
     "InvalidSpec": "correct the field that the message names, and apply the manifest again",
     "NameConflict": "change spec.servedName or spec.aliases of one of the two services",
+    "FleetDocumentFull": "delete services of this namespace, or give them fewer and shorter aliases",
     "ChildNotOwned": "rename or delete the object, or rename the service",
     "ModelFetchFailed": "remove the cause that the message names; the fetch is tried again by itself",
     "ModelStoreLocked": "look at the pods that use the volume, and delete the one that stands still",

@@ -66,6 +66,10 @@ WATCHED: Final[Mapping[Kind, str]] = {
 FLEET: Final[Name] = ("", "")
 """The key that stands for the fleet document."""
 
+PUBLISH_BURST: Final = 10.0
+"""Times that the fleet document may be written at once."""
+PUBLISH_INTERVAL: Final = 1.0
+"""Seconds between two writes of it after that. Whoever may edit one service may have all of the document written."""
 STAGE_INTERVAL: Final = 5.0
 """Seconds for which stages of model fetches are gathered, before the fleet document is written with them."""
 _RESYNC_RETRY: Final = 5.0
@@ -138,6 +142,9 @@ class Controller:
             look_again=self.queue.add_after,
         )
         self._fleet = FleetPublisher(api, self.store, config, self.metrics)
+        self._publish_left = PUBLISH_BURST
+        self._publish_at = 0.0
+        """How many more times the document may be published, as of when (clock of the event loop)."""
         self._relisted = asyncio.Event()
         """Set when the event source has listed a kind again: it may have missed deletions."""
         self.has_listed = False
@@ -337,7 +344,8 @@ class Controller:
                     await self._publish_fleet()
                 else:
                     conflicts, published = self._fleet.conflicts_of(key), self._fleet.canary_of(key)
-                    await self._reconciler.reconcile(key, conflicts, published)
+                    is_left_out = self._fleet.is_left_out(key)
+                    await self._reconciler.reconcile(key, conflicts, published, is_left_out=is_left_out)
                     if self._fleet.divides_differently(key):
                         self.queue.add(FLEET)
                     elif self._fleet.lags(key):
@@ -396,6 +404,13 @@ class Controller:
         self._relisted.clear()
 
     async def _publish_fleet(self) -> None:
+        now = asyncio.get_running_loop().time()
+        refilled = self._publish_left + (now - self._publish_at) / PUBLISH_INTERVAL
+        self._publish_left, self._publish_at = min(PUBLISH_BURST, refilled), now
+        if self._publish_left < 1.0:
+            self.queue.add_after(FLEET, (1.0 - self._publish_left) * PUBLISH_INTERVAL)
+            return
+        self._publish_left -= 1.0
         for name in await self._fleet.publish():
             self.queue.add(name)
 

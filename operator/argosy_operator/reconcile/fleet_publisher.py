@@ -1,7 +1,8 @@
 """Publishes the fleet document: the ConfigMap that routers read.
 
 Owns when it is written, and the names and canaries that resolving it leaves contested or missing. Must not know how a
-resource appears in it (`argosy_resource.fleet_document`). Invariant: a document that did not change is not written.
+resource appears in it (`argosy_resource.fleet_document`). Invariants: a document that did not change is not written;
+one that is written fits into a ConfigMap, whatever tenants have created.
 """
 
 from __future__ import annotations
@@ -22,10 +23,13 @@ from argosy_operator.reconcile.metrics import OperatorMetrics
 from argosy_protocol.fleet import NameConflict, encode_fleet, resolve_names
 from argosy_protocol.model_progress import stage
 from argosy_resource.engine_address import COMPONENT_LABEL
-from argosy_resource.fleet_document import fleet_document, without_canary
+from argosy_resource.fleet_document import fleet_document, within, without_canary
 from argosy_resource.types import InferenceService, parse
 
 logger = logging.getLogger(__name__)
+
+MAX_DOCUMENT: Final = 960 * 1024
+"""Bytes. A ConfigMap holds 1 MiB, names and annotations included."""
 
 Division = tuple[object, ...]
 _DIVISION: Final = ("phase", "revision", "stableRevision", "weight", "windowSeconds")
@@ -43,6 +47,8 @@ class FleetPublisher:
         self._conflicts: dict[str, tuple[NameConflict, ...]] = {}
         """Names that a service lost, by the service's key."""
         self._without_canary: frozenset[str] = frozenset()
+        self._left_out: frozenset[str] = frozenset()
+        """Services for which the last document has no room."""
         self._shown: dict[Name, tuple[str, float]] = {}
         """What the last document shows of each service's status: the stage of the model's fetch, and the cold start."""
         self._split: dict[Name, Division] = {}
@@ -53,6 +59,10 @@ class FleetPublisher:
     def conflicts_of(self, service: Name) -> tuple[NameConflict, ...]:
         """Names that a service claims and an older one owns, as of the last `publish`."""
         return self._conflicts.get("/".join(service), ())
+
+    def is_left_out(self, service: Name) -> bool:
+        """Whether the last document has no room for a service."""
+        return "/".join(service) in self._left_out
 
     def lags(self, service: Name) -> bool:
         """Whether the last document shows another stage of the fetch of a service's model, or another cold start, than
@@ -72,15 +82,16 @@ class FleetPublisher:
         return _canary(self._split.get(service))
 
     async def publish(self) -> list[Name]:
-        """Write the document if it changed. Returns the services that lost or won a name, or whose canary came or
-        went: their status changes.
+        """Write the document if it changed. Returns the services that lost or won a name, or room in the document, or
+        whose canary came or went: their status changes.
 
         Raises:
             ApiError: the API server refused.
         """
         services = self._services()
         divisions = {name: _division(obj) for name, (obj, _) in self._parsed.items()}
-        document = fleet_document(services)
+        whole = fleet_document(services)
+        document = within(whole, MAX_DOCUMENT)
         wanted = with_applied_hash(self._configmap(encode_fleet(document).decode()))
         live = await self._api.get(CONFIGMAPS, *object_name(wanted))
         if must_apply(wanted, live):
@@ -96,11 +107,19 @@ class FleetPublisher:
             conflicts[conflict.loser] = (*conflicts.get(conflict.loser, ()), conflict)
         before, self._conflicts = self._conflicts, conflicts
         lacked, self._without_canary = self._without_canary, without_canary(document)
+        named = {each.qualified_name for each in document.services}
+        missed = self._left_out
+        self._left_out = frozenset(
+            each.qualified_name for each in whole.services if each.qualified_name not in named
+        )
+        if self._left_out - missed:
+            logger.warning("the fleet document has no room for %d services", len(self._left_out))
         return [
             (service.metadata.namespace, service.metadata.name)
             for service in services
             if before.get(service.key) != conflicts.get(service.key)
             or service.key in lacked ^ self._without_canary
+            or service.key in missed ^ self._left_out
             or _canary(divided.get(name := (service.metadata.namespace, service.metadata.name)))
             != _canary(divisions.get(name))
         ]

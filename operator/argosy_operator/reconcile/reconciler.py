@@ -46,6 +46,12 @@ from argosy_resource.types import InferenceService, parse
 _REPORTED: Final = (400, 403, 422)
 """HTTP statuses of refusals that do not go away by themselves, so a user should read of them."""
 
+_LEFT_OUT: Final = Problem(
+    "FleetDocumentFull",
+    "routers do not know this service: the document that tells them of all services is full, and this namespace takes "
+    "the largest part of it; delete services of this namespace, or give them fewer and shorter aliases",
+)
+
 
 class Reconciler:
     """Reconciles single resources against the store and the API server."""
@@ -98,9 +104,11 @@ class Reconciler:
         """Note that the operator leads from now on: what another one's clock said counts no longer than that."""
         self._observer.began = self._now()
 
-    async def reconcile(self, key: Name, conflicts: tuple[NameConflict, ...], published: str) -> None:
+    async def reconcile(
+        self, key: Name, conflicts: tuple[NameConflict, ...], published: str, *, is_left_out: bool = False
+    ) -> None:
         """Reconcile one resource once. `conflicts` are the names that it lost to older services, `published` is the
-        canary revision by which the fleet document divides it.
+        canary revision by which the fleet document divides it, `is_left_out` whether that has no room for it.
 
         Raises:
             OperatorError: try again later; what a user should know of it is already in the status.
@@ -130,6 +138,8 @@ class Reconciler:
             if isinstance(error, ApiError) and error.status not in _REPORTED:
                 raise
         problem = Problem(failure.reason, str(failure)) if failure is not None else diff.plan.problem
+        if problem is None and is_left_out:
+            problem = _LEFT_OUT
         later = self._observer.observe(service, conflicts, published, scalers)
         scaling = scaling_status(service, decision, diff.gates, self._now(), observed.scalers)
         await self._reporter.report(service, later, diff.plan, problem, scaling)
