@@ -6,6 +6,8 @@ be in it. Invariant: a template that is returned has every field that `desired.e
 
 from __future__ import annotations
 
+import functools
+from hashlib import sha256
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -50,8 +52,16 @@ class _PodTemplate(Struct):
     spec: _Spec
 
 
+@functools.lru_cache(maxsize=16)
+def digest(text: str) -> str:
+    """The hash by which a pod's container vouches for the annotation. All replicas of a revision have the same text."""
+    return sha256(text.encode()).hexdigest()
+
+
+@functools.lru_cache(maxsize=16)
 def decode_node_template(text: str) -> NodeTemplate | None:
-    """Read the annotation; None if there is none, or it does not say of what form the workers are."""
+    """Read the annotation; None if there is none, or it does not say of what form the workers are. What is returned is
+    shared, and only to be read."""
     if not text or len(text) > MAX_CHARS or sum(map(text.count, ",[{")) > MAX_VALUES:
         return None
     try:
