@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 
+import msgspec
 import pytest
 from builders import NOW, isvc_object, pod
 from harness import (
@@ -16,9 +18,10 @@ from harness import (
 )
 from virtual_time import virtual_time
 
-from argosy_operator.desired.readiness_gate import gate_patch, gate_status
+from argosy_operator.desired.readiness_gate import REOPEN_SECONDS, gate_patch, gate_status
 from argosy_operator.observed.observation import Routers
 from argosy_operator.observed.pod import Pod
+from argosy_protocol.routable_report import ReplicaReport
 
 UNKNOWN = Routers()
 NONE = Routers(known=True)
@@ -118,3 +121,58 @@ async def test_router_that_stops_answering_does_not_lock_the_fleet() -> None:
         await asyncio.sleep(60)
         await operator.settle()
     assert num_routable(cluster) == 2
+
+
+@pytest.mark.parametrize(
+    ("since", "change"),
+    [
+        ("2026-01-01T00:00:00Z", None),
+        ("2025-12-31T23:59:50Z", None),
+        ("2025-12-31T23:59:40Z", "True"),
+        ("2026-01-01T00:00:09Z", "True"),
+        ("", "True"),
+    ],
+    ids=["now", "lately", "long ago", "by a clock ahead of ours", "unknown"],
+)
+def test_a_gate_that_closed_stays_so_for_a_while(since: str, change: str | None) -> None:
+    assert gate_status(pod("p", "r", gate="False", gate_since=since), SYNCED, NOW) == change
+
+
+class FlappingRouter(FakeRouter):
+    """Reports that each replica drains, and that it does not, in turn."""
+
+    drains = False
+
+    def _replicas(self) -> tuple[ReplicaReport, ...]:
+        found = super()._replicas()
+        if not self.drains:
+            return found
+        return tuple(msgspec.structs.replace(each, state="draining", routable=False) for each in found)
+
+
+@virtual_time
+async def test_an_engine_that_drains_over_and_over_makes_few_writes() -> None:
+    cluster = new_cluster()
+    router = FlappingRouter(cluster)
+    began = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
+
+    def now() -> str:
+        time = began + datetime.timedelta(seconds=asyncio.get_running_loop().time())
+        return time.strftime("%Y-%m-%dT%H:%M:%SZ")
+
+    async with Operator(cluster, router, now=now) as operator:
+        cluster.create(isvc_object())
+        await operator.settle()
+        before, seconds = len(cluster.writes), 120
+        for _ in range(seconds):
+            router.drains = not router.drains
+            router.changed.set()
+            await asyncio.sleep(1.0)
+            cluster.step()
+        gates = [write for write in cluster.writes[before:] if write[1] == "Pod"]
+        assert 2 <= len(gates) <= 2 * (seconds / REOPEN_SECONDS + 1)
+        router.drains = False
+        router.changed.set()
+        await asyncio.sleep(REOPEN_SECONDS + 1)
+        await operator.settle()
+        assert num_routable(cluster) == 1

@@ -87,7 +87,7 @@ def compute_diff(service: InferenceService, observed: Observation, config: Opera
     gates = tuple(
         GateChange(pod, status)
         for pod in observed.pods
-        if (status := gate_status(pod, observed.routers)) is not None
+        if (status := gate_status(pod, observed.routers, observed.time)) is not None
     )
     cached = tuple(
         change

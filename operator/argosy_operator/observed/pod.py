@@ -7,7 +7,6 @@ anything. Invariant: a view is a function of the object alone, so that a decisio
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from hashlib import sha256
 from typing import Any, Final
 
 import msgspec
@@ -26,7 +25,7 @@ from argosy_operator.names import (
 from argosy_operator.observed.container_exit import describe_exit
 from argosy_operator.observed.elapsed import seconds_between
 from argosy_operator.observed.model_fetch import ModelFetch, fetch_container, read_fetch
-from argosy_operator.observed.node_template import decode_node_template
+from argosy_operator.observed.node_template import decode_node_template, digest
 from argosy_resource.pod_overlay import ENGINE_CONTAINER
 from argosy_resource.types import InferenceService
 
@@ -64,6 +63,8 @@ class Pod(Struct, frozen=True, kw_only=True):
     containers_ready: bool = False
     gate: str = ""
     """Status of the condition `routable`; empty if it was never written."""
+    gate_since: str = ""
+    """When that status was written (RFC 3339); empty if it never was."""
     is_ready: bool = False
     """The pod's condition Ready: containers ready, gate open, and the node answers."""
     is_lost: bool = False
@@ -187,6 +188,7 @@ def read_pod(obj: Object) -> Pod:
         is_finished=status.get("phase") in ("Failed", "Succeeded"),
         containers_ready=conditions.get("ContainersReady", {}).get("status") == "True",
         gate=conditions.get(ROUTABLE_GATE, {}).get("status", ""),
+        gate_since=conditions.get(ROUTABLE_GATE, {}).get("lastTransitionTime") or "",
         is_ready=conditions.get("Ready", {}).get("status") == "True",
         is_lost=_is_lost(conditions),
         unschedulable=scheduled.get("message", "") if scheduled.get("reason") == "Unschedulable" else "",
@@ -218,7 +220,7 @@ def _node_template(metadata: Object, spec: Object) -> str:
         return ""
     engines = [each for each in spec.get("containers", ()) if each["name"] == ENGINE_CONTAINER]
     variables = {each["name"]: each.get("value") for engine in engines for each in engine.get("env", ())}
-    return text if variables.get(NODE_TEMPLATE_HASH_ENV) == sha256(text.encode()).hexdigest() else ""
+    return text if variables.get(NODE_TEMPLATE_HASH_ENV) == digest(text) else ""
 
 
 def _deletion_cost(metadata: Object) -> int:

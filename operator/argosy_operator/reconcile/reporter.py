@@ -14,6 +14,7 @@ from argosy_operator.cluster.api_server import Api
 from argosy_operator.cluster.store import Store
 from argosy_operator.config import OperatorConfig
 from argosy_operator.desired.children import Plan
+from argosy_operator.desired.readiness_gate import seconds_until_reopened
 from argosy_operator.errors import ApiError
 from argosy_operator.kinds import INFERENCE_SERVICES, Name, Object, object_name
 from argosy_operator.observed.observation import Observation
@@ -74,6 +75,7 @@ class Reporter:
         deadline = service.spec.rollout.progress_deadline_seconds
         waits = [seconds_until_degraded(pod, now) for pod in alive if pod.unschedulable]
         waits += [seconds_until_unmounted(pod, now) for pod in alive if pod.unmounted_since]
+        waits += [seconds_until_reopened(pod, now) for pod in alive]
         waits += [seconds_until_stuck(pod, now, deadline) for pod in alive if not pod.is_up]
         waits += [
             pod.seconds_until_overdue(now)
