@@ -327,6 +327,22 @@ _own_key_rule = (
 _own_key_message = "keys below inference.argosy.dev/ and app.kubernetes.io/ are the operator's own"
 
 
+CONFINING_ANNOTATIONS: Final = (
+    "container.apparmor.security.beta.kubernetes.io/",
+    "container.seccomp.security.alpha.kubernetes.io/",
+    "seccomp.security.alpha.kubernetes.io/",
+)
+"""Beginnings of annotations that are security settings: the API server makes them fields of the container."""
+
+_confining_rules: Final = rules_of(
+    Rule(rule=_own_key_rule, message=_own_key_message),
+    Rule(
+        rule=f"self.all(key, {' && '.join(f'!key.startsWith({prefix!r})' for prefix in CONFINING_ANNOTATIONS)})",
+        message="profiles of AppArmor and seccomp are the runtime's defaults, and no annotation changes them",
+    ),
+)
+
+
 class PodMetadataOverlay(Struct, frozen=True, kw_only=True, rename="camel"):
     """Additions to the pod's metadata."""
 
@@ -336,8 +352,7 @@ class PodMetadataOverlay(Struct, frozen=True, kw_only=True, rename="camel"):
     ] = {}
     """Labels added to every replica."""
     annotations: Annotated[
-        dict[LabelKey, AnnotationValue],
-        Meta(max_length=32, extra_json_schema=rules_of(Rule(rule=_own_key_rule, message=_own_key_message))),
+        dict[LabelKey, AnnotationValue], Meta(max_length=32, extra_json_schema=_confining_rules)
     ] = {}
     """Annotations added to every replica."""
 

@@ -510,3 +510,15 @@ def test_new_replicas_warm_up_from_the_services_ready_ones(
     env = container(plan(engine=engine))["env"]
     found = [each for each in env if each["name"] == "ARGOSY_WARM_UP_FROM"]
     assert [each["value"] for each in found] == expected
+
+
+def test_annotations_that_are_security_settings_reach_no_pod() -> None:
+    """The API server makes the first one the container's AppArmor profile."""
+    given = {
+        "container.apparmor.security.beta.kubernetes.io/engine": "unconfined",
+        "container.seccomp.security.alpha.kubernetes.io/engine": "unconfined",
+        "seccomp.security.alpha.kubernetes.io/pod": "unconfined",
+        "team": "a",
+    }
+    made = plan(podTemplate={"metadata": {"annotations": given}})
+    assert made.deployment["spec"]["template"]["metadata"]["annotations"] == {"team": "a"}

@@ -901,6 +901,13 @@ podTemplate: {{spec: {{containers: [{{name: engine, volumeMounts: [{{name: a, mo
         manifest(f"{TINY}\npodTemplate: {{metadata: {{labels: {{inference.argosy.dev/service: other}}}}}}"),
         "keys below inference.argosy.dev/ and app.kubernetes.io/ are the operator's own",
     ),
+    "annotation that is a security setting": (
+        manifest(
+            f"{TINY}\npodTemplate: {{metadata: {{annotations: "
+            "{container.apparmor.security.beta.kubernetes.io/engine: unconfined}}}"
+        ),
+        "profiles of AppArmor and seccomp are the runtime's defaults",
+    ),
     "variable from two sources": (
         manifest(
             f"{TINY}\npodTemplate: {{spec: {{containers: [{{name: engine, env: [{{name: A, value: b, valueFrom: "

@@ -37,7 +37,13 @@ from argosy_operator.names import (
 from argosy_resource.engine_address import API_KEY_ENV, API_KEYS_FIELD, ENGINE_PORT, INTERNAL_KEYS_ENV
 from argosy_resource.engine_command import engine_args, foreign_args
 from argosy_resource.foreign_engines import READY_PATH
-from argosy_resource.pod_overlay import ENGINE_CONTAINER, VOLUME_PREFIX, Volume
+from argosy_resource.pod_overlay import (
+    CONFINING_ANNOTATIONS,
+    ENGINE_CONTAINER,
+    VOLUME_PREFIX,
+    PodTemplate,
+    Volume,
+)
 from argosy_resource.resources import ResourceClaim
 from argosy_resource.schema_types import quantity_text
 from argosy_resource.types import InferenceService
@@ -85,7 +91,7 @@ def pod_template(
     overlay = service.spec.pod_template
     metadata = {
         "labels": {**overlay.metadata.labels, **child_labels(service)},
-        "annotations": {**overlay.metadata.annotations, **present(**{KEY_ANNOTATION: key_digest or None})},
+        "annotations": {**_annotations(overlay), **present(**{KEY_ANNOTATION: key_digest or None})},
     }
     template: Manifest = {"metadata": metadata, "spec": _pod_spec(service, config, images)}
     if service.spec.parallelism.nodes > 1:
@@ -100,6 +106,16 @@ def pod_template(
     revision = digest[:10]
     metadata["labels"][REVISION_LABEL] = revision
     return template, revision
+
+
+def _annotations(overlay: PodTemplate) -> dict[str, str]:
+    """The overlay's annotations. The CRD refuses those that are security settings; a resource that was stored before it
+    did so must not have them in its pods either."""
+    return {
+        key: value
+        for key, value in overlay.metadata.annotations.items()
+        if not key.startswith(CONFINING_ANNOTATIONS)
+    }
 
 
 def _pod_spec(service: InferenceService, config: OperatorConfig, images: Images) -> Manifest:
