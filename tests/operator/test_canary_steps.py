@@ -107,6 +107,22 @@ def test_the_deadline_begins_with_the_operator_that_measures_it() -> None:
     assert trial.after(1, routable=0)[0] == "failed"
 
 
+def test_a_clock_that_is_set_back_keeps_no_canary_for_as_long() -> None:
+    trial = Trial()
+    trial.seconds = 86_400
+    assert trial.after(0) == ("stepping", 0, 10)
+    trial.seconds = 100
+    assert trial.after(0) == ("stepping", 0, 10)
+    assert trial.after(59) == ("stepping", 0, 10), "the step lasts as long as it should"
+    assert trial.after(1)[1] == 1
+    lost = Trial()
+    lost.seconds = 86_400
+    lost.after(0, routable=0)
+    lost.seconds = 100
+    assert lost.after(0, routable=0)[0] == "stepping"
+    assert lost.after(1801, routable=0)[0] == "failed"
+
+
 def test_a_step_that_holds_waits_for_a_person() -> None:
     trial = Trial(steps=[{"weight": 10, "hold": True}, {"weight": 50, "hold": True}])
     trial.after(0)

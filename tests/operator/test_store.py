@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
+from argosy_operator.cluster.fetch_watch import read_fetching_pod
+from argosy_operator.cluster.router_watch import read_router_pod
 from argosy_operator.cluster.store import Store
 from argosy_operator.kinds import DEPLOYMENTS, PODS
+from argosy_operator.names import NODE_TEMPLATE_ANNOTATION, REVISION_LABEL
+from argosy_operator.observed.node_template import digest
+from argosy_operator.observed.pod import DELETION_COST_ANNOTATION, NODE_TEMPLATE_HASH_ENV, read_pod
 from argosy_resource.engine_address import SERVICE_LABEL
 
 
@@ -67,3 +73,65 @@ def test_store_keeps_marked_objects_apart() -> None:
     with store.listing(PODS, None) as listing:
         store.adopt(listing, [], "9")
     assert store.marked(PODS) == []
+
+
+def test_of_a_pod_only_what_is_read_is_kept() -> None:
+    """A tenant chooses how many pods there are, and what is in their specs: up to 1.5 MiB in each."""
+    text = '{"workers":1}'
+    replica = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "name": "p",
+            "namespace": "team",
+            "uid": "u",
+            "resourceVersion": "7",
+            "creationTimestamp": "2026-01-01T00:00:00Z",
+            "labels": {
+                SERVICE_LABEL: "tiny",
+                "app.kubernetes.io/component": "engine",
+                REVISION_LABEL: "r1",
+                "mine": "x" * 63,
+            },
+            "annotations": {
+                NODE_TEMPLATE_ANNOTATION: text,
+                DELETION_COST_ANNOTATION: "-1",
+                "mine": "x" * 100_000,
+            },
+            "ownerReferences": [
+                {"apiVersion": "apps/v1", "kind": "StatefulSet", "name": "s", "uid": "o", "controller": True}
+            ],
+        },
+        "spec": {
+            "nodeName": "node-a",
+            "volumes": [{"name": f"v{number}", "emptyDir": {}} for number in range(32)],
+            "initContainers": [{"name": "fetch-model", "env": [{"name": "A", "value": "x" * 32_768}]}],
+            "containers": [
+                {
+                    "name": "engine",
+                    "env": [
+                        {"name": NODE_TEMPLATE_HASH_ENV, "value": digest(text)},
+                        *({"name": f"E{number}", "value": "x" * 32_768} for number in range(20)),
+                    ],
+                }
+            ],
+        },
+        "status": {
+            "phase": "Running",
+            "podIP": "10.0.0.1",
+            "conditions": [
+                {"type": "Ready", "status": "True"},
+                {"type": "ContainersReady", "status": "True"},
+            ],
+        },
+    }
+    store = Store()
+    store.put(PODS, replica)
+    kept = store.get(PODS, "team", "p")
+    assert kept is not None
+    assert read_pod(kept) == read_pod(replica)
+    assert read_pod(kept).node_template == text
+    assert read_fetching_pod(kept) == read_fetching_pod(replica)
+    assert read_router_pod(kept) == read_router_pod(replica)
+    assert len(json.dumps(kept)) < 2000
+    assert [pod["metadata"]["name"] for pod in store.children(PODS, ("team", "tiny"))] == ["p"]

@@ -28,7 +28,7 @@ from argosy_operator.desired.staged_rollout import held_revision, is_healthy
 from argosy_operator.names import CANARY_ANNOTATION, KEY_ANNOTATION
 from argosy_operator.observed.canary_figures import SplitFigures, split_figures
 from argosy_operator.observed.deployment import has_the_turn, serving_revision
-from argosy_operator.observed.elapsed import seconds_between
+from argosy_operator.observed.elapsed import min_time, seconds_between
 from argosy_operator.observed.observation import Object, Observation
 from argosy_resource.canary_spec import CanaryRollout, CanaryStep
 from argosy_resource.types import InferenceService
@@ -187,6 +187,10 @@ def advance(
     """
     if began and state.missing_since and seconds_between(state.missing_since, began) > 0:
         state = msgspec.structs.replace(state, missing_since=began)
+    # What is still to come was written by a clock that is set back since, or another operator's.
+    state = msgspec.structs.replace(
+        state, since=min_time(state.since, now), missing_since=min_time(state.missing_since, now)
+    )
     action = canary.action if canary.action is not None and canary.action.revision == state.revision else None
     if action is not None and action.type == "Promote":
         return _promoted(state), "", False

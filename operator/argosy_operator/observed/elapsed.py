@@ -1,4 +1,4 @@
-"""Seconds between two times as Kubernetes writes them (RFC 3339)."""
+"""Compares times as Kubernetes writes them (RFC 3339)."""
 
 from __future__ import annotations
 
@@ -11,3 +11,8 @@ def seconds_between(start: str, end: str) -> float:
         return (datetime.fromisoformat(end) - datetime.fromisoformat(start)).total_seconds()
     except (ValueError, TypeError):
         return 0.0
+
+
+def min_time(time: str, other: str) -> str:
+    """The earlier of two times; `time` if one of them is missing, or has no zone."""
+    return other if seconds_between(time, other) < 0 else time
