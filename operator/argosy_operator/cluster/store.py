@@ -213,7 +213,7 @@ def _uid(obj: Object) -> str:
 
 def _trimmed_pod(obj: Object) -> Object:
     """A pod as far as `observed.pod` and the watches of routers and fetches read it."""
-    kept = {name: obj[name] for name in ("apiVersion", "kind", "status") if name in obj}
+    kept: Object = {name: obj[name] for name in ("apiVersion", "kind", "status") if name in obj}
     kept["metadata"] = metadata = {
         name: value for name, value in obj["metadata"].items() if name in _POD_METADATA
     }
