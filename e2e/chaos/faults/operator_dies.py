@@ -63,10 +63,14 @@ async def _reference(rig: Rig) -> None:
 
 
 async def _quiet(rig: Rig, namespace: str) -> None:
-    """Wait until Kubernetes' own controllers have nothing left to report of the children, and the operator has written
-    nothing for two seconds. A service is Ready before its Deployment calls its replicas available."""
+    """Wait until Kubernetes' own controllers have nothing left to report of the children, no replica stops any more,
+    and the operator has written nothing for two seconds. A service is Ready before its Deployment calls its replicas
+    available, and before those that were replaced are gone."""
 
     async def reported() -> bool:
+        pods = await rig.api.list("pods", namespace)
+        if any(each["metadata"].get("deletionTimestamp") for each in pods):
+            return False
         return all(map(_is_reported, await rig.api.list("deployments", namespace)))
 
     await until("Deployments to report all their replicas as available", reported, PATIENCE)

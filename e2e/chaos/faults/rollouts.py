@@ -86,10 +86,11 @@ async def _image_bump(rig: Rig, namespace: str) -> str:
             observed = obj.get("status", {}).get("observedGeneration", -1)
             entry = (observed, ready.get("status", ""), ready.get("reason", ""))
             if not seen or seen[-1][1:] != entry:
-                seen.append((loop.time(), *entry))
+                time = loop.time()
                 if entry[1] == "True":
                     pods = await rig.pods(namespace)
                     returned.append({pod["spec"]["containers"][0]["image"] for pod in pods})
+                seen.append((time, *entry))  # last, since the end is noticed by it
 
     following = asyncio.create_task(follow(), name="transitions")
     try:
