@@ -85,7 +85,9 @@ def test_top_lists_services_and_the_restarts_of_their_engines(
 
 
 def test_logs_are_those_of_all_pods_of_the_service(answers: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    selector = "--selector inference.argosy.dev/service=qwen,app.kubernetes.io/component=engine"
+    selector = (
+        "--selector inference.argosy.dev/service=qwen,app.kubernetes.io/component in (engine,engine-node)"
+    )
     answers(
         {f"--namespace=team logs {selector} --prefix --tail=5 --all-containers": {"text": "[qwen-0] hello\n"}}
     )

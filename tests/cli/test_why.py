@@ -549,6 +549,75 @@ def test_a_volume_that_does_not_mount_is_told_by_its_event(tmp_path: Path) -> No
     assert 'FailedMount: secret "token" not found' in render(found)
 
 
+# replicas of several pods
+
+
+def worker(name: str = "qwen-0-nodes-1", **arguments: Any) -> Object:
+    """A further node of `qwen-0`, which has neither readiness gate nor probes."""
+    found = pod(name, **arguments)
+    found["metadata"]["labels"] |= {
+        "app.kubernetes.io/component": "engine-node",
+        "inference.argosy.dev/leader": "leader",
+    }
+    kept = [each for each in found["status"]["conditions"] if each["type"] != "inference.argosy.dev/routable"]
+    found["status"]["conditions"] = kept
+    return found
+
+
+def loading_leader() -> Object:
+    found = pod(conditions=NOT_LOADED, engine={"ready": False, "state": {"running": {"startedAt": "T1"}}})
+    found["metadata"]["uid"] = "leader"
+    return found
+
+
+def unscheduled_worker() -> Object:
+    found = worker(conditions={"ContainersReady": "False", "Ready": "False"}, engine=CREATING)
+    stuck = unscheduled("0/3 nodes are available: 3 Insufficient nvidia.com/gpu.")
+    found["spec"]["nodeName"] = None
+    found["status"]["conditions"] = stuck["status"]["conditions"][:1]
+    return found
+
+
+CRASHED = {
+    "ready": False,
+    "restartCount": 2,
+    "state": {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off"}},
+    "lastState": {"terminated": EXITED},
+}
+
+
+@pytest.mark.parametrize(
+    ("others", "name", "words"),
+    [
+        ([unscheduled_worker()], "node", ["pod qwen-0-nodes-1", "Insufficient nvidia.com/gpu"]),
+        ([worker(engine=CRASHED, conditions={"ContainersReady": "False"})], "engine",
+         ["pod qwen-0-nodes-1, container engine", "exit code 2", "2 restarts"]),
+        ([], "loaded", ["pod qwen-0 waits", "0 of its 1 workers exist", "describe statefulset"]),
+        ([worker()], "loaded", ["pod qwen-0: the engine loads the model since T1"]),
+    ],
+    ids=["no node takes a worker", "a worker exits", "a worker cannot be created", "all load"],
+)  # fmt: skip
+def test_the_further_nodes_of_a_replica_are_looked_at(
+    others: list[Object], name: str, words: list[str]
+) -> None:
+    resource = service(NOT_READY, parallelism={"nodes": 2}, replicas=1)
+    found = cluster_diagnosis(resource, [loading_leader(), *others], log=["a line"])
+    text = render(found)
+    assert found.links[-1].name == name, text
+    assert all(word in text for word in words), text
+    assert "1 exist" in text, "workers are no replicas"
+
+
+def test_a_worker_that_runs_is_no_problem_and_serves_nobody() -> None:
+    resource = service(NOT_READY, parallelism={"nodes": 2}, replicas=2)
+    leader = pod()
+    leader["metadata"]["uid"] = "leader"
+    stuck = unscheduled(NO_GPU)
+    stuck["metadata"]["name"] = "qwen-1"
+    found = cluster_diagnosis(resource, [leader, worker(), stuck])
+    assert (found.links[-1].name, found.serving) == ("node", 1)
+
+
 # the local fleet
 
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from argosy.arguments import Parser
 from argosy.commands import route
-from argosy.diagnosis.cluster_chain import selector
+from argosy.diagnosis.cluster_chain import COMPONENTS, selector
 from argosy.diagnosis.kubectl import Kubectl
 from argosy.errors import OK, CommandError
 from argosy.terminal import table
@@ -36,7 +36,7 @@ def top(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     kubectl, everywhere = _kubectl(options), ["--all-namespaces"] if options.all_namespaces else []
     services = kubectl.get(RESOURCE, *everywhere)["items"]
-    pods = kubectl.get("pods", "--selector", "app.kubernetes.io/component=engine", *everywhere)["items"]
+    pods = kubectl.get("pods", "--selector", COMPONENTS, *everywhere)["items"]
     restarts: dict[tuple[str, str], int] = {}
     for pod in pods:
         metadata, status = pod["metadata"], pod.get("status", {})

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from argosy.diagnosis.chain import Diagnosis, Link, until_first_problem
 from argosy.diagnosis.remedies import remedy
-from argosy_resource.engine_address import SERVICE_LABEL
+from argosy_resource.engine_address import COMPONENT_LABEL, NODE_COMPONENT, SERVICE_LABEL
 from argosy_resource.pod_overlay import ENGINE_CONTAINER, FETCH_CONTAINER
 from argosy_resource.types import GROUP
 
@@ -19,6 +19,10 @@ Object = Mapping[str, Any]
 ROUTABLE: Final = f"{GROUP}/routable"
 MODEL_CACHED: Final = f"{GROUP}/ModelCached"
 REVISION_LABEL: Final = f"{GROUP}/revision"
+LEADER_LABEL: Final = f"{GROUP}/leader"
+"""On the further nodes of a replica: the UID of the replica's pod."""
+COMPONENTS: Final = f"{COMPONENT_LABEL} in (engine,{NODE_COMPONENT})"
+"""Label selector of the pods of all services."""
 _BEGINNING: Final = ("ContainerCreating", "PodInitializing")
 _REFUSED: Final = (
     "InvalidSpec",
@@ -47,26 +51,27 @@ def cluster_diagnosis(
 
     Args:
         service: the InferenceService.
-        pods: those of its engines.
+        pods: those of its engines, and of the further nodes of their replicas.
         log: the last lines of `log_source`'s container.
         events: the newest warnings about `suspect`.
     """
     pod = suspect(service, pods)
-    links = [_manifest(service), _operator(service), _accepted(service), _pods(service, pods)]
+    replicas = [each for each in pods if not _is_node(each)]
+    links = [_manifest(service), _operator(service), _accepted(service), _pods(service, replicas)]
     if pod is not None:
         links += [
             _node(pod),
             _volumes(pod, events),
             _model(pod, log),
             _engine(pod, log),
-            _loaded(pod, log),
+            _loaded(pod, log, _missing_nodes(service, pod, pods)),
             _routable(pod, service),
         ]
     links.append(_first_token(service))
     metadata = service["metadata"]
     chain = (links[0], links[-1]) if _condition(service, "Ready").get("status") == "True" else tuple(links)
     found = until_first_problem(chain)
-    serving = _serving(service, pods) if _is_of_one_replica(found[-1]) else 0
+    serving = _serving(service, replicas) if _is_of_one_replica(found[-1]) else 0
     notes = (f"clients are served meanwhile: {serving} replicas are routable",) if serving else ()
     return Diagnosis(
         service=f"{metadata.get('namespace', 'default')}/{metadata['name']}",
@@ -102,7 +107,8 @@ def _serving(service: Object, pods: Sequence[Object]) -> int:
 
 
 def suspect(service: Object, pods: Sequence[Object]) -> Object | None:
-    """The pod that has come least far, of those of the newest revision if there are any; None without pods."""
+    """The pod that has come least far, of those of the newest revision if there are any; None without pods. It may be a
+    further node of a replica: a replica's own pod waits for its nodes while it loads."""
     alive = [pod for pod in pods if not pod["metadata"].get("deletionTimestamp")]
     revision = service.get("status", {}).get("revision", "")
     newest = [pod for pod in alive if pod["metadata"].get("labels", {}).get(REVISION_LABEL) == revision]
@@ -122,16 +128,28 @@ def log_source(pod: Object) -> tuple[str, bool] | None:
 
 
 def selector(name: str) -> str:
-    """Label selector of the pods of a service."""
-    return f"{SERVICE_LABEL}={name},app.kubernetes.io/component=engine"
+    """Label selector of the pods of a service: of its replicas, and of their further nodes."""
+    return f"{SERVICE_LABEL}={name},{COMPONENTS}"
 
 
 def _progress(pod: Object) -> tuple[int, str]:
     links = (_node(pod), _volumes(pod, ()), _model(pod, ()), _engine(pod, ()), _loaded(pod, ()))
-    done = sum(link.state == "done" for link in links) + (
-        _pod_condition(pod, ROUTABLE).get("status") == "True"
-    )
-    return done, pod["metadata"]["name"]
+    used = "ContainersReady" if _is_node(pod) else ROUTABLE
+    is_used = _pod_condition(pod, used).get("status") == "True"
+    return sum(link.state == "done" for link in links) + is_used, pod["metadata"]["name"]
+
+
+def _is_node(pod: Object) -> bool:
+    """Whether the pod is a further node of a replica, which answers no requests."""
+    return bool(pod["metadata"].get("labels", {}).get(COMPONENT_LABEL) == NODE_COMPONENT)
+
+
+def _missing_nodes(service: Object, pod: Object, pods: Sequence[Object]) -> str:
+    """What is said of the further nodes of a replica that do not exist; empty if all do."""
+    wanted = service.get("spec", {}).get("parallelism", {}).get("nodes", 1) - 1
+    uid = pod["metadata"].get("uid", "")
+    there = sum(each["metadata"].get("labels", {}).get(LEADER_LABEL) == uid for each in pods)
+    return f"{there} of its {wanted} workers exist" if there < wanted else ""
 
 
 def _manifest(service: Object) -> Link:
@@ -284,9 +302,18 @@ def _engine(pod: Object, log: Sequence[str]) -> Link:
     )
 
 
-def _loaded(pod: Object, log: Sequence[str]) -> Link:
+def _loaded(pod: Object, log: Sequence[str], missing_nodes: str = "") -> Link:
     if _pod_condition(pod, "ContainersReady").get("status") == "True":
         return Link(name="loaded", state="done", detail="the engine is ready")
+    if missing_nodes:
+        owned = f"{LEADER_LABEL}={pod['metadata'].get('uid', '')}"
+        return Link(
+            name="loaded",
+            state="waiting",
+            detail=f"{_name(pod)} waits for its other nodes: {missing_nodes}",
+            lines=tuple(log),
+            remedy=f"`kubectl describe statefulset -l {owned}` says why, unless it is a matter of seconds",
+        )
     since = _container(pod, ENGINE_CONTAINER).get("state", {}).get("running", {}).get("startedAt", "")
     detail = f"{_name(pod)}: the engine loads the model" + (f" since {since}" if since else "")
     return Link(name="loaded", state="waiting", detail=detail, lines=tuple(log))
