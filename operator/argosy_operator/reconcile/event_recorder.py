@@ -3,7 +3,8 @@
 Owns the rate of events and the counting of equal ones. Must not know what is worth an event (`status.events`).
 Invariants: an event never fails or delays a reconcile by more than one request; equal events are one object that
 counts; a service that flaps posts at most EVENT_BURST events, and one per EVENT_REFILL_SECONDS after that (as
-client-go's spam filter does).
+client-go's spam filter does); what is normal, such as scaling with a load that comes and goes, leaves EVENT_RESERVE of
+them to warnings.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from argosy_operator.errors import ApiError
 from argosy_operator.names import FIELD_MANAGER
 from argosy_operator.reconcile.concurrent_steps import run_together
 from argosy_operator.status.events import Event
-from argosy_resource.types import API_VERSION, KIND, InferenceService
+from argosy_resource.types import API_VERSION, KIND, ObjectMeta
 
 logger = logging.getLogger(__name__)
 
 EVENT_BURST: Final = 25
 """Events that a service may post at once."""
+EVENT_RESERVE: Final = 5
 EVENT_REFILL_SECONDS: Final = 300.0
 """Seconds until a service may post one more."""
 MAX_REMEMBERED: Final = 4096
@@ -56,35 +58,39 @@ class EventRecorder:
         self._posted: OrderedDict[str, _Posted] = OrderedDict()
         self._allowances: OrderedDict[str, _Allowance] = OrderedDict()
 
-    async def post(self, service: InferenceService, events: Iterable[Event]) -> None:
+    async def post(self, service: ObjectMeta, events: Iterable[Event]) -> None:
         """Post the events that the service's rate allows; an event that cannot be posted is logged and dropped."""
         allowed = []
         for event in events:
-            if self._is_allowed(service.metadata.uid):
+            if self._is_allowed(service.uid, reserve=0 if event.type == "Warning" else EVENT_RESERVE):
                 allowed.append(event)
             else:
-                logger.info("%s: too many events; dropped: %s", service.key, event.reason)
+                logger.info(
+                    "%s/%s: too many events; dropped: %s", service.namespace, service.name, event.reason
+                )
         await run_together(partial(self._post, service, event) for event in allowed)
 
-    async def _post(self, service: InferenceService, event: Event) -> None:
+    async def _post(self, service: ObjectMeta, event: Event) -> None:
         try:
             await self._api.apply(self._manifest(service, event))
         except ApiError as error:
-            logger.warning("%s: event %s was not posted: %s", service.key, event.reason, error)
+            logger.warning(
+                "%s/%s: event %s was not posted: %s", service.namespace, service.name, event.reason, error
+            )
 
-    def _is_allowed(self, uid: str) -> bool:
+    def _is_allowed(self, uid: str, reserve: int) -> bool:
         now = asyncio.get_running_loop().time()
         allowance = self._allowances.setdefault(uid, _Allowance(EVENT_BURST, now))
         _keep_newest(self._allowances, uid)
         refilled = allowance.left + (now - allowance.at) / EVENT_REFILL_SECONDS
         allowance.left, allowance.at = min(float(EVENT_BURST), refilled), now
-        if allowance.left < 1:
+        if allowance.left < 1 + reserve:
             return False
         allowance.left -= 1
         return True
 
-    def _manifest(self, service: InferenceService, event: Event) -> dict[str, Any]:
-        metadata, now = service.metadata, self._now()
+    def _manifest(self, metadata: ObjectMeta, event: Event) -> dict[str, Any]:
+        now = self._now()
         identity = "\0".join((metadata.uid, event.type, event.reason, event.message))
         name = f"{metadata.name}.{xxhash.xxh3_64_hexdigest(identity.encode())}"
         posted = self._posted.setdefault(f"{metadata.namespace}/{name}", _Posted(0, now))

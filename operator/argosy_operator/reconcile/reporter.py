@@ -21,13 +21,13 @@ from argosy_operator.observed.observation import Observation
 from argosy_operator.observed.pod import Problem
 from argosy_operator.reconcile.event_recorder import EventRecorder
 from argosy_operator.reconcile.metrics import OperatorMetrics
-from argosy_operator.status.events import events_between
+from argosy_operator.status.events import events_between, events_of_change
 from argosy_operator.status.model_cached import seconds_until_stuck
 from argosy_operator.status.replica_problems import seconds_until_degraded, seconds_until_unmounted
 from argosy_operator.status.report import invalid_status, status
 from argosy_operator.status.scaling_status import seconds_until_scaled_once
 from argosy_resource.scaling_spec import ScalingStatus
-from argosy_resource.types import InferenceService
+from argosy_resource.types import Condition, InferenceService, ObjectMeta
 
 
 class Reporter:
@@ -70,7 +70,7 @@ class Reporter:
         )
         if report != service.status:
             await self._patch(name, service.metadata.uid, msgspec.to_builtins(report))
-            await self._events.post(service, events_between(service.status.conditions, report.conditions))
+            await self._events.post(service.metadata, events_of_change(service.status, report))
         alive = [pod for pod in observed.pods if pod.is_alive]
         deadline = service.spec.rollout.progress_deadline_seconds
         waits = [seconds_until_degraded(pod, now) for pod in alive if pod.unschedulable]
@@ -98,6 +98,12 @@ class Reporter:
         held = obj.get("status", {})
         if any(held.get(field) != value for field, value in report.items()):
             await self._patch(object_name(obj), obj["metadata"]["uid"], report)
+            before, after = (
+                msgspec.convert(each.get("conditions", ()), tuple[Condition, ...]) for each in (held, report)
+            )
+            namespace, name = object_name(obj)
+            metadata = ObjectMeta(name=name, namespace=namespace, uid=obj["metadata"]["uid"])
+            await self._events.post(metadata, events_between(before, after))
 
     async def _patch(self, name: Name, uid: str, report: dict[str, Any]) -> None:
         patch = {"metadata": {"uid": uid}, "status": report}

@@ -1,7 +1,8 @@
 """Selects the changes of a status that become Kubernetes Events.
 
 Must not know how a status is computed, nor how events are posted. Invariants: a change of a message alone is no event,
-since messages count replicas; a service that becomes ready, stops being ready, or recovers has one.
+since messages count replicas; a service that becomes ready, stops being ready, or recovers has one, and so has each
+number that spec.scaling decides, and each step of a canary.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Final, Literal
 
 from msgspec import Struct
 
-from argosy_resource.types import Condition
+from argosy_resource.types import Condition, InferenceServiceStatus
 
 EventType = Literal["Normal", "Warning"]
 
@@ -57,6 +58,25 @@ class Event(Struct, frozen=True):
     type: EventType
     reason: str
     message: str
+
+
+def events_of_change(before: InferenceServiceStatus, after: InferenceServiceStatus) -> list[Event]:
+    """Events for what changed between two statuses of a service."""
+    found = events_between(before.conditions, after.conditions)
+    scaled, scaling = before.scaling, after.scaling
+    if scaled is not None and scaling is not None and scaled.time and scaled.wanted != scaling.wanted:
+        message = f"from {scaled.wanted} to {scaling.wanted} replicas: {scaling.message or scaling.reason}"
+        found.append(Event("Normal", "Scaled", message))
+    was, rollout = before.rollout, after.rollout
+    if (
+        was is not None
+        and rollout is not None
+        and was.revision == rollout.revision
+        and was.step != rollout.step
+    ):
+        message = f"revision {rollout.revision}: step {rollout.step} of {rollout.steps}"
+        found.append(Event("Normal", "CanaryStep", message))
+    return found
 
 
 def events_between(before: Iterable[Condition], after: Iterable[Condition]) -> list[Event]:
