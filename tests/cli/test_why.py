@@ -12,7 +12,7 @@ import pytest
 from fake_kubectl import fake_kubectl
 
 from argosy.commands import why
-from argosy.diagnosis.chain import Diagnosis, Link, render, until_first_problem
+from argosy.diagnosis.chain import MAX_LINES, Diagnosis, Link, load_step, render, until_first_problem
 from argosy.diagnosis.cluster_chain import cluster_diagnosis, log_source, suspect
 from argosy.diagnosis.kubectl import Kubectl
 from argosy.diagnosis.local_chain import local_diagnosis
@@ -461,6 +461,23 @@ def test_whose_log_is_read(case: str, expected: tuple[str, bool] | None) -> None
     assert log_source(only) == expected
 
 
+@pytest.mark.parametrize(
+    ("line", "step"),
+    [
+        ("2026-11-26 20:00:00 INFO [ApiServer_1] loading the model: weights, 43 %", "weights, 43 %"),
+        ("INFO loading the model: kv cache", "kv cache"),
+        ("loading weights: 3.00 GiB of 7.00 GiB (43 %) after 12 s", "weights, 43 %"),
+        ("loaded 7.00 GiB of weights in 20.0 s", ""),
+    ],
+)
+def test_how_far_a_load_is_is_read_from_the_log(line: str, step: str) -> None:
+    assert load_step(["loading the model: config", line] if step else [line]) == step
+    resource, pods, *_ = CASES["a load"]
+    found = cluster_diagnosis(resource, pods, log=[line, *["GET /health"] * 2 * MAX_LINES])
+    assert len(found.links[-1].lines) == MAX_LINES
+    assert (f"loads the model ({step}) since T1" in render(found)) is bool(step)
+
+
 def test_every_reason_that_needs_a_person_has_a_remedy() -> None:
     """Those of the table in docs/operations.md."""
     text = (ROOT / "docs" / "operations.md").read_text()
@@ -486,7 +503,7 @@ def test_the_cluster_is_read_with_kubectl(
         {
             "--namespace=team get inferenceservices.inference.argosy.dev qwen -o json": resource,
             "get pods --selector inference.argosy.dev/service=qwen": {"items": pods},
-            "logs qwen-0 -c engine --tail=10 --previous": {"text": "one\nValueError: it is too long\n"},
+            "logs qwen-0 -c engine --tail=100 --previous": {"text": "one\nValueError: it is too long\n"},
             "get events": {"items": []},
         },
     )

@@ -12,7 +12,7 @@ from typing import Any, Final
 import msgspec
 
 from argosy.arguments import Parser, add_state_dir
-from argosy.diagnosis.chain import MAX_LINES, Diagnosis, render
+from argosy.diagnosis.chain import READ_LINES, Diagnosis, render
 from argosy.diagnosis.cluster_chain import cluster_diagnosis, log_source, selector, suspect
 from argosy.diagnosis.kubectl import Kubectl, NotFound
 from argosy.diagnosis.local_chain import local_diagnosis
@@ -85,7 +85,7 @@ def in_cluster(kubectl: Kubectl, name: str) -> Diagnosis:
         if (source := log_source(pod)) is not None:
             container, is_previous = source
             previous = ["--previous"] if is_previous else []
-            log = kubectl.lines("logs", where, "-c", container, f"--tail={MAX_LINES}", *previous)
+            log = kubectl.lines("logs", where, "-c", container, f"--tail={READ_LINES}", *previous)
         events = _warnings(kubectl, where)
     return cluster_diagnosis(service, pods, log=log, events=events)
 
@@ -126,6 +126,6 @@ def _in_local_fleet(name: str, state_dir: str | None) -> Diagnosis:
 
     def log(process: str) -> list[str]:
         path = state.log_file(process)
-        return tail(path, MAX_LINES).splitlines() if path.exists() else []
+        return tail(path, READ_LINES).splitlines() if path.exists() else []
 
     return local_diagnosis(status, service, log)

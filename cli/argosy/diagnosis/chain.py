@@ -6,6 +6,7 @@ from each other, so nothing is said of the links behind the first one that is no
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Final, Literal
 
@@ -16,6 +17,9 @@ State = Literal["done", "failed", "waiting"]
 _MARKS: Final[dict[State, str]] = {"done": "ok", "failed": "FAILED", "waiting": "waiting"}
 MAX_LINES: Final = 10
 """Lines of a log that are shown."""
+READ_LINES: Final = 100
+"""Lines of a log that are read, since one of them may say how far the load is."""
+_LOADING: Final = re.compile(r"\bloading (?:the model: (?P<step>.+?)|weights: .*\((?P<share>\d+ %)\).*)\s*$")
 
 
 class Link(Struct, frozen=True, kw_only=True):
@@ -58,6 +62,22 @@ def until_first_problem(links: Iterable[Link]) -> tuple[Link, ...]:
         if link.state != "done":
             break
     return tuple(kept)
+
+
+def load_step(log: Iterable[str]) -> str:
+    """How far an engine's load is, by the last line of its log that says so, such as `weights, 43 %`; empty if none
+    does."""
+    found = ""
+    for line in log:
+        if match := _LOADING.search(line):
+            found = match["step"] or f"weights, {match['share']}"
+    return found
+
+
+def loading(log: Iterable[str]) -> str:
+    """What the engine does, as part of a link's detail."""
+    step = load_step(log)
+    return f"the engine loads the model ({step})" if step else "the engine loads the model"
 
 
 def render(diagnosis: Diagnosis) -> str:

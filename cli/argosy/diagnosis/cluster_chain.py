@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from argosy.diagnosis.chain import Diagnosis, Link, until_first_problem
+from argosy.diagnosis.chain import MAX_LINES, Diagnosis, Link, loading, until_first_problem
 from argosy.diagnosis.remedies import remedy
 from argosy_resource.engine_address import COMPONENT_LABEL, NODE_COMPONENT, SERVICE_LABEL
 from argosy_resource.pod_overlay import ENGINE_CONTAINER, FETCH_CONTAINER
@@ -52,10 +52,10 @@ def cluster_diagnosis(
     Args:
         service: the InferenceService.
         pods: those of its engines, and of the further nodes of their replicas.
-        log: the last lines of `log_source`'s container.
+        log: the last lines of `log_source`'s container. The links show the last `MAX_LINES` of them.
         events: the newest warnings about `suspect`.
     """
-    pod = suspect(service, pods)
+    pod, doing, log = suspect(service, pods), loading(log), log[-MAX_LINES:]
     replicas = [each for each in pods if not _is_node(each)]
     links = [_manifest(service), _operator(service), _accepted(service), _pods(service, replicas)]
     if pod is not None:
@@ -64,7 +64,7 @@ def cluster_diagnosis(
             _volumes(pod, events),
             _model(pod, log),
             _engine(pod, log),
-            _loaded(pod, log, _missing_nodes(service, pod, pods)),
+            _loaded(pod, log, doing, _missing_nodes(service, pod, pods)),
             _routable(pod, service),
         ]
     links.append(_first_token(service))
@@ -302,7 +302,7 @@ def _engine(pod: Object, log: Sequence[str]) -> Link:
     )
 
 
-def _loaded(pod: Object, log: Sequence[str], missing_nodes: str = "") -> Link:
+def _loaded(pod: Object, log: Sequence[str], doing: str = "", missing_nodes: str = "") -> Link:
     if _pod_condition(pod, "ContainersReady").get("status") == "True":
         return Link(name="loaded", state="done", detail="the engine is ready")
     if missing_nodes:
@@ -315,7 +315,7 @@ def _loaded(pod: Object, log: Sequence[str], missing_nodes: str = "") -> Link:
             remedy=f"`kubectl describe statefulset -l {owned}` says why, unless it is a matter of seconds",
         )
     since = _container(pod, ENGINE_CONTAINER).get("state", {}).get("running", {}).get("startedAt", "")
-    detail = f"{_name(pod)}: the engine loads the model" + (f" since {since}" if since else "")
+    detail = f"{_name(pod)}: {doing}" + (f" since {since}" if since else "")
     return Link(name="loaded", state="waiting", detail=detail, lines=tuple(log))
 
 

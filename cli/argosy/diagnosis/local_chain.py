@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from argosy.diagnosis.chain import Diagnosis, Link, State, until_first_problem
+from argosy.diagnosis.chain import MAX_LINES, Diagnosis, Link, State, loading, until_first_problem
 from argosy.local.control_messages import FleetStatus, ReplicaStatus, ServiceStatus
 
 _ORDER: Final = ("BackOff", "Stopping", "Draining", "Starting", "Ready", "Routable")
@@ -52,7 +52,7 @@ def _process(service: ServiceStatus, log: Callable[[str], Sequence[str]]) -> Lin
             name="process",
             state="failed",
             detail=f"{replica.name}: {replica.reason or 'it ended'}, {replica.restarts} restarts",
-            lines=tuple(log(replica.name)),
+            lines=tuple(log(replica.name))[-MAX_LINES:],
             remedy=f"correct what its last lines name; it is started again by itself. `argosy logs {replica.name}` "
             "shows more",
         )
@@ -62,8 +62,9 @@ def _process(service: ServiceStatus, log: Callable[[str], Sequence[str]]) -> Lin
 def _loaded(replica: ReplicaStatus, log: Callable[[str], Sequence[str]]) -> Link:
     if replica.phase in ("Ready", "Routable"):
         return Link(name="loaded", state="done", detail="the engine is ready")
-    detail = f"{replica.name}: {replica.reason or 'the engine loads the model'}"
-    return Link(name="loaded", state="waiting", detail=detail, lines=tuple(log(replica.name)))
+    lines = tuple(log(replica.name))
+    detail = f"{replica.name}: {replica.reason or loading(lines)}"
+    return Link(name="loaded", state="waiting", detail=detail, lines=lines[-MAX_LINES:])
 
 
 def _routable(replica: ReplicaStatus, status: FleetStatus, log: Callable[[str], Sequence[str]]) -> Link:
@@ -72,7 +73,7 @@ def _routable(replica: ReplicaStatus, status: FleetStatus, log: Callable[[str], 
             name="routable",
             state="failed" if status.router.reason else "waiting",
             detail=f"the router is not ready{': ' * bool(status.router.reason)}{status.router.reason}",
-            lines=tuple(log("router")),
+            lines=tuple(log("router"))[-MAX_LINES:],
             remedy="`argosy logs router` shows more",
         )
     if replica.phase != "Routable":

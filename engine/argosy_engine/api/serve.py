@@ -23,6 +23,7 @@ from argosy_engine.api.flagged_engine import make_engine, make_request_spans
 from argosy_engine.api.headless import check_headless, serve_node
 from argosy_engine.api.http.tls import ServerCertificate
 from argosy_engine.api.http_service import make_http_server, refresh_certificate
+from argosy_engine.api.load_log import LoadLog
 from argosy_engine.api.prefix_warm_up import GetReport, report_source, warm_up
 from argosy_engine.api.processes.process_group import ProcessGroup
 from argosy_engine.api.served_engine import Engine
@@ -235,6 +236,7 @@ async def _load(
     def show_step(step: LoadStep) -> None:
         if not engine.is_draining:
             engine.phase = f"loading the model: {step}"
+        load_log.note(step)
         start_watch.advanced(step)
 
     if processes is not None:
@@ -246,7 +248,7 @@ async def _load(
     async with local_model_async(args, display) as local:
         if display is not None:
             phases.append(("fetch", time.perf_counter() - before))
-        engine.phase = "loading the model"
+        engine.phase, load_log = "loading the model", LoadLog()
         group = ALONE if processes is None else processes.client_group
         with StartWatch(args.load_stall_timeout, EXIT_STALLED) as start_watch:
             llm = await AsyncLLM.start(local, dataclasses.replace(group, on_load_step=show_step))
