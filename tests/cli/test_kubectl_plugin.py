@@ -145,3 +145,11 @@ def test_a_router_that_cannot_be_reached_and_a_key_that_is_none(
     answers(cluster_with_router(1, b"short"))
     assert main(["route", "m", "p", "--router-namespace", "llm"]) == 1
     assert "argosy-fleet-key" in capsys.readouterr().err
+
+
+def test_a_release_elsewhere_is_looked_for_with_an_option(
+    answers: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers({"get secret": {"error": 'Error from server (NotFound): namespaces "argosy-system" not found'}})
+    assert main(["route", "m", "p"]) == 1
+    assert "--router-namespace" in capsys.readouterr().err

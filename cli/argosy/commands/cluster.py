@@ -13,7 +13,7 @@ from typing import Any, Final
 from argosy.arguments import Parser
 from argosy.commands import route
 from argosy.diagnosis.cluster_chain import COMPONENTS, selector
-from argosy.diagnosis.kubectl import Kubectl
+from argosy.diagnosis.kubectl import Kubectl, NotFound
 from argosy.errors import OK, CommandError
 from argosy.terminal import table
 from argosy_protocol.bearer_keys import internal_key
@@ -81,7 +81,12 @@ def explain(argv: Sequence[str]) -> int:
     options = parser.parse_args(own)
     options.namespace = options.router_namespace
     kubectl = _kubectl(options)
-    secret = kubectl.get("secret", options.fleet_key_secret)
+    try:
+        secret = kubectl.get("secret", options.fleet_key_secret)
+    except NotFound as error:
+        raise CommandError(
+            f"{error}; --router-namespace names the release's namespace, --fleet-key-secret its Secret"
+        ) from None
     key = base64.b64decode(secret.get("data", {}).get("key", ""))
     deployment = kubectl.get("deployment", "argosy-router")
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
