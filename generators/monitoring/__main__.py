@@ -1,4 +1,4 @@
-"""Write the dashboard and the rules: `python -m monitoring DIRECTORY`."""
+"""Write the dashboards and the rules: `python -m monitoring DIRECTORY`."""
 
 from __future__ import annotations
 
@@ -10,19 +10,32 @@ from pathlib import Path
 
 import yaml
 
-from monitoring.alerts import rules
-from monitoring.grafana import dashboard
+from monitoring.alerts import alerts, rules
+from monitoring.grafana import dashboard, router_dashboard
+from monitoring.operator_views import MODELS, operator_alerts, operator_rows
 from monitoring.promql import Registry
 
 DASHBOARD = "router-dashboard.json"
 RULES = "router-rules.yaml"
+OPERATOR_DASHBOARD = "operator-dashboard.json"
+OPERATOR_RULES = "operator-rules.yaml"
 
 
 def render(registry: Registry) -> dict[str, str]:
     """Render the files: name -> text."""
+    dashboards = {
+        DASHBOARD: router_dashboard(registry),
+        OPERATOR_DASHBOARD: dashboard(
+            "argosy-operator", "Argosy operator and engines", operator_rows(), MODELS
+        ),
+    }
+    groups = {
+        RULES: rules("argosy-router", alerts(registry)),
+        OPERATOR_RULES: rules("argosy-operator", operator_alerts()),
+    }
     return {
-        DASHBOARD: json.dumps(dashboard(registry), indent=1) + "\n",
-        RULES: yaml.safe_dump(rules(registry), sort_keys=False, width=1000),
+        **{name: json.dumps(model, indent=1) + "\n" for name, model in dashboards.items()},
+        **{name: yaml.safe_dump(spec, sort_keys=False, width=1000) for name, spec in groups.items()},
     }
 
 

@@ -1,4 +1,4 @@
-"""The Prometheus rules.
+"""The Prometheus rules: their form, and those about routers (`operator_views` has the others).
 
 Owns: the alerts, with the remedy that each names. Must not know: the full names of metrics.
 """
@@ -155,12 +155,12 @@ def alerts(registry: Registry) -> list[Alert]:
     ]
 
 
-def rules(registry: Registry) -> dict[str, Any]:
+def rules(group: str, found: list[Alert]) -> dict[str, Any]:
     """A PrometheusRule's `spec`."""
     return {
         "groups": [
             {
-                "name": "argosy-router",
+                "name": group,
                 "rules": [
                     {
                         "alert": alert.name,
@@ -169,7 +169,7 @@ def rules(registry: Registry) -> dict[str, Any]:
                         "labels": {"severity": alert.severity},
                         "annotations": {"summary": alert.summary, "description": alert.remedy},
                     }
-                    for alert in alerts(registry)
+                    for alert in found
                 ],
             }
         ]

@@ -1,4 +1,4 @@
-"""The Grafana dashboard.
+"""The Grafana dashboards: their form, and the content of the router's (`operator_views` has the other).
 
 Owns: the panels, and their form in Grafana. Must not know: the full names of metrics.
 """
@@ -201,11 +201,17 @@ PANELS_PER_LINE = 3
 _WIDTH, _HEIGHT = 24 // PANELS_PER_LINE, 8
 
 
-def dashboard(registry: Registry) -> dict[str, Any]:
-    """Grafana's dashboard model."""
+def router_dashboard(registry: Registry) -> dict[str, Any]:
+    """The dashboard about routers, and replicas as they see them."""
+    models = f"label_values({registry.gauge('routable_replicas')}, model)"
+    return dashboard("argosy-router", "Argosy router", rows(registry), models)
+
+
+def dashboard(uid: str, title: str, content: Sequence[Row], models: str) -> dict[str, Any]:
+    """Grafana's dashboard model; `models` is the query for the values of its variable `model`."""
     panels: list[dict[str, Any]] = []
     line = 0
-    for row in rows(registry):
+    for row in content:
         panels.append(
             {"type": "row", "title": row.title, "gridPos": {"h": 1, "w": 24, "x": 0, "y": line}, "panels": []}
         )
@@ -218,14 +224,14 @@ def dashboard(registry: Registry) -> dict[str, Any]:
     for number, entry in enumerate(panels, 1):
         entry["id"] = number
     return {
-        "uid": "argosy-router",
-        "title": "Argosy router",
+        "uid": uid,
+        "title": title,
         "tags": ["argosy"],
         "schemaVersion": 39,
         "editable": True,
         "refresh": "30s",
         "time": {"from": "now-3h", "to": "now"},
-        "templating": {"list": [_source_variable(), _model_variable(registry)]},
+        "templating": {"list": [_source_variable(), _model_variable(models)]},
         "panels": panels,
     }
 
@@ -237,8 +243,7 @@ def _source_variable() -> dict[str, Any]:
     return {"name": "source", "label": "Data source", "type": "datasource", "query": "prometheus"}
 
 
-def _model_variable(registry: Registry) -> dict[str, Any]:
-    query = f"label_values({registry.gauge('routable_replicas')}, model)"
+def _model_variable(query: str) -> dict[str, Any]:
     return {
         "name": "model",
         "label": "Model",

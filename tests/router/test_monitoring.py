@@ -11,7 +11,7 @@ import yaml
 
 from argosy_router.metrics.registry import PREFIX
 from argosy_router.metrics.series import Counter
-from monitoring.__main__ import DASHBOARD, RULES, render
+from monitoring.__main__ import DASHBOARD, OPERATOR_DASHBOARD, OPERATOR_RULES, RULES, render
 from monitoring.grafana import rows
 from monitoring.promql import Registry
 
@@ -19,6 +19,7 @@ from .fake_engine import FakeEngine
 from .harness import rig
 
 FILES = Path(__file__).parents[2] / "charts" / "argosy" / "files"
+REFERENCE = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +32,9 @@ def test_files_are_up_to_date(registry: Registry) -> None:
         assert (FILES / name).read_text() == text, "run `make generate`"
 
 
-def expressions() -> list[str]:
-    dashboard = json.loads((FILES / DASHBOARD).read_text())
-    rules = yaml.safe_load((FILES / RULES).read_text())
+def expressions(dashboard_file: str = DASHBOARD, rules_file: str = RULES) -> list[str]:
+    dashboard = json.loads((FILES / dashboard_file).read_text())
+    rules = yaml.safe_load((FILES / rules_file).read_text())
     asked = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
     asked += [variable["query"]["query"] for variable in dashboard["templating"]["list"][1:]]
     return asked + [rule["expr"] for group in rules["groups"] for rule in group["rules"]]
@@ -52,6 +53,28 @@ async def test_every_metric_and_label_they_name_is_on_metrics() -> None:
         assert expression.count("(") == expression.count(")")
 
 
+def test_operator_and_engines_export_what_their_dashboard_and_rules_name() -> None:
+    """The reference has every series and its labels, and a test of its own."""
+    rows = re.findall(
+        r"^\| `((?:vllm:|argosy_operator_)\w+)` \| (\w+) \| ([\w, ]*) \|", REFERENCE.read_text(), re.MULTILINE
+    )
+    labels: dict[str, set[str]] = {}
+    for name, kind, given in rows:
+        for suffix in ("_bucket", "_count") if kind == "histogram" else ("",):
+            labels[name + suffix] = {*given.split(", "), "le", "namespace", "pod"}
+    asked = expressions(OPERATOR_DASHBOARD, OPERATOR_RULES)
+    assert len(asked) > 15
+    for expression in asked:
+        names = set(re.findall(r"(?:vllm:|argosy_operator_)\w+", expression))
+        assert names, expression
+        assert names <= labels.keys(), expression
+        chosen = set(re.findall(r"[{,] *(\w+) *(?:=~|!=|=)", expression))
+        for group in re.findall(r"by \(([\w, ]+)\)", expression):
+            chosen |= set(group.split(", "))
+        assert all(chosen <= labels[name] for name in names), expression
+        assert expression.count("(") == expression.count(")")
+
+
 def test_a_name_that_no_router_has_is_refused(registry: Registry) -> None:
     with pytest.raises(KeyError):
         registry.counter("no_such_series")
@@ -61,9 +84,10 @@ def test_a_name_that_no_router_has_is_refused(registry: Registry) -> None:
         rows(Registry([Counter("requests", "", ())]))
 
 
-def test_panels_do_not_overlap(registry: Registry) -> None:
+@pytest.mark.parametrize("name", [DASHBOARD, OPERATOR_DASHBOARD])
+def test_panels_do_not_overlap(registry: Registry, name: str) -> None:
     places: set[tuple[int, int]] = set()
-    for panel in json.loads(render(registry)[DASHBOARD])["panels"]:
+    for panel in json.loads(render(registry)[name])["panels"]:
         at = panel["gridPos"]
         own = {(at["x"] + column, at["y"] + line) for column in range(at["w"]) for line in range(at["h"])}
         assert not own & places, panel["title"]

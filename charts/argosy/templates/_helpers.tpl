@@ -22,6 +22,19 @@ app.kubernetes.io/component: {{ index . 0 }}
 app.kubernetes.io/instance: {{ (index . 1).Release.Name }}
 {{- end -}}
 
+{{/* Labels and annotations of pods: those of the selector, and those of a component's values. */}}
+{{- define "argosy.podMetadata" -}}
+{{- $values := index (index . 1).Values (index . 0) -}}
+labels:
+  {{- include "argosy.selector" . | nindent 2 }}
+  {{- with $values.podLabels }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{- with $values.podAnnotations }}
+annotations: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
 {{/* The restricted Pod Security profile. */}}
 {{- define "argosy.podSecurity" -}}
 runAsNonRoot: true
@@ -84,10 +97,14 @@ imagePullSecrets:
 {{- toJson $object -}}
 {{- end -}}
 
+{{/* Address of the routers. Its second argument is the namespace: in variables that of the pod, $(POD_NAMESPACE), so that
+     Kustomize can move the objects to another one. */}}
 {{- define "argosy.routerUrl" -}}
+{{- $namespace := index . 1 -}}{{- with index . 0 -}}
 {{- $standard := ternary 443 80 (not (empty .Values.router.tlsSecret)) -}}
-{{ ternary "https" "http" (not (empty .Values.router.tlsSecret)) }}://argosy-router.{{ .Release.Namespace }}.svc
+{{ ternary "https" "http" (not (empty .Values.router.tlsSecret)) }}://argosy-router.{{ $namespace }}.svc
 {{- if ne (int .Values.router.service.port) $standard }}:{{ .Values.router.service.port }}{{ end -}}
+{{- end -}}
 {{- end -}}
 
 {{/* Rules of the operator in the namespaces it serves. Secrets are written and never read. */}}
