@@ -15,6 +15,7 @@ SCALE_REST_S ?= 600
 CONFORMANCE_SAMPLE ?= logit_bias|include_reasoning|batched|return_tokens_as_ids|responses/test_simple|anthropic|tokenization
 CODEX := @openai/codex@0.169.0
 TEST_PROCESSES ?= 2
+HELM ?= helm
 export PROMPT
 
 BIN  := .venv/bin
@@ -27,7 +28,7 @@ PARALLEL := --numprocesses $(TEST_PROCESSES) --dist loadfile --max-worker-restar
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet $(PIP_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev wheel up down test test-wheel test-sanitizers attack fuzz generate gpu-report gpu-accounting lint e2e start-phases chaos scale images locks conformance conformance-sample test-clients bench bench-engine bench-router clean
+.PHONY: help install install-dev wheel up down test test-wheel test-sanitizers attack fuzz generate kustomize gpu-report gpu-accounting lint e2e start-phases chaos scale images locks conformance conformance-sample test-clients bench bench-engine bench-router clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -90,6 +91,9 @@ generate: $(INSTALLED_DEV) ## write the engine's flags, the CRD, the dashboard, 
 	$(BIN)/python -P -m argosy_resource.crd
 	PYTHONPATH=generators $(BIN)/python -P -m monitoring charts/argosy/files
 	PYTHONPATH=generators $(BIN)/python -P -m docs_reference docs/reference
+
+kustomize: ## render the chart with its default values into deploy/kustomize; HELM= names helm
+	$(HELM) template argosy charts/argosy --namespace argosy-system --no-hooks --set crds.install=false > deploy/kustomize/argosy.yaml
 
 gpu-report: $(INSTALLED_DEV) ## compile the GPU kernels for every known device and write docs/reference/gpu-kernels.md
 	PYTHONPATH=generators $(BIN)/python -P -m gpu_report -o docs/reference/gpu-kernels.md

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -326,15 +328,117 @@ def test_all_programs_are_scraped(namespaces: list[str]) -> None:
     assert engines["namespaceSelector"] == ({"matchNames": namespaces} if namespaces else {"any": True})
 
 
-def test_without_hooks_it_is_a_base_for_kustomize(tmp_path: Path) -> None:
+def test_monitors_rules_and_dashboards_have_the_labels_that_their_readers_look_for() -> None:
+    values = {
+        "monitoring": {
+            "podMonitor": True,
+            "rules": True,
+            "labels": {"release": "kube-prometheus-stack"},
+            "dashboard": True,
+            "dashboardAnnotations": {"grafana_folder": "Inference"},
+        }
+    }
+    objects = render(values)
+    selected = [each for each in objects if each["kind"] in ("PodMonitor", "PrometheusRule")]
+    assert len(selected) == 5
+    assert all(each["metadata"]["labels"]["release"] == "kube-prometheus-stack" for each in selected)
+    dashboards = [each for each in objects if each["kind"] == "ConfigMap" and each.get("data")]
+    assert {each["metadata"]["name"] for each in dashboards} == {
+        "argosy-operator-dashboard",
+        "argosy-router-dashboard",
+    }
+    for each in dashboards:
+        assert each["metadata"]["labels"]["grafana_dashboard"] == "1"
+        assert each["metadata"]["annotations"] == {"grafana_folder": "Inference"}
+        (text,) = each["data"].values()
+        assert json.loads(text)["panels"]
+
+
+def test_pods_have_the_metadata_and_the_variables_that_they_are_given() -> None:
+    affinity = {"nodeAffinity": {}}
+    common = {
+        "affinity": affinity,
+        "podLabels": {"cost-center": "7"},
+        "podAnnotations": {"example.com/note": "x"},
+    }
+    given = {
+        "serviceAccount": {"annotations": {"eks.amazonaws.com/role-arn": "arn:aws:iam::1:role/batches"}},
+        "env": [{"name": "OTEL_TRACES_SAMPLER", "value": "always_on"}],
+    }
+    objects = render({"operator": common, "router": {**common, **given}})
+    plain = render()
+    for name in ("argosy-operator", "argosy-router"):
+        template = find(objects, "Deployment", name)["spec"]["template"]
+        before = find(plain, "Deployment", name)["spec"]["template"]
+        assert template["metadata"] == {
+            "labels": {**before["metadata"]["labels"], "cost-center": "7"},
+            "annotations": {"example.com/note": "x"},
+        }
+        assert "annotations" not in before["metadata"]
+        assert template["spec"]["affinity"] == affinity
+        assert "affinity" not in before["spec"]
+    account = find(objects, "ServiceAccount", "argosy-router")["metadata"]
+    assert account["annotations"] == given["serviceAccount"]["annotations"]
+    (router,) = pod_specs(objects)["argosy-router"]["containers"]
+    assert given["env"][0] in router["env"]
+    with pytest.raises(AssertionError, match=r"podLabels.*app\.kubernetes\.io"):
+        render({"router": {"podLabels": {"app.kubernetes.io/name": "other"}}})
+
+
+def test_without_routers_there_is_nothing_to_test() -> None:
+    objects = render({"router": {"replicas": 0}})
+    assert "Pod" not in kinds(objects)
+    assert operator_environment(objects)["ARGOSY_ROUTER_URL"] == ""
+
+
+def test_programs_read_their_namespace_from_their_pods() -> None:
+    """So that Kustomize can move the objects to another namespace."""
+    for name, spec in pod_specs(render()).items():
+        for container in spec["containers"]:
+            written = json.dumps([container.get("args"), container.get("env")])
+            assert NAMESPACE not in written, name
+            names = [each["name"] for each in container.get("env", ())]
+            for position, variable in enumerate(container.get("env", ())):
+                for used in re.findall(r"[$][(](\w+)[)]", variable.get("value", "")):
+                    assert used in names[:position], "Kubernetes knows what is before it"
+
+
+KUSTOMIZE = Path(__file__).parents[2] / "deploy" / "kustomize"
+OVERLAY: dict[str, Any] = {
+    "namespace": "llm",
+    "resources": ["deploy/kustomize"],
+    "images": [{"name": "argosy-router", "newName": "registry.example.com/router", "newTag": "1"}],
+}
+
+
+def test_the_base_for_kustomize_is_the_chart() -> None:
+    definition = {"crds": {"install": False}}
+    wanted = [
+        each for each in render(definition) if "helm.sh/hook" not in each["metadata"].get("annotations", {})
+    ]
+    found = [
+        each for each in yaml.load_all((KUSTOMIZE / "argosy.yaml").read_text(), yaml.CSafeLoader) if each
+    ]
+    assert sorted(found, key=identity) == sorted(wanted, key=identity), "run `make kustomize`"
+
+
+def test_an_overlay_moves_the_base_to_another_namespace(tmp_path: Path) -> None:
     kubectl = shutil.which("kubectl")
     if kubectl is None:
         pytest.skip("needs kubectl, which has Kustomize built in")
-    objects = [each for each in render() if "helm.sh/hook" not in each["metadata"].get("annotations", {})]
-    (tmp_path / "argosy.yaml").write_text(yaml.safe_dump_all(objects))
-    kustomization = {"resources": ["argosy.yaml"], "namespace": "elsewhere", "namePrefix": "our-"}
-    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
+    for name in ("crds", "deploy"):
+        shutil.copytree(KUSTOMIZE.parents[1] / name, tmp_path / name)
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(OVERLAY))
     done = subprocess.run([kubectl, "kustomize", str(tmp_path)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     built = [each for each in yaml.load_all(done.stdout, yaml.CSafeLoader) if each]
-    assert len(built) == len(objects)
+    assert {"CustomResourceDefinition", "Namespace", "Deployment"} <= kinds(built)
+    assert find(built, "Namespace", "llm")
+    assert {each["metadata"].get("namespace", "llm") for each in built} == {"llm"}
+    for each in built:
+        if "subjects" in each:
+            assert {subject["namespace"] for subject in each["subjects"]} == {"llm"}
+    for name, spec in pod_specs(built).items():
+        assert NAMESPACE not in json.dumps(spec), name
+    (router,) = pod_specs(built)["argosy-router"]["containers"]
+    assert router["image"] == "registry.example.com/router:1"
