@@ -237,7 +237,7 @@ def test_clients_may_be_chosen_and_nobody_reads_metrics_unasked() -> None:
 
 
 def test_an_ingress_and_a_route_lead_to_the_routers() -> None:
-    given = {
+    given: dict[str, Any] = {
         "ingress": {"enabled": True, "className": "nginx", "hosts": ["a.example.com"], "tlsSecret": "cert"},
         "httpRoute": {
             "enabled": True,
@@ -356,12 +356,12 @@ def test_monitors_rules_and_dashboards_have_the_labels_that_their_readers_look_f
 
 def test_pods_have_the_metadata_and_the_variables_that_they_are_given() -> None:
     affinity = {"nodeAffinity": {}}
-    common = {
+    common: dict[str, Any] = {
         "affinity": affinity,
         "podLabels": {"cost-center": "7"},
         "podAnnotations": {"example.com/note": "x"},
     }
-    given = {
+    given: dict[str, Any] = {
         "serviceAccount": {"annotations": {"eks.amazonaws.com/role-arn": "arn:aws:iam::1:role/batches"}},
         "env": [{"name": "OTEL_TRACES_SAMPLER", "value": "always_on"}],
     }
