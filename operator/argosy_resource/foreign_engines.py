@@ -68,6 +68,8 @@ _LISTENING: Final = (
     "api-key",
     "config",
 )
+_NODES: Final = ("nnodes", "node-rank")
+"""The operator starts no further nodes of these engines, so the first one would wait for them for ever."""
 
 FOREIGN_ENGINES: Final[Mapping[str, ForeignEngine]] = {
     "vllm": ForeignEngine(
@@ -89,7 +91,17 @@ FOREIGN_ENGINES: Final[Mapping[str, ForeignEngine]] = {
         expert="--enable-expert-parallel",
         takes_aliases=True,
         key_variable="VLLM_API_KEY",
-        reserved=(*_LISTENING, "uds", "model", "served-model-name", "enable-prefix-caching", "headless"),
+        reserved=(
+            *_LISTENING,
+            "uds",
+            "model",
+            "served-model-name",
+            "enable-prefix-caching",
+            "headless",
+            *_NODES,
+            "master-addr",
+            "master-port",
+        ),
     ),
     "sglang": ForeignEngine(
         command=("python3", "-m", "sglang.launch_server"),
@@ -117,6 +129,8 @@ FOREIGN_ENGINES: Final[Mapping[str, ForeignEngine]] = {
             "pp-size",
             "dp-size",
             "admin-api-key",
+            *_NODES,
+            "dist-init-addr",
         ),
     ),
 }

@@ -151,7 +151,15 @@ def test_routers_call_them_by_the_names_of_clients() -> None:
 
 @pytest.mark.parametrize("engine", FOREIGN_ENGINES)
 def test_flags_that_are_not_the_users(engine: Any) -> None:
-    for name in ("host", "api-key", "served-model-name", "dtype", "tensor-parallel-size"):
+    for name in (
+        "host",
+        "api-key",
+        "served-model-name",
+        "dtype",
+        "tensor-parallel-size",
+        "nnodes",
+        "node-rank",
+    ):
         assert argument_problems([f"--{name}=x"], engine) == [
             f"--{name} is set by a field or by the operator"
         ]
