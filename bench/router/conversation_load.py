@@ -42,14 +42,21 @@ class Conversation:
     turns: tuple[Turn, ...]
 
 
-def conversations(seed: str, per_s: float, seconds: float) -> list[Conversation]:
+def conversations(
+    seed: str,
+    per_s: float,
+    seconds: float,
+    *,
+    system_prompts: int = SYSTEM_PROMPTS,
+    system_tokens: int = SYSTEM_TOKENS,
+) -> list[Conversation]:
     """Return conversations that begin within `seconds`, as a Poisson process of rate `per_s`.
 
     The popularity of the k-th system prompt is proportional to 1/k (Zipf's law, as in traces of assistants).
     """
     rng = random.Random(seed)
-    systems = [text(rng, SYSTEM_TOKENS * BYTES_PER_TOKEN) for _ in range(SYSTEM_PROMPTS)]
-    popularity = [1.0 / (rank + 1) for rank in range(SYSTEM_PROMPTS)]
+    systems = [text(rng, system_tokens * BYTES_PER_TOKEN) for _ in range(system_prompts)]
+    popularity = [1.0 / (rank + 1) for rank in range(system_prompts)]
     made = []
     at = rng.expovariate(per_s)
     while at < seconds:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 BENCH = Path(__file__).parents[2] / "bench" / "router"
@@ -81,3 +84,78 @@ def test_ours_is_compared_with_the_better_setting_of_each_figure() -> None:
     assert best_peer(row) == Figures(100, 0.7, 0.9, 100.0, 200.0, 400.0, 0)
     assert "| 0.50x, 0.50x, 0.50x | |" in markdown({"40": row}, "req/s").splitlines()[-1]
     assert best_peer({OURS: row[OURS]}) is None
+
+
+def _clocked_engine() -> Any:
+    from simulated_engine_server import ClockedEngine
+
+    from argosy_router.simulation.simulated_engine import EngineModel
+
+    return ClockedEngine("epoch", EngineModel(prefill_tokens_per_s=1e6, decode_step_s=1e-4))
+
+
+async def _computed(engine: Any, prompt: str) -> int:
+    """Cached tokens of a prompt that a clocked engine computes."""
+    from prompts import as_trace
+
+    from argosy_router.simulation.simulated_engine import Job
+
+    ended = asyncio.get_running_loop().create_future()
+    engine.submit(
+        Job(as_trace(prompt, 1), lambda job, now: None, lambda job, now: ended.set_result(job.cached_tokens))
+    )
+    cached: int = await ended
+    return cached
+
+
+async def test_a_clocked_engine_warms_up_with_what_another_one_tells() -> None:
+    from simulated_engine_server import HotPrefixReport
+
+    peer, cold, warm = _clocked_engine(), _clocked_engine(), _clocked_engine()
+    prompt = "tell me more " * 400
+    await _computed(peer, prompt)
+    assert peer.hot_prefixes(10_000).prefixes == (), "found once is no hit"
+    hit = await _computed(peer, prompt)
+    report = msgspec.msgpack.decode(msgspec.msgpack.encode(peer.hot_prefixes(10_000)), type=HotPrefixReport)
+    await warm.warm_up(report.prefixes)
+    assert hit > 1000
+    assert await _computed(warm, prompt) == hit
+    assert await _computed(cold, prompt) == 0
+    assert peer.hot_prefixes(100).prefixes == ()
+
+
+def test_the_engines_that_leave_are_those_that_the_operator_would_mark(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import scaling_fleet
+
+    from argosy_protocol.fleet import decode_fleet
+    from argosy_protocol.load_report import LoadReport, ReplicaLoadReport, ServiceLoadReport
+
+    values = {901: {1: 9.0, 2: 1.0, 3: 5.0, 4: 2.0}, 902: {1: 0.0, 2: 2.0, 3: 5.0, 4: 8.0}}
+
+    def report(admin: int) -> LoadReport:
+        replicas = tuple(
+            ReplicaLoadReport(name=f"engine-{port}", routable=True, cache_value=value)
+            for port, value in values[admin].items()
+        )
+        service = ServiceLoadReport(service="bench/tiny", replicas=replicas)
+        return LoadReport(router=str(admin), services=(service,))
+
+    monkeypatch.setattr(scaling_fleet, "_load_report", report)
+    fleet = scaling_fleet.Fleet(tmp_path / "fleet.json", (), (901, 902), dict.fromkeys((1, 2, 3, 4), False))
+    asyncio.run(scaling_fleet.halve(fleet, 2, by_value=True, seed=""))
+    (service,) = decode_fleet(fleet.file.read_bytes()).services
+    leaving = [each.name for each in service.endpoints if each.draining]
+    assert leaving == ["engine-1", "engine-2"], "9 and 3 of all routers together; the others have 10"
+
+
+def test_half_of_the_conversations_are_left_out_while_the_load_is_half() -> None:
+    from conversation_load import conversations
+    from scaling_fleet import halved
+
+    load = conversations("seed", 8.0, 60.0)
+    left = halved(load, lambda at_s: at_s < 30.0)
+    assert [each for each in left if each.at_s >= 30.0] == [each for each in load if each.at_s >= 30.0]
+    early, all_early = (sum(each.at_s < 30.0 for each in some) for some in (left, load))
+    assert abs(2 * early - all_early) <= 1
