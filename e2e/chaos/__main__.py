@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from chaos.fault import Fault, Violation, bystanders, create_bystanders, differences, foreign_writes
-from chaos.faults import api_server, deletions, load, nodes, operator_dies, rollouts
+from chaos.faults import api_server, deletions, load, nodes, operator_dies, rollouts, scaling
 from chaos.operator_process import SYSTEM
 from chaos.plane import ending_cleanly
 from chaos.rig import PATIENCE, Rig, rehearsing, running
@@ -35,9 +35,10 @@ FAULTS: tuple[Fault, ...] = (
     *deletions.FAULTS,
     *load.FAULTS,
     *nodes.FAULTS,
+    *scaling.FAULTS,
 )
 NODES = 6
-NEEDS_KUBERNETES = ("R8 API server killed", "R11 CRD", "R23", "R25")
+NEEDS_KUBERNETES = ("R8 API server killed", "R11 CRD", "R23", "R25", "pods of every kind")
 """Beginnings of the names of faults that cannot be rehearsed."""
 
 

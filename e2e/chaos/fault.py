@@ -83,7 +83,7 @@ async def bystanders(rig: Rig) -> dict[str, Any]:
 
 OWNED = {
     *("inferenceservices/status", "deployments", "services", "poddisruptionbudgets", "secrets"),
-    *("pods/status", "pods", "events", "configmaps", "leases"),
+    *("pods/status", "pods", "events", "configmaps", "leases", "statefulsets"),
 }
 """Everything that the operator may write."""
 

@@ -1,7 +1,7 @@
 """A stand-in for a router: a pod that runs nowhere, and the report that the operator asks it for.
 
 It reports every replica whose containers are ready as one that it sends requests to, which is what a router does once
-it has connected to it.
+it has connected to it, and of the load what `report_load` was told.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import msgspec
 from aiohttp import web
 
 from argosy_operator.names import NAME_LABEL, ROUTER_ADMIN_PORT
-from argosy_protocol.load_report import LOAD_PATH, LoadReport
+from argosy_protocol.load_report import LOAD_PATH, LoadReport, ServiceLoadReport
 from argosy_protocol.routable_report import REPORT_PATH, ReplicaReport, RoutableReport
 from argosy_resource.engine_address import COMPONENT_LABEL, SERVICE_LABEL
 from chaos.api import Api, Object
@@ -33,6 +33,7 @@ class SimulatedRouter:
         self._namespace = namespace
         self._runner: web.AppRunner | None = None
         self._report = RoutableReport(router="simulated", revision=1)
+        self._load = LoadReport(router="simulated")
         self._task: asyncio.Task[None] | None = None
         self._changed = asyncio.Condition()
 
@@ -59,6 +60,14 @@ class SimulatedRouter:
         pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
         await self._api.apply("pods", self._namespace, pod)
         self._nodes.changed.set()
+
+    async def report_load(self, *services: ServiceLoadReport) -> None:
+        """Report this load of services from now on. A request that is held ends the long poll, as a router's does."""
+        async with self._changed:
+            held = any(each.held for each in services)
+            revision = self._load.revision + held
+            self._load = LoadReport(router="simulated", revision=revision, services=services)
+            self._changed.notify_all()
 
     async def close(self) -> None:
         if self._task is not None:
@@ -91,8 +100,12 @@ class SimulatedRouter:
         return web.Response(body=msgspec.json.encode(self._report), content_type="application/json")
 
     async def _answer_load(self, request: web.Request) -> web.Response:
-        report = LoadReport(router="simulated")
-        return web.Response(body=msgspec.json.encode(report), content_type="application/json")
+        seen = int(request.query.get("after", -1))
+        wait = min(60.0, float(request.query.get("wait", 0)))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait), self._changed:
+                await self._changed.wait_for(lambda: self._load.revision != seen)
+        return web.Response(body=msgspec.json.encode(self._load), content_type="application/json")
 
 
 def _answers(pod: Object) -> bool:
