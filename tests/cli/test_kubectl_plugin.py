@@ -44,6 +44,30 @@ def test_help_and_wrong_names(capsys: pytest.CaptureFixture[str]) -> None:
     assert "'wy' is not a command" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("answer", "words", "code", "said"),
+    [
+        ({"error": 'error: the server doesn\'t have a resource type "x"'}, [], 1, "install the chart"),
+        ({"items": []}, [], 0, "no services in this namespace; -A"),
+        ({"items": []}, ["-A"], 0, "no services in the cluster"),
+    ],
+    ids=["no definition", "none here", "none"],
+)
+def test_top_says_that_there_is_nothing_to_list(
+    answers: Any,
+    capsys: pytest.CaptureFixture[str],
+    answer: dict[str, Any],
+    words: list[str],
+    code: int,
+    said: str,
+) -> None:
+    answers({"get": answer})
+    assert main(["top", *words]) == code
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert said in shown.err
+
+
 def test_top_lists_services_and_the_restarts_of_their_engines(
     answers: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -532,8 +532,12 @@ def test_the_cluster_is_read_with_kubectl(
             "install the chart",
         ),
         ({"get": {"error": "Unable to connect to the server: dial tcp: refused"}}, "dial tcp: refused"),
+        (
+            {"get": {"error": "Error from server (NotFound): the server could not find the requested resource"}},
+            "is not a cluster. Without a kubeconfig it asks localhost:8080",
+        ),
     ],
-    ids=["no such service", "no such kind", "no cluster"],
+    ids=["no such service", "no such kind", "no cluster", "a router at localhost:8080"],
 )
 def test_what_cannot_be_read_is_said(answers: dict[str, Object], said: str, tmp_path: Path) -> None:
     program = fake_kubectl(tmp_path, answers)

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import argparse
 import base64
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from argosy.arguments import Parser
 from argosy.commands import route
+from argosy.commands.why import NO_SERVICES
 from argosy.diagnosis.cluster_chain import COMPONENTS, selector
-from argosy.diagnosis.kubectl import Kubectl, NotFound
+from argosy.diagnosis.kubectl import Kubectl, NoSuchKind, NotFound
 from argosy.errors import OK, CommandError
 from argosy.terminal import table
 from argosy_protocol.bearer_keys import internal_key
@@ -35,7 +37,14 @@ def top(argv: Sequence[str]) -> int:
     _add_cluster(parser)
     options = parser.parse_args(argv)
     kubectl, everywhere = _kubectl(options), ["--all-namespaces"] if options.all_namespaces else []
-    services = kubectl.get(RESOURCE, *everywhere)["items"]
+    try:
+        services = kubectl.get(RESOURCE, *everywhere)["items"]
+    except NoSuchKind:
+        raise CommandError(NO_SERVICES) from None
+    if not services:
+        where = "the cluster" if everywhere else "this namespace; -A lists those of all"
+        sys.stderr.write(f"there are no services in {where}\n")
+        return OK
     pods = kubectl.get("pods", "--selector", COMPONENTS, *everywhere)["items"]
     restarts: dict[tuple[str, str], int] = {}
     for pod in pods:

@@ -14,7 +14,7 @@ import msgspec
 from argosy.arguments import Parser, add_state_dir
 from argosy.diagnosis.chain import READ_LINES, Diagnosis, render
 from argosy.diagnosis.cluster_chain import cluster_diagnosis, log_source, selector, suspect
-from argosy.diagnosis.kubectl import Kubectl, NotFound
+from argosy.diagnosis.kubectl import Kubectl, NoSuchKind, NotFound
 from argosy.diagnosis.local_chain import local_diagnosis
 from argosy.errors import FAILURE, OK, CommandError
 from argosy.local.child_process import tail
@@ -22,6 +22,9 @@ from argosy.local.control_client import current_status
 from argosy.local.state_dir import choose_state_dir
 from argosy_resource.types import GROUP, PLURAL
 
+NO_SERVICES: Final = (
+    "the cluster has no InferenceServices; install the chart, or `kubectl apply` what `argosy crd` prints"
+)
 _RESOURCE: Final = f"{PLURAL}.{GROUP}"
 
 
@@ -74,6 +77,8 @@ def in_cluster(kubectl: Kubectl, name: str) -> Diagnosis:
     """
     try:
         service = kubectl.get(_RESOURCE, name)
+    except NoSuchKind:
+        raise CommandError(NO_SERVICES) from None
     except NotFound as error:
         raise CommandError(_missing(kubectl, str(error))) from None
     pods = kubectl.get("pods", "--selector", selector(name))["items"]
@@ -91,8 +96,6 @@ def in_cluster(kubectl: Kubectl, name: str) -> Diagnosis:
 
 
 def _missing(kubectl: Kubectl, message: str) -> str:
-    if "resource type" in message:
-        return "the cluster has no InferenceServices; install the chart, or `kubectl apply` what `argosy crd` prints"
     try:
         names = [each["metadata"]["name"] for each in kubectl.get(_RESOURCE)["items"]]
     except CommandError:

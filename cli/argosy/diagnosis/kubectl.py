@@ -21,8 +21,16 @@ DEADLINE: Final = 30.0
 """Seconds for one run, logins with a browser excepted, which should be done before."""
 
 
+_NO_CLUSTER: Final = "the server could not find the requested resource"
+"""What kubectl says of an HTTP server that answers 404 to everything."""
+
+
 class NotFound(CommandError):
     """The object, or its kind, does not exist."""
+
+
+class NoSuchKind(NotFound):
+    """The cluster has no objects of this kind: their definition is not installed."""
 
 
 class Kubectl:
@@ -92,5 +100,11 @@ class Kubectl:
         if done.returncode == 0:
             return done.stdout
         message = (done.stderr.decode(errors="replace").strip().splitlines() or ["kubectl failed"])[-1]
-        is_missing = "(NotFound)" in message or "doesn't have a resource type" in message
-        raise (NotFound if is_missing else CommandError)(message.removeprefix("error: "))
+        if _NO_CLUSTER in message:
+            raise CommandError(
+                "what kubectl asks is not a cluster. Without a kubeconfig it asks localhost:8080, where a local fleet "
+                "may listen; `kubectl config view --minify` shows the address that it was given"
+            )
+        if "doesn't have a resource type" in message:
+            raise NoSuchKind(message.removeprefix("error: "))
+        raise (NotFound if "(NotFound)" in message else CommandError)(message.removeprefix("error: "))
