@@ -145,6 +145,7 @@ def test_a_killed_replica_is_restarted_and_ps_says_why(
         )
     assert status.services[0].replicas[0].name == victim.name
     assert status.services[0].replicas[0].pid != victim.pid
+    assert status.services[0].replicas[0].reason == "started again after this end: killed by SIGKILL"
     assert len(load.failures) <= 1  # at most the one that was under way on it
 
 

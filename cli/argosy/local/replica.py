@@ -129,7 +129,7 @@ class Replica:
         """Start an engine that has refused its arguments once more: what it refused may have changed on the disk."""
         if self._is_refused and self.phase == "BackOff":
             self._again.set()
-            self._enter("Starting", f"again; before, {self.last_exit}")  # at once: it is no longer refused
+            self._enter("Starting", self._began())  # at once: it is no longer refused
 
     async def run(self) -> None:
         """Run the replica, restarting its process, until it is retired and gone."""
@@ -147,14 +147,16 @@ class Replica:
                 await first_of(self._retired, timeout_s=delay)
             self.restarts += 1
 
+    def _began(self) -> str:
+        """Why there is another process than the first one; empty if it is the first."""
+        return f"started again after this end: {self.last_exit}" if self.last_exit else ""
+
     async def _one_life(self) -> None:
         self._is_refused = False
         port = free_port()
         self.url = f"http://{HOST}:{port}"
         self.started = time.time()
-        self._enter(
-            "Starting", f"again; before, {self.last_exit}" if self.last_exit else "starting the process"
-        )
+        self._enter("Starting", self._began() or "starting the process")
         try:
             process = await Process.start(
                 self._command(port),
@@ -182,7 +184,7 @@ class Replica:
             process.reset_oom_score_adj()
             since = self.ready_since = time.monotonic()
             self.has_served = True
-            self._enter("Ready", f"again; before, {self.last_exit}" if self.last_exit else "")
+            self._enter("Ready", self._began())
             try:
                 hung = await self._stays_healthy(process)
             finally:
