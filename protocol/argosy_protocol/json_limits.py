@@ -81,7 +81,8 @@ def decode_body(decoder: msgspec.json.Decoder[_Body], body: bytes) -> _Body:
             message = f"{param}: {message}{_explanation(message, body, decoder.type, param)}"
         raise BadRequest(message, param=param) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BadRequest(f"request body is not valid JSON: {str(error)[:200]}") from None
+        told = str(error).removeprefix("JSON is malformed: ")
+        raise BadRequest(f"request body is not valid JSON: {told[:200]}") from None
     except RecursionError:  # called with little stack left
         raise BadRequest("request body is nested too deeply") from None
 

@@ -14,6 +14,7 @@ from argosy_protocol.openai import decode_request, unsupported
     ("body", "param", "message"),
     [
         ("{", None, "not valid JSON"),
+        ('{"model":"tiny",}', None, "request body is not valid JSON: trailing comma in object"),
         ("[" * 100_000, None, "nested too deeply"),
         ("[1]", None, "Expected `object`"),
         ('{"messages":[{"role":"user"}],"documents":[{"a":' + "[" * 100_000, "documents", "nested too deeply"),
