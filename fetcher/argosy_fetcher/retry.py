@@ -130,9 +130,10 @@ class Attempts:
             since = self._outage.since = now
         is_too_long = self._failures >= self._policy.min_failures and now - since >= self._policy.max_outage
         if is_too_long or self._is_hopeless(error):
+            kept = "; what has arrived is kept, so another run continues from there"
             raise TransientError(
                 f"{self._what}: gave up after {self._failures} failures in a row and {now - since:.0f} s without "
-                f"progress: {error}; what has arrived is kept, so another run continues from there",
+                f"progress: {error}{kept if self._outage.has_progressed else ''}",
                 error.retry_after_s,
             ) from error
         self._wait(error)

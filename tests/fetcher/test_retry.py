@@ -49,6 +49,13 @@ def test_five_minutes_without_progress_are_enough() -> None:
     error = fail_until_given_up(attempts, TransientError("503"))
     assert 300 <= time.now <= 330
     assert f"it: gave up after {len(time.waits) + 1} failures in a row and {time.now:.0f} s" in str(error)
+    assert str(error).endswith("progress: 503"), "nothing has arrived that could be kept"
+
+
+def test_what_has_arrived_is_promised_only_if_something_has() -> None:
+    attempts = Attempts("it", RetryTime().policy(), lambda text: None)
+    attempts.progressed()
+    error = fail_until_given_up(attempts, TransientError("503"))
     assert str(error).endswith("503; what has arrived is kept, so another run continues from there")
 
 
