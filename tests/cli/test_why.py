@@ -133,6 +133,18 @@ CASES: dict[str, tuple[Object, list[Object], str, str, list[str]]] = {
         "failed",
         ["spec.replicas: too many", "correct the field"],
     ),
+    "a value that the API server refuses": (
+        service(
+            condition(
+                "Degraded", "True", "ApiError", "PATCH deployments/qwen-engine: 422: less than cpu limit"
+            ),
+            condition("WorkloadReady", "False", "Starting", "0/2 updated replicas ready"),
+        ),
+        [],
+        "accepted",
+        "failed",
+        ["ApiError: PATCH", "less than cpu limit", "correct the field of spec"],
+    ),
     "a name that is taken": (
         service(condition("Degraded", "True", "NameConflict", "'qwen' belongs to the older other/qwen")),
         [pod()],
@@ -533,7 +545,11 @@ def test_the_cluster_is_read_with_kubectl(
         ),
         ({"get": {"error": "Unable to connect to the server: dial tcp: refused"}}, "dial tcp: refused"),
         (
-            {"get": {"error": "Error from server (NotFound): the server could not find the requested resource"}},
+            {
+                "get": {
+                    "error": "Error from server (NotFound): the server could not find the requested resource"
+                }
+            },
             "is not a cluster. Without a kubeconfig it asks localhost:8080",
         ),
     ],

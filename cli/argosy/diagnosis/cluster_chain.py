@@ -32,8 +32,10 @@ _REFUSED: Final = (
     "ChildNotOwned",
     "NodeCacheDisabled",
     "NodeCacheElsewhere",
+    "ApiError",
+    "ReconcileError",
 )
-"""Reasons for which the operator applies nothing, or publishes the service under no name of its own."""
+"""Reasons for which the operator applies nothing or not all, or publishes the service under no name of its own."""
 _BESIDE: Final = ("ScaledTwice", "UnknownTimeZone", "CanaryNotFound")
 """Reasons for which a service is Degraded that keep no replica from starting."""
 LINKS: Final = ("manifest", "operator", "accepted", "pods", "node", "volumes", "model", "engine", "loaded")

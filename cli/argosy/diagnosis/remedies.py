@@ -50,7 +50,8 @@ REMEDIES: Final[dict[str, str]] = {
     "OOMKilled": "raise spec.resources.memory, or lower spec.engine.kvCacheMemory",
     "CrashLoopBackOff": "correct what the engine's last lines name; it is started again by itself",
     "ContainerExited": "correct what the engine's last lines name; it is started again by itself",
-    "ApiError": "look at the operator's log, and at the API server",
+    "ApiError": "correct the field of spec that the API server refuses, if the message names one; else look at the "
+    "operator's log and at the API server",
     "ReconcileError": "look at the operator's log",
 }
 """Reason -> remedy, as the end of the line `what to do: `."""
