@@ -15,13 +15,16 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
-from argosy_protocol.errors import BadRequest, ResponseNotFound
+from argosy_protocol.errors import BadRequest, PayloadTooLarge, ResponseNotFound
 from argosy_protocol.response_object import ID_PREFIX, ItemList, ResponseState
 from argosy_protocol.responses import ResponseContentPart, ResponseItem, ResponsesRequest
 from argosy_protocol.responses_chat import input_items
 
 MAX_REFERENCED = 64
 """Responses that the items of one input may refer to."""
+MAX_REFERENCED_BYTES = 32 << 20
+"""Bytes of the items that one input may refer to, each as often as it does: as many as a request's body may have.
+Thousands of references of sixty bytes may all be to one item of a megabyte."""
 MAX_PAGE = 100
 DEFAULT_PAGE = 20
 """Items of one page of input items, as in OpenAI's API."""
@@ -83,6 +86,7 @@ def resolved_items(request: ResponsesRequest, stored: Mapping[str, StoredRespons
     Raises:
         ResponseNotFound: the previous response or a referenced item does not exist.
         BadRequest: the previous response has not ended.
+        PayloadTooLarge: the referenced items are too large together.
     """
     conversation: list[ResponseItem] = []
     previous = request.previous_response_id
@@ -98,15 +102,25 @@ def resolved_items(request: ResponsesRequest, stored: Mapping[str, StoredRespons
             )
         conversation = _items_of(record, state)
     known: dict[str, ResponseItem] | None = None
+    sizes: dict[str, int] = {}
+    size = 0
     for index, item in enumerate(input_items(request)):
         if item.kind != "item_reference":
             conversation.append(item)
             continue
         if known is None:
             known = _by_id(stored.values())
-        found = known.get(item.id or "")
+        item_id = item.id or ""
+        found = known.get(item_id)
         if found is None:
             raise ResponseNotFound(f"Item with id {item.id!r} not found.", param=f"input[{index}].id")
+        if item_id not in sizes:
+            sizes[item_id] = len(msgspec.json.encode(found))
+        size += sizes[item_id]
+        if size > MAX_REFERENCED_BYTES:
+            raise PayloadTooLarge(
+                f"the items that the input refers to exceed {MAX_REFERENCED_BYTES} bytes together", param="input"
+            )
         conversation.append(found)
     return conversation
 

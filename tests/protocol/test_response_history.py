@@ -8,8 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from argosy_protocol.errors import BadRequest, ResponseNotFound
+from argosy_protocol.errors import BadRequest, PayloadTooLarge, ResponseNotFound
 from argosy_protocol.response_history import (
+    MAX_REFERENCED_BYTES,
     StoredResponse,
     identified_items,
     page_of_items,
@@ -128,3 +129,20 @@ def test_pages() -> None:
     assert (past.data, past.first_id, past.has_more) == ([], None, False)
     with pytest.raises(BadRequest, match="after"):
         page_of_items(record, after="nonsense", limit=9, order="asc")
+
+
+@pytest.mark.parametrize("is_output", [False, True])
+def test_many_references_to_a_large_item_are_refused(is_output: bool) -> None:
+    size, count = 1 << 20, 4000
+    large = {"role": "assistant" if is_output else "user", "content": "x" * size}
+    given = [ResponseItem(**large)]
+    state = {"id": "resp_a", "status": "completed", "output": [{**large, "id": "msg_a_0"}] if is_output else []}
+    record = StoredResponse(
+        msgspec.Raw(json.dumps(state).encode()), [] if is_output else identified_items(given, "resp_a")
+    )
+    reference = {"type": "item_reference", "id": "msg_a_0" if is_output else "msg_a_i0"}
+    few = resolved_items(request(input=[reference] * 8), {"resp_a": record})
+    assert len(few) == 8
+    with pytest.raises(PayloadTooLarge, match=f"exceed {MAX_REFERENCED_BYTES} bytes") as refusal:
+        resolved_items(request(input=[reference] * count), {"resp_a": record})
+    assert refusal.value.param == "input"
