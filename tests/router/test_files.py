@@ -70,6 +70,20 @@ async def test_the_official_client_uploads_lists_reads_and_deletes(tmp_path: Pat
 
 async def test_files_of_other_keys_do_not_exist(tmp_path: Path) -> None:
     async with stored(tmp_path, [FakeEngine()]) as r, official(r) as shop, official(r, "sk-lab") as lab:
+@pytest.mark.parametrize("order", ["asc", "desc"])
+async def test_files_that_are_deleted_as_they_are_listed_are_listed_all(tmp_path: Path, order: Any) -> None:
+    async with stored(tmp_path, [FakeEngine()]) as r, official(r) as client:
+        made = [(await client.files.create(file=b"{}", purpose="batch")).id for _ in range(5)]
+        seen = []
+        async for file in client.files.list(order=order, limit=2):
+            seen.append(file.id)
+            await client.files.delete(file.id)
+        assert seen == (made if order == "asc" else made[::-1])
+        for wrong in ("file-1", "batch_" + made[0].removeprefix("file-")):
+            error = (await r.http.get("/v1/files", params={"after": wrong})).json()["error"]
+            assert error["param"] == "after"
+
+
         file = await shop.files.create(file=b"{}", purpose="batch")
         for refused in (lab.files.retrieve(file.id), lab.files.content(file.id), lab.files.delete(file.id)):
             with pytest.raises(NotFoundError, match="no such File object"):

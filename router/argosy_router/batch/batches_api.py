@@ -103,7 +103,8 @@ class BatchesApi:
     async def list(self, owner: str, query: Mapping[str, str]) -> Page[BatchObject]:
         """Return a page of the owner's batches, the newest first."""
         limit = limit_of(query, _DEFAULT_LIMIT, MAX_LIMIT)
-        ids = in_order(await self._records.ids(owner), {"after": query.get("after", "")})
+        asked = {"after": query.get("after", "")}
+        ids = in_order(await self._records.ids(owner), asked, batch_objects.ID_PREFIX)
 
         async def read(batch_id: str) -> BatchObject | None:
             stored = await self._records.read(owner, batch_id)

@@ -146,7 +146,7 @@ class FilesApi:
         """Return a page of the owner's files, the newest first unless the query says otherwise."""
         limit = limit_of(query, MAX_LIMIT, MAX_LIMIT)
         purpose = query.get("purpose")
-        ids = in_order(await self._store.ids(_KIND, owner), query)
+        ids = in_order(await self._store.ids(_KIND, owner), query, file_objects.ID_PREFIX)
 
         async def read(file_id: str) -> FileObject | None:
             file = await self.find(owner, file_id)

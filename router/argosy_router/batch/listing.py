@@ -9,6 +9,7 @@ from typing import Any, Final, Generic, Literal, TypeVar
 from msgspec import Struct
 
 from argosy_protocol.errors import BadRequest
+from argosy_router.storage import object_ids
 
 T = TypeVar("T")
 _READS_AT_ONCE: Final = 32
@@ -38,11 +39,17 @@ def limit_of(query: Mapping[str, str], default: int, maximum: int) -> int:
     return int(given[:9])
 
 
-def in_order(ids: list[str], query: Mapping[str, str]) -> list[str]:
+def in_order(ids: list[str], query: Mapping[str, str], prefix: str) -> list[str]:
     """Return ids, given oldest first, in the order and from the place that a query asks for.
 
+    The object of `after` need not exist any more: a client may delete what it has listed before it asks for the next
+    page.
+
+    Args:
+        prefix: what the ids of the list begin with.
+
     Raises:
-        BadRequest: `order` is unknown, or `after` is not in the list.
+        BadRequest: `order` is unknown, or `after` is not an id as the list has them.
     """
     order = query.get("order", "desc")
     if order not in ("asc", "desc"):
@@ -51,9 +58,14 @@ def in_order(ids: list[str], query: Mapping[str, str]) -> list[str]:
         ids = ids[::-1]
     after = query.get("after")
     if after:
-        if after not in ids:
+        if not (after.startswith(prefix) and object_ids.is_id(after)):
             raise BadRequest("after must be the id of an object of the list", param="after")
-        ids = ids[ids.index(after) + 1 :]
+        place = object_ids.place_of(after)
+        ids = [
+            each
+            for each in ids
+            if (object_ids.place_of(each) > place if order == "asc" else object_ids.place_of(each) < place)
+        ]
     return ids
 
 

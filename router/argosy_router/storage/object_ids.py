@@ -41,6 +41,11 @@ def expires_at(object_id: str) -> int:
     return int(_match(object_id)[2], 16)
 
 
+def place_of(object_id: str) -> tuple[float, str]:
+    """Return what ids are ordered by: when the object was made, and among those of one moment the id itself."""
+    return created_at(object_id), object_id
+
+
 def _match(object_id: str) -> re.Match[str]:
     match = _ID.fullmatch(object_id)
     assert match is not None, "ids are checked where they come in"

@@ -139,7 +139,7 @@ class ObjectStore:
         entries = await self.blobs.entries(f"owners/{owner}/{kind}")
         names = [entry.key.rpartition("/")[2] for entry in entries]
         ids = [name.removesuffix(".json") for name in names if name.endswith(".json")]
-        return sorted(filter(self._is_alive, ids), key=lambda each: (object_ids.created_at(each), each))
+        return sorted(filter(self._is_alive, ids), key=object_ids.place_of)
 
     # contents
 
