@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import httpx
 import pytest
 from openai import APIStatusError, NotFoundError
 
+from argosy_router.batch.batch_routes import MAX_DOWNLOADS
 from argosy_router.batch.files_api import MAX_UPLOADS
 from argosy_router.config import ServerLimits
 
@@ -68,8 +70,6 @@ async def test_the_official_client_uploads_lists_reads_and_deletes(tmp_path: Pat
                 await gone
 
 
-async def test_files_of_other_keys_do_not_exist(tmp_path: Path) -> None:
-    async with stored(tmp_path, [FakeEngine()]) as r, official(r) as shop, official(r, "sk-lab") as lab:
 @pytest.mark.parametrize("order", ["asc", "desc"])
 async def test_files_that_are_deleted_as_they_are_listed_are_listed_all(tmp_path: Path, order: Any) -> None:
     async with stored(tmp_path, [FakeEngine()]) as r, official(r) as client:
@@ -84,6 +84,8 @@ async def test_files_that_are_deleted_as_they_are_listed_are_listed_all(tmp_path
             assert error["param"] == "after"
 
 
+async def test_files_of_other_keys_do_not_exist(tmp_path: Path) -> None:
+    async with stored(tmp_path, [FakeEngine()]) as r, official(r) as shop, official(r, "sk-lab") as lab:
         file = await shop.files.create(file=b"{}", purpose="batch")
         for refused in (lab.files.retrieve(file.id), lab.files.content(file.id), lab.files.delete(file.id)):
             with pytest.raises(NotFoundError, match="no such File object"):
@@ -196,6 +198,36 @@ async def test_uploads_of_one_key_leave_room_for_those_of_another(tmp_path: Path
         writers[0].transport.abort()
         async with asyncio.timeout(60.0):
             while (await upload(r)).status_code != 200:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+
+async def test_unread_downloads_of_one_key_leave_room_for_those_of_another(tmp_path: Path) -> None:
+    async with stored(tmp_path, [FakeEngine()]) as r, contextlib.AsyncExitStack() as stack:
+        file_id = (await upload(r, b"x" * (16 * 1024 * 1024))).json()["id"]
+        path = f"/v1/files/{file_id}/content"
+        writers = []
+        for _ in range(MAX_DOWNLOADS // 2):
+            _, writer = await stack.enter_async_context(raw(r.router))
+            writer.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            writer.transport.pause_reading()  # type: ignore[attr-defined]
+            writer.write(f"GET {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer sk-shop\r\n\r\n".encode())
+            writers.append(writer)
+        num_behind = 0
+        async with asyncio.timeout(60.0):
+            while num_behind < MAX_DOWNLOADS // 2:
+                num_behind = sum(connection.is_behind for connection in r.router.server.connections)
+                await asyncio.sleep(0.01)
+        refused = await r.http.get(path)
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        assert f"{MAX_DOWNLOADS // 2} of them with this key" in refused.json()["error"]["message"]
+        assert (await r.http.get(f"/v1/files/{file_id}")).status_code == 200
+        other = {"authorization": "Bearer sk-lab"}
+        form: dict[str, Any] = {"files": {"file": ("a", b"{}")}, "data": {"purpose": "batch"}}
+        theirs = (await r.http.post("/v1/files", **form, headers=other)).json()["id"]
+        assert (await r.http.get(f"/v1/files/{theirs}/content", headers=other)).content == b"{}"
+        writers[0].transport.abort()
+        async with asyncio.timeout(60.0):
+            while (await r.http.get(path)).status_code != 200:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
 

@@ -29,11 +29,14 @@ from argosy_router.proxy.downstream.api_shape import error_body, id_headers
 from argosy_router.proxy.downstream.error_headers import error_headers
 from argosy_router.proxy.request.call_decoding import require_json
 from argosy_router.storage.object_store import owner_of
+from argosy_router.storage.owner_slots import OwnerSlots
 
 log = logging.getLogger(__name__)
 
 MAX_PENDING: Final = 1024
-"""Requests of these routes at a time."""
+"""Requests of these routes at a time. Owners share them, and the downloads among them (`OwnerSlots`)."""
+MAX_DOWNLOADS: Final = 128
+"""Contents of files on their way to clients, each of which holds a megabyte while its client does not read."""
 _JSON: Final = b"content-type: application/json\r\n"
 _PATH: Final = re.compile(rb"/v1/(files|batches)(?:/([^/]{1,128})(?:/(content|cancel))?)?")
 
@@ -46,6 +49,8 @@ class BatchRoutes:
         self._batches = batches
         self._accounting = accounting
         self._tasks: set[asyncio.Task[None]] = set()
+        self._pending = OwnerSlots(MAX_PENDING)
+        self._downloads = OwnerSlots(MAX_DOWNLOADS)
 
     def on_head(self, request: Request, account: Account) -> bool:
         if (request.method, request.path) != (b"POST", b"/v1/files"):
@@ -58,18 +63,25 @@ class BatchRoutes:
         return True
 
     def on_request(self, client: Client, request: Request, account: Account, request_id: bytes) -> None:
-        if len(self._tasks) >= MAX_PENDING:
+        owner = owner_of(account.name)
+        if not self._pending.take(owner):
             if request.sink is not None:
                 request.sink.abort()
             raise Unavailable(
-                "the router has too many requests for files and batches; retry", retry_after_s=1.0
+                f"the router has {self._pending.num_taken} requests for files and batches already, "
+                f"{self._pending.num_of(owner)} of them with this key; retry",
+                retry_after_s=1.0,
             )
         answer = PendingAnswer(client)
         task = asyncio.create_task(
             self._answer(answer, request, account, request_id), name="files and batches"
         )
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda task: self._on_answered(task, owner))
+
+    def _on_answered(self, task: asyncio.Task[None], owner: str) -> None:
+        self._tasks.discard(task)
+        self._pending.release(owner)
 
     async def close(self) -> None:
         """Cancel what has not been answered, and end uploads."""
@@ -85,10 +97,7 @@ class BatchRoutes:
         try:
             result = await self._result(request, account)
             if isinstance(result, FileContent):
-                name = quote(result.file.filename, safe="")
-                headers = b"content-type: application/octet-stream\r\nx-content-type-options: nosniff\r\n"
-                headers += b"content-disposition: attachment; filename*=UTF-8''%b\r\n" % name.encode()
-                await answer.stream(headers + ids, result.chunks)
+                await self._download(answer, result, owner_of(account.name), ids)
             else:
                 answer.respond(200, _JSON + ids, msgspec.json.encode(result))
         except ApiError as error:
@@ -96,6 +105,22 @@ class BatchRoutes:
         except Exception:
             log.exception("request %s failed", request_id.decode())
             self._refuse(answer, InternalError("internal error"), request, request_id)
+
+    async def _download(self, answer: PendingAnswer, content: FileContent, owner: str, ids: bytes) -> None:
+        downloads = self._downloads
+        if not downloads.take(owner):
+            raise Unavailable(
+                f"the router sends {downloads.num_taken} files already, {downloads.num_of(owner)} of them with this "
+                "key; retry later",
+                retry_after_s=1.0,
+            )
+        name = quote(content.file.filename, safe="")
+        headers = b"content-type: application/octet-stream\r\nx-content-type-options: nosniff\r\n"
+        headers += b"content-disposition: attachment; filename*=UTF-8''%b\r\n" % name.encode()
+        try:
+            await answer.stream(headers + ids, content.chunks)
+        finally:
+            downloads.release(owner)
 
     def _refuse(self, answer: PendingAnswer, error: ApiError, request: Request, request_id: bytes) -> None:
         self._accounting.count_rejection(request_id, error.http_status)

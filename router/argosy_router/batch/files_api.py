@@ -18,10 +18,10 @@ from argosy_router.batch.file_upload import FileUpload
 from argosy_router.batch.listing import Page, in_order, limit_of, page_of
 from argosy_router.storage.blob_store import StorageUnavailable
 from argosy_router.storage.object_store import ObjectStore
+from argosy_router.storage.owner_slots import OwnerSlots
 
 MAX_UPLOADS: Final = 64
-"""Uploads of one router at a time, each of which holds a megabyte. An owner may begin one while it has fewer than are
-free: one alone has half of them at most, and there is room for others."""
+"""Uploads of one router at a time, each of which holds a megabyte. Owners share them (`OwnerSlots`)."""
 PAGE: Final = 1000
 MAX_LIMIT: Final = 10_000
 """OpenAI's. A page has no more than `PAGE` files all the same."""
@@ -46,8 +46,9 @@ class FilesApi:
         self._store = store
         self._max_file_bytes = max_file_bytes
         self._ttl_s = ttl_s
-        self._uploads: dict[FileUpload, str] = {}
-        """Owners by their uploads."""
+        self._uploads: set[FileUpload] = set()
+        self._slots = OwnerSlots(MAX_UPLOADS)
+        """Of uploads."""
 
     def begin(self, owner: str, boundary: bytes, declared_bytes: int) -> FileUpload:
         """Begin an upload, which gets the body.
@@ -59,23 +60,24 @@ class FilesApi:
             PayloadTooLarge: the file must be too large.
             Unavailable: the router, or the owner, has too many already.
         """
-        num_free = MAX_UPLOADS - len(self._uploads)
-        num_own = sum(uploader == owner for uploader in self._uploads.values())
-        if num_own >= num_free:
-            raise Unavailable(
-                f"the router receives {len(self._uploads)} files already, {num_own} of them with this key; "
-                "retry later",
-                retry_after_s=1.0,
-            )
         upload = FileUpload(self._store, owner, self._new_id, boundary, self._max_file_bytes)
         if declared_bytes > upload.max_bytes:
             raise upload.too_large()
-        self._uploads[upload] = owner
-        upload.on_end = lambda: self._forget(upload)
+        slots = self._slots
+        if not slots.take(owner):
+            raise Unavailable(
+                f"the router receives {slots.num_taken} files already, {slots.num_of(owner)} of them with this key; "
+                "retry later",
+                retry_after_s=1.0,
+            )
+        self._uploads.add(upload)
+        upload.on_end = lambda: self._forget(upload, owner)
         return upload
 
-    def _forget(self, upload: FileUpload) -> None:
-        self._uploads.pop(upload, None)
+    def _forget(self, upload: FileUpload, owner: str) -> None:
+        """Free the upload's slot; called once."""
+        self._uploads.remove(upload)
+        self._slots.release(owner)
 
     def _new_id(self, fields: Mapping[str, str]) -> str:
         """Return the id of a file, which tells when it expires."""

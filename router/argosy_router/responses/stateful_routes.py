@@ -51,11 +51,12 @@ from argosy_router.responses.background_responses import BackgroundResponses
 from argosy_router.responses.reserving_client import ReservingClient
 from argosy_router.responses.stored_responses import StoredResponses, owner_of_responses
 from argosy_router.responses.storing_client import StoringClient
+from argosy_router.storage.owner_slots import OwnerSlots
 
 log = logging.getLogger(__name__)
 
 MAX_PENDING: Final = 4096
-"""Requests that wait for the storage at a time."""
+"""Requests that wait for the storage at a time. Owners share them (`OwnerSlots`)."""
 _TRUE: Final = frozenset(("true", "True", "1"))
 _JSON: Final = b"content-type: application/json\r\n"
 _COUNT: Final = b"/v1/responses/input_tokens"
@@ -109,6 +110,7 @@ class StatefulRoutes:
         self._max_conversation_bytes = max_conversation_bytes
         self._memory = memory
         self._tasks: set[asyncio.Task[None]] = set()
+        self._slots = OwnerSlots(MAX_PENDING)
 
     def is_body_used(self, request: Request) -> bool:
         """Whether the body of a request will be used, by its head."""
@@ -126,7 +128,7 @@ class StatefulRoutes:
         owner, response_id = owner_of_responses(account.name), (path[1] or b"").decode("latin-1")
         is_count = request.path == _COUNT and request.method == b"POST"
         if response_id and not is_count:
-            self._later(client, self._respond(client, owner, response_id, path[2], request, request_id))
+            self._later(client, owner, self._respond(client, owner, response_id, path[2], request, request_id))
             return
         _require(request, b"POST")
         require_json(request)
@@ -136,7 +138,7 @@ class StatefulRoutes:
         if not (asked.background or referenced_responses(asked)):
             self._create(client, request, account, request_id, asked, resolved_items(asked, {}))
             return
-        self._later(client, self._resolve(client, request, account, request_id, asked))
+        self._later(client, owner, self._resolve(client, request, account, request_id, asked))
 
     async def close(self) -> None:
         """Cancel what has not been answered, and end what is generated in the background."""
@@ -145,14 +147,18 @@ class StatefulRoutes:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._background.close()
 
-    def _later(self, client: Client, work: Coroutine[Any, Any, None]) -> None:
-        if len(self._tasks) >= MAX_PENDING:
+    def _later(self, client: Client, owner: str, work: Coroutine[Any, Any, None]) -> None:
+        if not self._slots.take(owner):
             work.close()
             raise Unavailable("too many requests wait for the router's storage; retry", retry_after_s=1.0)
         pending = _Pending(client)
         pending.task = task = asyncio.create_task(work, name="responses")
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda task: self._on_done(task, owner))
+
+    def _on_done(self, task: asyncio.Task[None], owner: str) -> None:
+        self._tasks.discard(task)
+        self._slots.release(owner)
 
     # creation
 
