@@ -124,3 +124,17 @@ def test_only_what_is_sent_is_narrowed() -> None:
     (parameter,) = result["paths"]["/chats/{name}"]["get"]["parameters"]
     assert parameter["schema"] == {"anyOf": [{"enum": ["chat-1"]}, {"type": "string"}]}
     assert "/sleep" not in result["paths"]
+
+
+def test_events_of_streams_are_not_compared_with_a_text() -> None:
+    json_schema, text = {"schema": {"type": "object"}}, {"schema": {"type": "string"}}
+    content = {"application/json": json_schema, "text/event-stream": text}
+    answer = {"description": "the answer", "content": content}
+    operation = {"responses": {"200": answer, "204": {"description": "none"}}}
+    document = {"paths": {"/chats": {"post": operation}}, "components": {"schemas": {}}}
+    result = narrowed(document, ["tiny"], {}, "")["paths"]["/chats"]["post"]["responses"]
+    assert result["200"] == {
+        "description": "the answer",
+        "content": {"application/json": json_schema, "text/event-stream": {}},
+    }
+    assert result["204"] == {"description": "none"}
