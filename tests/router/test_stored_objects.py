@@ -282,6 +282,44 @@ async def test_a_sweep_removes_what_crashes_have_left(tmp_path: Path) -> None:
     assert [*await store.blobs.entries("leases"), *await store.blobs.entries("work")] == []
 
 
+async def test_folders_that_batches_have_left_empty_are_removed_once_they_are_old(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path)
+    for key in ("work/batch_1/part.jsonl", "work/batch_2/part.jsonl", "work/batch_3/part.jsonl"):
+        await store.create(key, b"{}")
+    for gone in ("work/batch_1/part.jsonl", "work/batch_3/part.jsonl"):
+        await store.delete(gone)
+    objects = tmp_path / "objects"
+    for old in ("work/batch_1", "work/batch_2", "work"):
+        os.utime(objects / old, (1000.0, 1000.0))
+    await store.remove_leftovers(2000.0)
+    assert sorted(path.name for path in (objects / "work").iterdir()) == ["batch_2", "batch_3"]
+    await store.create("work/batch_1/part.jsonl", b"{}")
+    assert [entry.key for entry in await store.entries("work")] == [
+        "work/batch_1/part.jsonl",
+        "work/batch_2/part.jsonl",
+    ]
+
+
+async def test_a_blob_is_written_while_its_old_empty_folder_is_removed(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path)
+    folder = tmp_path / "objects" / "work" / "batch_1"
+    folder.mkdir(parents=True)
+    is_over = asyncio.Event()
+
+    async def remove() -> None:
+        while not is_over.is_set():
+            await store.remove_leftovers(2000.0)
+
+    removing = asyncio.create_task(remove())
+    for number in range(100):
+        key = f"work/batch_1/{number}.jsonl"
+        await (store.create(key, b"{}") if number % 2 else store.upload(key, pieces(b"{}")))
+        assert await store.delete(key)
+        os.utime(folder, (1000.0, 1000.0))
+    is_over.set()
+    await removing
+
+
 async def test_files_are_for_the_routers_user_only(tmp_path: Path) -> None:
     store = DirectoryStore(tmp_path / "storage")
     await store.create("a/b/c.json", b"{}")

@@ -35,6 +35,7 @@ from argosy_router.storage.blob_store import (
 from argosy_router.storage.storage_threads import DEADLINE_S, StorageThreads
 
 T = TypeVar("T")
+_ATTEMPTS = 10
 _MODE = 0o700
 """Prompts and answers are the owner's business alone."""
 
@@ -116,6 +117,9 @@ class DirectoryStore:
 
     async def remove_leftovers(self, older_than: float) -> None:
         await self._threads.run(partial(self._remove_leftovers, older_than))
+        folders = [self._objects]
+        while folders:  # as in `entries`
+            folders += await self._threads.run(partial(self._remove_empty, folders.pop(), older_than))
 
     # in a thread
 
@@ -138,9 +142,8 @@ class DirectoryStore:
     def _create(self, key: str, data: bytes) -> str:
         path = self._path(key)
         with self._written(data) as unfinished:
-            _make_folder(path.parent)
             try:
-                os.link(unfinished, path)
+                _in_folder(path.parent, lambda: os.link(unfinished, path))
             except FileExistsError:
                 raise AlreadyExists(key) from None
         _sync_folder(path.parent)
@@ -168,10 +171,9 @@ class DirectoryStore:
 
     def _finish(self, descriptor: int, unfinished: Path, key: str) -> None:
         path = self._path(key)
-        _make_folder(path.parent)
         os.fsync(descriptor)
         with self._locked(key):
-            os.rename(unfinished, path)
+            _in_folder(path.parent, lambda: os.rename(unfinished, path))
         _sync_folder(path.parent)
 
     def _scan(self, folder: Path) -> tuple[list[BlobEntry], list[Path]]:
@@ -197,6 +199,19 @@ class DirectoryStore:
             with contextlib.suppress(FileNotFoundError):
                 if entry.stat(follow_symlinks=False).st_mtime < older_than:
                     os.unlink(entry.path)
+
+    def _remove_empty(self, folder: Path, older_than: float) -> list[Path]:
+        """Remove the empty folders in a folder; return the others. Each batch leaves one."""
+        others: list[Path] = []
+        with contextlib.suppress(FileNotFoundError):
+            for entry in list(os.scandir(folder)):
+                if not entry.is_dir(follow_symlinks=False):
+                    continue
+                with contextlib.suppress(FileNotFoundError):
+                    is_old = entry.stat(follow_symlinks=False).st_mtime < older_than
+                    if not (is_old and _remove_folder(entry.path)):
+                        others.append(Path(entry.path))
+        return others
 
     @contextlib.contextmanager
     def _written(self, data: bytes) -> Iterator[Path]:
@@ -315,6 +330,27 @@ def _make_folder(folder: Path) -> None:
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=_MODE)
     _sync_folder(folder.parent)
+
+
+def _in_folder(folder: Path, enter: Callable[[], None]) -> None:
+    """Make a folder, and enter a name in it; again if the folder was removed in between, because it was empty."""
+    for _ in range(_ATTEMPTS):
+        with contextlib.suppress(FileNotFoundError):
+            _make_folder(folder)
+            enter()
+            return
+    raise FileNotFoundError(errno.ENOENT, "the folder is removed again and again", str(folder))
+
+
+def _remove_folder(path: str) -> bool:
+    """Remove a folder if it is empty; return whether it was."""
+    try:
+        os.rmdir(path)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        return False
+    return True
 
 
 def _sync_folder(folder: Path) -> None:
