@@ -46,6 +46,8 @@ class StoredResponse(Struct, frozen=True):
     """The response object, as clients get it."""
     items: list[msgspec.Raw]
     """The conversation before it, oldest item first, each with an id."""
+    runner: str = ""
+    """Of one that is generated in the background: what tells whether that goes on (the router's `run_heartbeats`)."""
 
     def state(self) -> ResponseState:
         return _decode_state(self.response)
@@ -119,7 +121,8 @@ def resolved_items(request: ResponsesRequest, stored: Mapping[str, StoredRespons
         size += sizes[item_id]
         if size > MAX_REFERENCED_BYTES:
             raise PayloadTooLarge(
-                f"the items that the input refers to exceed {MAX_REFERENCED_BYTES} bytes together", param="input"
+                f"the items that the input refers to exceed {MAX_REFERENCED_BYTES} bytes together",
+                param="input",
             )
         conversation.append(found)
     return conversation

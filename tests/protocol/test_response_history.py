@@ -136,7 +136,11 @@ def test_many_references_to_a_large_item_are_refused(is_output: bool) -> None:
     size, count = 1 << 20, 4000
     large = {"role": "assistant" if is_output else "user", "content": "x" * size}
     given = [ResponseItem(**large)]
-    state = {"id": "resp_a", "status": "completed", "output": [{**large, "id": "msg_a_0"}] if is_output else []}
+    state = {
+        "id": "resp_a",
+        "status": "completed",
+        "output": [{**large, "id": "msg_a_0"}] if is_output else [],
+    }
     record = StoredResponse(
         msgspec.Raw(json.dumps(state).encode()), [] if is_output else identified_items(given, "resp_a")
     )

@@ -12,6 +12,7 @@ conversation, and the id of the response.
     adopted_answer        gives answers of engines of other makes the router's id
     background_run        one response that is generated while no client waits, and who follows its events
     background_responses  responses that are generated while no client waits
+    run_heartbeats        whether the router that generates one still lives
 """
 
 # Not compiled: waits for the storage.

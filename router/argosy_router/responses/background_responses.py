@@ -22,7 +22,9 @@ from argosy_protocol.response_object import with_status
 from argosy_router.http.body_memory import BodyReservation
 from argosy_router.http.server_interface import Client
 from argosy_router.responses.background_run import STREAM_HEADERS, BackgroundRun, Follower
+from argosy_router.responses.run_heartbeats import BEAT_S
 from argosy_router.responses.stored_responses import StoredResponses, is_response
+from argosy_router.storage.blob_store import StorageUnavailable
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +65,7 @@ class BackgroundResponses:
         """Runs of each owner, from before their records are stored."""
         self._num_event_bytes = 0
         self._watcher: asyncio.Task[None] | None = None
+        self._beater: asyncio.Task[None] | None = None
 
     async def start(
         self,
@@ -88,6 +91,8 @@ class BackgroundResponses:
         run = BackgroundRun(owner, response_id, bytes(record.response), is_streamed, reserved, self._count)
         self._num_live[owner] += 1
         try:
+            run.heartbeat = await self._stored.heartbeats.begin()
+            record = msgspec.structs.replace(record, runner=run.heartbeat)
             await self._stored.add(owner, response_id, record)
         except BaseException:
             self._uncount(owner)
@@ -98,6 +103,8 @@ class BackgroundResponses:
         task.add_done_callback(self._on_done)
         if self._watcher is None or self._watcher.done():
             self._watcher = asyncio.create_task(self._watch(), name="background responses ended elsewhere")
+        if self._beater is None or self._beater.done():
+            self._beater = asyncio.create_task(self._beat(), name="heartbeat of background responses")
 
     def follow(self, client: Client, owner: str, response_id: str, position: int, headers: bytes) -> None:
         """Send the events of a run to a client, from a position on.
@@ -126,9 +133,10 @@ class BackgroundResponses:
     async def close(self) -> None:
         """End all runs as failed. What the storage does not take at once is lost."""
         self._closing.set()
-        if self._watcher is not None:
-            self._watcher.cancel()
-            await asyncio.gather(self._watcher, return_exceptions=True)
+        helpers = [task for task in (self._watcher, self._beater) if task is not None]
+        for task in helpers:
+            task.cancel()
+        await asyncio.gather(*helpers, return_exceptions=True)
         for run in list(self._tasks.values()):
             run.leave()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -142,6 +150,13 @@ class BackgroundResponses:
         self._num_live[owner] -= 1
         if not self._num_live[owner]:
             del self._num_live[owner]
+
+    async def _beat(self) -> None:
+        """Tell other routers that the runs go on, until no run is left."""
+        while self._tasks:
+            await asyncio.sleep(BEAT_S)
+            with contextlib.suppress(StorageUnavailable):  # the log has it, and the next one may succeed
+                await self._stored.heartbeats.beat({run.heartbeat for run in self._tasks.values()})
 
     async def _watch(self) -> None:
         """End the runs whose records another router has finished or removed, until no run is left."""

@@ -52,6 +52,8 @@ class BackgroundRun:
             count: told of more bytes of events.
         """
         self.owner = owner
+        self.heartbeat = ""
+        """The id of this router's heartbeat (`run_heartbeats`)."""
         self.reserved = reserved
         self._adopted = AdoptedAnswer(response_id)
         fields = _decode_fields(queued)

@@ -128,7 +128,9 @@ class StatefulRoutes:
         owner, response_id = owner_of_responses(account.name), (path[1] or b"").decode("latin-1")
         is_count = request.path == _COUNT and request.method == b"POST"
         if response_id and not is_count:
-            self._later(client, owner, self._respond(client, owner, response_id, path[2], request, request_id))
+            self._later(
+                client, owner, self._respond(client, owner, response_id, path[2], request, request_id)
+            )
             return
         _require(request, b"POST")
         require_json(request)

@@ -1,7 +1,8 @@
 """Records of responses, as the router's storage keeps them.
 
 Owns: the form of a document, and what a record says that is not finished. Must not know: HTTP, requests.
-Invariant: a response that no router works on any more is not unfinished for ever: after `MAX_RUN_S` it has failed.
+Invariant: a response that no router works on any more is not unfinished for ever: it has failed once it is read through
+a router that has seen the other one gone (`run_heartbeats`), and after `MAX_RUN_S` in any case.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import msgspec
 
 from argosy_protocol.response_history import StoredResponse
 from argosy_protocol.response_object import ID_PREFIX, ResponseState, with_status
+from argosy_router.responses.run_heartbeats import RunHeartbeats
 from argosy_router.storage.blob_store import Changed
 from argosy_router.storage.object_store import ObjectStore, owner_of
 from argosy_router.storage.owner_usage import QuotaExceeded
@@ -45,8 +47,16 @@ def is_response(data: bytes) -> bool:
 class StoredResponses:
     """The responses of all owners. All methods raise ApiError if the storage fails or refuses."""
 
-    def __init__(self, storage: ObjectStore, ttl_s: float, *, now: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        storage: ObjectStore,
+        ttl_s: float,
+        *,
+        now: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
         """`ttl_s` is how long a response is kept; `now` is in seconds since the epoch."""
+        self.heartbeats = RunHeartbeats(storage, monotonic)
         self._storage = storage
         self._ttl_s = ttl_s
         self._now = now
@@ -85,10 +95,14 @@ class StoredResponses:
             return None
         record = _decode(document.data)
         state = record.state()
-        if state.is_finished or state.created_at + MAX_RUN_S > self._now():
+        if state.is_finished:
+            return record
+        is_late = state.created_at + MAX_RUN_S <= self._now()
+        if not (is_late or await self.heartbeats.is_gone(record.runner)):
             return record
         failed = with_status(bytes(record.response), "failed", "the router that generated it has stopped")
-        return StoredResponse(msgspec.Raw(failed), record.items)
+        ended = StoredResponse(msgspec.Raw(failed), record.items)
+        return ended if is_late else await self.finish(owner, response_id, ended)
 
     async def finish(self, owner: str, response_id: str, record: StoredResponse) -> StoredResponse | None:
         """Store the end of a response, unless it has one or was deleted; return the record that is stored now."""

@@ -1,0 +1,114 @@
+"""Heartbeats of routers that generate responses in the background, so that others notice when one has died.
+
+Owns: this router's heartbeat in the storage, and what it has seen of others'. Must not know: responses.
+Invariant: a router counts as gone only if its heartbeat did not change for `GONE_S` by this router's clock, in looks
+that all succeeded and were at most `MAX_GAP_S` apart. So the storage has worked meanwhile, and clocks need not agree.
+
+    work/ROUTER_ID.json     changes every `BEAT_S` while the router generates; the sweep removes it at the end of the id
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from typing import Final, NamedTuple
+
+from argosy_router.storage import object_ids
+from argosy_router.storage.blob_store import AlreadyExists, Changed, StorageUnavailable
+from argosy_router.storage.object_store import ObjectStore
+
+BEAT_S: Final = 5.0
+MAX_GAP_S: Final = 30.0
+"""Clients poll more often."""
+GONE_S: Final = 60.0
+ID_PREFIX: Final = "router-"
+TTL_S: Final = 7 * 86400.0
+"""Of one id; a router takes another one after a day, and no run takes so long as the rest."""
+_RENEWED_S: Final = 86400.0
+_MAX_SEEN: Final = 1024
+
+
+class _Seen(NamedTuple):
+    version: str
+    since: float
+    """When it was seen first."""
+    last: float
+
+
+class RunHeartbeats:
+    """The heartbeats that one router writes and reads. Times are a monotonic clock's."""
+
+    def __init__(self, storage: ObjectStore, now: Callable[[], float] = time.monotonic) -> None:
+        self._storage = storage
+        self._now = now
+        self._current = ""
+        self._made = 0.0
+        """When the current id was made."""
+        self._own: dict[str, tuple[str, float]] = {}
+        """Of each id of this router, its version and when it was written."""
+        self._num_beats = 0
+        self._writing = asyncio.Lock()
+        self._seen: dict[str, _Seen] = {}
+        """Of other routers; longest ago seen first."""
+
+    async def begin(self) -> str:
+        """Return the id of this router's heartbeat, for a run that begins. It was written just now."""
+        async with self._writing:
+            if not self._current or self._now() - self._made > _RENEWED_S:
+                self._current, self._made = self._storage.new_id(ID_PREFIX, TTL_S), self._now()
+            _, written = self._own.get(self._current, ("", -BEAT_S))
+            if self._now() - written >= BEAT_S:
+                await self._write(self._current)
+            return self._current
+
+    async def beat(self, runners: Iterable[str]) -> None:
+        """Write the heartbeats that runs of this router have, and forget its others."""
+        async with self._writing:
+            used = {self._current, *runners}
+            self._own = {runner: own for runner, own in self._own.items() if runner in used}
+            for runner in list(self._own):
+                await self._write(runner)
+
+    async def _write(self, runner: str) -> None:
+        self._num_beats += 1
+        data = b'{"beats":%d}' % self._num_beats
+        blobs, key = self._storage.blobs, _key(runner)
+        for _ in range(2):
+            try:
+                if runner in self._own:
+                    version = await blobs.replace(key, data, self._own[runner][0])
+                else:
+                    version = await blobs.create(key, data)
+            except AlreadyExists:  # a write before this one failed, but was made
+                found = await blobs.get(key)
+                if found is not None:
+                    self._own[runner] = found.version, self._now()
+            except Changed:
+                del self._own[runner]
+            else:
+                self._own[runner] = version, self._now()
+                return
+        raise StorageUnavailable
+
+    async def is_gone(self, runner: str) -> bool:
+        """Look whether a router is gone. The first look is never enough."""
+        if runner in self._own or not object_ids.is_id(runner):
+            return False
+        try:
+            blob = await self._storage.blobs.get(_key(runner))
+        except StorageUnavailable:
+            self._seen.pop(runner, None)
+            raise
+        now, version = self._now(), "" if blob is None else blob.version
+        seen = self._seen.pop(runner, None)
+        if seen is None or seen.version != version or now - seen.last > MAX_GAP_S:
+            seen = _Seen(version, now, now)
+        if len(self._seen) >= _MAX_SEEN:
+            del self._seen[next(iter(self._seen))]
+        self._seen[runner] = seen._replace(last=now)
+        return now - seen.since >= GONE_S
+
+
+def _key(runner: str) -> str:
+    return f"work/{runner}.json"
