@@ -30,8 +30,8 @@ MAX_LOGPROB_TOKEN_IDS = 128
 MAX_CHOICES = 1024
 """Choices of one call: prompts times n."""
 MAX_REQUEST_ID = 128
-MAX_CHAT_TEMPLATE = 1 << 18
-"""In characters; the longest templates of models have a tenth."""
+MAX_CHAT_TEMPLATE = 1 << 16
+"""In characters; the longest templates of models have half as many. As many take seconds to compile."""
 
 ModelField = Nullable[Annotated[str, Meta(max_length=MAX_MODEL_NAME)]]
 Probability = Annotated[float, Meta(ge=0.0, le=1.0)]

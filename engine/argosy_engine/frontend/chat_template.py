@@ -16,9 +16,18 @@ from typing import Any, NoReturn
 
 import jinja2
 import jinja2.meta
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from argosy_engine.errors import ConfigError, InvalidRequest
+from argosy_engine.frontend.bounded_template import (
+    MODEL_LIMITS,
+    REQUEST_LIMITS,
+    BoundedEnvironment,
+    LimitExceeded,
+    TemplateLimits,
+    limited,
+)
+from argosy_engine.frontend.guarded_template import GuardedEnvironment
+from argosy_engine.frontend.render_pool import Abandoned
 from argosy_engine.frontend.template_roles import TemplateRoles
 from argosy_engine.model_configs.model_config import read_json
 from argosy_engine.parsers.parser_registry import has_reasoning
@@ -81,6 +90,8 @@ class ChatTemplate:
     Args:
         special_tokens: variables such as `bos_token`, with their texts.
         default_arguments: template arguments over which those of a request win.
+        is_of_request: whether it came with a request, so that it may be hostile.
+        limits: of one rendering; by default those of its kind.
 
     Raises (from the constructor):
         ConfigError: the template does not compile.
@@ -91,20 +102,26 @@ class ChatTemplate:
         source: str,
         special_tokens: Mapping[str, str],
         default_arguments: Mapping[str, Any] | None = None,
+        *,
+        is_of_request: bool = False,
+        limits: TemplateLimits | None = None,
     ) -> None:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.filters["tojson"] = _tojson
+        environment = GuardedEnvironment() if is_of_request else BoundedEnvironment()
+        self._limits = limits or (REQUEST_LIMITS if is_of_request else MODEL_LIMITS)
+        self._is_of_request = is_of_request
+        environment.add_filter("tojson", _tojson)
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
         try:
-            self._template = environment.from_string(source)
-            self.variables = jinja2.meta.find_undeclared_variables(environment.parse(source)) - _RESERVED
+            tree = environment.parse(source)
+            self.variables = jinja2.meta.find_undeclared_variables(tree) - _RESERVED
+            self._template = environment.compiled(tree)
         except (
             jinja2.TemplateError,
             SyntaxError,
             ValueError,
+            RecursionError,
+            MemoryError,  # of Python's compiler, on an expression of thousands of parentheses
         ) as error:  # of jinja, and of the code that it makes
             raise ConfigError(f"the model's chat template does not compile: {error}") from None
         self.source = source
@@ -115,20 +132,28 @@ class ChatTemplate:
         self._roles = TemplateRoles(self._rendered)
 
     @classmethod
-    def load(cls, path: Path, defaults: RequestDefaults = _NO_DEFAULTS) -> ChatTemplate | None:
+    def load(
+        cls, path: Path, defaults: RequestDefaults = _NO_DEFAULTS, of_request: str | None = None
+    ) -> ChatTemplate | None:
         """Read the model's template from chat_template.jinja or tokenizer_config.json; None if it has none.
 
         Args:
             defaults: the flags' template, which replaces it, and template arguments.
+            of_request: a request's template, which replaces both.
         """
         config = tokenizer_config(path)
         template_file = path / "chat_template.jinja"
-        source = defaults.chat_template
+        source = defaults.chat_template if of_request is None else of_request
         if source is None:
             source = template_file.read_text() if template_file.is_file() else config.get("chat_template")
         if not isinstance(source, str):
             return None
-        return cls(source, special_tokens(config), defaults.chat_template_kwargs)
+        return cls(
+            source,
+            special_tokens(config),
+            defaults.chat_template_kwargs,
+            is_of_request=of_request is not None,
+        )
 
     def render(self, request: ChatCompletionRequest, through: Callable[[Any], Any] | None = None) -> str:
         """Render the prompt's text.
@@ -177,6 +202,11 @@ class ChatTemplate:
             text = self._rendered(**values, add_generation_prompt=request.add_generation_prompt)
         except _TemplateRaised as error:
             raise InvalidRequest(str(error), param="messages") from None
+        except Abandoned:
+            raise
+        except LimitExceeded as error:
+            param = "chat_template" if self._is_of_request else "messages"
+            raise InvalidRequest(f"the chat template {error}", param=param) from None
         except Exception as error:  # a template may fail in any way on unexpected values
             raise InvalidRequest(
                 f"the chat template cannot render these messages: {error}", "messages"
@@ -196,7 +226,9 @@ class ChatTemplate:
         return {name: value for name, value in arguments.items() if name in self.variables}
 
     def _rendered(self, **values: Any) -> str:
-        return self._template.render(**self._special_tokens, **values)
+        with limited(self._limits):
+            text: str = self._template.render(**self._special_tokens, **values)
+        return text
 
 
 def tokenizer_config(path: Path) -> dict[str, Any]:

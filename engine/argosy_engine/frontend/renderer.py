@@ -155,8 +155,7 @@ class Renderer:
                 param="chat_template",
             )
         try:
-            defaults = msgspec.structs.replace(self.config.request_defaults, chat_template=source)
-            template = ChatTemplate.load(Path(self.config.model_path), defaults)
+            template = ChatTemplate.load(Path(self.config.model_path), self.config.request_defaults, source)
         except ConfigError as error:
             raise InvalidRequest(f"chat_template: {error}", param="chat_template") from None
         assert template is not None

@@ -1,0 +1,156 @@
+"""BoundedEnvironment: the Jinja sandbox of chat templates, with a deadline and a cap on what a template makes.
+
+Jinja's sandbox keeps templates from objects that they must not reach, but bounds neither their time nor their memory.
+Here every turn of a loop and every call of a macro checks the deadline, and every text that a template puts together is
+measured. `GuardedEnvironment`, for the templates of requests, also refuses operations that make much of little, such as
+`'x' * 10 ** 9`.
+
+Invariant: between two checks a template does one operation. A single one, on texts or lists as long as the cap allows,
+may exceed the deadline by its own time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+from jinja2 import nodes
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from argosy_engine.frontend.render_pool import stop_if_abandoned
+
+_TICKS_PER_CHECK = 64
+"""Turns of loops between two looks at the clock: a turn takes microseconds."""
+_TOTAL = 4
+"""How many times the characters of its longest text a rendering may make in guarded operations."""
+
+
+class TemplateLimits(NamedTuple):
+    """What one rendering may take."""
+
+    cpu_s: float
+    """Processor time of its thread, so that no template fails because the server is busy."""
+    chars: int
+    """Characters of the prompt, and of each text on the way to it."""
+
+
+MODEL_LIMITS = TemplateLimits(cpu_s=10.0, chars=1 << 27)
+"""Of the model's own template. Bodies have 32 MB, and a template repeats what they say a few times at most."""
+REQUEST_LIMITS = TemplateLimits(cpu_s=2.0, chars=1 << 26)
+"""Of a template that comes with a request."""
+
+
+class LimitExceeded(Exception):
+    """Raised by a template that exceeds its limits; the message continues the words "the chat template"."""
+
+
+class TemplateBudget:
+    """What is left to one rendering."""
+
+    def __init__(self, limits: TemplateLimits) -> None:
+        self.limits = limits
+        self._left = _TOTAL * limits.chars
+        self._num_ticks = 0
+        self._end = time.thread_time() + limits.cpu_s
+
+    def tick(self) -> None:
+        """
+        Raises:
+            LimitExceeded: the deadline has passed.
+            Abandoned: the client has left.
+        """
+        self._num_ticks += 1
+        if self._num_ticks % _TICKS_PER_CHECK:
+            return
+        stop_if_abandoned()
+        if time.thread_time() > self._end:
+            raise LimitExceeded(f"takes more than {self.limits.cpu_s:g} seconds of processor time")
+
+    def check(self, num_chars: int) -> None:
+        """
+        Raises:
+            LimitExceeded: a text of so many characters is too long.
+        """
+        if num_chars > self.limits.chars:
+            raise LimitExceeded(f"makes a text of more than {self.limits.chars} characters")
+
+    def spend(self, num_chars: int) -> None:
+        """Count a value that is kept, perhaps, so that many long ones are refused, too.
+
+        Raises:
+            LimitExceeded: it is too long, or all of them are.
+        """
+        self.check(num_chars)
+        self._left -= num_chars
+        if self._left < 0:
+            raise LimitExceeded(f"makes texts of more than {_TOTAL * self.limits.chars} characters in all")
+
+
+_budget: ContextVar[TemplateBudget | None] = ContextVar("template_budget", default=None)
+
+
+def current_budget() -> TemplateBudget | None:
+    """Return the budget of the rendering that runs; None while a template is compiled."""
+    return _budget.get()
+
+
+@contextmanager
+def limited(limits: TemplateLimits) -> Iterator[None]:
+    """Apply limits to the rendering of a template that `BoundedEnvironment.compiled` made.
+
+    Raises:
+        LimitExceeded: the template exceeds them.
+    """
+    token = _budget.set(TemplateBudget(limits))
+    try:
+        yield
+    finally:
+        _budget.reset(token)
+
+
+def _tick() -> None:
+    budget = _budget.get()
+    if budget is not None:
+        budget.tick()
+
+
+class BoundedEnvironment(ImmutableSandboxedEnvironment):
+    """The sandbox with a deadline and a cap."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"], **options
+        )
+        self.tick = _tick
+
+    def add_filter(self, name: str, function: Callable[..., Any]) -> None:
+        self.filters[name] = function
+
+    def compiled(self, tree: nodes.Template) -> Any:
+        """Compile a parsed template so that each turn of its loops and each call of its macros checks the deadline."""
+        for block in list(tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock))):
+            call = nodes.Call(nodes.EnvironmentAttribute("tick"), [], [], None, None)
+            block.body.insert(0, nodes.ExprStmt(call, lineno=block.lineno))
+        return self.from_string(tree)
+
+    def call(self, context: Context, function: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        if function is _tick:
+            return function()
+        return super().call(context, function, *args, **kwargs)
+
+    def concat(self, pieces: Iterable[str]) -> str:  # type: ignore[override]
+        """Join what the template, a macro or a block puts out."""
+        budget = _budget.get()
+        if budget is None:
+            return "".join(pieces)
+        texts, num_chars = [], 0
+        for piece in pieces:
+            num_chars += len(piece)
+            budget.check(num_chars)
+            texts.append(piece)
+        budget.tick()
+        return "".join(texts)
