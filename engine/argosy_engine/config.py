@@ -201,8 +201,10 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
     ] = "auto"
     max_model_len: Annotated[
         MaxModelLen | Literal["auto"] | None,
-        Meta(description="longest prompt plus output; default: the model's; auto: what fits into memory"),
-        Flag(is_size=True),
+        Meta(
+            description="longest prompt plus output; default: the model's; auto or -1: what fits into memory"
+        ),
+        Flag(is_size=True, aliases=(("-1", "auto"),)),
     ] = None
     block_size: Annotated[BlockSize, Meta(description="tokens per KV block")] = 16
     quantization: Annotated[

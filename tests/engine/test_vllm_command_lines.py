@@ -7,14 +7,89 @@ from pathlib import Path
 
 import pytest
 
-from argosy_engine.api.serve import parse_args
+from argosy_engine.api.serve import build_parser, parse_args
 
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
 KSERVE = "/mnt/models --served-model-name qwen2-7b --port 8000"
 DATA_PARALLEL = (
     f"{KSERVE} --api-server-count {{}} --enable-expert-parallel --tensor-parallel-size 1 --data-parallel-size 2 "
-    "--data-parallel-size-local {} --data-parallel-address {} --data-parallel-start-rank 0 --trust-remote-code"
+    "--data-parallel-size-local {} --data-parallel-address {} --data-parallel-rpc-port 5555 "
+    "--data-parallel-start-rank 0 --trust-remote-code"
 )
+FLAGS = """
+    additional-config aggregate-engine-logging all2all-backend allow-credentials
+    allow-deprecated-quantization allowed-headers allowed-local-media-path allowed-media-domains
+    allowed-methods allowed-origins anthropic-disabled-thinking-effort api-key api-server-count
+    async-scheduling attention-backend attention-config aux-output-config block-size chat-template
+    chat-template-content-format code-revision cohere-format cohere-is-reasoning-model
+    collect-detailed-traces compilation-config config-format convert cp-kv-cache-interleave-size
+    cpu-distributed-timeout-seconds cpu-offload-gb cpu-offload-params cudagraph-capture-sizes
+    cudagraph-metrics custom-histogram-buckets data-parallel-address data-parallel-backend
+    data-parallel-external-lb data-parallel-hybrid-lb data-parallel-multi-port-external-lb
+    data-parallel-rank data-parallel-rpc-port data-parallel-size data-parallel-size-local
+    data-parallel-start-rank data-parallel-supervisor-port dbo-decode-token-threshold
+    dbo-prefill-token-threshold dcp-comm-backend dcp-kv-cache-interleave-size dcp-q-replicate
+    decode-context-parallel-size default-chat-template-kwargs default-mm-loras device-ids
+    device-memory-utilization diffusion-config disable-access-log-for-endpoints disable-cascade-attn
+    disable-chunked-mm-input disable-custom-all-reduce disable-fastapi-docs
+    disable-hybrid-kv-cache-manager disable-log-stats disable-nccl-for-dp-synchronization
+    disable-sliding-window disable-uvicorn-access-log distributed-executor-backend
+    distributed-timeout-seconds download-dir dp-supervisor-probe-failure-threshold
+    dp-supervisor-probe-interval-s dp-supervisor-probe-timeout-s dp-sync-interval dtype
+    ec-manager-config ec-transfer-config elastic-ep-max-dp-size enable-auto-tool-choice
+    enable-batch-sharded-sampling enable-chunked-prefill enable-cumem-allocator enable-dbo
+    enable-elastic-ep enable-ep-weight-filter enable-eplb enable-expert-parallel enable-fault-tolerance
+    enable-flash-late-interaction enable-flashinfer-autotune enable-force-include-usage enable-hc-sp
+    enable-layerwise-nvtx-tracing enable-log-deltas enable-log-outputs enable-log-requests
+    enable-logging-iteration-details enable-lora enable-mamba-cache-stochastic-rounding
+    enable-mamba-shared-prefix-checkpoint enable-mfu-metrics enable-mixed-moe-lora-format
+    enable-mm-embeds enable-moe-shared-loras enable-nccl-comm-suspend enable-offline-docs
+    enable-per-request-metrics enable-prefix-caching enable-prompt-embeds enable-prompt-tokens-details
+    enable-request-id-headers enable-return-routed-experts enable-scale-out enable-server-load-tracking
+    enable-shm-tensor-arena enable-sleep-mode enable-ssl-refresh enable-tokenizer-info-endpoint
+    enable-tower-connector-lora enable-trace-replay enforce-eager engram-config eplb-config
+    exclude-tools-when-tool-choice-none expert-placement-strategy fail-on-environ-validation
+    fault-tolerance-config fingerprint-mode fingerprint-value fully-sharded-loras gdn-prefill-backend
+    generation-config gpu-memory-utilization grpc grpc-port h11-max-header-count
+    h11-max-incomplete-event-size headless help hf-config-path hf-overrides hf-token host
+    ignore-patterns interleave-mm-strings io-processor-plugin ir-op-priority jit-monitor-mode
+    jit-monitor-verbose kda-decode-backend kda-prefill-backend kernel-config kv-cache-dtype
+    kv-cache-dtype-skip-layers kv-cache-memory-bytes kv-cache-metrics kv-cache-metrics-sample
+    kv-events-config kv-offloading-backend kv-offloading-size kv-sharing-fast-prefill kv-transfer-config
+    language-model-only limit-mm-per-prompt linear-backend load-format log-config-file log-error-stack
+    log-level logging-config logits-processors logprobs-mode long-prefill-token-threshold
+    long-prefill-token-threshold-adaptive lora-dtype lora-modules lora-target-modules mamba-backend
+    mamba-block-size mamba-cache-dtype mamba-cache-mode mamba-cache-philox-rounds mamba-ssm-cache-dtype
+    mamba-ssu-algorithm master-addr master-port max-cpu-loras max-cudagraph-capture-size max-log-len
+    max-logprobs max-lora-cls-labels max-lora-rank max-loras max-model-len max-num-active-seqs
+    max-num-batched-tokens max-num-queued-reqs max-num-queued-tokens max-num-scheduled-tokens
+    max-num-seqs max-parallel-loading-workers media-io-kwargs middleware mm-device-do-normalize
+    mm-encoder-attn-backend mm-encoder-attn-dtype mm-encoder-fp8-scale-path
+    mm-encoder-fp8-scale-save-margin mm-encoder-fp8-scale-save-path mm-encoder-only mm-encoder-tp-mode
+    mm-hasher-algorithm mm-ipc-gpu-memory-gb mm-processor-cache-gb mm-processor-cache-type
+    mm-processor-device mm-processor-kwargs mm-shm-cache-max-object-size-mb mm-tensor-ipc model
+    model-class-overrides model-impl model-loader-extra-config moe-backend nnodes node-rank
+    num-gpu-blocks-override numa-bind numa-bind-cpus numa-bind-nodes offload-backend offload-group-size
+    offload-num-in-group offload-params offload-prefetch-step optimization-level otlp-traces-endpoint
+    override-generation-config per-request-spec-decode-metrics performance-mode pipeline-parallel-size
+    pooler-config port prefill-context-parallel-size prefill-schedule-interval
+    prefix-cache-retention-interval prefix-caching-hash-algo prefix-match-unit profiler-config
+    pt-load-map-location quantization quantization-config ray-workers-use-nsight reasoning-config
+    reasoning-parser reasoning-parser-plugin renderer-num-workers replayssm-buffer-len response-role
+    return-sampling-mask return-tokens-as-token-ids revision root-path runner safetensors-load-strategy
+    safetensors-prefetch-block-size safetensors-prefetch-num-threads scheduler-cls
+    scheduler-reserve-full-isl scheduling-policy seed served-model-name show-hidden-metrics-for-version
+    shutdown-timeout skip-mm-profiling skip-tokenizer-init sleep-mode-offload-cudagraph
+    sleep-preserve-parameter-names sparse-indexer-topk-backend spec-method spec-model spec-tokens
+    specialize-active-lora speculative-config sse-keep-alive-interval ssl-ca-certs ssl-cert-reqs
+    ssl-certfile ssl-ciphers ssl-keyfile stream-interval structured-outputs-config swa-bounded-replay
+    tensor-parallel-size tokenizer tokenizer-mode tokenizer-revision tokens-only tool-call-parser
+    tool-parser-plugin tool-server tool-strict-level trust-remote-code trust-request-chat-template
+    trust-request-mm-kwargs ubatch-size uds use-fp64-gumbel use-replayssm use-tqdm-on-load
+    uvicorn-log-level video-pruning-method video-pruning-rate watermark watermark-config
+    weight-transfer-config worker-cls worker-extension-cls
+"""
+"""All of vLLM 0.32's `vllm serve`."""
 
 
 def parsed(line: str, capsys: pytest.CaptureFixture[str]) -> tuple[object, object, str]:
@@ -63,7 +138,27 @@ def parsed(line: str, capsys: pytest.CaptureFixture[str]) -> tuple[object, objec
             {"enable_ssl_refresh": True, "ssl_certfile": "/etc/ssl/certs/tls.crt"},
         ),
         (f"{KSERVE} --middleware a.b --middleware c.d.E", {"middleware": ("a.b", "c.d.E")}),
-        (DATA_PARALLEL.format(1, 2, "localhost"), {"data_parallel_size": 2, "enable_expert_parallel": True}),
+        (DATA_PARALLEL.format(1, 2, "10.0.0.4"), {"data_parallel_size": 2, "enable_expert_parallel": True}),
+        (
+            "--port=8080 --served-model-name=opt --model=/mnt/models",
+            {"port": 8080, "served_model_name": ("opt",), "model": "/mnt/models"},
+        ),
+        (
+            "/mnt/models --served-model-name llama publishers/ns/models/llama --port 8000 "
+            "--disable-access-log-for-endpoints /health,/metrics,/ping --shutdown-timeout 15 --max-model-len -1 "
+            "--enforce-eager",
+            {
+                "served_model_name": ("llama", "publishers/ns/models/llama"),
+                "max_model_len": "auto",
+                "shutdown_timeout": 15,
+            },
+        ),
+        (
+            f"{KSERVE} --tensor-parallel-size=8 --reasoning-parser=qwen3 --disable-cascade-attn -O3 "
+            '--model-loader-extra-config {"enable_multithread_load":true,"num_threads":96} '
+            '--structured-outputs-config {"backend":"auto"} --mm-processor-cache-gb 0 --language-model-only',
+            {"tensor_parallel_size": 8},
+        ),
         (
             f"{KSERVE} alias --root-path /models/qwen --uds /tmp/vllm.sock --generation-config vllm "
             '--override-generation-config {"temperature":0.5} --default-chat-template-kwargs '
@@ -106,7 +201,10 @@ def test_flags_without_effect_are_named_with_the_reason(capsys: pytest.CaptureFi
             "--data-parallel-size 2 --data-parallel-size-local 1",
             "--data-parallel-size-local is not supported",
         ),
-        ("--data-parallel-address 10.0.0.1", "--data-parallel-address is not supported: an engine's cores"),
+        ("--data-parallel-start-rank 2", "--data-parallel-start-rank is not supported: an engine's cores"),
+        ("--model builtin://tiny", "give one model, as argument or with --model"),
+        ("--hf-token x", "--hf-token is not supported: the variable HF_TOKEN has the token"),
+        ("--stream-interval 4", "--stream-interval is not supported: an event is sent as soon as"),
         ("--tokenizer-mode slow", "--tokenizer-mode is not supported"),
         ("--ssl-certfile a", "--ssl-certfile and --ssl-keyfile need each other"),
         ("--enable-ssl-refresh", "--enable-ssl-refresh needs --ssl-certfile"),
@@ -128,6 +226,19 @@ def test_what_is_missing_is_refused_by_name(
     assert left.value.code == 2
     assert message in error
     assert len(error.splitlines()) == 1
+
+
+def test_every_flag_of_vllm_is_known() -> None:
+    known = build_parser()._option_string_actions
+    assert [flag for flag in FLAGS.split() if f"--{flag}" not in known] == []
+
+
+def test_a_model_of_the_command_line_wins_over_the_file_s(tmp_path: Path) -> None:
+    file = tmp_path / "vllm.yaml"
+    file.write_text("model: builtin://other\n")
+    for line in (["builtin://tiny"], ["--model", "builtin://tiny"]):
+        assert parse_args([*line, "--config", str(file)])[1].model == "builtin://tiny"
+    assert parse_args(["--config", str(file)])[1].model == "builtin://other"
 
 
 def test_a_file_of_flags_takes_those_of_vllm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

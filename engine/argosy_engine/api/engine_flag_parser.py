@@ -21,6 +21,9 @@ class EngineFlagParser(FlagParser):
             help="ORG/NAME of a Hugging Face hub, a directory, or hf://, s3://, gs://, oci://, https://, file://, "
             "builtin://tiny",
         )
+        self.add_argument(
+            "--model", dest="named_model", metavar="MODEL", help="the model, as vLLM's servers take it"
+        )
 
     def add_engine_flags(self) -> None:
         """Add the flags of `EngineArgs`, last in the help text."""
@@ -28,10 +31,15 @@ class EngineFlagParser(FlagParser):
 
     def engine_args(self, options: argparse.Namespace) -> EngineArgs:
         """Return the engine's arguments. If they are invalid, print one line and exit with code 2."""
-        if options.model is None:
+        model, named = options.model, options.named_model
+        if model is None or "model" in options.from_file:
+            model = named or model
+        elif named is not None and "named_model" not in options.from_file:
+            self.error("give one model, as argument or with --model")
+        if model is None:
             self.error("give a model: ORG/NAME, a directory or builtin://tiny, as argument or in --config")
         try:
-            args = self.build(EngineArgs, options, model=options.model)
+            args = self.build(EngineArgs, options, model=model)
             args.check()
             check_parser_flags(args)
         except (InvalidValue, ConfigError) as error:

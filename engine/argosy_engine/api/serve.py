@@ -30,6 +30,7 @@ from argosy_engine.api.served_engine import Engine
 from argosy_engine.api.server_args import ServerArgs
 from argosy_engine.api.server_debug_signal import describe_server_on_signal
 from argosy_engine.api.start_watch import StartWatch
+from argosy_engine.api.vllm_flag_lists import RARE_REFUSED, RARE_WITHOUT_EFFECT, REFUSED, WITHOUT_EFFECT
 from argosy_engine.api.vllm_flags import add_vllm_flags, check_vllm_flags
 from argosy_engine.config import EngineArgs
 from argosy_engine.core.proc.client_group import ALONE
@@ -48,6 +49,8 @@ from argosy_protocol.program.log_format import configure_logging
 
 logger = logging.getLogger("argosy.api")
 
+_WITHOUT_EFFECT = (*WITHOUT_EFFECT, *RARE_WITHOUT_EFFECT)
+_REFUSED = (*REFUSED, *RARE_REFUSED)
 EXIT_ADDRESS = 3
 """Exit code if the address is not available, as in the router."""
 EXIT_STALLED = 4
@@ -329,7 +332,7 @@ def build_parser() -> EngineFlagParser:
     parser = EngineFlagParser("argosy serve", "Serve one model behind an OpenAI API.", EXIT_CODES)
     parser.add_config(ServerArgs, "server")
     parser.add_engine_flags()
-    add_vllm_flags(parser)
+    add_vllm_flags(parser, _WITHOUT_EFFECT, _REFUSED)
     return parser
 
 
@@ -344,7 +347,7 @@ def parse_args(argv: Sequence[str] | None) -> tuple[ServerArgs, EngineArgs]:
         check_headless(args, is_headless=server_args.headless)
     except (InvalidValue, ConfigError) as error:
         parser.error(str(error))
-    check_vllm_flags(parser, options, args.data_parallel_size)
+    check_vllm_flags(parser, options, _WITHOUT_EFFECT, _REFUSED, args.data_parallel_size)
     return server_args, args
 
 

@@ -1,6 +1,6 @@
 """Offline commands: what `argosy bench throughput` and `latency` have in common around the engine.
 
-Owns: the model's flag, errors as exit codes, and the figures' file. Must not know: what is measured.
+Owns: errors as exit codes, and the figures' file. Must not know: what is measured.
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ Args = TypeVar("Args")
 
 
 def add_vllm_bench_flags(parser: EngineFlagParser) -> None:
-    """Add `--model`, as vLLM's benchmarks have it, beside the positional argument, and vLLM's flags without a
-    setting."""
-    parser.add_argument("--model", dest="model_flag", metavar="MODEL", help="the model, by vLLM's flag")
+    """Add vLLM's flags without a setting."""
     add_vllm_flags(parser, OFFLINE_WITHOUT_EFFECT, OFFLINE_REFUSED)
 
 
@@ -45,7 +43,6 @@ def run_offline(
     """
     options = parser.parse_args(argv)
     check_vllm_flags(parser, options, without_effect=OFFLINE_WITHOUT_EFFECT, refused=OFFLINE_REFUSED)
-    options.model = options.model or options.model_flag
     for name, value in (defaults or {}).items():
         if getattr(options, name) is None:
             setattr(options, name, value)
