@@ -24,6 +24,7 @@ Messages are written for the client: they contain no addresses, paths or traceba
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import ClassVar
 
 import msgspec
@@ -114,8 +115,20 @@ class ResponseNotFound(NotFound):
 
 
 class MethodNotAllowed(ApiError):
+    """
+    Args:
+        allowed: the methods that the path takes, which every such answer has to name (RFC 9110, 15.5.6).
+    """
+
     http_status = 405
     error_type = "invalid_request_error"
+
+    def __init__(self, message: str, allowed: Sequence[str]) -> None:
+        super().__init__(message)
+        self.allowed = tuple(allowed)
+
+    def headers(self) -> dict[str, str]:
+        return {"allow": ", ".join(self.allowed)}
 
 
 class RequestTimeout(ApiError):

@@ -233,6 +233,19 @@ def test_tool_calls_have_openai_shape_or_stay_text(client: openai.OpenAI) -> Non
         assert not choice.message.tool_calls
 
 
+def test_errors_have_the_id_of_their_request(http: httpx.Client) -> None:
+    for path, body in (("/v1/completions", {"prompt": "x", "n": 0}), ("/v1/nowhere", {})):
+        answer = http.post(path, json=body, headers={"x-request-id": "mine"})
+        assert answer.status_code in (400, 404)
+        assert answer.headers["x-request-id"] == "mine"
+        assert "x-request-id" not in http.post(path, json=body, headers={"x-request-id": "a b"}).headers
+
+
+def test_a_path_names_the_methods_that_it_takes(http: httpx.Client) -> None:
+    answer = http.get("/v1/completions")
+    assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_response_ids_are_those_of_the_router_s_request(http: httpx.Client, stream: bool) -> None:
     """All attempts of a router share them; the id of each attempt is echoed in the header only."""

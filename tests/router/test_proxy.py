@@ -12,6 +12,7 @@ from argosy_protocol.bearer_keys import internal_key
 from argosy_protocol.fleet import FleetDocument
 from argosy_protocol.headers import RESPONSE_ID
 from argosy_protocol.openai import decode_request
+from argosy_router.fleet.fleet import FleetSnapshot
 
 from .fake_engine import DONE, NORMAL_STREAM, Connection, FakeEngine, Received, completion, event
 from .harness import chat, raw, rig, service
@@ -98,6 +99,48 @@ async def test_unsafe_request_ids_are_replaced(sent: str) -> None:
         response = await r.http.post("/v1/chat/completions", json=chat(), headers=headers)
         assert response.headers["x-request-id"] != sent
         assert r.engines[0].requests[0].headers[RESPONSE_ID] == response.headers["x-request-id"]
+
+
+@pytest.mark.parametrize(("asked", "sent"), [("id-1.a_b", None), ("other", "id-1.a_b")])
+async def test_the_body_asks_for_an_id_if_no_header_does(asked: str, sent: str | None) -> None:
+    async with rig([FakeEngine()]) as r:
+        headers = {} if sent is None else {"x-request-id": sent}
+        response = await r.http.post("/v1/chat/completions", json=chat(request_id=asked), headers=headers)
+        assert response.headers["x-request-id"] == "id-1.a_b"
+        assert r.engines[0].requests[0].headers[RESPONSE_ID] == "id-1.a_b"
+
+
+async def test_an_unsafe_id_in_a_body_is_replaced() -> None:
+    async with rig([FakeEngine()]) as r:
+        response = await r.http.post("/v1/chat/completions", json=chat(request_id="a b"))
+        assert response.headers["x-request-id"] != "a b"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("GET", "/v1/chat/completions", "POST"),
+        ("PUT", "/v1/models", "GET, HEAD"),
+        ("DELETE", "/ping", "GET, HEAD, POST"),
+    ],
+)
+async def test_a_path_names_the_methods_that_it_takes(method: str, path: str, allowed: str) -> None:
+    async with rig([FakeEngine()]) as r:
+        response = await r.http.request(method, path)
+        assert (response.status_code, response.headers["allow"]) == (405, allowed)
+
+
+async def test_sagemaker_may_post_its_ping() -> None:
+    async with rig([FakeEngine()]) as r:
+        assert (await r.http.post("/ping")).status_code == 200
+
+
+async def test_a_model_that_is_not_known_yet_is_no_missing_one() -> None:
+    async with rig([FakeEngine()]) as r:
+        assert (await r.http.get("/v1/models/absent")).status_code == 404
+        r.router.fleet.apply(FleetSnapshot(unheard=1))
+        response = await r.http.get("/v1/models/absent")
+        assert (response.status_code, response.headers["x-should-retry"]) == (503, "true")
 
 
 async def test_headers_towards_the_client() -> None:

@@ -172,7 +172,8 @@ class BatchRoutes:
 
 def _method(request: Request, *allowed: bytes) -> bytes:
     if request.method not in allowed:
-        raise MethodNotAllowed(f"method must be {' or '.join(method.decode() for method in allowed)}")
+        names = [method.decode() for method in allowed]
+        raise MethodNotAllowed(f"method must be {' or '.join(names)}", names)
     return request.method
 
 

@@ -34,7 +34,7 @@ from argosy_router.proxy.downstream.error_headers import error_headers
 from argosy_router.proxy.downstream.model_renaming import RenamingClient
 from argosy_router.proxy.request.call import Call
 from argosy_router.proxy.request.call_decoding import RoutedEndpoint, decode_call
-from argosy_router.proxy.request.model_names import may_use, unknown_model
+from argosy_router.proxy.request.model_names import may_use, no_such_model, unknown_model
 from argosy_router.proxy.request.request_id import request_id_for
 from argosy_router.proxy.request_handler import RequestHandler
 from argosy_router.proxy.response_routes import ResponseRoutes
@@ -50,6 +50,7 @@ _RESPONSES = b"/v1/responses"
 _COMPACT = b"/v1/responses/compact"
 _METRICS = b"/metrics"
 _LOAD = b"/load"
+_PING = b"/ping"
 _DOCUMENT = b"/openapi.json"
 _DOCUMENT_PAGE = b"/docs"
 _STORED = (b"/v1/files", b"/v1/batches")
@@ -107,7 +108,7 @@ class RouterApplication:
         """Answers requests for responses; None if the router stores none, and only routes their creation."""
         self._public: dict[bytes, Responder] = {
             b"/health": lambda: (200, _JSON, b"{}"),
-            b"/ping": lambda: (200, _JSON, b"{}"),
+            _PING: lambda: (200, _JSON, b"{}"),
             b"/ready": self._ready,
             b"/version": lambda: (200, _JSON, msgspec.json.encode({"version": __version__})),
         }
@@ -215,7 +216,7 @@ class RouterApplication:
                 self._stored_routes().on_request(client, request, account, request_id)
                 return
             responder = self._authorised_responder(path, account)
-        _require(request, b"GET", b"HEAD")
+        _require(request, b"GET", b"HEAD", *([b"POST"] if path == _PING else []))
         status, lines, body = responder()
         client.respond(status, lines + b"x-request-id: %b\r\n" % request_id, body)
 
@@ -327,7 +328,9 @@ class RouterApplication:
     def _model(self, path: bytes, account: Account) -> tuple[int, bytes, bytes]:
         name = unquote(path[len(_MODEL_PREFIX) :].decode("latin-1"))
         service = self._fleet.service_of(name)
-        if service is None or not may_use(account, name, service, self._fleet.adapter_of(name)):
+        if service is None:
+            raise no_such_model(self._fleet, name)
+        if not may_use(account, name, service, self._fleet.adapter_of(name)):
             raise unknown_model(name)
         return 200, _JSON, msgspec.json.encode(self._card(name, service))
 
@@ -353,4 +356,5 @@ def _is_response(path: bytes) -> bool:
 
 def _require(request: Request, *methods: bytes) -> None:
     if request.method not in methods:
-        raise MethodNotAllowed(f"method must be {' or '.join(method.decode() for method in methods)}")
+        names = [method.decode() for method in methods]
+        raise MethodNotAllowed(f"method must be {' or '.join(names)}", names)

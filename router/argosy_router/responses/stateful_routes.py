@@ -363,7 +363,8 @@ def _position(starting_after: str | None) -> int:
 
 def _require(request: Request, *allowed: bytes) -> bytes:
     if request.method not in allowed:
-        raise MethodNotAllowed(f"method must be {' or '.join(method.decode() for method in allowed)}")
+        names = [method.decode() for method in allowed]
+        raise MethodNotAllowed(f"method must be {' or '.join(names)}", names)
     return request.method
 
 

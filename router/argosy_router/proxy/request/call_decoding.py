@@ -48,6 +48,7 @@ from argosy_router.proxy.request.model_names import (
     may_use,
     unknown_model,
 )
+from argosy_router.proxy.request.request_id import request_id_in_body
 from argosy_router.proxy.request.stream_shape import resumable_shape
 from argosy_router.proxy.request.token_estimate import estimate_of
 
@@ -106,6 +107,7 @@ def decode_call(
     require_json(request)
     body = request.body
     decoded = _decode(endpoint, body, has_state=bool(response_id))
+    request_id = request_id_in_body(decoded.request_id, request.header(b"x-request-id"), request_id)
     if decoded.resume is not None:
         raise BadRequest("resume is an internal field", param="resume")
     if decoded.data_parallel_rank is not None:  # the router's balance rests on the engine's choice

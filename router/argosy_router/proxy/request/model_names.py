@@ -35,7 +35,7 @@ def find_service(fleet: Fleet, decoded: GenerationRequest) -> tuple[Service, str
         raise BadRequest("you must provide a model parameter", param="model")
     service = fleet.service_of(decoded.model)
     if service is None:
-        raise unknown_model(decoded.model) if fleet.knows_all_models else _not_known_yet(decoded.model)
+        raise no_such_model(fleet, decoded.model)
     return service, fleet.adapter_of(decoded.model)
 
 
@@ -63,7 +63,10 @@ def unknown_model(name: str) -> NotFound:
     return NotFound(f"the model `{name[:256]}` does not exist", param="model", code="model_not_found")
 
 
-def _not_known_yet(name: str) -> Unavailable:
+def no_such_model(fleet: Fleet, name: str) -> NotFound | Unavailable:
+    """Return the error for a name that no service has: another one while some replicas have not told their models."""
+    if fleet.knows_all_models:
+        return unknown_model(name)
     return Unavailable(
         f"the model `{name[:256]}` is not known yet: the router has not heard of all of its replicas; retry",
         param="model",
