@@ -130,3 +130,10 @@ def test_what_cannot_be_continued_is_refused(template: ChatTemplate) -> None:
     with pytest.raises(InvalidRequest, match="set `add_generation_prompt` to False") as refusal:
         template.render(chat(messages=[{"role": "user", "content": "x"}], continue_final_message=True))
     assert refusal.value.param == "continue_final_message"
+
+
+def test_a_text_part_without_a_text_is_refused_by_name(template: ChatTemplate) -> None:
+    for part in ({"type": "text"}, {"type": "text", "text": 5}):
+        with pytest.raises(InvalidRequest, match="must be a text") as refused:
+            template.render(chat(messages=[{"role": "user", "content": [part]}]))
+        assert refused.value.param == "messages[0].content[0].text"

@@ -300,7 +300,10 @@ def _text_content(message: ChatMessage, where: str) -> str:
     texts = []
     for index, part in enumerate(message.content):
         text = part.get("text")
-        if part.get("type") != "text" or not isinstance(text, str):
+        if part.get("type") == "text" and not isinstance(text, str):
+            at = f"{where}.content[{index}].text"
+            raise InvalidRequest(f"{at} must be a text", at)
+        if part.get("type") != "text":
             raise InvalidRequest(
                 f"content of type {str(part.get('type'))[:64]!r} is not supported by this model, only text",
                 param=f"{where}.content[{index}]",
