@@ -132,17 +132,18 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def compiled(self, tree: nodes.Template) -> Any:
         """Compile a parsed template so that each turn of its loops and each call of its macros checks the deadline."""
-        for block in list(tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock))):
+        blocks: list[Any] = list(tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)))
+        for block in blocks:
             call = nodes.Call(nodes.EnvironmentAttribute("tick"), [], [], None, None)
             block.body.insert(0, nodes.ExprStmt(call, lineno=block.lineno))
         return self.from_string(tree)
 
-    def call(self, context: Context, function: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+    def call(self, context: Context, function: Any, *args: Any, **kwargs: Any) -> Any:
         if function is _tick:
             return function()
         return super().call(context, function, *args, **kwargs)
 
-    def concat(self, pieces: Iterable[str]) -> str:  # type: ignore[override]
+    def concat(self, pieces: Iterable[str]) -> str:
         """Join what the template, a macro or a block puts out."""
         budget = _budget.get()
         if budget is None:

@@ -76,7 +76,7 @@ class GuardedEnvironment(BoundedEnvironment):
         _check_operands(operator, left, right)
         return _spent(super().call_binop(context, operator, left, right))
 
-    def call(self, context: Context, function: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+    def call(self, context: Context, function: Any, *args: Any, **kwargs: Any) -> Any:
         text = getattr(getattr(function, "__wrapped__", function), "__self__", None)
         if isinstance(text, (str, bytes, int)):
             args = _checked_method(getattr(function, "__name__", ""), text, args, kwargs)
