@@ -121,7 +121,6 @@ TESTS: dict[str, TestFile] = {
 }
 """Maps files, below vLLM's `tests`, to what is particular about them."""
 
-WORDS = "by design: errors have our own words, which name the field and the value"
 ANTHROPIC_USAGE = (
     "by design: input_tokens of message_start leaves out tokens that the cache had, as Anthropic defines it"
 )
@@ -133,9 +132,6 @@ SHORT_ANSWER = "the model's answer may end before the test looks for a running r
 _TYPES = f"{RESPONSES}/test_function_call.py::test_function_calling_with_streaming_types"
 DIFFERENCES: dict[str, str] = {
     f"{CHAT}/test_chat.py::test_custom_role": "by design: a role that the chat template does not render is refused",
-    f"{CHAT}/test_chat.py::test_long_seed": WORDS,
-    f"{COMPLETION}/test_prompt_validation.py::test_empty_prompt": WORDS,
-    f"{CHAT}/test_chat_echo.py::test_top_logprobs": "by design: the test sends logprobs as a string, not a boolean",
     "entrypoints/anthropic/test_messages.py::test_anthropic_streaming": ANTHROPIC_USAGE,
     "entrypoints/anthropic/test_messages.py::test_anthropic_streaming_cache_usage": ANTHROPIC_USAGE,
     **{

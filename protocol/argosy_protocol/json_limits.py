@@ -14,10 +14,13 @@ from __future__ import annotations
 import codecs
 import json
 import re
+from functools import cache
 from itertools import accumulate
+from types import NoneType
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec import Struct
 
 from argosy_protocol.errors import BadRequest, PayloadTooLarge
 from argosy_protocol.invalid_value import allowed_values, shown_value
@@ -34,6 +37,18 @@ _ONLY_NULL = "Expected `null`, "
 
 _NO_MEMBER = "Invalid enum value "
 """Beginning of msgspec's message about a value that is not among those of a Literal; it quotes the value."""
+
+_CONVERTIBLE = re.compile(r"Expected `(?:(?:bool|int|float)\b[^`]*`, got `str`|bool\b[^`]*`, got `int`)")
+"""Beginning of msgspec's message about a text where a boolean or a number is expected, or a number for a boolean."""
+
+_OUT_OF_BOUNDS = re.compile(r"Expected `(?:int|float)` ([<>]=?) ")
+_CODES = {
+    "<": "less_than",
+    "<=": "less_than_equal",
+    ">": "greater_than",
+    ">=": "greater_than_equal",
+}
+"""Codes of errors by the bound that a number does not keep: pydantic's, which vLLM's errors have in their texts."""
 
 _NAMED_FIELD = re.compile(r"Object (?:missing required|contains unknown) field `([^`]{1,128})`")
 """msgspec's messages whose path is that of the object that contains the field."""
@@ -72,19 +87,46 @@ def decode_body(decoder: msgspec.json.Decoder[_Body], body: bytes) -> _Body:
             f"the request is nested too deeply: more than {MAX_DEPTH} levels", param=_field_of_depth(body)
         )
     try:
-        return decoder.decode(body)
+        return _decoded(decoder, body)
     except msgspec.ValidationError as error:
         message, param = message_and_field(error)
+        code = _CODES[bound[1]] if (bound := _OUT_OF_BOUNDS.match(message)) else None
         if message.startswith(_ONLY_NULL):
             message = f"{param} is internal to engines and refused from clients"
         elif param is not None and _NAMED_FIELD.match(message) is None:
             message = f"{param}: {message}{_explanation(message, body, decoder.type, param)}"
-        raise BadRequest(message, param=param) from None
+        raise BadRequest(message, param=param, code=code) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         told = str(error).removeprefix("JSON is malformed: ")
         raise BadRequest(f"request body is not valid JSON: {told[:200]}") from None
     except RecursionError:  # called with little stack left
         raise BadRequest("request body is nested too deeply") from None
+
+
+def _decoded(decoder: msgspec.json.Decoder[_Body], body: bytes) -> _Body:
+    """Decode a body. As in vLLM, a boolean or a number may be a text (`"n": "2"`), and a boolean 0 or 1.
+
+    Raises:
+        msgspec.ValidationError, msgspec.DecodeError: it is no such body.
+    """
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        if not _CONVERTIBLE.match(str(error)):
+            raise
+    lenient, nulls = _lenient_decoders(decoder.type)
+    decoded: _Body = lenient.decode(body)
+    nulls.decode(body)
+    return decoded
+
+
+@cache
+def _lenient_decoders(kind: Any) -> tuple[msgspec.json.Decoder[Any], msgspec.json.Decoder[Any]]:
+    """Return a decoder that converts such values, and one that refuses the text `null`, which the first one takes for a
+    null, in fields that take nothing else."""
+    fields = msgspec.structs.fields(kind) if isinstance(kind, type) and issubclass(kind, Struct) else ()
+    names = [(field.encode_name, None, None) for field in fields if field.type in (None, NoneType)]
+    return msgspec.json.Decoder(kind, strict=False), msgspec.json.Decoder(msgspec.defstruct("Nulls", names))
 
 
 def _explanation(message: str, body: bytes, kind: Any, param: str) -> str:

@@ -1,7 +1,8 @@
 """OpenAI wire types, with vLLM's extra request fields, as msgspec structs.
 
 Router and engine decode the same bytes with the same decoder, so they cannot disagree about a request. Decoding is
-strict (`n: "1"` is an error, not 1), every field has a bound, unknown fields are ignored as OpenAI's servers do.
+strict but for numbers and booleans written as texts (`n: "1"`) and booleans as 0 and 1, as in vLLM; every field has a
+bound, unknown fields are ignored as OpenAI's servers do.
 A field appears here once the engine honours it, or to be refused where ignoring it would change the answer
 (`unsupported`).
 """
@@ -310,6 +311,15 @@ _CHAT = msgspec.json.Decoder(ChatCompletionRequest)
 _COMPLETION = msgspec.json.Decoder(CompletionRequest)
 
 
+class _Prompt(Struct):
+    prompt: Any = None
+
+
+_PROMPT = msgspec.json.Decoder(_Prompt)
+NO_PROMPT = "Either prompt or prompt_embeds must be provided and non-empty; prompt_embeds are not supported here, so give prompt"
+"""vLLM's text, and what it means here."""
+
+
 def decode_request(endpoint: Endpoint, body: bytes) -> ChatCompletionRequest | CompletionRequest:
     """Decode a request body.
 
@@ -317,7 +327,14 @@ def decode_request(endpoint: Endpoint, body: bytes) -> ChatCompletionRequest | C
         BadRequest: not JSON, nested too deeply, wrong types or out of bounds; `param` names the field.
         PayloadTooLarge: it has too many values.
     """
-    return decode_body(_CHAT if endpoint == "chat/completions" else _COMPLETION, body)
+    if endpoint == "chat/completions":
+        return decode_body(_CHAT, body)
+    try:
+        return decode_body(_COMPLETION, body)
+    except BadRequest as error:
+        if error.param == "prompt" and _PROMPT.decode(body).prompt in (None, []):
+            raise BadRequest(NO_PROMPT, param="prompt") from None
+        raise
 
 
 class PromptTokensDetails(Struct, frozen=True):

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from argosy_protocol.errors import BadRequest
-from argosy_protocol.openai import decode_request, unsupported
+from argosy_protocol.openai import ChatCompletionRequest, decode_request, unsupported
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ from argosy_protocol.openai import decode_request, unsupported
         ('{"messages":[]}', "messages", "length >= 1"),
         ('{"messages":[{"role":1}]}', "messages[0].role", "Expected `str`"),
         ('{"messages":[{"role":"user"}],"n":1.5}', "n", "Expected `int"),
-        ('{"messages":[{"role":"user"}],"n":"1"}', "n", "Expected `int"),
+        ('{"messages":[{"role":"user"}],"n":"1.5"}', "n", "Expected `int"),
         ('{"messages":[{"role":"user"}],"n":1000000}', "n", "<= 128"),
         ('{"messages":[{"role":"user"}],"temperature":NaN}', None, "not valid JSON"),
         ('{"messages":[{"role":"user"}],"temperature":-1}', "temperature", ">= 0"),
@@ -74,7 +74,15 @@ def test_fields_that_would_change_an_answer_are_not_ignored(
     ("fields", "message"),
     [
         ({"max_tokens": -3}, "max_tokens: Expected `int` >= 1; it is -3"),
-        ({"n": "1"}, 'n: Expected `int | null`, got `str`; it is "1"'),
+        ({"n": "one"}, 'n: Expected `int | null`, got `str`; it is "one"'),
+        ({"n": "200"}, 'n: Expected `int` <= 128; it is "200"'),
+        ({"stream": "yes"}, 'stream: Expected `bool | null`, got `str`; it is "yes"'),
+        ({"stream": 2}, "stream: Expected `bool | null`, got `int`; it is 2"),
+        ({"n": True}, "n: Expected `int | null`, got `bool`; it is true"),
+        (
+            {"n": "1", "kv_transfer_params": "null"},
+            "kv_transfer_params is internal to engines and refused from clients",
+        ),
         ({"logit_bias": {"5": 1, "bad1": 1}}, 'logit_bias: Expected `int`, got `str`; it is {"bad1": 1}'),
         (
             {"logit_bias": {"x": 1, "5": 1, "y": 2}},
@@ -99,3 +107,50 @@ def test_messages_name_the_field_and_the_value(fields: dict[str, object], messag
     with pytest.raises(BadRequest) as caught:
         decode_request("chat/completions", body.encode())
     assert caught.value.message == message
+
+
+def test_numbers_and_booleans_may_be_texts() -> None:
+    body = {
+        "messages": [{"role": "user", "content": "7"}],
+        "logprobs": "true",
+        "stream": "False",
+        "ignore_eos": 1,
+        "seed": "7",
+        "temperature": "0.5",
+        "stop": ["1", "true"],
+        "logit_bias": {"5": "-1.5"},
+        "vllm_xargs": {"a": "1"},
+    }
+    request = decode_request("chat/completions", json.dumps(body).encode())
+    assert isinstance(request, ChatCompletionRequest)
+    assert (request.logprobs, request.stream, request.ignore_eos) == (True, False, True)
+    assert (request.seed, request.temperature) == (7, 0.5)
+    assert (request.stop, request.logit_bias, request.vllm_xargs) == (["1", "true"], {5: -1.5}, {"a": "1"})
+    assert request.messages[0].content == "7"
+
+
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({"seed": (1 << 63)}, "less_than_equal"),
+        ({"seed": -(1 << 63) - 1}, "greater_than_equal"),
+        ({"top_p": 0}, "greater_than"),
+        ({"n": "200"}, "less_than_equal"),
+        ({"n": "x"}, None),
+        ({"stop": 5 * ["a"]}, None),
+    ],
+)
+def test_a_number_out_of_bounds_has_a_code(fields: dict[str, object], code: str | None) -> None:
+    body = json.dumps({"messages": [{"role": "user", "content": "x"}], **fields})
+    with pytest.raises(BadRequest) as caught:
+        decode_request("chat/completions", body.encode())
+    assert caught.value.code == code
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"prompt": None}, {"prompt": []}, {"prompt": None, "prompt_embeds": []}]
+)
+def test_a_completion_without_prompt_says_what_is_missing(fields: dict[str, object]) -> None:
+    with pytest.raises(BadRequest, match=r"^Either prompt or prompt_embeds must be provided") as caught:
+        decode_request("completions", json.dumps(fields).encode())
+    assert caught.value.param == "prompt"
