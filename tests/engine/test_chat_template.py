@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -137,3 +138,35 @@ def test_a_text_part_without_a_text_is_refused_by_name(template: ChatTemplate) -
         with pytest.raises(InvalidRequest, match="must be a text") as refused:
             template.render(chat(messages=[{"role": "user", "content": [part]}]))
         assert refused.value.param == "messages[0].content[0].text"
+
+
+def test_the_tag_for_trainers_has_no_effect() -> None:
+    source = (
+        "{% for message in messages %}{% if message.role == 'assistant' %}{% generation %}{% set end = '.' %}"
+        "{{ message.content + end }}{% endgeneration %}{% else %}{{ message.content }}{% endif %}{% endfor %}"
+        "{{ end is defined }}"
+    )
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    template = ChatTemplate(source, {})
+    assert template.render(chat(messages=messages)) == "ab.False"
+
+
+@pytest.mark.parametrize(
+    ("templates", "plain", "with_tools"),
+    [
+        ({"default": "{{ messages[0].content }}\n", "tool_use": "{{ tools[0].type }}:\n"}, "Hi", "function:"),
+        ({"default": "{{ messages[0].content }}", "rag": "{{ documents }}"}, "Hi", "Hi"),
+        ({"tool_use": "{{ messages[0].content }}!"}, "Hi!", "Hi!"),
+    ],
+)
+def test_a_model_may_have_a_template_for_tools(
+    templates: dict[str, str], plain: str, with_tools: str, tmp_path: Path
+) -> None:
+    named = [{"name": name, "template": source} for name, source in templates.items()]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    template = ChatTemplate.load(tmp_path)
+    assert template is not None
+    messages = [{"role": "user", "content": "Hi"}]
+    assert template.render(chat(messages=messages)) == plain
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert template.render(chat(messages=messages, tools=tools)) == with_tools

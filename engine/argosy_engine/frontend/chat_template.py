@@ -26,6 +26,7 @@ from argosy_engine.frontend.bounded_template import (
     TemplateLimits,
     limited,
 )
+from argosy_engine.frontend.generation_tag import GenerationTag
 from argosy_engine.frontend.guarded_template import GuardedEnvironment
 from argosy_engine.frontend.render_pool import Abandoned
 from argosy_engine.frontend.template_roles import TemplateRoles
@@ -112,6 +113,7 @@ class ChatTemplate:
         environment.add_filter("tojson", _tojson)
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+        environment.add_extension(GenerationTag)
         try:
             tree = environment.parse(source)
             self.variables = jinja2.meta.find_undeclared_variables(tree) - _RESERVED
@@ -145,7 +147,8 @@ class ChatTemplate:
         template_file = path / "chat_template.jinja"
         source = defaults.chat_template if of_request is None else of_request
         if source is None:
-            source = template_file.read_text() if template_file.is_file() else config.get("chat_template")
+            named = _of_named(config.get("chat_template"))
+            source = template_file.read_text() if template_file.is_file() else named
         if not isinstance(source, str):
             return None
         return cls(
@@ -239,6 +242,20 @@ def tokenizer_config(path: Path) -> dict[str, Any]:
     """
     file = path / "tokenizer_config.json"
     return read_json(file) if file.is_file() else {}
+
+
+def _of_named(template: Any) -> Any:
+    """Return one template for a list of named ones, such as Hermes' and Command R's: as in transformers, `tool_use` for
+    requests with tools, and `default` for others."""
+    if not isinstance(template, list):
+        return template
+    named = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}
+    default, with_tools = named.get("default"), named.get("tool_use")
+    if not isinstance(default, str) or not isinstance(with_tools, str):
+        return default if with_tools is None else with_tools
+    # Jinja removes a newline at a template's end, which is no end here.
+    with_tools, default = with_tools.removesuffix("\n"), default.removesuffix("\n")
+    return f"{{% if tools %}}{with_tools}{{% else %}}{default}{{% endif %}}"
 
 
 def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
