@@ -79,6 +79,9 @@ def test_a_family_is_chosen_by_its_template_and_reads_what_that_renders(family: 
     [
         (None, {}, "hermes", "qwen3"),
         ("{{ messages }}", {"model_type": "llama"}, "llama3_json", "qwen3"),
+        ('"parameters": dictionary of argument name', {"model_type": "llama4"}, "llama3_json", "qwen3"),
+        ("[func_name1(", {"model_type": "llama4"}, "llama4_pythonic", "qwen3"),
+        ("[func_name1(", {"model_type": "llama"}, "pythonic", "qwen3"),
         ("<think>", {"model_type": "kimi_k2"}, "kimi_k2", "qwen3"),
         ("<think><arg_key><arg_value>", {}, "glm45", "glm45"),
         ("[THINK][TOOL_CALLS]", {}, "mistral", "mistral"),

@@ -80,6 +80,7 @@ _TOOL_MARKS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("<|python_start|>",), "llama4_pythonic"),
     (("<|python_tag|>",), "llama3_json"),
     (("[func_name1(",), "pythonic"),
+    (('"parameters": dictionary of argument name',), "llama3_json"),
 )
 """Texts that a template has if its model writes calls in this form; the first entry of which all occur counts."""
 _TOOLS_OF_TYPES: dict[str, str] = {
@@ -206,6 +207,8 @@ def choose_parsers(
     tools = tool_call_parser or _chosen(template, _TOOL_MARKS) or _TOOLS_OF_TYPES.get(model_type)
     if tools is None:
         tools = _DEFAULT_TOOL_PARSER
+    if tools == "pythonic" and model_type == "llama4" and tool_call_parser is None:
+        tools = "llama4_pythonic"
     thoughts = reasoning_parser or _chosen(template, _REASONING_MARKS) or _DEFAULT_REASONING_PARSER
     if tools not in TOOL_PARSERS:
         raise _unknown("--tool-call-parser", tools, TOOL_PARSERS)
