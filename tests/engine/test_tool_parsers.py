@@ -118,6 +118,60 @@ MISTRAL_OSLO = '[TOOL_CALLS]book[ARGS]{"city": "Oslo", "nights": 2}'
 
 OUTPUTS: list[tuple[str, str, Parsed]] = [
     # family, what the model writes, what it means
+    # A section without calls leaves nothing.
+    ("kimi_k2", "Done.<|tool_calls_section_begin|><|tool_calls_section_end|>", Parsed("", "Done.")),
+    ("deepseek_v31", "\n".join(DEEPSEEK_SECTION) + "Done.", Parsed("", "Done.")),
+    ("llama4_pythonic", "Done. <|python_start|><|python_end|>", Parsed("", "Done. ")),
+    # The object of the arguments may be quoted.
+    ("hermes", '<tool_call>{"name": "now", "arguments": "{}"}</tool_call>', Parsed("", "", (NOW,))),
+    (
+        "mistral",
+        r'[TOOL_CALLS] [{"name": "book", "arguments": "{\"city\": \"Oslo\", \"nights\": 2}"}]',
+        Parsed("", "", (OSLO,)),
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "now", "arguments": "none"}</tool_call>',
+        Parsed("", '<tool_call>{"name": "now", "arguments": "none"}</tool_call>'),
+    ),
+    # A mark that no call follows does not hide the call after the next one.
+    (
+        "mistral",
+        '[TOOL_CALLS] [TOOL_CALLS] [{"name": "now", "arguments": {}}]',
+        Parsed("", "[TOOL_CALLS] ", (NOW,)),
+    ),
+    ("mistral", f"[TOOL_CALLS]{MISTRAL_OSLO}", Parsed("", "[TOOL_CALLS]", (OSLO,))),
+    # What follows calls stays apart from what stands before them.
+    ("qwen3_coder", f"Booking.\n\n{QWEN_OSLO}\n\nDone.", Parsed("", "Booking.\n\nDone.", (OSLO,))),
+    ("qwen3_coder", f"Booking.\n{QWEN_OSLO}\n{QWEN_OSLO}\n", Parsed("", "Booking.", (OSLO, OSLO))),
+    ("qwen3_coder", f"{QWEN_OSLO}\n\nDone.", Parsed("", "Done.", (OSLO,))),
+    (
+        "kimi_k2",
+        f"a\n<|tool_calls_section_begin|>{KIMI_OSLO}<|tool_calls_section_end|>\nb",
+        Parsed("", "a\nb", (OSLO._replace(id="functions.book:0"),)),
+    ),
+    # The output's end cuts off an argument.
+    (
+        "glm45",
+        "<tool_call>book\n<arg_key>city</arg_key>\n<arg_value>Os",
+        Parsed("", "", (ParsedCall("book", '{"city": "Os'),)),
+    ),
+    (
+        "glm45",
+        "<tool_call>book\n<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value>\n<arg_key>nights</arg_key>\n"
+        "<arg_value>1</arg",
+        Parsed("", "", (ParsedCall("book", '{"city": "Oslo", "nights": 1'),)),
+    ),
+    (
+        "qwen3_coder",
+        "<tool_call>\n<function=book>\n<parameter=city>\nOs",
+        Parsed("", "", (ParsedCall("book", '{"city": "Os'),)),
+    ),
+    (
+        "glm45",
+        "<tool_call>book\n<arg_key>city</arg_key>\n<arg_value>Oslo\n<tool_call>now</tool_call>",
+        Parsed("", "<arg_key>city</arg_key>\n<arg_value>Oslo", (ParsedCall("book", ""), NOW)),
+    ),
     ("hermes", "<tool_call>{}</tool_call>", Parsed("", "<tool_call>{}</tool_call>")),
     (
         "hermes",
@@ -343,6 +397,8 @@ def test_the_result_does_not_depend_on_how_an_output_is_cut(family: str, data: s
         kept = "".join((whole.reasoning + whole.content).split())
         if family != "openai":  # whose marks are dropped, and whose messages are interleaved
             text = "".join(text.split())
+            section = TOOL_PARSERS[family].section
+            text = text.replace("".join(section), "") if section else text
             for mark in ("<think>", "</think>", "[THINK]", "[/THINK]"):
                 text, kept = text.replace(mark, ""), kept.replace(mark, "")
             assert kept == text
@@ -576,3 +632,28 @@ def test_ids_of_calls_are_repeatable(family: str) -> None:
     assert ids[0] == TOOL_PARSERS[family]().call_id("r", 0, 0, NOW)
     if family == "mistral":  # its templates refuse others
         assert all(len(id_) == 9 and id_.isalnum() for id_ in ids)
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "finished", "cut_off"),
+    [
+        ("glm45", GLM_OSLO.removesuffix("</tool_call>"), OSLO.arguments, OSLO.arguments[:-1]),
+        ("qwen3_coder", QWEN_OSLO.partition("</function>")[0], OSLO.arguments, OSLO.arguments[:-1]),
+        ("qwen3_coder", QWEN_OSLO, OSLO.arguments, OSLO.arguments),
+        (
+            "glm45",
+            GLM_OSLO.rpartition("2")[0],
+            '{"city": "Oslo", "nights": "',
+            '{"city": "Oslo", "nights": "',
+        ),
+    ],
+)
+def test_arguments_whose_end_is_missing_are_closed_if_the_model_has_finished(
+    family: str, text: str, finished: str, cut_off: str
+) -> None:
+    for is_finished, arguments in ((True, finished), (False, cut_off)):
+        for size in (1, 7, len(text)):
+            parser = new_parser(family)
+            parts = [parser.feed(piece) for piece in pieces(text, size)]
+            parsed = joined([*parts, parser.feed("", True, is_finished=is_finished)])
+            assert parsed == Parsed("", "", (ParsedCall("book", arguments),))

@@ -10,6 +10,7 @@ nothing has ended it; then `gives_back` is true, and its owner bounds how often 
 
 from __future__ import annotations
 
+import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -54,6 +55,10 @@ class ArgumentReader(ABC):
             What it adds to the arguments, and the text after the call; None while the call goes on. It does not go on
             after the last text.
         """
+
+    def missing_end(self) -> str:
+        """Return what closes the arguments of a call whose end is missing, although the model has ended the output."""
+        return ""
 
 
 class CallEnd:
@@ -193,8 +198,9 @@ _AFTER_STRING = re.compile(r"(?P<after>[^ \t\r\n])")
 class ConvertedArguments(ArgumentReader):
     """Base of readers of arguments that the model writes as plain text between marks, each added once it is complete.
 
-    The call ends at its mark, or at anything else that is no argument. An argument that the output's end cuts off is
-    given back, and the object is not closed. Of arguments of one name the first counts: a stream has sent it.
+    The call ends at its mark, or at anything else that is no argument. The output's end cuts off an argument, and the
+    object is not closed; but if a call begins in that argument, its end mark is missing, and it is given back. Of
+    arguments of one name the first counts: a stream has sent it.
 
     Args:
         convert: makes JSON's value of the text of an argument, given its name.
@@ -207,6 +213,10 @@ class ConvertedArguments(ArgumentReader):
     """Mark after the arguments."""
     closing: ClassVar[tuple[tuple[str, ...], ...]] = ()
     """Marks after that, as `CallEnd` takes them."""
+    starts: ClassVar[tuple[str, ...]]
+    """Marks that begin a call."""
+    value_marks: ClassVar[Markers]
+    """Marks that end a value."""
 
     def __init__(self, convert: Callable[[str, str], Any]) -> None:
         self._convert = convert
@@ -256,8 +266,25 @@ class ConvertedArguments(ArgumentReader):
             return "".join(written), None
         if self._key is None:
             return "".join(written), self._text
-        self.gives_back = True
-        return "".join(written), "".join((self._head, *self._value, self._text))
+        value = "".join((*self._value, self._text))
+        if any(start in value for start in self.starts):
+            self.gives_back = True
+            return "".join(written), self._head + value
+        return "".join((*written, self._begun_entry(value))), ""
+
+    def missing_end(self) -> str:
+        return self._last() if self._end is None and self._key is None else ""
+
+    def _begun_entry(self, text: str) -> str:
+        """Return the beginning of an argument whose value the output's end cuts off."""
+        assert self._key is not None
+        name = self._key.strip()
+        if name in self._names:
+            return ""
+        text = text[: len(text) - self.value_marks.overlap(text, 0)]
+        value = self._convert(name, text)
+        written = json.dumps(value, ensure_ascii=False)[:-1] if isinstance(value, str) else text.strip()
+        return f"{', ' if self._names else '{'}{json.dumps(name, ensure_ascii=False)}: {written}"
 
     def _read_value(self, written: list[str], text: str, position: int, is_last: bool) -> int | None:
         assert self._key is not None

@@ -105,16 +105,26 @@ class ChatParser:
         self._draft_calls: list[ParsedCall] = []
         self._reasoning: list[str] = []
         self._content: list[str] = []
+        self._has_content = False
+        """Whether earlier pieces had content."""
+        self._gap: str | None = None
+        """Newlines after the last call, if there was content before it, from which they separate what follows."""
         self._calls = ParsedCalls()
         self._state = _State.REASONING if is_reasoning else _State.START
         if not is_reasoning and reasoning_parser is None:
             self._begin_content()
+        self._is_finished = False
         self.num_calls = 0
 
-    def feed(self, text: str, is_last: bool = False) -> Parsed:
-        """Parse more text. With `is_last` nothing is held back."""
+    def feed(self, text: str, is_last: bool = False, *, is_finished: bool = False) -> Parsed:
+        """Parse more text. With `is_last` nothing is held back.
+
+        Args:
+            is_finished: whether the model has ended the output itself, so that the last call lacks at most its end.
+        """
         text, self._buffer = self._buffer + text, ""
         self._reasoning, self._content = [], []
+        self._is_finished = is_finished
         position: int | None = 0
         while position is not None:
             position = self._advance(text, position, is_last)
@@ -127,7 +137,9 @@ class ChatParser:
             self._calls.add(self._draft_calls)
         calls, arguments = self._calls.take()
         self.num_calls += len(calls)
-        return Parsed("".join(self._reasoning), "".join(self._content), calls, arguments)
+        content = "".join(self._content)
+        self._has_content = self._has_content or bool(content)
+        return Parsed("".join(self._reasoning), content, calls, arguments)
 
     def _advance(self, text: str, position: int, is_last: bool) -> int | None:
         """Read on from `position`; return where to continue in another state, or None if all is read."""
@@ -180,9 +192,11 @@ class ChatParser:
         while self._newlines_to_skip and text.startswith("\n", position):
             position += 1
             self._newlines_to_skip -= 1
+            if self._gap is not None:
+                self._gap += "\n"
         found = markers.search(text, position)
         if found is not None:
-            into.append(_without_last_newlines(text[position : found.start()]))
+            self._append(into, _without_last_newlines(text[position : found.start()]))
             self._enter_marker(found.group())
             return found.end()
         end = len(text)
@@ -191,9 +205,15 @@ class ChatParser:
             end -= _last_newlines(text, position, end)
         if end > position:
             self._newlines_to_skip = 0
-        into.append(text[position:end])
+        self._append(into, text[position:end])
         self._buffer = text[end:]
         return None
+
+    def _append(self, into: list[str], text: str) -> None:
+        """Append text, after the newlines that separate it from what stands before the calls."""
+        if text and self._gap is not None:
+            text, self._gap = self._gap + text, None
+        into.append(text)
 
     def _enter_marker(self, marker: str) -> None:
         if self._state is _State.REASONING and marker == self._think.end:
@@ -223,8 +243,10 @@ class ChatParser:
                 self._open_call(start)
                 return begin + len(start)
         section = self._tools.section
-        if section and self._is_after_call and text.startswith(section[1], begin):
-            self._enter(_State.CONTENT)
+        if section and (self._is_after_call or self._between) and text.startswith(section[1], begin):
+            # A section without calls leaves nothing, either.
+            self._enter(_State.REASONING if self._in_thought else _State.CONTENT)
+            self._between, self._in_thought = "", False
             return begin + len(section[1])
         rest = text[begin : begin + 64]
         expected = (*self._call_starts, *(section or ()))
@@ -232,7 +254,7 @@ class ChatParser:
             self._buffer = text[position:]
             return None
         if self._between:
-            (self._reasoning if self._in_thought else self._content).append(self._between)
+            self._append(self._reasoning if self._in_thought else self._content, self._between)
             self._between, self._newlines_to_skip = "", 0
         self._state = _State.REASONING if self._in_thought else _State.CONTENT
         self._in_thought = False
@@ -312,6 +334,9 @@ class ChatParser:
         self._calls.write(written)
         if rest is None:
             return end if end < len(text) else None
+        if self._is_finished and not rest.strip() and (missing := self._reader.missing_end()):
+            self._calls.write(missing)
+            rest = ""
         self._num_reread += self._reader.gives_back
         self._after_calls()
         taken = max(0, len(rest) - len(piece))
@@ -384,7 +409,7 @@ class ChatParser:
         if before:
             # No call precedes the text, so that the marks before it are text as well.
             text_before = _without_last_newlines(before) if calls else before
-            into.append(self._take_drafts() + self._between + text_before)
+            self._append(into, self._take_drafts() + self._between + text_before)
             self._between = ""
         between, self._between = self._between, ""
         if calls and in_thought:
@@ -401,6 +426,7 @@ class ChatParser:
     def _after_calls(self) -> None:
         assert self._tools is not None
         self._enter(_State.CONTENT)
+        self._gap = "" if self._has_content or any(self._content) else None
         if self._tools.section or self._tools.separators:
             self._state, self._is_after_call = _State.BETWEEN, True
 

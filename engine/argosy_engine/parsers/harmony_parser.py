@@ -89,8 +89,8 @@ class HarmonyParser:
         """Whether the open message has no text yet."""
         self.num_calls = 0
 
-    def feed(self, text: str, is_last: bool = False) -> Parsed:
-        """Parse more text. With `is_last` nothing is held back."""
+    def feed(self, text: str, is_last: bool = False, *, is_finished: bool = False) -> Parsed:
+        """Parse more text. With `is_last` nothing is held back; why the output ends is of no matter here."""
         text, self._buffer = self._buffer + text, ""
         self._texts = {_Part.REASONING: [], _Part.CONTENT: []}
         position: int | None = 0

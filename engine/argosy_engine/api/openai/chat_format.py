@@ -154,10 +154,10 @@ class ChatFormat(ChoiceFormat[ChatChunkChoice, ChatCompletionChunk, ChatCompleti
         """Parse what an output adds to its choice; return it, and the number of the choice's calls before."""
         self._counters[output.index].add(output.token_ids)
         if output.resumed_text:
-            resumed = self._parse(output.index, output.resumed_text, is_last=False)
+            resumed = self._parse(output.index, output.resumed_text)
             self._tool_calls(resumed, output.index, 0, is_delta=True)
         num_calls = self._parsers[output.index].num_calls
-        return self._parse(output.index, output.text, is_last=output.finish_reason is not None), num_calls
+        return self._parse(output.index, output.text, output.finish_reason), num_calls
 
     def _chunk_choice(
         self, output: GenerationOutput, parsed: Parsed, num_calls: int
@@ -209,7 +209,7 @@ class ChatFormat(ChoiceFormat[ChatChunkChoice, ChatCompletionChunk, ChatCompleti
         """Format a complete choice."""
         request, parser = self._request, self._parsers[output.index]
         self._counters[output.index].add(output.token_ids)
-        parsed = self._parse(output.index, output.text, is_last=True)
+        parsed = self._parse(output.index, output.text, output.finish_reason or "stop")
         calls = self._tool_calls(parsed, output.index, 0, is_delta=False)
         content = self._echoed + parsed.content
         message = ResponseMessage(
@@ -229,10 +229,11 @@ class ChatFormat(ChoiceFormat[ChatChunkChoice, ChatCompletionChunk, ChatCompleti
             token_ids=output.token_ids if request.return_token_ids else None,
         )
 
-    def _parse(self, choice: int, text: str, *, is_last: bool) -> Parsed:
+    def _parse(self, choice: int, text: str, finish_reason: str | None = None) -> Parsed:
         """Parse more text of a choice, whose tokens are counted."""
         parser, counter = self._parsers[choice], self._counters[choice]
-        parsed = parser.feed(text, is_last=is_last)
+        is_last = finish_reason is not None
+        parsed = parser.feed(text, is_last, is_finished=finish_reason == "stop")
         if is_last and self._report_tools is not None:
             self._report_tools(parser.num_calls > 0)
         if self._call_ids and counter.is_open:

@@ -121,7 +121,8 @@ def call_of(
     if not isinstance(name, str) or not name or not is_text(name):
         return None
     given: Any = next((value[key] for key in keys if key in value), {} if defaults_to_none else None)
-    arguments = arguments_text(given)
+    # Some models quote the object.
+    arguments = json_arguments(given) if isinstance(given, str) else arguments_text(given)
     return None if arguments is None else ParsedCall(name, arguments)
 
 

@@ -36,7 +36,6 @@ _OPENING = re.compile(
 _ARGUMENT = re.compile(
     rf"\s{{0,16}}<arg_key>(?P<key>[^<]{{1,{_MAX_KEY_CHARS}}})</arg_key>\s{{0,16}}<arg_value>"
 )
-_VALUE_END = Markers((_END_VALUE,))
 
 
 class Glm45ToolParser(ToolParser):
@@ -93,6 +92,8 @@ class GlmArguments(ConvertedArguments):
     argument = _ARGUMENT
     max_head_chars = _MAX_KEY_CHARS + 64
     end = _END_CALL
+    starts = (_CALL,)
+    value_marks = Markers((_END_VALUE,))
 
     def may_go_on(self, head: str) -> bool:
         if _END_CALL.startswith(head) or _KEY.startswith(head):
@@ -109,7 +110,7 @@ class GlmArguments(ConvertedArguments):
         end = text.find(_END_VALUE, position)
         if end >= 0:
             return end, end + len(_END_VALUE)
-        return len(text) - _VALUE_END.overlap(text, position), None
+        return len(text) - self.value_marks.overlap(text, position), None
 
 
 def _skip_space(text: str, position: int) -> int:

@@ -30,7 +30,8 @@ from argosy_engine.parsers.tool_parsers.abstract_tool_parser import (
 from argosy_engine.structured.structural_tag import ToolCallForm
 
 _CALLS, _ARGS, _CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
-_HEAD, _BEFORE_VALUE = re.compile(r"\s*(?P<list>[\[{])|[^{]*(?P<arguments>\{)"), re.compile(r"[^{]*")
+_BEFORE_VALUE = re.compile(r"(?:(?!\[TOOL_CALLS\])[^{])*")
+_HEAD = re.compile(rf"\s*(?P<list>\[(?=\s*[{{\]])|\{{)|{_BEFORE_VALUE.pattern}(?P<arguments>\{{)")
 _OPENING = re.compile(
     rf"\[TOOL_CALLS\]\s{{0,16}}(?P<name>{FUNCTION_NAME})\s{{0,16}}(?:\[CALL_ID\]\s?(?P<id>\w{{0,64}})\s?)?"
     rf"(?P<mark>\[ARGS\])?\s{{0,16}}{OBJECT_START}"

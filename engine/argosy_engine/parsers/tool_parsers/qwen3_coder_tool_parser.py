@@ -34,7 +34,6 @@ _OPENING = re.compile(
     rf"(?=<parameter=[^<>]{{1,{_MAX_KEY_CHARS}}}>)"
 )
 _ARGUMENT = re.compile(rf"\s{{0,16}}<parameter=(?P<key>[^<>]{{1,{_MAX_KEY_CHARS}}})>")
-_VALUE_ENDS = Markers((_END_PARAMETER, _PARAMETER, _END_FUNCTION))
 _MAX_FOLLOWING_CHARS = 80
 _BEFORE_CALL = re.compile(r"</function>\s{0,16}(?:</tool_call>\s{0,16})?(?:<tool_call>|<function=)")
 _AT_OUTPUT_END = re.compile(r"</function>\s*(?:</tool_call>\s*)?")
@@ -122,6 +121,8 @@ class QwenArguments(ConvertedArguments):
     max_head_chars = _MAX_KEY_CHARS + 64
     end = _END_FUNCTION
     closing = ((_END_CALL,),)
+    starts = (_CALL, _FUNCTION)
+    value_marks = Markers((_END_PARAMETER, _PARAMETER, _END_FUNCTION))
 
     def may_go_on(self, head: str) -> bool:
         if _END_FUNCTION.startswith(head) or _PARAMETER.startswith(head):
@@ -129,7 +130,7 @@ class QwenArguments(ConvertedArguments):
         return head.startswith(_PARAMETER) and not set("<>") & set(head[len(_PARAMETER) :])
 
     def value_end(self, text: str, position: int, is_last: bool) -> tuple[int, int | None]:
-        while (found := _VALUE_ENDS.search(text, position)) is not None:
+        while (found := self.value_marks.search(text, position)) is not None:
             start, position = found.span()
             if found.group() == _END_PARAMETER:
                 return start, position
@@ -140,7 +141,7 @@ class QwenArguments(ConvertedArguments):
                 return start, start
             if is_short and not is_last:
                 return start, None
-        return len(text) - (0 if is_last else _VALUE_ENDS.overlap(text, position)), None
+        return len(text) - (0 if is_last else self.value_marks.overlap(text, position)), None
 
 
 def _ends_function(text: str, marks: Sequence[re.Match[str]], index: int) -> bool:
