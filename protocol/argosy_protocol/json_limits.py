@@ -48,7 +48,8 @@ _CODES = {
     ">": "greater_than",
     ">=": "greater_than_equal",
 }
-"""Codes of errors by the bound that a number does not keep: pydantic's, which vLLM's errors have in their texts."""
+"""Codes of errors by the bound that a number does not keep: pydantic's. They are in the texts too, as in vLLM's, since
+OpenAI's client shows only those."""
 
 _NAMED_FIELD = re.compile(r"Object (?:missing required|contains unknown) field `([^`]{1,128})`")
 """msgspec's messages whose path is that of the object that contains the field."""
@@ -95,6 +96,7 @@ def decode_body(decoder: msgspec.json.Decoder[_Body], body: bytes) -> _Body:
             message = f"{param} is internal to engines and refused from clients"
         elif param is not None and _NAMED_FIELD.match(message) is None:
             message = f"{param}: {message}{_explanation(message, body, decoder.type, param)}"
+            message += f" ({code})" if code else ""
         raise BadRequest(message, param=param, code=code) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         told = str(error).removeprefix("JSON is malformed: ")

@@ -316,7 +316,7 @@ class _Prompt(Struct):
 
 
 _PROMPT = msgspec.json.Decoder(_Prompt)
-NO_PROMPT = "Either prompt or prompt_embeds must be provided and non-empty; prompt_embeds are not supported here, so give prompt"
+NO_PROMPT = "Either prompt or prompt_embeds must be provided and non-empty; only prompt is supported here"
 """vLLM's text, and what it means here."""
 
 

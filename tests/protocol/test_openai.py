@@ -73,9 +73,9 @@ def test_fields_that_would_change_an_answer_are_not_ignored(
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"max_tokens": -3}, "max_tokens: Expected `int` >= 1; it is -3"),
+        ({"max_tokens": -3}, "max_tokens: Expected `int` >= 1; it is -3 (greater_than_equal)"),
         ({"n": "one"}, 'n: Expected `int | null`, got `str`; it is "one"'),
-        ({"n": "200"}, 'n: Expected `int` <= 128; it is "200"'),
+        ({"n": "200"}, 'n: Expected `int` <= 128; it is "200" (less_than_equal)'),
         ({"stream": "yes"}, 'stream: Expected `bool | null`, got `str`; it is "yes"'),
         ({"stream": 2}, "stream: Expected `bool | null`, got `int`; it is 2"),
         ({"n": True}, "n: Expected `int | null`, got `bool`; it is true"),
@@ -88,12 +88,15 @@ def test_fields_that_would_change_an_answer_are_not_ignored(
             {"logit_bias": {"x": 1, "5": 1, "y": 2}},
             'logit_bias: Expected `int`, got `str`; it is {"x": 1, "y": 2}',
         ),
-        ({"logit_bias": {"5": 1, "7": 400}}, 'logit_bias: Expected `float` <= 100.0; it is {"7": 400}'),
+        (
+            {"logit_bias": {"5": 1, "7": 400}},
+            'logit_bias: Expected `float` <= 100.0; it is {"7": 400} (less_than_equal)',
+        ),
         ({"stop": ["a", 5]}, "stop[1]: Expected `str`, got `int`; it is 5"),
         ({"user": 5 * [1]}, "user: Expected `str | null`, got `array`"),
         ({"tool_choice": "x" * 100, "tools": 5}, "tools: Expected `array | null`, got `int`; it is 5"),
         ({"seed": "x" * 100}, f'seed: Expected `int | null`, got `str`; it is "{"x" * 63}...'),
-        ({"top_p": 0, "user": "x" * 100_000}, "top_p: Expected `float` > 0.0"),
+        ({"top_p": 0, "user": "x" * 100_000}, "top_p: Expected `float` > 0.0 (greater_than)"),
         ({"messages": [{"role": 5}]}, "messages[0].role: Expected `str`, got `int`"),
         (
             {"reasoning_effort": "Low"},
@@ -145,6 +148,7 @@ def test_a_number_out_of_bounds_has_a_code(fields: dict[str, object], code: str 
     with pytest.raises(BadRequest) as caught:
         decode_request("chat/completions", body.encode())
     assert caught.value.code == code
+    assert code is None or caught.value.message.endswith(f" ({code})")
 
 
 @pytest.mark.parametrize(
