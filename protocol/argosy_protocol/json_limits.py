@@ -116,7 +116,8 @@ def _decoded(decoder: msgspec.json.Decoder[_Body], body: bytes) -> _Body:
     except msgspec.ValidationError as error:
         if not _CONVERTIBLE.match(str(error)):
             raise
-    lenient, nulls = _lenient_decoders(decoder.type)
+    kind: Any = decoder.type
+    lenient, nulls = _lenient_decoders(kind)
     decoded: _Body = lenient.decode(body)
     nulls.decode(body)
     return decoded

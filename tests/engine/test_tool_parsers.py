@@ -160,7 +160,7 @@ OUTPUTS: list[tuple[str, str, Parsed]] = [
         "glm45",
         "<tool_call>book\n<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value>\n<arg_key>nights</arg_key>\n"
         "<arg_value>1</arg",
-        Parsed("", "", (ParsedCall("book", '{"city": "Oslo", "nights": 1'),)),
+        Parsed("", "", (ParsedCall("book", '{"city": "Oslo", "nights": '),)),
     ),
     (
         "qwen3_coder",
@@ -544,8 +544,8 @@ def test_arguments_in_plain_text_follow_once_each_is_complete(family: str, text:
         (
             "qwen3_coder",
             "<function=f><parameter=a>b</parameter><parameter=c>d",
-            '{"a": "b"',
-            "<parameter=c>d",
+            '{"a": "b", "c": "d',
+            "",
         ),
         (
             "glm45",
@@ -643,8 +643,8 @@ def test_ids_of_calls_are_repeatable(family: str) -> None:
         (
             "glm45",
             GLM_OSLO.rpartition("2")[0],
-            '{"city": "Oslo", "nights": "',
-            '{"city": "Oslo", "nights": "',
+            '{"city": "Oslo", "nights": ',
+            '{"city": "Oslo", "nights": ',
         ),
     ],
 )

@@ -195,6 +195,10 @@ class JsonArguments(ArgumentReader):
 _AFTER_STRING = re.compile(r"(?P<after>[^ \t\r\n])")
 
 
+_VALUES_OF_OTHER_TYPES = ("1", "true", "null", "{}", "[]")
+"""Texts all of which are texts only for an argument that can be nothing else."""
+
+
 class ConvertedArguments(ArgumentReader):
     """Base of readers of arguments that the model writes as plain text between marks, each added once it is complete.
 
@@ -276,15 +280,17 @@ class ConvertedArguments(ArgumentReader):
         return self._last() if self._end is None and self._key is None else ""
 
     def _begun_entry(self, text: str) -> str:
-        """Return the beginning of an argument whose value the output's end cuts off."""
+        """Return the beginning of an argument whose value the output's end cuts off; of the value only what a whole one
+        would begin with."""
         assert self._key is not None
         name = self._key.strip()
         if name in self._names:
             return ""
-        text = text[: len(text) - self.value_marks.overlap(text, 0)]
-        value = self._convert(name, text)
-        written = json.dumps(value, ensure_ascii=False)[:-1] if isinstance(value, str) else text.strip()
-        return f"{', ' if self._names else '{'}{json.dumps(name, ensure_ascii=False)}: {written}"
+        begun = ""
+        if all(isinstance(self._convert(name, value), str) for value in _VALUES_OF_OTHER_TYPES):
+            text = text[: len(text) - self.value_marks.overlap(text, 0)]
+            begun = json.dumps(self._convert(name, text), ensure_ascii=False)[:-1]
+        return f"{', ' if self._names else '{'}{json.dumps(name, ensure_ascii=False)}: {begun}"
 
     def _read_value(self, written: list[str], text: str, position: int, is_last: bool) -> int | None:
         assert self._key is not None
