@@ -10,11 +10,13 @@ import re
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
+from typing import Protocol
 
 from tokenizers import Encoding
 from tokenizers import Tokenizer as _Tokenizer
 
 from argosy_engine.errors import ConfigError
+from argosy_engine.frontend.word_cache import WordCache
 from argosy_fetcher.selection import tokenizer_remedy
 
 _CONTROL = re.compile(r"<[|\uff5c].*[|\uff5c]>")
@@ -23,8 +25,22 @@ INLINE_CHARS = 16384
 """Texts up to this size are tokenised in a few milliseconds, or checked as a grammar in ten at most."""
 
 
-class Encoded:
-    """Tokens of a text that was encoded in pieces. Lists are made on demand, because a long text has many tokens."""
+class Encoded(Protocol):
+    """Tokens of a text. Lists are made on demand, because a long text has many tokens."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def ids(self) -> list[int]: ...
+
+    @property
+    def ends(self) -> list[int]:
+        """The end of each token in the text, in characters."""
+        ...
+
+
+class _EncodedPieces:
+    """Tokens of a text that the library has encoded, in pieces."""
 
     def __init__(self, pieces: Sequence[tuple[int, Encoding]]) -> None:
         self._pieces = pieces
@@ -41,10 +57,24 @@ class Encoded:
 
     @property
     def ends(self) -> list[int]:
-        """Return the end of each token in the text, in characters."""
         if len(self._pieces) == 1:
             return [end for _, end in self._pieces[0][1].offsets]
         return [start + end for start, encoding in self._pieces for _, end in encoding.offsets]
+
+
+class _EncodedWords:
+    """Tokens of a text whose words were known."""
+
+    def __init__(self, ids: list[int], words: WordCache) -> None:
+        self.ids = ids
+        self._words = words
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def ends(self) -> list[int]:
+        return self._words.ends(self.ids)
 
 
 class Tokenizer:
@@ -76,6 +106,7 @@ class Tokenizer:
         }
         """Text -> id of control tokens, which chat templates write and users must not."""
         decoder = self.backend.decoder
+        self._words = WordCache.of(self.backend)
         self._decoder_steps = _types(json.loads(decoder.__getstate__())) if decoder is not None else set()
 
     @property
@@ -97,7 +128,7 @@ class Tokenizer:
         first = next(i for i in range(num_all + 1) if whole[i : i + len(text)] == text)
         return first, num_all - first
 
-    @property
+    @cached_property
     def adds_special_tokens(self) -> bool:
         """Whether encoding with `add_special_tokens` adds any."""
         return bool(self.backend.num_special_tokens_to_add(is_pair=False))
@@ -109,12 +140,16 @@ class Tokenizer:
             cuts: ascending offsets in characters that no token may cross; empty with `add_special_tokens`.
         """
         if not cuts and len(text) <= INLINE_CHARS:
-            return Encoded([(0, self.backend.encode(text, add_special_tokens=add_special_tokens))])
+            if self._words is not None and not (add_special_tokens and self.adds_special_tokens):
+                ids = self._words.encode(text)
+                if ids is not None:
+                    return _EncodedWords(ids, self._words)
+            return _EncodedPieces([(0, self.backend.encode(text, add_special_tokens=add_special_tokens))])
         starts = [0, *cuts]
         parts = [text[start:end] for start, end in zip(starts, [*cuts, len(text)], strict=True)]
         # `encode` holds the GIL.
         encodings = self.backend.encode_batch(parts, add_special_tokens=add_special_tokens)
-        return Encoded(list(zip(starts, encodings, strict=True)))
+        return _EncodedPieces(list(zip(starts, encodings, strict=True)))
 
     @cached_property
     def special_tokens_of_text(self) -> list[list[int]]:
