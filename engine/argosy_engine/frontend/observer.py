@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from typing import ClassVar
 
 from argosy_engine.frontend.request_record import current_record
 from argosy_engine.messages.core_messages import EngineCoreOutputs, EngineCoreRequest
@@ -81,8 +83,19 @@ class RequestTimings:
         self.prefill_s = 0.0
 
 
+TokenWatcher = Callable[[RequestTimings, int, float, bool], None]
+"""The method `on_tokens` of an observer."""
+
+
 class Observer:
     """Base class whose methods do nothing; a subclass overrides those that it needs. Called on the event loop."""
+
+    watches_tokens: ClassVar[bool] = False
+    """Whether it overrides `on_tokens`, which is called for each token."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.watches_tokens = cls.on_tokens is not Observer.on_tokens
 
     def on_core_outputs(self, outputs: EngineCoreOutputs) -> None:
         """The core sent a message."""

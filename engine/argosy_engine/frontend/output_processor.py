@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from argosy_engine.errors import EngineBusy, EngineError, InvalidRequest, RequestFailed, ResourceBusy
 from argosy_engine.frontend.detokenizer import IncrementalDetokenizer
-from argosy_engine.frontend.observer import Choices, Observer, RequestTimings
+from argosy_engine.frontend.observer import Choices, Observer, RequestTimings, TokenWatcher
 from argosy_engine.frontend.output_collector import OutputCollector
 from argosy_engine.frontend.outputs import RequestOutput
 from argosy_engine.frontend.queue_limits import QueueLimits
@@ -110,12 +110,13 @@ class OutputProcessor:
         """Deliver outputs to their queues and results. An output that cannot be processed fails its request only.
 
         Args:
-            timestamp: when they would have arrived, in monotonic seconds, if the core has held them back; 0: now.
+            timestamp: when they would have arrived, in monotonic seconds, if the core has held the message; 0: now.
         """
         processed, now = OutputProcessorOutput(), timestamp or time.monotonic()
+        watchers = [observer.on_tokens for observer in self.observers if observer.watches_tokens]
         for output in outputs:
             try:
-                self._process(output, now, processed)
+                self._process(output, now, processed, watchers)
             except Exception:
                 logger.exception("processing the output of request %s failed", output.request_id)
                 error = RequestFailed("the engine could not process its own output")
@@ -123,7 +124,13 @@ class OutputProcessor:
                 processed.reqs_to_abort.append(output.request_id)
         return processed
 
-    def _process(self, output: EngineCoreOutput, now: float, processed: OutputProcessorOutput) -> None:
+    def _process(
+        self,
+        output: EngineCoreOutput,
+        now: float,
+        processed: OutputProcessorOutput,
+        watchers: Sequence[TokenWatcher],
+    ) -> None:
         state = self.request_states.get(output.request_id)
         if state is None:
             return  # it was aborted, or has just ended at a stop string
@@ -131,7 +138,6 @@ class OutputProcessor:
             self._fail_and_report(output.request_id, request_error(output), processed)
             return
         timings, num_tokens = state.timings, len(output.new_token_ids)
-        now = max(now, timings.last_token)  # an output that was not held back may have arrived late
         timings.num_preemptions = output.num_preemptions
         if output.prefill_stats is not None:
             # A resumed request's output may have been cached, too.
@@ -143,13 +149,15 @@ class OutputProcessor:
             processed.reqs_to_add += state.siblings
             state.siblings = ()
         state.num_output += num_tokens
-        for observer in self.observers:
-            observer.on_tokens(timings, num_tokens, now, is_first)
+        for step in output.held_steps:
+            num_tokens -= step.num_tokens
+            _count_tokens(timings, step.num_tokens, step.timestamp, False, watchers)
+        if num_tokens or output.finish_reason is not None or not output.held_steps:
+            _count_tokens(timings, num_tokens, now, is_first, watchers)
         if is_first:
-            timings.first_token = now
+            timings.first_token = timings.last_token
             if self._queue_limits is not None:
                 self._queue_limits.start(output.request_id)
-        timings.last_token = now
         if not is_first and state.withhold(output):
             return
         output = state.release(output)
@@ -242,6 +250,15 @@ class OutputProcessor:
         if len(self.request_states) > MAX_DESCRIBED:
             lines.append(f"    and {len(self.request_states) - MAX_DESCRIBED} more")
         return lines
+
+
+def _count_tokens(
+    timings: RequestTimings, count: int, now: float, is_first: bool, watchers: Sequence[TokenWatcher]
+) -> None:
+    now = max(now, timings.last_token)  # an output that was not held back may have arrived late
+    for watcher in watchers:
+        watcher(timings, count, now, is_first)
+    timings.last_token = now
 
 
 def request_error(output: EngineCoreOutput) -> EngineError:

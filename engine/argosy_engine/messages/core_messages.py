@@ -128,6 +128,14 @@ class PrefillStats(Struct, array_like=True, gc=False):
     prefill_s: float
 
 
+class HeldStep(Struct, array_like=True, gc=False, frozen=True):
+    """A step whose tokens the core has held back (`HeldOutputs`)."""
+
+    timestamp: float
+    """When the step's message was made, in monotonic seconds."""
+    num_tokens: int
+
+
 class EngineCoreOutput(Struct, array_like=True, omit_defaults=True, gc=False):
     """New tokens of a request, and its end if `finish_reason` is set."""
 
@@ -145,6 +153,8 @@ class EngineCoreOutput(Struct, array_like=True, omit_defaults=True, gc=False):
     """One entry per prompt token except the first; sent with the first output."""
     pooling_output: list[float] | None = None
     error_kind: ErrorKind = ErrorKind.INVALID
+    held_steps: list[HeldStep] = []
+    """Earlier steps, whose tokens are the first ones of `new_token_ids`."""
 
 
 class BlockLife(Struct, array_like=True, gc=False):

@@ -411,7 +411,7 @@ class CoreProcess:
     def process_output_socket(self) -> None:
         """Send the output queue until its end. Runs in the output thread; a failure ends the process."""
         with _ending_process():
-            encoder, held = msgspec.msgpack.Encoder(), self._held_outputs
+            held = self._held_outputs
             while True:
                 if held.is_due:
                     self._send_held()
@@ -422,17 +422,15 @@ class CoreProcess:
                 if outputs is None:
                     break
                 for client, message in self._router.route(outputs):
-                    if held.can_hold(client, message):
-                        held.hold(client, encoder.encode(message))
-                    else:
-                        self._outputs[client].send_multipart([*held.take(client), encoder.encode(message)])
+                    if messages := held.pass_on(client, message):
+                        self._outputs[client].send_multipart(messages)
                 self._sent_at = time.monotonic()
             self._send_held()
             for socket in self._outputs:
                 socket.close()
 
     def _send_held(self) -> None:
-        """Send the messages that were held back. The frames of one message arrive together, and are read singly."""
+        """Send what was held back. The frames of one message arrive together, and are read singly."""
         for client, socket in enumerate(self._outputs):
             if held := self._held_outputs.take(client):
                 socket.send_multipart(held)

@@ -1,13 +1,14 @@
-"""HeldOutputs: messages of the core that nobody waits for, held back to be sent together with later ones.
+"""HeldOutputs: tokens of the core that nobody waits for, held back to be sent together with later ones.
 
-A request whose output is read once it is complete (`EngineCoreRequest.final_only`) needs its tokens at its end. A
-message for each step would wake the API process for each; sent together they wake it once. The messages themselves do
-not change, so counters and latencies keep their values: a held message carries the time when it was to be sent.
+A request whose output is read once it is complete (`EngineCoreRequest.final_only`) needs its tokens at its end. Sent
+with each step they would wake the API process for each step, and be decoded and delivered one by one. Here they are
+taken out of the steps' messages and put before the request's last tokens. Each step keeps its time (`HeldStep`), so
+counters and latencies keep their values.
 
-Held is a message that has tokens of such requests and nothing else but statistics: not their first token, which
-releases a prompt's other choices and ends the time to the first token, and no end.
+Held are tokens of such requests between the first ones, which release a prompt's other choices and end the time to the
+first token, and the last ones. A message in which nothing but statistics is left is held, too.
 
-Invariants: a client's messages keep their order, and none is held for longer than `HOLD_S`.
+Invariants: a request's tokens and a client's messages keep their order, and nothing is held for longer than `HOLD_S`.
 
 Thread-safe: requests are added and removed by other threads than the one that sends.
 """
@@ -17,7 +18,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
-from argosy_engine.messages.core_messages import EngineCoreOutputs, EngineCoreRequest
+import msgspec
+
+from argosy_engine.messages.core_messages import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    HeldStep,
+)
 
 HOLD_S = 0.1
 """Metrics and telemetry lag by it at most."""
@@ -34,12 +42,15 @@ class HeldOutputs:
 
     def __init__(self, num_clients: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
+        self._encode = msgspec.msgpack.Encoder().encode
         self._quiet: set[str] = set()
         """Requests with `final_only` that have not ended."""
-        self._held: list[list[bytes]] = [[] for _ in range(num_clients)]
-        """Encoded messages of each client."""
+        self._tokens: list[dict[str, EngineCoreOutput]] = [{} for _ in range(num_clients)]
+        """For each client the held tokens of its requests, as one output for each."""
+        self._messages: list[list[bytes]] = [[] for _ in range(num_clients)]
+        """For each client the held messages, encoded. They have statistics only."""
         self._due: float | None = None
-        """When the oldest one must be sent."""
+        """When the oldest of all that is held must be sent."""
 
     def add(self, request: EngineCoreRequest) -> None:
         if request.final_only:
@@ -47,37 +58,36 @@ class HeldOutputs:
 
     def remove(self, request_ids: Iterable[str]) -> None:
         """Forget aborted requests; those that end by an output are forgotten with it."""
-        self._quiet.difference_update(request_ids)
+        for request_id in request_ids:
+            self._quiet.discard(request_id)
+            for tokens in self._tokens:
+                tokens.pop(request_id, None)
 
-    def can_hold(self, client: int, message: EngineCoreOutputs) -> bool:
-        """Return whether a message may be held. If so, it gets its timestamp."""
-        quiet = self._quiet
-        if not quiet or not message.outputs:
-            return False
-        is_loud = False
-        for output in message.outputs:
-            if output.finish_reason is not None:
-                quiet.discard(output.request_id)
-                is_loud = True
-            elif output.prefill_stats is not None or output.request_id not in quiet:
-                is_loud = True
-        if is_loud or message.residency is not None or message.utility is not None:
-            return False
-        if len(self._held[client]) >= MAX_HELD:
-            return False
-        message.timestamp = self._clock()
-        return True
-
-    def hold(self, client: int, message: bytes) -> None:
-        """Hold an encoded message."""
-        if self._due is None:
-            self._due = self._clock() + HOLD_S
-        self._held[client].append(message)
+    def pass_on(self, client: int, message: EngineCoreOutputs) -> list[bytes]:
+        """Hold what can be held of a client's message; return the encoded messages to send it now, none if it waits."""
+        now = self._clock()
+        has_taken = False
+        if self._quiet and message.outputs:
+            loud = [output for output in message.outputs if not self._hold_tokens(client, output, now)]
+            has_taken = len(loud) < len(message.outputs)
+            message.outputs = loud
+        held = self._messages[client]
+        can_wait = has_taken and not message.outputs and message.residency is None and message.utility is None
+        if can_wait:
+            message.timestamp = now
+        held.append(self._encode(message))
+        if can_wait and len(held) <= MAX_HELD:
+            return []
+        self._messages[client] = []
+        return held
 
     def take(self, client: int) -> list[bytes]:
-        """Return what is held for a client, to be sent now."""
-        held, self._held[client] = self._held[client], []
-        if self._due is not None and not any(self._held):
+        """Return all that is held for a client, to be sent now."""
+        held, self._messages[client] = self._messages[client], []
+        tokens, self._tokens[client] = self._tokens[client], {}
+        if tokens:
+            held.append(self._encode(EngineCoreOutputs(list(tokens.values()))))
+        if self._due is not None and not any(self._tokens) and not any(self._messages):
             self._due = None
         return held
 
@@ -90,3 +100,38 @@ class HeldOutputs:
     def wait_s(self) -> float | None:
         """Seconds until what is held must be sent, 0 at least; None if nothing is held."""
         return None if self._due is None else max(0.0, self._due - self._clock())
+
+    def _hold_tokens(self, client: int, output: EngineCoreOutput, now: float) -> bool:
+        """Hold the tokens of an output, or put those that are held before its own; return whether they are held."""
+        request_id, tokens = output.request_id, self._tokens[client]
+        if request_id not in self._quiet:
+            return False
+        if output.finish_reason is not None or output.prefill_stats is not None:
+            if output.finish_reason is not None:
+                self._quiet.discard(request_id)
+            held = tokens.pop(request_id, None)
+            if held is not None:
+                _append(held, output)
+                output.new_token_ids, output.logprobs = held.new_token_ids, held.logprobs
+                output.held_steps = held.held_steps
+            return False
+        step = HeldStep(now, len(output.new_token_ids))
+        held = tokens.get(request_id)
+        if held is None:
+            output.new_token_ids = output.new_token_ids.copy()  # the core has the list, too
+            output.held_steps = [step]
+            tokens[request_id] = output
+            if self._due is None:
+                self._due = now + HOLD_S
+        else:
+            _append(held, output)
+            held.held_steps.append(step)
+        return True
+
+
+def _append(held: EngineCoreOutput, later: EngineCoreOutput) -> None:
+    """Append a later output's tokens to held ones."""
+    held.new_token_ids += later.new_token_ids
+    if later.logprobs:
+        held.logprobs = [*(held.logprobs or ()), *later.logprobs]
+    held.num_preemptions = later.num_preemptions
