@@ -14,6 +14,7 @@ from typing import Any, cast
 from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from argosy_engine.api.http.departure import without_departure
 from argosy_engine.api.http.direct_body import without_direct_body
 from argosy_engine.api.http.error_response import send_error
 from argosy_engine.errors import ConfigError
@@ -48,7 +49,8 @@ class CustomMiddleware:
             await send(message)
 
         try:
-            await self._inner({**without_direct_body(scope), "app": self._app}, receive, noting_start)
+            seen = {**without_departure(without_direct_body(scope)), "app": self._app}
+            await self._inner(seen, receive, noting_start)
         except Exception:
             if not has_started:
                 await send_error(send, InternalError("internal error"), scope["path"])

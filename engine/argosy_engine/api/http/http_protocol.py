@@ -18,6 +18,7 @@ from typing import Any, ClassVar, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from argosy_engine.api.http.departure import departure_of, offer_departure
 from argosy_engine.api.http.direct_body import offer_direct_body
 from argosy_engine.api.http.error_response import error_body
 from argosy_engine.api.http.lingering import LingeringTransport
@@ -118,6 +119,9 @@ class BoundedProtocol(HttpToolsProtocol):
             # uvicorn tells the request that came last, behind which nothing runs yet.
             self._running.disconnected = True
             self._running.message_event.set()
+            departure = departure_of(self._running.scope)
+            if departure is not None:
+                departure.tell()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -175,6 +179,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._running is None or self._running.response_complete:
             self._running = self.cycle
         offer_direct_body(self.scope, self.cycle)
+        offer_departure(self.scope, self.cycle)
         self._is_in_head = False
         self._is_in_body = True
         self._expect_body()

@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from argosy_engine.api.http.body_send import body_send
+from argosy_engine.api.http.departure import departure_of
 from argosy_engine.api.http.error_response import send_error
 from argosy_protocol.anthropic import error_event
 from argosy_protocol.errors import ApiError
@@ -38,14 +39,13 @@ class WatchedResponse(Response):
         assert task is not None
         is_done = has_left = False
 
-        def leave(gone: asyncio.Future[None]) -> None:
+        def leave() -> None:
             nonlocal has_left
-            if not is_done and not gone.cancelled():
+            if not is_done:
                 has_left = True
                 task.cancel()
 
-        gone = asyncio.ensure_future(_disconnected(receive))
-        gone.add_done_callback(leave)
+        unwatch = _watch(scope, receive, leave)
         try:
             await self._work(send, body_send(scope, send))
         except asyncio.CancelledError:
@@ -53,7 +53,23 @@ class WatchedResponse(Response):
                 raise  # the server ends, too
         finally:
             is_done = True
-            gone.cancel()
+            unwatch()
+
+
+def _watch(scope: Scope, receive: Receive, on_left: Callable[[], None]) -> Callable[[], object]:
+    """Call `on_left` when the client leaves; return what ends that."""
+    departure = departure_of(scope)
+    if departure is not None:
+        departure.watch(on_left)
+        return departure.unwatch
+
+    def end(gone: asyncio.Future[None]) -> None:
+        if not gone.cancelled():
+            on_left()
+
+    gone = asyncio.ensure_future(_disconnected(receive))
+    gone.add_done_callback(end)
+    return gone.cancel
 
 
 async def _disconnected(receive: Receive) -> None:
