@@ -6,8 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+from jinja2 import Undefined
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from argosy_engine.errors import InvalidRequest
+from argosy_engine.frontend.bounded_template import BoundedEnvironment
 from argosy_engine.frontend.chat_template import ChatTemplate
 from argosy_protocol.openai import ChatCompletionRequest, ChatMessage
 from chat_requests import chat
@@ -170,3 +173,42 @@ def test_a_model_may_have_a_template_for_tools(
     assert template.render(chat(messages=messages)) == plain
     tools = [{"type": "function", "function": {"name": "f"}}]
     assert template.render(chat(messages=messages, tools=tools)) == with_tools
+
+
+def test_fields_are_read_as_the_sandbox_reads_them() -> None:
+    ours, jinjas = BoundedEnvironment(), ImmutableSandboxedEnvironment()
+
+    class Fields(dict[str, object]):
+        own = 1
+
+    values = [
+        {"role": "user", "items": 1, "__class__": 2, "_x": 3},
+        Fields(role="user", own=2),
+        {},
+        "text",
+        [1],
+        None,
+    ]
+    names = [
+        "role",
+        "content",
+        "items",
+        "update",
+        "pop",
+        "__class__",
+        "_x",
+        "own",
+        "__len__",
+        "format",
+        "append",
+        "0",
+    ]
+    for value in values:
+        for name in names:
+            one, other = ours.getattr(value, name), jinjas.getattr(value, name)
+            assert type(one) is type(other)
+            if isinstance(other, Undefined):
+                assert one._undefined_name == other._undefined_name
+                assert one._undefined_exception is other._undefined_exception
+            else:
+                assert one == other

@@ -25,6 +25,7 @@ from argosy_engine.frontend.render_pool import stop_if_abandoned
 
 _TICKS_PER_CHECK = 64
 """Turns of loops between two looks at the clock: a turn takes microseconds."""
+_DICT_ATTRIBUTES = frozenset(dir(dict))
 _TOTAL = 4
 """How many times the characters of its longest text a rendering may make in guarded operations."""
 
@@ -129,6 +130,16 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def add_filter(self, name: str, function: Callable[..., Any]) -> None:
         self.filters[name] = function
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """Read a field of a message or tool. `message.role` means the attribute, and the item if there is none: a plain
+        dict has no attributes but its methods, so the item is read without an exception first."""
+        if type(obj) is not dict or attribute in _DICT_ATTRIBUTES:
+            return super().getattr(obj, attribute)
+        try:
+            return obj[attribute]
+        except KeyError:
+            return self.undefined(obj=obj, name=attribute)
 
     def compiled(self, tree: nodes.Template) -> Any:
         """Compile a parsed template so that each turn of its loops and each call of its macros checks the deadline."""
