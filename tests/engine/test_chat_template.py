@@ -199,7 +199,7 @@ def test_fields_are_read_as_the_sandbox_reads_them() -> None:
         "_x",
         "own",
         "__len__",
-        "format",
+        "upper",
         "append",
         "0",
     ]

@@ -6,8 +6,10 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import PlainTextResponse, StreamingResponse
 
+from argosy_engine.api.http.cors_layer import CorsLayer
 from argosy_engine.api.http_layers import add_http_layers
 from argosy_engine.api.serve import parse_args
 from argosy_protocol.bearer_keys import KeyRing
@@ -151,3 +153,33 @@ def test_what_no_browser_sends_is_refused(
         parse_args(["builtin://tiny", *flags])
     assert left.value.code == 2
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "origin", [[], [(b"origin", ORIGIN.encode())], [(b"origin", b"https://other.example")]]
+)
+@pytest.mark.parametrize(
+    "sent",
+    [[], [(b"content-type", b"a")], [(b"vary", b"Accept")], [(b"Vary", b"A"), (b"x", b"y"), (b"vary", b"B")]],
+)
+@pytest.mark.parametrize("allowed", [["*"], [ORIGIN]])
+async def test_every_answer_has_starlettes_headers(
+    origin: list[tuple[bytes, bytes]], sent: list[tuple[bytes, bytes]], allowed: list[str]
+) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": list(sent)})
+        await send({"type": "http.response.body", "body": b""})
+
+    messages: dict[type, list[Any]] = {}
+    for layer in (CorsLayer, CORSMiddleware):
+        got: list[Any] = []
+
+        async def keep(message: Any, got: list[Any] = got) -> None:
+            got.append(message)
+
+        scope = {"type": "http", "method": "GET", "path": "/", "headers": [(b"host", b"x"), *origin]}
+        await layer(app, allow_origins=allowed)(scope, keep, keep)
+        start = got[0]
+        start["headers"] = sorted((name.lower(), value) for name, value in start["headers"])
+        messages[layer] = got
+    assert messages[CorsLayer] == messages[CORSMiddleware]

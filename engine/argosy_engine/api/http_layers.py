@@ -8,11 +8,11 @@ that browsers ask for; answers that the user's layers give instead have what the
 
 from __future__ import annotations
 
-from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from argosy_engine.api.http.auth_middleware import AuthMiddleware
 from argosy_engine.api.http.body_send import BodySend
+from argosy_engine.api.http.cors_layer import CorsLayer
 from argosy_engine.api.http.custom_middleware import CustomMiddleware
 from argosy_engine.api.http.request_ids import RequestIds
 from argosy_engine.api.http.request_limits import RequestLimits
@@ -36,7 +36,7 @@ def add_http_layers(
         ConfigError: a layer of `--middleware` cannot be loaded.
     """
     layered: ASGIApp = AuthMiddleware(RequestLimits(BodySend(app)), keys, options.guard_metrics, admin_keys)
-    layered = CORSMiddleware(
+    layered = CorsLayer(
         layered,
         allow_origins=options.allowed_origins,
         allow_methods=options.allowed_methods,
