@@ -15,6 +15,7 @@ chat_template               the model's own Jinja template
 template_roles              which roles it renders
 control_tokens              keeps a chat's text from becoming control tokens
 tokenizer                   tokenizer.json
+word_cache                  tokens of the words of ASCII text that were seen before
 chunk_map                   where the router's chunks end in the tokens
 prompt_truncation           truncate_prompt_tokens: how much of a prompt stays
 pooled_prompts              inputs and pairs of texts of pooling models
