@@ -316,15 +316,15 @@ def _text_content(message: ChatMessage, where: str) -> str:
         return message.content
     texts = []
     for index, part in enumerate(message.content):
-        text = part.get("text")
-        if part.get("type") == "text" and not isinstance(text, str):
-            at = f"{where}.content[{index}].text"
-            raise InvalidRequest(f"{at} must be a text", at)
+        at = f"{where}.content[{index}]"
         if part.get("type") != "text":
             raise InvalidRequest(
                 f"content of type {str(part.get('type'))[:64]!r} is not supported by this model, only text",
-                param=f"{where}.content[{index}]",
+                param=at,
             )
+        text = part.get("text")
+        if not isinstance(text, str):
+            raise InvalidRequest(f"{at}.text must be a text", param=f"{at}.text")
         texts.append(text)
     return "\n".join(texts)
 
