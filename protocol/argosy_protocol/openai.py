@@ -332,9 +332,16 @@ def decode_request(endpoint: Endpoint, body: bytes) -> ChatCompletionRequest | C
     try:
         return decode_body(_COMPLETION, body)
     except BadRequest as error:
-        if error.param == "prompt" and _PROMPT.decode(body).prompt in (None, []):
+        if error.param == "prompt" and _lacks_prompt(body):
             raise BadRequest(NO_PROMPT, param="prompt") from None
         raise
+
+
+def _lacks_prompt(body: bytes) -> bool:
+    try:
+        return _PROMPT.decode(body).prompt in (None, [])
+    except (msgspec.MsgspecError, RecursionError):  # the prompt is nested too deeply
+        return False
 
 
 class PromptTokensDetails(Struct, frozen=True):

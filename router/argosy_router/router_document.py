@@ -50,6 +50,7 @@ _FILES_QUERY = {
 _BATCHES_QUERY = {"limit": {"type": "integer", "minimum": 1, "maximum": MAX_BATCHES}, "after": TEXT}
 _STATE = (
     *(Route("GET", path, Operation()) for path in ("/health", "/ping", "/ready", "/version", "/load")),
+    Route("POST", "/ping", Operation()),
     Route("GET", "/metrics", Operation(answer={"text/plain": TEXT})),
     Route("GET", "/openapi.json", Operation()),
     Route("GET", "/docs", Operation(answer={"text/html": TEXT})),
