@@ -229,7 +229,7 @@ def test_what_is_missing_is_refused_by_name(
 
 
 def test_every_flag_of_vllm_is_known() -> None:
-    known = build_parser()._option_string_actions
+    known = build_parser().flag_names
     assert [flag for flag in FLAGS.split() if f"--{flag}" not in known] == []
 
 

@@ -121,7 +121,7 @@ def test_counting_tokens_needs_no_max_tokens() -> None:
         (Unauthorized("m", code=""), "authentication_error"),
         (Forbidden("m"), "permission_error"),
         (NotFound("m"), "not_found_error"),
-        (MethodNotAllowed("m"), "invalid_request_error"),
+        (MethodNotAllowed("m", ["GET"]), "invalid_request_error"),
         (RequestTimeout("m"), "timeout_error"),
         (PayloadTooLarge("m"), "request_too_large"),
         (HeadersTooLarge("m"), "invalid_request_error"),

@@ -12,6 +12,9 @@ memory_report               the memory budget as a table
 render_pool                 threads that render and tokenise
 renderer                    a request's messages, texts or token ids become tokens
 chat_template               the model's own Jinja template
+bounded_template            the sandbox of templates, with a deadline and a cap
+guarded_template            the sandbox of templates that come with requests
+generation_tag              the tag for trainers, without effect
 template_roles              which roles it renders
 control_tokens              keeps a chat's text from becoming control tokens
 tokenizer                   tokenizer.json

@@ -153,6 +153,11 @@ class FlagParser(argparse.ArgumentParser):
                 groups[title] = self.add_argument_group(title)
             _add_flag(groups[title], field)
 
+    @property
+    def flag_names(self) -> frozenset[str]:
+        """Every flag of the program, with its dashes."""
+        return frozenset(self._option_string_actions)
+
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
