@@ -92,14 +92,14 @@ class Fleet:
 
     def least_valuable(self, count: int) -> list[int]:
         """The engines that the operator would have a Deployment give up."""
-        reports = [_load_report(port) for port in self.admin_ports]
+        reports = [load_report(port) for port in self.admin_ports]
         load = merge_loads(reports, is_complete=True)[f"bench/{MODEL}"]
         by_name = {f"engine-{port}": port for port in self.engines}
         pods = [_pod(name) for name in by_name]
         return [by_name[change.pod.name] for change in cost_changes(pods, load, count) if change.cost < 0]
 
 
-def _load_report(port: int) -> LoadReport:
+def load_report(port: int) -> LoadReport:
     key = internal_key(_FLEET_KEY.encode(), ADMIN_KEY_UID)
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}{LOAD_PATH}", headers={"authorization": f"Bearer {key}"}

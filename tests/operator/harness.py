@@ -85,7 +85,7 @@ class FakeRouter:
         while True:
             if not self.reachable:
                 raise TimeoutError
-            replicas = self._replicas()
+            replicas = self.replicas()
             if replicas != self._last:
                 self._last, self._revision = replicas, self._revision + 1
             left = deadline - asyncio.get_running_loop().time()
@@ -112,7 +112,7 @@ class FakeRouter:
                 routable=each.routable,
                 cache_value=self.cache_values.get(each.name, 0.0),
             )
-            for each in self._replicas()
+            for each in self.replicas()
         )
         service = msgspec.structs.replace(self.load, replicas=replicas, rollout=self._rollout())
         return LoadReport(router="r", revision=self._load_revision, services=(service,))
@@ -126,7 +126,7 @@ class FakeRouter:
             canary_revision=split.canary, weight=split.weight, stable=self.stable, canary=self.canary
         )
 
-    def _replicas(self) -> tuple[ReplicaReport, ...]:
+    def replicas(self) -> tuple[ReplicaReport, ...]:
         services = decode_fleet(self._cluster.fleet() or "{}").services
         return tuple(
             ReplicaReport(

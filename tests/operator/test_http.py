@@ -126,6 +126,7 @@ async def test_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
                 PODS, "team", "none", {"metadata": {"uid": "u"}, "status": {}}, strategic=True
             )
         assert caught.value.status == 404
+        assert "{" not in caught.value.message, "the message of the Status, not its JSON"
         await api.delete(DEPLOYMENTS, "team", "none", uid="u")
 
 

@@ -143,8 +143,8 @@ class FlappingRouter(FakeRouter):
 
     drains = False
 
-    def _replicas(self) -> tuple[ReplicaReport, ...]:
-        found = super()._replicas()
+    def replicas(self) -> tuple[ReplicaReport, ...]:
+        found = super().replicas()
         if not self.drains:
             return found
         return tuple(msgspec.structs.replace(each, state="draining", routable=False) for each in found)

@@ -142,7 +142,7 @@ def test_the_engines_that_leave_are_those_that_the_operator_would_mark(
         service = ServiceLoadReport(service="bench/tiny", replicas=replicas)
         return LoadReport(router=str(admin), services=(service,))
 
-    monkeypatch.setattr(scaling_fleet, "_load_report", report)
+    monkeypatch.setattr(scaling_fleet, "load_report", report)
     fleet = scaling_fleet.Fleet(tmp_path / "fleet.json", (), (901, 902), dict.fromkeys((1, 2, 3, 4), False))
     asyncio.run(scaling_fleet.halve(fleet, 2, by_value=True, seed=""))
     (service,) = decode_fleet(fleet.file.read_bytes()).services

@@ -716,7 +716,7 @@ podTemplate: {{spec: {{containers: [{{name: engine, volumeMounts: [{{name: a, mo
     ),
     "scaling by nothing": (
         manifest(f"{TINY}\nscaling: {{maxReplicas: 8}}"),
-        "nothing would change the number of replicas",
+        "without metrics or schedules",
     ),
     "scaling without a target": (
         manifest(f"{TINY}\nscaling: {{maxReplicas: 8, metrics: {{}}}}"),

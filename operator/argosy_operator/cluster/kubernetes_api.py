@@ -249,9 +249,20 @@ def _translated(action: str) -> Iterator[None]:
     try:
         yield
     except ApiException as error:
-        raise ApiError(action, error.status or 0, str(error.body or error.reason)) from error
+        raise ApiError(action, error.status or 0, _message(error)) from error
     except (TimeoutError, aiohttp.ClientError, OSError, ValueError, KeyError) as error:
         raise ApiError(action, 0, f"{type(error).__name__}: {error}") from error
+
+
+def _message(error: ApiException) -> str:
+    """What the API server says: the message of its Status, or whatever else has answered."""
+    text = str(error.body or error.reason)
+    try:
+        status = json.loads(text)
+    except ValueError:
+        return text
+    message = status.get("message") if isinstance(status, dict) else None
+    return message if isinstance(message, str) and message else text
 
 
 async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[Object]:

@@ -61,7 +61,9 @@ def ready(view: ServiceView) -> ConditionState:
     if view.service.served_name in view.lost_names:
         return ConditionState("False", "NameConflict", _conflict_message(view))
     if view.service.spec.paused and not view.is_current:
-        return ConditionState("False", "Paused", "the spec was changed while paused; unpause to apply it")
+        return ConditionState(
+            "False", "Paused", "spec.paused holds this generation back; unset it to apply it"
+        )
     if view.plan.rollout.phase in ("canary", "canary-failed"):
         cause = progressing(view)
         return ConditionState("False", cause.reason, cause.message)
