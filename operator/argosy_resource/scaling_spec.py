@@ -133,7 +133,10 @@ class Scaling(Struct, frozen=True, kw_only=True, rename="camel"):
                 "has(self.metrics) || (has(self.schedules) && size(self.schedules) > 0) || "
                 "(has(self.minReplicas) && self.minReplicas == 0 && self.maxReplicas == 1)"
             ),
-            message="without metrics or schedules only maxReplicas 1 with minReplicas 0 is possible; set metrics, such as concurrency, or schedules",
+            message=(
+                "without metrics or schedules only maxReplicas 1 with minReplicas 0 is possible; set metrics, such as "
+                "concurrency, or schedules"
+            ),
             field_path=".metrics",
         ),
     )

@@ -117,7 +117,8 @@ def test_a_clock_that_is_set_back_keeps_no_canary_for_as_long() -> None:
     assert trial.after(1)[1] == 1
     lost = Trial()
     lost.seconds = 86_400
-    lost.after(0, routable=0)
+    lost.state = CanaryState(revision="new", missing_since=lost.now)
+    assert lost.after(0, routable=0)[0] == "stepping"
     lost.seconds = 100
     assert lost.after(0, routable=0)[0] == "stepping"
     assert lost.after(1801, routable=0)[0] == "failed"
