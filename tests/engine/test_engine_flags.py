@@ -56,13 +56,14 @@ def test_a_bad_file_is_one_line(
 
 
 @pytest.mark.parametrize(
-    ("text", "tokens"), [("512", 512), ("1k", 1000), ("1K", 1024), ("2.5k", 2500), ("auto", "auto")]
+    ("text", "tokens"),
+    [("512", 512), ("1k", 1000), ("1K", 1024), ("2.5k", 2500), ("auto", "auto"), ("-1", "auto")],
 )
 def test_sizes(text: str, tokens: object) -> None:
-    assert parse_args(["m", "--max-model-len", text])[1].max_model_len == tokens
+    assert parse_args(["m", f"--max-model-len={text}"])[1].max_model_len == tokens
 
 
-@pytest.mark.parametrize("text", ["1.0001k", "k", "-1", "1T", "8", "", "1e9", "9" * 30])
+@pytest.mark.parametrize("text", ["1.0001k", "k", "-2", "1T", "8", "", "1e9", "9" * 30])
 def test_bad_sizes(text: str) -> None:
     with pytest.raises(SystemExit) as left:
         parse_args(["m", f"--max-model-len={text}"])
