@@ -135,7 +135,7 @@ def chat_schema() -> Draft202012Validator:
         ({"temperature": 2, "stop": ["a"], "n": None, "unknown": 1}, True),
         ({"temperature": 2.5}, False),
         ({"n": 129}, False),
-        ({"n": "1"}, False),
+        ({"n": "one"}, False),
         ({"stop": ["a"] * 5}, False),
         ({"truncate_prompt_tokens": -1, "truncation_side": "right"}, True),
         ({"truncate_prompt_tokens": -2}, False),
