@@ -116,9 +116,9 @@ def test_doctor_and_engine_name_the_same_backend(
 
 @needs_kernels
 def test_doctor_refuses_a_forced_backend_that_cannot_serve(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["builtin://tiny", "--device", "cpu", "--block-size", "8", "--attention-backend", "cpu"]
+    flags = ["builtin://tiny", "--device", "cpu", "--block-size", "20", "--attention-backend", "cpu"]
     assert doctor(flags) == 2
-    assert "--block-size 8 is not a multiple of" in capsys.readouterr().err
+    assert "--block-size 20 is not a multiple of" in capsys.readouterr().err
 
 
 def test_a_window_of_the_whole_context_is_full_attention() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from argosy_engine.benchmarks import bench_latency, bench_throughput
 
-ENGINE = ["--model", "builtin://tiny", "--threads", "1", "--device", "cpu", "--kv-cache-memory-bytes", "16M"]
+ENGINE = ["--model", "builtin://tiny", "--threads", "1", "--device", "cpu", "--kv-cache-memory-bytes", "32M"]
 
 
 @pytest.mark.parametrize("backend", ["argosy", "vllm-chat"])

@@ -124,7 +124,7 @@ def test_a_request_may_choose_its_rank(http: httpx.Client, rank: int, way: str) 
 @pytest.mark.parametrize(("path", "body"), REQUESTS)
 def test_a_rank_that_does_not_exist_is_refused(http: httpx.Client, path: str, body: dict[str, Any]) -> None:
     refused = [
-        http.post(path, json={**body, "data_parallel_rank": value}) for value in (2, -1, 1 << 40, "1", 0.5)
+        http.post(path, json={**body, "data_parallel_rank": value}) for value in (2, -1, 1 << 40, "one", 0.5)
     ]
     refused += [
         http.post(path, json=body, headers={DATA_PARALLEL_RANK: value})
