@@ -57,8 +57,8 @@ def test_an_idle_engine_does_not_spin(tmp_path: Path, backend: str) -> None:
             f"{server.url}/v1/completions", json={"prompt": "Once", "max_tokens": 8}, timeout=60
         )
         assert answer.status_code == 200
-        # Whoever spins takes a whole core, or what he gets of it.
-        assert cpu_share(processes, 1.5) < 0.2
+        # What spins takes a whole core, or what it gets of it, for ever; the work after a first answer ends.
+        wait_until(lambda: cpu_share(processes, 1.5) < 0.2, "idle processes")
 
 
 def test_a_stuck_core_turns_health_red_and_a_killed_worker_ends_everything(tmp_path: Path) -> None:
