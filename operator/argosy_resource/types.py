@@ -490,6 +490,11 @@ class ObjectMeta(Struct, frozen=True, kw_only=True, rename="camel"):
     annotations: dict[str, str] = {}
     managed_fields: tuple[ManagedFieldsEntry, ...] = ()
 
+    @property
+    def key(self) -> str:
+        """`namespace/name`."""
+        return f"{self.namespace}/{self.name}"
+
 
 class InferenceService(Struct, frozen=True, kw_only=True, rename="camel"):
     """Replicas of one model's engine behind the fleet's router."""
@@ -530,7 +535,7 @@ class InferenceService(Struct, frozen=True, kw_only=True, rename="camel"):
     @property
     def key(self) -> str:
         """`namespace/name`."""
-        return f"{self.metadata.namespace}/{self.metadata.name}"
+        return self.metadata.key
 
     @property
     def served_name(self) -> str:

@@ -41,6 +41,7 @@ from argosy_operator.kinds import (
 from argosy_operator.names import FIELD_MANAGER, MANAGED_BY_LABEL, NAME_LABEL
 from argosy_operator.observed.canary_steps import has_canary_steps
 from argosy_operator.observed.deployment import has_the_turn, waits_for_its_turn
+from argosy_operator.reconcile.allowance import Allowance
 from argosy_operator.reconcile.autoscaler import Autoscaler
 from argosy_operator.reconcile.fleet_publisher import FleetPublisher
 from argosy_operator.reconcile.leadership import FencedApi, Leadership
@@ -142,9 +143,7 @@ class Controller:
             look_again=self.queue.add_after,
         )
         self._fleet = FleetPublisher(api, self.store, config, self.metrics)
-        self._publish_left = PUBLISH_BURST
-        self._publish_at = 0.0
-        """How many more times the document may be published, as of when (clock of the event loop)."""
+        self._publishing = Allowance(PUBLISH_BURST, PUBLISH_INTERVAL, now=0.0)
         self._relisted = asyncio.Event()
         """Set when the event source has listed a kind again: it may have missed deletions."""
         self.has_listed = False
@@ -405,12 +404,10 @@ class Controller:
 
     async def _publish_fleet(self) -> None:
         now = asyncio.get_running_loop().time()
-        refilled = self._publish_left + (now - self._publish_at) / PUBLISH_INTERVAL
-        self._publish_left, self._publish_at = min(PUBLISH_BURST, refilled), now
-        if self._publish_left < 1.0:
-            self.queue.add_after(FLEET, (1.0 - self._publish_left) * PUBLISH_INTERVAL)
+        if (delay := self._publishing.wait(now)) > 0:
+            self.queue.add_after(FLEET, delay)
             return
-        self._publish_left -= 1.0
+        self._publishing.take()
         for name in await self._fleet.publish():
             self.queue.add(name)
 

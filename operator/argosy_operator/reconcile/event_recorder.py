@@ -22,6 +22,7 @@ from msgspec import Struct
 from argosy_operator.cluster.api_server import Api
 from argosy_operator.errors import ApiError
 from argosy_operator.names import FIELD_MANAGER
+from argosy_operator.reconcile.allowance import Allowance
 from argosy_operator.reconcile.concurrent_steps import run_together
 from argosy_operator.status.events import Event
 from argosy_resource.types import API_VERSION, KIND, ObjectMeta
@@ -44,11 +45,6 @@ class _Posted(Struct):
     first: str
 
 
-class _Allowance(Struct):
-    left: float
-    at: float
-
-
 class EventRecorder:
     """Posts events about services."""
 
@@ -56,7 +52,7 @@ class EventRecorder:
         self._api = api
         self._now = now
         self._posted: OrderedDict[str, _Posted] = OrderedDict()
-        self._allowances: OrderedDict[str, _Allowance] = OrderedDict()
+        self._allowances: OrderedDict[str, Allowance] = OrderedDict()
 
     async def post(self, service: ObjectMeta, events: Iterable[Event]) -> None:
         """Post the events that the service's rate allows; an event that cannot be posted is logged and dropped."""
@@ -65,28 +61,22 @@ class EventRecorder:
             if self._is_allowed(service.uid, reserve=0 if event.type == "Warning" else EVENT_RESERVE):
                 allowed.append(event)
             else:
-                logger.info(
-                    "%s/%s: too many events; dropped: %s", service.namespace, service.name, event.reason
-                )
+                logger.info("%s: too many events; dropped: %s", service.key, event.reason)
         await run_together(partial(self._post, service, event) for event in allowed)
 
     async def _post(self, service: ObjectMeta, event: Event) -> None:
         try:
             await self._api.apply(self._manifest(service, event))
         except ApiError as error:
-            logger.warning(
-                "%s/%s: event %s was not posted: %s", service.namespace, service.name, event.reason, error
-            )
+            logger.warning("%s: event %s was not posted: %s", service.key, event.reason, error)
 
     def _is_allowed(self, uid: str, reserve: int) -> bool:
         now = asyncio.get_running_loop().time()
-        allowance = self._allowances.setdefault(uid, _Allowance(EVENT_BURST, now))
+        allowance = self._allowances.setdefault(uid, Allowance(EVENT_BURST, EVENT_REFILL_SECONDS, now))
         _keep_newest(self._allowances, uid)
-        refilled = allowance.left + (now - allowance.at) / EVENT_REFILL_SECONDS
-        allowance.left, allowance.at = min(float(EVENT_BURST), refilled), now
-        if allowance.left < 1 + reserve:
+        if allowance.wait(now, reserve) > 0:
             return False
-        allowance.left -= 1
+        allowance.take()
         return True
 
     def _manifest(self, metadata: ObjectMeta, event: Event) -> dict[str, Any]:

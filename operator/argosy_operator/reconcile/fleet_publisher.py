@@ -20,7 +20,7 @@ from argosy_operator.desired.drift import must_apply, with_applied_hash
 from argosy_operator.kinds import CONFIGMAPS, INFERENCE_SERVICES, Name, Object, object_name
 from argosy_operator.names import FLEET_CONFIGMAP, FLEET_KEY, NAME_LABEL
 from argosy_operator.reconcile.metrics import OperatorMetrics
-from argosy_protocol.fleet import NameConflict, encode_fleet, resolve_names
+from argosy_protocol.fleet import FleetDocument, NameConflict, encode_fleet, resolve_names
 from argosy_protocol.model_progress import stage
 from argosy_resource.engine_address import COMPONENT_LABEL
 from argosy_resource.fleet_document import fleet_document, within, without_canary
@@ -107,19 +107,15 @@ class FleetPublisher:
             conflicts[conflict.loser] = (*conflicts.get(conflict.loser, ()), conflict)
         before, self._conflicts = self._conflicts, conflicts
         lacked, self._without_canary = self._without_canary, without_canary(document)
-        named = {each.qualified_name for each in document.services}
-        missed = self._left_out
-        self._left_out = frozenset(
-            each.qualified_name for each in whole.services if each.qualified_name not in named
-        )
+        missed, self._left_out = self._left_out, _names(whole) - _names(document)
         if self._left_out - missed:
             logger.warning("the fleet document has no room for %d services", len(self._left_out))
+        moved = (lacked ^ self._without_canary) | (missed ^ self._left_out)
         return [
             (service.metadata.namespace, service.metadata.name)
             for service in services
             if before.get(service.key) != conflicts.get(service.key)
-            or service.key in lacked ^ self._without_canary
-            or service.key in missed ^ self._left_out
+            or service.key in moved
             or _canary(divided.get(name := (service.metadata.namespace, service.metadata.name)))
             != _canary(divisions.get(name))
         ]
@@ -160,6 +156,10 @@ class FleetPublisher:
             },
             "data": {FLEET_KEY: text},
         }
+
+
+def _names(document: FleetDocument) -> frozenset[str]:
+    return frozenset(each.qualified_name for each in document.services)
 
 
 def _division(obj: Object) -> Division:
