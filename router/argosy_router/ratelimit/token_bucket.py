@@ -1,8 +1,8 @@
 """Token buckets of requests and tokens per minute.
 
 Owns: how much of its limits an account has left. Must not know: keys, requests.
-Invariants: a bucket never holds more than one minute's refill, but at least one; it may be in debt (a response was
-longer than reserved), and then no request passes until the debt is refilled.
+Invariants: a bucket never holds more than its capacity, of an account one minute's refill, but at least one; it may be
+in debt (a response was longer than reserved), and then no request passes until the debt is refilled.
 
 Times are a monotonic clock's, passed in. The header names and the forms of their values are OpenAI's.
 """
@@ -15,18 +15,22 @@ PERIOD_S = 60.0
 
 
 class TokenBucket:
-    """A bucket that begins full and refills continuously at `per_minute`, which may be below one."""
+    """A bucket that begins full and refills continuously at `per_minute`, which may be below one.
+
+    Args:
+        capacity: the most that it holds; by default one minute's refill, at least one.
+    """
 
     __slots__ = ("_level", "_time", "capacity", "per_minute")
 
-    def __init__(self, per_minute: float, now: float) -> None:
+    def __init__(self, per_minute: float, now: float, capacity: float | None = None) -> None:
         self.per_minute = per_minute
-        self.capacity = max(1.0, per_minute)
+        self.capacity = max(1.0, per_minute) if capacity is None else capacity
         self._level = self.capacity
         self._time = now
 
     def resize(self, per_minute: float, now: float) -> None:
-        """Change the limit from now on; what was used stays used."""
+        """Change the limit from now on, of a bucket that holds one minute's refill; what was used stays used."""
         self._refill(now)
         self.per_minute = per_minute
         self.capacity = max(1.0, per_minute)

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from argosy_router.ratelimit.token_bucket import PERIOD_S, TokenBucket
+
 FRAMES_PER_S: Final = 5000.0
 """An engine sends a few frames each step and ten load reports a second: with eight cores and steps of 5 ms some 3000.
 A frame costs its router some 10 us."""
@@ -24,23 +26,16 @@ it is scrubbed, and every entry of the index has room for all slots."""
 CLEAR_BURST: Final = 16.0
 
 
-class _Bucket:
-    __slots__ = ("_burst", "_left", "_rate", "_time")
+def _bucket(per_s: float, burst: float) -> TokenBucket:
+    return TokenBucket(per_s * PERIOD_S, 0.0, burst)
 
-    def __init__(self, rate: float, burst: float) -> None:
-        self._rate = rate
-        self._burst = burst
-        self._left = burst
-        self._time = 0.0
 
-    def take(self, amount: float, now: float) -> bool:
-        """Take an amount; False, and nothing is taken, if there is not enough."""
-        self._left = min(self._burst, self._left + (now - self._time) * self._rate)
-        self._time = now
-        if self._left < amount:
-            return False
-        self._left -= amount
-        return True
+def _take(bucket: TokenBucket, amount: float, now: float) -> bool:
+    """Take an amount; False, and nothing is taken, if there is not enough."""
+    if bucket.wait_s(amount, now) > 0.0:
+        return False
+    bucket.take(amount)
+    return True
 
 
 class TelemetryBudget:
@@ -49,16 +44,16 @@ class TelemetryBudget:
     __slots__ = ("_chunks", "_clears", "_frames")
 
     def __init__(self) -> None:
-        self._frames = _Bucket(FRAMES_PER_S, FRAME_BURST)
-        self._chunks = _Bucket(CHUNKS_PER_S, CHUNK_BURST)
-        self._clears = _Bucket(CLEARS_PER_S, CLEAR_BURST)
+        self._frames = _bucket(FRAMES_PER_S, FRAME_BURST)
+        self._chunks = _bucket(CHUNKS_PER_S, CHUNK_BURST)
+        self._clears = _bucket(CLEARS_PER_S, CLEAR_BURST)
 
     def excess(self, now: float, *, chunks: int, clears: bool) -> str:
         """Count a frame. Returns what there is too much of; empty if it is within the budget."""
-        if not self._frames.take(1.0, now):
+        if not _take(self._frames, 1.0, now):
             return "frames"
-        if chunks and not self._chunks.take(float(chunks), now):
+        if chunks and not _take(self._chunks, float(chunks), now):
             return "chunks"
-        if clears and not self._clears.take(1.0, now):
+        if clears and not _take(self._clears, 1.0, now):
             return "resets of the prefix cache"
         return ""
