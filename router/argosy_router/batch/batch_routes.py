@@ -15,7 +15,7 @@ from urllib.parse import parse_qsl, quote
 
 import msgspec
 
-from argosy_protocol.errors import ApiError, Forbidden, InternalError, MethodNotAllowed, NotFound, Unavailable
+from argosy_protocol.errors import ApiError, Forbidden, InternalError, NotFound
 from argosy_router.auth.accounts import Account
 from argosy_router.batch.batches_api import BatchesApi
 from argosy_router.batch.content_stream import PendingAnswer
@@ -27,7 +27,7 @@ from argosy_router.http.server_interface import Client
 from argosy_router.proxy.accounting.request_accounting import RequestAccounting
 from argosy_router.proxy.downstream.api_shape import error_body, id_headers
 from argosy_router.proxy.downstream.error_headers import error_headers
-from argosy_router.proxy.request.call_decoding import require_json
+from argosy_router.proxy.request.call_decoding import require_json, require_method
 from argosy_router.storage.object_store import owner_of
 from argosy_router.storage.owner_slots import OwnerSlots
 
@@ -67,11 +67,7 @@ class BatchRoutes:
         if not self._pending.take(owner):
             if request.sink is not None:
                 request.sink.abort()
-            raise Unavailable(
-                f"the router has {self._pending.num_taken} requests for files and batches already, "
-                f"{self._pending.num_of(owner)} of them with this key; retry",
-                retry_after_s=1.0,
-            )
+            raise self._pending.refusal(owner, "has", "requests for files and batches")
         answer = PendingAnswer(client)
         task = asyncio.create_task(
             self._answer(answer, request, account, request_id), name="files and batches"
@@ -109,11 +105,7 @@ class BatchRoutes:
     async def _download(self, answer: PendingAnswer, content: FileContent, owner: str, ids: bytes) -> None:
         downloads = self._downloads
         if not downloads.take(owner):
-            raise Unavailable(
-                f"the router sends {downloads.num_taken} files already, {downloads.num_of(owner)} of them with this "
-                "key; retry later",
-                retry_after_s=1.0,
-            )
+            raise downloads.refusal(owner, "sends", "files")
         name = quote(content.file.filename, safe="")
         headers = b"content-type: application/octet-stream\r\nx-content-type-options: nosniff\r\n"
         headers += b"content-disposition: attachment; filename*=UTF-8''%b\r\n" % name.encode()
@@ -142,14 +134,14 @@ class BatchRoutes:
         if action == b"cancel":
             raise NotFound("no such route")
         if not file_id:
-            if _method(request, b"GET", b"POST") == b"GET":
+            if require_method(request, b"GET", b"POST") == b"GET":
                 return self._files.list(owner, _query(request))
             assert isinstance(request.sink, FileUpload), "`on_head` has made it"
             return self._files.create(owner, request.sink)
         if action == b"content":
-            _method(request, b"GET")
+            require_method(request, b"GET")
             return self._files.content(owner, file_id)
-        if _method(request, b"GET", b"DELETE") == b"GET":
+        if require_method(request, b"GET", b"DELETE") == b"GET":
             return self._files.get(owner, file_id)
         return self._files.delete(owner, file_id)
 
@@ -159,22 +151,15 @@ class BatchRoutes:
         if action == b"content":
             raise NotFound("no such route")
         if not batch_id:
-            if _method(request, b"GET", b"POST") == b"GET":
+            if require_method(request, b"GET", b"POST") == b"GET":
                 return self._batches.list(owner, _query(request))
             require_json(request)
             return self._batches.create(owner, account.name, request.body)
         if action == b"cancel":
-            _method(request, b"POST")
+            require_method(request, b"POST")
             return self._batches.cancel(owner, batch_id)
-        _method(request, b"GET")
+        require_method(request, b"GET")
         return self._batches.get(owner, batch_id)
-
-
-def _method(request: Request, *allowed: bytes) -> bytes:
-    if request.method not in allowed:
-        names = [method.decode() for method in allowed]
-        raise MethodNotAllowed(f"method must be {' or '.join(names)}", names)
-    return request.method
 
 
 def _query(request: Request) -> dict[str, str]:

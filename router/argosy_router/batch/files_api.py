@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from argosy_protocol.errors import ApiError, BadRequest, Unavailable
+from argosy_protocol.errors import ApiError, BadRequest
 from argosy_router.batch import file_objects
 from argosy_router.batch.file_objects import DeletedFile, FileObject, Purpose, StoredFile, no_such_file
 from argosy_router.batch.file_upload import FileUpload
@@ -63,13 +63,8 @@ class FilesApi:
         upload = FileUpload(self._store, owner, self._new_id, boundary, self._max_file_bytes)
         if declared_bytes > upload.max_bytes:
             raise upload.too_large()
-        slots = self._slots
-        if not slots.take(owner):
-            raise Unavailable(
-                f"the router receives {slots.num_taken} files already, {slots.num_of(owner)} of them with this key; "
-                "retry later",
-                retry_after_s=1.0,
-            )
+        if not self._slots.take(owner):
+            raise self._slots.refusal(owner, "receives", "files")
         self._uploads.add(upload)
         upload.on_end = lambda: self._forget(upload, owner)
         return upload

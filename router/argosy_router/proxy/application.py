@@ -17,7 +17,7 @@ from urllib.parse import unquote
 import msgspec
 
 from argosy_protocol import __version__
-from argosy_protocol.errors import ApiError, BadRequest, MethodNotAllowed, NotFound
+from argosy_protocol.errors import ApiError, BadRequest, NotFound
 from argosy_protocol.openai import ModelCard, ModelList
 from argosy_protocol.openapi_document import document_page
 from argosy_protocol.response_object import compaction_not_supported
@@ -33,7 +33,7 @@ from argosy_router.proxy.downstream.api_shape import error_body, id_headers
 from argosy_router.proxy.downstream.error_headers import error_headers
 from argosy_router.proxy.downstream.model_renaming import RenamingClient
 from argosy_router.proxy.request.call import Call
-from argosy_router.proxy.request.call_decoding import RoutedEndpoint, decode_call
+from argosy_router.proxy.request.call_decoding import RoutedEndpoint, decode_call, require_method
 from argosy_router.proxy.request.model_names import may_use, no_such_model, unknown_model
 from argosy_router.proxy.request.request_id import request_id_for
 from argosy_router.proxy.request_handler import RequestHandler
@@ -209,14 +209,14 @@ class RouterApplication:
                 return
             endpoint = _ENDPOINTS.get(path)
             if endpoint is not None:
-                _require(request, b"POST")
+                require_method(request, b"POST")
                 self._generate(client, request, endpoint, request_id, account)
                 return
             if _is_stored(path):
                 self._stored_routes().on_request(client, request, account, request_id)
                 return
             responder = self._authorised_responder(path, account)
-        _require(request, b"GET", b"HEAD", *([b"POST"] if path == _PING else []))
+        require_method(request, b"GET", b"HEAD", *([b"POST"] if path == _PING else []))
         status, lines, body = responder()
         client.respond(status, lines + b"x-request-id: %b\r\n" % request_id, body)
 
@@ -255,7 +255,7 @@ class RouterApplication:
         endpoint = _ENDPOINTS.get(request.path)
         if endpoint is None:
             return None
-        _require(request, b"POST")
+        require_method(request, b"POST")
         account = request.grant
         assert isinstance(account, Account), "`on_head` lets only accounts in"
         return self._decoded(request, endpoint, request_id, account)
@@ -352,9 +352,3 @@ def _is_stored(path: bytes) -> bool:
 
 def _is_response(path: bytes) -> bool:
     return path == _RESPONSES or path.startswith(_RESPONSES + b"/")
-
-
-def _require(request: Request, *methods: bytes) -> None:
-    if request.method not in methods:
-        names = [method.decode() for method in methods]
-        raise MethodNotAllowed(f"method must be {' or '.join(names)}", names)

@@ -21,7 +21,6 @@ from argosy_protocol.errors import (
     ApiError,
     BadRequest,
     InternalError,
-    MethodNotAllowed,
     NotFound,
     PayloadTooLarge,
     Unavailable,
@@ -46,7 +45,7 @@ from argosy_router.http.server_interface import Client
 from argosy_router.proxy.downstream.api_shape import error_body, id_headers
 from argosy_router.proxy.downstream.error_headers import error_headers
 from argosy_router.proxy.request.body_rewrite import with_fields
-from argosy_router.proxy.request.call_decoding import require_json
+from argosy_router.proxy.request.call_decoding import require_json, require_method
 from argosy_router.responses.background_responses import BackgroundResponses
 from argosy_router.responses.reserving_client import ReservingClient
 from argosy_router.responses.stored_responses import StoredResponses, owner_of_responses
@@ -132,7 +131,7 @@ class StatefulRoutes:
                 client, owner, self._respond(client, owner, response_id, path[2], request, request_id)
             )
             return
-        _require(request, b"POST")
+        require_method(request, b"POST")
         require_json(request)
         asked = decode_responses_request(request.body)
         if is_count:
@@ -303,12 +302,12 @@ class StatefulRoutes:
 
     async def _answer(self, owner: str, response_id: str, action: bytes | None, request: Request) -> bytes:
         if action == b"cancel":
-            _require(request, b"POST")
+            require_method(request, b"POST")
             return await self._cancel(owner, response_id)
         if action == b"input_items":
-            _require(request, b"GET")
+            require_method(request, b"GET")
             return await self._list(owner, response_id, _query(request))
-        if _require(request, b"GET", b"DELETE") == b"GET":
+        if require_method(request, b"GET", b"DELETE") == b"GET":
             return bytes((await self._find(owner, response_id)).response)
         if not await self._stored.remove(owner, response_id):
             raise response_not_found(response_id)
@@ -359,13 +358,6 @@ def _position(starting_after: str | None) -> int:
     if not (starting_after.isascii() and starting_after.isdigit() and len(starting_after) <= 12):
         raise BadRequest("starting_after must be the number of an event", param="starting_after")
     return int(starting_after) + 1
-
-
-def _require(request: Request, *allowed: bytes) -> bytes:
-    if request.method not in allowed:
-        names = [method.decode() for method in allowed]
-        raise MethodNotAllowed(f"method must be {' or '.join(names)}", names)
-    return request.method
 
 
 def _query(request: Request) -> dict[str, str]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+from argosy_protocol.errors import Unavailable
+
 
 class OwnerSlots:
     """Counts the slots that are taken, and by whom."""
@@ -28,6 +30,14 @@ class OwnerSlots:
         self._taken[owner] += 1
         self.num_taken += 1
         return True
+
+    def refusal(self, owner: str, verb: str, things: str) -> Unavailable:
+        """Return the error for an owner who got no slot, such as "the router `receives` 64 `files` already"."""
+        return Unavailable(
+            f"the router {verb} {self.num_taken} {things} already, {self.num_of(owner)} of them with this key; retry "
+            "later",
+            retry_after_s=1.0,
+        )
 
     def release(self, owner: str) -> None:
         self.num_taken -= 1

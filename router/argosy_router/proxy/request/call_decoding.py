@@ -16,7 +16,7 @@ from argosy_protocol.anthropic import decode_count_tokens_request, decode_messag
 from argosy_protocol.anthropic_chat import as_chat
 from argosy_protocol.chat_batch import decode_batch_request
 from argosy_protocol.embeddings import decode_embedding_request
-from argosy_protocol.errors import BadRequest
+from argosy_protocol.errors import BadRequest, MethodNotAllowed
 from argosy_protocol.headers import MODEL_NAME, RESOLVED
 from argosy_protocol.openai import (
     ChatCompletionRequest,
@@ -75,6 +75,14 @@ class UnsupportedMediaType(BadRequest):
     makes their requests subject to CORS."""
 
     http_status = 415
+
+
+def require_method(request: Request, *allowed: bytes) -> bytes:
+    """Return the request's method. Raises MethodNotAllowed if it is another one than those of the path."""
+    if request.method not in allowed:
+        names = [method.decode() for method in allowed]
+        raise MethodNotAllowed(f"method must be {' or '.join(names)}", names)
+    return request.method
 
 
 def require_json(request: Request) -> None:
