@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 
 import msgspec
 from aiohttp import web
@@ -92,20 +93,21 @@ class SimulatedRouter:
                     self._changed.notify_all()
 
     async def _answer(self, request: web.Request) -> web.Response:
-        seen = int(request.query.get("after", -1))
-        wait = min(60.0, float(request.query.get("wait", 0)))
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(wait), self._changed:
-                await self._changed.wait_for(lambda: self._report.revision != seen)
-        return web.Response(body=msgspec.json.encode(self._report), content_type="application/json")
+        return await self._answered(request, lambda: self._report)
 
     async def _answer_load(self, request: web.Request) -> web.Response:
+        return await self._answered(request, lambda: self._load)
+
+    async def _answered(
+        self, request: web.Request, current: Callable[[], RoutableReport | LoadReport]
+    ) -> web.Response:
+        """Answer with a report, once it is another one than the client has seen, or its wait is over."""
         seen = int(request.query.get("after", -1))
         wait = min(60.0, float(request.query.get("wait", 0)))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait), self._changed:
-                await self._changed.wait_for(lambda: self._load.revision != seen)
-        return web.Response(body=msgspec.json.encode(self._load), content_type="application/json")
+                await self._changed.wait_for(lambda: current().revision != seen)
+        return web.Response(body=msgspec.json.encode(current()), content_type="application/json")
 
 
 def _answers(pod: Object) -> bool:
