@@ -20,16 +20,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import os
-import platform
 import shlex
 import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import uvloop
 from contenders import OURS, RunningFleet, clocked, names, running, shown
@@ -37,6 +33,7 @@ from conversation_load import THINK_S, Conversation, conversations, mean_turns
 from figures import Figures, figures, markdown, median
 from open_loop import Answer, OpenLoop
 from overhead import free_ports
+from rounds import machine, rounds_parser, write_rounds
 from shared_prefix_load import oracle_share
 
 ENGINES = 4
@@ -115,17 +112,12 @@ def conditions(options: argparse.Namespace) -> str:
         f"    python bench/router/conversations.py {command}\n\n"
         f"{ENGINES} clocked engines of {KV_CACHE_TOKENS} cached tokens; conversations of {mean_turns():g} turns, "
         f"{THINK_S:g} s of thought; {options.seconds:g} s of beginnings, an engine down for {DOWN_S:g} s half-way; "
-        f"medians of {options.rounds}; {os.cpu_count()} cores, Python {platform.python_version()}, "
-        f"load average {os.getloadavg()[0]:.1f} at the start."
+        + machine(options.rounds)
     )
 
 
 def main() -> None:
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=3)
+    parser = rounds_parser(__doc__)
     parser.add_argument(
         "--rates", type=float, nargs="+", default=RATES, help="conversations that begin per second"
     )
@@ -134,7 +126,6 @@ def main() -> None:
     )
     parser.add_argument("--sglang", default="", metavar="PYTHON")
     parser.add_argument("--contenders", nargs="+", metavar="NAME", help="some of them only; ours always")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="all rounds' figures")
     options = parser.parse_args()
     contenders = [name for name in names(options.sglang) if name in (OURS, *(options.contenders or [name]))]
     head = conditions(options)
@@ -153,9 +144,8 @@ def main() -> None:
         for rate in options.rates
     }
     print(markdown(table, "conversations/s"))
-    if options.json:
-        plain = [{r: {c: asdict(f) for c, f in row.items()} for r, row in each.items()} for each in rounds]
-        options.json.write_text(json.dumps({"conditions": head, "rounds": plain}, indent=1) + "\n")
+    plain = [{r: {c: asdict(f) for c, f in row.items()} for r, row in each.items()} for each in rounds]
+    write_rounds(options.json, head, plain)
 
 
 if __name__ == "__main__":

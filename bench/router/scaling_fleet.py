@@ -22,9 +22,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import os
-import platform
 import random
 import shlex
 import sys
@@ -45,6 +42,7 @@ from figures import Figures, figures, median
 from open_loop import OpenLoop
 from overhead import HERE, KEY, free_ports, process, wait_until_answering
 from prompts import MODEL
+from rounds import machine, rounds_parser, write_rounds
 from shared_prefix_load import oracle_share
 
 from argosy_operator.desired.deletion_cost import cost_changes
@@ -264,18 +262,12 @@ def conditions(options: argparse.Namespace) -> str:
         f"    python bench/router/scaling_fleet.py {shlex.join(sys.argv[1:])}\n\n"
         f"{ROUTERS} routers, {options.engines} clocked engines of {PREFILL_TOKENS_PER_S:g} prompt tokens/s and "
         f"{KV_CACHE_TOKENS} cached tokens; {options.rate:g} conversations/s of the larger load, with one of "
-        f"{options.system_prompts} system prompts of {SYSTEM_TOKENS} tokens; medians of "
-        f"{options.rounds}; {os.cpu_count()} cores, Python {platform.python_version()}, load average "
-        f"{os.getloadavg()[0]:.1f} at the start."
+        f"{options.system_prompts} system prompts of {SYSTEM_TOKENS} tokens; {machine(options.rounds)}"
     )
 
 
 def main() -> None:
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=3)
+    parser = rounds_parser(__doc__)
     parser.add_argument(
         "--rate", type=float, default=7.0, help="conversations/s of the larger load (%(default)s)"
     )
@@ -284,7 +276,6 @@ def main() -> None:
         "--system-prompts", type=int, default=60, help="that conversations begin with (%(default)s)"
     )
     parser.add_argument("--changes", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
-    parser.add_argument("--json", type=Path, metavar="FILE", help="all rounds' figures")
     options = parser.parse_args()
     head = conditions(options)
     print(head + "\n")
@@ -297,11 +288,8 @@ def main() -> None:
                 rounds[-1][change, contender] = found
                 print(f"round {number + 1}, {change}, {contender}: {found}", file=sys.stderr)
     print(table(rounds))
-    if options.json:
-        plain = [
-            {f"{change}, {name}": asdict(each) for (change, name), each in row.items()} for row in rounds
-        ]
-        options.json.write_text(json.dumps({"conditions": head, "rounds": plain}, indent=1) + "\n")
+    plain = [{f"{change}, {name}": asdict(each) for (change, name), each in row.items()} for row in rounds]
+    write_rounds(options.json, head, plain)
 
 
 if __name__ == "__main__":

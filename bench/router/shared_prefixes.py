@@ -25,8 +25,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
-import platform
 import random
 import shlex
 import sys
@@ -34,7 +32,6 @@ import urllib.request
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 import uvloop
 from contenders import OURS, clocked, names, running, shown
@@ -42,6 +39,7 @@ from figures import Figures, figures, markdown, median
 from open_loop import OpenLoop
 from overhead import free_ports
 from prompts import MODEL
+from rounds import machine, rounds_parser, write_rounds
 from shared_prefix_load import Arrival, SharedPrefixes, oracle_share, text
 from simulated_engine_server import KV_CACHE_TOKENS
 
@@ -111,24 +109,18 @@ def conditions(options: argparse.Namespace) -> str:
     return (
         f"    python bench/router/shared_prefixes.py {shlex.join(shown(sys.argv[1:], options.sglang))}\n\n"
         f"{ENGINES} {engines} engines of {KV_CACHE_TOKENS} cached tokens; {GROUPS} prefixes of {PREFIX_TOKENS} tokens, "
-        f"{QUESTION_TOKENS} of question, {ANSWER_TOKENS} of answer; {options.seconds:g} s per rate, medians of "
-        f"{options.rounds}; {os.cpu_count()} cores, Python {platform.python_version()}, load average "
-        f"{os.getloadavg()[0]:.1f} at the start."
+        f"{QUESTION_TOKENS} of question, {ANSWER_TOKENS} of answer; {options.seconds:g} s per rate, "
+        + machine(options.rounds)
     )
 
 
 def main() -> None:
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=3)
+    parser = rounds_parser(__doc__)
     parser.add_argument("--rates", type=float, nargs="+", help="requests per second")
     parser.add_argument("--seconds", type=float, default=15.0, help="of arrivals per rate (%(default)s)")
     parser.add_argument("--real", action="store_true", help="real engines instead of clocked ones")
     parser.add_argument("--sglang", default="", metavar="PYTHON")
     parser.add_argument("--contenders", nargs="+", metavar="NAME", help="some of them only; ours always")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="all rounds' figures")
     options = parser.parse_args()
     options.rates = options.rates or (REAL_RATES if options.real else RATES)
     contenders = [name for name in names(options.sglang) if name in (OURS, *(options.contenders or [name]))]
@@ -145,9 +137,8 @@ def main() -> None:
         for rate in options.rates
     }
     print(markdown(table, "req/s"))
-    if options.json:
-        plain = [{c: {r: asdict(f) for r, f in row.items()} for c, row in each.items()} for each in rounds]
-        options.json.write_text(json.dumps({"conditions": head, "rounds": plain}, indent=1) + "\n")
+    plain = [{c: {r: asdict(f) for r, f in row.items()} for c, row in each.items()} for each in rounds]
+    write_rounds(options.json, head, plain)
 
 
 if __name__ == "__main__":
