@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -20,6 +19,8 @@ from typing import Literal
 import msgspec
 import torch
 import torch.distributed as dist
+
+from argosy_engine.distributed.unfinished_calls import keep_until_finished
 
 logger = logging.getLogger(__name__)
 
@@ -168,7 +169,7 @@ class EngineCopies:
         if self._group is not None:
             group, self._group = self._group, None
             if self._work is not None and not self._work.is_completed():
-                _outlive(group, self._work)
+                keep_until_finished(group, self._work)
             dist.destroy_process_group(group)
 
     def _gather(self, own: torch.Tensor) -> torch.Tensor:
@@ -278,17 +279,6 @@ class EngineCopies:
                 if self._store.check([f"ended/{rank}"]):
                     reports[rank] = msgspec.json.decode(self._store.get(f"ended/{rank}"), type=Report)
         return reports
-
-
-def _outlive(group: dist.ProcessGroup, work: dist.Work) -> None:
-    """Keep a group until its last call has ended: gloo cannot abort one, and whoever destroys the group waits for it.
-    It ends once the other copies' processes have."""
-
-    def hold(_: dist.ProcessGroup) -> None:
-        while not work.is_completed():
-            time.sleep(SLICE.total_seconds())
-
-    threading.Thread(target=hold, args=(group,), name="end of a call of copies", daemon=True).start()
 
 
 def _brief(error: object) -> str:
