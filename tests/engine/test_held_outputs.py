@@ -14,7 +14,7 @@ import zmq
 
 from argosy_engine.core.proc.client_group import client_addresses
 from argosy_engine.core.proc.core_process import CoreProcess
-from argosy_engine.core.proc.held_outputs import HOLD_S, MAX_HELD, HeldOutputs
+from argosy_engine.core.proc.held_outputs import HOLD_S, HOLD_TOKENS_S, MAX_HELD, HeldOutputs
 from argosy_engine.frontend.observer import Observer, RequestTimings
 from argosy_engine.frontend.output_collector import OutputCollector
 from argosy_engine.frontend.output_processor import OutputProcessor
@@ -128,14 +128,23 @@ def test_what_is_held_is_due_after_an_interval_and_bounded() -> None:
     clock.now += HOLD_S
     assert held.is_due
     assert held.wait_s == 0
-    statistics, tokens = decoded(held.take(1))
+    (statistics,) = decoded(held.take_due(1))
+    assert not statistics.outputs
+    assert len(held.take_due(0)) == 1
+    assert held.wait_s == pytest.approx(times[0] + HOLD_TOKENS_S - clock.now)
+    assert not held.is_due
+    assert not sent(held, 1, step("a"))
+    clock.now = times[0] + HOLD_TOKENS_S
+    assert held.is_due
+    statistics, tokens = decoded(held.take_due(1))
     assert (statistics.outputs, statistics.stats) == ([], SchedulerStats(1))
     (output,) = tokens.outputs
-    assert output.new_token_ids == [9] * (MAX_HELD + 2)
+    assert output.new_token_ids == [9] * (MAX_HELD + 3)
     assert [each.timestamp for each in output.held_steps[:MAX_HELD]] == times
-    assert held.take(1) == []
-    assert held.wait_s is not None
-    assert len(held.take(0)) == 2
+    assert held.take_due(1) == []
+    assert held.take_due(0) == []
+    assert held.wait_s == pytest.approx(HOLD_S / 2)  # younger ones, of the other client
+    assert len(held.take(0)) == 1
     assert held.wait_s is None
     assert not held.is_due
 

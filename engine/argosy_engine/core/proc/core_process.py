@@ -23,7 +23,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -414,7 +414,7 @@ class CoreProcess:
             held = self._held_outputs
             while True:
                 if held.is_due:
-                    self._send_held()
+                    self._send_held(held.take_due)
                 try:
                     outputs = self.output_queue.get(timeout=held.wait_s)
                 except queue.Empty:
@@ -425,14 +425,14 @@ class CoreProcess:
                     if messages := held.pass_on(client, message):
                         self._outputs[client].send_multipart(messages)
                 self._sent_at = time.monotonic()
-            self._send_held()
+            self._send_held(held.take)
             for socket in self._outputs:
                 socket.close()
 
-    def _send_held(self) -> None:
-        """Send what was held back. The frames of one message arrive together, and are read singly."""
+    def _send_held(self, take: Callable[[int], list[bytes]]) -> None:
+        """Send what was held back for each client. The frames of one message arrive together, and are read singly."""
         for client, socket in enumerate(self._outputs):
-            if held := self._held_outputs.take(client):
+            if held := take(client):
                 socket.send_multipart(held)
 
     def _send_handshake(self, message: HandshakeMessage) -> None:

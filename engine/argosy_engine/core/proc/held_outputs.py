@@ -8,7 +8,8 @@ counters and latencies keep their values.
 Held are tokens of such requests between the first ones, which release a prompt's other choices and end the time to the
 first token, and the last ones. A message in which nothing but statistics is left is held, too.
 
-Invariants: a request's tokens and a client's messages keep their order, and nothing is held for longer than `HOLD_S`.
+Invariants: a request's tokens and a client's messages keep their order, no message is held for longer than `HOLD_S` and
+no token for longer than `HOLD_TOKENS_S`.
 
 Thread-safe: requests are added and removed by other threads than the one that sends.
 """
@@ -28,7 +29,10 @@ from argosy_engine.messages.core_messages import (
 )
 
 HOLD_S = 0.1
-"""Metrics and telemetry lag by it at most."""
+"""The load that telemetry tells lags by it at most."""
+HOLD_TOKENS_S = 1.0
+"""Counters of tokens lag by it at most. Most short answers are complete by then, so that none of their tokens but the
+first and the last ones are sent by themselves."""
 MAX_HELD = 64
 """Maximum number of messages held for a client, which it processes at once."""
 
@@ -49,8 +53,10 @@ class HeldOutputs:
         """For each client the held tokens of its requests, as one output for each."""
         self._messages: list[list[bytes]] = [[] for _ in range(num_clients)]
         """For each client the held messages, encoded. They have statistics only."""
-        self._due: float | None = None
-        """When the oldest of all that is held must be sent."""
+        self._messages_due: float | None = None
+        """When the oldest held message must be sent."""
+        self._tokens_due: float | None = None
+        """When the oldest held tokens must be sent. They may have been sent earlier, with the request's last ones."""
 
     def add(self, request: EngineCoreRequest) -> None:
         if request.final_only:
@@ -77,29 +83,64 @@ class HeldOutputs:
             message.timestamp = now
         held.append(self._encode(message))
         if can_wait and len(held) <= MAX_HELD:
+            if self._messages_due is None:
+                self._messages_due = now + HOLD_S
             return []
-        self._messages[client] = []
-        return held
+        return self._take_messages(client)
 
     def take(self, client: int) -> list[bytes]:
         """Return all that is held for a client, to be sent now."""
-        held, self._messages[client] = self._messages[client], []
+        held = self._take_messages(client)
         tokens, self._tokens[client] = self._tokens[client], {}
         if tokens:
             held.append(self._encode(EngineCoreOutputs(list(tokens.values()))))
-        if self._due is not None and not any(self._tokens) and not any(self._messages):
-            self._due = None
+        self._find_tokens_due()
         return held
+
+    def take_due(self, client: int) -> list[bytes]:
+        """Return what must be sent to a client now."""
+        now = self._clock()
+        is_due = self._messages_due is not None and now >= self._messages_due
+        messages = self._take_messages(client) if is_due else []
+        tokens = self._tokens[client]
+        old = []
+        for request_id, output in tokens.items():  # the oldest come first
+            if now < output.held_steps[0].timestamp + HOLD_TOKENS_S:
+                break
+            old.append(request_id)
+        if old:
+            # Messages before these tokens have nothing of their requests, but statistics are told in order.
+            messages = messages or self._take_messages(client)
+            messages.append(self._encode(EngineCoreOutputs([tokens.pop(each) for each in old])))
+        self._find_tokens_due()
+        return messages
 
     @property
     def is_due(self) -> bool:
-        """Whether what is held must be sent now."""
-        return self._due is not None and self._clock() >= self._due
+        """Whether some of what is held must be sent now (`take_due`)."""
+        due = self._due
+        return due is not None and self._clock() >= due
 
     @property
     def wait_s(self) -> float | None:
-        """Seconds until what is held must be sent, 0 at least; None if nothing is held."""
-        return None if self._due is None else max(0.0, self._due - self._clock())
+        """Seconds until some of what is held must be sent, 0 at least; None if nothing is held."""
+        due = self._due
+        return None if due is None else max(0.0, due - self._clock())
+
+    @property
+    def _due(self) -> float | None:
+        return min((due for due in (self._messages_due, self._tokens_due) if due is not None), default=None)
+
+    def _take_messages(self, client: int) -> list[bytes]:
+        held, self._messages[client] = self._messages[client], []
+        if not any(self._messages):
+            self._messages_due = None
+        return held
+
+    def _find_tokens_due(self) -> None:
+        """Find when the oldest of the held tokens must be sent."""
+        oldest = [next(iter(tokens.values())).held_steps[0].timestamp for tokens in self._tokens if tokens]
+        self._tokens_due = min(oldest) + HOLD_TOKENS_S if oldest else None
 
     def _hold_tokens(self, client: int, output: EngineCoreOutput, now: float) -> bool:
         """Hold the tokens of an output, or put those that are held before its own; return whether they are held."""
@@ -121,8 +162,8 @@ class HeldOutputs:
             output.new_token_ids = output.new_token_ids.copy()  # the core has the list, too
             output.held_steps = [step]
             tokens[request_id] = output
-            if self._due is None:
-                self._due = now + HOLD_S
+            if self._tokens_due is None:
+                self._tokens_due = now + HOLD_TOKENS_S
         else:
             _append(held, output)
             held.held_steps.append(step)
