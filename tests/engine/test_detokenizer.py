@@ -51,6 +51,28 @@ def test_detokenising_in_pieces_gives_the_whole_text(
     assert detokenize(tokenizer, ids, groups)[0] == tokenizer.decode(ids)
 
 
+@settings(max_examples=400, deadline=None)
+@given(
+    text=st.text(max_size=12) | st.lists(st.sampled_from(["<|im_end|>", "\ufffd", "é", " 🌍"])).map("".join),
+    ids=st.none() | st.lists(st.integers(0, 1023), max_size=8),
+    context=st.lists(st.integers(0, 1023), max_size=12) | st.just("the sea"),
+    cut=st.integers(0, 20),
+    skips=st.booleans(),
+)
+def test_an_output_decoded_at_once_is_the_one_decoded_token_by_token(
+    tokenizer: Tokenizer, text: str, ids: list[int] | None, context: list[int] | str, cut: int, skips: bool
+) -> None:
+    if ids is None:
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+    if isinstance(context, str):
+        context = tokenizer.encode(context, add_special_tokens=False).ids
+    ids = ids[: len(ids) - min(cut, len(ids)) // 4]
+    params = SamplingParams(skip_special_tokens=skips)
+    whole, stepwise = (IncrementalDetokenizer(tokenizer, params, context) for _ in range(2))
+    pieces = [stepwise.update([token_id], is_last=False) for token_id in ids]
+    assert whole.update(ids, is_last=True) == "".join(pieces) + stepwise.update([], is_last=True)
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     words=st.lists(st.sampled_from(["The sea", " lantern", "世界", " 🌍", "é", " was"]), min_size=2),

@@ -30,7 +30,9 @@ class IncrementalDetokenizer:
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._params = params
-        self._stream = self._new_stream(_context(tokenizer, prompt_token_ids))
+        self._prompt_token_ids = prompt_token_ids
+        self._stream: DecodeStream | None = None
+        """Made when the first tokens are decoded one by one."""
         # Characters that could still become the beginning of a stop string are held back.
         self._hold_back = (
             0
@@ -61,6 +63,14 @@ class IncrementalDetokenizer:
             token_ids = token_ids[:-1]
         if self._dropped:
             token_ids = [token_id for token_id in token_ids if token_id not in self._dropped]
+        if is_last and self._stream is None and not self._params.stop and not self._joined:
+            text = self._tokenizer.text_after(
+                self._prompt_token_ids[-_PRIMING_TOKENS:],
+                token_ids,
+                skip_special_tokens=self._skips_special_tokens,
+            )
+            if text is not None:
+                return text
         pieces = [self._step(token_id) for token_id in token_ids]
         if not self._params.stop:
             return "".join(pieces)
@@ -101,6 +111,8 @@ class IncrementalDetokenizer:
         return self._tokenizer.token_text(token_id) if was_after and self._is_after_joined else text
 
     def _decoded(self, token_id: int) -> str:
+        if self._stream is None:
+            self._stream = self._new_stream(_context(self._tokenizer, self._prompt_token_ids))
         try:
             return self._stream.step(self._tokenizer.backend, token_id) or ""
         except Exception as error:
@@ -112,8 +124,11 @@ class IncrementalDetokenizer:
             return self._stream.step(self._tokenizer.backend, token_id) or ""
 
     def _new_stream(self, ids: Sequence[int]) -> DecodeStream:
-        skips = self._params.skip_special_tokens and not self._params.kept_special_token_ids
-        return DecodeStream(ids=list(ids), skip_special_tokens=skips)
+        return DecodeStream(ids=list(ids), skip_special_tokens=self._skips_special_tokens)
+
+    @property
+    def _skips_special_tokens(self) -> bool:
+        return self._params.skip_special_tokens and not self._params.kept_special_token_ids
 
 
 def _context(tokenizer: Tokenizer, token_ids: Sequence[int]) -> Sequence[int]:

@@ -108,6 +108,7 @@ class Tokenizer:
         decoder = self.backend.decoder
         self._words = WordCache.of(self.backend)
         self._decoder_steps = _types(json.loads(decoder.__getstate__())) if decoder is not None else set()
+        self._pieces = _BytePieces(self) if self._decoder_steps == {"ByteLevel"} else None
 
     @property
     def added_tokens(self) -> frozenset[str]:
@@ -175,6 +176,22 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
+    def text_after(
+        self, context: Sequence[int], ids: Sequence[int], *, skip_special_tokens: bool
+    ) -> str | None:
+        """Return the text that decoding `ids` one by one makes, after the tokens of a context; None if only that can
+        tell it: bytes of either that are no text, or another kind of tokenizer."""
+        if self._pieces is None:
+            return None
+        if skip_special_tokens and not self.special_ids.isdisjoint(ids):
+            ids = [token_id for token_id in ids if token_id not in self.special_ids]
+        try:
+            before = b"".join(map(self._pieces.__getitem__, context)).decode()
+            text = b"".join(map(self._pieces.__getitem__, ids)).decode()
+        except ValueError:
+            return None
+        return None if "\ufffd" in text or "\ufffd" in before else text
+
     def token_strs(self, ids: Sequence[int]) -> list[str]:
         """Return the tokens as spelled in the vocabulary; empty for an id without a token."""
         return [self.backend.id_to_token(token_id) or "" for token_id in ids]
@@ -196,6 +213,33 @@ class Tokenizer:
     def token_text(self, token_id: int) -> str:
         """Return the token as text; bytes that are not a character alone become U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
+
+
+class _BytePieces(dict[int, bytes]):
+    """The bytes of a byte-level tokenizer's tokens, each of which is looked up once."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__()
+        self._backend = tokenizer.backend
+        self._added = tokenizer.added_tokens
+
+    def __missing__(self, token_id: int) -> bytes:
+        """
+        Raises:
+            ValueError: the decoder might read this token differently.
+        """
+        token = self._backend.id_to_token(token_id)
+        if token is None:
+            raise ValueError(f"there is no token {token_id}")
+        if token in self._added:
+            piece = token.encode("ascii")
+        else:
+            alphabet = _byte_alphabet()
+            if not all(char in alphabet for char in token):
+                raise ValueError(f"the token {token_id} has characters that stand for no byte")
+            piece = bytes(alphabet[char] for char in token)
+        self[token_id] = piece
+        return piece
 
 
 @lru_cache(maxsize=1)
