@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from typing import Any
 
 import pytest
 
+from argosy_engine.errors import EngineDead
 from argosy_engine.frontend.observer import Observer, RequestTimings
 from argosy_engine.frontend.output_collector import OutputCollector
 from argosy_engine.frontend.output_processor import OutputProcessor
@@ -87,9 +89,39 @@ async def test_a_complete_output_equals_one_in_pieces(tokenizer: Tokenizer, reas
         assert whole == pieces
         assert whole.token_ids == tokens
         assert observers[0].tokens == observers[1].tokens == [(size, i == 0) for i, size in enumerate(sizes)]
-        assert deliveries[0] == sizes[0]  # tells of the prompt
-        assert len(deliveries) <= 2 + num_steps // 200
+        assert len(deliveries) <= 1 + num_steps // 100
         assert not processor.has_unfinished_requests()
+
+
+async def test_the_reader_of_complete_choices_wakes_once(tokenizer: Tokenizer) -> None:
+    processor = OutputProcessor(tokenizer)
+    collector = OutputCollector(num_awaited=2)
+    for index in range(2):
+        request = request_of(final_only=True)
+        request.request_id = f"r{index}"
+        processor.add_request(request, index, queue=collector)
+    reading = asyncio.create_task(collector.take())
+    for index, reason in ((0, None), (1, None), (1, FinishReason.LENGTH), (0, None), (0, FinishReason.STOP)):
+        assert not reading.done()
+        processed = processor.process_outputs([EngineCoreOutput(f"r{index}", [5], reason)])
+        assert not processed.is_awaited
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    outputs = await reading
+    assert sorted((output.index, len(output.token_ids), output.finish_reason) for output in outputs) == [
+        (0, 3, "stop"),
+        (1, 2, "length"),
+    ]
+
+
+async def test_the_reader_of_complete_choices_learns_of_a_failure_at_once(tokenizer: Tokenizer) -> None:
+    processor = OutputProcessor(tokenizer)
+    collector = OutputCollector(num_awaited=2)
+    processor.add_request(request_of(final_only=True), 0, queue=collector)
+    processor.process_outputs([EngineCoreOutput("a", [5])])
+    processor.fail("a", EngineDead("gone"))
+    with pytest.raises(EngineDead, match="gone"):
+        await collector.take()
 
 
 async def test_stop_strings_are_found_at_once(tokenizer: Tokenizer) -> None:

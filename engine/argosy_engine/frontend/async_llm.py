@@ -164,6 +164,50 @@ class AsyncLLM:
             EngineBusy: too many requests are in flight, in the engine or in the rank that they choose, or it is asleep.
             EngineError: the core refused a request.
         """
+        collector, unfinished = OutputCollector(on_delta), len(requests)
+        self._expect(requests, n, finished, collector)
+        try:
+            await self._submit_call(requests, n)
+            while unfinished:
+                outputs = await collector.take()
+                unfinished -= sum(output.finish_reason is not None for output in outputs)
+                self._report_hits(requests, n, outputs)
+                yield outputs
+        finally:
+            await self._leave(requests)
+
+    async def collect(self, requests: Sequence[EngineCoreRequest], n: int = 1) -> list[GenerationOutput]:
+        """Run the requests of one call and return their complete outputs, by index (`generate`)."""
+        for request in requests:
+            # A stop string is found in the text of each token, and ends the computation.
+            request.final_only = not request.sampling_params.stop
+        collector = OutputCollector(num_awaited=len(requests))
+        self._expect(requests, n, (), collector)
+        try:
+            await self._submit_call(requests, n)
+            outputs = await collector.take()
+        finally:
+            await self._leave(requests)
+        self._report_hits(requests, n, outputs)
+        if len(requests) == len(outputs) == 1:
+            return outputs
+        merged = [GenerationOutput(index) for index in range(len(requests))]
+        for output in outputs:
+            merged[output.index].merge(output)
+        return merged
+
+    def _expect(
+        self,
+        requests: Sequence[EngineCoreRequest],
+        n: int,
+        finished: Container[int],
+        collector: OutputCollector,
+    ) -> None:
+        """Have the outputs of a call delivered to a collector, if the limits have room for it.
+
+        Raises:
+            EngineDead, EngineBusy: as `generate`.
+        """
         if self._dead is not None:
             raise self._dead
         if self._sleep_level:
@@ -171,7 +215,6 @@ class AsyncLLM:
         # The choices of a prompt compute it once.
         num_tokens = sum(len(leader.prompt_token_ids) for leader in requests[::n])
         self.queue_limits.check(len(requests), num_tokens, requests[0].data_parallel_rank)
-        collector = OutputCollector(on_delta)
         for index, request in enumerate(requests):
             if index % n:
                 num_queued_tokens = 0
@@ -181,24 +224,22 @@ class AsyncLLM:
                 request, index, queue=collector, num_queued_tokens=num_queued_tokens, choices=choices
             )
             state.is_finished = index in finished
-        unfinished = len(requests)
         _group_into_call(requests, n)
-        try:
-            for request in self._leaders(requests, n):
-                await self._submit(request)
-            while unfinished:
-                outputs = await collector.take()
-                unfinished -= sum(output.finish_reason is not None for output in outputs)
-                self._report_hits(requests, n, outputs)
-                yield outputs
-        finally:
-            leftover = [
-                request.request_id
-                for request in requests
-                if self.output_processor.finish(request.request_id, "abort")
-            ]
-            if leftover and self._dead is None:
-                await self.client.abort_requests(leftover)
+
+    async def _submit_call(self, requests: Sequence[EngineCoreRequest], n: int) -> None:
+        """Send the requests of a call to the core that need not wait for others of it."""
+        for request in self._leaders(requests, n):
+            await self._submit(request)
+
+    async def _leave(self, requests: Sequence[EngineCoreRequest]) -> None:
+        """Abort what has not ended of a call whose reader has what it wants, or is gone."""
+        leftover = [
+            request.request_id
+            for request in requests
+            if self.output_processor.finish(request.request_id, "abort")
+        ]
+        if leftover and self._dead is None:
+            await self.client.abort_requests(leftover)
 
     def _report_hits(
         self, requests: Sequence[EngineCoreRequest], n: int, outputs: Sequence[GenerationOutput]
@@ -209,18 +250,6 @@ class AsyncLLM:
             if is_first and output.num_cached_tokens:
                 for observer in self.observers:
                     observer.on_prefix_hit(requests[output.index], output.num_cached_tokens)
-
-    async def collect(self, requests: Sequence[EngineCoreRequest], n: int = 1) -> list[GenerationOutput]:
-        """Run the requests of one call and return their complete outputs, by index (`generate`)."""
-        for request in requests:
-            # A stop string is found in the text of each token, and ends the computation.
-            request.final_only = not request.sampling_params.stop
-        merged = [GenerationOutput(index) for index in range(len(requests))]
-        async with aclosing(self.generate(requests, n)) as stream:
-            async for outputs in stream:
-                for output in outputs:
-                    merged[output.index].merge(output)
-        return merged
 
     def _leaders(self, requests: Sequence[EngineCoreRequest], n: int) -> Iterator[EngineCoreRequest]:
         """Return the requests to submit now. Each of the others waits until one of these has computed their prompt."""

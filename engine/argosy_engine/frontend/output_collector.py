@@ -20,10 +20,17 @@ class OutputCollector:
     Args:
         on_delta: takes an output at once in the reader's place, and returns whether it did; else the reader gets it. It
             is called while the reader waits and nothing is pending, with outputs between a choice's first and last.
+        num_awaited: number of choices whose ends the reader waits for, because it has no use for parts; 0: it takes
+            outputs as they come.
     """
 
-    def __init__(self, on_delta: Callable[[GenerationOutput], bool] | None = None) -> None:
+    def __init__(
+        self, on_delta: Callable[[GenerationOutput], bool] | None = None, *, num_awaited: int = 0
+    ) -> None:
         self._on_delta = on_delta
+        self._takes_parts = not num_awaited
+        self._num_awaited = num_awaited
+        """Choices that must end before the reader wakes."""
         self._pending: list[GenerationOutput] = []
         self._last: dict[int, GenerationOutput] = {}
         """The last pending output of each choice, into which the next one is merged."""
@@ -39,7 +46,7 @@ class OutputCollector:
         return len(self._last)
 
     def put(self, output: GenerationOutput) -> bool:
-        """Add an output; return whether it waits for the reader, who is awake then."""
+        """Add an output; return whether the reader is awake then, and would take what comes next apart from it."""
         if self._error is not None:
             return True  # nothing follows what is missing
         if self._on_delta is not None and self._is_delta(output):
@@ -56,8 +63,14 @@ class OutputCollector:
             self._pending.append(output)
         else:
             earlier.merge(output)
-        self._wake_reader()
-        return True
+        if self._takes_parts:
+            self._wake_reader()
+            return True
+        if output.finish_reason is not None:
+            self._num_awaited -= 1
+            if self._num_awaited <= 0:
+                self._wake_reader()
+        return False
 
     def fail(self, error: Exception) -> None:
         """Have `take` raise this error once the reader has taken what came before it."""
@@ -67,10 +80,12 @@ class OutputCollector:
     async def take(self) -> list[GenerationOutput]:
         """Wait for outputs, and take everything that has arrived since the last call. Only one task may wait at a time.
 
+        A reader that waits for complete choices takes everything once they have ended.
+
         Raises:
-            EngineError: the request failed; outputs that came before are still delivered first.
+            EngineError: the request failed; parts that came before are still delivered first.
         """
-        while not self._pending:
+        while not self._pending or self._num_awaited > 0:
             if self._error is not None:
                 raise self._error
             self._reader = asyncio.get_running_loop().create_future()

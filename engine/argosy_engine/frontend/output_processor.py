@@ -158,7 +158,7 @@ class OutputProcessor:
             timings.first_token = timings.last_token
             if self._queue_limits is not None:
                 self._queue_limits.start(output.request_id)
-        if not is_first and state.withhold(output):
+        if state.withhold(output):
             return
         output = state.release(output)
         detokenizer = state.detokenizer

@@ -13,7 +13,7 @@ from argosy_engine.frontend.outputs import GenerationOutput, RequestOutput
 from argosy_engine.messages.core_messages import EngineCoreOutput, EngineCoreRequest
 
 MAX_WITHHELD = 256
-"""Maximum number of outputs of a choice that are withheld. Decoding them takes the event loop about a millisecond."""
+"""Tokens of a choice from which on no more are withheld. Decoding them takes the event loop about a millisecond."""
 
 
 class RequestState:
@@ -35,6 +35,7 @@ class RequestState:
         "is_submitted",
         "num_output",
         "num_prompt",
+        "num_withheld",
         "queue",
         "request_output",
         "resumed_text",
@@ -74,15 +75,20 @@ class RequestState:
         self.final_only = final_only
         self.withheld: list[EngineCoreOutput] = []
         """Outputs that were counted, but neither decoded nor delivered yet."""
+        self.num_withheld = 0
+        """Tokens in them."""
 
     def withhold(self, output: EngineCoreOutput) -> bool:
         """Keep an output for later, if its reader waits for the last one and few are kept; return whether it is kept.
 
-        Not the first output, which tells of the prompt.
+        Not one that tells of the prompt, nor the first one of a run that continues another.
         """
-        if not self.final_only or output.finish_reason is not None or len(self.withheld) >= MAX_WITHHELD:
+        if not self.final_only or output.finish_reason is not None or self.num_withheld >= MAX_WITHHELD:
+            return False
+        if output.prompt_logprobs is not None or self.resumed_text:
             return False
         self.withheld.append(output)
+        self.num_withheld += len(output.new_token_ids)
         return True
 
     def release(self, output: EngineCoreOutput) -> EngineCoreOutput:
@@ -90,7 +96,7 @@ class RequestState:
         if not self.withheld:
             return output
         self.withheld.append(output)
-        withheld, self.withheld = self.withheld, []
+        withheld, self.withheld, self.num_withheld = self.withheld, [], 0
         token_ids = [token_id for each in withheld for token_id in each.new_token_ids]
         logprobs = [entry for each in withheld for entry in each.logprobs or ()]
         return msgspec.structs.replace(output, new_token_ids=token_ids, logprobs=logprobs or None)
