@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
@@ -27,6 +29,7 @@ from argosy_engine.frontend.input_processor import InputProcessor
 from argosy_engine.frontend.output_collector import OutputCollector
 from argosy_engine.frontend.outputs import GenerationOutput
 from argosy_engine.frontend.renderer import Renderer, TokenizedPrompt
+from argosy_engine.frontend.request_params import to_sampling_params
 from argosy_engine.frontend.tokenizer import Encoded
 from argosy_engine.messages.core_messages import (
     EngineCoreOutput,
@@ -35,9 +38,10 @@ from argosy_engine.messages.core_messages import (
     FinishReason,
 )
 from argosy_engine.params.sampling_params import SamplingParams
+from argosy_engine.request_defaults import sampling_defaults
 from argosy_engine.resolved_config import ParserConfig
 from argosy_engine.sample.token_logprobs import TokenLogprobs
-from argosy_protocol.openai import ChatCompletionRequest, ChatMessage
+from argosy_protocol.openai import ChatCompletionRequest, ChatMessage, decode_request
 
 EXACT = {"dtype": "float32", "device": "cpu", "threads": 1}
 PROMPT = list(range(5, 45))
@@ -489,6 +493,35 @@ def test_auto_tool_choice_can_be_turned_off(llm: LLM) -> None:
             processor.sampling_params(msgspec.structs.replace(chat, tool_choice=choice))
     for choice in ("none", "required"):
         assert processor.sampling_params(msgspec.structs.replace(chat, tool_choice=choice)).n == 1
+
+
+def test_parameters_that_were_kept_are_those_of_the_same_fields(llm: LLM) -> None:
+    config = llm.renderer.config
+    processor, defaults = (
+        InputProcessor(config),
+        sampling_defaults(Path(config.model_path), config.request_defaults),
+    )
+    bodies: list[dict[str, Any]] = [
+        {}, {"max_tokens": 5}, {"max_tokens": 6}, {"temperature": 0}, {"temperature": 1}, {"top_p": 0.5},
+        {"n": 2}, {"seed": 1}, {"seed": 2}, {"stop": "a"}, {"stop": ["a", "b"]}, {"logprobs": True},
+        {"min_tokens": 2}, {"ignore_eos": True}, {"logit_bias": {"5": 1.0}}, {"include_reasoning": False},
+        {"response_format": {"type": "json_object"}}, {"thinking_token_budget": -1}, {"repetition_penalty": 1.1},
+        {"structured_outputs": {"choice": ["a", "b"]}}, {"structured_outputs": {"choice": ["a", "c"]}},
+    ]  # fmt: skip
+    for _ in range(2):
+        for fields in bodies:
+            for text in ("one", "another"):
+                body = {"model": "m", "messages": [{"role": "user", "content": text}], **fields}
+                request = decode_request("chat/completions", json.dumps(body).encode())
+                fresh = to_sampling_params(request, defaults, config, 1)
+                kept = processor.sampling_params(request)
+                assert msgspec.structs.replace(kept, kept_special_token_ids=()) == fresh, fields
+    with pytest.raises(InvalidRequest, match="functions is not supported"):
+        processor.sampling_params(
+            msgspec.structs.replace(
+                ChatCompletionRequest(messages=[ChatMessage(role="user", content="Hi")]), functions=1
+            )
+        )
 
 
 def test_bad_words_are_tokenised_once_for_all_prompts_of_a_call(

@@ -11,12 +11,13 @@ import secrets
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from xxhash import xxh3_64_intdigest
 
 from argosy_engine.errors import InvalidRequest, PromptTooLong, RequestFailed
 from argosy_engine.frontend.renderer import Renderer, TokenizedPrompt
-from argosy_engine.frontend.request_params import num_logprobs, to_sampling_params
+from argosy_engine.frontend.request_params import num_logprobs, params_key, to_sampling_params
 from argosy_engine.messages.core_messages import EngineCoreRequest
 from argosy_engine.params.sampling_params import MAX_BAD_WORDS_TOKENS, SamplingParams
 from argosy_engine.request_defaults import sampling_defaults
@@ -28,6 +29,8 @@ from argosy_protocol.openai import ChatCompletionRequest, GenerationRequest
 logger = logging.getLogger("argosy.frontend")
 
 _SEED_MASK = (1 << 63) - 1
+_KEPT_PARAMS = 256
+"""Sampling parameters that are kept. Clients send the same ones with most requests."""
 
 
 class InputProcessor:
@@ -47,9 +50,29 @@ class InputProcessor:
         """Numbers of the requests of a core with copies, which all have to give a request the same id."""
         self._last_bad_words: tuple[Sequence[str], tuple[tuple[int, ...], ...]] = ((), ())
         """Words tokenised last, which the prompts of a call have in common, and their tokens."""
+        self._kept_params: dict[tuple[Any, ...], SamplingParams] = {}
+        """Valid parameters by the fields that they were made of (`params_key`), and the number of prompts."""
 
     def sampling_params(self, request: GenerationRequest, num_prompts: int = 1) -> SamplingParams:
-        """Return the request's parameters over the model's generation config (`to_sampling_params`)."""
+        """Return the request's parameters over the model's generation config (`to_sampling_params`).
+
+        They may be those of other requests, too: copy them to change them.
+        """
+        key = num_prompts, params_key(request)
+        try:
+            kept = self._kept_params.get(key)
+        except TypeError:  # a list or a mapping is among the fields
+            return self._sampling_params(request, num_prompts)
+        if kept is None:
+            kept = self._sampling_params(request, num_prompts)
+            if kept.structured_outputs is not None:
+                return kept  # its fields take any JSON value, of which True and 1 are equal
+            if len(self._kept_params) >= _KEPT_PARAMS:
+                self._kept_params.clear()
+            self._kept_params[key] = kept
+        return kept
+
+    def _sampling_params(self, request: GenerationRequest, num_prompts: int) -> SamplingParams:
         if (
             isinstance(request, ChatCompletionRequest)
             and request.tools

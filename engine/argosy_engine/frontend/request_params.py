@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+from operator import attrgetter
 from typing import Any
+
+import msgspec
 
 from argosy_engine.errors import InvalidRequest
 from argosy_engine.frontend.structured_output_request import structured_outputs
@@ -20,6 +25,13 @@ _REMEDIES = {
     "modalities": "by this engine, except for text",
 }
 """Fields that `unsupported` names -> how the message about them goes on, where there is a remedy."""
+_OTHER_FIELDS = frozenset(
+    (
+        *("model", "messages", "prompt", "suffix", "stream", "stream_options", "user", "request_id"),
+        *("prompt_cache_key", "session_id", "cache_salt", "chat_template"),
+    )
+)
+"""Fields on which sampling parameters do not depend, and which differ from request to request."""
 _COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for /v1/completions."""
 MAX_ALLOWED_IDS_OF_A_CALL = 1 << 20
@@ -81,6 +93,18 @@ def to_sampling_params(
         extra_args=request.vllm_xargs,
         **_logprobs(request, config),
     )
+
+
+def params_key(request: GenerationRequest) -> tuple[Any, ...]:
+    """Return all fields on which the request's sampling parameters may depend. Requests with the same key have the same
+    parameters; a key with a list or a mapping in it cannot be hashed."""
+    return _key_of(type(request))(request)
+
+
+@cache
+def _key_of(kind: type[GenerationRequest]) -> Callable[[GenerationRequest], tuple[Any, ...]]:
+    fields = (field.name for field in msgspec.structs.fields(kind))
+    return attrgetter("__class__", *(name for name in fields if name not in _OTHER_FIELDS))
 
 
 def num_logprobs(name: str, count: int | None, config: ResolvedConfig) -> int | None:
