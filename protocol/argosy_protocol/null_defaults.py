@@ -5,7 +5,9 @@ Owns: the replacement of null. Must not know: which requests there are.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
+from operator import attrgetter
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
@@ -28,20 +30,26 @@ class NullDefaults(Struct):
     """Base of structs in which a field that is null gets its default, unless the default is null."""
 
     def __post_init__(self) -> None:
-        for name, default in _defaults(type(self)):
+        defaults, values = _defaults(type(self))
+        if None not in values(self):
+            return
+        for name, default in defaults:
             if getattr(self, name) is None:
                 setattr(self, name, default)
 
 
 @cache
-def _defaults(struct: type[Struct]) -> tuple[tuple[str, Any], ...]:
-    """Return the fields whose type has null, and whose default is another value."""
+def _defaults(struct: type[Struct]) -> tuple[tuple[tuple[str, Any], ...], Callable[[Any], tuple[Any, ...]]]:
+    """Return the fields whose type has null, and whose default is another value, and what reads their values."""
     fields = msgspec.structs.fields(struct)
-    return tuple(
+    defaults = tuple(
         (field.name, field.default)
         for field in fields
         if field.default not in (None, msgspec.NODEFAULT) and _takes_null(field.type)
     )
+    if len(defaults) < 2:  # of one name attrgetter returns the value alone
+        return defaults, lambda value: tuple(getattr(value, name) for name, _ in defaults)
+    return defaults, attrgetter(*(name for name, _ in defaults))
 
 
 def _takes_null(kind: Any) -> bool:

@@ -191,6 +191,12 @@ class EngineMetrics(Observer):
         self._generated = counter("generation_tokens", "Generated tokens.")
         self._num_generated = [0] * len(ranks)
         """Tokens that are to be added to `_generated`."""
+        self._num_prompt = [0] * len(ranks)
+        """Prompt tokens that are to be added to `_prompt` and `_sources`."""
+        self._num_cached = [0] * len(ranks)
+        """Cached ones among them."""
+        self._num_success: list[dict[str, int]] = [{} for _ in ranks]
+        """Requests that are to be added to `_success`, by reason."""
         self._sources = labelled(
             Counter, "prompt_tokens_by_source", "Prompt tokens by where they came from.", "source", _SOURCES
         )
@@ -311,10 +317,17 @@ class EngineMetrics(Observer):
         ]
 
     def _count_generated(self) -> None:
-        """Move the tokens that were counted without locks into their counters."""
+        """Move the tokens and requests that were counted without locks into their counters."""
         for rank, counter in enumerate(self._generated):
             counter.inc(self._num_generated[rank])
-            self._num_generated[rank] = 0
+            self._prompt[rank].inc(self._num_prompt[rank])
+            self._prompt_cached[rank].inc(self._num_cached[rank])
+            self._sources[rank]["local_cache_hit"].inc(self._num_cached[rank])
+            self._sources[rank]["local_compute"].inc(self._num_prompt[rank] - self._num_cached[rank])
+            self._num_generated[rank] = self._num_prompt[rank] = self._num_cached[rank] = 0
+            for reason, count in self._num_success[rank].items():
+                self._success[rank][reason].inc(count)
+            self._num_success[rank].clear()
 
     def on_core_outputs(self, outputs: EngineCoreOutputs) -> None:
         stats, rank = outputs.stats, outputs.engine_index
@@ -374,12 +387,11 @@ class EngineMetrics(Observer):
 
     def on_finished(self, timings: RequestTimings, num_prompt: int, num_output: int, reason: str) -> None:
         rank = timings.engine_index
-        self._success[rank][reason].inc()
+        ended = self._num_success[rank]
+        ended[reason] = ended.get(reason, 0) + 1
         if timings.first_token:
-            self._prompt[rank].inc(num_prompt)
-            self._prompt_cached[rank].inc(timings.num_cached)
-            self._sources[rank]["local_cache_hit"].inc(timings.num_cached)
-            self._sources[rank]["local_compute"].inc(num_prompt - timings.num_cached)
+            self._num_prompt[rank] += num_prompt
+            self._num_cached[rank] += timings.num_cached
         is_last = timings.choices.end(num_output)
         if reason in _CUT_SHORT:
             return

@@ -93,6 +93,8 @@ class TelemetryHub(Observer):
             self._apply(outputs.residency)
         if outputs.stats is not None:
             self._stats[outputs.engine_index] = outputs.stats
+            if not self._readers:
+                return  # one that connects is sent the load first
             loop = asyncio.get_running_loop()
             due = self._last_load + LOAD_INTERVAL_S
             if loop.time() >= due:

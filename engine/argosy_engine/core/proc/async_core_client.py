@@ -30,6 +30,9 @@ from argosy_engine.messages.core_messages import (
 )
 from argosy_engine.resolved_config import ResolvedConfig
 
+_NOBLOCK = int(zmq.NOBLOCK)
+_NOBLOCK_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
+"""As numbers: combining enumeration members takes as long as sending a frame."""
 _CONNECT_POLL_S = 0.02
 """Interval at which a reply is tried whose core has not connected yet, once at its start."""
 
@@ -225,7 +228,9 @@ class AsyncMPClient:
         if self._has_ended.is_set():
             raise self._gone()
         try:
-            self._input.send_multipart(message, zmq.NOBLOCK)
+            for part in message[:-1]:
+                self._input.send(part, _NOBLOCK_MORE)
+            self._input.send(message[-1], _NOBLOCK)
         except zmq.Again:
             await self._await_reason()
             raise self._gone() from None

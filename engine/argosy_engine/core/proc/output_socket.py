@@ -15,6 +15,8 @@ from typing import Any
 
 import zmq
 
+_NOBLOCK = int(zmq.NOBLOCK)
+
 
 class OutputSocket:
     """
@@ -60,7 +62,7 @@ class OutputSocket:
 
     def _take(self) -> bytes | None:
         try:
-            return self._socket.recv(zmq.NOBLOCK)
+            return self._socket.recv(_NOBLOCK)
         except zmq.Again:
             return None
 
