@@ -128,6 +128,7 @@ BOOLEAN: Final[Schema] = {"type": "boolean"}
 TEXT: Final[Schema] = {"type": "string"}
 ORDER: Final[Schema] = {"enum": ["asc", "desc"]}
 
+_CLASSIFICATION = Operation([ClassificationRequest], ClassificationResponse)
 _SCORE = Operation([ScoreRequest], ScoreResponse)
 _RERANK = Operation([RerankRequest], RerankResponse)
 _ITEMS_QUERY = {
@@ -154,7 +155,7 @@ GENERATION: Final[Mapping[str, Operation]] = {
     "/v1/messages/count_tokens": Operation([CountTokensRequest], TokenCount),
     "/v1/responses": CREATE_RESPONSE,
     "/v1/responses/input_tokens": Operation([ResponsesRequest], InputTokenCount),
-    "/classify": Operation([ClassificationRequest], ClassificationResponse),
+    **dict.fromkeys(("/classify", "/v1/classify"), _CLASSIFICATION),
     "/pooling": Operation([PoolingRequest], PoolingResponse),
     **dict.fromkeys(("/score", "/v1/score"), _SCORE),
     **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), _RERANK),

@@ -67,6 +67,18 @@ async def test_engines_of_other_makes_get_the_same_fields(path: str, fields: dic
         assert r.engines[0].requests[-1].json == {"model": MODEL, **fields}
 
 
+@pytest.mark.parametrize("has_telemetry", [True, False])
+async def test_v1_classify_is_sent_as_classify(has_telemetry: bool) -> None:
+    """vLLM's engines have no /v1/classify."""
+    async with rig([FakeEngine(script=answer, has_telemetry=has_telemetry)]) as r:
+        sent = await post(r, "/v1/classify", input=["hello", "b"])
+        assert sent.status_code == 200, sent.text
+        (received,) = r.engines[0].requests
+        assert (received.path, received.json) == ("/classify", {"model": MODEL, "input": ["hello", "b"]})
+        refused = await post(r, "/v1/classify")
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input")
+
+
 @pytest.mark.parametrize(
     ("path", "fields", "param"),
     [

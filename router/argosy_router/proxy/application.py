@@ -60,6 +60,7 @@ _ENDPOINTS: dict[bytes, RoutedEndpoint] = {
     b"/v1/completions": "completions",
     b"/v1/embeddings": "embeddings",
     b"/classify": "classify",
+    b"/v1/classify": "classify",
     b"/pooling": "pooling",
     b"/score": "score",
     b"/v1/score": "score",

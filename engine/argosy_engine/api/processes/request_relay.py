@@ -29,6 +29,7 @@ _OWN = frozenset(
         "/v1/completions",
         "/v1/messages",
         "/v1/messages/count_tokens",
+        "/v1/classify",
         "/v1/embeddings",
         "/v1/models",
         "/v1/rerank",

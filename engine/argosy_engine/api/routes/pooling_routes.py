@@ -30,6 +30,7 @@ def add_pooling_routes(app: FastAPI, engine: Engine) -> dict[str, Endpoint]:
         return json_answer(engine, answer, context.request_id, body)
 
     @app.post("/classify")
+    @app.post("/v1/classify")
     async def classifications(request: Request) -> WatchedResponse:
         raw = await request.body()
         body = decode_classification_request(raw)

@@ -167,7 +167,7 @@ def decode_call(
         request_id,
         forwarded_headers(request.headers),
         body,
-        request.path,
+        b"/classify" if endpoint == "classify" else request.path,  # vLLM's engines have no /v1/classify
         account,
         estimate_of(
             decoded,
