@@ -345,9 +345,15 @@ class RouterConfig:
         tuple[Key, ...],
         Meta(
             max_length=65536,
-            description="API key of clients; repeatable; also ARGOSY_ROUTER_API_KEY, which is one key",
+            description="API key of clients, or several; repeatable; also ARGOSY_ROUTER_API_KEY, which is one key",
         ),
-        Flag(name="api-key", group=_ACCESS, is_repeatable=True, environment="ARGOSY_ROUTER_API_KEY"),
+        Flag(
+            name="api-key",
+            group=_ACCESS,
+            is_repeatable=True,
+            takes_several=True,
+            environment="ARGOSY_ROUTER_API_KEY",
+        ),
     ] = ()
     api_keys_file: Annotated[
         Path | None,

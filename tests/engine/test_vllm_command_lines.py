@@ -179,6 +179,30 @@ def test_a_command_line_of_an_example_parses_unchanged(
         assert getattr(args if hasattr(args, name) else options, name) == value, name
 
 
+@pytest.mark.parametrize(
+    ("line", "model", "keys"),
+    [
+        ("builtin://tiny --api-key a b --port 1 --api-key c", "builtin://tiny", ("a", "b", "c")),
+        ("--api-key a b --model builtin://tiny", "builtin://tiny", ("a", "b")),
+        ("--api-key a builtin://tiny", "builtin://tiny", ("a",)),
+        ("--api-key a b builtin://tiny --port 1", "builtin://tiny", ("a", "b")),
+        ("--api-key a builtin://tiny --api-key b", "builtin://tiny", ("a", "b")),
+    ],
+)
+def test_a_flag_of_keys_takes_several_and_leaves_the_model(
+    line: str, model: str, keys: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model behind keys was always the model, unlike in vLLM, which would open the server to its name."""
+    options, args, _ = parsed(line, capsys)
+    assert (args.model, options.api_key) == (model, keys)
+
+
+def test_a_single_value_of_a_flag_of_keys_is_a_key(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parsed("--api-key builtin://tiny", capsys)
+    assert "give a model" in capsys.readouterr().err
+
+
 def test_flags_without_effect_are_named_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
     _, _, told = parsed("builtin://tiny --disable-log-requests --swap_space=4 --no-enable-lora", capsys)
     assert told.splitlines() == [

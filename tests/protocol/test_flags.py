@@ -32,6 +32,11 @@ class Config:
     tokens: Annotated[
         tuple[str, ...], Meta(description="all"), Flag(is_repeatable=True, environment="TOKENS")
     ] = ()
+    keys: Annotated[
+        tuple[str, ...],
+        Meta(description="keys"),
+        Flag(name="key", is_repeatable=True, takes_several=True, environment="KEY"),
+    ] = ()
     limits: Limits = field(default_factory=Limits)
 
 
@@ -69,6 +74,14 @@ def test_every_field_is_a_flag_nested_ones_too() -> None:
         port=8080, urls=("a", "b"), mode="safe", check=False, memory=2048, limits=Limits(timeout_s=1.5)
     )
     assert other == Other(names=("x", "y"), options={"k": 1})
+
+
+def test_a_repeatable_flag_may_take_several_values_each_time(tmp_path: Path) -> None:
+    assert read(["--key", "a", "b", "--port", "1", "--key=c", "--key", "d"])[0].keys == ("a", "b", "c", "d")
+    (tmp_path / "flags.yaml").write_text("key: [a, b]\n")
+    assert read([], file=tmp_path / "flags.yaml")[0].keys == ("a", "b")
+    assert read([], {"KEY": "e"}, file=tmp_path / "flags.yaml")[0].keys == ("e",)
+    assert read(["--key", "f", "g"], {"KEY": "e"}, file=tmp_path / "flags.yaml")[0].keys == ("f", "g")
 
 
 @pytest.mark.parametrize("colours", [(), ("blue",), ("blue", "green")])

@@ -35,6 +35,8 @@ def test_flags_win_over_the_environment() -> None:
     environment = {"ARGOSY_ROUTER_API_KEY": "env", "ARGOSY_REPLICA_KEY": "env"}
     replica = ["--replica", "http://a:1", "--host", "0.0.0.0"]
     assert config_of(build_parser().parse_args(replica), environment).api_keys == ("env",)
+    flags = [*replica, "--api-key", "a", "b", "--replica-key", "c"]
+    assert config_of(build_parser().parse_args(flags), environment).api_keys == ("a", "b")
     flags = [*replica, "--api-key", "a", "--api-key", "b", "--replica-key", "c"]
     config = config_of(build_parser().parse_args(flags), environment)
     assert (config.api_keys, config.replica_key) == (("a", "b"), "c")

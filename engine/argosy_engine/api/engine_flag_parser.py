@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
 from argosy_engine.config import EngineArgs
 from argosy_engine.errors import ConfigError
@@ -28,6 +29,27 @@ class EngineFlagParser(FlagParser):
     def add_engine_flags(self) -> None:
         """Add the flags of `EngineArgs`, last in the help text."""
         self.add_config(EngineArgs, "engine")
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        """Parse as `FlagParser` does. Without any other model, the last of several values of a flag such as `--api-key`
+        is the model: `--api-key KEY MODEL`."""
+        options = super().parse_args(args, namespace)
+        if options.model is None and options.named_model is None:
+            options.model = self._model_behind_values(options)
+        return options
+
+    def _model_behind_values(self, options: argparse.Namespace) -> str | None:
+        for fields in self._configs.values():
+            for field in fields:
+                given: list[list[str]] = (
+                    (getattr(options, field.dest) or []) if field.flag.takes_several else []
+                )
+                for values in reversed(given):
+                    if len(values) > 1:
+                        return values.pop()
+        return None
 
     def engine_args(self, options: argparse.Namespace) -> EngineArgs:
         """Return the engine's arguments. If they are invalid, print one line and exit with code 2."""

@@ -19,7 +19,9 @@ Count = Annotated[int, Meta(ge=1, le=1 << 24)]
 Seconds = Annotated[float, Meta(ge=0.0, le=86400.0)]
 FilePath = Annotated[str, Meta(min_length=1, max_length=4096)]
 Keys = Annotated[
-    tuple[Annotated[str, Meta(max_length=4096)], ...], Meta(max_length=1024), Flag(is_repeatable=True)
+    tuple[Annotated[str, Meta(max_length=4096)], ...],
+    Meta(max_length=1024),
+    Flag(is_repeatable=True, takes_several=True),
 ]
 Origins = Annotated[
     tuple[Annotated[str, Meta(max_length=2048)], ...], Meta(max_length=1024), Flag(is_json=True)
@@ -81,7 +83,8 @@ class ServerArgs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     api_key: Annotated[
         Keys,
         Meta(
-            description="accepted bearer key; repeatable; also ARGOSY_API_KEY or VLLM_API_KEY, separated by commas"
+            description="accepted bearer key, or several; repeatable; also ARGOSY_API_KEY or VLLM_API_KEY, separated by "
+            "commas"
         ),
     ] = ()
     api_keys_file: Annotated[
@@ -95,8 +98,7 @@ class ServerArgs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Keys,
         Meta(
             description="key for /sleep, /wake_up, /is_sleeping, /reset_prefix_cache and /server_info, instead of "
-            "--api-key; "
-            "repeatable; also ARGOSY_ADMIN_API_KEY, separated by commas"
+            "--api-key, or several; repeatable; also ARGOSY_ADMIN_API_KEY, separated by commas"
         ),
     ] = ()
     allowed_origins: Annotated[

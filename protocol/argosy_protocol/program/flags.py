@@ -49,6 +49,9 @@ class Flag:
     """Short form, such as `-tp`."""
     is_repeatable: bool = False
     """Whether a tuple's values are given by repeating the flag, instead of all behind one flag."""
+    takes_several: bool = False
+    """Whether a repeatable flag takes several values each time, as vLLM's `--api-key`. The parsed options then have a
+    list of them for each time."""
     is_size: bool = False
     """Whether it accepts `4k`, `2.5M`, `16G` as well as numbers."""
     is_json: bool = False
@@ -213,6 +216,8 @@ class FlagParser(argparse.ArgumentParser):
                     )
             if value is None:
                 continue
+            if field.flag.takes_several:
+                value = [each for given in value for each in ([given] if isinstance(given, str) else given)]
             if field.flag.is_size:
                 value = _size(value, field.name)
             elif field.flag.is_json:
@@ -393,7 +398,14 @@ def _add_flag(group: argparse._ArgumentGroup, field: Field) -> None:
             names[0], action=argparse.BooleanOptionalAction, default=None, help=help_text, dest=field.dest
         )
     elif flag.is_repeatable:
-        group.add_argument(*names, action="append", metavar=metavar, help=help_text, dest=field.dest)
+        group.add_argument(
+            *names,
+            action="append",
+            nargs="+" if flag.takes_several else None,
+            metavar=metavar,
+            help=help_text,
+            dest=field.dest,
+        )
     elif isinstance(field.default, tuple) and not flag.is_json:
         group.add_argument(*names, nargs="+", metavar=metavar, help=help_text, dest=field.dest)
     else:
