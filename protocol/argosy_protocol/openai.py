@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from argosy_protocol.allowed_tools import ALLOWED_TOOLS, allowed, function_name
 from argosy_protocol.errors import BadRequest
 from argosy_protocol.json_limits import decode_body
 from argosy_protocol.null_defaults import Nullable, NullDefaults
@@ -224,6 +225,8 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, omit_defaults=True)
         super().__post_init__()
         self.check_messages()
         if self.tools:
+            if isinstance(self.tool_choice, dict) and self.tool_choice.get("type") == ALLOWED_TOOLS:
+                self.tool_choice, self.tools = _allowed(self.tool_choice, self.tools)
             return
         if self.tools is not None:
             raise BadRequest("tools must not be an empty list; leave it out", param="tools")
@@ -239,6 +242,15 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, omit_defaults=True)
             if message.content is None and message.role in _ROLES_WITH_CONTENT:
                 where = f"messages[{index}].content"
                 raise BadRequest(f"{where} is required of the role {message.role}", param=where)
+
+
+def _allowed(choice: dict[str, Any], tools: list[dict[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
+    given, where = choice.get(ALLOWED_TOOLS), f"tool_choice.{ALLOWED_TOOLS}"
+    if not isinstance(given, dict):
+        raise BadRequest(f"{where} must be an object with mode and tools", param=where)
+    named = given.get("tools")
+    names = [function_name(tool) for tool in named] if isinstance(named, list) else []
+    return allowed(tools, given.get("mode"), names, where)
 
 
 class CompletionRequest(GenerationRequest, kw_only=True, omit_defaults=True):

@@ -29,6 +29,7 @@ from typing import Any
 
 import msgspec
 
+from argosy_protocol.allowed_tools import ALLOWED_TOOLS, allowed, function_name
 from argosy_protocol.errors import ApiError, BadRequest
 from argosy_protocol.openai import ChatCompletionRequest, ChatMessage
 from argosy_protocol.responses import (
@@ -321,27 +322,18 @@ def _chosen(
     kind = choice.get("type")
     if kind == "function":
         name = choice.get("name")
-        if not isinstance(name, str) or not _named(tools, [name]):
+        if not isinstance(name, str) or name not in map(function_name, tools):
             raise BadRequest("tool_choice.name must be the name of one of tools", param="tool_choice.name")
         return {"type": "function", "function": {"name": name}}, tools
-    if kind == "allowed_tools":
-        mode, allowed = choice.get("mode"), choice.get("tools")
-        if mode not in ("auto", "required"):
-            raise BadRequest("tool_choice.mode must be auto or required", param="tool_choice.mode")
+    if kind == ALLOWED_TOOLS:
+        named = choice.get("tools")
         names = (
-            [tool.get("name") for tool in allowed if isinstance(tool, dict)]
-            if isinstance(allowed, list)
+            [tool.get("name") if isinstance(tool, dict) else None for tool in named]
+            if isinstance(named, list)
             else []
         )
-        kept = _named(tools, names)
-        if not names or len(kept) != len({name for name in names if isinstance(name, str)}):
-            raise BadRequest("tool_choice.tools must name some of tools", param="tool_choice.tools")
-        return mode, kept
+        return allowed(tools, choice.get("mode"), names, "tool_choice")
     raise BadRequest(f"tool_choice.type: {kind!r} is not supported", param="tool_choice.type")
-
-
-def _named(tools: list[dict[str, Any]], names: Sequence[object]) -> list[dict[str, Any]]:
-    return [tool for tool in tools if tool["function"]["name"] in names]
 
 
 def _set_format(chat: ChatCompletionRequest, request: ResponsesRequest) -> None:

@@ -189,6 +189,15 @@ def test_a_named_tool_is_called(client: openai.OpenAI) -> None:
     ]
 
 
+def test_only_allowed_tools_are_called_and_told_to_the_model(client: openai.OpenAI) -> None:
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED]}}
+    answer = create(client, tools=[CALENDAR, PING], tool_choice=choice)
+    (first, *_) = answer.choices[0].message.tool_calls
+    assert first.function.name == "ping"
+    alone = create(client, tools=[PING], tool_choice="required")
+    assert answer.usage.prompt_tokens == alone.usage.prompt_tokens
+
+
 SET_OF_STRINGS = {
     "type": "json_schema",
     "json_schema": {"name": "x", "schema": {"type": "array", "uniqueItems": True}},

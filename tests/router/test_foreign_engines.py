@@ -193,3 +193,16 @@ def test_rates_are_learnt_where_reports_have_none() -> None:
     load.report(requests=1, tokens=0, prefill_tokens_per_s=500.0)
     load.learn(1000, 0.5)
     assert load.prefill_tokens_per_s == 500.0
+
+
+@pytest.mark.parametrize("has_telemetry", [True, False])
+async def test_engines_get_allowed_tools_resolved(has_telemetry: bool) -> None:
+    """vLLM does not know `allowed_tools`."""
+    tools = [{"type": "function", "function": {"name": name}} for name in ("f", "g")]
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": tools[1:]}}
+    async with rig([FakeEngine(has_telemetry=has_telemetry)]) as r:
+        await r.chat("hello", tools=tools, tool_choice=choice)
+        await r.chat("allowed_tools", tools=tools)
+        resolved, plain = (request.json for request in r.engines[0].requests)
+        assert (resolved["tool_choice"], resolved["tools"]) == ("required", tools[1:])
+        assert ("tool_choice" in plain, plain["tools"]) == (False, tools)

@@ -12,6 +12,7 @@ from urllib.parse import quote
 import msgspec
 from xxhash import xxh3_64_intdigest
 
+from argosy_protocol.allowed_tools import ALLOWED_TOOLS
 from argosy_protocol.anthropic import decode_count_tokens_request, decode_messages_request
 from argosy_protocol.anthropic_chat import as_chat
 from argosy_protocol.chat_batch import decode_batch_request
@@ -64,6 +65,7 @@ RoutedEndpoint = (
 
 _MODEL_NAME: Final = MODEL_NAME.encode()
 _INTERNAL: Final = frozenset((*InternalFields.__struct_fields__, "data_parallel_rank"))
+_ALLOWED_TOOLS: Final = ALLOWED_TOOLS.encode()
 _REPORTING: Final = frozenset(("messages", "responses"))
 """Endpoints whose streams report their usage in any case."""
 _RESOLVED: Final = b"%b: 1\r\n" % RESOLVED.encode()
@@ -132,7 +134,11 @@ def decode_call(
     if not adapter:
         service = fleet.answering(named, session or request_id)
     priority = account.priority(decoded.priority)
-    changes: dict[str, str | int | StreamOptions] = {}
+    changes: dict[str, str | int | StreamOptions | msgspec.Raw] = {}
+    if _ALLOWED_TOOLS in body and isinstance(decoded, ChatCompletionRequest) and decoded.tools:
+        if decoded.tool_choice in ("auto", "required"):  # vLLM does not know allowed_tools
+            changes["tool_choice"] = decoded.tool_choice
+            changes["tools"] = msgspec.Raw(msgspec.json.encode(decoded.tools))
     if endpoint == "responses" and not response_id:
         changes["store"] = False
     model = engine_name(service, decoded.model, adapter)
