@@ -83,8 +83,8 @@ class ServerArgs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     api_key: Annotated[
         Keys,
         Meta(
-            description="accepted bearer key, or several; repeatable; also ARGOSY_API_KEY or VLLM_API_KEY, separated by "
-            "commas"
+            description="accepted bearer key, or several; repeatable; also ARGOSY_API_KEY or VLLM_API_KEY, separated "
+            "by commas"
         ),
     ] = ()
     api_keys_file: Annotated[

@@ -135,10 +135,14 @@ def decode_call(
         service = fleet.answering(named, session or request_id)
     priority = account.priority(decoded.priority)
     changes: dict[str, str | int | StreamOptions | msgspec.Raw] = {}
-    if _ALLOWED_TOOLS in body and isinstance(decoded, ChatCompletionRequest) and decoded.tools:
-        if decoded.tool_choice in ("auto", "required"):  # vLLM does not know allowed_tools
-            changes["tool_choice"] = decoded.tool_choice
-            changes["tools"] = msgspec.Raw(msgspec.json.encode(decoded.tools))
+    if (
+        _ALLOWED_TOOLS in body
+        and isinstance(decoded, ChatCompletionRequest)
+        and decoded.tools
+        and decoded.tool_choice in ("auto", "required")
+    ):  # vLLM does not know allowed_tools
+        changes["tool_choice"] = decoded.tool_choice
+        changes["tools"] = msgspec.Raw(msgspec.json.encode(decoded.tools))
     if endpoint == "responses" and not response_id:
         changes["store"] = False
     model = engine_name(service, decoded.model, adapter)
