@@ -123,10 +123,36 @@ async def test_a_static_replica_may_come_back_with_another_model(monkeypatch: py
     wheel.close()
 
 
+async def test_a_static_replica_that_is_away_is_asked_again_soon(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(model_discovery, "RECHECK_S", 0.005)
+    wheel = TimerWheel(asyncio.get_running_loop())
+    async with (
+        FakeEngine() as engine,
+        following(StaticDiscovery([engine.url], "", wheel, UpstreamTls())) as published,
+    ):
+        await until(lambda: "static/tiny" in published.members)
+        await engine.stop()
+        await until(lambda: "cannot be read" in caplog.text)
+        monkeypatch.setattr(model_discovery, "RECHECK_S", 60.0)
+        engine.model = "other"
+        await engine.start()
+        await until(lambda: "static/other" in published.members)
+    wheel.close()
+
+
+def test_dead_addresses_are_asked_less_often_but_once_a_second() -> None:
+    pauses = [model_discovery.retry_pause_s(failures, random.Random(failures)) for failures in range(1, 60)]
+    assert pauses[0] <= 0.25
+    assert all(0.5 <= pause <= 1.0 for pause in pauses[3:])
+    assert len(set(pauses[3:])) > 1, "not all dead addresses at the same moment"
+
+
 async def test_a_static_replica_that_does_not_tell_its_models_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(model_discovery, "RETRY_S", 0.005)
+    monkeypatch.setattr(model_discovery, "MAX_RETRY_S", 0.005)
     caplog.set_level("INFO", logger=model_discovery.__name__)
     wheel = TimerWheel(asyncio.get_running_loop())
     async with (
@@ -229,6 +255,21 @@ async def test_nothing_is_known_before_a_name_has_resolved() -> None:
     async with resolving(zone, 80) as published:
         await zone.until_asked(2)
         assert not published, "a router that knows nothing is not ready"
+
+
+async def test_a_name_that_resolves_late_is_known_within_two_seconds() -> None:
+    zone = Zone()
+    wheel = TimerWheel(asyncio.get_running_loop())
+    async with FakeEngine() as engine:
+        discovery = DnsDiscovery(
+            [f"http://engines:{engine.port}"], "", wheel, UpstreamTls(), resolve=zone.resolve
+        )
+        async with following(discovery) as published:
+            await until(lambda: zone.asked == 1)
+            zone.answer, began = ["127.0.0.1"], asyncio.get_running_loop().time()
+            await until(lambda: "dns/tiny" in published.members)
+            assert asyncio.get_running_loop().time() - began < 2.5
+    wheel.close()
 
 
 async def test_the_system_resolves() -> None:

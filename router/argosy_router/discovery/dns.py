@@ -21,9 +21,10 @@ from argosy_router.http.tls import UpstreamTls
 
 log = logging.getLogger(__name__)
 
-RESOLVE_S = 5.0
-"""Seconds between lookups: the usual TTL of a headless Service's records."""
-MISSES = 3
+RESOLVE_S = 2.0
+"""Seconds between lookups, and thus until a new replica is known. Caches of name servers may add their own: a headless
+Service's records have a TTL of 5 s, and CoreDNS remembers for up to 30 s that a name does not exist."""
+MISSES = 7
 MAX_ADDRESSES = 1024
 """Per name."""
 

@@ -1,6 +1,6 @@
 """Model discovery for replicas without a fleet document: ask each for its models, and group equal models into services.
 
-Owns: polling `/v1/models`, often until a replica has answered, then rarely. Must not know: where the addresses come
+Owns: polling `/v1/models`, often while a replica does not answer, else rarely. Must not know: where the addresses come
 from, requests, health.
 Invariants: a replica is published once its model is known, and until its address is dropped; a replica that does not
 answer keeps the model it reported last; the reason is logged when it changes.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -28,7 +29,10 @@ from argosy_router.http.upstream_errors import UpstreamError
 
 log = logging.getLogger(__name__)
 
-RETRY_S = 0.5
+MIN_RETRY_S = 0.25
+MAX_RETRY_S = 1.0
+"""Between questions to a replica that does not answer: one that has become reachable is published a second later at
+most, and a thousand dead addresses cost some 1300 connects per second."""
 RECHECK_S = 10.0
 """An engine may restart at its address with another model, and may load adapters at run time."""
 TIMEOUT_S = 5.0
@@ -69,6 +73,7 @@ class ModelDiscovery:
         self._members: tuple[Member, ...] = ()
         self._served: dict[Member, _Served] = {}
         self._tasks: dict[Member, asyncio.Task[None]] = {}
+        self._rng = random.Random()  # noqa: S311
 
     def set_members(self, members: Iterable[Member]) -> None:
         """Replace the set of replicas to ask."""
@@ -88,7 +93,7 @@ class ModelDiscovery:
 
     async def _ask(self, member: Member) -> None:
         pool = ConnectionPool(member.url, UpstreamLimits(), self._wheel, self._tls, member.hostname)
-        reported = ""
+        reported, failures = "", 0
         while True:
             served: _Served | None = None
             try:
@@ -104,10 +109,11 @@ class ModelDiscovery:
             elif reported and served is not None:
                 log.info("replica %s serves %s", member.url, served.names[0])
             reported = problem
+            failures = failures + 1 if problem else 0
             if served is not None and served != self._served.get(member):
                 self._served[member] = served
                 self._publish()
-            await asyncio.sleep(RECHECK_S if member in self._served else RETRY_S)
+            await asyncio.sleep(retry_pause_s(failures, self._rng) if problem else RECHECK_S)
 
     def _publish(self) -> None:
         """Publish one service per model, with the aliases and adapters of all its replicas together; each member lists
@@ -142,6 +148,11 @@ class ModelDiscovery:
         unheard = sum(member not in self._served for member in self._members)
         revision = revision_of(encode_fleet(document))
         self._publish_snapshot(FleetSnapshot(document, revision, by_key, unheard=unheard))
+
+
+def retry_pause_s(failures: int, rng: random.Random) -> float:
+    """Return the pause after a number of failures in a row, at least one."""
+    return min(MAX_RETRY_S, MIN_RETRY_S * 2.0 ** min(failures - 1, 10)) * rng.uniform(0.5, 1.0)
 
 
 def _refusal(status: int) -> str:
