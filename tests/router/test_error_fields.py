@@ -22,11 +22,6 @@ MESSAGES = [{"role": "user", "content": "hi"}]
         (CHAT, {"model": MODEL, "messages": MESSAGES, "bootstrap_host": "x"}, "bootstrap_host"),
         (CHAT, {"model": MODEL, "messages": MESSAGES, "vllm_xargs": {"lora_path": "x"}}, "vllm_xargs"),
         (CHAT, {"model": MODEL, "messages": MESSAGES, "resume": {"created": 1, "choices": [{}]}}, "resume"),
-        (
-            CHAT,
-            {"model": MODEL, "messages": MESSAGES, "resume": {"choices": [{}]}},
-            "resume.created",
-        ),
         (CHAT, {"messages": MESSAGES}, "model"),
         (COMPLETIONS, {"model": MODEL}, "prompt"),
         (COMPLETIONS, {"model": MODEL, "prompt": ["a", [1]]}, "prompt"),
@@ -47,3 +42,23 @@ async def test_param_is_the_field_at_fault(path: str, body: dict[str, Any], para
         assert answer.status_code == 400, answer.text
         assert answer.json()["error"]["param"] == param
         assert not r.engines[0].requests
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("resume", {"created": 1, "choices": [{}]}),
+        ("resume", {"choices": [{}]}),
+        ("resume", {"created": 1, "choices": [{"token_ids": "x"}]}),
+        ("resume", 5),
+        ("data_parallel_rank", 0),
+        ("data_parallel_rank", "x"),
+        ("kv_transfer_params", {}),
+    ],
+)
+async def test_fields_between_engines_and_routers_have_one_message(field: str, value: Any) -> None:
+    async with rig([FakeEngine()]) as r:
+        answer = await r.http.post(CHAT, json={"model": MODEL, "messages": MESSAGES, field: value})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, field)
+        assert error["message"] == f"{field} is internal to engines and refused from clients"

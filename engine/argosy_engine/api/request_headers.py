@@ -47,6 +47,15 @@ def serving_of(engine: Engine, request: Request) -> OpenAIServing:
     return engine.serving.answering_as(None if name is None else unquote(name), tenant)
 
 
+def client_key(request: Request) -> str:
+    """Return a client's key, whichever of the two headers has it; empty if it sent none."""
+    authorization = request.headers.get("authorization")
+    if authorization is None:
+        return request.headers.get("x-api-key", "").strip()
+    scheme, _, token = authorization.partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else authorization
+
+
 def given_response_id(request: Request) -> str | None:
     """Return the id that a router has chosen for the answer; None without one."""
     given = request.headers.get(headers.RESPONSE_ID)
@@ -67,7 +76,7 @@ def resumption_of(request: Request) -> dict[str, bool]:
 def check_resume(request: Request, body: GenerationRequest) -> None:
     """Reject `resume` from clients: it is for routers, which remove their internal headers from clients' requests."""
     if body.resume is not None and not (body.stream and _is_resumable(request)):
-        raise BadRequest("resume is an internal field of streams", param="resume")
+        raise BadRequest("resume is internal to engines and refused from clients", param="resume")
 
 
 def choose_rank(request: Request, body: GenerationRequest | PoolingFields) -> None:

@@ -6,6 +6,7 @@ Must not know: connections, attempts, how a replica is chosen.
 
 from __future__ import annotations
 
+import re
 from typing import Final, Literal
 from urllib.parse import quote
 
@@ -116,14 +117,18 @@ def decode_call(
     """
     require_json(request)
     body = request.body
-    decoded = _decode(endpoint, body, has_state=bool(response_id))
+    try:
+        decoded = _decode(endpoint, body, has_state=bool(response_id))
+    except BadRequest as error:
+        named = re.split(r"[.\[]", error.param or "", maxsplit=1)[0]
+        if named == "resume" or named in _INTERNAL:
+            raise _internal(named) from None
+        raise
     request_id = request_id_in_body(decoded.request_id, request.header(b"x-request-id"), request_id)
     if decoded.resume is not None:
-        raise BadRequest("resume is an internal field", param="resume")
+        raise _internal("resume")
     if decoded.data_parallel_rank is not None:  # the router's balance rests on the engine's choice
-        raise BadRequest(
-            "data_parallel_rank is internal to engines and refused from clients", param="data_parallel_rank"
-        )
+        raise _internal("data_parallel_rank")
     if decoded.vllm_xargs and not _INTERNAL.isdisjoint(decoded.vllm_xargs):
         raise BadRequest("vllm_xargs has a field that is internal to engines", param="vllm_xargs")
     service, adapter = find_service(fleet, decoded)
@@ -204,6 +209,10 @@ def decode_call(
     if named.spec.canary is not None:
         call.canary_of = named
     return call
+
+
+def _internal(field: str) -> BadRequest:
+    return BadRequest(f"{field} is internal to engines and refused from clients", param=field)
 
 
 def _decode(
