@@ -204,6 +204,12 @@ def test_a_stored_response_is_retrieved_and_deleted(client: openai.OpenAI, serve
             other.responses.create(model="tiny", input=HELLO, previous_response_id=answer.id)
         with pytest.raises(openai.NotFoundError):
             other.responses.input_items.list(answer.id)
+    with httpx.Client(
+        base_url=server.url, headers={"x-api-key": KEY}
+    ) as same:  # as Anthropic's clients send it
+        assert same.get(f"/v1/responses/{answer.id}").json()["id"] == answer.id
+    with httpx.Client(base_url=server.url, headers={"authorization": f"bearer  {KEY}"}) as same:
+        assert same.get(f"/v1/responses/{answer.id}").json()["id"] == answer.id
     client.responses.delete(answer.id)
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(answer.id)

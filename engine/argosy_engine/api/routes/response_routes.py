@@ -20,7 +20,7 @@ from starlette.responses import Response
 from argosy_engine.api.error_translation import translated_error
 from argosy_engine.api.http.http_responses import json_response, response_event_stream
 from argosy_engine.api.openai.prompt_token_count import prompt_token_count
-from argosy_engine.api.request_headers import request_id_of, serving_of
+from argosy_engine.api.request_headers import client_key, request_id_of, serving_of
 from argosy_engine.api.responses.response_job import ResponseJob
 from argosy_engine.api.responses.response_store import ResponseStore
 from argosy_engine.api.routes.request_context import context_of
@@ -118,7 +118,7 @@ def owner_of(request: Request) -> str:
     tenant = request.headers.get(headers.TENANT)
     if tenant:
         return f"tenant {tenant}"
-    key = request.headers.get("authorization") or request.headers.get("x-api-key")
+    key = client_key(request)
     return f"key {hashlib.sha256(key.encode()).hexdigest()}" if key else ""
 
 
