@@ -12,6 +12,7 @@ from openai import AsyncOpenAI, BadRequestError, NotFoundError
 from openai.types import Batch
 
 from argosy_protocol.fleet import ServiceLimits
+from argosy_router.batch import line_waits
 from argosy_router.batch.batch_runner import MAX_RUNNING, MAX_RUNNING_OF_OWNER
 
 from .batch_rig import DEADLINE_S, line, lines, official, results, start_batch, stored
@@ -252,6 +253,39 @@ async def test_many_batches_of_one_key_leave_room_to_run_those_of_another(tmp_pa
         may_answer.set()
         for batch in slow:
             assert (await ended(shop, batch)).status == "completed"
+
+
+@pytest.mark.parametrize("is_queued", [False, True], ids=["refused at once", "refused after a while"])
+async def test_batches_that_only_wait_yield_their_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_queued: bool
+) -> None:
+    monkeypatch.setattr(line_waits, "YIELD_AFTER_S", 0.3)
+    may_answer = False
+    most = 0
+
+    async def script(connection: Connection, request: Received) -> None:
+        if content_of(request) == "quick" or may_answer:
+            await echo(connection, request)
+            return
+        if is_queued:
+            await asyncio.sleep(0.3)
+        connection.answer(503, b'{"error":{"message":"full"}}')
+
+    async with stored(tmp_path, [FakeEngine(script=script)], {"lease_s": 1.5}) as r, official(r) as client:
+        stuck = [await start_batch(client, lines("a", "b")) for _ in range(MAX_RUNNING_OF_OWNER + 2)]
+        quick = await start_batch(client, lines("quick"))
+        async with asyncio.timeout(DEADLINE_S):
+            while (quick := await client.batches.retrieve(quick.id)).status != "completed":
+                running = r.metric('batches{status="in_progress"}') + r.metric('batches{status="finalizing"}')
+                most = max(most, int(running))
+                await asyncio.sleep(0.01)
+        assert 0 < most <= MAX_RUNNING_OF_OWNER
+        may_answer = True
+        for batch in stuck:
+            done = await ended(client, batch)
+            assert done.request_counts is not None
+            assert done.request_counts.to_dict() == {"total": 2, "completed": 2, "failed": 0}
+            assert sorted(await results(client, done.output_file_id)) == ["a", "b"]
 
 
 async def test_engines_that_schedule_by_priority_get_that_of_batches(tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ from argosy_router.batch.input_lines import (
     validate,
 )
 from argosy_router.batch.line_request import LineRequests
+from argosy_router.batch.line_waits import LineWaits
 from argosy_router.batch.output_lines import answered, tokens_of, unanswered, usage_of
 from argosy_router.storage import object_ids
 from argosy_router.storage.blob_store import AlreadyExists, StorageUnavailable
@@ -98,6 +99,9 @@ class BatchRun:
         self._is_over = False
         """Whether the batch has ended, so that the lease need not be renewed."""
         self._failure: Exception | None = None
+        self._waits = LineWaits()
+        self.is_yielding = False
+        """Whether it ends so that another batch has its place."""
         self.status = "validating"
         """The batch's, as last seen."""
 
@@ -105,6 +109,17 @@ class BatchRun:
         """Send no further requests; `run` ends when those in flight have been answered."""
         self._is_stopping = True
         self._interrupted.set()
+
+    @property
+    def may_yield(self) -> bool:
+        """Whether all its requests have been refused for some time, so that it only waits."""
+        return self.status == "in_progress" and self._waits.is_all
+
+    def yield_place(self) -> None:
+        """Send no further requests, and give up those that wait; `run` ends when those in flight have been answered."""
+        self.is_yielding = True
+        self.stop()
+        self._waits.end()
 
     async def run(self) -> None:
         """Run the batch until it has ended, the lease is lost, or it is stopped.
@@ -305,7 +320,7 @@ class BatchRun:
     async def _result(self, request: InputLine, account: Account) -> tuple[bytes, Tokens, bool]:
         """Return a request's line of the results, its tokens, and whether it failed."""
         try:
-            answer = await self._context.requests.answer(request, account)
+            answer = await self._context.requests.answer(request, account, self._waits)
             is_error = answer.status != 200
             tokens = (0, 0, 0, 0) if is_error else tokens_of(answer.body)
             return answered(request.custom_id, answer), tokens, is_error

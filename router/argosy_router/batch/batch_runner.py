@@ -1,7 +1,8 @@
 """The runner: claims batches that no other router runs, and runs them to their end.
 
 Owns: which batches this router runs. Must not know: how one is run.
-Invariant: a batch is run while its lease is held, and released when it is left.
+Invariants: a batch is run while its lease is held, and released when it is left. A batch whose requests have all been
+refused for some time yields its place to one that waits for it, and goes behind the others.
 """
 
 from __future__ import annotations
@@ -39,6 +40,9 @@ class BatchRunner:
         self._runs: dict[str, tuple[str, BatchRun, asyncio.Task[None]]] = {}
         """By the batch's id: owner, run and its task."""
         self._num_waiting = 0
+        self._yielded: dict[str, int] = {}
+        """Batches that have yielded their place, in order."""
+        self._num_yielded = 0
         self._wake = asyncio.Event()
         self._is_stopping = False
 
@@ -82,12 +86,17 @@ class BatchRunner:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _claim(self) -> None:
-        waiting = [each for each in await self._leases.batches() if each[1] not in self._runs]
+        batches = await self._leases.batches()
+        ids = {batch_id for _, batch_id in batches}
+        self._yielded = {batch_id: order for batch_id, order in self._yielded.items() if batch_id in ids}
+        waiting = [each for each in batches if each[1] not in self._runs]
+        waiting.sort(key=lambda each: self._yielded.get(each[1], 0))  # those that have yielded are the last
         self._num_waiting = len(waiting)
         for owner, batch_id in waiting:
-            if len(self._runs) >= MAX_RUNNING or self._is_stopping:
+            if self._is_stopping:
                 return
-            if sum(running == owner for running, _, _ in self._runs.values()) >= MAX_RUNNING_OF_OWNER:
+            if in_the_way := self._in_the_way(owner):
+                await self._make_room(owner, batch_id, in_the_way)
                 continue
             held = await self._leases.take(owner, batch_id)
             if held is not None:
@@ -95,6 +104,23 @@ class BatchRunner:
                 task = asyncio.create_task(self._run(held, run), name=f"batch {batch_id}")
                 self._runs[batch_id] = owner, run, task
                 self._num_waiting -= 1
+
+    def _in_the_way(self, owner: str) -> list[BatchRun]:
+        """Return the runs of which one must end before another batch of `owner` can begin; none if there is room."""
+        of_owner = [run for running, run, _ in self._runs.values() if running == owner]
+        if len(of_owner) >= MAX_RUNNING_OF_OWNER:
+            return of_owner
+        return [run for _, run, _ in self._runs.values()] if len(self._runs) >= MAX_RUNNING else []
+
+    async def _make_room(self, owner: str, batch_id: str, in_the_way: list[BatchRun]) -> None:
+        """Have one of the runs that only wait end, if this router could run the batch in its place."""
+        only_wait = [run for run in in_the_way if run.may_yield]
+        if not only_wait or any(run.is_yielding for run in in_the_way):
+            return
+        held = await self._leases.take(owner, batch_id)
+        if held is not None:  # no other router runs it
+            await self._leases.release(held)
+            only_wait[0].yield_place()
 
     async def _run(self, held: HeldLease, run: BatchRun) -> None:
         try:
@@ -108,9 +134,12 @@ class BatchRunner:
         except Exception:
             log.exception("batch %s failed; it will be tried again", held.batch_id)
         else:
-            if held.is_lost:  # with the end of the batch: there is room for another one
+            if held.is_lost or run.is_yielding:  # there is room for another one
                 self._wake.set()
         finally:
+            if run.is_yielding:
+                self._num_yielded += 1
+                self._yielded[held.batch_id] = self._num_yielded
             del self._runs[held.batch_id]
             with contextlib.suppress(StorageUnavailable):
                 await self._leases.release(held)

@@ -7,6 +7,7 @@ Invariant: a request that is given up (its task cancelled) is aborted at its rep
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections.abc import Awaitable, Callable
 from typing import Final, NamedTuple
@@ -14,6 +15,7 @@ from typing import Final, NamedTuple
 from argosy_router.auth.accounts import BACKGROUND_PRIORITY, Account
 from argosy_router.batch.batch_pace import BatchPace
 from argosy_router.batch.input_lines import InputLine, model_of
+from argosy_router.batch.line_waits import LineWaits
 from argosy_router.http.messages import Request
 from argosy_router.http.server_interface import Client, ClientListener
 from argosy_router.proxy.request.body_rewrite import with_fields
@@ -56,22 +58,35 @@ class LineRequests:
         self._on_retry = on_retry
         self._sleep = sleep
 
-    async def answer(self, line: InputLine, account: Account) -> LineAnswer:
-        """Send a request until it has a final answer."""
+    async def answer(self, line: InputLine, account: Account, waits: LineWaits) -> LineAnswer:
+        """Send a request until it has a final answer.
+
+        Args:
+            waits: those of its batch.
+
+        Raises:
+            PaceClosed: no further request is sent.
+        """
         body = bytes(line.body)
         if line.url in _PRIORITIZED:
             body = with_fields(body, {"priority": BACKGROUND_PRIORITY})
         model = model_of(line)
         attempts = failures = 0
         while True:
-            async with self._pace.turn(model):
+            async with contextlib.AsyncExitStack() as held:
+                with waits.waiting():
+                    await held.enter_async_context(self._pace.turn(model))
                 status, headers, answer = await self._attempt(line.url, body, account)
             failures += status in _FAILED_UPSTREAM
             if status not in _RETRIED and (status not in _FAILED_UPSTREAM or failures >= MAX_FAILURES):
+                waits.answered()
                 return LineAnswer(status or 502, _value(headers, b"x-request-id"), answer)
             attempts += 1
             self._on_retry()
-            await self._sleep(_backoff_s(attempts, _value(headers, b"retry-after")))
+            if status in _RETRIED:
+                waits.refused()
+            with waits.waiting():
+                await self._sleep(_backoff_s(attempts, _value(headers, b"retry-after")))
 
     async def _attempt(self, url: str, body: bytes, account: Account) -> tuple[int, bytes, bytes]:
         """Return status, header lines and body of an answer; status 0 if it was cut."""
