@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from argosy_router.auth.accounts import ANONYMOUS, Account
+from argosy_router.batch.answer_memory import AnswerMemory
 from argosy_router.batch.batch_lease import BatchLeases
 from argosy_router.batch.batch_objects import StoredBatch, decode_create, new_batch
 from argosy_router.batch.batch_pace import BatchPace
@@ -142,6 +143,7 @@ class BatchRouter:
             records=self.records,
             leases=self.leases,
             requests=LineRequests(self.send, pace, lambda: None, self.back_off),
+            answers=AnswerMemory(),
             account_named=lambda _: self.account,
             max_requests=1000,
             max_pending=64,

@@ -12,7 +12,8 @@ from openai import AsyncOpenAI, BadRequestError, NotFoundError
 from openai.types import Batch
 
 from argosy_protocol.fleet import ServiceLimits
-from argosy_router.batch import line_waits
+from argosy_router.batch import answer_memory, line_waits
+from argosy_router.batch.answer_memory import AnswerMemory, HeldAnswer
 from argosy_router.batch.batch_runner import MAX_RUNNING, MAX_RUNNING_OF_OWNER
 
 from .batch_rig import DEADLINE_S, line, lines, official, results, start_batch, stored
@@ -286,6 +287,42 @@ async def test_batches_that_only_wait_yield_their_places(
             assert done.request_counts is not None
             assert done.request_counts.to_dict() == {"total": 2, "completed": 2, "failed": 0}
             assert sorted(await results(client, done.output_file_id)) == ["a", "b"]
+
+
+async def test_answers_of_all_batches_share_a_bound_of_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size, pieces, limit = 4_000_000, 40, 3_000_000
+    monkeypatch.setattr(answer_memory, "MAX_HELD_BYTES", limit)
+    held: list[int] = []
+    add = AnswerMemory.add
+
+    def counted(memory: AnswerMemory, answer: HeldAnswer, more: int) -> None:
+        add(memory, answer, more)
+        held.append(memory.held)
+
+    monkeypatch.setattr(AnswerMemory, "add", counted)
+
+    async def script(connection: Connection, request: Received) -> None:
+        body = completion("x" * size)
+        connection.send(
+            b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
+        )
+        for start in range(0, len(body), size // pieces):
+            connection.send(body[start : start + size // pieces])
+            await connection.writer.drain()
+            await asyncio.sleep(0.001)
+
+    async with (
+        stored(tmp_path, [FakeEngine(script=script)], {"batch_share": 1.0}) as r,
+        official(r) as client,
+    ):
+        batches = [await start_batch(client, lines(*"abcd")) for _ in range(2)]
+        for batch in batches:
+            done = await ended(client, batch)
+            assert done.request_counts is not None
+            assert done.request_counts.completed == 4
+    assert limit < max(held) <= limit + size + 8 * 1_500_000, "without a bound there are 8 * size"
 
 
 async def test_engines_that_schedule_by_priority_get_that_of_batches(tmp_path: Path) -> None:

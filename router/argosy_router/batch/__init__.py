@@ -20,6 +20,7 @@ output has one line for each request, whichever routers ran it.
     batch_run        one batch: validation, its requests, its results
     input_lines      the requests in an input file
     line_request     one request: through the router's own queue, again after 429 and 503
+    answer_memory    bound on the memory of answers, over all batches
     line_waits       which requests of a batch wait, so that it may yield its place
     batch_results    lines of results: kept as they come, merged into files at the end
     output_lines     lines of the files of results

@@ -20,6 +20,7 @@ import msgspec
 
 from argosy_router.auth.accounts import Account
 from argosy_router.batch import file_objects
+from argosy_router.batch.answer_memory import AnswerMemory, HeldAnswer
 from argosy_router.batch.batch_lease import BatchLeases, HeldLease
 from argosy_router.batch.batch_objects import (
     ENDED,
@@ -72,6 +73,7 @@ class RunContext:
     records: BatchRecords
     leases: BatchLeases
     requests: LineRequests
+    answers: AnswerMemory
     account_named: Callable[[str], Account | None]
     """The account of a name; None if no key has it any more."""
     max_requests: int
@@ -306,21 +308,24 @@ class BatchRun:
             if account is None:
                 raise AccountGone
             request = decode_line(line)
-            result, tokens, is_error = await self._result(request, account)
-            results.add(index, result, tokens, is_error=is_error)
-            self._context.on_done(not is_error)
-            if results.is_large:
-                await results.flush()
+            with self._context.answers.answer() as held:
+                result, tokens, is_error = await self._result(request, account, held)
+                results.add(index, result, tokens, is_error=is_error)
+                self._context.on_done(not is_error)
+                if results.is_large:
+                    await results.flush()
         except PaceClosed:
             self.stop()
         except Exception as error:
             self._failure = error
             self._interrupted.set()
 
-    async def _result(self, request: InputLine, account: Account) -> tuple[bytes, Tokens, bool]:
+    async def _result(
+        self, request: InputLine, account: Account, held: HeldAnswer
+    ) -> tuple[bytes, Tokens, bool]:
         """Return a request's line of the results, its tokens, and whether it failed."""
         try:
-            answer = await self._context.requests.answer(request, account, self._waits)
+            answer = await self._context.requests.answer(request, account, self._waits, held)
             is_error = answer.status != 200
             tokens = (0, 0, 0, 0) if is_error else tokens_of(answer.body)
             return answered(request.custom_id, answer), tokens, is_error

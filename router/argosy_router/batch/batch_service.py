@@ -9,6 +9,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from argosy_router.auth.key_table import KeyTable
+from argosy_router.batch.answer_memory import AnswerMemory
 from argosy_router.batch.batch_lease import BatchLeases
 from argosy_router.batch.batch_pace import BatchPace
 from argosy_router.batch.batch_records import BatchRecords
@@ -59,6 +60,7 @@ class BatchService:
             requests=LineRequests(
                 application.answer_in_background, self._pace, lambda: self._requests.add(("retried",))
             ),
+            answers=AnswerMemory(),
             account_named=keys.account_named,
             max_requests=config.batch_max_requests,
             max_pending=config.batch_max_inflight,

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from typing import Final, NamedTuple
 
 from argosy_router.auth.accounts import BACKGROUND_PRIORITY, Account
+from argosy_router.batch.answer_memory import HeldAnswer
 from argosy_router.batch.batch_pace import BatchPace
 from argosy_router.batch.input_lines import InputLine, model_of
 from argosy_router.batch.line_waits import LineWaits
@@ -58,11 +59,14 @@ class LineRequests:
         self._on_retry = on_retry
         self._sleep = sleep
 
-    async def answer(self, line: InputLine, account: Account, waits: LineWaits) -> LineAnswer:
+    async def answer(
+        self, line: InputLine, account: Account, waits: LineWaits, held: HeldAnswer
+    ) -> LineAnswer:
         """Send a request until it has a final answer.
 
         Args:
             waits: those of its batch.
+            held: counts the answer's bytes, until its user clears it.
 
         Raises:
             PaceClosed: no further request is sent.
@@ -73,14 +77,15 @@ class LineRequests:
         model = model_of(line)
         attempts = failures = 0
         while True:
-            async with contextlib.AsyncExitStack() as held:
+            async with contextlib.AsyncExitStack() as turn:
                 with waits.waiting():
-                    await held.enter_async_context(self._pace.turn(model))
-                status, headers, answer = await self._attempt(line.url, body, account)
+                    await turn.enter_async_context(self._pace.turn(model))
+                status, headers, answer = await self._attempt(line.url, body, account, held)
             failures += status in _FAILED_UPSTREAM
             if status not in _RETRIED and (status not in _FAILED_UPSTREAM or failures >= MAX_FAILURES):
                 waits.answered()
                 return LineAnswer(status or 502, _value(headers, b"x-request-id"), answer)
+            held.clear()
             attempts += 1
             self._on_retry()
             if status in _RETRIED:
@@ -88,7 +93,9 @@ class LineRequests:
             with waits.waiting():
                 await self._sleep(_backoff_s(attempts, _value(headers, b"retry-after")))
 
-    async def _attempt(self, url: str, body: bytes, account: Account) -> tuple[int, bytes, bytes]:
+    async def _attempt(
+        self, url: str, body: bytes, account: Account, held: HeldAnswer
+    ) -> tuple[int, bytes, bytes]:
         """Return status, header lines and body of an answer; status 0 if it was cut."""
         request = Request(
             b"POST",
@@ -98,7 +105,7 @@ class LineRequests:
             keep_alive=True,
         )
         request.body, request.body_bytes = body, len(body)
-        client = _LineClient()
+        client = _LineClient(held)
         self._send(client, request, account)
         try:
             return await client.answer
@@ -109,7 +116,8 @@ class LineRequests:
 class _LineClient:
     """A client without a connection, which reads the whole answer. A `Client`."""
 
-    def __init__(self) -> None:
+    def __init__(self, held: HeldAnswer) -> None:
+        self._held = held
         self.answer: asyncio.Future[tuple[int, bytes, bytes]] = asyncio.get_running_loop().create_future()
         self._listener: ClientListener | None = None
         self._head = (0, b"")
@@ -117,8 +125,10 @@ class _LineClient:
 
     def attach(self, listener: ClientListener) -> None:
         self._listener = listener
+        self._held.reads(listener.on_client_paused, listener.on_client_resumed)
 
     def respond(self, status: int, headers: bytes, body: bytes) -> None:
+        self._held.add(len(body))
         self._end(status, headers, body)
 
     def start(self, status: int, headers: bytes, first: bytes) -> None:
@@ -127,6 +137,7 @@ class _LineClient:
 
     def send(self, data: bytes) -> None:
         self._body += data
+        self._held.add(len(data))
         if len(self._body) > MAX_ANSWER_BYTES:
             listener = self._listener
             self.abort()
@@ -141,12 +152,14 @@ class _LineClient:
 
     def leave(self) -> None:
         """Abort the request unless it has been answered."""
+        self._held.stops_reading()
         listener, self._listener = self._listener, None
         if listener is not None:
             listener.on_client_lost()
 
     def _end(self, status: int, headers: bytes, body: bytes) -> None:
         self._listener = None
+        self._held.stops_reading()
         if not self.answer.done():
             self.answer.set_result((status, headers, body))
 
