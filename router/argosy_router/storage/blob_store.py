@@ -7,6 +7,7 @@ letters, digits, `.`, `-` and `_`.
     ├── AlreadyExists       `create`: the key has a blob
     ├── Changed             `replace`: the blob is another version by now, or gone
     └── StorageUnavailable  503  the disk or bucket failed; a retry can help (an ApiError)
+        └── StorageFull     507  the disk has no room, until someone makes some
 """
 
 from __future__ import annotations
@@ -42,6 +43,20 @@ class StorageUnavailable(Unavailable):
         because = f": {reason}" if reason else ""
         super().__init__(
             f"the router's storage (--storage) does not answer{because}; retry later", retry_after_s=1.0
+        )
+
+
+class StorageFull(StorageUnavailable):
+    """The disk has no room; nothing was stored."""
+
+    http_status = 507
+    default_code = "storage_full"
+
+    def __init__(self) -> None:
+        Unavailable.__init__(
+            self,
+            "the router's storage (--storage) is full, and nothing was stored; delete files, or retry later",
+            retry_after_s=10.0,
         )
 
 

@@ -9,6 +9,7 @@ thread has begun it is not kept, nor are its data.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
@@ -16,11 +17,12 @@ from concurrent.futures import Future
 from threading import Condition, Thread
 from typing import Any, Final, TypeVar
 
-from argosy_router.storage.blob_store import StorageUnavailable
+from argosy_router.storage.blob_store import StorageFull, StorageUnavailable
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+_FULL = frozenset((errno.ENOSPC, errno.EDQUOT))
 NUM_THREADS: Final = 8
 DEADLINE_S: Final = 30.0
 """Time for one call, with its wait for a thread. A call reads or writes one small file, a piece of a large one, or one
@@ -92,6 +94,8 @@ class StorageThreads:
             return waited.result()
         except OSError as error:
             log.error("storage: %s", error)
+            if error.errno in _FULL:
+                raise StorageFull from error
             raise StorageUnavailable from error
 
     @property
