@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from argosy_protocol.allowed_tools import ALLOWED_TOOLS, allowed, function_name
 from argosy_protocol.errors import BadRequest
@@ -175,7 +175,8 @@ class GenerationRequest(InternalFields, kw_only=True, omit_defaults=True):
     watermarking: bool | None = None
     """vLLM's field, without effect: there are no watermarks to turn off."""
     stream_interval: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | None = None
-    """vLLM's field, without effect: an event is sent as soon as there is a token."""
+    """vLLM's field: tokens of a choice in each event of a stream, but the first and the last. The engine's
+    `--stream-interval` is the least."""
     response_format: dict[str, Any] | None = None
     structured_outputs: Any = None
     """vLLM's field; the engine checks its content."""
@@ -215,6 +216,8 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, omit_defaults=True)
     top_logprobs: LogprobCount | None = None
     chat_template: Annotated[str, Meta(max_length=MAX_CHAT_TEMPLATE)] | None = None
     """vLLM's field: the template of this request, for engines that trust their clients."""
+    return_prompt_text: bool | None = None
+    """vLLM's field: the answer, or the first chunk of a stream, has the rendered prompt as `prompt_text`."""
     # See `unsupported`.
     functions: Any = None
     function_call: Any = None
@@ -480,6 +483,7 @@ class ChatCompletion(Struct, frozen=True, kw_only=True):
     usage: Usage
     system_fingerprint: str | None = None
     prompt_token_ids: list[int] | None = None
+    prompt_text: str | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | None = None
 
 
@@ -492,6 +496,7 @@ class ChatCompletionChunk(Struct, frozen=True, kw_only=True):
     usage: Usage | None = None
     system_fingerprint: str | None = None
     prompt_token_ids: list[int] | None = None
+    prompt_text: str | UnsetType = UNSET
 
 
 class Completion(Struct, frozen=True, kw_only=True):

@@ -228,7 +228,7 @@ def test_flags_without_effect_are_named_with_the_reason(capsys: pytest.CaptureFi
         ("--data-parallel-start-rank 2", "--data-parallel-start-rank is not supported: an engine's cores"),
         ("--model builtin://tiny", "give one model, as argument or with --model"),
         ("--hf-token x", "--hf-token is not supported: the variable HF_TOKEN has the token"),
-        ("--stream-interval 4", "--stream-interval is not supported: an event is sent as soon as"),
+        ("--stream-interval 0", "--stream-interval: must be"),
         ("--tokenizer-mode slow", "--tokenizer-mode is not supported"),
         ("--ssl-certfile a", "--ssl-certfile and --ssl-keyfile need each other"),
         ("--enable-ssl-refresh", "--enable-ssl-refresh needs --ssl-certfile"),

@@ -124,6 +124,13 @@ class ServerArgs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "`middleware('http')`; it sees keys and prompts; repeatable, the last one is the outermost"
         ),
     ] = ()
+    stream_interval: Annotated[
+        Count,
+        Meta(
+            description="tokens of a choice in each event of a stream, but the first and the last; a request's own "
+            "`stream_interval` counts if it is larger"
+        ),
+    ] = 1
     any_model_name: Annotated[
         bool,
         Meta(

@@ -16,6 +16,8 @@ def apply_flags(options: ServerArgs, request: GenerationRequest) -> None:
     """Set the fields of a request that flags determine."""
     if options.enable_force_include_usage and request.stream:
         request.stream_options = StreamOptions(include_usage=True, continuous_usage_stats=True)
+    if options.stream_interval > 1:
+        request.stream_interval = max(request.stream_interval or 1, options.stream_interval)
     if request.return_tokens_as_token_ids is None:
         request.return_tokens_as_token_ids = options.return_tokens_as_token_ids
 

@@ -239,7 +239,6 @@ RARE_REFUSED = (
     ),
     VllmFlag("fingerprint-mode", "system_fingerprint is null", neutral=("none",)),
     VllmFlag("fingerprint-value", "system_fingerprint is null"),
-    VllmFlag("stream-interval", "an event is sent as soon as there is a token", neutral=("1",)),
     VllmFlag("sse-keep-alive-interval", "the router sends comments to clients that wait", neutral=("0",)),
     VllmFlag("tool-strict-level", "tool_choice required or a name enforces the schema", neutral=("auto",)),
     VllmFlag(

@@ -100,6 +100,7 @@ class OutputProcessor:
             timings,
             final_only=request.final_only and not params.stop,
         )
+        state.stream_interval = params.stream_interval
         self.request_states[request.request_id] = state
         self.requests_drained.clear()
         return state
@@ -176,7 +177,8 @@ class OutputProcessor:
         if finish_reason is not None:
             self.finish(output.request_id, finish_reason)
         if state.queue is not None:
-            if state.queue.put(state.delta(output, text, finish_reason, stop_reason, is_first)):
+            delta = state.hold(state.delta(output, text, finish_reason, stop_reason, is_first), is_first)
+            if delta is not None and state.queue.put(delta):
                 processed.is_awaited = True
         elif (result := state.request_output) is not None:
             state.accumulate(result, output, text, finish_reason, stop_reason)
@@ -203,6 +205,8 @@ class OutputProcessor:
         if state is None:
             return None
         if state.queue is not None:
+            if state.held is not None:
+                state.queue.put(state.held)
             state.queue.fail(error)
         elif (result := state.request_output) is not None:
             result.error = str(error)

@@ -66,6 +66,8 @@ class TokenizedPrompt(NamedTuple):
     """Whether it lacks tokens, as the request asked for."""
     thinking_marks: ThinkingMarks | None = None
     """Set if the request bounds the tokens of its reasoning."""
+    text: str | None = None
+    """The rendered chat, if the request asked for it."""
 
 
 class Renderer:
@@ -210,6 +212,8 @@ class Renderer:
         if request.truncate_prompt_tokens is None:
             self.check_length(len(cuts) + 1)  # each piece is at least one token
         prompt = self._text_prompt(text, segments, request, add_special_tokens=False, cuts=cuts)
+        if request.return_prompt_text:
+            prompt = prompt._replace(text=text)
         if not self.has_thinking or (prompt.is_truncated and request.truncation_side == "right"):
             return prompt  # without the end of the prompt nobody knows whether the model reasons
         if request.continue_final_message:

@@ -90,6 +90,7 @@ def to_sampling_params(
         spaces_between_special_tokens=request.spaces_between_special_tokens,
         structured_outputs=structured_outputs(request, num_sequences, tool_calls),
         thinking_token_budget=None if request.thinking_token_budget == -1 else request.thinking_token_budget,
+        stream_interval=(request.stream_interval or 1) if request.stream else 1,
         extra_args=request.vllm_xargs,
         **_logprobs(request, config),
     )

@@ -30,6 +30,7 @@ class RequestState:
         "detokenizer",
         "final_only",
         "has_output",
+        "held",
         "index",
         "is_finished",
         "is_submitted",
@@ -40,6 +41,7 @@ class RequestState:
         "request_output",
         "resumed_text",
         "siblings",
+        "stream_interval",
         "timings",
         "withheld",
     )
@@ -73,6 +75,10 @@ class RequestState:
         """Other choices of the same prompt, which are sent to the core once this one has computed it."""
         self.timings = timings
         self.final_only = final_only
+        self.stream_interval = 1
+        """Tokens in each output for the `queue`, but the first and the last."""
+        self.held: GenerationOutput | None = None
+        """Fewer tokens than that, which wait for the next ones."""
         self.withheld: list[EngineCoreOutput] = []
         """Outputs that were counted, but neither decoded nor delivered yet."""
         self.num_withheld = 0
@@ -130,6 +136,19 @@ class RequestState:
             prompt_logprobs=output.prompt_logprobs,
             embedding=output.pooling_output,
         )
+
+    def hold(self, output: GenerationOutput, is_first: bool) -> GenerationOutput | None:
+        """Return an output for the reader, with what was held before; None while it is held."""
+        if self.stream_interval == 1:
+            return output
+        held, self.held = self.held, None
+        if held is not None:
+            held.merge(output)
+            output = held
+        if is_first or output.finish_reason is not None or len(output.token_ids) >= self.stream_interval:
+            return output
+        self.held = output
+        return None
 
     def accumulate(
         self,

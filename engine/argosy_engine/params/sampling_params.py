@@ -121,6 +121,8 @@ class SamplingParams(
     """Tokens of a think block after which its end is forced."""
     thinking_marks: ThinkingMarks | None = None
     """Set by the input processor for a request with a budget."""
+    stream_interval: int = 1
+    """Tokens in each output of a stream, but the first and the last."""
     extra_args: dict[str, Any] | None = None
     """Arguments of custom logits processors (`--logits-processors`); API requests pass them as `vllm_xargs`."""
 
@@ -181,6 +183,7 @@ class SamplingParams(
                 f"takes {MAX_EXTRA_ARGS} JSON values, {MAX_EXTRA_ARGS_BYTES} bytes in all",
             ),
             ("repetition_detection", repetition is None, repetition or ""),
+            ("stream_interval", self.stream_interval >= 1, "at least 1"),
             (
                 "thinking_token_budget",
                 self.thinking_token_budget is None or self.thinking_token_budget >= 0,

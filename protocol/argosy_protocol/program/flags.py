@@ -207,7 +207,7 @@ class FlagParser(argparse.ArgumentParser):
         """
         values: dict[str, Any] = dict(others)
         for field in self._configs[cls]:
-            value = getattr(options, field.dest, None)
+            value: Any = getattr(options, field.dest, None)
             if value is None or field.dest in options.from_file:
                 text = (environment or {}).get(field.flag.environment)
                 if text:

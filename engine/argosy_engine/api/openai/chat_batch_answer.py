@@ -48,7 +48,11 @@ async def chat_batch(
             choices.append(msgspec.structs.replace(answer.choices[0], index=index))
             num_reasoning_tokens += chat_format.num_reasoning_tokens
         return msgspec.structs.replace(
-            answer, choices=choices, usage=usage_of(outputs, 1, num_reasoning_tokens), prompt_token_ids=None
+            answer,
+            choices=choices,
+            usage=usage_of(outputs, 1, num_reasoning_tokens),
+            prompt_token_ids=None,
+            prompt_text=msgspec.UNSET,
         )
 
     prompts, requests = await serving.prepare(render, request, size)

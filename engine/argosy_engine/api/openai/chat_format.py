@@ -9,6 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+from msgspec import UNSET
+
 from argosy_engine.api.openai.call_ids import CallIds
 from argosy_engine.api.openai.choice_stream import ChoiceFormat, created_at
 from argosy_engine.api.openai.event_template import EventTemplate, encode_event
@@ -122,6 +124,7 @@ class ChatFormat(ChoiceFormat[ChatChunkChoice, ChatCompletionChunk, ChatCompleti
             choices=roles,
             usage=usage,
             prompt_token_ids=self._prompt.token_ids if self._request.return_token_ids else None,
+            prompt_text=UNSET if self._prompt.text is None else self._prompt.text,
         )
 
     def delta(self, output: GenerationOutput) -> ChatChunkChoice | None:
@@ -202,6 +205,7 @@ class ChatFormat(ChoiceFormat[ChatChunkChoice, ChatCompletionChunk, ChatCompleti
             choices=[self._choice(output) for output in outputs],
             usage=usage_of(outputs, len(outputs), self.num_reasoning_tokens),
             prompt_token_ids=self._prompt.token_ids if request.return_token_ids else None,
+            prompt_text=UNSET if self._prompt.text is None else self._prompt.text,
             prompt_logprobs=prompt_logprobs,
         )
 
