@@ -1,31 +1,25 @@
 """Flags of the engine in `spec.engine.args`: which ones a resource may give, and with which values.
 
-Owns the check of such an argument, in CEL for the API server and in words for people. The flags, their types and bounds
-are the engine's own, written into `engine_flags.json` by `make generate`, since nothing here may import the engine.
-Must not know the other fields. Invariants: a flag is set in one place only, so one that a field or the operator sets is
-refused with that place; an argument that is accepted here is accepted by the engine's parser, except that the content
-of JSON and the names of parsers and files are the engine's to judge.
+Owns the flags and the check of such an argument, in words for people; `argument_rules` says in CEL what an API server
+can tell. The flags, their types and bounds are the engine's own, written into `engine_flags.json` by `make generate`,
+since nothing here may import the engine. Must not know the other fields. Invariants: a flag is set in one place only,
+so one that a field or the operator sets is refused with that place; an argument that is accepted here is accepted by
+the engine's parser, except that the content of JSON and the names of parsers and files are the engine's to judge.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Final, Literal
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from argosy_protocol.program.flags import suggestion
 from argosy_resource.foreign_engines import FOREIGN_ENGINES, EngineType, ForeignEngine
-from argosy_resource.schema_types import Rule, rules_of
-
-MAX_ARGUMENTS: Final = 32
-MAX_ARGUMENT_LENGTH: Final = 1024
-"""The API server multiplies the length of all arguments by that of the patterns below, and refuses what could take too
-long."""
 
 FLAG_FIELDS: Final = {
     "--device": "engine.device",
@@ -109,14 +103,14 @@ FLAGS: Final[Mapping[str, EngineFlag]] = {
 }
 """Every flag of the engine, by its name without dashes."""
 
-_FORM: Final = r"^--[A-Za-z0-9][A-Za-z0-9._-]{0,127}(=[^\x00-\x1f\x7f]*)?$"
-_INTEGER: Final = "-?[0-9]+"
-_SIZE: Final = "[0-9]+([.][0-9]+)?[kmgKMG]?"
-_NUMBER: Final = "-?[0-9]+([.][0-9]+)?(e-?[0-9]+)?"
+FORM: Final = r"^--[A-Za-z0-9][A-Za-z0-9._-]{0,127}(=[^\x00-\x1f\x7f]*)?$"
+INTEGER: Final = "-?[0-9]+"
+SIZE: Final = "[0-9]+([.][0-9]+)?[kmgKMG]?"
+NUMBER: Final = "-?[0-9]+([.][0-9]+)?(e-?[0-9]+)?"
 _SIZES: Final = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
-def _settable() -> list[EngineFlag]:
+def settable_flags() -> list[EngineFlag]:
     """The flags that `spec.engine.args` may give."""
     return [
         flag
@@ -125,99 +119,10 @@ def _settable() -> list[EngineFlag]:
     ]
 
 
-def _any_of(names: Iterable[str]) -> str:
-    return f"({'|'.join(names)})"
-
-
-def _known_pattern() -> str:
-    """The arguments whose flag may be given."""
-    switches = [flag.name for flag in _settable() if flag.kind == "switch"]
-    others = [flag.name for flag in _settable() if flag.kind != "switch"]
-    return f"^--((no-)?{_any_of(switches)}|{_any_of(others)})(=|$)"
-
-
-def _typed_pattern() -> str:
-    """The arguments whose flag may be given, with a value of its type."""
-    kinds: dict[str, list[str]] = {}
-    for flag in _settable():
-        if flag.choices:
-            kinds.setdefault(f"={_any_of(flag.choices)}", []).append(flag.name)
-        elif flag.kind in ("integer", "number"):
-            value = _SIZE if flag.is_size else _INTEGER if flag.kind == "integer" else _NUMBER
-            kinds.setdefault(f"={value}", []).append(flag.name)
-        elif flag.kind == "json":
-            kinds.setdefault("=[^a-zA-Z].*", []).append(flag.name)
-        elif flag.kind == "text":
-            kinds.setdefault("=.+", []).append(flag.name)
-    switches = _any_of(flag.name for flag in _settable() if flag.kind == "switch")
-    values = "|".join(f"{_any_of(names)}{value}" for value, names in kinds.items())
-    return f"^--((no-)?{switches}|{values})$"
-
-
-def _field_of(name: str) -> str:
-    """The field that sets a flag, by the flag's name without dashes; empty if none does."""
-    return FLAG_FIELDS.get(f"--{name}", "")
-
-
-ARGUMENT_RULES: Final[dict[str, Any]] = rules_of(
-    Rule(
-        rule=f"self.matches(r'{_FORM}')",
-        message="must be one flag with two dashes, and its value behind '=': --flag=value, or --flag alone",
-    )
-)
-Argument = Annotated[
-    str, Meta(min_length=1, max_length=MAX_ARGUMENT_LENGTH, extra_json_schema=ARGUMENT_RULES)
-]
-
-UNKNOWN_FLAG: Final = (
-    "a flag is none that the engine takes; `argosy serve --help` and docs/reference/engine-flags.md list them"
-)
-_IS_FOREIGN: Final = "(has(self.type) && self.type != 'argosy')"
-_own: Final = [name.removeprefix("--") for name in FLAG_FIELDS]
-ARGS_RULES: Final = (
-    Rule(
-        rule=f"!has(self.args) || {_IS_FOREIGN} || self.args.all(arg, !arg.matches('^--{_any_of(_own)}(=|$)'))",
-        message=f"flags with a field of their own are set there: {', '.join(sorted(set(FLAG_FIELDS.values())))}",
-        field_path=".args",
-    ),
-    Rule(
-        rule=(
-            f"!has(self.args) || {_IS_FOREIGN} || "
-            f"self.args.all(arg, !arg.matches('^--(no-)?{_any_of(OPERATOR_FLAGS)}(=|$)'))"
-        ),
-        message=f"the operator sets these flags, or other fields do: {', '.join(OPERATOR_FLAGS)}",
-        field_path=".args",
-    ),
-    Rule(
-        rule=f"!has(self.args) || {_IS_FOREIGN} || self.args.all(arg, arg.matches('{_known_pattern()}'))",
-        message=UNKNOWN_FLAG,
-        field_path=".args",
-    ),
-    Rule(
-        rule=f"!has(self.args) || {_IS_FOREIGN} || self.args.all(arg, arg.matches('{_typed_pattern()}'))",
-        message=(
-            "a flag has a value that it does not take: a switch takes none, the others take one of the type or the "
-            "choices that docs/reference/engine-flags.md shows"
-        ),
-        field_path=".args",
-    ),
-    *(
-        Rule(
-            rule=(
-                f"!has(self.args) || !has(self.type) || self.type != '{kind}' || "
-                f"self.args.all(arg, !arg.matches('{engine.own_pattern}'))"
-            ),
-            message=(
-                f"fields or the operator set these flags of {kind}: {', '.join(engine.own_flags)}; "
-                "short forms of them are refused as well"
-            ),
-            field_path=".args",
-        )
-        for kind, engine in FOREIGN_ENGINES.items()
-    ),
-)
-"""Rules of the struct that has `args` and `type`. An API server cannot bound numbers inside strings:
-`argument_problems` does."""
+def field_problem(name: str) -> str:
+    """Why a flag that a field sets is refused, by the flag's name without dashes; empty if no field sets it."""
+    field = FLAG_FIELDS.get(f"--{name}", "")
+    return f"--{name} is set by spec.{field}" if field else ""
 
 
 def argument_problems(args: Sequence[str], engine_type: EngineType = "argosy") -> list[str]:
@@ -262,15 +167,15 @@ def _split(argument: str) -> tuple[str, str | None]:
 
 def _problem(argument: str) -> str:
     name, value = _split(argument)
-    if re.search(_FORM, argument) is None:
+    if re.search(FORM, argument) is None:
         return f"{argument[:64]!r} is not --flag=value or --flag"
-    if field := _field_of(name):
-        return f"--{name} is set by spec.{field}"
+    if problem := field_problem(name):
+        return problem
     if name in OPERATOR_FLAGS:
         return f"--{name} cannot be set here: {OPERATOR_FLAGS[name]}"
     flag = FLAGS.get(name)
     if flag is None:
-        known = [f"--{each.name}" for each in _settable()]
+        known = [f"--{each.name}" for each in settable_flags()]
         return f"unknown flag --{name}{suggestion(f'--{name}', known)}"
     if flag.refused and not (value is not None and value in flag.neutral):
         return f"--{name} is not supported: {flag.refused}"
@@ -311,11 +216,11 @@ def _is_json(value: str) -> bool:
 def _number(flag: EngineFlag, value: str) -> float | int | None:
     """The value as a number; None if it is none of the flag's kind."""
     if flag.kind == "number":
-        return float(value) if re.fullmatch(_NUMBER, value) else None
-    if flag.is_size and value[-1] in _SIZES and re.fullmatch(_SIZE, value):
+        return float(value) if re.fullmatch(NUMBER, value) else None
+    if flag.is_size and value[-1] in _SIZES and re.fullmatch(SIZE, value):
         size = float(value[:-1]) * _SIZES[value[-1]]
         return int(size) if size.is_integer() else None
-    return int(value) if re.fullmatch(_INTEGER, value) and len(value) < 20 else None
+    return int(value) if re.fullmatch(INTEGER, value) and len(value) < 20 else None
 
 
 def _requirement(flag: EngineFlag) -> str:

@@ -71,7 +71,7 @@ _LISTENING: Final = (
 _NODES: Final = ("nnodes", "node-rank")
 """The operator starts no further nodes of these engines, so the first one would wait for them for ever."""
 
-FOREIGN_ENGINES: Final[Mapping[str, ForeignEngine]] = {
+FOREIGN_ENGINES: Final[Mapping[EngineType, ForeignEngine]] = {
     "vllm": ForeignEngine(
         command=("vllm", "serve"),
         fields={

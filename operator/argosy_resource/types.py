@@ -22,8 +22,8 @@ from argosy_protocol.engine_limits import (
     Threads,
 )
 from argosy_protocol.fleet import RoutingPolicy
+from argosy_resource.argument_rules import ARGS_RULES, MAX_ARGUMENTS, Argument
 from argosy_resource.canary_spec import CanaryRollout, RolloutStatus
-from argosy_resource.engine_flags import ARGS_RULES, MAX_ARGUMENTS, Argument
 from argosy_resource.foreign_engines import FOREIGN_ENGINES, EngineType, ForeignEngine
 from argosy_resource.model_source import FETCH_ENV, FETCH_ENV_MESSAGE, MODELS_MOUNT, REMOTE_PATTERN
 from argosy_resource.model_spec import Model

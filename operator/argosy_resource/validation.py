@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import msgspec
 from msgspec import Struct
 
-from argosy_resource.engine_flags import ARGS_RULES, argument_problems
+from argosy_resource.argument_rules import RULE_OF_TEXT, ArgumentRule
+from argosy_resource.engine_flags import argument_problems
 from argosy_resource.types import API_VERSION, GROUP, KIND, InferenceService, parse
 
 if TYPE_CHECKING:
@@ -323,16 +324,12 @@ def _list_errors(schema: Schema, value: object, path: str) -> Iterator[FieldErro
 
 
 def _cel_errors(schema: Schema, value: object, path: str) -> Iterator[FieldError]:
-    hints: set[str] = set()
     for entry in schema.get("x-kubernetes-validations", ()):
-        if not _evaluate(entry["rule"], value):
-            hint = _hint(entry, value)
-            if hint in hints:
-                continue  # of an argument that breaks one rule most others say nothing that helps
-            hints |= {hint} if hint else set()
+        message = _broken(entry, value)
+        if message:
             shown = "" if isinstance(value, dict | list) else f"{_json(value)}: "
             where = (path + entry.get("fieldPath", "")).lstrip(".")
-            yield FieldError(where, f"Invalid value: {shown}{_message(entry, value)}{hint}")
+            yield FieldError(where, f"Invalid value: {shown}{message}")
     if isinstance(value, dict):
         for name, nested in value.items():
             below = schema.get("properties", {}).get(name, schema.get("additionalProperties"))
@@ -356,17 +353,25 @@ def _program(expression: str) -> celpy.Runner:
     return _environment().program(_environment().compile(expression), functions=functions)
 
 
-def _message(entry: dict[str, str], value: object) -> str:
+def _broken(entry: dict[str, str], value: object) -> str:
+    """The message of a rule if it is broken; else empty."""
+    argument_rule = RULE_OF_TEXT.get(entry["rule"])
+    if argument_rule is not None and isinstance(value, dict):
+        return _refused_arguments(argument_rule, value)
+    if _evaluate(entry["rule"], value):
+        return ""
     expression = entry.get("messageExpression")
     return entry["message"] if expression is None else str(_evaluate(expression, value))
 
 
-def _hint(entry: dict[str, str], value: object) -> str:
-    """What can be said here beyond the API server's message: which of the engine's arguments are meant."""
-    if entry.get("fieldPath") != ARGS_RULES[0].field_path or not isinstance(value, dict):
+def _refused_arguments(rule: ArgumentRule, value: dict[str, Any]) -> str:
+    """The API server's message, and what can be said here beyond it: what is wrong with the refused arguments."""
+    engine = value.get("type", "argosy")
+    refused = rule.refused(value.get("args", ()), engine)
+    if not refused:
         return ""
-    problems = argument_problems(value["args"], value.get("type", "argosy"))
-    return f" ({'; '.join(problems)})" if problems else ""
+    message, problems = rule.told(refused), argument_problems(refused, engine)
+    return f"{message} ({'; '.join(problems)})" if problems and problems != [message] else message
 
 
 def _evaluate(expression: str, value: object) -> Any:

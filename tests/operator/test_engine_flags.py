@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import celpy
 import pytest
 from builders import CONFIG, isvc
 
@@ -13,11 +14,11 @@ from argosy_operator.desired.children import plan_children
 from argosy_operator.desired.deployment_problem import deployment_problem
 from argosy_operator.observed.observation import Observation
 from argosy_resource import engine_flags
+from argosy_resource.argument_rules import MAX_ARGUMENTS, RULE_OF_TEXT
 from argosy_resource.engine_command import engine_args
 from argosy_resource.engine_flags import (
     FLAG_FIELDS,
     FLAGS,
-    MAX_ARGUMENTS,
     OPERATOR_FLAGS,
     EngineFlag,
     argument_problems,
@@ -153,6 +154,64 @@ def test_choices_are_the_engines(flag: EngineFlag) -> None:
 )  # fmt: skip
 def test_problems_name_the_flag_and_the_remedy(args: list[str], problems: list[str]) -> None:
     assert argument_problems(args) == problems
+
+
+def refusals(*arguments: str) -> list[str]:
+    """What is told of each rule that the arguments break."""
+    try:
+        load_manifests(manifest(f"{TINY}\nengine: {{args: {json.dumps(arguments)}}}"))
+    except ManifestError as refused:
+        return [str(error) for error in refused.errors]
+    return []
+
+
+REFUSED = [
+    *("--port=1", "--no-enable-lora", "--max-num-seqs=4", "--no-enable-prefix-caching", "--revision=a"),
+    *("--chat-template", "--pooler-config=a", "--kv-cache-dtype=a", "--watermark=a", "--runner"),
+    *("--frobnicate", "--frobnicate=5", "--no-max-logprobs=5", "--max-logprobs=x", "--enforce-eager=1"),
+    *("-tp=2", "max-logprobs=5", "--max-logprobs 5", "--port 9000", "--max-logprobs=5\n", "--", "-", "5"),
+]
+
+
+@pytest.mark.parametrize("argument", REFUSED)
+def test_an_argument_is_refused_once(argument: str) -> None:
+    assert len(refusals("--seed=1", argument, "--enforce-eager")) == 1
+
+
+@pytest.mark.parametrize("engine", ["argosy", "vllm"])
+def test_the_rules_are_evaluated_as_an_api_server_does(engine: str) -> None:
+    environment = celpy.Environment()
+    for text, rule in RULE_OF_TEXT.items():
+        program = environment.program(environment.compile(text))
+        for argument in REFUSED if "kv-cache-dtype" in text else REFUSED[::3]:
+            args = [argument, "--seed=1"]
+            value = celpy.json_to_cel({"type": engine, "args": args})
+            assert bool(program.evaluate({"self": value})) is (rule.refused(args, engine) == []), (text, args)
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (["--max-num-seqs=4"], ["spec.engine.args: Invalid value: --max-num-seqs is set by spec.engine.maxNumSeqs"]),
+        (["--max-logprobs", "5"], [
+            "spec.engine.args[1]: Invalid value: \"5\": must be one flag with two dashes, and its value behind '=': "
+            "--flag=value, or --flag alone"
+        ]),
+        (["--max-logprob=5", "--frobnicate"], [
+            "spec.engine.args: Invalid value: the engine does not have the flag [\"--max-logprob=5\", "
+            "\"--frobnicate\"]; `argosy serve --help` and docs/reference/engine-flags.md list the flags (unknown flag --max-logprob; did "
+            "you mean --max-logprobs?; unknown flag --frobnicate)"
+        ]),
+        (["--dtype=auto", "--enforce-eager=1"], [
+            "spec.engine.args: Invalid value: --dtype is set by spec.engine.dtype",
+            "spec.engine.args: Invalid value: a switch takes no value, as in [\"--enforce-eager=1\"]; write --flag or "
+            "--no-flag (--enforce-eager takes no value; write --enforce-eager or --no-enforce-eager)"
+        ]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_is_told_of_an_argument_is_true(args: list[str], told: list[str]) -> None:
+    assert refusals(*args) == told
 
 
 def test_a_manifest_with_an_unknown_flag_is_told_the_nearest() -> None:

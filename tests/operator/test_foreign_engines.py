@@ -14,7 +14,8 @@ from virtual_time import virtual_time
 from argosy_operator.desired.children import plan_children
 from argosy_operator.desired.deployment_problem import deployment_problem
 from argosy_operator.observed.observation import Observation
-from argosy_resource.engine_flags import ARGS_RULES, argument_problems
+from argosy_resource.argument_rules import ARGS_RULES
+from argosy_resource.engine_flags import argument_problems
 from argosy_resource.fleet_document import fleet_service
 from argosy_resource.foreign_engines import FOREIGN_ENGINES
 
@@ -186,7 +187,7 @@ def test_their_parsers_take_short_forms_of_flags_so_these_are_refused_too(engine
     if engine == "sglang":
         refused += ["--tp=4", "--tp_size=4"]
     (rule,) = (each.rule for each in ARGS_RULES if f"self.type != '{engine}'" in each.rule)
-    pattern = rule.partition("arg.matches('")[2].partition("')")[0]
+    pattern = rule.partition("arg.matches(r'")[2].partition("')")[0]
     for argument in refused:
         assert argument_problems([argument], engine), argument
         assert re.search(pattern, argument), argument

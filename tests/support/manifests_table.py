@@ -527,43 +527,43 @@ podTemplate: {{spec: {{containers: [{{name: engine, volumeMounts: [{{name: a, mo
     ),
     "unknown flag": (
         manifest(f"{TINY}\nengine: {{args: [--enforce-eager, --max-logprob=5]}}"),
-        "spec.engine.args: Invalid value: a flag is none that the engine takes",
+        'spec.engine.args: Invalid value: the engine does not have the flag ["--max-logprob=5"]; `argosy serve',
     ),
     "flag of a feature that there is not": (
         manifest(f"{TINY}\nengine: {{args: [--enable-lora]}}"),
-        "a flag is none that the engine takes",
+        'the engine does not support ["--enable-lora"]; docs/reference/engine-flags.md says why',
     ),
     "flag with a field of its own": (
         manifest(f"{TINY}\nengine: {{args: [--max-model-len=4096]}}"),
-        "flags with a field of their own are set there: engine.attentionBackend",
+        "spec.engine.args: Invalid value: --max-model-len is set by spec.engine.maxModelLen",
     ),
     "switch with a field of its own": (
         manifest(f"{TINY}\nengine: {{args: [--no-enable-prefix-caching]}}"),
-        "flags with a field of their own are set there",
+        "--enable-prefix-caching is set by spec.engine.enablePrefixCaching",
     ),
     "address of the engine": (
         manifest(f"{TINY}\nengine: {{args: [--port=9000]}}"),
-        "the operator sets these flags, or other fields do: host, port",
+        "--enable-ssl-refresh cannot be set here: engines listen where routers and probes call them",
     ),
     "key of the engine": (
         manifest(f"{TINY}\nengine: {{args: [--api-key=none]}}"),
-        "the operator sets these flags, or other fields do",
+        "--api-key, --api-keys-file, --admin-api-key cannot be set here: an engine has the key",
     ),
     "switch with a value": (
         manifest(f"{TINY}\nengine: {{args: [--enforce-eager=true]}}"),
-        "a flag has a value that it does not take",
+        'a switch takes no value, as in ["--enforce-eager=true"]; write --flag or --no-flag',
     ),
     "flag without a value": (
         manifest(f"{TINY}\nengine: {{args: [--max-logprobs]}}"),
-        "a flag has a value that it does not take",
+        '["--max-logprobs"] must have a whole number behind',
     ),
     "number of another type": (
         manifest(f"{TINY}\nengine: {{args: [--max-logprobs=many]}}"),
-        "a flag has a value that it does not take",
+        '["--max-logprobs=many"] must have a whole number behind',
     ),
     "unknown choice": (
         manifest(f"{TINY}\nengine: {{args: [--kv-cache-dtype=int4]}}"),
-        "a flag has a value that it does not take",
+        "--kv-cache-dtype must be one of auto, fp8",
     ),
     "shorter sequences than the engine takes": (
         manifest(f"{TINY}\nengine: {{maxModelLen: 8}}"),
