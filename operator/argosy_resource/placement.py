@@ -11,12 +11,30 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 from msgspec import Meta, Struct
 
 from argosy_resource.affinity import Affinity, LabelSelector, TopologyKey
-from argosy_resource.schema_types import LabelKey, LabelValue, ObjectName, Rule
+from argosy_resource.schema_types import LabelKey, LabelValue, ObjectName, Rule, rules_of
 
 _BY_DOMAIN: Final[dict[str, Any]] = {
     "x-kubernetes-list-type": "map",
     "x-kubernetes-list-map-keys": ["topologyKey", "whenUnsatisfiable"],
 }
+
+PriorityClassName = Annotated[
+    str,
+    Meta(
+        min_length=1,
+        max_length=253,
+        pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$",
+        extra_json_schema=rules_of(
+            Rule(
+                rule="!self.startsWith('system-')",
+                message=(
+                    "must not be a class of the cluster's own components (system-...), whose pods displace every "
+                    "other one; have the administrator create a PriorityClass for engines"
+                ),
+            )
+        ),
+    ),
+]
 
 
 class Toleration(Struct, frozen=True, kw_only=True, rename="camel"):
@@ -87,8 +105,9 @@ class Placement(Struct, frozen=True, kw_only=True, rename="camel"):
         tuple[TopologySpreadConstraint, ...], Meta(max_length=8, extra_json_schema=_BY_DOMAIN)
     ] = ()
     """How replicas are spread over zones, racks or nodes."""
-    priority_class_name: ObjectName | None = None
-    """PriorityClass of the pods."""
+    priority_class_name: PriorityClassName | None = None
+    """PriorityClass of the pods. Those of the cluster's own components (`system-...`) are refused: they would displace
+    every other pod. Which others a namespace may use, a ResourceQuota with scope PriorityClass says."""
     runtime_class_name: ObjectName | None = None
     """RuntimeClass of the pods, such as `nvidia`; the node's default runtime if left out."""
     scheduler_name: ObjectName | None = None

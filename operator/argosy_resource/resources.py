@@ -51,6 +51,16 @@ class ResourceClaim(Struct, frozen=True, kw_only=True, rename="camel"):
 class Resources(Struct, frozen=True, kw_only=True, rename="camel"):
     """Resources that one replica needs on its node."""
 
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            rule=(
+                "!has(self.cpu) || !has(self.cpuLimit) || "
+                "!quantity(string(self.cpu)).isGreaterThan(quantity(string(self.cpuLimit)))"
+            ),
+            message="must be at least as much as cpu, which is reserved; raise it, or leave it out for no limit",
+            field_path=".cpuLimit",
+        ),
+    )
     gpu: Gpu | None = None
     """GPUs; none if left out."""
     cpu: Quantity | None = None

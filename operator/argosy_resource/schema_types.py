@@ -17,7 +17,8 @@ class Rule(Struct, frozen=True, kw_only=True):
     """One `x-kubernetes-validations` entry.
 
     Uses the common core of CEL only (`has`, `in`, `size`, `matches`, `startsWith`, `contains`, `all`, `exists`,
-    `filter`), because the same text runs in the API server and in `validation`.
+    `filter`), and of Kubernetes' libraries `quantity(...).isGreaterThan(...)`, because the same text runs in the API
+    server and in `validation`.
     """
 
     rule: str
@@ -154,16 +155,25 @@ def quantity_text(quantity: int | str | None) -> str | None:
     return None if quantity is None else str(quantity)
 
 
+def quantity_value(quantity: int | str) -> Fraction:
+    """The number that a `Quantity` means.
+
+    Raises:
+        ValueError: a string that is not a number with a known suffix.
+    """
+    if isinstance(quantity, int):
+        return Fraction(quantity)
+    digits = quantity.rstrip("mkKMGTi")
+    suffix = quantity[len(digits) :]
+    if suffix not in _SUFFIXES or not digits.replace(".", "", 1).isdecimal():
+        raise ValueError(f"not a quantity: {quantity!r}")
+    return Fraction(digits) * _SUFFIXES[suffix]
+
+
 def quantity_bytes(quantity: int | str) -> int:
     """Whole bytes of a `Quantity`; a part of a byte does not count.
 
     Raises:
         ValueError: a string that is not a number with a known suffix.
     """
-    if isinstance(quantity, int):
-        return quantity
-    digits = quantity.rstrip("mkKMGTi")
-    suffix = quantity[len(digits) :]
-    if suffix not in _SUFFIXES or not digits.replace(".", "", 1).isdecimal():
-        raise ValueError(f"not a quantity of bytes: {quantity!r}")
-    return int(Fraction(digits) * _SUFFIXES[suffix])
+    return int(quantity_value(quantity))

@@ -22,6 +22,7 @@ from msgspec import Struct
 
 from argosy_resource.argument_rules import RULE_OF_TEXT, ArgumentRule
 from argosy_resource.engine_flags import argument_problems
+from argosy_resource.schema_types import quantity_value
 from argosy_resource.types import API_VERSION, GROUP, KIND, InferenceService, parse
 
 if TYPE_CHECKING:
@@ -349,7 +350,13 @@ def _environment() -> celpy.Environment:
 
 @functools.cache
 def _program(expression: str) -> celpy.Runner:
-    functions = {"format": lambda text, values: text % tuple(values)}
+    from celpy.celtypes import BoolType
+
+    functions = {
+        "format": lambda text, values: text % tuple(values),
+        "quantity": quantity_value,
+        "isGreaterThan": lambda this, other: BoolType(this > other),
+    }
     return _environment().program(_environment().compile(expression), functions=functions)
 
 

@@ -218,6 +218,10 @@ resources: {gpu: {}}
     ),
     "type of our own engine": manifest(f"{TINY}\nengine: {{type: argosy, threads: 1}}"),
     "upgrade policy": manifest(f"{TINY}\nengine: {{upgradePolicy: Automatic}}"),
+    "limit of the CPU as much as its request": manifest(f"{TINY}\nresources: {{cpu: 1500m, cpuLimit: '1.5'}}"),
+    "limit of the CPU in whole numbers": manifest(f"{TINY}\nresources: {{cpu: 500m, cpuLimit: 1}}"),
+    "limit of the CPU only": manifest(f"{TINY}\nresources: {{cpuLimit: 500m}}"),
+    "class with system in its name": manifest(f"{TINY}\nplacement: {{priorityClassName: my-system-class}}"),
     "no arguments": manifest(f"{TINY}\nengine: {{args: []}}"),
     "whole number where a number is asked": manifest(f"{TINY}\nengine: {{gpuMemoryUtilization: 1}}"),
     "placement": manifest(
@@ -507,6 +511,18 @@ podTemplate: {{spec: {{containers: [{{name: engine, volumeMounts: [{{name: a, mo
     "short flag of vllm": (
         manifest(f"model: {{{HUB}}}\nengine: {{type: vllm, args: [-O3]}}"),
         "must be one flag with two dashes",
+    ),
+    "limit of the CPU below its request": (
+        manifest(f"{TINY}\nresources: {{cpu: 2, cpuLimit: 1500m}}"),
+        "must be at least as much as cpu, which is reserved; raise it, or leave it out for no limit",
+    ),
+    "limit of the CPU below its request, by a suffix": (
+        manifest(f"{TINY}\nresources: {{cpu: '0.5', cpuLimit: 499m}}"),
+        "must be at least as much as cpu",
+    ),
+    "class of the cluster's own components": (
+        manifest(f"{TINY}\nplacement: {{priorityClassName: system-node-critical}}"),
+        "must not be a class of the cluster's own components (system-...)",
     ),
     "argument without a dash": (
         manifest(f"{TINY}\nengine: {{args: [max-logprobs=5]}}"),
