@@ -183,11 +183,10 @@ def test_a_model_with_fields_for_clusters_is_served(
 ) -> None:
     publish_tiny("acme/tiny")
     cache = {"type": "claim", "claimName": "models"}
-    fleet.manifest(model={"source": "hf://acme/tiny", "secretRef": {"name": "token"}, "cache": cache})
+    fleet.manifest(model={"source": "hf://acme/tiny", "cache": cache})
     assert fleet.start() == 0
     assert (
-        "default/tiny: without effect on this machine: spec.model.secretRef (the environment's credentials are used), "
-        "spec.model.cache (this machine's store is used)"
+        "default/tiny: without effect on this machine: spec.model.cache (this machine's store is used)"
     ) in capfd.readouterr().err.splitlines()
 
 

@@ -100,12 +100,10 @@ def test_many_other_kinds_are_counted(tmp_path: Path, capsys: pytest.CaptureFixt
                     "runtimeClassName": "nvidia",
                     "schedulerName": "gang",
                     "serviceAccountName": "models",
-                    "automountServiceAccountToken": True,
                 }
             },
             "spec.placement.affinity, spec.placement.topologySpreadConstraints, spec.placement.runtimeClassName, "
-            "spec.placement.schedulerName, spec.placement.serviceAccountName, "
-            "spec.placement.automountServiceAccountToken",
+            "spec.placement.schedulerName, spec.placement.serviceAccountName",
         ),
         ({"rollout": {"maxSurge": 2, "maxUnavailable": 1, "drainSeconds": 5}}, ""),
         (
@@ -188,6 +186,34 @@ def test_what_an_engine_would_miss_is_refused(
     with pytest.raises(UsageError, match="default/tiny: its engines would miss") as refusal:
         read(tmp_path, manifest(podTemplate=template), gpus=1)
     assert all(each in refusal.value.details for each in details)
+
+
+@pytest.mark.parametrize(
+    ("spec", "details"),
+    [
+        (
+            {"model": {"source": "hf://acme/tiny", "secretRef": {"name": "hub"}}},
+            ["spec.model.secretRef", "no Secret 'hub'", "HF_TOKEN, in the environment of `argosy up`"],
+        ),
+        (
+            {"placement": {"serviceAccountName": "models", "automountServiceAccountToken": True}},
+            ["spec.placement.automountServiceAccountToken", "leave it out here"],
+        ),
+    ],
+    ids=["the credentials of a model", "an account's token"],
+)
+def test_credentials_of_a_cluster_are_refused(
+    tmp_path: Path, spec: dict[str, object], details: list[str]
+) -> None:
+    with pytest.raises(UsageError, match="what only a cluster has; nothing was changed") as refusal:
+        read(tmp_path, manifest(**spec), gpus=1)
+    assert all(each in refusal.value.details for each in details)
+
+
+def test_a_limit_of_the_cpu_below_its_request_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as refusal:
+        read(tmp_path, manifest(resources={"cpu": 2, "cpuLimit": "1500m"}), gpus=1)
+    assert "spec.resources.cpuLimit: Invalid value: must be at least as much as cpu" in refusal.value.details
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """Fields of a resource that have no effect in a local fleet, and those without which its engines would not be the same.
 
 Owns which fields these are. Must not know processes. Invariant: a field is named if, and only if, it differs from its
-default and nothing of the local fleet reads it. An engine reads the variables and files that it is given, so these
-fields are refused; the others concern where and how pods run.
+default and nothing of the local fleet reads it. An engine, and the fetch of its model, read the variables and files that
+they are given, so these fields are refused; the others concern where and how pods run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from argosy_resource.resources import Gpu, Resources
 from argosy_resource.types import InferenceService, InferenceServiceSpec
 
 _FIELDS: Final[dict[str, str]] = {
-    "model.secretRef": "the environment's credentials are used",
     "model.cache": "this machine's store is used",
     "engine.image": "",
     "engine.upgradePolicy": "",
@@ -34,7 +33,6 @@ _FIELDS: Final[dict[str, str]] = {
     "placement.runtimeClassName": "",
     "placement.schedulerName": "",
     "placement.serviceAccountName": "",
-    "placement.automountServiceAccountToken": "",
     "scaling": "spec.replicas is used",
     "rollout.canary": "a change is rolled out at once",
     "rollout.drainSeconds": "",
@@ -60,9 +58,18 @@ def cluster_fields(service: InferenceService) -> tuple[str, ...]:
 
 
 def missing_here(service: InferenceService) -> tuple[str, ...]:
-    """What the resource gives its engines that a local fleet has not: files of volumes, and values of Secrets and
-    ConfigMaps, unless these are optional. Each with the remedy."""
+    """What the resource gives its engines, and the fetch of its model, that a local fleet has not: files of volumes,
+    a token, and values of Secrets and ConfigMaps, unless these are optional. Each with the remedy."""
     found: list[str] = []
+    if secret := service.spec.model.secret_ref:
+        found.append(
+            f"spec.model.secretRef: this machine has no Secret {secret.name!r}; leave it out here, and set the variables "
+            "that are its keys, such as HF_TOKEN, in the environment of `argosy up`"
+        )
+    if service.spec.placement.automount_service_account_token:
+        found.append(
+            "spec.placement.automountServiceAccountToken: this machine has no account and no token; leave it out here"
+        )
     for container in service.spec.pod_template.spec.containers:
         found += [
             f"{_ENGINE}.volumeMounts: {mount.name} at {mount.mount_path}: no volume is mounted on this machine; "
