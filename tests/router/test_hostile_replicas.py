@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import msgspec
@@ -171,6 +172,39 @@ def test_a_budget_lasts_and_refills() -> None:
     assert all(not budget.excess(103.0, chunks=0, clears=True) for _ in range(int(CLEAR_BURST)))
     assert budget.excess(103.0, chunks=0, clears=True) == "resets of the prefix cache"
     assert not budget.excess(103.0 + 1 / CLEARS_PER_S, chunks=0, clears=True)
+
+
+def sustained_frames(budget: TelemetryBudget, now: float) -> int:
+    """Frames of one second that pass once the burst is used up."""
+    while not budget.excess(now, chunks=0, clears=False):
+        pass
+    return sum(not budget.excess(now + 1, chunks=0, clears=False) for _ in range(int(FRAME_BURST)))
+
+
+def test_an_engine_of_many_cores_may_send_more_frames_within_a_bound() -> None:
+    budget = TelemetryBudget()
+    sustained = []
+    for second, cores in enumerate((1, 8, 16, 32, 10**6, 1)):
+        budget.grant_cores(cores, 100.0 + 10 * second)
+        sustained.append(sustained_frames(budget, 100.0 + 10 * second))
+    assert sustained == [5000, 5000, 6400, 12_800, 12_800, 5000]
+
+
+def test_reporting_other_numbers_of_cores_over_and_over_gives_no_further_burst() -> None:
+    budget = TelemetryBudget()
+    passed = 0
+    for cores in range(1000):
+        budget.grant_cores(1 + cores % 64, 100.0)
+        passed += sum(not budget.excess(100.0, chunks=0, clears=False) for _ in range(100))
+    assert passed == FRAME_BURST
+
+
+async def test_the_cores_that_an_engine_reports_raise_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    budget = TelemetryBudget()
+    monkeypatch.setattr(telemetry_client, "TelemetryBudget", lambda: budget)
+    async with rig([FakeEngine(hello={"data_parallel_size": 16})]) as r:
+        await r.until(lambda: r.replica(0).load.data_parallel_size == 16)
+        assert sustained_frames(budget, time.monotonic() + 10) == 6400
 
 
 def _hello() -> Hello:

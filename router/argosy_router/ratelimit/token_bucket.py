@@ -29,11 +29,11 @@ class TokenBucket:
         self._level = self.capacity
         self._time = now
 
-    def resize(self, per_minute: float, now: float) -> None:
-        """Change the limit from now on, of a bucket that holds one minute's refill; what was used stays used."""
+    def resize(self, per_minute: float, now: float, capacity: float | None = None) -> None:
+        """Change the limit from now on, and what the bucket holds as in its making; what was used stays used."""
         self._refill(now)
         self.per_minute = per_minute
-        self.capacity = max(1.0, per_minute)
+        self.capacity = max(1.0, per_minute) if capacity is None else capacity
         self._level = min(self._level, self.capacity)
 
     def wait_s(self, amount: float, now: float) -> float:

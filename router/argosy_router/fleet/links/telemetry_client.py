@@ -223,6 +223,7 @@ class TelemetryClient:
         replica.hello = hello
         replica.load.max_num_seqs = max(1, figures.count(hello.max_num_seqs, figures.MAX_REQUESTS))
         replica.load.data_parallel_size = max(1, figures.count(hello.data_parallel_size, figures.MAX_CORES))
+        self._budget.grant_cores(replica.load.data_parallel_size, time.monotonic())
         replica.load.forget()
         replica.has_announced_drain = False
 
