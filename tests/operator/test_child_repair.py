@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from builders import isvc_object
+from builders import CONFIG, isvc, isvc_object
 from fake_kubernetes import FakeKubernetes, Object, pod_key
 from harness import (
     Operator,
@@ -17,7 +17,14 @@ from harness import (
 )
 from virtual_time import virtual_time
 
+from argosy_operator.cluster.store import Store
+from argosy_operator.desired.children import plan_children
+from argosy_operator.desired.diff import ChildChange
+from argosy_operator.desired.drift import with_applied_hash
 from argosy_operator.kinds import CONFIGMAPS, DEPLOYMENTS, SECRETS, SERVICES
+from argosy_operator.observed.observation import Observation
+from argosy_operator.reconcile.child_writer import ChildWriter
+from argosy_operator.reconcile.metrics import OperatorMetrics
 
 
 @pytest.mark.parametrize("kind", [SERVICES, DEPLOYMENTS], ids=lambda kind: kind.name)
@@ -89,9 +96,8 @@ async def test_drift_is_undone_once() -> None:
     ]
 
 
-@virtual_time
-async def test_a_mutating_webhook_is_not_fought() -> None:
-    cluster = new_cluster()
+def add_mutating_webhook(cluster: FakeKubernetes) -> None:
+    """Add a container to every Deployment that is applied."""
 
     async def mutated(manifest: Object) -> Object:
         if manifest["kind"] == "Deployment":
@@ -102,6 +108,12 @@ async def test_a_mutating_webhook_is_not_fought() -> None:
         return await FakeKubernetes.apply(cluster, manifest)
 
     cluster.apply = mutated  # type: ignore[method-assign]
+
+
+@virtual_time
+async def test_a_mutating_webhook_is_not_fought() -> None:
+    cluster = new_cluster()
+    add_mutating_webhook(cluster)
     async with Operator(cluster) as operator:
         cluster.create(isvc_object())
         await operator.settle()
@@ -111,3 +123,19 @@ async def test_a_mutating_webhook_is_not_fought() -> None:
         cluster.edit("tiny", lambda spec: spec.update(replicas=2))
         await operator.settle()
     assert deployment(cluster)["spec"]["replicas"] == 2
+
+
+@virtual_time
+async def test_contested_children_of_deleted_services_are_forgotten() -> None:
+    cluster, store = new_cluster(), Store()
+    add_mutating_webhook(cluster)
+    writer = ChildWriter(cluster, store, OperatorMetrics())
+    for number in range(20):
+        wanted = plan_children(isvc(name=f"tiny-{number}"), Observation(), CONFIG).deployment
+        wanted = with_applied_hash(wanted)
+        stored = await writer.apply(ChildChange(wanted=wanted, live=None))
+        assert stored is not None
+        assert await writer.apply(ChildChange(wanted=wanted, live=stored)) is None, "it is not fought"
+        assert writer.num_contested == 1
+        store.remove(DEPLOYMENTS, stored)
+        cluster.remove((DEPLOYMENTS, "team", f"tiny-{number}-engine"))

@@ -34,7 +34,13 @@ class ChildWriter:
         self._metrics = metrics
         self._contested: dict[tuple[Kind, Name], tuple[str, int]] = {}
         """Objects that differed right after being applied: hash of what was sent, and the generation it led to. They
-        are left alone until either changes; otherwise the two writers would write forever."""
+        are left alone until either changes; otherwise the two writers would write forever. Those that are gone are
+        forgotten when another one is noted, so there are never more than objects."""
+
+    @property
+    def num_contested(self) -> int:
+        """Number of objects that are left alone."""
+        return len(self._contested)
 
     async def apply(self, change: ChildChange) -> Object | None:
         """Apply a child. Returns it as stored; None if nothing was written.
@@ -54,7 +60,9 @@ class ChildWriter:
         stored = await self._write(kind, wanted, live)
         if must_apply(wanted, stored):
             logger.warning("%s %s/%s is changed by another writer as soon as it is applied", kind.name, *name)
-            self._contested[kind, name] = (digest, _generation(stored))
+            self._note_contested(kind, name, (digest, _generation(stored)))
+        else:
+            self._contested.pop((kind, name), None)
         return stored
 
     async def delete(self, kind: Kind, obj: Mapping[str, Any]) -> None:
@@ -66,6 +74,12 @@ class ChildWriter:
         """Delete exactly this pod; one that is gone is no error."""
         self._metrics.writes.labels(PODS.name, "delete").inc()
         await self._api.delete(PODS, namespace, pod.name, uid=pod.uid)
+
+    def _note_contested(self, kind: Kind, name: Name, state: tuple[str, int]) -> None:
+        gone = [(held, each) for held, each in self._contested if self._store.get(held, *each) is None]
+        for key in gone:
+            del self._contested[key]
+        self._contested[kind, name] = state
 
     async def _write(self, kind: Kind, manifest: Object, live: Mapping[str, Any] | None) -> Object:
         """Apply to exactly the object that was looked at, or to none: the store may lag behind, and the object that
