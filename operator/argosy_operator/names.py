@@ -71,6 +71,10 @@ _POD_SUFFIX: Final = len("-0123456789-abcde")
 """Length of what ReplicaSet (template hash) and Pod (random) append to a Deployment's name."""
 
 
+REVISION_LENGTH: Final = 10
+"""Characters of a revision (`REVISION_LABEL`)."""
+
+
 def shorten(name: str, limit: int) -> str:
     """Shorten a name to at most `limit` characters: its beginning, and a hash of all of it."""
     if len(name) <= limit:
@@ -81,6 +85,18 @@ def shorten(name: str, limit: int) -> str:
 def child_name(service: InferenceService, suffix: str = "engine") -> str:
     """Name of a child object: `NAME-SUFFIX`."""
     return f"{shorten(service.metadata.name, 63 - _POD_SUFFIX - len(suffix) - 1)}-{suffix}"
+
+
+def canary_name(service: InferenceService, revision: str) -> str:
+    """Name of the Deployment of a canary rollout."""
+    return child_name(service, f"canary-{revision}")
+
+
+def pod_owners(service: InferenceService) -> tuple[str, str]:
+    """Beginnings of the names of the ReplicaSets that control the service's replicas: those of its Deployment, and of
+    the canaries of its rollouts."""
+    revision = "0" * REVISION_LENGTH
+    return f"{child_name(service)}-", canary_name(service, revision).removesuffix(revision)
 
 
 def node_set_name(service: InferenceService, leader_uid: str) -> str:

@@ -8,7 +8,7 @@ take most of it, so that no tenant can keep another one's services, or their cha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from argosy_protocol.fleet import (
@@ -35,9 +35,14 @@ _MAX_SOURCE: Final = 256
 
 
 def fleet_service(
-    service: InferenceService, *, endpoints: tuple[Endpoint, ...] = (), internal_key: str = ""
+    service: InferenceService,
+    *,
+    endpoints: tuple[Endpoint, ...] = (),
+    internal_key: str = "",
+    owners: tuple[str, ...] = (),
 ) -> FleetService:
-    """A service's entry in the document. `endpoints` and `internal_key` are for the local fleet, which has no pods."""
+    """A service's entry in the document. `endpoints` and `internal_key` are for the local fleet, which has no pods,
+    `owners` for a cluster."""
     canary = service.spec.router.canary
     return FleetService(
         namespace=service.metadata.namespace,
@@ -48,6 +53,7 @@ def fleet_service(
         aliases=service.spec.model.aliases,
         engine_model="" if service.spec.engine.foreign else engine_model(service),
         selector={} if endpoints else selector(service),
+        owners=owners,
         port=ENGINE_PORT,
         endpoints=endpoints,
         policy=service.spec.router.policy,
@@ -96,11 +102,18 @@ def _limits(service: InferenceService) -> ServiceLimits:
     )
 
 
-def fleet_document(services: Iterable[InferenceService]) -> FleetDocument:
-    """The document of a cluster, without the resources that are being deleted."""
+def fleet_document(
+    services: Iterable[InferenceService],
+    owners: Callable[[InferenceService], tuple[str, ...]] = lambda service: (),
+) -> FleetDocument:
+    """The document of a cluster, without the resources that are being deleted. `owners` says whose pods are replicas of
+    a service (`FleetService.owners`)."""
     living = [service for service in services if not service.metadata.deletion_timestamp]
     return FleetDocument(
-        services=tuple(fleet_service(service) for service in sorted(living, key=lambda service: service.key))
+        services=tuple(
+            fleet_service(service, owners=owners(service))
+            for service in sorted(living, key=lambda service: service.key)
+        )
     )
 
 

@@ -102,6 +102,9 @@ class FleetService(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """LoRA adapters of the model, by the names that its engines use; clients request `MODEL:ADAPTER`."""
     selector: dict[str, str] = {}
     """Labels of the service's pods (Kubernetes discovery); empty if `endpoints` lists the replicas."""
+    owners: tuple[str, ...] = ()
+    """Beginnings of the names of the ReplicaSets that control the service's pods. Others with its labels are no
+    replicas; empty if any are."""
     port: Annotated[int, Meta(ge=1, le=65535)] = 8000
     endpoints: tuple[Endpoint, ...] = ()
     policy: RoutingPolicy = "cost"

@@ -199,8 +199,8 @@ def test_the_rules_are_evaluated_as_an_api_server_does(engine: str) -> None:
         ]),
         (["--max-logprob=5", "--frobnicate"], [
             "spec.engine.args: Invalid value: the engine does not have the flag [\"--max-logprob=5\", "
-            "\"--frobnicate\"]; `argosy serve --help` and docs/reference/engine-flags.md list the flags (unknown flag --max-logprob; did "
-            "you mean --max-logprobs?; unknown flag --frobnicate)"
+            "\"--frobnicate\"]; `argosy serve --help` and docs/reference/engine-flags.md list the flags "
+            "(unknown flag --max-logprob; did you mean --max-logprobs?; unknown flag --frobnicate)"
         ]),
         (["--dtype=auto", "--enforce-eager=1"], [
             "spec.engine.args: Invalid value: --dtype is set by spec.engine.dtype",

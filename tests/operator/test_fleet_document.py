@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 from builders import isvc, isvc_object
+from harness import settled
+from virtual_time import virtual_time
 
 from argosy_protocol.fleet import (
     Canary,
@@ -120,3 +122,10 @@ def test_the_older_service_wins_a_name() -> None:
     assert (conflict.name, conflict.winner) == ("chat", "team/older")
     assert name_conflicts(services, services[1]) == ()
     assert resolve_names(fleet_document(services)).names["team/younger"].name == "younger"
+
+
+@virtual_time
+async def test_the_document_of_a_cluster_says_whose_pods_are_replicas() -> None:
+    async with settled(isvc_object()) as (cluster, _):
+        (entry,) = decode_fleet(cluster.fleet()).services
+    assert entry.owners == ("tiny-engine-", "tiny-canary-")

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from kubernetes.aio import client as kubernetes_client
 
@@ -379,6 +380,39 @@ async def test_pods_are_used_by_their_containers_not_by_readiness() -> None:
         await until(lambda: published.members == {"default/svc": ["a", "b!"]})
         api.delete("pods", "default", "b")
         await until(lambda: published.members == {"default/svc": ["a"]})
+
+
+def owner(name: str, **other: Any) -> dict[str, Any]:
+    return {"apiVersion": "apps/v1", "kind": "ReplicaSet", "name": name, "controller": True, **other}
+
+
+async def test_pods_with_copied_labels_are_no_replicas_and_get_no_key() -> None:
+    owned = msgspec.structs.replace(SERVICE, owners=("svc-engine-", "svc-canary-"))
+    async with cluster() as (api, published):
+        publish_document(api, owned)
+        copies: list[list[dict[str, Any]]] = [
+            [],
+            [owner("other-engine-5f7")],
+            [owner("svc-engine-5f7", controller=False)],
+            [owner("svc-engine-5f7", kind="Job", apiVersion="batch/v1")],
+            [owner("svc-engine-5f7", apiVersion="example.com/v1")],
+            [owner("node-a", kind="Node", apiVersion="v1"), owner("mine", kind="StatefulSet")],
+        ]
+        for number, references in enumerate(copies):
+            api.put(
+                "pods", "default", f"z{number}", **pod_fields(f"10.9.9.{number}", ownerReferences=references)
+            )
+        api.put("pods", "tenant", "b", **pod_fields(ownerReferences=[owner("svc-engine-5f7")]))
+        api.put("pods", "default", "a", **pod_fields(ownerReferences=[owner("svc-engine-5f7")]))
+        api.put(
+            "pods", "default", "c", **pod_fields("10.0.0.2", ownerReferences=[owner("svc-canary-0123-4f")])
+        )
+        await until(lambda: published.members == {"default/svc": ["a", "c"]})
+        settled = len(published)
+        publish_document(api, owned, msgspec.structs.replace(SERVICE, name="any", uid="v"))
+        await until(lambda: len(published) > settled and len(published.members) == 2)
+        assert published.members["default/svc"] == ["a", "c"]
+        assert len(published.members["default/any"]) == 8, "a document of an older operator names no owners"
 
 
 async def test_the_document_is_followed() -> None:

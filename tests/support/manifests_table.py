@@ -218,7 +218,9 @@ resources: {gpu: {}}
     ),
     "type of our own engine": manifest(f"{TINY}\nengine: {{type: argosy, threads: 1}}"),
     "upgrade policy": manifest(f"{TINY}\nengine: {{upgradePolicy: Automatic}}"),
-    "limit of the CPU as much as its request": manifest(f"{TINY}\nresources: {{cpu: 1500m, cpuLimit: '1.5'}}"),
+    "limit of the CPU as much as its request": manifest(
+        f"{TINY}\nresources: {{cpu: 1500m, cpuLimit: '1.5'}}"
+    ),
     "limit of the CPU in whole numbers": manifest(f"{TINY}\nresources: {{cpu: 500m, cpuLimit: 1}}"),
     "limit of the CPU only": manifest(f"{TINY}\nresources: {{cpuLimit: 500m}}"),
     "class with system in its name": manifest(f"{TINY}\nplacement: {{priorityClassName: my-system-class}}"),

@@ -1,8 +1,8 @@
 """Fields of a resource that have no effect in a local fleet, and those without which its engines would not be the same.
 
 Owns which fields these are. Must not know processes. Invariant: a field is named if, and only if, it differs from its
-default and nothing of the local fleet reads it. An engine, and the fetch of its model, read the variables and files that
-they are given, so these fields are refused; the others concern where and how pods run.
+default and nothing of the local fleet reads it. An engine, and the fetch of its model, read the variables and files
+that they are given, so these fields are refused; the others concern where and how pods run.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def missing_here(service: InferenceService) -> tuple[str, ...]:
     found: list[str] = []
     if secret := service.spec.model.secret_ref:
         found.append(
-            f"spec.model.secretRef: this machine has no Secret {secret.name!r}; leave it out here, and set the variables "
-            "that are its keys, such as HF_TOKEN, in the environment of `argosy up`"
+            f"spec.model.secretRef: this machine has no Secret {secret.name!r}; leave it out here, and set the "
+            "variables that are its keys, such as HF_TOKEN, in the environment of `argosy up`"
         )
     if service.spec.placement.automount_service_account_token:
         found.append(

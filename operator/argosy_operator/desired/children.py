@@ -30,6 +30,7 @@ from argosy_operator.names import (
     REVISION_LABEL,
     SERVED_ANNOTATION,
     TRACK_LABEL,
+    canary_name,
     child_labels,
     child_name,
 )
@@ -230,7 +231,7 @@ def _canary(
     plan = rollout.canary
     if plan is None or not plan.state.size:
         return None
-    name = child_name(service, f"canary-{plan.state.revision}")
+    name = canary_name(service, plan.state.revision)
     exists = (DEPLOYMENTS, (service.metadata.namespace, name)) in observed.children
     if not exists and observed.published_canary != plan.state.revision:
         return None

@@ -30,6 +30,7 @@ from argosy_operator.names import (
     KEY_ANNOTATION,
     NODE_TEMPLATE_ANNOTATION,
     REVISION_LABEL,
+    REVISION_LENGTH,
     ROUTABLE_GATE,
     child_labels,
     child_name,
@@ -103,7 +104,7 @@ def pod_template(
     if not metadata["annotations"]:
         del metadata["annotations"]  # the API server would, which looks like a change by somebody else
     digest = xxhash.xxh3_64_hexdigest(msgspec.json.encode(template, order="deterministic"))
-    revision = digest[:10]
+    revision = digest[:REVISION_LENGTH]
     metadata["labels"][REVISION_LABEL] = revision
     return template, revision
 

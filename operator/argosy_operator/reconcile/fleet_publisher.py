@@ -18,7 +18,7 @@ from argosy_operator.cluster.store import Store
 from argosy_operator.config import OperatorConfig
 from argosy_operator.desired.drift import must_apply, with_applied_hash
 from argosy_operator.kinds import CONFIGMAPS, INFERENCE_SERVICES, Name, Object, object_name
-from argosy_operator.names import FLEET_CONFIGMAP, FLEET_KEY, NAME_LABEL
+from argosy_operator.names import FLEET_CONFIGMAP, FLEET_KEY, NAME_LABEL, pod_owners
 from argosy_operator.reconcile.metrics import OperatorMetrics
 from argosy_protocol.fleet import FleetDocument, NameConflict, encode_fleet, resolve_names
 from argosy_protocol.model_progress import stage
@@ -90,7 +90,7 @@ class FleetPublisher:
         """
         services = self._services()
         divisions = {name: _division(obj) for name, (obj, _) in self._parsed.items()}
-        whole = fleet_document(services)
+        whole = fleet_document(services, pod_owners)
         document = within(whole, MAX_DOCUMENT)
         wanted = with_applied_hash(self._configmap(encode_fleet(document).decode()))
         live = await self._api.get(CONFIGMAPS, *object_name(wanted))

@@ -4,9 +4,9 @@ The number of routers is counted from the router pods in the document's namespac
 
 Owns: which objects are watched, and which pods are replicas.
 Must not know: custom resources. It only reads.
-Invariants: a pod is used once its containers are ready, whatever its `Ready` condition says, because that condition
-waits for the router; a pod being deleted is draining; an unreadable document or an unavailable API server changes
-nothing.
+Invariants: a pod is used, and gets the service's key, only if a ReplicaSet of the service controls it, once its
+containers are ready, whatever its `Ready` condition says, because that condition waits for the router; a pod being
+deleted is draining; an unreadable document or an unavailable API server changes nothing.
 """
 
 from __future__ import annotations
@@ -59,6 +59,16 @@ class Pod(KubernetesObject):
         return any(
             condition.type == "ContainersReady" and condition.status == "True"
             for condition in self.status.conditions or ()
+        )
+
+    def is_owned(self, owners: tuple[str, ...]) -> bool:
+        """Whether a ReplicaSet controls the pod whose name begins with one of these."""
+        return any(
+            owner.controller
+            and owner.kind == "ReplicaSet"
+            and owner.api_version.startswith("apps/")
+            and owner.name.startswith(owners)
+            for owner in self.metadata.owner_references
         )
 
 
@@ -219,6 +229,8 @@ def members_of(service: FleetService, pods: Iterable[Pod]) -> list[Member]:
         if not service.selector or not pod.status.pod_ip:
             continue
         if any(metadata.labels.get(name) != value for name, value in service.selector.items()):
+            continue
+        if service.owners and not pod.is_owned(service.owners):
             continue
         is_draining = metadata.deletion_timestamp is not None
         if is_draining or pod.has_ready_containers:

@@ -35,11 +35,19 @@ MAX_EVENT_BYTES = 4 * 1024 * 1024
 """A ConfigMap holds 1 MiB; escaped in JSON it may take more."""
 
 
+class OwnerReference(msgspec.Struct, rename="camel"):
+    api_version: str = ""
+    kind: str = ""
+    name: str = ""
+    controller: bool = False
+
+
 class Metadata(msgspec.Struct, rename="camel"):
     name: str = ""
     namespace: str = ""
     uid: str = ""
     labels: dict[str, str] = msgspec.field(default_factory=dict)
+    owner_references: list[OwnerReference] = msgspec.field(default_factory=list)
     resource_version: str = ""
     deletion_timestamp: str | None = None
 
