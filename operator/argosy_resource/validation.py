@@ -352,7 +352,7 @@ def _environment() -> celpy.Environment:
 def _program(expression: str) -> celpy.Runner:
     from celpy.celtypes import BoolType
 
-    functions = {
+    functions: dict[str, Any] = {
         "format": lambda text, values: text % tuple(values),
         "quantity": quantity_value,
         "isGreaterThan": lambda this, other: BoolType(this > other),

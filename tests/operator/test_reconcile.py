@@ -22,7 +22,7 @@ from virtual_time import run, virtual_time
 
 from argosy_operator.cluster.api_server import ObjectList
 from argosy_operator.errors import ApiError
-from argosy_operator.kinds import INFERENCE_SERVICES, Kind
+from argosy_operator.kinds import DEPLOYMENTS, INFERENCE_SERVICES, Kind
 from argosy_protocol.fleet import decode_fleet
 
 RESYNC = "argosy_operator_last_resync_timestamp_seconds"
@@ -292,6 +292,24 @@ async def test_a_defect_in_one_resource_does_not_stop_the_others() -> None:
         await operator.settle()
         assert cluster.condition("Ready", "strange")["reason"] == "InvalidSpec"
     assert is_ready(cluster)
+
+
+@virtual_time
+async def test_a_spec_that_is_too_large_is_refused_and_costs_no_other_service_anything() -> None:
+    cluster = new_cluster()
+    async with Operator(cluster) as operator:
+        variables = [{"name": f"V{number}", "value": "x" * 32_000} for number in range(10)]
+        cluster.create(isvc_object("large", engine={"env": variables}))
+        cluster.create(isvc_object())
+        await operator.settle()
+        refused = cluster.condition("Ready", "large")
+        assert refused["reason"] == "InvalidSpec"
+        assert "move large variables and annotations into a ConfigMap" in refused["message"]
+        assert (DEPLOYMENTS, "team", "large-engine") not in cluster.objects
+        assert is_ready(cluster)
+        cluster.edit("large", lambda spec: spec["engine"].update(env=variables[:2]))
+        await operator.settle()
+    assert is_ready(cluster, "large")
 
 
 class StaleServices(FakeKubernetes):

@@ -6,9 +6,10 @@ import json
 from typing import Any
 
 from argosy_operator.cluster.fetch_watch import read_fetching_pod
+from argosy_operator.cluster.kept_fields import kept_fields, oversize_problem
 from argosy_operator.cluster.router_watch import read_router_pod
 from argosy_operator.cluster.store import Store
-from argosy_operator.kinds import DEPLOYMENTS, PODS
+from argosy_operator.kinds import DEPLOYMENTS, INFERENCE_SERVICES, PODS
 from argosy_operator.names import NODE_TEMPLATE_ANNOTATION, REVISION_LABEL
 from argosy_operator.observed.node_template import digest
 from argosy_operator.observed.pod import DELETION_COST_ANNOTATION, NODE_TEMPLATE_HASH_ENV, read_pod
@@ -135,3 +136,27 @@ def test_of_a_pod_only_what_is_read_is_kept() -> None:
     assert read_router_pod(kept) == read_router_pod(replica)
     assert len(json.dumps(kept)) < 2000
     assert [pod["metadata"]["name"] for pod in store.children(PODS, ("team", "tiny"))] == ["p"]
+
+
+def test_of_the_largest_service_little_is_kept() -> None:
+    """etcd takes 1.5 MiB."""
+    stored = version(1)
+    stored["metadata"]["annotations"] = {
+        "kubectl.kubernetes.io/last-applied-configuration": "x" * 200_000,
+        "a": "b",
+    }
+    stored["metadata"]["managedFields"] = [{"manager": "kubectl", "fieldsV1": {"f:spec": "x" * 100_000}}]
+    stored["spec"] = {"engine": {"env": [{"name": "A", "value": "x" * 1_200_000}]}}
+    store = Store()
+    store.put(INFERENCE_SERVICES, stored)
+    (kept,) = store.all(INFERENCE_SERVICES)
+    assert len(json.dumps(stored)) > 1_400_000
+    assert len(json.dumps(kept)) < 1000
+    assert kept["metadata"]["annotations"] == {"a": "b"}
+    assert "1200" in oversize_problem(kept)
+    assert kept_fields(INFERENCE_SERVICES, kept) == kept
+    stored["spec"]["engine"]["env"][0]["value"] = "x" * 260_000
+    store.put(INFERENCE_SERVICES, {**stored, "metadata": {**stored["metadata"], "resourceVersion": "2"}})
+    (kept,) = store.all(INFERENCE_SERVICES)
+    assert kept["spec"] == stored["spec"]
+    assert not oversize_problem(kept)

@@ -22,12 +22,15 @@ from kubernetes.aio.dynamic.client import DynamicClient
 from kubernetes.aio.dynamic.resource import Resource
 
 from argosy_operator.cluster.api_server import ObjectList
+from argosy_operator.cluster.kept_fields import kept_fields
 from argosy_operator.errors import ApiError
 from argosy_operator.kinds import Kind, Object, kind_of
 from argosy_operator.names import FIELD_MANAGER
 
 DEADLINE: Final = 15.0
 """Seconds for one request. The API server answers in milliseconds; a slower request is retried."""
+LIST_PAGE: Final = 50
+"""Objects of one answer to a list: a tenant's may have 1.4 MiB each, and all of an answer are in memory at once."""
 WATCH_SECONDS: Final = 300
 """After so long the API server ends a watch; whoever watches lists again."""
 _MAX_EVENT_BYTES: Final = 8 << 20
@@ -87,9 +90,9 @@ class KubernetesApi:
     async def list(self, kind: Kind, *, namespace: str | None, labels: str = "") -> ObjectList:
         items: list[Object] = []
         version = ""
-        async with aclosing(self._pages(kind, namespace=namespace, labels=labels, limit=500)) as pages:
-            async for page in pages:  # so that a large cluster does not cost one huge answer
-                items += page.items
+        async with aclosing(self._pages(kind, namespace=namespace, labels=labels, limit=LIST_PAGE)) as pages:
+            async for page in pages:
+                items += [kept_fields(kind, item) for item in page.items]
                 version = page.version
         return ObjectList(items, version)
 

@@ -2,8 +2,8 @@
 
 Holds resources, children and pods by kind and name; lists, events and the answers to the operator's own writes update
 it. Must not decide anything. Invariants: an older version never replaces a newer one; a list is the truth for its kind
-as of the list's resource version, so it repairs lost events and undoes nothing that happened later; of a pod only what
-is read is kept, some kilobytes, because a tenant chooses how many pods there are and what their specs contain.
+as of the list's resource version, so it repairs lost events and undoes nothing that happened later; of an object only
+what is read is kept (`kept_fields`).
 
 Resource versions are compared as integers, as Kubernetes promises since 1.35 (KEP-5504) and etcd always allowed.
 Versions that are not integers are compared for equality only: what events and writes say during a list request
@@ -16,10 +16,11 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any
 
 from msgspec import Struct, field
 
+from argosy_operator.cluster.kept_fields import kept_fields
 from argosy_operator.kinds import (
     BUDGETS,
     DEPLOYMENTS,
@@ -32,18 +33,7 @@ from argosy_operator.kinds import (
     Object,
     object_name,
 )
-from argosy_operator.names import NODE_TEMPLATE_ANNOTATION
-from argosy_operator.observed.pod import DELETION_COST_ANNOTATION, NODE_TEMPLATE_HASH_ENV
 from argosy_resource.engine_address import SERVICE_LABEL
-from argosy_resource.types import GROUP
-
-_POD_METADATA: Final = (
-    *("name", "namespace", "uid", "resourceVersion", "creationTimestamp", "deletionTimestamp"),
-    "ownerReferences",
-)
-_POD_LABELS: Final = (f"{GROUP}/", "app.kubernetes.io/")
-"""Beginnings of the labels that are kept."""
-_POD_ANNOTATIONS: Final = (NODE_TEMPLATE_ANNOTATION, DELETION_COST_ANNOTATION)
 
 
 class Listing(Struct):
@@ -161,7 +151,7 @@ class Store:
     def _put(self, kind: Kind, name: Name, obj: Object) -> None:
         if name in self._objects[kind]:
             self._drop(kind, name)
-        stored = self._objects[kind][name] = _trimmed_pod(obj) if kind is PODS else _trimmed(obj)
+        stored = self._objects[kind][name] = kept_fields(kind, obj)
         if kind in self._marks and self._marks[kind](stored):
             self._marked[kind][name] = stored
         service = service_of(obj)
@@ -209,44 +199,3 @@ def _is_newer(version: str, other: str) -> bool:
 
 def _uid(obj: Object) -> str:
     return obj["metadata"].get("uid", "")
-
-
-def _trimmed_pod(obj: Object) -> Object:
-    """A pod as far as `observed.pod` and the watches of routers and fetches read it."""
-    kept: Object = {name: obj[name] for name in ("apiVersion", "kind", "status") if name in obj}
-    kept["metadata"] = metadata = {
-        name: value for name, value in obj["metadata"].items() if name in _POD_METADATA
-    }
-    if labels := obj["metadata"].get("labels"):
-        metadata["labels"] = {name: labels[name] for name in labels if name.startswith(_POD_LABELS)}
-    if annotations := obj["metadata"].get("annotations"):
-        metadata["annotations"] = {
-            name: annotations[name] for name in _POD_ANNOTATIONS if name in annotations
-        }
-    if spec := obj.get("spec"):
-        kept["spec"] = {
-            "nodeName": spec.get("nodeName", ""),
-            "containers": [
-                {
-                    "name": each["name"],
-                    "env": [env for env in each.get("env") or () if env["name"] == NODE_TEMPLATE_HASH_ENV],
-                }
-                for each in spec.get("containers") or ()
-            ],
-            "initContainers": [{"name": each["name"]} for each in spec.get("initContainers") or ()],
-        }
-    return kept
-
-
-def _trimmed(obj: Object) -> Object:
-    """The object without managedFields, which are often larger than the rest; of those only who used the scale
-    subresource, and when, is kept."""
-    metadata = {name: value for name, value in obj["metadata"].items() if name != "managedFields"}
-    scalers = [
-        {"manager": entry.get("manager", ""), "subresource": "scale", "time": entry.get("time", "")}
-        for entry in obj["metadata"].get("managedFields", ())
-        if entry.get("subresource") == "scale"
-    ]
-    if scalers:
-        metadata["managedFields"] = scalers
-    return {**obj, "metadata": metadata}

@@ -14,6 +14,7 @@ from typing import Final
 import msgspec
 
 from argosy_operator.cluster.api_server import Api
+from argosy_operator.cluster.kept_fields import oversize_problem
 from argosy_operator.cluster.store import Store
 from argosy_operator.config import OperatorConfig
 from argosy_operator.desired.drift import must_apply, with_applied_hash
@@ -141,7 +142,9 @@ class FleetPublisher:
             try:
                 parsed[name] = (obj, parse(obj))
             except msgspec.ValidationError as error:
-                logger.warning("%s/%s is left out of the fleet document: %s", *name, error)
+                logger.warning(
+                    "%s/%s is left out of the fleet document: %s", *name, oversize_problem(obj) or error
+                )
         self._parsed = parsed
         return [service for _, service in parsed.values()]
 

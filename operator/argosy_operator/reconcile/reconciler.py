@@ -17,6 +17,7 @@ from typing import Any, Final
 import msgspec
 
 from argosy_operator.cluster.api_server import Api
+from argosy_operator.cluster.kept_fields import oversize_problem
 from argosy_operator.cluster.store import Store
 from argosy_operator.config import OperatorConfig
 from argosy_operator.desired.cached_condition import cached_patch
@@ -119,7 +120,7 @@ class Reconciler:
         try:
             stored = parse(obj)
         except msgspec.ValidationError as error:
-            await self._reporter.report_invalid(obj, str(error))
+            await self._reporter.report_invalid(obj, oversize_problem(obj) or str(error))
             return
         scalers = self._autoscaler.scalers(stored)
         service = self._autoscaler.scaled(stored)

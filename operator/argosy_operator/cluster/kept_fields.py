@@ -1,0 +1,99 @@
+"""What the operator keeps of an object in memory: what it reads.
+
+Owns the fields that are kept of each kind, and the largest spec of a service. Must not know the cache. Invariants: of a
+pod some kilobytes are kept, of a service at most MAX_SPEC and its metadata, because a tenant chooses how many there are
+and what they contain; what is kept of an object that was cut already is the same.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from argosy_operator.kinds import INFERENCE_SERVICES, PODS, Kind, Object
+from argosy_operator.names import NODE_TEMPLATE_ANNOTATION
+from argosy_operator.observed.pod import DELETION_COST_ANNOTATION, NODE_TEMPLATE_HASH_ENV
+from argosy_resource.types import GROUP
+
+MAX_SPEC: Final = 256 * 1024
+"""Bytes of a service's spec as JSON. The pods of one with as many variables and annotations would hardly start: a
+process gets 2 MiB of both arguments and variables, a pod 256 KiB of annotations."""
+LAST_APPLIED: Final = "kubectl.kubernetes.io/last-applied-configuration"
+_OVERSIZE: Final = "oversizeBytes"
+"""The only field of a spec that was too large."""
+_POD_METADATA: Final = (
+    *("name", "namespace", "uid", "resourceVersion", "creationTimestamp", "deletionTimestamp"),
+    "ownerReferences",
+)
+_POD_LABELS: Final = (f"{GROUP}/", "app.kubernetes.io/")
+"""Beginnings of the labels that are kept."""
+_POD_ANNOTATIONS: Final = (NODE_TEMPLATE_ANNOTATION, DELETION_COST_ANNOTATION)
+
+
+def kept_fields(kind: Kind, obj: Object) -> Object:
+    """The object, without what nobody reads."""
+    if kind is PODS:
+        return _pod(obj)
+    kept = _other(obj)
+    if kind is INFERENCE_SERVICES:
+        size = len(msgspec.json.encode(obj.get("spec")))
+        if size > MAX_SPEC:
+            kept["spec"] = {_OVERSIZE: size}
+    return kept
+
+
+def oversize_problem(obj: Object) -> str:
+    """Why nothing is done for a service whose spec is too large to be kept; empty if it is not."""
+    size = (obj.get("spec") or {}).get(_OVERSIZE)
+    if size is None:
+        return ""
+    return (
+        f"spec has {size} bytes, of which the operator takes {MAX_SPEC}; move large variables and annotations into a "
+        "ConfigMap that podTemplate mounts"
+    )
+
+
+def _pod(obj: Object) -> Object:
+    """A pod as far as `observed.pod` and the watches of routers and fetches read it."""
+    kept: Object = {name: obj[name] for name in ("apiVersion", "kind", "status") if name in obj}
+    kept["metadata"] = metadata = {
+        name: value for name, value in obj["metadata"].items() if name in _POD_METADATA
+    }
+    if labels := obj["metadata"].get("labels"):
+        metadata["labels"] = {name: labels[name] for name in labels if name.startswith(_POD_LABELS)}
+    if annotations := obj["metadata"].get("annotations"):
+        metadata["annotations"] = {
+            name: annotations[name] for name in _POD_ANNOTATIONS if name in annotations
+        }
+    if spec := obj.get("spec"):
+        kept["spec"] = {
+            "nodeName": spec.get("nodeName", ""),
+            "containers": [
+                {
+                    "name": each["name"],
+                    "env": [env for env in each.get("env") or () if env["name"] == NODE_TEMPLATE_HASH_ENV],
+                }
+                for each in spec.get("containers") or ()
+            ],
+            "initContainers": [{"name": each["name"]} for each in spec.get("initContainers") or ()],
+        }
+    return kept
+
+
+def _other(obj: Object) -> Object:
+    """The object without the manifest that kubectl notes in it, and without managedFields, which are often larger than
+    the rest; of those only who used the scale subresource, and when, is kept."""
+    metadata = {name: value for name, value in obj["metadata"].items() if name != "managedFields"}
+    if LAST_APPLIED in metadata.get("annotations", {}):
+        metadata["annotations"] = {
+            name: value for name, value in metadata["annotations"].items() if name != LAST_APPLIED
+        }
+    scalers = [
+        {"manager": entry.get("manager", ""), "subresource": "scale", "time": entry.get("time", "")}
+        for entry in obj["metadata"].get("managedFields", ())
+        if entry.get("subresource") == "scale"
+    ]
+    if scalers:
+        metadata["managedFields"] = scalers
+    return {**obj, "metadata": metadata}
