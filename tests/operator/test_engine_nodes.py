@@ -610,8 +610,14 @@ def test_the_budget_covers_workers_until_the_last_has_gone() -> None:
             {"parallelism": TWO_NODES, "engine": {"type": "vllm"}, "model": {"source": "pvc://claim/model"}},
             "only engines of type argosy",
         ),
-        ({"parallelism": TWO_NODES, "engine": {"args": ["--nnodes=2"]}}, "field of their own"),
-        ({"parallelism": TWO_NODES, "engine": {"args": ["--headless"]}}, "the operator sets"),
+        (
+            {"parallelism": TWO_NODES, "engine": {"args": ["--nnodes=2"]}},
+            "--nnodes is set by spec.parallelism.nodes",
+        ),
+        (
+            {"parallelism": TWO_NODES, "engine": {"args": ["--headless"]}},
+            "--headless cannot be set here: use spec.parallelism.nodes",
+        ),
         ({"engine": {"env": [{"name": NODE_KEY_ENV, "value": "x"}]}}, "is set by the operator"),
     ],
 )

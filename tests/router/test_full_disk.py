@@ -36,7 +36,7 @@ class Disk:
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
     disk = Disk()
-    monkeypatch.setattr(directory_store, "_write", disk.write)
+    monkeypatch.setattr(directory_store, "write_to", disk.write)
     return disk
 
 

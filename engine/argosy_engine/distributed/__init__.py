@@ -7,6 +7,7 @@
     launch_environment  what a launcher such as torchrun tells a process; no torch
     launched_groups     the groups of a process that a launcher has started
     engine_copies       what the copies of an engine core that a launcher has started tell each other
+    unfinished_calls    groups that were left while a call on them was unfinished
     communicator        collectives of one group
 
 Must not know: models, the scheduler, how the processes are started.

@@ -84,7 +84,7 @@ class DirectoryStore:
         try:
             await file.opened()
             async for chunk in chunks:
-                await file.run(partial(_write, data=chunk))
+                await file.run(partial(write_to, data=chunk))
                 size += len(chunk)
             await file.run(partial(self._finish, unfinished=path, key=key))
         finally:
@@ -219,7 +219,7 @@ class DirectoryStore:
         path = self._unfinished / secrets.token_hex(16)
         descriptor = _open_new(path)
         try:
-            _write(descriptor, data)
+            write_to(descriptor, data)
             os.fsync(descriptor)
             yield path
         finally:
@@ -312,7 +312,7 @@ def _open_new(path: Path) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
 
-def _write(descriptor: int, data: bytes) -> None:
+def write_to(descriptor: int, data: bytes) -> None:
     left = memoryview(data)
     while left:
         left = left[os.write(descriptor, left) :]
