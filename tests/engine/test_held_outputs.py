@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -281,3 +282,34 @@ async def test_latencies_are_those_of_tokens_that_were_not_held(tokenizer: Token
     for later in (-0.5, 1.0, 1.25):  # the first one was held while the one before it was on its way
         processor.process_outputs([EngineCoreOutput("a", [9])], start + later)
     assert times.intervals == pytest.approx([0.0, 1.0, 0.25])
+
+
+def test_requests_are_aborted_while_their_tokens_are_sent() -> None:
+    """The input thread removes requests at any moment of the output thread's work, whose failure would end the core."""
+
+    class Hurried(Clock):
+        def __call__(self) -> float:
+            self.now += HOLD_TOKENS_S / 8
+            return self.now
+
+    held, ends = HeldOutputs(1, Hurried()), threading.Event()
+    ids = [str(number) for number in range(64)]
+
+    def abort() -> None:
+        while not ends.is_set():
+            for each in ids:
+                held.remove([each])
+                held.add(request(each))
+
+    aborting = threading.Thread(target=abort)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    aborting.start()
+    try:
+        for _ in range(300):
+            held.pass_on(0, step(*ids))
+            held.take_due(0)
+    finally:
+        ends.set()
+        aborting.join()
+        sys.setswitchinterval(interval)

@@ -11,11 +11,13 @@ first token, and the last ones. A message in which nothing but statistics is lef
 Invariants: a request's tokens and a client's messages keep their order, no message is held for longer than `HOLD_S` and
 no token for longer than `HOLD_TOKENS_S`.
 
-Thread-safe: requests are added and removed by other threads than the one that sends.
+Thread-safe: requests are added and removed by other threads than the one that sends. What is removed may not change
+while the sender looks through it, hence the lock.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable
 
@@ -46,6 +48,7 @@ class HeldOutputs:
 
     def __init__(self, num_clients: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
+        self._lock = threading.Lock()
         self._encode = msgspec.msgpack.Encoder().encode
         self._quiet: set[str] = set()
         """Requests with `final_only` that have not ended."""
@@ -64,17 +67,19 @@ class HeldOutputs:
 
     def remove(self, request_ids: Iterable[str]) -> None:
         """Forget aborted requests; those that end by an output are forgotten with it."""
-        for request_id in request_ids:
-            self._quiet.discard(request_id)
-            for tokens in self._tokens:
-                tokens.pop(request_id, None)
+        with self._lock:
+            for request_id in request_ids:
+                self._quiet.discard(request_id)
+                for tokens in self._tokens:
+                    tokens.pop(request_id, None)
 
     def pass_on(self, client: int, message: EngineCoreOutputs) -> list[bytes]:
         """Hold what can be held of a client's message; return the encoded messages to send it now, none if it waits."""
         now = self._clock()
         has_taken = False
         if self._quiet and message.outputs:
-            loud = [output for output in message.outputs if not self._hold_tokens(client, output, now)]
+            with self._lock:
+                loud = [output for output in message.outputs if not self._hold_tokens(client, output, now)]
             has_taken = len(loud) < len(message.outputs)
             message.outputs = loud
         held = self._messages[client]
@@ -91,10 +96,11 @@ class HeldOutputs:
     def take(self, client: int) -> list[bytes]:
         """Return all that is held for a client, to be sent now."""
         held = self._take_messages(client)
-        tokens, self._tokens[client] = self._tokens[client], {}
+        with self._lock:
+            tokens, self._tokens[client] = self._tokens[client], {}
+            self._find_tokens_due()
         if tokens:
             held.append(self._encode(EngineCoreOutputs(list(tokens.values()))))
-        self._find_tokens_due()
         return held
 
     def take_due(self, client: int) -> list[bytes]:
@@ -102,17 +108,13 @@ class HeldOutputs:
         now = self._clock()
         is_due = self._messages_due is not None and now >= self._messages_due
         messages = self._take_messages(client) if is_due else []
-        tokens = self._tokens[client]
-        old = []
-        for request_id, output in tokens.items():  # the oldest come first
-            if now < output.held_steps[0].timestamp + HOLD_TOKENS_S:
-                break
-            old.append(request_id)
+        with self._lock:
+            old = self._take_old_tokens(client, now)
+            self._find_tokens_due()
         if old:
             # Messages before these tokens have nothing of their requests, but statistics are told in order.
             messages = messages or self._take_messages(client)
-            messages.append(self._encode(EngineCoreOutputs([tokens.pop(each) for each in old])))
-        self._find_tokens_due()
+            messages.append(self._encode(EngineCoreOutputs(old)))
         return messages
 
     @property
@@ -136,6 +138,14 @@ class HeldOutputs:
         if not any(self._messages):
             self._messages_due = None
         return held
+
+    def _take_old_tokens(self, client: int, now: float) -> list[EngineCoreOutput]:
+        tokens, old = self._tokens[client], []
+        for request_id, output in tokens.items():  # the oldest come first
+            if now < output.held_steps[0].timestamp + HOLD_TOKENS_S:
+                break
+            old.append(request_id)
+        return [tokens.pop(each) for each in old]
 
     def _find_tokens_due(self) -> None:
         """Find when the oldest of the held tokens must be sent."""
