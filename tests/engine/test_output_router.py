@@ -52,6 +52,14 @@ def test_outputs_go_to_the_process_of_their_request_until_it_ends() -> None:
     assert len(router) == 0
 
 
+def test_tokens_of_an_aborted_request_go_to_nobody() -> None:
+    """They were computed before the abort, and are routed after it."""
+    router = OutputRouter(2)
+    router.add("a", 1)
+    router.remove(["a"])
+    assert ids(router.route(EngineCoreOutputs([token("a")])))[0] == []
+
+
 def test_outputs_of_unknown_requests_go_to_all() -> None:
     """The answer to a request that could not be read, whose sender is not known."""
     assert ids(OutputRouter(2).route(EngineCoreOutputs([token("x", is_last=True)]))) == {0: ["x"], 1: ["x"]}

@@ -50,8 +50,8 @@ class OutputRouter:
             self._clients.pop(request_id, None)
 
     def route(self, message: EngineCoreOutputs) -> list[tuple[int, EngineCoreOutputs]]:
-        """Return what each process gets of a message. Outputs of unknown requests, which may be answers to unreadable
-        ones, go to all."""
+        """Return what each process gets of a message. The ends of unknown requests, which may be refusals of unreadable
+        ones, go to all; their other outputs are of requests that were aborted meanwhile, and go to none."""
         if self._num_clients == 1:
             return [(0, message)]
         if message.dead is not None:
@@ -60,8 +60,9 @@ class OutputRouter:
         for output in message.outputs:
             client = self._client_of(output)
             if client is None:
-                for own in outputs:
-                    own.append(output)
+                if output.finish_reason is not None:
+                    for own in outputs:
+                        own.append(output)
             elif client < self._num_clients:
                 outputs[client].append(output)
         return [
