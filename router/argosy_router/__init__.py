@@ -4,5 +4,5 @@
 `prefixes`), `auth` maps keys to accounts, `ratelimit` and `flow_control` decide when a request may go, `policy` chooses
 the replica, `proxy` forwards the request, `observability` and `metrics` record it, `storage` keeps what clients leave
 with the router, `batch` runs batches of requests, `admin` is the admin port, `router_document` describes the main port,
-and `server` assembles the parts.
+`server` assembles the parts, and `backoff` says how long to wait after failures.
 """

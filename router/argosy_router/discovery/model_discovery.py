@@ -17,6 +17,7 @@ from typing import NamedTuple
 import msgspec
 
 from argosy_protocol.fleet import FleetDocument, FleetService, ModelName, encode_fleet
+from argosy_router.backoff import backoff_s
 from argosy_router.config import UpstreamLimits
 from argosy_router.discovery.source import Publish, revision_of
 from argosy_router.fleet.fleet import FleetSnapshot
@@ -152,7 +153,7 @@ class ModelDiscovery:
 
 def retry_pause_s(failures: int, rng: random.Random) -> float:
     """Return the pause after a number of failures in a row, at least one."""
-    return min(MAX_RETRY_S, MIN_RETRY_S * 2.0 ** min(failures - 1, 10)) * rng.uniform(0.5, 1.0)
+    return backoff_s(failures - 1, MIN_RETRY_S, MAX_RETRY_S, rng)
 
 
 def _refusal(status: int) -> str:

@@ -20,6 +20,8 @@ import msgspec
 from kubernetes.aio import client as kubernetes_client
 from kubernetes.aio.client.exceptions import ApiException
 
+from argosy_router.backoff import backoff_s
+
 log = logging.getLogger(__name__)
 
 RELIST_S = 30.0
@@ -136,8 +138,7 @@ class Reflector(Generic[T]):
             is_brief = now() - listed_at < min(BACKOFF_CAP_S, self._relist_s / 2)
             failures = failures + 1 if is_brief else int(is_broken)
             if failures:
-                pause = min(BACKOFF_CAP_S, BACKOFF_BASE_S * 2 ** min(failures, 8))
-                await asyncio.sleep(pause * self._rng.uniform(0.5, 1.0))
+                await asyncio.sleep(backoff_s(failures, BACKOFF_BASE_S, BACKOFF_CAP_S, self._rng))
 
     async def _list(self) -> str:
         objects: dict[str, T] = {}

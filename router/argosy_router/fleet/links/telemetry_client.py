@@ -39,6 +39,7 @@ from argosy_protocol.telemetry import (
     unpack_u32,
     unpack_u64,
 )
+from argosy_router.backoff import backoff_s
 from argosy_router.fleet.links import reported_figures as figures
 from argosy_router.fleet.links.foreign_poller import ForeignPoller
 from argosy_router.fleet.links.telemetry_budget import TelemetryBudget
@@ -134,8 +135,7 @@ class TelemetryClient:
                 self._set_link("foreign")
                 await self._foreign.poll(POLLS_PER_RETRY)
                 continue
-            pause = min(BACKOFF_CAP_S, BACKOFF_BASE_S * 2 ** min(failures, 10))
-            await asyncio.sleep(pause * self._rng.uniform(0.5, 1.0))
+            await asyncio.sleep(backoff_s(failures, BACKOFF_BASE_S, BACKOFF_CAP_S, self._rng))
 
     def _has_other_key(self, error: Exception) -> bool:
         """Whether the replica has refused its key and gets another one now."""
