@@ -40,6 +40,13 @@ def _derived(fleet_key: bytes, purpose: bytes, service_uid: str) -> str:
     return base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
 
 
+def bearer_token(authorization: str) -> str | None:
+    """Return the key in an `Authorization` header value, `Bearer KEY` with a case-insensitive scheme; None if it is of
+    another scheme."""
+    scheme, _, token = authorization.partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else None
+
+
 class KeyRing:
     """A set of accepted bearer keys, held as SHA-256 digests and compared in constant time."""
 
@@ -55,9 +62,9 @@ class KeyRing:
 
     def accepts(self, authorization: str | None) -> bool:
         """Whether an `Authorization` header value carries one of the keys (`Bearer KEY`, scheme case-insensitive)."""
-        scheme, _, token = (authorization or "").partition(" ")
-        digest = hashlib.sha256(token.strip().encode()).digest()
+        token = bearer_token(authorization or "")
+        digest = hashlib.sha256((token or "").encode()).digest()
         accepted = False
         for known in self._digests:  # no early exit: the time taken must not depend on which key matched
             accepted |= hmac.compare_digest(known, digest)
-        return accepted and scheme.lower() == "bearer"
+        return accepted and token is not None

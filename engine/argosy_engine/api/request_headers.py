@@ -13,6 +13,7 @@ from argosy_engine.api.observability.load_report import FORMAT_HEADER
 from argosy_engine.api.openai.openai_serving import OpenAIServing
 from argosy_engine.api.served_engine import Engine
 from argosy_protocol import headers
+from argosy_protocol.bearer_keys import bearer_token
 from argosy_protocol.errors import (
     BadRequest,
 )
@@ -52,8 +53,8 @@ def client_key(request: Request) -> str:
     authorization = request.headers.get("authorization")
     if authorization is None:
         return request.headers.get("x-api-key", "").strip()
-    scheme, _, token = authorization.partition(" ")
-    return token.strip() if scheme.lower() == "bearer" else authorization
+    token = bearer_token(authorization)
+    return authorization if token is None else token
 
 
 def given_response_id(request: Request) -> str | None:
