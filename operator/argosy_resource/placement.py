@@ -19,11 +19,8 @@ _BY_DOMAIN: Final[dict[str, Any]] = {
 }
 
 PriorityClassName = Annotated[
-    str,
+    ObjectName,
     Meta(
-        min_length=1,
-        max_length=253,
-        pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$",
         extra_json_schema=rules_of(
             Rule(
                 rule="!self.startsWith('system-')",

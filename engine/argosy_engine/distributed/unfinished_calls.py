@@ -25,7 +25,7 @@ def keep_until_finished(group: dist.ProcessGroup, work: dist.Work) -> None:
     settled = threading.Event()
 
     def keep() -> None:
-        while not work_is_finished() and not _exiting.wait(POLL_S):
+        while not kept[1].is_completed() and not _exiting.wait(POLL_S):
             pass
         if not _exiting.is_set():
             kept.clear()
@@ -33,9 +33,6 @@ def keep_until_finished(group: dist.ProcessGroup, work: dist.Work) -> None:
         settled.set()
         if kept:
             threading.Event().wait()
-
-    def work_is_finished() -> bool:
-        return kept[1].is_completed()
 
     _unsettled.add(settled)
     threading.Thread(target=keep, name="unfinished call of copies", daemon=True).start()

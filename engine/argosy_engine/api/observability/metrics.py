@@ -301,14 +301,14 @@ class EngineMetrics(Observer):
             others: `values` of other API processes. Their counters and histograms are added; gauges are the cores',
                 which this process knows.
         """
-        self._count_generated()
+        self._add_counted()
         return generate_latest(
             _Sums(self.registry, [values for values in others if values]) if others else self.registry
         )
 
     def values(self) -> list[float]:
         """Return the values of all counters and histograms, in an order that is the same in all API processes."""
-        self._count_generated()
+        self._add_counted()
         return [
             sample.value
             for family in self.registry.collect()
@@ -316,7 +316,7 @@ class EngineMetrics(Observer):
             if _is_added(family, sample)
         ]
 
-    def _count_generated(self) -> None:
+    def _add_counted(self) -> None:
         """Move the tokens and requests that were counted without locks into their counters."""
         for rank, counter in enumerate(self._generated):
             counter.inc(self._num_generated[rank])
