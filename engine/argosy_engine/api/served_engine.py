@@ -6,8 +6,7 @@ Owns: the states, and the count of accepted requests that a drain waits for. Mus
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Literal, Protocol
 
 from argosy_engine.api.error_translation import translated_error
@@ -44,6 +43,24 @@ class Peers(Protocol):
     async def sleep(self, level: int, mode: SleepMode) -> None: ...
 
 
+class _AcceptedRequests:
+    """Context in which accepted requests run; each of them enters it."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.none_left = asyncio.Event()
+        self.none_left.set()
+
+    def __enter__(self) -> None:
+        self.count += 1
+        self.none_left.clear()
+
+    def __exit__(self, *_: object) -> None:
+        self.count -= 1
+        if not self.count:
+            self.none_left.set()
+
+
 class Engine:
     """The application's state. `llm` and what depends on it exist once the model is loaded."""
 
@@ -76,9 +93,7 @@ class Engine:
         """Set when the start is over: the engine is ready, or drains."""
         self.prefix_hits = PrefixHits()
         """The hottest prefixes, for new replicas."""
-        self._num_accepted = 0
-        self._none_accepted = asyncio.Event()
-        self._none_accepted.set()
+        self._accepted = _AcceptedRequests()
         self.responses = BackgroundRuns(InMemoryResponseStore(), self.accepted, translated_error)
 
     def attach(self, llm: AsyncLLM, *, publishes: bool = True, is_warming_up: bool = False) -> None:
@@ -200,7 +215,7 @@ class Engine:
     @property
     def num_live(self) -> int:
         """Choices that have not ended; requests, if there are more, whose choices may not have begun."""
-        return max(self._num_accepted, self.server_load)
+        return max(self._accepted.count, self.server_load)
 
     @property
     def server_load(self) -> int:
@@ -209,18 +224,10 @@ class Engine:
             return 0
         return self.llm.num_live if self.peers is None else self.llm.queue_limits.num_reqs
 
-    @contextmanager
-    def accepted(self) -> Iterator[None]:
+    def accepted(self) -> AbstractContextManager[None]:
         """Let `drain` wait for a request that the core may not have yet: its prompts are rendered first, and a beam
         search pauses between two tokens."""
-        self._num_accepted += 1
-        self._none_accepted.clear()
-        try:
-            yield
-        finally:
-            self._num_accepted -= 1
-            if not self._num_accepted:
-                self._none_accepted.set()
+        return self._accepted
 
     async def drain(self) -> None:
         """Reject new requests, and return when the accepted ones are done, of all API processes."""
@@ -232,7 +239,7 @@ class Engine:
         if self.peers is not None:
             await self.peers.drain()
         await asyncio.sleep(0)  # those that were not rejected are counted in this turn of the event loop
-        await self._none_accepted.wait()
+        await self._accepted.none_left.wait()
         if self.llm is not None:
             await self.llm.drain()
 

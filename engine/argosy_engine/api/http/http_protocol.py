@@ -94,6 +94,10 @@ class BoundedProtocol(HttpToolsProtocol):
         self._period_bytes = 0
         """Bytes of the body received in the current period."""
         self._deadline: asyncio.TimerHandle | None = None
+        self._is_parsing = False
+        """Whether a read is being parsed, during which the deadline changes several times. It starts after that."""
+        self._seconds_left: float | None = None
+        """Of the deadline that is to start."""
         self._stall: asyncio.TimerHandle | None = None
         """Deadline for the client to read from a full write buffer."""
         self._refusal: ApiError | None = None
@@ -143,9 +147,15 @@ class BoundedProtocol(HttpToolsProtocol):
                 self._lingering.abort()
             return
         self._untold_bytes += len(data)
+        self._is_parsing = True
         if self._deadline is None:
             self._expect_head()
-        super().data_received(data)
+        try:
+            super().data_received(data)
+        finally:
+            self._is_parsing = False
+        if self._seconds_left is not None:
+            self._start_deadline(self._seconds_left)
         if self._untold_bytes > self.limits.max_head_bytes:
             self._refuse(self._too_large())
 
@@ -214,13 +224,17 @@ class BoundedProtocol(HttpToolsProtocol):
         self._start_deadline(self.limits.body_timeout_s)
 
     def _cancel_deadline(self) -> None:
+        self._seconds_left = None
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
 
     def _start_deadline(self, seconds: float) -> None:
         self._cancel_deadline()
-        self._deadline = self.loop.call_later(seconds, self._grant_grace)
+        if self._is_parsing:
+            self._seconds_left = seconds
+        else:
+            self._deadline = self.loop.call_later(seconds, self._grant_grace)
 
     def _grant_grace(self) -> None:
         """Wait for a few more turns of the event loop.

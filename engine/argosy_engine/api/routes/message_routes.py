@@ -7,6 +7,7 @@ from fastapi import FastAPI, Request
 from argosy_engine.api.answers import message_answer, message_stream_answer
 from argosy_engine.api.anthropic.messages import count_tokens, create_message, stream_message
 from argosy_engine.api.http.http_responses import WatchedResponse
+from argosy_engine.api.http.request_body import read_body
 from argosy_engine.api.request_headers import check_resume, request_id_of, resumption_of, serving_of
 from argosy_engine.api.routes.request_context import context_of
 from argosy_engine.api.served_engine import Engine
@@ -19,7 +20,7 @@ def add_message_routes(app: FastAPI, engine: Engine) -> None:
 
     @app.post("/v1/messages")
     async def messages(request: Request) -> WatchedResponse:
-        raw = await request.body()
+        raw = await read_body(request)
         body = decode_messages_request(raw)
         chat = as_chat(body)
         check_resume(request, chat)
@@ -35,7 +36,7 @@ def add_message_routes(app: FastAPI, engine: Engine) -> None:
 
     @app.post("/v1/messages/count_tokens")
     async def counted_tokens(request: Request) -> WatchedResponse:
-        raw = await request.body()
+        raw = await read_body(request)
         chat = as_chat(decode_count_tokens_request(raw))
         answer = count_tokens(serving_of(engine, request), chat, len(raw))
         return message_answer(engine, answer, request_id_of(request, None), request.url.path)

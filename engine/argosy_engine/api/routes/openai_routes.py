@@ -9,6 +9,7 @@ from starlette.responses import Response
 from argosy_engine.api.answers import json_answer, stream_answer
 from argosy_engine.api.http.direct_body import direct_body
 from argosy_engine.api.http.http_responses import WatchedResponse
+from argosy_engine.api.http.request_body import read_body
 from argosy_engine.api.openai.chat import chat, chat_stream
 from argosy_engine.api.openai.chat_batch_answer import chat_batch
 from argosy_engine.api.openai.completions import completion, completion_stream
@@ -34,7 +35,7 @@ def add_openai_routes(app: FastAPI, engine: Engine) -> dict[str, Endpoint]:
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> WatchedResponse:
-        raw = await request.body()
+        raw = await read_body(request)
         body = decode_request("chat/completions", raw)
         assert isinstance(body, ChatCompletionRequest)
         check_resume(request, body)
@@ -55,7 +56,7 @@ def add_openai_routes(app: FastAPI, engine: Engine) -> dict[str, Endpoint]:
 
     @app.post("/v1/chat/completions/batch")
     async def chat_completions_batch(request: Request) -> WatchedResponse:
-        raw = await request.body()
+        raw = await read_body(request)
         body = decode_batch_request(raw)
         apply_flags(engine.options, body)
         context = context_of(engine, request, body)
@@ -64,7 +65,7 @@ def add_openai_routes(app: FastAPI, engine: Engine) -> dict[str, Endpoint]:
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> WatchedResponse:
-        raw = await request.body()
+        raw = await read_body(request)
         body = decode_request("completions", raw)
         assert isinstance(body, CompletionRequest)
         check_resume(request, body)
@@ -85,14 +86,14 @@ def add_openai_routes(app: FastAPI, engine: Engine) -> dict[str, Endpoint]:
 
     @app.post("/tokenize")
     async def tokenized(request: Request) -> WatchedResponse:
-        raw = await request.body()
+        raw = await read_body(request)
         body = decode_tokenize_request(raw)
         answer = tokenize(serving_of(engine, request), body, len(raw))
         return json_answer(engine, answer, request_id_of(request, None), body)
 
     @app.post("/detokenize")
     async def detokenized(request: Request) -> WatchedResponse:
-        raw = await request.body()
+        raw = await read_body(request)
         body = decode_detokenize_request(raw)
         answer = detokenize(serving_of(engine, request), body, len(raw))
         return json_answer(engine, answer, request_id_of(request, None), body)

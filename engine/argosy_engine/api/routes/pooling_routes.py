@@ -6,6 +6,7 @@ from fastapi import FastAPI, Request
 
 from argosy_engine.api.answers import json_answer
 from argosy_engine.api.http.http_responses import WatchedResponse
+from argosy_engine.api.http.request_body import read_body
 from argosy_engine.api.openai.classification import classify
 from argosy_engine.api.openai.embeddings import embed
 from argosy_engine.api.openai.pooled_data import pool
@@ -23,7 +24,7 @@ def add_pooling_routes(app: FastAPI, engine: Engine) -> dict[str, Endpoint]:
 
     @app.post("/v1/embeddings")
     async def embeddings(request: Request) -> WatchedResponse:
-        raw = await request.body()
+        raw = await read_body(request)
         body = decode_embedding_request(raw)
         context = context_of(engine, request, body)
         answer = embed(context.serving, body, context.response_id, len(raw))
@@ -32,7 +33,7 @@ def add_pooling_routes(app: FastAPI, engine: Engine) -> dict[str, Endpoint]:
     @app.post("/classify")
     @app.post("/v1/classify")
     async def classifications(request: Request) -> WatchedResponse:
-        raw = await request.body()
+        raw = await read_body(request)
         body = decode_classification_request(raw)
         context = context_of(engine, request, body)
         answer = classify(context.serving, body, context.response_id, len(raw))
@@ -40,7 +41,7 @@ def add_pooling_routes(app: FastAPI, engine: Engine) -> dict[str, Endpoint]:
 
     @app.post("/pooling")
     async def poolings(request: Request) -> WatchedResponse:
-        raw = await request.body()
+        raw = await read_body(request)
         body = decode_pooling_request(raw)
         context = context_of(engine, request, body)
         answer = pool(context.serving, body, context.response_id, len(raw))
@@ -49,7 +50,7 @@ def add_pooling_routes(app: FastAPI, engine: Engine) -> dict[str, Endpoint]:
     @app.post("/score")
     @app.post("/v1/score")
     async def scores(request: Request) -> WatchedResponse:
-        raw = await request.body()
+        raw = await read_body(request)
         body = decode_score_request(raw)
         context = context_of(engine, request, body)
         answer = score(context.serving, body, context.response_id, len(raw))
@@ -59,7 +60,7 @@ def add_pooling_routes(app: FastAPI, engine: Engine) -> dict[str, Endpoint]:
     @app.post("/v1/rerank")
     @app.post("/v2/rerank")
     async def reranked(request: Request) -> WatchedResponse:
-        raw = await request.body()
+        raw = await read_body(request)
         body = decode_rerank_request(raw)
         context = context_of(engine, request, body)
         answer = rerank(context.serving, body, context.response_id, len(raw))

@@ -19,6 +19,7 @@ from starlette.responses import Response
 
 from argosy_engine.api.error_translation import translated_error
 from argosy_engine.api.http.http_responses import json_response, response_event_stream
+from argosy_engine.api.http.request_body import read_body
 from argosy_engine.api.openai.prompt_token_count import prompt_token_count
 from argosy_engine.api.request_headers import client_key, request_id_of, serving_of
 from argosy_engine.api.responses.response_job import ResponseJob
@@ -59,13 +60,13 @@ def add_response_routes(app: FastAPI, engine: Engine) -> None:
 
     @app.post("/v1/responses")
     async def responses(request: Request) -> Response:
-        raw = await request.body()
+        raw = await read_body(request)
         body = decode_responses_request(raw)
         return await _create(engine, request, body, len(raw))
 
     @app.post("/v1/responses/input_tokens")
     async def counted_input_tokens(request: Request) -> Response:
-        raw = await request.body()
+        raw = await read_body(request)
         body = decode_responses_request(raw)
         return await _count(engine, request, body, len(raw))
 

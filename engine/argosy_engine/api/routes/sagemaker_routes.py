@@ -11,6 +11,7 @@ import msgspec
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
+from argosy_engine.api.http.request_body import read_body
 from argosy_protocol.errors import BadRequest
 from argosy_protocol.json_limits import decode_body
 
@@ -30,7 +31,7 @@ def add_sagemaker_routes(app: FastAPI, endpoints: Mapping[str, Endpoint]) -> Non
 
     @app.post("/invocations")
     async def invocations(request: Request) -> Response:
-        given = decode_body(_FIELDS, await request.body())
+        given = decode_body(_FIELDS, await read_body(request))
         for field, endpoint in endpoints.items():
             if bytes(given.get(field, _NULL)) != _NULL:
                 return await endpoint(request)
