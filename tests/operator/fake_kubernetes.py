@@ -33,6 +33,7 @@ from argosy_operator.kinds import (
 )
 from argosy_operator.names import FIELD_MANAGER, LEADER_LABEL, NODE_TEMPLATE_ANNOTATION, ROUTABLE_GATE
 from argosy_resource.pod_overlay import FETCH_CONTAINER
+from argosy_resource.types import InferenceServiceStatus
 from argosy_resource.validation import apply_defaults, validate_manifest
 
 Object = dict[str, Any]
@@ -205,6 +206,8 @@ class FakeKubernetes:
             status["conditions"] = list(conditions.values())
         else:
             status.update(patch["status"])
+            if kind is INFERENCE_SERVICES:
+                _check_status(status)
         return self._store(key, changed)
 
     async def patch(self, kind: Kind, namespace: str, name: str, patch: Object) -> Object:
@@ -560,6 +563,14 @@ def _copy(obj: Any) -> Any:
 @functools.cache
 def _validate(manifest: bytes) -> None:
     validate_manifest(msgspec.json.decode(manifest))
+
+
+def _check_status(status: Object) -> None:
+    """Refuse what the bounds of the CRD refuse."""
+    try:
+        msgspec.convert(status, InferenceServiceStatus)
+    except msgspec.ValidationError as error:
+        raise ApiError("PATCH", 422, f"status is invalid: {error}") from error
 
 
 @functools.cache

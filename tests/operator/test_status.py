@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from builders import CONFIG, NOW, gate_condition, isvc_object, pod, pod_object
 from harness import new_cluster
+from msgspec import convert, to_builtins
 
 from argosy_operator.cluster.store import Store
 from argosy_operator.desired.children import plan_children
@@ -407,6 +408,25 @@ def test_transition_time_is_kept_while_the_status_stays() -> None:
     times = {each.type: each.last_transition_time for each in made.conditions}
     assert times["Degraded"] == "2020-01-01T00:00:00Z"
     assert times["Ready"] == NOW
+
+
+@pytest.mark.parametrize(
+    ("called", "reason"),
+    [
+        ("OutOfnvidia.com/gpu", "OutOfnvidia_com_gpu"),
+        ("OutOfephemeral-storage", "OutOfephemeral_storage"),
+        ("no word: ", "no_word:_"),
+        ("", "Reason"),
+        ("42", "Reason_42"),
+        ("x" * 2000, "x" * 1024),
+    ],
+)
+def test_whatever_a_kubelet_calls_a_failure_the_status_can_be_written(called: str, reason: str) -> None:
+    failed = new(1, is_finished=True, problem=Problem(called, "m" * 40_000))
+    made = report((failed, new(2)))
+    conditions = {each.type: each for each in made.conditions}
+    assert (conditions["Degraded"].status, conditions["Degraded"].reason) == ("True", reason)
+    assert convert(to_builtins(made), InferenceServiceStatus) == made, "within the bounds of the CRD"
 
 
 def test_same_inputs_give_the_same_status() -> None:

@@ -7,8 +7,9 @@ status does, so that an unchanged service causes no write.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -30,6 +31,10 @@ from argosy_resource.types import (
     InferenceService,
     InferenceServiceStatus,
 )
+
+_MAX_REASON: Final = 1024
+_MAX_MESSAGE: Final = 32768
+_NO_WORD: Final = re.compile("[^A-Za-z0-9_,:]")
 
 
 def status(
@@ -89,7 +94,8 @@ def conditions(
     generation: int,
     now: str,
 ) -> tuple[Condition, ...]:
-    """Add times to conditions: a transition time is kept while the status stays the same."""
+    """Add times to conditions: a transition time is kept while the status stays the same. Reasons and messages may be
+    those of kubelets and runtimes, so they are brought into the form that the API server takes."""
     before = {condition.type: condition for condition in previous}
     result = []
     for kind, state in states.items():
@@ -99,13 +105,19 @@ def conditions(
             Condition(
                 type=kind,
                 status=state.status,
-                reason=state.reason,
-                message=state.message,
+                reason=_as_reason(state.reason),
+                message=state.message[:_MAX_MESSAGE],
                 last_transition_time=since,
                 observed_generation=generation,
             )
         )
     return tuple(result)
+
+
+def _as_reason(text: str) -> str:
+    """The text as a condition's reason: a kubelet that has too few GPUs fails a pod as `OutOfnvidia.com/gpu`."""
+    word = _NO_WORD.sub("_", text)[:_MAX_REASON].rstrip(",:")
+    return word if word[:1].isalpha() else f"Reason_{word}".rstrip("_")
 
 
 def invalid_status(obj: Mapping[str, Any], message: str, *, now: str) -> dict[str, Any]:
