@@ -26,7 +26,7 @@ from virtual_time import virtual_time
 
 from argosy_operator.desired.spec_digest import input_digest
 from argosy_operator.errors import ApiError
-from argosy_operator.kinds import DEPLOYMENTS
+from argosy_operator.kinds import DEPLOYMENTS, INFERENCE_SERVICES
 from argosy_resource.engine_address import SERVICE_LABEL
 
 GPU: dict[str, Any] = {"resources": {"gpu": {}}}
@@ -296,6 +296,27 @@ async def test_the_next_service_has_its_turn_when_the_one_before_is_deleted() ->
     rest = [name for name in NAMES if name != stuck]
     assert sum("broken:1" in images(cluster, name) for name in rest) == 1
     assert all(num_routable(cluster, name) == 1 for name in rest)
+
+
+@virtual_time
+async def test_a_deployment_that_is_no_services_has_no_turn() -> None:
+    """As `kubectl delete --cascade=orphan` leaves it, and as a backup may restore it."""
+    cluster = new_cluster()
+    await three_services(cluster)
+    cluster.broken_images.add("broken:1")
+    operator = await upgrade(cluster, "broken:1")
+    await operator.settle()
+    (stuck,) = [name for name in NAMES if "broken:1" in images(cluster, name)]
+    left = cluster.objects[DEPLOYMENTS, "team", f"{stuck}-engine"]
+    metadata = {name: value for name, value in left["metadata"].items() if name != "ownerReferences"}
+    cluster.overwrite((DEPLOYMENTS, "team", f"{stuck}-engine"), {**left, "metadata": metadata})
+    cluster.remove((INFERENCE_SERVICES, "team", stuck))
+    await asyncio.sleep(10)
+    assert (DEPLOYMENTS, "team", f"{stuck}-engine") in cluster.objects
+    rest = [name for name in NAMES if name != stuck]
+    waiting = [name for name in rest if condition(cluster, "Progressing", name)[1] == "WaitingForTurn"]
+    assert len(waiting) == 1, "the other one has the turn"
+    await operator.__aexit__(None, None, None)
 
 
 ROLLOUTS: list[dict[str, int]] = [

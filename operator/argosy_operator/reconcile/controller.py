@@ -206,6 +206,8 @@ class Controller:
                 self.fetches.forget(obj["metadata"].get("uid", ""))
             if self.store.remove(kind, obj):
                 self._enqueue(kind, obj, None)
+                if kind is INFERENCE_SERVICES and self.store.marked(DEPLOYMENTS):
+                    self._requeue_waiting_for_turn()  # its Deployment may stay, and has no turn any more
             return
         before = self.store.get(kind, *object_name(obj))
         if self.store.put(kind, obj):
