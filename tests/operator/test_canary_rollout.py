@@ -9,13 +9,14 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
+import pytest
 from builders import CONFIG, isvc_object
 from fake_kubernetes import FakeKubernetes, Object
 from harness import FakeRouter, Operator, condition, edit_engine, living_pods, new_cluster, watch_routable
 from virtual_time import run, virtual_time
 
 from argosy_operator.kinds import DEPLOYMENTS, EVENTS
-from argosy_operator.names import REVISION_LABEL
+from argosy_operator.names import CANARY_ANNOTATION, REVISION_LABEL
 from argosy_operator.observed.deployment import has_the_turn
 from argosy_protocol.fleet import RevisionSplit, decode_fleet
 from argosy_protocol.load_report import SideReport
@@ -449,3 +450,20 @@ async def test_a_key_that_lapses_rolls_out_no_canary_that_failed() -> None:
         await pass_time(cluster, 400)
         assert (rollout(cluster), tried(), len(living_pods(cluster))) == ({}, 0, 5)
         assert not before & {pod["metadata"]["uid"] for pod in living_pods(cluster)}, "they have the new key"
+
+
+@pytest.mark.parametrize(
+    "garbled", [{"step": -1}, {"step": 16}, {"weight": 101}, {"size": -1}, {"revision": "r" * 64}]
+)
+@virtual_time
+async def test_a_canary_annotation_that_somebody_edited_stops_no_reconcile(garbled: Object) -> None:
+    async with edited() as (cluster, _):
+        await until_phase(cluster, "Analyzing", step=2)
+        key = (DEPLOYMENTS, "team", "tiny-engine")
+        live = msgspec.json.decode(msgspec.json.encode(cluster.objects[key]))
+        state = msgspec.json.decode(live["metadata"]["annotations"][CANARY_ANNOTATION])
+        live["metadata"]["annotations"][CANARY_ANNOTATION] = msgspec.json.encode(state | garbled).decode()
+        cluster.overwrite(key, live)
+        await pass_time(cluster, 2)
+        assert (rollout(cluster)["revision"], rollout(cluster)["step"]) == (state["revision"], 1)
+        await until_phase(cluster, "Analyzing", step=2)

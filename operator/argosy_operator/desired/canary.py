@@ -17,10 +17,10 @@ revision changes or a person promotes it; equal inputs give an equal state, so t
 from __future__ import annotations
 
 import math
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from argosy_operator.desired.canary_analysis import Baseline, Verdict, baseline_of, judge, missing_baseline
 from argosy_operator.desired.spec_digest import input_digest
@@ -30,7 +30,7 @@ from argosy_operator.observed.canary_figures import SplitFigures, split_figures
 from argosy_operator.observed.deployment import has_the_turn, serving_revision
 from argosy_operator.observed.elapsed import min_time, seconds_between
 from argosy_operator.observed.observation import Object, Observation
-from argosy_resource.canary_spec import CanaryRollout, CanaryStep
+from argosy_resource.canary_spec import MAX_STEPS, CanaryRollout, CanaryStep
 from argosy_resource.types import InferenceService
 
 MAX_MESSAGE: Final = 512
@@ -38,21 +38,21 @@ MAX_MESSAGE: Final = 512
 
 
 class CanaryState(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What is remembered of a canary."""
+    """What is remembered of a canary. Whoever may edit Deployments can write the annotation, so it has bounds."""
 
-    revision: str
+    revision: Annotated[str, Meta(max_length=63)]
     phase: Literal["stepping", "promoting", "failed"] = "stepping"
-    step: int = 0
+    step: Annotated[int, Meta(ge=0, lt=MAX_STEPS)] = 0
     """Index of the step."""
-    weight: int = 0
+    weight: Annotated[int, Meta(ge=0, le=100)] = 0
     """The canary's share of the requests now, in per cent."""
-    size: int = 1
+    size: Annotated[int, Meta(ge=0, le=1000)] = 1
     """Replicas that the canary should have."""
     missing_since: str = ""
     """Since when its replicas are not all routable (RFC 3339); empty while they are."""
     since: str = ""
     """When the step got its weight; empty before that."""
-    message: str = ""
+    message: Annotated[str, Meta(max_length=MAX_MESSAGE)] = ""
     """Why it failed."""
     baseline: Baseline = Baseline()
     needs_turn: bool = False
