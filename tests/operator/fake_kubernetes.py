@@ -415,11 +415,12 @@ class FakeKubernetes:
                 self._create_pod_of(owner, template, name)
 
     def _create_pod_of(self, controller: Object, template: Object, name: str, *, digest: str = "") -> None:
-        metadata = controller["metadata"]
+        metadata, kind = controller["metadata"], controller["kind"]
+        is_of_deployment = kind == "Deployment"  # its ReplicaSets are no objects here
         owner = {
             "apiVersion": controller["apiVersion"],
-            "kind": controller["kind"],
-            "name": metadata["name"],
+            "kind": "ReplicaSet" if is_of_deployment else kind,
+            "name": f"{metadata['name']}-{digest[:10]}" if is_of_deployment else metadata["name"],
             "uid": metadata["uid"],
             "controller": True,
         }

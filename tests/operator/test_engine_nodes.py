@@ -458,7 +458,8 @@ def test_the_least_that_a_pod_may_say_of_workers_is_enough() -> None:
 async def test_workers_that_are_refused_hold_up_nothing_else() -> None:
     async with settled(isvc_object(parallelism=TWO_NODES)) as (cluster, operator):
         (forged,) = copy.deepcopy(leaders(cluster))
-        forged["metadata"].update(name="forged", ownerReferences=[])
+        (owner,) = forged["metadata"]["ownerReferences"]
+        forged["metadata"].update(name="forged", ownerReferences=[{**owner, "uid": "another"}])
         cluster.create(forged)
         name = node_set_name(isvc(), cluster.objects[PODS, "team", "forged"]["metadata"]["uid"])
         cluster.is_refused = lambda obj: bool(obj["metadata"]["name"] == name)

@@ -76,6 +76,30 @@ async def test_scale_touches_nothing_but_the_deployment() -> None:
 
 
 @virtual_time
+async def test_a_pod_with_copied_labels_is_no_replica() -> None:
+    """As `kubectl debug --copy-to --keep-labels` makes one, or a user's copy of the Deployment."""
+    async with settled(isvc_object(replicas=2)) as (cluster, operator):
+        own = cluster.pods()
+        metadata = {name: own[0]["metadata"][name] for name in ("namespace", "labels", "annotations")}
+        waiting = {"state": {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off"}}}
+        copied = {
+            **own[0],
+            "metadata": {**metadata, "name": "tiny-debug"},
+            "status": {"phase": "Running", "containerStatuses": [{"name": "engine", **waiting}]},
+        }
+        cluster.create(copied)
+        await asyncio.sleep(60)
+        assert is_ready(cluster)
+        assert cluster.isvc()["status"]["replicas"] == 2
+        edit_engine(cluster, threads=2)
+        await operator.settle()
+        assert is_ready(cluster), "nor does it halt a rollout"
+        assert not {pod["metadata"]["name"] for pod in own} & {
+            pod["metadata"]["name"] for pod in cluster.pods()
+        }
+
+
+@virtual_time
 async def test_delete_leaves_nothing() -> None:
     async with settled(isvc_object(replicas=2)) as (cluster, operator):
         assert "finalizers" not in cluster.isvc()["metadata"]

@@ -6,13 +6,13 @@ anything. Invariant: a view is a function of the object alone, so that a decisio
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import msgspec
 from msgspec import Struct
 
-from argosy_operator.kinds import STATEFUL_SETS
+from argosy_operator.kinds import DEPLOYMENTS, STATEFUL_SETS
 from argosy_operator.names import (
     CANARY_TRACK,
     LEADER_LABEL,
@@ -21,6 +21,7 @@ from argosy_operator.names import (
     ROUTABLE_GATE,
     TRACK_LABEL,
     node_set_name,
+    pod_owners,
 )
 from argosy_operator.observed.container_exit import describe_exit
 from argosy_operator.observed.elapsed import seconds_between
@@ -90,6 +91,8 @@ class Pod(Struct, frozen=True, kw_only=True):
     """UID of the replica that it says to be a further node of; empty for a replica."""
     stateful_set: str = ""
     """Name of the StatefulSet that controls it; empty if none does."""
+    replica_set: str = ""
+    """Name of the ReplicaSet that controls it; empty if none does."""
     node_template: str = ""
     """What the replica says of its further nodes (`desired.engine_nodes`); empty if it has none."""
     workers: tuple[Pod, ...] = ()
@@ -115,6 +118,16 @@ class Pod(Struct, frozen=True, kw_only=True):
     def seconds_until_overdue(self, time: str) -> float:
         """Seconds until a pod that is terminating is overdue; 0 or less if it is."""
         return OVERDUE_SECONDS + seconds_between(time, self.deadline)
+
+
+def own_pods(service: InferenceService, objects: Iterable[Object]) -> Iterator[Pod]:
+    """Read the pods that carry the service's label, without those that only copy the labels of its replicas: a replica
+    is controlled by a ReplicaSet of its Deployments. (Routers pass the others by as well.)"""
+    owners = pod_owners(service)
+    for obj in objects:
+        pod = read_pod(obj)
+        if pod.leader or pod.replica_set.startswith(owners):
+            yield pod
 
 
 def with_workers(service: InferenceService, pods: Iterable[Pod]) -> tuple[Pod, ...]:
@@ -201,15 +214,17 @@ def read_pod(obj: Object) -> Pod:
         address=status.get("podIP") or "",
         deadline=metadata.get("deletionTimestamp") or "",
         leader=metadata.get("labels", {}).get(LEADER_LABEL, ""),
-        stateful_set=_stateful_set(metadata),
+        stateful_set=_controller(metadata, STATEFUL_SETS.api_version, STATEFUL_SETS.name),
+        replica_set=_controller(metadata, DEPLOYMENTS.api_version, "ReplicaSet"),
         node_template=_node_template(metadata, spec),
     )
 
 
-def _stateful_set(metadata: Object) -> str:
+def _controller(metadata: Object, api_version: str, kind: str) -> str:
+    """Name of the pod's controller, if it is of this kind; else empty."""
     owners = metadata.get("ownerReferences", ())
     owner: Object = next((each for each in owners if each.get("controller")), {})
-    is_one = (owner.get("apiVersion"), owner.get("kind")) == (STATEFUL_SETS.api_version, STATEFUL_SETS.name)
+    is_one = (owner.get("apiVersion"), owner.get("kind")) == (api_version, kind)
     return owner["name"] if is_one else ""
 
 

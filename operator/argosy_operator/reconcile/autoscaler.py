@@ -22,7 +22,7 @@ from argosy_operator.desired.scaling import ScalingDecision, ScalingHistory, dec
 from argosy_operator.kinds import DEPLOYMENTS, INFERENCE_SERVICES, PODS, Name, Object, object_name
 from argosy_operator.names import child_name
 from argosy_operator.observed.observation import is_owned
-from argosy_operator.observed.pod import read_pod
+from argosy_operator.observed.pod import own_pods
 from argosy_operator.observed.scaler import Scalers
 from argosy_operator.observed.service_load import ServiceLoad
 from argosy_operator.reconcile.handover import Handovers
@@ -168,7 +168,7 @@ class Autoscaler:
             if kept.decision is not None
             else self._current(service, service.spec.scaling, is_clamped=False)
         )
-        pods = (read_pod(pod) for pod in self._store.children(PODS, name))
+        pods = own_pods(service, self._store.children(PODS, name))
         before = kept.decision
         kept.decision, kept.history = decide(
             service.spec.scaling,

@@ -12,7 +12,7 @@ from argosy_operator.cluster.store import Store
 from argosy_operator.kinds import DEPLOYMENTS, INFERENCE_SERVICES, PODS, Kind, Name, Object, object_name
 from argosy_operator.names import child_name
 from argosy_operator.observed.observation import CHILD_KINDS, Observation, Routers, is_owned
-from argosy_operator.observed.pod import read_pod, with_workers
+from argosy_operator.observed.pod import own_pods, with_workers
 from argosy_operator.observed.scaler import Scalers
 from argosy_operator.observed.service_load import ServiceLoad
 from argosy_operator.reconcile.rollout_lock import RolloutLock
@@ -55,7 +55,7 @@ class Observer:
         """Take an observation of the service, as of now."""
         key = (service.metadata.namespace, service.metadata.name)
         children = self._children(service, key)
-        pods = with_workers(service, (read_pod(obj) for obj in self._store.children(PODS, key)))
+        pods = with_workers(service, own_pods(service, self._store.children(PODS, key)))
         reports, unpolled = self._fetches(), self._unpolled()
         deployment = children.get((DEPLOYMENTS, (service.metadata.namespace, child_name(service))))
         return Observation(
