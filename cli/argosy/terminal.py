@@ -1,7 +1,8 @@
 """Display on a terminal, or in a log: tables, and a fleet's state.
 
 Owns: the text of replicas and services. Must not know: sockets, processes.
-Invariant: if standard output is not a terminal, every line is final and complete in itself.
+Invariants: if standard output is not a terminal, every line is final and complete in itself; what a table's cells say,
+which others may have chosen, moves no cursor.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
+
+from argosy_fetcher.progress_display import printable
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -27,7 +30,7 @@ _STYLES = {
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Format columns as kubectl does: no rules, two or more spaces in between, readable by `cut` and `awk`."""
-    lines = [header, *rows]
+    lines = [header, *([printable(cell) for cell in row] for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()

@@ -527,6 +527,15 @@ def test_the_cluster_is_read_with_kubectl(
     assert json.loads(capsys.readouterr().out)["links"][-1]["name"] == "engine"
 
 
+def test_what_a_tenants_program_has_written_moves_no_cursor() -> None:
+    screen = "\x1b[2J\x1b]52;c;Y3VybA==\x07all is well"
+    failed = Link(name="engine", state="failed", detail=f"pod p: {screen}", lines=(f"a\tb {screen}",))
+    shown = render(Diagnosis(service="team/a", links=(failed,), notes=(screen,)))
+    assert all(line.isprintable() for line in shown.splitlines())
+    assert "all is well" in shown
+    assert "    a   b ?[2J" in shown
+
+
 @pytest.mark.parametrize(
     ("answers", "said"),
     [

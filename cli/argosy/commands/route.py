@@ -19,6 +19,7 @@ from argosy.admin_client import call
 from argosy.arguments import Parser, add_state_dir
 from argosy.errors import OK, CommandError, UsageError
 from argosy.terminal import table
+from argosy_fetcher.progress_display import printable
 
 _ANSWER_S: Final = 10.0
 _RECENT: Final = ("AGE", "REQUEST", "REPLICA", "ROUTE", "PROMPT", "CACHED", "PREDICTED", "TTFT", "STATUS")
@@ -89,10 +90,10 @@ def _render(answer: dict[str, Any]) -> str:
     chosen = answer["replica"]
     lines = []
     if chosen is None:
-        lines.append(f"no replica: {answer['reason']}")
+        lines.append(printable(f"no replica: {answer['reason']}"))
     else:
         lines.append(
-            f"{chosen}  {answer['reason']}, policy {answer['policy']}: about {answer['prompt_tokens']} prompt "
+            f"{printable(chosen)}  {answer['reason']}, policy {answer['policy']}: about {answer['prompt_tokens']} prompt "
             f"tokens in {answer['prompt_chunks']} chunks, {answer['predicted_cached_tokens']} expected in its "
             f"cache, first token in about {_duration(answer['predicted_ttft_s'])}"
         )
@@ -113,7 +114,10 @@ def _render(answer: dict[str, Any]) -> str:
             for row in candidates
         ]
         lines += ["", table(header, rows)]
-    lines += [f"{row['replica']} ({row['state']}) is left out: {row['reason']}" for row in answer["excluded"]]
+    lines += [
+        printable(f"{row['replica']} ({row['state']}) is left out: {row['reason']}")
+        for row in answer["excluded"]
+    ]
     return "\n".join(lines)
 
 

@@ -12,6 +12,8 @@ from typing import Final, Literal
 
 from msgspec import Struct
 
+from argosy_fetcher.progress_display import printable
+
 State = Literal["done", "failed", "waiting"]
 """`failed`: it stays so until somebody acts. `waiting`: it goes on by itself."""
 _MARKS: Final[dict[State, str]] = {"done": "ok", "failed": "FAILED", "waiting": "waiting"}
@@ -81,7 +83,8 @@ def loading(log: Iterable[str]) -> str:
 
 
 def render(diagnosis: Diagnosis) -> str:
-    """The chain as text: one line for each link, then the problem's lines and its remedy."""
+    """The chain as text: one line for each link, then the problem's lines and its remedy. Whoever may look at a service
+    reads what its tenant's programs have written, so what is not printable is replaced."""
     width = max((len(link.name) for link in diagnosis.links), default=0)
     rows = [
         f"{_MARKS[link.state]:<8}{link.name:<{width}}  {link.detail}".rstrip() for link in diagnosis.links
@@ -92,4 +95,4 @@ def render(diagnosis: Diagnosis) -> str:
     if last is not None and last.remedy:
         rows += ["", f"what to do: {last.remedy}"]
     rows += [f"note: {note}" for note in diagnosis.notes]
-    return "\n".join((diagnosis.service, *rows))
+    return "\n".join(printable(row.expandtabs()) for row in (diagnosis.service, *rows))
