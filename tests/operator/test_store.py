@@ -5,13 +5,34 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
+from builders import CONFIG, isvc
+
 from argosy_operator.cluster.fetch_watch import read_fetching_pod
 from argosy_operator.cluster.kept_fields import kept_fields, oversize_problem
 from argosy_operator.cluster.router_watch import read_router_pod
 from argosy_operator.cluster.store import Store
-from argosy_operator.kinds import DEPLOYMENTS, INFERENCE_SERVICES, PODS
-from argosy_operator.names import NODE_TEMPLATE_ANNOTATION, REVISION_LABEL
+from argosy_operator.desired.children import plan_children
+from argosy_operator.desired.drift import with_applied_hash
+from argosy_operator.kinds import (
+    BUDGETS,
+    DEPLOYMENTS,
+    INFERENCE_SERVICES,
+    PODS,
+    SERVICES,
+    STATEFUL_SETS,
+    Kind,
+    kind_of,
+)
+from argosy_operator.names import (
+    FIELD_MANAGER,
+    MANAGED_BY_LABEL,
+    NODE_TEMPLATE_ANNOTATION,
+    REVISION_LABEL,
+    TURN_ANNOTATION,
+)
 from argosy_operator.observed.node_template import digest
+from argosy_operator.observed.observation import Observation
 from argosy_operator.observed.pod import DELETION_COST_ANNOTATION, NODE_TEMPLATE_HASH_ENV, read_pod
 from argosy_resource.engine_address import SERVICE_LABEL
 
@@ -160,3 +181,39 @@ def test_of_the_largest_service_little_is_kept() -> None:
     (kept,) = store.all(INFERENCE_SERVICES)
     assert kept["spec"] == stored["spec"]
     assert not oversize_problem(kept)
+
+
+@pytest.mark.parametrize("kind", [DEPLOYMENTS, STATEFUL_SETS, SERVICES, BUDGETS], ids=lambda kind: kind.name)
+def test_of_what_only_has_a_childs_labels_little_is_kept(kind: Kind) -> None:
+    """Whoever may create Deployments can give them the labels by which the operator lists children."""
+    labels = {MANAGED_BY_LABEL: FIELD_MANAGER, SERVICE_LABEL: "tiny"}
+    foreign = {
+        "apiVersion": kind.api_version,
+        "kind": kind.name,
+        "metadata": {
+            "name": "d",
+            "namespace": "team",
+            "uid": "u",
+            "resourceVersion": "7",
+            "labels": {**labels, **{f"mine{number}": "x" * 63 for number in range(1000)}},
+            "annotations": {TURN_ANNOTATION: "true", "mine": "x" * 200_000},
+        },
+        "spec": {"template": {"spec": {"containers": [{"env": [{"value": "x" * 1_000_000}]}]}}},
+        "status": {"conditions": [{"message": "x" * 100_000}]},
+    }
+    store = Store()
+    store.put(kind, foreign)
+    (kept,) = store.children(kind, ("team", "tiny"))
+    assert len(json.dumps(kept)) < 1000
+    assert kept["metadata"]["labels"] == labels
+    assert kept["metadata"]["annotations"] == {TURN_ANNOTATION: "true"}
+    assert kept_fields(kind, kept) == kept
+
+
+def test_of_a_child_all_is_kept_that_is_compared() -> None:
+    service = isvc()
+    plan = plan_children(service, Observation(), CONFIG)
+    for wanted in map(with_applied_hash, (plan.service, plan.budget, plan.deployment)):
+        metadata = {**wanted["metadata"], "uid": "u", "resourceVersion": "7", "generation": 3}
+        kept = kept_fields(kind_of(wanted), {**wanted, "metadata": metadata, "status": {"replicas": 1}})
+        assert kept == {**wanted, "metadata": metadata, "status": {"replicas": 1}}

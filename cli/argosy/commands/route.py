@@ -93,8 +93,8 @@ def _render(answer: dict[str, Any]) -> str:
         lines.append(printable(f"no replica: {answer['reason']}"))
     else:
         lines.append(
-            f"{printable(chosen)}  {answer['reason']}, policy {answer['policy']}: about {answer['prompt_tokens']} prompt "
-            f"tokens in {answer['prompt_chunks']} chunks, {answer['predicted_cached_tokens']} expected in its "
+            f"{printable(chosen)}  {answer['reason']}, policy {answer['policy']}: about {answer['prompt_tokens']} "
+            f"prompt tokens in {answer['prompt_chunks']} chunks, {answer['predicted_cached_tokens']} expected in its "
             f"cache, first token in about {_duration(answer['predicted_ttft_s'])}"
         )
     candidates = answer["candidates"]

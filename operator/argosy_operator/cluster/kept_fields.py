@@ -1,8 +1,9 @@
 """What the operator keeps of an object in memory: what it reads.
 
 Owns the fields that are kept of each kind, and the largest spec of a service. Must not know the cache. Invariants: of a
-pod some kilobytes are kept, of a service at most MAX_SPEC and its metadata, because a tenant chooses how many there are
-and what they contain; what is kept of an object that was cut already is the same.
+pod some kilobytes are kept, of a service at most MAX_SPEC and its metadata, of an object that only has the labels of a
+child its metadata, because a tenant chooses how many there are and what they contain; what is kept of an object that
+was cut already is the same.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from typing import Final
 
 import msgspec
 
-from argosy_operator.kinds import INFERENCE_SERVICES, PODS, Kind, Object
+from argosy_operator.kinds import INFERENCE_SERVICES, PODS, STATEFUL_SETS, Kind, Object
 from argosy_operator.names import NODE_TEMPLATE_ANNOTATION
 from argosy_operator.observed.pod import DELETION_COST_ANNOTATION, NODE_TEMPLATE_HASH_ENV
-from argosy_resource.types import GROUP
+from argosy_resource.types import GROUP, KIND
 
 MAX_SPEC: Final = 256 * 1024
 """Bytes of a service's spec as JSON. The pods of one with as many variables and annotations would hardly start: a
@@ -22,12 +23,14 @@ process gets 2 MiB of both arguments and variables, a pod 256 KiB of annotations
 LAST_APPLIED: Final = "kubectl.kubernetes.io/last-applied-configuration"
 _OVERSIZE: Final = "oversizeBytes"
 """The only field of a spec that was too large."""
-_POD_METADATA: Final = (
-    *("name", "namespace", "uid", "resourceVersion", "creationTimestamp", "deletionTimestamp"),
+_METADATA: Final = (
+    *("name", "namespace", "uid", "resourceVersion", "generation", "creationTimestamp", "deletionTimestamp"),
     "ownerReferences",
 )
-_POD_LABELS: Final = (f"{GROUP}/", "app.kubernetes.io/")
-"""Beginnings of the labels that are kept."""
+"""Fields that are kept of pods and children."""
+_LABELS: Final = (f"{GROUP}/", "app.kubernetes.io/")
+"""Beginnings of the labels that are kept of these."""
+_CHILD_ANNOTATIONS: Final = f"{GROUP}/"
 _POD_ANNOTATIONS: Final = (NODE_TEMPLATE_ANNOTATION, DELETION_COST_ANNOTATION)
 
 
@@ -35,11 +38,12 @@ def kept_fields(kind: Kind, obj: Object) -> Object:
     """The object, without what nobody reads."""
     if kind is PODS:
         return _pod(obj)
-    kept = _other(obj)
-    if kind is INFERENCE_SERVICES:
-        size = len(msgspec.json.encode(obj.get("spec")))
-        if size > MAX_SPEC:
-            kept["spec"] = {_OVERSIZE: size}
+    if kind is not INFERENCE_SERVICES:
+        return _child(kind, obj)
+    kept = _service(obj)
+    size = len(msgspec.json.encode(obj.get("spec")))
+    if size > MAX_SPEC:
+        kept["spec"] = {_OVERSIZE: size}
     return kept
 
 
@@ -57,11 +61,7 @@ def oversize_problem(obj: Object) -> str:
 def _pod(obj: Object) -> Object:
     """A pod as far as `observed.pod` and the watches of routers and fetches read it."""
     kept: Object = {name: obj[name] for name in ("apiVersion", "kind", "status") if name in obj}
-    kept["metadata"] = metadata = {
-        name: value for name, value in obj["metadata"].items() if name in _POD_METADATA
-    }
-    if labels := obj["metadata"].get("labels"):
-        metadata["labels"] = {name: labels[name] for name in labels if name.startswith(_POD_LABELS)}
+    kept["metadata"] = metadata = _metadata(obj)
     if annotations := obj["metadata"].get("annotations"):
         metadata["annotations"] = {
             name: annotations[name] for name in _POD_ANNOTATIONS if name in annotations
@@ -81,8 +81,36 @@ def _pod(obj: Object) -> Object:
     return kept
 
 
-def _other(obj: Object) -> Object:
-    """The object without the manifest that kubectl notes in it, and without managedFields, which are often larger than
+def _metadata(obj: Object) -> Object:
+    """The metadata of a pod or child without annotations."""
+    given = obj["metadata"]
+    kept: Object = {name: given[name] for name in _METADATA if name in given}
+    if labels := given.get("labels"):
+        kept["labels"] = {name: labels[name] for name in labels if name.startswith(_LABELS)}
+    return kept
+
+
+def _child(kind: Kind, obj: Object) -> Object:
+    """A child of a service. What only has a child's labels is neither written nor read, so its spec is left out."""
+    kept = {**obj, "metadata": _metadata(obj)}
+    if annotations := obj["metadata"].get("annotations"):
+        kept["metadata"]["annotations"] = {
+            name: annotations[name] for name in annotations if name.startswith(_CHILD_ANNOTATIONS)
+        }
+    if not _is_controlled(kind, obj):
+        kept |= {name: {} for name in ("spec", "status") if name in obj}
+    return kept
+
+
+def _is_controlled(kind: Kind, obj: Object) -> bool:
+    """Whether a service, or the pod of a replica, controls the object."""
+    owners = obj["metadata"].get("ownerReferences", ())
+    owner = next((each for each in owners if each.get("controller")), {})
+    return bool(owner.get("kind") == ("Pod" if kind is STATEFUL_SETS else KIND))
+
+
+def _service(obj: Object) -> Object:
+    """The service without the manifest that kubectl notes in it, and without managedFields, which are often larger than
     the rest; of those only who used the scale subresource, and when, is kept."""
     metadata = {name: value for name, value in obj["metadata"].items() if name != "managedFields"}
     if LAST_APPLIED in metadata.get("annotations", {}):
