@@ -49,7 +49,8 @@ HELD_ANNOTATION: Final = f"{GROUP}/held-revision"
 """On a Deployment whose template waits to be rolled out, for its turn or for a canary: the revision that keeps
 serving."""
 HELD_IMAGES_ANNOTATION: Final = f"{GROUP}/held-images"
-"""On such a Deployment: the images of that revision, and the hash of its input, as JSON (`desired.pinned_images`)."""
+"""On such a Deployment, and on one with which other images are rolled out: the images of the revision that serves, and
+the hash of its input, as JSON (`desired.pinned_images`)."""
 CANARY_ANNOTATION: Final = f"{GROUP}/canary"
 """On a Deployment whose template is tried on a canary: how far that is, as JSON (`desired.canary`)."""
 NODE_TEMPLATE_ANNOTATION: Final = f"{GROUP}/node-template"

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from builders import CONFIG, isvc, isvc_object, pod
 from fake_kubernetes import FakeKubernetes, pod_key
-from harness import Operator, condition, edit_engine, living_pods, new_cluster
+from harness import Operator, condition, deployment, edit_engine, living_pods, new_cluster
 from virtual_time import virtual_time
 
 from argosy_operator.config import OperatorConfig
 from argosy_operator.desired.children import Plan, plan_children
-from argosy_operator.names import WARM_UP_ANNOTATION
+from argosy_operator.names import HELD_IMAGES_ANNOTATION, WARM_UP_ANNOTATION
 from argosy_operator.observed.deployment import template_revision
 from argosy_operator.observed.observation import Observation
 from argosy_operator.observed.pod import Pod, Problem
@@ -238,3 +238,26 @@ async def test_a_better_default_reaches_a_service_that_is_stuck() -> None:
         await operator.settle()
         assert running(cluster) == ["good:2"]
         assert condition(cluster, "Ready") == ("True", "ReplicasRoutable")
+
+
+@virtual_time
+async def test_an_edit_back_from_a_halted_rollout_finds_the_image_of_the_old_replicas() -> None:
+    """A default that does not work comes with the next edit; the previous manifest must be the way back."""
+    cluster = new_cluster()
+    policy: dict[str, Any] = {"engine_upgrade_policy": "OnSpecChange"}
+    async with Operator(cluster, engine_image="old:1", **policy) as operator:
+        cluster.create(isvc_object(replicas=2))
+        await operator.settle()
+    names = {pod["metadata"]["name"] for pod in living_pods(cluster)}
+    cluster.broken_images.add("broken:2")
+    async with Operator(cluster, engine_image="broken:2", **policy) as operator:
+        for threads in (2, 3):
+            edit_engine(cluster, threads=threads)
+            await operator.settle()
+            assert condition(cluster, "Progressing") == ("False", "RolloutHalted")
+        cluster.edit("tiny", lambda spec: spec["engine"].pop("threads"))
+        await operator.settle()
+        assert condition(cluster, "Ready") == ("True", "ReplicasRoutable")
+        assert {pod["metadata"]["name"] for pod in living_pods(cluster)} == names, "none was replaced"
+        assert cluster.isvc()["status"]["image"] == "old:1"
+        assert HELD_IMAGES_ANNOTATION not in deployment(cluster)["metadata"]["annotations"]

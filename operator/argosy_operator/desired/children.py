@@ -21,7 +21,13 @@ from argosy_operator.desired.canary import key_of_trial
 from argosy_operator.desired.deployment_problem import deployment_problem
 from argosy_operator.desired.engine_nodes import node_sets
 from argosy_operator.desired.manifest_fields import Manifest
-from argosy_operator.desired.pinned_images import Images, held_annotations, pinned_images, served_revision
+from argosy_operator.desired.pinned_images import (
+    Images,
+    held_annotations,
+    pinned_images,
+    replaced_revision,
+    served_revision,
+)
 from argosy_operator.desired.pod_template import follows_keys, key_secret_name, pod_template
 from argosy_operator.desired.rollout import MIN_READY_SECONDS, RolloutPlan, plan_rollout
 from argosy_operator.kinds import DEPLOYMENTS
@@ -85,6 +91,7 @@ def plan_children(service: InferenceService, observed: Observation, config: Oper
         key_digest = key_of_trial(service, observed.deployment) or key_digest
     template, revision = pod_template(service, config, images, key_digest=key_digest)
     rollout = plan_rollout(service, observed, revision, key_digest=key_digest)
+    held = rollout.held_revision or replaced_revision(service, observed, config, revision, images)
     return Plan(
         revision=revision if rollout.canary is not None else rollout.held_revision or revision,
         secret=secret,
@@ -96,7 +103,7 @@ def plan_children(service: InferenceService, observed: Observation, config: Oper
             rollout,
             images,
             served=served_revision(observed, revision),
-            held=held_annotations(observed.deployment, rollout.held_revision),
+            held=held_annotations(observed.deployment, held),
         ),
         canary=_canary(service, template, rollout, observed),
         node_sets=node_sets(service, observed.pods),

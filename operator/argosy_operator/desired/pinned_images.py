@@ -7,13 +7,14 @@ beside the image (the variable of the warm-up, the file of internal keys) comes 
 that an upgrade of the operator alone replaces no pod, and no older image gets what it does not know.
 
     OnSpecChange  the images that were rolled out last stay until an edit of the resource replaces the pods anyway;
-                  an edit back to a revision that still serves beside a canary finds that one's
+                  an edit back to a revision that still serves, beside a canary or in a rollout, finds that one's
     Automatic     the present defaults, to one service at a time (`staged_rollout`)
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Final
 
 import msgspec
 from msgspec import Struct
@@ -32,7 +33,14 @@ from argosy_operator.names import (
 from argosy_operator.observed.deployment import container_image, template_revision
 from argosy_operator.observed.observation import Object, Observation
 from argosy_resource.pod_overlay import ENGINE_CONTAINER, FETCH_CONTAINER
-from argosy_resource.types import InferenceService
+from argosy_resource.types import InferenceService, UpgradePolicy
+
+_IMAGE_ANNOTATIONS: Final = (
+    ENGINE_IMAGE_ANNOTATION,
+    FETCH_IMAGE_ANNOTATION,
+    WARM_UP_ANNOTATION,
+    KEY_FILE_ANNOTATION,
+)
 
 
 class Images(Struct, frozen=True, kw_only=True):
@@ -87,6 +95,27 @@ def held_annotations(live: Object | None, held: str) -> Mapping[str, str]:
     return {HELD_IMAGES_ANNOTATION: msgspec.json.encode(kept).decode()}
 
 
+def replaced_revision(
+    service: InferenceService, observed: Observation, config: OperatorConfig, revision: str, images: Images
+) -> str:
+    """The revision of old replicas that serve while `revision`, with which other images came, replaces them; empty if
+    there is none. An edit back to it, after a rollout that was halted, is to find its images."""
+    live = observed.deployment
+    if live is None or _policy(service, config) == "Automatic":
+        return ""
+    kept, annotations = _held_images(live), live["metadata"].get("annotations", {})
+    before = {name: annotations[name] for name in _IMAGE_ANNOTATIONS if name in annotations}
+    found = ["" if kept is None else kept.revision, template_revision(live)]
+    if before == images.annotations:
+        del found[1]
+    serving = {pod.revision for pod in observed.without_canary.pods if pod.is_routable}
+    return next((each for each in found if each != revision and each in serving), "")
+
+
+def _policy(service: InferenceService, config: OperatorConfig) -> UpgradePolicy:
+    return service.spec.engine.upgrade_policy or config.engine_upgrade_policy
+
+
 def _held_images(live: Object) -> _HeldImages | None:
     """What the Deployment remembers; None if that is nothing, or cannot be read."""
     text = live["metadata"].get("annotations", {}).get(HELD_IMAGES_ANNOTATION)
@@ -104,8 +133,7 @@ def default_images(service: InferenceService, config: OperatorConfig) -> Images:
 def pinned_images(service: InferenceService, observed: Observation, config: OperatorConfig) -> Images:
     """The images that the service's pods should run now."""
     live = observed.deployment
-    policy = service.spec.engine.upgrade_policy or config.engine_upgrade_policy
-    kept = None if live is None or policy == "Automatic" else _held_images(live)
+    kept = None if live is None or _policy(service, config) == "Automatic" else _held_images(live)
     if kept is not None and kept.input_digest == input_digest(service):
         return Images(
             engine=kept.engine,
@@ -129,8 +157,7 @@ def pinned_images(service: InferenceService, observed: Observation, config: Oper
 
 def _chosen(service: InferenceService, observed: Observation, config: OperatorConfig) -> Images:
     defaults, live = default_images(service, config), observed.deployment
-    policy = service.spec.engine.upgrade_policy or config.engine_upgrade_policy
-    if live is None or policy == "Automatic":
+    if live is None or _policy(service, config) == "Automatic":
         return defaults
     annotations = live["metadata"].get("annotations", {})
     if _is_edited(service, live) or _never_served(live, observed):
