@@ -126,6 +126,32 @@ async def test_a_mutating_webhook_is_not_fought() -> None:
 
 
 @virtual_time
+async def test_a_service_that_a_webhook_changed_is_repaired_when_a_user_changes_it() -> None:
+    """Services have no generation."""
+    cluster, store, key = new_cluster(), Store(), (SERVICES, "team", "tiny-engine")
+
+    async def mutated(manifest: Object) -> Object:
+        ports = [{**port, "targetPort": 9999} for port in manifest["spec"]["ports"]]
+        return await FakeKubernetes.apply(cluster, {**manifest, "spec": {**manifest["spec"], "ports": ports}})
+
+    cluster.apply = mutated  # type: ignore[method-assign]
+    writer = ChildWriter(cluster, store, OperatorMetrics())
+    wanted = with_applied_hash(plan_children(isvc(), Observation(), CONFIG).service)
+
+    def live() -> Object:
+        stored = cluster.objects[key]
+        return {**stored, "metadata": {**stored["metadata"], "generation": 0}}
+
+    assert await writer.apply(ChildChange(wanted=wanted, live=None)) is not None
+    assert await writer.apply(ChildChange(wanted=wanted, live=live())) is None, "it is not fought"
+    changed = {**cluster.objects[key], "spec": {**cluster.objects[key]["spec"], "selector": {"a": "b"}}}
+    cluster.overwrite(key, changed)
+    assert await writer.apply(ChildChange(wanted=wanted, live=live())) is not None
+    assert wanted["spec"]["selector"].items() <= cluster.objects[key]["spec"]["selector"].items()
+    assert await writer.apply(ChildChange(wanted=wanted, live=live())) is None
+
+
+@virtual_time
 async def test_contested_children_of_deleted_services_are_forgotten() -> None:
     cluster, store = new_cluster(), Store()
     add_mutating_webhook(cluster)

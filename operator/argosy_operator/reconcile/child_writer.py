@@ -11,7 +11,11 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+import xxhash
+
 from argosy_operator.cluster.api_server import Api
+from argosy_operator.cluster.kept_fields import kept_fields
 from argosy_operator.cluster.store import Store
 from argosy_operator.desired.diff import ChildChange
 from argosy_operator.desired.drift import must_apply
@@ -32,10 +36,11 @@ class ChildWriter:
         self._api = api
         self._store = store
         self._metrics = metrics
-        self._contested: dict[tuple[Kind, Name], tuple[str, int]] = {}
-        """Objects that differed right after being applied: hash of what was sent, and the generation it led to. They
-        are left alone until either changes; otherwise the two writers would write forever. Those that are gone are
-        forgotten when another one is noted, so there are never more than objects."""
+        self._contested: dict[tuple[Kind, Name], tuple[str, str]] = {}
+        """Objects that differed right after being applied: hash of what was sent, and of what it led to. (Not its
+        generation, which a Service does not have.) They are left alone until either changes; otherwise the two writers
+        would write forever. Those that are gone are forgotten when another one is noted, so there are never more than
+        objects."""
 
     @property
     def num_contested(self) -> int:
@@ -55,12 +60,15 @@ class ChildWriter:
         if live is not None and controller_uid(live) != controller_uid(wanted):
             raise ChildNotOwned(kind.name, name[1])
         digest = wanted["metadata"]["annotations"][APPLIED_ANNOTATION]
-        if not must_apply(wanted, live) or self._contested.get((kind, name)) == (digest, _generation(live)):
+        if not must_apply(wanted, live) or self._contested.get((kind, name)) == (
+            digest,
+            _contents(kind, live),
+        ):
             return None
         stored = await self._write(kind, wanted, live)
         if must_apply(wanted, stored):
             logger.warning("%s %s/%s is changed by another writer as soon as it is applied", kind.name, *name)
-            self._note_contested(kind, name, (digest, _generation(stored)))
+            self._note_contested(kind, name, (digest, _contents(kind, stored)))
         else:
             self._contested.pop((kind, name), None)
         return stored
@@ -75,7 +83,7 @@ class ChildWriter:
         self._metrics.writes.labels(PODS.name, "delete").inc()
         await self._api.delete(PODS, namespace, pod.name, uid=pod.uid)
 
-    def _note_contested(self, kind: Kind, name: Name, state: tuple[str, int]) -> None:
+    def _note_contested(self, kind: Kind, name: Name, state: tuple[str, str]) -> None:
         gone = [(held, each) for held, each in self._contested if self._store.get(held, *each) is None]
         for key in gone:
             del self._contested[key]
@@ -92,5 +100,10 @@ class ChildWriter:
         return stored
 
 
-def _generation(obj: Mapping[str, Any] | None) -> int:
-    return 0 if obj is None else obj["metadata"].get("generation", 0)
+def _contents(kind: Kind, obj: Object | None) -> str:
+    """Hash of what the operator could have written of an object; empty if there is none."""
+    if obj is None:
+        return ""
+    kept = kept_fields(kind, obj)
+    metadata = [kept["metadata"].get(name) for name in ("uid", "labels", "annotations")]
+    return xxhash.xxh3_64_hexdigest(msgspec.json.encode([metadata, kept.get("spec")], order="deterministic"))
