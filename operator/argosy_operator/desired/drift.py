@@ -21,16 +21,13 @@ _ATOMIC_FIELDS: Final = ("selector",)
 """Maps that have one owner as a whole (`x-kubernetes-map-type: atomic`), where a further key changes what is meant: a
 Service that also asks for another label has no endpoints."""
 _SUFFIXES: Final = {
+    "n": Decimal("0.000000001"),
+    "u": Decimal("0.000001"),
     "m": Decimal("0.001"),
-    "k": Decimal(10**3),
-    "M": Decimal(10**6),
-    "G": Decimal(10**9),
-    "T": Decimal(10**12),
-    "Ki": Decimal(2**10),
-    "Mi": Decimal(2**20),
-    "Gi": Decimal(2**30),
-    "Ti": Decimal(2**40),
+    **{suffix: Decimal(10 ** (3 * power)) for power, suffix in enumerate("kMGTPE", 1)},
+    **{f"{suffix}i": Decimal(2 ** (10 * power)) for power, suffix in enumerate("KMGTPE", 1)},
 }
+"""The API server's own forms, which are more than the resource takes: 2048Ti is stored as 2Pi, and 0.0005 as 500u."""
 
 
 def with_applied_hash(manifest: Object) -> Object:
@@ -70,7 +67,7 @@ def contains(live: Any, wanted: Any, *, field: str = "") -> bool:
 
 
 def _quantity(text: object) -> Decimal | str:
-    digits = str(text).rstrip("mkMGTi")
+    digits = str(text).rstrip("numkKMGTPEi")
     suffix = str(text)[len(digits) :]
     if not digits.replace(".", "", 1).isdecimal() or (suffix and suffix not in _SUFFIXES):
         return str(text)
