@@ -14,8 +14,9 @@ from __future__ import annotations
 import difflib
 import functools
 import json
+import re
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Final, cast
 
 import msgspec
 from msgspec import Struct
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 Schema = dict[str, Any]
 
+_NAMESPACE: Final = "[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 _METADATA_FIELDS = (
     "name",
     "namespace",
@@ -115,8 +117,7 @@ def validate_manifest(document: object, *, default_namespace: str = "default") -
     if errors:
         raise ManifestError(errors, resource)
     schema = _schema()
-    # A copy of plain JSON values; the caller's document stays as it is. 4.0 becomes 4, as in the JSON of kubectl.
-    manifest: dict[str, Any] = json.loads(json.dumps(document), parse_float=_number)
+    manifest = _plain_copy(document, resource)
     stages = (_unknown_fields, _schema_errors, _list_errors, _cel_errors)
     for stage in stages:
         if stage is _schema_errors:
@@ -129,6 +130,21 @@ def validate_manifest(document: object, *, default_namespace: str = "default") -
         return parse(manifest)
     except msgspec.ValidationError as error:  # metadata has no schema of ours
         raise ManifestError((FieldError("metadata", str(error)),), resource) from error
+
+
+def _plain_copy(document: dict[str, Any], resource: str) -> dict[str, Any]:
+    """A copy of plain JSON values; the caller's document stays as it is. 4.0 becomes 4, as in the JSON of kubectl."""
+    try:
+        copy: dict[str, Any] = json.loads(
+            json.dumps(document, ensure_ascii=False).encode(), parse_float=_number
+        )
+    except (
+        TypeError,
+        ValueError,
+        RecursionError,
+    ) as error:  # !!binary, half a surrogate pair, an alias within its own anchor
+        raise ManifestError((FieldError("", f"not what JSON can say: {error}"),), resource) from error
+    return copy
 
 
 def _number(text: str) -> int | float:
@@ -170,6 +186,10 @@ def _documents(text: str) -> Iterator[object]:
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
             seen = set()
             for key_node, _ in node.value:
+                if not isinstance(key_node, yaml.ScalarNode):
+                    raise yaml.constructor.ConstructorError(
+                        None, None, "a key must be a text", key_node.start_mark
+                    )
                 if key_node.value in seen and key_node.tag != "tag:yaml.org,2002:merge":
                     raise yaml.constructor.ConstructorError(
                         None, None, f"key {key_node.value!r} already set in map", key_node.start_mark
@@ -193,6 +213,8 @@ def _documents(text: str) -> Iterator[object]:
                 yield document
     except yaml.YAMLError as error:
         raise ManifestError((FieldError("", f"not valid YAML: {error}"),)) from error
+    except RecursionError as error:
+        raise ManifestError((FieldError("", "not valid YAML: nested too deeply"),)) from error
 
 
 def _is_other(document: dict[str, Any]) -> bool:
@@ -225,6 +247,14 @@ def _identity_errors(document: dict[str, Any]) -> Iterator[FieldError]:
     metadata = document.get("metadata")
     if not isinstance(metadata, dict) or not isinstance(metadata.get("name"), str) or not metadata["name"]:
         yield FieldError("metadata.name", "Required value: name is required")
+    elif (namespace := metadata.get("namespace")) is not None and (
+        not isinstance(namespace, str) or re.fullmatch(_NAMESPACE, namespace) is None
+    ):
+        yield FieldError(
+            "metadata.namespace",
+            f"Invalid value: {_json(namespace)}: a namespace is at most 63 lower-case letters, digits and '-', "
+            "beginning and ending with a letter or digit",
+        )
 
 
 def _unknown_fields(schema: Schema, value: object, path: str) -> Iterator[FieldError]:
@@ -255,10 +285,25 @@ def apply_defaults(schema: Schema, value: object) -> None:
             apply_defaults(schema["items"], item)
 
 
-def _schema_errors(schema: Schema, value: object, path: str) -> Iterator[FieldError]:
+def _validator(schema: Schema) -> Any:
+    """A validator in whose patterns `$` is the string's end, as for an API server, and not the end of a last line."""
     import jsonschema
 
-    validator = jsonschema.Draft202012Validator(schema)
+    def pattern(_: Any, wanted: str, value: object, __: Schema) -> Iterator[Any]:
+        if isinstance(value, str) and _compiled(wanted).search(value) is None:
+            yield jsonschema.ValidationError(f"{value!r} does not match {wanted!r}")
+
+    strict = jsonschema.validators.extend(jsonschema.Draft202012Validator, {"pattern": pattern})
+    return strict(schema)
+
+
+@functools.cache
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(pattern.replace("$", r"\Z"))
+
+
+def _schema_errors(schema: Schema, value: object, path: str) -> Iterator[FieldError]:
+    validator = _validator(schema)
     for error in sorted(validator.iter_errors(value), key=lambda error: [str(part) for part in error.path]):
         where = path
         for part in error.path:

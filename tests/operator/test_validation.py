@@ -81,6 +81,19 @@ def test_unknown_field_is_answered_with_the_nearest() -> None:
             manifest(TINY).replace("name: tiny", "name: tiny\n  namespaces: x"),
             'unknown field "metadata.namespaces"',
         ),
+        (
+            manifest(TINY).replace("name: tiny", "name: tiny\n  namespace: ../../elsewhere"),
+            'metadata.namespace: Invalid value: "../../elsewhere"',
+        ),
+        ("? [a, b]\n: 1", "a key must be a text"),
+        ("{" * 3000, "nested too deeply"),
+        (manifest(f"{TINY}\nreplicas: !!binary aGVsbG8="), "not what JSON can say"),
+        (manifest(f"{TINY}\nreplicas: !!set {{a, b}}"), "not what JSON can say"),
+        (
+            manifest(TINY).replace("name: tiny", "name: tiny\n  labels: &self {a: *self}"),
+            "not what JSON can say",
+        ),
+        (manifest(f'{TINY}\nengine: {{env: [{{name: A, value: "\\ud800"}}]}}'), "not what JSON can say"),
     ],
 )
 def test_refused_before_the_schema(text: str, error: str) -> None:

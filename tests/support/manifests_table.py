@@ -337,6 +337,14 @@ podTemplate:
 }
 
 BAD: dict[str, tuple[str, str]] = {
+    "image with a line's end, as of a block": (
+        manifest(f"{TINY}\nengine:\n  image: |\n    registry.example/engine:1"),
+        "spec.engine.image in body should match",
+    ),
+    "label with a line's end": (
+        manifest(f'{TINY}\npodTemplate: {{metadata: {{labels: {{a: "b\\n"}}}}}}'),
+        "in body should match",
+    ),
     "no model": (manifest("replicas: 1"), "spec.model: Required value"),
     "no source": (manifest("model: {servedName: x}"), "spec.model.source: Required value"),
     "unknown builtin": (manifest("model: {source: 'builtin://huge'}"), "must be builtin://tiny"),
