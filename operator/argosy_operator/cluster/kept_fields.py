@@ -105,7 +105,7 @@ def _child(kind: Kind, obj: Object) -> Object:
 def _is_controlled(kind: Kind, obj: Object) -> bool:
     """Whether a service, or the pod of a replica, controls the object."""
     owners = obj["metadata"].get("ownerReferences", ())
-    owner = next((each for each in owners if each.get("controller")), {})
+    owner: Object = next((each for each in owners if each.get("controller")), {})
     return bool(owner.get("kind") == ("Pod" if kind is STATEFUL_SETS else KIND))
 
 

@@ -100,10 +100,10 @@ class ChildWriter:
         return stored
 
 
-def _contents(kind: Kind, obj: Object | None) -> str:
+def _contents(kind: Kind, obj: Mapping[str, Any] | None) -> str:
     """Hash of what the operator could have written of an object; empty if there is none."""
     if obj is None:
         return ""
-    kept = kept_fields(kind, obj)
+    kept = kept_fields(kind, dict(obj))
     metadata = [kept["metadata"].get(name) for name in ("uid", "labels", "annotations")]
     return xxhash.xxh3_64_hexdigest(msgspec.json.encode([metadata, kept.get("spec")], order="deterministic"))
