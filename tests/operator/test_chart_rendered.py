@@ -385,6 +385,14 @@ def test_pods_have_the_metadata_and_the_variables_that_they_are_given() -> None:
         render({"router": {"podLabels": {"app.kubernetes.io/name": "other"}}})
 
 
+def test_a_list_that_is_set_to_null_is_empty() -> None:
+    """As Helm has it: null removes the chart's own value."""
+    given = {"enabled": True, "clients": None, "gateways": None, "monitoring": None}
+    empty = {"enabled": True, "clients": [], "gateways": [], "monitoring": []}
+    rendered = [render({"networkPolicies": each, "watchNamespaces": ["team"]}) for each in (given, empty)]
+    assert rendered[0] == rendered[1]
+
+
 def test_without_routers_there_is_nothing_to_test() -> None:
     objects = render({"router": {"replicas": 0}})
     assert "Pod" not in kinds(objects)
