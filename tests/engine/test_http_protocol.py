@@ -106,6 +106,39 @@ async def test_bodies_do_not_count(request_bytes: bytes, size: int) -> None:
     assert await ask(request_bytes) == (200, str(size).encode())
 
 
+OFFER = b"connection: Upgrade, HTTP2-Settings\r\nhttp2-settings: AAEAAEAA\r\nupgrade: h2c\r\n"
+"""What Java's HTTP client sends with a request until a server has answered."""
+
+
+@pytest.mark.parametrize("body", [b"content-length: 3\r\n\r\nabc", CHUNKED.removeprefix(HEAD) + b"0\r\n\r\n"])
+@pytest.mark.parametrize("step", [1, 7, 10_000])
+async def test_an_offer_of_another_protocol_is_ignored(body: bytes, step: int) -> None:
+    looked = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n"
+    last = HEAD + b"upgrade: h2c\r\nconnection: close\r\n" + body
+    data = HEAD + OFFER + body + looked + HEAD + OFFER + body + last
+    async with connection() as (reader, writer):
+        for start in range(0, len(data), step):
+            writer.write(data[start : start + step])
+            await asyncio.sleep(0)
+        answers = await reader.read()
+    assert answers.count(b"HTTP/1.1 200 OK\r\n") == answers.count(b"HTTP/1.1") == 4
+    assert [answer[:1] for answer in answers.split(b"\r\n\r\n")[1:]] == [b"3", b"0", b"3", b"3"]
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        HEAD + OFFER + b"host: y\r\n\r\n",
+        HEAD + OFFER + b"content-length: 4\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"CONNECT x:80 HTTP/1.1\r\nhost: x\r\n\r\n",
+    ],
+)
+async def test_what_offers_another_protocol_is_checked_all_the_same(request_bytes: bytes) -> None:
+    status, body = await ask(request_bytes)
+    assert status == 400
+    assert json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
 async def test_requests_of_one_connection_count_alone() -> None:
     one = b"GET / HTTP/1.1\r\nhost: x\r\nx: " + BIG[: MAX_HEAD_BYTES // 3] + b"\r\n\r\n"
     async with connection() as (reader, writer):

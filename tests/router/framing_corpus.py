@@ -20,6 +20,9 @@ GOOD = HEAD + HOST + TYPE + LENGTH + b"\r\n" + BODY
 
 SMUGGLED = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"
 
+OFFER = b"Connection: Upgrade, HTTP2-Settings\r\nHTTP2-Settings: AAEAAEAAAAIAAAAA\r\nUpgrade: h2c\r\n"
+"""What Java's HTTP client sends with a request until a server has answered."""
+
 REFUSED = {
     "content-length and transfer-encoding": HEAD
     + HOST
@@ -73,9 +76,12 @@ REFUSED = {
     "two hosts": HEAD + HOST + HOST + LENGTH + b"\r\n" + BODY,
     "no host": HEAD + LENGTH + b"\r\n" + BODY,
     "CONNECT": b"CONNECT a:80 HTTP/1.1\r\nHost: a\r\n\r\n" + SMUGGLED,
-    "upgrade": b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n"
+    "ambiguous length with an upgrade": HEAD
+    + HOST
+    + OFFER
+    + TYPE
+    + b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
     + SMUGGLED,
-    "upgrade without connection": b"GET /health HTTP/1.1\r\nHost: a\r\nUpgrade: h2c\r\n\r\n" + SMUGGLED,
     "absolute target": b"GET http://b/health HTTP/1.1\r\nHost: a\r\n\r\n",
     "asterisk target": b"OPTIONS * HTTP/1.1\r\nHost: a\r\n\r\n",
     "HTTP/2 preface": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",

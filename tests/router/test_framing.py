@@ -13,7 +13,7 @@ from argosy_router.config import ServerLimits
 from argosy_router.observability.line_writer import LineWriter
 
 from .fake_engine import Connection, FakeEngine, Received
-from .framing_corpus import BODY, GOOD, HEAD, HOST, LENGTH, REFUSED, SMUGGLED, TYPE
+from .framing_corpus import BODY, GOOD, HEAD, HOST, LENGTH, OFFER, REFUSED, SMUGGLED, TYPE
 from .harness import DEADLINE_S, Rig, chat, raw, read_all, rig, until
 
 
@@ -176,6 +176,26 @@ async def test_chunked_request_bodies_are_accepted() -> None:
         assert (await reader.readline()) == b"HTTP/1.1 200 OK\r\n"
         assert r.engines[0].requests[0].body == BODY
         assert "x-trailer" not in r.engines[0].requests[0].headers
+
+
+CHUNKED = b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)
+
+
+@pytest.mark.parametrize("body", [LENGTH + b"\r\n" + BODY, CHUNKED])
+@pytest.mark.parametrize("step", [1, 7, 10_000])
+async def test_an_offer_of_another_protocol_is_ignored(body: bytes, step: int) -> None:
+    offered = HEAD + HOST + OFFER + TYPE + body
+    looked = SMUGGLED.replace(b"\r\n\r\n", b"\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n")
+    last = SMUGGLED.replace(b"\r\n\r\n", b"\r\nUpgrade: h2c\r\nConnection: close\r\n\r\n")
+    data = offered + looked + offered + GOOD + last
+    async with rig([FakeEngine()]) as r, raw(r.router) as (reader, writer):
+        for start in range(0, len(data), step):
+            writer.write(data[start : start + step])
+            await asyncio.sleep(0)
+        answer = await read_all(reader)
+        assert answer.count(b"HTTP/1.1 200 OK\r\n") == answer.count(b"HTTP/1.1") == 5
+        assert [request.body for request in r.engines[0].requests] == [BODY] * 3
+        assert not {"upgrade", "http2-settings"} & set(r.engines[0].requests[0].headers)
 
 
 async def test_pipelined_requests_are_answered_in_order() -> None:

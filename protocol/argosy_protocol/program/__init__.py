@@ -1,4 +1,4 @@
-"""What every program does alike at its start: flags, listening sockets, the log's format.
+"""What every program does alike for itself: flags, listening sockets, the log's format, offers of other protocols.
 
 Owns: conventions of the programs, none of which another program can observe on a connection.
 Must not know: the wire contract in the modules beside this package, nor which program runs.

@@ -3,8 +3,8 @@
 Owns: framing, limits, deadlines, back-pressure, connection reuse.
 Must not know: models, replicas, OpenAI, policies, metrics.
 Invariant: whatever llhttp accepts although RFC 9112 forbids it, or we do not support it (duplicate Host, CONNECT,
-upgrades, transfer codings other than chunked), is refused here, so that no two hops can disagree about where a message
-ends.
+transfer codings other than chunked), is refused here, so that no two hops can disagree about where a message ends.
+Offers of other protocols (`Upgrade`) are ignored.
 
     server_connection    one client's connection: order of requests, deadlines, responses
     request_reader       parses and checks the requests of a connection

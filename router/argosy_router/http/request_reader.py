@@ -22,6 +22,7 @@ from argosy_protocol.errors import (
     InternalError,
     PayloadTooLarge,
 )
+from argosy_protocol.program.http_upgrade import Head, UpgradeIgnoringParser
 from argosy_router.config import ServerLimits
 from argosy_router.http.body_memory import BodyMemory
 from argosy_router.http.messages import Headers, Request
@@ -45,7 +46,7 @@ class RequestReader:
         self._limits = limits
         self._memory = memory
         self._on_head = on_head
-        self._parser = httptools.HttpRequestParser(self)
+        self._parser = UpgradeIgnoringParser(httptools.HttpRequestParser(self), self._reported_head)
         self.ready: list[Request] = []
         self.failure: ApiError | None = None
         self.phase = Phase.IDLE
@@ -76,7 +77,7 @@ class RequestReader:
             self._parser.feed_data(data)
         except httptools.HttpParserCallbackError:
             self.failure = self.failure or InternalError("internal error")
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+        except httptools.HttpParserError:
             self.failure = self.failure or BadRequest("malformed HTTP request")
         if self.failure is None:
             self.failure = self._wire_failure()
@@ -133,6 +134,9 @@ class RequestReader:
         self.failure = error
         raise ValueError("refused")  # stops llhttp: nothing after this byte is trusted
 
+    def _reported_head(self) -> Head:
+        return self._target, self._headers
+
     # llhttp's callbacks
 
     def on_message_begin(self) -> None:
@@ -157,10 +161,11 @@ class RequestReader:
 
     def on_headers_complete(self) -> None:
         parser = self._parser
-        method: bytes = parser.get_method()
-        version: str = parser.get_http_version()
-        if parser.should_upgrade() or method not in _METHODS:
-            self._refuse(BadRequest("method or protocol upgrade is not supported"))
+        if parser.offers_upgrade:
+            return
+        method, version = parser.get_method(), parser.get_http_version()
+        if method not in _METHODS:
+            self._refuse(BadRequest("method is not supported"))
         if not self._target.startswith(b"/"):
             self._refuse(BadRequest("request target must be a path"))
         if version not in ("1.1", "1.0"):
@@ -200,8 +205,6 @@ class RequestReader:
                 codings += 1
                 if value.lower() != b"chunked":
                     self._refuse(BadRequest("transfer-encoding must be chunked"))
-            elif name == b"upgrade":
-                self._refuse(BadRequest("protocol upgrade is not supported"))
             elif name == b"expect":
                 self.wants_continue = value.lower() == b"100-continue"
                 if not self.wants_continue:
@@ -244,7 +247,7 @@ class RequestReader:
 
     def on_message_complete(self) -> None:
         request = self.incoming
-        if request is None or self.failure is not None:
+        if request is None or self.failure is not None or self._parser.offers_upgrade:
             return
         request.body = bytes(self._body)
         request.body_bytes = self.body_bytes if request.sink is None else 0

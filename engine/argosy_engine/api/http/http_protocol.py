@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from argosy_engine.api.http.departure import departure_of, offer_departure
@@ -29,6 +30,7 @@ from argosy_protocol.errors import (
     PayloadTooLarge,
     RequestTimeout,
 )
+from argosy_protocol.program.http_upgrade import Head, UpgradeIgnoringParser
 
 MAX_HEAD_BYTES = 64 * 1024
 """Limit on request line, headers and trailers. Twice the router's, because the router adds headers."""
@@ -82,6 +84,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._requests = UpgradeIgnoringParser(self.parser, self._reported_head)
+        self.parser = cast("httptools.HttpRequestParser", self._requests)
         self._head_bytes = 0
         """Bytes of the current request's head that the parser has reported so far."""
         self._num_headers = 0
@@ -159,6 +163,9 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._untold_bytes > self.limits.max_head_bytes:
             self._refuse(self._too_large())
 
+    def _reported_head(self) -> Head:
+        return self.url, self.headers
+
     # Callbacks of the parser
 
     def on_message_begin(self) -> None:
@@ -180,6 +187,10 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self._requests.offers_upgrade:
+            return
+        if self.parser.should_upgrade():
+            self._stop(BadRequest("CONNECT is not supported"))
         version = self.parser.get_http_version()
         if version not in ("1.0", "1.1"):
             self._stop(BadRequest(f"HTTP/{version} is not supported, only HTTP/1.1 and 1.0"))
@@ -210,6 +221,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._untold_bytes = 0
+        if self._requests.offers_upgrade:
+            return
         self._is_in_body = False
         super().on_message_complete()
         self._cancel_deadline()
