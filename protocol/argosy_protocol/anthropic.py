@@ -122,7 +122,7 @@ class CountTokensRequest(InternalFields, kw_only=True, omit_defaults=True):
     """vLLM's field, as in chats."""
     data_parallel_rank: None = None
     """Only the header tells an engine the rank."""
-    # Decoded only to be refused: ignoring them would change the answer.
+    # Decoded only to be refused: ignoring them would change the answer, unless they ask for nothing.
     mcp_servers: Any = None
     container: Any = None
     context_management: Any = None

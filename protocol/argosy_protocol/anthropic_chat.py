@@ -62,6 +62,8 @@ _CHAT_FIELDS = {
     "user": "metadata.user_id",
 }
 _REFUSED = ("mcp_servers", "container", "context_management")
+KEPT_THINKING = {"type": "clear_thinking_20251015", "keep": "all"}
+"""The edit of the context that edits nothing. Claude Code sends it with every request that may think."""
 _TOOL_OF_CHAT = re.compile(r"^(?P<tool>tools\[\d+\])\.(?P<path>function\.(?P<field>\w+)|function)")
 _TOOL_FIELDS = {"parameters": "input_schema"}
 _MESSAGE_OF_CHAT = re.compile(r"^messages\[\d+\][^\s:]*")
@@ -84,7 +86,7 @@ def as_chat(request: CountTokensRequest) -> ChatCompletionRequest:
         BadRequest: a block or a tool that models cannot read, fields that contradict each other, or too many blocks.
     """
     for field in _REFUSED:
-        if getattr(request, field):
+        if (value := getattr(request, field)) and not _edits_nothing(value):
             raise BadRequest(f"{field} is not supported", param=field)
     messages, is_continued = _chat_messages(request.system, request.messages)
     chat = ChatCompletionRequest(
@@ -99,6 +101,12 @@ def as_chat(request: CountTokensRequest) -> ChatCompletionRequest:
     if isinstance(request, MessagesRequest):
         _set_sampling(chat, request)
     return chat
+
+
+def _edits_nothing(value: Any) -> bool:
+    """Whether a value is a `context_management` that leaves the conversation as it is."""
+    edits = value.get("edits") if isinstance(value, dict) and len(value) == 1 else None
+    return isinstance(edits, list) and all(edit == KEPT_THINKING for edit in edits)
 
 
 def name_field(error: ApiError) -> ApiError:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from argosy_protocol.anthropic import decode_count_tokens_request, decode_messages_request
-from argosy_protocol.anthropic_chat import as_chat, name_field
+from argosy_protocol.anthropic_chat import KEPT_THINKING, as_chat, name_field
 from argosy_protocol.errors import BadRequest, ContextLengthExceeded
 from argosy_protocol.openai import ChatCompletionRequest, decode_request
 from argosy_protocol.prompt_segments import prompt_segments
@@ -229,8 +229,24 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"stop_sequences": ["a", " "]}, "stop_sequences[1]"),
     ({"mcp_servers": [{}]}, "mcp_servers"),
     ({"container": "c"}, "container"),
-    ({"context_management": {"edits": []}}, "context_management"),
+    ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management"),
+    (
+        {
+            "context_management": {
+                "edits": [{**KEPT_THINKING, "keep": {"type": "thinking_turns", "value": 1}}]
+            }
+        },
+        "context_management",
+    ),
+    ({"context_management": {"edits": [KEPT_THINKING], "enabled": True}}, "context_management"),
+    ({"context_management": {"edits": {}}}, "context_management"),
+    ({"context_management": ["x"]}, "context_management"),
 ]
+
+
+@pytest.mark.parametrize("edits", [[], [KEPT_THINKING]])
+def test_a_context_that_is_to_stay_as_it_is_is_accepted(edits: list[Any]) -> None:
+    assert translated(context_management={"edits": edits}) == translated()
 
 
 @pytest.mark.parametrize(("fields", "param"), REFUSED)

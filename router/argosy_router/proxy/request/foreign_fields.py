@@ -75,7 +75,7 @@ what makes answers large (`return_hidden_states`, `return_routed_experts`)."""
 _INTERNAL: Final = frozenset(
     (
         *(*InternalFields.__struct_fields__, "data_parallel_rank", "resume"),
-        *("mcp_servers", "container", "context_management"),  # decoded only to be refused
+        *("mcp_servers", "container", "context_management"),  # refused if they ask for something
     )
 )
 _OWN: Final = frozenset(("background", "previous_response_id", "request_id", "session_id"))
