@@ -21,11 +21,11 @@ BIG = b"a" * MAX_HEAD_BYTES
 
 @asynccontextmanager
 async def connection(
-    has_body: asyncio.Event | None = None,
+    has_body: asyncio.Event | None = None, application: Any = None
 ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     """To a server that answers with the length of the body; `has_body` tells when it has seen some."""
 
-    async def application(scope: Any, receive: Any, send: Any) -> None:
+    async def sized(scope: Any, receive: Any, send: Any) -> None:
         size = 0
         while (message := await receive())["type"] == "http.request":
             size += len(message["body"])
@@ -38,7 +38,7 @@ async def connection(
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
-    config = uvicorn.Config(application, http=BoundedProtocol, lifespan="off", log_level="critical")
+    config = uvicorn.Config(application or sized, http=BoundedProtocol, lifespan="off", log_level="critical")
     config.load()
     loop, state = asyncio.get_running_loop(), ServerState()
     server = await loop.create_server(
@@ -104,6 +104,21 @@ async def test_a_trailer_without_end_is_refused() -> None:
 )
 async def test_bodies_do_not_count(request_bytes: bytes, size: int) -> None:
     assert await ask(request_bytes) == (200, str(size).encode())
+
+
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+async def test_only_http11_gets_a_body_in_chunks(version: bytes) -> None:
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for piece in (b"one", b"two"):
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    async with connection(application=application) as (reader, writer):
+        writer.write(b"GET / HTTP/%b\r\nhost: x\r\nconnection: close\r\n\r\n" % version)
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+    assert (b"transfer-encoding: chunked" in head) == (version == b"1.1")
+    assert body == (b"onetwo" if version == b"1.0" else b"3\r\none\r\n3\r\ntwo\r\n0\r\n\r\n")
 
 
 OFFER = b"connection: Upgrade, HTTP2-Settings\r\nhttp2-settings: AAEAAEAA\r\nupgrade: h2c\r\n"

@@ -68,6 +68,16 @@ class HttpLimits:
     before they read thus get the response to a body of up to twice `request_limits.MAX_BODY_BYTES`."""
 
 
+class _UntilClose(int):
+    """Length of a body that ends with the connection; uvicorn counts down from it."""
+
+    def __lt__(self, other: object) -> bool:
+        return False
+
+    def __sub__(self, other: object) -> _UntilClose:
+        return self
+
+
 class _Refused(Exception):
     """Raised in a callback to stop the parser."""
 
@@ -199,6 +209,11 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         if self._running is None or self._running.response_complete:
             self._running = self.cycle
+        if (
+            version == "1.0"
+        ):  # which knows no chunks (RFC 9112, 6.1); the connection is closed after the response
+            self.cycle.chunked_encoding = False
+            self.cycle.expected_content_length = _UntilClose()
         offer_direct_body(self.scope, self.cycle)
         offer_departure(self.scope, self.cycle)
         self._is_in_head = False
