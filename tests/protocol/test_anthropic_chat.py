@@ -231,11 +231,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"container": "c"}, "container"),
     ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management"),
     (
-        {
-            "context_management": {
-                "edits": [{**KEPT_THINKING, "keep": {"type": "thinking_turns", "value": 1}}]
-            }
-        },
+        {"context_management": {"edits": [{**KEPT_THINKING, "keep": {"type": "thinking_turns"}}]}},
         "context_management",
     ),
     ({"context_management": {"edits": [KEPT_THINKING], "enabled": True}}, "context_management"),
