@@ -51,6 +51,9 @@ _CODES = {
 """Codes of errors by the bound that a number does not keep: pydantic's. They are in the texts too, as in vLLM's, since
 OpenAI's client shows only those."""
 
+_TRUNCATED = "Input data was truncated"
+_HIGH_SURROGATE = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}")
+
 _NAMED_FIELD = re.compile(r"Object (?:missing required|contains unknown) field `([^`]{1,128})`")
 """msgspec's messages whose path is that of the object that contains the field."""
 
@@ -99,10 +102,20 @@ def decode_body(decoder: msgspec.json.Decoder[_Body], body: bytes) -> _Body:
             message += f" ({code})" if code else ""
         raise BadRequest(message, param=param, code=code) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        told = str(error).removeprefix("JSON is malformed: ")
-        raise BadRequest(f"request body is not valid JSON: {told[:200]}") from None
+        raise BadRequest(f"request body is not valid JSON: {_fault(error, body)}") from None
     except RecursionError:  # called with little stack left
         raise BadRequest("request body is nested too deeply") from None
+
+
+def _fault(error: Exception, body: bytes) -> str:
+    """Say what is wrong with a body that is no JSON. A text that a client has cut within an emoji ends with one half of
+    a surrogate pair; msgspec calls the body truncated if it ends soon after that."""
+    told = str(error).removeprefix("JSON is malformed: ")[:200]
+    is_cut_pair = told == _TRUNCATED and body.rstrip().endswith(b"}") and _HIGH_SURROGATE.search(body[-24:])
+    if is_cut_pair or "surrogate" in told:
+        place = "" if is_cut_pair else told[told.rfind(" (byte ") :]
+        return f"a text has half of a surrogate pair (\\ud800 to \\udfff), as of a cut emoji{place}"
+    return told
 
 
 def _decoded(decoder: msgspec.json.Decoder[_Body], body: bytes) -> _Body:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from argosy_protocol import json_limits
 from argosy_protocol.embeddings import decode_embedding_request
 from argosy_protocol.errors import BadRequest, PayloadTooLarge
-from argosy_protocol.json_limits import MAX_VALUES
+from argosy_protocol.json_limits import MAX_VALUES, decode_body
 from argosy_protocol.openai import decode_request
 
 CODE = 'x = {"a\\\\": [1, 2], "b": {},}\n'
@@ -179,3 +179,17 @@ def test_only_values_count_whatever_strings_contain(value: Any, limit: int) -> N
         assert not accepted
     elif separators(value) <= limit and body.count(b'"') <= 2 * limit:
         assert accepted
+
+
+@pytest.mark.parametrize(
+    "text", [rb"\ud83d", rb"\ud83dx", rb"\uD83D and more text", rb"\ude00", rb"\ud83d\ud83d"]
+)
+def test_half_of_a_surrogate_pair_is_named(text: bytes) -> None:
+    with pytest.raises(BadRequest, match="half of a surrogate pair"):
+        decode_body(msgspec.json.Decoder(dict[str, str]), b'{"a": "%b"}' % text)
+
+
+@pytest.mark.parametrize("body", [b'{"a": "x', rb'{"a": "\ud83', b'{"a": "x"', b'{"a": "\\u00'])
+def test_a_cut_body_is_called_truncated(body: bytes) -> None:
+    with pytest.raises(BadRequest, match="truncated"):
+        decode_body(msgspec.json.Decoder(dict[str, str]), body)
