@@ -209,9 +209,8 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         if self._running is None or self._running.response_complete:
             self._running = self.cycle
-        if (
-            version == "1.0"
-        ):  # which knows no chunks (RFC 9112, 6.1); the connection is closed after the response
+        if version == "1.0":
+            # It knows no chunks (RFC 9112, 6.1); the connection is closed after the response.
             self.cycle.chunked_encoding = False
             self.cycle.expected_content_length = _UntilClose()
         offer_direct_body(self.scope, self.cycle)
