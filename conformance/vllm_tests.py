@@ -141,7 +141,7 @@ DIFFERENCES: dict[str, str] = {
     },
     **{
         f"{SERVE}/instrumentator/test_metrics.py::test_abort_metrics_reset[{flag}-text]": SHORT_ANSWER
-        for flag in ("", "--enable-chunked-prefill")
+        for flag in ("", "--enable-chunked-prefill", "--show-hidden-metrics-for-version=0")
     },
 }
 """Maps tests that only vLLM's server passes to the reason: a decision of ours, or what the model cannot do."""

@@ -119,6 +119,62 @@ def test_an_operation_that_makes_much_of_little_is_refused(source: str) -> None:
     assert time.thread_time() - begun < 2
 
 
+SHARED = (
+    "{% set ns = namespace(x=START, y=START) %}{% for i in range(60) %}{% set ns.x = EXPRESSION %}"
+    "{% set ns.y = OTHER %}{% endfor %}AFTER"
+)
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        *("{{ ns.x == ns.y }}", "{{ ns.x in [ns.y] }}", "{{ ns.x < ns.y }}", "{{ ns.x | unique | list }}"),
+        *("{{ ns.x | replace('a', 'b') }}", "{{ [ns.x, ns.y] | sort | length }}", "{{ [ns.x, ns.y] | max }}"),
+    ],
+)
+@pytest.mark.parametrize(
+    "expression",
+    [
+        *("[ns.x, ns.x]", "(ns.x, ns.x)", "{'a': ns.x, 'b': ns.x}", "[[ns.x], [ns.x]]", "[ns.x] + [ns.x]"),
+        *("cycler(ns.x, ns.x).items", "dict(a=ns.x, b=ns.x)", "[ns.x] * 2", "cycler(*[ns.x] * 2).items"),
+    ],
+)
+def test_lists_that_share_their_entries_count_with_all_of_them(expression: str, after: str) -> None:
+    source = SHARED.replace("AFTER", after).replace("OTHER", expression.replace("ns.x", "ns.y"))
+    source = source.replace("EXPRESSION", expression)
+    with pytest.raises(InvalidRequest, match="makes a text of more than 100000 characters"):
+        rendered(source.replace("START", "[1]"))
+
+
+def test_what_a_macro_is_called_with_counts_as_a_list() -> None:
+    macro = "{% macro f(n) %}{{ varargs | length }}{% if n %}{{ f(n - 1, varargs, varargs) }}{% endif %}{% endmacro %}"
+    with pytest.raises(InvalidRequest, match="makes a text of more than 100000 characters"):
+        rendered(macro + "{{ f(60, [1]) }}")
+
+
+@pytest.mark.parametrize("expression", ["[ns.x]", "(ns.x,)", "{'a': ns.x}", "cycler(ns.x).items"])
+def test_lists_within_lists_have_a_depth(expression: str) -> None:
+    with pytest.raises(InvalidRequest, match="lists within lists of more than 256 levels"):
+        rendered(doubling("[1]", expression).replace("range(60)", "range(90000)"))
+
+
+@pytest.mark.parametrize(
+    "writing",
+    ["{{ ns }}", "{{ ns ~ '' }}", "{{ ns | replace('a', 'b') }}", "{{ [[ns]] | string }}", "{{ '%s' % ns }}"],
+)
+def test_a_namespace_is_not_written(writing: str) -> None:
+    with pytest.raises(InvalidRequest, match="writes a namespace"):
+        rendered("{% set ns = namespace(x=1) %}" + writing)
+
+
+def test_many_short_lists_and_calls_are_no_long_list() -> None:
+    source = (
+        "{% set ns = namespace(n=0) %}{% for i in range(9000) %}{% set a, b = (i, [i, {'x': i}]) %}"
+        "{% set ns.n = ns.n + 'x'.replace('x', 'yy').count('y') - 1 %}{% endfor %}{{ ns.n }}"
+    )
+    assert rendered(source) == "9000"
+
+
 def test_what_templates_do_is_allowed() -> None:
     source = (
         "{% macro role(m) %}{{ '<' + m.role ~ '>' }}{% endmacro %}"

@@ -12,9 +12,10 @@ may exceed the deadline by its own time.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from itertools import chain
 from typing import Any, NamedTuple
 
 from jinja2 import nodes
@@ -27,6 +28,13 @@ _TICKS_PER_CHECK = 64
 _DICT_ATTRIBUTES = frozenset(dir(dict))
 _TOTAL = 4
 """How many times the characters of its longest text a rendering may make in guarded operations."""
+_MAX_DEPTH = 256
+"""Levels of lists within lists: Python walks them with its C stack."""
+_MAX_CONTAINERS = 1 << 18
+_SHORT = 16
+"""Entries of a list without lists that is measured anew each time instead of being kept."""
+CHARS_OF_ITEM = 16
+"""What an entry of a list, or a number, counts for."""
 
 
 class TemplateLimits(NamedTuple):
@@ -55,6 +63,8 @@ class TemplateBudget:
         self.limits = limits
         self._left = _TOTAL * limits.chars
         self._num_ticks = 0
+        self._containers: dict[int, tuple[Any, int, int]] = {}
+        """By identity: containers (kept, so that no other one gets the identity), their characters and levels."""
         self._end = time.thread_time() + limits.cpu_s
 
     def tick(self) -> None:
@@ -77,6 +87,41 @@ class TemplateBudget:
         """
         if num_chars > self.limits.chars:
             raise LimitExceeded(f"makes a text of more than {self.limits.chars} characters")
+
+    def measure(self, value: Any, depth: int = 0) -> tuple[int, int]:
+        """Return the characters and the levels of a value, with whatever is in it as often as it is in it: a list that
+        has another one twice, which has another one twice, and so on, is short, but comparing two of them is not.
+
+        Args:
+            depth: levels around it.
+
+        Raises:
+            LimitExceeded: it is too long, too deep, or there are too many.
+        """
+        if isinstance(value, (str, bytes)):
+            return CHARS_OF_ITEM + len(value), 0
+        if not isinstance(value, (list, tuple, set, Mapping)):
+            return CHARS_OF_ITEM, 0
+        _, num_chars, levels = self._containers.get(id(value)) or self._walked(value, depth)
+        if depth + levels > _MAX_DEPTH:
+            raise LimitExceeded(f"makes lists within lists of more than {_MAX_DEPTH} levels")
+        return num_chars, levels
+
+    def _walked(self, value: Any, depth: int) -> tuple[Any, int, int]:
+        num_chars, levels = CHARS_OF_ITEM, 1
+        items = chain(value.keys(), value.values()) if isinstance(value, Mapping) else value
+        for item in items if depth < _MAX_DEPTH else ():
+            self.tick()
+            more, below = self.measure(item, depth + 1)
+            num_chars += more
+            levels = max(levels, below + 1)
+            self.check(num_chars)
+        measured = value, num_chars, levels
+        if levels > 1 or len(value) > _SHORT:
+            self._containers[id(value)] = measured
+            if len(self._containers) > _MAX_CONTAINERS:
+                raise LimitExceeded(f"makes more than {_MAX_CONTAINERS} lists of lists, or long ones")
+        return measured
 
     def spend(self, num_chars: int) -> None:
         """Count a value that is kept, perhaps, so that many long ones are refused, too.

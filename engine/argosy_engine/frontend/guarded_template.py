@@ -1,7 +1,8 @@
 """GuardedEnvironment: the sandbox for chat templates that come with requests.
 
 Such a template may be written to exhaust the server. Besides what `BoundedEnvironment` bounds, operators, filters and
-methods are checked before they make something long, and what they have made is counted.
+methods are checked before they make something long, and what they have made is counted. A list counts with all that is
+in it, since comparing two lists, or writing one, is a single step of Python that no deadline ends.
 
 Must not know: HTTP, requests. It is no boundary against code: that is Jinja's sandbox.
 """
@@ -17,20 +18,29 @@ from typing import Any
 from jinja2 import nodes
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.runtime import Context
+from jinja2.utils import Namespace
 
-from argosy_engine.frontend.bounded_template import BoundedEnvironment, LimitExceeded, current_budget
+from argosy_engine.frontend.bounded_template import (
+    CHARS_OF_ITEM,
+    BoundedEnvironment,
+    LimitExceeded,
+    current_budget,
+)
 
 _MAX_INT_BITS = 1 << 12
 _MAX_WIDTH = 1 << 12
 """Largest width that a text is padded to, and largest number of digits."""
-_CHARS_OF_ITEM = 16
-"""What an entry of a list, or a number, counts for."""
 _FORMAT_DANGERS = re.compile(r"\d{5}|%[^%a-zA-Z]*\*|:[^{}]*\{")
 """Widths in a format that are long, or are taken from its values."""
 _SIZED_FILTERS = frozenset(("batch", "center", "indent", "round", "slice", "tojson"))
 """Filters whose numbers determine the length of what they make."""
 _SIZED_METHODS = frozenset(("center", "expandtabs", "ljust", "rjust", "to_bytes", "zfill"))
-_WRITING_FILTERS = frozenset(("e", "escape", "join", "lower", "string", "tojson", "trim", "upper"))
+_WRITING_FILTERS = frozenset(
+    (
+        *("capitalize", "center", "e", "escape", "format", "indent", "join", "lower", "replace", "string"),
+        *("title", "tojson", "trim", "truncate", "upper", "urlencode"),
+    )
+)
 """Filters that write any value as text."""
 _LEFT_OUT = (
     *("filesizeformat", "forceescape", "pprint", "random", "striptags"),
@@ -46,6 +56,22 @@ class _Generator(CodeGenerator):
             self.visit(operand, frame)
             self.write(", ")
         self.write("))")
+
+    def visit_List(self, node: nodes.List, frame: Frame) -> None:  # noqa: N802
+        self.write("environment.contained(")
+        super().visit_List(node, frame)
+        self.write(")")
+
+    def visit_Tuple(self, node: nodes.Tuple, frame: Frame) -> None:  # noqa: N802
+        is_value = node.ctx == "load"  # others are names that are set
+        self.write("environment.contained(" if is_value else "")
+        super().visit_Tuple(node, frame)
+        self.write(")" if is_value else "")
+
+    def visit_Dict(self, node: nodes.Dict, frame: Frame) -> None:  # noqa: N802
+        self.write("environment.contained(")
+        super().visit_Dict(node, frame)
+        self.write(")")
 
 
 class GuardedEnvironment(BoundedEnvironment):
@@ -72,6 +98,13 @@ class GuardedEnvironment(BoundedEnvironment):
         _check(sum(map(len, texts)))
         return _spent("".join(texts))
 
+    def contained(self, value: Any) -> Any:
+        """Measure a list, tuple or object that the template writes out."""
+        budget = current_budget()
+        if budget is not None:
+            budget.measure(value)
+        return value
+
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         _check_operands(operator, left, right)
         return _spent(super().call_binop(context, operator, left, right))
@@ -80,6 +113,9 @@ class GuardedEnvironment(BoundedEnvironment):
         text = getattr(getattr(function, "__wrapped__", function), "__self__", None)
         if isinstance(text, (str, bytes, int)):
             args = _checked_method(getattr(function, "__name__", ""), text, args, kwargs)
+        budget = current_budget()
+        if budget is not None:  # macros and cyclers keep what they are called with together
+            budget.check(sum(budget.measure(each, 1)[0] for each in chain(args, kwargs.values())))
         return _spent(super().call(context, function, *args, **kwargs))
 
 
@@ -97,7 +133,8 @@ def _spent(value: Any) -> Any:
         if isinstance(value, (str, bytes)):
             budget.spend(len(value))
         elif isinstance(value, (list, tuple, dict, set)):
-            budget.spend(len(value) * _CHARS_OF_ITEM)
+            budget.measure(value)
+            budget.spend(len(value) * CHARS_OF_ITEM)
     return value
 
 
@@ -105,7 +142,7 @@ def _measured(value: Any) -> Any:
     """Check the length of a value as text, before it is written: lists may contain one another many times.
 
     Raises:
-        LimitExceeded: it is too long.
+        LimitExceeded: it is too long, or contains a namespace.
     """
     budget = current_budget()
     if isinstance(value, (str, int, float)) or budget is None:
@@ -113,9 +150,11 @@ def _measured(value: Any) -> Any:
     num_chars, left = 0, [value]
     while left:
         item = left.pop()
-        num_chars += len(item) if isinstance(item, (str, bytes)) else _CHARS_OF_ITEM
+        num_chars += len(item) if isinstance(item, (str, bytes)) else CHARS_OF_ITEM
         budget.tick()
         budget.check(num_chars)
+        if isinstance(item, Namespace):
+            raise LimitExceeded("writes a namespace, which has no text")
         if isinstance(item, Mapping):
             left += chain(item.keys(), item.values())
         elif isinstance(item, (list, tuple, set)):
@@ -143,7 +182,7 @@ def _check_operands(operator: str, left: Any, right: Any) -> None:
     elif operator == "*":
         for values, count in ((left, right), (right, left)):
             if isinstance(values, (str, bytes, list, tuple)) and isinstance(count, int):
-                size = 1 if isinstance(values, (str, bytes)) else _CHARS_OF_ITEM
+                size = 1 if isinstance(values, (str, bytes)) else CHARS_OF_ITEM
                 _check(len(values) * size * max(count, 0))
     elif operator == "+" and isinstance(left, (str, bytes)) and isinstance(right, (str, bytes)):
         _check(len(left) + len(right))
@@ -199,7 +238,7 @@ def _checked_parts(parts: Any, num_between: int) -> list[Any]:
     num_chars = 0
     for value in values:
         _measured(value)
-        num_chars += num_between + (len(value) if isinstance(value, (str, bytes)) else _CHARS_OF_ITEM)
+        num_chars += num_between + (len(value) if isinstance(value, (str, bytes)) else CHARS_OF_ITEM)
         _check(num_chars)
     return values
 
