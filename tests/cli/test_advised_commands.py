@@ -31,9 +31,9 @@ ADVICE = sorted(
     if path.is_file() and path.parent.name not in ("decisions", "log")  # these describe the past
 )
 KUBECTL = {
-    "annotate", "api-resources", "apply", "config", "cordon", "create", "delete", "describe", "drain", "edit",
-    "events", "exec", "argosy", "explain", "get", "kustomize", "label", "logs", "patch", "port-forward", "rollout",
-    "scale", "set", "top", "uncordon", "wait",
+    "annotate", "api-resources", "apply", "config", "cordon", "create", "debug", "delete", "describe", "drain",
+    "edit", "events", "exec", "argosy", "explain", "get", "kustomize", "label", "logs", "patch", "port-forward",
+    "rollout", "scale", "set", "top", "uncordon", "wait",
 }  # fmt: skip
 _ARGOSY = re.compile(r"(?:`|^\s*\$?\s*)argosy ([a-z][a-z-]*)(?=[\s`])", re.MULTILINE)
 _KUBECTL = re.compile(
