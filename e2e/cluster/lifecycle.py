@@ -35,6 +35,8 @@ from cluster.kubectl import Helm, Kubectl
 from cluster.settings import NodeSettings, Settings
 from cluster.shell import ClusterError, find, remove_tree, run, say
 
+ENDING_S = 30
+"""How long processes of a node that was killed may take to end."""
 JOINED_TAINT = "argosy-e2e=joined:NoSchedule"
 
 
@@ -276,13 +278,22 @@ def _take_down(settings: Settings, *, purge: bool) -> None:
 def _refuse_strangers(settings: Settings) -> None:
     """Living processes in a namespace of ours, but no record: a run with another state folder."""
     for each in settings.possible_nodes:
-        if Path(f"/run/netns/{each.netns}").exists():
-            pids = run("ip", "netns", "pids", each.netns, check=False).stdout.split()
-            if pids:
-                raise ClusterError(
-                    f"processes {' '.join(pids[:5])} run in the network namespace {each.netns}, unknown to "
-                    f"{settings.state}: take that cluster down with the ARGOSY_E2E_STATE it was started with"
-                )
+        if Path(f"/run/netns/{each.netns}").exists() and (pids := _staying(each)):
+            raise ClusterError(
+                f"processes {' '.join(pids[:5])} run in the network namespace {each.netns}, unknown to "
+                f"{settings.state}: take that cluster down with the ARGOSY_E2E_STATE it was started with"
+            )
+
+
+def _staying(each: NodeSettings) -> list[str]:
+    """Ids of the processes that stay in a node's network namespace. Those of a node that was killed a moment ago may
+    still be ending, which takes long on a busy machine: a large one gives its memory back first."""
+    deadline = time.monotonic() + ENDING_S
+    while (pids := run("ip", "netns", "pids", each.netns, check=False).stdout.split()) and (
+        time.monotonic() < deadline
+    ):
+        time.sleep(0.05)
+    return pids
 
 
 @contextmanager
