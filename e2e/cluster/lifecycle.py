@@ -10,7 +10,7 @@ import fcntl
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -33,7 +33,7 @@ from cluster import (
 )
 from cluster.kubectl import Helm, Kubectl
 from cluster.settings import NodeSettings, Settings
-from cluster.shell import ClusterError, find, remove_tree, run, say
+from cluster.shell import ClusterError, find, poll, remove_tree, run, say
 
 ENDING_S = 30
 """How long processes of a node that was killed may take to end."""
@@ -278,22 +278,22 @@ def _take_down(settings: Settings, *, purge: bool) -> None:
 def _refuse_strangers(settings: Settings) -> None:
     """Living processes in a namespace of ours, but no record: a run with another state folder."""
     for each in settings.possible_nodes:
-        if Path(f"/run/netns/{each.netns}").exists() and (pids := _staying(each)):
+        if not Path(f"/run/netns/{each.netns}").exists():
+            continue
+        # Those of a node that was killed a moment ago may still be ending: a large one gives its memory back first.
+        with suppress(ClusterError):
+            poll(
+                f"the end of {each.name}'s processes", lambda each=each: not _pids_in(each), timeout=ENDING_S
+            )
+        if pids := _pids_in(each):
             raise ClusterError(
                 f"processes {' '.join(pids[:5])} run in the network namespace {each.netns}, unknown to "
                 f"{settings.state}: take that cluster down with the ARGOSY_E2E_STATE it was started with"
             )
 
 
-def _staying(each: NodeSettings) -> list[str]:
-    """Ids of the processes that stay in a node's network namespace. Those of a node that was killed a moment ago may
-    still be ending, which takes long on a busy machine: a large one gives its memory back first."""
-    deadline = time.monotonic() + ENDING_S
-    while (pids := run("ip", "netns", "pids", each.netns, check=False).stdout.split()) and (
-        time.monotonic() < deadline
-    ):
-        time.sleep(0.05)
-    return pids
+def _pids_in(node: NodeSettings) -> list[str]:
+    return run("ip", "netns", "pids", node.netns, check=False).stdout.split()
 
 
 @contextmanager
