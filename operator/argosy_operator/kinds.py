@@ -71,3 +71,9 @@ def object_name(obj: Mapping[str, Any]) -> Name:
     """Namespace and name of an object."""
     metadata = obj["metadata"]
     return metadata.get("namespace", ""), metadata["name"]
+
+
+def controller_of(obj: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The owner reference of what controls an object; empty if nothing does."""
+    owners = obj["metadata"].get("ownerReferences", ())
+    return next((owner for owner in owners if owner.get("controller")), {})

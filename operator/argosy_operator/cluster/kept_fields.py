@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from argosy_operator.kinds import INFERENCE_SERVICES, PODS, STATEFUL_SETS, Kind, Object
+from argosy_operator.kinds import INFERENCE_SERVICES, PODS, STATEFUL_SETS, Kind, Object, controller_of
 from argosy_operator.names import NODE_TEMPLATE_ANNOTATION
 from argosy_operator.observed.pod import DELETION_COST_ANNOTATION, NODE_TEMPLATE_HASH_ENV
 from argosy_resource.types import GROUP, KIND
@@ -104,9 +104,7 @@ def _child(kind: Kind, obj: Object) -> Object:
 
 def _is_controlled(kind: Kind, obj: Object) -> bool:
     """Whether a service, or the pod of a replica, controls the object."""
-    owners = obj["metadata"].get("ownerReferences", ())
-    owner: Object = next((each for each in owners if each.get("controller")), {})
-    return bool(owner.get("kind") == ("Pod" if kind is STATEFUL_SETS else KIND))
+    return bool(controller_of(obj).get("kind") == ("Pod" if kind is STATEFUL_SETS else KIND))
 
 
 def _service(obj: Object) -> Object:

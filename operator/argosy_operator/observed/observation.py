@@ -12,7 +12,7 @@ from typing import Any, Final
 import msgspec
 from msgspec import Struct
 
-from argosy_operator.kinds import BUDGETS, DEPLOYMENTS, SERVICES, STATEFUL_SETS, Kind, Name
+from argosy_operator.kinds import BUDGETS, DEPLOYMENTS, SERVICES, STATEFUL_SETS, Kind, Name, controller_of
 from argosy_operator.observed.pod import Pod
 from argosy_operator.observed.scaler import Scalers
 from argosy_operator.observed.service_load import ServiceLoad
@@ -87,5 +87,4 @@ def is_owned(obj: Object, service: InferenceService) -> bool:
 
 def controller_uid(obj: Object) -> str | None:
     """UID of the object that controls this one; None if none does."""
-    owners = obj["metadata"].get("ownerReferences", ())
-    return next((owner["uid"] for owner in owners if owner.get("controller")), None)
+    return controller_of(obj).get("uid")

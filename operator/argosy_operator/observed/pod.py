@@ -12,7 +12,7 @@ from typing import Any, Final
 import msgspec
 from msgspec import Struct
 
-from argosy_operator.kinds import DEPLOYMENTS, STATEFUL_SETS
+from argosy_operator.kinds import DEPLOYMENTS, STATEFUL_SETS, controller_of
 from argosy_operator.names import (
     CANARY_TRACK,
     LEADER_LABEL,
@@ -214,16 +214,15 @@ def read_pod(obj: Object) -> Pod:
         address=status.get("podIP") or "",
         deadline=metadata.get("deletionTimestamp") or "",
         leader=metadata.get("labels", {}).get(LEADER_LABEL, ""),
-        stateful_set=_controller(metadata, STATEFUL_SETS.api_version, STATEFUL_SETS.name),
-        replica_set=_controller(metadata, DEPLOYMENTS.api_version, "ReplicaSet"),
+        stateful_set=_controller(obj, STATEFUL_SETS.api_version, STATEFUL_SETS.name),
+        replica_set=_controller(obj, DEPLOYMENTS.api_version, "ReplicaSet"),
         node_template=_node_template(metadata, spec),
     )
 
 
-def _controller(metadata: Object, api_version: str, kind: str) -> str:
+def _controller(obj: Object, api_version: str, kind: str) -> str:
     """Name of the pod's controller, if it is of this kind; else empty."""
-    owners = metadata.get("ownerReferences", ())
-    owner: Object = next((each for each in owners if each.get("controller")), {})
+    owner = controller_of(obj)
     is_one = (owner.get("apiVersion"), owner.get("kind")) == (api_version, kind)
     return owner["name"] if is_one else ""
 
