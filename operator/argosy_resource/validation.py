@@ -133,16 +133,16 @@ def validate_manifest(document: object, *, default_namespace: str = "default") -
 
 
 def _plain_copy(document: dict[str, Any], resource: str) -> dict[str, Any]:
-    """A copy of plain JSON values; the caller's document stays as it is. 4.0 becomes 4, as in the JSON of kubectl."""
+    """A copy of plain JSON values; the caller's document stays as it is. 4.0 becomes 4, as in the JSON of kubectl.
+
+    Raises:
+        ManifestError: there is something else in it: !!binary, half a surrogate pair, an alias within its own anchor.
+    """
     try:
         copy: dict[str, Any] = json.loads(
             json.dumps(document, ensure_ascii=False).encode(), parse_float=_number
         )
-    except (
-        TypeError,
-        ValueError,
-        RecursionError,
-    ) as error:  # !!binary, half a surrogate pair, an alias within its own anchor
+    except (TypeError, ValueError, RecursionError) as error:
         raise ManifestError((FieldError("", f"not what JSON can say: {error}"),), resource) from error
     return copy
 
