@@ -17,6 +17,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from argosy_protocol.fleet import RoutingPolicy
+from argosy_protocol.program.browser_origins import origins_problem
 from argosy_protocol.program.flags import Flag
 
 MAX_WAIT_S = 3600.0
@@ -389,6 +390,14 @@ class RouterConfig:
         Meta(description="refuse to serve an address that is not loopback without API keys"),
         Flag(group=_ACCESS),
     ] = True
+    allowed_origins: Annotated[
+        tuple[Annotated[str, Meta(max_length=2048)], ...],
+        Meta(
+            max_length=1024,
+            description='JSON list of the origins whose pages in browsers may call the OpenAI endpoint; ["*"]: all',
+        ),
+        Flag(group=_ACCESS, metavar="ORIGINS", is_json=True, default="none"),
+    ] = ()
     ssl_certfile: Annotated[
         Path | None,
         Meta(description="certificate chain; both ports then serve HTTPS"),
@@ -530,6 +539,8 @@ class RouterConfig:
             )
         if "" in self.api_keys:
             raise ConfigError("an --api-key must not be empty")
+        if problem := origins_problem(self.allowed_origins):
+            raise ConfigError(problem)
         has_keys = bool(self.api_keys) or self.api_keys_file is not None
         if not has_keys and self.host not in LOOPBACK and self.auth:
             raise ConfigError(

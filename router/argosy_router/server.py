@@ -36,6 +36,7 @@ from argosy_router.discovery.static import StaticDiscovery
 from argosy_router.fleet.fleet import Fleet, FleetSnapshot
 from argosy_router.fleet.key_rotation import KeyRotation
 from argosy_router.flow_control.controller import FlowController
+from argosy_router.http.cross_origin import CrossOrigin
 from argosy_router.http.deadlines import TICK_S, TimerWheel
 from argosy_router.http.server_connection import ServerConnection, ServerState
 from argosy_router.http.tls import ServerTls, UpstreamTls
@@ -163,6 +164,7 @@ class Router:
             self.requests,
             self.accounting,
             self._keys.table,
+            cross_origin=CrossOrigin(config.allowed_origins),
             tracer=self._tracer,
             # Only the documented default may be disclosed; another port may have been chosen to stay unknown.
             admin_port=config.admin_port if config.admin_port == DEFAULT_ADMIN_PORT else None,

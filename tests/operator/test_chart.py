@@ -237,6 +237,29 @@ def test_load_balancers_in_front_are_told_to_the_router(networks: Any, is_valid:
 
 
 @pytest.mark.parametrize(
+    ("origins", "is_valid"),
+    [
+        (["https://chat.example.com", "http://localhost:3000", "null", "*"], True),
+        (["chat.example.com"], False),
+        (["https://chat.example.com/"], False),
+        (['https://a"b'], False),
+        ("*", False),
+    ],
+    ids=str,
+)
+def test_origins_of_web_pages_are_told_to_the_router(origins: Any, is_valid: bool) -> None:
+    values = VALUES | {"router": VALUES["router"] | {"allowedOrigins": origins}}
+    assert jsonschema.Draft202012Validator(SCHEMA).is_valid(values) is is_valid
+    if is_valid:
+        flag = f"--allowed-origins={json.dumps(origins)}"
+        read = config_of(build_parser().parse_args(["--replica", "http://a:1", flag]), {})
+        read.check()
+        assert list(read.allowed_origins) == origins
+    text = (CHART / "templates" / "router.yaml").read_text()
+    assert '- {{ printf "--allowed-origins=%s" (toJson .) | quote }}\n' in text
+
+
+@pytest.mark.parametrize(
     ("storage", "is_valid"),
     [
         ({"volume": {"persistentVolumeClaim": {"claimName": "batches"}}}, True),

@@ -9,6 +9,7 @@ from msgspec import Meta, Struct
 
 from argosy_engine.api.http.http_protocol import HttpLimits
 from argosy_engine.api.http.tls import CertificateFiles
+from argosy_protocol.program.browser_origins import origins_problem
 from argosy_protocol.program.flags import Flag, InvalidValue
 
 ITERATION_TIMEOUT_S = 120.0
@@ -36,7 +37,6 @@ ImportPaths = Annotated[
     Meta(max_length=64),
     Flag(is_repeatable=True),
 ]
-_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#\s,A-Z]+")
 _HTTP_TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
 
@@ -236,12 +236,8 @@ class ServerArgs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 "--otlp-traces-endpoint must be an http:// or https:// URL, such as http://collector:4318: spans are "
                 "sent by OTLP over HTTP, not by gRPC"
             )
-        for origin in self.allowed_origins:
-            if _ORIGIN.fullmatch(origin) is None:
-                raise InvalidValue(
-                    f"--allowed-origins: {origin[:128]!r} is no origin as browsers send it: write "
-                    'scheme://host or scheme://host:port in small letters, without a path, or "*"'
-                )
+        if problem := origins_problem(self.allowed_origins):
+            raise InvalidValue(problem)
         for flag, names in (
             ("allowed-methods", self.allowed_methods),
             ("allowed-headers", self.allowed_headers),

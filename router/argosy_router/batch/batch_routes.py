@@ -55,7 +55,8 @@ class BatchRoutes:
     def on_head(self, request: Request, account: Account) -> bool:
         if (request.method, request.path) != (b"POST", b"/v1/files"):
             return request.method == b"POST" and request.path == b"/v1/batches"
-        if request.header(b"sec-fetch-site") == b"cross-site":  # a browser asks nobody before it sends a form
+        # A browser asks nobody before it sends a form.
+        if request.header(b"sec-fetch-site") == b"cross-site" and not request.is_from_allowed_page:
             raise Forbidden("files cannot be uploaded by a web page of another site")
         boundary = boundary_of(request.header(b"content-type") or b"")
         length = request.header(b"content-length") or b"0"  # digits: the reader has checked it

@@ -135,6 +135,8 @@ class GatewayRequest:
             raise HeadersTooLarge("request headers are too large")
         if any(not _ONE_LINE.fullmatch(value) for _, value in headers):
             raise BadRequest("a header's value has control characters")
+        if self._request.method == b"OPTIONS":
+            raise BadRequest("browsers' preflight requests are the gateway's to answer: configure CORS there")
 
     def feed(self, data: bytes) -> None:
         """Take a piece of the body; `decided` is done if the request is refused."""

@@ -10,6 +10,7 @@ Offers of other protocols (`Upgrade`) are ignored.
     request_reader       parses and checks the requests of a connection
     connection_limit     how many clients may be connected, and which connections close to admit others
     body_memory          bound on the memory of request bodies, and shares of it
+    cross_origin         which web pages may read answers, by the headers for browsers
     read_coalescing      one turn of the event loop per interval while many streams send
     tls, tls_listener    certificates that are reloaded; handshakes within the connection limit
     upstream_connection  one connection to a replica: requests, deadlines, responses

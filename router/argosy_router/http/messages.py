@@ -59,10 +59,12 @@ class Request:
 
     __slots__ = (
         "account",
+        "answer_lines",
         "body",
         "body_bytes",
         "grant",
         "headers",
+        "is_from_allowed_page",
         "is_http10",
         "keep_alive",
         "method",
@@ -89,6 +91,10 @@ class Request:
         a client that cannot be told from others."""
         self.grant: object = None
         """The application's own result of authorizing the head; None if it granted nothing."""
+        self.answer_lines = b""
+        """Header lines that the application wants in every answer to this request, whoever gives it."""
+        self.is_from_allowed_page = False
+        """Whether a web page sent it that may, by its origin."""
         self.sink: BodySink | None = None
         """Set by the application to get the body in pieces; `body` then stays empty."""
 

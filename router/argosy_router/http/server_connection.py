@@ -373,7 +373,7 @@ class ServerConnection(asyncio.Protocol):
             b"%b%bcontent-length: %d\r\nconnection: close\r\n\r\n%b"
             % (
                 status_line(error.http_status),
-                lines,
+                lines if request is None else lines + request.answer_lines,
                 len(body),
                 b"" if request is not None and request.method == b"HEAD" else body,
             )
@@ -424,6 +424,7 @@ class ServerConnection(asyncio.Protocol):
         """Write a whole response. `headers` are rendered lines without length, connection and the empty line."""
         request = self.request
         assert request is not None
+        headers += request.answer_lines
         close = b"" if self._keeps_alive() else b"connection: close\r\n"
         if request.method == b"HEAD":
             head = b"%b%bcontent-length: %d\r\n%b\r\n" % (status_line(status), headers, len(body), close)
@@ -438,6 +439,7 @@ class ServerConnection(asyncio.Protocol):
         """Start a response of unknown length with its first bytes."""
         request = self.request
         assert request is not None
+        headers += request.answer_lines
         self._is_chunked = not request.is_http10
         if self._is_chunked:
             close = b"" if self._keeps_alive() else b"connection: close\r\n"

@@ -2,7 +2,8 @@
 
 Owns: which path answers what, and to whom.
 Must not know: HTTP framing, how a generation request is handled.
-Invariant: deny by default: if there are keys, only `/health`, `/ping`, `/ready` and `/version` answer without one.
+Invariant: deny by default: if there are keys, only `/health`, `/ping`, `/ready` and `/version` answer without one, and
+a browser that asks whether a page of an allowed origin may send a request.
 Other requests without a key are refused before their body is read, and an unknown path answers 401 before 404.
 Paths are compared as received, never normalised.
 """
@@ -25,6 +26,7 @@ from argosy_router.auth.accounts import ANONYMOUS, BACKGROUND_PRIORITY, Account
 from argosy_router.auth.key_table import KeyTable
 from argosy_router.fleet.fleet import Fleet
 from argosy_router.fleet.service import Service
+from argosy_router.http.cross_origin import CrossOrigin
 from argosy_router.http.messages import Request
 from argosy_router.http.server_interface import Client
 from argosy_router.metrics.registry import CONTENT_TYPE
@@ -89,6 +91,7 @@ class RouterApplication:
         accounting: RequestAccounting,
         keys: KeyTable,
         *,
+        cross_origin: CrossOrigin,
         tracer: Tracer | None = None,
         admin_port: int | None = None,
     ) -> None:
@@ -98,6 +101,7 @@ class RouterApplication:
         self._requests = requests
         self._accounting = accounting
         self._keys = keys
+        self._cross_origin = cross_origin
         self._tracer = tracer
         self._created = int(time.time())
         self.is_draining = False
@@ -123,7 +127,9 @@ class RouterApplication:
 
     def on_head(self, request: Request) -> bool:
         """Reject unauthenticated requests before reading the body."""
-        if request.path in self._public:
+        request.answer_lines = self._cross_origin.answer_lines(request)
+        request.is_from_allowed_page = self._cross_origin.allows(request)
+        if request.path in self._public or self._cross_origin.is_preflight(request):
             return False
         account = self._keys.authenticate(request.header(b"authorization"), request.header(b"x-api-key"))
         request.grant = account
@@ -201,6 +207,10 @@ class RouterApplication:
 
     def _route(self, client: Client, request: Request, request_id: bytes) -> None:
         path = request.path
+        if self._cross_origin.is_preflight(request):
+            lines = self._cross_origin.preflight_lines(request)
+            client.respond(200, lines + b"x-request-id: %b\r\n" % request_id, b"")
+            return
         responder = self._public.get(path)
         if responder is None:
             account = request.grant
