@@ -73,6 +73,27 @@ def test_an_output_decoded_at_once_is_the_one_decoded_token_by_token(
     assert whole.update(ids, is_last=True) == "".join(pieces) + stepwise.update([], is_last=True)
 
 
+@settings(max_examples=400, deadline=None)
+@given(
+    texts=st.lists(st.text(max_size=6) | st.sampled_from(["<|im_end|>", "\ufffd", " 🌍", "é", " the sea"])),
+    ids=st.none() | st.lists(st.integers(0, 1023), max_size=8),
+    cut=st.integers(0, 3),
+    skips=st.booleans(),
+)
+def test_tokens_have_the_texts_that_the_decoder_of_the_library_gives(
+    tokenizer: Tokenizer, texts: list[str], ids: list[int] | None, cut: int, skips: bool
+) -> None:
+    context = tokenizer.encode("say the sea", add_special_tokens=False).ids
+    if ids is None:
+        ids = [each for text in texts for each in tokenizer.encode(text, add_special_tokens=False).ids[cut:]]
+    detokenizer = IncrementalDetokenizer(tokenizer, SamplingParams(skip_special_tokens=skips), context)
+    stream = DecodeStream(ids=context, skip_special_tokens=skips)
+    for token_id in ids:
+        assert detokenizer.update([token_id], is_last=False) == (
+            stream.step(tokenizer.backend, token_id) or ""
+        )
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     words=st.lists(st.sampled_from(["The sea", " lantern", "世界", " 🌍", "é", " was"]), min_size=2),

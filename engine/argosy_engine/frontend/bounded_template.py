@@ -44,9 +44,11 @@ class TemplateLimits(NamedTuple):
     """Processor time of its thread, so that no template fails because the server is busy."""
     chars: int
     """Characters of the prompt, and of each text on the way to it."""
+    is_trusted: bool = False
+    """Whether its time counts from the first look at the clock on, so that a short rendering needs none."""
 
 
-MODEL_LIMITS = TemplateLimits(cpu_s=10.0, chars=1 << 27)
+MODEL_LIMITS = TemplateLimits(cpu_s=10.0, chars=1 << 27, is_trusted=True)
 """Of the model's own template. Bodies have 32 MB, and a template repeats what they say a few times at most."""
 REQUEST_LIMITS = TemplateLimits(cpu_s=2.0, chars=1 << 26)
 """Of a template that comes with a request."""
@@ -65,7 +67,8 @@ class TemplateBudget:
         self._num_ticks = 0
         self._containers: dict[int, tuple[Any, int, int]] = {}
         """By identity: containers (kept, so that no other one gets the identity), their characters and levels."""
-        self._end = time.thread_time() + limits.cpu_s
+        self._end = 0.0 if limits.is_trusted else time.thread_time() + limits.cpu_s
+        """Zero before the clock has been looked at."""
 
     def tick(self) -> None:
         """
@@ -77,7 +80,10 @@ class TemplateBudget:
         if self._num_ticks % _TICKS_PER_CHECK:
             return
         stop_if_abandoned()
-        if time.thread_time() > self._end:
+        now = time.thread_time()
+        if not self._end:
+            self._end = now + self.limits.cpu_s
+        elif now > self._end:
             raise LimitExceeded(f"takes more than {self.limits.cpu_s:g} seconds of processor time")
 
     def check(self, num_chars: int) -> None:
@@ -192,7 +198,10 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             # The name is written into the code as it is; a call of Jinja's would pass the sandbox, each time.
             call = nodes.EnvironmentAttribute("tick()")
             block.body.insert(0, nodes.ExprStmt(call, lineno=block.lineno))
-        return self.from_string(tree)
+        template = self.from_string(tree)
+        # Jinja has a chain of mappings there, which each rendering would walk in Python.
+        template.globals = dict(template.globals)
+        return template
 
     def concat(self, pieces: Iterable[str]) -> str:
         """Join what the template, a macro or a block puts out."""

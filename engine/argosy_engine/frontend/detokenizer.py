@@ -6,6 +6,7 @@ calls.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 from tokenizers.decoders import DecodeStream
@@ -32,7 +33,9 @@ class IncrementalDetokenizer:
         self._params = params
         self._prompt_token_ids = prompt_token_ids
         self._stream: DecodeStream | None = None
-        """Made when the first tokens are decoded one by one."""
+        """Made when a token comes whose text only decoding can tell; from then on it decodes every token."""
+        self._shown: deque[int] | None = None
+        """The last tokens before it, the prompt's included; None until the first token."""
         # Characters that could still become the beginning of a stop string are held back.
         self._hold_back = (
             0
@@ -112,7 +115,11 @@ class IncrementalDetokenizer:
 
     def _decoded(self, token_id: int) -> str:
         if self._stream is None:
-            self._stream = self._new_stream(_context(self._tokenizer, self._prompt_token_ids))
+            text = self._known(token_id)
+            if text is not None:
+                return text
+            shown = self._prompt_token_ids if self._shown is None else list(self._shown)
+            self._stream = self._new_stream(_context(self._tokenizer, shown))
         try:
             return self._stream.step(self._tokenizer.backend, token_id) or ""
         except Exception as error:
@@ -122,6 +129,20 @@ class IncrementalDetokenizer:
                 raise
             self._stream = self._new_stream(())
             return self._stream.step(self._tokenizer.backend, token_id) or ""
+
+    def _known(self, token_id: int) -> str | None:
+        """Return a token's text where decoding would find the same: of whole characters, after whole characters."""
+        shown = self._shown
+        if shown is None:
+            context = self._prompt_token_ids[-_MAX_PRIMING_TOKENS:]
+            if self._joined or self._tokenizer.text_after(context, (), skip_special_tokens=False) is None:
+                return None
+            self._shown = shown = deque(context, _MAX_PRIMING_TOKENS)
+        text = self._tokenizer.whole_text(token_id)
+        if text is None:
+            return None
+        shown.append(token_id)
+        return "" if self._skips_special_tokens and token_id in self._tokenizer.special_ids else text
 
     def _new_stream(self, ids: Sequence[int]) -> DecodeStream:
         return DecodeStream(ids=list(ids), skip_special_tokens=self._skips_special_tokens)

@@ -109,6 +109,7 @@ class Tokenizer:
         self._words = WordCache.of(self.backend)
         self._decoder_steps = _types(json.loads(decoder.__getstate__())) if decoder is not None else set()
         self._pieces = _BytePieces(self) if self._decoder_steps == {"ByteLevel"} else None
+        self._texts = None if self._pieces is None else _WholeTexts(self._pieces)
 
     @property
     def added_tokens(self) -> frozenset[str]:
@@ -192,6 +193,11 @@ class Tokenizer:
             return None
         return None if "\ufffd" in text or "\ufffd" in before else text
 
+    def whole_text(self, token_id: int) -> str | None:
+        """Return the text that a token of a byte-level tokenizer adds to text that ends with a whole character; None if
+        only decoding can tell it, as of `text_after`."""
+        return None if self._texts is None else self._texts[token_id]
+
     def token_strs(self, ids: Sequence[int]) -> list[str]:
         """Return the tokens as spelled in the vocabulary; empty for an id without a token."""
         return [self.backend.id_to_token(token_id) or "" for token_id in ids]
@@ -240,6 +246,22 @@ class _BytePieces(dict[int, bytes]):
             piece = bytes(alphabet[char] for char in token)
         self[token_id] = piece
         return piece
+
+
+class _WholeTexts(dict[int, str | None]):
+    """The texts of tokens whose bytes are whole characters, by tokens; None for others."""
+
+    def __init__(self, pieces: _BytePieces) -> None:
+        super().__init__()
+        self._pieces = pieces
+
+    def __missing__(self, token_id: int) -> str | None:
+        try:
+            text = self._pieces[token_id].decode()
+        except ValueError:
+            return None  # not kept: ids without a token have no bound
+        self[token_id] = found = None if "\ufffd" in text else text
+        return found
 
 
 @lru_cache(maxsize=1)
