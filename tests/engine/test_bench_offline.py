@@ -65,7 +65,7 @@ def test_latency_times_each_iteration(
 @pytest.mark.parametrize(
     ("command", "flags", "error"),
     [
-        (bench_latency, ["--model", "/nowhere"], "/nowhere has no config.json"),
+        (bench_latency, ["--model", "/nowhere"], "/nowhere is no directory"),
         (bench_latency, [*ENGINE, "--disable-detokenize"], "is not supported: outputs always become text"),
         (bench_latency, [], "give a model: ORG/NAME, a directory or builtin://tiny"),
         (bench_latency, [*ENGINE, "--batch-size", "0"], "--batch-size: must be a whole number from 1"),

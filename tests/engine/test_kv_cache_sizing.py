@@ -198,7 +198,7 @@ def test_doctor_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor(["builtin://tiny", "--device", "cpu", "--kv-cache-memory-bytes", "1M"]) == 1
     assert "use --max-model-len " in capsys.readouterr().out
     assert doctor(["/nonexistent"]) == 2
-    assert "has no config.json" in capsys.readouterr().err
+    assert "is no directory" in capsys.readouterr().err
 
 
 def test_doctor_imports_no_torch() -> None:

@@ -172,7 +172,7 @@ def test_a_directory_wins_over_a_repository_of_its_name(tmp_path: Path) -> None:
     [
         ("ftp://host/x", "must begin with one of hf://"),
         ("hf://a/b/c", "must be hf://ORG/NAME"),
-        ("gpt2", "has no config.json; .* hf://ORG/NAME .*: openai-community/gpt2"),
+        ("gpt2", "is no directory; .* hf://ORG/NAME .*: openai-community/gpt2"),
         ("hf://gpt2", "gpt2 is openai-community/gpt2"),
         ("acme/missing", "hf://acme/missing: no such repository"),
         ("pvc://claim/x", "is not on this machine"),

@@ -531,7 +531,7 @@ def test_no_orphan_core_after_the_server_is_killed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        (["/nonexistent"], "has no config.json"),
+        (["/nonexistent"], "is no directory"),
         (["builtin://huge"], "unknown built-in model 'huge'; there is: tiny"),
         (["builtin://tiny", "--max-model-len", "100000"], "exceeds the model's 4096 positions"),
         (["builtin://tiny", "--max-model-lenn", "100"], "did you mean --max-model-len?"),

@@ -20,7 +20,7 @@ def resolve_model(source: str) -> Path:
     """Return the model's directory, which has a config.json.
 
     Raises:
-        ConfigError: unknown scheme or built-in name, or the directory has no config.json.
+        ConfigError: unknown scheme or built-in name, no directory, or one without a config.json.
     """
     scheme, separator, rest = source.partition("://")
     if separator and scheme == "builtin":
@@ -39,7 +39,7 @@ def resolve_model(source: str) -> Path:
             "" if "/" in source else ", where old names have an organisation too: openai-community/gpt2"
         )
         raise ConfigError(
-            f"model {source!r}: {path} has no config.json; give a directory in Hugging Face's layout, "
+            f"model {source!r}: {path} {'has no config.json' if path.is_dir() else 'is no directory'}; give a directory in Hugging Face's layout, "
             f"or hf://ORG/NAME for a repository of the hub{old_name}"
         )
     return path

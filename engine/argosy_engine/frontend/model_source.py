@@ -53,6 +53,7 @@ def local_model(args: EngineArgs, display: ProgressDisplay | None = None) -> Ite
     """
     uri = _uri(args)
     if not uri.is_remote:
+        resolve_model(args.model)  # a wrong path is told before torch is imported
         yield args
         return
     with display or progress_display() as progress:
@@ -70,6 +71,7 @@ async def local_model_async(
     """As `local_model`, while the event loop goes on. Cancelling it ends the fetch, which the next one continues."""
     uri = _uri(args)
     if not uri.is_remote:
+        resolve_model(args.model)  # a wrong path is told before torch is imported
         yield args
         return
     with display or progress_display() as progress:
