@@ -2,7 +2,8 @@
 
     python conformance/vllm_sdist.py DIRECTORY
 
-Prints the directory of the distribution, which is fetched once. The exit code is 75 if the index cannot be reached.
+Prints the directory of the distribution, which is fetched once. The exit code is 75 if the index cannot be reached,
+answers that it is busy or broken, or ends an answer early.
 Must not know: which tests are run. Invariant: nothing is unpacked but an archive with the digest below.
 """
 
@@ -36,7 +37,7 @@ def fetched(directory: Path, index: str, sha256: str = SHA256) -> Path:
         sha256: digest of the archive.
 
     Raises:
-        OSError: the index cannot be reached.
+        OSError: the index cannot be reached, or not now.
         ValueError: it has no such archive.
     """
     target = directory / f"vllm-{VERSION}"
@@ -65,12 +66,15 @@ def _url(index: str, sha256: str) -> str:
 def _download(url: str, path: Path, sha256: str) -> None:
     digest, size = hashlib.sha256(), 0
     with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer, path.open("wb") as file:
+        length = answer.headers["Content-Length"]
         while piece := answer.read(1 << 20):
             size += len(piece)
             if size > MAX_BYTES:
                 raise ValueError(f"{url} has more than {MAX_BYTES} bytes")
             digest.update(piece)
             file.write(piece)
+    if length is not None and size < int(length):  # pieces are read without an error
+        raise ConnectionError(f"{url}: the connection ended after {size} of {length} bytes")
     if digest.hexdigest() != sha256:
         raise ValueError(f"{url} has the SHA-256 digest {digest.hexdigest()}, not {sha256}")
 
@@ -86,9 +90,9 @@ def main() -> int:
     index = os.environ.get("PIP_INDEX_URL", "https://pypi.org/simple")
     try:
         print(fetched(Path(sys.argv[1]), index))
-    except urllib.error.HTTPError as error:
-        sys.exit(f"{error.url}: {error}")
     except OSError as error:
+        if isinstance(error, urllib.error.HTTPError) and not (error.code == 429 or error.code >= 500):
+            sys.exit(f"{error.url}: {error}")
         print(f"{index} cannot be reached ({error}): vLLM's tests are not run", file=sys.stderr)
         return UNREACHABLE
     except ValueError as error:

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from processes import free_port
+from scripted_http import Asked, Reply, ScriptedHttp
 from vllm_sdist import UNREACHABLE, VERSION, fetched
 
 PROGRAM = Path(__file__).resolve().parent.parent / "conformance" / "vllm_sdist.py"
@@ -72,13 +73,40 @@ def test_another_archive_is_refused(index: str, tmp_path: Path) -> None:
     assert not list((tmp_path / "out").iterdir())
 
 
-def test_an_unreachable_index_has_an_exit_code_of_its_own(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), str(tmp_path / "out")],
-        env={**os.environ, "PIP_INDEX_URL": f"http://127.0.0.1:{free_port()}"},
+def run_on(index: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(PROGRAM), str(folder)],
+        env={**os.environ, "PIP_INDEX_URL": index},
         capture_output=True,
         text=True,
     )
+
+
+def test_an_unreachable_index_has_an_exit_code_of_its_own(tmp_path: Path) -> None:
+    done = run_on(f"http://127.0.0.1:{free_port()}", tmp_path / "out")
     assert done.returncode == UNREACHABLE
     assert "cannot be reached" in done.stderr
     assert "vLLM's tests are not run" in done.stderr
+
+
+@pytest.mark.parametrize(("status", "code"), [(429, UNREACHABLE), (503, UNREACHABLE), (404, 1), (403, 1)])
+def test_an_index_that_is_busy_or_broken_is_one_that_cannot_be_reached_now(
+    status: int, code: int, tmp_path: Path
+) -> None:
+    with ScriptedHttp(lambda asked: Reply(status)) as server:
+        done = run_on(server.url, tmp_path / "out")
+    assert done.returncode == code, done.stderr
+    assert f"HTTP Error {status}" in done.stderr
+
+
+def test_an_archive_that_ends_early_is_no_wrong_archive(index: str, tmp_path: Path) -> None:
+    archive = (tmp_path / "index" / "archive.tar.gz").read_bytes()
+    sha256 = digest(tmp_path / "index")
+    listed = json.dumps({"files": [{"url": "../archive.tar.gz", "hashes": {"sha256": sha256}}]}).encode()
+
+    def answer(asked: Asked) -> Reply:
+        return Reply(200, listed) if asked.path == "/vllm/" else Reply(200, archive, cut_at=100)
+
+    with ScriptedHttp(answer) as server, pytest.raises(ConnectionError, match="ended after 100 of"):
+        fetched(tmp_path / "out", server.url, sha256)
+    assert not list((tmp_path / "out").iterdir())
