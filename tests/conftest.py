@@ -1,5 +1,5 @@
-"""What all tests share: Hypothesis without deadlines, because a machine that also runs other tests misses them, and
-Triton's interpreter for the kernels.
+"""What all tests share: Hypothesis without limits of time and HTTP clients with a generous one, because a machine that
+also runs other tests misses shorter ones, and Triton's interpreter for the kernels.
 
 Triton decides when it decorates a function, its own library's (`tl.sum`) included: the variable must be set when triton
 is imported, which other libraries do. It is not left to subprocesses, where kernels are compiled.
@@ -7,9 +7,10 @@ is imported, which other libraries do. It is not left to subprocesses, where ker
 
 from __future__ import annotations
 
+import inspect
 import os
 
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 os.environ["TRITON_INTERPRET"] = "1"
 try:
@@ -20,5 +21,14 @@ else:
     triton.knobs.runtime.interpret = True
 del os.environ["TRITON_INTERPRET"]
 
-settings.register_profile("argosy", deadline=None)
+settings.register_profile("argosy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("argosy")
+
+# httpx gives up after 5 s where nobody says otherwise. The object is the default of all its functions and clients.
+try:
+    import httpx
+except ImportError:  # a machine with what the GPU's tests need alone
+    pass
+else:
+    default = inspect.signature(httpx.get).parameters["timeout"].default
+    default.connect = default.read = default.write = default.pool = 60.0

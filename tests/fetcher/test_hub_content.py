@@ -214,7 +214,7 @@ def test_bytes_are_handed_on_as_they_arrive(hub: HubServer, source: HubSource, w
     received = b""
     while len(received) < 1000:
         received += next(chunks)
-    assert hold.reached.wait(10)
+    assert hold.reached.wait(60)
     assert received == WEIGHTS[:1000]
     hold.release.set()
     assert received + b"".join(bytes(chunk) for chunk in chunks) == WEIGHTS[:3000]
@@ -236,11 +236,11 @@ def test_other_threads_read_while_one_waits(hub: HubServer, source: HubSource, w
     results: list[bytes] = []
     waiting = threading.Thread(target=lambda: results.append(read(source, weights)))
     waiting.start()
-    assert hold.reached.wait(10)
+    assert hold.reached.wait(60)
     assert read(source, weights) == WEIGHTS
     assert results == []
     hold.release.set()
-    waiting.join(10)
+    waiting.join(60)
     assert results == [WEIGHTS]
 
 

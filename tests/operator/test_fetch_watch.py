@@ -468,7 +468,7 @@ async def test_an_endless_head_is_cut(
 
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     monkeypatch.setattr(fetch_watch, "PROGRESS_PORT", server.sockets[0].getsockname()[1])
-    async with server, asyncio.timeout(10):
+    async with server, asyncio.timeout(60):
         with pytest.raises(ValueError, match="more than 8192 bytes"):
             await http_progress("127.0.0.1")
         await closed.wait()

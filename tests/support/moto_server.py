@@ -20,7 +20,7 @@ from processes import answers, free_port, wait_until
 
 REQUIREMENTS = ("moto[s3]==5.2.5", "flask>=3", "flask-cors>=6")
 INSTALL_TIMEOUT = 300.0
-START_TIMEOUT = 90.0
+START_TIMEOUT = 240.0
 
 
 def installed_moto() -> Path:
