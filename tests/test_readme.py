@@ -18,7 +18,7 @@ from named_sources import TINY
 from processes import answers, wait_until
 
 README = (Path(__file__).parent.parent / "README.md").read_text("utf-8")
-DEADLINE_S = 100.0
+DEADLINE_S = 300.0
 URL = "http://127.0.0.1:8000"
 """The default of `argosy serve`, which the lines name."""
 

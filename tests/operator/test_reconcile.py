@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from builders import isvc_object
 from fake_kubernetes import FakeKubernetes, Object
 from harness import (
@@ -179,6 +180,7 @@ async def undisturbed() -> tuple[FakeKubernetes, int]:
     return cluster, len(cluster.writes)
 
 
+@pytest.mark.timeout(900)  # computes for half a minute on a machine that does nothing else
 def test_killed_at_every_write_it_converges_to_the_same_state() -> None:
     """A new process takes over after each possible intermediate state (Sieve's first fault pattern)."""
     reference, writes = run(undisturbed())

@@ -344,6 +344,7 @@ def is_asked(deployment: Object, spec: Object) -> bool:
     return bool(unavailable >= deployment["spec"]["replicas"])
 
 
+@pytest.mark.timeout(900)  # computes for half a minute on a machine that does nothing else
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(ACTIONS, max_size=25))
 @virtual_time
