@@ -297,6 +297,12 @@ def test_a_router_has_the_time_to_drain() -> None:
     assert int(margin.group(1)) >= int(settle.group(1)) + 10
 
 
+class RouterServer(http.server.ThreadingHTTPServer):
+    """Its end waits for the requests that came in, so that what was asked is known."""
+
+    daemon_threads = False
+
+
 class Router(http.server.BaseHTTPRequestHandler):
     """What a router answers to the paths of `helm test`; `key` opens it, empty for anybody."""
 
@@ -393,19 +399,23 @@ def run_helm_test(
     """The script's end, and the models that it sent a chat."""
     chats: list[str] = []
     served = type("Router", (Router,), {**router, "chats": chats})
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), served) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    with RouterServer(("127.0.0.1", 0), served) as server:
+        serving = threading.Thread(target=server.serve_forever, args=(0.01,))
+        serving.start()
         url = f"http://127.0.0.1:{server.server_port}"
         # Where no answer comes a short time is enough; else the deadline of slow machines.
-        chat_s = "30" if served.answers_in_time else "0.2"
-        done = subprocess.run(
-            [sys.executable, "-c", (CHART / "files" / "router-test.py").read_text()],
-            env={"ROUTER_URL": url, "READY_S": "0", "CHAT_S": chat_s, **environment},
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        server.shutdown()
+        chat_s = "30" if served.answers_in_time else "1"
+        try:
+            done = subprocess.run(
+                [sys.executable, "-c", (CHART / "files" / "router-test.py").read_text()],
+                env={"ROUTER_URL": url, "READY_S": "0", "CHAT_S": chat_s, **environment},
+                capture_output=True,
+                text=True,
+                timeout=200,
+            )
+        finally:
+            server.shutdown()
+            serving.join()
     return done, chats
 
 

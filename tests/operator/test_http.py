@@ -25,7 +25,7 @@ from argosy_operator.config import OperatorConfig
 from argosy_operator.errors import ApiError
 from argosy_operator.kinds import DEPLOYMENTS, INFERENCE_SERVICES, PODS
 from argosy_operator.process.health import health_app
-from argosy_operator.reconcile.controller import Controller
+from argosy_operator.reconcile.controller import WATCHED, Controller
 from argosy_protocol.bearer_keys import internal_key
 from argosy_protocol.fleet_keys import FleetKeys
 from argosy_protocol.load_report import LOAD_PATH, LoadReport
@@ -43,6 +43,7 @@ async def test_from_create_to_ready_and_gone(tmp_path: Path, monkeypatch: pytest
     async with served(cluster, tmp_path, monkeypatch) as server:
         operator = asyncio.create_task(main.run(config, health_port=0))
         try:
+            await until(cluster, operator, lambda: server.watches == len(WATCHED))
             cluster.create(isvc_object(replicas=2))
             await until(cluster, operator, lambda: cluster.condition("Ready").get("status") == "True")
             cluster.edit("tiny", lambda spec: spec.update(replicas=1))
@@ -62,7 +63,7 @@ async def test_from_create_to_ready_and_gone(tmp_path: Path, monkeypatch: pytest
         path for _, path in paths if "customresourcedefinitions" in path or path.endswith("/namespaces")
     ]
     watches = {path: query for _, path, query, _ in server.requests if "watch=true" in query}
-    assert len(watches) == 6
+    assert len(watches) == len(WATCHED) == 6
     assert "labelSelector" in watches["/api/v1/pods"]
 
 
