@@ -30,8 +30,8 @@ UNKNOWN_ADAPTER = "poet"
 CANARY_KEY, ATTACKER_KEY, ENGINE_KEY = "sk-attack-canary", "sk-attack-attacker", "sk-attack-engine"
 MAX_CONNECTIONS = 512
 """The router's connection limit, low enough for an attack to use it up."""
-START_S = 120.0
-LEFTOVER_S = 10.0
+START_S = 300.0
+LEFTOVER_S = 60.0
 """How long after the end of their parents processes may live on: those that end by themselves, one after the other."""
 _FOLDER_VARIABLE = "ATTACK_FOLDER"
 """Environment variable of all the fleet's processes and their descendants, by which leftover ones are found."""

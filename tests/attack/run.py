@@ -33,7 +33,7 @@ PHASE_S = 8.0
 SLOW_PHASE_S = 12.0
 SETTLE_S = 1.0
 """Pause between attacks, so that after-effects of one are not attributed to the next."""
-QUIET_S = 20.0
+QUIET_S = 60.0
 """Time within which all gauges must return to zero at the end."""
 SHORTEST_PHASE_S = 1.0
 RESTART_S = 5.0

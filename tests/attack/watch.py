@@ -13,6 +13,8 @@ from .wire import ask
 
 ROUTER_GAUGES = ("inflight_requests", "queued_tokens", "queued_requests", "inflight_body_bytes")
 ENGINE_GAUGES = ("num_requests_running", "num_requests_waiting")
+ANSWER_S = 60.0
+"""Longest wait for a process's metrics. That they are late while it is attacked is no finding; clients' waits are."""
 Samples = dict[str, float]
 """Maps a series, with its labels, to its value."""
 
@@ -37,7 +39,7 @@ def total(samples: Samples, names: Iterable[str]) -> dict[str, float]:
 
 
 async def router_samples(fleet: Fleet) -> Samples:
-    return parse((await ask(fleet.admin_port, "/metrics", timeout_s=10.0)).body.decode())
+    return parse((await ask(fleet.admin_port, "/metrics", timeout_s=ANSWER_S)).body.decode())
 
 
 async def ejections(fleet: Fleet) -> float:
@@ -51,7 +53,7 @@ async def gauges(fleet: Fleet) -> dict[str, float]:
     clients = total(await router_samples(fleet), ("argosy_router_client_connections",))
     found |= {f"router: {name}": value for name, value in clients.items()}
     for engine in fleet.engines:
-        text = (await ask(engine.port, "/metrics", key="", timeout_s=10.0)).body.decode()
+        text = (await ask(engine.port, "/metrics", key="", timeout_s=ANSWER_S)).body.decode()
         own = total(parse(text), [f"vllm:{name}" for name in ENGINE_GAUGES])
         found |= {f"{engine.name}: {name}": value for name, value in own.items()}
     return found
