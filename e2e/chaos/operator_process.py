@@ -188,7 +188,7 @@ class OperatorProcess:
         return int(sizes["VmRSS"]) * 1024, int(sizes["VmHWM"]) * 1024
 
     def _get(self, path: str) -> Any:
-        timeout = aiohttp.ClientTimeout(total=10)
+        timeout = aiohttp.ClientTimeout(total=60)
         return aiohttp.request("GET", f"http://127.0.0.1:{self._port}{path}", timeout=timeout)
 
     async def _variables(self, env: list[Object]) -> dict[str, str]:
