@@ -38,8 +38,9 @@ def resolve_model(source: str) -> Path:
         old_name = (
             "" if "/" in source else ", where old names have an organisation too: openai-community/gpt2"
         )
+        what = "has no config.json" if path.is_dir() else "is no directory"
         raise ConfigError(
-            f"model {source!r}: {path} {'has no config.json' if path.is_dir() else 'is no directory'}; give a directory in Hugging Face's layout, "
+            f"model {source!r}: {path} {what}; give a directory in Hugging Face's layout, "
             f"or hf://ORG/NAME for a repository of the hub{old_name}"
         )
     return path
