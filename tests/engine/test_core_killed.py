@@ -21,11 +21,11 @@ ARGS: dict[str, Any] = {
     "model": "builtin://tiny",
     "threads": 1,
     "device": "cpu",
-    "num_gpu_blocks_override": 64,
+    "num_gpu_blocks_override": 600,
 }
-FOREVER = SamplingParams(max_tokens=500, ignore_eos=True)
+FOREVER = SamplingParams(max_tokens=4000, ignore_eos=True)
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 
 def test_every_call_of_an_engine_fails_after_its_core_was_killed() -> None:

@@ -22,6 +22,8 @@ from argosy_engine.osproc.child_process import wait_readable
 
 PROMPTS = ["Once upon a time", "The sea", "One, two, three,"]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+FOREVER = GREEDY.replace(max_tokens=4000)
+"""Does not end before its process is killed, however late the test gets to it."""
 
 
 @pytest.fixture(autouse=True)
@@ -150,7 +152,7 @@ def test_worker_processes_give_the_same_tokens(expected: dict[str, list[int]]) -
         made.wake_up()
         assert tokens(made) == expected
         ((pid,),) = made.collective_rpc("echo")
-        made.add_request("x", "Once", GREEDY)
+        made.add_request("x", "Once", FOREVER)
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(EngineDead, match="killed by SIGKILL"):
             finish(made)
@@ -188,7 +190,7 @@ def test_a_core_process_gives_the_same_tokens(expected: dict[str, list[int]]) ->
         assert isinstance(made.client, SyncMPClient)
         assert tokens(made) == expected
         check_calls(made)
-        made.add_request("x", "Once", GREEDY)
+        made.add_request("x", "Once", FOREVER)
         os.kill(made.client.pid, signal.SIGKILL)
         with pytest.raises(EngineDead, match="killed by SIGKILL"):
             finish(made)
@@ -201,7 +203,7 @@ def test_workers_end_with_the_core_that_is_killed() -> None:
         assert worker != made.client.pid
         worker_end = os.pidfd_open(worker)
         try:
-            made.add_request("x", "Once", GREEDY)
+            made.add_request("x", "Once", FOREVER)
             made.step()
             os.kill(made.client.pid, signal.SIGKILL)
             with pytest.raises(EngineDead, match="killed by SIGKILL"):
