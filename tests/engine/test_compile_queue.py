@@ -34,10 +34,13 @@ class FakeBackend:
         self.lowered: list[str] = []
         self.is_broken = False
         self.num_warm_ups = 0
+        self.begun = threading.Semaphore(0)
+        """Counts calls that have begun, each in a thread of its own."""
         self.ended = threading.Semaphore(0)
 
     def warm_up(self) -> None:
         self.num_warm_ups += 1
+        self.begun.release()
         is_broken = self.is_broken
         self.ended.release()
         if is_broken:
@@ -61,6 +64,7 @@ class FakeCompilation:
     def run(self, spec: GrammarSpec) -> Any:
         self._text = spec.text
         self._backend.compiled.append(spec.text)
+        self._backend.begun.release()
         if spec.text.startswith("slow") and not self._backend.released.is_set():
             assert self._may_end.wait(60)
             self._backend.killed.append(spec.text)
@@ -107,14 +111,19 @@ class Waiter:
 
 
 class Rig:
-    """A compile queue whose time passes by `after`."""
+    """A compile queue whose time passes by `after`. Each of its threads has begun before anything else happens."""
 
     def __init__(self, num_threads: int = 1, **options: Any) -> None:
         self.backend = FakeBackend()
         self.clock = Clock()
+        options = {"start_thread": self._start_thread, **options}
         self.queue = CompileQueue(
             self.backend, num_threads=num_threads, deadline_s=30.0, clock=self.clock, **options
         )
+
+    def _start_thread(self, target: Callable[[], None]) -> None:
+        start_thread(target)
+        assert self.backend.begun.acquire(timeout=30)
 
     def submit(self, text: str, key: str = "") -> Waiter:
         """Asks for a grammar; the request's id is its text and key."""
