@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Callable
 
 import hypothesis.strategies as st
 import pytest
@@ -159,6 +160,11 @@ def test_calls_in_a_thought_count_if_the_output_ends_with_them(
     assert parser.num_calls == num_calls
 
 
+def assert_linear(seconds: Callable[[int], float], size: int) -> None:
+    """Eight times as much takes less than 24 times as long, not 64 times; at the first attempt on a quiet machine."""
+    assert any(seconds(8 * size) < 24 * seconds(size) for _ in range(5))
+
+
 def test_without_tools_a_call_is_text() -> None:
     assert ChatParser().feed(CALL, True).content == CALL
 
@@ -177,7 +183,7 @@ def test_an_unclosed_call_is_read_in_linear_time(is_reasoning: bool, piece: str)
             times.append(time.thread_time() - start)
         return min(times)
 
-    assert feed_s(160_000) < 24 * feed_s(20_000)
+    assert_linear(feed_s, 20_000)
 
 
 def test_many_calls_in_a_long_thought_are_read_in_linear_time() -> None:
@@ -190,4 +196,4 @@ def test_many_calls_in_a_long_thought_are_read_in_linear_time() -> None:
             times.append(time.thread_time() - start)
         return min(times)
 
-    assert feed_s(32_000) < 24 * feed_s(4_000)
+    assert_linear(feed_s, 4_000)
