@@ -11,6 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from processes import Server, free_port, running, wait_until
 
+pytestmark = pytest.mark.timeout(300)
+
 PROMPT = "Tell me of the sea and of the ships that went there. " * 4
 FOREVER = {"model": "tiny", "prompt": PROMPT, "max_tokens": 3000, "ignore_eos": True, "temperature": 0}
 ENDED = "vllm:request_success_total"

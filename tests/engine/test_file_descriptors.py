@@ -15,6 +15,8 @@ import pytest
 
 from processes import Server, free_port, running, wait_until, with_descriptors
 
+pytestmark = pytest.mark.timeout(300)
+
 SERVE = ["argosy_engine.api.serve", "builtin://tiny", "--served-model-name", "tiny", "--threads", "1"]
 FEW = 140
 """Descriptors that an engine can just live with."""
@@ -25,7 +27,7 @@ QUESTION = {"model": "tiny", "prompt": "Once", "max_tokens": 3}
 def test_too_few_descriptors_are_reported_at_the_start(count: int) -> None:
     """libzmq would end the process with SIGABRT, now here, now there."""
     command = with_descriptors(count, [sys.executable, "-m", *SERVE, "--port", str(free_port())])
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == 2, done.stderr
     assert "raise the limit (ulimit -n)" in done.stderr
     assert "Traceback" not in done.stderr
@@ -44,7 +46,7 @@ def test_a_program_that_has_few_left_gets_an_error_and_lives_on() -> None:
         "    print(error)\n"
     )
     command = with_descriptors(100, [sys.executable, "-P", "-c", script])
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240)
     assert "raise the limit" in done.stdout
 
 
@@ -72,10 +74,12 @@ def test_a_crowd_does_not_keep_an_engine_from_loading(tmp_path: Path) -> None:
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
     try:
-        wait_until(lambda: is_listening(port) or process.poll() is not None, "the port")
+        wait_until(lambda: is_listening(port) or process.poll() is not None, "the port", 120.0)
         with crowd(port, 300):
             wait_until(
-                lambda: b"listening on" in log.read_bytes() or process.poll() is not None, "the model to load"
+                lambda: b"listening on" in log.read_bytes() or process.poll() is not None,
+                "the model to load",
+                120.0,
             )
         assert process.poll() is None, log.read_text()[-2000:]
         wait_until(lambda: ask(port) == 200, "an answer")

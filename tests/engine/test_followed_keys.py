@@ -123,13 +123,13 @@ def test_a_key_lapses_although_nobody_asks(tmp_path: Path) -> None:
     engine = Engine(path)
     engine.keys = FollowedKeys((), path, lambda: engine.now, linger_s=60.0)
     engine.write(NEW)
-    written = time.time() - 59.0
+    written = time.time() - 30.0
     os.utime(path, (written, written))
     assert engine.accepts(OLD)
     engine.write(OLD)
     assert engine.accepts(OLD)
     engine.write(NEW)
-    os.utime(path, (written - 2.0, written - 2.0))
+    os.utime(path, (written - 31.0, written - 31.0))
     assert (engine.accepts(OLD), engine.accepts(NEW)) == (False, True)
 
 

@@ -240,11 +240,11 @@ def test_a_process_sends_all_messages_in_order(tmp_path: Path) -> None:
     process.core = FakeCore()  # type: ignore[assignment]
     for each in (request("a"), request("s", final_only=False)):
         process.receive(RequestType.ADD, msgspec.msgpack.encode(each))
-    sender = threading.Thread(target=process.process_output_socket)
-    sender.start()
     names = ["a", "a", "s", "a", "a"]
     for request_id in names:
         process.output_queue.put(step(request_id))
+    sender = threading.Thread(target=process.process_output_socket)
+    sender.start()
     decoder = msgspec.msgpack.Decoder(EngineCoreOutputs)
     received = [
         decoder.decode(ours.recv()) for _ in (*names, "tokens")

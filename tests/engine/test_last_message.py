@@ -17,7 +17,7 @@ from argosy_engine.messages.core_messages import EngineCoreRequest
 from argosy_engine.params.sampling_params import SamplingParams
 from probe_worker import LongReasonWorker
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 REQUEST = EngineCoreRequest("a", [1, 2], SamplingParams(), 0.0)
 

@@ -30,7 +30,7 @@ async def port() -> AsyncIterator[int]:
     listener = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(
         RequestLimits(answer),
-        http=protocol_of(2 * MAX_CONNECTIONS, HttpLimits()),
+        http=protocol_of(2 * MAX_CONNECTIONS, HttpLimits(linger_s=60.0)),  # a busy machine sends slowly
         lifespan="off",
         log_level="critical",
     )
@@ -45,7 +45,7 @@ async def port() -> AsyncIterator[int]:
 def send_all_then_read(port: int, data: bytes) -> bytes:
     """As most HTTP clients do: the answer is read when the whole request has been sent, or sending has failed."""
     received = b""
-    with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
         client.sendall(data)
         while chunk := client.recv(65536):
             received += chunk
