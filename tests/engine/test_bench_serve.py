@@ -309,9 +309,10 @@ def test_a_server_that_cannot_be_used_is_explained(
 
 
 def test_a_wrong_address_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    assert main(["--port", str(port), *SHORT]) == 1
+    with socket.socket() as silent:  # bound, so that nobody else gets the port, and not listening
+        silent.bind(("127.0.0.1", 0))
+        port = silent.getsockname()[1]
+        assert main(["--port", str(port), *SHORT]) == 1
     text = capsys.readouterr().err
     assert text.startswith(f"argosy bench serve: no server at http://127.0.0.1:{port}: ")
     assert "give its --base-url, or --host and --port" in text

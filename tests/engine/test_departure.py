@@ -69,8 +69,8 @@ async def connected(
 @pytest.mark.parametrize("num_pipelined", [0, 1])
 async def test_work_ends_when_its_client_leaves(num_pipelined: int) -> None:
     application = Application()
+    num_tasks = len(asyncio.all_tasks())  # not later: a task accepts the connection
     async with connected(application) as (_, writer):
-        num_tasks = len(asyncio.all_tasks())
         writer.write(REQUEST * (1 + num_pipelined))
         await application.started.get()
         assert application.num_tasks == num_tasks + 1  # no task waits for the client's end

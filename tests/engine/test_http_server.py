@@ -95,11 +95,13 @@ async def test_a_response_is_delivered_and_idle_connections_are_closed_meanwhile
 
 async def test_a_connection_that_is_accepted_at_the_end_does_not_hold_it_up(served: Served) -> None:
     await served.ask(b"/slow")
+    config, state = served.server.config, served.server.server_state
     early = await served.connect(host="127.0.0.1", port=served.port)
+    while len(state.connections) < 2:  # noqa: ASYNC110 (the server, which accepts it later, has no event for it)
+        await asyncio.sleep(0)
     served.server.stop(FOR_EVER_S)
     assert not await early.read()
     theirs, ours = socket.socketpair()
-    config, state = served.server.config, served.server.server_state
     await asyncio.get_running_loop().connect_accepted_socket(
         lambda: config.http_protocol_class(config=config, server_state=state, app_state={}), theirs
     )

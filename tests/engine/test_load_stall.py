@@ -88,7 +88,7 @@ def test_a_load_tells_its_phases_and_bytes(fields: dict[str, object]) -> None:
 def test_an_offline_engine_raises_and_leaves_no_process(
     backend: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    before, began = children(os.getpid()), time.monotonic()
+    before, began = set(children(os.getpid())), time.monotonic()
     hangs_since: list[float] = []
 
     def note(step: LoadStep) -> None:
@@ -105,7 +105,7 @@ def test_an_offline_engine_raises_and_leaves_no_process(
             watch=LoadWatch(2.0, note, clock),
         )
     assert time.monotonic() - began > 2
-    assert children(os.getpid()) == before
+    assert set(children(os.getpid())) <= before  # other tests' processes may end meanwhile
     assert "probe_worker.py" in capfd.readouterr().err  # the stacks
 
 
