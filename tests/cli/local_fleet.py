@@ -71,15 +71,28 @@ class LocalFleet:
 
     def wait_for(self, predicate: Callable[[FleetStatus], bool]) -> FleetStatus:
         """The first status that fulfils `predicate`."""
-        deadline = time.monotonic() + DEADLINE_S
+        with self.following() as first:
+            return first(predicate)
+
+    @contextmanager
+    def following(self) -> Iterator[Callable[[Callable[[FleetStatus], bool]], FleetStatus]]:
+        """Yields `wait_for` over every status since now: what lasts for a moment only is seen as well."""
         watch = ControlClient(connect(self.state), Watch())
         try:
-            while (status := watch.next_status(deadline - time.monotonic())) is not None:
-                if predicate(status):
-                    return status
+            status = watch.next_status(DEADLINE_S)
+
+            def first(predicate: Callable[[FleetStatus], bool]) -> FleetStatus:
+                nonlocal status
+                deadline = time.monotonic() + DEADLINE_S
+                while status is not None:
+                    if predicate(status):
+                        return status
+                    status = watch.next_status(deadline - time.monotonic())
+                raise AssertionError("the fleet ended")
+
+            yield first
         finally:
             watch.close()
-        raise AssertionError("the fleet ended")
 
     def close(self) -> None:
         """Ends what a test left running."""

@@ -9,7 +9,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import openai
@@ -74,7 +74,8 @@ def test_a_fleet_from_up_to_down(fleet: LocalFleet, capfd: pytest.CaptureFixture
     assert "there are: router, supervisor, tiny-0, tiny-1" in capfd.readouterr().err
 
     for path in (fleet.state.root, *fleet.state.root.rglob("*")):
-        assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
+        with suppress(FileNotFoundError):  # a file of the batch that goes once it has ended
+            assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
     assert fleet.up("--port", str(fleet.port % 60000 + 1024)) == 2
     assert "`argosy down` first to change the port" in capfd.readouterr().err
 
@@ -136,13 +137,11 @@ def test_a_killed_replica_is_restarted_and_ps_says_why(
     fleet.manifest(replicas=2)
     assert fleet.start() == 0
     victim = fleet.replicas()[0]
-    with Load(fleet.url, workers=1) as load:
+    with Load(fleet.url, workers=1) as load, fleet.following() as first:
         kill(victim.pid)
-        status = fleet.wait_for(lambda status: status.services[0].replicas[0].phase == "BackOff")
+        status = first(lambda status: status.services[0].replicas[0].phase == "BackOff")
         assert status.services[0].replicas[0].reason.startswith("killed by SIGKILL; next start after")
-        status = fleet.wait_for(
-            lambda status: status.is_settled and status.services[0].replicas[0].restarts == 1
-        )
+        status = first(lambda status: status.is_settled and status.services[0].replicas[0].restarts == 1)
     assert status.services[0].replicas[0].name == victim.name
     assert status.services[0].replicas[0].pid != victim.pid
     assert status.services[0].replicas[0].reason == "started again after this end: killed by SIGKILL"
@@ -152,9 +151,10 @@ def test_a_killed_replica_is_restarted_and_ps_says_why(
 def test_a_killed_router_is_restarted(fleet: LocalFleet, capfd: pytest.CaptureFixture[str]) -> None:
     fleet.manifest()
     assert fleet.start() == 0
-    kill(fleet.status().router.pid)
-    fleet.wait_for(lambda status: not status.router.is_ready)
-    status = fleet.wait_for(lambda status: status.is_settled)
+    with fleet.following() as first:
+        kill(fleet.status().router.pid)
+        first(lambda status: not status.router.is_ready)
+        status = first(lambda status: status.is_settled)
     assert status.router.restarts == 1
     assert fleet.argosy("chat", "tiny", "hi") == 0
     assert [replica.restarts for replica in fleet.replicas()] == [0]
