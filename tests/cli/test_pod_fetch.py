@@ -36,6 +36,7 @@ def hub() -> Iterator[HubServer]:
 def test_it_leaves_a_message_about_what_it_did(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    before = signal.getsignal(signal.SIGTERM)
     serve_names(monkeypatch, tmp_path / "models")
     log = tmp_path / "termination-log"
     monkeypatch.setattr(pod_fetch.write_termination_message, "__defaults__", (log,))
@@ -48,7 +49,7 @@ def test_it_leaves_a_message_about_what_it_did(
     assert log.read_text() == f"hf://acme/tiny revision {source.revision[:12]}: already stored"
     assert main([*arguments, "--download-dir", str(tmp_path / "other")]) == 0
     assert log.read_text().startswith(f"hf://acme/tiny revision {source.revision[:12]}: 6.2 MiB fetched in ")
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_a_port_that_is_taken_is_an_error_of_one_line(
