@@ -150,7 +150,7 @@ def cpu_ratio(decode: Callable[[bytes], object], small: bytes, large: bytes) -> 
 def cpu_s(decode: Callable[[bytes], object], body: bytes) -> float:
     """The least of several, because caches are cold and other programs run."""
     times = []
-    for _ in range(3):
+    for _ in range(10):
         start = time.thread_time()
         decode(body)
         times.append(time.thread_time() - start)
