@@ -31,8 +31,9 @@ def busy(status: int = 429, headers: str = f"retry-after: {RETRY_AFTER_S:.0f}\r\
 
 
 def let_pass(r: Rig, seconds: float) -> None:
-    """Move the clock ahead by which replicas are chosen."""
-    r.router.requests.now = lambda: time.monotonic() + seconds
+    """Move the clock ahead by which replicas are chosen; it stands still from then on."""
+    now = r.router.requests.now() + seconds
+    r.router.requests.now = lambda: now
 
 
 async def ask(r: Rig, count: int) -> list[tuple[str, str]]:
@@ -52,12 +53,13 @@ async def told(r: Rig, load: Load) -> None:
 async def test_a_replica_is_in_cooldown_for_as_long_as_it_asked(status: int) -> None:
     engines = [FakeEngine(script=busy(status)), FakeEngine(), FakeEngine()]
     async with rig(engines, policy="round-robin") as r:
+        let_pass(r, 0.0)
         assert {name for name, _ in await ask(r, 12)} == {"r1", "r2"}
         assert len(engines[0].requests) == 1
         engines[0].script = answer_normally
         let_pass(r, RETRY_AFTER_S - 1.0)
         assert {name for name, _ in await ask(r, 6)} == {"r1", "r2"}
-        let_pass(r, RETRY_AFTER_S + 1.0)
+        let_pass(r, 2.0)
         assert {name for name, _ in await ask(r, 6)} == {"r0", "r1", "r2"}
         assert r.metric('rests_total{model="tiny",replica="r0"}') == 1
 
@@ -104,7 +106,7 @@ async def test_requests_of_a_busy_kind_leave_retries_to_others(
 async def test_a_full_replica_is_not_counted_as_failing() -> None:
     async with rig([FakeEngine(script=busy()), FakeEngine()], policy="round-robin") as r:
         for number in range(2 * CONSECUTIVE_FAILURES):
-            let_pass(r, number * (RETRY_AFTER_S + 1.0))
+            let_pass(r, RETRY_AFTER_S + 1.0 if number else 0.0)
             await ask(r, 3)
         assert len(r.engines[0].requests) == r.metric("rests_total") == 2 * CONSECUTIVE_FAILURES
         assert r.replica(0).state == "synced"

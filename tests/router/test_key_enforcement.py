@@ -36,6 +36,12 @@ async def keyed(
         await r.until(lambda: is_settled(r))
 
 
+def stop_clock(r: Rig) -> None:
+    """Nothing is refilled from now on."""
+    now = r.router.requests.now()
+    r.router.requests.now = lambda: now
+
+
 async def test_answers_tell_what_is_left_of_the_limits(tmp_path: Path) -> None:
     async def answer(connection: Connection, _: Received) -> None:
         connection.answer(200, completion(prompt_tokens=300), "x-ratelimit-remaining-tokens: 7\r\n")
@@ -43,6 +49,7 @@ async def test_answers_tell_what_is_left_of_the_limits(tmp_path: Path) -> None:
     async with keyed(
         tmp_path, "requests_per_minute=3 tokens_per_minute=1000", [FakeEngine(script=answer)]
     ) as r:
+        stop_clock(r)
         first = await r.chat(max_tokens=100)
         assert first.headers["x-ratelimit-limit-requests"] == "3"
         assert first.headers["x-ratelimit-remaining-requests"] == "2"
@@ -75,6 +82,7 @@ async def test_streams_count_though_their_client_wants_no_usage(tmp_path: Path) 
         connection.end_stream()
 
     async with keyed(tmp_path, "tokens_per_minute=1000", [FakeEngine(script=answer)]) as r:
+        stop_clock(r)
         for _ in range(2):
             await r.chat(stream=True, max_tokens=1)
         third = await r.chat(stream=True, max_tokens=1)
