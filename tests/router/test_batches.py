@@ -228,8 +228,10 @@ async def test_requests_of_batches_go_behind_all_others(tmp_path: Path) -> None:
         await until(lambda: order == ["first"])
         batch = await start_batch(client, lines("batch-1", "batch-2"))
         await until(lambda: r.metric("queued_requests") == 1, DEADLINE_S)
-        later = [asyncio.create_task(r.chat(f"chat-{number}")) for number in range(3)]
-        await until(lambda: r.metric("queued_requests") == 4, DEADLINE_S)
+        later = []
+        for number in range(3):
+            later.append(asyncio.create_task(r.chat(f"chat-{number}")))
+            await until(lambda: r.metric("queued_requests") == 1 + len(later), DEADLINE_S)
         may_answer.set()
         await asyncio.gather(first, *later)
         await ended(client, batch)
