@@ -116,17 +116,20 @@ async def test_after_migrations(tmp_path: Path) -> None:
 
 
 async def test_after_a_removal_of_the_service(tmp_path: Path) -> None:
+    is_removed = asyncio.Event()
+
     async def begin(connection: Connection, _: Received) -> None:
         connection.begin_stream()
         connection.chunk(event("hel"))
         await connection.writer.drain()
-        await asyncio.sleep(0.1)
+        await is_removed.wait()
         connection.die()
 
     async with limited(tmp_path, begin, begin) as r:
         asked = [asyncio.create_task(ask(r, kind)) for kind in ("a stream", "an adapter's stream")]
         await r.until(lambda: sum(len(engine.requests) for engine in r.engines) == 2)
         r.discovery.set(FleetDocument())
+        is_removed.set()
         await asyncio.gather(*asked)
         await r.until(lambda: r.router.requests.inflight == 0)
         r.discovery.set(FleetDocument(services=(service(r.engines, aliases=("small",)),)))
