@@ -6,12 +6,16 @@ import asyncio
 import signal
 from pathlib import Path
 
+import pytest
+
 from processes import free_port, running, wait_until
 
 from .failure_scripts import never_answer
 from .fake_engine import FakeEngine
 from .harness import until
 from .raw_requests import request_bytes
+
+pytestmark = pytest.mark.timeout(300)  # for processes that start beside other work
 
 
 async def test_a_router_tells_stacks_tasks_and_ages_of_requests(tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ from processes import Server, free_port, running
 from .harness import rig, until
 from .rotation_load import Mount, load
 
+pytestmark = pytest.mark.timeout(300)  # for processes that start beside other work
+
 UID = "uid-1"
 KEYS = [bytes([letter]) * 32 for letter in b"abcdefg"]
 ENGINE = [
@@ -73,7 +75,7 @@ async def test_rotations_in_every_order_lose_no_request(
                     write(files[int(place[1:])], new)
                 await running_load.more()
             wanted = internal_key(new, UID)
-            await until(lambda: all(each.key.current == wanted for each in r.router.fleet.replicas()), 30.0)  # noqa: B023
+            await until(lambda: all(each.key.current == wanted for each in r.router.fleet.replicas()))  # noqa: B023
         assert r.metric("retries_total") == 0
     async with httpx.AsyncClient(base_url=engines[0].url) as client:
         for key, status in ((KEYS[-1], 200), (KEYS[-2], 200), (b"x" * 32, 401)):

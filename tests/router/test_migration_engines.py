@@ -19,6 +19,8 @@ from .engine_processes import (
 )
 from .harness import rig
 
+pytestmark = pytest.mark.timeout(300)  # for processes that start beside other work
+
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 async def test_fifty_streams_survive(engines: list[Server], number: signal.Signals) -> None:

@@ -14,7 +14,9 @@ import pytest
 from argosy_protocol.fleet import Endpoint, FleetDocument, FleetService
 from processes import Server, free_port, running
 
-from .harness import Rig, rig
+from .harness import DEADLINE_S, Rig, rig
+
+pytestmark = pytest.mark.timeout(300)  # for processes that start beside other work
 
 ENGINE = [
     *("argosy_engine.api.serve", "builtin://tiny", "--served-model-name", "tiny", "--threads", "1"),
@@ -104,7 +106,7 @@ async def test_prompts_come_back_to_the_core_with_their_prefix(unequal_engines: 
 
 async def heard_of(r: Rig, body: dict[str, Any], name: str) -> None:
     """Until the router knows that the replica holds this prompt."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(DEADLINE_S):
         held = 0.0
         while held < 0.8:
             told = (await r.http.post(r.router.admin_url + "/explain", json=body)).json()

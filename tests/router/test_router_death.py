@@ -8,12 +8,15 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from openai import AsyncOpenAI
 
 from processes import Server, free_port, running
 
 from .batch_rig import DEADLINE_S, lines, results, start_batch
 from .fake_engine import FakeEngine
+
+pytestmark = pytest.mark.timeout(300)  # for processes that start beside other work
 
 
 @contextlib.contextmanager
