@@ -9,11 +9,26 @@ from collections.abc import Callable, Iterator
 import pytest
 import uvloop
 
+from argosy_router.fleet.health import replica_health
+from argosy_router.fleet.links import telemetry_client
+
 from .engine_processes import engines as engines  # a fixture
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
     return {"uvloop": uvloop.new_event_loop}
+
+
+@pytest.fixture(autouse=True)
+def heartbeats_are_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long a test takes: fake engines have no heartbeat but what tests announce."""
+    monkeypatch.setattr(telemetry_client, "STALE_AFTER_S", 600.0)
+
+
+@pytest.fixture
+def ejections_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the test takes."""
+    monkeypatch.setattr(replica_health, "BASE_EJECTION_S", replica_health.MAX_EJECTION_S)
 
 
 @pytest.fixture

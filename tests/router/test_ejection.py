@@ -12,7 +12,7 @@ from argosy_router.fleet.health.replica_health import BASE_EJECTION_S, ReplicaHe
 from argosy_router.fleet.links import telemetry_client
 
 from .fake_engine import Connection, FakeEngine, Received
-from .harness import rig
+from .harness import DEADLINE_S, rig
 
 
 class Full(FakeEngine):
@@ -74,11 +74,12 @@ async def test_an_engine_without_room_for_a_reader_is_routed_by_history() -> Non
         await r.until_state(0, "synced")
 
 
+@pytest.mark.usefixtures("ejections_last")
 async def test_a_black_hole_takes_the_connect_deadline(black_hole: int) -> None:
-    limits = UpstreamLimits(connect_timeout_s=0.1)
+    limits = UpstreamLimits(connect_timeout_s=0.5)
     async with rig([FakeEngine(), FakeEngine()], policy="round-robin", upstream=limits) as r:
         r.replica(0).pool.port = black_hole
-        answers = [await asyncio.wait_for(r.chat(str(number)), 5) for number in range(8)]
+        answers = [await asyncio.wait_for(r.chat(str(number)), DEADLINE_S) for number in range(8)]
         assert {(a.status_code, a.headers["x-argosy-replica"]) for a in answers} == {(200, "r1")}
         failed = r.metric('upstream_failures_total{model="tiny",reason="connect",replica="r0"}')
         assert failed == 3, "then it is ejected"

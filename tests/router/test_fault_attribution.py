@@ -8,8 +8,6 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from argosy_protocol.fleet import Endpoint, FleetDocument
-from argosy_protocol.telemetry import Load
-from argosy_router.fleet.health import replica_health
 from argosy_router.http.sse import MAX_EVENT_BYTES
 from argosy_router.proxy.resilience import retry_budget
 
@@ -42,12 +40,6 @@ def broken(status: int) -> Script:
     return script
 
 
-@pytest.fixture
-def ejections_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long the test takes."""
-    monkeypatch.setattr(replica_health, "BASE_EJECTION_S", replica_health.MAX_EJECTION_S)
-
-
 def ejections(r: Rig) -> list[bool]:
     return [replica.health.is_ejected for replica in r.router.fleet.replicas()]
 
@@ -58,8 +50,6 @@ async def test_bad_requests_eject_no_replica(status: int, stream: bool) -> None:
     engines = [FakeEngine(script=failing_on_bad(status)) for _ in range(4)]
     async with rig(engines) as r:
         for _ in range(12):
-            for engine in engines:
-                engine.announce(Load(core_step_age_s=0.0))  # however long the test takes
             answers = await asyncio.gather(
                 *(r.chat(f"{BAD} {number}", stream=stream) for number in range(10))
             )
@@ -138,6 +128,7 @@ async def test_a_lone_replica_s_error_is_answered_at_once() -> None:
         assert len(engine.requests) == 1
 
 
+@pytest.mark.usefixtures("ejections_last")
 async def test_a_probe_that_fails_renews_the_ejection_unless_the_request_is_at_fault() -> None:
     engines = [FakeEngine(script=failing_on_bad(500)), FakeEngine(script=failing_on_bad(500))]
     async with rig(engines, policy="round-robin") as r:

@@ -59,6 +59,7 @@ def test_the_replicas_hint_is_kept_within_bounds(line: bytes, seconds: float) ->
     assert Refused(429, line).retry_after_s == seconds
 
 
+@pytest.mark.usefixtures("ejections_last")
 @pytest.mark.parametrize("status", [429, 502, 503, 504])
 async def test_retryable_statuses_are_retried_elsewhere(status: int) -> None:
     engines = [FakeEngine(script=answering(status, "retry-after: 60\r\n")), FakeEngine()]

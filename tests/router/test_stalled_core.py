@@ -189,6 +189,7 @@ def test_the_bound_follows_the_core_s_own_steps(longest_s: float, bound_s: float
 # pauses in streams
 
 
+@pytest.mark.usefixtures("ejections_last")
 @pytest.mark.parametrize(
     ("load", "is_blamed"),
     [
