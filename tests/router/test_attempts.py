@@ -231,7 +231,7 @@ async def test_a_stream_moves_on_while_the_router_drains() -> None:
         await r.until(lambda: r.router.application.is_draining)
         die.set()
         said = fold(await asking)
-        await asyncio.wait_for(drain, 5)
+        await asyncio.wait_for(drain, DEADLINE_S)
         assert said["choices"][0]["finish"] == ["stop"]
         assert sum(len(engine.requests) for engine in r.engines) == 2
         assert is_settled(r)
@@ -313,7 +313,7 @@ async def test_a_client_that_leaves_during_a_retry_ends_it(
         port, second.pool.port = second.pool.port, black_hole
         async with raw(r.router) as (reader, writer):
             writer.write(request_bytes(stream=True))
-            await asyncio.wait_for(reader.readuntil(b"role"), 5)
+            await asyncio.wait_for(reader.readuntil(b"role"), DEADLINE_S)
             await r.until(lambda: second.load.inflight == 1)
         await r.until(lambda: is_settled(r))
         assert not engines[1].requests

@@ -10,7 +10,7 @@ import pytest
 from argosy_router.config import ServerLimits
 
 from .fake_engine import Connection, FakeEngine, Received, event
-from .harness import chat, raw, rig
+from .harness import DEADLINE_S, chat, raw, rig
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -33,13 +33,13 @@ async def test_a_client_that_leaves_aborts_the_engine(stream: bool, how: str) ->
             b"POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
             b"content-length: %d\r\n\r\n%b" % (len(body), body)
         )
-        await asyncio.wait_for(working.wait(), 20)
+        await asyncio.wait_for(working.wait(), DEADLINE_S)
         if how == "reset":
             writer.transport.abort()
         else:
             writer.write_eof()
         await r.until(lambda: r.router.requests.inflight == 0)
-        for _ in range(1000):  # turns of the loop, some milliseconds: no timer stands between
+        for _ in range(10_000):  # turns of the loop, not long: no timer stands between
             if not aborted.is_set():
                 await asyncio.sleep(0)
         assert aborted.is_set()
@@ -71,6 +71,6 @@ async def test_a_slow_reader_pauses_the_engine_and_is_cut_off() -> None:
             b"POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
             b"content-length: %d\r\n\r\n%b" % (len(body), body)
         )
-        await asyncio.wait_for(aborted.wait(), 20)
+        await asyncio.wait_for(aborted.wait(), DEADLINE_S)
         assert sent < 50_000_000, "the engine was paused when the sockets' buffers were full"
         await r.until(lambda: r.router.requests.inflight == 0)

@@ -57,7 +57,7 @@ async def test_a_replica_is_not_silent_while_its_client_is_behind() -> None:
     async with (
         rig(
             [FakeEngine(script=fall_silent)],
-            upstream=UpstreamLimits(idle_timeout_s=0.3),
+            upstream=UpstreamLimits(idle_timeout_s=1.0),
             server=ServerLimits(write_buffer_bytes=1024),
         ) as r,
         raw(r.router) as (reader, writer),

@@ -10,6 +10,8 @@ import pytest
 
 from argosy_router.http.deadlines import Deadline, TimerWheel
 
+from .harness import DEADLINE_S
+
 
 async def test_deadlines_move_cheaply_and_fire_once() -> None:
     loop = asyncio.get_running_loop()
@@ -30,7 +32,7 @@ async def test_deadlines_move_cheaply_and_fire_once() -> None:
     late.set(0.05)  # moved back
     never.clear()
     started = loop.time()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(DEADLINE_S):
         await done.wait()
     assert sorted(fired) == ["early", "late"]
     assert loop.time() - started >= 0.045
@@ -77,6 +79,6 @@ async def test_a_failing_callback_affects_no_other_deadline(caplog: pytest.LogCa
 
     for callback, seconds in ((fail, 0.01), (lambda: None, 0.01), (fired.set, 0.05)):
         Deadline(wheel, callback).set(seconds)
-    await asyncio.wait_for(fired.wait(), 5)
+    await asyncio.wait_for(fired.wait(), DEADLINE_S)
     assert "ZeroDivisionError" in caplog.text
     wheel.close()

@@ -15,7 +15,7 @@ from argosy_protocol.fleet import FleetDocument, encode_fleet
 from processes import free_port
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, event
-from .harness import raw, rig, service, until
+from .harness import DEADLINE_S, raw, rig, service, until
 from .raw_requests import request_bytes
 
 
@@ -94,7 +94,7 @@ async def test_drain_has_an_end() -> None:
         await r.router.drain()
         await r.router.stop()
         assert await reader.read() == b""
-        await asyncio.wait_for(aborted.wait(), 5)
+        await asyncio.wait_for(aborted.wait(), DEADLINE_S)
         assert r.router.requests.inflight == 0
 
 
@@ -133,7 +133,7 @@ async def test_a_process_drains_on_sigterm(tmp_path: Path) -> None:
             stderr=asyncio.subprocess.PIPE,
         )
         try:
-            await until(lambda: bool(engine.telemetry), 60.0)
+            await until(lambda: bool(engine.telemetry))
             clients = {name: await asyncio.open_connection("127.0.0.1", port) for name in says}
             for name, (reader, writer) in clients.items():
                 writer.write(request_bytes(content=name, stream=name != "answer"))
@@ -145,7 +145,7 @@ async def test_a_process_drains_on_sigterm(tmp_path: Path) -> None:
             assert soft == 4096, "a router needs more files than the usual soft limit"
             process.send_signal(signal.SIGTERM)
             assert process.stderr is not None
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(DEADLINE_S):
                 while b"draining 4 requests" not in (line := await process.stderr.readline()):
                     assert line, "ended without draining"
             for name, (reader, writer) in clients.items():

@@ -29,7 +29,7 @@ from argosy_router.server import Router
 
 from .fake_api_server import FakeApiServer
 from .fake_engine import FakeEngine
-from .harness import chat, until
+from .harness import DEADLINE_S, chat, until
 
 ENGINE = {"component": "engine"}
 ROUTER = {"app.kubernetes.io/name": "argosy", "app.kubernetes.io/component": "router"}
@@ -95,7 +95,7 @@ class Fleet:
         return int((await self.ask(name)).headers["x-ratelimit-limit-requests"])
 
     async def until_limit(self, name: str, limit: int) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(DEADLINE_S):
             while await self.limit(name) != limit:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 

@@ -102,7 +102,7 @@ async def test_trickled_bytes_do_not_extend_the_deadline(part: str) -> None:
 
 
 async def test_idle_connections_are_closed_silently() -> None:
-    limits = ServerLimits(keep_alive_s=0.05)
+    limits = ServerLimits(keep_alive_s=0.5)
     async with rig([FakeEngine()], server=limits) as r, raw(r.router) as (reader, writer):
         writer.write(SMUGGLED)
         answer = await read_all(reader)
@@ -116,7 +116,7 @@ async def test_a_slow_reader_is_timed_like_others_afterwards() -> None:
     async def large(connection: Connection, _: Received) -> None:
         connection.answer(200, b"x" * size)
 
-    limits = ServerLimits(keep_alive_s=0.3, write_buffer_bytes=1024)
+    limits = ServerLimits(keep_alive_s=1.0, write_buffer_bytes=1024)
     async with rig([FakeEngine(script=large)], server=limits) as r, raw(r.router) as (reader, writer):
         await until(lambda: bool(r.router.server.connections))
         (connection,) = r.router.server.connections
@@ -145,7 +145,7 @@ async def test_refusals_of_the_wire_are_accounted_for() -> None:
             ids.append(answer.lower().partition(b"\r\nx-request-id: ")[2].partition(b"\r\n")[0].decode())
         for status, number in ((400, 2), (413, 1), (408, 1)):
             assert r.metric(f'requests_total{{code="{status}",model=""}}') == number
-    written_by.close(5.0)
+    written_by.close(DEADLINE_S)
     os.close(writer)
     with os.fdopen(reader) as lines:
         logged = [line.split()[1:3] for line in lines]
@@ -214,7 +214,7 @@ async def test_bytes_sent_ahead_are_bounded(number: int, answered: int) -> None:
         await release.wait()
         connection.answer(200, b"{}")
 
-    limits = ServerLimits(max_held_bytes=1000, keep_alive_s=0.1)
+    limits = ServerLimits(max_held_bytes=1000, keep_alive_s=0.5)
     async with rig([FakeEngine(script=wait)], server=limits) as r, raw(r.router) as (reader, writer):
         writer.write(GOOD)
         await until(lambda: bool(r.engines[0].requests))
@@ -239,7 +239,7 @@ async def test_a_client_that_leaves_is_noticed_whatever_it_sent_ahead() -> None:
         await until(lambda: bool(r.engines[0].requests))
         writer.write(b"x" * 300_000)
         writer.close()
-        await asyncio.wait_for(gone.wait(), 5)
+        await asyncio.wait_for(gone.wait(), DEADLINE_S)
 
 
 async def test_expect_continue() -> None:

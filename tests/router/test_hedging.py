@@ -13,7 +13,7 @@ from argosy_router.config import UpstreamLimits
 from argosy_router.proxy.resilience import hedging
 
 from .fake_engine import Connection, Received, Script, answer_normally
-from .harness import is_settled, raw, read_all, service
+from .harness import DEADLINE_S, is_settled, raw, read_all, service
 from .hedging_rig import (
     STREAM,
     Slow,
@@ -41,7 +41,7 @@ async def test_a_slow_replica_s_stream_is_answered_by_another() -> None:
         answer = await r.chat(stream=True)
         assert is_whole(answer)
         assert answer.headers["x-argosy-replica"] == "r1"
-        await asyncio.wait_for(slow.was_reset.wait(), 5)
+        await asyncio.wait_for(slow.was_reset.wait(), DEADLINE_S)
         assert is_settled(r)
         assert outcomes(r) == {"won": 1}
         assert r.metric("retries_total") == 0
@@ -62,7 +62,7 @@ async def test_the_first_replica_may_still_be_the_quicker_one() -> None:
         answer = await task
         assert is_whole(answer)
         assert answer.headers["x-argosy-replica"] == "r0"
-        await asyncio.wait_for(other.was_reset.wait(), 5)
+        await asyncio.wait_for(other.was_reset.wait(), DEADLINE_S)
         assert is_settled(r)
         assert outcomes(r) == {"lost": 1}
         assert [record.hedge for record in decisions(r)] == ["lost", ""]
@@ -129,7 +129,7 @@ async def test_an_error_is_an_answer_too() -> None:
     slow = Slow()
     async with hedged(slow, reject) as r:
         assert (await r.chat(stream=True)).status_code == 400
-        await asyncio.wait_for(slow.was_reset.wait(), 5)
+        await asyncio.wait_for(slow.was_reset.wait(), DEADLINE_S)
         assert (is_settled(r), outcomes(r)) == (True, {"won": 1})
 
 
@@ -159,7 +159,7 @@ async def test_a_client_that_leaves_aborts_both() -> None:
             writer.write(request_bytes(stream=True))
             await r.until(lambda: sent(r) == 2)
         for slow in both:
-            await asyncio.wait_for(slow.was_reset.wait(), 5)
+            await asyncio.wait_for(slow.was_reset.wait(), DEADLINE_S)
         assert (is_settled(r), outcomes(r)) == (True, {"abandoned": 1})
         assert r.metric("client_disconnects_total") == 1
         assert failures(r) == {}
@@ -215,7 +215,7 @@ async def test_a_router_drains_during_a_race() -> None:
         await r.until(lambda: r.router.application.is_draining)
         other.go_on.set()
         assert is_whole(await task)
-        await asyncio.wait_for(drain, 5)
+        await asyncio.wait_for(drain, DEADLINE_S)
         assert is_settled(r)
 
 

@@ -56,7 +56,7 @@ async def test_credit_does_not_pile_up() -> None:
 NOT_HEDGED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("by default", {"hedge_after": 0.0}, {}),
     ("a unary answer", {}, {"stream": False}),
-    ("a token expected late", {}, {"content": "long " * 4000}),
+    ("a token expected late", {"hedge_after": 20.0}, {"content": "long " * 4000}),
 ]
 
 

@@ -17,7 +17,7 @@ from argosy_router.fleet import key_rotation
 from argosy_router.fleet.replica_key import ReplicaKey, ServiceKeys
 
 from .fake_engine import Connection, FakeEngine, Received
-from .harness import Rig, rig, until
+from .harness import DEADLINE_S, Rig, rig, until
 from .rotation_load import Mount, load
 
 OLD, NEW, NEWER = b"o" * 32, b"n" * 32, b"w" * 32
@@ -174,7 +174,7 @@ async def test_a_replica_that_hangs_delays_no_look_at_the_keys(
     replica = Hanging(keys=frozenset((OLD_KEY,)))
     async with rig([replica], fleet_key_dir=mount.path, admin_port=0) as r:
         mount.write(NEW)
-        await asyncio.wait_for(asked.wait(), 30)
+        await asyncio.wait_for(asked.wait(), DEADLINE_S)
         mount.write(NEWER, previous=NEW)
         await until(lambda: r.replica(0).key.newest == internal_key(NEWER, UID))
         assert await admin_status(r, NEWER) == 200

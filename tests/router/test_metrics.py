@@ -21,7 +21,7 @@ from argosy_router.observability.access_log import AccessEntry, AccessLog
 from argosy_router.observability.line_writer import LineHandler, LineWriter
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, completion, event
-from .harness import chat, rig, service
+from .harness import DEADLINE_S, chat, rig, service
 
 DESCRIBED = (
     *("requests_total", "ttft_seconds", "itl_seconds", "ttft_error_seconds", "predicted_cached_tokens_total"),
@@ -107,7 +107,7 @@ async def test_every_request_has_one_line(line_format: str) -> None:
                 headers={"x-request-id": "one"},
             )
             await r.http.post("/v1/chat/completions", content=b"{", headers={"x-request-id": "two"})
-        written_by.close(5.0)
+        written_by.close(DEADLINE_S)
         os.close(writer)
         written = lines.read().splitlines()
     assert len(written) == 2
@@ -136,16 +136,16 @@ def test_unread_log_lines_are_dropped_without_blocking() -> None:
 
     thread = threading.Thread(target=asyncio.run, args=(write(),), daemon=True)
     thread.start()
-    thread.join(30.0)
+    thread.join(DEADLINE_S)
     assert not thread.is_alive(), "a full pipe stops whoever writes to it, which must not be the loop"
     assert 0 < log.dropped < 10_000
     with os.fdopen(reader) as lines:
         received: list[str] = []
         drain = threading.Thread(target=lambda: received.extend(lines), daemon=True)
         drain.start()
-        written_by.close(30.0)
+        written_by.close(DEADLINE_S)
         os.close(writer)
-        drain.join(30.0)
+        drain.join(DEADLINE_S)
     assert len(received) == 10_000 - log.dropped
     assert all(
         line.startswith("time=") and 'model="a\\nb"' in line and line.endswith("\n") for line in received
@@ -157,7 +157,7 @@ def test_a_log_record_is_a_line_of_the_same_writer() -> None:
     written_by = LineWriter(writer)
     handler = LineHandler(written_by)
     handler.emit(logging.LogRecord("a", logging.INFO, "", 0, "broken %s", ("\ud800",), None))
-    written_by.close(5.0)
+    written_by.close(DEADLINE_S)
     os.close(writer)
     with os.fdopen(reader) as lines:
         assert lines.read() == "broken \\ud800\n"

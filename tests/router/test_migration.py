@@ -21,7 +21,7 @@ from argosy_router.proxy.upstream import stream_transcript
 from argosy_router.proxy.upstream.stream_transcript import Transcript
 
 from .fake_engine import DONE, MODEL, Connection, FakeEngine, Received
-from .harness import Rig, chat, rig
+from .harness import DEADLINE_S, Rig, chat, rig
 from .resumable_stream import ResumableStream, events, fold
 
 USAGE = {"stream_options": {"include_usage": True}}
@@ -336,7 +336,7 @@ async def test_a_stream_that_stalls_is_migrated() -> None:
         await connection.gone()
 
     engines = [FakeEngine(script=stall), FakeEngine(script=ResumableStream())]
-    async with rig(engines, policy="round-robin", upstream=UpstreamLimits(idle_timeout_s=0.05)) as r:
+    async with rig(engines, policy="round-robin", upstream=UpstreamLimits(idle_timeout_s=0.5)) as r:
         contents = [fold(await ask(r, path, body)) for _ in range(2)]
         assert contents[0] == contents[1]
         assert len(engines[0].requests) == 1
@@ -359,6 +359,6 @@ async def test_a_client_that_leaves_aborts_the_resumed_request() -> None:
     async with rig([FakeEngine(script=script), FakeEngine(script=script)]) as r:
         async with r.http.stream("POST", path, json=body, headers={"x-request-id": "same"}) as response:
             assert response.status_code == 200
-            await asyncio.wait_for(asked.wait(), 5)
-        await asyncio.wait_for(gone.wait(), 5)
+            await asyncio.wait_for(asked.wait(), DEADLINE_S)
+        await asyncio.wait_for(gone.wait(), DEADLINE_S)
         await r.until(lambda: is_settled(r))

@@ -20,7 +20,7 @@ from argosy_router.admin.history import INTERVAL_S, SAMPLES, History, quantile
 from chromium import Page, browser
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, completion, event
-from .harness import Rig, chat, rig, service
+from .harness import DEADLINE_S, Rig, chat, rig, service
 
 FLEET_KEY = b"0123456789abcdef"
 ADMIN_KEY = internal_key(FLEET_KEY, ADMIN_KEY_UID)
@@ -191,9 +191,9 @@ async def test_leaving_the_playground_aborts_the_request(has_begun: bool) -> Non
     async with rig([FakeEngine(script=work)], admin_port=0) as r:
         url = r.router.admin_url + "/playground/chat/completions"
         asking = asyncio.ensure_future(r.http.post(url, json=chat(stream=True)))
-        await asyncio.wait_for(working.wait(), 10)
+        await asyncio.wait_for(working.wait(), DEADLINE_S)
         asking.cancel()
-        await asyncio.wait_for(aborted.wait(), 10)
+        await asyncio.wait_for(aborted.wait(), DEADLINE_S)
         await r.until(lambda: r.router.requests.inflight == 0)
 
 
@@ -213,7 +213,7 @@ async def test_an_unread_playground_answer_pauses_the_engine() -> None:
         url = r.router.admin_url + "/playground/chat/completions"
         async with r.http.stream("POST", url, json=chat(stream=True)):
             before = -1
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(DEADLINE_S):
                 while sent != before or not sent:
                     before = sent
                     await asyncio.sleep(0.2)

@@ -13,6 +13,8 @@ from argosy_router.http.tls import UpstreamTls
 from argosy_router.http.upstream_connection import UpstreamConnection
 from argosy_router.http.upstream_errors import ConnectFailed
 
+from .harness import DEADLINE_S
+
 
 @pytest.mark.parametrize("host", ["a..b", "a" * 70 + ".b"])
 async def test_a_host_that_cannot_be_one_fails_its_waiter(host: str) -> None:
@@ -28,5 +30,5 @@ async def test_a_host_that_cannot_be_one_fails_its_waiter(host: str) -> None:
     wheel = TimerWheel(asyncio.get_running_loop())
     pool = ConnectionPool(f"http://{host}:80", UpstreamLimits(), wheel, UpstreamTls())
     pool.acquire(QueuedRequest())
-    assert "connect failed" in str(await asyncio.wait_for(failed, 5))
+    assert "connect failed" in str(await asyncio.wait_for(failed, DEADLINE_S))
     pool.close()

@@ -264,7 +264,7 @@ async def test_a_request_whose_time_passes_counts_for_what_was_computed(
     tmp_path: Path, stream: bool, num_running: int, tokens: float
 ) -> None:
     engine = FakeEngine()
-    times = {"request_timeout_s": 0.05, "first_byte_timeout_s": 0.05}
+    times = {"request_timeout_s": 0.5, "first_byte_timeout_s": 0.5}
     async with metered(tmp_path, engine, limit=12_000, **times) as (r, clock):
 
         async def compute(connection: Connection, _: Received) -> None:

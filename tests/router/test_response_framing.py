@@ -16,7 +16,7 @@ from argosy_router.http.upstream_connection import UpstreamConnection
 from argosy_router.http.upstream_errors import UpstreamError
 
 from .fake_engine import Connection, FakeEngine, Received, completion, event
-from .harness import chat, rig
+from .harness import DEADLINE_S, chat, rig
 
 BODY = completion("mine")
 OTHER = completion("another's")
@@ -296,7 +296,7 @@ async def test_a_stream_whose_framing_breaks_ends_with_an_error() -> None:
         connection.begin_stream()
         connection.chunk(event("hel"))
         await connection.writer.drain()
-        await asyncio.wait_for(has_begun.wait(), 10)
+        await asyncio.wait_for(has_begun.wait(), DEADLINE_S)
         connection.send(b"0x6\r\nPOISON\r\n")
         await connection.gone()
 

@@ -39,7 +39,7 @@ async def open_many(stack: contextlib.AsyncExitStack, r: Rig, count: int, sent: 
     "sent", [b"", HALF_A_HEAD, UNREAD_BODY], ids=["nothing", "half a head", "unread body"]
 )
 async def test_silent_connections_block_no_client(sent: bytes) -> None:
-    limits = ServerLimits(max_connections=64, surplus_timeout_s=DEADLINE_S)
+    limits = ServerLimits(max_connections=64, max_silent_per_address=64, surplus_timeout_s=DEADLINE_S)
     async with (
         rig([FakeEngine()], server=limits, api_keys=("k",)) as r,
         contextlib.AsyncExitStack() as stack,
