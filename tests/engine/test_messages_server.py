@@ -36,7 +36,8 @@ WEATHER: ToolParam = {
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     port = free_port()
     log = tmp_path_factory.mktemp("serve") / "log"
-    arguments = [*SERVE_TINY, "--served-model-name", "tiny", "--max-model-len", str(MAX_MODEL_LEN)]
+    arguments = [*SERVE_TINY, "--dtype", "float32", "--served-model-name", "tiny"]
+    arguments += ["--max-model-len", str(MAX_MODEL_LEN)]
     with running([*arguments, "--port", str(port)], log, port=port, env={"ARGOSY_API_KEY": KEY}) as up:
         yield up
 

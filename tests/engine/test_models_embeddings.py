@@ -134,9 +134,8 @@ def test_the_numbers_of_base64(fields: dict[str, Any], dtype: str, post: Any) ->
     (item,) = post(input=TEXTS[0], encoding_format="base64", **fields).json()["data"]
     numbers = np.frombuffer(base64.b64decode(item["embedding"]), dtype)
     if dtype.endswith("u2"):
-        assert torch.tensor(numbers.astype("i4")).to(torch.int16).view(torch.bfloat16).tolist() == (
-            torch.tensor(expected).to(torch.bfloat16).tolist()
-        )
+        rounded = torch.tensor(numbers.astype("i4")).to(torch.int16).view(torch.bfloat16)
+        assert rounded.tolist() == pytest.approx(expected, rel=2**-8, abs=1e-4)
     else:
         assert numbers.tolist() == pytest.approx(expected, abs=1e-3)
 
@@ -173,7 +172,9 @@ def test_long_inputs_are_cut(side: str | None, post: Any, offline: LLM) -> None:
 def test_the_newer_name_of_normalize(post: Any) -> None:
     raw = post(input=TEXTS[0], use_activation=False).json()["data"][0]["embedding"]
     assert sum(value * value for value in raw) > 2
-    assert post(input=TEXTS[0], normalize=False).json()["data"][0]["embedding"] == pytest.approx(raw)
+    assert post(input=TEXTS[0], normalize=False).json()["data"][0]["embedding"] == pytest.approx(
+        raw, abs=1e-4
+    )
     both = post(input=TEXTS[0], normalize=False, use_activation=True).json()["data"][0]["embedding"]
     assert sum(value * value for value in both) == pytest.approx(1.0, abs=1e-5)
 
@@ -190,7 +191,9 @@ def test_the_newer_name_of_normalize(post: Any) -> None:
 def test_what_a_generating_model_does_not_answer(
     path: str, body: dict[str, Any], remedy: str, server: Server
 ) -> None:
-    answer = httpx.post(f"{server.url}{path}", json=body, headers={"authorization": f"Bearer {KEY}"})
+    answer = httpx.post(
+        f"{server.url}{path}", json=body, headers={"authorization": f"Bearer {KEY}"}, timeout=60
+    )
     assert answer.status_code == 400
     assert remedy in answer.json()["error"]["message"]
 
@@ -212,5 +215,5 @@ def test_embeddings_and_generations_run_side_by_side(server: Server, post: Any) 
 
 
 def test_the_key_and_the_model_are_checked(server: Server, post: Any) -> None:
-    assert httpx.post(f"{server.url}/v1/embeddings", json={"input": "a"}).status_code == 401
+    assert httpx.post(f"{server.url}/v1/embeddings", json={"input": "a"}, timeout=60).status_code == 401
     assert post(input="a", model="other").status_code == 404

@@ -26,7 +26,14 @@ from chat_requests import chat
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    made = LLM("builtin://tiny", device="cpu", threads=1, num_gpu_blocks_override=64, max_model_len=256)
+    made = LLM(
+        "builtin://tiny",
+        device="cpu",
+        dtype="float32",
+        threads=1,
+        num_gpu_blocks_override=64,
+        max_model_len=256,
+    )
     yield made
     made.close()
 

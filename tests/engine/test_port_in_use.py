@@ -7,10 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-pytestmark = pytest.mark.timeout(60)
-
 
 def test_a_taken_port_ends_the_engine_before_the_model_is_looked_at(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:

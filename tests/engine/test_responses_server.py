@@ -40,7 +40,8 @@ FOREVER = {"input": "Count", "max_output_tokens": 1900, "temperature": 1, "ignor
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     port = free_port()
     log = tmp_path_factory.mktemp("serve") / "log"
-    arguments = [*SERVE_TINY, "--served-model-name", "tiny", "--max-model-len", str(MAX_MODEL_LEN)]
+    arguments = [*SERVE_TINY, "--dtype", "float32", "--served-model-name", "tiny"]
+    arguments += ["--max-model-len", str(MAX_MODEL_LEN)]
     env = {"ARGOSY_API_KEY": f"{KEY},{OTHER_KEY}"}
     with running([*arguments, "--port", str(port)], log, port=port, env=env) as up:
         yield up
@@ -205,10 +206,10 @@ def test_a_stored_response_is_retrieved_and_deleted(client: openai.OpenAI, serve
         with pytest.raises(openai.NotFoundError):
             other.responses.input_items.list(answer.id)
     with httpx.Client(
-        base_url=server.url, headers={"x-api-key": KEY}
+        base_url=server.url, headers={"x-api-key": KEY}, timeout=60
     ) as same:  # as Anthropic's clients send it
         assert same.get(f"/v1/responses/{answer.id}").json()["id"] == answer.id
-    with httpx.Client(base_url=server.url, headers={"authorization": f"bearer  {KEY}"}) as same:
+    with httpx.Client(base_url=server.url, headers={"authorization": f"bearer  {KEY}"}, timeout=60) as same:
         assert same.get(f"/v1/responses/{answer.id}").json()["id"] == answer.id
     client.responses.delete(answer.id)
     with pytest.raises(openai.NotFoundError):

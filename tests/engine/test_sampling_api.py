@@ -13,6 +13,7 @@ import pytest
 
 from argosy_protocol.headers import IN_COMMENTS, RESUME
 from processes import Server, free_port, running
+from within_rounding import ROUNDING, within_rounding
 
 MESSAGES: Any = [{"role": "user", "content": "Tell me about the sea."}]
 PROMPT = "Tell me about the red lantern and the sea, and then of the harbor."
@@ -63,9 +64,7 @@ def test_chat_logprobs(client: openai.OpenAI) -> None:
     for chunk in client.chat.completions.create(**ask, stream=True):
         for choice in chunk.choices:
             streamed += (choice.logprobs.content or []) if choice.logprobs else []
-    assert [(entry.token, entry.top_logprobs) for entry in streamed] == [
-        (entry.token, entry.top_logprobs) for entry in content
-    ]
+    assert [entry.to_dict() for entry in streamed] == within_rounding([entry.to_dict() for entry in content])
     plain = client.chat.completions.create(**{**ask, "logprobs": None, "top_logprobs": None})
     assert plain.choices[0].logprobs is None
     assert plain.choices[0].message.content == whole.message.content
@@ -113,7 +112,7 @@ def test_scoring_a_prompt_generates_nothing(http: httpx.Client) -> None:
         assert len(choice["logprobs"]["tokens"]) > 1
         assert choice["finish_reason"] == "length"
     # What the cache holds of the prompt must not make a difference.
-    assert http.post("/v1/completions", json=body).json()["choices"] == answer["choices"]
+    assert http.post("/v1/completions", json=body).json()["choices"] == within_rounding(answer["choices"])
 
 
 def test_prompt_logprobs_on_both_endpoints(http: httpx.Client) -> None:
@@ -246,11 +245,11 @@ def test_log_probabilities_of_chosen_tokens(http: httpx.Client) -> None:
         found = entries(logprob_token_ids=chosen, **fields)
         for entry, full in zip(found, best, strict=True):
             known = {other["token"]: other["logprob"] for other in full["top_logprobs"]}
-            assert (entry["token"], entry["logprob"]) == (full["token"], full["logprob"])
+            assert (entry["token"], entry["logprob"]) == within_rounding((full["token"], full["logprob"]))
             shown = [other["token"] for other in entry["top_logprobs"]]
             assert shown == [entry["token"], *(f"token_id:{id_}" for id_ in (41, 40, 300))]
             for other in entry["top_logprobs"]:
-                assert other["logprob"] <= known.get(other["token"], min(known.values()))
+                assert other["logprob"] <= known.get(other["token"], min(known.values())) + ROUNDING
     completion = http.post(
         "/v1/completions", json={**body, "prompt": PROMPT, "logprobs": 0, "logprob_token_ids": chosen}
     ).json()
@@ -277,7 +276,7 @@ def test_a_batch_of_chats_has_the_answer_of_each(http: httpx.Client) -> None:
     assert len(batch["choices"]) == len(chats)
     for index, (chat, choice) in enumerate(zip(chats, batch["choices"], strict=True)):
         alone = http.post("/v1/chat/completions", json={"messages": chat, **fields}).json()
-        assert choice == {**alone["choices"][0], "index": index}
+        assert choice == within_rounding({**alone["choices"][0], "index": index})
         for name in usage:
             usage[name] += alone["usage"][name]
     assert usage.items() <= batch["usage"].items()
@@ -358,7 +357,9 @@ def test_token_ids_for_routers_come_in_comments(
         **fields,
     }
 
-    def stream(resume: str | None) -> tuple[list[str], dict[int, list[int]], dict[int, list[int]]]:
+    def stream(
+        resume: str | None,
+    ) -> tuple[list[dict[str, Any]], dict[int, list[int]], dict[int, list[int]]]:
         """Return the events without comments, and the token ids in comments and in chunks."""
         headers = {"x-request-id": "same"} | ({RESUME: resume} if resume else {})
         shown, comments, chunks = [], {0: [], 1: []}, {0: [], 1: []}  # type: ignore[var-annotated]
@@ -369,7 +370,7 @@ def test_token_ids_for_routers_come_in_comments(
                     comments[int(index)] += map(int, ids.split(","))
             elif line.startswith("data: {"):
                 event = json.loads(line.removeprefix("data: "))
-                shown.append(json.dumps({**event, "created": 0}))
+                shown.append(event)
                 for choice in event["choices"]:
                     chunks[choice["index"]] += choice["token_ids"] or []
             else:
@@ -381,7 +382,11 @@ def test_token_ids_for_routers_come_in_comments(
     assert (comments, chunks) == (none, none)
     in_comments, comments, chunks = stream(IN_COMMENTS)
     assert chunks == none
-    assert sorted(in_comments) == sorted(plain)  # the choices' events come in any order
+    # The choices' events come in any order, and a reader that lags behind gets several tokens in one.
+    assert fold(in_comments) == fold(plain)
+    assert scores(in_comments) == within_rounding(scores(plain))
+    kinds, expected = ({(*event, *event["choices"][0]) for event in told} for told in (in_comments, plain))
+    assert kinds == expected
     assert (none, comments) == stream("1")[1:]
     assert all(len(ids) > 8 for ids in comments.values())
 
@@ -393,6 +398,17 @@ def events(
         lines = [line[6:] for line in response.iter_lines() if line.startswith("data: ")]
     assert lines[-1] == "[DONE]"
     return [json.loads(line) for line in lines[:-1]]
+
+
+def scores(stream: list[dict[str, Any]]) -> dict[int, list[Any]]:
+    """Return the log probabilities of each choice's tokens, and of their alternatives."""
+    found: dict[int, list[Any]] = {}
+    for event in stream:
+        for choice in event["choices"]:
+            logprobs = choice.get("logprobs") or {}
+            told = found.setdefault(choice["index"], [])
+            told += zip(logprobs.get("token_logprobs", ()), logprobs.get("top_logprobs", ()), strict=True)
+    return found
 
 
 def fold(stream: list[dict[str, Any]]) -> Any:

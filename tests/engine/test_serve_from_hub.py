@@ -17,7 +17,7 @@ from hub_faults import Fault, Hold
 from hub_repositories import Content, files_under
 from hub_server import HubServer
 from named_sources import TINY
-from processes import free_port, running, wait_until
+from processes import answers, free_port, running, wait_until
 
 SERVE = ["argosy_engine.api.serve", "acme/tiny", "--threads", "1", "--device", "cpu"]
 
@@ -49,7 +49,7 @@ def test_a_second_start_asks_nobody(hub: HubServer, tmp_path: Path) -> None:
         hub.forget_requests()
         port = free_port()
         with running([*SERVE, "--port", str(port)], tmp_path / "log", port=port, env=env) as server:
-            names = [model["id"] for model in httpx.get(f"{server.url}/v1/models").json()["data"]]
+            names = [model["id"] for model in httpx.get(f"{server.url}/v1/models", timeout=60).json()["data"]]
             body = {"model": "acme/tiny", "prompt": "Once", "max_tokens": 4}
             answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
             assert server.stop() == 0
@@ -68,13 +68,13 @@ def test_the_server_answers_while_the_model_is_fetched(hub: HubServer, tmp_path:
     arguments, env = [*SERVE, "--port", str(port)], environment(hub, tmp_path)
     with running(arguments, tmp_path / "log", port=port, env=env, ready_path="/health") as server:
         assert hold.reached.wait(60.0)
-        ready = httpx.get(f"{server.url}/ready")
+        ready = httpx.get(f"{server.url}/ready", timeout=60)
         assert ready.status_code == 503
         assert ready.json()["status"].startswith("fetching the model")
-        refused = httpx.post(f"{server.url}/v1/completions", json={"prompt": "Once"})
+        refused = httpx.post(f"{server.url}/v1/completions", json={"prompt": "Once"}, timeout=60)
         assert refused.status_code == 503
         hold.release.set()
-        wait_until(lambda: httpx.get(f"{server.url}/ready").status_code == 200, "the model")
+        wait_until(lambda: answers(f"{server.url}/ready"), "the model", 100.0)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
@@ -87,7 +87,7 @@ def test_a_signal_ends_a_fetch_and_the_next_start_serves(
     arguments = [*SERVE, "--port", str(port)]
     with running(arguments, tmp_path / "log", port=port, env=env, ready_path="/health") as server:
         assert hold.reached.wait(60.0)
-        assert server.stop(number, timeout_s=30.0) == code
+        assert server.stop(number) == code
     hold.release.set()
     with running(arguments, tmp_path / "log", port=port, env=env) as server:
         assert server.stop(number) == 0  # once the model is loaded, either is a stop that was asked for

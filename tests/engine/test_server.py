@@ -24,7 +24,7 @@ from argosy_protocol.headers import (
     TELEMETRY_PATH,
 )
 from argosy_protocol.telemetry import FrameReader, Hello, Load, Snapshot, Stored, unpack_u32
-from processes import Server, answers, free_port, running, wait_until
+from processes import Server, answers, free_port, is_alive, running, wait_until
 
 KEY = "test-key"
 ARGUMENTS = [
@@ -91,7 +91,9 @@ def test_streamed_and_unary_answers_agree(client: openai.OpenAI) -> None:
 
 def test_usage_in_every_chunk_comes_only_with_include_usage(http: httpx.Client) -> None:
     def usages(path: str, body: dict[str, object], **options: bool) -> list[object]:
-        asked = {"model": "tiny", "max_tokens": 4, "stream": True, "stream_options": options, **body}
+        # So many tokens that a reader which lags behind does not get all of them in one chunk.
+        asked = {"model": "tiny", "max_tokens": 64, "ignore_eos": True, "stream": True, **body}
+        asked["stream_options"] = options
         lines = http.post(path, json=asked).text.splitlines()
         chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
         assert len(chunks) > 1
@@ -339,7 +341,7 @@ def test_errors_have_openai_shape(
 
 
 def test_bad_requests_cost_nothing(http: httpx.Client) -> None:
-    assert metric(http, "num_requests_running") == 0
+    wait_until(lambda: metric(http, "num_requests_running") == 0, "the end of earlier requests")
     for body in (b"{", b"[" * 100_000, b"\xff\xfe", b'{"prompt": 1e400}'):
         response = http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
         assert response.status_code == 400, response.text
@@ -354,13 +356,13 @@ def test_bad_requests_cost_nothing(http: httpx.Client) -> None:
 
 def test_everything_but_the_public_paths_needs_the_key(server: Server) -> None:
     for path in ("/health", "/ready", "/version", "/metrics"):
-        assert httpx.get(server.url + path).status_code == 200
+        assert httpx.get(server.url + path, timeout=60).status_code == 200
     for method, path in (
         ("GET", "/v1/models"), ("POST", "/v1/completions"), ("GET", TELEMETRY_PATH), ("GET", "/load"), ("GET", "/docs"),
         ("GET", "/openapi.json"), ("GET", "//v1/models"), ("GET", "/health/../v1/models"), ("OPTIONS", "/v1/models"),
     ):  # fmt: skip
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": f"Basic {KEY}"}):
-            response = httpx.request(method, server.url + path, headers=headers)
+            response = httpx.request(method, server.url + path, headers=headers, timeout=60)
             assert response.status_code == 401, path
             assert response.json()["error"]["code"] == "invalid_api_key"
 
@@ -375,8 +377,8 @@ def test_a_client_that_leaves_aborts_its_request(server: Server, http: httpx.Cli
     with socket.create_connection(("127.0.0.1", server.port)) as raw:
         raw.sendall(head.encode() + body)
         wait_until(lambda: metric(http, "num_requests_running") == 1, "the request to run")
-    wait_until(lambda: metric(http, "num_requests_running") == 0, "the abort to reach the core", 20.0)
-    assert metric(http, "kv_cache_usage_perc") == 0
+    wait_until(lambda: metric(http, "num_requests_running") == 0, "the abort to reach the core")
+    wait_until(lambda: metric(http, "kv_cache_usage_perc") == 0, "the blocks to be given back")
 
 
 def test_telemetry_tells_hello_snapshot_and_what_is_stored(http: httpx.Client) -> None:
@@ -417,7 +419,7 @@ def test_telemetry_tells_how_many_sequences_yield_slots(http: httpx.Client) -> N
         for data in telemetry.iter_raw():
             loads += [frame for frame in reader.feed(data) if isinstance(frame, Load)]
             # The sequences begin one by one.
-            if any(load.num_yielding >= 3 for load in loads) or len(loads) > 100:
+            if any(load.num_yielding >= 3 for load in loads) or len(loads) > 600:
                 break
     assert max(load.num_yielding for load in loads) == 3
 
@@ -525,7 +527,7 @@ def test_no_orphan_core_after_the_server_is_killed(tmp_path: Path) -> None:
     with running(arguments, log, port=port) as server:
         children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
         server.stop(signal.SIGKILL)
-        wait_until(lambda: not Path(f"/proc/{children[0]}/cmdline").exists(), "the core to end", 20.0)
+        wait_until(lambda: not is_alive(int(children[0])), "the core to end")
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def fails(url: str) -> bool:
-    return httpx.get(url).status_code == 503
+    return httpx.get(url, timeout=60).status_code == 503
 
 
 @pytest.mark.parametrize("backend", ["uni", "mp"])
@@ -71,7 +71,7 @@ def test_a_stuck_core_turns_health_red_and_a_killed_worker_ends_everything(tmp_p
         (core,) = children(server.process.pid)
         (worker,) = workers(core)
         assert list(temporary.iterdir()) == []  # a running engine has no files
-        assert answers(server.url + "/health")
+        wait_until(lambda: answers(server.url + "/health"), "/health to be green")
         os.kill(core, signal.SIGSTOP)
         wait_until(lambda: fails(server.url + "/health"), "/health to turn red")
         assert fails(server.url + "/ready")

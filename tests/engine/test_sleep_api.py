@@ -17,7 +17,8 @@ pytestmark = pytest.mark.timeout(300)
 def test_an_engine_sleeps_and_wakes_up_the_same(tmp_path: Path) -> None:
     port, log = free_port(), tmp_path / "log"
     keys = {"ARGOSY_ADMIN_API_KEY": "admin"}
-    with running([*SERVE_TINY, "--port", str(port)], log, port=port, env=keys) as server:
+    arguments = [*SERVE_TINY, "--dtype", "float32", "--port", str(port)]
+    with running(arguments, log, port=port, env=keys) as server:
         admin = httpx.Client(base_url=server.url, headers={"authorization": "Bearer admin"}, timeout=60)
         plain = httpx.Client(base_url=server.url, timeout=60)
 

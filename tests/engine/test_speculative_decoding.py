@@ -116,6 +116,17 @@ def answers(llm: LLM) -> list[tuple[list[int], Any, Any]]:
     return [(list(output.token_ids), output.logprobs, output.finish_reason) for output in outputs]
 
 
+def check_same(found: list[tuple[list[int], Any, Any]], expected: list[tuple[list[int], Any, Any]]) -> None:
+    """Compare answers; log probabilities but for rounding, because steps with drafts have other sizes."""
+    for (token_ids, logprobs, reason), (wanted_ids, wanted, wanted_reason) in zip(
+        found, expected, strict=True
+    ):
+        assert (token_ids, reason) == (wanted_ids, wanted_reason)
+        for entry, other in zip(logprobs, wanted, strict=True):
+            assert (entry.token_ids, entry.rank) == (other.token_ids, other.rank)
+            assert entry.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+
+
 @pytest.fixture(scope="module")
 def expected() -> list[tuple[list[int], Any, Any]]:
     return answers(make())
@@ -132,7 +143,7 @@ def test_drafts_change_nothing_but_the_number_of_steps(
     llm = make(**changes)
     compile_grammars(llm)
     oracle = Oracle(llm, [token_ids for token_ids, _, _ in expected])
-    assert answers(llm) == expected
+    check_same(answers(llm), expected)
     oracle.core.scheduler.check()
     if changes.get("async_scheduling"):
         assert not oracle.num_drafts  # they come when the next step is under way
@@ -151,5 +162,5 @@ def test_drafts_are_verified_with_inputs_in_device_buffers(
     llm = make()
     compile_grammars(llm)
     oracle = Oracle(llm, [token_ids for token_ids, _, _ in expected])
-    assert answers(llm) == expected
+    check_same(answers(llm), expected)
     assert oracle.num_accepted

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -18,7 +19,8 @@ CHAT = [{"role": "user", "content": "Count"}]
 @pytest.fixture(scope="module")
 def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     port = free_port()
-    arguments = [*SERVE_TINY, "--served-model-name", "tiny", "--stream-interval", "2", "--port", str(port)]
+    arguments = [*SERVE_TINY, "--dtype", "float32", "--served-model-name", "tiny", "--port", str(port)]
+    arguments += ["--stream-interval", "2"]
     with (
         running(arguments, tmp_path_factory.mktemp("serve") / "log", port=port) as server,
         httpx.Client(base_url=server.url, timeout=60) as client,
@@ -43,8 +45,10 @@ def chunks(http: httpx.Client, **fields: Any) -> list[dict[str, Any]]:
     return [json.loads(event) for event in events[:-1]]
 
 
-def sizes(found: list[dict[str, Any]]) -> list[int]:
-    return [len(choice["token_ids"]) for each in found for choice in each["choices"] if choice["token_ids"]]
+def ends(found: list[dict[str, Any]]) -> list[int]:
+    """Return how many tokens there are with each event that has any."""
+    choices = [choice for each in found for choice in each["choices"] if choice["token_ids"]]
+    return list(itertools.accumulate(len(choice["token_ids"]) for choice in choices))
 
 
 @pytest.mark.parametrize("stop", [None, ["\u2603"]], ids=["", "with a stop string"])
@@ -52,12 +56,16 @@ def sizes(found: list[dict[str, Any]]) -> list[int]:
 def test_events_have_as_many_tokens_as_asked_for(
     http: httpx.Client, asked: int | None, interval: int, stop: list[str] | None
 ) -> None:
-    found = chunks(http, stream_interval=asked, stop=stop)
-    first, *between, last = sizes(found)
-    assert (first, first + sum(between) + last) == (1, 20)
-    # A reader that lags behind gets more at once.
-    assert all(size >= interval for size in between)
-    assert last <= max(interval, 20 - 1 - sum(between))
+    undisturbed = [*range(1, 20, interval), 20]
+    for _ in range(100):
+        found = chunks(http, stream_interval=asked, stop=stop)
+        told = ends(found)
+        assert told[-1] == 20
+        assert set(told) <= set(undisturbed)
+        if told == undisturbed:
+            break  # a reader that lags behind gets several events in one
+    else:
+        pytest.fail(f"{told} tokens with the events of every answer")
     text = "".join(choice["delta"].get("content") or "" for each in found for choice in each["choices"])
     whole = http.post("/v1/chat/completions", json=body(stop=stop, stream_interval=7)).json()
     assert text == whole["choices"][0]["message"]["content"]

@@ -52,7 +52,7 @@ async def test_the_last_load_is_always_sent(hub: Any) -> None:
     await asyncio.sleep(0)
     for count in (1, 5, 4, 3, 2, 1, 0):
         made.on_core_outputs(running(count))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await listening
     assert len(heard) <= 4, "and those between may be left out"
     made.close()
@@ -76,7 +76,7 @@ async def test_nothing_is_sent_after_the_end(hub: Any) -> None:
 async def frames_of(hub: TelemetryHub, count: int) -> list[Frame]:
     """The first frames that a new reader gets."""
     reader, frames, stream = FrameReader(), [], hub.stream()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while len(frames) < count:
             frames += reader.feed(await anext(stream))
     await stream.aclose()
@@ -87,7 +87,7 @@ async def test_a_stream_that_begins_after_the_end_ends_at_once(hub: Any) -> None
     made: TelemetryHub = hub()
     made.drain()
     made.close()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         frames = [data async for data in made.stream()]
     assert isinstance(next(iter(FrameReader().feed(frames[0]))), Hello)
 
@@ -131,7 +131,7 @@ async def test_many_removals_are_sent_in_frames_of_bounded_size(hub: Any) -> Non
         await anext(stream)
     made.on_core_outputs(EngineCoreOutputs(residency=ResidencyDelta(removed=chunks)))
     reader, removed = FrameReader(), list[int]()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while len(removed) < len(chunks):
             for frame in reader.feed(await anext(stream)):
                 assert isinstance(frame, Removed)

@@ -31,7 +31,7 @@ ARGS = {
     "worker_cls": "probe_worker.ScriptedWorker",
 }
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(autouse=True, scope="module")

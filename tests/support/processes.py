@@ -54,22 +54,28 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 60.0
 
 
 def children(pid: int) -> list[int]:
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended meanwhile
+            found += map(int, (task / "children").read_text().split())
+    return found
 
 
 def descendants(pid: int) -> list[int]:
     """Return the children of a process, their children, and so on."""
     found = []
     for child in children(pid):
-        with suppress(FileNotFoundError):  # ended meanwhile
+        with suppress(FileNotFoundError, ProcessLookupError):  # ended meanwhile
             found += [child, *descendants(child)]
     return found
 
 
 def workers(core: int) -> list[int]:
-    """Return the pids of an engine core's workers: its children but for the process that compiles grammars."""
-    return [pid for pid in children(core) if b"grammar_server" not in _command(pid)]
+    """Return the pids of an engine core's workers.
+
+    They are found by their command: another child, which is being started, has its parent's for a moment.
+    """
+    return [pid for pid in children(core) if b"executor.worker_process" in _command(pid)]
 
 
 def has_grammar_server(core: int) -> bool:
@@ -130,7 +136,7 @@ class Server:
         self.log = log
         self.url = f"http://127.0.0.1:{port}"
 
-    def stop(self, number: int = signal.SIGTERM, timeout_s: float = 30.0) -> int:
+    def stop(self, number: int = signal.SIGTERM, timeout_s: float = 60.0) -> int:
         """Signal the process, wait until it ends, and return its exit code."""
         if self.process.poll() is None:
             self.process.send_signal(number)
