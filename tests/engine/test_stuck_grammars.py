@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Iterator
@@ -72,7 +73,9 @@ def manager(monkeypatch: pytest.MonkeyPatch) -> Iterator[StructuredOutputManager
     Matcher.release = threading.Event()
     queue = CompileQueue(Backend(), num_threads=1)
     made = StructuredOutputManager(queue, 64, (2,), max_step_cpu_s=STEP_CPU_S)
+    gc.disable()  # a collection may take longer than a step may, if there are many objects of other tests
     yield made
+    gc.enable()
     Matcher.release.set()
     made.close()
 
@@ -120,3 +123,17 @@ def test_all_is_well_again_when_the_threads_are_free(manager: StructuredOutputMa
         time.sleep(0)
     (request_id,) = add(manager, "stuck")
     assert manager.bitmask([request_id])[1] == {}
+
+
+def test_nobody_waits_while_a_compiled_grammar_is_still_to_be_followed(
+    manager: StructuredOutputManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager.add("a", GrammarRequest(GrammarSpec("grammar", "quick")))
+    manager.wait(60)
+    with monkeypatch.context() as patch:
+        patch.setattr("argosy_engine.structured.manager.REPLAY_SLICE_S", 0.0)
+        assert manager.take_compiled() == [], "there was no time for it"
+    assert manager.is_waiting
+    manager.wait()  # without a timeout
+    (compiled,) = manager.take_compiled()
+    assert compiled.failure is None

@@ -264,8 +264,9 @@ class StructuredOutputManager:
         return failures.get(request_id)
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Block until `take_compiled` has something new. Call it only while `is_waiting`."""
-        self._compiled.wait(timeout_s)
+        """Block until `take_compiled` has something new, or goes on with a replay. Call it only while `is_waiting`."""
+        if not self.has_compiled:
+            self._compiled.wait(timeout_s)
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Drop requests that have ended or were aborted, and cancel their compilations."""
