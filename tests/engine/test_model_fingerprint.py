@@ -236,6 +236,6 @@ def test_sixteen_gigabytes_cost_a_few_megabytes_of_reading(tmp_path: Path, num_t
 
 
 def read_bytes() -> int:
-    """That this process has asked the kernel for."""
-    counters = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    """That this thread has asked the kernel for."""
+    counters = dict(line.split(": ") for line in Path("/proc/thread-self/io").read_text().splitlines())
     return int(counters["rchar"])

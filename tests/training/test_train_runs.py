@@ -11,6 +11,8 @@ from safetensors.torch import load_file
 ROOT = Path(__file__).parents[2]
 SHIPPED = ROOT / "models" / "argosy-tiny"
 
+pytestmark = pytest.mark.timeout(600)
+
 
 def train(runs: Path, *options: str) -> dict[str, float]:
     command = [sys.executable, str(ROOT / "training" / "train.py"), "--runs", str(runs), "--name", "small"]
