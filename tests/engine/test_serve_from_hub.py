@@ -19,6 +19,8 @@ from hub_server import HubServer
 from named_sources import TINY
 from processes import answers, free_port, running, wait_until
 
+pytestmark = pytest.mark.timeout(300)
+
 SERVE = ["argosy_engine.api.serve", "acme/tiny", "--threads", "1", "--device", "cpu"]
 
 

@@ -26,6 +26,8 @@ from argosy_protocol.headers import (
 from argosy_protocol.telemetry import FrameReader, Hello, Load, Snapshot, Stored, unpack_u32
 from processes import Server, answers, free_port, is_alive, running, wait_until
 
+pytestmark = pytest.mark.timeout(300)
+
 KEY = "test-key"
 ARGUMENTS = [
     "argosy_engine.api.serve",

@@ -34,6 +34,8 @@ from random_checkpoints import KINDS, make_checkpoint
 from served_engine import SERVE_TINY
 from thread_ranks import run_threads
 
+pytestmark = pytest.mark.timeout(300)
+
 ROOT = Path(__file__).parents[2]
 FLAGS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "threads": 1}
 TINY: dict[str, Any] = {"model": "builtin://tiny", **FLAGS, "max_model_len": 160}

@@ -28,6 +28,8 @@ from argosy_engine.sizing.kv_cache_sizing import check_model
 from processes import children, cpu_share, has_grammar_server, is_alive, wait_until, workers
 from random_checkpoints import KINDS, make_checkpoint
 
+pytestmark = pytest.mark.timeout(300)
+
 ROOT = Path(__file__).parents[2]
 FLAGS: dict[str, Any] = {
     "device": "cpu",
