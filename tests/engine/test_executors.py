@@ -219,7 +219,7 @@ def test_workers_end_with_the_core_that_is_killed() -> None:
 
 @pytest.mark.parametrize("start", [InprocClient, SyncMPClient])
 def test_a_start_that_fails_says_why(start: Callable[[EngineArgs], object]) -> None:
-    with pytest.raises(ConfigError, match="has no config"):
+    with pytest.raises(ConfigError, match="is no directory"):
         start(EngineArgs.of(model="/nonexistent"))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,12 @@ import pytest
 from argosy_engine import EngineArgs
 from argosy_engine.core.proc.async_core_client import AsyncMPClient
 from argosy_engine.core.proc.core_client import SyncMPClient
+from argosy_engine.core.proc.core_handle import CoreHandle
 from argosy_engine.errors import ConfigError, EngineDead
 from argosy_engine.messages.core_messages import EngineCoreRequest
 from argosy_engine.params.sampling_params import SamplingParams
 from probe_worker import LongReasonWorker
+from processes import is_alive, wait_until
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -67,6 +70,28 @@ def test_a_step_that_fails() -> None:
         client.add_request(REQUEST)
         with pytest.raises(EngineDead) as caught:
             step_for_ever(client)
+        check(caught.value)
+    finally:
+        client.close()
+
+
+def test_a_call_while_the_core_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its sockets are closed, and the process cannot be waited for yet when the call looks for the first time."""
+    client = SyncMPClient(args())
+    try:
+        client.add_request(REQUEST)
+        wait_until(lambda: not is_alive(client.pid), "the core to end")
+        poll, looks = CoreHandle.poll, list[None]()
+        monkeypatch.setattr(CoreHandle, "poll", lambda handle: looks.pop() if looks else poll(handle))
+
+        def call_until_nobody_reads() -> None:
+            while True:
+                time.sleep(0.01)  # ZeroMQ looks for news of a socket once in a millisecond
+                looks[:] = [None]
+                client.add_request(REQUEST)
+
+        with pytest.raises(EngineDead) as caught:
+            call_until_nobody_reads()
         check(caught.value)
     finally:
         client.close()

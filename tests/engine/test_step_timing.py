@@ -75,7 +75,7 @@ def test_short_prompts_and_the_ends_of_cached_ones_tell_no_rate() -> None:
 @pytest.mark.parametrize("flags", [{}, {"async_scheduling": True}, {"distributed_executor_backend": "mp"}])
 def test_an_engine_tells_the_time_it_takes(flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each step as it is told without smoothing, so that a pause of the process lengthens one of them only."""
-    monkeypatch.setattr(step_timing, "_KEPT", 0.0)
+    monkeypatch.setattr(step_timing, "KEPT", 0.0)
     told, ended = list[float](), StepTiming.ended
 
     def noted(timing: StepTiming, step: SchedulerOutput, launched_s: float, ended_s: float) -> None:

@@ -399,7 +399,8 @@ def test_the_result_does_not_depend_on_how_an_output_is_cut(family: str, data: s
         if family != "openai":  # whose marks are dropped, and whose messages are interleaved
             text = "".join(text.split())
             section = TOOL_PARSERS[family].section
-            text = text.replace("".join(section), "") if section else text
+            if section:  # one around nothing is dropped, but where it belongs to a call that has no end
+                text, kept = text.replace("".join(section), ""), kept.replace("".join(section), "")
             for mark in ("<think>", "</think>", "[THINK]", "[/THINK]"):
                 text, kept = text.replace(mark, ""), kept.replace(mark, "")
             assert kept == text

@@ -322,7 +322,7 @@ class SyncMPClient:
             if self._handle.poll() is not None and not (
                 event == zmq.POLLIN and socket.poll(self._handle.last_message_ms)
             ):
-                raise self._handle.dead(doing)
+                raise self._handle.dead(doing) if event == zmq.POLLIN else self._dead(doing)
             if watch is not None:
                 self.check_start()
             poller.poll(POLL_MS if self._handle.pidfd is None or watch is not None else None)

@@ -115,9 +115,10 @@ class CoreHandle:
 
     @property
     def last_message_ms(self) -> int:
-        """How long to wait for a message once the process has ended: one that was killed has sent no reason."""
+        """How long to wait for a message once the process has ended, or is about to (its sockets are closed first): one
+        that was killed has sent no reason."""
         code = self.poll()
-        return LAST_MESSAGE_MS if code is not None and code > 0 else 0
+        return LAST_MESSAGE_MS if code is None or code > 0 else 0
 
     def dead(self, doing: str = "") -> EngineDead:
         """Return the error to raise when the process has ended, with its own reason if it has told one."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from argosy_engine.messages.scheduler_output import SchedulerOutput
 
-_KEPT = 0.8
+KEPT = 0.8
 """Weight of the previous average when a step is added."""
 _MIN_PREFILL_TOKENS = 256
 """Prefill steps with fewer tokens are ignored, because their fixed cost dominates. A replica that has only seen short
@@ -61,7 +61,7 @@ class StepTiming:
             return
         if tokens == requests:
             known = self.decode_step_s or seconds
-            self.decode_step_s = _KEPT * known + (1.0 - _KEPT) * seconds
+            self.decode_step_s = KEPT * known + (1.0 - KEPT) * seconds
         elif tokens >= max(_MIN_PREFILL_TOKENS, _PREFILL_TOKENS_PER_REQUEST * requests):
-            self._prefill_tokens = _KEPT * self._prefill_tokens + tokens
-            self._prefill_s = _KEPT * self._prefill_s + seconds
+            self._prefill_tokens = KEPT * self._prefill_tokens + tokens
+            self._prefill_s = KEPT * self._prefill_s + seconds
