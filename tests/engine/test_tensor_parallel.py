@@ -227,13 +227,14 @@ def test_workers_agree_on_an_attention_backend() -> None:
 
 
 def test_a_killed_worker_ends_the_engine_with_its_reason(capfd: pytest.CaptureFixture[str]) -> None:
-    llm = LLM(**TINY, tensor_parallel_size=2, num_gpu_blocks_override=64, multiprocess=True)
+    long = {**TINY, "max_model_len": 800}
+    llm = LLM(**long, tensor_parallel_size=2, num_gpu_blocks_override=64, multiprocess=True)
     try:
         assert isinstance(llm.client, SyncMPClient)
         core = llm.client.pid
         pids = workers(core)
         assert len(pids) == 2
-        llm.engine.add_request("a", STORY, params(ignore_eos=True, max_tokens=100))
+        llm.engine.add_request("a", STORY, params(ignore_eos=True, max_tokens=600))
         llm.engine.step()
         assert listening_addresses(pids) == {LOOPBACK}
         os.kill(pids[1], signal.SIGKILL)
