@@ -15,6 +15,7 @@ SCALE_REST_S ?= 600
 CONFORMANCE_SAMPLE ?= logit_bias|include_reasoning|batched|return_tokens_as_ids|responses/test_simple|anthropic|tokenization
 CODEX := @openai/codex@0.169.0
 TEST_PROCESSES ?= 2
+WHEEL_TESTS ?= tests/router
 HELM ?= helm
 export PROMPT
 
@@ -71,8 +72,8 @@ down: ## stop the local fleet
 test: $(INSTALLED_DEV) ## run every test that needs no root, in TEST_PROCESSES processes at once
 	$(BIN)/python -P -m pytest tests $(PARALLEL) --durations 10
 
-test-wheel: wheel ## install that wheel without the checkout; run a fleet and the router's tests on it
-	PORT=$(PORT) bash tests/installed_wheel.sh $(PARALLEL)
+test-wheel: wheel ## install that wheel without the checkout; run a fleet and the router's tests (WHEEL_TESTS) on it
+	PORT=$(PORT) bash tests/installed_wheel.sh $(WHEEL_TESTS) $(PARALLEL)
 
 test-sanitizers: $(INSTALLED_DEV) ## run the tests of the C and C++ sources under address and undefined-behaviour sanitizers
 	bash tests/sanitizers.sh

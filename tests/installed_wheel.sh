@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Installs the wheel of dist/ into an empty environment away from this checkout, runs a fleet on it, then the router's
-# tests. The environment borrows third-party packages from .venv: a line in a .pth file adds their folder to the path, but
-# not the checkout, which .venv reaches by a .pth file of its own.
+# Installs the wheel of dist/ into an empty environment away from this checkout, runs a fleet on it, then pytest with the
+# arguments. The environment borrows third-party packages from .venv: a line in a .pth file adds their folder to the
+# path, but not the checkout, which .venv reaches by a .pth file of its own.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 root=$PWD
@@ -34,4 +34,4 @@ cd "$folder"
 "$venv/bin/argosy" down
 
 cd "$root"
-"$venv/bin/python" -P -m pytest tests/router "$@"
+"$venv/bin/python" -P -m pytest "$@"

@@ -6,6 +6,7 @@ request to the endpoint named in the header. It checks the protocol's order, so 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Sequence
@@ -87,9 +88,13 @@ class Stream:
             if reply.HasField("immediate_response"):
                 return immediate(reply)
             pieces = [b"".join(pieces)]
-        for number, piece in enumerate(pieces, 1):
-            await self.send_body(piece, ends=number == len(pieces))
-        return await self.destination_reply()
+        reply = asyncio.ensure_future(self.destination_reply())
+        await asyncio.sleep(0)  # it reads from now on
+        # The router may refuse the head and end the stream while the body is sent.
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            for number, piece in enumerate(pieces, 1):
+                await self.send_body(piece, ends=number == len(pieces))
+        return await reply
 
     async def destination_reply(self) -> Answer | None:
         kind = "request_body" if self.request_mode == BUFFERED else "request_headers"
