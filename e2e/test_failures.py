@@ -112,12 +112,12 @@ def test_an_engine_that_does_not_start_says_why(service: Stack) -> None:
     patch(service, model={"source": "file:///nowhere"})
 
     def says_why(found: dict[str, Any]) -> bool:
-        return "has no config.json" in condition(found, "Degraded").get("message", "")
+        return "is no directory" in condition(found, "Degraded").get("message", "")
 
     wait_for(service, "the status to say why", says_why, 180)
-    wait_for_event(service, about="has no config.json")
+    wait_for_event(service, about="is no directory")
     row = service.cluster.kubectl("get", "isvc", NAME, "-n", TENANT, "-o", "wide").stdout
-    assert "has no config.json" in row
+    assert "is no directory" in row
     assert routable(service) == 1
     patch(service, model={"source": "builtin://tiny"})
     wait_for(service, "the service to be Ready again", is_ready)
