@@ -21,7 +21,8 @@ _PREFLIGHT: Final = (
     b"access-control-max-age: 600\r\n"
     b"vary: Access-Control-Request-Headers\r\n"
 )
-_ANSWER: Final = b"access-control-expose-headers: *\r\nvary: Origin\r\n"
+_VARIES: Final = b"vary: Origin\r\n"
+_ANSWER: Final = b"access-control-expose-headers: *\r\n" + _VARIES
 
 
 class CrossOrigin:
@@ -29,41 +30,36 @@ class CrossOrigin:
 
     def __init__(self, origins: Iterable[str] = ()) -> None:
         self._origins: Final = frozenset(origin.encode() for origin in origins)
-        self.is_on: Final = bool(self._origins)
+
+    def mark(self, request: Request) -> None:
+        """Note in a request whether a page of an allowed origin has sent it, and the header lines of every answer to
+        it, errors included."""
+        if not self._origins:
+            return
+        request.answer_lines = _VARIES
+        origin = request.header(b"origin")
+        if origin is not None and (b"*" in self._origins or origin in self._origins):
+            request.is_from_allowed_page = True
+            request.answer_lines = b"access-control-allow-origin: %b\r\n" % origin + _ANSWER
 
     def is_preflight(self, request: Request) -> bool:
         """Whether a browser asks, without a key, if a page may send a request."""
         return (
-            self.is_on
-            and request.method == b"OPTIONS"
+            request.method == b"OPTIONS"
+            and bool(self._origins)
             and request.header(b"origin") is not None
             and request.header(_ASKED_METHOD) is not None
         )
 
     def preflight_lines(self, request: Request) -> bytes:
-        """Header lines of the answer to a preflight request, besides `answer_lines`.
+        """Header lines of the answer to a preflight request that was marked, besides its `answer_lines`.
 
         Raises:
             BadRequest: pages of this origin may not send requests.
         """
-        if not self.allows(request):
+        if not request.is_from_allowed_page:
             raise BadRequest("the page's origin is not in --allowed-origins")
         headers = request.header(_ASKED_HEADERS)
         # Named one by one: a `*` would not stand for `authorization`.
         asked = b"" if headers is None else b"access-control-allow-headers: %b\r\n" % headers
         return _PREFLIGHT + asked
-
-    def answer_lines(self, request: Request) -> bytes:
-        """Header lines of every answer to this request, errors included."""
-        if not self.is_on:
-            return b""
-        if not self.allows(request):
-            return b"vary: Origin\r\n"
-        return b"access-control-allow-origin: %b\r\n" % (request.header(b"origin") or b"") + _ANSWER
-
-    def allows(self, request: Request) -> bool:
-        """Whether a page of an allowed origin has sent the request."""
-        if not self.is_on:
-            return False
-        origin = request.header(b"origin")
-        return origin is not None and (b"*" in self._origins or origin in self._origins)

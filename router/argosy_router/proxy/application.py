@@ -127,8 +127,7 @@ class RouterApplication:
 
     def on_head(self, request: Request) -> bool:
         """Reject unauthenticated requests before reading the body."""
-        request.answer_lines = self._cross_origin.answer_lines(request)
-        request.is_from_allowed_page = self._cross_origin.allows(request)
+        self._cross_origin.mark(request)
         if request.path in self._public or self._cross_origin.is_preflight(request):
             return False
         account = self._keys.authenticate(request.header(b"authorization"), request.header(b"x-api-key"))
