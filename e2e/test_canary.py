@@ -139,8 +139,7 @@ def check_taken_back(stack: Stack, before: dict[str, int], because: str) -> None
 
 
 def events(stack: Stack) -> set[str]:
-    found = stack.cluster.kubectl.get("events", "-n", TENANT)["items"]
-    return {each["reason"] for each in found if each["involvedObject"]["name"] == NAME}
+    return {each["reason"] for each in stack.cluster.kubectl.events(TENANT, NAME)}
 
 
 def test_a_worse_revision_is_taken_back(service: Stack) -> None:

@@ -41,18 +41,6 @@ def routable(stack: Stack) -> int:
     return int(stack.cluster.kubectl.get(SERVICE, "-n", TENANT)["status"].get("routableReplicas", 0))
 
 
-def wait_for_event(stack: Stack, reason: str = "", *, about: str = "") -> None:
-    """Wait for an event of the service with this reason, or any, whose message has some words. The operator writes
-    events after the status that they tell of."""
-
-    def is_there() -> bool:
-        found = stack.cluster.kubectl.get("events", "-n", TENANT)["items"]
-        own = [each for each in found if each["involvedObject"]["name"] == NAME]
-        return any(reason in ("", each["reason"]) and about in each["message"] for each in own)
-
-    poll(f"an event {reason} {about}", lambda: is_there() or None, 60, interval=0.5)
-
-
 @pytest.fixture(scope="module")
 def service(stack: Stack) -> Iterator[Stack]:
     """One replica, created while no operator looks."""
@@ -77,7 +65,7 @@ def test_without_an_operator_a_resource_does_not_look_done(service: Stack) -> No
     assert found["status"] == {"observedGeneration": -1}
     service.cluster.kubectl("scale", OPERATOR, "-n", SYSTEM, "--replicas=1")
     wait_for(service, "the service to be Ready", is_ready)
-    wait_for_event(service, "ReplicasRoutable")
+    service.cluster.kubectl.wait_for_event(TENANT, NAME, "ReplicasRoutable")
 
 
 def test_a_bad_image_halts_the_rollout(service: Stack) -> None:
@@ -88,7 +76,7 @@ def test_a_bad_image_halts_the_rollout(service: Stack) -> None:
     assert deployment["spec"]["paused"]
     assert before in living(service)
     assert routable(service) == 1
-    wait_for_event(service, "RolloutHalted", about="no-such-image")
+    service.cluster.kubectl.wait_for_event(TENANT, NAME, "RolloutHalted", "no-such-image")
     patch(service, engine={"image": None})
     wait_for(service, "the service to be Ready again", is_ready)
     assert living(service) == [before]
@@ -115,7 +103,7 @@ def test_an_engine_that_does_not_start_says_why(service: Stack) -> None:
         return "is no directory" in condition(found, "Degraded").get("message", "")
 
     wait_for(service, "the status to say why", says_why, 180)
-    wait_for_event(service, about="is no directory")
+    service.cluster.kubectl.wait_for_event(TENANT, NAME, text="is no directory")
     row = service.cluster.kubectl("get", "isvc", NAME, "-n", TENANT, "-o", "wide").stdout
     assert "is no directory" in row
     assert routable(service) == 1

@@ -118,17 +118,6 @@ def pods(cluster: Cluster, name: str, namespace: str = TENANT) -> list[dict[str,
     return [pod for pod in found if not pod["metadata"].get("deletionTimestamp")]
 
 
-def wait_for_event(
-    cluster: Cluster, name: str, reason: str, text: str = "", *, namespace: str = TENANT
-) -> None:
-    def was_told() -> bool:
-        found = cluster.kubectl.get("events", "-n", namespace)["items"]
-        about = [each for each in found if each["involvedObject"]["name"] == name]
-        return any(each["reason"] == reason and text in each["message"] for each in about)
-
-    poll(f"the event {reason}", was_told, 30, interval=0.5)
-
-
 def delete(cluster: Cluster, name: str, namespace: str = TENANT) -> None:
     cluster.kubectl("delete", "isvc", name, "-n", namespace, "--timeout=60s")
 
@@ -288,7 +277,7 @@ def test_each_node_fetches_once_and_engines_have_no_credentials(
     assert cached("True", "Cached")(found)
     assert found["status"]["modelCache"] == "cached"
     assert "cached" in release.kubectl("get", "isvc", "everywhere", "-n", CACHED).stdout.split()
-    wait_for_event(release, "everywhere", "ModelCached", namespace=CACHED)
+    release.kubectl.wait_for_event(CACHED, "everywhere", "ModelCached", timeout=30)
     replicas = pods(release, "everywhere", CACHED)
     assert len({pod["spec"]["nodeName"] for pod in replicas}) == 2
     assert weights_asked_for(bucket.asked) == {"model.safetensors": 2}
@@ -445,7 +434,9 @@ def test_a_wrong_token_is_told_and_the_right_one_helps(
     told = condition(found, "ModelCached")["message"]
     assert "HF_TOKEN" in told
     assert found["status"]["modelCache"] == "failed"
-    wait_for_event(release, "private", "ModelFetchFailed", "does not accept the token")
+    release.kubectl.wait_for_event(
+        TENANT, "private", "ModelFetchFailed", "does not accept the token", timeout=30
+    )
     found = wait_for(release, "private", "two replicas that share what one has fetched")
     assert cached("True", "Cached")(found)
     assert weights_asked_for(private_hub.requests("content")) == {"model.safetensors": 1}
@@ -464,7 +455,7 @@ def test_a_killed_fetch_is_continued(release: Cluster, hub: HubServer, disk: Pat
         found = wait_for(release, "cut", "the progress", cached("False", "Fetching", "%"))
         assert "%" in found["status"]["modelCache"]
         assert "fetching the model" in condition(found, "WorkloadReady")["message"]
-        wait_for_event(release, "cut", "ModelFetching")
+        release.kubectl.wait_for_event(TENANT, "cut", "ModelFetching", timeout=30)
         for shard in shards[:2]:
             poll(f"{shard} to be complete", lambda shard=shard: list(disk.rglob(shard)), 60)
         assert all(hold.reached.wait(60) for hold in holds)

@@ -93,12 +93,11 @@ def test_an_idle_service_has_no_replica(scaled: Stack) -> None:
 
 def test_a_held_request_wakes_it_and_is_answered(scaled: Stack) -> None:
     assert ask(scaled, "Who sails there?")
-    found = (
-        scaled.cluster.kubectl.poll(  # the router routes to a replica before the operator tells of its start
-            "the status to tell of the cold start",
-            WORDS,
-            lambda found: found["status"]["scaling"].get("coldStartSeconds", 0) > 0,
-        )
+    # The router routes to a replica before the operator tells of its start.
+    found = scaled.cluster.kubectl.poll(
+        "the status to tell of the cold start",
+        WORDS,
+        lambda found: found["status"]["scaling"].get("coldStartSeconds", 0) > 0,
     )
     assert found["status"]["scaling"]["wanted"] == 1
 

@@ -56,6 +56,25 @@ class Kubectl:
 
         return poll(what, probe, timeout, interval=0.25)
 
+    def events(self, namespace: str, name: str) -> list[dict[str, Any]]:
+        """The events of the object of this name."""
+        found = self.get("events", "-n", namespace)["items"]
+        return [each for each in found if each["involvedObject"]["name"] == name]
+
+    def wait_for_event(
+        self, namespace: str, name: str, reason: str = "", text: str = "", timeout: float = 60
+    ) -> None:
+        """Wait for an event with this reason, or any, whose message has this text. The operator writes events after the
+        status that they tell of."""
+
+        def is_there() -> bool:
+            return any(
+                reason in ("", each["reason"]) and text in each["message"]
+                for each in self.events(namespace, name)
+            )
+
+        poll(f"an event {reason} {text}", is_there, timeout, interval=0.5)
+
     def pods(self, namespace: str, selector: str = "") -> list[dict[str, Any]]:
         chosen = (f"--selector={selector}",) if selector else ()
         return self.get("pods", "-n", namespace, *chosen)["items"]
