@@ -206,10 +206,10 @@ def test_a_stored_response_is_retrieved_and_deleted(client: openai.OpenAI, serve
         with pytest.raises(openai.NotFoundError):
             other.responses.input_items.list(answer.id)
     with httpx.Client(
-        base_url=server.url, headers={"x-api-key": KEY}, timeout=60
+        base_url=server.url, headers={"x-api-key": KEY}
     ) as same:  # as Anthropic's clients send it
         assert same.get(f"/v1/responses/{answer.id}").json()["id"] == answer.id
-    with httpx.Client(base_url=server.url, headers={"authorization": f"bearer  {KEY}"}, timeout=60) as same:
+    with httpx.Client(base_url=server.url, headers={"authorization": f"bearer  {KEY}"}) as same:
         assert same.get(f"/v1/responses/{answer.id}").json()["id"] == answer.id
     client.responses.delete(answer.id)
     with pytest.raises(openai.NotFoundError):

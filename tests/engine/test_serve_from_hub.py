@@ -51,7 +51,7 @@ def test_a_second_start_asks_nobody(hub: HubServer, tmp_path: Path) -> None:
         hub.forget_requests()
         port = free_port()
         with running([*SERVE, "--port", str(port)], tmp_path / "log", port=port, env=env) as server:
-            names = [model["id"] for model in httpx.get(f"{server.url}/v1/models", timeout=60).json()["data"]]
+            names = [model["id"] for model in httpx.get(f"{server.url}/v1/models").json()["data"]]
             body = {"model": "acme/tiny", "prompt": "Once", "max_tokens": 4}
             answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
             assert server.stop() == 0
@@ -70,10 +70,10 @@ def test_the_server_answers_while_the_model_is_fetched(hub: HubServer, tmp_path:
     arguments, env = [*SERVE, "--port", str(port)], environment(hub, tmp_path)
     with running(arguments, tmp_path / "log", port=port, env=env, ready_path="/health") as server:
         assert hold.reached.wait(60.0)
-        ready = httpx.get(f"{server.url}/ready", timeout=60)
+        ready = httpx.get(f"{server.url}/ready")
         assert ready.status_code == 503
         assert ready.json()["status"].startswith("fetching the model")
-        refused = httpx.post(f"{server.url}/v1/completions", json={"prompt": "Once"}, timeout=60)
+        refused = httpx.post(f"{server.url}/v1/completions", json={"prompt": "Once"})
         assert refused.status_code == 503
         hold.release.set()
         wait_until(lambda: answers(f"{server.url}/ready"), "the model", 100.0)
