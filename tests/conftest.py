@@ -24,11 +24,16 @@ del os.environ["TRITON_INTERPRET"]
 settings.register_profile("argosy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("argosy")
 
-# httpx gives up after 5 s where nobody says otherwise. The object is the default of all its functions and clients.
+# These give up connecting after 5 s where nobody says otherwise, and httpx reading, too. The objects are the defaults
+# of all functions and clients.
 try:
     import httpx
-except ImportError:  # a machine with what the GPU's tests need alone
-    pass
-else:
+
     default = inspect.signature(httpx.get).parameters["timeout"].default
     default.connect = default.read = default.write = default.pool = 60.0
+    import anthropic
+    import openai
+
+    anthropic.DEFAULT_TIMEOUT.connect = openai.DEFAULT_TIMEOUT.connect = 60.0
+except ImportError:  # a machine with what the GPU's tests need alone
+    pass

@@ -262,7 +262,7 @@ def test_both_processes_sleep_and_wake_up(server: Server, first: httpx.Client, s
 
 async def test_a_process_that_stands_still_keeps_no_other_asleep(caplog: pytest.LogCaptureFixture) -> None:
     options, args = ServerArgs(api_server_count=2), EngineArgs.of(model="builtin://tiny")
-    group = ProcessGroup(options, args, [], ping_interval_s=0.001, ping_timeout_s=0.01)
+    group = ProcessGroup(options, args, [], 0, ping_interval_s=0.001, ping_timeout_s=0.01)
     (pid,) = group.pids
     try:
         os.kill(pid, signal.SIGSTOP)

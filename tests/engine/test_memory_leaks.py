@@ -117,6 +117,11 @@ async def grown() -> Counter[str]:
     llm = AsyncLLM(client, InputProcessor(client.config))  # type: ignore[arg-type]
     engine = Engine(("tiny",))
     engine.attach(llm)
+    tokenizer = llm.renderer.tokenizer
+    for token_id in range(
+        tokenizer.vocab_size
+    ):  # a temperature draws tokens that the warm-up need not have met
+        tokenizer.whole_text(token_id)
     numbers = count()
     counts = []
     transport = httpx.ASGITransport(build_app(engine))

@@ -14,10 +14,13 @@ if TYPE_CHECKING:
     from argosy_engine.api.observability.request_spans import RequestSpans
 
 
-def make_engine(options: ServerArgs, args: EngineArgs, spans: RequestSpans | None) -> Engine:
+def make_engine(
+    options: ServerArgs, args: EngineArgs, spans: RequestSpans | None, started: int | None = None
+) -> Engine:
     """
     Args:
         spans: of `make_request_spans`; their owner closes them after the server.
+        started: when, in seconds since the epoch; None: now.
     """
     return Engine(
         _names(args),
@@ -25,6 +28,7 @@ def make_engine(options: ServerArgs, args: EngineArgs, spans: RequestSpans | Non
         takes_any_name=options.any_model_name,
         options=options,
         spans=spans,
+        started=started,
     )
 
 

@@ -141,7 +141,7 @@ async def _serve(
     server = make_http_server(app, options, num_descriptors, tls, engine.on_slow_client)
     processes: ProcessGroup | None = None
     if options.api_server_count > 1:
-        processes = engine.peers = ProcessGroup(options, args, sockets)
+        processes = engine.peers = ProcessGroup(options, args, sockets, engine.started)
     stop, hurry = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     interrupted = asyncio.Event()

@@ -6,6 +6,7 @@ Owns: the states, and the count of accepted requests that a drain waits for. Mus
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Literal, Protocol
 
@@ -72,9 +73,16 @@ class Engine:
         takes_any_name: bool = False,
         options: ServerArgs = _DEFAULT_OPTIONS,
         spans: Observer | None = None,
+        started: int | None = None,
     ) -> None:
-        """`spans` makes spans of requests; None: nobody does."""
+        """
+        Args:
+            spans: makes spans of requests; None: nobody does.
+            started: when, in seconds since the epoch; None: now.
+        """
         self.names = names
+        self.started = int(time.time()) if started is None else started
+        """When, in seconds since the epoch; the same in all API processes."""
         self.takes_any_name = takes_any_name
         self.options = options
         self._spans = spans
@@ -104,7 +112,11 @@ class Engine:
             is_warming_up: it answers requests, but is not ready before `warmed_up`.
         """
         self._serving = OpenAIServing(
-            llm, self.names, takes_any_name=self.takes_any_name, generates=llm.config.pooling is None
+            llm,
+            self.names,
+            takes_any_name=self.takes_any_name,
+            generates=llm.config.pooling is None,
+            created=self.started,
         )
         self._metrics = EngineMetrics(llm.config)
         self._load_report = LoadReport(llm.config.data_parallel_size)

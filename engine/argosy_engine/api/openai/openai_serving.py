@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable, Sequence
 from typing import Literal, TypeVar
 
@@ -52,10 +51,17 @@ class OpenAIServing:
         names: model names that clients may use; the first is the canonical one.
         takes_any_name: whether clients may use any other name, too.
         generates: whether it is served to generate, and not for pooling.
+        created: what clients are told of when the model was created, in seconds since the epoch.
     """
 
     def __init__(
-        self, llm: AsyncLLM, names: Sequence[str], *, takes_any_name: bool = False, generates: bool = True
+        self,
+        llm: AsyncLLM,
+        names: Sequence[str],
+        *,
+        takes_any_name: bool = False,
+        generates: bool = True,
+        created: int = 0,
     ) -> None:
         self.llm = llm
         self._generates = generates
@@ -64,7 +70,7 @@ class OpenAIServing:
         self._answers_as: str | None = None
         self.tenant = ""
         self.render_pool = RenderPool()
-        self._started = int(time.time())
+        self._created = created
 
     def models(self) -> ModelList:
         return ModelList(data=[self._card(name) for name in self.names])
@@ -78,7 +84,7 @@ class OpenAIServing:
 
     def _card(self, name: str) -> ModelCard:
         limit = self.llm.config.max_model_len
-        return ModelCard(id=name, created=self._started, root=self.names[0], max_model_len=limit)
+        return ModelCard(id=name, created=self._created, root=self.names[0], max_model_len=limit)
 
     def answering_as(self, name: str | None, tenant: str = "") -> OpenAIServing:
         """Return a copy for one request that a router has sent.

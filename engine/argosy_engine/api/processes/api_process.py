@@ -68,7 +68,7 @@ class ApiProcess:
         self._group = group
         self._clients: dict[int, AsyncMPClient] = {}
         self._spans = make_request_spans(options, args)
-        self._engine = make_engine(options, args, self._spans)
+        self._engine = make_engine(options, args, self._spans, start.started)
         self._tls = None if options.certificate is None else ServerCertificate(options.certificate)
         application = build_app(self._engine)
         app = RequestRelay(application, self._engine, relays)

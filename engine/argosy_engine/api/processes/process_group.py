@@ -89,6 +89,7 @@ class ProcessGroup:
 
     Args:
         listeners: listening sockets, which the processes inherit.
+        started: when the engine started, in seconds since the epoch.
         ping_interval_s, ping_timeout_s: as `CallChannel.call_unless_still` has them.
     """
 
@@ -97,6 +98,7 @@ class ProcessGroup:
         options: ServerArgs,
         args: EngineArgs,
         listeners: Sequence[socket.socket],
+        started: int,
         *,
         ping_interval_s: float = PING_INTERVAL_S,
         ping_timeout_s: float = PING_TIMEOUT_S,
@@ -104,7 +106,7 @@ class ProcessGroup:
         self._ping_interval_s = ping_interval_s
         self._ping_timeout_s = ping_timeout_s
         self.size = options.api_server_count
-        self._start = Start(options, args, self.size)
+        self._start = Start(options, args, self.size, started)
         self._tasks: set[asyncio.Task[None]] = set()
         self._connecting: list[asyncio.Task[list[float]]] = []
         self._is_stopping = False

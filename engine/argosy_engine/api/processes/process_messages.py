@@ -15,6 +15,8 @@ class Start(Struct):
     server_args: ServerArgs
     engine_args: EngineArgs
     num_processes: int
+    started: int
+    """When the engine started, in seconds since the epoch."""
 
 
 class ConnectCore(Struct, tag="connect_core"):
