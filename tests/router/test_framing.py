@@ -198,6 +198,15 @@ async def test_an_offer_of_another_protocol_is_ignored(body: bytes, step: int) -
         assert not {"upgrade", "http2-settings"} & set(r.engines[0].requests[0].headers)
 
 
+@pytest.mark.parametrize("space", [b" ", b"\t", b" \t "])
+async def test_spaces_around_a_value_do_not_belong_to_it(space: bytes) -> None:
+    key = b"Authorization:" + space + b"Bearer k" + space + b"\r\n"
+    length = LENGTH.removesuffix(b"\r\n").replace(b": ", b":" + space) + space + b"\r\n"
+    async with rig([FakeEngine()], api_keys=("k",)) as r:
+        answer = await exchange(r, HEAD + HOST + TYPE + key + length + b"Connection: close\r\n\r\n" + BODY)
+    assert answer.startswith(b"HTTP/1.1 200 ")
+
+
 async def test_pipelined_requests_are_answered_in_order() -> None:
     async with rig([FakeEngine()]) as r:
         last = b"GET /version HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"

@@ -150,7 +150,7 @@ class RequestReader:
     def on_header(self, name: bytes, value: bytes) -> None:
         self._count_header(len(name) + len(value) + 4)
         if self.phase is Phase.HEAD:  # trailers are counted and dropped
-            self._headers.append((name.lower(), value))
+            self._headers.append((name.lower(), value.strip(b" \t")))  # llhttp leaves spaces behind a value
             if len(self._headers) > self._limits.max_headers:
                 self._refuse(HeadersTooLarge(f"more than {self._limits.max_headers} request headers"))
 
