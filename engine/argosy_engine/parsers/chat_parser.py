@@ -107,6 +107,8 @@ class ChatParser:
         self._content: list[str] = []
         self._has_content = False
         """Whether earlier pieces had content."""
+        self._rest_is_content = False
+        """Whether nothing but content can follow, which needs no reading."""
         self._gap: str | None = None
         """Newlines after the last call, if there was content before it, from which they separate what follows."""
         self._calls = ParsedCalls()
@@ -122,6 +124,8 @@ class ChatParser:
         Args:
             is_finished: whether the model has ended the output itself, so that the last call lacks at most its end.
         """
+        if self._rest_is_content:
+            return Parsed("", text)
         text, self._buffer = self._buffer + text, ""
         self._reasoning, self._content = [], []
         self._is_finished = is_finished
@@ -205,6 +209,7 @@ class ChatParser:
             end -= _last_newlines(text, position, end)
         if end > position:
             self._newlines_to_skip = 0
+            self._rest_is_content = not markers and self._state is _State.CONTENT
         self._append(into, text[position:end])
         self._buffer = text[end:]
         return None
