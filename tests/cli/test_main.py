@@ -133,3 +133,10 @@ def test_a_missing_extra_is_named(
 def test_crd_prints_the_definition(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["crd"]) == 0
     assert "kind: CustomResourceDefinition" in capsys.readouterr().out
+
+
+def test_benchmarks_are_named_to_whoever_chooses_none(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ending:
+        main(["bench"])
+    assert ending.value.code == 2
+    assert "choose a benchmark: serve, throughput, latency, router; " in capsys.readouterr().err

@@ -26,6 +26,7 @@ class Config:
     urls: Annotated[tuple[str, ...], Meta(description="which"), Flag(name="url", is_repeatable=True)] = ()
     mode: Annotated[Literal["fast", "safe"], Meta(description="how")] = "fast"
     check: Annotated[bool, Meta(description="whether")] = True
+    no_rest: Annotated[bool, Meta(description="whether not")] = False
     memory: Annotated[int, Meta(ge=1, description="how much"), Flag(is_size=True)] = 1
     token: Annotated[str, Meta(description="who"), Flag(environment="TOKEN")] = ""
     secret: Annotated[bytes, Flag(is_hidden=True, environment="SECRET")] = b""
@@ -110,6 +111,17 @@ def test_a_configuration_class_may_be_one_flag_with_a_json_object(tmp_path: Path
     assert convert_arguments({"shape": {"form": "square", "sizes": [1, 2]}}, Other).shape == shape
     with pytest.raises(SystemExit):
         read(["--form", "square"])  # it is a key, not a flag
+
+
+def test_a_negative_switch_has_no_negation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "flags.yaml"
+    for value in (True, False):
+        file.write_text(json.dumps({"no-rest": value}))
+        assert read([], file=file)[0].no_rest is value
+    assert read(["--no-rest"])[0].no_rest
+    with pytest.raises(SystemExit):
+        read(["--no-no-rest"])
+    assert "--no-no-rest" in capsys.readouterr().err
 
 
 def test_defaults_without_any_source() -> None:

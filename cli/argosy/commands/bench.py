@@ -45,14 +45,17 @@ def main(argv: Sequence[str]) -> int:
     table = "\n".join(f"  {benchmark.name:<10}  {benchmark.help}" for benchmark in BENCHMARKS)
     parser = argparse.ArgumentParser(
         prog="argosy bench",
+        usage="argosy bench [-h] BENCHMARK ...",
         description=f"benchmarks:\n{table}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     targets = {benchmark.name: benchmark.target for benchmark in BENCHMARKS}
-    parser.add_argument("benchmark", choices=targets, metavar="BENCHMARK")
+    parser.add_argument("benchmark", nargs="?", choices=targets, metavar="BENCHMARK")
     parser.add_argument(
         "arguments", nargs=argparse.REMAINDER, help="`argosy bench BENCHMARK --help` lists them"
     )
     options = parser.parse_args(argv)
+    if options.benchmark is None:
+        parser.error(f"choose a benchmark: {', '.join(targets)}; `argosy bench --help` describes them")
     module, _, function = targets[options.benchmark].partition(":")
     return int(getattr(importlib.import_module(module), function)(options.arguments))

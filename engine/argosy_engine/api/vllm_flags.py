@@ -53,7 +53,11 @@ def add_vllm_flags(
         for flag in flags:
             names = [f"--{flag.name}", *([flag.short] if flag.short else [])]
             but = f"; accepted: {', '.join(flag.neutral)}" if flag.neutral else ""
-            if flag.is_switch:
+            if flag.is_switch and flag.name.startswith("no-"):
+                group.add_argument(
+                    names[0], action="store_const", const=True, help=flag.reason, dest=flag.dest
+                )
+            elif flag.is_switch:
                 group.add_argument(
                     names[0],
                     action=argparse.BooleanOptionalAction,

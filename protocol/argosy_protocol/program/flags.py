@@ -393,7 +393,9 @@ def _add_flag(group: argparse._ArgumentGroup, field: Field) -> None:
         help_text += f" (default: {default})".replace("%", "%%")
     choices = _choices(field.kind)
     metavar = flag.metavar or (None if choices else field.name.split("-")[-1].upper())
-    if field.kind is bool:
+    if field.kind is bool and field.name.startswith("no-"):  # its negation would be --no-no-...
+        group.add_argument(names[0], action="store_const", const=True, help=help_text, dest=field.dest)
+    elif field.kind is bool:
         group.add_argument(
             names[0], action=argparse.BooleanOptionalAction, default=None, help=help_text, dest=field.dest
         )
