@@ -18,6 +18,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +35,9 @@ LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """What lets Ray take the loopback address for a node's; otherwise it replaces it by one that others can reach."""
 OBJECT_STORE_BYTES = 128 << 20
 """In /dev/shm, taken when it is used: by messages above 100 kB. Ray puts what exceeds it into its directory."""
-START_ATTEMPTS = 3
-"""Ray gives up a start after 30 seconds, which a busy machine may need."""
+START_ATTEMPTS = 2
+START_PATIENCE_S = 90.0
+"""For one attempt. By itself Ray gives up a start after 30 s, which a busy machine may need."""
 SYSTEM_CONFIG: dict[str, Any] = {
     "memory_monitor_refresh_ms": 0,  # it would kill a worker of a model that fills the memory
     "prestart_worker_first_driver": False,  # they would be idle: a worker's process is its own
@@ -159,9 +163,11 @@ def _start(directory: Path, num_cpus: int, num_gpus: int) -> Any:
         EngineDead: Ray does not start.
     """
     # `ray.init` and `ray start` would start a monitor for autoscaling, and the former connects this process as well.
+    from ray._private import services
     from ray._private.node import Node
     from ray._private.parameter import RayParams
 
+    services.get_node = partial(_await_node, services.get_node)
     reasons: list[str] = []
     for attempt in range(START_ATTEMPTS):
         params = RayParams(
@@ -182,6 +188,22 @@ def _start(directory: Path, num_cpus: int, num_gpus: int) -> Any:
             reasons.append(f"{type(error).__name__}: {error}")
             _kill_children()
     raise EngineDead("Ray does not start: " + "; ".join(dict.fromkeys(reasons)))
+
+
+def _await_node(get_node: Callable[[str, str], Any], gcs_address: str, node_id: str) -> Any:
+    """Wait until Ray's node is known, which it is once its raylet has started.
+
+    Raises:
+        RuntimeError: it was not within the time of one attempt.
+    """
+    deadline = time.monotonic() + START_PATIENCE_S
+    while True:
+        try:
+            return get_node(gcs_address, node_id)
+        except RuntimeError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
 
 
 def _kill_children() -> None:
