@@ -130,6 +130,8 @@ def plan_canary(
         is_complete = is_uniform or (before is not None and before.phase == "promoting")
         if serving == revision or not is_complete or not any(pod.is_routable for pod in alive):
             return None
+        if any(pod.is_routable and pod.revision == revision for pod in alive):
+            return None  # an edit back during the promotion, to what still serves
         digest = input_digest(service)
         held = held_revision(service, own, revision, digest=digest, key_digest=key_digest)
         needs_turn = bool(held) or has_the_turn(live)
