@@ -504,4 +504,4 @@ def test_the_fleet_key_is_mounted_and_no_variable() -> None:
         text = (CHART / "templates" / f"{name}.yaml").read_text()
         assert "ARGOSY_FLEET_KEY_DIR" in text
         assert not re.search(r"name: ARGOSY_FLEET_KEY\s", text)
-        assert 'secretName: {{ include "argosy.fleetKeySecret" . }}' in text
+        assert 'secretName: {{ include "argosy.fleetKeySecret" . | quote }}' in text
