@@ -68,7 +68,10 @@ _known: Final = [f"{scheme}://" for scheme in _GRAMMAR]
 SOURCE_RULES: Final[dict[str, Any]] = rules_of(
     Rule(
         rule=f"self.matches('^({'|'.join(_GRAMMAR)})://')",
-        message=f"must begin with {', '.join(_known[:-1])} or {_known[-1]}; a repository of a hub is hf://ORG/NAME",
+        message=(
+            f"must begin with {', '.join(_known[:-1])} or {_known[-1]}; a repository of a hub is hf://ORG/NAME, a "
+            "directory is file:///PATH"
+        ),
     ),
     *(
         Rule(rule=f"!self.startsWith('{scheme}://') || ({rule})", message=f"must be {form}")

@@ -52,6 +52,10 @@ _METADATA_FIELDS = (
 _METADATA_SCHEMA: Schema = {"type": "object", "properties": {name: {} for name in _METADATA_FIELDS}}
 
 
+_SHOWN_FIELDS: Final = 8
+"""Fields of an object that are named where something else is given."""
+
+
 class FieldError(Struct, frozen=True):
     """One invalid field, with the message that Kubernetes would give."""
 
@@ -328,6 +332,9 @@ def _kubernetes_errors(error: Any, path: str) -> Iterator[FieldError]:
             found = f'"{_type_name(error.instance)}"'
             kinds = limit if isinstance(limit, str) else ",".join(limit)
             remedy = f'; write it in quotes: "{value}"' if _lacks_quotes(limit, error.instance) else ""
+            if limit == "object" and (fields := list(error.schema.get("properties", ()))):
+                more = ", ..." if len(fields) > _SHOWN_FIELDS else ""
+                remedy = f"; its fields are {', '.join(fields[:_SHOWN_FIELDS])}{more}"
             told = f"Invalid value: {found}: {path} in body must be of type {kinds}: {found}{remedy}"
             yield FieldError(path, told)
         case "enum":

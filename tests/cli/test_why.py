@@ -199,7 +199,7 @@ CASES: dict[str, tuple[Object, list[Object], str, str, list[str]]] = {
         [fetching("43 % 12.1/28.0 GiB, eta 70 s")],
         "model",
         "waiting",
-        ["43 % 12.1/28.0 GiB, eta 70 s"],
+        ["43 % 12.1/28.0 GiB, eta 70 s", "what to do: wait while it goes on", "qwen-0 -c fetch-model`"],
     ),
     "a store that is locked": (
         service(NOT_READY),

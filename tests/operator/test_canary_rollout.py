@@ -208,6 +208,41 @@ async def test_a_further_edit_replaces_the_canary_and_an_edit_back_ends_it() -> 
 
 
 @virtual_time
+async def test_an_abort_during_the_promotion_is_told_to_come_too_late() -> None:
+    async with edited() as (cluster, operator):
+        await until_phase(cluster, "Promoting", step=2)
+        new = rollout(cluster)["revision"]
+        assert rollout(cluster)["message"] == ""
+        action = {"type": "Abort", "revision": new}
+        cluster.edit("tiny", lambda spec: spec["rollout"]["canary"].update(action=action))
+        await pass_time(cluster, 2)
+        late = "action Abort comes too late, after the last step: apply the previous manifest to go back"
+        assert (rollout(cluster)["phase"], rollout(cluster)["message"]) == ("Promoting", late)
+        assert condition(cluster, "Progressing") == ("True", "CanaryPromoting")
+        assert cluster.condition("Progressing")["message"].endswith(f"; {late}")
+        await operator.settle()
+        assert (set(revisions(cluster)), rollout(cluster)) == ({new}, {})
+        assert condition(cluster, "Ready") == ("True", "ReplicasRoutable")
+
+
+@virtual_time
+async def test_an_edit_back_during_the_promotion_is_no_canary() -> None:
+    async with edited() as (cluster, operator):
+        (old,) = set(revisions(cluster))
+        await until_phase(cluster, "Promoting", step=2)
+        await pass_time(cluster, 3)
+        assert len(set(revisions(cluster))) == 2
+        lowest = watch_routable(cluster)
+        cluster.edit("tiny", lambda spec: spec["engine"].pop("threads"))
+        await pass_time(cluster, 2)
+        assert (rollout(cluster), split(cluster)) == ({}, None)
+        await operator.settle()
+        assert revisions(cluster) == [old] * 5
+        assert deployments(cluster) == ["tiny-engine"]
+        assert min(lowest) >= 5
+
+
+@virtual_time
 async def test_a_new_service_and_a_new_number_of_replicas_need_no_canary() -> None:
     cluster = new_cluster()
     async with Operator(cluster, now=now) as operator:

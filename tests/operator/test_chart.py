@@ -62,6 +62,9 @@ def test_default_values_satisfy_the_schema() -> None:
         {"router": {"existingKeysSecret": "My_Keys"}},
         {"router": {"tlsSecret": "a\nb"}},
         {"imagePullSecrets": [{"name": "a,b"}]},
+        {"global": {"imagePullSecrets": [{"nam": "registry"}]}},
+        {"global": {"imagePullSecrets": ["a,b"]}},
+        {"global": {"imagePullSecrets": "registry"}},
         {"operator": {"priorityClassName": "a: b"}},
         {"router": {"env": [{"name": "POD_NAME", "value": "x"}]}},
     ],
@@ -72,6 +75,12 @@ def test_typos_in_values_are_refused(wrong: dict[str, Any]) -> None:
         jsonschema.Draft202012Validator(SCHEMA).validate(wrong)
 
 
+@pytest.mark.parametrize("secrets", [["registry"], [{"name": "registry"}], [], None], ids=str)
+def test_a_parent_charts_global_values_are_accepted(secrets: Any) -> None:
+    values = {"global": {"imagePullSecrets": secrets, "storageClass": "fast"}}
+    jsonschema.Draft202012Validator(SCHEMA).validate(values)
+
+
 def closed(schema: dict[str, Any]) -> bool:
     if schema.get("type") != "object" or "properties" not in schema:
         return True
@@ -79,7 +88,8 @@ def closed(schema: dict[str, Any]) -> bool:
 
 
 def test_the_schema_leaves_no_object_open() -> None:
-    assert closed(SCHEMA)
+    properties = {name: each for name, each in SCHEMA["properties"].items() if name != "global"}
+    assert closed({**SCHEMA, "properties": properties}), "global is the parent chart's"
     assert all(map(closed, SCHEMA["$defs"].values()))
 
 
@@ -494,4 +504,4 @@ def test_the_fleet_key_is_mounted_and_no_variable() -> None:
         text = (CHART / "templates" / f"{name}.yaml").read_text()
         assert "ARGOSY_FLEET_KEY_DIR" in text
         assert not re.search(r"name: ARGOSY_FLEET_KEY\s", text)
-        assert 'secretName: {{ include "argosy.fleetKeySecret" . }}' in text
+        assert 'secretName: {{ include "argosy.fleetKeySecret" . | quote }}' in text

@@ -81,6 +81,35 @@ def test_whoever_may_view_or_edit_a_namespace_may_view_or_edit_its_services() ->
     assert "ClusterRole" not in kinds(chosen)
 
 
+def numbers_for_names(value: Any, path: str = "") -> list[str]:
+    """Paths of names, labels and variables that are no texts."""
+    if isinstance(value, dict):
+        return [
+            each for name, nested in value.items() for each in numbers_for_names(nested, f"{path}.{name}")
+        ]
+    if isinstance(value, list):
+        return [each for nested in value for each in numbers_for_names(nested, path)]
+    is_name = re.search(r"([nN]ame|[nN]amespace|value)$|[lL]abels[.]", path) is not None
+    return [] if isinstance(value, str) or not is_name else [path]
+
+
+def test_names_of_digits_stay_texts() -> None:
+    """Kubernetes takes 123 for a name, and YAML for a number, with which the API server refuses the object."""
+    router = {"existingKeysSecret": "4", "tlsSecret": "5", "ingress": {"enabled": True, "tlsSecret": "6"}}
+    values = {
+        "imagePullSecrets": [{"name": "1"}],
+        "fleetKey": {"existingSecret": "2"},
+        "watchNamespaces": ["3"],
+        "router": router,
+        "networkPolicies": {"enabled": True},
+        "monitoring": {"podMonitor": True, "rules": True, "dashboard": True},
+        "nodeCache": {"enabled": True},
+    }
+    for obj in render(values, release="123", namespace="456"):
+        if obj["kind"] != "CustomResourceDefinition":
+            assert numbers_for_names(obj) == [], obj["metadata"]
+
+
 def test_two_releases_share_no_object() -> None:
     """Each in its namespace, for namespaces of its own, the definition installed by the first."""
     first = render(EVERYTHING)

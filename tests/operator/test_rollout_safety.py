@@ -27,6 +27,7 @@ from virtual_time import virtual_time
 from argosy_operator.desired.spec_digest import input_digest
 from argosy_operator.errors import ApiError
 from argosy_operator.kinds import DEPLOYMENTS, INFERENCE_SERVICES
+from argosy_operator.names import TURN_ANNOTATION
 from argosy_resource.engine_address import SERVICE_LABEL
 
 GPU: dict[str, Any] = {"resources": {"gpu": {}}}
@@ -317,6 +318,50 @@ async def test_a_deployment_that_is_no_services_has_no_turn() -> None:
     waiting = [name for name in rest if condition(cluster, "Progressing", name)[1] == "WaitingForTurn"]
     assert len(waiting) == 1, "the other one has the turn"
     await operator.__aexit__(None, None, None)
+
+
+def mark(cluster: FakeKubernetes, name: str) -> None:
+    """`kubectl annotate`: a field of another manager, which an apply of the operator's does not remove."""
+    key = (DEPLOYMENTS, "team", f"{name}-engine")
+    live = cluster.objects[key]
+    annotations = {**live["metadata"]["annotations"], TURN_ANNOTATION: "true"}
+    cluster.overwrite(key, {**live, "metadata": {**live["metadata"], "annotations": annotations}})
+
+
+@virtual_time
+async def test_a_turn_that_somebody_notes_by_hand_holds_up_no_other_service() -> None:
+    cluster = new_cluster()
+    await three_services(cluster)
+    async with Operator(cluster, engine_image="good:1") as operator:
+        await operator.settle()
+        mark(cluster, "b")
+        await operator.settle()
+        assert (
+            TURN_ANNOTATION not in cluster.objects[DEPLOYMENTS, "team", "b-engine"]["metadata"]["annotations"]
+        )
+    cluster.edit("c", lambda spec: spec.update(paused=True))
+    mark(cluster, "c")
+    operator = await upgrade(cluster, "good:2")
+    await operator.settle()
+    await operator.__aexit__(None, None, None)
+    assert [images(cluster, name) for name in NAMES] == [["good:2"], ["good:2"], ["good:1"]]
+
+
+@virtual_time
+async def test_a_service_that_is_paused_during_its_turn_ends_it_when_it_is_healthy() -> None:
+    cluster = new_cluster()
+    await three_services(cluster)
+    operator = await upgrade(cluster, "good:2")
+    for _ in range(60):
+        await asyncio.sleep(1)
+        cluster.step()
+        if rolling := [name for name in NAMES if "good:2" in images(cluster, name)]:
+            break
+    (first,) = rolling
+    cluster.edit(first, lambda spec: spec.update(paused=True))
+    await operator.settle()
+    await operator.__aexit__(None, None, None)
+    assert all(images(cluster, name) == ["good:2"] for name in NAMES)
 
 
 ROLLOUTS: list[dict[str, int]] = [

@@ -205,6 +205,27 @@ def test_nothing_is_removed_while_reports_are_missing() -> None:
     assert decided(spec, load(0, replicas=3), 4, serving=frozenset({"p0", "p3"})).wanted == 4
 
 
+def test_after_a_time_without_reports_fewer_replicas_wait_for_the_window() -> None:
+    spec = scaling(scaleDown={"stabilizationWindowSeconds": 100, "maxStep": 4})
+    current, history, changes = 4, LONG_AGO, []
+    for now in range(0, 500, 5):
+        found = None if 50 <= now < 300 else load(35 if now < 50 else 0, replicas=4)
+        decision, history = decide(
+            spec,
+            load=found,
+            current=current,
+            serving=frozenset(),
+            history=history,
+            now=float(now),
+            wall=NOON,
+            start_deadline=DEADLINE,
+        )
+        if decision.wanted != current:
+            changes.append((now, decision.wanted))
+        current = decision.wanted
+    assert changes == [(400, 1)]
+
+
 def test_partial_reports_may_add_replicas() -> None:
     assert decided(scaling(), load(45, is_complete=False), 2).wanted == 5
 

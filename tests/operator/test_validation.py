@@ -111,6 +111,20 @@ def test_a_number_that_must_be_text_is_told_to_want_quotes(spec: str, number: st
     assert f'; write it in quotes: "{number}"' in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("spec", "fields"),
+    [
+        ("resources: {gpu: 1}", "spec.resources.gpu: Invalid value: "),
+        ("resources: {gpu: 1}", '"integer"; its fields are count, resourceName'),
+        ("engine: vllm", '"string"; its fields are type, image, '),
+    ],
+)
+def test_the_fields_of_an_object_are_named_where_something_else_is_given(spec: str, fields: str) -> None:
+    with pytest.raises(ManifestError) as caught:
+        load_manifests(manifest(f"{TINY}\n{spec}"))
+    assert fields in str(caught.value)
+
+
 def test_several_documents_and_lists() -> None:
     text = manifest(TINY, name="a") + "---\n---\n" + manifest(TINY, name="b")
     assert [service.key for service in load_manifests(text, default_namespace="n")] == ["n/a", "n/b"]

@@ -62,6 +62,7 @@ REMOTE_SOURCES: tuple[str, ...] = (
 
 REFUSED_SOURCES: dict[str, str] = {
     "Qwen/Qwen3-8B": "must begin with hf://",
+    "/models/qwen": "a directory is file:///PATH",
     "": "spec.model.source in body should be at least 1 chars long",
     "ftp://example.com/a": "must begin with hf://",
     "HF://org/name": "must begin with hf://",

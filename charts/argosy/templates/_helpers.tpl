@@ -10,7 +10,7 @@
 {{- define "argosy.labels" -}}
 app.kubernetes.io/name: argosy
 app.kubernetes.io/component: {{ index . 0 }}
-app.kubernetes.io/instance: {{ (index . 1).Release.Name }}
+app.kubernetes.io/instance: {{ (index . 1).Release.Name | quote }}
 app.kubernetes.io/version: {{ (index . 1).Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ (index . 1).Release.Service }}
 helm.sh/chart: {{ (index . 1).Chart.Name }}-{{ (index . 1).Chart.Version }}
@@ -19,7 +19,7 @@ helm.sh/chart: {{ (index . 1).Chart.Name }}-{{ (index . 1).Chart.Version }}
 {{- define "argosy.selector" -}}
 app.kubernetes.io/name: argosy
 app.kubernetes.io/component: {{ index . 0 }}
-app.kubernetes.io/instance: {{ (index . 1).Release.Name }}
+app.kubernetes.io/instance: {{ (index . 1).Release.Name | quote }}
 {{- end -}}
 
 {{/* Labels and annotations of pods: those of the selector, and those of a component's values. */}}
@@ -85,7 +85,7 @@ argosy-router-keys
 {{- with include "argosy.imagePullSecrets" . }}
 imagePullSecrets:
 {{- range splitList "," . }}
-- name: {{ . }}
+- name: {{ . | quote }}
 {{- end }}
 {{- end }}
 {{- end -}}

@@ -267,7 +267,15 @@ def _model(pod: Object, log: Sequence[str]) -> Link:
             name="model", state="failed", detail=f"{_name(pod)}: {told}", remedy=remedy("StoreLocked")
         )
     detail = f"{_name(pod)} fetches the model" + (f": {told}" if told else "")
-    return Link(name="model", state="waiting", detail=detail)
+    return Link(name="model", state="waiting", detail=detail, remedy=_remedy_of_fetch(pod))
+
+
+def _remedy_of_fetch(pod: Object) -> str:
+    """What to do about a fetch that goes on, or has not begun."""
+    where = f"-n {pod['metadata'].get('namespace', 'default')} {pod['metadata']['name']}"
+    return (
+        f"wait while it goes on; if it stands still, `kubectl logs {where} -c {FETCH_CONTAINER}` says at what"
+    )
 
 
 def _engine(pod: Object, log: Sequence[str]) -> Link:

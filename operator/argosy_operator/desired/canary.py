@@ -130,13 +130,15 @@ def plan_canary(
         is_complete = is_uniform or (before is not None and before.phase == "promoting")
         if serving == revision or not is_complete or not any(pod.is_routable for pod in alive):
             return None
+        if any(pod.is_routable and pod.revision == revision for pod in alive):
+            return None  # an edit back during the promotion, to what still serves
         digest = input_digest(service)
         held = held_revision(service, own, revision, digest=digest, key_digest=key_digest)
         needs_turn = bool(held) or has_the_turn(live)
         before = CanaryState(revision=revision, missing_since=observed.time, needs_turn=needs_turn)
     if before.phase == "promoting":
         is_done = is_healthy(service, own, revision)
-        return None if is_done else CanaryPlan(state=before)
+        return None if is_done else CanaryPlan(state=before, waits_for=_late_abort(canary, revision))
     routable = sum(pod.is_canary and pod.is_routable and pod.revision == revision for pod in observed.pods)
     figures = split_figures(observed.load, revision, before.weight)
     state, waits_for, is_held = advance(
@@ -228,6 +230,14 @@ def advance(
         state = msgspec.structs.replace(state, step=state.step + 1, since="")
         state = _sized(state, canary.steps, replicas)
     return _start(canary, state, routable=routable, figures=figures, now=now, deadline_s=deadline_s)
+
+
+def _late_abort(canary: CanaryRollout, revision: str) -> str:
+    """What is told of an `Abort` that comes after the last step; empty without one. Old replicas may be gone by then,
+    and new ones have the Deployment's template, which is the resource's: only an edit leads back."""
+    if canary.action is None or canary.action.type != "Abort" or canary.action.revision != revision:
+        return ""
+    return "action Abort comes too late, after the last step: apply the previous manifest to go back"
 
 
 def _start(

@@ -20,6 +20,7 @@ from argosy_operator.desired.children import Plan, plan_children
 from argosy_operator.desired.drift import must_apply, with_applied_hash
 from argosy_operator.desired.engine_nodes import broken_leaders, is_node_set, kept_sets
 from argosy_operator.desired.readiness_gate import GateStatus, gate_status
+from argosy_operator.desired.staged_rollout import has_ended_while_paused
 from argosy_operator.kinds import DEPLOYMENTS, STATEFUL_SETS, Kind, Object, kind_of, object_name
 from argosy_operator.names import KEY_ANNOTATION, TRACK_LABEL
 from argosy_operator.observed.deployment import has_the_turn
@@ -69,6 +70,8 @@ class Diff(Struct, frozen=True, kw_only=True):
     """Whether the Secret may be missing, or hold an old key."""
     takes_turn: bool = False
     """Whether the operator's own change starts to be rolled out to this service."""
+    ends_turn: bool = False
+    """Whether the Deployment must not say any more that it has the turn, whoever has written that."""
     children: tuple[ChildChange, ...] = ()
     surplus: tuple[tuple[Kind, Mapping[str, Any]], ...] = ()
     """Children that the plan does not name any more."""
@@ -102,13 +105,22 @@ def compute_diff(service: InferenceService, observed: Observation, config: Opera
         nodes = _changes(plan.node_sets, observed)
         # Nor does its key outlive a rotation: routers send the fleet's keys.
         secret = None if observed.deployment is None else with_applied_hash(plan.secret)
-        return Diff(plan=plan, gates=gates, secret=secret, cached=cached, children=nodes, broken=broken)
+        return Diff(
+            plan=plan,
+            gates=gates,
+            secret=secret,
+            cached=cached,
+            children=nodes,
+            broken=broken,
+            ends_turn=has_the_turn(observed.deployment) and has_ended_while_paused(service, observed),
+        )
     return Diff(
         plan=plan,
         gates=gates,
         secret=with_applied_hash(plan.secret),
         is_key_suspect=_is_key_suspect(plan, observed),
         takes_turn=plan.rollout.has_turn and plan.problem is None and not has_the_turn(observed.deployment),
+        ends_turn=has_the_turn(observed.deployment) and not plan.rollout.has_turn and plan.problem is None,
         children=_children(plan, observed),
         broken=broken,
         surplus=_surplus(service, plan, observed),

@@ -112,7 +112,8 @@ def decide(
         decision = _bounded(current, floor, ceiling, why_floor) or ScalingDecision(
             wanted=bounded, reason="NoReports", message="no router reports; nothing is changed"
         )
-        return decision, history
+        # A window that is empty because nobody reported would hold nothing still.
+        return decision, _with(history, Recommendation(now, bounded, bounded))
     if history.served_since is None and (serving or load.routable):
         history = msgspec.structs.replace(history, served_since=now)
     history = _with_complete(history, load, bounded, now)

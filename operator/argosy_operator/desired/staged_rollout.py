@@ -6,6 +6,8 @@ whether it has come through it. Must not know which service has the turn: `recon
 
 from __future__ import annotations
 
+import msgspec
+
 from argosy_operator.names import INPUT_ANNOTATION, KEY_ANNOTATION
 from argosy_operator.observed.deployment import has_the_turn, serving_revision, template_revision
 from argosy_operator.observed.observation import Observation
@@ -34,6 +36,16 @@ def held_revision(
     is_complete = all(pod.revision == serving for pod in alive)
     is_serving = any(pod.is_routable for pod in alive)
     return serving if serving != revision and is_own and is_complete and is_serving else ""
+
+
+def has_ended_while_paused(service: InferenceService, observed: Observation) -> bool:
+    """Whether a service that has the turn, and is paused since, has rolled out what its Deployment has."""
+    live = observed.deployment
+    if live is None:
+        return False
+    spec = msgspec.structs.replace(service.spec, replicas=live["spec"].get("replicas", 1))
+    kept = msgspec.structs.replace(service, spec=spec)
+    return is_healthy(kept, observed.without_canary, template_revision(live))
 
 
 def is_healthy(service: InferenceService, observed: Observation, revision: str) -> bool:

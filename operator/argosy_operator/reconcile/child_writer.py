@@ -19,7 +19,7 @@ from argosy_operator.cluster.kept_fields import kept_fields
 from argosy_operator.cluster.store import Store
 from argosy_operator.desired.diff import ChildChange
 from argosy_operator.desired.drift import must_apply
-from argosy_operator.errors import ChildNotOwned
+from argosy_operator.errors import ApiError, ChildNotOwned
 from argosy_operator.kinds import PODS, Kind, Name, Object, kind_of, object_name
 from argosy_operator.names import APPLIED_ANNOTATION
 from argosy_operator.observed.observation import controller_uid
@@ -82,6 +82,20 @@ class ChildWriter:
         """Delete exactly this pod; one that is gone is no error."""
         self._metrics.writes.labels(PODS.name, "delete").inc()
         await self._api.delete(PODS, namespace, pod.name, uid=pod.uid)
+
+    async def remove_annotation(self, kind: Kind, obj: Mapping[str, Any], annotation: str) -> Object | None:
+        """Remove an annotation from exactly this object, whoever has written it. Returns the object as stored; None if
+        it is gone."""
+        self._metrics.writes.labels(kind.name, "patch").inc()
+        patch = {"metadata": {"uid": obj["metadata"]["uid"], "annotations": {annotation: None}}}
+        try:
+            stored = await self._api.patch(kind, *object_name(obj), patch)
+        except ApiError as error:
+            if error.status in (404, 409):  # gone, or replaced
+                return None
+            raise
+        self._store.put(kind, stored)
+        return stored
 
     def _note_contested(self, kind: Kind, name: Name, state: tuple[str, str]) -> None:
         gone = [(held, each) for held, each in self._contested if self._store.get(held, *each) is None]

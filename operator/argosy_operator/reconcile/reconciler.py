@@ -26,7 +26,17 @@ from argosy_operator.desired.deployment_problem import deployment_problem
 from argosy_operator.desired.diff import ChildChange, Diff, GateChange, compute_diff
 from argosy_operator.desired.readiness_gate import gate_patch
 from argosy_operator.errors import ApiError, OperatorError
-from argosy_operator.kinds import DEPLOYMENTS, INFERENCE_SERVICES, PODS, STATEFUL_SETS, Kind, Name, kind_of
+from argosy_operator.kinds import (
+    DEPLOYMENTS,
+    INFERENCE_SERVICES,
+    PODS,
+    STATEFUL_SETS,
+    Kind,
+    Name,
+    kind_of,
+    object_name,
+)
+from argosy_operator.names import TURN_ANNOTATION
 from argosy_operator.observed.deployment import has_the_turn
 from argosy_operator.observed.observation import Observation, Routers
 from argosy_operator.observed.pod import Pod, Problem
@@ -180,6 +190,8 @@ class Reconciler:
             await self._apply(service, observed, change)
         if diff.plan.problem is not None and has_the_turn(observed.deployment):
             self._turn.skip()
+        if diff.ends_turn:
+            await self._end_turn(observed.deployment)
         for kind, obj in diff.surplus:
             await self._children.delete(kind, obj)
         for pod in diff.broken:
@@ -201,6 +213,17 @@ class Reconciler:
         stored = await self._children.apply(change)
         if stored is not None:
             self._turn.note(change.live, stored)
+
+    async def _end_turn(self, deployment: Mapping[str, Any] | None) -> None:
+        """Have the Deployment say no more that it has the turn, if it still does after it was applied: the service is
+        paused, or somebody else has written the annotation as well."""
+        assert deployment is not None
+        live = self._store.get(DEPLOYMENTS, *object_name(deployment))
+        if live is None or live["metadata"]["uid"] != deployment["metadata"]["uid"] or not has_the_turn(live):
+            return
+        stored = await self._children.remove_annotation(DEPLOYMENTS, live, TURN_ANNOTATION)
+        if stored is not None:
+            self._turn.note(live, stored)
 
     async def _mark_least_valuable(
         self, service: InferenceService, observed: Observation, removed: int

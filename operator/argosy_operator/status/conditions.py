@@ -129,8 +129,10 @@ def progressing(view: ServiceView) -> ConditionState:
     under_way = fetching(view)
     if under_way:
         return ConditionState("True", "FetchingModel", f"fetching the model: {under_way}; {so_far}")
-    if view.plan.rollout.canary is not None:
-        return ConditionState("True", "CanaryPromoting", f"the canary has passed its steps: {so_far}")
+    if (canary := view.plan.rollout.canary) is not None:
+        passed = f"the canary has passed its steps: {so_far}"
+        message = f"{passed}; {canary.waits_for}" if canary.waits_for else passed
+        return ConditionState("True", "CanaryPromoting", message)
     if counts.updated < counts.alive:
         return ConditionState("True", "RollingOut", so_far)
     if counts.alive != counts.desired:
