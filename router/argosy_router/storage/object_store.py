@@ -146,6 +146,11 @@ class ObjectStore:
         ids = [name.removesuffix(".json") for name in names if name.endswith(".json")]
         return sorted(filter(self._is_alive, ids), key=object_ids.place_of)
 
+    async def kept_bytes(self, owner: str) -> int:
+        """Return how many bytes an owner keeps, as far as this router knows."""
+        await self._usage.refresh(owner)
+        return self._usage.bytes_of(owner)
+
     # contents
 
     async def upload(

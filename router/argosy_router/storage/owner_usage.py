@@ -73,6 +73,10 @@ class OwnerUsage:
             del self._listings[owner]
         self._usage[owner] = _Usage(size + meanwhile.bytes, objects + meanwhile.objects, self._now())
 
+    def bytes_of(self, owner: str) -> int:
+        """Return how many bytes the owner keeps. Right after `refresh`."""
+        return self._usage.get(owner, _NOTHING).bytes
+
     def check_objects(self, owner: str, more: int = 1) -> None:
         """Raise QuotaExceeded if the owner may not make `more` objects. Right after `refresh`."""
         if (
