@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+import tracemalloc
 from pathlib import Path
 
 import msgspec
@@ -20,6 +21,7 @@ from argosy_router.storage.directory_store import DirectoryStore
 from argosy_router.storage.object_store import ObjectStore
 from argosy_router.storage.owner_usage import Quota
 
+from .harness import until
 from .response_bodies import whole
 
 DAY_S = 86400.0
@@ -135,6 +137,30 @@ async def test_the_last_event_of_a_stream_is_stored_also_when_its_events_were_dr
         while (record := await runs.stored.find(OWNER, name)) is None or not record.state().is_finished:
             pass
     assert json.loads(bytes(record.response)) == whole(id=name)
+    await runs.background.close()
+
+
+@pytest.mark.parametrize("max_event_bytes", [100, 1 << 24])
+async def test_the_last_event_is_kept_with_the_others_only(tmp_path: Path, max_event_bytes: int) -> None:
+    runs = Runs(tmp_path, max_event_bytes=max_event_bytes)
+    size = 1 << 20
+    tracemalloc.start()
+    try:
+        for _ in range(4):
+            name, engine = await runs.begin()
+            end = last(name).replace(b'"hello"', b'"%b"' % (b"x" * size))
+            engine.respond(200, b"content-type: text/event-stream\r\n", delta(0, 10) + end)
+            del engine, end
+            async with asyncio.timeout(60):
+                while (
+                    record := await runs.stored.find(OWNER, name)
+                ) is None or not record.state().is_finished:
+                    pass
+            del record
+        events = 4 * size if max_event_bytes > size else 0
+        await until(lambda: tracemalloc.get_traced_memory()[0] < events + size // 2)
+    finally:
+        tracemalloc.stop()
     await runs.background.close()
 
 

@@ -291,6 +291,26 @@ async def test_batches_that_only_wait_yield_their_places(
             assert sorted(await results(client, done.output_file_id)) == ["a", "b"]
 
 
+async def test_the_results_of_a_batch_take_twice_the_quota_at_most(tmp_path: Path) -> None:
+    """Requests of a few bytes may have answers of megabytes, such as embeddings of many texts."""
+    size = 100_000
+
+    async def large(connection: Connection, _: Received) -> None:
+        connection.answer(200, completion("x" * (size // 2)))  # which has it twice
+
+    limits = {"storage_max_bytes": 5 * size, "batch_max_inflight": 1}
+    async with stored(tmp_path, [FakeEngine(script=large)], limits) as r, official(r) as client:
+        batch = await ended(client, await start_batch(client, lines(*map(str, range(30)))))
+        counts = batch.request_counts
+        assert counts is not None
+        assert (batch.status, counts.total) == ("completed", 30)
+        assert 5 < counts.completed < 15
+        failed = await results(client, batch.error_file_id)
+        assert len(failed) == counts.failed == 30 - counts.completed
+        assert {each["error"]["code"] for each in failed.values()} == {"storage_quota_exceeded"}
+        assert len(r.engines[0].requests) - 1 <= counts.completed + 1, "nothing else was computed"
+
+
 async def test_answers_of_all_batches_share_a_bound_of_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,12 @@ def test_the_flag_takes_what_browsers_send() -> None:
         return config_of(build_parser().parse_args(flags), {}).allowed_origins
 
     assert parsed('["https://a.example:8443", "null", "*"]') == ("https://a.example:8443", "null", "*")
-    for value in ('["chat.example"]', '["https://chat.example/"]', '["HTTPS://chat.example"]'):
+    for value in ('["http://a.example:443"]', '["https://[::1]:80"]', '["https://xn--bcher-kva.example."]'):
+        assert parsed(value) == tuple(json.loads(value))
+    for value in (
+        *('["chat.example"]', '["https://chat.example/"]', '["HTTPS://chat.example"]'),
+        *('["https://a.example:443"]', '["http://[::1]:80"]', '["https://b\u00fccher.example"]'),
+        '["https://me@a.example"]',
+    ):
         with pytest.raises(ConfigError, match="--allowed-origins"):
             parsed(value)

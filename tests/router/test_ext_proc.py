@@ -14,6 +14,7 @@ import grpc.aio
 import pytest
 
 from argosy_protocol.fleet import FleetDocument, ServiceLimits
+from argosy_router.batch.files_api import MAX_UPLOADS
 from argosy_router.config import FlowControlLimits, ServerLimits, StorageConfig
 from argosy_router.gateway import ext_proc_schema as ext_proc
 from argosy_router.gateway.request_intake import GatewayRequest
@@ -103,6 +104,18 @@ async def test_routes_without_a_replica_are_answered_by_the_router() -> None:
         assert answer.status == 200
         assert [card["id"] for card in answer.json["data"]] == [MODEL]
         assert not r.engines[0].requests
+
+
+async def test_an_upload_that_a_gateway_forwards_takes_no_place_of_another(tmp_path: Path) -> None:
+    form = "multipart/form-data; boundary=b"
+    async with rig([FakeEngine()], ext_proc_port=0, files=StorageConfig(storage=str(tmp_path))) as r:
+        async with envoy(r) as gateway:
+            for _ in range(MAX_UPLOADS):
+                sent = await gateway.request(b"x", path="/v1/files", headers={"content-type": form})
+                assert (sent.status, "own port" in sent.json["error"]["message"]) == (404, True)
+        file: Any = {"file": ("a.jsonl", b"{}")}
+        kept = await r.http.post("/v1/files", files=file, data={"purpose": "batch"})
+        assert kept.status_code == 200, kept.text
 
 
 @pytest.mark.parametrize("keeps_responses", [False, True])

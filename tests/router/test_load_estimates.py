@@ -31,7 +31,7 @@ def picture(text: str) -> list[dict[str, Any]]:
     ]
 
 
-async def learnt(content: Any, prompt_tokens: int) -> float:
+async def learnt(content: Any, prompt_tokens: int, **fields: Any) -> float:
     """Bytes per token that a service assumes after some answers with these numbers of prompt tokens."""
 
     async def answer(connection: Connection, _: Received) -> None:
@@ -40,7 +40,7 @@ async def learnt(content: Any, prompt_tokens: int) -> float:
     async with rig([FakeEngine(script=answer)]) as r:
         for _ in range(20):
             message = {"role": "user", "content": content}
-            asked = {"model": "tiny", "messages": [message]}
+            asked = {"model": "tiny", "messages": [message], **fields}
             assert (await r.http.post("/v1/chat/completions", json=asked)).status_code == 200
         return r.router.fleet.services["default/svc"].lengths.bytes_per_token
 
@@ -51,6 +51,11 @@ async def test_text_teaches_bytes_per_token() -> None:
 
 async def test_pictures_teach_nothing_about_text() -> None:
     assert await learnt(picture("word " * 200), 3000) == PRIOR_BYTES_PER_TOKEN
+
+
+async def test_prompts_that_are_cut_teach_nothing_about_text() -> None:
+    """A key could have the prompts of all others taken for a quarter of their length."""
+    assert await learnt("word " * 200, 4, truncate_prompt_tokens=4) == PRIOR_BYTES_PER_TOKEN
 
 
 # unary prompts

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from argosy_router.config import StorageConfig
+
 from .batch_rig import CHATS, lines, stored
 from .fake_engine import FakeEngine
-from .harness import MODEL
+from .harness import MODEL, rig
 
 FILE = {"file": ("a.jsonl", lines("a"))}
 PURPOSE = {"purpose": "batch"}
@@ -45,6 +47,21 @@ async def test_a_body_that_is_not_json_by_its_head_starts_nothing(
 async def test_a_page_of_another_site_uploads_no_file(tmp_path: Path, site: str, status: int) -> None:
     async with stored(tmp_path, [FakeEngine()]) as r:
         headers = {"sec-fetch-site": site}
+        answer = await r.http.post("/v1/files", files=FILE, data=PURPOSE, headers=headers)
+        assert answer.status_code == status, answer.text
+        assert len((await r.http.get("/v1/files")).json()["data"]) == (status == 200)
+
+
+@pytest.mark.parametrize(
+    ("origin", "status"),
+    [("http://evil.example", 403), ("null", 403), ("http://router.example:8080", 200), (None, 200)],
+)
+async def test_over_plain_http_the_origin_tells_the_site(
+    tmp_path: Path, origin: str | None, status: int
+) -> None:
+    """Browsers send `sec-fetch-site` over TLS and to localhost only."""
+    headers = {"host": "router.example:8080"} | ({} if origin is None else {"origin": origin})
+    async with rig([FakeEngine()], files=StorageConfig(storage=str(tmp_path / "storage"))) as r:
         answer = await r.http.post("/v1/files", files=FILE, data=PURPOSE, headers=headers)
         assert answer.status_code == status, answer.text
         assert len((await r.http.get("/v1/files")).json()["data"]) == (status == 200)

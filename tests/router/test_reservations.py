@@ -228,6 +228,30 @@ async def test_leaving_late_is_charged_what_was_computed(
         assert 12_000 - await left(r) == pytest.approx(max(0.0, tokens - 400), abs=60)
 
 
+async def test_a_client_that_leaves_a_response_early_cannot_say_what_it_used(tmp_path: Path) -> None:
+    """The first event repeats the tools of the request, in which there may be anything."""
+    free = {"input_tokens": 0, "output_tokens": 0, "total_tokens": 0}
+    tool = {"type": "function", "name": "f", "parameters": {"type": "object", "usage": free}}
+
+    async def begin(connection: Connection, request: Received) -> None:
+        if not request.json.get("stream"):
+            connection.answer(200, usage(5, 1))
+            return
+        connection.begin_stream()
+        response = {"id": "resp_1", "tools": request.json["tools"], "usage": None}
+        event = json.dumps({"type": "response.created", "response": response}).encode()
+        connection.chunk(b"event: response.created\ndata: %b\n\n" % event)
+        await connection.gone()
+
+    async with metered(tmp_path, FakeEngine(script=begin)) as (r, _):
+        told = "word " * 4000
+        asked = {"model": MODEL, "input": told, "tools": [tool], "max_output_tokens": 16, "stream": True}
+        async with r.http.stream("POST", "/v1/responses", json=asked) as answer:
+            assert await anext(answer.aiter_bytes())
+        await r.until(lambda: r.router.requests.inflight == 0)
+        assert LIMIT - await left(r) >= len(told) / 4.0
+
+
 async def test_a_unary_answer_that_is_cut_counts_for_what_was_computed(tmp_path: Path) -> None:
     begun = asyncio.Event()
     die = asyncio.Event()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from argosy_router.proxy.upstream.usage_scan import find_usage
+from argosy_router.proxy.upstream.usage_scan import find_usage, response_end_usage
 
 USAGE = b'"usage": {"prompt_tokens": 12, "total_tokens": 20, "prompt_tokens_details": {"cached_tokens": 8}}'
 
@@ -30,3 +30,33 @@ USAGE = b'"usage": {"prompt_tokens": 12, "total_tokens": 20, "prompt_tokens_deta
 def test_usage_is_found_at_the_end(tail: bytes, expected: tuple[int, int, int] | None) -> None:
     usage = find_usage(tail)
     assert (usage and (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)) == expected
+
+
+FORGED = b'"tools":[{"parameters":{"usage":{"input_tokens":1,"output_tokens":2,"total_tokens":3}}}]'
+CREATED = b'event: response.created\ndata: {"response":{' + FORGED + b',"usage":null,"user":null}}\n\n'
+REAL = b'"usage":{"input_tokens":12,"output_tokens":3,"total_tokens":15}'
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        (FORGED + b"," + REAL, (12, 0, 3)),
+        (FORGED + b"," + REAL + b',"user":"usage"', (12, 0, 3)),
+        (FORGED + b',"usage":null', None),
+        (FORGED + b',"usage": null,"user":"\\"input_tokens\\":9"', None),
+    ],
+)
+@pytest.mark.parametrize("name", [b"completed", b"incomplete", b"failed"])
+def test_a_responses_usage_is_that_of_its_last_event(
+    name: bytes, fields: bytes, expected: tuple[int, int, int] | None
+) -> None:
+    end = b'event: response.%b\ndata: {"response":{%b}}\n\n' % (name, fields)
+    for events in (end, CREATED + end, end.replace(b"\n", b"\r\n")):
+        usage = response_end_usage(events)
+        assert (usage and (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)) == expected
+
+
+def test_what_a_response_repeats_of_its_request_is_no_usage() -> None:
+    assert response_end_usage(CREATED) is None
+    assert response_end_usage(CREATED.replace(b',"usage":null', b"")) is None
+    assert response_end_usage(b"") is None

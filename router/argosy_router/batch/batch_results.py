@@ -59,6 +59,8 @@ class BatchResults:
         self._held_bytes = 0
         self._num_attempts = 0
         self._flushing = asyncio.Lock()
+        self.num_bytes = 0
+        """Of the lines of all results."""
         self.num_completed = 0
         self.num_failed = 0
         self.tokens: Tokens = (0, 0, 0, 0)
@@ -134,6 +136,7 @@ class BatchResults:
 
     def _count(self, result: _Result) -> None:
         self._done[result.index] = 1
+        self.num_bytes += len(result.line)
         self.num_failed += result.is_error
         self.num_completed += not result.is_error
         mine, more = self.tokens, result.tokens

@@ -16,7 +16,7 @@ from urllib.parse import parse_qsl, quote
 import msgspec
 
 from argosy_protocol.errors import ApiError, Forbidden, InternalError, NotFound
-from argosy_router.auth.accounts import Account
+from argosy_router.auth.accounts import ANONYMOUS, Account
 from argosy_router.batch.batches_api import BatchesApi
 from argosy_router.batch.content_stream import PendingAnswer
 from argosy_router.batch.file_upload import FileUpload
@@ -56,7 +56,7 @@ class BatchRoutes:
         if (request.method, request.path) != (b"POST", b"/v1/files"):
             return request.method == b"POST" and request.path == b"/v1/batches"
         # A browser asks nobody before it sends a form.
-        if request.header(b"sec-fetch-site") == b"cross-site" and not request.is_from_allowed_page:
+        if _is_of_another_site(request, account) and not request.is_from_allowed_page:
             raise Forbidden("files cannot be uploaded by a web page of another site")
         boundary = boundary_of(request.header(b"content-type") or b"")
         length = request.header(b"content-length") or b"0"  # digits: the reader has checked it
@@ -161,6 +161,16 @@ class BatchRoutes:
             return self._batches.cancel(owner, batch_id)
         require_method(request, b"GET")
         return self._batches.get(owner, batch_id)
+
+
+def _is_of_another_site(request: Request, account: Account) -> bool:
+    """Whether a web page of another site has made a browser send a request."""
+    site = request.header(b"sec-fetch-site")
+    if site is not None or account is not ANONYMOUS:  # a page that knows a key cannot send it unasked
+        return site == b"cross-site"
+    # Browsers send that header over TLS and to localhost only, and the origin with every form.
+    origin = request.header(b"origin")
+    return origin is not None and origin.partition(b"://")[2] != request.header(b"host")
 
 
 def _query(request: Request) -> dict[str, str]:

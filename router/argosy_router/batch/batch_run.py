@@ -309,7 +309,10 @@ class BatchRun:
                 raise AccountGone
             request = decode_line(line)
             with self._context.answers.answer() as held:
-                result, tokens, is_error = await self._result(request, account, held)
+                if await self._has_room(results):
+                    result, tokens, is_error = await self._result(request, account, held)
+                else:
+                    result, tokens, is_error = self._without_room(request), (0, 0, 0, 0), True
                 results.add(index, result, tokens, is_error=is_error)
                 self._context.on_done(not is_error)
                 if results.is_large:
@@ -319,6 +322,20 @@ class BatchRun:
         except Exception as error:
             self._failure = error
             self._interrupted.set()
+
+    async def _has_room(self, results: BatchResults) -> bool:
+        """Whether further results may be kept. A quota does not refuse those of a batch that it let begin, up to as
+        much again."""
+        store = self._context.store
+        return await store.kept_bytes(self._owner) + results.num_bytes <= 2 * store.max_bytes
+
+    def _without_room(self, request: InputLine) -> bytes:
+        """Return the line of a request that was not sent because its result could not be kept."""
+        message = (
+            f"this key's files and the results of this batch exceed twice the limit of {self._context.store.max_bytes} "
+            "bytes (--storage-max-bytes); delete some files, and send this request in another batch"
+        )
+        return unanswered(request.custom_id, "storage_quota_exceeded", message)
 
     async def _result(
         self, request: InputLine, account: Account, held: HeldAnswer

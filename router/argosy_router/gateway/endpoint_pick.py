@@ -17,7 +17,6 @@ from argosy_router.fleet.replica_load import Charge
 from argosy_router.fleet.service import Choice
 from argosy_router.http.deadlines import Deadline, TimerWheel
 from argosy_router.http.messages import Headers, first_value, render_headers
-from argosy_router.http.sse import MAX_EVENT_BYTES, MAX_RESPONSE_EVENT_BYTES
 from argosy_router.http.upstream_errors import ConnectFailed, UpstreamError
 from argosy_router.proxy.accounting.outcome import CLIENT_GONE, RequestOutcome
 from argosy_router.proxy.accounting.request_accounting import RequestAccounting
@@ -179,8 +178,11 @@ class EndpointPick:
         self._headers = headers
         content_type = first_value(headers, b"content-type") or b""
         if status == 200 and content_type.startswith(b"text/event-stream"):
-            size = MAX_RESPONSE_EVENT_BYTES if self._call.endpoint == "responses" else MAX_EVENT_BYTES
-            self._relay = StreamRelay(None, hides_usage=self._call.hides_usage, max_event_bytes=size)
+            self._relay = StreamRelay(
+                None,
+                hides_usage=self._call.hides_usage,
+                is_response=self._call.endpoint == "responses",
+            )
         if status < 400:
             self._outliers.began(self.choice.replica)
 

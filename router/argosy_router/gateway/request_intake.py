@@ -124,6 +124,8 @@ class GatewayRequest:
             if path.startswith(_OWN_PORT_ONLY) and not self._intake.application.serves(
                 path.decode("latin-1")
             ):
+                if self._request.sink is not None:  # an upload has begun with its head
+                    self._request.sink.abort()
                 raise NotFound("files, batches and stored responses are on the router's own port only")
         except ApiError as error:
             self.refuse(error)

@@ -27,6 +27,7 @@ class Prompt:
         "chunk_tokens",
         "has_media",
         "hashes",
+        "is_cut",
         "name",
         "segment_bytes",
         "session",
@@ -46,6 +47,7 @@ class Prompt:
         name: str = "",
         *,
         has_media: bool = False,
+        is_cut: bool = False,
     ) -> None:
         self.hashes = hashes
         self.affinity_hash = affinity_hash
@@ -63,6 +65,8 @@ class Prompt:
         an adapter or alias, if not all replicas serve it. Empty for the model itself at any replica."""
         self.has_media = has_media
         """Whether it has parts that are no text, such as images, whose tokens do not follow from their bytes."""
+        self.is_cut = is_cut
+        """Whether the engine may cut tokens off, so that fewer are computed."""
 
 
 class PromptHasher:
@@ -117,4 +121,5 @@ class PromptHasher:
             [len(data) for _, data in longest],
             name=side + (adapter or alias),
             has_media=has_media,
+            is_cut=request.truncate_prompt_tokens is not None,
         )

@@ -33,8 +33,8 @@ class PromptLengthModel:
         return chunk_tokens(prompt.segment_bytes, per_token)
 
     def learn(self, prompt: Prompt, prompt_tokens: int) -> None:
-        """Adapt the ratio to a prompt's true length. Prompts with token ids or media are ignored, because their
-        tokens do not follow from bytes."""
+        """Adapt the ratio to a prompt's true length. Prompts with token ids or media, and those that may be cut, are
+        ignored, because their tokens do not follow from bytes."""
         self.bytes_per_token = learnt(self.bytes_per_token, prompt, prompt_tokens)
 
 
@@ -45,7 +45,7 @@ def tokens_of(prompt: Prompt, bytes_per_token: float) -> int:
 
 def learnt(bytes_per_token: float, prompt: Prompt, prompt_tokens: int) -> float:
     """Return the ratio adapted to a prompt's true length, as `PromptLengthModel.learn` says."""
-    is_text = not prompt.token_ids and not prompt.has_media
+    is_text = not (prompt.token_ids or prompt.has_media or prompt.is_cut)
     if prompt.text_bytes < _MIN_TEXT_BYTES or not is_text or prompt_tokens <= 0:
         return bytes_per_token
     ratio = min(16.0, max(0.25, prompt.text_bytes / prompt_tokens))

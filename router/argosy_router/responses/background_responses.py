@@ -196,7 +196,7 @@ class BackgroundResponses:
         await self._finish(run.owner, response_id, StoredResponse(msgspec.Raw(response), queued.items))
         run.is_over = True
         run.notify()
-        if not run.is_streamed:
+        if not run.is_streamed or run.is_forgotten:  # there is nothing to follow
             self._runs.pop((run.owner, response_id), None)
         self._make_room()
 

@@ -119,12 +119,13 @@ class BackgroundRun:
             self.notify()
 
     def response_of(self, body: bytes) -> bytes:
-        """Return the response as its client knows it, as JSON; nothing if there is none.
+        """Return the response as its client knows it, as JSON; nothing if there is none. To be called once.
 
         Args:
             body: the whole answer; of a stream nothing, because its last event was kept.
         """
-        response = last_response(self._last) if self.is_streamed else self._adopted.renamed(body)
+        last, self._last = self._last, b""  # the run may be kept for long, and does not count it
+        response = last_response(last) if self.is_streamed else self._adopted.renamed(body)
         if self._adopted.is_foreign:
             response = with_response_fields(response, self._own_fields)
         return response

@@ -9,6 +9,7 @@ two routers on one storage see each other's objects.
     object_ids       ids that cannot be guessed, and tell when an object was made and when it expires
     owner_usage      how much each owner keeps
     owner_slots      a number of slots that owners share
+    shared_calls     calls that many wait for at once, such as listings
     blob_store       the interface of a storage: bytes under a key, compare-and-swap
     directory_store  a directory, perhaps on a volume that several machines mount
     storage_threads  runs the calls of a file system, which may hang

@@ -24,6 +24,7 @@ from typing import Final, NamedTuple
 from argosy_router.storage import object_ids
 from argosy_router.storage.blob_store import BlobStore, StorageUnavailable
 from argosy_router.storage.owner_usage import OwnerUsage, Quota
+from argosy_router.storage.shared_calls import SharedCalls
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +73,7 @@ class ObjectStore:
         """For what belongs to no owner, such as leases."""
         self.now = now
         self._usage = OwnerUsage(quota, self._measure, monotonic)
+        self._listings = SharedCalls(self._list)
         self.total = StoredTotal(0, 0)
         self.max_bytes = quota.max_bytes
         """What one owner may keep."""
@@ -136,10 +138,18 @@ class ObjectStore:
 
     async def ids(self, kind: str, owner: str) -> list[str]:
         """Return the ids of all objects of a kind that an owner has, oldest first."""
-        entries = await self.blobs.entries(f"owners/{owner}/{kind}")
+        return (await self._listings.run(f"owners/{owner}/{kind}")).copy()
+
+    async def _list(self, folder: str) -> list[str]:
+        entries = await self.blobs.entries(folder)
         names = [entry.key.rpartition("/")[2] for entry in entries]
         ids = [name.removesuffix(".json") for name in names if name.endswith(".json")]
         return sorted(filter(self._is_alive, ids), key=object_ids.place_of)
+
+    async def kept_bytes(self, owner: str) -> int:
+        """Return how many bytes an owner keeps, as far as this router knows."""
+        await self._usage.refresh(owner)
+        return self._usage.bytes_of(owner)
 
     # contents
 

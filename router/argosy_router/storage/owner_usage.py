@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from argosy_protocol.errors import Forbidden
+from argosy_router.storage.shared_calls import SharedCalls
 
 LISTING_MAX_AGE_S = 60.0
 
@@ -53,23 +54,28 @@ class OwnerUsage:
         self._usage: dict[str, _Usage] = {}
         self._reserved: dict[str, _Usage] = {}
         """What each owner is writing."""
-        self._listings: dict[str, list[_Usage]] = {}
-        """What has been written since each listing began that is being made."""
+        self._listings: dict[str, _Usage] = {}
+        """What has been written since the owner's listing began that is being made."""
+        self._refreshes = SharedCalls(self._list)
 
     async def refresh(self, owner: str) -> None:
         """Make sure that an owner's usage is known and not out of date."""
         usage = self._usage.get(owner)
         if usage is not None and self._now() - usage.listed <= LISTING_MAX_AGE_S:
             return
-        meanwhile = _Usage()
-        self._listings.setdefault(owner, []).append(meanwhile)
+        await self._refreshes.run(owner)
+
+    async def _list(self, owner: str) -> None:
+        meanwhile = self._listings[owner] = _Usage()
         try:
             size, objects = await self._measure(owner)
         finally:
-            listings = [each for each in self._listings.pop(owner) if each is not meanwhile]
-            if listings:
-                self._listings[owner] = listings
+            del self._listings[owner]
         self._usage[owner] = _Usage(size + meanwhile.bytes, objects + meanwhile.objects, self._now())
+
+    def bytes_of(self, owner: str) -> int:
+        """Return how many bytes the owner keeps. Right after `refresh`."""
+        return self._usage.get(owner, _NOTHING).bytes
 
     def check_objects(self, owner: str, more: int = 1) -> None:
         """Raise QuotaExceeded if the owner may not make `more` objects. Right after `refresh`."""
@@ -108,10 +114,10 @@ class OwnerUsage:
 
     def written(self, owner: str, size: int, objects: int) -> None:
         """Count what has been written."""
-        usage = self._usage.get(owner)
-        for count in (*self._listings.get(owner, ()), *(() if usage is None else (usage,))):
-            count.bytes += size
-            count.objects += objects
+        for count in (self._listings.get(owner), self._usage.get(owner)):
+            if count is not None:
+                count.bytes += size
+                count.objects += objects
 
     def outdate(self, owner: str) -> None:
         """Have the next `refresh` list what the owner keeps, because some of it was deleted."""

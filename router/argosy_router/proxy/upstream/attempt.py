@@ -15,7 +15,6 @@ from argosy_router.fleet.replica_errors import CoreStalled
 from argosy_router.fleet.service import Choice
 from argosy_router.http.deadlines import Deadline, TimerWheel
 from argosy_router.http.messages import Headers, first_value
-from argosy_router.http.sse import MAX_EVENT_BYTES, MAX_RESPONSE_EVENT_BYTES
 from argosy_router.http.upstream_connection import UpstreamConnection
 from argosy_router.http.upstream_errors import ConnectFailed, RequestUnsendable, UpstreamError
 from argosy_router.proxy.request.call import Call
@@ -254,9 +253,7 @@ class Attempt:
             self.relay = StreamRelay(
                 self.transcript,
                 hides_usage=self._call.hides_usage,
-                max_event_bytes=(
-                    MAX_RESPONSE_EVENT_BYTES if self._call.endpoint == "responses" else MAX_EVENT_BYTES
-                ),
+                is_response=self._call.endpoint == "responses",
             )
 
     def on_data(self, data: bytes) -> None:

@@ -11,6 +11,7 @@ from typing import Final
 from argosy_protocol.errors import ResourceUnavailable
 from argosy_router.http.sse import (
     MAX_EVENT_BYTES,
+    MAX_RESPONSE_EVENT_BYTES,
     EventCutter,
     EventTooLarge,
     without_comments,
@@ -26,6 +27,7 @@ from argosy_router.proxy.upstream.usage_scan import (
     message_delta_usage,
     message_start_usage,
     num_events,
+    response_end_usage,
     without_usage,
 )
 
@@ -87,9 +89,11 @@ class StreamRelay:
         transcript: Transcript | None,
         *,
         hides_usage: bool = False,
-        max_event_bytes: int = MAX_EVENT_BYTES,
+        is_response: bool = False,
     ) -> None:
-        self._cutter = EventCutter(max_event_bytes)
+        """`is_response`: the stream is one of the Responses API."""
+        self._cutter = EventCutter(MAX_RESPONSE_EVENT_BYTES if is_response else MAX_EVENT_BYTES)
+        self._is_response = is_response
         self._transcript = transcript
         self._hides_usage = hides_usage
         self._before = b""
@@ -103,6 +107,8 @@ class StreamRelay:
     def usage(self) -> TokenUsage | None:
         """The usage that the end of the stream reports: usage and `[DONE]` may come in two reads."""
         end = self._before + self._last
+        if self._is_response:
+            return response_end_usage(end)
         return find_usage(end) if self._begun is None else message_delta_usage(end, self._begun)
 
     @property

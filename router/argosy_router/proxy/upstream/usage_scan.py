@@ -20,10 +20,12 @@ _BETWEEN: Final = b" \t\r\n:"
 """What may stand between a key and its value."""
 _MAX_COUNT_BYTES: Final = 12
 """Longest count with what precedes it: nine digits, compact or pretty-printed."""
+_NULL: Final = b"null"
 _NO_CHOICES: Final = re.compile(rb'"choices"\s*:\s*\[\s*\]')
 _EVENT_END: Final = re.compile(rb"(?<=\n\n)|(?<=\n\r\n)")
 _MESSAGE_START: Final = re.compile(rb"^event: ?message_start\r?$", re.MULTILINE)
 _MESSAGE_DELTA: Final = re.compile(rb"^event: ?message_delta\r?$", re.MULTILINE)
+_RESPONSE_END: Final = re.compile(rb"^event: ?response\.(?:completed|incomplete|failed)\r?$", re.MULTILINE)
 """No JSON string contains a line break, so that text of an answer cannot match."""
 
 
@@ -43,13 +45,21 @@ class TokenUsage:
 def find_usage(answer: bytes) -> TokenUsage | None:
     """Return the last usage in an answer or a part of one; None if there is none."""
     for usage in _usages(answer):
-        prompt_tokens = _count(usage, b'"prompt_tokens"')
-        if prompt_tokens is None and (input_tokens := _count(usage, b'"input_tokens"')) is not None:
-            is_response = _count(usage, b'"total_tokens"') is not None
-            return (_response_usage if is_response else _message_usage)(usage, input_tokens)
-        if prompt_tokens is not None:
-            cached, completion = _count(usage, b'"cached_tokens"'), _count(usage, b'"completion_tokens"')
-            return TokenUsage(prompt_tokens, cached or 0, completion or 0)
+        found = _usage_of(usage)
+        if found is not None:
+            return found
+    return None
+
+
+def response_end_usage(events: bytes) -> TokenUsage | None:
+    """Return the usage in the last event of a stream of the Responses API; None before that event, or if it has none.
+
+    All events with the response repeat objects of the request, such as schemas of tools, in which a client may have
+    written a usage of its own. The response's usage comes behind them.
+    """
+    ends = [found.start() for found in _RESPONSE_END.finditer(events)]
+    for usage in _usages(events[ends[-1] :] if ends else b"", with_null=True):
+        return None if usage.startswith(_NULL) else _usage_of(usage)
     return None
 
 
@@ -90,12 +100,26 @@ def _response_usage(usage: bytes, input_tokens: int) -> TokenUsage:
     return TokenUsage(input_tokens, cached or 0, output or 0)
 
 
-def _usages(answer: bytes) -> Iterator[bytes]:
-    """Yield beginnings of usages, last first. Neither null nor a token of this text among log probabilities is one."""
+def _usage_of(usage: bytes) -> TokenUsage | None:
+    """Read the beginning of a usage."""
+    prompt_tokens = _count(usage, b'"prompt_tokens"')
+    if prompt_tokens is not None:
+        cached, completion = _count(usage, b'"cached_tokens"'), _count(usage, b'"completion_tokens"')
+        return TokenUsage(prompt_tokens, cached or 0, completion or 0)
+    input_tokens = _count(usage, b'"input_tokens"')
+    if input_tokens is None:
+        return None
+    is_response = _count(usage, b'"total_tokens"') is not None
+    return (_response_usage if is_response else _message_usage)(usage, input_tokens)
+
+
+def _usages(answer: bytes, *, with_null: bool = False) -> Iterator[bytes]:
+    """Yield beginnings of usages, last first. A token of this text among log probabilities is none, and null is one
+    only `with_null`."""
     end = len(answer)
     while (start := answer.rfind(_KEY, 0, end)) >= 0:
         value = answer[start + len(_KEY) : start + TAIL_BYTES].lstrip(_BETWEEN)
-        if value.startswith(b"{"):
+        if value.startswith(b"{") or (with_null and value.startswith(_NULL)):
             yield value
         end = start
 
