@@ -85,7 +85,16 @@ def shorten(name: str, limit: int) -> str:
 
 def child_name(service: InferenceService, suffix: str = "engine") -> str:
     """Name of a child object: `NAME-SUFFIX`."""
-    return f"{shorten(service.metadata.name, 63 - _POD_SUFFIX - len(suffix) - 1)}-{suffix}"
+    return _child_name(service.metadata.name, suffix)
+
+
+def deployment_name(service: str) -> str:
+    """Name of the Deployment of the service of this name."""
+    return _child_name(service, "engine")
+
+
+def _child_name(service: str, suffix: str) -> str:
+    return f"{shorten(service, 63 - _POD_SUFFIX - len(suffix) - 1)}-{suffix}"
 
 
 def canary_name(service: InferenceService, revision: str) -> str:

@@ -348,6 +348,29 @@ async def test_a_turn_that_somebody_notes_by_hand_holds_up_no_other_service() ->
 
 
 @virtual_time
+async def test_another_deployment_that_claims_a_paused_service_has_no_turn() -> None:
+    cluster = new_cluster()
+    await three_services(cluster)
+    cluster.edit("c", lambda spec: spec.update(paused=True))
+    live = cluster.objects[DEPLOYMENTS, "team", "c-engine"]
+    metadata = {
+        **live["metadata"],
+        "name": "forged",
+        "uid": "forged",
+        "annotations": {TURN_ANNOTATION: "true"},
+    }
+    cluster.overwrite((DEPLOYMENTS, "team", "forged"), {**live, "metadata": metadata})
+    operator = await upgrade(cluster, "good:2")
+    await operator.settle()
+    await operator.__aexit__(None, None, None)
+    assert [sorted({*images(cluster, name)}) for name in NAMES] == [
+        ["good:2"],
+        ["good:2"],
+        ["argosy-engine:test"],
+    ]
+
+
+@virtual_time
 async def test_a_service_that_is_paused_during_its_turn_ends_it_when_it_is_healthy() -> None:
     cluster = new_cluster()
     await three_services(cluster)

@@ -3,7 +3,7 @@
 Only one service at a time rolls out such a change; which one has to wait, `desired.staged_rollout` decides. An
 annotation of the Deployment records the turn; this module covers the time from the decision to the write. A service
 whose Deployment is left alone keeps the annotation, but holds up no other one; nor does a Deployment that is no
-service's, such as one that was left behind when its service was deleted.
+service's, such as one that was left behind when its service was deleted, or one that somebody else made for it.
 Must not know: what halts a rollout (`argosy_resource.rollout_policy`).
 Invariant: no two services are given the turn, because a claim is made without an await after the observation that
 found no other holder.
@@ -17,6 +17,7 @@ from typing import Any
 
 from argosy_operator.cluster.store import Store, service_of
 from argosy_operator.kinds import DEPLOYMENTS, INFERENCE_SERVICES, Name
+from argosy_operator.names import deployment_name
 from argosy_operator.observed.deployment import has_the_turn
 from argosy_operator.observed.observation import controller_uid
 
@@ -68,5 +69,7 @@ class RolloutLock:
         for obj in self._store.marked(DEPLOYMENTS):
             service = service_of(obj)
             owner = None if service is None else self._store.get(INFERENCE_SERVICES, *service)
-            if service is not None and owner is not None and controller_uid(obj) == owner["metadata"]["uid"]:
+            if service is None or owner is None or obj["metadata"]["name"] != deployment_name(service[1]):
+                continue
+            if controller_uid(obj) == owner["metadata"]["uid"]:
                 yield service
