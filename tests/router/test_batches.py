@@ -387,7 +387,8 @@ async def test_batches_take_their_share_of_the_capacity(tmp_path: Path) -> None:
         assert most == 4
 
 
-async def test_requests_are_repeated_after_429_and_503(tmp_path: Path) -> None:
+@pytest.mark.parametrize("hint", [b"1", b"\xb2"])  # a number, and a character that is one elsewhere
+async def test_requests_are_repeated_after_408_429_and_503(tmp_path: Path, hint: bytes) -> None:
     refused: set[str] = set()
 
     async def script(connection: Connection, request: Received) -> None:
@@ -396,14 +397,14 @@ async def test_requests_are_repeated_after_429_and_503(tmp_path: Path) -> None:
             await answer_normally(connection, request)
             return
         refused.add(content)
-        headers = "content-type: application/json\r\nretry-after: 1\r\n"
-        status = 429 if content == "a" else 503
-        connection.answer(status, b'{"error":{"message":"full"}}', headers)
+        status = {"a": 429, "b": 503, "c": 408}[content]
+        headers = b"content-type: application/json\r\nretry-after: %b\r\ncontent-length: 2\r\n\r\n" % hint
+        connection.send(b"HTTP/1.1 %d X\r\n%b{}" % (status, headers))
 
     async with stored(tmp_path, [FakeEngine(script=script)]) as r, official(r) as client:
-        batch = await ended(client, await start_batch(client, lines("a", "b")))
+        batch = await ended(client, await start_batch(client, lines("a", "b", "c")))
         assert batch.request_counts is not None
-        assert batch.request_counts.to_dict() == {"total": 2, "completed": 2, "failed": 0}
+        assert batch.request_counts.to_dict() == {"total": 3, "completed": 3, "failed": 0}
 
 
 async def test_a_router_that_stops_leaves_its_batches_to_the_next_one(tmp_path: Path) -> None:

@@ -175,6 +175,6 @@ def _value(headers: bytes, name: bytes) -> str:
 
 def _backoff_s(attempts: int, hint: str) -> float:
     """How long to wait before the next attempt: as the answer says, longer each time, not all at the same moment."""
-    asked = float(hint) if hint.isdigit() and len(hint) < 6 else 0.0
+    asked = float(hint) if hint.isascii() and hint.isdigit() and len(hint) < 6 else 0.0
     growing = MIN_BACKOFF_S * 2 ** min(attempts, 10)
     return min(MAX_BACKOFF_S, max(asked, growing)) * random.uniform(0.75, 1.25)  # noqa: S311
