@@ -14,6 +14,8 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from argosy_protocol.program.flags import add_switch
+
 
 class VllmFlag(NamedTuple):
     """A flag of vLLM without a setting."""
@@ -53,18 +55,8 @@ def add_vllm_flags(
         for flag in flags:
             names = [f"--{flag.name}", *([flag.short] if flag.short else [])]
             but = f"; accepted: {', '.join(flag.neutral)}" if flag.neutral else ""
-            if flag.is_switch and flag.name.startswith("no-"):
-                group.add_argument(
-                    names[0], action="store_const", const=True, help=flag.reason, dest=flag.dest
-                )
-            elif flag.is_switch:
-                group.add_argument(
-                    names[0],
-                    action=argparse.BooleanOptionalAction,
-                    default=None,
-                    help=flag.reason,
-                    dest=flag.dest,
-                )
+            if flag.is_switch:
+                add_switch(group, flag.name, flag.reason, flag.dest)
             else:
                 group.add_argument(
                     *names,

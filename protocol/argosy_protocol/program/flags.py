@@ -385,6 +385,15 @@ def _choices(kind: Any) -> tuple[str, ...]:
     return literals if literals and all(isinstance(item, str) for item in literals) else ()
 
 
+def add_switch(group: argparse._ArgumentGroup, name: str, help_text: str, dest: str) -> None:
+    """Add `--NAME` and `--no-NAME`; only the former if the name begins with `no-`. Without either the value is None."""
+    if name.startswith("no-"):
+        group.add_argument(f"--{name}", action="store_const", const=True, help=help_text, dest=dest)
+    else:
+        action = argparse.BooleanOptionalAction
+        group.add_argument(f"--{name}", action=action, default=None, help=help_text, dest=dest)
+
+
 def _add_flag(group: argparse._ArgumentGroup, field: Field) -> None:
     flag, help_text = field.flag, field.description.replace("%", "%%")
     names = [f"--{field.name}", *([flag.short] if flag.short else [])]
@@ -393,12 +402,8 @@ def _add_flag(group: argparse._ArgumentGroup, field: Field) -> None:
         help_text += f" (default: {default})".replace("%", "%%")
     choices = _choices(field.kind)
     metavar = flag.metavar or (None if choices else field.name.split("-")[-1].upper())
-    if field.kind is bool and field.name.startswith("no-"):  # its negation would be --no-no-...
-        group.add_argument(names[0], action="store_const", const=True, help=help_text, dest=field.dest)
-    elif field.kind is bool:
-        group.add_argument(
-            names[0], action=argparse.BooleanOptionalAction, default=None, help=help_text, dest=field.dest
-        )
+    if field.kind is bool:
+        add_switch(group, field.name, help_text, field.dest)
     elif flag.is_repeatable:
         group.add_argument(
             *names,
