@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI, HTTPException, Request, Response
-from starlette.responses import StreamingResponse
+from starlette.responses import JSONResponse, StreamingResponse
 
 from argosy_engine.api.error_handlers import handle_errors
 from argosy_engine.api.plain_route import PlainApp
@@ -26,6 +26,18 @@ def with_routes(app: FastAPI) -> FastAPI:
     @app.post("/echo")
     async def echo(request: Request) -> Response:
         return Response(await request.body(), 201, {"x-query": request.url.query})
+
+    @app.post("/headers")
+    async def lookups(request: Request) -> Response:
+        headers = request.headers
+        found = [
+            headers.get("X-Twice"),
+            headers.get("x-none"),
+            headers.get("x-none", "default"),
+            headers["x-twice"],
+        ]
+        there = ["x-twice" in headers, "X-Twice" in headers, "x-none" in headers]
+        return JSONResponse([found, there, headers.getlist("x-twice"), len(headers), headers.get("x-latin")])
 
     @app.get("/number")
     async def number(count: int) -> int:
@@ -75,6 +87,7 @@ CALLS = [
     ("POST", "/echo?a=b"),
     ("GET", "/echo"),
     ("POST", "/echo/"),
+    ("POST", "/headers"),
     ("OPTIONS", "/echo"),
     ("HEAD", "/missing"),
     ("GET", "/a/first"),
@@ -89,10 +102,15 @@ CALLS = [
 ]
 
 
+HEADERS: list[tuple[Any, Any]] = [("x-twice", "first"), ("X-Twice", "second"), (b"x-latin", b"\xe9")]
+
+
 async def answer_of(app: FastAPI, method: str, path: str, root_path: str = "") -> tuple[Any, ...]:
     transport = httpx.ASGITransport(app, raise_app_exceptions=False, root_path=root_path)
     async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
-        answer = await client.request(method, path, content=b"body" if method == "POST" else None)
+        answer = await client.request(
+            method, path, content=b"body" if method == "POST" else None, headers=HEADERS
+        )
         return answer.status_code, sorted(answer.headers.items()), answer.content
 
 

@@ -12,13 +12,44 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Coroutine
-from typing import Any
+from functools import cached_property
+from typing import Any, overload
 
 from fastapi import FastAPI, Request, Response
 from fastapi.routing import APIRoute
+from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
 _Endpoint = Callable[[Request], Coroutine[Any, Any, Response]]
+
+
+class _IndexedHeaders(Headers):
+    """Headers that are found by a dictionary: an endpoint asks for a dozen names, and few are there."""
+
+    def __init__(self, scope: Scope) -> None:
+        super().__init__(scope=scope)
+        self._first = dict(reversed(self._list))
+        """Of a header that was sent twice, the first line, as in Starlette's."""
+
+    def __getitem__(self, key: str) -> str:
+        return self._first[key.lower().encode("latin-1")].decode("latin-1")
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, str) and key.lower().encode("latin-1") in self._first
+
+    @overload
+    def get(self, key: str, /) -> str | None: ...
+    @overload
+    def get(self, key: str, /, default: Any) -> Any: ...
+    def get(self, key: str, default: Any = None) -> Any:
+        found = self._first.get(key.lower().encode("latin-1"))
+        return default if found is None else found.decode("latin-1")
+
+
+class _PlainRequest(Request):
+    @cached_property
+    def headers(self) -> Headers:
+        return _IndexedHeaders(self.scope)
 
 
 class PlainRoute(APIRoute):
@@ -69,7 +100,7 @@ class PlainApp(FastAPI):
             has_started = True
             await send(message)
 
-        request = Request(scope, receive)
+        request = _PlainRequest(scope, receive)
         try:
             response = await endpoint(request)
             await response(scope, receive, noting_start)

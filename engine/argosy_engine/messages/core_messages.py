@@ -1,7 +1,7 @@
 """Messages between a client and the engine core: msgpack over ZMQ, or passed by reference within one process.
 
 array_like structs are positional: append new fields at the end, with defaults. The request type is sent as a separate
-one-byte frame, so that the receiver can choose the decoder.
+one-byte frame, so that the receiver can choose the decoder. A message has one or several pairs of type and struct.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from argosy_engine.structured.manager import GrammarRequest
 
 
 class RequestType:
-    """First frame of a client's message."""
+    """First frame of each pair in a client's message."""
 
     ADD = b"\x00"
     ABORT = b"\x01"

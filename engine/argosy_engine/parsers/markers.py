@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from functools import lru_cache
 
 
 class Markers:
@@ -11,7 +12,7 @@ class Markers:
 
     def __init__(self, markers: Iterable[str]) -> None:
         self.texts = tuple(sorted(set(markers), key=len, reverse=True))
-        self._pattern = re.compile("|".join(map(re.escape, self.texts)))
+        self._pattern = _pattern(self.texts)
 
     def __bool__(self) -> bool:
         return bool(self.texts)
@@ -23,6 +24,12 @@ class Markers:
     def overlap(self, text: str, position: int) -> int:
         """Return the length of the longest end of the text from `position` on with which a marker begins."""
         return max(_overlap(text[max(position, len(text) - len(marker)) :], marker) for marker in self.texts)
+
+
+@lru_cache(maxsize=256)
+def _pattern(texts: tuple[str, ...]) -> re.Pattern[str]:
+    """Return the pattern of the texts. A server has a few sets of them, and looks for one in every answer."""
+    return re.compile("|".join(map(re.escape, texts)))
 
 
 def _overlap(text: str, marker: str) -> int:

@@ -33,6 +33,8 @@ from argosy_engine.resolved_config import ResolvedConfig
 _NOBLOCK = int(zmq.NOBLOCK)
 _NOBLOCK_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 """As numbers: combining enumeration members takes as long as sending a frame."""
+_MOST_UNSENT = 8
+"""Frames that wait for each other at most: four requests, so that the first does not wait until many are rendered."""
 _CONNECT_POLL_S = 0.02
 """Interval at which a reply is tried whose core has not connected yet, once at its start."""
 
@@ -68,6 +70,8 @@ class AsyncMPClient:
         self._input, self._output = bind(self._context, handle)
         self._call_ids: Iterator[int] = itertools.count()
         self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._unsent: list[bytes] = []
+        """Frames of messages for the core, a type and a payload each."""
         self._has_ended = asyncio.Event()
         """Set once the outputs are no longer read, so that no call can be answered."""
         self.config: ResolvedConfig
@@ -221,19 +225,30 @@ class AsyncMPClient:
                     future.set_exception(self._gone())
 
     async def _send(self, message: list[bytes]) -> None:
-        """Send a message without blocking: the queue has no limit, so only a dead core cannot take it."""
+        """Send a message without blocking, together with others that come in the same turn of the event loop."""
         if self._handle.poll() is not None:
             await self._await_reason()
             raise self._handle.dead()
         if self._has_ended.is_set():
             raise self._gone()
-        try:
-            for part in message[:-1]:
-                self._input.send(part, _NOBLOCK_MORE)
-            self._input.send(message[-1], _NOBLOCK)
-        except zmq.Again:
-            await self._await_reason()
-            raise self._gone() from None
+        if not self._unsent:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._unsent += message
+        if len(self._unsent) >= _MOST_UNSENT:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Send what is not sent yet as one message: each of them would wake ZMQ's thread, and the core's.
+
+        The queue has no limit, so only a dead core cannot take it, and the end of the outputs tells that to everyone.
+        """
+        frames, self._unsent = self._unsent, []
+        if not frames:
+            return
+        with contextlib.suppress(zmq.Again):
+            for frame in frames[:-1]:
+                self._input.send(frame, _NOBLOCK_MORE)
+            self._input.send(frames[-1], _NOBLOCK)
 
     def _gone(self) -> EngineDead:
         """Return the error of a call that a core cannot answer, whose end may not be known."""

@@ -404,9 +404,10 @@ class CoreProcess:
         """Receive the client's messages for ever. Runs in the input thread; a failure ends the process."""
         with _ending_process():
             while True:
-                kind, payload = self._input.recv_multipart()
+                frames = self._input.recv_multipart()
                 self._received_at = time.monotonic()
-                self.receive(kind, payload)
+                for kind, payload in zip(frames[::2], frames[1::2], strict=True):
+                    self.receive(kind, payload)
 
     def process_output_socket(self) -> None:
         """Send the output queue until its end. Runs in the output thread; a failure ends the process."""
