@@ -5,6 +5,7 @@ structural_tag              XGrammar's tags, and the one that enforces tool call
 json_schema                 refuses schemas that XGrammar would not fully enforce
 json_size                   lower bound of a value's size as JSON
 grammar_size                limits on regular expressions and EBNF
+pattern_syntax              refuses regular expressions that XGrammar would not fully enforce
 
 manager                     StructuredOutputManager: the core's interface, compiles and follows grammars
 manager_factory             connects it with the rest

@@ -22,6 +22,7 @@ from typing import Any
 
 from argosy_engine.errors import InvalidRequest
 from argosy_engine.structured.grammar_size import check_pattern
+from argosy_engine.structured.pattern_syntax import check_syntax
 
 MAX_DEPTH = 64
 MAX_WORK = 200_000
@@ -397,6 +398,7 @@ class _Checker:
             return
         try:
             check_pattern(pattern)
+            check_syntax(str(pattern))
         except InvalidRequest as error:
             raise _error(path, f"pattern {error}") from None
         self._patterns.add(str(pattern))

@@ -26,6 +26,7 @@ from argosy_engine.structured.grammar_size import (
 )
 from argosy_engine.structured.json_schema import CheckBudget, checked_schema
 from argosy_engine.structured.json_size import least_json_size
+from argosy_engine.structured.pattern_syntax import check_syntax
 
 MAX_WHITESPACE = 32
 """Limit on consecutive white space between the parts of a JSON value. It is enough to indent eight levels; without a
@@ -248,6 +249,7 @@ def _size(value: Any) -> RepetitionSize:
             return ONE_ITEM
         case {"type": "regex", "pattern": str(pattern)}:
             check_regex_size(size := pattern_size(pattern))
+            check_syntax(pattern)
             return size
         case {"type": "grammar", "grammar": str(grammar)}:
             check_grammar_size(size := grammar_size(grammar))

@@ -22,6 +22,7 @@ from argosy_engine.structured.grammar_size import (
 )
 from argosy_engine.structured.json_schema import normalized_schema
 from argosy_engine.structured.json_size import least_json_size
+from argosy_engine.structured.pattern_syntax import check_syntax
 from argosy_engine.structured.structural_tag import normalized_tag
 
 MAX_TEXT_BYTES = 128 * 1024
@@ -107,6 +108,7 @@ class StructuredOutputsParams(
             case "regex":
                 regex = _bounded(self.regex or "", MAX_REGEX_BYTES)
                 check_regex_size(pattern_size(regex))
+                check_syntax(regex)
                 return GrammarSpec("regex", regex)
             case "choice":
                 return GrammarSpec("grammar", _choice_grammar(self.choice or ()))
