@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
+from msgspec.structs import force_setattr
 
 from argosy_engine.errors import ConfigError
 
@@ -14,6 +15,8 @@ class CompilationConfig(Struct, frozen=True, kw_only=True, omit_defaults=True, f
 
     level: Annotated[int, Meta(ge=0, le=3)] = 0
     """0: our kernels and torch's operations as they are; 3: parts of the layers compiled by torch.compile."""
+    mode: Annotated[int, Meta(ge=0, le=3)] | None = None
+    """vLLM's newer name of the level."""
     cudagraph_mode: Literal["NONE", "FULL", "FULL_DECODE_ONLY", "PIECEWISE", "FULL_AND_PIECEWISE"] = (
         "FULL_DECODE_ONLY"
     )
@@ -21,6 +24,13 @@ class CompilationConfig(Struct, frozen=True, kw_only=True, omit_defaults=True, f
         tuple[Annotated[int, Meta(ge=1, le=1 << 14)], ...], Meta(max_length=256)
     ] = ()
     """Numbers of requests; empty: `worker.cuda_graphs.capture_sizes` chooses."""
+
+    def __post_init__(self) -> None:
+        if self.mode is not None:
+            if self.level not in (0, self.mode):
+                raise ValueError("level and mode are two names of the same: give one")
+            force_setattr(self, "level", self.mode)
+            force_setattr(self, "mode", None)
 
     def check(self) -> None:
         """Reject vLLM's values that are not supported.

@@ -293,19 +293,21 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
     compilation_config: Annotated[
         CompilationConfig,
         Meta(
-            description="JSON object; level: 0 (default: our kernels as they are) or 3 (parts of the layers compiled "
-            "by torch.compile at start-up, with a cache); cudagraph_mode: FULL_DECODE_ONLY (default on cuda: steps "
-            "that only decode are captured as CUDA graphs) or NONE; cudagraph_capture_sizes: numbers of requests to "
+            description="JSON object; level or mode: 0 (default: our kernels as they are) or 3 (parts of the layers "
+            "compiled by torch.compile at start-up, with a cache); cudagraph_mode: FULL_DECODE_ONLY (default on cuda: "
+            "steps that only decode are captured as CUDA graphs) or NONE; cudagraph_capture_sizes: numbers of requests to "
             "capture (default: 1, 2, 4, 8 and further, up to --max-num-seqs and 512)"
         ),
-        Flag(is_json=True),
+        Flag(is_json=True, short="-cc"),
     ] = CompilationConfig()
     attention_backend: Annotated[
         Literal["auto", "cpu", "triton", "torch", "flash_attn"],
         Meta(
             description="auto: the first that can serve; cpu: our C++ kernels; triton: our kernels for GPUs; "
-            "torch: plain torch operations, the reference; flash_attn: the flash-attn library, if it is installed"
+            "torch: plain torch operations, the reference; flash_attn: the flash-attn library, if it is installed; "
+            "vLLM's CPU_ATTN, TRITON_ATTN and FLASH_ATTN are the same"
         ),
+        Flag(aliases=(("CPU_ATTN", "cpu"), ("TRITON_ATTN", "triton"), ("FLASH_ATTN", "flash_attn"))),
     ] = "auto"
     distributed_executor_backend: Annotated[
         Literal["uni", "mp", "ray", "external_launcher"] | None,

@@ -79,7 +79,7 @@ def test_latency_times_each_iteration(
         (
             bench_throughput,
             [*ENGINE, "--num-prompts", "1", "--max-model-len", "64", "--input-len", "99"],
-            "context",
+            "exceed the context of 64; shorten them",
         ),
         *(
             # No model is looked for before that.

@@ -199,6 +199,12 @@ def output(
     )  # fmt: skip
 
 
+def test_the_peak_is_not_below_the_mean() -> None:
+    outputs = [output(100.0, 0.9, [0.3], 2)]
+    metrics = serving_metrics(outputs, 1.2, (50.0,), {})
+    assert metrics.max_output_tokens_per_s == pytest.approx(metrics.output_throughput)
+
+
 def test_figures_follow_from_the_times() -> None:
     outputs = [
         output(100.0, 0.1, [0.2, 0.2], 3),

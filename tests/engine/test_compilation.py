@@ -151,6 +151,8 @@ def test_layers_with_quantised_weights_run_at_level_0(
     [
         ({"compilation_config": {"level": 1}}, "level 1 is not .*again while requests wait; use 0 or 3"),
         ({"compilation_config": {"level": 2}}, "level 2 is not supported, because a whole model cannot be"),
+        ({"compilation_config": {"mode": 2}}, "level 2 is not supported, because a whole model cannot be"),
+        ({"compilation_config": {"level": 3, "mode": 0}}, "two names of the same"),
         ({"compilation_config": {"level": 4}}, "--compilation-config: level"),
         ({"compilation_config": {"level": 3}, "enforce_eager": True}, "--enforce-eager and .* contradict each other"),
     ],

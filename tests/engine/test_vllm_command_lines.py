@@ -270,3 +270,15 @@ def test_a_file_of_flags_takes_those_of_vllm(tmp_path: Path, capsys: pytest.Capt
     file.write_text("model: builtin://tiny\nswap-space: 4\ndisable_log_requests: true\napi-server-count: 1\n")
     parse_args(["--config", str(file)])
     assert "--swap-space has no effect" in capsys.readouterr().err
+
+
+def test_keys_behind_a_dot_are_json() -> None:
+    line = (
+        f"{LLAMA} --override-generation-config.temperature 0.5 --limit-mm-per-prompt.image 0 -cc.mode 3 "
+        "--compilation_config.cudagraph_mode=NONE --structured-outputs-config.backend xgrammar -O.level=2 "
+        "--attention-backend TRITON_ATTN"
+    )
+    _, args = parse_args(line.split())
+    assert args.request_defaults.override_generation_config.temperature == 0.5
+    assert (args.compilation_config.level, args.compilation_config.cudagraph_mode) == (3, "NONE")
+    assert args.attention_backend == "triton"

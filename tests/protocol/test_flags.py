@@ -113,6 +113,29 @@ def test_a_configuration_class_may_be_one_flag_with_a_json_object(tmp_path: Path
         read(["--form", "square"])  # it is a key, not a flag
 
 
+def test_json_may_be_given_by_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    _, other = read(["--shape.form", "square", "--options.a=1", "--shape.sizes+", "1,2", "--options.b", "2"])
+    assert (other.shape, other.options) == (Shape(form="square", sizes=(1, 2)), {"a": 1, "b": 2})
+    _, other = read(["--options.a", "1", "--options", '{"b": 2}'])
+    assert other.options == {"a": 1}, "as in vLLM"
+    for words, told in (
+        (["--shape.form"], "--shape.form needs a value"),
+        (["--shape.", "1"], "--shape. needs a key"),
+        (["--shape.form", "round", "--shape.form.x", "1"], "form has a value already"),
+        (["--shape.size", "1"], "unknown field `size`"),
+        (["--port.x", "1"], "unknown argument --port.x"),
+        (["--other.x", "1"], "unknown argument --other.x"),
+    ):
+        with pytest.raises((SystemExit, InvalidValue)) as raised:
+            read(words)
+        assert told in f"{raised.value}{capsys.readouterr().err}"
+
+
+def test_words_with_dots_that_are_no_keys() -> None:
+    config, other = read(["--token=a.b", "--names", "x.y"])
+    assert (config.token, other.names) == ("a.b", ("x.y",))
+
+
 def test_a_negative_switch_has_no_negation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "flags.yaml"
     for value in (True, False):

@@ -45,7 +45,7 @@ async def test_every_operation_of_the_document_exists_and_no_other_of_its_paths(
             )
             for method in METHODS:
                 response = await r.http.request(method, path.replace("{name}", "x"), json={})
-                is_known = response.status_code != 405 and "no such route" not in response.text
+                is_known = response.status_code != 405 and "no route" not in response.text
                 assert is_known == (method.lower() in described), (method, path, response.text)
 
 

@@ -99,6 +99,7 @@ def run(args: BenchThroughputArgs, engine_args: EngineArgs) -> int:
     samples = args.samples(engine_args.model, seed, args.data.num_prompts)
     warmups = args.samples(engine_args.model, seed + 1, args.num_warmups) if args.num_warmups else []
     with LLM.from_engine_args(engine_args) as llm:
+        _check_lengths(samples, llm.config.max_model_len)
         if warmups:
             _generate(llm, args, warmups, use_bar=False)
         started = time.perf_counter()
@@ -129,6 +130,16 @@ def run(args: BenchThroughputArgs, engine_args: EngineArgs) -> int:
             },
         )
     return 0 if good else FAILURE
+
+
+def _check_lengths(samples: Sequence[SampleRequest], max_model_len: int) -> None:
+    """Raises BenchmarkError if no prompt fits; the others are reported as failed."""
+    shortest = min(sample.prompt_len + sample.expected_output_len for sample in samples)
+    if shortest > max_model_len:
+        raise BenchmarkError(
+            f"prompts and answers have {shortest} tokens and more, which exceed the context of {max_model_len}; "
+            "shorten them (--input-len, --output-len) or raise --max-model-len"
+        )
 
 
 def _generate(

@@ -97,7 +97,8 @@ def serving_metrics(
         request_goodput=sum(_meets(output, objectives) for output in good) / duration if objectives else None,
         output_throughput=total_output / duration,
         total_token_throughput=(total_input + total_output) / duration,
-        max_output_tokens_per_s=float(tokens_per_second(good).max(initial=0.0)),
+        # The last second is not a whole one, so that no second of a short run may reach the mean.
+        max_output_tokens_per_s=float(tokens_per_second(good).max(initial=total_output / duration)),
         max_concurrent_requests=int(concurrency(good)[1].max(initial=0)),
         summaries={name: MetricSummary.of(seconds, percentiles) for name, seconds in values.items()},
     )

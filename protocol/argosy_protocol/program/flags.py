@@ -23,6 +23,8 @@ from typing import Annotated, Any, NoReturn, TypeVar, get_args, get_origin, get_
 
 import msgspec
 
+from argosy_protocol.program.dotted_flags import MalformedKey, joined
+
 MAX_CONFIG_FILE_BYTES = 1 << 20
 _SIZES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 """vLLM's suffixes: small letters are decimal, capitals binary."""
@@ -166,10 +168,15 @@ class FlagParser(argparse.ArgumentParser):
     ) -> argparse.Namespace:
         """Parse the command line and the file that it names. A field's value is None if neither gives one.
 
-        Flags may be spelt with `_` for `-`, as in vLLM. An error ends the process with exit code 2 and one line.
+        Flags may be spelt with `_` for `-`, and JSON be given by keys (`dotted_flags`), as in vLLM. An error ends
+        the process with exit code 2 and one line.
         """
         blank = {action.dest: None for action in self._actions}  # keeps argparse from filling in defaults
         given = [self._with_dashes(word) for word in (sys.argv[1:] if args is None else args)]
+        try:
+            given = joined(given, self._flags_with_keys())
+        except MalformedKey as error:
+            self.error(str(error))
         options, unknown = self.parse_known_args(given, argparse.Namespace(**blank))
         if unknown:
             self.error(f"unknown argument {unknown[0]}{suggestion(unknown[0], self._option_string_actions)}")
@@ -231,6 +238,17 @@ class FlagParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print one line instead of argparse's usage, and exit."""
         self.exit(2, f"{self.prog}: {message}; `{self.prog} --help` lists the flags\n")
+
+    def _flags_with_keys(self) -> dict[str, str]:
+        """Spellings of the flags that take JSON, and of those that are only known by name, which may -> long form."""
+        texts = {
+            field.dest for fields in self._configs.values() for field in fields if not field.flag.is_json
+        } | {"config", "help"}
+        return {
+            name: action.option_strings[0]
+            for name, action in self._option_string_actions.items()
+            if action.dest not in texts and action.nargs is None
+        }
 
     def _with_dashes(self, word: str) -> str:
         """Return a word of the command line, in which a known flag is spelt with dashes."""

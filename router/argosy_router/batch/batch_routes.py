@@ -15,7 +15,7 @@ from urllib.parse import parse_qsl, quote
 
 import msgspec
 
-from argosy_protocol.errors import ApiError, Forbidden, InternalError, NotFound
+from argosy_protocol.errors import ApiError, Forbidden, InternalError
 from argosy_router.auth.accounts import ANONYMOUS, Account
 from argosy_router.batch.batches_api import BatchesApi
 from argosy_router.batch.content_stream import PendingAnswer
@@ -27,7 +27,7 @@ from argosy_router.http.server_interface import Client
 from argosy_router.proxy.accounting.request_accounting import RequestAccounting
 from argosy_router.proxy.downstream.api_shape import error_body, id_headers
 from argosy_router.proxy.downstream.error_headers import error_headers
-from argosy_router.proxy.request.call_decoding import require_json, require_method
+from argosy_router.proxy.request.call_decoding import no_route, require_json, require_method
 from argosy_router.storage.object_store import owner_of
 from argosy_router.storage.owner_slots import OwnerSlots
 
@@ -124,7 +124,7 @@ class BatchRoutes:
         """Return what answers a request."""
         path = _PATH.fullmatch(request.path)
         if path is None:
-            raise NotFound("no such route")
+            raise no_route(request)
         kind, object_id, action = path[1], (path[2] or b"").decode("latin-1"), path[3]
         owner = owner_of(account.name)
         if kind == b"files":
@@ -133,7 +133,7 @@ class BatchRoutes:
 
     def _of_files(self, request: Request, owner: str, file_id: str, action: bytes | None) -> Awaitable[Any]:
         if action == b"cancel":
-            raise NotFound("no such route")
+            raise no_route(request)
         if not file_id:
             if require_method(request, b"GET", b"POST") == b"GET":
                 return self._files.list(owner, _query(request))
@@ -150,7 +150,7 @@ class BatchRoutes:
         self, request: Request, owner: str, account: Account, batch_id: str, action: bytes | None
     ) -> Awaitable[Any]:
         if action == b"content":
-            raise NotFound("no such route")
+            raise no_route(request)
         if not batch_id:
             if require_method(request, b"GET", b"POST") == b"GET":
                 return self._batches.list(owner, _query(request))

@@ -35,7 +35,7 @@ from argosy_router.proxy.downstream.api_shape import error_body, id_headers
 from argosy_router.proxy.downstream.error_headers import error_headers
 from argosy_router.proxy.downstream.model_renaming import RenamingClient
 from argosy_router.proxy.request.call import Call
-from argosy_router.proxy.request.call_decoding import RoutedEndpoint, decode_call, require_method
+from argosy_router.proxy.request.call_decoding import RoutedEndpoint, decode_call, no_route, require_method
 from argosy_router.proxy.request.model_names import may_use, no_such_model, unknown_model
 from argosy_router.proxy.request.request_id import request_id_for
 from argosy_router.proxy.request_handler import RequestHandler
@@ -225,12 +225,13 @@ class RouterApplication:
             if _is_stored(path):
                 self._stored_routes().on_request(client, request, account, request_id)
                 return
-            responder = self._authorised_responder(path, account)
+            responder = self._authorised_responder(request, account)
         require_method(request, b"GET", b"HEAD", *([b"POST"] if path == _PING else []))
         status, lines, body = responder()
         client.respond(status, lines + b"x-request-id: %b\r\n" % request_id, body)
 
-    def _authorised_responder(self, path: bytes, account: Account) -> Responder:
+    def _authorised_responder(self, request: Request, account: Account) -> Responder:
+        path = request.path
         if path == _MODELS:
             return lambda: self._models(account)
         if _is_response(path):
@@ -249,7 +250,7 @@ class RouterApplication:
             if self._keys.is_open:
                 raise NotFound("metrics are on the admin port")
             return lambda: self._own_metrics(account)
-        raise NotFound("no such route")
+        raise no_route(request)
 
     def _stored_routes(self) -> StoredRoutes:
         if self.stored is None:

@@ -21,7 +21,6 @@ from argosy_protocol.errors import (
     ApiError,
     BadRequest,
     InternalError,
-    NotFound,
     PayloadTooLarge,
     Unavailable,
 )
@@ -45,7 +44,7 @@ from argosy_router.http.server_interface import Client
 from argosy_router.proxy.downstream.api_shape import error_body, id_headers
 from argosy_router.proxy.downstream.error_headers import error_headers
 from argosy_router.proxy.request.body_rewrite import with_fields
-from argosy_router.proxy.request.call_decoding import require_json, require_method
+from argosy_router.proxy.request.call_decoding import no_route, require_json, require_method
 from argosy_router.responses.background_responses import BackgroundResponses
 from argosy_router.responses.reserving_client import ReservingClient
 from argosy_router.responses.stored_responses import StoredResponses, owner_of_responses
@@ -123,7 +122,7 @@ class StatefulRoutes:
         """
         path = _PATH.fullmatch(request.path)
         if path is None:
-            raise NotFound("no such route")
+            raise no_route(request)
         owner, response_id = owner_of_responses(account.name), (path[1] or b"").decode("latin-1")
         is_count = request.path == _COUNT and request.method == b"POST"
         if response_id and not is_count:

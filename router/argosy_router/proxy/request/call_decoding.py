@@ -18,7 +18,7 @@ from argosy_protocol.anthropic import decode_count_tokens_request, decode_messag
 from argosy_protocol.anthropic_chat import as_chat
 from argosy_protocol.chat_batch import decode_batch_request
 from argosy_protocol.embeddings import decode_embedding_request
-from argosy_protocol.errors import BadRequest, MethodNotAllowed
+from argosy_protocol.errors import BadRequest, MethodNotAllowed, NotFound
 from argosy_protocol.headers import MODEL_NAME, RESOLVED
 from argosy_protocol.openai import (
     ChatCompletionRequest,
@@ -86,6 +86,12 @@ def require_method(request: Request, *allowed: bytes) -> bytes:
         names = [method.decode() for method in allowed]
         raise MethodNotAllowed(f"method must be {' or '.join(names)}", names)
     return request.method
+
+
+def no_route(request: Request) -> NotFound:
+    """Return the error of a path that nothing answers."""
+    method, path = request.method.decode("latin-1"), request.path.decode("latin-1")
+    return NotFound(f"no route {method} {path[:128]}")
 
 
 def require_json(request: Request) -> None:
