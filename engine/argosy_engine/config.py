@@ -295,8 +295,8 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
         Meta(
             description="JSON object; level or mode: 0 (default: our kernels as they are) or 3 (parts of the layers "
             "compiled by torch.compile at start-up, with a cache); cudagraph_mode: FULL_DECODE_ONLY (default on cuda: "
-            "steps that only decode are captured as CUDA graphs) or NONE; cudagraph_capture_sizes: numbers of requests to "
-            "capture (default: 1, 2, 4, 8 and further, up to --max-num-seqs and 512)"
+            "steps that only decode are captured as CUDA graphs) or NONE; cudagraph_capture_sizes: numbers of requests "
+            "to capture (default: 1, 2, 4, 8 and further, up to --max-num-seqs and 512)"
         ),
         Flag(is_json=True, short="-cc"),
     ] = CompilationConfig()
