@@ -42,7 +42,7 @@ from argosy_protocol.pooling import (
 )
 from argosy_protocol.response_history import MAX_PAGE
 from argosy_protocol.response_object import DeletedResponse, InputTokenCount, ItemList, ResponseObject
-from argosy_protocol.responses import REFUSED_FIELDS, ResponsesRequest
+from argosy_protocol.responses import NAMES_OF_CHAT_FIELDS, REFUSED_FIELDS, ResponsesRequest
 from argosy_protocol.scoring import RerankRequest, RerankResponse, ScoreRequest, ScoreResponse
 from argosy_protocol.tokenization import (
     ChatTokenizeRequest,
@@ -61,7 +61,11 @@ _REFUSED = {
     "context_management": ([], {}, {"edits": []}, {"edits": [KEPT_THINKING]}),
 }
 """Fields that are refused -> the values besides null with which they are accepted."""
-_REFUSED_OF_RESPONSES: Mapping[str, Sequence[Any]] = dict.fromkeys(REFUSED_FIELDS, (False,))
+_REFUSED_OF_RESPONSES: Mapping[str, Sequence[Any]] = {
+    **dict.fromkeys(REFUSED_FIELDS, (False,)),
+    **dict.fromkeys(NAMES_OF_CHAT_FIELDS, ()),
+    "n": (1,),
+}
 _REF = "#/components/schemas/{name}"
 _ERROR: Mapping[str, Any] = {
     "type": "object",

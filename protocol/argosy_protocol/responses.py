@@ -229,12 +229,26 @@ class ResponsesRequest(InternalFields, kw_only=True, omit_defaults=True):
     mm_processor_kwargs: Any = None
     previous_input_messages: Any = None
     watermarking: Any = None
+    # Fields of chats that have another name here, decoded only to be refused with it.
+    max_tokens: Any = None
+    max_completion_tokens: Any = None
+    messages: Any = None
+    response_format: Any = None
+    reasoning_effort: Any = None
+    verbosity: Any = None
+    functions: Any = None
+    n: Any = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for field in REFUSED_FIELDS:
             if getattr(self, field):
                 raise BadRequest(f"{field} is not supported", param=field)
+        for field, name in NAMES_OF_CHAT_FIELDS.items():
+            if getattr(self, field) is not None:
+                raise BadRequest(f"{field} is a field of chats; responses have {name}", param=field)
+        if self.n not in (None, 1):
+            raise BadRequest("n is a field of chats; there is one response to a request", param="n")
         if self.stream_options is not None and not self.stream:
             raise BadRequest("stream_options needs stream to be true", param="stream_options")
         if self.background and not self.store:
@@ -270,6 +284,17 @@ REFUSED_FIELDS = (
     *("prompt", "media_io_kwargs", "mm_processor_kwargs", "previous_input_messages", "watermarking"),
 )
 """Fields that are refused unless they ask for nothing."""
+
+NAMES_OF_CHAT_FIELDS = {
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "messages": "input",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+    "verbosity": "text.verbosity",
+    "functions": "tools",
+}
+"""Fields of chats that responses have under another name."""
 
 _REQUEST = msgspec.json.Decoder(ResponsesRequest)
 

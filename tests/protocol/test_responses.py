@@ -11,6 +11,7 @@ from openai.types.responses.response_create_params import ResponseCreateParamsNo
 
 from argosy_protocol.errors import BadRequest
 from argosy_protocol.responses import (
+    NAMES_OF_CHAT_FIELDS,
     REFUSED_FIELDS,
     ResponseItem,
     ResponsesRequest,
@@ -65,6 +66,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"kv_transfer_params": {}}, "kv_transfer_params"),
     ({"data_parallel_rank": 0}, "data_parallel_rank"),
     *[({field: {"x": 1}}, field) for field in REFUSED_FIELDS],
+    ({"n": 2}, "n"),
 ]
 
 
@@ -74,6 +76,13 @@ def test_a_value_out_of_bounds_names_its_field(fields: dict[str, Any], param: st
         decoded(**fields)
     assert refusal.value.param == param
     assert param.rpartition(".")[2].partition("[")[0] in refusal.value.message
+
+
+@pytest.mark.parametrize(("field", "name"), NAMES_OF_CHAT_FIELDS.items())
+def test_a_field_of_chats_is_refused_with_its_name_here(field: str, name: str) -> None:
+    with pytest.raises(BadRequest, match=f"{field} is a field of chats; responses have {name}") as refusal:
+        decoded(**{field: 5})
+    assert refusal.value.param == field
 
 
 def test_null_counts_as_absent() -> None:
