@@ -75,6 +75,12 @@ class FakeKubernetes:
         """The kubelet reports nothing any more, and the node controller has marked the pods."""
         self.broken_images: set[str] = set()
         """Images that cannot be pulled."""
+        self.has_image: Callable[[str], bool] = lambda name: True
+        """Whether a pod of this name finds its image."""
+        self.failing_images: set[str] = set()
+        """Images whose container exits before it is ready, and is restarted, forever."""
+        self.room = 1000
+        """Replicas that the node has CPUs for."""
         self.crashing_images: set[str] = set()
         """Images whose container is ready for a moment, exits, and is restarted, forever."""
         self.fetch_exit_code: int | None = 0
@@ -445,12 +451,17 @@ class FakeKubernetes:
             if pod["spec"].get("nodeName") or pod["metadata"].get("deletionTimestamp"):
                 continue
             changed = _copy(pod)
-            if _gpus(pod) <= free:
+            present = sum(
+                "nodeName" in each["spec"] and "ownerReferences" in each["metadata"]
+                for each in self._all_pods()
+            )
+            if _gpus(pod) <= free and present < self.room:
                 free -= _gpus(pod)
                 changed["spec"]["nodeName"] = "node-a"
                 condition = {"type": "PodScheduled", "status": "True"}
             else:
-                message = "0/1 nodes are available: 1 Insufficient nvidia.com/gpu."
+                lacking = "nvidia.com/gpu" if _gpus(pod) > free else "cpu"
+                message = f"0/1 nodes are available: 1 Insufficient {lacking}."
                 condition = {
                     "type": "PodScheduled",
                     "status": "False",
@@ -473,11 +484,20 @@ class FakeKubernetes:
             changed = _copy(pod)
             status = changed.setdefault("status", {})
             image = pod["spec"]["containers"][0]["image"]
-            if not self._run_fetch(changed, status):
+            if (status.get("phase") != "Running" and not self._mount(changed)) or not self._run_fetch(
+                changed, status
+            ):
                 pass
-            elif image in self.broken_images:
+            elif image in self.broken_images or not self.has_image(pod["metadata"]["name"]):
                 waiting = {"reason": "ImagePullBackOff", "message": "not found"}
                 status["containerStatuses"] = [{"name": "engine", "state": {"waiting": waiting}}]
+            elif image in self.failing_images:
+                ended = {"reason": "Error", "exitCode": 2}
+                waiting = {"reason": "CrashLoopBackOff", "message": "back-off 10s"}
+                failing = {"name": "engine", "state": {"waiting": waiting}, "ready": False}
+                status["containerStatuses"] = [{**failing, "lastState": {"terminated": ended}}]
+                status.pop("phase", None)
+                _set_condition(changed, {"type": "ContainersReady", "status": "False"})
             elif image in self.crashing_images and self._ready_steps.get(pod_key(pod), 0) >= CRASH_STEPS:
                 ended = {"reason": "Error", "exitCode": 1}
                 crashed = {

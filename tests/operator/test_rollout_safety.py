@@ -128,6 +128,107 @@ async def test_one_failed_replacement_stops_the_rollout(
     assert condition(cluster, "Progressing") == ("False", "Complete")
 
 
+@pytest.mark.parametrize("fault", ["unpullable", "failing", "unschedulable"])
+@pytest.mark.parametrize("rollout", [{}, {"maxUnavailable": 0}], ids=["default", "maxUnavailable 0"])
+@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("resource", ["gpu", "cpu"])
+@virtual_time
+async def test_a_first_manifest_that_fails_does_not_block_its_correction(
+    resource: str, replicas: int, rollout: dict[str, int], fault: str
+) -> None:
+    cluster = new_cluster(gpus=replicas)
+    if resource == "cpu":
+        cluster.room = replicas
+    {"unpullable": cluster.broken_images, "failing": cluster.failing_images}.get(fault, set()).add("bad:1")
+    resources = {"resources": {"gpu": {}}} if resource == "gpu" else {}
+    seen = set()
+
+    def note(kind: Any, event: str, obj: Object) -> None:
+        if kind is INFERENCE_SERVICES:
+            seen.add(cluster.condition("Progressing").get("reason"))
+
+    async with Operator(cluster) as operator:
+        if fault == "unschedulable":
+            cluster.gpus = cluster.room = 0
+        cluster.create(
+            isvc_object(engine={"image": "bad:1"}, replicas=replicas, rollout=rollout, **resources)
+        )
+        await operator.settle()
+        cluster.gpus = cluster.room = replicas
+        cluster.listeners.append(note)
+        edit_engine(cluster, image="good:2")
+        await operator.settle()
+    assert images(cluster) == ["good:2"] * replicas
+    assert condition(cluster, "Ready") == ("True", "ReplicasRoutable")
+    assert not seen & {"WaitingForCapacity", "NoGPUForSurge"}
+
+
+@virtual_time
+async def test_an_old_replica_that_never_started_leaves_and_those_that_serve_stay() -> None:
+    cluster = new_cluster()
+    cluster.room = 3
+    async with Operator(cluster) as operator:
+        cluster.create(isvc_object(replicas=2))
+        await operator.settle()
+        before = {pod["metadata"]["name"] for pod in living_pods(cluster)}
+        cluster.has_image = lambda name: name in before
+        cluster.edit("tiny", lambda spec: spec.update(replicas=3))
+        await operator.settle()
+        (stuck,) = {pod["metadata"]["name"] for pod in living_pods(cluster)} - before
+        assert condition(cluster, "Degraded") == ("True", "ImagePullBackOff")
+        lowest = watch_routable(cluster)
+        cluster.has_image = lambda name: name != stuck
+        edit_engine(cluster, image="good:2")
+        await operator.settle()
+        assert stuck not in {pod["metadata"]["name"] for pod in living_pods(cluster)}
+        assert num_routable(cluster) == 3
+        cluster.room = 4  # the others are replaced with a surge, as ever
+        await operator.settle()
+    assert min(lowest) == 2
+    assert images(cluster) == ["good:2"] * 3
+
+
+@virtual_time
+async def test_a_replica_that_merely_starts_is_not_removed_for_its_successor() -> None:
+    cluster = new_cluster(gpus=1)
+    async with Operator(cluster) as operator:
+        cluster.create(isvc_object(**GPU))
+        while not living_pods(cluster) or "nodeName" not in living_pods(cluster)[0]["spec"]:
+            await asyncio.sleep(1)
+            cluster.step()
+        (before,) = living_pods(cluster)
+        edit_engine(cluster, threads=2)
+        await asyncio.sleep(1)
+        cluster.step()
+        await asyncio.sleep(1)
+        assert condition(cluster, "Progressing") == ("True", "WaitingForCapacity")
+        assert "no starting replica is stopped" in cluster.condition("Progressing")["message"]
+        await operator.settle()
+        assert before["metadata"]["uid"] in {pod["metadata"]["uid"] for pod in living_pods(cluster)}
+        assert num_routable(cluster) == 1
+
+
+@virtual_time
+async def test_a_replica_that_served_and_now_crash_loops_leaves_when_no_node_takes_its_successor() -> None:
+    cluster = new_cluster()
+    async with Operator(cluster) as operator:
+        cluster.create(isvc_object())
+        await operator.settle()
+        cluster.failing_images.add(DEFAULT_IMAGE)
+        await operator.settle()
+        (before,) = living_pods(cluster)
+        edit_engine(cluster, image="bad:1")
+        cluster.broken_images.add("bad:1")
+        await operator.settle()
+        kept = {pod["metadata"]["uid"] for pod in living_pods(cluster)}
+        assert before["metadata"]["uid"] in kept, "there is room for both, and it may recover"
+        cluster.room = 1
+        edit_engine(cluster, image="good:2")
+        await operator.settle()
+    assert images(cluster) == ["good:2"]
+    assert condition(cluster, "Ready") == ("True", "ReplicasRoutable")
+
+
 @virtual_time
 async def test_a_halted_rollout_continues_with_the_next_edit() -> None:
     cluster = new_cluster(gpus=2)

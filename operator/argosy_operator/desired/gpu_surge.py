@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Final
 
 from argosy_operator.observed.deployment import rolling_update, template_revision
@@ -15,8 +16,10 @@ _NO_DEVICE: Final = "cannot allocate all claims"
 """The scheduler's words (plugin DynamicResources)."""
 
 
-def no_gpu_for_surge(service: InferenceService, observed: Observation, revision: str) -> bool:
-    """Whether this rollout must free a GPU before it can take one.
+def no_gpu_for_surge(
+    service: InferenceService, observed: Observation, revision: str, failed: Collection[Pod] = ()
+) -> bool:
+    """Whether this rollout must free a GPU before it can take one. The replicas in `failed` are removed in any case.
 
     This begins when a pod of the new revision cannot be scheduled for lack of GPUs while pods of an old revision hold
     some, and ends when no old pod is left. The live Deployment (this revision, no surge) keeps that state: the pending
@@ -26,10 +29,10 @@ def no_gpu_for_surge(service: InferenceService, observed: Observation, revision:
     if not lacking or service.spec.rollout.surge == 0:
         return False
     holders = [pod for pod in observed.pods if pod.is_alive and pod.node and pod.revision != revision]
-    if not holders:
+    if all(pod in failed for pod in holders):
         return False
     pending = sum(_lacks_gpu(pod, revision, lacking) for pod in observed.pods)
-    leaving = sum(pod.is_terminating and bool(pod.node) for pod in observed.pods)
+    leaving = sum(bool(pod.node) and (pod.is_terminating or pod in failed) for pod in observed.pods)
     return pending > leaving or _is_without_surge(observed, revision)
 
 

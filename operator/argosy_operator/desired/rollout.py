@@ -10,6 +10,8 @@ Invariant: the operator takes the last routable replica only if `spec.rollout` s
                            Deployment is paused until that replica is ready or the spec changes
     gpu_surge              no GPU for a surge: replicas are replaced in place, at once or after a time in which a
                            cluster autoscaler may bring a node, or the rollout waits
+    failed_replicas        old replicas that never served and cannot start are removed at once, whatever
+                           `spec.rollout` says, so that they take no place from the correction
     canary                 a change is tried on replicas of a Deployment of its own first: this one is paused with the
                            new template, and its pods keep serving with the old one until the last step has passed
     staged_rollout         the operator's own change is rolled out to one service at a time: the Deployments of the
@@ -24,6 +26,7 @@ from typing import Final, Literal
 from msgspec import Struct
 
 from argosy_operator.desired.canary import CanaryPlan, encode_canary, plan_canary
+from argosy_operator.desired.failed_replicas import failed_replicas, unavailable_without
 from argosy_operator.desired.gpu_surge import no_gpu_for_surge, seconds_until_in_place
 from argosy_operator.desired.spec_digest import input_digest
 from argosy_operator.desired.staged_rollout import held_revision, is_healthy
@@ -127,12 +130,16 @@ def plan_rollout(
         has_turn = True
     phase: Phase = "normal"
     node_wait_s = 0.0
-    if no_gpu_for_surge(service, observed, revision):
+    failed = failed_replicas(observed, revision)
+    if no_gpu_for_surge(service, observed, revision, failed):
         phase = "in-place" if may_replace_in_place(service) else "waiting-for-capacity"
         if phase == "in-place" and (node_wait_s := seconds_until_in_place(service, observed, revision)):
             phase = "waiting-for-node"
     replicas = _replicas(observed, revision)
     surge, unavailable = rollout_bounds(service.spec.rollout, replicas, is_in_place=phase == "in-place")
+    unavailable = max(
+        unavailable, unavailable_without(failed, observed, revision, desired=service.spec.replicas)
+    )
     halting = halting_replica(replicas)
     if halting is not None:
         phase = "halted"

@@ -81,6 +81,8 @@ class Pod(Struct, frozen=True, kw_only=True):
     fetch: ModelFetch | None = None
     """None if the pod does not fetch its model."""
     restarts: int = 0
+    is_backing_off: bool = False
+    """Whether the kubelet waits before it starts the engine again, or fetches its image again."""
     deletion_cost: int = 0
     """What the ReplicaSet controller compares among ready pods."""
     address: str = ""
@@ -105,6 +107,11 @@ class Pod(Struct, frozen=True, kw_only=True):
     @property
     def is_routable(self) -> bool:
         return self.is_alive and self.is_ready and self.gate == "True"
+
+    @property
+    def has_served(self) -> bool:
+        """Whether it was ever sent requests: until then nobody writes its gate."""
+        return bool(self.gate)
 
     @property
     def is_up(self) -> bool:
@@ -210,6 +217,7 @@ def read_pod(obj: Object) -> Pod:
         problem=_problem(status, container, fetch),
         fetch=fetch,
         restarts=container.get("restartCount", 0),
+        is_backing_off=container.get("state", {}).get("waiting", {}).get("reason", "").endswith("BackOff"),
         deletion_cost=_deletion_cost(metadata),
         address=status.get("podIP") or "",
         deadline=metadata.get("deletionTimestamp") or "",

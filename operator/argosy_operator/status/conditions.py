@@ -291,8 +291,9 @@ def _capacity_message(view: ServiceView) -> str:
         why, remedy = "maxUnavailable is 0", "raise maxUnavailable"
     else:
         why, remedy = "it is the only one", "set rollout.maxUnavailable to 1"
+    state = "serving" if view.counts.old_routable else "starting"
     return (
-        f"no GPU is free for an additional replica, and no serving replica is stopped for one because {why}; "
+        f"no GPU is free for an additional replica, and no {state} replica is stopped for one because {why}; "
         f"free a GPU, or {remedy}"
     )
 
