@@ -27,6 +27,7 @@ from argosy_operator.kinds import (
     EVENTS,
     INFERENCE_SERVICES,
     PODS,
+    SECRETS,
     STATEFUL_SETS,
     Kind,
     kind_of,
@@ -39,6 +40,7 @@ from argosy_resource.validation import apply_defaults, validate_manifest
 Object = dict[str, Any]
 Key = tuple[Kind, str, str]
 DRAIN_STEPS = 3
+MOUNTING_SINCE = "2026-01-01T00:00:00Z"
 NODE_DIED = "2999-01-01T00:00:00Z"
 CRASH_STEPS = 2
 """Steps for which the container of a crashing image is ready."""
@@ -519,6 +521,19 @@ class FakeKubernetes:
                     status["containerStatuses"][0] |= {"state": {"running": {}}, "ready": True}
             _set_condition(changed, {"type": "Ready", "status": "True" if is_pod_ready(changed) else "False"})
             self._store(pod_key(changed), changed)
+
+    def _mount(self, pod: Object) -> bool:
+        """Mount the Secrets of internal keys. Whether the pod may go on."""
+        names = {volume.get("secret", {}).get("secretName", "") for volume in pod["spec"].get("volumes", ())}
+        keys = [name for name in names if name.endswith("-engine-key")]
+        is_mounted = all((SECRETS, pod["metadata"]["namespace"], name) in self.objects for name in keys)
+        if not is_mounted:
+            scheduled = {"type": "PodScheduled", "status": "True", "lastTransitionTime": MOUNTING_SINCE}
+            _set_condition(pod, scheduled)
+            _set_condition(pod, {"type": "PodReadyToStartContainers", "status": "False"})
+        elif any(each["type"] == "PodReadyToStartContainers" for each in pod["status"].get("conditions", ())):
+            _set_condition(pod, {"type": "PodReadyToStartContainers", "status": "True"})
+        return is_mounted
 
     def _has_its_nodes(self, pod: Object) -> bool:
         """Whether the engine of a pod has all the nodes that it waits for."""

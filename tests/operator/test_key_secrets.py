@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import datetime
 
 import pytest
 from builders import CONFIG, isvc_object
-from fake_kubernetes import FakeKubernetes, Object
+from fake_kubernetes import FakeKubernetes, Object, pod_key
 from harness import Operator, new_cluster
 from virtual_time import virtual_time
 
@@ -134,6 +135,62 @@ async def test_a_deleted_key_is_made_anew_by_the_resync() -> None:
         cluster.remove(SECRET)
         await asyncio.sleep(RESYNC)
     assert cluster.objects[SECRET]["data"] == data
+
+
+@virtual_time
+async def test_a_deleted_key_is_made_anew_by_an_edit_before_its_pods_start() -> None:
+    cluster = new_cluster()
+    async with Operator(cluster) as operator:
+        cluster.create(isvc_object())
+        await operator.settle()
+        data = cluster.objects[SECRET]["data"]
+        cluster.remove(SECRET)
+        cluster.writes.clear()
+        cluster.edit("tiny", lambda spec: spec.update(replicas=3))
+        await asyncio.sleep(1)
+        assert cluster.objects[SECRET]["data"] == data
+        kinds = [kind for _, kind, _ in cluster.writes if kind in ("Secret", "Deployment")]
+        assert kinds == ["Secret", "Deployment"], "no pod starts without it"
+
+
+@virtual_time
+async def test_a_deleted_key_is_made_anew_when_a_pod_cannot_mount_it() -> None:
+    """A pod that was evicted, say: nobody edits the service."""
+    cluster = new_cluster()
+    async with Operator(cluster, resync_seconds=3600.0) as operator:
+        cluster.create(isvc_object())
+        await operator.settle()
+        data = cluster.objects[SECRET]["data"]
+        cluster.remove(SECRET)
+        cluster.remove(pod_key(cluster.pods()[0]))
+        await operator.settle()
+    assert cluster.objects[SECRET]["data"] == data
+    assert cluster.condition("Ready")["status"] == "True"
+
+
+@virtual_time
+async def test_a_pod_that_is_not_mounted_for_another_reason_takes_one_check_and_another_later() -> None:
+    cluster, start = new_cluster(), datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
+
+    def now() -> str:
+        passed = datetime.timedelta(seconds=asyncio.get_running_loop().time())
+        return (start + passed).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+    async with Operator(cluster, now=now, resync_seconds=1e6) as operator:
+        cluster.create(isvc_object())
+        await operator.settle()
+        (pod,) = cluster.pods()
+        since = now()
+        scheduled = {"type": "PodScheduled", "status": "True", "lastTransitionTime": since}
+        waiting = {"type": "PodReadyToStartContainers", "status": "False"}
+        cluster.metadata_reads.clear()
+        for number in range(20):
+            message = {**waiting, "message": f"attempt {number}"}
+            status = {"phase": "Pending", "conditions": [scheduled, message]}
+            cluster.overwrite(pod_key(pod), {**pod, "status": status})
+            await asyncio.sleep(10)
+    assert len(cluster.metadata_reads) == 2
+    assert secret_writes(cluster) == ["create"]
 
 
 @virtual_time

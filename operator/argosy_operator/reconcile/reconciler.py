@@ -49,6 +49,7 @@ from argosy_operator.reconcile.metrics import OperatorMetrics
 from argosy_operator.reconcile.observer import Observer
 from argosy_operator.reconcile.reporter import Reporter
 from argosy_operator.reconcile.rollout_lock import RolloutLock
+from argosy_operator.status.replica_problems import unmounted_pods
 from argosy_operator.status.scaling_status import scaling_status
 from argosy_protocol.fleet import NameConflict
 from argosy_protocol.model_progress import ModelProgress
@@ -171,7 +172,11 @@ class Reconciler:
         ]
         if diff.secret is not None:
             secret, is_suspect = diff.secret, diff.is_key_suspect
-            steps.insert(0, partial(self.key_secrets.ensure, service, secret, is_suspect=is_suspect))
+            unmounted = unmounted_pods(observed.pods, observed.time)
+            steps.insert(
+                0,
+                partial(self.key_secrets.ensure, service, secret, is_suspect=is_suspect, unmounted=unmounted),
+            )
         await run_together(steps)
         nodes = [partial(self._apply, service, observed, each) for each in node_sets]
         try:

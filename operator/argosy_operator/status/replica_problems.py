@@ -7,6 +7,7 @@ same one.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final
 
 from argosy_operator.desired.model_volume import MODELS_VOLUME
@@ -124,6 +125,16 @@ def without_workers(view: ServiceView) -> str:
                 f"kubectl describe statefulset -l {LEADER_LABEL}={pod.uid}"
             )
     return ""
+
+
+def unmounted_pods(replicas: Iterable[Pod], now: str) -> frozenset[tuple[str, bool]]:
+    """UIDs of the pods whose nodes have not prepared them, each with whether that takes UNMOUNTED_SECONDS or more."""
+    return frozenset(
+        (pod.uid, seconds_until_unmounted(pod, now) <= 0)
+        for replica in replicas
+        for pod in (replica, *replica.workers)
+        if pod.is_alive and pod.unmounted_since
+    )
 
 
 def seconds_until_unmounted(pod: Pod, now: str) -> float:
