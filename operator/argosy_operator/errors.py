@@ -27,6 +27,11 @@ class ApiError(OperatorError):
         self.status = status
         self.message = message
 
+    @property
+    def is_namespace_ending(self) -> bool:
+        """Whether an object was not created because its namespace is being deleted."""
+        return self.status == 403 and "because it is being terminated" in self.message
+
 
 class ChildNotOwned(OperatorError):
     """An object has the name of a child, and the InferenceService does not control it. It is never taken over."""

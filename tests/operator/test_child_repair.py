@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
 import pytest
@@ -21,7 +22,8 @@ from argosy_operator.cluster.store import Store
 from argosy_operator.desired.children import plan_children
 from argosy_operator.desired.diff import ChildChange
 from argosy_operator.desired.drift import with_applied_hash
-from argosy_operator.kinds import CONFIGMAPS, DEPLOYMENTS, SECRETS, SERVICES
+from argosy_operator.errors import ApiError
+from argosy_operator.kinds import CONFIGMAPS, DEPLOYMENTS, INFERENCE_SERVICES, SECRETS, SERVICES, kind_of
 from argosy_operator.observed.observation import Observation
 from argosy_operator.reconcile.child_writer import ChildWriter
 from argosy_operator.reconcile.metrics import OperatorMetrics
@@ -81,6 +83,31 @@ async def test_a_key_secret_that_is_gone_comes_back_when_a_pod_misses_it() -> No
         cluster.overwrite(pod_key(pod), changed)
         await asyncio.sleep(1)
     assert key in cluster.objects
+
+
+@virtual_time
+async def test_what_a_namespace_that_is_deleted_takes_along_is_neither_restored_nor_complained_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with settled(isvc_object()) as (cluster, operator):
+        message = "unable to create new content in namespace team because it is being terminated"
+
+        async def refused(manifest: Object) -> Object:
+            metadata = manifest["metadata"]
+            if (kind_of(manifest), metadata["namespace"], metadata["name"]) in cluster.objects:
+                return await FakeKubernetes.apply(cluster, manifest)
+            raise ApiError("PATCH", 403, f"it is forbidden: {message}")
+
+        cluster.apply = cluster.create_only = refused  # type: ignore[method-assign]
+        caplog.clear()
+        cluster.writes.clear()
+        for key in (SECRETS, "team", "tiny-engine-key"), (DEPLOYMENTS, "team", "tiny-engine"):
+            cluster.remove(key)
+        await operator.settle()
+        assert cluster.condition("Degraded")["status"] == "False"
+        cluster.remove((INFERENCE_SERVICES, "team", "tiny"))
+        await operator.settle()
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 @virtual_time

@@ -68,7 +68,8 @@ class EventRecorder:
         try:
             await self._api.apply(self._manifest(service, event))
         except ApiError as error:
-            logger.warning("%s: event %s was not posted: %s", service.key, event.reason, error)
+            level = logging.INFO if error.is_namespace_ending else logging.WARNING
+            logger.log(level, "%s: event %s was not posted: %s", service.key, event.reason, error)
 
     def _is_allowed(self, uid: str, reserve: int) -> bool:
         now = asyncio.get_running_loop().time()

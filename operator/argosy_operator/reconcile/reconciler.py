@@ -147,8 +147,11 @@ class Reconciler:
                 return  # with its resource the API server deletes the children; a newer one is reconciled next
         except OperatorError as error:
             failure = error
-            if isinstance(error, ApiError) and error.status not in _REPORTED:
-                raise
+            if isinstance(error, ApiError):
+                if error.is_namespace_ending:
+                    return  # the resource is deleted as well, in its turn
+                if error.status not in _REPORTED:
+                    raise
         problem = Problem(failure.reason, str(failure)) if failure is not None else diff.plan.problem
         if problem is None and is_left_out:
             problem = _LEFT_OUT
