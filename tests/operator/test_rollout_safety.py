@@ -496,7 +496,7 @@ ROLLOUTS: list[dict[str, int]] = [
     {"maxSurge": 2, "maxUnavailable": 2},
 ]
 ACTIONS = st.one_of(
-    st.tuples(st.just("image"), st.sampled_from(["good:1", "good:2", "broken:1", "crashing:1"])),
+    st.tuples(st.just("image"), st.sampled_from(["good:1", "good:2", "broken:1", "crashing:1", "failing:1"])),
     st.tuples(st.just("replicas"), st.integers(1, 3)),
     st.tuples(st.just("rollout"), st.sampled_from(ROLLOUTS)),
     st.tuples(st.just("gpus"), st.integers(2, 5)),
@@ -521,6 +521,7 @@ async def test_whatever_happens_a_rollout_leaves_a_routable_replica(actions: lis
     cluster = new_cluster(gpus=4)
     cluster.broken_images.add("broken:1")
     cluster.crashing_images.add("crashing:1")
+    cluster.failing_images.add("failing:1")
     faults: list[str] = []
 
     def check(deployment: Object, pod: Object) -> None:
