@@ -111,6 +111,18 @@ def test_an_engine_that_does_not_start_says_why(service: Stack) -> None:
     wait_for(service, "the service to be Ready again", is_ready)
 
 
+def test_a_deleted_key_is_back_before_an_edit_starts_pods(service: Stack) -> None:
+    service.cluster.kubectl("delete", "secret", f"{NAME}-engine-key", "-n", TENANT)
+    patch(service, replicas=2)
+    try:
+        wait_for(
+            service, "two replicas to be Ready", lambda found: is_ready(found) and routable(service) == 2, 120
+        )
+    finally:
+        patch(service, replicas=1)
+    wait_for(service, "one replica to be left", lambda found: is_ready(found) and routable(service) == 1, 120)
+
+
 def test_a_wrong_default_image_takes_no_service_down(service: Stack) -> None:
     kubectl, chart = service.cluster.kubectl, str(ROOT / "charts" / "argosy")
     other = manifest(replicas=1)
