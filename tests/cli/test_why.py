@@ -180,6 +180,13 @@ CASES: dict[str, tuple[Object, list[Object], str, str, list[str]]] = {
         "failed",
         ["pod qwen-0", "Insufficient nvidia.com/gpu", "add a node that fits"],
     ),
+    "a cordoned node": (
+        service(NOT_READY),
+        [unscheduled("0/1 nodes are available: 1 node(s) were unschedulable.")],
+        "node",
+        "failed",
+        ["kubectl uncordon a node that fits, add one"],
+    ),
     "no claim": (
         service(NOT_READY),
         [unscheduled('persistentvolumeclaim "models" not found')],

@@ -225,11 +225,12 @@ def _node(pod: Object) -> Link:
         return Link(name="node", state="done", detail=f"{_name(pod)} on {pod['spec'].get('nodeName', '?')}")
     message = scheduled.get("message") or "the scheduler has not looked at it yet"
     missing = "persistentvolumeclaim" in message and "not found" in message
+    is_cordoned = "node(s) were unschedulable" in message
     return Link(
         name="node",
         state="failed" if scheduled.get("reason") == "Unschedulable" else "waiting",
         detail=f"{_name(pod)}: {message}",
-        remedy=remedy("ClaimNotFound" if missing else "Unschedulable"),
+        remedy=remedy("ClaimNotFound" if missing else "Cordoned" if is_cordoned else "Unschedulable"),
     )
 
 

@@ -42,6 +42,7 @@ REMEDIES: Final[dict[str, str]] = {
     "Paused": "set spec.paused to false",
     "FailedCreate": "change what the API server refused; a quota or Pod Security of the namespace, say",
     "Unschedulable": "add a node that fits, or change spec.resources and spec.placement",
+    "Cordoned": "kubectl uncordon a node that fits, add one, or change spec.resources and spec.placement",
     "ImagePullBackOff": _IMAGE,
     "ErrImagePull": _IMAGE,
     "ErrImageNeverPull": "load the image onto the node, or change the chart's engine.image.pullPolicy",
