@@ -217,7 +217,7 @@ def test_flags_without_effect_are_named_with_the_reason(capsys: pytest.CaptureFi
     [
         ("--api-server-count 0", "--api-server-count"),
         ("-asc 65", "--api-server-count"),
-        ("--middleware a:b", "--middleware: "),
+        ("--middleware a:b", "--middleware: must be an import path such as"),
         ("--enable-lora --max_loras 4", "--enable-lora is not supported: adapters are not served yet"),
         ("--lora-modules a=b c=d", "--lora-modules is not supported"),
         ("--kv-transfer-config {}", "--kv-transfer-config is not supported: KV caches are not moved"),
@@ -237,7 +237,8 @@ def test_flags_without_effect_are_named_with_the_reason(capsys: pytest.CaptureFi
         ('--override-generation-config {"temperature":9}', "--override-generation-config"),
         ('--override-generation-config {"top":9}', "unknown field `top`"),
         ("--default-chat-template-kwargs nope", "--default-chat-template-kwargs is not JSON"),
-        ("--root-path models", "--root-path"),
+        ("--root-path models", "--root-path: must begin with / and have no ?, # or white space"),
+        ("--warm-up-from host:8000", "--warm-up-from: must be a URL such as http://HOST:PORT"),
         ("--swap_spaces 4", "unknown argument --swap_spaces; did you mean --swap-space?"),
     ],
 )
