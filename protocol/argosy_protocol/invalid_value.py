@@ -60,7 +60,7 @@ def shown_value(body: bytes, kind: Any, path: str) -> str:
 
 @lru_cache(maxsize=256)
 def allowed_values(kind: Any, path: str) -> tuple[str | int, ...]:
-    """Return the values that the field at `path` may have, or those to advise (`ADVISED`); empty if its type lists none.
+    """Return the values that the field at `path` may have, or those to advise (`ADVISED`), if its type lists them.
 
     Args:
         kind: the type of the whole body.
