@@ -505,13 +505,9 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
             ConfigError: values contradict each other or are not supported, or a file cannot be read.
         """
         check_parallel_flags(self)
-        self.compilation_config.check()
+        if not self.enforce_eager:  # which makes the rest of it void, as in vLLM
+            self.compilation_config.check()
         self.model_use.pooler_config.check()
-        if self.enforce_eager and self.compilation_config.level:
-            raise ConfigError(
-                f"--enforce-eager and --compilation-config level {self.compilation_config.level} contradict each "
-                "other; leave one of them out"
-            )
         self.request_defaults.check()
         if isinstance(self.max_model_len, int):
             self.check_model_len(self.max_model_len)

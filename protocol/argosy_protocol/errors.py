@@ -110,6 +110,12 @@ class NotFound(ApiError):
     error_type = "not_found_error"
 
 
+def no_route(method: str, path: str) -> NotFound:
+    """Return the error of a path that nothing answers."""
+    twice = "; the client's base URL has /v1 twice" if path.startswith("/v1/v1/") else ""
+    return NotFound(f"no route {method} {path[:128]}{twice}")
+
+
 class ResponseNotFound(NotFound):
     error_type = "invalid_request_error"
 

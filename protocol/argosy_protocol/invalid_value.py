@@ -25,6 +25,8 @@ from msgspec.inspect import (
 MAX_SHOWN_CHARS = 64
 MAX_SEARCHED_BYTES = 64 * 1024
 """Larger bodies are not decoded a second time for the sake of a message."""
+ADVISED = "advised"
+"""Key of a type's `Meta(extra=...)` with the values that messages name, in place of all that it takes."""
 _MAX_SHOWN_ITEMS = 3
 _PROMPTS = frozenset(("messages", "prompt", "input", "documents"))
 """Fields whose values may be anybody's text."""
@@ -58,7 +60,7 @@ def shown_value(body: bytes, kind: Any, path: str) -> str:
 
 @lru_cache(maxsize=256)
 def allowed_values(kind: Any, path: str) -> tuple[str | int, ...]:
-    """Return the values that the field at `path` may have; empty if these are not listed by its type.
+    """Return the values that the field at `path` may have, or those to advise (`ADVISED`), if its type lists them.
 
     Args:
         kind: the type of the whole body.
@@ -75,6 +77,8 @@ def _members(kinds: list[Any]) -> list[Any]:
     members: list[Any] = []
     for kind in kinds:
         inner = kind.type if isinstance(kind, Metadata) else kind
+        if isinstance(kind, Metadata) and kind.extra and ADVISED in kind.extra:
+            inner = LiteralType(kind.extra[ADVISED])
         members += _members(list(inner.types)) if isinstance(inner, UnionType) else [inner]
     return members
 

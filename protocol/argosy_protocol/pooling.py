@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from argosy_protocol.errors import BadRequest
+from argosy_protocol.invalid_value import ADVISED
 from argosy_protocol.json_limits import decode_body
 from argosy_protocol.null_defaults import Nullable
 from argosy_protocol.openai import (
@@ -33,9 +34,14 @@ Texts = (
     ]
 )
 Dimensions = Annotated[int, Meta(ge=1, le=MAX_DIMENSIONS)]
-EncodingFormat = Literal["float", "base64", "bytes", "bytes_only"]
+EncodingFormat = Annotated[
+    Literal["float", "base64", "bytes", "bytes_only"], Meta(extra={ADVISED: ("float", "base64")})
+]
 """The last two are vLLM's, and refused by our engine."""
-EmbedDType = Literal["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"]
+EmbedDType = Annotated[
+    Literal["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"],
+    Meta(extra={ADVISED: ("float32", "float16", "bfloat16")}),
+]
 """The last two are vLLM's, and refused by our engine."""
 Endianness = Literal["native", "little", "big"]
 

@@ -211,7 +211,6 @@ def begun_response(
         temperature, top_p: what the model samples with; None if that is not known.
     """
     text = request.text or TextConfig()
-    has_tools = bool(request.tools)
     return ResponseObject(
         id=response_id,
         created_at=created_at,
@@ -231,7 +230,7 @@ def begun_response(
         store=request.store,
         temperature=temperature,
         text=TextConfig(format=text.format or TextFormat(type="text"), verbosity="medium"),
-        tool_choice=request.tool_choice or ("auto" if has_tools else "none"),
+        tool_choice=request.tool_choice or "auto",
         tools=request.tools or [],
         top_logprobs=request.top_logprobs or 0,
         top_p=top_p,

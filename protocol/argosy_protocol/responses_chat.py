@@ -65,6 +65,8 @@ _CHAT_FIELDS = {
     "truncate_prompt_tokens": "truncation",
 }
 _MESSAGE_OF_CHAT = re.compile(r"^messages(?:\[\d+\][^\s:]*)?")
+_IMAGE_OF_CHAT = "content of type 'image_url'"
+"""Beginning of a renderer's message about an image."""
 _FUNCTION_OF_TOOL = re.compile(r"^(tools\[\d+\]|tool_choice)\.function\b")
 _JSON_SCHEMA = "response_format.json_schema"
 
@@ -112,8 +114,12 @@ def input_items(request: ResponsesRequest) -> list[ResponseItem]:
     return given
 
 
-def name_responses_field(error: ApiError) -> ApiError:
-    """Return an error about the chat with the names of the Responses request, in `param` and in the message."""
+def name_responses_field(error: ApiError, request: ResponsesRequest | None = None) -> ApiError:
+    """Return an error about the chat with the names of the Responses request, in `param` and in the message.
+
+    Args:
+        request: tells which item has the image that models do not read; None: the error names the input only.
+    """
     given = error.param
     if given is None:
         return error
@@ -124,13 +130,28 @@ def name_responses_field(error: ApiError) -> ApiError:
         asked = _CHAT_FIELDS[head]
     else:  # the chat counts its messages otherwise
         asked = _FUNCTION_OF_TOOL.sub(r"\1", _MESSAGE_OF_CHAT.sub("input", given))
+    if error.message.startswith(_IMAGE_OF_CHAT):
+        error.message = "content of type 'input_image'" + error.message.removeprefix(_IMAGE_OF_CHAT)
+        asked = (_first_image(request) if request is not None else None) or asked
     error.param = asked
-    error.message = error.message.replace("content of type 'image_url'", "content of type 'input_image'", 1)
     for start in (given, head):
         if asked != given and error.message.startswith(start):
             error.message = asked + error.message.removeprefix(start)
             break
     return error
+
+
+def _first_image(request: ResponsesRequest) -> str | None:
+    """Return where the input has its first image, which is the one that a renderer of texts refuses."""
+    for index, item in enumerate(input_items(request)):
+        for field, parts in (("content", item.content), ("output", item.output)):
+            if not isinstance(parts, list):
+                continue
+            for at, part in enumerate(parts):
+                kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
+                if kind == "input_image":
+                    return f"input[{index}].{field}[{at}]"
+    return None
 
 
 def _is_unfinished(items: Sequence[ResponseItem]) -> bool:

@@ -30,6 +30,7 @@ DEFAULT_INDEX_MEMORY = 256 * 1024 * 1024
 """Room for at least a million chunks of 256 bytes: a quarter of a gigabyte of prompts."""
 MIN_INDEX_MEMORY = 1024 * 1024
 LOOPBACK = frozenset(("127.0.0.1", "::1", "localhost"))
+ANY_HOST = frozenset(("", "0.0.0.0", "::"))  # noqa: S104 (compared only)
 
 AccessFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -536,6 +537,12 @@ class RouterConfig:
         if sum(sources) != 1:
             raise ConfigError(
                 "name the replicas by exactly one of --replica, --replica-dns, --fleet-file and --kubernetes"
+            )
+        admin_host = self.admin_host or self.host
+        is_one_host = admin_host == self.host or ANY_HOST.intersection((admin_host, self.host))
+        if self.port == self.admin_port > 0 and is_one_host:
+            raise ConfigError(
+                f"--port and --admin-port are both {self.port}; give one of them another number"
             )
         if "" in self.api_keys:
             raise ConfigError("an --api-key must not be empty")

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from fake_kubectl import fake_kubectl
 
@@ -532,6 +533,48 @@ def test_the_cluster_is_read_with_kubectl(
     assert "ValueError: it is too long" in shown
     assert why.main(["qwen", "-n", "team", "-o", "json"], cluster=True) == FAILURE
     assert json.loads(capsys.readouterr().out)["links"][-1]["name"] == "engine"
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        ([], "there are: none"),
+        (["b", "a"], "there are: a, b$"),
+        ([f"s{n:02}" for n in range(12)], "s09 and 2 more"),
+    ],
+)
+def test_a_service_must_be_named_unless_there_is_one(names: list[str], told: str, tmp_path: Path) -> None:
+    resource, pods, *_ = CASES["all is well"]
+    listed = {"items": [{"metadata": {"name": name}} for name in names]}
+    program = fake_kubectl(tmp_path, {"get inferenceservices.inference.argosy.dev -o": listed})
+    with pytest.raises(CommandError, match=f"name a service; .*{told}"):
+        why.in_cluster(Kubectl(program=program), None)
+    program = fake_kubectl(
+        tmp_path,
+        {
+            "get inferenceservices.inference.argosy.dev -o": {"items": [{"metadata": {"name": "qwen"}}]},
+            "get inferenceservices.inference.argosy.dev qwen": resource,
+            "get pods": {"items": pods},
+            "get events": {"items": []},
+        },
+    )
+    assert why.in_cluster(Kubectl(program=program), None).is_served
+
+
+def test_the_only_service_of_a_local_fleet_needs_no_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    local = ServiceStatus(
+        key="default/tiny", model="tiny", desired=1, revision="r", replicas=(replica("Routable"),)
+    )
+    other = msgspec.structs.replace(local, key="default/other")
+    router = RouterStatus(url="http://127.0.0.1:8080/v1", is_ready=True)
+    services = (local,)
+    monkeypatch.setattr(why, "current_status", lambda _: FleetStatus(pid=1, router=router, services=services))
+    assert why.main(["--state-dir", str(tmp_path)]) == OK
+    services = (local, other)
+    with pytest.raises(CommandError, match="name a service; there are: other, tiny"):
+        why.main(["--state-dir", str(tmp_path)])
 
 
 def test_what_a_tenants_program_has_written_moves_no_cursor() -> None:

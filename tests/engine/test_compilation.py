@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -146,6 +146,16 @@ def test_layers_with_quantised_weights_run_at_level_0(
     assert "level 0): with quantised weights our own kernels quantise what the products read" in caplog.text
 
 
+@pytest.mark.parametrize("fields", [{"level": 2}, {"level": 3}, {"mode": 3, "cudagraph_mode": "FULL"}])
+def test_eager_execution_wins_over_a_compilation_and_says_so(
+    fields: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    args = EngineArgs.of(model="x", compilation_config=fields, enforce_eager=True)
+    config, device = cast(Any, None), torch.device("cpu")
+    assert compilation.start_compilation(args, config, torch.bfloat16, device, "cpu") is None
+    assert "layers are not compiled (--compilation-config level 0): --enforce-eager wins" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
@@ -154,7 +164,6 @@ def test_layers_with_quantised_weights_run_at_level_0(
         ({"compilation_config": {"mode": 2}}, "level 2 is not supported, because a whole model cannot be"),
         ({"compilation_config": {"level": 3, "mode": 0}}, "two names of the same"),
         ({"compilation_config": {"level": 4}}, "--compilation-config: level"),
-        ({"compilation_config": {"level": 3}, "enforce_eager": True}, "--enforce-eager and .* contradict each other"),
     ],
 )  # fmt: skip
 def test_levels_that_are_not_supported_are_refused(flags: dict[str, Any], reason: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 
+from argosy_engine.api.flagged_engine import root_of
 from argosy_engine.api.openai.openai_serving import OpenAIServing
 from argosy_engine.api.serve import parse_args
 from argosy_protocol.errors import NotFound
@@ -63,3 +64,24 @@ def test_an_unknown_name_is_answered_with_those_that_are_served(count: int, end:
 def test_the_flag(given: bool) -> None:
     options, _ = parse_args(["builtin://tiny", *(["--any-model-name"] if given else [])])
     assert options.any_model_name is given
+
+
+@pytest.mark.parametrize(
+    ("model", "root"),
+    [
+        ("builtin://tiny", "builtin://tiny"),
+        ("org/Model", "org/Model"),
+        ("hf://org/Model@main", "org/Model"),
+        ("/mnt/models/m", "/mnt/models/m"),
+        ("https://host/m.tar?X-Amz-Signature=secret", "name"),
+        ("s3://bucket/m", "name"),
+        ("oci://host/repository:tag", "name"),
+    ],
+)
+def test_the_root_of_all_names_is_the_model_as_given(model: str, root: str) -> None:
+    _, args = parse_args([model, "--served-model-name", "name", "alias"])
+    assert root_of(args) == root
+    llm = cast(Any, SimpleNamespace(config=SimpleNamespace(max_model_len=64)))
+    made = OpenAIServing(llm, ("name", "alias"), root=root_of(args))
+    assert [(card.id, card.root) for card in made.models().data] == [("name", root), ("alias", root)]
+    made.close()

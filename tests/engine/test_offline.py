@@ -74,6 +74,15 @@ def test_parameters_are_for_all_prompts_or_one_for_each(llm: LLM) -> None:
     assert llm.generate([], use_tqdm=False) == []
 
 
+@pytest.mark.parametrize(
+    ("params", "kind"),
+    [({"max_tokens": 3}, "dict"), ([{"max_tokens": 3}], "list with dict"), (3, "int"), ("abc", "str")],
+)
+def test_parameters_of_another_type_are_refused_by_name(llm: LLM, params: Any, kind: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"must be a SamplingParams, or a list .*, not {kind}$"):
+        llm.generate("hi", params, use_tqdm=False)
+
+
 def test_a_chat_ends_with_a_generation_prompt_or_with_the_message_to_continue(llm: LLM) -> None:
     messages = [{"role": "user", "content": "Hello!"}, {"role": "assistant", "content": "The sea is"}]
     params = SamplingParams(temperature=0.0, max_tokens=2)

@@ -20,7 +20,7 @@ from argosy_engine.request_defaults import RequestDefaults
 from argosy_engine.sample.token_logprobs import TokenLogprobs
 from argosy_protocol.errors import InternalError, TooManyRequests
 from argosy_protocol.response_object import ResponseObject, begun_response
-from argosy_protocol.responses import decode_responses_request
+from argosy_protocol.responses import ResponsesRequest, decode_responses_request
 from argosy_protocol.responses_chat import responses_as_chat
 from response_stream import final_response, parsed_events
 
@@ -270,3 +270,9 @@ def test_only_tokens_of_the_text_have_log_probabilities(renderer: Renderer) -> N
     entries = message["content"][0]["logprobs"]
     assert "".join(entry["token"] for entry in entries).strip() == "It is 7."
     assert all(entry["logprob"] == -0.5 and len(entry["top_logprobs"]) == 1 for entry in entries)
+
+
+@pytest.mark.parametrize("choice", [None, "none", "auto", "required", {"type": "function", "name": "f"}])
+def test_the_tool_choice_is_what_was_given_or_auto(choice: Any) -> None:
+    request = ResponsesRequest(input="hi", model="m", tool_choice=choice)
+    assert begun_response(request, "resp_r", "m", 5, 1.0, 0.9).tool_choice == (choice or "auto")

@@ -300,7 +300,7 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
     (
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "u"}]}]},
         400,
-        "input",
+        "input[0].content[0]",
     ),
     ({"tools": [{"type": "web_search"}]}, 400, "tools[0].type"),
     (
@@ -340,10 +340,23 @@ def test_a_client_that_leaves_ends_its_request(http: httpx.Client) -> None:
 
 def test_an_image_is_refused_by_the_type_that_the_client_gave(http: httpx.Client) -> None:
     image = {"type": "input_image", "image_url": "u"}
-    answer = http.post("/v1/responses", json=body(input=[{"role": "user", "content": [image]}]))
-    message = answer.json()["error"]["message"]
-    assert "'input_image'" in message
-    assert "'image_url'" not in message
+    text = {"type": "input_text", "text": "What is this?"}
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    output = {"type": "function_call_output", "call_id": "c", "output": [text, image]}
+    messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": [text, image]}]
+    for given, param in (
+        ([{"role": "user", "content": [image]}], "input[0].content[0]"),
+        (messages, "input[1].content[1]"),
+        (
+            [{"role": "user", "content": "hi"}, {"role": "user", "content": [text]}, call, output, *messages],
+            "input[3].output[1]",
+        ),
+    ):
+        answer = http.post("/v1/responses", json=body(instructions="Answer.", input=given))
+        error = answer.json()["error"]
+        assert error["param"] == param
+        assert "'input_image'" in error["message"]
+        assert "'image_url'" not in error["message"]
 
 
 def test_input_tokens_are_those_of_the_prompt(client: openai.OpenAI, http: httpx.Client) -> None:

@@ -329,6 +329,7 @@ def test_models(client: openai.OpenAI) -> None:
         ),
         ("/v1/completions", {"model": "tiny", "prompt": "\ud800"}, 400, None),
         ("/v1/nothing", {}, 404, None),
+        ("/v1/v1/chat/completions", {}, 404, None),
         ("/v1/models", {}, 405, None),
     ],
 )

@@ -127,7 +127,7 @@ def test_a_default_number_of_tokens_ends_at_the_context(http: httpx.Client) -> N
         assert usage["total_tokens"] == limit
     refused = http.post("/v1/completions", json={"prompt": ids, "max_tokens": 4})
     assert refused.status_code == 400
-    assert "4 for the output exceed it" in refused.json()["error"]["message"]
+    assert "4 for the output exceed it; ask for at most 3 here" in refused.json()["error"]["message"]
 
 
 def test_every_event_has_the_usage(http: httpx.Client) -> None:

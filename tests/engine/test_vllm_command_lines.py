@@ -209,7 +209,17 @@ def test_flags_without_effect_are_named_with_the_reason(capsys: pytest.CaptureFi
         "argosy serve: --disable-log-requests has no effect: requests are logged with --enable-log-requests only",
         "argosy serve: --swap-space has no effect: preempted requests are computed anew",
     ]
-    assert parsed("builtin://tiny --node-rank 0 --response-role assistant", capsys)[2] == ""
+    for neutral in ("--node-rank 0 --response-role assistant", "--profiler-config {}"):
+        assert parsed(f"builtin://tiny {neutral}", capsys)[2] == ""
+
+
+def test_flags_of_earlier_versions_without_effect_are_accepted(capsys: pytest.CaptureFixture[str]) -> None:
+    line = (
+        "--guided-decoding-backend outlines --num-scheduler-steps 8 --use-v2-block-manager --enable-reasoning "
+        "--disable-frontend-multiprocessing --task generate --max-context-len-to-capture 8192"
+    )
+    _, _, told = parsed(f"builtin://tiny {line}", capsys)
+    assert told.count("has no effect") == len(told.splitlines()) == 6
 
 
 @pytest.mark.parametrize(
@@ -217,7 +227,7 @@ def test_flags_without_effect_are_named_with_the_reason(capsys: pytest.CaptureFi
     [
         ("--api-server-count 0", "--api-server-count"),
         ("-asc 65", "--api-server-count"),
-        ("--middleware a:b", "--middleware: "),
+        ("--middleware a:b", "--middleware: must be an import path such as"),
         ("--enable-lora --max_loras 4", "--enable-lora is not supported: adapters are not served yet"),
         ("--lora-modules a=b c=d", "--lora-modules is not supported"),
         ("--kv-transfer-config {}", "--kv-transfer-config is not supported: KV caches are not moved"),
@@ -228,6 +238,11 @@ def test_flags_without_effect_are_named_with_the_reason(capsys: pytest.CaptureFi
         ("--data-parallel-start-rank 2", "--data-parallel-start-rank is not supported: an engine's cores"),
         ("--model builtin://tiny", "give one model, as argument or with --model"),
         ("--hf-token x", "--hf-token is not supported: the variable HF_TOKEN has the token"),
+        ('--rope-scaling {"factor":2}', "--rope-scaling is not supported: positions are as config.json"),
+        ("--rope-theta 1e6", "--rope-theta is not supported: positions are as config.json"),
+        ("--speculative-model x", "--speculative-model is not supported"),
+        ("--tokenizer x", "or built in for builtin://tiny"),
+        ('--profiler-config {"profiler":"torch"}', "--profiler-config is not supported"),
         ("--stream-interval 0", "--stream-interval: must be"),
         ("--tokenizer-mode slow", "--tokenizer-mode is not supported"),
         ("--ssl-certfile a", "--ssl-certfile and --ssl-keyfile need each other"),
@@ -237,7 +252,8 @@ def test_flags_without_effect_are_named_with_the_reason(capsys: pytest.CaptureFi
         ('--override-generation-config {"temperature":9}', "--override-generation-config"),
         ('--override-generation-config {"top":9}', "unknown field `top`"),
         ("--default-chat-template-kwargs nope", "--default-chat-template-kwargs is not JSON"),
-        ("--root-path models", "--root-path"),
+        ("--root-path models", "--root-path: must begin with / and have no ?, # or white space"),
+        ("--warm-up-from host:8000", "--warm-up-from: must be a URL such as http://HOST:PORT"),
         ("--swap_spaces 4", "unknown argument --swap_spaces; did you mean --swap-space?"),
     ],
 )

@@ -48,9 +48,10 @@ def test_only_a_table_without_keys_and_file_is_open() -> None:
 @pytest.mark.parametrize(
     ("line", "problem"),
     {
-        "an unknown term": ("k rpm=5", "allowed terms"),
+        "an unknown term": ("k rpm=5", "unknown term 'rpm'; allowed terms: name, models"),
+        "a key in the place of a term": ("k sk-secret=", "unknown term .not shown, because it may be a key"),
         "a word without value": ("k team", "NAME=VALUE"),
-        "a term twice": ("k weight=1 weight=2", "each at most once"),
+        "a term twice": ("k weight=1 weight=2", "the term weight is given twice"),
         "no number": ("k requests_per_minute=many", "int"),
         "a negative limit": ("k tokens_per_minute=-1", ">= 0"),
         "a weight of zero": ("k weight=0", ">= 0.01"),

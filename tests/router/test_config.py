@@ -22,6 +22,12 @@ from argosy_router.main import EXIT_ADDRESS, EXIT_USAGE, build_parser, config_of
         (["--kubernetes"], {}, "ARGOSY_FLEET_KEY"),
         (["--replica", "http://a:1", "--max-inflight-bytes", "1000"], {}, "--max-inflight-bytes"),
         (["--fleet-file", "f"], {"ARGOSY_FLEET_KEY": "short"}, "16 bytes"),
+        (["--replica", "http://a:1", "--port", "8081"], {}, "--port and --admin-port are both 8081"),
+        (
+            ["--replica", "http://a:1", "--port", "8081", "--admin-host", "0.0.0.0"],
+            {},
+            "--port and --admin-port are both 8081",
+        ),
     ],
 )
 def test_unsafe_or_contradictory_configuration_is_refused(
@@ -29,6 +35,13 @@ def test_unsafe_or_contradictory_configuration_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         config_of(build_parser().parse_args(flags), environment)
+
+
+@pytest.mark.parametrize(
+    "flags", [["--port", "8081", "--admin-host", "127.0.0.2"], ["--port", "0", "--admin-port", "0"]]
+)
+def test_ports_of_two_addresses_may_be_the_same(flags: list[str]) -> None:
+    config_of(build_parser().parse_args(["--replica", "http://a:1", *flags]), {})
 
 
 def test_flags_win_over_the_environment() -> None:

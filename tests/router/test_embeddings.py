@@ -68,6 +68,8 @@ async def test_invalid_requests_are_refused_by_the_router(fields: dict[str, Any]
         answer = await post(r, **fields)
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == param
+        if "encoding_format" in fields:
+            assert answer.json()["error"]["message"].endswith("give one of float, base64")
         assert not r.engines[0].requests
 
 

@@ -136,6 +136,18 @@ async def test_a_key_opens_its_models_only(tmp_path: Path) -> None:
         }
         assert statuses == {MODEL: 404, "small": 200, "fast": 404, "big": 200, "team/large": 200, "no": 404}
         assert (await r.http.get("/v1/models/fast")).json() == (await r.chat(model="fast")).json()
+        for name in ("fast", "no"):
+            message = (await r.chat(model=name)).json()["error"]["message"]
+            assert message == f"the model `{name}` does not exist; models: 'small', 'big'"
+
+
+async def test_an_unknown_model_s_error_names_eight_models() -> None:
+    async with rig([FakeEngine()]) as r:
+        aliases = tuple(f"alias-{index}" for index in range(9))
+        r.discovery.set(FleetDocument(services=(service(r.engines, aliases=aliases),)))
+        await r.until(lambda: all(replica.is_routable for replica in r.router.fleet.replicas()))
+        message = (await r.chat(model="no")).json()["error"]["message"]
+        assert message.endswith("'alias-5', 'alias-6' and 2 more")
 
 
 async def test_the_key_s_class_reaches_the_engine(tmp_path: Path) -> None:

@@ -191,7 +191,11 @@ async def test_model_names() -> None:
         assert listed[0]["max_model_len"] == 4096
         assert (await r.http.get("/v1/models/org/tiny")).json()["id"] == "org/tiny"
         assert (await r.http.get("/v1/models/default%2Fb")).json()["root"] == "small"
-        assert (await r.http.get("/v1/models/none")).status_code == 404
+        none = await r.http.get("/v1/models/none")
+        assert none.status_code == 404
+        assert none.json()["error"]["message"] == (
+            "the model `none` does not exist; models: 'org/tiny', 'small', 'big'"
+        )
         for name, engine, forwarded in (
             ("org/tiny", 0, "org/tiny"),
             ("small", 0, "small"),  # the older service owns the contested name
@@ -267,7 +271,9 @@ async def test_bad_requests_never_reach_an_engine(content: bytes, kind: str, sta
     async with rig([FakeEngine()]) as r:
         response = await r.http.post("/v1/chat/completions", content=content, headers={"content-type": kind})
         assert response.status_code == status
-        assert response.json()["error"]["type"] == "invalid_request_error"
+        error = response.json()["error"]
+        assert error["type"] == "invalid_request_error"
+        assert (error["code"] == "unsupported_media_type") == (status == 415)
         assert "x-request-id" in response.headers
         assert not r.engines[0].requests
 

@@ -27,6 +27,7 @@ def test_a_limit_is_refilled_by_the_minute() -> None:
         limited.reserve(1, 0.0)
     with pytest.raises(RateLimited) as refused:
         limited.reserve(1, 0.0)
+    assert "has reached its rate limit of 60 requests per minute" in refused.value.message
     headers = refused.value.headers()
     assert headers["retry-after-ms"] == "1000"
     assert headers["x-ratelimit-limit-requests"] == "60"
@@ -44,6 +45,7 @@ def test_tokens_are_settled_by_what_was_used() -> None:
     limited.reserve(400, 0.0).settle(700)  # 200 more than there were
     with pytest.raises(RateLimited) as refused:
         limited.reserve(100, 0.0)
+    assert "has reached its rate limit of 600 tokens per minute" in refused.value.message
     assert refused.value.retry_after_s == pytest.approx(30.0)
     assert left(limited.reserve(100, 30.1), "tokens") == 1
 

@@ -25,6 +25,7 @@ from argosy_resource.types import GROUP, PLURAL
 NO_SERVICES: Final = (
     "the cluster has no InferenceServices; install the chart, or `kubectl apply` what `argosy crd` prints"
 )
+_SHOWN_NAMES: Final = 10
 _RESOURCE: Final = f"{PLURAL}.{GROUP}"
 
 
@@ -36,7 +37,7 @@ def main(argv: Sequence[str], *, cluster: bool = False) -> int:
         "first link that fails or waits, with its log's last lines and what to do.",
         epilog="Exit codes: 0 clients are served, 1 they are not.",
     )
-    parser.add_argument("name", help="name of the service")
+    parser.add_argument("name", nargs="?", help="name of the service; may be left out if there is one only")
     if not cluster:
         parser.add_argument(
             "--cluster",
@@ -69,13 +70,14 @@ def in_cluster_main(argv: Sequence[str]) -> int:
     return main(argv, cluster=True)
 
 
-def in_cluster(kubectl: Kubectl, name: str) -> Diagnosis:
-    """Diagnose a service of the cluster.
+def in_cluster(kubectl: Kubectl, name: str | None) -> Diagnosis:
+    """Diagnose a service of the cluster; None: the only one of the namespace.
 
     Raises:
         CommandError: there is no such service, or the cluster does not answer.
     """
     try:
+        name = name or _only([each["metadata"]["name"] for each in kubectl.get(_RESOURCE)["items"]])
         service = kubectl.get(_RESOURCE, name)
     except NoSuchKind:
         raise CommandError(NO_SERVICES) from None
@@ -95,12 +97,25 @@ def in_cluster(kubectl: Kubectl, name: str) -> Diagnosis:
     return cluster_diagnosis(service, pods, log=log, events=events)
 
 
+def _only(names: Sequence[str]) -> str:
+    """Return the only name.
+
+    Raises:
+        CommandError: there is none, or there are several.
+    """
+    if len(names) == 1:
+        return names[0]
+    there = ", ".join(sorted(names)[:_SHOWN_NAMES]) or "none"
+    more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
+    raise CommandError(f"name a service; there are: {there}{more}")
+
+
 def _missing(kubectl: Kubectl, message: str) -> str:
     try:
         names = [each["metadata"]["name"] for each in kubectl.get(_RESOURCE)["items"]]
     except CommandError:
         return message
-    there = ", ".join(sorted(names)[:10]) or "none"
+    there = ", ".join(sorted(names)[:_SHOWN_NAMES]) or "none"
     return f"{message}; in this namespace there are: {there}. `-n NAMESPACE` looks elsewhere"
 
 
@@ -116,10 +131,11 @@ def _warnings(kubectl: Kubectl, pod: str) -> list[str]:
     return [f"{each.get('reason', '')}: {each.get('message', '')}"[:512] for each in items[-3:]]
 
 
-def _in_local_fleet(name: str, state_dir: str | None) -> Diagnosis:
+def _in_local_fleet(name: str | None, state_dir: str | None) -> Diagnosis:
     state = choose_state_dir(state_dir)
     status = current_status(state)
     services = {service.key: service for service in status.services}
+    name = name or _only([key.removeprefix("default/") for key in services])
     service = services.get(name) or services.get(f"default/{name}")
     if service is None:
         known = ", ".join(key.removeprefix("default/") for key in services) or "none"

@@ -19,7 +19,7 @@ from argosy_protocol.anthropic import (
 from argosy_protocol.errors import (
     ApiError,
     MethodNotAllowed,
-    NotFound,
+    no_route,
 )
 
 _CLIENT_CLOSED_REQUEST = 499
@@ -46,7 +46,7 @@ def handle_errors(app: FastAPI) -> None:
     async def http_error(request: Request, error: HTTPException) -> Response:
         method, path = request.method, request.url.path[:128]
         known = {
-            404: NotFound(f"no route {method} {path}"),
+            404: no_route(method, path),
             405: MethodNotAllowed(f"{path} does not take {method}", _allowed(error)),
         }
         return await api_error(request, known.get(error.status_code) or to_api_error(error))

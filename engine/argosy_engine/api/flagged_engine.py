@@ -9,6 +9,8 @@ from argosy_engine.api.served_engine import Engine
 from argosy_engine.api.server_args import ServerArgs
 from argosy_engine.config import EngineArgs
 from argosy_engine.errors import ConfigError
+from argosy_fetcher.errors import FetchError
+from argosy_fetcher.source_uri import from_argument
 
 if TYPE_CHECKING:
     from argosy_engine.api.observability.request_spans import RequestSpans
@@ -29,6 +31,7 @@ def make_engine(
         options=options,
         spans=spans,
         started=started,
+        root=root_of(args),
     )
 
 
@@ -53,3 +56,15 @@ def make_request_spans(options: ServerArgs, args: EngineArgs) -> RequestSpans | 
 
 def _names(args: EngineArgs) -> tuple[str, ...]:
     return args.served_model_name or (args.canonical_name,)
+
+
+def root_of(args: EngineArgs) -> str:
+    """Return the model as it was given, as in vLLM; the first name of one behind a URL, or in a bucket or registry,
+    whose address clients need not know."""
+    try:
+        uri = from_argument(args.model)
+    except FetchError:  # the load tells
+        return _names(args)[0]
+    if uri.scheme == "hf":
+        return uri.location
+    return _names(args)[0] if uri.is_remote else args.model

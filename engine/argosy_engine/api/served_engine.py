@@ -74,13 +74,16 @@ class Engine:
         options: ServerArgs = _DEFAULT_OPTIONS,
         spans: Observer | None = None,
         started: int | None = None,
+        root: str = "",
     ) -> None:
         """
         Args:
+            root: what `/v1/models` calls the model that all names stand for; empty: the first of `names`.
             spans: makes spans of requests; None: nobody does.
             started: when, in seconds since the epoch; None: now.
         """
         self.names = names
+        self._root = root
         self.started = int(time.time()) if started is None else started
         """When, in seconds since the epoch; the same in all API processes."""
         self.takes_any_name = takes_any_name
@@ -117,6 +120,7 @@ class Engine:
             takes_any_name=self.takes_any_name,
             generates=llm.config.pooling is None,
             created=self.started,
+            root=self._root,
         )
         self._metrics = EngineMetrics(llm.config)
         self._load_report = LoadReport(llm.config.data_parallel_size)

@@ -35,7 +35,7 @@ Names = Annotated[
 ImportPaths = Annotated[
     tuple[Annotated[str, Meta(max_length=512, pattern=r"^\w+(\.\w+)+$")], ...],
     Meta(max_length=64),
-    Flag(is_repeatable=True),
+    Flag(is_repeatable=True, form="must be an import path such as package.module.Class"),
 ]
 _HTTP_TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
@@ -79,6 +79,7 @@ class ServerArgs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     root_path: Annotated[
         Annotated[str, Meta(max_length=1024, pattern=r"^(/[^?#\s]*)?$")] | None,
         Meta(description="prefix of all paths at a proxy in front, which may strip it or not"),
+        Flag(form="must begin with / and have no ?, # or white space"),
     ] = None
     api_key: Annotated[
         Keys,
@@ -145,6 +146,7 @@ class ServerArgs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             description="URL of the other replicas, whose hottest prefixes are computed before the engine is ready; "
             "also ARGOSY_WARM_UP_FROM; without effect with several API processes"
         ),
+        Flag(form="must be a URL such as http://HOST:PORT, without a path"),
     ] = None
     warm_up_timeout: Annotated[
         Seconds, Meta(description="seconds for which that may delay the engine; 0: not at all")

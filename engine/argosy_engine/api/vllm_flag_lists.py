@@ -69,6 +69,7 @@ _NO_EXPERT_BALANCE = "experts stay where they are loaded"
 _NO_CONTEXT_PARALLEL = "the tokens of a request are not divided among devices"
 _NO_DP_SUPERVISOR = "there is one address for all cores; a router is in front of several engines"
 _NO_UBATCHES = "there are no micro-batches"
+_NO_ROPE_FLAG = "positions are as config.json says; change rope_scaling and rope_theta in a copy of it"
 _NOT_MEASURED = "it is not measured"
 
 WITHOUT_EFFECT = (
@@ -132,6 +133,18 @@ RARE_WITHOUT_EFFECT = (
     *(VllmFlag(name, _NO_MAMBA) for name in _MAMBA),
     *(VllmFlag(name, _NO_MAMBA, True) for name in _MAMBA_SWITCHES),
     *(VllmFlag(name, _NO_COHERE) for name in ("cohere-format", "cohere-is-reasoning-model")),
+    # Earlier versions of vLLM had the following ones, and samples still do.
+    VllmFlag("guided-decoding-backend", "there is one backend of grammars, xgrammar"),
+    VllmFlag("guided-decoding-disable-fallback", "there is one backend of grammars, xgrammar", True),
+    VllmFlag("guided-decoding-disable-any-whitespace", "there is one backend of grammars, xgrammar", True),
+    VllmFlag("num-scheduler-steps", "every step is scheduled, while the one before runs"),
+    VllmFlag("num-lookahead-slots", "blocks are allocated as they are needed"),
+    VllmFlag("use-v2-block-manager", "there is one block manager", True),
+    VllmFlag("enable-reasoning", "--reasoning-parser alone turns it on", True),
+    VllmFlag("max-context-len-to-capture", "--compilation-config says what is captured"),
+    VllmFlag("disable-async-output-proc", "outputs are always processed beside the next step", True),
+    VllmFlag("preemption-mode", "preempted requests are computed anew"),
+    VllmFlag("scheduler-delay-factor", "a prompt begins as soon as there is room"),
 )
 
 REFUSED = (
@@ -155,7 +168,7 @@ REFUSED = (
         "spans (--otlp-traces-endpoint) have the times of queue, prefill and decode, and no others",
         is_list=True,
     ),
-    VllmFlag("tokenizer", "the tokenizer is that of the model's directory"),
+    VllmFlag("tokenizer", "the tokenizer is that of the model's directory, or built in for builtin://tiny"),
     VllmFlag(
         "tokenizer-mode",
         "the tokenizer is tokenizer.json; docs/models.md says how Mistral's tekken.json becomes one",
@@ -278,7 +291,7 @@ RARE_REFUSED = (
         "weights are read as they are needed",
         neutral=("lazy", "prefetch", "eager"),
     ),
-    VllmFlag("profiler-config", "the engine has no profiler"),
+    VllmFlag("profiler-config", "the engine has no profiler", neutral=("{}",)),
     *(VllmFlag(name, _NOT_MEASURED, True) for name in ("cudagraph-metrics", "enable-mfu-metrics")),
     VllmFlag("enable-layerwise-nvtx-tracing", _NOT_MEASURED, True),
     VllmFlag("enable-logging-iteration-details", _NOT_MEASURED, True),
@@ -295,4 +308,9 @@ RARE_REFUSED = (
     VllmFlag("aux-output-config", "models have one output"),
     VllmFlag("diffusion-config", "diffusion models are not served"),
     VllmFlag("engram-config", "models with such memories are not served"),
+    # Earlier versions of vLLM had the following ones, and samples still do.
+    *(VllmFlag(name, _NO_ROPE_FLAG) for name in ("rope-scaling", "rope-theta")),
+    *(VllmFlag(name, _NO_DRAFTS) for name in ("speculative-model", "num-speculative-tokens")),
+    VllmFlag("enable-prompt-adapter", _NO_LORA, True),
+    VllmFlag("worker-use-ray", "--distributed-executor-backend ray says the same", True),
 )

@@ -190,7 +190,7 @@ class InputProcessor:
         if max_tokens > room:
             raise PromptTooLong(
                 f"this model's maximum context length is {limit} tokens: {count} in the prompt and "
-                f"{max_tokens} for the output exceed it",
+                f"{max_tokens} for the output exceed it; ask for at most {room} here",
                 param="max_tokens",
             )
         for name, token_ids in params.token_ids().items():

@@ -306,6 +306,11 @@ class LLM:
     ) -> list[RequestOutput]:
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
+        elif not isinstance(params, Sequence) or not all(isinstance(own, SamplingParams) for own in params):
+            raise InvalidRequest(
+                f"sampling_params must be a SamplingParams, or a list of one for each prompt, not {_types(params)}",
+                param="sampling_params",
+            )
         if len(params) != len(prompts):
             raise InvalidRequest(
                 f"{len(params)} sampling_params for {len(prompts)} prompts; give one for all, or one for each",
@@ -330,6 +335,14 @@ class LLM:
         ordered = [results[request_id] for request_id in request_ids]
         log_failures([result.error for result in ordered])
         return ordered
+
+
+def _types(params: object) -> str:
+    """Name the type of what is no list of sampling parameters."""
+    kind = type(params).__name__
+    if not isinstance(params, list | tuple):
+        return kind
+    return f"{kind} with {next(type(own).__name__ for own in params if not isinstance(own, SamplingParams))}"
 
 
 def _count(result: RequestOutput) -> tuple[int, int]:

@@ -95,6 +95,8 @@ def start_compilation(
 
 def _refusal(args: EngineArgs, config: ModelConfig, device: torch.device) -> str | None:
     """Return why layers cannot be compiled, or None."""
+    if args.enforce_eager:
+        return "--enforce-eager wins, as in vLLM"
     if config.quantization is not None or args.quantization is not None:
         return "with quantised weights our own kernels quantise what the products read; leave level 3 out"
     if device.type == "cuda":

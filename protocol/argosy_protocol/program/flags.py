@@ -34,6 +34,10 @@ _MIN_LIKENESS = 0.75
 T = TypeVar("T")
 
 
+_OTHER_FORM = "matching regex"
+"""Part of msgspec's message about a text that does not match the pattern of its field."""
+
+
 class InvalidValue(Exception):
     """A value that its field does not take; the message names the flag."""
 
@@ -64,6 +68,8 @@ class Flag:
     """Environment variable with the value, used if the command line does not give one."""
     is_hidden: bool = False
     """Whether the field has no flag, because it is set by the environment or by other means."""
+    form: str = ""
+    """The form of a text in words, which the message about another one has instead of the pattern."""
     default: str = ""
     """Description of the default, if the field's default value does not explain itself."""
 
@@ -361,6 +367,8 @@ def _field_at(cls: type, names: tuple[str, ...]) -> Field | None:
 
 
 def _told(field: Field, reason: str, *, is_exact: bool) -> str:
+    if field.flag.form and _OTHER_FORM in reason:
+        return field.flag.form
     requirement = field.requirement() if is_exact else ""
     return f"must be {requirement}" if requirement else reason
 

@@ -19,6 +19,7 @@ only if the dictionary's own keyed hash already agrees.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable
 
 import msgspec
@@ -30,6 +31,8 @@ from argosy_router.auth.key_terms import KeyTerms
 MAX_FILE_BYTES = 16 * 1024 * 1024
 """A hundred thousand keys; a Kubernetes Secret holds one."""
 _DIGEST_PREFIX = "sha256:"
+_TERM = re.compile(r"[a-z_]{1,24}")
+"""The form of a term's name, which random keys seldom have."""
 _FIELDS = tuple(KeyTerms.__struct_fields__)
 
 
@@ -150,8 +153,10 @@ def parse_line(line: str) -> tuple[bytes, KeyTerms]:
         name, equals, value = word.partition("=")
         if not equals:
             raise KeyFileError("terms after the key must have the form NAME=VALUE")
-        if name not in _FIELDS or name in fields:
-            raise KeyFileError(f"allowed terms, each at most once: {', '.join(_FIELDS)}")
+        if name not in _FIELDS:
+            raise KeyFileError(f"unknown term {_shown(name)}; allowed terms: {', '.join(_FIELDS)}")
+        if name in fields:
+            raise KeyFileError(f"the term {name} is given twice")
         fields[name] = value.split(",") if name == "models" else value
     if not fields:
         return digest, _default_terms(digest)
@@ -159,6 +164,11 @@ def parse_line(line: str) -> tuple[bytes, KeyTerms]:
         return digest, msgspec.convert({"name": _default_name(digest), **fields}, KeyTerms, strict=False)
     except msgspec.ValidationError as error:
         raise KeyFileError(str(error)) from None
+
+
+def _shown(name: str) -> str:
+    """Return the name of an unknown term, unless it may be a key in the wrong place, with its padding as the sign."""
+    return repr(name) if _TERM.fullmatch(name) else "(not shown, because it may be a key)"
 
 
 def _digest(key: str) -> bytes:

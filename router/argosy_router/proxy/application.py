@@ -36,7 +36,7 @@ from argosy_router.proxy.downstream.error_headers import error_headers
 from argosy_router.proxy.downstream.model_renaming import RenamingClient
 from argosy_router.proxy.request.call import Call
 from argosy_router.proxy.request.call_decoding import RoutedEndpoint, decode_call, no_route, require_method
-from argosy_router.proxy.request.model_names import may_use, no_such_model, unknown_model
+from argosy_router.proxy.request.model_names import may_use, names_for, no_such_model, unknown_model
 from argosy_router.proxy.request.request_id import request_id_for
 from argosy_router.proxy.request_handler import RequestHandler
 from argosy_router.proxy.response_routes import ResponseRoutes
@@ -324,25 +324,16 @@ class RouterApplication:
         return 200, b"content-type: " + CONTENT_TYPE + b"\r\n", note + self._accounting.usage_of(account.name)
 
     def _models(self, account: Account) -> tuple[int, bytes, bytes]:
-        cards = []
-        for service in self._fleet.services.values():
-            spec = service.spec
-            adapters = (f"{spec.model}:{adapter}" for adapter in spec.adapters)
-            cards += [
-                self._card(name, service)
-                for name in dict.fromkeys((spec.model, *spec.aliases, *adapters))
-                if self._fleet.service_of(name) is service
-                and may_use(account, name, service, self._fleet.adapter_of(name))
-            ]
+        cards = [self._card(name, service) for name, service in names_for(self._fleet, account)]
         return 200, _JSON, msgspec.json.encode(ModelList(data=cards))
 
     def _model(self, path: bytes, account: Account) -> tuple[int, bytes, bytes]:
         name = unquote(path[len(_MODEL_PREFIX) :].decode("latin-1"))
         service = self._fleet.service_of(name)
         if service is None:
-            raise no_such_model(self._fleet, name)
+            raise no_such_model(self._fleet, name, account)
         if not may_use(account, name, service, self._fleet.adapter_of(name)):
-            raise unknown_model(name)
+            raise unknown_model(self._fleet, name, account)
         return 200, _JSON, msgspec.json.encode(self._card(name, service))
 
     def _card(self, name: str, service: Service) -> ModelCard:

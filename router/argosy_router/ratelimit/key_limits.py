@@ -102,8 +102,10 @@ class KeyLimits:
             )
         wait_s = self._rates.wait_s(tokens, now)
         if wait_s > 0.0:
+            unit = self._rates.slower(tokens, now)
+            limit = self._requests_per_minute if unit == "requests" else self._tokens_per_minute
             raise RateLimited(
-                f"the rate limit of API key {self._name!r} is reached",
+                f"API key {self._name!r} has reached its rate limit of {limit} {unit} per minute",
                 retry_after_s=wait_s,
                 limits=self._rates.header_lines(),
             )

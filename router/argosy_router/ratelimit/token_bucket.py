@@ -83,6 +83,12 @@ class RateLimits:
         tokens_s = self.tokens.wait_s(tokens, now) if self.tokens is not None else 0.0
         return max(requests_s, tokens_s)
 
+    def slower(self, tokens: int, now: float) -> str:
+        """Return which of the limits, `requests` or `tokens`, such a request waits for longer."""
+        requests_s = self.requests.wait_s(1, now) if self.requests is not None else 0.0
+        tokens_s = self.tokens.wait_s(tokens, now) if self.tokens is not None else 0.0
+        return "requests" if requests_s >= tokens_s else "tokens"
+
     def take(self, requests: int, tokens: int) -> None:
         """Take requests and tokens from the buckets; negative numbers are returned to them."""
         if self.requests is not None:

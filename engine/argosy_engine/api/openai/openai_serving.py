@@ -62,6 +62,7 @@ class OpenAIServing:
         takes_any_name: bool = False,
         generates: bool = True,
         created: int = 0,
+        root: str = "",
     ) -> None:
         self.llm = llm
         self._generates = generates
@@ -71,6 +72,7 @@ class OpenAIServing:
         self.tenant = ""
         self.render_pool = RenderPool()
         self._created = created
+        self._root = root or self.names[0]
 
     def models(self) -> ModelList:
         return ModelList(data=[self._card(name) for name in self.names])
@@ -84,7 +86,7 @@ class OpenAIServing:
 
     def _card(self, name: str) -> ModelCard:
         limit = self.llm.config.max_model_len
-        return ModelCard(id=name, created=self._created, root=self.names[0], max_model_len=limit)
+        return ModelCard(id=name, created=self._created, root=self._root, max_model_len=limit)
 
     def answering_as(self, name: str | None, tenant: str = "") -> OpenAIServing:
         """Return a copy for one request that a router has sent.

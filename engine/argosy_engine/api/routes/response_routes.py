@@ -140,7 +140,7 @@ async def _create(engine: Engine, request: Request, body: ResponsesRequest, size
     engine.responses.store.check(sum(len(bytes(item)) for item in items))
 
     def translated(error: Exception) -> ApiError:
-        return name_responses_field(translated_error(error))
+        return name_responses_field(translated_error(error), body)
 
     async def prepared() -> ResponseJob:
         return await ResponseJob.prepare(context.serving, body, chat, response_id, size, items)
@@ -199,7 +199,7 @@ async def _count(engine: Engine, request: Request, body: ResponsesRequest, size:
             with engine.accepted():
                 return InputTokenCount(input_tokens=await prompt_token_count(serving, chat, size))
         except Exception as error:
-            raise name_responses_field(translated_error(error)) from error
+            raise name_responses_field(translated_error(error), body) from error
 
     return json_response(answer(), {headers.REQUEST_ID: request_id_of(request, None)})
 

@@ -13,6 +13,7 @@ from urllib.parse import quote
 import msgspec
 from xxhash import xxh3_64_intdigest
 
+from argosy_protocol import errors
 from argosy_protocol.allowed_tools import ALLOWED_TOOLS
 from argosy_protocol.anthropic import decode_count_tokens_request, decode_messages_request
 from argosy_protocol.anthropic_chat import as_chat
@@ -78,6 +79,7 @@ class UnsupportedMediaType(BadRequest):
     makes their requests subject to CORS."""
 
     http_status = 415
+    default_code = "unsupported_media_type"
 
 
 def require_method(request: Request, *allowed: bytes) -> bytes:
@@ -90,8 +92,7 @@ def require_method(request: Request, *allowed: bytes) -> bytes:
 
 def no_route(request: Request) -> NotFound:
     """Return the error of a path that nothing answers."""
-    method, path = request.method.decode("latin-1"), request.path.decode("latin-1")
-    return NotFound(f"no route {method} {path[:128]}")
+    return errors.no_route(request.method.decode("latin-1"), request.path.decode("latin-1"))
 
 
 def require_json(request: Request) -> None:
@@ -137,9 +138,9 @@ def decode_call(
         raise _internal("data_parallel_rank")
     if decoded.vllm_xargs and not _INTERNAL.isdisjoint(decoded.vllm_xargs):
         raise BadRequest("vllm_xargs has a field that is internal to engines", param="vllm_xargs")
-    service, adapter = find_service(fleet, decoded)
+    service, adapter = find_service(fleet, decoded, account)
     if not may_use(account, decoded.model, service, adapter):
-        raise unknown_model(decoded.model)
+        raise unknown_model(fleet, decoded.model, account)
     session = session_of(decoded, request.header(SESSION_HEADER))
     named = service
     if not adapter:

@@ -14,6 +14,8 @@ from argosy_router.fleet.fleet import Fleet
 from argosy_router.fleet.service import Service
 
 _RETRY_AFTER_S: Final = 1.0
+_SHOWN_NAMES: Final = 8
+"""Names of models in one message."""
 
 
 class Renaming(NamedTuple):
@@ -23,8 +25,11 @@ class Renaming(NamedTuple):
     client: str
 
 
-def find_service(fleet: Fleet, decoded: GenerationRequest) -> tuple[Service, str]:
-    """Return the service a request names, and its adapter if it names one, else the empty string.
+def find_service(
+    fleet: Fleet, decoded: GenerationRequest, account: Account | None = None
+) -> tuple[Service, str]:
+    """Return the service a request names, and its adapter if it names one, else the empty string. Whether `account` may
+    use it is not checked: the error names what it may use.
 
     Raises:
         BadRequest: the request names no model.
@@ -35,7 +40,7 @@ def find_service(fleet: Fleet, decoded: GenerationRequest) -> tuple[Service, str
         raise BadRequest("you must provide a model parameter", param="model")
     service = fleet.service_of(decoded.model)
     if service is None:
-        raise no_such_model(fleet, decoded.model)
+        raise no_such_model(fleet, decoded.model, account)
     return service, fleet.adapter_of(decoded.model)
 
 
@@ -59,14 +64,34 @@ def may_use(account: Account, name: str, service: Service, adapter: str = "") ->
     return account.may_use(name, model, service.name, f"{model}:{adapter}" if adapter else name)
 
 
-def unknown_model(name: str) -> NotFound:
-    return NotFound(f"the model `{name[:256]}` does not exist", param="model", code="model_not_found")
+def names_for(fleet: Fleet, account: Account) -> list[tuple[str, Service]]:
+    """Return the names that the account may give in requests, each with its service."""
+    found: list[tuple[str, Service]] = []
+    for service in fleet.services.values():
+        spec = service.spec
+        adapters = [f"{spec.model}:{adapter}" for adapter in spec.adapters]
+        found += [
+            (name, service)
+            for name in dict.fromkeys((spec.model, *spec.aliases, *adapters))
+            if fleet.service_of(name) is service and may_use(account, name, service, fleet.adapter_of(name))
+        ]
+    return found
 
 
-def no_such_model(fleet: Fleet, name: str) -> NotFound | Unavailable:
+def unknown_model(fleet: Fleet, name: str, account: Account | None) -> NotFound:
+    """Return the error for a name that no service has, or that the account may not use, with the names that it may use;
+    None: whoever asks sees no names."""
+    names = [found for found, _ in names_for(fleet, account)] if account is not None else []
+    shown = ", ".join(repr(found[:256]) for found in names[:_SHOWN_NAMES])
+    more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
+    there = f"; models: {shown}{more}" if shown else ""
+    return NotFound(f"the model `{name[:256]}` does not exist{there}", param="model", code="model_not_found")
+
+
+def no_such_model(fleet: Fleet, name: str, account: Account | None) -> NotFound | Unavailable:
     """Return the error for a name that no service has: another one while some replicas have not told their models."""
     if fleet.knows_all_models:
-        return unknown_model(name)
+        return unknown_model(fleet, name, account)
     return Unavailable(
         f"the model `{name[:256]}` is not known yet: the router has not heard of all of its replicas; retry",
         param="model",
