@@ -303,7 +303,68 @@ async def test_a_canary_whose_replica_never_comes_up_fails_after_the_deadline() 
         await until_phase(cluster, "Failed")
         await operator.settle()
         assert revisions(cluster) == old
-        assert "0 of 1 canary replicas routable after 120 s" in cluster.condition("Degraded")["message"]
+        message = cluster.condition("Degraded")["message"]
+        assert "0 of 1 canary replicas routable after 120 s; pod tiny-canary-" in message
+        assert ": ImagePullBackOff: not found; the old replicas serve" in message
+
+
+def events(cluster: FakeKubernetes, reason: str) -> list[str]:
+    return [
+        obj["message"]
+        for (kind, *_), obj in cluster.objects.items()
+        if kind is EVENTS and obj["reason"] == reason
+    ]
+
+
+def act(cluster: FakeKubernetes, kind: str, revision: str) -> None:
+    action = {"type": kind, "revision": revision}
+    cluster.edit("tiny", lambda spec: spec["rollout"]["canary"].update(action=action))
+
+
+HELD: dict[str, Any] = {"steps": [{"weight": 20}, {"weight": 60, "hold": True}]}
+
+
+@virtual_time
+async def test_a_promotion_by_a_person_is_told_and_counts_the_services_own_replicas() -> None:
+    async with edited(HELD) as (cluster, operator):
+        await until_phase(cluster, "Held", step=2)
+        assert cluster.condition("Progressing")["message"].endswith(
+            "spec.rollout.canary.steps[1].hold is set"
+        )
+        act(cluster, "Promote", rollout(cluster)["revision"])
+        await until_phase(cluster, "Promoting", step=2)
+        await operator.settle()
+        (told,) = events(cluster, "CanaryPromoting")
+        assert told == "promoted by spec.rollout.canary.action: 1/5 replicas updated, 0 ready, 5 routable"
+
+
+@virtual_time
+async def test_an_abort_is_told_to_be_a_persons() -> None:
+    async with edited(HELD) as (cluster, operator):
+        await until_phase(cluster, "Held", step=2)
+        revision = rollout(cluster)["revision"]
+        act(cluster, "Abort", revision)
+        await until_phase(cluster, "Failed", step=2)
+        await operator.settle()
+        for told in (cluster.condition("Degraded")["message"], *events(cluster, "CanaryFailed")):
+            assert told.startswith(
+                f"revision {revision} was taken back: aborted by spec.rollout.canary.action; "
+            )
+
+
+@virtual_time
+async def test_an_action_for_another_revision_is_told_to_have_no_effect() -> None:
+    async with edited(HELD) as (cluster, operator):
+        await until_phase(cluster, "Held", step=2)
+        revision, before = rollout(cluster)["revision"], len(events(cluster, "CanaryHeld"))
+        act(cluster, "Promote", "other")
+        await operator.settle()
+        assert (rollout(cluster)["phase"], len(events(cluster, "CanaryHeld"))) == ("Held", before)
+        told = f"has no effect: Promote is for revision other, and this one is {revision}"
+        assert cluster.condition("Ready")["message"].endswith(told)
+        cluster.edit("tiny", lambda spec: spec["rollout"]["canary"].pop("action"))
+        await operator.settle()
+        assert "no effect" not in cluster.condition("Ready")["message"]
 
 
 @virtual_time

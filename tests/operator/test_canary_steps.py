@@ -40,7 +40,7 @@ class Trial:
         return self
 
     def after(
-        self, seconds: int, figures: SplitFigures = GOOD, *, routable: int | None = None
+        self, seconds: int, figures: SplitFigures = GOOD, *, routable: int | None = None, trouble: str = ""
     ) -> tuple[str, int, int]:
         """Phase, index of the step and weight, `seconds` later."""
         self.seconds += seconds
@@ -49,6 +49,7 @@ class Trial:
             self.state,
             replicas=10,
             routable=self.state.size if routable is None else routable,
+            trouble=trouble,
             figures=figures,
             now=self.now,
             began=self.began,
@@ -80,6 +81,7 @@ def test_a_bad_figure_ends_it_at_once_and_for_good() -> None:
     assert trial.after(10_000, GOOD) == ("failed", 0, 0)
     promote = {"type": "Promote", "revision": "new"}
     assert trial.edit(action=promote).after(0)[0] == "promoting", "a person may decide otherwise"
+    assert trial.state.message == "promoted by spec.rollout.canary.action"
 
 
 def test_without_data_it_stays() -> None:
@@ -94,8 +96,10 @@ def test_without_data_it_stays() -> None:
 def test_replicas_that_do_not_come_up_fail_it_after_the_deadline() -> None:
     trial = Trial()
     assert trial.after(1800, routable=0) == ("stepping", 0, 0)
-    assert trial.after(1, routable=0) == ("failed", 0, 0)
-    assert "0 of 1 canary replicas routable after 1800 s" in trial.state.message
+    assert trial.after(1, routable=0, trouble="pod p: last exit: code 2") == ("failed", 0, 0)
+    assert trial.state.message == (
+        "0 of 1 canary replicas routable after 1800 s; pod p: last exit: code 2"
+    ), "the replicas go, and their trouble with them"
 
 
 def test_the_deadline_begins_with_the_operator_that_measures_it() -> None:
@@ -129,6 +133,7 @@ def test_a_step_that_holds_waits_for_a_person() -> None:
     trial.after(0)
     assert trial.after(100_000) == ("stepping", 0, 10)
     assert trial.is_held
+    assert trial.waits_for == "spec.rollout.canary.steps[0].hold is set"
     for action in (
         {"type": "Continue", "revision": "other", "step": 1},
         {"type": "Promote", "revision": "other"},
@@ -139,6 +144,7 @@ def test_a_step_that_holds_waits_for_a_person() -> None:
     assert trial.after(1) == ("stepping", 1, 10)
     assert trial.after(1, routable=5) == ("stepping", 1, 50)
     assert trial.after(100_000) == ("stepping", 1, 50), "the next step holds again"
+    assert trial.waits_for == "spec.rollout.canary.steps[1].hold is set"
     assert trial.edit(action={"type": "Continue", "revision": "new", "step": 2}).after(1)[0] == "promoting"
 
 

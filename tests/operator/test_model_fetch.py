@@ -38,7 +38,7 @@ def fetch_of(obj: dict[str, Any]) -> ModelFetch:
     [
         ("not reported", {}, None, "pending", None),
         ("starts", {"state": {"waiting": {"reason": "PodInitializing"}}}, None, "pending", None),
-        ("image cannot be pulled", {"state": PULL}, None, "pending", Problem("ErrImagePull", "not found")),
+        ("image cannot be pulled", {"state": PULL}, None, "pending", Problem("ImagePullBackOff", "not found")),
         ("runs", {"state": RUNNING}, None, "running", None),
         ("has succeeded", {"state": ended(0, LAST_LINE), "ready": True}, None, "succeeded", None),
         ("has failed", {"state": ended(1, f"fetching\n{GATED}\n")}, None, "failed",

@@ -101,7 +101,7 @@ async def test_a_broken_change_keeps_the_old_replicas() -> None:
         edit_engine(cluster, image="broken:1")
         await operator.settle()
         ready = cluster.condition("Ready")
-        assert (ready["status"], ready["reason"]) == ("False", "ImagePullBackOff")
+        assert (ready["status"], ready["reason"]) == ("False", "RolloutHalted")
         assert cluster.condition("Routable")["status"] == "True"
         assert num_routable(cluster) == 2
         cluster.edit("tiny", lambda spec: spec["engine"].pop("image"))

@@ -177,7 +177,16 @@ FINE = ("False", "AsExpected")
          {"Stalled": FINE}),
         ("new replica fails beside a serving one", report((new(1, **STARTING, problem=CRASH), old(1), old(2))),
          {"Progressing": ("False", "RolloutHalted"), "Reconciling": ("False", "RolloutHalted"),
-          "Stalled": ("True", "RolloutHalted"), "Routable": READY}),
+          "Stalled": ("True", "RolloutHalted"), "Routable": READY, "Ready": ("False", "RolloutHalted")}),
+        ("no node took the old replica, the new one starts",
+         report((new(1, **STARTING), old(1, **NOWHERE, unschedulable=NO_GPU, unschedulable_since=LONG_AGO)),
+                replicas=1),
+         {"Ready": ("False", "RollingOut"), "WorkloadReady": ("False", "Starting"), "Degraded": FINE}),
+        ("the old replica crashes, the new one starts",
+         report((new(1, **STARTING), old(1, **STARTING, problem=CRASH)), replicas=1),
+         {"Ready": ("False", "RollingOut"), "WorkloadReady": ("False", "Starting"), "Degraded": FINE}),
+        ("the old replica crashes, there is no new one yet",
+         report((old(1, **STARTING, problem=CRASH),), replicas=1), {"Degraded": ("True", "CrashLoopBackOff")}),
         ("deadline, in kstatus' words",
          report((new(1, **STARTING), old(1)), deployment=live_deployment(conditions=(DEADLINE,))),
          {"Reconciling": ("False", "ProgressDeadlineExceeded"), "Stalled": ("True", "ProgressDeadlineExceeded")}),
@@ -311,7 +320,31 @@ def test_numbers() -> None:
 def test_message_names_the_pod_and_its_trouble() -> None:
     made = report((new(1), new(2, **STARTING, problem=Problem("ImagePullBackOff", "not found"))))
     message = next(each.message for each in made.conditions if each.type == "Ready")
-    assert message == "1/2 updated replicas ready; pod new-2: not found"
+    told = "not found; the manifest does not name this image: it is engine.image of the Helm chart"
+    assert message == f"1/2 updated replicas ready; pod new-2: {told}"
+
+
+@pytest.mark.parametrize(
+    ("engine", "message", "source"),
+    [
+        ({}, "not found", "engine.image"),
+        ({"type": "vllm", "device": "cuda"}, "not found", "engine.vllmImage"),
+        ({"image": "mine:1"}, "not found", ""),
+        ({"image": "mine:1"}, f"{CONFIG.engine_image} not found", "engine.image"),
+    ],
+    ids=["the default", "vLLM's default", "the manifest's", "the default that fetches"],
+)
+def test_an_image_that_the_manifest_does_not_name_is_told_to_be_the_charts(
+    engine: dict[str, Any], message: str, source: str
+) -> None:
+    spec = {"engine": engine, **({"resources": {"gpu": {}}} if "device" in engine else {})}
+    revision = plan_children(parse(isvc_object(**spec)), Observation(), CONFIG).revision
+    failing = pod("new", revision, **STARTING, problem=Problem("ImagePullBackOff", message))
+    for others, kind in (((), "Degraded"), ((old(1),), "Progressing")):
+        made = report((failing, *others), replicas=1, **spec)
+        told = next(each.message for each in made.conditions if each.type == kind)
+        assert message in told
+        assert (f"it is {source} of the Helm chart" in told) is bool(source), told
 
 
 @pytest.mark.parametrize(
@@ -449,7 +482,7 @@ OOM = {"terminated": {"reason": "OOMKilled", "exitCode": 137}}
     [
         ("creating", {"state": {"waiting": {"reason": "ContainerCreating"}}}, None, ""),
         ("running", {"state": {"running": {}}, "ready": True}, None, ""),
-        ("pull", {"state": {"waiting": {"reason": "ErrImagePull", "message": "no"}}}, "ErrImagePull", "no"),
+        ("pull", {"state": {"waiting": {"reason": "ErrImagePull", "message": "no"}}}, "ImagePullBackOff", "no"),
         ("crash loop", {"state": WAITING, "lastState": {"terminated": {"reason": "Error", "exitCode": 3}}},
          "CrashLoopBackOff", "back-off (last exit: Error, code 3)"),
         ("out of memory", {"state": WAITING, "lastState": OOM}, "OOMKilled",

@@ -30,11 +30,15 @@ from argosy_operator.observed.canary_figures import SplitFigures, split_figures
 from argosy_operator.observed.deployment import has_the_turn, serving_revision
 from argosy_operator.observed.elapsed import min_time, seconds_between
 from argosy_operator.observed.observation import Object, Observation
+from argosy_operator.observed.pod import Pod
 from argosy_resource.canary_spec import MAX_STEPS, CanaryRollout, CanaryStep
 from argosy_resource.types import InferenceService
 
 MAX_MESSAGE: Final = 512
 """Characters of a failure that are remembered."""
+ABORTED: Final = "aborted by spec.rollout.canary.action"
+PROMOTED: Final = "promoted by spec.rollout.canary.action"
+"""What is remembered of a canary that a person has ended."""
 
 
 class CanaryState(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -53,7 +57,7 @@ class CanaryState(Struct, frozen=True, kw_only=True, omit_defaults=True):
     since: str = ""
     """When the step got its weight; empty before that."""
     message: Annotated[str, Meta(max_length=MAX_MESSAGE)] = ""
-    """Why it failed."""
+    """Why it failed, or that a person promoted it."""
     baseline: Baseline = Baseline()
     needs_turn: bool = False
     """Whether the change is the operator's own, which is promoted in one service at a time."""
@@ -139,13 +143,15 @@ def plan_canary(
     if before.phase == "promoting":
         is_done = is_healthy(service, own, revision)
         return None if is_done else CanaryPlan(state=before, waits_for=_late_abort(canary, revision))
-    routable = sum(pod.is_canary and pod.is_routable and pod.revision == revision for pod in observed.pods)
+    replicas = [pod for pod in observed.pods if pod.is_canary and pod.is_alive and pod.revision == revision]
+    routable = sum(pod.is_routable for pod in replicas)
     figures = split_figures(observed.load, revision, before.weight)
     state, waits_for, is_held = advance(
         canary,
         before,
         replicas=service.spec.replicas,
         routable=routable,
+        trouble=_trouble(replicas),
         figures=figures,
         now=observed.time,
         began=observed.began,
@@ -171,6 +177,7 @@ def advance(
     *,
     replicas: int,
     routable: int,
+    trouble: str = "",
     figures: SplitFigures,
     now: str,
     began: str = "",
@@ -181,6 +188,7 @@ def advance(
     Args:
         replicas: of the service.
         routable: replicas of the canary to which routers send requests.
+        trouble: why one of the others does not run; empty if none has a problem.
         figures: of the state's weight.
         now: RFC 3339.
         began: when this operator began to lead, by the same clock; empty if not known. An earlier time may be of
@@ -195,11 +203,11 @@ def advance(
     )
     action = canary.action if canary.action is not None and canary.action.revision == state.revision else None
     if action is not None and action.type == "Promote":
-        return _promoted(state), "", False
+        return _promoted(state, PROMOTED), "", False
     if state.phase == "failed":
         return state, "", False
     if action is not None and action.type == "Abort":
-        return _failed(state, "aborted by spec.rollout.canary.action"), "", False
+        return _failed(state, ABORTED), "", False
     state = _sized(_within(state, canary.steps), canary.steps, replicas)
     step = canary.steps[state.step]
     if state.weight != step.weight:  # the last step's still, or the step was edited
@@ -211,7 +219,7 @@ def advance(
     if verdict.kind == "failed":
         return _failed(state, verdict.message), "", False
     if state.since:
-        state, missing = _missing(state, routable=routable, now=now, deadline_s=deadline_s)
+        state, missing = _missing(state, routable=routable, trouble=trouble, now=now, deadline_s=deadline_s)
         if state.phase == "failed":
             return state, "", False
         if verdict.kind == "waiting":
@@ -224,12 +232,24 @@ def advance(
             return state, "spec.rollout.canary.hold is set", True
         continued = action.step or 0 if action is not None else 0
         if step.hold and continued <= state.step:
-            return state, "the step holds: set action Continue, Promote or Abort", True
+            return state, f"spec.rollout.canary.steps[{state.step}].hold is set", True
         if state.step + 1 == len(canary.steps):
             return _promoted(state), "", False
         state = msgspec.structs.replace(state, step=state.step + 1, since="")
         state = _sized(state, canary.steps, replicas)
-    return _start(canary, state, routable=routable, figures=figures, now=now, deadline_s=deadline_s)
+    return _start(
+        canary, state, routable=routable, trouble=trouble, figures=figures, now=now, deadline_s=deadline_s
+    )
+
+
+def _trouble(replicas: list[Pod]) -> str:
+    """The problem of the canary's first replica that has one; empty if none has."""
+    for pod in sorted(replicas, key=lambda pod: pod.name):
+        if pod.problem is not None:
+            return f"pod {pod.name}: {pod.problem.reason}: {pod.problem.message}".rstrip(": ")
+        if pod.unschedulable:
+            return f"pod {pod.name}: {pod.unschedulable}"
+    return ""
 
 
 def _late_abort(canary: CanaryRollout, revision: str) -> str:
@@ -245,6 +265,7 @@ def _start(
     state: CanaryState,
     *,
     routable: int,
+    trouble: str,
     figures: SplitFigures,
     now: str,
     deadline_s: float,
@@ -252,7 +273,7 @@ def _start(
     """Give the step its weight: a smaller one at once, a larger one when its replicas are routable and the stable
     side's figures, if they are compared with, are known."""
     step = canary.steps[state.step]
-    state, missing = _missing(state, routable=routable, now=now, deadline_s=deadline_s)
+    state, missing = _missing(state, routable=routable, trouble=trouble, now=now, deadline_s=deadline_s)
     if state.phase == "failed":
         return state, "", False
     if step.weight < state.weight:
@@ -269,14 +290,18 @@ def _start(
     return weighted, "", False
 
 
-def _missing(state: CanaryState, *, routable: int, now: str, deadline_s: float) -> tuple[CanaryState, str]:
-    """The state, failed if its replicas have not all been routable for too long, and how many are; empty if all."""
+def _missing(
+    state: CanaryState, *, routable: int, trouble: str, now: str, deadline_s: float
+) -> tuple[CanaryState, str]:
+    """The state, failed if its replicas have not all been routable for too long, and how many are; empty if all. The
+    replicas go with the canary, so their trouble is kept in its message."""
     if routable >= state.size:
         return msgspec.structs.replace(state, missing_since=""), ""
     so_far = f"{routable} of {state.size} canary replicas routable"
     since = state.missing_since or now
     if seconds_between(since, now) > deadline_s:
-        return _failed(state, f"{so_far} after {deadline_s:g} s"), so_far
+        why = f"; {trouble}" if trouble else ""
+        return _failed(state, f"{so_far} after {deadline_s:g} s{why}"), so_far
     return msgspec.structs.replace(state, missing_since=since), so_far
 
 
@@ -291,7 +316,7 @@ def _weighted(
     return msgspec.structs.replace(state, weight=step.weight, since=now, baseline=baseline)
 
 
-def _promoted(state: CanaryState) -> CanaryState:
+def _promoted(state: CanaryState, message: str = "") -> CanaryState:
     """Replicas of both revisions serve while the Deployment rolls out, unless the old ones get no requests already."""
     weight = state.weight if state.weight == 100 and state.phase == "stepping" else 0
     size = 0 if state.phase == "failed" else state.size
@@ -301,6 +326,7 @@ def _promoted(state: CanaryState) -> CanaryState:
         step=state.step,
         weight=weight,
         size=size,
+        message=message,
         needs_turn=state.needs_turn,
     )
 

@@ -283,7 +283,7 @@ def _problem(status: Object, container: Object, fetch: ModelFetch | None) -> Pro
             return Problem("ModelFetchFailed", fetch.failure)
         blocked = _waiting(fetch_container(status))
         if blocked:
-            return Problem(blocked.get("reason", "Waiting"), blocked.get("message", ""))
+            return Problem(_waiting_reason(blocked), blocked.get("message", ""))
     return _container_problem(container)
 
 
@@ -295,13 +295,19 @@ def _container_problem(container: Object) -> Problem | None:
         if ended:
             message = f"{message} (last exit: {describe_exit(ended)})".strip()
         oom = ended is not None and ended.get("reason") == "OOMKilled"
-        return Problem("OOMKilled" if oom else waiting.get("reason", "Waiting"), message)
+        return Problem("OOMKilled" if oom else _waiting_reason(waiting), message)
     if ended and not container.get("ready"):
         reason = ended.get("reason") or "Error"
         return Problem(
             "OOMKilled" if reason == "OOMKilled" else "ContainerExited", f"last exit: {describe_exit(ended)}"
         )
     return None
+
+
+def _waiting_reason(waiting: Object) -> str:
+    """The reason of a container that waits. The kubelet alternates between the two for an image that it cannot pull."""
+    reason: str = waiting.get("reason") or "Waiting"
+    return "ImagePullBackOff" if reason == "ErrImagePull" else reason
 
 
 def _waiting(container: Object) -> Object | None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from argosy_operator.desired.canary import ABORTED
 from argosy_operator.observed.pod import Problem
 from argosy_operator.status.condition_state import ConditionState
 from argosy_operator.status.model_cached import fetching, has_fetch_progress, model_cached, store_locked
@@ -27,6 +28,7 @@ from argosy_operator.status.replica_problems import (
     failed_create,
     failed_pod,
     lost_node,
+    problem_message,
     unmounted,
     unschedulable,
     unschedulable_too_long,
@@ -34,7 +36,8 @@ from argosy_operator.status.replica_problems import (
 )
 from argosy_operator.status.rollout_status import rollout_phase
 from argosy_operator.status.scaling_status import scaling_problem
-from argosy_operator.status.service_view import ServiceView
+from argosy_operator.status.service_view import Counts, ServiceView
+from argosy_resource.canary_spec import CanaryAction
 from argosy_resource.types import ConditionType
 
 NO_ROUTER: Final = "no router answers; routers run in the operator's namespace"
@@ -65,6 +68,9 @@ def ready(view: ServiceView) -> ConditionState:
             "False", "Paused", "spec.paused holds this generation back; unset it to apply it"
         )
     if view.plan.rollout.phase in ("canary", "canary-failed"):
+        cause = progressing(view)
+        return ConditionState("False", cause.reason, cause.message)
+    if view.plan.rollout.phase == "halted":
         cause = progressing(view)
         return ConditionState("False", cause.reason, cause.message)
     if not view.is_complete and not view.is_scaling:
@@ -129,10 +135,8 @@ def progressing(view: ServiceView) -> ConditionState:
     under_way = fetching(view)
     if under_way:
         return ConditionState("True", "FetchingModel", f"fetching the model: {under_way}; {so_far}")
-    if (canary := view.plan.rollout.canary) is not None:
-        passed = f"the canary has passed its steps: {so_far}"
-        message = f"{passed}; {canary.waits_for}" if canary.waits_for else passed
-        return ConditionState("True", "CanaryPromoting", message)
+    if view.plan.rollout.canary is not None:
+        return _promotion(view)
     if counts.updated < counts.alive:
         return ConditionState("True", "RollingOut", so_far)
     if counts.alive != counts.desired:
@@ -142,16 +146,34 @@ def progressing(view: ServiceView) -> ConditionState:
     return ConditionState("False", "Complete", so_far)
 
 
+def _promotion(view: ServiceView) -> ConditionState:
+    """How far the rollout of a canary's revision is, in the service's own replicas: the canary's go when it is done."""
+    canary = view.plan.rollout.canary
+    assert canary is not None
+    own = Counts.of(
+        view.observed.without_canary.pods, desired=view.counts.desired, revision=view.plan.revision
+    )
+    why = canary.state.message or "the canary has passed its steps"
+    message = (
+        f"{why}: {own.updated}/{own.desired} replicas updated, {own.ready} ready, {own.routable} routable"
+    )
+    if canary.waits_for:
+        message = f"{message}; {canary.waits_for}"
+    return ConditionState("True", "CanaryPromoting", message)
+
+
 def _canary(view: ServiceView) -> ConditionState:
     """How far the canary is. Figures are in the status, since conditions change with the phase only."""
     plan, canary = view.plan.rollout.canary, view.service.spec.rollout.canary
     assert plan is not None
     assert canary is not None
     state, phase = plan.state, rollout_phase(plan)
+    stray = _stray_action(canary.action, state.revision)
     if phase == "Failed":
+        ended = "was taken back" if state.message == ABORTED else "failed as a canary"
         message = (
-            f"revision {state.revision} failed as a canary: {state.message}; the old replicas serve every request "
-            "until the spec changes, or spec.rollout.canary.action promotes the revision"
+            f"revision {state.revision} {ended}: {state.message}; the old replicas serve every request "
+            f"until the spec changes, or spec.rollout.canary.action promotes the revision{stray}"
         )
         return ConditionState("False", "CanaryFailed", message)
     message = (
@@ -159,7 +181,17 @@ def _canary(view: ServiceView) -> ConditionState:
     )
     if phase == "Held":
         message = f"{message}; {plan.waits_for}"
-    return ConditionState("True", f"Canary{phase}", message)
+    return ConditionState("True", f"Canary{phase}", message + stray)
+
+
+def _stray_action(action: CanaryAction | None, revision: str) -> str:
+    """What is told of an action that names another revision than the canary's; empty if there is none."""
+    if action is None or action.revision == revision:
+        return ""
+    return (
+        f"; spec.rollout.canary.action has no effect: {action.type} is for revision {action.revision}, and this one is "
+        f"{revision}"
+    )
 
 
 def workload_ready(view: ServiceView) -> ConditionState:
@@ -179,7 +211,7 @@ def workload_ready(view: ServiceView) -> ConditionState:
         return ConditionState("False", "Starting", f"{so_far}; {not_mounted}")
     if lacking := without_workers(view):
         return ConditionState("False", "Starting", f"{so_far}; {lacking}")
-    waiting = [pod.name for pod in view.observed.pods if pod.is_alive and not pod.is_up]
+    waiting = [pod.name for pod in view.judged_pods if not pod.is_up]
     return ConditionState(
         "False", "Starting", f"{so_far}; waiting for {_names(waiting)}" if waiting else so_far
     )
@@ -265,9 +297,8 @@ def _halt_message(view: ServiceView) -> str:
     pod = view.plan.rollout.halted_by
     assert pod is not None
     assert pod.problem is not None
-    cause = pod.problem.message or pod.problem.reason
     return (
-        f"pod {pod.name} does not come up ({cause}); no further replica is replaced "
+        f"pod {pod.name} does not come up ({problem_message(view, pod.problem)}); no further replica is replaced "
         "until it is ready or the spec changes"
     )
 

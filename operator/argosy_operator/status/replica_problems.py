@@ -30,6 +30,7 @@ _NO_CACHE_REMEDY: Final = (
     "; node {node} may have no node cache: its DaemonSet runs where nodeCache.nodeSelector and nodeCache.tolerations "
     "of the Helm chart allow it, and spec.placement must not lead to other nodes"
 )
+_IMAGE_REASONS: Final = ("ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
 _SIZE_LIMIT_REMEDY: Final = "; the model is larger than spec.model.cache.sizeLimit"
 
 
@@ -45,12 +46,23 @@ def failed_create(view: ServiceView) -> Problem | None:
 
 def container_problem(view: ServiceView) -> Problem | None:
     """A container that does not run; pods of the planned revision first, since they show whether the change works."""
-    alive = [pod for pod in view.observed.pods if pod.is_alive and pod.problem is not None]
-    alive.sort(key=lambda pod: (pod.revision != view.plan.revision, pod.name))
-    for pod in alive:
-        assert pod.problem is not None
-        return Problem(pod.problem.reason, f"pod {pod.name}: {pod.problem.message or pod.problem.reason}")
+    for pod in view.judged_pods:
+        if pod.problem is not None:
+            return Problem(pod.problem.reason, f"pod {pod.name}: {problem_message(view, pod.problem)}")
     return None
+
+
+def problem_message(view: ServiceView, problem: Problem) -> str:
+    """The message of a pod's problem, with the value of the chart that names an image which cannot be pulled, if the
+    resource does not name it."""
+    message, engine, images = problem.message or problem.reason, view.service.spec.engine, view.plan.images
+    if problem.reason not in _IMAGE_REASONS:
+        return message
+    is_fetchers = images.fetch != (engine.image or images.engine) and images.fetch in message
+    if engine.image and not is_fetchers:
+        return message
+    value = "engine.image" if is_fetchers or engine.type == "argosy" else f"engine.{engine.type}Image"
+    return f"{message}; the manifest does not name this image: it is {value} of the Helm chart"
 
 
 def failed_pod(view: ServiceView) -> Problem | None:
@@ -84,8 +96,8 @@ def lost_node(view: ServiceView) -> Problem | None:
 
 
 def unschedulable(view: ServiceView) -> Problem | None:
-    for pod in sorted(view.observed.pods, key=lambda pod: pod.name):
-        if pod.is_alive and pod.unschedulable:
+    for pod in view.judged_pods:
+        if pod.unschedulable:
             reason = "ClaimNotFound" if _lacks_claim(pod) else "Unschedulable"
             return Problem(reason, f"pod {pod.name}: {pod.unschedulable}")
     return None
@@ -99,8 +111,8 @@ def _lacks_claim(pod: Pod) -> bool:
 def unmounted(view: ServiceView) -> str:
     """The replica whose node has not prepared it for UNMOUNTED_SECONDS, and where Kubernetes says why; empty if none
     is."""
-    for pod in sorted(view.observed.pods, key=lambda pod: pod.name):
-        if pod.is_alive and pod.unmounted_since and seconds_until_unmounted(pod, view.now) <= 0:
+    for pod in view.judged_pods:
+        if pod.unmounted_since and seconds_until_unmounted(pod, view.now) <= 0:
             remedy = ""
             cache = view.service.spec.model.cache
             if cache is not None and cache.type == "node":
@@ -147,11 +159,7 @@ def unschedulable_too_long(view: ServiceView) -> Problem | None:
     count: it has a deadline of its own."""
     if view.plan.rollout.phase in ("in-place", "waiting-for-capacity", "waiting-for-node"):
         return None
-    left = [
-        seconds_until_degraded(pod, view.now)
-        for pod in view.observed.pods
-        if pod.is_alive and pod.unschedulable
-    ]
+    left = [seconds_until_degraded(pod, view.now) for pod in view.judged_pods if pod.unschedulable]
     return unschedulable(view) if left and min(left) <= 0 else None
 
 

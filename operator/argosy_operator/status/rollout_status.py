@@ -37,7 +37,7 @@ def rollout_status(service: InferenceService, plan: CanaryPlan | None, now: str)
         weight=state.weight,
         window_seconds=_window(canary),
         since=state.since,
-        message=state.message or plan.waits_for,
+        message=plan.waits_for or state.message,
         canary=_figures(plan.figures.canary),
         stable=_figures(plan.figures.stable),
         time=now,

@@ -102,6 +102,16 @@ class ServiceView(Struct, frozen=True, kw_only=True):
         )
 
     @property
+    def judged_pods(self) -> list[Pod]:
+        """The living replicas whose problems the conditions tell, those of the planned revision first. Once there is
+        one of these, others do not count: they are being replaced, and what was wrong with them may have been mended.
+        While an older revision is kept, for a canary or until it is this service's turn, its replicas count as well."""
+        alive = [pod for pod in self.observed.pods if pod.is_alive]
+        planned = [pod for pod in alive if pod.revision == self.plan.revision]
+        judged = planned if planned and not self.plan.rollout.held_revision else alive
+        return sorted(judged, key=lambda pod: (pod.revision != self.plan.revision, pod.name))
+
+    @property
     def fetches_model(self) -> bool:
         """Whether the planned replicas fetch their model before the engine starts."""
         containers = self.plan.deployment["spec"]["template"]["spec"].get("initContainers", ())
