@@ -50,7 +50,7 @@ def test_a_fleet_from_up_to_down(fleet: LocalFleet, capfd: pytest.CaptureFixture
     shown = json.loads(capfd.readouterr().out)
     assert [replica["phase"] for replica in shown["services"][0]["replicas"]] == ["Routable", "Routable"]
     assert fleet.argosy("why", "tiny") == 0
-    assert f"first token  {fleet.url}" in capfd.readouterr().out
+    assert f"ready     {fleet.url}" in capfd.readouterr().out
 
     assert fleet.argosy("chat", "tiny", "hi") == 0
     assert capfd.readouterr().out == "hello \n"
@@ -229,8 +229,9 @@ def test_a_replica_that_cannot_start_is_shown_with_the_end_of_its_log(
     replicas = {replica.name: replica for replica in fleet.replicas()}
     assert replicas["tiny-0"].phase == "Routable"
     capfd.readouterr()
-    assert fleet.argosy("why", "tiny", "-o", "json") == 1, "the new replica has not come up"
-    assert json.loads(capfd.readouterr().out)["service"] == "default/tiny"
+    assert fleet.argosy("why", "tiny", "-o", "json") == 0, "the old replica serves"
+    shown = json.loads(capfd.readouterr().out)
+    assert (shown["service"], shown["links"][-1]["state"], shown["serving"]) == ("default/tiny", "failed", 1)
     assert fleet.argosy("why", "huge") == 1
     assert "the fleet has no service 'huge'; there are: tiny" in capfd.readouterr().err
 

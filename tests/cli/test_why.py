@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import re
@@ -15,6 +16,7 @@ from fake_kubectl import fake_kubectl
 from argosy.commands import why
 from argosy.diagnosis.chain import MAX_LINES, Diagnosis, Link, load_step, render, until_first_problem
 from argosy.diagnosis.cluster_chain import cluster_diagnosis, log_source, suspect
+from argosy.diagnosis.installation import num_ready, operator_absence, router_service
 from argosy.diagnosis.kubectl import Kubectl
 from argosy.diagnosis.local_chain import local_diagnosis
 from argosy.diagnosis.remedies import REMEDIES
@@ -151,7 +153,7 @@ CASES: dict[str, tuple[Object, list[Object], str, str, list[str]]] = {
         [pod()],
         "accepted",
         "failed",
-        ["other/qwen", "aliases"],
+        ["other/qwen", "spec.model.servedName or spec.model.aliases"],
     ),
     "paused": (
         service(condition("Ready", "False", "Paused", "the spec was changed"), paused=True),
@@ -163,7 +165,7 @@ CASES: dict[str, tuple[Object, list[Object], str, str, list[str]]] = {
     "scaled to zero": (
         service(condition("Ready", "True", "ScaledToZero"), replicas=0),
         [],
-        "first token",
+        "ready",
         "failed",
         [],
     ),
@@ -248,7 +250,7 @@ CASES: dict[str, tuple[Object, list[Object], str, str, list[str]]] = {
         ],
         "engine",
         "failed",
-        ["container engine", "ImagePullBackOff: not found", "imagePullSecrets"],
+        ["container engine", "ImagePullBackOff: not found", "correct engine.image of the Helm chart"],
     ),
     "an engine that exits": (
         service(NOT_READY),
@@ -306,14 +308,14 @@ CASES: dict[str, tuple[Object, list[Object], str, str, list[str]]] = {
     "a rollout": (
         service(condition("Ready", "False", "RollingOut", "1 old replicas still serve")),
         [pod()],
-        "first token",
+        "ready",
         "waiting",
         ["1 old replicas still serve"],
     ),
     "all is well": (
         service(condition("Ready", "True", "ReplicasRoutable")),
         [pod()],
-        "first token",
+        "ready",
         "done",
         ["2/2 replicas routable", "http://router/v1", "'qwen'"],
     ),
@@ -323,7 +325,7 @@ CASES: dict[str, tuple[Object, list[Object], str, str, list[str]]] = {
             condition("Degraded", "True", "CanaryNotFound", "there is no InferenceService 'next'"),
         ),
         [pod()],
-        "first token",
+        "ready",
         "done",
         ["note: CanaryNotFound", "'next'"],
     ),
@@ -346,7 +348,7 @@ CASES: dict[str, tuple[Object, list[Object], str, str, list[str]]] = {
             0, condition("Ready", "True", "ScaledToZero", "the next one is held until a replica has started")
         ),
         [],
-        "first token",
+        "ready",
         "done",
         ["the next one is held"],
     ),
@@ -367,7 +369,7 @@ CASES: dict[str, tuple[Object, list[Object], str, str, list[str]]] = {
     "scaled to zero and not there yet": (
         scaled(0, condition("Ready", "False", "RollingOut", "1 replica ends")),
         [],
-        "first token",
+        "ready",
         "waiting",
         ["0 replicas wanted", "1 replica ends"],
     ),
@@ -385,7 +387,7 @@ CASES: dict[str, tuple[Object, list[Object], str, str, list[str]]] = {
             condition("Degraded", "True", "UnknownTimeZone", "schedules in Mars are ignored"),
         ),
         [pod()],
-        "first token",
+        "ready",
         "done",
         ["note: UnknownTimeZone", "correct spec.scaling.schedules"],
     ),
@@ -417,8 +419,10 @@ def of_old_revision() -> Object:
         (scaled(4, NOT_READY), [pod("a"), pod("b"), unscheduled(NO_GPU)], True),
         (service(NOT_READY), [pod("a"), unscheduled(NO_GPU)], True),
         (service(NOT_READY), [unscheduled(NO_GPU)], False),
-        (service(NOT_READY), [of_old_revision(), unscheduled(NO_GPU)], False),
-        (service(NOT_READY), [pod("a"), of_old_revision(), unscheduled(NO_GPU)], False),
+        (service(NOT_READY), [of_old_revision(), unscheduled(NO_GPU)], True),
+        (service(NOT_READY), [pod("a"), of_old_revision(), unscheduled(NO_GPU)], True),
+        (service(condition("Ready", "False", "CanaryFailed")), [of_old_revision()], True),
+        (service(condition("Ready", "False", "CanaryHeld")), [of_old_revision(), pod("a")], True),
         (service(NOT_READY, seen=2), [pod("a"), unscheduled(NO_GPU)], False),
         (
             service(NOT_READY, condition("Routable", "Unknown", "NoRouter")),
@@ -435,8 +439,10 @@ def of_old_revision() -> Object:
         "an added replica finds no GPU",
         "one of a fixed number finds none",
         "none is routable",
-        "the change is not served",
+        "only the old replicas serve",
         "a rollout is under way",
+        "a canary failed",
+        "a canary is held",
         "the operator stands still",
         "no router",
         "the change is refused",
@@ -448,8 +454,178 @@ def test_a_problem_of_one_replica_is_told_while_others_serve(
     found = cluster_diagnosis(resource, pods)
     assert found.is_served is is_served
     text = render(found)
-    assert "FAILED" in text
+    assert found.state != "done"
     assert ("note: clients are served meanwhile" in text) is is_served
+
+
+@pytest.mark.parametrize(
+    ("pods", "told"),
+    [
+        ([pod("a")], "1 replica is routable"),
+        ([pod("a"), pod("b")], "2 replicas are routable"),
+        ([pod("a"), of_old_revision()], "2 replicas are routable, 1 of the newest revision"),
+        ([of_old_revision()], "1 replica is routable, none of the newest revision"),
+    ],
+)
+def test_it_is_told_whether_the_newest_revision_serves(pods: list[Object], told: str) -> None:
+    found = cluster_diagnosis(service(NOT_READY), [*pods, unscheduled(NO_GPU)])
+    assert found.notes == (f"clients are served meanwhile: {told}",)
+
+
+def image_missing(reason: str, **engine: Any) -> Diagnosis:
+    waiting = {"ready": False, "state": {"waiting": {"reason": reason, "message": "not found"}}}
+    return cluster_diagnosis(service(NOT_READY, engine=engine), [pod(conditions=NOT_LOADED, engine=waiting)])
+
+
+@pytest.mark.parametrize("reason", ["ImagePullBackOff", "ErrImagePull", "InvalidImageName"])
+def test_who_can_correct_an_image_is_told(reason: str) -> None:
+    assert "correct engine.image of the Helm chart" in image_missing(reason).links[-1].remedy
+    assert "set spec.engine.image" in image_missing(reason).links[-1].remedy
+    assert "correct engine.vllmImage of" in image_missing(reason, type="vllm").links[-1].remedy
+    assert image_missing(reason, image="mine:1").links[-1].remedy == REMEDIES[reason]
+
+
+STEPS = [{"weight": 10}, {"weight": 50, "hold": True}]
+
+
+@pytest.mark.parametrize(
+    ("canary", "remedy"),
+    [
+        (
+            {"steps": STEPS},
+            "set spec.rollout.canary.action to Continue (with step: 2), Promote or Abort, with revision new; or remove "
+            "spec.rollout.canary.steps[1].hold",
+        ),
+        (
+            {"steps": STEPS, "hold": True},
+            "set spec.rollout.canary.action to Promote or Abort, with revision new; or remove spec.rollout.canary.hold",
+        ),
+        ({"steps": STEPS[:1]}, REMEDIES["CanaryHeld"]),
+    ],
+    ids=["the step", "the rollout", "edited since"],
+)
+def test_the_field_that_holds_a_canary_is_named(canary: Object, remedy: str) -> None:
+    resource = service(condition("Ready", "False", "CanaryHeld", "m"), rollout={"canary": canary})
+    resource["status"]["rollout"] = {"step": 2, "revision": "new"}
+    assert cluster_diagnosis(resource, [pod()]).links[-1].remedy == remedy
+
+
+def test_the_secret_that_a_fetch_lacks_is_named() -> None:
+    ended = {
+        "reason": "Error",
+        "exitCode": 2,
+        "message": "the Secret of spec.model.secretRef is missing or empty",
+    }
+    failed = pod(
+        conditions=NOT_LOADED, engine=CREATING, fetch={"ready": False, "state": {"terminated": ended}}
+    )
+    model = {"source": "hf://org/model", "secretRef": {"name": "hub-token"}}
+    found = cluster_diagnosis(service(NOT_READY, model=model), [failed])
+    assert "create the Secret team/hub-token" in found.links[-1].remedy
+
+
+# routers and operator, whatever the status says
+
+URL = "http://argosy-router.argosy-system.svc:8080/v1"
+NOW = datetime.datetime(2026, 11, 27, 12, tzinfo=datetime.UTC)
+READY = service(condition("Ready", "True", "ReplicasRoutable"))
+READY["status"]["url"] = URL
+HELD = {"spec": {"holderIdentity": "argosy-operator-0", "renewTime": "2026-11-27T11:59:58.000000Z"}}
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        (URL, ("argosy-system", "argosy-router")),
+        ("https://argosy-router.a.svc.cluster.local/v1", ("a", "argosy-router")),
+        ("https://models.example.com/v1", None),
+        ("", None),
+    ],
+)
+def test_the_routers_service_is_that_of_the_status(url: str, expected: tuple[str, str] | None) -> None:
+    assert router_service({"status": {"url": url}}) == expected
+    assert router_service({}) is None
+
+
+def test_endpoints_count_once_and_only_while_they_are_ready() -> None:
+    def endpoint(name: str, *, ready: bool | None) -> Object:
+        return {"addresses": ["x"], "conditions": {"ready": ready}, "targetRef": {"name": name}}
+
+    ipv4 = {"endpoints": [endpoint("a", ready=True), endpoint("b", ready=False), endpoint("c", ready=None)]}
+    assert num_ready([ipv4, {"endpoints": [endpoint("a", ready=True)]}, {"endpoints": None}]) == 2
+    assert num_ready([]) == 0
+
+
+@pytest.mark.parametrize(
+    ("lease", "told"),
+    [
+        (HELD, ""),
+        ({"spec": {**HELD["spec"], "renewTime": "2026-11-27T11:57:00Z"}}, "last renewed at 2026-11-27T11:57"),
+        ({"spec": {"holderIdentity": ""}}, "nobody holds Lease argosy-system/argosy-operator"),
+        ({"spec": {"holderIdentity": "a", "renewTime": None}}, ""),
+        (None, "there is no Lease argosy-system/argosy-operator"),
+    ],
+)
+def test_an_operator_that_does_not_run_is_known_by_its_lease(lease: Object | None, told: str) -> None:
+    found = operator_absence(lease, "argosy-system", NOW)
+    assert told in found
+    assert bool(found) is bool(told)
+
+
+def installed(tmp_path: Path, endpoints: Object, lease: Object, resource: Object = READY) -> Diagnosis:
+    program = fake_kubectl(
+        tmp_path,
+        {
+            "get inferenceservices": resource,
+            "get pods": {"items": [pod()]},
+            "get endpointslices.discovery.k8s.io --namespace argosy-system "
+            "--selector kubernetes.io/service-name=argosy-router": endpoints,
+            "get leases.coordination.k8s.io argosy-operator --namespace argosy-system": lease,
+            "get events": {"items": []},
+        },
+    )
+    return why.in_cluster(Kubectl(program=program), "qwen")
+
+
+ONE_ROUTER = {"items": [{"endpoints": [{"addresses": ["10.0.0.1"]}]}]}
+NO_LEASE = {"error": 'Error from server (NotFound): leases "argosy-operator" not found'}
+FORBIDDEN = {"error": "Error from server (Forbidden): leases is forbidden"}
+
+
+def test_after_an_uninstall_the_last_status_is_not_believed(tmp_path: Path) -> None:
+    found = installed(tmp_path, {"items": []}, {"spec": {"holderIdentity": ""}})
+    assert (found.links[-1].name, found.links[-1].state, found.is_served) == ("router", "failed", False)
+    text = render(found)
+    assert "Service argosy-system/argosy-router has no endpoint that is ready" in text
+    assert "note: no operator runs: nobody holds Lease argosy-system/argosy-operator" in text
+    assert "clients are served" not in text
+
+
+def test_without_an_operator_routers_serve_and_it_is_told(tmp_path: Path) -> None:
+    found = installed(tmp_path, ONE_ROUTER, NO_LEASE)
+    assert (found.links[-1].name, found.is_served) == ("ready", True)
+    assert [link.name for link in found.links][-3:] == ["routable", "router", "ready"], "pods are looked at"
+    assert "no operator runs: there is no Lease" in render(found)
+
+
+def test_what_may_not_be_read_is_no_problem(tmp_path: Path) -> None:
+    found = installed(tmp_path, FORBIDDEN, FORBIDDEN)
+    assert ([link.name for link in found.links], found.notes) == (["manifest", "ready"], ())
+
+
+def test_a_kubelets_word_on_a_log_that_is_gone_is_no_log(tmp_path: Path) -> None:
+    resource, pods, *_ = CASES["an engine that exits"]
+    program = fake_kubectl(
+        tmp_path,
+        {
+            "get inferenceservices": resource,
+            "get pods": {"items": pods},
+            "logs qwen-0": {"text": "unable to retrieve container logs for containerd://0123\n"},
+            "get events": {"items": []},
+        },
+    )
+    found = why.in_cluster(Kubectl(program=program), "qwen")
+    assert found.links[-1].lines == ()
 
 
 def test_the_pod_that_has_come_least_far_is_looked_at_and_of_the_newest_revision() -> None:
@@ -733,7 +909,7 @@ def replica(phase: Any, reason: str = "", *, is_current: bool = True, restarts: 
 @pytest.mark.parametrize(
     ("replicas", "router_ready", "name", "state", "words"),
     [
-        ([replica("Routable")], True, "first token", "done", ["http://127.0.0.1:8080/v1", "'tiny'"]),
+        ([replica("Routable")], True, "ready", "done", ["http://127.0.0.1:8080/v1", "'tiny'"]),
         ([replica("Routable"), replica("Ready")], True, "routable", "waiting", ["not synced"]),
         ([replica("Routable")], False, "routable", "failed", ["the port is taken", "log of router"]),
         ([replica("Starting")], True, "loaded", "waiting", ["loads the model", "log of tiny-0"]),
@@ -745,6 +921,13 @@ def replica(phase: Any, reason: str = "", *, is_current: bool = True, restarts: 
             ["exit code 2, 3 restarts", "log of tiny-0", "argosy logs tiny-0"],
         ),
         ([], True, "process", "waiting", ["none has started yet"]),
+        (
+            [replica("Routable", is_current=False), replica("Starting")],
+            True,
+            "loaded",
+            "waiting",
+            ["note: clients are served meanwhile: 1 replica is routable, none of the newest revision"],
+        ),
     ],
 )
 def test_a_local_fleet(

@@ -1,10 +1,11 @@
-"""`argosy why`: the chain from a service's manifest to its first token, and the first link that fails.
+"""`argosy why`: the chain from a service's manifest until it is ready, and the first link that fails.
 
 Owns: choosing the local fleet or a cluster, and the reads. Must not know: what decides a link (`diagnosis`).
 """
 
 from __future__ import annotations
 
+import datetime
 import sys
 from collections.abc import Sequence
 from typing import Any, Final
@@ -14,6 +15,13 @@ import msgspec
 from argosy.arguments import Parser, add_state_dir
 from argosy.diagnosis.chain import READ_LINES, Diagnosis, render
 from argosy.diagnosis.cluster_chain import cluster_diagnosis, log_source, selector, suspect
+from argosy.diagnosis.installation import (
+    LEASE,
+    Installation,
+    num_ready,
+    operator_absence,
+    router_service,
+)
 from argosy.diagnosis.kubectl import Kubectl, NoSuchKind, NotFound
 from argosy.diagnosis.local_chain import local_diagnosis
 from argosy.errors import FAILURE, OK, CommandError
@@ -26,6 +34,8 @@ NO_SERVICES: Final = (
     "the cluster has no InferenceServices; install the chart, or `kubectl apply` what `argosy crd` prints"
 )
 _SHOWN_NAMES: Final = 10
+_NO_LOG: Final = "unable to retrieve container logs"
+"""What a kubelet answers, as if it were the log, when the container of the last run is gone."""
 _RESOURCE: Final = f"{PLURAL}.{GROUP}"
 
 
@@ -33,8 +43,8 @@ def main(argv: Sequence[str], *, cluster: bool = False) -> int:
     """Print the chain. `cluster`: ask the cluster, whatever is given (`kubectl argosy why`)."""
     parser = Parser(
         prog="kubectl argosy why" if cluster else "argosy why",
-        description="Show why a service does not answer: the chain from its manifest to the first token, up to the "
-        "first link that fails or waits, with its log's last lines and what to do.",
+        description="Show why a service does not answer: the chain from its manifest until it is ready, up to the "
+        "first link that fails or waits, with its log's last lines and what to do. It sends no request to the service.",
         epilog="Exit codes: 0 clients are served, 1 they are not.",
     )
     parser.add_argument("name", nargs="?", help="name of the service; may be left out if there is one only")
@@ -92,9 +102,34 @@ def in_cluster(kubectl: Kubectl, name: str | None) -> Diagnosis:
         if (source := log_source(pod)) is not None:
             container, is_previous = source
             previous = ["--previous"] if is_previous else []
-            log = kubectl.lines("logs", where, "-c", container, f"--tail={READ_LINES}", *previous)
+            found = kubectl.lines("logs", where, "-c", container, f"--tail={READ_LINES}", *previous)
+            log = [line for line in found if not line.startswith(_NO_LOG)]
         events = _warnings(kubectl, where)
-    return cluster_diagnosis(service, pods, log=log, events=events)
+    return cluster_diagnosis(
+        service, pods, log=log, events=events, installation=_installation(kubectl, service)
+    )
+
+
+def _installation(kubectl: Kubectl, service: dict[str, Any]) -> Installation:
+    """Routers and operator, as far as the user may read them."""
+    if (where := router_service(service)) is None:
+        return Installation()
+    namespace, name = where
+    endpoints, absence = None, ""
+    try:
+        words = ("--namespace", namespace, "--selector", f"kubernetes.io/service-name={name}")
+        endpoints = num_ready(kubectl.get("endpointslices.discovery.k8s.io", *words)["items"])
+    except CommandError:
+        pass
+    try:
+        lease = kubectl.get("leases.coordination.k8s.io", LEASE, "--namespace", namespace)
+    except NotFound:
+        absence = operator_absence(None, namespace, datetime.datetime.now(datetime.UTC))
+    except CommandError:
+        pass
+    else:
+        absence = operator_absence(lease, namespace, datetime.datetime.now(datetime.UTC))
+    return Installation(router=f"{namespace}/{name}", endpoints=endpoints, absence=absence)
 
 
 def _only(names: Sequence[str]) -> str:

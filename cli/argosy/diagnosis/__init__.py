@@ -1,1 +1,1 @@
-"""Why a service does not answer: the chain from the manifest to the first token, and its first link that fails."""
+"""Why a service does not answer: the chain from the manifest until it is ready, and its first link that fails."""

@@ -25,7 +25,7 @@ _LOADING: Final = re.compile(r"\bloading (?:the model: (?P<step>.+?)|weights: .*
 
 
 class Link(Struct, frozen=True, kw_only=True):
-    """One step on the way to the first token."""
+    """One step on the way to a service that is ready."""
 
     name: str
     state: State
@@ -43,7 +43,7 @@ class Diagnosis(Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
     """What is beside the chain, such as a problem that keeps no request from its answer."""
     serving: int = 0
-    """Routable replicas that serve this generation although another one's link is not done."""
+    """Routable replicas, of whatever revision, although another one's link is not done."""
 
     @property
     def state(self) -> State:
@@ -54,6 +54,14 @@ class Diagnosis(Struct, frozen=True, kw_only=True):
     def is_served(self) -> bool:
         """Whether clients are served."""
         return self.state == "done" or self.serving > 0
+
+
+def served_meanwhile(serving: int, newest: int) -> str:
+    """The note on replicas that serve although the chain does not end well: all that are routable, and those of the
+    newest revision."""
+    number = "1 replica is routable" if serving == 1 else f"{serving} replicas are routable"
+    of = "" if newest == serving else f", {newest or 'none'} of the newest revision"
+    return f"clients are served meanwhile: {number}{of}"
 
 
 def until_first_problem(links: Iterable[Link]) -> tuple[Link, ...]:

@@ -9,13 +9,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from argosy.diagnosis.chain import MAX_LINES, Diagnosis, Link, loading, until_first_problem
-from argosy.diagnosis.remedies import remedy
+from argosy.diagnosis.chain import (
+    MAX_LINES,
+    Diagnosis,
+    Link,
+    loading,
+    served_meanwhile,
+    until_first_problem,
+)
+from argosy.diagnosis.installation import Installation, operator_note, router_link
+from argosy.diagnosis.remedies import remedy, remedy_of_hold, remedy_of_image
 from argosy_resource.engine_address import COMPONENT_LABEL, NODE_COMPONENT, SERVICE_LABEL
 from argosy_resource.pod_overlay import ENGINE_CONTAINER, FETCH_CONTAINER
 from argosy_resource.types import GROUP
 
 Object = Mapping[str, Any]
+NOT_READ: Final = Installation()
 ROUTABLE: Final = f"{GROUP}/routable"
 MODEL_CACHED: Final = f"{GROUP}/ModelCached"
 REVISION_LABEL: Final = f"{GROUP}/revision"
@@ -39,7 +48,8 @@ _REFUSED: Final = (
 _BESIDE: Final = ("ScaledTwice", "UnknownTimeZone", "CanaryNotFound")
 """Reasons for which a service is Degraded that keep no replica from starting."""
 LINKS: Final = ("manifest", "operator", "accepted", "pods", "node", "volumes", "model", "engine", "loaded")
-"""Names of the links, in their order; behind them `routable`, and `first token`."""
+"""Names of the links, in their order; behind them LAST_LINKS."""
+LAST_LINKS: Final = ("routable", "router", "ready")
 
 
 def cluster_diagnosis(
@@ -48,6 +58,7 @@ def cluster_diagnosis(
     *,
     log: Sequence[str] = (),
     events: Sequence[str] = (),
+    installation: Installation = NOT_READ,
 ) -> Diagnosis:
     """The chain of a service.
 
@@ -56,6 +67,7 @@ def cluster_diagnosis(
         pods: those of its engines, and of the further nodes of their replicas.
         log: the last lines of `log_source`'s container. The links show the last `MAX_LINES` of them.
         events: the newest warnings about `suspect`.
+        installation: what runs of it now. Without an operator the pods are looked at whatever its last status says.
     """
     pod, doing, log = suspect(service, pods), loading(log), log[-MAX_LINES:]
     replicas = [each for each in pods if not _is_node(each)]
@@ -64,21 +76,29 @@ def cluster_diagnosis(
         links += [
             _node(pod),
             _volumes(pod, events),
-            _model(pod, log),
-            _engine(pod, log),
+            _model(pod, log, service),
+            _engine(pod, log, service),
             _loaded(pod, log, doing, _missing_nodes(service, pod, pods)),
             _routable(pod, service),
         ]
-    links.append(_first_token(service))
+    last = [*router_link(installation), _ready(service)]
     metadata = service["metadata"]
-    chain = (links[0], links[-1]) if _condition(service, "Ready").get("status") == "True" else tuple(links)
-    found = until_first_problem(chain)
-    serving = _serving(service, replicas) if _is_of_one_replica(found[-1]) else 0
-    notes = (f"clients are served meanwhile: {serving} replicas are routable",) if serving else ()
+    is_ready = _condition(service, "Ready").get("status") == "True"
+    found = until_first_problem([*(links[:1] if is_ready and not installation.absence else links), *last])
+    notes: list[str] = []
+    serving, newest = 0, 0
+    if _is_of_one_replica(found[-1]) and not installation.has_no_router:
+        serving, newest = _serving(service, replicas)
+    if serving:
+        notes.append(served_meanwhile(serving, newest))
     return Diagnosis(
         service=f"{metadata.get('namespace', 'default')}/{metadata['name']}",
         links=found,
-        notes=(*notes, *_beside(service, is_done=found[-1].state == "done")),
+        notes=(
+            *notes,
+            *_beside(service, is_done=found[-1].state == "done"),
+            *operator_note(installation),
+        ),
         serving=serving,
     )
 
@@ -95,17 +115,24 @@ def _beside(service: Object, *, is_done: bool) -> tuple[str, ...]:
 
 def _is_of_one_replica(link: Link) -> bool:
     """Whether the link says nothing of the other replicas."""
-    return link.state != "done" and LINKS.index("pods") < (*LINKS, "routable", "first token").index(link.name)
+    return link.state != "done" and LINKS.index("pods") < (*LINKS, *LAST_LINKS).index(link.name)
 
 
-def _serving(service: Object, pods: Sequence[Object]) -> int:
-    """Number of routable replicas if all are of the newest revision; 0 while another one is rolled out."""
-    alive = [pod for pod in pods if not pod["metadata"].get("deletionTimestamp")]
+def _serving(service: Object, pods: Sequence[Object]) -> tuple[int, int]:
+    """Number of routable replicas, and of those that are of the newest revision: old ones serve during a rollout, and
+    while a canary is held or has failed."""
+    if _condition(service, "Routable").get("reason") == "NoRouter":
+        return 0, 0
+    routable = [
+        pod
+        for pod in pods
+        if not pod["metadata"].get("deletionTimestamp")
+        and _pod_condition(pod, ROUTABLE).get("status") == "True"
+    ]
     revision = service.get("status", {}).get("revision", "")
-    is_current = all(pod["metadata"].get("labels", {}).get(REVISION_LABEL) == revision for pod in alive)
-    if not is_current or _condition(service, "Routable").get("reason") == "NoRouter":
-        return 0
-    return sum(_pod_condition(pod, ROUTABLE).get("status") == "True" for pod in alive)
+    return len(routable), sum(
+        pod["metadata"].get("labels", {}).get(REVISION_LABEL) == revision for pod in routable
+    )
 
 
 def suspect(service: Object, pods: Sequence[Object]) -> Object | None:
@@ -135,7 +162,7 @@ def selector(name: str) -> str:
 
 
 def _progress(pod: Object) -> tuple[int, str]:
-    links = (_node(pod), _volumes(pod, ()), _model(pod, ()), _engine(pod, ()), _loaded(pod, ()))
+    links = (_node(pod), _volumes(pod, ()), _model(pod, (), {}), _engine(pod, (), {}), _loaded(pod, ()))
     used = "ContainersReady" if _is_node(pod) else ROUTABLE
     is_used = _pod_condition(pod, used).get("status") == "True"
     return sum(link.state == "done" for link in links) + is_used, pod["metadata"]["name"]
@@ -246,7 +273,7 @@ def _volumes(pod: Object, events: Sequence[str]) -> Link:
     )
 
 
-def _model(pod: Object, log: Sequence[str]) -> Link:
+def _model(pod: Object, log: Sequence[str], service: Object) -> Link:
     fetch = _container(pod, FETCH_CONTAINER)
     wanted = any(each["name"] == FETCH_CONTAINER for each in pod.get("spec", {}).get("initContainers", ()))
     if not wanted or fetch.get("ready"):
@@ -256,19 +283,32 @@ def _model(pod: Object, log: Sequence[str]) -> Link:
     if waiting := _waiting(fetch):
         ended = _ended(fetch)
         detail = f"{_name(pod)}, container {FETCH_CONTAINER}: {_exit(ended) if ended else _why(waiting)}"
-        reason = "ModelFetchFailed" if ended else waiting.get("reason", "")
-        return Link(name="model", state="failed", detail=detail, lines=tuple(log), remedy=remedy(reason))
+        what_to_do = (
+            _remedy_of_failed_fetch(service, detail)
+            if ended
+            else remedy_of_image(waiting.get("reason", ""), value="engine.image", is_engine=False)
+        )
+        return Link(name="model", state="failed", detail=detail, lines=tuple(log), remedy=what_to_do)
     if ended := fetch.get("state", {}).get("terminated"):
         detail = f"{_name(pod)}, container {FETCH_CONTAINER}: {_exit(ended)}"
-        return Link(
-            name="model", state="failed", detail=detail, lines=tuple(log), remedy=remedy("ModelFetchFailed")
-        )
+        what_to_do = _remedy_of_failed_fetch(service, detail)
+        return Link(name="model", state="failed", detail=detail, lines=tuple(log), remedy=what_to_do)
     if condition.get("reason") == "StoreLocked":
         return Link(
             name="model", state="failed", detail=f"{_name(pod)}: {told}", remedy=remedy("StoreLocked")
         )
     detail = f"{_name(pod)} fetches the model" + (f": {told}" if told else "")
     return Link(name="model", state="waiting", detail=detail, remedy=_remedy_of_fetch(pod))
+
+
+def _remedy_of_failed_fetch(service: Object, detail: str) -> str:
+    name = service.get("spec", {}).get("model", {}).get("secretRef", {}).get("name", "")
+    namespace = service.get("metadata", {}).get("namespace", "default")
+    if name and "spec.model.secretRef" in detail:
+        return (
+            f"create the Secret {namespace}/{name}, or give it its keys; the fetch is tried again by itself"
+        )
+    return remedy("ModelFetchFailed")
 
 
 def _remedy_of_fetch(pod: Object) -> str:
@@ -279,7 +319,7 @@ def _remedy_of_fetch(pod: Object) -> str:
     )
 
 
-def _engine(pod: Object, log: Sequence[str]) -> Link:
+def _engine(pod: Object, log: Sequence[str], service: Object) -> Link:
     status = pod.get("status", {})
     if status.get("phase") in ("Failed", "Succeeded"):
         reason = status.get("reason") or "PodFailed"
@@ -306,11 +346,21 @@ def _engine(pod: Object, log: Sequence[str]) -> Link:
             name="engine",
             state="failed",
             detail=f"{where}: {_why(waiting)}",
-            remedy=remedy(waiting.get("reason", "")),
+            remedy=_remedy_of_engine(service, waiting.get("reason", "")),
         )
     return Link(
         name="engine", state="waiting", detail=f"{where}: its image is pulled, or it is being created"
     )
+
+
+def _remedy_of_engine(service: Object, reason: str) -> str:
+    """What to do about an engine's container that does not start."""
+    engine = service.get("spec", {}).get("engine", {})
+    if engine.get("image"):
+        return remedy(reason)
+    kind = engine.get("type", "argosy")
+    value = "engine.image" if kind == "argosy" else f"engine.{kind}Image"
+    return remedy_of_image(reason, value=value, is_engine=True)
 
 
 def _loaded(pod: Object, log: Sequence[str], doing: str = "", missing_nodes: str = "") -> Link:
@@ -343,7 +393,8 @@ def _routable(pod: Object, service: Object) -> Link:
     )
 
 
-def _first_token(service: Object) -> Link:
+def _ready(service: Object) -> Link:
+    """The operator's summary. Nothing is asked for a token."""
     ready, status = _condition(service, "Ready"), service.get("status", {})
     if ready.get("status") == "True":
         routable = f"{status.get('routable') or status.get('routableReplicas', 0)} replicas routable"
@@ -352,17 +403,19 @@ def _first_token(service: Object) -> Link:
         if ready.get("reason") == "ScaledToZero":
             if service.get("spec", {}).get("scaling") is None:
                 return _pods(service, ())
-            return Link(
-                name="first token", state="done", detail=f"idle: {ready.get('message', '')}{where}{name}"
-            )
-        return Link(name="first token", state="done", detail=f"{routable}{where}{name}")
+            return Link(name="ready", state="done", detail=f"idle: {ready.get('message', '')}{where}{name}")
+        return Link(name="ready", state="done", detail=f"{routable}{where}{name}")
     stalled = _condition(service, "Stalled").get("status") == "True"
     reason = ready.get("reason", "")
+    what_to_do = remedy(reason)
+    if reason == "CanaryHeld":
+        canary = service.get("spec", {}).get("rollout", {}).get("canary") or {}
+        what_to_do = remedy_of_hold(canary, status.get("rollout") or {})
     return Link(
-        name="first token",
+        name="ready",
         state="failed" if stalled else "waiting",
         detail=f"{reason}: {ready.get('message', '')}".strip(": ") or "the service is not ready",
-        remedy=remedy(reason),
+        remedy=what_to_do,
     )
 
 

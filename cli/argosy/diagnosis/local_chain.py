@@ -8,7 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from argosy.diagnosis.chain import MAX_LINES, Diagnosis, Link, State, loading, until_first_problem
+from argosy.diagnosis.chain import (
+    MAX_LINES,
+    Diagnosis,
+    Link,
+    State,
+    loading,
+    served_meanwhile,
+    until_first_problem,
+)
 from argosy.local.control_messages import FleetStatus, ReplicaStatus, ServiceStatus
 
 _ORDER: Final = ("BackOff", "Stopping", "Draining", "Starting", "Ready", "Routable")
@@ -26,8 +34,14 @@ def local_diagnosis(
     replica = _suspect(service)
     if replica is not None:
         links += [_loaded(replica, log), _routable(replica, status, log)]
-    links.append(Link(name="first token", state="done", detail=f"{status.router.url} as {service.model!r}"))
-    return Diagnosis(service=service.key, links=until_first_problem(links))
+    links.append(Link(name="ready", state="done", detail=f"{status.router.url} as {service.model!r}"))
+    found = until_first_problem(links)
+    if found[-1].state == "done" or not status.router.is_ready:
+        return Diagnosis(service=service.key, links=found)
+    routable = [replica for replica in service.replicas if replica.phase == "Routable"]
+    newest = sum(replica.is_current for replica in routable)
+    notes = (served_meanwhile(len(routable), newest),) if routable else ()
+    return Diagnosis(service=service.key, links=found, notes=notes, serving=len(routable))
 
 
 def _suspect(service: ServiceStatus) -> ReplicaStatus | None:

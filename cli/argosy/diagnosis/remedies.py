@@ -5,14 +5,16 @@ Owns the table; docs/operations.md explains the operator's reasons at length. Mu
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Mapping
+from typing import Any, Final
 
 _IMAGE: Final = (
     "correct the image's name, or add the registry's Secret to spec.podTemplate.spec.imagePullSecrets"
 )
+_IMAGE_REASONS: Final = ("ImagePullBackOff", "ErrImagePull", "InvalidImageName")
 REMEDIES: Final[dict[str, str]] = {
     "InvalidSpec": "correct the field that the message names, and apply the manifest again",
-    "NameConflict": "change spec.servedName or spec.aliases of one of the two services",
+    "NameConflict": "change spec.model.servedName or spec.model.aliases of one of the two services",
     "FleetDocumentFull": "delete services of this namespace, or give them fewer and shorter aliases",
     "ChildNotOwned": "rename or delete the object, or rename the service",
     "ModelFetchFailed": "remove the cause that the message names; the fetch is tried again by itself",
@@ -21,9 +23,10 @@ REMEDIES: Final[dict[str, str]] = {
     "ClaimNotFound": "create the PersistentVolumeClaim, or correct spec.model.cache.claimName or the pvc:// source",
     "Evicted": "raise spec.model.cache.sizeLimit if the message names it, else free the node's disk or memory",
     "RolloutHalted": "correct the change that the new replica fails with; the old ones serve meanwhile",
-    "CanaryFailed": "apply the previous manifest or a better one; the message names the figure that was out of bounds",
-    "CanaryHeld": "set spec.rollout.canary.action to Continue, Promote or Abort, with the revision in status.rollout; "
-    "or remove spec.rollout.canary.hold",
+    "CanaryFailed": "apply the previous manifest, or one without what the message names; or set "
+    "spec.rollout.canary.action to Promote, with the revision in status.rollout",
+    "CanaryHeld": "set spec.rollout.canary.action to Promote or Abort, with the revision in status.rollout; or remove "
+    "what holds: hold of spec.rollout.canary, or of its step, which action Continue lets go on as well",
     "WaitingForCapacity": "free or add a GPU, or set spec.rollout.maxUnavailable",
     "WaitingForTurn": "wait: new defaults reach one service at a time",
     "ProgressDeadlineExceeded": "look at the pods' logs; spec.rollout.progressDeadlineSeconds is the limit",
@@ -56,6 +59,31 @@ REMEDIES: Final[dict[str, str]] = {
     "ReconcileError": "look at the operator's log",
 }
 """Reason -> remedy, as the end of the line `what to do: `."""
+
+
+def remedy_of_image(reason: str, *, value: str, is_engine: bool) -> str:
+    """What to do about an image that the manifest does not name, but the value of the chart."""
+    if reason not in _IMAGE_REASONS:
+        return remedy(reason)
+    own = ", or set spec.engine.image" if is_engine else ""
+    return (
+        f"have the administrator correct {value} of the Helm chart, which names this image (the manifest does not), or "
+        f"the registry's Secret in imagePullSecrets{own}"
+    )
+
+
+def remedy_of_hold(spec: Mapping[str, Any], rollout: Mapping[str, Any]) -> str:
+    """What to do about a canary that is held, by `spec.rollout.canary` and `status.rollout`."""
+    steps, number = spec.get("steps") or (), rollout.get("step") or 1
+    action, revision = "set spec.rollout.canary.action to", f"with revision {rollout.get('revision', '?')}"
+    if spec.get("hold"):
+        return f"{action} Promote or Abort, {revision}; or remove spec.rollout.canary.hold"
+    if number <= len(steps) and steps[number - 1].get("hold"):
+        return (
+            f"{action} Continue (with step: {number}), Promote or Abort, {revision}; or remove "
+            f"spec.rollout.canary.steps[{number - 1}].hold"
+        )
+    return remedy("CanaryHeld")
 
 
 def remedy(reason: str) -> str:
