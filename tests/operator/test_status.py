@@ -348,6 +348,31 @@ def test_an_image_that_the_manifest_does_not_name_is_told_to_be_the_charts(
 
 
 @pytest.mark.parametrize(
+    ("model", "message", "named"),
+    [
+        (
+            {"source": "hf://a/b", "secretRef": {"name": "token"}},
+            "the Secret of spec.model.secretRef is missing or empty",
+            "spec.model.secretRef names token",
+        ),
+        (
+            {"source": "pvc://weights/new"},
+            "/model/new is no directory",
+            "/model is the root of the PersistentVolumeClaim weights",
+        ),
+        ({"source": "file:///model/x"}, "/model/x is no directory", ""),
+    ],
+)
+def test_what_a_message_of_a_pod_means_is_named(model: dict[str, Any], message: str, named: str) -> None:
+    revision = plan_children(parse(isvc_object(model=model)), Observation(), CONFIG).revision
+    failing = pod("p", revision, **STARTING, problem=Problem("CrashLoopBackOff", message))
+    made = report((failing,), replicas=1, model=model)
+    told = next(each.message for each in made.conditions if each.type == "Degraded")
+    assert told.startswith(f"pod p: {message}; {named}" if named else f"pod p: {message}")
+    assert named or told == f"pod p: {message}"
+
+
+@pytest.mark.parametrize(
     ("name", "since", "prepared", "is_told"),
     [
         ("for three minutes", "2025-12-31T23:57:00Z", "False", True),

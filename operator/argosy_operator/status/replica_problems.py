@@ -15,6 +15,8 @@ from argosy_operator.names import LEADER_LABEL
 from argosy_operator.observed.elapsed import seconds_between
 from argosy_operator.observed.pod import Pod, Problem
 from argosy_operator.status.service_view import ServiceView
+from argosy_resource.model_source import MODEL_MOUNT
+from argosy_resource.model_spec import Model
 
 UNSCHEDULABLE_SECONDS: Final = 300
 """A replica may wait this long for a node before the service is degraded. An autoscaler takes minutes to add one."""
@@ -53,16 +55,28 @@ def container_problem(view: ServiceView) -> Problem | None:
 
 
 def problem_message(view: ServiceView, problem: Problem) -> str:
-    """The message of a pod's problem, with the value of the chart that names an image which cannot be pulled, if the
-    resource does not name it."""
+    """The message of a pod's problem, with what is known of the resource and not in the pod: the Secret that a fetch
+    lacks, the claim that is mounted, or the value of the chart that names an image which the manifest does not."""
     message, engine, images = problem.message or problem.reason, view.service.spec.engine, view.plan.images
     if problem.reason not in _IMAGE_REASONS:
-        return message
+        return message + _named(view.service.spec.model, message)
     is_fetchers = images.fetch != (engine.image or images.engine) and images.fetch in message
     if engine.image and not is_fetchers:
         return message
     value = "engine.image" if is_fetchers or engine.type == "argosy" else f"engine.{engine.type}Image"
     return f"{message}; the manifest does not name this image: it is {value} of the Helm chart"
+
+
+def _named(model: Model, message: str) -> str:
+    """What a message of a fetch or an engine means by a path or a field; empty if it names none."""
+    if model.secret_ref is not None and "spec.model.secretRef" in message:
+        return f"; spec.model.secretRef names {model.secret_ref.name}"
+    if model.source.startswith("pvc://") and MODEL_MOUNT in message:
+        claim = model.source.removeprefix("pvc://").partition("/")[0]
+        return (
+            f"; {MODEL_MOUNT} is the root of the PersistentVolumeClaim {claim}, which spec.model.source names"
+        )
+    return ""
 
 
 def failed_pod(view: ServiceView) -> Problem | None:
