@@ -45,6 +45,7 @@ HALTED = condition("Progressing", "False", "RolloutHalted")
         ("the same trouble", [CRASH], [condition("Degraded", "True", "CrashLoopBackOff", "other")], []),
         ("other trouble", [condition("Degraded", "True", "Unschedulable")], [CRASH],
          [("Warning", "CrashLoopBackOff", "pod p: no config.json")]),
+        ("the next attempt of the same trouble", [CRASH], [condition("Degraded", "True", "ContainerExited")], []),
         ("trouble ends", [CRASH], [condition("Degraded", "False", "AsExpected", "")],
          [("Normal", "Recovered", "CrashLoopBackOff is over")]),
         ("ready", [NOT_READY], [READY], [("Normal", "ReplicasRoutable", "m")]),

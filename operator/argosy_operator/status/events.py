@@ -52,6 +52,10 @@ _TOLD_BY_FETCH: Final = frozenset(reason for _, reason in _FETCH.values())
 """Reasons of Degraded whose end has an event of its own: the fetch goes on, or is done."""
 
 
+_CRASHES: Final = frozenset({"CrashLoopBackOff", "ContainerExited"})
+"""Reasons of Degraded between which an engine that exits again and again alternates with each attempt."""
+
+
 class Event(Struct, frozen=True):
     """An Event before it is posted."""
 
@@ -91,7 +95,7 @@ def events_between(before: Iterable[Condition], after: Iterable[Condition]) -> l
         kind: EventType | None = None
         reason = each.reason
         if each.type == "Degraded" and each.status == "True":
-            kind = "Warning"
+            kind = None if was[0] == "True" and {was[1], each.reason} <= _CRASHES else "Warning"
         elif each.type == "Degraded" and was[0] == "True" and was[1] not in _TOLD_BY_FETCH:
             kind, reason = "Normal", _RECOVERED
         elif each.type == "Ready" and each.status == "True":
