@@ -524,6 +524,14 @@ def test_the_secret_that_a_fetch_lacks_is_named() -> None:
     assert "create the Secret team/hub-token" in found.links[-1].remedy
 
 
+def test_the_claim_behind_the_mount_path_is_named() -> None:
+    ended = {**EXITED, "message": "argosy serve: /model/nope is no directory"}
+    failed = pod(conditions=NOT_LOADED, engine={"ready": False, "state": {"terminated": ended}})
+    for source, told in (("pvc://torch/nope", True), ("file:///model/nope", False)):
+        found = cluster_diagnosis(service(NOT_READY, model={"source": source}), [failed])
+        assert ("PersistentVolumeClaim torch of spec.model.source" in found.links[-1].remedy) is told
+
+
 # routers and operator, whatever the status says
 
 URL = "http://argosy-router.argosy-system.svc:8080/v1"

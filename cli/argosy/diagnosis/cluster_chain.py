@@ -20,6 +20,7 @@ from argosy.diagnosis.chain import (
 from argosy.diagnosis.installation import Installation, operator_note, router_link
 from argosy.diagnosis.remedies import remedy, remedy_of_hold, remedy_of_image
 from argosy_resource.engine_address import COMPONENT_LABEL, NODE_COMPONENT, SERVICE_LABEL
+from argosy_resource.model_source import MODEL_MOUNT
 from argosy_resource.pod_overlay import ENGINE_CONTAINER, FETCH_CONTAINER
 from argosy_resource.types import GROUP
 
@@ -339,7 +340,7 @@ def _engine(pod: Object, log: Sequence[str], service: Object) -> Link:
             state="failed",
             detail=f"{where}: {_exit(ended)}{times}",
             lines=tuple(log),
-            remedy=remedy(reason),
+            remedy=remedy(reason) + _mounted_claim(service, _exit(ended)),
         )
     if waiting := _waiting(container):
         return Link(
@@ -351,6 +352,15 @@ def _engine(pod: Object, log: Sequence[str], service: Object) -> Link:
     return Link(
         name="engine", state="waiting", detail=f"{where}: its image is pulled, or it is being created"
     )
+
+
+def _mounted_claim(service: Object, message: str) -> str:
+    """Which claim a path of the engine's message is in; empty if the model is in none."""
+    source = service.get("spec", {}).get("model", {}).get("source", "")
+    if not source.startswith("pvc://") or MODEL_MOUNT not in message:
+        return ""
+    claim = source.removeprefix("pvc://").partition("/")[0]
+    return f". {MODEL_MOUNT} is the root of the PersistentVolumeClaim {claim} of spec.model.source"
 
 
 def _remedy_of_engine(service: Object, reason: str) -> str:
