@@ -14,6 +14,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from argosy_engine.errors import InvalidRequest
+from argosy_engine.structured.pattern_syntax import check_syntax
 
 MAX_PATTERN_CHARS = 4096
 MAX_PATTERN_SIZE = 1000
@@ -66,7 +67,8 @@ def check_pattern(pattern: object) -> None:
     """Check the `pattern` of a JSON schema.
 
     Raises:
-        InvalidRequest: it is not a string, too long, or too large with repetitions written out.
+        InvalidRequest: it is not a string, too long, too large with repetitions written out, or has syntax that would
+            not be enforced.
     """
     if not isinstance(pattern, str):
         raise InvalidRequest("must be a string")
@@ -78,24 +80,32 @@ def check_pattern(pattern: object) -> None:
             f"is too large: its repetitions written out exceed {MAX_PATTERN_SIZE} characters"
         )
     _check(size, MAX_REPETITION, MAX_UNBOUNDED)
+    check_syntax(pattern)
 
 
-def check_regex_size(size: RepetitionSize) -> None:
-    """Check the size of a regular expression for an output or a part of it.
+def check_regex(pattern: str) -> RepetitionSize:
+    """Check a regular expression for an output or a part of it; return its size.
+
+    Raises:
+        InvalidRequest: it has too many repetitions, or syntax that would not be enforced.
+    """
+    size = pattern_size(pattern)
+    _check(size, MAX_REPETITION, MAX_UNBOUNDED)
+    check_syntax(pattern)
+    return size
+
+
+def check_grammar_size(size: RepetitionSize) -> None:
+    """Check the size of an EBNF grammar.
 
     Raises:
         InvalidRequest: it has too many repetitions.
     """
-    _check(size, MAX_REPETITION, MAX_UNBOUNDED)
-
-
-def check_grammar_size(size: RepetitionSize) -> None:
-    """Check the size of an EBNF grammar. Raises as `check_regex_size` does."""
     _check(size, MAX_GRAMMAR_REPETITION, MAX_GRAMMAR_UNBOUNDED)
 
 
 def check_tag_size(size: RepetitionSize) -> None:
-    """Check the size of all parts of a structural tag together. Raises as `check_regex_size` does."""
+    """Check the size of all parts of a structural tag together. Raises as `check_grammar_size` does."""
     _check(size, MAX_GRAMMAR_REPETITION, MAX_GRAMMAR_UNBOUNDED)
 
 

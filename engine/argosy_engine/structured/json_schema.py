@@ -22,7 +22,6 @@ from typing import Any
 
 from argosy_engine.errors import InvalidRequest
 from argosy_engine.structured.grammar_size import check_pattern
-from argosy_engine.structured.pattern_syntax import check_syntax
 
 MAX_DEPTH = 64
 MAX_WORK = 200_000
@@ -398,7 +397,6 @@ class _Checker:
             return
         try:
             check_pattern(pattern)
-            check_syntax(str(pattern))
         except InvalidRequest as error:
             raise _error(path, f"pattern {error}") from None
         self._patterns.add(str(pattern))

@@ -17,16 +17,14 @@ from argosy_engine.structured.grammar_size import (
     ONE_ITEM,
     RepetitionSize,
     check_grammar_size,
-    check_regex_size,
+    check_regex,
     check_tag_size,
     grammar_size,
-    pattern_size,
     repeated,
     sum_sizes,
 )
 from argosy_engine.structured.json_schema import CheckBudget, checked_schema
 from argosy_engine.structured.json_size import least_json_size
-from argosy_engine.structured.pattern_syntax import check_syntax
 
 MAX_WHITESPACE = 32
 """Limit on consecutive white space between the parts of a JSON value. It is enough to indent eight levels; without a
@@ -248,9 +246,7 @@ def _size(value: Any) -> RepetitionSize:
         case {"type": "json_schema" | "qwen_xml_parameter"}:
             return ONE_ITEM
         case {"type": "regex", "pattern": str(pattern)}:
-            check_regex_size(size := pattern_size(pattern))
-            check_syntax(pattern)
-            return size
+            return check_regex(pattern)
         case {"type": "grammar", "grammar": str(grammar)}:
             check_grammar_size(size := grammar_size(grammar))
             return size

@@ -16,13 +16,11 @@ from msgspec import Struct
 from argosy_engine.errors import InvalidRequest
 from argosy_engine.structured.grammar_size import (
     check_grammar_size,
-    check_regex_size,
+    check_regex,
     grammar_size,
-    pattern_size,
 )
 from argosy_engine.structured.json_schema import normalized_schema
 from argosy_engine.structured.json_size import least_json_size
-from argosy_engine.structured.pattern_syntax import check_syntax
 from argosy_engine.structured.structural_tag import normalized_tag
 
 MAX_TEXT_BYTES = 128 * 1024
@@ -107,8 +105,7 @@ class StructuredOutputsParams(
                 return GrammarSpec("json", normalized_schema({"type": "object"}), any_whitespace)
             case "regex":
                 regex = _bounded(self.regex or "", MAX_REGEX_BYTES)
-                check_regex_size(pattern_size(regex))
-                check_syntax(regex)
+                check_regex(regex)
                 return GrammarSpec("regex", regex)
             case "choice":
                 return GrammarSpec("grammar", _choice_grammar(self.choice or ()))
