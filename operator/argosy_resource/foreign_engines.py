@@ -15,6 +15,11 @@ from msgspec import Struct
 EngineType = Literal["argosy", "vllm", "sglang"]
 
 
+def default_image_value(engine_type: str) -> str:
+    """The value of the Helm chart that names the image of engines for which a manifest names none."""
+    return "engine.image" if engine_type == "argosy" else f"engine.{engine_type}Image"
+
+
 class ForeignEngine(Struct, frozen=True, kw_only=True):
     """How one of them is started and reached."""
 

@@ -5,6 +5,7 @@ Owns: choosing the local fleet or a cluster, and the reads. Must not know: what 
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import sys
 from collections.abc import Sequence
@@ -116,20 +117,20 @@ def _installation(kubectl: Kubectl, service: dict[str, Any]) -> Installation:
         return Installation()
     namespace, name = where
     endpoints, absence = None, ""
-    try:
+    with contextlib.suppress(CommandError):
         words = ("--namespace", namespace, "--selector", f"kubernetes.io/service-name={name}")
         endpoints = num_ready(kubectl.get("endpointslices.discovery.k8s.io", *words)["items"])
-    except CommandError:
-        pass
-    try:
-        lease = kubectl.get("leases.coordination.k8s.io", LEASE, "--namespace", namespace)
-    except NotFound:
-        absence = operator_absence(None, namespace, datetime.datetime.now(datetime.UTC))
-    except CommandError:
-        pass
-    else:
-        absence = operator_absence(lease, namespace, datetime.datetime.now(datetime.UTC))
+    with contextlib.suppress(CommandError):
+        absence = operator_absence(_lease(kubectl, namespace), namespace, datetime.datetime.now(datetime.UTC))
     return Installation(router=f"{namespace}/{name}", endpoints=endpoints, absence=absence)
+
+
+def _lease(kubectl: Kubectl, namespace: str) -> dict[str, Any] | None:
+    """The operator's Lease; None if there is none."""
+    try:
+        return kubectl.get("leases.coordination.k8s.io", LEASE, "--namespace", namespace)
+    except NotFound:
+        return None
 
 
 def _only(names: Sequence[str]) -> str:
@@ -140,9 +141,12 @@ def _only(names: Sequence[str]) -> str:
     """
     if len(names) == 1:
         return names[0]
-    there = ", ".join(sorted(names)[:_SHOWN_NAMES]) or "none"
     more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
-    raise CommandError(f"name a service; there are: {there}{more}")
+    raise CommandError(f"name a service; there are: {_first(names)}{more}")
+
+
+def _first(names: Sequence[str]) -> str:
+    return ", ".join(sorted(names)[:_SHOWN_NAMES]) or "none"
 
 
 def _missing(kubectl: Kubectl, message: str) -> str:
@@ -150,8 +154,7 @@ def _missing(kubectl: Kubectl, message: str) -> str:
         names = [each["metadata"]["name"] for each in kubectl.get(_RESOURCE)["items"]]
     except CommandError:
         return message
-    there = ", ".join(sorted(names)[:_SHOWN_NAMES]) or "none"
-    return f"{message}; in this namespace there are: {there}. `-n NAMESPACE` looks elsewhere"
+    return f"{message}; in this namespace there are: {_first(names)}. `-n NAMESPACE` looks elsewhere"
 
 
 def _warnings(kubectl: Kubectl, pod: str) -> list[str]:

@@ -20,6 +20,8 @@ from argosy.diagnosis.chain import (
 from argosy.diagnosis.installation import Installation, operator_note, router_link
 from argosy.diagnosis.remedies import remedy, remedy_of_hold, remedy_of_image
 from argosy_resource.engine_address import COMPONENT_LABEL, NODE_COMPONENT, SERVICE_LABEL
+from argosy_resource.engine_command import claim_name
+from argosy_resource.foreign_engines import default_image_value
 from argosy_resource.model_source import MODEL_MOUNT
 from argosy_resource.pod_overlay import ENGINE_CONTAINER, FETCH_CONTAINER
 from argosy_resource.types import GROUP
@@ -356,10 +358,9 @@ def _engine(pod: Object, log: Sequence[str], service: Object) -> Link:
 
 def _mounted_claim(service: Object, message: str) -> str:
     """Which claim a path of the engine's message is in; empty if the model is in none."""
-    source = service.get("spec", {}).get("model", {}).get("source", "")
-    if not source.startswith("pvc://") or MODEL_MOUNT not in message:
+    claim = claim_name(service.get("spec", {}).get("model", {}).get("source", ""))
+    if claim is None or MODEL_MOUNT not in message:
         return ""
-    claim = source.removeprefix("pvc://").partition("/")[0]
     return f". {MODEL_MOUNT} is the root of the PersistentVolumeClaim {claim} of spec.model.source"
 
 
@@ -368,9 +369,7 @@ def _remedy_of_engine(service: Object, reason: str) -> str:
     engine = service.get("spec", {}).get("engine", {})
     if engine.get("image"):
         return remedy(reason)
-    kind = engine.get("type", "argosy")
-    value = "engine.image" if kind == "argosy" else f"engine.{kind}Image"
-    return remedy_of_image(reason, value=value, is_engine=True)
+    return remedy_of_image(reason, value=default_image_value(engine.get("type", "argosy")), is_engine=True)
 
 
 def _loaded(pod: Object, log: Sequence[str], doing: str = "", missing_nodes: str = "") -> Link:

@@ -67,10 +67,7 @@ def ready(view: ServiceView) -> ConditionState:
         return ConditionState(
             "False", "Paused", "spec.paused holds this generation back; unset it to apply it"
         )
-    if view.plan.rollout.phase in ("canary", "canary-failed"):
-        cause = progressing(view)
-        return ConditionState("False", cause.reason, cause.message)
-    if view.plan.rollout.phase == "halted":
+    if view.plan.rollout.phase in ("canary", "canary-failed", "halted"):
         cause = progressing(view)
         return ConditionState("False", cause.reason, cause.message)
     if not view.is_complete and not view.is_scaling:

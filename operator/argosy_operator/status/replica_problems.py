@@ -15,6 +15,8 @@ from argosy_operator.names import LEADER_LABEL
 from argosy_operator.observed.elapsed import seconds_between
 from argosy_operator.observed.pod import Pod, Problem
 from argosy_operator.status.service_view import ServiceView
+from argosy_resource.engine_command import claim_name
+from argosy_resource.foreign_engines import default_image_value
 from argosy_resource.model_source import MODEL_MOUNT
 from argosy_resource.model_spec import Model
 
@@ -63,7 +65,7 @@ def problem_message(view: ServiceView, problem: Problem) -> str:
     is_fetchers = images.fetch != (engine.image or images.engine) and images.fetch in message
     if engine.image and not is_fetchers:
         return message
-    value = "engine.image" if is_fetchers or engine.type == "argosy" else f"engine.{engine.type}Image"
+    value = default_image_value("argosy" if is_fetchers else engine.type)
     return f"{message}; the manifest does not name this image: it is {value} of the Helm chart"
 
 
@@ -71,8 +73,8 @@ def _named(model: Model, message: str) -> str:
     """What a message of a fetch or an engine means by a path or a field; empty if it names none."""
     if model.secret_ref is not None and "spec.model.secretRef" in message:
         return f"; spec.model.secretRef names {model.secret_ref.name}"
-    if model.source.startswith("pvc://") and MODEL_MOUNT in message:
-        claim = model.source.removeprefix("pvc://").partition("/")[0]
+    claim = claim_name(model.source)
+    if claim is not None and MODEL_MOUNT in message:
         return (
             f"; {MODEL_MOUNT} is the root of the PersistentVolumeClaim {claim}, which spec.model.source names"
         )
