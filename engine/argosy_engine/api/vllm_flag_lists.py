@@ -70,6 +70,9 @@ _NO_CONTEXT_PARALLEL = "the tokens of a request are not divided among devices"
 _NO_DP_SUPERVISOR = "there is one address for all cores; a router is in front of several engines"
 _NO_UBATCHES = "there are no micro-batches"
 _NO_ROPE_FLAG = "positions are as config.json says; change rope_scaling and rope_theta in a copy of it"
+_ONE_BACKEND = "there is one backend of grammars, xgrammar"
+_SAYS_CAPTURED = "--compilation-config says what is captured"
+_NO_SWAP = "preempted requests are computed anew"
 _NOT_MEASURED = "it is not measured"
 
 WITHOUT_EFFECT = (
@@ -84,12 +87,12 @@ WITHOUT_EFFECT = (
     VllmFlag("uvicorn-log-level", "--log-level is the level of all messages"),
     VllmFlag("disable-uvicorn-access-log", "requests are logged with --access-log only", True),
     VllmFlag("disable-access-log-for-endpoints", "--access-log leaves out probes and /metrics"),
-    VllmFlag("swap-space", "preempted requests are computed anew"),
+    VllmFlag("swap-space", _NO_SWAP),
     VllmFlag("prefix-caching-hash-algo", "blocks are compared by hashes that clients cannot choose"),
     VllmFlag("disable-frontend-multiprocessing", "the core always has a process of its own", True),
     VllmFlag("disable-custom-all-reduce", "there is no kernel of its own for all-reduce", True),
     VllmFlag("disable-cascade-attn", "there is no cascade attention", True),
-    VllmFlag("max-seq-len-to-capture", "--compilation-config says what is captured"),
+    VllmFlag("max-seq-len-to-capture", _SAYS_CAPTURED),
     VllmFlag("max-parallel-loading-workers", "weights are read in the order of the checkpoint's files"),
     VllmFlag("limit-mm-per-prompt", "images, videos and audio are refused"),
     VllmFlag("reasoning-config", "the reasoning parser knows the marks around the reasoning"),
@@ -106,7 +109,7 @@ RARE_WITHOUT_EFFECT = (
         True,
     ),
     VllmFlag("renderer-num-workers", "short prompts need no thread, and long ones have their own"),
-    VllmFlag("structured-outputs-config", "there is one backend of grammars, xgrammar"),
+    VllmFlag("structured-outputs-config", _ONE_BACKEND),
     VllmFlag("model-loader-extra-config", "weights are read in parallel in any case"),
     VllmFlag("model-impl", "there is one implementation of every model"),
     VllmFlag("code-revision", "a checkpoint's code is never run; the engine's own model is"),
@@ -134,16 +137,16 @@ RARE_WITHOUT_EFFECT = (
     *(VllmFlag(name, _NO_MAMBA, True) for name in _MAMBA_SWITCHES),
     *(VllmFlag(name, _NO_COHERE) for name in ("cohere-format", "cohere-is-reasoning-model")),
     # Earlier versions of vLLM had the following ones, and samples still do.
-    VllmFlag("guided-decoding-backend", "there is one backend of grammars, xgrammar"),
-    VllmFlag("guided-decoding-disable-fallback", "there is one backend of grammars, xgrammar", True),
-    VllmFlag("guided-decoding-disable-any-whitespace", "there is one backend of grammars, xgrammar", True),
+    VllmFlag("guided-decoding-backend", _ONE_BACKEND),
+    VllmFlag("guided-decoding-disable-fallback", _ONE_BACKEND, True),
+    VllmFlag("guided-decoding-disable-any-whitespace", _ONE_BACKEND, True),
     VllmFlag("num-scheduler-steps", "every step is scheduled, while the one before runs"),
     VllmFlag("num-lookahead-slots", "blocks are allocated as they are needed"),
     VllmFlag("use-v2-block-manager", "there is one block manager", True),
     VllmFlag("enable-reasoning", "--reasoning-parser alone turns it on", True),
-    VllmFlag("max-context-len-to-capture", "--compilation-config says what is captured"),
+    VllmFlag("max-context-len-to-capture", _SAYS_CAPTURED),
     VllmFlag("disable-async-output-proc", "outputs are always processed beside the next step", True),
-    VllmFlag("preemption-mode", "preempted requests are computed anew"),
+    VllmFlag("preemption-mode", _NO_SWAP),
     VllmFlag("scheduler-delay-factor", "a prompt begins as soon as there is room"),
 )
 

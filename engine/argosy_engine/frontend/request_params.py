@@ -120,15 +120,17 @@ def num_logprobs(name: str, count: int | None, config: ResolvedConfig) -> int | 
     vocab_size, limit = config.vocab_size, config.max_logprobs
     if count is None:
         return None
-    asked = (
-        f"{count} were asked for" if count >= 0 else f"{count} asks for the whole vocabulary, {vocab_size}"
-    )
-    count = vocab_size if count < 0 else count
-    if limit >= 0 and count > limit:
+    wanted = vocab_size if count < 0 else count
+    if limit >= 0 and wanted > limit:
+        asked = (
+            f"{count} were asked for"
+            if count >= 0
+            else f"{count} asks for the whole vocabulary, {vocab_size}"
+        )
         raise InvalidRequest(
             f"{name} must be at most {limit}, the engine's --max-logprobs; {asked}", param=name
         )
-    return min(count, vocab_size)
+    return min(wanted, vocab_size)
 
 
 def _logprobs(request: GenerationRequest, config: ResolvedConfig) -> dict[str, Any]:

@@ -31,11 +31,10 @@ _SIZES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1
 _MIN_LIKENESS = 0.75
 """Above it a flag is suggested for an unknown one: one of four letters may be wrong."""
 
-T = TypeVar("T")
-
-
 _OTHER_FORM = "matching regex"
 """Part of msgspec's message about a text that does not match the pattern of its field."""
+
+T = TypeVar("T")
 
 
 class InvalidValue(Exception):

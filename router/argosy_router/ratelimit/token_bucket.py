@@ -79,15 +79,18 @@ class RateLimits:
 
     def wait_s(self, tokens: int, now: float) -> float:
         """Return the seconds until one more request with this many tokens may pass; zero if it may pass now."""
-        requests_s = self.requests.wait_s(1, now) if self.requests is not None else 0.0
-        tokens_s = self.tokens.wait_s(tokens, now) if self.tokens is not None else 0.0
-        return max(requests_s, tokens_s)
+        return max(self._waits_s(tokens, now))
 
     def slower(self, tokens: int, now: float) -> str:
         """Return which of the limits, `requests` or `tokens`, such a request waits for longer."""
+        requests_s, tokens_s = self._waits_s(tokens, now)
+        return "requests" if requests_s >= tokens_s else "tokens"
+
+    def _waits_s(self, tokens: int, now: float) -> tuple[float, float]:
+        """Return the seconds that each limit makes such a request wait."""
         requests_s = self.requests.wait_s(1, now) if self.requests is not None else 0.0
         tokens_s = self.tokens.wait_s(tokens, now) if self.tokens is not None else 0.0
-        return "requests" if requests_s >= tokens_s else "tokens"
+        return requests_s, tokens_s
 
     def take(self, requests: int, tokens: int) -> None:
         """Take requests and tokens from the buckets; negative numbers are returned to them."""
