@@ -29,7 +29,7 @@ PARALLEL := --numprocesses $(TEST_PROCESSES) --dist loadfile --max-worker-restar
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet $(PIP_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev wheel up down test test-wheel test-sanitizers attack fuzz generate kustomize gpu-report gpu-accounting lint e2e start-phases chaos scale images locks conformance conformance-sample test-clients bench bench-engine bench-router clean
+.PHONY: help install install-dev wheel up down test test-gpu test-wheel test-sanitizers attack fuzz generate kustomize gpu-report gpu-accounting lint e2e start-phases chaos scale images locks conformance conformance-sample test-clients bench bench-engine bench-router clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -71,6 +71,9 @@ down: ## stop the local fleet
 
 test: $(INSTALLED_DEV) ## run every test that needs no root, in TEST_PROCESSES processes at once
 	$(BIN)/python -P -m pytest tests $(PARALLEL) --durations 10
+
+test-gpu: $(INSTALLED_DEV) ## run the tests of the GPU kernels on this machine's GPU; elsewhere 'make test' interprets them
+	ARGOSY_TEST_GPU=1 $(BIN)/python -P -m pytest tests/gpu $(PARALLEL)
 
 test-wheel: wheel ## install that wheel without the checkout; run a fleet and the router's tests (WHEEL_TESTS) on it
 	PORT=$(PORT) bash tests/installed_wheel.sh $(WHEEL_TESTS) $(PARALLEL)

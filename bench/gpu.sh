@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Checks and measures the engine on one NVIDIA GPU, in under nine minutes: tokens, kernels, decode and prefill as shares
-# of the roofline, hidden waits, a breakdown of the time, transformers beside it. bench/engine/gpu.py lists the sections.
+# Checks and measures the engine on one NVIDIA GPU, in under ten minutes: tokens, kernels, decode and prefill as shares
+# of the roofline, hidden waits, a breakdown of the time, larger shapes, a server, transformers beside it.
+# bench/engine/gpu.py lists the sections.
 #
 #   bash bench/gpu.sh [--wheels FOLDER] [flags of bench/engine/gpu.py]
 #
@@ -30,4 +31,4 @@ if [ -n "$wheels" ]; then
     "$python" -m pip install --quiet --no-index --find-links "$wheels" --target "$site" $missing
   fi
 fi
-PYTHONPATH="protocol:fetcher:engine:router:operator:cli:$site${PYTHONPATH:+:$PYTHONPATH}" timeout --signal=INT --kill-after=10 525 "$python" bench/engine/gpu.py "$@"
+PYTHONPATH="protocol:fetcher:engine:router:operator:cli:$site${PYTHONPATH:+:$PYTHONPATH}" timeout --signal=INT --kill-after=10 590 "$python" bench/engine/gpu.py "$@"

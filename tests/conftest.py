@@ -12,14 +12,15 @@ import os
 
 from hypothesis import HealthCheck, settings
 
-os.environ["TRITON_INTERPRET"] = "1"
-try:
-    import triton
-except ImportError:  # there is none for this platform; tests/gpu is left out
-    pass
-else:
-    triton.knobs.runtime.interpret = True
-del os.environ["TRITON_INTERPRET"]
+if "ARGOSY_TEST_GPU" not in os.environ:
+    os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        import triton
+    except ImportError:  # there is none for this platform; tests/gpu is left out
+        pass
+    else:
+        triton.knobs.runtime.interpret = True
+    del os.environ["TRITON_INTERPRET"]
 
 settings.register_profile("argosy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("argosy")

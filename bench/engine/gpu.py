@@ -1,4 +1,4 @@
-"""Check and measure the engine on one GPU, in under nine minutes and without a network. Run it with bench/gpu.sh.
+"""Check and measure the engine on one GPU, in under ten minutes and without a network. Run it with bench/gpu.sh.
 
     tokens       a small random checkpoint in float32: each of our greedy tokens must be transformers' best one
     kernels      each Triton kernel against torch, then its share of the memory's speed, which a copy reaches
@@ -7,7 +7,10 @@
     eager        the same decodes with --enforce-eager, if the engine has CUDA graphs
     waits        no launch of a step waits for the device (torch.cuda.set_sync_debug_mode)
     breakdown    the kernels that take the time of decode steps
-    transformers `generate` with a static cache on the same model and prompts
+    dense, fp8, experts
+                 decodes and prompts of larger published shapes with random weights (`gpu_models`)
+    serving      `argosy serve` of the dense one with few tokens, measured by `argosy bench serve`
+    transformers `generate` with a static cache on the same model and prompts as decode
 
 Sections print as they end. One that fails, or for which no time is left, says "not measured" and why. The exit status
 is 1 if a token or a kernel is wrong, or a launch waits. `--device cpu` only tries the script, with small settings.
@@ -37,7 +40,7 @@ NEEDED = {
 TIE = 1e-3
 """A token is accepted if its logit is at most this far below transformers' best one: the order of summation differs."""
 GIB = 1 << 30
-SECONDS = 500.0
+SECONDS = 560.0
 """Time for all sections; gpu.sh ends the program a little later."""
 DECODE_LENGTH = 64
 
@@ -187,9 +190,9 @@ def kernels(bench: Bench) -> Iterator[str]:
     for name, fault in check(bench.device):
         bench.is_wrong |= fault is not None
         yield f"{'wrong' if fault else 'right'}: {name}{': ' + fault if fault else ''}"
-    yield "\n| kernel | GB/s | share of a copy |\n|---|---|---|"
-    for name, speed in bandwidths(bench.device):
-        yield f"| {name} | {speed / 1e9:.1f} | {speed / bench.bandwidth:.0%} |"
+    yield "\n| kernel | us | GB/s | share of a copy |\n|---|---|---|---|"
+    for name, seconds, speed in bandwidths(bench.device):
+        yield f"| {name} | {seconds * 1e6:.1f} | {speed / 1e9:.1f} | {speed / bench.bandwidth:.0%} |"
 
 
 def decode(bench: Bench) -> Iterator[str]:
@@ -255,6 +258,41 @@ def breakdown(bench: Bench) -> Iterator[str]:
             yield f"| {name} | {calls} | {share:.1%} |"
 
 
+def published(name: str) -> Callable[[Bench], Iterator[str]]:
+    """Return the section that measures a shape of `gpu_models.MODELS`."""
+
+    def section(bench: Bench) -> Iterator[str]:
+        from gpu_models import MODELS, measure, start
+
+        if not bench.device.is_cuda:
+            yield "not measured: the model is too large for a CPU"
+            return
+        bench.release()
+        llm = start(MODELS[name], config_folder(bench, MODELS[name]), bench.device)
+        try:
+            yield from measure(llm, MODELS[name], bench.device, bench.bandwidth, bench.flops)
+        finally:
+            free(llm, is_cuda=True)
+
+    return section
+
+
+def config_folder(bench: Bench, model: Any) -> Path:
+    from random_model import write
+
+    return model.write(bench.options.models, write(bench.options.models / "tiny", "tiny"))
+
+
+def serving(bench: Bench) -> Iterator[str]:
+    from gpu_models import SERVED, serve
+
+    if not bench.device.is_cuda:
+        yield "not measured: the model is too large for a CPU"
+        return
+    bench.release()
+    yield from serve(config_folder(bench, SERVED), ("8", "32", "inf"))
+
+
 def transformers(bench: Bench) -> Iterator[str]:
     from gpu_steps import transformers_decodes
 
@@ -274,6 +312,10 @@ SECTIONS: dict[str, tuple[Callable[[Bench], Iterator[str]], float]] = {
     "waits": (waits, 10),
     "breakdown": (breakdown, 15),
     "eager": (eager, 60),
+    "dense": (published("dense"), 60),
+    "fp8": (published("fp8"), 60),
+    "experts": (published("experts"), 70),
+    "serving": (serving, 90),
     "transformers": (transformers, 60),
 }
 """Sections by name, and the seconds that must be left for one to start."""

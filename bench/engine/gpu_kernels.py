@@ -78,10 +78,11 @@ class Case(NamedTuple):
     run: Callable[[], Any]
 
 
-def bandwidths(device: Device) -> Iterator[tuple[str, float]]:
-    """Yield cases and the bytes per second that they reach."""
+def bandwidths(device: Device) -> Iterator[tuple[str, float, float]]:
+    """Yield cases, the seconds of a launch, and the bytes per second that it reaches."""
     for case in _cases(device):
-        yield case.name, case.num_bytes / device.seconds(case.run)
+        seconds = device.seconds(case.run)
+        yield case.name, seconds, case.num_bytes / seconds
 
 
 def _cases(device: Device) -> Iterator[Case]:
@@ -95,7 +96,8 @@ def _cases(device: Device) -> Iterator[Case]:
     gated = torch.randn(rows, 2 * 12288 if device.is_cuda else 64, dtype=dtype, **on)
     yield Case("silu_and_mul, 8192 x 12288", gated.nbytes * 3 // 2, lambda: silu_and_mul(gated))
     for count in (1, requests):
-        logits = torch.randn(count, vocab_size, dtype=dtype, **on)
+        # So far apart that top-p keeps some hundred tokens, as it mostly does with models.
+        logits = 5 * torch.randn(count, vocab_size, dtype=dtype, **on)
         entries = torch.zeros(count, dtype=torch.int32, **on)
         positions = torch.full((count,), 5, **on)
         batch = DeviceSamplingBatch(
@@ -116,6 +118,12 @@ def _cases(device: Device) -> Iterator[Case]:
             f"sampling, {count} rows, top_p 0.9",
             logits.nbytes,
             lambda logits=logits, batch=batch: sample_tokens(logits, batch),
+        )
+        flat = logits / 5
+        yield Case(
+            f"sampling, {count} rows, top_p 0.9 of most tokens",
+            logits.nbytes,
+            lambda flat=flat, batch=batch: sample_tokens(flat, batch),
         )
         yield Case(
             f"grammar mask, {count} rows",

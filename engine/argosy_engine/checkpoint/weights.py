@@ -120,7 +120,8 @@ class WeightPlan(Weights):
 class DummyWeights(Weights):
     """Random weights of the right shapes, for benchmarks without a checkpoint.
 
-    A tensor depends on the seed and its name only, so ranks take parts of the same model.
+    A tensor depends on the seed, its name and the kind of device only, so ranks take parts of the same model. A GPU
+    draws its own, because a CPU would need a minute for 8 billion.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device, seed: int) -> None:
@@ -133,8 +134,9 @@ class DummyWeights(Weights):
         if len(shape) == 1:
             tensor = torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
         else:
-            generator = torch.Generator().manual_seed(xxh64_intdigest(name.encode(), self._seed) >> 1)
-            tensor = torch.randn(shape, generator=generator) * shape[-1] ** -0.5
+            device = self.device if torch.cuda.is_available() else torch.device("cpu")
+            generator = torch.Generator(device).manual_seed(xxh64_intdigest(name.encode(), self._seed) >> 1)
+            tensor = torch.randn(shape, generator=generator, device=device) * shape[-1] ** -0.5
         if shard is not None:
             tensor = torch.cat([_narrow(tensor, shard.dim, each) for each in shard.ranges], dim=shard.dim)
         tensor = tensor.to(device=self.device, dtype=dtype or self.dtype)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
 
 import torch
 import triton
@@ -33,6 +34,13 @@ class AttentionTiles:
     num_stages: int
 
 
+@cache
+def with_two_stages(tiles: AttentionTiles) -> AttentionTiles:
+    """Return the configuration with at most one tile of keys in flight beside the one that is computed."""
+    return replace(tiles, num_stages=min(tiles.num_stages, 2))
+
+
+@lru_cache(maxsize=1024)
 def choose_tiles(
     traits: DeviceTraits,
     dtype: torch.dtype,

@@ -3,6 +3,9 @@
 A recorded launch has the same kernel, arguments and options as a real one, so that what `make gpu-report` compiles
 ahead of time, and what the tests count, is what a device would run. Fake CUDA tensors (`FakeTensorMode`) take the place
 of real ones there.
+
+Triton takes longer to find the compiled kernel of a launch than many kernels take to run. So it is asked once for each
+set of facts about the arguments that it compiles for, and later launches find the compiled kernel here.
 """
 
 from __future__ import annotations
@@ -76,13 +79,61 @@ def launch(kernel: Any, grid: Grid, *, num_warps: int = 4, num_stages: int = 3, 
     if not all(grid):
         return
     launches = _recorded.get()
-    if launches is None:
-        kernel[grid](**arguments, num_warps=num_warps, num_stages=num_stages)
-        variants = _variants.get()
-        if variants is not None:
-            variants.add(Launch(kernel, grid, arguments, num_warps, num_stages).variant)
-    else:
+    if launches is not None:
         launches.append(Launch(kernel, grid, arguments, num_warps, num_stages))
+        return
+    start_kernel(kernel, grid, num_warps, num_stages, arguments)
+    variants = _variants.get()
+    if variants is not None:
+        variants.add(Launch(kernel, grid, arguments, num_warps, num_stages).variant)
+
+
+_compiled: dict[Hashable, Any] = {}
+"""Compiled kernels, by what decides their code, or more than that."""
+_MAX_COMPILED = 8192
+"""Where integers take ever new values, the dictionary starts anew."""
+_parameters: dict[Any, tuple[tuple[str, ...], tuple[int, ...]]] = {}
+"""By kernel: its parameters' names, and the positions of those whose values Triton leaves open."""
+
+
+def start_kernel(kernel: Any, grid: Grid, num_warps: int, num_stages: int, arguments: dict[str, Any]) -> None:
+    """Start a kernel; see `launch`."""
+    parameters = _parameters.get(kernel)
+    if parameters is None:
+        params = getattr(kernel, "params", None)
+        if params is None:  # it is interpreted
+            kernel[grid](**arguments, num_warps=num_warps, num_stages=num_stages)
+            return
+        general = tuple(position for position, each in enumerate(params) if each.do_not_specialize)
+        _parameters[kernel] = parameters = tuple(each.name for each in params), general
+    names, general = parameters
+    values = [arguments[name] for name in names]
+    key = _key(values, general, (kernel, num_warps, num_stages))
+    compiled = _compiled.get(key)
+    if compiled is not None:
+        compiled[grid + (1,) * (3 - len(grid))](*values)
+        return
+    if len(_compiled) >= _MAX_COMPILED:
+        _compiled.clear()
+    _compiled[key] = kernel[grid](**arguments, num_warps=num_warps, num_stages=num_stages)
+
+
+def _key(values: list[Any], general: tuple[int, ...], launched: tuple[Any, int, int]) -> Hashable:
+    """Return a key of what a kernel is compiled for.
+
+    Triton looks at a tensor's dtype and whether it is aligned to 16 bytes, at whether an integer is 1 or a multiple of
+    16, and at its width (`native_specialize_impl`). Integers are taken as they are: that is cheaper, and most of them
+    are strides, which a model does not change.
+    """
+    key: list[Hashable] = [
+        (value.dtype if value.data_ptr() & 15 == 0 else (value.dtype,))
+        if type(value) is torch.Tensor
+        else value
+        for value in values
+    ]
+    for position in general:
+        key[position] = -0x80000000 <= values[position] <= 0x7FFFFFFF
+    return (*launched, values[0].device, *key)
 
 
 @contextmanager

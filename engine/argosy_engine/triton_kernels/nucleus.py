@@ -267,17 +267,20 @@ def _highest_key(
     inverse,
     min_p,
     NUM_PIVOTS: tl.constexpr,
+    SHIFT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Return the highest key from `low`, which suffices, to `high` such that the candidates from there on suffice.
 
-    Each step tries NUM_PIVOTS keys at once, so a search takes at most 17 steps.
+    Each step tries NUM_PIVOTS keys at once, so a search takes at most 17 steps, and 8 for bfloat16, whose SHIFT lowest
+    bits are known: keys of numbers below 0 have ones there.
     """
     step = tl.arange(0, NUM_PIVOTS)
+    low, high = low >> SHIFT, high >> SHIFT
     while low < high:
         pivots = low + ((high - low) * (step + 1) + NUM_PIVOTS - 1) // NUM_PIVOTS
         counts, masses = _sums_from(
-            pivots,
+            pivots << SHIFT,
             row_ptr,
             candidates_ptr,
             ids_ptr,
@@ -292,7 +295,7 @@ def _highest_key(
         is_enough = (counts >= num_wanted) & (masses >= mass_wanted)
         low = tl.max(tl.where(is_enough, pivots, low), axis=0)
         high = tl.min(tl.where(is_enough, high, pivots - 1), axis=0)
-    return low
+    return (low << SHIFT) + tl.where(low < 0, (1 << SHIFT) - 1, 0)
 
 
 @triton.jit
@@ -310,6 +313,7 @@ def find_cut(
     inverse,
     min_p,
     NUM_PIVOTS: tl.constexpr,
+    SHIFT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Return the int64 key of the lowest kept logit, and the highest id that is kept among the tokens of that logit.
@@ -343,6 +347,7 @@ def find_cut(
             inverse,
             min_p,
             NUM_PIVOTS,
+            SHIFT,
             BLOCK,
         )
         num_above, mass_above, num_ties, tie_mass = _ties(
@@ -376,6 +381,7 @@ def find_cut(
             inverse,
             min_p,
             NUM_PIVOTS,
+            SHIFT,
             BLOCK,
         )
         _, mass_above, num_ties, tie_mass = _ties(

@@ -47,6 +47,10 @@ _MAX_SPLITS = 256
 _FEW_SPLITS = 16
 """Kernels are compiled for up to this many parts of a row, and for up to the maximum: for two sizes of batches."""
 _TILE = 2 * PAIR.value
+_KEY_SHIFTS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
+"""Low bits of ordered keys that say nothing about logits of a dtype: a float32 has so many more bits of mantissa."""
+_DRAW_BLOCK = 1024
+"""Candidates that the search for a cut visits at a time."""
 
 
 @dataclass(slots=True)
@@ -89,7 +93,7 @@ def sample_tokens(
     """Draw token ids, int64 [R], in two launches, or in four if `has_limits`.
 
     Small batches split each row among programs of at least 1024 tokens, so that a single row occupies a device; large
-    ones use about four programs per SM.
+    ones use up to 16 programs per row and SM.
 
     Args:
         logits: [R, vocab_size], bfloat16, float16 or float32; rows may be apart, a row is contiguous.
@@ -184,16 +188,24 @@ def sample_tokens(
         HAS_LIMITS=has_limits,
         NUM_REACHES=NUM_REACHES,
         NUM_PIVOTS=NUM_PIVOTS,
+        SHIFT=_KEY_SHIFTS[logits.dtype],
         SPLITS=splits,
-        BLOCK=512,
+        BLOCK=_DRAW_BLOCK,
         num_warps=16,
     )
     return out
 
 
 def choose_chunk(num_rows: int, vocab_size: int, num_sms: int) -> int:
-    """Return the tokens per program when rows are split among programs: a multiple of 1024."""
-    splits = min(triton.cdiv(4 * num_sms, max(num_rows, 1)), triton.cdiv(vocab_size, _TILE), _MAX_SPLITS)
+    """Return the tokens per program when rows are split among programs: a multiple of 1024.
+
+    Programs wait for memory, which many short ones hide better than few long ones. But up to _FEW_SPLITS parts of a
+    row are cheaper to add up than more.
+    """
+    num_rows = max(num_rows, 1)
+    few = min(triton.cdiv(16 * num_sms, num_rows), _FEW_SPLITS)
+    wanted = max(triton.cdiv(4 * num_sms, num_rows), few)
+    splits = min(wanted, triton.cdiv(vocab_size, _TILE), _MAX_SPLITS)
     return int(triton.cdiv(triton.cdiv(vocab_size, splits), _TILE) * _TILE)
 
 
@@ -270,6 +282,7 @@ def _draw_tokens(
     HAS_LIMITS: tl.constexpr,
     NUM_REACHES: tl.constexpr,
     NUM_PIVOTS: tl.constexpr,
+    SHIFT: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -311,6 +324,7 @@ def _draw_tokens(
                     inverse,
                     min_p,
                     NUM_PIVOTS,
+                    SHIFT,
                     BLOCK,
                 )
                 cut_logit = float_of_key(cut.to(tl.int32))
