@@ -90,7 +90,7 @@ def launch(kernel: Any, grid: Grid, *, num_warps: int = 4, num_stages: int = 3, 
 
 _compiled: dict[Hashable, Any] = {}
 """Compiled kernels, by what decides their code, or more than that."""
-_MAX_COMPILED = 8192
+MAX_COMPILED = 8192
 """Where integers take ever new values, the dictionary starts anew."""
 _parameters: dict[Any, tuple[tuple[str, ...], tuple[int, ...]]] = {}
 """By kernel: its parameters' names, and the positions of those whose values Triton leaves open."""
@@ -113,7 +113,7 @@ def start_kernel(kernel: Any, grid: Grid, num_warps: int, num_stages: int, argum
     if compiled is not None:
         compiled[grid + (1,) * (3 - len(grid))](*values)
         return
-    if len(_compiled) >= _MAX_COMPILED:
+    if len(_compiled) >= MAX_COMPILED:
         _compiled.clear()
     _compiled[key] = kernel[grid](**arguments, num_warps=num_warps, num_stages=num_stages)
 
@@ -127,13 +127,14 @@ def _key(values: list[Any], general: tuple[int, ...], launched: tuple[Any, int, 
     """
     key: list[Hashable] = [
         (value.dtype if value.data_ptr() & 15 == 0 else (value.dtype,))
-        if type(value) is torch.Tensor
+        if isinstance(value, torch.Tensor)
         else value
         for value in values
     ]
     for position in general:
         key[position] = -0x80000000 <= values[position] <= 0x7FFFFFFF
-    return (*launched, values[0].device, *key)
+    # All tensors of a launch are on one device, and compiled code is loaded into one.
+    return (*launched, getattr(values[0], "device", None), *key)
 
 
 @contextmanager
