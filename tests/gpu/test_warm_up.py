@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +23,7 @@ from argosy_engine.triton_kernels.launch import launched_variants
 from argosy_engine.worker.memory_profiling import allow_all, dummy_request, dummy_step
 from argosy_engine.worker.model_runner import ModelRunner
 from argosy_engine.worker.warm_up import warm_up
+from random_checkpoints import KINDS, make_checkpoint
 
 MAX_LEN, ROWS = 20, 2
 SAMPLING = [
@@ -84,3 +89,24 @@ def test_requests_launch_no_other_variants(runner: ModelRunner, args: EngineArgs
         runner.execute(dummy_step([], None, [request.request_id for request in requests]))
         assert variants
         assert not variants - known
+
+
+@pytest.mark.parametrize("kind", ["qwen2-window", "qwen3-moe"])
+def test_nothing_is_compiled_after_it(kind: str, tmp_path: Path) -> None:
+    make_checkpoint(KINDS[kind], tmp_path)
+    program = Path(__file__).parent.parent / "support" / "steps_without_gpu.py"
+    done = subprocess.run(
+        [sys.executable, program, tmp_path],
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            "TRITON_CACHE_DIR": str(tmp_path / "cache"),
+        },
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    counts = json.loads(done.stdout.splitlines()[-1])
+    assert counts["warmed"]["compiled"] > 10
+    assert counts["after"]["started"] > counts["warmed"]["started"] + 100
+    assert counts["after"]["compiled"] == counts["warmed"]["compiled"]

@@ -44,7 +44,7 @@ class Routing:
     tile_rows: int
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _route(
     logits_ptr,
     slots_ptr,
@@ -105,7 +105,7 @@ def _route(
     tl.store(counts_ptr + chunk * NUM_HELD + column, counts, mask=(column >= 0) & (column < NUM_HELD))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs", "num_chunks"])
 def _sort_by_expert(
     experts_ptr,
     counts_ptr,

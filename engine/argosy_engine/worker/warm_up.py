@@ -4,7 +4,8 @@ A variant is compiled when it is first launched, which takes a second or more, i
 compiled code is kept in Triton's cache (`~/.triton/cache`, or TRITON_CACHE_DIR), so that the next start only loads it.
 
 The host functions choose by shapes and by a few facts about a step. So the dummy steps vary the number of rows, the
-queries per row, the length of the context and what the sampler does; each is a step as the scheduler sends them.
+queries per row, the length of the context and what the sampler does, and for experts the number of tokens, by which
+they are sorted in chunks and multiplied in tiles; each is a step as the scheduler sends them.
 """
 
 from __future__ import annotations
@@ -42,7 +43,12 @@ class _Step(NamedTuple):
 
 
 def warm_up(
-    runner: ModelRunner, args: EngineArgs, max_model_len: int, on_step: Callable[[], None] = lambda: None
+    runner: ModelRunner,
+    args: EngineArgs,
+    max_model_len: int,
+    on_step: Callable[[], None] = lambda: None,
+    *,
+    has_experts: bool = False,
 ) -> set[Variant]:
     """Run the steps, log how many variants of kernels they launched and how long that took, and return the variants.
 
@@ -50,10 +56,14 @@ def warm_up(
 
     Args:
         on_step: called after each step.
+        has_experts: whether layers of the model are mixtures of experts.
     """
+    steps = [*_steps(args, max_model_len)]
+    if has_experts:
+        steps += _expert_steps(args, max_model_len)
     started = time.perf_counter()
     with launched_variants() as variants:
-        for step in _steps(args, max_model_len):
+        for step in steps:
             requests = [
                 dummy_request(runner, args, row, *shape, step.sampling)
                 for row, shape in enumerate(step.shapes)
@@ -100,3 +110,14 @@ def _steps(args: EngineArgs, max_model_len: int) -> Iterator[_Step]:
             yield _Step([(context, context - 1)] * count, sampling)
         for sampling in (_GREEDY, _LIMITED):
             yield _Step([(context, context - 1)] * count, sampling, has_grammar=True)
+
+
+def _expert_steps(args: EngineArgs, max_model_len: int) -> Iterator[_Step]:
+    """Yield prompts of every number of tokens at which chunks or tiles become larger: powers of two, and one more."""
+    longest = max_model_len - 1
+    most = min(args.max_num_batched_tokens, args.max_num_seqs * longest)
+    for power in range(1, most.bit_length()):
+        for tokens in (1 << power, (1 << power) + 1):
+            if tokens <= most:
+                parts = -(-tokens // longest)
+                yield _Step([(tokens // parts + (row < tokens % parts), 0) for row in range(parts)], _GREEDY)

@@ -250,7 +250,13 @@ class Worker:
             )
         if device.type == "cuda" and self._backend.name == "triton":
             with self._phase("warm-up"):
-                warm_up(self._runner, args, self._budget.max_model_len, self._counted("warm-up"))
+                warm_up(
+                    self._runner,
+                    args,
+                    self._budget.max_model_len,
+                    self._counted("warm-up"),
+                    has_experts=getattr(config, "num_experts", 0) > 0,
+                )
         if sizes := self._graph_sizes():
             with self._phase("graphs"):
                 self._runner.capture_graphs(sizes, on_captured=self._counted("graphs"))
