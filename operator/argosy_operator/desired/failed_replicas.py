@@ -2,33 +2,52 @@
 
 Owns which these are, and by how many replicas the Deployment may fall short for them. A replica that never served and
 cannot start would keep CPUs, GPUs and quota from the correction of its own fault. One that has served may recover, and
-is removed as a last resort only: it backs off, no replica serves, and no node takes a new one. Invariant: a replica
-that serves, or that merely starts, does not count as failed.
+is removed as a last resort only: it backs off, no replica serves, and its place may be what a new one lacks.
+Invariants: a replica that serves, or that merely starts, does not count as failed; nothing is removed while Kubernetes
+might take another old replica instead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Final
 
 from argosy_operator.observed.observation import Observation
 from argosy_operator.observed.pod import Pod
+
+_EXITED: Final = ("ContainerExited", "OOMKilled")
+_OCCUPIED: Final = (
+    "Insufficient ",
+    "Too many pods",
+    "cannot allocate all claims",
+    "anti-affinity",
+    "topology spread",
+    "in use",
+    "in-use",
+    "volume count",
+)
+"""The scheduler's words for what another pod may give back."""
+_NOT_OFFERED: Final = (
+    "didn't match Pod's node affinity/selector",
+    "taint",
+    "node(s) were unschedulable",
+    "persistentvolumeclaim",
+    "volume node affinity conflict",
+)
+"""Its words for what no pod can give back."""
 
 
 def failed_replicas(observed: Observation, revision: str) -> tuple[Pod, ...]:
     """The living replicas of other revisions than this one that need not be kept."""
     alive = [pod for pod in observed.pods if pod.is_alive]
     is_served = any(pod.is_routable for pod in alive)
-    is_stuck = not is_served and any(pod.unschedulable for pod in alive if pod.revision == revision)
+    is_stuck = not is_served and any(_wants_a_place(pod) for pod in alive if pod.revision == revision)
     return tuple(
         pod
         for pod in alive
         if pod.revision != revision
         and not pod.is_up
-        and (
-            pod.is_backing_off and is_stuck
-            if pod.has_served
-            else pod.problem is not None or pod.unschedulable != ""
-        )
+        and (pod.is_backing_off and is_stuck if pod.has_served else _cannot_start(pod))
     )
 
 
@@ -36,12 +55,29 @@ def unavailable_without(
     failed: Collection[Pod], observed: Observation, revision: str, *, desired: int
 ) -> int:
     """The least maxUnavailable with which Kubernetes removes the failed replicas; 0 if there are none. All others that
-    serve stay: it removes old replicas that are not ready first."""
-    if not failed:
+    serve stay: it removes old replicas that are not ready first. Among these it knows no difference, so it is 0 as well
+    while another old replica starts, or may recover."""
+    others = [pod for pod in observed.pods if pod.is_alive and pod not in failed]
+    old = [pod for pod in others if pod.revision != revision]
+    if not failed or not all(pod.is_routable for pod in old):
         return 0
-    kept = sum(
-        pod.is_routable or pod.revision != revision
-        for pod in observed.pods
-        if pod.is_alive and pod not in failed
+    new_routable = sum(pod.is_routable for pod in others if pod.revision == revision)
+    return max(0, desired - len(old) - new_routable)
+
+
+def _cannot_start(pod: Pod) -> bool:
+    """Whether a replica that never served does not come up. One whose engine has ended once, and is started again
+    without delay, may."""
+    if pod.unschedulable:
+        return True
+    if pod.problem is None:
+        return False
+    return pod.is_backing_off or pod.restarts > 1 or pod.problem.reason not in _EXITED
+
+
+def _wants_a_place(pod: Pod) -> bool:
+    """Whether no node takes the pod, and what it lacks may be what another pod has."""
+    is_elsewhere = any(words in pod.unschedulable for words in _NOT_OFFERED)
+    return bool(pod.unschedulable) and (
+        not is_elsewhere or any(words in pod.unschedulable for words in _OCCUPIED)
     )
-    return max(0, desired - kept)
