@@ -518,6 +518,28 @@ def test_who_can_correct_an_image_is_told(reason: str) -> None:
     assert image_missing(reason, image="mine:1").links[-1].remedy == REMEDIES[reason]
 
 
+@pytest.mark.parametrize(
+    ("reason", "told"),
+    [
+        ("CreateContainerConfigError", 'secret "token" not found; last run: Error, exit code 2'),
+        ("ImagePullBackOff", "ImagePullBackOff: "),
+        ("CrashLoopBackOff", "container engine: Error, exit code 2"),
+    ],
+)
+def test_what_a_container_that_has_run_waits_for_is_told(reason: str, told: str) -> None:
+    waiting = {"reason": reason, "message": 'secret "token" not found'}
+    state = {"ready": False, "state": {"waiting": waiting}, "lastState": {"terminated": EXITED}}
+    (link,) = cluster_diagnosis(service(NOT_READY), [pod(conditions=NOT_LOADED, engine=state)]).links[-1:]
+    assert link.name == "engine"
+    assert told in link.detail
+    assert ("last lines" in link.remedy) is (reason == "CrashLoopBackOff")
+    fetch = {**state, "lastState": {"terminated": {**EXITED, "message": "no such revision"}}}
+    fetches = pod(conditions=NOT_LOADED, engine=CREATING, fetch=fetch)
+    (link,) = cluster_diagnosis(service(NOT_READY), [fetches]).links[-1:]
+    assert link.name == "model"
+    assert ("no such revision" in link.detail) is (reason == "CrashLoopBackOff")
+
+
 STEPS = [{"weight": 10}, {"weight": 50, "hold": True}]
 
 

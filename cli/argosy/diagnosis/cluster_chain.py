@@ -311,7 +311,7 @@ def _model(pod: Object, log: Sequence[str], service: Object) -> Link:
     condition = _pod_condition(pod, MODEL_CACHED)
     told = condition.get("message") or ""
     if waiting := _waiting(fetch):
-        ended = _ended(fetch)
+        ended = _ended(fetch) if _is_backing_off(waiting) else None
         detail = f"{_name(pod)}, container {FETCH_CONTAINER}: {_exit(ended) if ended else _why(waiting)}"
         what_to_do = (
             _remedy_of_failed_fetch(service, detail)
@@ -361,7 +361,16 @@ def _engine(pod: Object, log: Sequence[str], service: Object) -> Link:
         restarts = container.get("restartCount", 0)
         note = f", restarted {restarts} times; last: {_exit(_ended(container))}" if restarts else ""
         return Link(name="engine", state="done", detail=f"runs{note}")
-    if ended := _ended(container):
+    ended, waiting = _ended(container), _waiting(container)
+    if waiting and not (ended and _is_backing_off(waiting)):
+        last = f"; last run: {_exit(ended)}" if ended else ""
+        return Link(
+            name="engine",
+            state="failed",
+            detail=f"{where}: {_why(waiting)}{last}",
+            remedy=_remedy_of_engine(service, waiting.get("reason", "")),
+        )
+    if ended:
         reason = "OOMKilled" if ended.get("reason") == "OOMKilled" else "ContainerExited"
         times = f", {container['restartCount']} restarts" if container.get("restartCount") else ""
         return Link(
@@ -370,13 +379,6 @@ def _engine(pod: Object, log: Sequence[str], service: Object) -> Link:
             detail=f"{where}: {_exit(ended)}{times}",
             lines=tuple(log),
             remedy=remedy(reason) + _mounted_claim(service, _exit(ended)),
-        )
-    if waiting := _waiting(container):
-        return Link(
-            name="engine",
-            state="failed",
-            detail=f"{where}: {_why(waiting)}",
-            remedy=_remedy_of_engine(service, waiting.get("reason", "")),
         )
     return Link(
         name="engine", state="waiting", detail=f"{where}: its image is pulled, or it is being created"
@@ -491,6 +493,12 @@ def _waiting(container: Object) -> Object | None:
     """What the container waits for, unless it merely starts."""
     waiting: Object | None = container.get("state", {}).get("waiting")
     return waiting if waiting and waiting.get("reason") not in _BEGINNING else None
+
+
+def _is_backing_off(waiting: Object) -> bool:
+    """Whether it waits because its last run has ended, which says more than the waiting. A container that has run may
+    wait for its image, or for a Secret, as well."""
+    return bool(waiting.get("reason") == "CrashLoopBackOff")
 
 
 def _why(waiting: Object) -> str:
