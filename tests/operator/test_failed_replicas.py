@@ -100,12 +100,19 @@ def test_one_that_served_gives_its_place_only_to_a_successor_that_may_use_it(
     ids=["serves", "is not ready", "may recover", "starts", "new", "new and starts", "is leaving"],
 )
 def test_nothing_is_removed_while_kubernetes_might_take_another_one(other: Pod, unavailable: int) -> None:
-    """Of old replicas that are not ready it takes those of the oldest ReplicaSet first, and of one ReplicaSet those
-    whose phase is Pending."""
+    """Then it counts as a replica as any other: the rollout surges, replaces in place or waits as the spec says."""
     observed = Observation(pods=(never_served(**CRASHES), other))
     failed = failed_replicas(observed, NEW)
-    assert [each.name for each in failed] == ["a"]
+    assert [each.name for each in failed] == (["a"] if unavailable else [])
     assert unavailable_without(failed, observed, NEW, desired=2) == unavailable
+
+
+def test_of_replicas_that_crash_in_turns_those_that_back_off_make_room() -> None:
+    back_off = pod("a", OLD, ready=False, **CRASHES)
+    runs_again = pod("b", OLD, ready=False, **EXITED, restarts=7)
+    waiting = pod("c", NEW, ready=False, gate="", node="", unschedulable=NO_GPU)
+    assert names(back_off, runs_again, waiting) == ["a"]
+    assert names(back_off, pod("b", OLD, ready=False), waiting) == [], "it has not crashed"
 
 
 def test_without_failed_replicas_the_spec_decides_alone() -> None:

@@ -38,31 +38,35 @@ _NOT_OFFERED: Final = (
 
 
 def failed_replicas(observed: Observation, revision: str) -> tuple[Pod, ...]:
-    """The living replicas of other revisions than this one that need not be kept."""
+    """The living replicas of other revisions than this one that need not be kept. None while another old replica starts
+    or may recover: of old replicas that are not ready Kubernetes takes those of the oldest ReplicaSet first, and then
+    those whose phase is Pending."""
     alive = [pod for pod in observed.pods if pod.is_alive]
+    old = [pod for pod in alive if pod.revision != revision]
     is_served = any(pod.is_routable for pod in alive)
     is_stuck = not is_served and any(_wants_a_place(pod) for pod in alive if pod.revision == revision)
-    return tuple(
+    failed = tuple(
         pod
-        for pod in alive
-        if pod.revision != revision
-        and not pod.is_up
-        and (pod.is_backing_off and is_stuck if pod.has_served else _cannot_start(pod))
+        for pod in old
+        if not pod.is_up and (pod.is_backing_off and is_stuck if pod.has_served else _cannot_start(pod))
     )
+    kept = [pod for pod in old if pod not in failed and not pod.is_routable]
+    return failed if all(is_stuck and pod.problem is not None for pod in kept) else ()
 
 
 def unavailable_without(
     failed: Collection[Pod], observed: Observation, revision: str, *, desired: int
 ) -> int:
     """The least maxUnavailable with which Kubernetes removes the failed replicas; 0 if there are none. All others that
-    serve stay: it removes old replicas that are not ready first. Among these it knows no difference, so it is 0 as well
-    while another old replica starts, or may recover."""
-    others = [pod for pod in observed.pods if pod.is_alive and pod not in failed]
-    old = [pod for pod in others if pod.revision != revision]
-    if not failed or not all(pod.is_routable for pod in old):
+    serve stay: it removes old replicas that are not ready first."""
+    if not failed:
         return 0
-    new_routable = sum(pod.is_routable for pod in others if pod.revision == revision)
-    return max(0, desired - len(old) - new_routable)
+    kept = sum(
+        pod.is_routable or pod.revision != revision
+        for pod in observed.pods
+        if pod.is_alive and pod not in failed
+    )
+    return max(0, desired - kept)
 
 
 def _cannot_start(pod: Pod) -> bool:
