@@ -939,6 +939,20 @@ def test_a_volume_that_does_not_mount_is_told_by_its_event(tmp_path: Path) -> No
     assert 'FailedMount: secret "token" not found' in render(found)
 
 
+def test_who_makes_a_services_key_anew_is_told() -> None:
+    resource, (hangs,), *_ = CASES["no volume yet"]
+    hangs = msgspec.json.decode(msgspec.json.encode(hangs))
+    hangs["metadata"]["labels"]["inference.argosy.dev/service"] = "qwen"
+    for name, told in (
+        ("qwen-engine-key", "the operator makes the Secret"),
+        ("token", "what the event names"),
+    ):
+        event = f'FailedMount: MountVolume.SetUp failed for volume "v" : secret "{name}" not found'
+        found = cluster_diagnosis(resource, [hangs], events=[event])
+        assert found.links[-1].name == "volumes"
+        assert told in found.links[-1].remedy
+
+
 # replicas of several pods
 
 

@@ -299,8 +299,17 @@ def _volumes(pod: Object, events: Sequence[str]) -> Link:
         state="failed" if events else "waiting",
         detail=f"{_name(pod)}: its volumes are not mounted yet, or its network is not set up",
         lines=tuple(events),
-        remedy="correct what the event names" if events else "",
+        remedy=_remedy_of_volumes(pod, events),
     )
+
+
+def _remedy_of_volumes(pod: Object, events: Sequence[str]) -> str:
+    if not events:
+        return ""
+    key = f"{pod['metadata'].get('labels', {}).get(SERVICE_LABEL, '')}-engine-key"
+    if any(f'secret "{key}" not found' in each for each in events):
+        return f"the operator makes the Secret {key} anew by itself; if it does not, look whether it runs"
+    return "correct what the event names"
 
 
 def _model(pod: Object, log: Sequence[str], service: Object) -> Link:
