@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from builders import pod
+from builders import gate_condition, pod, pod_object
 
 from argosy_operator.desired.failed_replicas import failed_replicas, unavailable_without
 from argosy_operator.observed.observation import Observation
-from argosy_operator.observed.pod import Pod, Problem
+from argosy_operator.observed.pod import Pod, Problem, read_pod
 
 OLD, NEW = "old", "new"
 CRASHES: dict[str, Any] = {"problem": Problem("CrashLoopBackOff", "back-off"), "is_backing_off": True}
@@ -84,6 +84,19 @@ def test_one_that_served_gives_its_place_only_to_a_successor_that_may_use_it(
     waiting = pod("b", NEW, ready=False, gate="", node="", unschedulable=message)
     assert names(served, waiting) == (["a"] if is_removed else [])
     assert names(served, waiting, pod("c", OLD)) == [], "another one serves"
+
+
+@pytest.mark.parametrize("container", ["containerStatuses", "initContainerStatuses"])
+@pytest.mark.parametrize("reason", ["CrashLoopBackOff", "ImagePullBackOff", "PodInitializing"])
+def test_a_fetch_backs_off_as_an_engine_does(container: str, reason: str) -> None:
+    """A pod that is started again on its node fetches again, though it has served."""
+    name = "engine" if container == "containerStatuses" else "fetch-model"
+    state = {"name": name, "state": {"waiting": {"reason": reason}}}
+    status: dict[str, Any] = {container: [state], "conditions": [gate_condition("True")]}
+    found = read_pod(pod_object("a", **status))
+    assert found.is_backing_off is reason.endswith("BackOff")
+    waiting = pod("b", NEW, ready=False, gate="", node="", unschedulable=NO_GPU)
+    assert names(found, waiting) == (["a"] if found.is_backing_off else [])
 
 
 @pytest.mark.parametrize(
