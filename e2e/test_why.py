@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from cluster.shell import poll
-from conftest import SYSTEM, TENANT, Stack
+from conftest import GPUS, SYSTEM, TENANT, Stack
 from test_whole_path import is_ready, manifest
 
 NAME = "asked"
@@ -186,15 +186,22 @@ def test_a_user_who_may_read_services_only(why: Why, tmp_path: Path) -> None:
     assert (code, "not found" in text) == (1, True), text
 
 
-def test_a_first_manifest_that_fails(why: Why) -> None:
+def test_a_first_manifest_that_fails_and_its_correction_on_the_only_gpu(why: Why) -> None:
     kubectl = why.stack.cluster.kubectl
     kubectl("delete", "isvc", NAME, "-n", TENANT, "--timeout=60s")
     poll("its pods to be gone", lambda: kubectl.pods(TENANT, SELECTOR) == [] or None, 180, interval=0.5)
     document = manifest(replicas=1, model={"source": "file:///nowhere"})
     document["metadata"]["name"] = NAME
-    kubectl.apply(document)
-    text = why.until("the engine's last words", 1, "FAILED  engine", "is no directory")
-    assert "clients are served" not in text
+    why.stack.cluster.advertise_gpus(1)
+    try:
+        kubectl.apply(document)
+        text = why.until("the engine's last words", 1, "FAILED  engine", "is no directory")
+        assert "clients are served" not in text
+        why.patch(model={"source": "builtin://tiny"})
+        why.wait()
+        assert why()[0] == 0
+    finally:
+        why.stack.cluster.advertise_gpus(GPUS)
 
 
 def test_a_service_that_is_being_deleted(why: Why) -> None:
