@@ -14,7 +14,16 @@ import pytest
 from fake_kubectl import fake_kubectl
 
 from argosy.commands import why
-from argosy.diagnosis.chain import MAX_LINES, Diagnosis, Link, load_step, render, until_first_problem
+from argosy.diagnosis.chain import (
+    MAX_LINES,
+    MAX_WIDTH,
+    Diagnosis,
+    Link,
+    load_step,
+    render,
+    render_json,
+    until_first_problem,
+)
 from argosy.diagnosis.cluster_chain import cluster_diagnosis, log_source, suspect
 from argosy.diagnosis.installation import num_ready, operator_absence, router_service
 from argosy.diagnosis.kubectl import Kubectl
@@ -409,6 +418,16 @@ def test_the_first_link_that_is_not_done_is_told(case: str) -> None:
 NO_GPU = "0/2 nodes are available: 2 Insufficient nvidia.com/gpu."
 
 
+NOT_SERVING = {"ContainersReady": "False", "Ready": "False"}
+"""Of a pod that has served: its gate stays open while the engine is started again."""
+
+
+def deleted(*conditions: Object, **metadata: Any) -> Object:
+    found = service(*conditions)
+    found["metadata"] |= {"deletionTimestamp": "2026-11-27T12:00:00Z", **metadata}
+    return found
+
+
 def of_old_revision() -> Object:
     return pod("qwen-old", revision="old")
 
@@ -424,6 +443,9 @@ def of_old_revision() -> Object:
         (service(condition("Ready", "False", "CanaryFailed")), [of_old_revision()], True),
         (service(condition("Ready", "False", "CanaryHeld")), [of_old_revision(), pod("a")], True),
         (service(NOT_READY, seen=2), [pod("a"), unscheduled(NO_GPU)], False),
+        (service(condition("Ready", "True"), seen=2), [pod("a"), pod("b")], False),
+        (service(NOT_READY), [pod("a", conditions=NOT_SERVING), unscheduled(NO_GPU)], False),
+        (deleted(condition("Ready", "True")), [pod("a")], False),
         (
             service(NOT_READY, condition("Routable", "Unknown", "NoRouter")),
             [pod("a"), unscheduled(NO_GPU)],
@@ -444,6 +466,9 @@ def of_old_revision() -> Object:
         "a canary failed",
         "a canary is held",
         "the operator stands still",
+        "the operator has not seen the edit of a service that was ready",
+        "the engine that served has crashed",
+        "the service is being deleted",
         "no router",
         "the change is refused",
     ],
@@ -456,6 +481,14 @@ def test_a_problem_of_one_replica_is_told_while_others_serve(
     text = render(found)
     assert found.state != "done"
     assert ("note: clients are served meanwhile" in text) is is_served
+
+
+def test_what_holds_a_service_that_is_being_deleted_is_named() -> None:
+    found = cluster_diagnosis(deleted(condition("Ready", "True"), finalizers=["a/b"]), [pod()])
+    assert (found.links[-1].name, found.is_served) == ("manifest", False)
+    assert "deleted since 2026-11-27T12:00:00Z" in found.links[-1].detail
+    assert "finalizers hold it: a/b" in found.links[-1].detail
+    assert "finalizer" not in cluster_diagnosis(deleted(), []).links[-1].detail
 
 
 @pytest.mark.parametrize(
@@ -483,6 +516,28 @@ def test_who_can_correct_an_image_is_told(reason: str) -> None:
     assert "set spec.engine.image" in image_missing(reason).links[-1].remedy
     assert "correct engine.vllmImage of" in image_missing(reason, type="vllm").links[-1].remedy
     assert image_missing(reason, image="mine:1").links[-1].remedy == REMEDIES[reason]
+
+
+@pytest.mark.parametrize(
+    ("reason", "told"),
+    [
+        ("CreateContainerConfigError", 'secret "token" not found; last run: Error, exit code 2'),
+        ("ImagePullBackOff", "ImagePullBackOff: "),
+        ("CrashLoopBackOff", "container engine: Error, exit code 2"),
+    ],
+)
+def test_what_a_container_that_has_run_waits_for_is_told(reason: str, told: str) -> None:
+    waiting = {"reason": reason, "message": 'secret "token" not found'}
+    state = {"ready": False, "state": {"waiting": waiting}, "lastState": {"terminated": EXITED}}
+    (link,) = cluster_diagnosis(service(NOT_READY), [pod(conditions=NOT_LOADED, engine=state)]).links[-1:]
+    assert link.name == "engine"
+    assert told in link.detail
+    assert ("last lines" in link.remedy) is (reason == "CrashLoopBackOff")
+    fetch = {**state, "lastState": {"terminated": {**EXITED, "message": "no such revision"}}}
+    fetches = pod(conditions=NOT_LOADED, engine=CREATING, fetch=fetch)
+    (link,) = cluster_diagnosis(service(NOT_READY), [fetches]).links[-1:]
+    assert link.name == "model"
+    assert ("no such revision" in link.detail) is (reason == "CrashLoopBackOff")
 
 
 STEPS = [{"weight": 10}, {"weight": 50, "hold": True}]
@@ -547,6 +602,7 @@ HELD = {"spec": {"holderIdentity": "argosy-operator-0", "renewTime": "2026-11-27
         (URL, ("argosy-system", "argosy-router")),
         ("https://argosy-router.a.svc.cluster.local/v1", ("a", "argosy-router")),
         ("https://models.example.com/v1", None),
+        ("http://[::1/v1", None),
         ("", None),
     ],
 )
@@ -619,6 +675,38 @@ def test_without_an_operator_routers_serve_and_it_is_told(tmp_path: Path) -> Non
 def test_what_may_not_be_read_is_no_problem(tmp_path: Path) -> None:
     found = installed(tmp_path, FORBIDDEN, FORBIDDEN)
     assert ([link.name for link in found.links], found.notes) == (["manifest", "ready"], ())
+
+
+@pytest.mark.parametrize(
+    ("resource", "routable", "is_served"),
+    [
+        (READY, 2, True),
+        (service(condition("Ready", "False", "RolloutHalted", "pod a does not come up")), 2, True),
+        (service(condition("Ready", "False", "RolloutHalted", "pod a does not come up")), 0, False),
+        (
+            service(
+                condition("Ready", "False", "NoRouter", "no router"),
+                condition("Routable", "Unknown", "NoRouter"),
+            ),
+            2,
+            False,
+        ),
+        (service(condition("Ready", "True"), seen=2), 2, False),
+    ],
+    ids=["ready", "halted", "halted, and none serves", "no router", "an edit is not seen"],
+)
+def test_without_the_right_to_read_pods_the_status_is_told(
+    resource: Object, routable: int, is_served: bool, tmp_path: Path
+) -> None:
+    resource = {**resource, "status": {**resource["status"], "routableReplicas": routable}}
+    pods = {"error": 'Error from server (Forbidden): pods is forbidden: User "a" cannot list'}
+    program = fake_kubectl(tmp_path, {"get inferenceservices": resource, "get pods": pods, "get": FORBIDDEN})
+    found = why.in_cluster(Kubectl(program=program), "qwen")
+    text = render(found)
+    assert found.is_served is is_served, text
+    assert "note: its pods could not be read" in text
+    assert "pods is forbidden" in text
+    assert not any(link.name in ("pods", "node", "engine") for link in found.links)
 
 
 def test_a_kubelets_word_on_a_log_that_is_gone_is_no_log(tmp_path: Path) -> None:
@@ -770,6 +858,28 @@ def test_what_a_tenants_program_has_written_moves_no_cursor() -> None:
     assert "    a   b ?[2J" in shown
 
 
+def test_a_line_of_any_length_is_cut() -> None:
+    failed = Link(name="engine", state="failed", detail="d" * 10**6, lines=("l" * 10**6,))
+    shown = render(Diagnosis(service="team/a", links=(failed,), notes=("n" * 10**6,)))
+    assert len(shown) < 4 * MAX_WIDTH
+    assert shown.count("more characters)") == 3
+
+
+def test_json_for_a_terminal_has_what_is_not_printable_as_numbers() -> None:
+    hostile = '\x1b[2J \x9b2J \x7f \u202e \U000e0001 \u00fc \U0001f600 "\n'
+    found = Diagnosis(service="team/a", links=(), notes=(hostile,))
+    shown = render_json(found)
+    assert all(line.isprintable() for line in shown.splitlines())
+    assert "\u00fc \U0001f600" in shown
+    assert json.loads(shown)["notes"] == [hostile]
+
+
+def test_what_kubectl_says_of_an_error_moves_no_cursor(tmp_path: Path) -> None:
+    program = fake_kubectl(tmp_path, {"get": {"error": "Error from server: \x1b[2Jall is well"}})
+    with pytest.raises(CommandError, match=r"\?\[2Jall is well"):
+        why.in_cluster(Kubectl(program=program), "qwen")
+
+
 @pytest.mark.parametrize(
     ("answers", "said"),
     [
@@ -827,6 +937,20 @@ def test_a_volume_that_does_not_mount_is_told_by_its_event(tmp_path: Path) -> No
     found = why.in_cluster(Kubectl(program=program), "qwen")
     assert (found.links[-1].name, found.links[-1].state) == ("volumes", "failed")
     assert 'FailedMount: secret "token" not found' in render(found)
+
+
+def test_who_makes_a_services_key_anew_is_told() -> None:
+    resource, (hangs,), *_ = CASES["no volume yet"]
+    hangs = msgspec.json.decode(msgspec.json.encode(hangs))
+    hangs["metadata"]["labels"]["inference.argosy.dev/service"] = "qwen"
+    for name, told in (
+        ("qwen-engine-key", "the operator makes the Secret"),
+        ("token", "what the event names"),
+    ):
+        event = f'FailedMount: MountVolume.SetUp failed for volume "v" : secret "{name}" not found'
+        found = cluster_diagnosis(resource, [hangs], events=[event])
+        assert found.links[-1].name == "volumes"
+        assert told in found.links[-1].remedy
 
 
 # replicas of several pods

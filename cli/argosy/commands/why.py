@@ -11,10 +11,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Final
 
-import msgspec
-
 from argosy.arguments import Parser, add_state_dir
-from argosy.diagnosis.chain import READ_LINES, Diagnosis, render
+from argosy.diagnosis.chain import READ_LINES, Diagnosis, render, render_json
 from argosy.diagnosis.cluster_chain import cluster_diagnosis, log_source, selector, suspect
 from argosy.diagnosis.installation import (
     LEASE,
@@ -70,7 +68,7 @@ def main(argv: Sequence[str], *, cluster: bool = False) -> int:
     else:
         found = _in_local_fleet(options.name, options.state_dir)
     if options.output == "json":
-        sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")
+        sys.stdout.buffer.write(render_json(found).encode() + b"\n")
     else:
         print(render(found))
     return OK if found.is_served else FAILURE
@@ -94,7 +92,11 @@ def in_cluster(kubectl: Kubectl, name: str | None) -> Diagnosis:
         raise CommandError(NO_SERVICES) from None
     except NotFound as error:
         raise CommandError(_missing(kubectl, str(error))) from None
-    pods = kubectl.get("pods", "--selector", selector(name))["items"]
+    unread, pods = "", []
+    try:
+        pods = kubectl.get("pods", "--selector", selector(name))["items"]
+    except CommandError as error:
+        unread = str(error)
     pod = suspect(service, pods)
     log: list[str] = []
     events: list[str] = []
@@ -107,7 +109,12 @@ def in_cluster(kubectl: Kubectl, name: str | None) -> Diagnosis:
             log = [line for line in found if not line.startswith(_NO_LOG)]
         events = _warnings(kubectl, where)
     return cluster_diagnosis(
-        service, pods, log=log, events=events, installation=_installation(kubectl, service)
+        service,
+        pods,
+        log=log,
+        events=events,
+        installation=_installation(kubectl, service),
+        unread=unread,
     )
 
 

@@ -6,10 +6,12 @@ from each other, so nothing is said of the links behind the first one that is no
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable
 from typing import Final, Literal
 
+import msgspec
 from msgspec import Struct
 
 from argosy_fetcher.progress_display import printable
@@ -19,6 +21,8 @@ State = Literal["done", "failed", "waiting"]
 _MARKS: Final[dict[State, str]] = {"done": "ok", "failed": "FAILED", "waiting": "waiting"}
 MAX_LINES: Final = 10
 """Lines of a log that are shown."""
+MAX_WIDTH: Final = 2048
+"""Characters of a row that are shown. An engine may log its whole input as one line."""
 READ_LINES: Final = 100
 """Lines of a log that are read, since one of them may say how far the load is."""
 _LOADING: Final = re.compile(r"\bloading (?:the model: (?P<step>.+?)|weights: .*\((?P<share>\d+ %)\).*)\s*$")
@@ -103,4 +107,19 @@ def render(diagnosis: Diagnosis) -> str:
     if last is not None and last.remedy:
         rows += ["", f"what to do: {last.remedy}"]
     rows += [f"note: {note}" for note in diagnosis.notes]
-    return "\n".join(printable(row.expandtabs()) for row in (diagnosis.service, *rows))
+    return "\n".join(printable(_shortened(row.expandtabs())) for row in (diagnosis.service, *rows))
+
+
+def render_json(diagnosis: Diagnosis) -> str:
+    """The chain as JSON. What is not printable is written as its number, as JSON has it: a terminal obeys some
+    characters that JSON allows as they are."""
+    text = msgspec.json.format(msgspec.json.encode(diagnosis), indent=2).decode()
+    return "".join(char if char.isprintable() or char == "\n" else _escaped(char) for char in text)
+
+
+def _escaped(char: str) -> str:
+    return json.dumps(char)[1:-1] if char != "\x7f" else "\\u007f"
+
+
+def _shortened(row: str) -> str:
+    return row if len(row) <= MAX_WIDTH else f"{row[:MAX_WIDTH]} ... ({len(row) - MAX_WIDTH} more characters)"

@@ -62,6 +62,7 @@ def cluster_diagnosis(
     log: Sequence[str] = (),
     events: Sequence[str] = (),
     installation: Installation = NOT_READ,
+    unread: str = "",
 ) -> Diagnosis:
     """The chain of a service.
 
@@ -71,10 +72,13 @@ def cluster_diagnosis(
         log: the last lines of `log_source`'s container. The links show the last `MAX_LINES` of them.
         events: the newest warnings about `suspect`.
         installation: what runs of it now. Without an operator the pods are looked at whatever its last status says.
+        unread: why the pods could not be read; empty if they could. The status alone is told then.
     """
     pod, doing, log = suspect(service, pods), loading(log), log[-MAX_LINES:]
     replicas = [each for each in pods if not _is_node(each)]
-    links = [_manifest(service), _operator(service), _accepted(service), _pods(service, replicas)]
+    links = [_manifest(service), _operator(service), _accepted(service)]
+    if not unread:
+        links.append(_pods(service, replicas))
     if pod is not None:
         links += [
             _node(pod),
@@ -86,14 +90,16 @@ def cluster_diagnosis(
         ]
     last = [*router_link(installation), _ready(service)]
     metadata = service["metadata"]
-    is_ready = _condition(service, "Ready").get("status") == "True"
+    is_ready = _condition(service, "Ready").get("status") == "True" and links[1].state == "done"
     found = until_first_problem([*(links[:1] if is_ready and not installation.absence else links), *last])
     notes: list[str] = []
     serving, newest = 0, 0
     if _is_of_one_replica(found[-1]) and not installation.has_no_router:
-        serving, newest = _serving(service, replicas)
+        serving, newest = _serving_by_status(service) if unread else _serving(service, replicas)
     if serving:
         notes.append(served_meanwhile(serving, newest))
+    if unread:
+        notes.append(f"its pods could not be read, and the status alone is shown: {unread}")
     return Diagnosis(
         service=f"{metadata.get('namespace', 'default')}/{metadata['name']}",
         links=found,
@@ -123,19 +129,30 @@ def _is_of_one_replica(link: Link) -> bool:
 
 def _serving(service: Object, pods: Sequence[Object]) -> tuple[int, int]:
     """Number of routable replicas, and of those that are of the newest revision: old ones serve during a rollout, and
-    while a canary is held or has failed."""
-    if _condition(service, "Routable").get("reason") == "NoRouter":
+    while a canary is held or has failed. A gate stays open while an engine is started again, or its node is lost: such
+    a pod is not ready."""
+    if _has_no_router(service):
         return 0, 0
     routable = [
         pod
         for pod in pods
         if not pod["metadata"].get("deletionTimestamp")
-        and _pod_condition(pod, ROUTABLE).get("status") == "True"
+        and all(_pod_condition(pod, kind).get("status") == "True" for kind in (ROUTABLE, "Ready"))
     ]
     revision = service.get("status", {}).get("revision", "")
     return len(routable), sum(
         pod["metadata"].get("labels", {}).get(REVISION_LABEL) == revision for pod in routable
     )
+
+
+def _serving_by_status(service: Object) -> tuple[int, int]:
+    """As `_serving`, for who may not read pods. Nothing is claimed of the newest revision."""
+    serving: int = service.get("status", {}).get("routableReplicas") or 0
+    return (0, 0) if _has_no_router(service) else (serving, serving)
+
+
+def _has_no_router(service: Object) -> bool:
+    return bool(_condition(service, "Routable").get("reason") == "NoRouter")
 
 
 def suspect(service: Object, pods: Sequence[Object]) -> Object | None:
@@ -187,6 +204,16 @@ def _missing_nodes(service: Object, pod: Object, pods: Sequence[Object]) -> str:
 def _manifest(service: Object) -> Link:
     spec = service.get("spec", {})
     source = spec.get("model", {}).get("source", "?")
+    if since := service["metadata"].get("deletionTimestamp"):
+        holders = ", ".join(service["metadata"].get("finalizers") or ())
+        return Link(
+            name="manifest",
+            state="failed",
+            detail=f"it is being deleted since {since}, and served no more"
+            + (f"; finalizers hold it: {holders}" if holders else ""),
+            remedy="wait until it is gone, and apply the manifest again"
+            + ("; whoever has set a finalizer removes it" if holders else ""),
+        )
     return Link(name="manifest", state="done", detail=f"{source}, {_wanted(service)} replicas wanted")
 
 
@@ -272,8 +299,17 @@ def _volumes(pod: Object, events: Sequence[str]) -> Link:
         state="failed" if events else "waiting",
         detail=f"{_name(pod)}: its volumes are not mounted yet, or its network is not set up",
         lines=tuple(events),
-        remedy="correct what the event names" if events else "",
+        remedy=_remedy_of_volumes(pod, events),
     )
+
+
+def _remedy_of_volumes(pod: Object, events: Sequence[str]) -> str:
+    if not events:
+        return ""
+    key = f"{pod['metadata'].get('labels', {}).get(SERVICE_LABEL, '')}-engine-key"
+    if any(f'secret "{key}" not found' in each for each in events):
+        return f"the operator makes the Secret {key} anew by itself; if it does not, look whether it runs"
+    return "correct what the event names"
 
 
 def _model(pod: Object, log: Sequence[str], service: Object) -> Link:
@@ -284,7 +320,7 @@ def _model(pod: Object, log: Sequence[str], service: Object) -> Link:
     condition = _pod_condition(pod, MODEL_CACHED)
     told = condition.get("message") or ""
     if waiting := _waiting(fetch):
-        ended = _ended(fetch)
+        ended = _ended(fetch) if _is_backing_off(waiting) else None
         detail = f"{_name(pod)}, container {FETCH_CONTAINER}: {_exit(ended) if ended else _why(waiting)}"
         what_to_do = (
             _remedy_of_failed_fetch(service, detail)
@@ -334,7 +370,16 @@ def _engine(pod: Object, log: Sequence[str], service: Object) -> Link:
         restarts = container.get("restartCount", 0)
         note = f", restarted {restarts} times; last: {_exit(_ended(container))}" if restarts else ""
         return Link(name="engine", state="done", detail=f"runs{note}")
-    if ended := _ended(container):
+    ended, waiting = _ended(container), _waiting(container)
+    if waiting and not (ended and _is_backing_off(waiting)):
+        last = f"; last run: {_exit(ended)}" if ended else ""
+        return Link(
+            name="engine",
+            state="failed",
+            detail=f"{where}: {_why(waiting)}{last}",
+            remedy=_remedy_of_engine(service, waiting.get("reason", "")),
+        )
+    if ended:
         reason = "OOMKilled" if ended.get("reason") == "OOMKilled" else "ContainerExited"
         times = f", {container['restartCount']} restarts" if container.get("restartCount") else ""
         return Link(
@@ -343,13 +388,6 @@ def _engine(pod: Object, log: Sequence[str], service: Object) -> Link:
             detail=f"{where}: {_exit(ended)}{times}",
             lines=tuple(log),
             remedy=remedy(reason) + _mounted_claim(service, _exit(ended)),
-        )
-    if waiting := _waiting(container):
-        return Link(
-            name="engine",
-            state="failed",
-            detail=f"{where}: {_why(waiting)}",
-            remedy=_remedy_of_engine(service, waiting.get("reason", "")),
         )
     return Link(
         name="engine", state="waiting", detail=f"{where}: its image is pulled, or it is being created"
@@ -464,6 +502,12 @@ def _waiting(container: Object) -> Object | None:
     """What the container waits for, unless it merely starts."""
     waiting: Object | None = container.get("state", {}).get("waiting")
     return waiting if waiting and waiting.get("reason") not in _BEGINNING else None
+
+
+def _is_backing_off(waiting: Object) -> bool:
+    """Whether it waits because its last run has ended, which says more than the waiting. A container that has run may
+    wait for its image, or for a Secret, as well."""
+    return bool(waiting.get("reason") == "CrashLoopBackOff")
 
 
 def _why(waiting: Object) -> str:

@@ -45,7 +45,10 @@ class Installation(Struct, frozen=True, kw_only=True):
 def router_service(service: Object) -> tuple[str, str] | None:
     """Namespace and name of the routers' Service, by the URL of the status; None if it names none of the cluster's."""
     url = service.get("status", {}).get("url") or ""
-    found = _SERVICE.match(urlsplit(url).hostname or "")
+    try:
+        found = _SERVICE.match(urlsplit(url).hostname or "")
+    except ValueError:  # such as a bracket that is not closed
+        return None
     return (found[2], found[1]) if found else None
 
 

@@ -15,6 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from argosy.errors import CommandError
+from argosy_fetcher.progress_display import printable
 
 _FORWARDED: Final = re.compile(r"Forwarding from 127\.0\.0\.1:(\d+) ")
 DEADLINE: Final = 30.0
@@ -99,7 +100,8 @@ class Kubectl:
             raise CommandError(f"the cluster does not answer within {DEADLINE:.0f} s") from None
         if done.returncode == 0:
             return done.stdout
-        message = (done.stderr.decode(errors="replace").strip().splitlines() or ["kubectl failed"])[-1]
+        said = done.stderr.decode(errors="replace").strip().splitlines() or ["kubectl failed"]
+        message = printable(said[-1])
         if _NO_CLUSTER in message:
             raise CommandError(
                 "what kubectl asks is not a cluster. Without a kubeconfig it asks localhost:8080, where a local fleet "

@@ -82,7 +82,7 @@ class Pod(Struct, frozen=True, kw_only=True):
     """None if the pod does not fetch its model."""
     restarts: int = 0
     is_backing_off: bool = False
-    """Whether the kubelet waits before it starts the engine again, or fetches its image again."""
+    """Whether the kubelet waits before it starts the engine, or the model's fetch, again, or pulls the image again."""
     deletion_cost: int = 0
     """What the ReplicaSet controller compares among ready pods."""
     address: str = ""
@@ -217,7 +217,7 @@ def read_pod(obj: Object) -> Pod:
         problem=_problem(status, container, fetch),
         fetch=fetch,
         restarts=container.get("restartCount", 0),
-        is_backing_off=container.get("state", {}).get("waiting", {}).get("reason", "").endswith("BackOff"),
+        is_backing_off=_backs_off(container) or _backs_off(fetch_container(status)),
         deletion_cost=_deletion_cost(metadata),
         address=status.get("podIP") or "",
         deadline=metadata.get("deletionTimestamp") or "",
@@ -243,6 +243,11 @@ def _node_template(metadata: Object, spec: Object) -> str:
     engines = [each for each in spec.get("containers", ()) if each["name"] == ENGINE_CONTAINER]
     variables = {each["name"]: each.get("value") for engine in engines for each in engine.get("env", ())}
     return text if variables.get(NODE_TEMPLATE_HASH_ENV) == digest(text) else ""
+
+
+def _backs_off(container: Object) -> bool:
+    waiting: Object = container.get("state", {}).get("waiting") or {}
+    return (waiting.get("reason") or "").endswith("BackOff")
 
 
 def _deletion_cost(metadata: Object) -> int:
