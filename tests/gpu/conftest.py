@@ -15,8 +15,9 @@ elif "ARGOSY_TEST_GPU" in os.environ:
     collect_ignore = [
         f"test_{name}.py"
         for name in (
-            "accounting", "compiled_launches", "compiles", "cuda_graphs", "flash_attn", "flash_attn_graphs",
-            "interpreter_bounds", "kernel_sampler_engine", "launches_per_layer", "pipeline_graphs", "warm_up",
+            "accounting", "compiled_launches", "compiled_lookup", "compiles", "cuda_graphs", "flash_attn",
+            "flash_attn_graphs", "interpreter_bounds", "kernel_sampler_engine", "launches_per_layer",
+            "pipeline_graphs", "warm_up",
         )
     ]  # fmt: skip
     launch_on_gpu()
