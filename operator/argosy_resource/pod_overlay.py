@@ -44,6 +44,8 @@ RESERVED_ENV: Final = (
 RESERVED_MOUNTS: Final = ("/", "/dev/shm", "/home/argosy", "/model", "/tmp")  # noqa: S108 - a path in the pod
 
 VOLUME_PREFIX: Final = "argosy-"
+KEY_VOLUME: Final = f"{VOLUME_PREFIX}key"
+"""The volume with the Secret of an engine's internal key, whose name is shortened with the service's."""
 
 _quoted_env = ", ".join(f"'{name}'" for name in RESERVED_ENV)
 _quoted_mounts = ", ".join(f"'{path}'" for path in RESERVED_MOUNTS)

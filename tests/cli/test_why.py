@@ -942,7 +942,10 @@ def test_a_volume_that_does_not_mount_is_told_by_its_event(tmp_path: Path) -> No
 def test_who_makes_a_services_key_anew_is_told() -> None:
     resource, (hangs,), *_ = CASES["no volume yet"]
     hangs = msgspec.json.decode(msgspec.json.encode(hangs))
-    hangs["metadata"]["labels"]["inference.argosy.dev/service"] = "qwen"
+    hangs["spec"]["volumes"] = [
+        {"name": "mine", "secret": {"secretName": "token"}},
+        {"name": "argosy-key", "secret": {"secretName": "qwen-engine-key"}},
+    ]
     for name, told in (
         ("qwen-engine-key", "the operator makes the Secret"),
         ("token", "what the event names"),

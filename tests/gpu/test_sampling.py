@@ -227,9 +227,11 @@ def test_sampling_takes_at_most_four_launches():
     assert len(launches) == 4
 
 
-def test_a_single_row_is_split_among_programs_and_a_full_batch_is_not():
-    assert sampling.choose_chunk(1, 151936, num_sms=132) == 1024
-    assert sampling.choose_chunk(1024, 151936, num_sms=132) > 151936 // 4
+@pytest.mark.parametrize(("rows", "parts"), [(1, 149), (64, 15), (256, 9), (1024, 3), (4096, 1)])
+def test_rows_are_split_among_fewer_programs_the_more_there_are(rows, parts):
+    chunk = sampling.choose_chunk(rows, 151936, num_sms=132)
+    assert chunk % 1024 == 0
+    assert -(-151936 // chunk) == parts
 
 
 def test_an_unusable_vocabulary_is_refused():

@@ -22,6 +22,7 @@ from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.loader import load_model
 from argosy_engine.params.sampling_params import SamplingParams
 from argosy_engine.sample.sampler import SamplerOptions
+from argosy_engine.triton_kernels.device_traits import KNOWN_DEVICES
 from argosy_engine.worker.memory_profiling import dummy_request, dummy_step
 from argosy_engine.worker.model_runner import ModelRunner
 from argosy_engine.worker.warm_up import warm_up
@@ -67,7 +68,7 @@ class Driver:
         return GPUTarget("cuda", 90, 32)
 
     def get_device_properties(self, device: int) -> dict[str, int]:
-        return {"max_shared_mem": 227 << 10, "multiprocessor_count": 132, "warpSize": 32}
+        return {"max_shared_mem": KNOWN_DEVICES["H100"].shared_memory}
 
     def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[int, ...]:
         return 1, 1, 32, 0, 1024

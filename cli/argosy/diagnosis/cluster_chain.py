@@ -23,7 +23,7 @@ from argosy_resource.engine_address import COMPONENT_LABEL, NODE_COMPONENT, SERV
 from argosy_resource.engine_command import claim_name
 from argosy_resource.foreign_engines import default_image_value
 from argosy_resource.model_source import MODEL_MOUNT
-from argosy_resource.pod_overlay import ENGINE_CONTAINER, FETCH_CONTAINER
+from argosy_resource.pod_overlay import ENGINE_CONTAINER, FETCH_CONTAINER, KEY_VOLUME
 from argosy_resource.types import GROUP
 
 Object = Mapping[str, Any]
@@ -306,9 +306,10 @@ def _volumes(pod: Object, events: Sequence[str]) -> Link:
 def _remedy_of_volumes(pod: Object, events: Sequence[str]) -> str:
     if not events:
         return ""
-    key = f"{pod['metadata'].get('labels', {}).get(SERVICE_LABEL, '')}-engine-key"
-    if any(f'secret "{key}" not found' in each for each in events):
-        return f"the operator makes the Secret {key} anew by itself; if it does not, look whether it runs"
+    for volume in pod.get("spec", {}).get("volumes", ()):
+        key = volume.get("secret", {}).get("secretName", "") if volume["name"] == KEY_VOLUME else ""
+        if key and any(f'secret "{key}" not found' in each for each in events):
+            return f"the operator makes the Secret {key} anew by itself; if it does not, look whether it runs"
     return "correct what the event names"
 
 

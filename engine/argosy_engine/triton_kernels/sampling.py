@@ -93,7 +93,7 @@ def sample_tokens(
     """Draw token ids, int64 [R], in two launches, or in four if `has_limits`.
 
     Small batches split each row among programs of at least 1024 tokens, so that a single row occupies a device; large
-    ones use up to 16 programs per row and SM.
+    ones use up to 16 programs per row, and about 16 per SM.
 
     Args:
         logits: [R, vocab_size], bfloat16, float16 or float32; rows may be apart, a row is contiguous.

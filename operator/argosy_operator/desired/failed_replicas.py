@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Final
 
+from argosy_operator.desired.gpu_surge import NO_DEVICE
 from argosy_operator.observed.observation import Observation
 from argosy_operator.observed.pod import Pod
 
@@ -19,7 +20,7 @@ _EXITED: Final = ("ContainerExited", "OOMKilled")
 _OCCUPIED: Final = (
     "Insufficient ",
     "Too many pods",
-    "cannot allocate all claims",
+    NO_DEVICE,
     "anti-affinity",
     "topology spread",
     "in use",

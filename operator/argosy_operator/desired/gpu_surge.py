@@ -12,7 +12,7 @@ from argosy_operator.observed.pod import Pod
 from argosy_resource.resources import Resources
 from argosy_resource.types import InferenceService
 
-_NO_DEVICE: Final = "cannot allocate all claims"
+NO_DEVICE: Final = "cannot allocate all claims"
 """The scheduler's words (plugin DynamicResources)."""
 
 
@@ -58,7 +58,7 @@ def _lacking(resources: Resources) -> list[str]:
     """What the scheduler says of a pod for which no GPU is free, or no device of a claim that is the replica's own."""
     found = [] if resources.gpu is None else [f"Insufficient {resources.gpu.resource_name}"]
     is_own = any(claim.resource_claim_template_name is not None for claim in resources.claims)
-    return [*found, _NO_DEVICE] if is_own else found
+    return [*found, NO_DEVICE] if is_own else found
 
 
 def _is_without_surge(observed: Observation, revision: str) -> bool:

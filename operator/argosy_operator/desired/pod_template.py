@@ -41,6 +41,7 @@ from argosy_resource.foreign_engines import READY_PATH
 from argosy_resource.pod_overlay import (
     CONFINING_ANNOTATIONS,
     ENGINE_CONTAINER,
+    KEY_VOLUME,
     VOLUME_PREFIX,
     PodTemplate,
     Volume,
@@ -55,7 +56,6 @@ HOME: Final = "/home/argosy"
 
 KEY_DIR: Final = "/etc/argosy-key"
 """Where the service's Secret is mounted."""
-_KEY_VOLUME: Final = f"{VOLUME_PREFIX}key"
 
 WARM_UP_ENV: Final = "ARGOSY_WARM_UP_FROM"
 """A variable rather than a flag, because engines of other versions ignore what they do not know."""
@@ -96,9 +96,7 @@ def pod_template(
     }
     template: Manifest = {"metadata": metadata, "spec": _pod_spec(service, config, images)}
     if service.spec.parallelism.nodes > 1:
-        nodes = encode_node_template(
-            service, template, not_for_workers=(WARM_UP_ENV,), key_volume=_KEY_VOLUME
-        )
+        nodes = encode_node_template(service, template, not_for_workers=(WARM_UP_ENV,), key_volume=KEY_VOLUME)
         metadata["annotations"][NODE_TEMPLATE_ANNOTATION] = nodes
         template["spec"]["containers"][0]["env"].append(template_hash(nodes))
     if not metadata["annotations"]:
@@ -282,7 +280,7 @@ def _volumes(service: InferenceService, model: ModelVolume, images: Images) -> l
     if follows_keys(service, images):
         items = [{"key": API_KEYS_FIELD, "path": API_KEYS_FIELD}]
         secret = {"secretName": key_secret_name(service), "items": items, "defaultMode": 0o440}
-        own.append({"name": _KEY_VOLUME, "secret": secret})
+        own.append({"name": KEY_VOLUME, "secret": secret})
     return [*own, *model.volumes, *map(_volume, service.spec.pod_template.spec.volumes)]
 
 
@@ -303,7 +301,7 @@ def _volume_mounts(service: InferenceService, model: ModelVolume, images: Images
         {"name": "argosy-shm", "mountPath": "/dev/shm"},  # noqa: S108 - a path in the pod
     ]
     if follows_keys(service, images):
-        own.append({"name": _KEY_VOLUME, "mountPath": KEY_DIR, "readOnly": True})
+        own.append({"name": KEY_VOLUME, "mountPath": KEY_DIR, "readOnly": True})
     users = [
         as_manifest(mount)
         for container in service.spec.pod_template.spec.containers
