@@ -187,3 +187,30 @@ def test_drift_is_put_right_without_touching_a_pod(service: Stack) -> None:
         assert found == wanted, name
     assert pods(service) == before
     assert kubectl.get(*WORDS)["metadata"]["generation"] == resource["metadata"]["generation"]
+
+
+def test_what_somebody_adds_to_the_pods_template_is_removed(service: Stack) -> None:
+    """Server-side apply leaves what another manager has added. The API server's own defaults are no addition, nor is an
+    annotation of the template: `kubectl rollout restart` writes one."""
+    kubectl = service.cluster.kubectl
+    deployment = (f"deployment/{NAME}-engine", "-n", TENANT)
+    before = template(service)
+    kubectl("set", "env", *deployment, "SOMEBODY=else")
+    sidecar = {"name": "sidecar", "image": "localhost/nowhere:1"}
+    pod = {"containers": [sidecar], "tolerations": [{"operator": "Exists"}], "hostNetwork": True}
+    kubectl("patch", *deployment, "-p", json.dumps({"spec": {"template": {"spec": pod}}}))
+    kubectl("rollout", "restart", *deployment)
+
+    def is_put_right(found: dict[str, Any]) -> bool:
+        return bool(found["spec"]["template"]["spec"] == before["spec"])
+
+    restored = kubectl.poll("the pod's template to be as it was", deployment, is_put_right, 60)
+    assert "kubectl.kubernetes.io/restartedAt" in restored["spec"]["template"]["metadata"]["annotations"]
+    managers = kubectl.get(*deployment, "--show-managed-fields")["metadata"]["managedFields"]
+    updates = [
+        entry
+        for entry in managers
+        if entry["manager"] == "argosy-operator" and entry["operation"] == "Update"
+    ]
+    assert updates == [], "what is removed is not owned"
+    kubectl.poll("the service to be Ready again", WORDS, is_ready, 300)

@@ -14,7 +14,7 @@ import functools
 import itertools
 import json
 import re
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -230,6 +230,25 @@ class FakeKubernetes:
         annotations = {**changed["metadata"].get("annotations", {}), **patch["metadata"]["annotations"]}
         kept = {name: value for name, value in annotations.items() if value is not None}
         changed["metadata"]["annotations"] = kept
+        return self._store(key, changed)
+
+    async def patch_by_steps(self, kind: Kind, namespace: str, name: str, steps: Sequence[Object]) -> Object:
+        key = (kind, namespace, name)
+        self._write("patch", key)
+        live = self.objects.get(key)
+        if live is None:
+            raise ApiError("PATCH", 404, "not found")
+        changed = _copy(live)
+        for step in steps:
+            *parents, last = step["path"].removeprefix("/").split("/")
+            inner = changed
+            for part in parents:
+                inner = inner[int(part)] if isinstance(inner, list) else inner[part]
+            last = int(last) if isinstance(inner, list) else last
+            if step["op"] == "remove":
+                del inner[last]
+            elif inner[last] != step["value"]:
+                raise ApiError("PATCH", 422, "the server rejected our request due to an error in our request")
         return self._store(key, changed)
 
     async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str) -> None:
@@ -662,12 +681,32 @@ def selects(selector: str, obj: Object) -> bool:
     return True
 
 
+_LIST_KEYS = dict.fromkeys(("containers", "initContainers", "env", "volumes"), "name") | {
+    "volumeMounts": "mountPath",
+    "ports": "containerPort",
+}
+"""Lists with entries of several managers, and what tells the entries apart."""
+
+
 def _merge(live: Object, wanted: Object) -> None:
     for name, value in wanted.items():
         if isinstance(value, dict) and isinstance(live.get(name), dict):
             _merge(live[name], value)
+        elif name in _LIST_KEYS and live.get(name) and all(_LIST_KEYS[name] in each for each in value):
+            _merge_entries(live[name], value, _LIST_KEYS[name])
         else:
             live[name] = _copy(value)
+
+
+def _merge_entries(live: list[Object], wanted: list[Object], key: str) -> None:
+    """Entries in the wanted order, then those of other managers."""
+    before = {each.get(key): each for each in live}
+    merged = []
+    for entry in wanted:
+        held = before.pop(entry[key], {})
+        _merge(held, entry)
+        merged.append(held)
+    live[:] = [*merged, *before.values()]
 
 
 def _remove(live: Object, before: Object, wanted: Object) -> None:
@@ -677,6 +716,17 @@ def _remove(live: Object, before: Object, wanted: Object) -> None:
             live.pop(name, None)
         elif isinstance(value, dict) and isinstance(wanted[name], dict) and isinstance(live.get(name), dict):
             _remove(live[name], value, wanted[name])
+        elif name in _LIST_KEYS and live.get(name):
+            _remove_entries(live[name], value, wanted[name], _LIST_KEYS[name])
+
+
+def _remove_entries(live: list[Object], before: list[Object], wanted: list[Object], key: str) -> None:
+    kept, held = {each.get(key): each for each in wanted}, {each.get(key): each for each in live}
+    for entry in before:
+        if entry.get(key) not in kept:
+            live[:] = [each for each in live if each.get(key) != entry.get(key)]
+        elif entry.get(key) in held:
+            _remove(held[entry.get(key)], entry, kept[entry.get(key)])
 
 
 assert FIELD_MANAGER == "argosy-operator", "the only manager this fake keeps track of"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -23,7 +25,15 @@ from argosy_operator.desired.children import plan_children
 from argosy_operator.desired.diff import ChildChange
 from argosy_operator.desired.drift import with_applied_hash
 from argosy_operator.errors import ApiError
-from argosy_operator.kinds import CONFIGMAPS, DEPLOYMENTS, INFERENCE_SERVICES, SECRETS, SERVICES, kind_of
+from argosy_operator.kinds import (
+    CONFIGMAPS,
+    DEPLOYMENTS,
+    INFERENCE_SERVICES,
+    SECRETS,
+    SERVICES,
+    Kind,
+    kind_of,
+)
 from argosy_operator.observed.observation import Observation
 from argosy_operator.reconcile.child_writer import ChildWriter
 from argosy_operator.reconcile.metrics import OperatorMetrics
@@ -123,8 +133,56 @@ async def test_drift_is_undone_once() -> None:
     ]
 
 
+@virtual_time
+async def test_what_others_add_to_a_pod_template_is_removed() -> None:
+    async with settled(isvc_object()) as (cluster, operator):
+        before = deployment(cluster)["spec"]
+        changed = copy.deepcopy(deployment(cluster))
+        pod = changed["spec"]["template"]["spec"]
+        pod["containers"][0]["env"].insert(0, {"name": "FOO", "value": "bar"})
+        pod["containers"].insert(0, {"name": "sidecar", "image": "proxy"})
+        pod["tolerations"] = [{"operator": "Exists"}]
+        changed["spec"]["template"]["metadata"].setdefault("annotations", {})["kubectl/restartedAt"] = "now"
+        cluster.writes.clear()
+        cluster.overwrite((DEPLOYMENTS, "team", "tiny-engine"), changed)
+        await operator.settle()
+        after = copy.deepcopy(deployment(cluster)["spec"])
+        assert after["template"]["metadata"]["annotations"].pop("kubectl/restartedAt") == "now", (
+            "it restarts pods"
+        )
+        assert after["template"]["spec"] == before["template"]["spec"]
+        written = [write for write in cluster.writes if write[1] == "Deployment"]
+        assert written == [("apply", "Deployment", "tiny-engine"), ("patch", "Deployment", "tiny-engine")]
+        cluster.writes.clear()
+        await asyncio.sleep(3600)
+        assert cluster.writes == []
+
+
+@virtual_time
+async def test_an_addition_that_changes_before_it_is_removed_is_looked_at_again() -> None:
+    async with settled(isvc_object()) as (cluster, operator):
+        key = (DEPLOYMENTS, "team", "tiny-engine")
+
+        def add(value: str) -> None:
+            changed = copy.deepcopy(deployment(cluster))
+            env = changed["spec"]["template"]["spec"]["containers"][0]["env"]
+            env[:] = [*(each for each in env if each["name"] != "FOO"), {"name": "FOO", "value": value}]
+            cluster.overwrite(key, changed)
+
+        async def late(*args: Any) -> Object:
+            del cluster.patch_by_steps
+            add("second")
+            return await cluster.patch_by_steps(*args)
+
+        cluster.patch_by_steps = late  # type: ignore[method-assign]
+        add("first")
+        await operator.settle()
+    container = deployment(cluster)["spec"]["template"]["spec"]["containers"][0]
+    assert "FOO" not in [each["name"] for each in container["env"]]
+
+
 def add_mutating_webhook(cluster: FakeKubernetes) -> None:
-    """Add a container to every Deployment that is applied."""
+    """Add a container to every Deployment that is written."""
 
     async def mutated(manifest: Object) -> Object:
         if manifest["kind"] == "Deployment":
@@ -134,7 +192,13 @@ def add_mutating_webhook(cluster: FakeKubernetes) -> None:
             manifest = {**manifest, "spec": {**manifest["spec"], "template": {**template, "spec": pod}}}
         return await FakeKubernetes.apply(cluster, manifest)
 
+    async def restored(kind: Kind, namespace: str, name: str, steps: Sequence[Object]) -> Object:
+        """The container is added again to what is left."""
+        cluster.writes.append(("patch", kind.name, name))
+        return cluster.objects[kind, namespace, name]
+
     cluster.apply = mutated  # type: ignore[method-assign]
+    cluster.patch_by_steps = restored  # type: ignore[method-assign]
 
 
 @virtual_time

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from argosy_operator.desired.children import plan_children
-from argosy_operator.desired.drift import contains, must_apply, with_applied_hash
+from argosy_operator.desired.drift import additions, contains, must_apply, with_applied_hash
 from argosy_operator.observed.observation import Observation
 
 
@@ -39,10 +39,45 @@ from argosy_operator.observed.observation import Observation
         ({"emptyDir": {"sizeLimit": "1Gi"}}, {"emptyDir": {"sizeLimit": "1024Mi"}}, True),
         ({"spec": {"selector": {"a": "b"}}}, {"spec": {"selector": {"a": "b"}}}, True),
         ({"spec": {"selector": {"a": "b", "c": "d"}}}, {"spec": {"selector": {"a": "b"}}}, False),
+        ({"nodeSelector": {"a": "b", "c": "d"}}, {"nodeSelector": {"a": "b"}}, False),
+        ({"image": "x", "env": [{"name": "A"}]}, {"image": "x"}, False),
+        ({"image": "x", "env": []}, {"image": "x"}, True),
+        ({"hostNetwork": True}, {}, False),
+        ({"restartPolicy": "Always", "dnsPolicy": "ClusterFirst", "securityContext": {}}, {}, True),
     ],
 )
 def test_contains(live: Any, wanted: Any, same: bool) -> None:
     assert contains(live, wanted) is same
+
+
+def test_additions_are_named_from_the_last_one_of_a_list_to_the_first() -> None:
+    def template(**more: Any) -> dict[str, Any]:
+        engine = {
+            "name": "engine",
+            "env": [{"name": "OURS", "value": "1"}],
+            "ports": [{"containerPort": 8000}],
+        }
+        return {"spec": {"template": {"spec": {"containers": [engine | more]}}}}
+
+    live = template(
+        env=[{"name": "A"}, {"name": "OURS", "value": "1"}, {"name": "B"}],
+        ports=[{"containerPort": 8000, "protocol": "TCP"}, {"containerPort": 8000, "protocol": "UDP"}],
+        imagePullPolicy="IfNotPresent",
+        command=["sh"],
+    )
+    pod = live["spec"]["template"]["spec"]
+    pod["containers"].insert(0, {"name": "sidecar"})
+    pod |= {"hostNetwork": True, "dnsPolicy": "ClusterFirst"}
+    inside = ("spec", "template", "spec")
+    assert additions(live, template()) == [
+        (*inside, "hostNetwork"),
+        (*inside, "containers", 1, "command"),
+        (*inside, "containers", 1, "env", 2),
+        (*inside, "containers", 1, "env", 0),
+        (*inside, "containers", 1, "ports", 1),
+        (*inside, "containers", 0),
+    ]
+    assert additions(template(), template()) == []
 
 
 JSON = st.recursive(
@@ -56,6 +91,7 @@ JSON = st.recursive(
 @given(st.dictionaries(st.text(max_size=3), JSON, max_size=4))
 def test_an_object_contains_itself(obj: dict[str, Any]) -> None:
     assert contains(obj, obj)
+    assert additions(obj, obj) == []
     assert contains({**obj, "more": 1}, {key: value for key, value in obj.items() if key != "more"})
 
 

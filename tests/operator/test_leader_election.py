@@ -244,6 +244,7 @@ async def test_a_write_that_hangs_is_given_up_before_another_takes_over() -> Non
         lambda: api.create_only(made),
         lambda: api.replace(made),
         lambda: api.patch(SERVICES, "n", "s", {}),
+        lambda: api.patch_by_steps(SERVICES, "n", "s", []),
         lambda: api.patch_status(SERVICES, "n", "s", {}, strategic=True),
         lambda: api.delete(SERVICES, "n", "s", uid="u"),
     ]

@@ -6,7 +6,7 @@ what is written or why. Invariant: every method raises `ApiError` and nothing el
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
 from msgspec import Struct
@@ -76,6 +76,11 @@ class Api(Protocol):
 
     async def patch(self, kind: Kind, namespace: str, name: str, patch: Object) -> Object:
         """Merge patch of the object itself, whose UID the patch must name. Returns the object as stored."""
+        ...
+
+    async def patch_by_steps(self, kind: Kind, namespace: str, name: str, steps: Sequence[Object]) -> Object:
+        """JSON patch (RFC 6902) of the object itself, which must test its UID. Returns the object as stored. `ApiError`
+        409 or 422 if a test failed."""
         ...
 
     async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -210,6 +210,15 @@ class KubernetesApi:
             self._path(kind, namespace, name),
             body=patch,
             content_type="application/merge-patch+json",
+            field_manager=FIELD_MANAGER,
+        )
+
+    async def patch_by_steps(self, kind: Kind, namespace: str, name: str, steps: Sequence[Object]) -> Object:
+        return await self._request(
+            "patch",
+            self._path(kind, namespace, name),
+            body=list(steps),
+            content_type="application/json-patch+json",
             field_manager=FIELD_MANAGER,
         )
 

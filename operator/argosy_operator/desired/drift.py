@@ -1,4 +1,5 @@
-"""Drift detection: whether a live object differs from the wanted manifest, so that it has to be applied.
+"""Drift detection: whether a live object differs from the wanted manifest, so that it has to be applied, and what
+others have added to it, which applying does not remove.
 
 Must not talk to an API server. Invariant: an object that was applied as wanted, and that has not been changed since, is
 never written again.
@@ -17,9 +18,34 @@ from argosy_operator.kinds import Object
 from argosy_operator.names import APPLIED_ANNOTATION
 
 _QUANTITY_FIELDS: Final = ("limits", "requests", "sizeLimit")
-_ATOMIC_FIELDS: Final = ("selector",)
+_ATOMIC_FIELDS: Final = ("selector", "nodeSelector")
 """Maps that have one owner as a whole (`x-kubernetes-map-type: atomic`), where a further key changes what is meant: a
 Service that also asks for another label has no endpoints."""
+_KEYED_LISTS: Final[Mapping[str, tuple[str, ...]]] = {
+    **dict.fromkeys(("containers", "initContainers", "env", "volumes", "imagePullSecrets"), ("name",)),
+    **dict.fromkeys(("resourceClaims", "schedulingGates"), ("name",)),
+    "volumeMounts": ("mountPath",),
+    "volumeDevices": ("devicePath",),
+    "ports": ("containerPort", "port", "protocol"),
+    "topologySpreadConstraints": ("topologyKey", "whenUnsatisfiable"),
+    "hostAliases": ("ip",),
+}
+"""Lists whose entries may have different owners, and the fields by which server-side apply tells the entries apart
+(`x-kubernetes-list-map-keys`). Applying leaves entries of others in them."""
+_KEY_DEFAULTS: Final = {"protocol": "TCP"}
+_NEVER_DEFAULTED: Final = frozenset(
+    {
+        *_KEYED_LISTS,
+        *("affinity", "nodeName", "nodeSelector", "tolerations", "priorityClassName", "runtimeClassName"),
+        *("hostNetwork", "hostPID", "hostIPC", "shareProcessNamespace", "serviceAccountName"),
+        *("command", "args", "envFrom", "workingDir", "lifecycle"),
+        *("livenessProbe", "readinessProbe", "startupProbe"),
+    }
+)
+"""Fields of pod templates and their containers which the API server leaves empty: a value that is not wanted is
+somebody's addition."""
+Path = tuple[str | int, ...]
+"""Names of fields and indices of entries, from an object to a part of it."""
 _SUFFIXES: Final = {
     "n": Decimal("0.000000001"),
     "u": Decimal("0.000001"),
@@ -45,13 +71,18 @@ def must_apply(wanted: Object, live: Mapping[str, Any] | None) -> bool:
 
 def contains(live: Any, wanted: Any, *, field: str = "") -> bool:
     """Whether every value of `wanted` is in `live`. Further fields of `live` (server defaults, status, other managers')
-    are ignored, but not within a selector; quantities are compared by value, since the API server rewrites them."""
+    are ignored, but not within a selector, and not if they are additions of others to a pod template; quantities are
+    compared by value, since the API server rewrites them."""
     if field in _ATOMIC_FIELDS:
         return bool(live == wanted)
     if isinstance(wanted, Mapping):
-        return isinstance(live, Mapping) and all(
-            contains(live.get(name), value, field=field if field in _QUANTITY_FIELDS else name)
-            for name, value in wanted.items()
+        return (
+            isinstance(live, Mapping)
+            and not _added_fields(live, wanted)
+            and all(
+                contains(live.get(name), value, field=field if field in _QUANTITY_FIELDS else name)
+                for name, value in wanted.items()
+            )
         )
     if isinstance(wanted, list):
         return (
@@ -64,6 +95,38 @@ def contains(live: Any, wanted: Any, *, field: str = "") -> bool:
     if field in _QUANTITY_FIELDS:
         return _quantity(live) == _quantity(wanted)
     return live == wanted
+
+
+def additions(live: Any, wanted: Any, *, field: str = "") -> list[Path]:
+    """What `live` has in its pod template beyond `wanted`: fields that the API server never fills in, and entries of
+    lists. In an order in which they can be removed one by one: later entries of a list before earlier ones."""
+    if isinstance(wanted, Mapping) and isinstance(live, Mapping):
+        if field in _ATOMIC_FIELDS:
+            return []  # applying replaces it
+        found: list[Path] = [(name,) for name in _added_fields(live, wanted)]
+        for name, value in wanted.items():
+            found += [(name, *rest) for rest in additions(live.get(name), value, field=name)]
+        return found
+    if isinstance(wanted, list) and isinstance(live, list) and field in _KEYED_LISTS:
+        entries = {_entry_key(entry, field): entry for entry in wanted}
+        found = []
+        for index, entry in reversed(list(enumerate(live))):
+            key = _entry_key(entry, field)
+            if key in entries:
+                found += [(index, *rest) for rest in additions(entry, entries[key])]
+            else:
+                found.append((index,))
+        return found
+    return []
+
+
+def _added_fields(live: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    return [name for name in live if name in _NEVER_DEFAULTED and name not in wanted and live[name]]
+
+
+def _entry_key(entry: Any, field: str) -> tuple[Any, ...]:
+    given = entry if isinstance(entry, Mapping) else {}
+    return tuple(given.get(name, _KEY_DEFAULTS.get(name)) for name in _KEYED_LISTS[field])
 
 
 def _quantity(text: object) -> Decimal | str:

@@ -1,4 +1,4 @@
-"""Writes a service's children: applies what differs, deletes what is surplus.
+"""Writes a service's children: applies what differs, removes what others have added, deletes what is surplus.
 
 Owns the guards of each write. Must not decide what a child looks like. Invariants: an object that is not ours is never
 touched; a write reaches exactly the object that was looked at, or none; an object that another writer changes as soon
@@ -7,8 +7,9 @@ as it is applied (a mutating webhook) is not written over and over.
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -18,7 +19,7 @@ from argosy_operator.cluster.api_server import Api
 from argosy_operator.cluster.kept_fields import kept_fields
 from argosy_operator.cluster.store import Store
 from argosy_operator.desired.diff import ChildChange
-from argosy_operator.desired.drift import must_apply
+from argosy_operator.desired.drift import Path, additions, must_apply
 from argosy_operator.errors import ApiError, ChildNotOwned
 from argosy_operator.kinds import PODS, Kind, Name, Object, kind_of, object_name
 from argosy_operator.names import APPLIED_ANNOTATION
@@ -66,6 +67,8 @@ class ChildWriter:
         ):
             return None
         stored = await self._write(kind, wanted, live)
+        if added := additions(stored, wanted):
+            stored = await self._remove(kind, stored, added)
         if must_apply(wanted, stored):
             logger.warning("%s %s/%s is changed by another writer as soon as it is applied", kind.name, *name)
             self._note_contested(kind, name, (digest, _contents(kind, stored)))
@@ -97,6 +100,26 @@ class ChildWriter:
         self._store.put(kind, stored)
         return stored
 
+    async def _remove(self, kind: Kind, obj: Object, parts: Sequence[Path]) -> Object:
+        """Remove what others have added to an object that was applied just now: applying only takes back what the
+        operator has applied itself. Returns the object as stored: unchanged if these parts are not what they were."""
+        pointers = [_pointer(path) for path in parts]
+        shown = ", ".join(pointers[:5]) + (", ..." if len(parts) > 5 else "")
+        logger.warning("%s %s/%s: removing what others have added: %s", kind.name, *object_name(obj), shown)
+        tests = {"/metadata/uid": obj["metadata"]["uid"]}
+        tests |= {pointer: _part(obj, path) for pointer, path in zip(pointers, parts, strict=True)}
+        steps = [{"op": "test", "path": pointer, "value": value} for pointer, value in tests.items()]
+        steps += [{"op": "remove", "path": pointer} for pointer in pointers]
+        self._metrics.writes.labels(kind.name, "patch").inc()
+        try:
+            stored = await self._api.patch_by_steps(kind, *object_name(obj), steps)
+        except ApiError as error:
+            if error.status in (404, 409, 422):  # gone, replaced or changed: an event is on the way
+                return obj
+            raise
+        self._store.put(kind, stored)
+        return stored
+
     def _note_contested(self, kind: Kind, name: Name, state: tuple[str, str]) -> None:
         gone = [(held, each) for held, each in self._contested if self._store.get(held, *each) is None]
         for key in gone:
@@ -112,6 +135,15 @@ class ChildWriter:
         stored = await self._api.apply(manifest)
         self._store.put(kind, stored)
         return stored
+
+
+def _pointer(path: Path) -> str:
+    """JSON pointer (RFC 6901)."""
+    return "".join("/" + str(part).replace("~", "~0").replace("/", "~1") for part in path)
+
+
+def _part(obj: Any, path: Path) -> Any:
+    return functools.reduce(lambda found, part: found[part], path, obj)
 
 
 def _contents(kind: Kind, obj: Mapping[str, Any] | None) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Final
 
 from argosy_operator.cluster.api_server import Api, ObjectList
@@ -135,6 +135,10 @@ class FencedApi:
     async def patch(self, kind: Kind, namespace: str, name: str, patch: Object) -> Object:
         async with self._leadership.write(f"patch a {kind.name}"):
             return await self._api.patch(kind, namespace, name, patch)
+
+    async def patch_by_steps(self, kind: Kind, namespace: str, name: str, steps: Sequence[Object]) -> Object:
+        async with self._leadership.write(f"patch a {kind.name}"):
+            return await self._api.patch_by_steps(kind, namespace, name, steps)
 
     async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str) -> None:
         async with self._leadership.write(f"delete a {kind.name}"):
