@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from argosy_protocol.program.flags import FlagParser, InvalidValue
+from argosy_protocol.program.freed_memory import return_freed_memory
 from argosy_protocol.program.log_format import configure_logging
 from argosy_router.config import ConfigError, RouterConfig
 from argosy_router.http.connection_limit import SPARE_DESCRIPTORS, default_connections, open_files_limit
@@ -96,6 +97,7 @@ def _main(argv: Sequence[str] | None) -> int:
     stderr = LineWriter(2)
     try:
         _raise_file_limit()
+        return_freed_memory()
         config = config_of(arguments, os.environ, parser)
         configure_logging(config.log_level.upper(), LineHandler(stderr))
         return _run(config, stderr)

@@ -44,6 +44,7 @@ from argosy_engine.osproc.file_descriptors import MIN_FREE, raise_limit, require
 from argosy_engine.resolved_config import ResolvedConfig
 from argosy_fetcher.progress_display import ProgressDisplay, progress_display
 from argosy_protocol.program.flags import InvalidValue
+from argosy_protocol.program.freed_memory import return_freed_memory
 from argosy_protocol.program.listen import CannotListen, UnixListener, listen, listen_unix
 from argosy_protocol.program.log_format import configure_logging
 
@@ -82,6 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args.check_core_process()
         num_descriptors = raise_limit()
+        return_freed_memory()
         if options.headless:
             return asyncio.run(serve_node(args, options.shutdown_timeout))
         require_free(_MIN_DESCRIPTORS + MIN_FREE * (args.data_parallel_size - 1))

@@ -49,6 +49,7 @@ from argosy_engine.osproc.child_process import die_with_parent
 from argosy_engine.osproc.debug_signal import dump_stacks_on_signal
 from argosy_engine.osproc.file_descriptors import raise_limit
 from argosy_engine.osproc.shared_counters import SharedCounters
+from argosy_protocol.program.freed_memory import return_freed_memory
 from argosy_protocol.program.log_format import configure_logging
 
 
@@ -154,6 +155,7 @@ def main(argv: Sequence[str]) -> int:
     calls, relays, memory, *listening = map(int, argv[3:])
     name_process(name)
     dump_stacks_on_signal()
+    return_freed_memory()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     die_with_parent(parent)
