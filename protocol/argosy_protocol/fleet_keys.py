@@ -49,6 +49,7 @@ class FleetKeys:
         self._clock = clock
         self._given: tuple[bytes, ...] = (fixed,) if fixed else ()
         """The keys of the files, the newest first."""
+        self._has_been_there = False
         self._left: dict[bytes, float] = {}
         """Keys that have left the files, and when; in this order."""
         self._problem = ""
@@ -94,9 +95,16 @@ class FleetKeys:
         problem = ""
         try:
             given = [_read_key(directory / KEY_FIELD)]
+        except FileNotFoundError as error:
+            # A first installation has none until the operator has created the Secret and the kubelet has mounted it.
+            self._note(
+                f"{directory / KEY_FIELD}: {error}", logging.ERROR if self._has_been_there else logging.INFO
+            )
+            return
         except (OSError, ValueError) as error:
             self._note(f"{directory / KEY_FIELD}: {error}")
             return
+        self._has_been_there = True
         try:
             previous = _read_key(directory / PREVIOUS_FIELD)
         except FileNotFoundError:
@@ -119,10 +127,15 @@ class FleetKeys:
             logger.info("the fleet key's Secret has changed; it has %d keys now", len(given))
         self._given = tuple(given)
 
-    def _note(self, problem: str) -> None:
+    def _note(self, problem: str, level: int = logging.ERROR) -> None:
         """Log a problem once."""
         if problem and problem != self._problem:
-            logger.error("a file of the fleet key is not heeded: %s", problem)
+            what = (
+                "a file of the fleet key is not heeded"
+                if level == logging.ERROR
+                else "there is no fleet key yet"
+            )
+            logger.log(level, "%s: %s", what, problem)
         self._problem = problem
 
 

@@ -96,6 +96,21 @@ def test_a_secret_without_a_usable_key_changes_nothing(
     assert not keys.problem
 
 
+@pytest.mark.parametrize("fixed", [b"", K1], ids=["router", "operator"])
+def test_a_first_installation_whose_secret_is_not_mounted_yet_is_no_error(
+    mount: Mount, fixed: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    keys = mount.keys(fixed)
+    assert [(record.levelno, "no fleet key yet" in record.message) for record in caplog.records] == [
+        (logging.INFO, True)
+    ]
+    assert "/key" in keys.problem
+    mount.write(key=K2)
+    assert keys.look()
+    assert not keys.problem
+
+
 def test_an_unusable_previous_key_does_not_hold_up_the_new_one(mount: Mount) -> None:
     mount.write(key=K1)
     keys = mount.keys()
