@@ -158,6 +158,7 @@ NO_DIRECTORY = (
         ),
         ("file:///nope/", {"problem": NO_DIRECTORY.format("/nope")}, ("False", "SourceNotFound", "/nope is no dir")),
         ("file:///nope", {"problem": "code 2: /nope has no config.json"}, ("False", "SourceNotFound", "pod a: code 2")),
+        ("file:///x", {"problem": "code 2: /adapters/x is no directory"}, ("True", "LocalSource", "nothing has")),
         ("file:///x", {"problem": NO_DIRECTORY.format("/nope")}, ("True", "LocalSource", "or from their image")),
         ("builtin://tiny", {"problem": "code 1"}, ("True", "LocalSource", "part of the engine")),
     ],

@@ -310,7 +310,9 @@ def test_a_stopped_service_says_that_no_request_starts_it(limits: dict[str, int]
     for kind in ("Ready", "Routable"):
         told = next(each.message for each in made.conditions if each.type == kind)
         assert told.startswith(f"spec.replicas is 0: {outcome}")
-        assert told.endswith("no request does: kubectl scale isvc tiny --replicas=1")
+        assert told.endswith(
+            "no request does without spec.scaling or an autoscaler: kubectl scale isvc tiny --replicas=1"
+        )
 
 
 def test_rollout_without_a_spare_gpu_says_so() -> None:

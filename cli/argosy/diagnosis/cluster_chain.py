@@ -262,7 +262,7 @@ def _pods(service: Object, pods: Sequence[Object]) -> Link:
             name="pods",
             state="stopped",
             detail="spec.replicas is 0: requests get 503 until it is raised, which no request does without "
-            "spec.scaling",
+            "spec.scaling or an autoscaler",
             remedy=f"kubectl scale isvc {service['metadata']['name']} --replicas=1, or leave it stopped",
         )
     if pods:

@@ -326,8 +326,8 @@ def _zero_message(view: ServiceView) -> str:
         held = view.service.spec.router.limits.hold_timeout_seconds
         outcome = f"held for {held} s, then refused" if held else "refused"
         return (
-            f"spec.replicas is 0: requests are {outcome} with 503 until it is raised, which without spec.scaling no "
-            f"request does: kubectl scale isvc {view.service.metadata.name} --replicas=1"
+            f"spec.replicas is 0: requests are {outcome} with 503 until it is raised, which no request does without "
+            f"spec.scaling or an autoscaler: kubectl scale isvc {view.service.metadata.name} --replicas=1"
         )
     if view.observed.scalers.decide:
         return "spec.replicas is 0"

@@ -81,7 +81,7 @@ def _local_source(view: ServiceView) -> ConditionState:
 
 def _is_source_missing(message: str, path: str) -> bool:
     """Whether our engine's last line says that its model is not at this path; other engines have other words."""
-    return any(f"{path.rstrip('/')} {what}" in message for what in _NOT_THERE)
+    return any(f": {path.rstrip('/')} {what}" in message for what in _NOT_THERE)
 
 
 def model_cache_column(view: ServiceView) -> str:
