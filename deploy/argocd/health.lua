@@ -1,6 +1,7 @@
 -- Health of an InferenceService for Argo CD: resource.customizations.health.inference.argosy.dev_InferenceService.
 -- Progressing until the operator has observed this generation and its replicas are routable, Degraded where a person has
--- to act, Suspended while spec.paused keeps a change from being applied, or a canary waits for a person.
+-- to act, Suspended while spec.paused keeps a change from being applied, or a canary waits for a person. A service that
+-- spec.replicas: 0 stops is Healthy, as a Deployment is: a sync waits for what is Suspended.
 local health = {status = "Progressing", message = "waiting for the operator"}
 local status = obj.status
 if status == nil or status.conditions == nil then

@@ -171,6 +171,20 @@ CASES: dict[str, tuple[Object, list[Object], str, str, list[str]]] = {
         "failed",
         ["spec.paused to false"],
     ),
+    "stopped": (
+        service(condition("Ready", "True", "Stopped"), replicas=0),
+        [],
+        "pods",
+        "stopped",
+        ["stopped pods", "spec.replicas is 0: requests get 503", "kubectl scale isvc qwen --replicas=1"],
+    ),
+    "stopped, its last replica still ends": (
+        service(condition("Ready", "False", "RollingOut"), replicas=0),
+        [],
+        "pods",
+        "stopped",
+        ["spec.replicas is 0"],
+    ),
     "scaled to zero": (
         service(condition("Ready", "True", "ScaledToZero"), replicas=0),
         [],
@@ -401,7 +415,7 @@ CASES: dict[str, tuple[Object, list[Object], str, str, list[str]]] = {
         ["note: UnknownTimeZone", "correct spec.scaling.schedules"],
     ),
 }
-CASES["scaled to zero"] = (*CASES["scaled to zero"][:2], "pods", "failed", ["--replicas=1"])
+CASES["scaled to zero"] = (*CASES["scaled to zero"][:2], "pods", "stopped", ["--replicas=1"])
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -1084,7 +1098,9 @@ def test_a_local_fleet(
 def test_a_service_that_is_scaled_to_zero_here() -> None:
     local = ServiceStatus(key="default/tiny", model="tiny", desired=0, revision="r")
     status = FleetStatus(pid=1, router=RouterStatus(url="u", is_ready=True), services=(local,))
-    assert local_diagnosis(status, local, lambda _: []).links[-1].detail == "spec.replicas is 0"
+    found = local_diagnosis(status, local, lambda _: [])
+    assert (found.links[-1].state, found.links[-1].detail) == ("stopped", "spec.replicas is 0")
+    assert not found.is_served
 
 
 def test_the_exit_code_says_whether_clients_are_served(

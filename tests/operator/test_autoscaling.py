@@ -15,7 +15,7 @@ from harness import Operator, condition, deployment, is_ready, living_pods, new_
 from virtual_time import virtual_time
 
 from argosy_operator.cluster.store import Store
-from argosy_operator.kinds import INFERENCE_SERVICES, Name
+from argosy_operator.kinds import EVENTS, INFERENCE_SERVICES, Name
 from argosy_operator.observed.scaler import Scalers
 from argosy_operator.observed.service_load import ServiceLoad
 from argosy_operator.reconcile.autoscaler import Autoscaler
@@ -185,6 +185,76 @@ async def test_two_autoscalers_are_told_of() -> None:
             assert condition(cluster, "Degraded") == expected
         assert "other-autoscaler" in cluster.condition("Degraded")["message"]
         assert replicas(cluster) == 1, "spec.scaling decides"
+
+
+def scale(cluster: FakeKubernetes, number: int, time: str) -> None:
+    """`kubectl scale isvc tiny --replicas=number`."""
+    changed = copy.deepcopy(cluster.isvc())
+    changed["spec"]["replicas"] = number
+    entry = {
+        "manager": "kubectl",
+        "operation": "Update",
+        "subresource": "scale",
+        "time": time,
+        "fieldsV1": {},
+    }
+    applied = {"manager": "kubectl", "operation": "Apply", "time": "2026-01-01T00:00:00Z", "fieldsV1": {}}
+    status = {
+        "manager": "argosy",
+        "operation": "Update",
+        "subresource": "status",
+        "time": "2027-01-01T00:00:00Z",
+    }
+    changed["metadata"]["managedFields"] = [applied, entry, status]
+    cluster.overwrite((INFERENCE_SERVICES, "team", "tiny"), changed)
+
+
+def told_of_scales(cluster: FakeKubernetes) -> list[tuple[str, int]]:
+    found = [obj for (kind, *_), obj in cluster.objects.items() if kind is EVENTS]
+    return [(each["type"], each["count"]) for each in found if each["reason"] == "ScaleIgnored"]
+
+
+@virtual_time
+async def test_a_scale_that_changes_nothing_is_told_of_once() -> None:
+    cluster = new_cluster()
+    async with Operator(cluster) as operator:
+        cluster.create(isvc_object(scaling=SCALING))
+        await operator.settle()
+        scale(cluster, 3, "2026-01-01T00:01:00Z")
+        await operator.settle()
+        assert told_of_scales(cluster) == [("Warning", 1)]
+        (message,) = (
+            obj["message"] for obj in cluster.objects.values() if obj.get("reason") == "ScaleIgnored"
+        )
+        assert message.startswith("spec.replicas is 3, which has no effect while spec.scaling is set")
+        assert replicas(cluster) == 1
+        before = len(cluster.writes)
+        await asyncio.sleep(700)
+        assert cluster.writes[before:] == []
+
+        changed = copy.deepcopy(cluster.isvc())
+        changed["spec"]["rollout"] = {"progressDeadlineSeconds": 900}
+        changed["metadata"]["managedFields"][0]["time"] = "2026-01-01T00:02:00Z"
+        cluster.overwrite((INFERENCE_SERVICES, "team", "tiny"), changed)
+        await operator.settle()
+        assert told_of_scales(cluster) == [("Warning", 1)], "another edit"
+        scale(cluster, 1, "2026-01-01T00:03:00Z")
+        await operator.settle()
+        assert told_of_scales(cluster) == [("Warning", 1)], "as decided"
+    async with Operator(cluster) as operator:
+        await operator.settle()
+        assert told_of_scales(cluster) == [("Warning", 1)], "a restarted operator"
+
+
+@virtual_time
+async def test_a_scale_without_scaling_is_obeyed_in_silence() -> None:
+    cluster = new_cluster()
+    async with Operator(cluster) as operator:
+        cluster.create(isvc_object())
+        await operator.settle()
+        scale(cluster, 3, "2026-01-01T00:01:00Z")
+        await operator.settle()
+        assert (replicas(cluster), told_of_scales(cluster)) == (3, [])
 
 
 # which replica goes

@@ -308,6 +308,59 @@ async def test_a_canary_whose_replica_never_comes_up_fails_after_the_deadline() 
         assert ": ImagePullBackOff: not found; the old replicas serve" in message
 
 
+@virtual_time
+async def test_a_canary_whose_replica_fails_is_halted_at_once_and_goes_on_when_it_is_mended() -> None:
+    cluster = new_cluster()
+    cluster.failing_images.add("failing:1")
+    async with Operator(cluster, now=now) as operator:
+        cluster.create(isvc_object(replicas=2, rollout={"canary": STEPS}))
+        await operator.settle()
+        old = revisions(cluster)
+        operator.router.canary = operator.router.stable = GOOD
+        edit_engine(cluster, image="failing:1")
+        await pass_time(cluster, 20)
+        for kind, status in (
+            ("Ready", "False"),
+            ("Progressing", "False"),
+            ("Reconciling", "False"),
+            ("Stalled", "True"),
+        ):
+            assert condition(cluster, kind) == (status, "RolloutHalted")
+        assert condition(cluster, "Degraded") == ("True", "CrashLoopBackOff")
+        message = cluster.condition("Stalled")["message"]
+        assert message.startswith("pod tiny-canary-")
+        assert "no further replica is replaced until it is ready or the spec changes" in message
+        assert (rollout(cluster)["phase"], len(events(cluster, "RolloutHalted"))) == ("Starting", 1)
+        act(cluster, "Continue", "another")
+        await pass_time(cluster, 40)
+        assert "Continue is for revision another" in cluster.condition("Progressing")["message"]
+        before = len(cluster.writes)
+        await pass_time(cluster, 60)
+        assert (len(cluster.writes), set(old) < set(revisions(cluster))) == (before, True)
+        cluster.failing_images.clear()
+        await until_phase(cluster, "Analyzing")
+        await pass_time(cluster, 5)
+        assert condition(cluster, "Progressing") == ("True", "CanaryAnalyzing")
+        assert condition(cluster, "Stalled") == ("False", "AsExpected")
+
+
+@virtual_time
+async def test_a_halted_canary_makes_room_for_the_next_edit() -> None:
+    cluster = new_cluster()
+    cluster.failing_images.add("failing:1")
+    async with Operator(cluster, now=now) as operator:
+        cluster.create(isvc_object(replicas=2, rollout={"canary": STEPS}))
+        await operator.settle()
+        operator.router.canary = operator.router.stable = GOOD
+        edit_engine(cluster, image="failing:1")
+        await pass_time(cluster, 20)
+        assert condition(cluster, "Stalled") == ("True", "RolloutHalted")
+        edit_engine(cluster, image="good:1")
+        await until_phase(cluster, "Analyzing")
+        await pass_time(cluster, 2)
+        assert condition(cluster, "Stalled") == ("False", "AsExpected")
+
+
 def events(cluster: FakeKubernetes, reason: str) -> list[str]:
     return [
         obj["message"]

@@ -33,6 +33,7 @@ FINE = condition("Degraded", "False", "AsExpected")
 CRASH = condition("Degraded", "True", "CrashLoopBackOff", "pod p: no config.json")
 READY = condition("Ready", "True", "ReplicasRoutable")
 NOT_READY = condition("Ready", "False", "Starting")
+NO_NODE = condition("WorkloadReady", "False", "Unschedulable", "pod p: 0/2 nodes are available")
 HALTED = condition("Progressing", "False", "RolloutHalted")
 
 
@@ -63,6 +64,18 @@ HALTED = condition("Progressing", "False", "RolloutHalted")
         ("halted", [condition("Progressing", "True", "RollingOut")], [HALTED], [("Warning", "RolloutHalted", "m")]),
         ("replaces in place", [], [condition("Progressing", "True", "NoGPUForSurge")],
          [("Normal", "NoGPUForSurge", "m")]),
+        ("no node takes it", [condition("WorkloadReady", "False", "Starting")], [NO_NODE],
+         [("Normal", "Unschedulable", "pod p: 0/2 nodes are available")]),
+        ("no node takes it still", [NO_NODE], [condition("WorkloadReady", "False", "Unschedulable", "0/3 nodes")], []),
+        ("no node has taken it for long", [FINE, NO_NODE], [condition("Degraded", "True", "Unschedulable"), NO_NODE],
+         [("Warning", "Unschedulable", "m")]),
+        ("no node takes it, and it was ready", [READY], [condition("Ready", "False", "Unschedulable"), NO_NODE],
+         [("Warning", "Unschedulable", "m")]),
+        ("no node takes the surge", [], [condition("Progressing", "True", "NoGPUForSurge"), NO_NODE],
+         [("Normal", "NoGPUForSurge", "m")]),
+        ("no volume", [], [condition("WorkloadReady", "False", "VolumesNotMounted")],
+         [("Warning", "VolumesNotMounted", "m")]),
+        ("stopped", [READY], [condition("Ready", "True", "Stopped")], [("Normal", "Stopped", "m")]),
         ("a common rollout", [], [condition("Progressing", "True", "RollingOut")], []),
     ],
 )  # fmt: skip
@@ -100,6 +113,22 @@ async def test_a_crash_and_a_recovery_are_reported_once_each() -> None:
     about = {(each["involvedObject"]["kind"], each["involvedObject"]["uid"]) for each in events(cluster)}
     assert about == {("InferenceService", cluster.isvc()["metadata"]["uid"])}
     assert all(each["metadata"]["namespace"] == "team" for each in events(cluster))
+
+
+@virtual_time
+async def test_a_replica_without_a_node_has_an_event_at_once_and_none_at_rest() -> None:
+    cluster = new_cluster()
+    cluster.room = 0
+    async with Operator(cluster) as operator:
+        cluster.create(isvc_object())
+        await operator.settle()
+        (found,) = events(cluster)
+        assert (found["type"], found["reason"], found["count"]) == ("Normal", "Unschedulable", 1)
+        assert "pod tiny-engine-" in found["message"]
+        assert "0/1 nodes are available: 1 Insufficient cpu." in found["message"]
+        before = len(cluster.writes)
+        await asyncio.sleep(200)
+        assert cluster.writes[before:] == []
 
 
 @virtual_time

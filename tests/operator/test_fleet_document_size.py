@@ -110,7 +110,7 @@ async def test_a_tenant_with_many_aliases_keeps_no_other_one_out_and_is_told_so(
         await operator.settle()
         assert f"greedy/{name}" in published(cluster)
         found = cluster.isvc(name, namespace="greedy")["status"]["conditions"]
-        assert {each["type"]: each["reason"] for each in found}["Ready"] == "ScaledToZero"
+        assert {each["type"]: each["reason"] for each in found}["Ready"] == "Stopped"
 
 
 @virtual_time

@@ -100,7 +100,7 @@ NOTED = fetch("running", "5 % 1.4/28.0 GiB; " + "503 " * 100)
     ("name", "made", "condition", "column"),
     [
         ("builtin", report(replica("a", None, up=True), is_fetched=False),
-         ("True", "LocalSource", "nothing is fetched: the model is mounted or in the image"), ""),
+         ("True", "LocalSource", "nothing has to be fetched: the model is part of the engine"), ""),
         ("no pod", report(), ("Unknown", "Pending", "no pod has begun to fetch the model"), ""),
         ("no node", report(replica("a", NOT_BEGUN)), ("Unknown", "Pending", "no pod has begun to fetch the model"), ""),
         ("has not reported", report(replica("a", STARTED)), ("False", "Fetching", "pod a: fetching"), "fetching"),
@@ -136,6 +136,47 @@ def test_model_cached(
 ) -> None:
     assert found(made, "ModelCached") == condition, name
     assert made.model_cache == column, name
+
+
+NO_CLAIM = '0/2 nodes are available: persistentvolumeclaim "nope" not found. preemption: not helpful.'
+NO_DIRECTORY = (
+    "back-off 10s (last exit: Error, code 2: argosy serve: model '{0}': {0} is no directory; give one)"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "state", "expected"),
+    [
+        ("pvc://nope/x", {}, ("True", "LocalSource", "read the model from a volume")),
+        ("pvc://nope/x", {"unschedulable": NO_CLAIM}, ("False", "ClaimNotFound", 'pod a: 0/2 nodes are')),
+        ("pvc://other/x", {"unschedulable": NO_CLAIM}, ("True", "LocalSource", "nothing has to be fetched")),
+        ("pvc://nope/x", {"unschedulable": "0/2 nodes are available"}, ("True", "LocalSource", "nothing has")),
+        (
+            "pvc://nope/x",
+            {"problem": NO_DIRECTORY.format("/model/x")},
+            ("False", "SourceNotFound", "/model is the root of the PersistentVolumeClaim nope"),
+        ),
+        ("file:///nope/", {"problem": NO_DIRECTORY.format("/nope")}, ("False", "SourceNotFound", "/nope is no dir")),
+        ("file:///nope", {"problem": "code 2: /nope has no config.json"}, ("False", "SourceNotFound", "pod a: code 2")),
+        ("file:///x", {"problem": "code 2: /adapters/x is no directory"}, ("True", "LocalSource", "nothing has")),
+        ("file:///x", {"problem": NO_DIRECTORY.format("/nope")}, ("True", "LocalSource", "or from their image")),
+        ("builtin://tiny", {"problem": "code 1"}, ("True", "LocalSource", "part of the engine")),
+    ],
+)  # fmt: skip
+def test_a_local_source_is_not_said_to_be_there(
+    source: str, state: dict[str, str], expected: tuple[str, str, str]
+) -> None:
+    model = {"source": source}
+    revision = plan_children(parse(isvc_object(model=model)), Observation(), CONFIG).revision
+    problem = Problem("CrashLoopBackOff", state["problem"]) if "problem" in state else None
+    new = pod(
+        "a", revision, ready=False, gate="", problem=problem, unschedulable=state.get("unschedulable", "")
+    )
+    old = pod("b", "old", ready=True, gate="True")
+    for others in ((), (old,)):
+        status, reason, message = found(report(new, *others, is_fetched=False, model=model), "ModelCached")
+        assert (status, reason) == expected[:2]
+        assert expected[2] in message
 
 
 def test_a_fetch_is_what_the_replicas_wait_for() -> None:

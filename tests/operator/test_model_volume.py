@@ -234,7 +234,14 @@ async def test_without_a_node_cache_no_pod_is_made_and_the_status_says_why() -> 
         await operator.settle()
         assert not living_pods(cluster)
         assert not [name for name in cluster.children() if name.startswith("Deployment/")]
-        for kind, status in (("Ready", "False"), ("Degraded", "True"), ("Stalled", "True")):
+        told = {
+            "Ready": "False",
+            "Progressing": "False",
+            "Reconciling": "False",
+            "Degraded": "True",
+            "Stalled": "True",
+        }
+        for kind, status in told.items():
             assert condition(cluster, kind) == (status, "NodeCacheDisabled")
         assert "nodeCache.enabled" in cluster.condition("Ready")["message"]
         cluster.writes.clear()

@@ -73,7 +73,7 @@ async def test_scale_touches_nothing_but_the_deployment() -> None:
         cluster.edit("tiny", lambda spec: spec.update(replicas=0))
         await operator.settle()
     assert cluster.pods() == []
-    assert cluster.condition("Ready")["reason"] == "ScaledToZero"
+    assert cluster.condition("Ready")["reason"] == "Stopped"
 
 
 @virtual_time

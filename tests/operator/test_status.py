@@ -135,8 +135,8 @@ FINE = ("False", "AsExpected")
         ("old one drains", report((new(1), new(2), old(1, is_terminating=True, gate="False"))), {"Ready": READY}),
         ("scaling down", report((new(1), new(2), new(3))),
          {"Ready": ("False", "RollingOut"), "Progressing": ("True", "Scaling")}),
-        ("scaled to zero", report((), replicas=0),
-         {"Ready": ("True", "ScaledToZero"), "Progressing": COMPLETE, "Routable": ("False", "ScaledToZero")}),
+        ("stopped", report((), replicas=0),
+         {"Ready": ("True", "Stopped"), "Progressing": COMPLETE, "Routable": ("False", "Stopped"), "Stalled": FINE}),
         ("crash loop", report((new(1), new(2, **STARTING, problem=CRASH))),
          {"Ready": ("False", "CrashLoopBackOff"), "WorkloadReady": ("False", "CrashLoopBackOff"),
           "Degraded": ("True", "CrashLoopBackOff")}),
@@ -191,7 +191,11 @@ FINE = ("False", "AsExpected")
          report((new(1, **STARTING), old(1)), deployment=live_deployment(conditions=(DEADLINE,))),
          {"Reconciling": ("False", "ProgressDeadlineExceeded"), "Stalled": ("True", "ProgressDeadlineExceeded")}),
         ("child of somebody else, in kstatus' words", report((), failure=Problem("ChildNotOwned", "Service 'x'")),
-         {"Reconciling": ("False", "Scaling"), "Stalled": ("True", "ChildNotOwned")}),
+         {"Progressing": ("False", "ChildNotOwned"), "Reconciling": ("False", "ChildNotOwned"),
+          "Stalled": ("True", "ChildNotOwned")}),
+        ("a refused argument", report((), failure=Problem("InvalidEngineArgs", "x")),
+         {"Ready": ("False", "InvalidEngineArgs"), "Progressing": ("False", "InvalidEngineArgs"),
+          "Reconciling": ("False", "InvalidEngineArgs"), "Stalled": ("True", "InvalidEngineArgs")}),
         ("its claim does not exist", report((new(1, **NOWHERE, unschedulable=NO_CLAIM),), replicas=1),
          {"Ready": ("False", "ClaimNotFound"), "Degraded": ("True", "ClaimNotFound")}),
         ("no node has its GPUs, for long",
@@ -291,7 +295,24 @@ def test_a_service_that_is_paused_at_zero_is_not_ready() -> None:
     assert "unpause" in messages["Ready"]
     assert "held" not in messages["Routable"]
     unscaled = report(replicas=0, paused=True)
-    assert states(unscaled)["Ready"] == ("True", "ScaledToZero"), "as its spec says"
+    assert states(unscaled)["Ready"] == ("True", "Stopped"), "as its spec says"
+
+
+@pytest.mark.parametrize(
+    ("limits", "outcome"),
+    [
+        ({}, "requests are refused with 503"),
+        ({"holdTimeoutSeconds": 30}, "requests are held for 30 s, then refused with"),
+    ],
+)
+def test_a_stopped_service_says_that_no_request_starts_it(limits: dict[str, int], outcome: str) -> None:
+    made = report(replicas=0, router={"limits": limits})
+    for kind in ("Ready", "Routable"):
+        told = next(each.message for each in made.conditions if each.type == kind)
+        assert told.startswith(f"spec.replicas is 0: {outcome}")
+        assert told.endswith(
+            "no request does without spec.scaling or an autoscaler: kubectl scale isvc tiny --replicas=1"
+        )
 
 
 def test_rollout_without_a_spare_gpu_says_so() -> None:
@@ -392,7 +413,7 @@ def test_volumes_that_are_not_mounted_are_told(
         (read_pod(pod_object("p", labels=labels, phase="Pending", conditions=conditions)),), replicas=1
     )
     state = next(each for each in made.conditions if each.type == "WorkloadReady")
-    assert (state.status, state.reason) == ("False", "Starting")
+    assert (state.status, state.reason) == ("False", "VolumesNotMounted" if is_told else "Starting")
     assert ("pod p: its volumes are not mounted yet" in state.message) is is_told, name
     assert ("kubectl describe pod p" in state.message) is is_told
     assert states(made)["Degraded"] == FINE

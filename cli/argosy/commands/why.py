@@ -44,7 +44,7 @@ def main(argv: Sequence[str], *, cluster: bool = False) -> int:
         prog="kubectl argosy why" if cluster else "argosy why",
         description="Show why a service does not answer: the chain from its manifest until it is ready, up to the "
         "first link that fails or waits, with its log's last lines and what to do. It sends no request to the service.",
-        epilog="Exit codes: 0 clients are served, 1 they are not.",
+        epilog="Exit codes: 0 clients are served, 1 they are not, also if spec.replicas is 0.",
     )
     parser.add_argument("name", nargs="?", help="name of the service; may be left out if there is one only")
     if not cluster:

@@ -16,9 +16,14 @@ from msgspec import Struct
 
 from argosy_fetcher.progress_display import printable
 
-State = Literal["done", "failed", "waiting"]
-"""`failed`: it stays so until somebody acts. `waiting`: it goes on by itself."""
-_MARKS: Final[dict[State, str]] = {"done": "ok", "failed": "FAILED", "waiting": "waiting"}
+State = Literal["done", "failed", "waiting", "stopped"]
+"""`failed`: it stays so until somebody acts. `waiting`: it goes on by itself. `stopped`: the spec wants it so."""
+_MARKS: Final[dict[State, str]] = {
+    "done": "ok",
+    "failed": "FAILED",
+    "waiting": "waiting",
+    "stopped": "stopped",
+}
 MAX_LINES: Final = 10
 """Lines of a log that are shown."""
 MAX_WIDTH: Final = 2048

@@ -260,9 +260,10 @@ def _pods(service: Object, pods: Sequence[Object]) -> Link:
             return Link(name="pods", state="done", detail="none is wanted while no request comes")
         return Link(
             name="pods",
-            state="failed",
-            detail="spec.replicas is 0",
-            remedy=f"kubectl scale isvc {service['metadata']['name']} --replicas=1",
+            state="stopped",
+            detail="spec.replicas is 0: requests get 503 until it is raised, which no request does without "
+            "spec.scaling or an autoscaler",
+            remedy=f"kubectl scale isvc {service['metadata']['name']} --replicas=1, or leave it stopped",
         )
     if pods:
         return Link(name="pods", state="done", detail=f"{len(pods)} exist")
@@ -448,7 +449,7 @@ def _ready(service: Object) -> Link:
         routable = f"{status.get('routable') or status.get('routableReplicas', 0)} replicas routable"
         where = f", {status['url']}" if status.get("url") else ""
         name = f" as {status['model']!r}" if status.get("model") else ""
-        if ready.get("reason") == "ScaledToZero":
+        if ready.get("reason") in ("Stopped", "ScaledToZero"):  # an older operator has the second for both
             if service.get("spec", {}).get("scaling") is None:
                 return _pods(service, ())
             return Link(name="ready", state="done", detail=f"idle: {ready.get('message', '')}{where}{name}")

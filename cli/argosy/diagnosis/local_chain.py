@@ -55,7 +55,7 @@ def _process(service: ServiceStatus, log: Callable[[str], Sequence[str]]) -> Lin
         if service.desired == 0:
             return Link(
                 name="process",
-                state="failed",
+                state="stopped",
                 detail="spec.replicas is 0",
                 remedy="raise spec.replicas, and `argosy up -f FILE`",
             )

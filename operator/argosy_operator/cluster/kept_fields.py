@@ -109,7 +109,7 @@ def _is_controlled(kind: Kind, obj: Object) -> bool:
 
 def _service(obj: Object) -> Object:
     """The service without the manifest that kubectl notes in it, and without managedFields, which are often larger than
-    the rest; of those only who used the scale subresource, and when, is kept."""
+    the rest; of those only who used the scale subresource is kept, and when, and when the last other edit was."""
     metadata = {name: value for name, value in obj["metadata"].items() if name != "managedFields"}
     if LAST_APPLIED in metadata.get("annotations", {}):
         metadata["annotations"] = {
@@ -121,5 +121,8 @@ def _service(obj: Object) -> Object:
         if entry.get("subresource") == "scale"
     ]
     if scalers:
-        metadata["managedFields"] = scalers
+        edits = [
+            each.get("time", "") for each in obj["metadata"]["managedFields"] if not each.get("subresource")
+        ]
+        metadata["managedFields"] = [*scalers, *({"time": time} for time in sorted(edits)[-1:])]
     return {**obj, "metadata": metadata}

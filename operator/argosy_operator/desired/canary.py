@@ -76,6 +76,11 @@ class CanaryPlan(Struct, frozen=True, kw_only=True):
     """Whether only a person can let it go on."""
     figures: SplitFigures = SplitFigures()
 
+    @property
+    def is_starting(self) -> bool:
+        """Whether its step has not begun: its replicas are created, and may not all come up."""
+        return self.state.phase == "stepping" and not self.state.since and not self.is_held
+
 
 def read_canary(deployment: Object | None) -> CanaryState | None:
     """What the Deployment remembers; None if that is nothing, or cannot be read."""

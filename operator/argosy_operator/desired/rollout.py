@@ -13,7 +13,8 @@ Invariant: the operator takes the last routable replica only if `spec.rollout` s
     failed_replicas        old replicas that never served and cannot start are removed at once, whatever
                            `spec.rollout` says, so that they take no place from the correction
     canary                 a change is tried on replicas of a Deployment of its own first: this one is paused with the
-                           new template, and its pods keep serving with the old one until the last step has passed
+                           new template, and its pods keep serving with the old one until the last step has passed;
+                           a replica of it that fails before its step has begun halts it until that one is ready
     staged_rollout         the operator's own change is rolled out to one service at a time: the Deployments of the
                            others are paused with the new template, and their pods keep serving with the old one
                            until it is their turn; a canary needs none before it is promoted
@@ -100,8 +101,9 @@ def plan_rollout(
     """Decide how pods of `revision` replace the others now."""
     live = observed.deployment
     digest = input_digest(service)
+    phase: Phase
     canary = plan_canary(service, observed, revision, key_digest=key_digest)
-    observed = observed.without_canary
+    with_canary, observed = observed, observed.without_canary
     held = ""
     if canary is None:
         held = held_revision(service, observed, revision, digest=digest, key_digest=key_digest)
@@ -116,19 +118,22 @@ def plan_rollout(
             input_digest=digest,
         )
     if canary is not None and canary.held:
+        halted_by = _halting_pod(with_canary, revision) if canary.is_starting else None
+        phase = "canary-failed" if canary.state.phase == "failed" else "halted" if halted_by else "canary"
         return RolloutPlan(
-            phase="canary-failed" if canary.state.phase == "failed" else "canary",
+            phase=phase,
             surge=service.spec.rollout.surge,
             unavailable=service.spec.rollout.unavailable,
             is_paused=True,
             held_revision=canary.held,
             canary=canary,
+            halted_by=halted_by,
             input_digest=digest,
         )
     has_turn = bool(held) or (has_the_turn(live) and not is_healthy(service, observed, revision))
     if canary is not None and canary.state.needs_turn and not observed.rolling_elsewhere:
         has_turn = True
-    phase: Phase = "normal"
+    phase = "normal"
     node_wait_s = 0.0
     failed = failed_replicas(observed, revision)
     if no_gpu_for_surge(service, observed, revision, failed):
@@ -140,8 +145,8 @@ def plan_rollout(
     unavailable = max(
         unavailable, unavailable_without(failed, observed, revision, desired=service.spec.replicas)
     )
-    halting = halting_replica(replicas)
-    if halting is not None:
+    halted_by = _halting_pod(observed, revision)
+    if halted_by is not None:
         phase = "halted"
         if live is not None and template_revision(live) == revision:
             # Kubernetes scales a paused Deployment to its size plus maxSurge: a smaller surge would remove replicas.
@@ -151,13 +156,19 @@ def plan_rollout(
         phase=phase,
         surge=surge,
         unavailable=unavailable,
-        is_paused=halting is not None,
+        is_paused=halted_by is not None,
         canary=canary,
-        halted_by=next((pod for pod in observed.pods if halting and pod.name == halting.name), None),
+        halted_by=halted_by,
         has_turn=has_turn,
         node_wait_s=node_wait_s,
         input_digest=digest,
     )
+
+
+def _halting_pod(observed: Observation, revision: str) -> Pod | None:
+    """The new replica whose failure halts the rollout; None if the rollout may go on."""
+    halting = halting_replica(_replicas(observed, revision))
+    return next((pod for pod in observed.pods if halting and pod.name == halting.name), None)
 
 
 def _replicas(observed: Observation, revision: str) -> list[RolloutReplica]:

@@ -157,7 +157,8 @@ class Reconciler:
             problem = _LEFT_OUT
         later = self._observer.observe(service, conflicts, published, scalers)
         scaling = scaling_status(service, decision, diff.gates, self._now(), observed.scalers)
-        await self._reporter.report(service, later, diff.plan, problem, scaling)
+        asked = stored.spec.replicas
+        await self._reporter.report(service, later, diff.plan, problem, scaling, asked=asked)
         if failure is not None:
             raise failure
 

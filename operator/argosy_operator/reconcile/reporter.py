@@ -21,11 +21,11 @@ from argosy_operator.observed.observation import Observation
 from argosy_operator.observed.pod import Problem
 from argosy_operator.reconcile.event_recorder import EventRecorder
 from argosy_operator.reconcile.metrics import OperatorMetrics
-from argosy_operator.status.events import events_between, events_of_change
+from argosy_operator.status.events import Event, events_between, events_of_change
 from argosy_operator.status.model_cached import seconds_until_stuck
 from argosy_operator.status.replica_problems import seconds_until_degraded, seconds_until_unmounted
 from argosy_operator.status.report import invalid_status, status
-from argosy_operator.status.scaling_status import seconds_until_scaled_once
+from argosy_operator.status.scaling_status import ignored_scale, seconds_until_scaled_once
 from argosy_resource.scaling_spec import ScalingStatus
 from argosy_resource.types import Condition, InferenceService, ObjectMeta
 
@@ -58,8 +58,11 @@ class Reporter:
         plan: Plan,
         failure: Problem | None,
         scaling: ScalingStatus | None = None,
+        *,
+        asked: int | None = None,
     ) -> None:
-        """Report the outcome of a reconcile: `observed` after it, `plan` as it was acted on.
+        """Report the outcome of a reconcile: `observed` after it, `plan` as it was acted on, `asked` the stored
+        spec.replicas, if the service has another number by spec.scaling.
 
         Raises:
             ApiError: the API server refused the status.
@@ -70,7 +73,10 @@ class Reporter:
         )
         if report != service.status:
             await self._patch(name, service.metadata.uid, msgspec.to_builtins(report))
-            await self._events.post(service.metadata, events_of_change(service.status, report))
+            events = events_of_change(service.status, report)
+            if asked is not None and (told := ignored_scale(service, observed.scalers, asked)):
+                events.append(Event("Warning", "ScaleIgnored", told))
+            await self._events.post(service.metadata, events)
         alive = [pod for pod in observed.pods if pod.is_alive]
         deadline = service.spec.rollout.progress_deadline_seconds
         waits = [seconds_until_degraded(pod, now) for pod in alive if pod.unschedulable]

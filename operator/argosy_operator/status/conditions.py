@@ -2,7 +2,8 @@
 
 Owns every condition's status, reason and message. Must not talk to an API server or look at a clock. Invariants: Ready
 means that the status is of this generation, every replica is updated, enough of them are routable and no old one is;
-with spec.scaling its lower bound says how many are enough, so that a step of it is no outage;
+with spec.scaling its lower bound says how many are enough, so that a step of it is no outage; a service of which the
+spec wants no replica is Ready with a reason of its own, as nothing is left to be done;
 a message names the pod and what it waits for; equal inputs give equal conditions.
 
     Ready          the summary: clients can use this generation of the service now
@@ -77,7 +78,7 @@ def ready(view: ServiceView) -> ConditionState:
     if counts.desired == 0:
         if _cannot_wake(view):
             return ConditionState("False", "Paused", _zero_message(view))
-        return ConditionState("True", "ScaledToZero", _zero_message(view))
+        return ConditionState("True", _zero_reason(view), _zero_message(view))
     if counts.old_routable:
         return ConditionState("False", "RollingOut", f"{counts.old_routable} old replicas still serve")
     if counts.ready < view.wanted_routable:
@@ -93,10 +94,14 @@ def progressing(view: ServiceView) -> ConditionState:
     counts = view.counts
     if view.service.spec.paused:
         return ConditionState("False", "Paused", "reconciling is paused; running replicas keep serving")
+    if view.failure is not None:
+        return ConditionState("False", view.failure.reason, view.failure.message)
     so_far = f"{counts.updated}/{counts.desired} replicas updated, {counts.ready} ready, {counts.routable} routable"
     phase = view.plan.rollout.phase
     if phase == "halted":
-        return ConditionState("False", "RolloutHalted", f"{_halt_message(view)}: {so_far}")
+        return ConditionState(
+            "False", "RolloutHalted", f"{_halt_message(view)}: {so_far}{_stray_of_halted(view)}"
+        )
     if phase == "waiting-for-turn":
         other = view.plan.rollout.waits_for
         message = (
@@ -181,6 +186,11 @@ def _canary(view: ServiceView) -> ConditionState:
     return ConditionState("True", f"Canary{phase}", message + stray)
 
 
+def _stray_of_halted(view: ServiceView) -> str:
+    plan, canary = view.plan.rollout.canary, view.service.spec.rollout.canary
+    return "" if plan is None or canary is None else _stray_action(canary.action, plan.state.revision)
+
+
 def _stray_action(action: CanaryAction | None, revision: str) -> str:
     """What is told of an action that names another revision than the canary's; empty if there is none."""
     if action is None or action.revision == revision:
@@ -205,7 +215,7 @@ def workload_ready(view: ServiceView) -> ConditionState:
     if under_way:
         return ConditionState("False", "FetchingModel", f"{so_far}; fetching the model: {under_way}")
     if not_mounted := unmounted(view):
-        return ConditionState("False", "Starting", f"{so_far}; {not_mounted}")
+        return ConditionState("False", "VolumesNotMounted", f"{so_far}; {not_mounted}")
     if lacking := without_workers(view):
         return ConditionState("False", "Starting", f"{so_far}; {lacking}")
     waiting = [pod.name for pod in view.judged_pods if not pod.is_up]
@@ -218,7 +228,7 @@ def routable(view: ServiceView) -> ConditionState:
     counts = view.counts
     so_far = f"{counts.routable}/{counts.desired} replicas routable"
     if counts.desired == 0:
-        return ConditionState("False", "ScaledToZero", _zero_message(view))
+        return ConditionState("False", _zero_reason(view), _zero_message(view))
     if view.has_no_router:
         return ConditionState("Unknown", "NoRouter", NO_ROUTER)
     if counts.routable >= view.wanted_routable:
@@ -306,8 +316,20 @@ def _cannot_wake(view: ServiceView) -> bool:
     return view.service.spec.paused and is_woken
 
 
+def _zero_reason(view: ServiceView) -> str:
+    """Whether the spec has stopped the service, or spec.scaling has: that starts a replica for the next request."""
+    return "Stopped" if view.service.spec.scaling is None else "ScaledToZero"
+
+
 def _zero_message(view: ServiceView) -> str:
-    if view.service.spec.scaling is None or view.observed.scalers.decide:
+    if view.service.spec.scaling is None:
+        held = view.service.spec.router.limits.hold_timeout_seconds
+        outcome = f"held for {held} s, then refused" if held else "refused"
+        return (
+            f"spec.replicas is 0: requests are {outcome} with 503 until it is raised, which no request does without "
+            f"spec.scaling or an autoscaler: kubectl scale isvc {view.service.metadata.name} --replicas=1"
+        )
+    if view.observed.scalers.decide:
         return "spec.replicas is 0"
     if _cannot_wake(view):
         return "reconciling is paused at zero replicas, and no request starts one; unpause to serve"

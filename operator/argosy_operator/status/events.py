@@ -1,8 +1,9 @@
 """Selects the changes of a status that become Kubernetes Events.
 
 Must not know how a status is computed, nor how events are posted. Invariants: a change of a message alone is no event,
-since messages count replicas; a service that becomes ready, stops being ready, or recovers has one, and so has each
-number that spec.scaling decides, and each step of a canary.
+since messages count replicas; a service that becomes ready, stops being ready, or recovers has one, and so has a
+replica that finds no node or whose volumes are not mounted, each number that spec.scaling decides, and each step of a
+canary.
 """
 
 from __future__ import annotations
@@ -40,6 +41,11 @@ _PLANNED: Final = frozenset(
     }
 )
 """Reasons for which a service that was ready is not any more because somebody has changed it."""
+_WORKLOAD: Final[Mapping[str, EventType]] = {"Unschedulable": "Normal", "VolumesNotMounted": "Warning"}
+"""Reasons of WorkloadReady that become an event, and its type. An autoscaler takes minutes to add a node; if none
+comes, Degraded has a Warning."""
+_WAITS_FOR_GPU: Final = frozenset({"WaitingForCapacity", "NoGPUForSurge"})
+"""Reasons of Progressing that have an event themselves, and say that a replica finds no node."""
 _RECOVERED: Final = "Recovered"
 _FETCH: Final[Mapping[str, tuple[EventType, str]]] = {
     "Fetching": ("Normal", "ModelFetching"),
@@ -85,7 +91,8 @@ def events_of_change(before: InferenceServiceStatus, after: InferenceServiceStat
 
 def events_between(before: Iterable[Condition], after: Iterable[Condition]) -> list[Event]:
     """Events for the conditions whose status or reason changed between two statuses."""
-    old = {each.type: each for each in before}
+    old, after = {each.type: each for each in before}, tuple(after)
+    is_surging = any(each.type == "Progressing" and each.reason in _WAITS_FOR_GPU for each in after)
     found: dict[str, Event] = {}
     for each in after:
         previous = old.get(each.type)
@@ -104,6 +111,8 @@ def events_between(before: Iterable[Condition], after: Iterable[Condition]) -> l
             kind = "Normal" if each.reason in _PLANNED else "Warning"
         elif each.type == "Progressing" and each.reason in _PROGRESS:
             kind = _PROGRESS[each.reason]
+        elif each.type == "WorkloadReady" and each.reason in _WORKLOAD and not is_surging:
+            kind = _WORKLOAD[each.reason]
         elif each.type == "ModelCached" and each.reason in _FETCH:
             kind, reason = _FETCH[each.reason]
         if kind is not None:

@@ -4,12 +4,14 @@ under way means for the other conditions.
 Must not talk to an API server or look at a clock. Invariants: a message names the pod; a fetch counts as progress of a
 rollout for as long as a rollout may go without, counted from its last report that differed.
 
-    True     LocalSource  nothing is fetched
-    True     Cached       every replica that began to fetch has its model
-    False    Fetching     the least advanced of the fetches under way
-    False    StoreLocked  a replica waits for a process that has the store's lock and makes no progress
-    False    FetchFailed  the last attempt of a replica failed
-    Unknown  Pending      no replica has begun to fetch
+    True     LocalSource     nothing has to be fetched; whether the model is there, the engine finds out
+    False    ClaimNotFound   the claim that is to be mounted does not exist
+    False    SourceNotFound  an engine has not found the model where it is to be mounted, or in the image
+    True     Cached          every replica that began to fetch has its model
+    False    Fetching        the least advanced of the fetches under way
+    False    StoreLocked     a replica waits for a process that has the store's lock and makes no progress
+    False    FetchFailed     the last attempt of a replica failed
+    Unknown  Pending         no replica has begun to fetch
 """
 
 from __future__ import annotations
@@ -20,13 +22,17 @@ from typing import Final
 from argosy_operator.observed.model_fetch import ModelFetch
 from argosy_operator.observed.pod import Pod
 from argosy_operator.status.condition_state import ConditionState
+from argosy_operator.status.replica_problems import missing_claim, problem_message
 from argosy_operator.status.service_view import ServiceView
 from argosy_protocol.model_progress import WAITING, percent
+from argosy_resource.engine_command import claim_name, model_path
 
 _MAX_COLUMN: Final = 48
 """Characters of a fetch's progress in the column; more than any has."""
 _RETRYING: Final = "retrying"
 """What the column says of a note, which the condition has: a column stays narrow."""
+_NOT_THERE: Final = ("is no directory", "has no config.json")
+"""The engine's words for a path without a model (`checkpoint.model_path`)."""
 _LOCK_REMEDY: Final = (
     "; look at the pods that use the volume: whoever can write to it can choose that name; another pod continues the "
     "fetch of one that ends; if none of them fetches, the file system keeps the lock: restart what serves the volume, "
@@ -36,9 +42,7 @@ _LOCK_REMEDY: Final = (
 
 def model_cached(view: ServiceView) -> ConditionState:
     if not view.fetches_model:
-        return ConditionState(
-            "True", "LocalSource", "nothing is fetched: the model is mounted or in the image"
-        )
+        return _local_source(view)
     fetches = _fetches(view)
     for name, fetch in fetches:
         if fetch.has_failed:
@@ -53,6 +57,31 @@ def model_cached(view: ServiceView) -> ConditionState:
         if fetch.state == "succeeded":
             return ConditionState("True", "Cached", fetch.exit_message)
     return ConditionState("Unknown", "Pending", "no pod has begun to fetch the model")
+
+
+def _local_source(view: ServiceView) -> ConditionState:
+    """The condition where nothing is fetched: False as soon as a replica has shown that the model is not there."""
+    source = view.service.spec.model.source
+    claim = claim_name(source)
+    planned = [pod for pod in view.judged_pods if pod.revision == view.plan.revision]
+    for pod in planned or view.judged_pods:
+        if claim is not None and missing_claim(claim) in pod.unschedulable:
+            return ConditionState("False", "ClaimNotFound", f"pod {pod.name}: {pod.unschedulable}")
+        if pod.problem is not None and _is_source_missing(pod.problem.message, model_path(source)):
+            told = problem_message(view, pod.problem)
+            return ConditionState("False", "SourceNotFound", f"pod {pod.name}: {told}")
+    return ConditionState(
+        "True",
+        "LocalSource",
+        "nothing has to be fetched: the model is part of the engine"
+        if source.startswith("builtin://")
+        else "nothing has to be fetched: replicas read the model from a volume, or from their image",
+    )
+
+
+def _is_source_missing(message: str, path: str) -> bool:
+    """Whether our engine's last line says that its model is not at this path; other engines have other words."""
+    return any(f": {path.rstrip('/')} {what}" in message for what in _NOT_THERE)
 
 
 def model_cache_column(view: ServiceView) -> str:

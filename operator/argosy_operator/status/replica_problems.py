@@ -119,6 +119,11 @@ def unschedulable(view: ServiceView) -> Problem | None:
     return None
 
 
+def missing_claim(name: str) -> str:
+    """The scheduler's words for a PersistentVolumeClaim of this name that does not exist."""
+    return f'persistentvolumeclaim "{name}" not found'
+
+
 def _lacks_claim(pod: Pod) -> bool:
     """Whether the scheduler misses a PersistentVolumeClaim: waiting alone does not change that."""
     return "persistentvolumeclaim" in pod.unschedulable and "not found" in pod.unschedulable

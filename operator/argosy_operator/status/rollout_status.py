@@ -60,7 +60,7 @@ def rollout_phase(plan: CanaryPlan) -> RolloutPhase:
         return "Promoting"
     if plan.is_held:
         return "Held"
-    return "Analyzing" if plan.state.since else "Starting"
+    return "Starting" if plan.is_starting else "Analyzing"
 
 
 def _window(canary: CanaryRollout) -> int:

@@ -104,6 +104,30 @@ def scaling_problem(service: InferenceService, scalers: Scalers, now: str) -> Pr
     return None
 
 
+def ignored_scale(service: InferenceService, scalers: Scalers, asked: int) -> str:
+    """What is told of a `kubectl scale` that is the last edit and changes nothing, because spec.scaling decides; empty
+    if there is none, or its edit was reported before.
+
+    Args:
+        asked: spec.replicas as it is stored; the service has the number that was decided.
+    """
+    wanted, metadata = service.spec.replicas, service.metadata
+    is_reported = service.status.observed_generation == metadata.generation
+    if service.spec.scaling is None or scalers.decide or is_reported or asked == wanted:
+        return ""
+    edits = [entry for entry in metadata.managed_fields if entry.subresource != "status"]
+    newest = max((entry.time for entry in edits), default="")
+    if not any(
+        entry.subresource == "scale" and entry.manager.startswith(_INTERACTIVE) and entry.time == newest
+        for entry in edits
+    ):
+        return ""
+    return (
+        f"spec.replicas is {asked}, which has no effect while spec.scaling is set: it has decided on {wanted}, between "
+        "its minReplicas and maxReplicas; change these, or remove spec.scaling"
+    )
+
+
 def seconds_until_scaled_once(service: InferenceService, scalers: Scalers, now: str) -> float:
     """Seconds until the next foreign write of spec.replicas counts no more; 0 if there is none."""
     if service.spec.scaling is None:
