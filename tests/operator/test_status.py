@@ -601,3 +601,4 @@ def test_a_namespace_that_refuses_the_node_cache_is_told_of_with_the_remedy(
     message = next(each.message for each in made.conditions if each.type == "Degraded")
     assert cause["message"] in message
     assert ("set spec.model.cache.type to claim" in message) is has_remedy
+    assert message.endswith("this was refused first: the ReplicaSet's Events have what is refused now")

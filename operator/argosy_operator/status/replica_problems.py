@@ -30,6 +30,8 @@ _HOST_PATH_REMEDY: Final = (
     "namespace pod-security.kubernetes.io/enforce=privileged"
 )
 
+_FIRST_REFUSAL: Final = "; this was refused first: the ReplicaSet's Events have what is refused now"
+"""Kubernetes sets the condition when a pod is refused, and does not renew its message while others are."""
 _NO_CACHE_REMEDY: Final = (
     "; node {node} may have no node cache: its DaemonSet runs where nodeCache.nodeSelector and nodeCache.tolerations "
     "of the Helm chart allow it, and spec.placement must not lead to other nodes"
@@ -45,6 +47,7 @@ def failed_create(view: ServiceView) -> Problem | None:
     message = condition.get("message", "")
     if "PodSecurity" in message and "hostPath" in message:
         message += _HOST_PATH_REMEDY
+    message += _FIRST_REFUSAL
     return Problem(condition.get("reason") or "FailedCreate", message)
 
 
