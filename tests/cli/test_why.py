@@ -842,7 +842,9 @@ def test_the_only_service_of_a_local_fleet_needs_no_name(
     other = msgspec.structs.replace(local, key="default/other")
     router = RouterStatus(url="http://127.0.0.1:8080/v1", is_ready=True)
     services = (local,)
-    monkeypatch.setattr(why, "current_status", lambda _: FleetStatus(pid=1, router=router, services=services))
+    monkeypatch.setattr(
+        why, "current_status", lambda _, **__: FleetStatus(pid=1, router=router, services=services)
+    )
     assert why.main(["--state-dir", str(tmp_path)]) == OK
     services = (local, other)
     with pytest.raises(CommandError, match="name a service; there are: other, tiny"):
