@@ -130,6 +130,16 @@ GOOD: dict[str, str] = {
     "endpoint beside a model that is not fetched": manifest(
         f"{TINY}\nengine: {{env: [{{name: HF_ENDPOINT, value: 'https://hub'}}]}}"
     ),
+    "credential beside a model that is not fetched": manifest(
+        f"{TINY}\nengine: {{env: [{{name: HF_TOKEN, value: hf_a}}]}}"
+    ),
+    "credential for what another engine fetches by itself": manifest(
+        f"model: {{{HUB}}}\nengine: {{type: vllm, image: vllm, env: [{{name: HF_TOKEN, value: hf_a}}]}}"
+    ),
+    "credential in the overlay for what another engine fetches by itself": manifest(
+        f"model: {{{HUB}}}\nengine: {{type: sglang, image: sglang}}\npodTemplate: {{spec: {{containers: "
+        "[{name: engine, env: [{name: HF_TOKEN, valueFrom: {secretKeyRef: {name: hub, key: token}}}]}]}}"
+    ),
     "mount at /models beside a model on a claim": manifest(
         """
 model: {source: 'pvc://models'}
@@ -395,6 +405,17 @@ BAD: dict[str, tuple[str, str]] = {
         manifest(
             "model: {source: 's3://models/a'}\npodTemplate: {spec: {containers: [{name: engine, env: "
             "[{name: AWS_ENDPOINT_URL_S3, value: 'https://s3'}]}]}}"
+        ),
+        "belong in the Secret of spec.model.secretRef",
+    ),
+    "credential of a source in the engine": (
+        manifest(f"model: {{{HUB}}}\nengine: {{env: [{{name: HF_TOKEN, value: hf_a}}]}}"),
+        "belong in the Secret of spec.model.secretRef",
+    ),
+    "credential of a source in the overlay": (
+        manifest(
+            "model: {source: 's3://models/a'}\npodTemplate: {spec: {containers: [{name: engine, env: "
+            "[{name: AWS_SECRET_ACCESS_KEY, valueFrom: {secretKeyRef: {name: s3, key: secret}}}]}]}}"
         ),
         "belong in the Secret of spec.model.secretRef",
     ),
