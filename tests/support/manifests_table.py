@@ -534,11 +534,19 @@ podTemplate: {{spec: {{containers: [{{name: engine, volumeMounts: [{{name: a, mo
     ),
     "key of vllm": (
         manifest(f"model: {{{HUB}}}\nengine: {{type: vllm, args: [--api-key=none]}}"),
-        "fields or the operator set these flags of vllm: dtype",
+        "--api-key of vllm and short forms cannot be set here: an engine has the key of its service's Secret",
     ),
     "field of sglang as an argument": (
         manifest(f"model: {{{HUB}}}\nengine: {{type: sglang, args: [--context-length=4096]}}"),
-        "fields or the operator set these flags of sglang: device",
+        '["--context-length=4096"] cannot be set here: use spec.engine.maxModelLen',
+    ),
+    "short form of a field's flag of vllm": (
+        manifest(f"model: {{{HUB}}}\nengine: {{type: vllm, args: [--tensor-parallel=2, --enable-lora]}}"),
+        '["--tensor-parallel=2"] cannot be set here: use spec.parallelism.tensor',
+    ),
+    "port of sglang": (
+        manifest(f"model: {{{HUB}}}\nengine: {{type: sglang, args: [--port=1, --host=a]}}"),
+        '["--port=1", "--host=a"] cannot be set here: engines listen where routers and probes call them',
     ),
     "short flag of vllm": (
         manifest(f"model: {{{HUB}}}\nengine: {{type: vllm, args: [-O3]}}"),
