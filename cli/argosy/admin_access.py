@@ -20,11 +20,14 @@ FLEET_KEY_ENV: Final = "ARGOSY_FLEET_KEY"
 _ANSWER_S: Final = 10.0
 
 
-def admin_port(url: str | None, state_dir: str | None, key: str = "") -> tuple[str, str]:
+def admin_port(
+    url: str | None, state_dir: str | None, key: str = "", *, in_cluster: str = ""
+) -> tuple[str, str]:
     """Return address and key: those of the running fleet, unless an address is given.
 
     Args:
         key: the key of the port at `url`; that of the environment if left out.
+        in_cluster: how a cluster is asked the same, for the message without a fleet.
 
     Raises:
         UsageError: the environment's fleet key is too short.
@@ -33,7 +36,7 @@ def admin_port(url: str | None, state_dir: str | None, key: str = "") -> tuple[s
     if url is not None:
         return url.rstrip("/"), _admin_key(key)
     state = choose_state_dir(state_dir)
-    client = ControlClient(connect(state), Watch())
+    client = ControlClient(connect(state, in_cluster=in_cluster), Watch())
     try:
         status = client.next_status(_ANSWER_S)
     except TimeoutError:

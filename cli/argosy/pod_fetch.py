@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from argosy.arguments import age_seconds
+from argosy.diagnosis.remedies import is_unreachable
 from argosy.errors import CommandError, UsageError
 from argosy.sigterm import ends_at_sigterm
 from argosy_fetcher.credentials import DIRECTORY_ENV, read_directory
@@ -96,6 +97,11 @@ def _remedy_in_a_cluster(error: Exception) -> str:
             return "; in a cluster, give the claim more room, or the model another spec.model.cache"
         case AccessDenied() | ModelHidden():
             return f"; in a cluster, {_secret()}"
+        case TransientError() if is_unreachable(str(error)):
+            return (
+                "; in a cluster, look at its DNS and at the egress that NetworkPolicies allow, or name a mirror in the "
+                "Secret of spec.model.secretRef"
+            )
     return ""
 
 

@@ -28,7 +28,7 @@ from argosy_resource.engine_flags import (
     field_problem,
     settable_flags,
 )
-from argosy_resource.foreign_engines import FOREIGN_ENGINES, EngineType
+from argosy_resource.foreign_engines import FOREIGN_ENGINES, OWN_KEY, EngineType
 from argosy_resource.schema_types import Rule, rules_of
 
 MAX_ARGUMENTS: Final = 32
@@ -217,13 +217,14 @@ _ARGS_RULES: Final = (
     *(
         ArgumentRule(
             engine=kind,
-            matching=(engine.own_pattern,),
+            matching=(pattern,),
             message=(
-                f"fields or the operator set these flags of {kind}: {', '.join(engine.own_flags)}; "
-                "short forms of them are refused as well"
+                f"{', '.join(f'--{name}' for name in names)} of {kind} and short forms cannot be set here: {reason}"
             ),
+            named="" if reason == OWN_KEY else f"%s cannot be set here: {reason}",  # a key is not repeated
         )
         for kind, engine in FOREIGN_ENGINES.items()
+        for reason, (names, pattern) in engine.refusals.items()
     ),
 )
 

@@ -151,9 +151,8 @@ def _foreign_problem(engine: ForeignEngine, argument: str) -> str:
     meant = next(
         flag for flag in (name, *engine.own_flags) if flag in engine.own_flags and flag.startswith(name)
     )
-    if meant == given:
-        return f"--{given} is set by a field or by the operator"
-    return f"--{given} stands for --{meant}, which is set by a field or by the operator"
+    short = "" if meant == given else f" stands for --{meant}, which"
+    return f"--{given}{short} cannot be set here: {engine.own_flags[meant]}"
 
 
 def _split(argument: str) -> tuple[str, str | None]:

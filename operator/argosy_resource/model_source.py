@@ -106,6 +106,31 @@ FETCH_ENV_MESSAGE: Final = (
     "the engine does not fetch: HF_ENDPOINT, AWS_ENDPOINT_URL and other addresses and credentials of sources belong in "
     "the Secret of spec.model.secretRef, or in the Helm chart's modelFetch.env"
 )
+FETCH_CREDENTIALS: Final = [
+    "ARGOSY_HTTPS_TOKEN",
+    "AWS_ACCESS_KEY_ID",
+    "AWS_PROFILE",
+    "AWS_ROLE_ARN",
+    "AWS_SECRET_ACCESS_KEY",
+    "AWS_SESSION_TOKEN",
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+    "DOCKER_AUTH_CONFIG",
+    "GOOGLE_APPLICATION_CREDENTIALS",
+    "GOOGLE_BEARER_TOKEN",
+    "GOOGLE_SERVICE_ACCOUNT_KEY",
+    "HF_TOKEN",
+    "HF_TOKEN_PATH",
+    "HUGGING_FACE_HUB_TOKEN",
+    "OCI_PASSWORD",
+    "OCI_USERNAME",
+    "REGISTRY_AUTH_FILE",
+]
+"""Variables by which the fetcher gets access. In our engine they have no effect, since another container fetches; other
+engines may fetch more than the model, such as a draft model."""
+FETCH_CREDENTIALS_MESSAGE: Final = (
+    "the engine does not fetch: HF_TOKEN, AWS_ACCESS_KEY_ID and other credentials of sources belong in the Secret of "
+    "spec.model.secretRef; on a machine without a cluster, in the environment of `argosy up`"
+)
 
 
 def is_remote(source: str) -> bool:

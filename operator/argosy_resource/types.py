@@ -25,7 +25,14 @@ from argosy_protocol.fleet import RoutingPolicy
 from argosy_resource.argument_rules import ARGS_RULES, MAX_ARGUMENTS, Argument
 from argosy_resource.canary_spec import CanaryRollout, RolloutStatus
 from argosy_resource.foreign_engines import FOREIGN_ENGINES, EngineType, ForeignEngine
-from argosy_resource.model_source import FETCH_ENV, FETCH_ENV_MESSAGE, MODELS_MOUNT, REMOTE_PATTERN
+from argosy_resource.model_source import (
+    FETCH_CREDENTIALS,
+    FETCH_CREDENTIALS_MESSAGE,
+    FETCH_ENV,
+    FETCH_ENV_MESSAGE,
+    MODELS_MOUNT,
+    REMOTE_PATTERN,
+)
 from argosy_resource.model_spec import Model
 from argosy_resource.parallelism import Parallelism, devices_expression
 from argosy_resource.placement import Placement
@@ -347,6 +354,25 @@ class InferenceServiceSpec(Struct, frozen=True, kw_only=True, rename="camel"):
                 f"container.env.all(variable, !(variable.name in {FETCH_ENV})))"
             ),
             message=FETCH_ENV_MESSAGE,
+            field_path=".podTemplate.spec.containers",
+        ),
+        Rule(
+            rule=(
+                f"({_IS_FOREIGN}) || !self.model.source.matches('{REMOTE_PATTERN}') || !has(self.engine) || "
+                "!has(self.engine.env) || "
+                f"self.engine.env.all(variable, !(variable.name in {FETCH_CREDENTIALS}))"
+            ),
+            message=FETCH_CREDENTIALS_MESSAGE,
+            field_path=".engine.env",
+        ),
+        Rule(
+            rule=(
+                f"({_IS_FOREIGN}) || !self.model.source.matches('{REMOTE_PATTERN}') || !has(self.podTemplate) || "
+                "!has(self.podTemplate.spec) || !has(self.podTemplate.spec.containers) || "
+                "self.podTemplate.spec.containers.all(container, !has(container.env) || "
+                f"container.env.all(variable, !(variable.name in {FETCH_CREDENTIALS})))"
+            ),
+            message=FETCH_CREDENTIALS_MESSAGE,
             field_path=".podTemplate.spec.containers",
         ),
     )

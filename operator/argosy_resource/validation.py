@@ -429,7 +429,8 @@ def _refused_arguments(rule: ArgumentRule, value: dict[str, Any]) -> str:
     refused = rule.refused(value.get("args", ()), engine)
     if not refused:
         return ""
-    message, problems = rule.told(refused), argument_problems(refused, engine)
+    message = rule.told(refused)
+    problems = argument_problems(refused, engine) if engine == "argosy" else []  # of others all is said
     return f"{message} ({'; '.join(problems)})" if problems and problems != [message] else message
 
 

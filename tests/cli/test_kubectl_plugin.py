@@ -18,6 +18,7 @@ from argosy_protocol.bearer_keys import internal_key
 from argosy_protocol.routable_report import ADMIN_KEY_UID
 
 FLEET_KEY = b"0123456789abcdef"
+OF_QWEN = "--selector inference.argosy.dev/service=qwen,app.kubernetes.io/component in (engine,engine-node)"
 
 
 @pytest.fixture
@@ -109,15 +110,58 @@ def test_top_lists_services_and_the_restarts_of_their_engines(
 
 
 def test_logs_are_those_of_all_pods_of_the_service(answers: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    selector = (
-        "--selector inference.argosy.dev/service=qwen,app.kubernetes.io/component in (engine,engine-node)"
-    )
     answers(
-        {f"--namespace=team logs {selector} --prefix --tail=5 --all-containers": {"text": "[qwen-0] hello\n"}}
+        {
+            f"--namespace=team get pods {OF_QWEN}": {"items": [{"metadata": {"name": "qwen-0"}}]},
+            f"--namespace=team logs {OF_QWEN} --prefix --tail=5 --all-containers": {
+                "text": "[qwen-0] hello\n"
+            },
+        }
     )
     assert main(["logs", "qwen", "-n", "team", "--tail", "5"]) == 0
     assert capfd.readouterr().out == "[qwen-0] hello\n"
     assert main(["logs", "other", "-n", "team"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("table", "told"),
+    [
+        (
+            {
+                "get inferenceservices.inference.argosy.dev qwen": {
+                    "error": 'Error from server (NotFound): inferenceservices.inference.argosy.dev "qwen" not found'
+                },
+                "get inferenceservices.inference.argosy.dev": {"items": [{"metadata": {"name": "phi"}}]},
+            },
+            '"qwen" not found; in this namespace there are: phi. `-n NAMESPACE` looks elsewhere',
+        ),
+        (
+            {"get inferenceservices": {"error": 'error: the server doesn\'t have a resource type "x"'}},
+            "install the chart",
+        ),
+        (
+            {"get inferenceservices.inference.argosy.dev qwen": {"metadata": {"namespace": "team"}}},
+            "'qwen' has no pods, so no logs; `kubectl argosy why qwen -n team` says why",
+        ),
+    ],
+    ids=["no such service", "no definition", "no pods"],
+)
+def test_logs_of_a_service_without_pods_say_why_there_are_none(
+    answers: Any, capsys: pytest.CaptureFixture[str], table: dict[str, Any], told: str
+) -> None:
+    nothing = {"text": ""}  # as kubectl answers a selector that selects nothing
+    answers({f"get pods {OF_QWEN}": {"items": []}, f"logs {OF_QWEN}": nothing, **table})
+    assert main(["logs", "qwen"]) == 1
+    assert told in capsys.readouterr().err
+
+
+def test_logs_need_no_right_to_read_services_or_to_list_pods(
+    answers: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    refused = {"error": "Error from server (Forbidden): pods is forbidden"}
+    answers({"get": refused, f"logs {OF_QWEN}": {"text": "hello\n"}})
+    assert main(["logs", "qwen"]) == 0
+    assert capfd.readouterr().out == "hello\n"
 
 
 class AdminPort(http.server.BaseHTTPRequestHandler):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,9 +14,15 @@ from pathlib import Path
 import httpx
 import msgspec
 import pytest
+from obstore.exceptions import GenericError
 
 from argosy import pod_fetch
+from argosy.diagnosis.remedies import is_unreachable
 from argosy.main import main
+from argosy_fetcher.errors import TransientError
+from argosy_fetcher.progress import Silent
+from argosy_fetcher.sources.bucket_errors import Bucket, explain
+from argosy_fetcher.sources.hub_errors import HubModel, unreachable
 from argosy_fetcher.store import Store
 from argosy_protocol.model_progress import ModelProgress
 from hub_repositories import files_under
@@ -158,6 +165,40 @@ def test_a_failure_says_what_to_change_in_the_manifest(
     told = failure("hf://acme/tiny", "--min-free", str(shutil.disk_usage(tmp_path).total))
     assert told.endswith("give the claim more room, or the model another spec.model.cache")
     assert "secretRef" not in failure("hf://acme/tiny@no-such-revision")
+
+
+HUB_MODEL = HubModel("https://hub.example", "acme/tiny", "", None)
+BUCKET = Bucket("s3://b/tiny", "b", "s3", "https://s3.example", is_anonymous=True)
+UNANSWERED: dict[str, list[Exception]] = {
+    "hub": [
+        unreachable(HUB_MODEL, OSError("[Errno -3] Temporary failure in name resolution")),
+        unreachable(HUB_MODEL, socket.gaierror(socket.EAI_NONAME, "unknown")),
+        unreachable(HUB_MODEL, OSError("timed out"), "cdn.example"),
+    ],
+    "bucket": [
+        explain(GenericError(f"HTTP error: error sending request\n\nDebug source:\n{said}"), BUCKET, None)
+        for said in ("Temporary failure in name resolution", "Name or service not known")
+    ],
+}
+
+
+@pytest.mark.parametrize("source", UNANSWERED)
+def test_a_source_that_gives_no_answer_is_known_by_its_message(
+    source: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    log = tmp_path / "termination-log"
+    monkeypatch.setattr(pod_fetch.write_termination_message, "__defaults__", (log,))
+    for error in UNANSWERED[source]:
+        log.write_text("")
+        given_up = TransientError(f"hf://acme/tiny: gave up after 9 failures in a row: {error}")
+        assert is_unreachable(str(given_up)), error
+        with (
+            pytest.raises(TransientError, match="in a cluster, look at its DNS"),
+            pod_fetch.pod_fetch("hf://acme/tiny", free_port(), Silent()),
+        ):
+            raise given_up
+        assert "egress that NetworkPolicies allow, or name a mirror in the Secret" in log.read_text()
+    assert not is_unreachable("s3://b: http://s3 does not answer as an object store; check AWS_ENDPOINT_URL")
 
 
 def weights(hub: HubServer) -> int:

@@ -129,6 +129,18 @@ def fetching(message: str, reason: str = "Fetching") -> Object:
     return found
 
 
+def failed_fetch(message: str) -> Object:
+    fetch = {
+        "ready": False,
+        "state": {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off"}},
+        "lastState": {"terminated": {"reason": "Error", "exitCode": 1, "message": message}},
+    }
+    return pod(conditions=NOT_LOADED, engine=CREATING, fetch=fetch)
+
+
+NO_NAME_SERVER = (
+    "hf://org/model: https://huggingface.co does not answer ([Errno -3] Temporary failure in name resolution)"
+)
 EXITED = {
     "reason": "Error",
     "exitCode": 2,
@@ -234,6 +246,24 @@ CASES: dict[str, tuple[Object, list[Object], str, str, list[str]]] = {
         "waiting",
         ["43 % 12.1/28.0 GiB, eta 70 s", "what to do: wait while it goes on", "qwen-0 -c fetch-model`"],
     ),
+    "a fetch whose source gives no answer": (
+        service(NOT_READY),
+        [
+            fetching(
+                f"resolving the revision: waiting for hf://org/model (attempt 5 in 8.0 s): {NO_NAME_SERVER}"
+            )
+        ],
+        "model",
+        "waiting",
+        ["cluster's DNS", "NetworkPolicies", "HF_ENDPOINT", "modelFetch.env", "a pvc:// source", "by itself"],
+    ),
+    "a fetch that gave up on its source": (
+        service(NOT_READY),
+        [failed_fetch(f"hf://org/model: gave up after 9 failures in a row: {NO_NAME_SERVER}")],
+        "model",
+        "failed",
+        ["cluster's DNS", "NetworkPolicies", "HF_ENDPOINT", "modelFetch.env", "a pvc:// source", "by itself"],
+    ),
     "a store that is locked": (
         service(NOT_READY),
         [fetching("waits for pod other", "StoreLocked")],
@@ -243,19 +273,7 @@ CASES: dict[str, tuple[Object, list[Object], str, str, list[str]]] = {
     ),
     "a fetch that failed": (
         service(NOT_READY),
-        [
-            pod(
-                conditions=NOT_LOADED,
-                engine=CREATING,
-                fetch={
-                    "ready": False,
-                    "state": {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off"}},
-                    "lastState": {
-                        "terminated": {"reason": "Error", "exitCode": 1, "message": "401: no token"}
-                    },
-                },
-            )
-        ],
+        [failed_fetch("401: no token")],
         "model",
         "failed",
         ["container fetch-model", "exit code 1", "401: no token", "tried again by itself"],
@@ -495,6 +513,39 @@ def test_a_problem_of_one_replica_is_told_while_others_serve(
     text = render(found)
     assert found.state != "done"
     assert ("note: clients are served meanwhile" in text) is is_served
+
+
+HALTED = condition("Ready", "False", "RolloutHalted", "pod qwen-0 does not come up")
+CRASHING = {
+    "ready": False,
+    "restartCount": 4,
+    "state": {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 40s"}},
+    "lastState": {"terminated": EXITED},
+}
+
+
+@pytest.mark.parametrize(
+    ("failed", "own"),
+    [
+        (pod(conditions=NOT_LOADED, engine=CRASHING), "correct what the engine's last lines name; or "),
+        (failed_fetch("401: no token"), "remove the cause that the message names; "),
+        (unscheduled(NO_GPU), "add a node that fits, or change spec.resources and spec.placement; or "),
+    ],
+    ids=["an engine that exits", "a fetch that failed", "no node"],
+)
+def test_the_way_back_from_a_halted_rollout_is_told(failed: Object, own: str) -> None:
+    found = cluster_diagnosis(service(HALTED), [of_old_revision(), failed])
+    remedy = found.links[-1].remedy
+    assert remedy.startswith(own)
+    assert "or apply the previous manifest (`git revert`, say): the rollout is halted" in remedy
+    assert "it is started again by itself" not in remedy
+    assert "note: clients are served meanwhile: 1 replica is routable" in render(found)
+    assert "previous manifest" not in cluster_diagnosis(service(NOT_READY), [failed]).links[-1].remedy
+
+
+def test_a_halted_rollout_without_a_replica_that_fails_tells_the_way_back() -> None:
+    found = cluster_diagnosis(service(HALTED), [pod()])
+    assert found.links[-1].remedy.startswith("apply the previous manifest, or correct")
 
 
 def test_what_holds_a_service_that_is_being_deleted_is_named() -> None:
@@ -856,7 +907,9 @@ def test_the_only_service_of_a_local_fleet_needs_no_name(
     other = msgspec.structs.replace(local, key="default/other")
     router = RouterStatus(url="http://127.0.0.1:8080/v1", is_ready=True)
     services = (local,)
-    monkeypatch.setattr(why, "current_status", lambda _: FleetStatus(pid=1, router=router, services=services))
+    monkeypatch.setattr(
+        why, "current_status", lambda _, **__: FleetStatus(pid=1, router=router, services=services)
+    )
     assert why.main(["--state-dir", str(tmp_path)]) == OK
     services = (local, other)
     with pytest.raises(CommandError, match="name a service; there are: other, tiny"):
@@ -1093,6 +1146,22 @@ def test_a_local_fleet(
     text = render(found)
     assert (found.links[-1].name, found.links[-1].state) == (name, state), text
     assert all(word in text for word in words), text
+
+
+def test_the_way_back_from_a_halted_rollout_of_a_local_fleet_is_told() -> None:
+    local = ServiceStatus(
+        key="default/tiny",
+        model="tiny",
+        desired=1,
+        revision="r",
+        reason="RolloutHalted: tiny-0 does not become ready (exit code 1)",
+        replicas=(replica("Routable", is_current=False), replica("BackOff", "exit code 1")),
+    )
+    router = RouterStatus(url="http://127.0.0.1:8080/v1", is_ready=True)
+    status = FleetStatus(pid=1, router=router, services=(local,))
+    remedy = local_diagnosis(status, local, lambda _: []).links[-1].remedy
+    assert "`argosy up -f FILE` with the previous manifest" in remedy
+    assert "started again by itself" not in remedy
 
 
 def test_a_service_that_is_scaled_to_zero_here() -> None:

@@ -14,10 +14,13 @@ from virtual_time import virtual_time
 from argosy_operator.desired.children import plan_children
 from argosy_operator.desired.deployment_problem import deployment_problem
 from argosy_operator.observed.observation import Observation
+from argosy_resource import crd
 from argosy_resource.argument_rules import ARGS_RULES
 from argosy_resource.engine_flags import argument_problems
 from argosy_resource.fleet_document import fleet_service
-from argosy_resource.foreign_engines import FOREIGN_ENGINES
+from argosy_resource.foreign_engines import FOREIGN_ENGINES, OWN_KEY
+from argosy_resource.types import API_VERSION, KIND
+from argosy_resource.validation import ManifestError, validate_manifest
 
 SOURCE = {"source": "pvc://models/qwen", "servedName": "org/Qwen", "aliases": ["qwen"]}
 REMOTE = {"source": "hf://org/name"}
@@ -152,21 +155,18 @@ def test_routers_call_them_by_the_names_of_clients() -> None:
 
 @pytest.mark.parametrize("engine", FOREIGN_ENGINES)
 def test_flags_that_are_not_the_users(engine: Any) -> None:
-    for name in (
-        "host",
-        "api-key",
-        "served-model-name",
-        "dtype",
-        "tensor-parallel-size",
-        "nnodes",
-        "node-rank",
-    ):
-        assert argument_problems([f"--{name}=x"], engine) == [
-            f"--{name} is set by a field or by the operator"
-        ]
+    for name, reason in {
+        "host": "engines listen where routers and probes call them, by plain HTTP",
+        "api-key": "an engine has the key of its service's Secret",
+        "served-model-name": "use spec.model.servedName and aliases",
+        "dtype": "use spec.engine.dtype",
+        "tensor-parallel-size": "use spec.parallelism.tensor",
+        "nnodes": "the operator starts one node of such an engine, which would wait for others for ever",
+    }.items():
+        assert argument_problems([f"--{name}=x"], engine) == [f"--{name} cannot be set here: {reason}"]
     assert argument_problems(["--something-new=1", "--enable-lora"], engine) == []
     assert argument_problems(["--tensor_parallel=4"], engine) == [
-        "--tensor_parallel stands for --tensor-parallel-size, which is set by a field or by the operator"
+        "--tensor_parallel stands for --tensor-parallel-size, which cannot be set here: use spec.parallelism.tensor"
     ]
     problem = deployment_problem(isvc(engine={"type": engine, "args": ["--port=1"]}, model=SOURCE), CONFIG)
     assert problem is not None
@@ -186,14 +186,39 @@ def test_their_parsers_take_short_forms_of_flags_so_these_are_refused_too(engine
     ]
     if engine == "sglang":
         refused += ["--tp=4", "--tp_size=4"]
-    (rule,) = (each.rule for each in ARGS_RULES if f"self.type != '{engine}'" in each.rule)
-    pattern = rule.partition("arg.matches(r'")[2].partition("')")[0]
+    rules = [each.rule for each in ARGS_RULES if f"self.type != '{engine}'" in each.rule]
+    patterns = [rule.partition("arg.matches(r'")[2].partition("')")[0] for rule in rules]
     for argument in refused:
         assert argument_problems([argument], engine), argument
-        assert re.search(pattern, argument), argument
+        assert sum(bool(re.search(pattern, argument)) for pattern in patterns) == 1, argument
     for argument in ("--api-keys=x", "--max-lora-rank=8", "--hostile", "--ep-size=2", "--max-num-seqs-x=1"):
         assert argument_problems([argument], engine) == []
-        assert re.search(pattern, argument) is None, argument
+        assert not any(re.search(pattern, argument) for pattern in patterns), argument
+
+
+@pytest.mark.parametrize("engine", FOREIGN_ENGINES)
+def test_the_field_that_is_named_for_a_flag_exists(engine: Any) -> None:
+    fields = {
+        name.rpartition("spec.")[2] for name in FOREIGN_ENGINES[engine].own_flags.values() if "spec." in name
+    }
+    assert {"engine.maxModelLen", "parallelism.tensor", "model.source"} <= fields
+    for field in fields - {"model.servedName and aliases"}:
+        schema = crd.schema()["properties"]["spec"]
+        for part in field.split("."):
+            schema = schema["properties"][part]
+
+
+def test_a_key_among_the_arguments_is_in_no_message() -> None:
+    model = {"source": "hf://org/model"}
+    for flag in ("--api-key", "--api_k", "--admin-api-key"):
+        spec = {"model": model, "engine": {"type": "sglang", "args": [f"{flag}=sk-secret"]}}
+        with pytest.raises(ManifestError) as refused:
+            validate_manifest(
+                {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": "a"}, "spec": spec}
+            )
+        assert "an engine has the key of its service's Secret" in str(refused.value)
+        assert "sk-secret" not in str(refused.value)
+    assert not [each for each in ARGS_RULES if OWN_KEY in each.message and each.message_expression]
 
 
 @virtual_time

@@ -63,7 +63,7 @@ def test_a_request_larger_than_the_limit_needs_all_of_it_and_passes() -> None:
 def test_parallel_requests_are_counted() -> None:
     limited = account(max_parallel_requests=2)
     first, second = limited.reserve(1, 0.0), limited.reserve(1, 0.0)
-    with pytest.raises(RateLimited, match="in progress"):
+    with pytest.raises(RateLimited, match=r"has 2 requests in progress, and may have 2$"):
         limited.reserve(1, 0.0)
     first.settle(5)
     first.cancel()
@@ -98,6 +98,30 @@ def test_a_call_that_has_more_sequences_than_its_key_may_is_told_so() -> None:
         limited.reserve(1, 0.0)
     held.settle(1)
     limited.reserve(1, 0.0, 2)
+
+
+@pytest.mark.parametrize(
+    ("terms", "routers", "admitted", "told"),
+    [
+        ({"requests_per_minute": 2}, 2, 1, "its rate limit of 2 requests per minute, {} 2, admits 1"),
+        ({"requests_per_minute": 20}, 3, 6, "its rate limit of 20 requests per minute, {} 3, admits 6.7"),
+        ({"requests_per_minute": 1}, 2, 1, "its rate limit of 1 requests per minute, {} 2, admits 0.5"),
+        ({"tokens_per_minute": 3_000_000}, 2, 1, "3000000 tokens per minute, {} 2, admits 1500000"),
+        ({"max_parallel_requests": 4}, 2, 2, "has 2 requests in progress, and may have 4, {} 2, admits 2"),
+        ({"max_parallel_sequences": 9}, 3, 3, "has 3 sequences in progress, and may have 9, {} 3, admits 3"),
+    ],
+)
+def test_one_of_several_routers_tells_its_share_of_a_limit(
+    terms: dict[str, int], routers: int, admitted: int, told: str
+) -> None:
+    limited = account(**terms)
+    limited.divide(routers, 0.0)
+    tokens = 1_500_000 if "tokens_per_minute" in terms else 1
+    for _ in range(admitted):
+        limited.reserve(tokens, 0.0)
+    with pytest.raises(RateLimited) as refused:
+        limited.reserve(tokens, 0.0)
+    assert refused.value.message.endswith(told.format("of which this router, one of"))
 
 
 @given(st.lists(st.tuples(st.floats(0, 30), st.integers(1, 400), st.integers(0, 800)), max_size=60))

@@ -130,6 +130,16 @@ GOOD: dict[str, str] = {
     "endpoint beside a model that is not fetched": manifest(
         f"{TINY}\nengine: {{env: [{{name: HF_ENDPOINT, value: 'https://hub'}}]}}"
     ),
+    "credential beside a model that is not fetched": manifest(
+        f"{TINY}\nengine: {{env: [{{name: HF_TOKEN, value: hf_a}}]}}"
+    ),
+    "credential for what another engine fetches by itself": manifest(
+        f"model: {{{HUB}}}\nengine: {{type: vllm, image: vllm, env: [{{name: HF_TOKEN, value: hf_a}}]}}"
+    ),
+    "credential in the overlay for what another engine fetches by itself": manifest(
+        f"model: {{{HUB}}}\nengine: {{type: sglang, image: sglang}}\npodTemplate: {{spec: {{containers: "
+        "[{name: engine, env: [{name: HF_TOKEN, valueFrom: {secretKeyRef: {name: hub, key: token}}}]}]}}"
+    ),
     "mount at /models beside a model on a claim": manifest(
         """
 model: {source: 'pvc://models'}
@@ -398,6 +408,17 @@ BAD: dict[str, tuple[str, str]] = {
         ),
         "belong in the Secret of spec.model.secretRef",
     ),
+    "credential of a source in the engine": (
+        manifest(f"model: {{{HUB}}}\nengine: {{env: [{{name: HF_TOKEN, value: hf_a}}]}}"),
+        "belong in the Secret of spec.model.secretRef",
+    ),
+    "credential of a source in the overlay": (
+        manifest(
+            "model: {source: 's3://models/a'}\npodTemplate: {spec: {containers: [{name: engine, env: "
+            "[{name: AWS_SECRET_ACCESS_KEY, valueFrom: {secretKeyRef: {name: s3, key: secret}}}]}]}}"
+        ),
+        "belong in the Secret of spec.model.secretRef",
+    ),
     "mount below the fetched models": (
         manifest(
             f"""
@@ -513,11 +534,19 @@ podTemplate: {{spec: {{containers: [{{name: engine, volumeMounts: [{{name: a, mo
     ),
     "key of vllm": (
         manifest(f"model: {{{HUB}}}\nengine: {{type: vllm, args: [--api-key=none]}}"),
-        "fields or the operator set these flags of vllm: dtype",
+        "--api-key of vllm and short forms cannot be set here: an engine has the key of its service's Secret",
     ),
     "field of sglang as an argument": (
         manifest(f"model: {{{HUB}}}\nengine: {{type: sglang, args: [--context-length=4096]}}"),
-        "fields or the operator set these flags of sglang: device",
+        '["--context-length=4096"] cannot be set here: use spec.engine.maxModelLen',
+    ),
+    "short form of a field's flag of vllm": (
+        manifest(f"model: {{{HUB}}}\nengine: {{type: vllm, args: [--tensor-parallel=2, --enable-lora]}}"),
+        '["--tensor-parallel=2"] cannot be set here: use spec.parallelism.tensor',
+    ),
+    "port of sglang": (
+        manifest(f"model: {{{HUB}}}\nengine: {{type: sglang, args: [--port=1, --host=a]}}"),
+        '["--port=1", "--host=a"] cannot be set here: engines listen where routers and probes call them',
     ),
     "short flag of vllm": (
         manifest(f"model: {{{HUB}}}\nengine: {{type: vllm, args: [-O3]}}"),

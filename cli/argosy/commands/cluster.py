@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from argosy.arguments import Parser
 from argosy.commands import route
-from argosy.commands.why import NO_SERVICES
+from argosy.commands.why import NO_SERVICES, with_names
 from argosy.diagnosis.cluster_chain import COMPONENTS, selector
 from argosy.diagnosis.kubectl import Kubectl, NoSuchKind, NotFound
 from argosy.errors import OK, CommandError
@@ -70,7 +70,33 @@ def logs(argv: Sequence[str]) -> int:
     words = ["logs", "--selector", selector(options.name), "--prefix", f"--tail={options.tail}"]
     words += [f"--container={options.container}"] if options.container else ["--all-containers"]
     words += ["--follow", f"--max-log-requests={_PODS_AT_ONCE}"] if options.follow else []
-    return _kubectl(options).run(*words)
+    kubectl = _kubectl(options)
+    _require_pods(kubectl, options.name)
+    return kubectl.run(*words)
+
+
+def _require_pods(kubectl: Kubectl, name: str) -> None:
+    """Refuse a service without pods, of which kubectl's answer would be that it has found nothing. Pods of one that is
+    deleted are shown while they end. Without the right to list pods kubectl's own error says what is missing.
+
+    Raises:
+        CommandError: there is no such service, or it has no pods.
+    """
+    try:
+        pods = kubectl.get("pods", "--selector", selector(name))["items"]
+    except CommandError:
+        return
+    if pods:
+        return
+    try:
+        where = kubectl.get(RESOURCE, name)["metadata"].get("namespace", "default")
+    except NoSuchKind:
+        raise CommandError(NO_SERVICES) from None
+    except NotFound as error:
+        raise CommandError(with_names(kubectl, str(error))) from None
+    raise CommandError(
+        f"the service {name!r} has no pods, so no logs; `kubectl argosy why {name} -n {where}` says why"
+    )
 
 
 def explain(argv: Sequence[str]) -> int:

@@ -6,10 +6,13 @@ Owns: the address with its key. Must not know: what the page shows.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from argosy.admin_access import ADMIN_KEY_ENV, FLEET_KEY_ENV, admin_port
 from argosy.arguments import Parser, add_state_dir
 from argosy.errors import OK
+
+_IN_CLUSTER: Final = "--admin-url names the admin port of a cluster's router, behind `kubectl port-forward`"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -23,6 +26,6 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--admin-url", metavar="URL", help="admin port of a router (the running fleet's)")
     add_state_dir(parser)
     options = parser.parse_args(argv)
-    url, key = admin_port(options.admin_url, options.state_dir)
+    url, key = admin_port(options.admin_url, options.state_dir, in_cluster=_IN_CLUSTER)
     print(f"{url}/#key={key}" if key else f"{url}/")
     return OK

@@ -23,6 +23,7 @@ from argosy.local.state_dir import StateDir, choose_state_dir
 
 _POLL_S: Final = 0.2
 _ANSWER_S: Final = 5.0
+_IN_CLUSTER: Final = "`kubectl argosy logs SERVICE -n NAMESPACE` shows those of a cluster"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -54,7 +55,8 @@ def main(argv: Sequence[str]) -> int:
         print(f"left out: replicas that are gone, {names}", file=sys.stderr, flush=True)
     if not paths:
         known = ", ".join(path.stem for path in _logs(state, "")) or "none"
-        raise CommandError(f"no log of {options.name or 'any process'} in {state.logs}; there are: {known}")
+        missing = f"no log of {options.name or 'any process'} in {state.logs}; there are: {known}"
+        raise CommandError(missing if status else f"{missing}. {_IN_CLUSTER}")
     is_prefixed = len(paths) > 1 or (options.follow and paths[0].stem != options.name)
     with ExitStack() as files:
         ends = {path: _Follower(path, files) for path in paths} if options.follow else {}

@@ -28,7 +28,9 @@ def main(argv: Sequence[str]) -> int:
     )
     add_state_dir(parser)
     options = parser.parse_args(argv)
-    status = current_status(choose_state_dir(options.state_dir))
+    status = current_status(
+        choose_state_dir(options.state_dir), in_cluster="`kubectl argosy top -A` asks a cluster"
+    )
     if options.output == "json":
         sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(status), indent=2) + b"\n")
     else:

@@ -22,6 +22,7 @@ from argosy.terminal import table
 from argosy_fetcher.progress_display import printable
 
 _ANSWER_S: Final = 10.0
+_IN_CLUSTER: Final = "`kubectl argosy route MODEL PROMPT` asks a cluster"
 _RECENT: Final = ("AGE", "REQUEST", "REPLICA", "ROUTE", "PROMPT", "CACHED", "PREDICTED", "TTFT", "STATUS")
 
 
@@ -51,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     )
     add_state_dir(parser)
     options = parser.parse_args(argv)
-    url, key = admin_port(options.admin_url, options.state_dir, options.admin_key)
+    url, key = admin_port(options.admin_url, options.state_dir, options.admin_key, in_cluster=_IN_CLUSTER)
     if options.recent is not None:
         query = urlencode({"limit": options.recent, "model": options.model or ""})
         answer = call(

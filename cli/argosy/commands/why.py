@@ -91,7 +91,7 @@ def in_cluster(kubectl: Kubectl, name: str | None) -> Diagnosis:
     except NoSuchKind:
         raise CommandError(NO_SERVICES) from None
     except NotFound as error:
-        raise CommandError(_missing(kubectl, str(error))) from None
+        raise CommandError(with_names(kubectl, str(error))) from None
     unread, pods = "", []
     try:
         pods = kubectl.get("pods", "--selector", selector(name))["items"]
@@ -156,7 +156,8 @@ def _first(names: Sequence[str]) -> str:
     return ", ".join(sorted(names)[:_SHOWN_NAMES]) or "none"
 
 
-def _missing(kubectl: Kubectl, message: str) -> str:
+def with_names(kubectl: Kubectl, message: str) -> str:
+    """A message that a service does not exist, with those that do."""
     try:
         names = [each["metadata"]["name"] for each in kubectl.get(_RESOURCE)["items"]]
     except CommandError:
@@ -176,17 +177,21 @@ def _warnings(kubectl: Kubectl, pod: str) -> list[str]:
     return [f"{each.get('reason', '')}: {each.get('message', '')}"[:512] for each in items[-3:]]
 
 
+def _asks_a_cluster(name: str | None) -> str:
+    """How the same is asked of a cluster, for who has no such local service. Here a name may have its namespace."""
+    namespace, _, own = (name or "NAME").rpartition("/")
+    return f"`kubectl argosy why {own} -n {namespace or 'NAMESPACE'}` asks a cluster"
+
+
 def _in_local_fleet(name: str | None, state_dir: str | None) -> Diagnosis:
     state = choose_state_dir(state_dir)
-    status = current_status(state)
+    status = current_status(state, in_cluster=_asks_a_cluster(name))
     services = {service.key: service for service in status.services}
     name = name or _only([key.removeprefix("default/") for key in services])
     service = services.get(name) or services.get(f"default/{name}")
     if service is None:
         known = ", ".join(key.removeprefix("default/") for key in services) or "none"
-        raise CommandError(
-            f"the fleet has no service {name!r}; there are: {known}. --cluster asks the cluster"
-        )
+        raise CommandError(f"the fleet has no service {name!r}; there are: {known}. {_asks_a_cluster(name)}")
 
     def log(process: str) -> list[str]:
         path = state.log_file(process)

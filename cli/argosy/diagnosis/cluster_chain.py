@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from msgspec.structs import replace
+
 from argosy.diagnosis.chain import (
     MAX_LINES,
     Diagnosis,
@@ -18,7 +20,14 @@ from argosy.diagnosis.chain import (
     until_first_problem,
 )
 from argosy.diagnosis.installation import Installation, operator_note, router_link
-from argosy.diagnosis.remedies import remedy, remedy_of_hold, remedy_of_image
+from argosy.diagnosis.remedies import (
+    UNREACHABLE_SOURCE,
+    is_unreachable,
+    remedy,
+    remedy_of_halted,
+    remedy_of_hold,
+    remedy_of_image,
+)
 from argosy_resource.engine_address import COMPONENT_LABEL, NODE_COMPONENT, SERVICE_LABEL
 from argosy_resource.engine_command import claim_name
 from argosy_resource.foreign_engines import default_image_value
@@ -92,6 +101,8 @@ def cluster_diagnosis(
     metadata = service["metadata"]
     is_ready = _condition(service, "Ready").get("status") == "True" and links[1].state == "done"
     found = until_first_problem([*(links[:1] if is_ready and not installation.absence else links), *last])
+    if _is_of_one_replica(found[-1]) and found[-1].state == "failed" and _is_halted(service):
+        found = (*found[:-1], replace(found[-1], remedy=remedy_of_halted(found[-1].remedy)))
     notes: list[str] = []
     serving, newest = 0, 0
     if _is_of_one_replica(found[-1]) and not installation.has_no_router:
@@ -125,6 +136,13 @@ def _beside(service: Object, *, is_done: bool) -> tuple[str, ...]:
 def _is_of_one_replica(link: Link) -> bool:
     """Whether the link says nothing of the other replicas."""
     return link.state != "done" and LINKS.index("pods") < (*LINKS, *LAST_LINKS).index(link.name)
+
+
+def _is_halted(service: Object) -> bool:
+    """Whether a new replica that fails has halted a rollout: the old ones are kept."""
+    return any(
+        _condition(service, kind).get("reason") == "RolloutHalted" for kind in ("Ready", "Progressing")
+    )
 
 
 def _serving(service: Object, pods: Sequence[Object]) -> tuple[int, int]:
@@ -339,7 +357,7 @@ def _model(pod: Object, log: Sequence[str], service: Object) -> Link:
             name="model", state="failed", detail=f"{_name(pod)}: {told}", remedy=remedy("StoreLocked")
         )
     detail = f"{_name(pod)} fetches the model" + (f": {told}" if told else "")
-    return Link(name="model", state="waiting", detail=detail, remedy=_remedy_of_fetch(pod))
+    return Link(name="model", state="waiting", detail=detail, remedy=_remedy_of_fetch(pod, told))
 
 
 def _remedy_of_failed_fetch(service: Object, detail: str) -> str:
@@ -349,11 +367,13 @@ def _remedy_of_failed_fetch(service: Object, detail: str) -> str:
         return (
             f"create the Secret {namespace}/{name}, or give it its keys; the fetch is tried again by itself"
         )
-    return remedy("ModelFetchFailed")
+    return UNREACHABLE_SOURCE if is_unreachable(detail) else remedy("ModelFetchFailed")
 
 
-def _remedy_of_fetch(pod: Object) -> str:
-    """What to do about a fetch that goes on, or has not begun."""
+def _remedy_of_fetch(pod: Object, told: str) -> str:
+    """What to do about a fetch that goes on, or has not begun. `told`: what it said last."""
+    if is_unreachable(told):
+        return UNREACHABLE_SOURCE
     where = f"-n {pod['metadata'].get('namespace', 'default')} {pod['metadata']['name']}"
     return (
         f"wait while it goes on; if it stands still, `kubectl logs {where} -c {FETCH_CONTAINER}` says at what"

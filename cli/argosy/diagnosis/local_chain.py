@@ -67,10 +67,19 @@ def _process(service: ServiceStatus, log: Callable[[str], Sequence[str]]) -> Lin
             state="failed",
             detail=f"{replica.name}: {replica.reason or 'it ended'}, {replica.restarts} restarts",
             lines=tuple(log(replica.name))[-MAX_LINES:],
-            remedy=f"correct what its last lines name; it is started again by itself. `argosy logs {replica.name}` "
-            "shows more",
+            remedy=f"{_remedy(service)}. `argosy logs {replica.name}` shows more",
         )
     return Link(name="process", state="done", detail=f"{replica.name} runs, process {replica.pid or '?'}")
+
+
+def _remedy(service: ServiceStatus) -> str:
+    """What to do about an engine that has ended."""
+    if service.reason.startswith("RolloutHalted"):
+        return (
+            "correct what its last lines name, or go back by `argosy up -f FILE` with the previous manifest: the "
+            "rollout is halted, and no further replica is replaced"
+        )
+    return "correct what its last lines name; it is started again by itself"
 
 
 def _loaded(replica: ReplicaStatus, log: Callable[[str], Sequence[str]]) -> Link:

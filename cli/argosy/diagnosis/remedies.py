@@ -5,12 +5,14 @@ Owns the table; docs/operations.md explains the operator's reasons at length. Mu
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, Final
 
 _IMAGE: Final = (
     "correct the image's name, or add the registry's Secret to spec.podTemplate.spec.imagePullSecrets"
 )
+_AGAIN: Final = "; it is started again by itself"
 _IMAGE_REASONS: Final = ("ImagePullBackOff", "ErrImagePull", "InvalidImageName")
 REMEDIES: Final[dict[str, str]] = {
     "InvalidSpec": "correct the field that the message names, and apply the manifest again",
@@ -26,7 +28,8 @@ REMEDIES: Final[dict[str, str]] = {
     "ScaleIgnored": "change minReplicas and maxReplicas of spec.scaling, or remove spec.scaling",
     "ClaimNotFound": "create the PersistentVolumeClaim, or correct spec.model.cache.claimName or the pvc:// source",
     "Evicted": "raise spec.model.cache.sizeLimit if the message names it, else free the node's disk or memory",
-    "RolloutHalted": "correct the change that the new replica fails with; the old ones serve meanwhile",
+    "RolloutHalted": "apply the previous manifest, or correct the change that the new replica fails with; the old ones "
+    "serve meanwhile",
     "CanaryFailed": "apply the previous manifest, or one without what the message names; or set "
     "spec.rollout.canary.action to Promote, with the revision in status.rollout",
     "CanaryHeld": "set spec.rollout.canary.action to Promote or Abort, with the revision in status.rollout; or remove "
@@ -56,13 +59,38 @@ REMEDIES: Final[dict[str, str]] = {
     "InvalidImageName": "correct spec.engine.image",
     "CreateContainerConfigError": "create the Secret or ConfigMap that the message names, in the service's namespace",
     "OOMKilled": "raise spec.resources.memory, or lower spec.engine.kvCacheMemory",
-    "CrashLoopBackOff": "correct what the engine's last lines name; it is started again by itself",
-    "ContainerExited": "correct what the engine's last lines name; it is started again by itself",
+    "CrashLoopBackOff": f"correct what the engine's last lines name{_AGAIN}",
+    "ContainerExited": f"correct what the engine's last lines name{_AGAIN}",
     "ApiError": "correct the field of spec that the API server refuses, if the message names one; else look at the "
     "operator's log and at the API server",
     "ReconcileError": "look at the operator's log",
 }
 """Reason -> remedy, as the end of the line `what to do: `."""
+
+
+UNREACHABLE_SOURCE: Final = (
+    "let the pods reach the source: look at the cluster's DNS, at the egress that the namespace's NetworkPolicies "
+    "allow, and at the proxy, if there is one; or name a mirror (HF_ENDPOINT or AWS_ENDPOINT_URL, in the chart's "
+    "modelFetch.env or the Secret of spec.model.secretRef), or use a pvc:// source. The fetch is tried again by itself"
+)
+_UNREACHABLE: Final = re.compile(
+    r"there is no host |does not answer \(|no answer from |no connection to |name resolution"
+)
+"""What the fetcher says of sources that give no answer."""
+
+
+def is_unreachable(message: str) -> bool:
+    """Whether a fetch says that its source gives no answer."""
+    return _UNREACHABLE.search(message) is not None
+
+
+def remedy_of_halted(remedy: str) -> str:
+    """What to do about a new replica that halts a rollout: its own remedy, or the way back."""
+    own = remedy.replace(_AGAIN, "")
+    return (
+        f"{own}{'; or' if own else ''} apply the previous manifest (`git revert`, say): the rollout is halted, and no "
+        "further replica is replaced"
+    ).strip()
 
 
 def remedy_of_image(reason: str, *, value: str, is_engine: bool) -> str:

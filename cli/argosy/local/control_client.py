@@ -62,8 +62,8 @@ class ControlClient:
         return reply
 
 
-def connect(state: StateDir) -> socket.socket:
-    """Connect to the running supervisor.
+def connect(state: StateDir, *, in_cluster: str = "") -> socket.socket:
+    """Connect to the running supervisor. `in_cluster`: how a cluster is asked the same.
 
     Raises:
         CommandError: none is running.
@@ -72,17 +72,18 @@ def connect(state: StateDir) -> socket.socket:
     if connection is None:
         raise CommandError(
             f"no fleet is running in {state.root}; start one with `argosy up -f FILE`, or name its --state-dir"
+            + (f". {in_cluster}" if in_cluster else "")
         )
     return connection
 
 
-def current_status(state: StateDir) -> FleetStatus:
-    """Ask the running supervisor for the fleet's state as it is now.
+def current_status(state: StateDir, *, in_cluster: str = "") -> FleetStatus:
+    """Ask the running supervisor for the fleet's state as it is now. `in_cluster`: as of `connect`.
 
     Raises:
         CommandError: none is running, it does not answer, or it is just ending.
     """
-    client = ControlClient(connect(state), Watch())
+    client = ControlClient(connect(state, in_cluster=in_cluster), Watch())
     try:
         status = client.next_status(_ANSWER_S)
     except TimeoutError:

@@ -131,8 +131,8 @@ def unreachable(model: HubModel, error: Exception, storage_host: str = "") -> Tr
             "a proxy or firewall may block it"
         )
     return TransientError(
-        f"{model.name}: {model.endpoint} does not answer ({reason(error)}); check the network and HF_ENDPOINT, or set "
-        "HF_HUB_OFFLINE=1 to use only what is stored here"
+        f"{model.name}: {model.endpoint} does not answer ({reason(error)}); check the network and HF_ENDPOINT, or, "
+        "outside a cluster, set HF_HUB_OFFLINE=1 to use only what is stored here"
     )
 
 

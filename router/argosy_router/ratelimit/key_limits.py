@@ -105,20 +105,22 @@ class KeyLimits:
             unit = self._rates.slower(tokens, now)
             limit = self._requests_per_minute if unit == "requests" else self._tokens_per_minute
             raise RateLimited(
-                f"API key {self._name!r} has reached its rate limit of {limit} {unit} per minute",
+                f"API key {self._name!r} has reached its rate limit of {limit} {unit} per minute"
+                f"{self._of_which(limit / self._routers)}",
                 retry_after_s=wait_s,
                 limits=self._rates.header_lines(),
             )
         if self._parallel_share and self._active >= self._parallel_share:
             raise RateLimited(
-                f"API key {self._name!r} has {self._max_parallel_requests} requests in progress, its limit",
+                f"API key {self._name!r} has {self._active} requests in progress, and may have "
+                f"{self._max_parallel_requests}{self._of_which(self._parallel_share)}",
                 retry_after_s=1.0,
                 limits=self._rates.header_lines(),
             )
         if share and self._sequences + min(sequences, share) > share:
             raise RateLimited(
                 f"API key {self._name!r} has {self._sequences} sequences in progress, and may have "
-                f"{self._max_parallel_sequences}",
+                f"{self._max_parallel_sequences}{self._of_which(share)}",
                 retry_after_s=1.0,
                 limits=self._rates.header_lines(),
             )
@@ -130,6 +132,13 @@ class KeyLimits:
         self._sequences += sequences
         self._rates.take(1, tokens)
         return Reservation(self, tokens, sequences, self._rates.header_lines())
+
+    def _of_which(self, share: float) -> str:
+        """The part of a message that tells this router's share of a limit; empty for an only router."""
+        if self._routers == 1:
+            return ""
+        shown = f"{int(share)}" if share >= 10 else f"{share:.2g}"
+        return f", of which this router, one of {self._routers}, admits {shown}"
 
     def close(self, requests: int, tokens: int, sequences: int) -> None:
         """Free the reserved sequences, and correct the other limits by the difference from what was reserved; for
