@@ -184,7 +184,10 @@ def cluster_with_router(port: int, key: bytes) -> dict[str, Any]:
     containers = [{"name": "router", "args": ["router", "--port=8080"]}]
     return {
         "--namespace=llm get secret argosy-fleet-key": {"data": {"key": base64.b64encode(key).decode()}},
-        "get deployment argosy-router": {"spec": {"template": {"spec": {"containers": containers}}}},
+        "get deployment argosy-router": {
+            "spec": {"template": {"spec": {"containers": containers}}},
+            "status": {"availableReplicas": 1},
+        },
         "port-forward --address=127.0.0.1 deployment/argosy-router :8081": {
             "text": f"Forwarding from 127.0.0.1:{port} -> 8081\n",
             "stays": True,
@@ -215,9 +218,22 @@ def test_a_router_that_cannot_be_reached_and_a_key_that_is_none(
     assert "argosy-fleet-key" in capsys.readouterr().err
 
 
+def test_that_no_router_runs_is_said_before_kubectl_waits_for_one(
+    answers: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = cluster_with_router(1, FLEET_KEY)
+    answers(table | {"get deployment argosy-router": {"spec": {}, "status": {"availableReplicas": 0}}})
+    assert main(["route", "m", "p", "--router-namespace", "llm"]) == 1
+    assert "no router runs: `kubectl get pods -n llm`" in capsys.readouterr().err
+
+
 def test_a_release_elsewhere_is_looked_for_with_an_option(
     answers: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     answers({"get secret": {"error": 'Error from server (NotFound): namespaces "argosy-system" not found'}})
     assert main(["route", "m", "p"]) == 1
+    assert "--router-namespace" in capsys.readouterr().err
+    missing = 'Error from server (NotFound): deployments.apps "argosy-router" not found'
+    answers(cluster_with_router(1, FLEET_KEY) | {"get deployment argosy-router": {"error": missing}})
+    assert main(["route", "m", "p", "--router-namespace", "llm"]) == 1
     assert "--router-namespace" in capsys.readouterr().err

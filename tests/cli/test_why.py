@@ -486,8 +486,11 @@ def of_old_revision() -> Object:
         (
             service(condition("Stalled", "True", "InvalidEngineArgs", "--a must be 1")),
             [pod("a"), unscheduled(NO_GPU)],
-            False,
+            True,
         ),
+        (service(condition("Stalled", "True", "InvalidEngineArgs", "--a must be 1")), [], False),
+        (service(condition("Ready", "False", "Paused"), paused=True), [of_old_revision()], True),
+        (service(condition("Ready", "False", "NameConflict", "of other")), [pod("a")], False),
     ],
     ids=[
         "an added replica finds no GPU",
@@ -503,6 +506,9 @@ def of_old_revision() -> Object:
         "the service is being deleted",
         "no router",
         "the change is refused",
+        "the manifest is refused from the beginning",
+        "the change is held back",
+        "its name is another service's",
     ],
 )
 def test_a_problem_of_one_replica_is_told_while_others_serve(
@@ -1095,6 +1101,16 @@ def test_a_worker_that_runs_is_no_problem_and_serves_nobody() -> None:
 # the local fleet
 
 
+def test_what_a_canary_waits_for_is_told() -> None:
+    resource = service(
+        condition("Ready", "False", "CanaryAnalyzing", "step 1 of 1: revision new answers 0 %")
+    )
+    resource["status"]["rollout"] = {"step": 1, "revision": "new", "message": "too few requests"}
+    (link,) = cluster_diagnosis(resource, [pod()]).links[-1:]
+    assert link.detail.endswith("answers 0 %; too few requests")
+    assert "minRequests" in link.remedy
+
+
 def replica(phase: Any, reason: str = "", *, is_current: bool = True, restarts: int = 0) -> ReplicaStatus:
     return ReplicaStatus(
         name="tiny-0",
@@ -1120,7 +1136,14 @@ def replica(phase: Any, reason: str = "", *, is_current: bool = True, restarts: 
             True,
             "process",
             "failed",
-            ["exit code 2, 3 restarts", "log of tiny-0", "argosy logs tiny-0"],
+            ["exit code 2, 3 restarts", "log of tiny-0", "argosy logs tiny-0", "started again by itself"],
+        ),
+        (
+            [replica("BackOff", "exited with code 2; the next `argosy up` starts it again")],
+            True,
+            "process",
+            "failed",
+            ["correct what its last lines name, and `argosy up -f FILE`. `argosy logs"],
         ),
         ([], True, "process", "waiting", ["none has started yet"]),
         (

@@ -118,12 +118,16 @@ def explain(argv: Sequence[str]) -> int:
     kubectl = _kubectl(options)
     try:
         secret = kubectl.get("secret", options.fleet_key_secret)
+        deployment = kubectl.get("deployment", "argosy-router")
     except NotFound as error:
         raise CommandError(
             f"{error}; --router-namespace names the release's namespace, --fleet-key-secret its Secret"
         ) from None
     key = base64.b64decode(secret.get("data", {}).get("key", ""))
-    deployment = kubectl.get("deployment", "argosy-router")
+    if not deployment.get("status", {}).get("availableReplicas"):
+        raise CommandError(
+            f"no router runs: `kubectl get pods -n {options.router_namespace}` shows those of argosy-router"
+        )
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     speaks_tls = any(each.startswith("--ssl-certfile") for each in container.get("args", ()))
     try:

@@ -62,6 +62,8 @@ _BESIDE: Final = ("ScaledTwice", "UnknownTimeZone", "CanaryNotFound")
 LINKS: Final = ("manifest", "operator", "accepted", "pods", "node", "volumes", "model", "engine", "loaded")
 """Names of the links, in their order; behind them LAST_LINKS."""
 LAST_LINKS: Final = ("routable", "router", "ready")
+_CANARY_GOES_ON: Final = ("CanaryStarting", "CanaryAnalyzing")
+"""Reasons whose message does not say what the canary waits for, since it would change with each figure."""
 
 
 def cluster_diagnosis(
@@ -105,7 +107,7 @@ def cluster_diagnosis(
         found = (*found[:-1], replace(found[-1], remedy=remedy_of_halted(found[-1].remedy)))
     notes: list[str] = []
     serving, newest = 0, 0
-    if _is_of_one_replica(found[-1]) and not installation.has_no_router:
+    if _others_may_serve(found[-1], service) and not installation.has_no_router:
         serving, newest = _serving_by_status(service) if unread else _serving(service, replicas)
     if serving:
         notes.append(served_meanwhile(serving, newest))
@@ -136,6 +138,14 @@ def _beside(service: Object, *, is_done: bool) -> tuple[str, ...]:
 def _is_of_one_replica(link: Link) -> bool:
     """Whether the link says nothing of the other replicas."""
     return link.state != "done" and LINKS.index("pods") < (*LINKS, *LAST_LINKS).index(link.name)
+
+
+def _others_may_serve(link: Link, service: Object) -> bool:
+    """Whether clients may be served although this link is not done: by other replicas, or as the service was before a
+    change that is not applied. Not if another service has its name, and answers for it."""
+    if link.name == "accepted":
+        return link.state != "done" and _condition(service, "Ready").get("reason") != "NameConflict"
+    return _is_of_one_replica(link)
 
 
 def _is_halted(service: Object) -> bool:
@@ -480,10 +490,13 @@ def _ready(service: Object) -> Link:
     if reason == "CanaryHeld":
         canary = service.get("spec", {}).get("rollout", {}).get("canary") or {}
         what_to_do = remedy_of_hold(canary, status.get("rollout") or {})
+    detail = f"{reason}: {ready.get('message', '')}".strip(": ") or "the service is not ready"
+    if reason in _CANARY_GOES_ON and (waits_for := (status.get("rollout") or {}).get("message")):
+        detail += f"; {waits_for}"
     return Link(
         name="ready",
         state="failed" if stalled else "waiting",
-        detail=f"{reason}: {ready.get('message', '')}".strip(": ") or "the service is not ready",
+        detail=detail,
         remedy=what_to_do,
     )
 

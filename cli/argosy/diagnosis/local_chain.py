@@ -67,18 +67,20 @@ def _process(service: ServiceStatus, log: Callable[[str], Sequence[str]]) -> Lin
             state="failed",
             detail=f"{replica.name}: {replica.reason or 'it ended'}, {replica.restarts} restarts",
             lines=tuple(log(replica.name))[-MAX_LINES:],
-            remedy=f"{_remedy(service)}. `argosy logs {replica.name}` shows more",
+            remedy=f"{_remedy(service, replica)}. `argosy logs {replica.name}` shows more",
         )
     return Link(name="process", state="done", detail=f"{replica.name} runs, process {replica.pid or '?'}")
 
 
-def _remedy(service: ServiceStatus) -> str:
+def _remedy(service: ServiceStatus, replica: ReplicaStatus) -> str:
     """What to do about an engine that has ended."""
     if service.reason.startswith("RolloutHalted"):
         return (
             "correct what its last lines name, or go back by `argosy up -f FILE` with the previous manifest: the "
             "rollout is halted, and no further replica is replaced"
         )
+    if "argosy up" in replica.reason:
+        return "correct what its last lines name, and `argosy up -f FILE`"
     return "correct what its last lines name; it is started again by itself"
 
 

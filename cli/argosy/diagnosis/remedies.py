@@ -32,6 +32,8 @@ REMEDIES: Final[dict[str, str]] = {
     "serve meanwhile",
     "CanaryFailed": "apply the previous manifest, or one without what the message names; or set "
     "spec.rollout.canary.action to Promote, with the revision in status.rollout",
+    "CanaryAnalyzing": "wait; an analysis needs requests: send some, lower minRequests of its analysis, or set "
+    "spec.rollout.canary.action to Promote with the revision in status.rollout",
     "CanaryHeld": "set spec.rollout.canary.action to Promote or Abort, with the revision in status.rollout; or remove "
     "what holds: hold of spec.rollout.canary, or of its step, which action Continue lets go on as well",
     "WaitingForCapacity": "free or add a GPU, or set spec.rollout.maxUnavailable",
@@ -50,7 +52,8 @@ REMEDIES: Final[dict[str, str]] = {
     "UnknownTimeZone": "correct spec.scaling.schedules: a time zone is an IANA name, such as Europe/Berlin",
     "CanaryNotFound": "create the canary's service, or remove spec.router.canary",
     "Paused": "set spec.paused to false",
-    "FailedCreate": "change what the API server refused; a quota or Pod Security of the namespace, say",
+    "FailedCreate": "change what the API server refused; a quota or Pod Security of the namespace, say. A quota may "
+    "ask for limits: spec.resources",
     "Unschedulable": "add a node that fits, or change spec.resources and spec.placement",
     "Cordoned": "kubectl uncordon a node that fits, add one, or change spec.resources and spec.placement",
     "ImagePullBackOff": _IMAGE,

@@ -263,7 +263,7 @@ def degraded(view: ServiceView) -> ConditionState:
     canary = view.service.spec.router.canary
     if canary is not None and view.observed.lacks_canary:
         missing = f"there is no InferenceService {canary.service!r} in this namespace"
-        message = f"{missing}; this service answers all requests"
+        message = f"{missing}; no request goes to it"
         return ConditionState("True", "CanaryNotFound", message)
     return ConditionState("False", "AsExpected")
 
