@@ -35,6 +35,7 @@ _INT32_MAX: Final = 2**31 - 1
 _CONDITION: Final = '.status.conditions[?(@.type=="Ready")]'
 _COLUMNS: Final[tuple[Schema, ...]] = (
     {"name": "Ready", "type": "string", "jsonPath": f"{_CONDITION}.status"},
+    {"name": "Reason", "type": "string", "jsonPath": f"{_CONDITION}.reason"},
     {"name": "Routable", "type": "string", "jsonPath": ".status.routable"},
     {"name": "ModelCache", "type": "string", "jsonPath": ".status.modelCache"},
     {"name": "Model", "type": "string", "jsonPath": ".status.model"},
@@ -43,7 +44,6 @@ _COLUMNS: Final[tuple[Schema, ...]] = (
     {"name": "Age", "type": "date", "jsonPath": ".metadata.creationTimestamp"},
     {"name": "Revision", "type": "string", "jsonPath": ".status.revision", "priority": 1},
     {"name": "Image", "type": "string", "jsonPath": ".status.image", "priority": 1},
-    {"name": "Reason", "type": "string", "jsonPath": f"{_CONDITION}.reason", "priority": 1},
     {"name": "Message", "type": "string", "jsonPath": f"{_CONDITION}.message", "priority": 1},
 )
 

@@ -86,7 +86,7 @@ def test_subresources_and_columns() -> None:
     assert STATUS["status" + scale["statusReplicasPath"].removeprefix(".status")]["type"] == "integer"
     assert STATUS["status" + scale["labelSelectorPath"].removeprefix(".status")]["type"] == "string"
     columns = [column["name"] for column in version["additionalPrinterColumns"] if not column.get("priority")]
-    assert columns == ["Ready", "Routable", "ModelCache", "Model", "GPU", "URL", "Age"]
+    assert columns == ["Ready", "Reason", "Routable", "ModelCache", "Model", "GPU", "URL", "Age"]
     wide = {column["name"]: column["jsonPath"] for column in version["additionalPrinterColumns"]}
     assert wide["Message"] == '.status.conditions[?(@.type=="Ready")].message'
     assert definition["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
