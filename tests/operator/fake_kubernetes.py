@@ -240,13 +240,18 @@ class FakeKubernetes:
             raise ApiError("PATCH", 404, "not found")
         changed = _copy(live)
         for step in steps:
-            *parents, last = step["path"].removeprefix("/").split("/")
+            *parents, last = (
+                part.replace("~1", "/").replace("~0", "~")
+                for part in step["path"].removeprefix("/").split("/")
+            )
             inner = changed
             for part in parents:
                 inner = inner[int(part)] if isinstance(inner, list) else inner[part]
             last = int(last) if isinstance(inner, list) else last
             if step["op"] == "remove":
                 del inner[last]
+            elif step["op"] in ("add", "replace"):
+                inner[last] = _copy(step["value"])
             elif inner[last] != step["value"]:
                 raise ApiError("PATCH", 422, "the server rejected our request due to an error in our request")
         return self._store(key, changed)

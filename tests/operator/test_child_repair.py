@@ -23,7 +23,7 @@ from virtual_time import virtual_time
 from argosy_operator.cluster.store import Store
 from argosy_operator.desired.children import plan_children
 from argosy_operator.desired.diff import ChildChange
-from argosy_operator.desired.drift import with_applied_hash
+from argosy_operator.desired.drift import clashes, with_applied_hash
 from argosy_operator.errors import ApiError
 from argosy_operator.kinds import (
     CONFIGMAPS,
@@ -35,7 +35,7 @@ from argosy_operator.kinds import (
     kind_of,
 )
 from argosy_operator.observed.observation import Observation
-from argosy_operator.reconcile.child_writer import ChildWriter
+from argosy_operator.reconcile.child_writer import MAX_REPAIRS, REPAIR_WINDOW_S, ChildWriter
 from argosy_operator.reconcile.metrics import OperatorMetrics
 
 
@@ -179,6 +179,125 @@ async def test_an_addition_that_changes_before_it_is_removed_is_looked_at_again(
         await operator.settle()
     container = deployment(cluster)["spec"]["template"]["spec"]["containers"][0]
     assert "FOO" not in [each["name"] for each in container["env"]]
+
+
+@virtual_time
+async def test_a_controller_that_adds_something_again_and_again_is_not_fought_for_ever() -> None:
+    """Each repair, and each change, replaces replicas."""
+    async with settled(isvc_object()) as (cluster, operator):
+        key = (DEPLOYMENTS, "team", "tiny-engine")
+        added = 0
+
+        async def keep_adding() -> None:
+            nonlocal added
+            while True:
+                await asyncio.sleep(30)
+                pod = deployment(cluster)["spec"]["template"]["spec"]
+                if "tolerations" not in pod:
+                    changed = copy.deepcopy(deployment(cluster))
+                    changed["spec"]["template"]["spec"]["tolerations"] = [{"operator": "Exists"}]
+                    cluster.overwrite(key, changed)
+                    added += 1
+
+        other = asyncio.create_task(keep_adding())
+        await asyncio.sleep(3000)
+        assert added == MAX_REPAIRS + 1
+        cluster.writes.clear()
+        await asyncio.sleep(REPAIR_WINDOW_S)
+        assert cluster.writes == []
+        cluster.edit("tiny", lambda spec: spec.update(replicas=2))
+        await operator.settle()
+        assert deployment(cluster)["spec"]["replicas"] == 2, (
+            "what the service asks for is applied all the same"
+        )
+        other.cancel()
+
+
+@virtual_time
+async def test_repairs_far_apart_are_all_made() -> None:
+    async with settled(isvc_object()) as (cluster, operator):
+        for _ in range(2 * MAX_REPAIRS):
+            changed = copy.deepcopy(deployment(cluster))
+            changed["spec"]["template"]["spec"]["hostNetwork"] = True
+            cluster.overwrite((DEPLOYMENTS, "team", "tiny-engine"), changed)
+            await operator.settle()
+            assert "hostNetwork" not in deployment(cluster)["spec"]["template"]["spec"]
+            await asyncio.sleep(REPAIR_WINDOW_S + 1)
+
+
+@virtual_time
+async def test_a_removal_that_fails_is_tried_again() -> None:
+    async with settled(isvc_object()) as (cluster, operator):
+        attempts = 0
+
+        async def failing(*args: Any) -> Object:
+            nonlocal attempts
+            attempts += 1
+            if attempts > 2 * MAX_REPAIRS:
+                del cluster.patch_by_steps
+            raise ApiError("PATCH", 500, "etcdserver: request timed out")
+
+        cluster.patch_by_steps = failing  # type: ignore[assignment, method-assign]
+        changed = copy.deepcopy(deployment(cluster))
+        changed["spec"]["template"]["spec"]["hostNetwork"] = True
+        cluster.overwrite((DEPLOYMENTS, "team", "tiny-engine"), changed)
+        await asyncio.sleep(900)
+        await operator.settle()
+        assert attempts > 2 * MAX_REPAIRS
+        assert "hostNetwork" not in deployment(cluster)["spec"]["template"]["spec"]
+
+
+def merge_strictly(cluster: FakeKubernetes) -> None:
+    """Refuse, as the API server does, to apply a source of a variable that has a value of somebody else's."""
+
+    async def strictly(manifest: Object) -> Object:
+        key = (kind_of(manifest), manifest["metadata"]["namespace"], manifest["metadata"]["name"])
+        live = cluster.objects.get(key)
+        if live is not None and clashes(live, manifest):
+            cluster.writes.append(("refused", key[0].name, key[2]))
+            raise ApiError("PATCH", 422, "valueFrom: may not be specified when `value` is not empty")
+        return await FakeKubernetes.apply(cluster, manifest)
+
+    cluster.apply = strictly  # type: ignore[method-assign]
+
+
+@virtual_time
+async def test_a_variable_that_has_a_value_instead_of_its_source_is_mended() -> None:
+    """`kubectl set env` does that. No apply is accepted then, whatever it is to change."""
+    async with settled(isvc_object()) as (cluster, operator):
+        merge_strictly(cluster)
+        before = deployment(cluster)["spec"]
+        changed = copy.deepcopy(deployment(cluster))
+        env = changed["spec"]["template"]["spec"]["containers"][0]["env"]
+        assert "valueFrom" in env[0]
+        env[0] = {"name": env[0]["name"], "value": "mine"}
+        changed["metadata"]["annotations"]["example.com/theirs"] = "kept"
+        cluster.writes.clear()
+        cluster.overwrite((DEPLOYMENTS, "team", "tiny-engine"), changed)
+        await operator.settle()
+        assert deployment(cluster)["spec"] == before
+        assert deployment(cluster)["metadata"]["annotations"]["example.com/theirs"] == "kept"
+        written = [write[0] for write in cluster.writes if write[1] == "Deployment"]
+        assert written == ["refused", "patch", "apply"]
+        assert is_ready(cluster)
+
+
+@virtual_time
+async def test_a_manifest_that_is_refused_for_another_reason_is_told_so() -> None:
+    async with settled(isvc_object()) as (cluster, operator):
+        merge_strictly(cluster)
+
+        async def refused(*args: Any) -> Object:
+            raise ApiError("PATCH", 422, "nodeSelector: it is invalid")
+
+        cluster.patch_by_steps = refused  # type: ignore[assignment, method-assign]
+        changed = copy.deepcopy(deployment(cluster))
+        env = changed["spec"]["template"]["spec"]["containers"][0]["env"]
+        env[0] = {"name": env[0]["name"], "value": "mine"}
+        cluster.overwrite((DEPLOYMENTS, "team", "tiny-engine"), changed)
+        await operator.settle()
+        assert cluster.condition("Degraded")["status"] == "True"
+        assert "when `value` is not empty" in cluster.condition("Degraded")["message"]
 
 
 def add_mutating_webhook(cluster: FakeKubernetes) -> None:

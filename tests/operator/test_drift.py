@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from argosy_operator.desired.children import plan_children
-from argosy_operator.desired.drift import additions, contains, must_apply, with_applied_hash
+from argosy_operator.desired.drift import additions, clashes, contains, must_apply, with_applied_hash
 from argosy_operator.observed.observation import Observation
 
 
@@ -43,6 +43,19 @@ from argosy_operator.observed.observation import Observation
         ({"image": "x", "env": [{"name": "A"}]}, {"image": "x"}, False),
         ({"image": "x", "env": []}, {"image": "x"}, True),
         ({"hostNetwork": True}, {}, False),
+        (
+            {"labels": {"env": "prod"}, "annotations": {"command": "x"}},
+            {"labels": {}, "annotations": {}},
+            True,
+        ),
+        ({"serviceAccountName": "a", "serviceAccount": "a"}, {"serviceAccountName": "a"}, True),
+        (
+            {"securityContext": {"capabilities": {"add": ["X"]}}},
+            {"securityContext": {"capabilities": {}}},
+            False,
+        ),
+        ({"ports": [{"containerPort": 1, "hostPort": 1}]}, {"ports": [{"containerPort": 1}]}, False),
+        ({"limits": {"cpu": "1", "memory": "1"}}, {"limits": {"memory": "1"}}, False),
         ({"restartPolicy": "Always", "dnsPolicy": "ClusterFirst", "securityContext": {}}, {}, True),
     ],
 )
@@ -80,6 +93,44 @@ def test_additions_are_named_from_the_last_one_of_a_list_to_the_first() -> None:
     assert additions(template(), template()) == []
 
 
+@pytest.mark.parametrize(
+    ("live", "wanted", "expected"),
+    [
+        (
+            {"serviceAccountName": "a", "serviceAccount": "a"},
+            {},
+            [("serviceAccountName",), ("serviceAccount",)],
+        ),
+        ({"labels": {"env": "prod"}}, {"labels": {"a": "b"}}, []),
+        ({"resources": {"limits": {"a/b": "1"}}}, {"resources": {"limits": {}}}, [("resources", "limits", "a/b")]),
+        ({"resources": {"claims": [{"name": "a"}]}}, {"resources": {}}, [("resources", "claims")]),
+        ({"securityContext": {"sysctls": [1], "x": 1}}, {"securityContext": {}}, [("securityContext", "sysctls")]),
+    ],
+)  # fmt: skip
+def test_additions(live: Any, wanted: Any, expected: list[Any]) -> None:
+    assert additions(live, wanted) == expected
+
+
+@pytest.mark.parametrize(
+    ("live", "wanted", "expected"),
+    [
+        ({"env": [{"name": "A", "value": "1"}]}, {"env": [{"name": "A", "valueFrom": {"a": "b"}}]}, True),
+        ({"env": [{"name": "A", "value": "1"}]}, {"env": [{"name": "A", "value": "2"}]}, False),
+        ({"env": [{"name": "A", "value": ""}]}, {"env": [{"name": "A", "valueFrom": {}}]}, False),
+        ({"env": [{"name": "B", "value": "1"}]}, {"env": [{"name": "A", "valueFrom": {}}]}, False),
+        ({"volumes": [{"name": "a", "hostPath": {"path": "/"}}]}, {"volumes": [{"name": "a", "secret": {}}]}, True),
+        ({"args": ["a"]}, {"args": ["b"]}, False),
+        (
+            {"containers": [{"name": "other"}, {"name": "a", "env": [{"name": "A", "value": "1"}]}]},
+            {"containers": [{"name": "a", "env": [{"name": "A", "valueFrom": {}}]}]},
+            True,
+        ),
+    ],
+)  # fmt: skip
+def test_clashes(live: Any, wanted: Any, expected: bool) -> None:
+    assert clashes(live, wanted) is expected
+
+
 JSON = st.recursive(
     st.integers() | st.text(max_size=4) | st.booleans(),
     lambda nested: st.lists(nested, max_size=3) | st.dictionaries(st.text(max_size=3), nested, max_size=3),
@@ -92,6 +143,7 @@ JSON = st.recursive(
 def test_an_object_contains_itself(obj: dict[str, Any]) -> None:
     assert contains(obj, obj)
     assert additions(obj, obj) == []
+    assert not clashes(obj, obj)
     assert contains({**obj, "more": 1}, {key: value for key, value in obj.items() if key != "more"})
 
 

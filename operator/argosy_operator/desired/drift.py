@@ -23,7 +23,7 @@ _ATOMIC_FIELDS: Final = ("selector", "nodeSelector")
 Service that also asks for another label has no endpoints."""
 _KEYED_LISTS: Final[Mapping[str, tuple[str, ...]]] = {
     **dict.fromkeys(("containers", "initContainers", "env", "volumes", "imagePullSecrets"), ("name",)),
-    **dict.fromkeys(("resourceClaims", "schedulingGates"), ("name",)),
+    **dict.fromkeys(("resourceClaims", "schedulingGates", "claims"), ("name",)),
     "volumeMounts": ("mountPath",),
     "volumeDevices": ("devicePath",),
     "ports": ("containerPort", "port", "protocol"),
@@ -33,17 +33,30 @@ _KEYED_LISTS: Final[Mapping[str, tuple[str, ...]]] = {
 """Lists whose entries may have different owners, and the fields by which server-side apply tells the entries apart
 (`x-kubernetes-list-map-keys`). Applying leaves entries of others in them."""
 _KEY_DEFAULTS: Final = {"protocol": "TCP"}
+_FREE_MAPS: Final = ("labels", "annotations", "matchLabels")
+"""Maps whose keys users choose: one that is called as a field is none."""
+_AMOUNTS: Final = ("limits", "requests")
+"""Maps whose keys are never filled in, whatever they are."""
 _NEVER_DEFAULTED: Final = frozenset(
     {
         *_KEYED_LISTS,
+        *_AMOUNTS,
         *("affinity", "nodeName", "nodeSelector", "tolerations", "priorityClassName", "runtimeClassName"),
-        *("hostNetwork", "hostPID", "hostIPC", "shareProcessNamespace", "serviceAccountName"),
-        *("command", "args", "envFrom", "workingDir", "lifecycle"),
-        *("livenessProbe", "readinessProbe", "startupProbe"),
+        *("hostNetwork", "hostPID", "hostIPC", "shareProcessNamespace"),
+        *("serviceAccountName", "serviceAccount", "hostname", "subdomain", "setHostnameAsFQDN", "dnsConfig"),
+        *("command", "args", "envFrom", "workingDir", "lifecycle", "stdin", "stdinOnce", "tty"),
+        *("livenessProbe", "readinessProbe", "startupProbe", "hostPort", "hostIP"),
+        *("add", "privileged", "runAsUser", "runAsGroup", "fsGroup", "supplementalGroups", "sysctls"),
+        *("seLinuxOptions", "windowsOptions"),
     }
 )
-"""Fields of pod templates and their containers which the API server leaves empty: a value that is not wanted is
-somebody's addition."""
+"""Fields of pod templates, their containers and security contexts which the API server leaves empty: a value that is
+not wanted is somebody's addition."""
+_SECOND_NAMES: Final = {"serviceAccount": "serviceAccountName"}
+"""Old names of fields. The API server fills each in from the other, so that removing one alone has no effect; nor has
+it when a manifest that is applied does not have the field any more."""
+_ONE_OF: Final = ("env", "volumes")
+"""Lists whose entries have exactly one of several fields besides their name."""
 Path = tuple[str | int, ...]
 """Names of fields and indices of entries, from an object to a part of it."""
 _SUFFIXES: Final = {
@@ -78,7 +91,7 @@ def contains(live: Any, wanted: Any, *, field: str = "") -> bool:
     if isinstance(wanted, Mapping):
         return (
             isinstance(live, Mapping)
-            and not _added_fields(live, wanted)
+            and not _added_fields(live, wanted, field)
             and all(
                 contains(live.get(name), value, field=field if field in _QUANTITY_FIELDS else name)
                 for name, value in wanted.items()
@@ -103,7 +116,7 @@ def additions(live: Any, wanted: Any, *, field: str = "") -> list[Path]:
     if isinstance(wanted, Mapping) and isinstance(live, Mapping):
         if field in _ATOMIC_FIELDS:
             return []  # applying replaces it
-        found: list[Path] = [(name,) for name in _added_fields(live, wanted)]
+        found: list[Path] = [(name,) for name in _added_fields(live, wanted, field)]
         for name, value in wanted.items():
             found += [(name, *rest) for rest in additions(live.get(name), value, field=name)]
         return found
@@ -120,8 +133,31 @@ def additions(live: Any, wanted: Any, *, field: str = "") -> list[Path]:
     return []
 
 
-def _added_fields(live: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    return [name for name in live if name in _NEVER_DEFAULTED and name not in wanted and live[name]]
+def clashes(live: Any, wanted: Any, *, field: str = "") -> bool:
+    """Whether others have given an entry of a list a value of another kind, so that a variable which came from a Secret
+    has a value, say. Applying is refused then: it would leave both."""
+    if isinstance(wanted, Mapping) and isinstance(live, Mapping):
+        return any(clashes(live.get(name), value, field=name) for name, value in wanted.items())
+    if not (isinstance(wanted, list) and isinstance(live, list) and field in _KEYED_LISTS):
+        return False
+    entries = {_entry_key(entry, field): entry for entry in wanted}
+    pairs = [(each, entries[key]) for each in live if (key := _entry_key(each, field)) in entries]
+    if field in _ONE_OF:
+        return any(entry[name] and name not in own for entry, own in pairs for name in entry)
+    return any(clashes(*pair) for pair in pairs)
+
+
+def _added_fields(live: Mapping[str, Any], wanted: Mapping[str, Any], field: str) -> list[str]:
+    if field in _FREE_MAPS:
+        return []
+    return [
+        name
+        for name in live
+        if (name in _NEVER_DEFAULTED or field in _AMOUNTS)
+        and name not in wanted
+        and _SECOND_NAMES.get(name) not in wanted
+        and live[name] not in ("", None, False, [], {})
+    ]
 
 
 def _entry_key(entry: Any, field: str) -> tuple[Any, ...]:
