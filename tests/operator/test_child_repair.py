@@ -35,7 +35,8 @@ from argosy_operator.kinds import (
     kind_of,
 )
 from argosy_operator.observed.observation import Observation
-from argosy_operator.reconcile.child_writer import MAX_REPAIRS, REPAIR_WINDOW_S, ChildWriter
+from argosy_operator.reconcile.child_writer import ChildWriter
+from argosy_operator.reconcile.contention import MAX_REPAIRS, REPAIR_WINDOW_S
 from argosy_operator.reconcile.metrics import OperatorMetrics
 
 

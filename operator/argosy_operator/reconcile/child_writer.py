@@ -1,51 +1,29 @@
 """Writes a service's children: applies what differs, removes what others have added, deletes what is surplus.
 
 Owns the guards of each write. Must not decide what a child looks like. Invariants: an object that is not ours is never
-touched; a write reaches exactly the object that was looked at, or none; an object that another writer changes as soon
-as it is applied (a mutating webhook) is not written over and over; nor does one that changes a pod template again and
-again, some time after each repair, get the replicas rolled out each time.
+touched; a write reaches exactly the object that was looked at, or none; what others change again and again is left
+alone (`contention`).
 """
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
-
-import msgspec
-import xxhash
-from msgspec import Struct
+from typing import Any
 
 from argosy_operator.cluster.api_server import Api
-from argosy_operator.cluster.kept_fields import kept_fields
 from argosy_operator.cluster.store import Store
 from argosy_operator.desired.diff import ChildChange
-from argosy_operator.desired.drift import Path, additions, clashes, contains, must_apply
+from argosy_operator.desired.drift import Path, additions, clashes, must_apply
 from argosy_operator.errors import ApiError, ChildNotOwned
-from argosy_operator.kinds import PODS, Kind, Name, Object, kind_of, object_name
-from argosy_operator.names import APPLIED_ANNOTATION, REVISION_LABEL
+from argosy_operator.kinds import PODS, Kind, Object, kind_of, object_name
 from argosy_operator.observed.observation import controller_uid
 from argosy_operator.observed.pod import Pod
+from argosy_operator.reconcile.contention import Contention, applied_hash
 from argosy_operator.reconcile.metrics import OperatorMetrics
 
 logger = logging.getLogger(__name__)
-
-MAX_REPAIRS: Final = 3
-"""How often a pod template is given back what it should be, if others change it in the same way each time."""
-REPAIR_WINDOW_S: Final = 3600.0
-"""A repair that is longer ago does not count: people try things out, controllers do not pause for so long."""
-
-
-class Repair(Struct, frozen=True):
-    """A pod template that others had changed since it was applied was given back what it should be."""
-
-    state: str
-    """Hash of what was found, and of what was wanted."""
-    number: int
-    """How many of these there have been in a row."""
-    time: float
 
 
 class ChildWriter:
@@ -55,19 +33,12 @@ class ChildWriter:
         self._api = api
         self._store = store
         self._metrics = metrics
-        self._contested: dict[tuple[Kind, Name], tuple[str, str]] = {}
-        """Objects that differed right after being applied: hash of what was sent, and of what it led to. (Not its
-        generation, which a Service does not have.) They are left alone until either changes; otherwise the two writers
-        would write forever. Those that are gone are forgotten when another one is noted, so there are never more than
-        objects."""
-
-        self._repairs: dict[tuple[Kind, Name], Repair] = {}
-        """The last one of each object. Forgotten like contested ones."""
+        self._contention = Contention(store)
 
     @property
     def num_contested(self) -> int:
         """Number of objects that are left alone."""
-        return len(self._contested)
+        return self._contention.num_contested
 
     async def apply(self, change: ChildChange) -> Object | None:
         """Apply a child. Returns it as stored; None if nothing was written.
@@ -81,31 +52,26 @@ class ChildWriter:
         live = change.live or await self._api.get(kind, *name)
         if live is not None and controller_uid(live) != controller_uid(wanted):
             raise ChildNotOwned(kind.name, name[1])
-        digest = wanted["metadata"]["annotations"][APPLIED_ANNOTATION]
-        if not must_apply(wanted, live) or self._contested.get((kind, name)) == (
-            digest,
-            _contents(kind, live),
-        ):
+        if not must_apply(wanted, live) or self._contention.is_left_alone(wanted, live):
             return None
-        repair = self._next_repair(kind, wanted, live)
-        is_given_up = repair is not None and repair.number > MAX_REPAIRS
-        if is_given_up and _applied_hash(live) == digest:
-            found_again = (
-                "others have changed its pod template again after each repair; it is left as it is now"
+        repair = self._contention.next_repair(wanted, live)
+        is_given_up = repair is not None and repair.is_given_up
+        if live is not None and is_given_up and applied_hash(live) == applied_hash(wanted):
+            logger.warning(
+                "%s %s/%s: others have changed its pod template again after each repair; it is left as it is now",
+                kind.name,
+                *name,
             )
-            logger.warning("%s %s/%s: %s", kind.name, *name, found_again)
-            self._note_contested(kind, name, (digest, _contents(kind, live)))
+            self._contention.note_contested(wanted, live)
             return None
         stored = await self._write(kind, wanted, live)
         if not is_given_up and (added := additions(stored, wanted)):
             stored = await self._remove(kind, stored, added)
         if must_apply(wanted, stored):
             logger.warning("%s %s/%s is changed by another writer as soon as it is applied", kind.name, *name)
-            self._note_contested(kind, name, (digest, _contents(kind, stored)))
+            self._contention.note_contested(wanted, stored)
         else:
-            self._contested.pop((kind, name), None)
-            if repair is not None:
-                self._note_repair(kind, name, repair)
+            self._contention.note_settled(wanted, repair)
         return stored
 
     async def delete(self, kind: Kind, obj: Mapping[str, Any]) -> None:
@@ -152,29 +118,6 @@ class ChildWriter:
         self._store.put(kind, stored)
         return stored
 
-    def _note_contested(self, kind: Kind, name: Name, state: tuple[str, str]) -> None:
-        self._forget_gone(self._contested)
-        self._contested[kind, name] = state
-
-    def _forget_gone(self, notes: dict[tuple[Kind, Name], Any]) -> None:
-        for key in [(kind, name) for kind, name in notes if self._store.get(kind, *name) is None]:
-            del notes[key]
-
-    def _next_repair(self, kind: Kind, wanted: Object, live: Mapping[str, Any] | None) -> Repair | None:
-        """The repair of a pod template that others have changed since it was applied; None if nobody has."""
-        found, own = ((each or {}).get("spec", {}).get("template") for each in (live, wanted))
-        if live is None or own is None or _revision(found) != _revision(own) or contains(found, own):
-            return None  # what the operator changes itself is no repair
-        state = xxhash.xxh3_64_hexdigest(msgspec.json.encode([found, own], order="deterministic"))
-        now = asyncio.get_running_loop().time()
-        before = self._repairs.get((kind, object_name(wanted)))
-        is_again = before is not None and before.state == state and now - before.time <= REPAIR_WINDOW_S
-        return Repair(state, before.number + 1 if before is not None and is_again else 1, now)
-
-    def _note_repair(self, kind: Kind, name: Name, repair: Repair) -> None:
-        self._forget_gone(self._repairs)
-        self._repairs[kind, name] = repair
-
     async def _write(self, kind: Kind, manifest: Object, live: Mapping[str, Any] | None) -> Object:
         """Apply to exactly the object that was looked at, or to none: the store may lag behind, and the object that
         has taken its place since may be somebody else's."""
@@ -218,23 +161,5 @@ def _pointer(path: Path) -> str:
     return "".join("/" + str(part).replace("~", "~0").replace("/", "~1") for part in path)
 
 
-def _applied_hash(obj: Mapping[str, Any] | None) -> str:
-    """Hash of the manifest that was applied last; empty if there is none."""
-    return str((obj or {"metadata": {}})["metadata"].get("annotations", {}).get(APPLIED_ANNOTATION, ""))
-
-
-def _revision(template: Object | None) -> str:
-    return str((template or {}).get("metadata", {}).get("labels", {}).get(REVISION_LABEL, ""))
-
-
 def _part(obj: Any, path: Path) -> Any:
     return functools.reduce(lambda found, part: found[part], path, obj)
-
-
-def _contents(kind: Kind, obj: Mapping[str, Any] | None) -> str:
-    """Hash of what the operator could have written of an object; empty if there is none."""
-    if obj is None:
-        return ""
-    kept = kept_fields(kind, dict(obj))
-    metadata = [kept["metadata"].get(name) for name in ("uid", "labels", "annotations")]
-    return xxhash.xxh3_64_hexdigest(msgspec.json.encode([metadata, kept.get("spec")], order="deterministic"))
