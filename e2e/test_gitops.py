@@ -195,7 +195,9 @@ def test_what_somebody_adds_to_the_pods_template_is_removed(service: Stack) -> N
     kubectl = service.cluster.kubectl
     deployment = (f"deployment/{NAME}-engine", "-n", TENANT)
     before = template(service)
-    kubectl("set", "env", *deployment, "SOMEBODY=else")
+    variables = before["spec"]["containers"][0]["env"]
+    derived = next(each["name"] for each in variables if "valueFrom" in each)
+    kubectl("set", "env", *deployment, "SOMEBODY=else", f"{derived}=fixed")  # applying both would be refused
     sidecar = {"name": "sidecar", "image": "localhost/nowhere:1"}
     pod = {"containers": [sidecar], "tolerations": [{"operator": "Exists"}], "hostNetwork": True}
     kubectl("patch", *deployment, "-p", json.dumps({"spec": {"template": {"spec": pod}}}))

@@ -34,6 +34,7 @@ from argosy_operator.kinds import (
     Kind,
     kind_of,
 )
+from argosy_operator.names import FIELD_MANAGER
 from argosy_operator.observed.observation import Observation
 from argosy_operator.reconcile.child_writer import ChildWriter
 from argosy_operator.reconcile.contention import MAX_REPAIRS, REPAIR_WINDOW_S
@@ -249,13 +250,19 @@ async def test_a_removal_that_fails_is_tried_again() -> None:
 
 
 def merge_strictly(cluster: FakeKubernetes) -> None:
-    """Refuse, as the API server does, to apply a source of a variable that has a value of somebody else's."""
+    """Refuse, as the API server does, to apply a source of a variable that has a value of somebody else's. A patch is
+    noted as a write of its own, whose fields applying does not remove."""
+    applied = {"manager": FIELD_MANAGER, "operation": "Apply"}
+    others = {"manager": "kubectl-edit", "operation": "Update"}
+    patched = {"manager": FIELD_MANAGER, "operation": "Update"}
+    status = {**patched, "subresource": "status"}
 
     async def strictly(manifest: Object) -> Object:
         key = (kind_of(manifest), manifest["metadata"]["namespace"], manifest["metadata"]["name"])
         live = cluster.objects.get(key)
         if live is not None and clashes(live, manifest):
             cluster.writes.append(("refused", key[0].name, key[2]))
+            live["metadata"]["managedFields"] = [patched, applied, others, patched, status]
             raise ApiError("PATCH", 422, "valueFrom: may not be specified when `value` is not empty")
         return await FakeKubernetes.apply(cluster, manifest)
 
@@ -279,7 +286,11 @@ async def test_a_variable_that_has_a_value_instead_of_its_source_is_mended() -> 
         assert deployment(cluster)["spec"] == before
         assert deployment(cluster)["metadata"]["annotations"]["example.com/theirs"] == "kept"
         written = [write[0] for write in cluster.writes if write[1] == "Deployment"]
-        assert written == ["refused", "patch", "apply"]
+        assert written == ["refused", "patch", "apply", "patch"]
+        owners = [
+            (each["manager"], each["operation"]) for each in deployment(cluster)["metadata"]["managedFields"]
+        ]
+        assert owners == [(FIELD_MANAGER, "Apply"), ("kubectl-edit", "Update"), (FIELD_MANAGER, "Update")]
         assert is_ready(cluster)
 
 

@@ -18,6 +18,7 @@ from argosy_operator.desired.diff import ChildChange
 from argosy_operator.desired.drift import Path, additions, clashes, must_apply
 from argosy_operator.errors import ApiError, ChildNotOwned
 from argosy_operator.kinds import PODS, Kind, Object, kind_of, object_name
+from argosy_operator.names import FIELD_MANAGER
 from argosy_operator.observed.observation import controller_uid
 from argosy_operator.observed.pod import Pod
 from argosy_operator.reconcile.contention import Contention, applied_hash
@@ -130,7 +131,7 @@ class ChildWriter:
             if error.status != 422 or live is None or not clashes(live, manifest):
                 raise
             await self._replace(kind, manifest, error)
-            stored = await self._api.apply(manifest)
+            stored = await self._disown(kind, await self._api.apply(manifest))
         self._store.put(kind, stored)
         return stored
 
@@ -154,6 +155,26 @@ class ChildWriter:
         except ApiError as error:
             # What cannot be had was refused for another reason at first.
             raise (refusal if error.status == 422 else error) from error
+
+    async def _disown(self, kind: Kind, obj: Object) -> Object:
+        """Give up what the patch has made the operator's own besides what it has applied: it would keep fields that are
+        not applied any more. Returns the object as stored."""
+        entries = obj["metadata"].get("managedFields", ())
+        steps: list[Object] = []
+        for index, entry in reversed(list(enumerate(entries))):
+            is_applied = entry.get("operation") == "Apply" or entry.get("subresource")
+            if entry.get("manager") == FIELD_MANAGER and not is_applied:
+                path = _pointer(("metadata", "managedFields", index))
+                steps += [{"op": "test", "path": path, "value": entry}, {"op": "remove", "path": path}]
+        if not steps:
+            return obj
+        self._metrics.writes.labels(kind.name, "patch").inc()
+        try:
+            return await self._api.patch_by_steps(kind, *object_name(obj), steps)
+        except ApiError as error:
+            if error.status in (404, 409, 422):  # gone, or written meanwhile
+                return obj
+            raise
 
 
 def _pointer(path: Path) -> str:
