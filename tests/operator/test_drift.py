@@ -43,6 +43,8 @@ from argosy_operator.observed.observation import Observation
         ({"image": "x", "env": [{"name": "A"}]}, {"image": "x"}, False),
         ({"image": "x", "env": []}, {"image": "x"}, True),
         ({"hostNetwork": True}, {}, False),
+        ({"hostNetwork": False}, {}, True),
+        ({"securityContext": {"runAsUser": 0}}, {"securityContext": {}}, False),
         (
             {"labels": {"env": "prod"}, "annotations": {"command": "x"}},
             {"labels": {}, "annotations": {}},

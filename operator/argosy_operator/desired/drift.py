@@ -156,7 +156,8 @@ def _added_fields(live: Mapping[str, Any], wanted: Mapping[str, Any], field: str
         if (name in _NEVER_DEFAULTED or field in _AMOUNTS)
         and name not in wanted
         and _SECOND_NAMES.get(name) not in wanted
-        and live[name] not in ("", None, False, [], {})
+        and live[name] is not False
+        and live[name] not in ("", None, [], {})  # but 0 is a value: a user id, say
     ]
 
 
