@@ -143,5 +143,6 @@ DIFFERENCES: dict[str, str] = {
         f"{SERVE}/instrumentator/test_metrics.py::test_abort_metrics_reset[{flag}-text]": SHORT_ANSWER
         for flag in ("", "--enable-chunked-prefill", "--show-hidden-metrics-for-version=0")
     },
+    f"{SERVE}/instrumentator/test_basic.py::test_server_load[enable-server-load-tracking]": SHORT_ANSWER,
 }
 """Maps tests that only vLLM's server passes to the reason: a decision of ours, or what the model cannot do."""
