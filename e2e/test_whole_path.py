@@ -134,8 +134,8 @@ def test_apply_becomes_ready_with_an_honest_status(stack: Stack) -> None:
     assert all(pod["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "1" for pod in pods)
     assert found["status"]["observedGeneration"] == found["metadata"]["generation"]
     row = stack.cluster.kubectl("get", "isvc", "-n", TENANT).stdout.splitlines()
-    assert row[0].split()[:3] == ["NAME", "READY", "ROUTABLE"]
-    assert row[1].split()[1:3] == ["True", "2/2"]
+    assert row[0].split()[:4] == ["NAME", "READY", "REASON", "ROUTABLE"]
+    assert row[1].split()[1:4] == ["True", "ReplicasRoutable", "2/2"]
 
 
 def _is_routable(pod: dict[str, Any]) -> bool:
