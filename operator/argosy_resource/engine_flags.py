@@ -19,7 +19,14 @@ import msgspec
 from msgspec import Struct
 
 from argosy_protocol.program.flags import suggestion
-from argosy_resource.foreign_engines import FOREIGN_ENGINES, EngineType, ForeignEngine
+from argosy_resource.foreign_engines import (
+    FOREIGN_ENGINES,
+    LISTENS,
+    NAMES,
+    OWN_KEY,
+    EngineType,
+    ForeignEngine,
+)
 
 FLAG_FIELDS: Final = {
     "--device": "engine.device",
@@ -44,29 +51,26 @@ FLAG_FIELDS: Final = {
 }
 """Flags of the engine that fields of `spec` set, and by which its messages name these fields."""
 
-_LISTENS: Final = "engines listen where routers and probes call them, by plain HTTP"
-_OWN_KEY: Final = "an engine has the key of its service's Secret"
 _NODES: Final = "use spec.parallelism.nodes, from which it follows"
-_NAMES: Final = "use spec.model.servedName and aliases"
 OPERATOR_FLAGS: Final[Mapping[str, str]] = {
-    "host": _LISTENS,
-    "port": _LISTENS,
-    "uds": _LISTENS,
-    "root-path": _LISTENS,
-    "ssl-keyfile": _LISTENS,
-    "ssl-certfile": _LISTENS,
-    "ssl-ca-certs": _LISTENS,
-    "enable-ssl-refresh": _LISTENS,
-    "api-key": _OWN_KEY,
-    "api-keys-file": _OWN_KEY,
-    "admin-api-key": _OWN_KEY,
+    "host": LISTENS,
+    "port": LISTENS,
+    "uds": LISTENS,
+    "root-path": LISTENS,
+    "ssl-keyfile": LISTENS,
+    "ssl-certfile": LISTENS,
+    "ssl-ca-certs": LISTENS,
+    "enable-ssl-refresh": LISTENS,
+    "api-key": OWN_KEY,
+    "api-keys-file": OWN_KEY,
+    "admin-api-key": OWN_KEY,
     "node-rank": _NODES,
     "master-addr": _NODES,
     "master-port": _NODES,
     "node-key-file": _NODES,
     "headless": _NODES,
-    "served-model-name": _NAMES,
-    "any-model-name": _NAMES,
+    "served-model-name": NAMES,
+    "any-model-name": NAMES,
     "download-dir": "use spec.model.cache",
     "revision": "name the revision in spec.model.source, such as hf://ORG/NAME@REVISION",
     "config": "list the flags of the file here",

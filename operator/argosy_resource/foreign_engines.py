@@ -102,15 +102,16 @@ READY_PATH: Final = "/health"
 
 _MODEL: Final = "use spec.model.source"
 _PREFIX_CACHING: Final = "use spec.engine.enablePrefixCaching"
-_LISTENS: Final = "engines listen where routers and probes call them, by plain HTTP"
+LISTENS: Final = "engines listen where routers and probes call them, by plain HTTP"
+NAMES: Final = "use spec.model.servedName and aliases"
 OWN_KEY: Final = "an engine has the key of its service's Secret"
 _ONE_NODE: Final = "the operator starts one node of such an engine, which would wait for others for ever"
 _RESERVED: Final[Mapping[str, str]] = {
-    **dict.fromkeys(("host", "port", "root-path", "ssl-keyfile", "ssl-certfile", "ssl-ca-certs"), _LISTENS),
+    **dict.fromkeys(("host", "port", "root-path", "ssl-keyfile", "ssl-certfile", "ssl-ca-certs"), LISTENS),
     "api-key": OWN_KEY,
     "config": "list the flags of the file here",
     "model": _MODEL,
-    "served-model-name": "use spec.model.servedName and aliases",
+    "served-model-name": NAMES,
     **dict.fromkeys(("nnodes", "node-rank"), _ONE_NODE),
 }
 
@@ -136,7 +137,7 @@ FOREIGN_ENGINES: Final[Mapping[EngineType, ForeignEngine]] = {
         key_variable="VLLM_API_KEY",
         reserved={
             **_RESERVED,
-            "uds": _LISTENS,
+            "uds": LISTENS,
             "enable-prefix-caching": _PREFIX_CACHING,
             **dict.fromkeys(("headless", "master-addr", "master-port"), _ONE_NODE),
         },

@@ -1058,12 +1058,7 @@ def unscheduled_worker() -> Object:
     return found
 
 
-CRASHED = {
-    "ready": False,
-    "restartCount": 2,
-    "state": {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off"}},
-    "lastState": {"terminated": EXITED},
-}
+CRASHED = {**CRASHING, "restartCount": 2}
 
 
 @pytest.mark.parametrize(

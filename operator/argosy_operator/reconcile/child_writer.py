@@ -109,15 +109,19 @@ class ChildWriter:
         tests |= {pointer: _part(obj, path) for pointer, path in zip(pointers, parts, strict=True)}
         steps = [{"op": "test", "path": pointer, "value": value} for pointer, value in tests.items()]
         steps += [{"op": "remove", "path": pointer} for pointer in pointers]
+        stored = await self._patched(kind, obj, steps)
+        self._store.put(kind, stored)
+        return stored
+
+    async def _patched(self, kind: Kind, obj: Object, steps: Sequence[Object]) -> Object:
+        """Returns the object as stored: unchanged if it is not what the steps expect."""
         self._metrics.writes.labels(kind.name, "patch").inc()
         try:
-            stored = await self._api.patch_by_steps(kind, *object_name(obj), steps)
+            return await self._api.patch_by_steps(kind, *object_name(obj), steps)
         except ApiError as error:
             if error.status in (404, 409, 422):  # gone, replaced or changed: an event is on the way
                 return obj
             raise
-        self._store.put(kind, stored)
-        return stored
 
     async def _write(self, kind: Kind, manifest: Object, live: Mapping[str, Any] | None) -> Object:
         """Apply to exactly the object that was looked at, or to none: the store may lag behind, and the object that
@@ -166,15 +170,7 @@ class ChildWriter:
             if entry.get("manager") == FIELD_MANAGER and not is_applied:
                 path = _pointer(("metadata", "managedFields", index))
                 steps += [{"op": "test", "path": path, "value": entry}, {"op": "remove", "path": path}]
-        if not steps:
-            return obj
-        self._metrics.writes.labels(kind.name, "patch").inc()
-        try:
-            return await self._api.patch_by_steps(kind, *object_name(obj), steps)
-        except ApiError as error:
-            if error.status in (404, 409, 422):  # gone, or written meanwhile
-                return obj
-            raise
+        return await self._patched(kind, obj, steps) if steps else obj
 
 
 def _pointer(path: Path) -> str:
