@@ -119,7 +119,13 @@ def pods(cluster: Cluster, name: str, namespace: str = TENANT) -> list[dict[str,
 
 
 def delete(cluster: Cluster, name: str, namespace: str = TENANT) -> None:
+    """Delete a service and wait until its pods have left their volumes: while a pod has a disk of a node mounted, the
+    kubelet does not set the group (`fsGroup`) that the next one needs to write there."""
     cluster.kubectl("delete", "isvc", name, "-n", namespace, "--timeout=60s")
+    selector = f"inference.argosy.dev/service={name}"
+    poll(
+        f"the pods of {name} to end", lambda: not cluster.kubectl.pods(namespace, selector), 60, interval=0.25
+    )
 
 
 def weights_asked_for(seen: Iterable[SeenRequest | Asked]) -> Counter[str]:

@@ -20,6 +20,7 @@ TEMPORARY_PREFIX: Final = ".argosy-new-"
 """Of files that `replace_file` writes; one is left behind if the process is killed meanwhile."""
 OTHER_DIRECTORY: Final = "choose another directory with --download-dir or ARGOSY_MODELS_DIR"
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+_REFUSED: Final = frozenset({errno.EACCES, errno.EPERM})
 _NO_FSYNC: Final = frozenset({errno.EINVAL, errno.ENOTSUP})
 
 
@@ -84,8 +85,9 @@ def disk_errors(model: str, directory: Path) -> Iterator[None]:
                 "What has arrived is kept"
             ) from error
         where = error.filename or directory
+        who = f" (for user {os.geteuid()}, group {os.getegid()})" if error.errno in _REFUSED else ""
         raise FetchError(
-            f"{model}: cannot use {where}: {error.strerror or error}; {OTHER_DIRECTORY}"
+            f"{model}: cannot use {where}: {error.strerror or error}{who}; {OTHER_DIRECTORY}"
         ) from error
 
 

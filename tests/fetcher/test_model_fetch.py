@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from archives import tar_of
+from argosy_fetcher.disk import disk_errors
 from argosy_fetcher.errors import (
     AccessDenied,
     FetchError,
@@ -221,6 +223,15 @@ def test_a_store_that_cannot_be_written_is_an_error_with_a_remedy(tmp_path: Path
     with pytest.raises(FetchError, match=r"hf://acme/tiny: cannot use .*ARGOSY_MODELS_DIR"):
         fetch_model(source, Store(tmp_path / place), settings=QUICK)
     assert source.num_snapshots == 0
+
+
+def test_a_store_of_another_user_is_an_error_that_names_the_user(tmp_path: Path) -> None:
+    user = rf"\(for user {os.geteuid()}, group {os.getegid()}\)"
+    with (
+        pytest.raises(FetchError, match=rf"cannot use /models/a: Permission denied {user}; choose"),
+        disk_errors("hf://acme/tiny", tmp_path),
+    ):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "/models/a")
 
 
 def test_a_damaged_model_is_fetched_again(tmp_path: Path) -> None:
