@@ -21,6 +21,7 @@ def metrics() -> EngineMetrics:
 
 
 def value(metrics: EngineMetrics, name: str, reason: str) -> float | None:
+    metrics.render()
     labels = {"model_name": "tiny", "engine": "0", "reason": reason}
     (model,) = {
         sample.labels["model_name"]

@@ -144,8 +144,8 @@ class EngineMetrics(Observer):
             _WAITING_REASONS,
         )
         self._kv_usage = gauge("kv_cache_usage_perc", "KV cache usage; 1 is full.")
-        self._levels: list[tuple[float, ...]] = [()] * len(self._kv_usage)
-        """What the gauges of each rank's load were last set to."""
+        self._levels: list[tuple[int, int, int, float]] = [(0, 0, 0, 0.0)] * len(self._kv_usage)
+        """Of each core: running, waiting and deferred requests, and the KV cache's usage."""
         self._sleep = labelled(
             Gauge,
             "engine_sleep_state",
@@ -195,6 +195,10 @@ class EngineMetrics(Observer):
         """Prompt tokens that are to be added to `_prompt` and `_sources`."""
         self._num_cached = [0] * len(ranks)
         """Cached ones among them."""
+        self._num_looked_up = [0] * len(ranks)
+        """Prompt tokens that are to be added to `_queries`."""
+        self._num_hit = [0] * len(ranks)
+        """Prompt tokens that are to be added to `_hits`."""
         self._num_success: list[dict[str, int]] = [{} for _ in ranks]
         """Requests that are to be added to `_success`, by reason."""
         self._sources = labelled(
@@ -317,7 +321,17 @@ class EngineMetrics(Observer):
         ]
 
     def _add_counted(self) -> None:
-        """Move the tokens and requests that were counted without locks into their counters."""
+        """Move what was counted and noted without locks into the counters and gauges."""
+        for rank, (running, waiting, deferred, kv_usage) in enumerate(self._levels):
+            self._running[rank].set(running)
+            self._waiting[rank].set(waiting)
+            self._waiting_by_reason[rank]["capacity"].set(waiting - deferred)
+            self._waiting_by_reason[rank]["deferred"].set(deferred)
+            self._kv_usage[rank].set(kv_usage)
+            self._queries[rank].inc(self._num_looked_up[rank])
+            self._hits[rank].inc(self._num_hit[rank])
+            self._hits_by_tier[rank]["device"].inc(self._num_hit[rank])
+            self._num_looked_up[rank] = self._num_hit[rank] = 0
         for rank, counter in enumerate(self._generated):
             counter.inc(self._num_generated[rank])
             self._prompt[rank].inc(self._num_prompt[rank])
@@ -333,23 +347,11 @@ class EngineMetrics(Observer):
         stats, rank = outputs.stats, outputs.engine_index
         if stats is None:
             return
-        levels = stats.num_running, stats.num_waiting, stats.num_deferred, stats.kv_cache_usage
-        if levels != self._levels[rank]:  # most steps change none, and each gauge takes a lock
-            self._levels[rank] = levels
-            self._running[rank].set(stats.num_running)
-            self._waiting[rank].set(stats.num_waiting)
-            by_reason = self._waiting_by_reason[rank]
-            by_reason["capacity"].set(stats.num_waiting - stats.num_deferred)
-            by_reason["deferred"].set(stats.num_deferred)
-            self._kv_usage[rank].set(stats.kv_cache_usage)
-        for metric, value in (
-            (self._queries[rank], stats.prefix_cache_queries),
-            (self._hits[rank], stats.prefix_cache_hits),
-            (self._hits_by_tier[rank]["device"], stats.prefix_cache_hits),
-            (self._preemptions[rank], stats.num_preemptions),
-        ):
-            if value:
-                metric.inc(value)
+        self._levels[rank] = stats.num_running, stats.num_waiting, stats.num_deferred, stats.kv_cache_usage
+        self._num_looked_up[rank] += stats.prefix_cache_queries
+        self._num_hit[rank] += stats.prefix_cache_hits
+        if stats.num_preemptions:
+            self._preemptions[rank].inc(stats.num_preemptions)
         if stats.num_stalled:
             self._stalled[rank].inc(stats.num_stalled)
         if stats.iteration_tokens:
