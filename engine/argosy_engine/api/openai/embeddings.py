@@ -12,6 +12,7 @@ from argosy_engine.api.openai.pooled_outputs import (
     pooled_outputs,
     usage_of,
     vector_of,
+    written,
 )
 from argosy_engine.errors import InvalidRequest
 from argosy_engine.frontend.pooled_prompts import render_inputs
@@ -46,9 +47,9 @@ async def embed(
         id=f"embd-{request_id}",
         created=int(time.time()),
         model=name,
-        data=[
+        data=await written(
             Embedding(index=index, embedding=encoded_vector(vector_of(output), request))
             for index, output in enumerate(outputs)
-        ],
+        ),
         usage=usage_of(outputs),
     )

@@ -13,6 +13,7 @@ from argosy_engine.api.openai.pooled_outputs import (
     pooled_outputs,
     usage_of,
     vector_of,
+    written,
 )
 from argosy_engine.errors import InvalidRequest
 from argosy_engine.frontend.outputs import GenerationOutput
@@ -51,10 +52,10 @@ async def pool(
         id=f"pool-{request_id}",
         created=int(time.time()),
         model=name,
-        data=[
+        data=await written(
             PoolingData(index=index, data=_encoded(output, request, params))
             for index, output in enumerate(outputs)
-        ],
+        ),
         usage=usage_of(outputs),
     )
 

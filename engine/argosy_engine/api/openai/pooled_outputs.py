@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Final, TypeVar, cast
 
+import msgspec
 import numpy as np
 
 from argosy_engine.api.openai.openai_serving import OpenAIServing
@@ -18,6 +20,11 @@ from argosy_engine.messages.core_messages import EngineCoreRequest
 from argosy_engine.params.pooling_params import PoolingParams
 from argosy_protocol.embeddings import encode_vector
 from argosy_protocol.pooling import EncodingFields, PoolingFields, PoolingUsage
+
+_Item = TypeVar("_Item", bound=msgspec.Struct)
+
+_BYTES_PER_TURN: Final = 1 << 20
+"""JSON that is written before other requests have their turn: some milliseconds."""
 
 
 async def pooled_outputs(
@@ -64,6 +71,20 @@ async def pooled_outputs(
     done = [output for output in outputs if output is not None and output.embedding is not None]
     assert len(done) == len(requests)
     return done
+
+
+async def written(items: Iterable[_Item]) -> list[_Item]:
+    """Return the items of an answer as JSON that stands for them, made in turns of the event loop: a thousand vectors
+    of thousands of numbers are a hundred megabytes."""
+    encoded, num_bytes = [], 0
+    for item in items:
+        text = msgspec.json.encode(item)
+        encoded.append(msgspec.Raw(text))
+        num_bytes += len(text)
+        if num_bytes >= _BYTES_PER_TURN:
+            num_bytes = 0
+            await asyncio.sleep(0)
+    return cast("list[_Item]", encoded)
 
 
 def vector_of(output: GenerationOutput) -> list[float]:
