@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-import datetime
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
-from fake_kubectl import fake_kubectl
+from why_cases import CASES
+from why_objects import (
+    CRASHING,
+    CREATING,
+    EXITED,
+    NO_GPU,
+    NOT_LOADED,
+    NOT_READY,
+    Object,
+    condition,
+    failed_fetch,
+    pod,
+    scaled,
+    service,
+    unscheduled,
+)
 
-from argosy.commands import why
 from argosy.diagnosis.chain import (
     MAX_LINES,
     MAX_WIDTH,
@@ -24,416 +35,10 @@ from argosy.diagnosis.chain import (
     render_json,
     until_first_problem,
 )
-from argosy.diagnosis.cluster_chain import cluster_diagnosis, log_source, suspect
-from argosy.diagnosis.installation import num_ready, operator_absence, router_service
-from argosy.diagnosis.kubectl import Kubectl
-from argosy.diagnosis.local_chain import local_diagnosis
+from argosy.diagnosis.cluster_chain import cluster_diagnosis, suspect
 from argosy.diagnosis.remedies import REMEDIES
-from argosy.errors import FAILURE, OK, CommandError
-from argosy.local.control_messages import FleetStatus, ReplicaStatus, RouterStatus, ServiceStatus
 
 ROOT = Path(__file__).parents[2]
-Object = dict[str, Any]
-
-
-def condition(kind: str, status: str, reason: str = "", message: str = "") -> Object:
-    return {"type": kind, "status": status, "reason": reason, "message": message}
-
-
-def service(*conditions: Object, seen: int = 3, **spec: Any) -> Object:
-    return {
-        "metadata": {"name": "qwen", "namespace": "team", "generation": 3},
-        "spec": {"model": {"source": "hf://org/model"}, "replicas": 2, **spec},
-        "status": {
-            "observedGeneration": seen,
-            "revision": "new",
-            "routable": "2/2",
-            "url": "http://router/v1",
-            "model": "qwen",
-            "conditions": list(conditions),
-        },
-    }
-
-
-def pod(
-    name: str = "qwen-0",
-    *,
-    conditions: dict[str, str] | None = None,
-    engine: Object | None = None,
-    fetch: Object | None = None,
-    revision: str = "new",
-    **status: Any,
-) -> Object:
-    """A pod whose conditions are all True, but those given, and whose engine runs unless told otherwise."""
-    true = dict.fromkeys(
-        (
-            "PodScheduled",
-            "PodReadyToStartContainers",
-            "ContainersReady",
-            "inference.argosy.dev/routable",
-            "Ready",
-        ),
-        "True",
-    )
-    shown = {"name": "engine", "ready": engine is None, "state": {"running": {}}, **(engine or {})}
-    found: Object = {
-        "metadata": {"name": name, "labels": {"inference.argosy.dev/revision": revision}},
-        "spec": {"nodeName": "node-a", "initContainers": [{"name": "fetch-model"}] if fetch else []},
-        "status": {
-            "phase": "Running",
-            "conditions": [
-                {"type": kind, "status": value} for kind, value in {**true, **(conditions or {})}.items()
-            ],
-            "containerStatuses": [shown],
-            "initContainerStatuses": [{"name": "fetch-model", **fetch}] if fetch else [],
-            **status,
-        },
-    }
-    return found
-
-
-NOT_LOADED = {"ContainersReady": "False", "inference.argosy.dev/routable": "False", "Ready": "False"}
-CREATING = {"ready": False, "state": {"waiting": {"reason": "PodInitializing"}}}
-NOT_READY = condition("Ready", "False", "Starting", "0/2 updated replicas ready")
-
-
-def scaled(wanted: int, *conditions: Object, **spec: Any) -> Object:
-    """A service with spec.scaling that has decided on this number."""
-    found = service(*conditions, scaling={"minReplicas": 0, "maxReplicas": 4}, **spec)
-    found["status"]["scaling"] = {"wanted": wanted}
-    return found
-
-
-def unscheduled(message: str) -> Object:
-    found = pod(conditions=NOT_LOADED, engine=CREATING)
-    found["spec"]["nodeName"] = None
-    found["status"]["conditions"][0] = {
-        "type": "PodScheduled",
-        "status": "False",
-        "reason": "Unschedulable",
-        "message": message,
-    }
-    return found
-
-
-def fetching(message: str, reason: str = "Fetching") -> Object:
-    found = pod(conditions=NOT_LOADED, engine=CREATING, fetch={"ready": False, "state": {"running": {}}})
-    found["status"]["conditions"].append(
-        {
-            "type": "inference.argosy.dev/ModelCached",
-            "status": "False",
-            "reason": reason,
-            "message": message,
-        }
-    )
-    return found
-
-
-def failed_fetch(message: str) -> Object:
-    fetch = {
-        "ready": False,
-        "state": {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off"}},
-        "lastState": {"terminated": {"reason": "Error", "exitCode": 1, "message": message}},
-    }
-    return pod(conditions=NOT_LOADED, engine=CREATING, fetch=fetch)
-
-
-NO_NAME_SERVER = (
-    "hf://org/model: https://huggingface.co does not answer ([Errno -3] Temporary failure in name resolution)"
-)
-EXITED = {
-    "reason": "Error",
-    "exitCode": 2,
-    "message": "Traceback\nargosy serve: --max-model-len is too large\n",
-}
-
-CASES: dict[str, tuple[Object, list[Object], str, str, list[str]]] = {
-    "no operator": (service(seen=-1), [], "operator", "failed", ["never seen", "watchNamespaces"]),
-    "an operator that stands still": (service(seen=2), [], "operator", "failed", ["generation 2, not 3"]),
-    "a field that is wrong": (
-        service(condition("Stalled", "True", "InvalidSpec", "spec.replicas: too many")),
-        [],
-        "accepted",
-        "failed",
-        ["spec.replicas: too many", "correct the field"],
-    ),
-    "a value that the API server refuses": (
-        service(
-            condition(
-                "Degraded", "True", "ApiError", "PATCH deployments/qwen-engine: 422: less than cpu limit"
-            ),
-            condition("WorkloadReady", "False", "Starting", "0/2 updated replicas ready"),
-        ),
-        [],
-        "accepted",
-        "failed",
-        ["ApiError: PATCH", "less than cpu limit", "correct the field of spec"],
-    ),
-    "a name that is taken": (
-        service(condition("Degraded", "True", "NameConflict", "'qwen' belongs to the older other/qwen")),
-        [pod()],
-        "accepted",
-        "failed",
-        ["other/qwen", "spec.model.servedName or spec.model.aliases"],
-    ),
-    "paused": (
-        service(condition("Ready", "False", "Paused", "the spec was changed"), paused=True),
-        [],
-        "accepted",
-        "failed",
-        ["spec.paused to false"],
-    ),
-    "stopped": (
-        service(condition("Ready", "True", "Stopped"), replicas=0),
-        [],
-        "pods",
-        "stopped",
-        ["stopped pods", "spec.replicas is 0: requests get 503", "kubectl scale isvc qwen --replicas=1"],
-    ),
-    "stopped, its last replica still ends": (
-        service(condition("Ready", "False", "RollingOut"), replicas=0),
-        [],
-        "pods",
-        "stopped",
-        ["spec.replicas is 0"],
-    ),
-    "scaled to zero": (
-        service(condition("Ready", "True", "ScaledToZero"), replicas=0),
-        [],
-        "ready",
-        "failed",
-        [],
-    ),
-    "a quota": (
-        service(condition("WorkloadReady", "False", "FailedCreate", "exceeded quota")),
-        [],
-        "pods",
-        "failed",
-        ["exceeded quota", "quota or Pod Security"],
-    ),
-    "no node": (
-        service(NOT_READY),
-        [unscheduled("0/2 nodes are available: 2 Insufficient nvidia.com/gpu.")],
-        "node",
-        "failed",
-        ["pod qwen-0", "Insufficient nvidia.com/gpu", "add a node that fits"],
-    ),
-    "a cordoned node": (
-        service(NOT_READY),
-        [unscheduled("0/1 nodes are available: 1 node(s) were unschedulable.")],
-        "node",
-        "failed",
-        ["kubectl uncordon a node that fits, add one"],
-    ),
-    "no claim": (
-        service(NOT_READY),
-        [unscheduled('persistentvolumeclaim "models" not found')],
-        "node",
-        "failed",
-        ['"models" not found', "claimName"],
-    ),
-    "no volume yet": (
-        service(NOT_READY),
-        [pod(conditions={**NOT_LOADED, "PodReadyToStartContainers": "False"}, engine=CREATING)],
-        "volumes",
-        "waiting",
-        ["not mounted yet"],
-    ),
-    "a fetch that goes on": (
-        service(NOT_READY),
-        [fetching("43 % 12.1/28.0 GiB, eta 70 s")],
-        "model",
-        "waiting",
-        ["43 % 12.1/28.0 GiB, eta 70 s", "what to do: wait while it goes on", "qwen-0 -c fetch-model`"],
-    ),
-    "a fetch whose source gives no answer": (
-        service(NOT_READY),
-        [
-            fetching(
-                f"resolving the revision: waiting for hf://org/model (attempt 5 in 8.0 s): {NO_NAME_SERVER}"
-            )
-        ],
-        "model",
-        "waiting",
-        ["cluster's DNS", "NetworkPolicies", "HF_ENDPOINT", "modelFetch.env", "a pvc:// source", "by itself"],
-    ),
-    "a fetch that gave up on its source": (
-        service(NOT_READY),
-        [failed_fetch(f"hf://org/model: gave up after 9 failures in a row: {NO_NAME_SERVER}")],
-        "model",
-        "failed",
-        ["cluster's DNS", "NetworkPolicies", "HF_ENDPOINT", "modelFetch.env", "a pvc:// source", "by itself"],
-    ),
-    "a store that is locked": (
-        service(NOT_READY),
-        [fetching("waits for pod other", "StoreLocked")],
-        "model",
-        "failed",
-        ["waits for pod other", "delete the one that stands still"],
-    ),
-    "a fetch that failed": (
-        service(NOT_READY),
-        [failed_fetch("401: no token")],
-        "model",
-        "failed",
-        ["container fetch-model", "exit code 1", "401: no token", "tried again by itself"],
-    ),
-    "no image": (
-        service(NOT_READY),
-        [
-            pod(
-                conditions=NOT_LOADED,
-                engine={
-                    "ready": False,
-                    "state": {"waiting": {"reason": "ImagePullBackOff", "message": "not found"}},
-                },
-            )
-        ],
-        "engine",
-        "failed",
-        ["container engine", "ImagePullBackOff: not found", "correct engine.image of the Helm chart"],
-    ),
-    "an engine that exits": (
-        service(NOT_READY),
-        [
-            pod(
-                conditions=NOT_LOADED,
-                engine={
-                    "ready": False,
-                    "restartCount": 4,
-                    "state": {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 40s"}},
-                    "lastState": {"terminated": EXITED},
-                },
-            )
-        ],
-        "engine",
-        "failed",
-        ["exit code 2", "--max-model-len is too large", "4 restarts", "the last line of the log"],
-    ),
-    "too little memory": (
-        service(NOT_READY),
-        [
-            pod(
-                conditions=NOT_LOADED,
-                engine={
-                    "ready": False,
-                    "state": {"terminated": {"reason": "OOMKilled", "exitCode": 137}},
-                },
-            )
-        ],
-        "engine",
-        "failed",
-        ["OOMKilled, exit code 137", "spec.resources.memory"],
-    ),
-    "evicted": (
-        service(NOT_READY),
-        [pod(conditions=NOT_LOADED, phase="Failed", reason="Evicted", message="The node was low on disk")],
-        "engine",
-        "failed",
-        ["low on disk", "sizeLimit"],
-    ),
-    "a load": (
-        service(NOT_READY),
-        [pod(conditions=NOT_LOADED, engine={"ready": False, "state": {"running": {"startedAt": "T1"}}})],
-        "loaded",
-        "waiting",
-        ["loads the model since T1", "the last line of the log"],
-    ),
-    "no router": (
-        service(NOT_READY, condition("Routable", "Unknown", "NoRouter", "no router answers")),
-        [pod(conditions={"inference.argosy.dev/routable": "False"})],
-        "routable",
-        "failed",
-        ["no router answers", "router.replicas"],
-    ),
-    "a rollout": (
-        service(condition("Ready", "False", "RollingOut", "1 old replicas still serve")),
-        [pod()],
-        "ready",
-        "waiting",
-        ["1 old replicas still serve"],
-    ),
-    "all is well": (
-        service(condition("Ready", "True", "ReplicasRoutable")),
-        [pod()],
-        "ready",
-        "done",
-        ["2/2 replicas routable", "http://router/v1", "'qwen'"],
-    ),
-    "served, and degraded": (
-        service(
-            condition("Ready", "True", "ReplicasRoutable"),
-            condition("Degraded", "True", "CanaryNotFound", "there is no InferenceService 'next'"),
-        ),
-        [pod()],
-        "ready",
-        "done",
-        ["note: CanaryNotFound", "'next'"],
-    ),
-    "arguments that the engine refuses": (
-        service(condition("Stalled", "True", "InvalidEngineArgs", "--max-logprobs must be at least -1")),
-        [],
-        "accepted",
-        "failed",
-        ["--max-logprobs must be", "correct the flag"],
-    ),
-    "an account that is not listed": (
-        service(condition("Stalled", "True", "ServiceAccountNotAllowed", "serviceAccountName is 'x'")),
-        [],
-        "accepted",
-        "failed",
-        ["serviceAccountName is 'x'", "engine.serviceAccounts"],
-    ),
-    "idle at zero": (
-        scaled(
-            0, condition("Ready", "True", "ScaledToZero", "the next one is held until a replica has started")
-        ),
-        [],
-        "ready",
-        "done",
-        ["the next one is held"],
-    ),
-    "paused at zero": (
-        scaled(0, condition("Ready", "False", "Paused", "no replica starts while paused"), paused=True),
-        [],
-        "accepted",
-        "failed",
-        ["no replica starts", "spec.paused to false"],
-    ),
-    "a scaled service whose spec.replicas is 0": (
-        scaled(3, NOT_READY, replicas=0),
-        [],
-        "pods",
-        "waiting",
-        ["3 replicas wanted", "none exist yet"],
-    ),
-    "scaled to zero and not there yet": (
-        scaled(0, condition("Ready", "False", "RollingOut", "1 replica ends")),
-        [],
-        "ready",
-        "waiting",
-        ["0 replicas wanted", "1 replica ends"],
-    ),
-    "scaled by two": (
-        scaled(2, NOT_READY, condition("Degraded", "True", "ScaledTwice", "an-hpa writes spec.replicas")),
-        [unscheduled("0/2 nodes are available")],
-        "node",
-        "failed",
-        ["note: ScaledTwice: an-hpa writes", "remove one of the two"],
-    ),
-    "a time zone that does not exist": (
-        scaled(
-            2,
-            condition("Ready", "True", "ReplicasRoutable"),
-            condition("Degraded", "True", "UnknownTimeZone", "schedules in Mars are ignored"),
-        ),
-        [pod()],
-        "ready",
-        "done",
-        ["note: UnknownTimeZone", "correct spec.scaling.schedules"],
-    ),
-}
-CASES["scaled to zero"] = (*CASES["scaled to zero"][:2], "pods", "stopped", ["--replicas=1"])
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -445,9 +50,6 @@ def test_the_first_link_that_is_not_done_is_told(case: str) -> None:
     assert [link for link in found.links[:-1] if link.state != "done"] == []
     assert all(word in text for word in words), text
     assert text.startswith("team/qwen\n")
-
-
-NO_GPU = "0/2 nodes are available: 2 Insufficient nvidia.com/gpu."
 
 
 NOT_SERVING = {"ContainersReady": "False", "Ready": "False"}
@@ -522,12 +124,6 @@ def test_a_problem_of_one_replica_is_told_while_others_serve(
 
 
 HALTED = condition("Ready", "False", "RolloutHalted", "pod qwen-0 does not come up")
-CRASHING = {
-    "ready": False,
-    "restartCount": 4,
-    "state": {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 40s"}},
-    "lastState": {"terminated": EXITED},
-}
 
 
 @pytest.mark.parametrize(
@@ -658,143 +254,6 @@ def test_the_claim_behind_the_mount_path_is_named() -> None:
         assert ("PersistentVolumeClaim torch of spec.model.source" in found.links[-1].remedy) is told
 
 
-# routers and operator, whatever the status says
-
-URL = "http://argosy-router.argosy-system.svc:8080/v1"
-NOW = datetime.datetime(2026, 11, 27, 12, tzinfo=datetime.UTC)
-READY = service(condition("Ready", "True", "ReplicasRoutable"))
-READY["status"]["url"] = URL
-HELD = {"spec": {"holderIdentity": "argosy-operator-0", "renewTime": "2026-11-27T11:59:58.000000Z"}}
-
-
-@pytest.mark.parametrize(
-    ("url", "expected"),
-    [
-        (URL, ("argosy-system", "argosy-router")),
-        ("https://argosy-router.a.svc.cluster.local/v1", ("a", "argosy-router")),
-        ("https://models.example.com/v1", None),
-        ("http://[::1/v1", None),
-        ("", None),
-    ],
-)
-def test_the_routers_service_is_that_of_the_status(url: str, expected: tuple[str, str] | None) -> None:
-    assert router_service({"status": {"url": url}}) == expected
-    assert router_service({}) is None
-
-
-def test_endpoints_count_once_and_only_while_they_are_ready() -> None:
-    def endpoint(name: str, *, ready: bool | None) -> Object:
-        return {"addresses": ["x"], "conditions": {"ready": ready}, "targetRef": {"name": name}}
-
-    ipv4 = {"endpoints": [endpoint("a", ready=True), endpoint("b", ready=False), endpoint("c", ready=None)]}
-    assert num_ready([ipv4, {"endpoints": [endpoint("a", ready=True)]}, {"endpoints": None}]) == 2
-    assert num_ready([]) == 0
-
-
-@pytest.mark.parametrize(
-    ("lease", "told"),
-    [
-        (HELD, ""),
-        ({"spec": {**HELD["spec"], "renewTime": "2026-11-27T11:57:00Z"}}, "last renewed at 2026-11-27T11:57"),
-        ({"spec": {"holderIdentity": ""}}, "nobody holds Lease argosy-system/argosy-operator"),
-        ({"spec": {"holderIdentity": "a", "renewTime": None}}, ""),
-        (None, "there is no Lease argosy-system/argosy-operator"),
-    ],
-)
-def test_an_operator_that_does_not_run_is_known_by_its_lease(lease: Object | None, told: str) -> None:
-    found = operator_absence(lease, "argosy-system", NOW)
-    assert told in found
-    assert bool(found) is bool(told)
-
-
-def installed(tmp_path: Path, endpoints: Object, lease: Object, resource: Object = READY) -> Diagnosis:
-    program = fake_kubectl(
-        tmp_path,
-        {
-            "get inferenceservices": resource,
-            "get pods": {"items": [pod()]},
-            "get endpointslices.discovery.k8s.io --namespace argosy-system "
-            "--selector kubernetes.io/service-name=argosy-router": endpoints,
-            "get leases.coordination.k8s.io argosy-operator --namespace argosy-system": lease,
-            "get events": {"items": []},
-        },
-    )
-    return why.in_cluster(Kubectl(program=program), "qwen")
-
-
-ONE_ROUTER = {"items": [{"endpoints": [{"addresses": ["10.0.0.1"]}]}]}
-NO_LEASE = {"error": 'Error from server (NotFound): leases "argosy-operator" not found'}
-FORBIDDEN = {"error": "Error from server (Forbidden): leases is forbidden"}
-
-
-def test_after_an_uninstall_the_last_status_is_not_believed(tmp_path: Path) -> None:
-    found = installed(tmp_path, {"items": []}, {"spec": {"holderIdentity": ""}})
-    assert (found.links[-1].name, found.links[-1].state, found.is_served) == ("router", "failed", False)
-    text = render(found)
-    assert "Service argosy-system/argosy-router has no endpoint that is ready" in text
-    assert "note: no operator runs: nobody holds Lease argosy-system/argosy-operator" in text
-    assert "clients are served" not in text
-
-
-def test_without_an_operator_routers_serve_and_it_is_told(tmp_path: Path) -> None:
-    found = installed(tmp_path, ONE_ROUTER, NO_LEASE)
-    assert (found.links[-1].name, found.is_served) == ("ready", True)
-    assert [link.name for link in found.links][-3:] == ["routable", "router", "ready"], "pods are looked at"
-    assert "no operator runs: there is no Lease" in render(found)
-
-
-def test_what_may_not_be_read_is_no_problem(tmp_path: Path) -> None:
-    found = installed(tmp_path, FORBIDDEN, FORBIDDEN)
-    assert ([link.name for link in found.links], found.notes) == (["manifest", "ready"], ())
-
-
-@pytest.mark.parametrize(
-    ("resource", "routable", "is_served"),
-    [
-        (READY, 2, True),
-        (service(condition("Ready", "False", "RolloutHalted", "pod a does not come up")), 2, True),
-        (service(condition("Ready", "False", "RolloutHalted", "pod a does not come up")), 0, False),
-        (
-            service(
-                condition("Ready", "False", "NoRouter", "no router"),
-                condition("Routable", "Unknown", "NoRouter"),
-            ),
-            2,
-            False,
-        ),
-        (service(condition("Ready", "True"), seen=2), 2, False),
-    ],
-    ids=["ready", "halted", "halted, and none serves", "no router", "an edit is not seen"],
-)
-def test_without_the_right_to_read_pods_the_status_is_told(
-    resource: Object, routable: int, is_served: bool, tmp_path: Path
-) -> None:
-    resource = {**resource, "status": {**resource["status"], "routableReplicas": routable}}
-    pods = {"error": 'Error from server (Forbidden): pods is forbidden: User "a" cannot list'}
-    program = fake_kubectl(tmp_path, {"get inferenceservices": resource, "get pods": pods, "get": FORBIDDEN})
-    found = why.in_cluster(Kubectl(program=program), "qwen")
-    text = render(found)
-    assert found.is_served is is_served, text
-    assert "note: its pods could not be read" in text
-    assert "pods is forbidden" in text
-    assert not any(link.name in ("pods", "node", "engine") for link in found.links)
-
-
-def test_a_kubelets_word_on_a_log_that_is_gone_is_no_log(tmp_path: Path) -> None:
-    resource, pods, *_ = CASES["an engine that exits"]
-    program = fake_kubectl(
-        tmp_path,
-        {
-            "get inferenceservices": resource,
-            "get pods": {"items": pods},
-            "logs qwen-0": {"text": "unable to retrieve container logs for containerd://0123\n"},
-            "get events": {"items": []},
-        },
-    )
-    found = why.in_cluster(Kubectl(program=program), "qwen")
-    assert found.links[-1].lines == ()
-
-
 def test_the_pod_that_has_come_least_far_is_looked_at_and_of_the_newest_revision() -> None:
     loads = pod("qwen-loads", conditions=NOT_LOADED, engine={"ready": False})
     pods = [pod("qwen-ready"), loads, unscheduled("no node")]
@@ -805,23 +264,6 @@ def test_the_pod_that_has_come_least_far_is_looked_at_and_of_the_newest_revision
     assert suspect(service(), [pods[0], old]) is pods[0]
     assert suspect(service(), [old]) is old
     assert suspect(service(), []) is None
-
-
-@pytest.mark.parametrize(
-    ("case", "expected"),
-    [
-        ("a fetch that goes on", ("fetch-model", False)),
-        ("a fetch that failed", ("fetch-model", True)),
-        ("an engine that exits", ("engine", True)),
-        ("too little memory", ("engine", False)),
-        ("a load", ("engine", False)),
-        ("no image", None),
-        ("all is well", None),
-    ],
-)
-def test_whose_log_is_read(case: str, expected: tuple[str, bool] | None) -> None:
-    (only,) = CASES[case][1]
-    assert log_source(only) == expected
 
 
 @pytest.mark.parametrize(
@@ -857,71 +299,6 @@ def test_links_behind_the_first_problem_are_left_out() -> None:
     assert Diagnosis(service="s", links=()).state == "waiting"
 
 
-def test_the_cluster_is_read_with_kubectl(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    resource, pods, *_ = CASES["an engine that exits"]
-    fake_kubectl(
-        tmp_path,
-        {
-            "--namespace=team get inferenceservices.inference.argosy.dev qwen -o json": resource,
-            "get pods --selector inference.argosy.dev/service=qwen": {"items": pods},
-            "logs qwen-0 -c engine --tail=100 --previous": {"text": "one\nValueError: it is too long\n"},
-            "get events": {"items": []},
-        },
-    )
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    assert why.main(["qwen", "-n", "team"]) == FAILURE
-    shown = capsys.readouterr().out
-    assert "ValueError: it is too long" in shown
-    assert why.main(["qwen", "-n", "team", "-o", "json"], cluster=True) == FAILURE
-    assert json.loads(capsys.readouterr().out)["links"][-1]["name"] == "engine"
-
-
-@pytest.mark.parametrize(
-    ("names", "told"),
-    [
-        ([], "there are: none"),
-        (["b", "a"], "there are: a, b$"),
-        ([f"s{n:02}" for n in range(12)], "s09 and 2 more"),
-    ],
-)
-def test_a_service_must_be_named_unless_there_is_one(names: list[str], told: str, tmp_path: Path) -> None:
-    resource, pods, *_ = CASES["all is well"]
-    listed = {"items": [{"metadata": {"name": name}} for name in names]}
-    program = fake_kubectl(tmp_path, {"get inferenceservices.inference.argosy.dev -o": listed})
-    with pytest.raises(CommandError, match=f"name a service; .*{told}"):
-        why.in_cluster(Kubectl(program=program), None)
-    program = fake_kubectl(
-        tmp_path,
-        {
-            "get inferenceservices.inference.argosy.dev -o": {"items": [{"metadata": {"name": "qwen"}}]},
-            "get inferenceservices.inference.argosy.dev qwen": resource,
-            "get pods": {"items": pods},
-            "get events": {"items": []},
-        },
-    )
-    assert why.in_cluster(Kubectl(program=program), None).is_served
-
-
-def test_the_only_service_of_a_local_fleet_needs_no_name(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    local = ServiceStatus(
-        key="default/tiny", model="tiny", desired=1, revision="r", replicas=(replica("Routable"),)
-    )
-    other = msgspec.structs.replace(local, key="default/other")
-    router = RouterStatus(url="http://127.0.0.1:8080/v1", is_ready=True)
-    services = (local,)
-    monkeypatch.setattr(
-        why, "current_status", lambda _, **__: FleetStatus(pid=1, router=router, services=services)
-    )
-    assert why.main(["--state-dir", str(tmp_path)]) == OK
-    services = (local, other)
-    with pytest.raises(CommandError, match="name a service; there are: other, tiny"):
-        why.main(["--state-dir", str(tmp_path)])
-
-
 def test_what_a_tenants_program_has_written_moves_no_cursor() -> None:
     screen = "\x1b[2J\x1b]52;c;Y3VybA==\x07all is well"
     failed = Link(name="engine", state="failed", detail=f"pod p: {screen}", lines=(f"a\tb {screen}",))
@@ -945,88 +322,6 @@ def test_json_for_a_terminal_has_what_is_not_printable_as_numbers() -> None:
     assert all(line.isprintable() for line in shown.splitlines())
     assert "\u00fc \U0001f600" in shown
     assert json.loads(shown)["notes"] == [hostile]
-
-
-def test_what_kubectl_says_of_an_error_moves_no_cursor(tmp_path: Path) -> None:
-    program = fake_kubectl(tmp_path, {"get": {"error": "Error from server: \x1b[2Jall is well"}})
-    with pytest.raises(CommandError, match=r"\?\[2Jall is well"):
-        why.in_cluster(Kubectl(program=program), "qwen")
-
-
-@pytest.mark.parametrize(
-    ("answers", "said"),
-    [
-        (
-            {
-                "get inferenceservices.inference.argosy.dev qwen": {
-                    "error": 'Error from server (NotFound): inferenceservices "qwen" not found'
-                },
-                "get inferenceservices.inference.argosy.dev -o": {"items": [{"metadata": {"name": "qwen3"}}]},
-            },
-            "there are: qwen3",
-        ),
-        (
-            {"get": {"error": "error: the server doesn't have a resource type 'inferenceservices'"}},
-            "install the chart",
-        ),
-        ({"get": {"error": "Unable to connect to the server: dial tcp: refused"}}, "dial tcp: refused"),
-        (
-            {
-                "get": {
-                    "error": "Error from server (NotFound): the server could not find the requested resource"
-                }
-            },
-            "is not a cluster. Without a kubeconfig it asks localhost:8080",
-        ),
-    ],
-    ids=["no such service", "no such kind", "no cluster", "a router at localhost:8080"],
-)
-def test_what_cannot_be_read_is_said(answers: dict[str, Object], said: str, tmp_path: Path) -> None:
-    program = fake_kubectl(tmp_path, answers)
-    with pytest.raises(CommandError, match=re.escape(said)):
-        why.in_cluster(Kubectl(program=program), "qwen")
-
-
-def test_without_kubectl_the_remedy_is_named() -> None:
-    with pytest.raises(CommandError, match="is not installed"):
-        Kubectl(program="no-such-kubectl").get("pods")
-
-
-def test_a_volume_that_does_not_mount_is_told_by_its_event(tmp_path: Path) -> None:
-    resource, pods, *_ = CASES["no volume yet"]
-    event = {
-        "reason": "FailedMount",
-        "message": 'secret "token" not found',
-        "lastTimestamp": "2026-01-01T00:00:00Z",
-    }
-    program = fake_kubectl(
-        tmp_path,
-        {
-            "get inferenceservices": resource,
-            "get pods": {"items": pods},
-            "get events --field-selector involvedObject.name=qwen-0,type=Warning": {"items": [event]},
-        },
-    )
-    found = why.in_cluster(Kubectl(program=program), "qwen")
-    assert (found.links[-1].name, found.links[-1].state) == ("volumes", "failed")
-    assert 'FailedMount: secret "token" not found' in render(found)
-
-
-def test_who_makes_a_services_key_anew_is_told() -> None:
-    resource, (hangs,), *_ = CASES["no volume yet"]
-    hangs = msgspec.json.decode(msgspec.json.encode(hangs))
-    hangs["spec"]["volumes"] = [
-        {"name": "mine", "secret": {"secretName": "token"}},
-        {"name": "argosy-key", "secret": {"secretName": "qwen-engine-key"}},
-    ]
-    for name, told in (
-        ("qwen-engine-key", "the operator makes the Secret"),
-        ("token", "what the event names"),
-    ):
-        event = f'FailedMount: MountVolume.SetUp failed for volume "v" : secret "{name}" not found'
-        found = cluster_diagnosis(resource, [hangs], events=[event])
-        assert found.links[-1].name == "volumes"
-        assert told in found.links[-1].remedy
 
 
 # replicas of several pods
@@ -1093,9 +388,6 @@ def test_a_worker_that_runs_is_no_problem_and_serves_nobody() -> None:
     assert (found.links[-1].name, found.serving) == ("node", 1)
 
 
-# the local fleet
-
-
 def test_what_a_canary_waits_for_is_told() -> None:
     resource = service(
         condition("Ready", "False", "CanaryAnalyzing", "step 1 of 1: revision new answers 0 %")
@@ -1104,99 +396,3 @@ def test_what_a_canary_waits_for_is_told() -> None:
     (link,) = cluster_diagnosis(resource, [pod()]).links[-1:]
     assert link.detail.endswith("answers 0 %; too few requests")
     assert "minRequests" in link.remedy
-
-
-def replica(phase: Any, reason: str = "", *, is_current: bool = True, restarts: int = 0) -> ReplicaStatus:
-    return ReplicaStatus(
-        name="tiny-0",
-        service="default/tiny",
-        revision="r",
-        is_current=is_current,
-        phase=phase,
-        reason=reason,
-        restarts=restarts,
-        pid=7,
-    )
-
-
-@pytest.mark.parametrize(
-    ("replicas", "router_ready", "name", "state", "words"),
-    [
-        ([replica("Routable")], True, "ready", "done", ["http://127.0.0.1:8080/v1", "'tiny'"]),
-        ([replica("Routable"), replica("Ready")], True, "routable", "waiting", ["not synced"]),
-        ([replica("Routable")], False, "routable", "failed", ["the port is taken", "log of router"]),
-        ([replica("Starting")], True, "loaded", "waiting", ["loads the model", "log of tiny-0"]),
-        (
-            [replica("Routable", is_current=False), replica("BackOff", "exit code 2", restarts=3)],
-            True,
-            "process",
-            "failed",
-            ["exit code 2, 3 restarts", "log of tiny-0", "argosy logs tiny-0", "started again by itself"],
-        ),
-        (
-            [replica("BackOff", "exited with code 2; the next `argosy up` starts it again")],
-            True,
-            "process",
-            "failed",
-            ["correct what its last lines name, and `argosy up -f FILE`. `argosy logs"],
-        ),
-        ([], True, "process", "waiting", ["none has started yet"]),
-        (
-            [replica("Routable", is_current=False), replica("Starting")],
-            True,
-            "loaded",
-            "waiting",
-            ["note: clients are served meanwhile: 1 replica is routable, none of the newest revision"],
-        ),
-    ],
-)
-def test_a_local_fleet(
-    replicas: list[ReplicaStatus], router_ready: bool, name: str, state: str, words: list[str]
-) -> None:
-    local = ServiceStatus(key="default/tiny", model="tiny", desired=1, revision="r", replicas=tuple(replicas))
-    router = RouterStatus(
-        url="http://127.0.0.1:8080/v1",
-        is_ready=router_ready,
-        reason="" if router_ready else "the port is taken",
-    )
-    status = FleetStatus(pid=1, router=router, services=(local,))
-    found = local_diagnosis(status, local, lambda process: [f"log of {process}"])
-    text = render(found)
-    assert (found.links[-1].name, found.links[-1].state) == (name, state), text
-    assert all(word in text for word in words), text
-
-
-def test_the_way_back_from_a_halted_rollout_of_a_local_fleet_is_told() -> None:
-    local = ServiceStatus(
-        key="default/tiny",
-        model="tiny",
-        desired=1,
-        revision="r",
-        reason="RolloutHalted: tiny-0 does not become ready (exit code 1)",
-        replicas=(replica("Routable", is_current=False), replica("BackOff", "exit code 1")),
-    )
-    router = RouterStatus(url="http://127.0.0.1:8080/v1", is_ready=True)
-    status = FleetStatus(pid=1, router=router, services=(local,))
-    remedy = local_diagnosis(status, local, lambda _: []).links[-1].remedy
-    assert "`argosy up -f FILE` with the previous manifest" in remedy
-    assert "started again by itself" not in remedy
-
-
-def test_a_service_that_is_scaled_to_zero_here() -> None:
-    local = ServiceStatus(key="default/tiny", model="tiny", desired=0, revision="r")
-    status = FleetStatus(pid=1, router=RouterStatus(url="u", is_ready=True), services=(local,))
-    found = local_diagnosis(status, local, lambda _: [])
-    assert (found.links[-1].state, found.links[-1].detail) == ("stopped", "spec.replicas is 0")
-    assert not found.is_served
-
-
-def test_the_exit_code_says_whether_clients_are_served(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    resource, pods, *_ = CASES["all is well"]
-    fake_kubectl(
-        tmp_path,
-        {"get inferenceservices": resource, "get pods": {"items": pods}, "get events": {"items": []}},
-    )
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    assert why.main(["qwen", "--cluster"]) == OK
