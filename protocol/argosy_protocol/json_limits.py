@@ -38,8 +38,11 @@ _ONLY_NULL = "Expected `null`, "
 _NO_MEMBER = "Invalid enum value "
 """Beginning of msgspec's message about a value that is not among those of a Literal; it quotes the value."""
 
-_CONVERTIBLE = re.compile(r"Expected `(?:(?:bool|int|float)\b[^`]*`, got `str`|bool\b[^`]*`, got `int`)")
-"""Beginning of msgspec's message about a text where a boolean or a number is expected, or a number for a boolean."""
+_CONVERTIBLE = re.compile(
+    r"Expected `(?:(?:bool|int|float)\b[^`]*`, got `str`|bool\b[^`]*`, got `int`|int\b[^`]*`, got `float`)"
+)
+"""Beginning of msgspec's message about a text where a boolean or a number is expected, a number for a boolean, or a
+fraction for a whole number, which may be one (`2.0`, `1e3`)."""
 
 _OUT_OF_BOUNDS = re.compile(r"Expected `(?:int|float)` ([<>]=?) ")
 _CODES = {
@@ -119,7 +122,8 @@ def _fault(error: Exception, body: bytes) -> str:
 
 
 def _decoded(decoder: msgspec.json.Decoder[_Body], body: bytes) -> _Body:
-    """Decode a body. As in vLLM, a boolean or a number may be a text (`"n": "2"`), and a boolean 0 or 1.
+    """Decode a body. As in vLLM, a boolean or a number may be a text (`"n": "2"`), a boolean 0 or 1, and a whole number
+    may have a fraction of zero (`"max_tokens": 2.0`), as languages without integers write it.
 
     Raises:
         msgspec.ValidationError, msgspec.DecodeError: it is no such body.

@@ -55,6 +55,8 @@ _ROLES_WITH_CONTENT = frozenset(("user", "system", "developer"))
 class StreamOptions(NullDefaults, kw_only=True, omit_defaults=True):
     include_usage: Nullable[bool] = False
     continuous_usage_stats: Nullable[bool] = False
+    include_obfuscation: Nullable[bool] = False
+    """See `unsupported`."""
 
 
 class RepetitionDetection(Struct, kw_only=True, omit_defaults=True):
@@ -185,6 +187,9 @@ class GenerationRequest(InternalFields, kw_only=True, omit_defaults=True):
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
+    guided_whitespace_pattern: Any = None
+    structural_tag: Any = None
+    logits_processors: Any = None
     prompt_embeds: Any = None
     use_beam_search: Nullable[bool] = False
     """vLLM's field: return the `n` most probable answers instead of sampled ones."""
@@ -223,6 +228,9 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, omit_defaults=True)
     function_call: Any = None
     modalities: Any = None
     web_search_options: Any = None
+    audio: Any = None
+    moderation: Any = None
+    verbosity: Any = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -304,6 +312,12 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "web_search_options": (),
+    "audio": (),
+    "moderation": (),
+    "verbosity": ("medium",),
+    "logits_processors": ([],),
+    "guided_whitespace_pattern": (),
+    "structural_tag": (),
 }
 """Fields that our engine does not implement -> the values that have no effect."""
 BEAM_SEARCH_FIELDS = ("best_of", "length_penalty")
@@ -317,7 +331,10 @@ def unsupported(request: GenerationRequest) -> str | None:
         is_done = request.use_beam_search and field in BEAM_SEARCH_FIELDS
         if value is not None and value not in neutral and not is_done:
             return field
-    return None
+    options = request.stream_options
+    return (
+        "stream_options.include_obfuscation" if options is not None and options.include_obfuscation else None
+    )
 
 
 Endpoint = Literal["chat/completions", "completions"]

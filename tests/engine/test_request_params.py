@@ -76,6 +76,15 @@ def test_a_large_schema_of_a_large_call_is_refused_by_the_field_that_the_client_
         ({"prompt_embeds": "x"}, "prompt_embeds is not supported by this engine"),
         ({"logprob_token_ids": [5]}, "logprob_token_ids needs logprobs"),
         (
+            {"logits_processors": ["a"]},
+            "logits_processors is not supported in requests; the engine's flag --logits-processors has them",
+        ),
+        (
+            {"guided_whitespace_pattern": ""},
+            "guided_whitespace_pattern is not supported by this engine; use structured_outputs, with "
+            "disable_any_whitespace",
+        ),
+        (
             {"response_format": {}},
             "response_format.type must be text, json_object, json_schema or structural_tag, not 'None'",
         ),
@@ -88,10 +97,45 @@ def test_a_refused_field_of_completions_tells_its_remedy(fields: dict[str, Any],
     assert (refused.value.param or "").partition(".")[0] == next(iter(fields))
 
 
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"verbosity": "low"}, "verbosity"),
+        ({"moderation": {"model": "m"}}, "moderation"),
+        ({"audio": {"voice": "alloy"}}, "audio"),
+        (
+            {"stream": True, "stream_options": {"include_obfuscation": True}},
+            "stream_options.include_obfuscation",
+        ),
+    ],
+)
+def test_what_responses_refuse_chats_refuse(fields: dict[str, Any], param: str) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], **fields}
+    with pytest.raises(InvalidRequest) as refused:
+        to_sampling_params(
+            decode_request("chat/completions", json.dumps(body).encode()), SamplingDefaults(), CONFIG
+        )
+    assert refused.value.param == param
+
+
+def test_fields_of_newer_chats_that_ask_for_nothing_are_accepted() -> None:
+    fields = {"verbosity": "medium", "audio": None, "logits_processors": [], "stream": True}
+    body = {
+        "messages": [{"role": "user", "content": "x"}],
+        **fields,
+        "stream_options": {"include_obfuscation": False},
+    }
+    to_sampling_params(
+        decode_request("chat/completions", json.dumps(body).encode()), SamplingDefaults(), CONFIG
+    )
+
+
 def test_a_refused_field_of_chats_tells_its_replacement() -> None:
     body = {"messages": [{"role": "user", "content": "x"}], "functions": [{"name": "f"}]}
     with pytest.raises(InvalidRequest, match=r"^functions is not supported by this engine; use tools$"):
-        to_sampling_params(decode_request("chat/completions", json.dumps(body).encode()), {}, CONFIG)
+        to_sampling_params(
+            decode_request("chat/completions", json.dumps(body).encode()), SamplingDefaults(), CONFIG
+        )
 
 
 def test_the_schemas_of_tools_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:

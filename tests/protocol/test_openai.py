@@ -7,7 +7,7 @@ import json
 import pytest
 
 from argosy_protocol.errors import BadRequest
-from argosy_protocol.openai import ChatCompletionRequest, decode_request, unsupported
+from argosy_protocol.openai import ChatCompletionRequest, CompletionRequest, decode_request, unsupported
 
 
 @pytest.mark.parametrize(
@@ -130,6 +130,19 @@ def test_numbers_and_booleans_may_be_texts() -> None:
     assert (request.seed, request.temperature) == (7, 0.5)
     assert (request.stop, request.logit_bias, request.vllm_xargs) == (["1", "true"], {5: -1.5}, {"a": "1"})
     assert request.messages[0].content == "7"
+
+
+def test_whole_numbers_may_have_a_fraction_of_zero() -> None:
+    """As R, Lua and JavaScript's serialisers of other numbers write them."""
+    body = b'''{"prompt": [1.0, 2], "max_tokens": 2.0, "seed": 1e3, "top_k": 5.0, "stop_token_ids": [3.0],
+        "vllm_xargs": {"a": 1.0, "b": "1.0"}}'''
+    request = decode_request("completions", body)
+    assert isinstance(request, CompletionRequest)
+    assert (request.max_tokens, request.seed, request.top_k) == (2, 1000, 5)
+    assert (request.prompt, request.stop_token_ids) == ([1, 2], [3])
+    assert request.vllm_xargs == {"a": 1.0, "b": "1.0"}
+    with pytest.raises(BadRequest, match=r"max_tokens: Expected `int.*, got `float`; it is 2\.5"):
+        decode_request("completions", b'{"prompt": "x", "max_tokens": 2.5}')
 
 
 @pytest.mark.parametrize(
