@@ -76,6 +76,20 @@ async def test_bad_requests_are_refused_by_the_router(fields: dict[str, Any], pa
         assert not r.engines[0].requests
 
 
+@pytest.mark.parametrize(
+    ("fields", "remedy"),
+    [
+        ({"previous_response_id": "resp_1"}, "send the whole conversation as input"),
+        ({"background": True}, "wait for the answer, or stream it"),
+    ],
+)
+async def test_a_router_without_storage_tells_what_to_do(fields: dict[str, Any], remedy: str) -> None:
+    async with rig([FakeEngine(script=answer)]) as r:
+        told = (await r.http.post(PATH, json=body(**fields))).json()["error"]["message"]
+        assert "--storage" in told
+        assert told.endswith(remedy)
+
+
 async def test_a_cached_chat_attracts_its_response() -> None:
     asked = body(instructions="Be kind.", input=[{"role": "user", "content": TEXT}])
     segments = prompt_segments(responses_as_chat(decode_responses_request(json.dumps(asked).encode())))

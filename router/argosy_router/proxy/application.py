@@ -248,7 +248,7 @@ class RouterApplication:
             return lambda: (200, b"content-type: text/html; charset=utf-8\r\n", document_page())
         if path == _METRICS:
             if self._keys.is_open:
-                raise NotFound("metrics are on the admin port")
+                raise NotFound("metrics are on the admin port (--admin-host, --admin-port)")
             return lambda: self._own_metrics(account)
         raise no_route(request)
 

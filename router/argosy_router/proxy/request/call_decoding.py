@@ -72,6 +72,11 @@ _REPORTING: Final = frozenset(("messages", "responses"))
 """Endpoints whose streams report their usage in any case."""
 _RESOLVED: Final = b"%b: 1\r\n" % RESOLVED.encode()
 _JSON: Final = b"application/json"
+_WITHOUT_STORAGE: Final = {
+    "background": "wait for the answer, or stream it",
+    "previous_response_id": "send the whole conversation as input",
+}
+"""Fields of responses that a router without a storage refuses -> what to do instead."""
 
 
 class UnsupportedMediaType(BadRequest):
@@ -259,11 +264,11 @@ def _decode(
 
 def _stateless(request: ResponsesRequest) -> ResponsesRequest:
     """Refuse what needs stored responses."""
-    for field in ("background", "previous_response_id"):
+    for field, remedy in _WITHOUT_STORAGE.items():
         if getattr(request, field):
             raise BadRequest(
                 f"{field} needs stored responses, which a router has with --storage, but not for requests of batches; "
-                "send the whole conversation as input",
+                f"{remedy}",
                 param=field,
             )
     return request
