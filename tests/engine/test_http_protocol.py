@@ -140,6 +140,12 @@ async def test_an_offer_of_another_protocol_is_ignored(body: bytes, step: int) -
     assert [answer[:1] for answer in answers.split(b"\r\n\r\n")[1:]] == [b"3", b"0", b"3", b"3"]
 
 
+@pytest.mark.parametrize(("version", "more"), [(b"1.1", b"connection: close\r\n"), (b"1.0", b"")])
+async def test_an_offer_may_be_in_the_last_request_of_a_connection(version: bytes, more: bytes) -> None:
+    request = HEAD.replace(b"1.1", version) + OFFER + more + b"content-length: 3\r\n\r\nabc"
+    assert await ask(request) == (200, b"3")
+
+
 @pytest.mark.parametrize(
     "request_bytes",
     [
@@ -179,6 +185,7 @@ async def test_requests_of_one_connection_count_alone() -> None:
         (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
         (HEAD + b"content-length: 1\r\ncontent-length: 1\r\n\r\na", 400),
         (HEAD + b"content-length: 1\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n", 400),
+        (CHUNKED.replace(b"HTTP/1.1", b"HTTP/1.0") + b"0\r\n\r\n", 400),
         (b"nonsense\r\n\r\n", 400),
     ],
 )
@@ -191,6 +198,26 @@ async def test_requests_have_one_host_and_a_version_that_we_speak(request_bytes:
 
 async def test_a_trailer_is_no_second_host() -> None:
     assert await ask(CHUNKED + b"0\r\nhost: x\r\n\r\n") == (200, b"3")
+
+
+@pytest.mark.parametrize("offer", [b"", OFFER])
+async def test_a_trailer_is_no_header(offer: bytes) -> None:
+    """Trailers may be what a proxy would not let pass as headers (RFC 9110, 6.5.1)."""
+    names: list[list[bytes]] = []
+
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive())["more_body"]:
+            pass
+        names.append([name for name, _ in scope["headers"]])
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    head = HEAD + offer + b"transfer-encoding: chunked\r\nconnection: close\r\n\r\n"
+    async with connection(application=application) as (reader, writer):
+        writer.write(head + b"3\r\nabc\r\n0\r\nauthorization: Bearer key\r\nx-other: 1\r\n\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.1 200")
+    assert b"transfer-encoding" in names[0]
+    assert not {b"authorization", b"x-other"} & {*names[0]}
 
 
 @pytest.mark.parametrize(("extra", "status"), [(0, 200), (1, 431), (300, 431)])

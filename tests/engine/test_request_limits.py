@@ -42,3 +42,13 @@ async def test_only_a_body_needs_a_content_type(content: object, kind: str | Non
         )
     assert answer.status_code == status
     assert status == 200 or answer.json()["error"]["code"] == "unsupported_media_type"
+
+
+async def test_a_compressed_body_is_refused_by_name() -> None:
+    transport = httpx.ASGITransport(app=RequestLimits(_accept))
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
+        answer = await client.post("/ping", content=b"{}", headers=headers)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (400, "unsupported_media_type")
+    assert "Content-Encoding" in error["message"]

@@ -115,6 +115,25 @@ def test_scoring_a_prompt_generates_nothing(http: httpx.Client) -> None:
     assert http.post("/v1/completions", json=body).json()["choices"] == within_rounding(answer["choices"])
 
 
+@pytest.mark.parametrize("fields", [{"prompt_logprobs": 20}, {"echo": True, "logprobs": 20}])
+@pytest.mark.parametrize("shape", [{"n": 128}, {"n": 1, "num_prompts": 128}])
+def test_an_answer_with_too_many_prompt_logprobs_is_refused(
+    http: httpx.Client, fields: dict[str, Any], shape: dict[str, int]
+) -> None:
+    """Each choice repeats the prompt's: a short request would have an answer of gigabytes."""
+    prompt = [7] * 2000
+    body = {"model": "tiny", "max_tokens": 1, "n": shape["n"], **fields}
+    answer = http.post("/v1/completions", json={**body, "prompt": [prompt] * shape.get("num_prompts", 1)})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "prompt_logprobs"
+    assert str(2000 * 128 * 21) in answer.json()["error"]["message"]
+    few = http.post("/v1/completions", json={**body, "n": 2, "prompt": prompt})
+    assert [len(choice["logprobs"]["tokens"]) for choice in few.json()["choices"] if "echo" in fields] in (
+        [],
+        [2001, 2001],
+    )
+
+
 def test_prompt_logprobs_on_both_endpoints(http: httpx.Client) -> None:
     fields = {"model": "tiny", "prompt_logprobs": 1, "max_tokens": 1, "n": 2, "return_token_ids": True}
     chat = http.post("/v1/chat/completions", json={**fields, "messages": MESSAGES}).json()

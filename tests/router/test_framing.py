@@ -198,6 +198,15 @@ async def test_an_offer_of_another_protocol_is_ignored(body: bytes, step: int) -
         assert not {"upgrade", "http2-settings"} & set(r.engines[0].requests[0].headers)
 
 
+@pytest.mark.parametrize(("version", "more"), [(b"1.1", b"Connection: close\r\n"), (b"1.0", b"")])
+async def test_an_offer_may_be_in_the_last_request_of_a_connection(version: bytes, more: bytes) -> None:
+    head = HEAD.replace(b"1.1", version)
+    async with rig([FakeEngine()]) as r:
+        answer = await exchange(r, head + HOST + OFFER + TYPE + more + LENGTH + b"\r\n" + BODY)
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        assert [request.body for request in r.engines[0].requests] == [BODY]
+
+
 @pytest.mark.parametrize("space", [b" ", b"\t", b" \t "])
 async def test_spaces_around_a_value_do_not_belong_to_it(space: bytes) -> None:
     key = b"Authorization:" + space + b"Bearer k" + space + b"\r\n"

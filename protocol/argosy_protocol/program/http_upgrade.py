@@ -1,8 +1,9 @@
 """UpgradeIgnoringParser: takes requests that offer another protocol as requests of HTTP/1.1.
 
 A server may ignore `Upgrade` (RFC 9110, 7.8), and clients rely on it: Java's HTTP client offers HTTP/2 with every
-request until a server has answered. llhttp ends at the head of such a request and reports it without its body. It is
-given the head once more, without the offer; body and further requests follow.
+request until a server has answered. llhttp ends at the head of such a request and reports it without its body. Another
+llhttp is given the head once more, without the offer; body and further requests follow. The first one would read no
+more if the connection is to be closed after the request.
 
 Must not know: what a request asks for, limits.
 Invariant: what is read is what the client has sent, less `Upgrade` headers. No protocol is ever switched, so whoever
@@ -25,17 +26,21 @@ class UpgradeIgnoringParser:
     `offers_upgrade` is true: they are reported again.
 
     Args:
-        parser: httptools' own.
+        new_parser: makes one of httptools'.
         head: returns the head that was reported last.
     """
 
-    def __init__(self, parser: Any, head: Callable[[], Head]) -> None:
-        self._parser: Final[Any] = parser
+    def __init__(self, new_parser: Callable[[], Any], head: Callable[[], Head]) -> None:
+        self._new_parser: Final = new_parser
         self._head: Final = head
-        self.get_method: Final[Callable[[], bytes]] = parser.get_method
-        self.get_http_version: Final[Callable[[], str]] = parser.get_http_version
-        self.should_keep_alive: Final[Callable[[], bool]] = parser.should_keep_alive
-        self.should_upgrade: Final[Callable[[], bool]] = parser.should_upgrade
+        self._take(new_parser())
+
+    def _take(self, parser: Any) -> None:
+        self._parser = parser
+        self.get_method: Callable[[], bytes] = parser.get_method
+        self.get_http_version: Callable[[], str] = parser.get_http_version
+        self.should_keep_alive: Callable[[], bool] = parser.should_keep_alive
+        self.should_upgrade: Callable[[], bool] = parser.should_upgrade
 
     @property
     def offers_upgrade(self) -> bool:
@@ -53,7 +58,9 @@ class UpgradeIgnoringParser:
                 return
             except httptools.HttpParserUpgrade as offer:
                 data = data[int(offer.args[0]) :]
-            self._parser.feed_data(self._head_without_offer())
+            head = self._head_without_offer()
+            self._take(self._new_parser())
+            self._parser.feed_data(head)
 
     def _head_without_offer(self) -> bytes:
         target, headers = self._head()

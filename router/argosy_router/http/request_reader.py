@@ -46,7 +46,7 @@ class RequestReader:
         self._limits = limits
         self._memory = memory
         self._on_head = on_head
-        self._parser = UpgradeIgnoringParser(httptools.HttpRequestParser(self), self._reported_head)
+        self._parser = UpgradeIgnoringParser(self._new_parser, self._reported_head)
         self.ready: list[Request] = []
         self.failure: ApiError | None = None
         self.phase = Phase.IDLE
@@ -133,6 +133,9 @@ class RequestReader:
     def _refuse(self, error: ApiError) -> None:
         self.failure = error
         raise ValueError("refused")  # stops llhttp: nothing after this byte is trusted
+
+    def _new_parser(self) -> httptools.HttpRequestParser:
+        return httptools.HttpRequestParser(self)
 
     def _reported_head(self) -> Head:
         return self._target, self._headers

@@ -94,7 +94,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._requests = UpgradeIgnoringParser(self.parser, self._reported_head)
+        self._requests = UpgradeIgnoringParser(self._new_parser, self._reported_head)
         self.parser = cast("httptools.HttpRequestParser", self._requests)
         self._head_bytes = 0
         """Bytes of the current request's head that the parser has reported so far."""
@@ -173,6 +173,11 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._untold_bytes > self.limits.max_head_bytes:
             self._refuse(self._too_large())
 
+    def _new_parser(self) -> httptools.HttpRequestParser:
+        parser = httptools.HttpRequestParser(self)
+        parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's: it may end a pipeline so
+        return parser
+
     def _reported_head(self) -> Head:
         return self.url, self.headers
 
@@ -193,8 +198,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self._num_headers += 1
         if self._num_headers > self.limits.max_headers:
             self._stop(HeadersTooLarge(f"the request has more than {self.limits.max_headers} headers"))
-        self._num_hosts += name.lower() == b"host"
-        super().on_header(name, value)
+        if self._is_in_head:  # trailers are counted and dropped: uvicorn would add them to the headers
+            self._num_hosts += name.lower() == b"host"
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         if self._requests.offers_upgrade:
@@ -206,6 +212,9 @@ class BoundedProtocol(HttpToolsProtocol):
             self._stop(BadRequest(f"HTTP/{version} is not supported, only HTTP/1.1 and 1.0"))
         if self._num_hosts > 1 or (version == "1.1" and not self._num_hosts):
             self._stop(BadRequest("a request has one Host header"))
+        if version == "1.0" and any(name.lower() == b"transfer-encoding" for name, _ in self.headers):
+            # A proxy of HTTP/1.0 would see other requests behind it (RFC 9112, 6.1).
+            self._stop(BadRequest("transfer-encoding is not supported in HTTP/1.0"))
         super().on_headers_complete()
         if self._running is None or self._running.response_complete:
             self._running = self.cycle

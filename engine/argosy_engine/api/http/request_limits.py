@@ -39,6 +39,8 @@ def _check_body_headers(scope: Scope) -> None:
         kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
         if kind != b"application/json":
             raise BadRequest("Content-Type must be application/json", code="unsupported_media_type")
+        if b"content-encoding" in headers:
+            raise BadRequest("Content-Encoding is not supported", code="unsupported_media_type")
 
 
 def _limited(receive: Receive) -> Receive:
