@@ -306,7 +306,7 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
     (
         {"text": {"format": {"type": "json_schema", "name": "n", "schema": {"$ref": "#/x"}}}},
         400,
-        "text.format",
+        "text.format.schema",
     ),
     ({"conversation": "conv_1"}, 400, "conversation"),
     ({"previous_response_id": "resp_none"}, 404, "previous_response_id"),
