@@ -13,7 +13,7 @@ from argosy_engine.structured.structured_outputs_params import KINDS
 from argosy_protocol.errors import ApiError
 from argosy_protocol.openai import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from argosy_protocol.pooling import PoolingFields, PromptFields
-from argosy_protocol.scoring import ScoreRequest
+from argosy_protocol.scoring import ScoringFields
 from argosy_protocol.tokenization import DetokenizeRequest, TextTokenizeRequest
 
 RequestBody = GenerationRequest | PoolingFields | TextTokenizeRequest | DetokenizeRequest
@@ -58,9 +58,9 @@ def _prompt(request: RequestBody) -> str:
         return "messages"
     if isinstance(request, PromptFields):
         return "messages" if request.messages is not None else "input"
-    if isinstance(request, ScoreRequest):
+    if isinstance(request, ScoringFields):
         return request.names()[1]
-    return "documents" if isinstance(request, PoolingFields) else "prompt"
+    return "prompt"
 
 
 def _beam_width(request: GenerationRequest) -> str:
