@@ -9,6 +9,7 @@ A field appears here once the engine honours it, or to be refused where ignoring
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -32,6 +33,8 @@ MAX_LOGPROB_TOKEN_IDS = 128
 MAX_CHOICES = 1024
 """Choices of one call: prompts times n."""
 MAX_REQUEST_ID = 128
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]+")
+"""What answers can have as their id, which is part of headers and logs."""
 MAX_CHAT_TEMPLATE = 1 << 16
 """In characters; the longest templates of models have half as many. As many take seconds to compile."""
 
@@ -110,6 +113,16 @@ class InternalFields(NullDefaults, kw_only=True, omit_defaults=True):
     lora_path: None = None
     session_params: None = None
     custom_logit_processor: None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        asked = getattr(self, "request_id", None)
+        if asked and _REQUEST_ID.fullmatch(asked) is None:  # an empty one asks for none
+            raise BadRequest(
+                f"request_id must be at most {MAX_REQUEST_ID} letters (a-z, A-Z), digits, '.', '_' or '-'; it is "
+                f"{asked!r}",
+                param="request_id",
+            )
 
 
 class GenerationRequest(InternalFields, kw_only=True, omit_defaults=True):

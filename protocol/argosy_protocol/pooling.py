@@ -46,6 +46,10 @@ EmbedDType = Annotated[
 Endianness = Literal["native", "little", "big"]
 
 
+_OLDER_NAMES = ("softmax", "activation")
+"""vLLM's former names of `use_activation`, where numbers of classes are computed."""
+
+
 class PoolingFields(InternalFields, kw_only=True, omit_defaults=True):
     """Fields of every request to a pooling model."""
 
@@ -62,6 +66,16 @@ class PoolingFields(InternalFields, kw_only=True, omit_defaults=True):
     request_id: Annotated[str, Meta(max_length=MAX_REQUEST_ID)] | None = None
     data_parallel_rank: DataParallelRank | None = None
     """As `openai.GenerationRequest` has it."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in _OLDER_NAMES:
+            if self.use_activation is None:
+                self.use_activation = getattr(self, name, None)
+
+    def place_of(self, prompt: int) -> str:
+        """Return the field, or the entry of it, that has the prompt with this index."""
+        raise NotImplementedError
 
     @property
     def cut_side(self) -> Literal["left", "right"] | None:
@@ -107,6 +121,12 @@ class PromptFields(PoolingFields, kw_only=True, omit_defaults=True):
                 "add_special_tokens goes with input; a chat gets those that its template writes",
                 param="add_special_tokens",
             )
+
+    def place_of(self, prompt: int) -> str:
+        if self.messages is not None:
+            return "messages"
+        is_list = isinstance(self.input, list) and not isinstance(self.input[0], int)
+        return f"input[{prompt}]" if is_list else "input"
 
     def as_completion(self) -> CompletionRequest:
         """Express `input` as the prompts of a completion.
@@ -163,12 +183,21 @@ class EncodingFields(PromptFields, kw_only=True, omit_defaults=True):
 class ClassificationRequest(PromptFields, kw_only=True, omit_defaults=True):
     """A request to /classify."""
 
+    activation: bool | None = None
+    """Older name of `use_activation`."""
+    softmax: bool | None = None
+    """The same, older still."""
+
 
 class PoolingRequest(EncodingFields, kw_only=True, omit_defaults=True):
     """A request to /pooling."""
 
     task: Literal["embed", "classify", "token_embed", "token_classify", "plugin"] | None = None
     """What to compute; null: what the model is served for. Engines refuse the last one."""
+    activation: bool | None = None
+    """Older name of `use_activation`."""
+    softmax: bool | None = None
+    """The same, older still."""
 
 
 class PoolingUsage(Struct, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
-from argosy_protocol.errors import NotSupported
+from argosy_protocol.errors import BadRequest
 from argosy_protocol.openai import TokenLogprob
 from argosy_protocol.responses import (
     ReasoningConfig,
@@ -97,11 +97,12 @@ class InputTokenCount(Struct, frozen=True, kw_only=True):
     input_tokens: int
 
 
-def compaction_not_supported() -> NotSupported:
+def compaction_not_supported() -> BadRequest:
     """Return the error about /v1/responses/compact: what it makes can be read by OpenAI's models only."""
-    return NotSupported(
+    return BadRequest(
         "/v1/responses/compact is not supported: it returns encrypted items that OpenAI's models read. Ask a model for "
-        "a summary of the conversation, and begin a new one with that"
+        "a summary of the conversation, and begin a new one with that",
+        code="not_supported",
     )
 
 

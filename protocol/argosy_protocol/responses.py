@@ -154,7 +154,7 @@ class ResponsesRequest(InternalFields, kw_only=True, omit_defaults=True):
     temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
     top_logprobs: LogprobCount | None = None
-    """Of the log probabilities that `include` asks for; without them it has no effect, as in vLLM."""
+    """Of the log probabilities that `include` asks for; without them it has no effect."""
     include: (
         Annotated[
             list[

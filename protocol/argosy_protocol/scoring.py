@@ -59,6 +59,14 @@ class ScoringFields(PoolingFields, kw_only=True, omit_defaults=True):
     instruction: str | None = None
     """What counts as relevant, for chat templates that read it; short for `chat_template_kwargs`."""
     chat_template_kwargs: dict[str, Any] | None = None
+    activation: bool | None = None
+    """Older name of `use_activation`."""
+    softmax: bool | None = None
+    """The same, older still."""
+
+    def names(self) -> tuple[str, str]:
+        """Return the names of the fields that have the texts."""
+        raise NotImplementedError
 
     def given(self) -> tuple[OneOrMore, OneOrMore]:
         """Return queries and documents as they were given."""
@@ -68,6 +76,15 @@ class ScoringFields(PoolingFields, kw_only=True, omit_defaults=True):
         """Return the texts: one query for all documents, or as many as there are documents."""
         queries, documents = self.given()
         return _texts(queries), _texts(documents)
+
+    def place_of(self, prompt: int) -> str:
+        """As of other requests; the prompts are the queries, then the documents."""
+        for name, texts in zip(self.names(), self.given(), strict=True):
+            number = len(texts) if isinstance(texts, list) else 1
+            if prompt < number:
+                return f"{name}[{prompt}]" if isinstance(texts, list) else name
+            prompt -= number
+        raise IndexError(prompt)
 
     @property
     def is_text(self) -> bool:
@@ -144,6 +161,9 @@ class RerankRequest(ScoringFields, kw_only=True, omit_defaults=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_size(*self.queries_and_documents(), "documents")
+
+    def names(self) -> tuple[str, str]:
+        return "query", "documents"
 
     def given(self) -> tuple[OneOrMore, OneOrMore]:
         return self.query, self.documents

@@ -7,6 +7,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
+from argosy_protocol.errors import BadRequest
 from argosy_protocol.json_limits import decode_body
 from argosy_protocol.null_defaults import Nullable
 from argosy_protocol.openai import (
@@ -57,6 +58,7 @@ class _Form(_InternalFields):
     """Fields that tell which of the two requests it is, and its model."""
 
     model: ModelField = ""
+    prompt: msgspec.Raw = msgspec.Raw()
     messages: msgspec.Raw = msgspec.Raw()
 
 
@@ -70,12 +72,16 @@ def decode_tokenize_request(body: bytes) -> TextTokenizeRequest | ChatTokenizeRe
     """Decode a body of /tokenize.
 
     Raises:
-        BadRequest: not JSON, wrong types or out of bounds; `param` names the field.
+        BadRequest: not JSON, wrong types or out of bounds, or not one of a prompt and a chat; `param` names the field.
         PayloadTooLarge: it has too many values.
     """
-    if bytes(decode_body(_FORM, body).messages) in (b"", b"null"):
-        return decode_body(_TEXT, body)
-    return decode_body(_CHAT, body)
+    form = decode_body(_FORM, body)
+    has_prompt, has_chat = (bytes(field) not in (b"", b"null") for field in (form.prompt, form.messages))
+    if has_prompt and has_chat:
+        raise BadRequest("give `prompt` or `messages`, not both", param="messages")
+    if not has_prompt and not has_chat:
+        raise BadRequest("the request needs `prompt`, or a chat in `messages`", param="prompt")
+    return decode_body(_CHAT, body) if has_chat else decode_body(_TEXT, body)
 
 
 def decode_detokenize_request(body: bytes) -> DetokenizeRequest:

@@ -20,6 +20,7 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 BAD_PARAMETERS = {"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}}
 BAD_TOOL = {"type": "function", "function": {"name": "f", "parameters": BAD_PARAMETERS}}
 BAD_TAG = {"type": "structural_tag", "format": {"type": "nope"}}
+BAD_SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": BAD_PARAMETERS}}
 LARGE_ARGS = {str(index): "x" * 4000 for index in range(60)}
 
 
@@ -84,9 +85,15 @@ REFUSED: list[tuple[tuple[str, dict[str, Any]], str]] = [
     (completion(max_tokens=0), "max_tokens"),
     ((EMBEDDINGS, {}), "input"),
     ((EMBEDDINGS, {"input": ""}), "input"),
+    ((EMBEDDINGS, {"input": ["a", ""]}), "input[1]"),
+    ((EMBEDDINGS, {"input": [[5], []]}), "input[1]"),
+    (chat(request_id="bad id"), "request_id"),
+    (completion(request_id="a\n"), "request_id"),
+    ((EMBEDDINGS, {"input": "a", "request_id": "ä"}), "request_id"),
     ((EMBEDDINGS, {"input": "a", "dimensions": 0}), "dimensions"),
     ((EMBEDDINGS, {"input": "a", "dimensions": 8}), "dimensions"),
     (("/tokenize", {}), "prompt"),
+    (("/tokenize", {"prompt": "a", **MESSAGES}), "messages"),
     (("/tokenize", {"messages": [{}]}), "messages[0].role"),
     (("/detokenize", {}), "tokens"),
     (("/detokenize", {"tokens": [1 << 20]}), "tokens"),
@@ -110,6 +117,8 @@ REFUSED: list[tuple[tuple[str, dict[str, Any]], str]] = [
     (chat(response_format={"type": "x"}), "response_format.type"),
     (chat(response_format={"type": "json_schema"}), "response_format.json_schema"),
     (chat(response_format=BAD_TAG), "response_format"),
+    (chat(response_format=BAD_SCHEMA), "response_format.json_schema.schema"),
+    (chat(structured_outputs={"regex": "(", "disable_any_whitespace": True}), "structured_outputs.regex"),
     (chat(structured_outputs=5), "structured_outputs"),
     (chat(structured_outputs={}), "structured_outputs"),
     (chat(structured_outputs={"foo": 1}), "structured_outputs.foo"),

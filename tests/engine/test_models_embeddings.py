@@ -90,7 +90,7 @@ def test_every_form_of_input_and_option(post: Any, offline: LLM) -> None:
         ({}, "input"),
         ({"input": []}, "input"),
         ({"input": ""}, "input"),
-        ({"input": [[]]}, "input"),
+        ({"input": [[]]}, "input[0]"),
         ({"input": ["a", [1]]}, "input"),
         ({"input": [1 << 20]}, "input"),
         ({"input": [5] * 5000}, "input"),

@@ -103,6 +103,20 @@ def test_labels(classify: Post, classifying: LLM) -> None:
     assert raw["probs"] == near(expected.outputs.probs)
 
 
+@pytest.mark.parametrize("name", ["activation", "softmax"])
+def test_older_names_of_the_activation(name: str, classify: Post) -> None:
+    fields: dict[str, Any]
+    for path, fields in (
+        ("/classify", {"input": QUERY}),
+        ("/pooling", {"input": QUERY}),
+        ("/score", {"text_1": QUERY, "text_2": DOCUMENTS[0]}),
+    ):
+        raw = classify(path, use_activation=False, **fields).json()["data"]
+        assert raw != classify(path, **fields).json()["data"]
+        assert classify(path, **{name: False}, **fields).json()["data"] == raw
+        assert classify(path, **{name: True}, use_activation=False, **fields).json()["data"] == raw
+
+
 def test_scores_of_a_classifier(classify: Post, classifier: Path) -> None:
     with offline(str(classifier)) as llm:
         expected = [result.outputs.score for result in llm.score(QUERY, DOCUMENTS, use_tqdm=False)]
@@ -228,6 +242,37 @@ def test_what_a_model_does_not_answer(
     answer = (embed if kind == "embed" else classify)(path, model="m", **body)
     assert answer.status_code == 400, answer.text
     assert remedy in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/score", {"text_1": "", "text_2": "b"}, "text_1"),
+        ("/score", {"text_1": "a", "text_2": ""}, "text_2"),
+        ("/score", {"queries": "a", "items": ["b", ""]}, "items[1]"),
+        ("/score", {"queries": ["a", ""], "documents": ["b", "c"]}, "queries[1]"),
+        ("/rerank", {"query": "", "documents": ["a"]}, "query"),
+        ("/rerank", {"query": "a", "documents": ["a", ""]}, "documents[1]"),
+        ("/v1/embeddings", {"input": ["a", ""]}, "input[1]"),
+        ("/pooling", {"input": ""}, "input"),
+    ],
+    ids=str,
+)
+def test_an_empty_text_is_named(path: str, body: dict[str, Any], param: str, embed: Post) -> None:
+    answer = embed(path, **body)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert (error["param"], error["message"]) == (param, f"{param}: the prompt is empty")
+
+
+def test_an_empty_pair_is_named(classify: Post) -> None:
+    answer = classify("/rerank", query="", documents=["a", ""])
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "documents[1]")
+
+
+def test_a_truncation_beyond_the_context_tells_the_bound(embed: Post) -> None:
+    message = embed("/v1/embeddings", input="a", truncate_prompt_tokens=99999).json()["error"]["message"]
+    assert message.endswith("this model's context length; it is 99999")
 
 
 @pytest.mark.parametrize(

@@ -134,6 +134,14 @@ def test_a_request_is_one_span_of_its_clients_trace_and_one_line(
     assert 0 < float(fields["ttft_ms"]) <= float(fields["duration_ms"])
 
 
+def test_a_request_that_names_no_model_is_logged_with_that_which_answered(
+    server: Server, http: httpx.Client
+) -> None:
+    body = {name: value for name, value in PROMPT.items() if name != "model"}
+    http.post("/v1/completions", json=body, headers={"x-request-id": "nameless"})
+    assert line(server, "nameless")["model"] == "tiny"
+
+
 def test_each_choice_is_a_span_and_the_prompt_counts_once(
     server: Server, http: httpx.Client, collector: Collector
 ) -> None:

@@ -306,11 +306,14 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
     (
         {"text": {"format": {"type": "json_schema", "name": "n", "schema": {"$ref": "#/x"}}}},
         400,
-        "text.format",
+        "text.format.schema",
     ),
     ({"conversation": "conv_1"}, 400, "conversation"),
     ({"previous_response_id": "resp_none"}, 404, "previous_response_id"),
     ({"priority": 1}, 400, "priority"),
+    ({"top_logprobs": 30}, 400, "top_logprobs"),
+    ({"top_logprobs": 30, "include": ["message.output_text.logprobs"]}, 400, "top_logprobs"),
+    ({"request_id": "bad id"}, 400, "request_id"),
 ]
 
 
@@ -325,11 +328,14 @@ def test_refusals_name_the_field(
     assert answer.headers.get("content-type") == "application/json"
 
 
-@pytest.mark.parametrize("query", ["limit=0", "limit=101", "limit=x", "order=up", "after=none"])
+@pytest.mark.parametrize("query", ["limit=0", "limit=101", "limit=-1", "limit=x", "order=up", "after=none"])
 def test_pages_are_bounded(http: httpx.Client, query: str) -> None:
     name = http.post("/v1/responses", json=body(max_output_tokens=1)).json()["id"]
     refusal = http.get(f"/v1/responses/{name}/input_items?{query}")
-    assert (refusal.status_code, refusal.json()["error"]["param"]) == (400, query.partition("=")[0])
+    name, _, value = query.partition("=")
+    assert (refusal.status_code, refusal.json()["error"]["param"]) == (400, name)
+    if name == "limit":
+        assert refusal.json()["error"]["message"] == f"limit must be a number from 1 to 100, not {value!r}"
 
 
 def test_a_client_that_leaves_ends_its_request(http: httpx.Client) -> None:
@@ -384,5 +390,5 @@ def test_input_tokens_are_those_of_the_prompt(client: openai.OpenAI, http: httpx
 
 def test_compaction_is_refused_by_name(http: httpx.Client) -> None:
     answer = http.post("/v1/responses/compact", json=body())
-    assert (answer.status_code, answer.json()["error"]["code"]) == (501, "not_supported")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "not_supported")
     assert "/v1/responses/compact" in answer.json()["error"]["message"]

@@ -11,6 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
+from argosy_engine.api.server_args import ServerArgs
+from argosy_engine.api.server_defaults import apply_flags
+from argosy_protocol.openai import CompletionRequest
 from loopback_certificate import issue_certificate
 from processes import Server, free_port, running, wait_until
 
@@ -176,6 +179,12 @@ def test_requests_are_logged_without_their_texts(http: httpx.Client, server: tup
     (line,) = [line for line in log.splitlines() if "Received request logged-1:" in line]
     assert "max_tokens=3" in line
     assert not [word for word in ("secret", "hidden", "somebody") if word in log]
+
+
+def test_flags_that_are_not_given_leave_a_request_as_it_is() -> None:
+    request = CompletionRequest(prompt="a")
+    apply_flags(ServerArgs(), request)
+    assert request == CompletionRequest(prompt="a")
 
 
 def test_messages_and_embeddings_are_logged_too(http: httpx.Client, server: tuple[Server, Path]) -> None:

@@ -54,12 +54,48 @@ THINK, END_THINK = 1018, 1019
         ({"grammar": "x" * 200_000}, "structured_outputs.grammar", "bytes"),
         ({"structural_tag": {"type": "structural_tag"}}, "structured_outputs.structural_tag", "format"),
         ({"structural_tag": "[]"}, "structured_outputs.structural_tag", "object"),
+        ({"json": {}, "whitespace_pattern": " "}, "structured_outputs.whitespace_pattern", "not supported"),
+        ({"json": {}, "_backend": "guidance"}, "structured_outputs._backend", "has xgrammar"),
+        *[
+            ({"grammar": grammar}, "structured_outputs.grammar", "looks like Lark")
+            for grammar in (
+                'start: "aaa" | "bbb"',
+                '// one of two\n?start: "a"\n  | "b"',
+                "%import common.WORD\nstart: WORD",
+                "!start.2 : A\nA: /a+/",
+            )
+        ],
+        (
+            {"structural_tag": {"format": {"type": "grammar", "grammar": 'start: "a"'}}},
+            "structured_outputs.structural_tag",
+            "looks like Lark",
+        ),
     ],
 )
 def test_malformed_requests_name_the_field(fields: dict[str, Any], param: str, says: str) -> None:
     with pytest.raises(InvalidRequest, match=says) as raised:
         msgspec.convert(fields, StructuredOutputsParams).spec()
     assert raised.value.param == param
+
+
+def test_all_fields_of_vllm_may_be_given_with_their_defaults() -> None:
+    given = {
+        **dict.fromkeys(("json", "regex", "choice", "grammar", "json_object", "structural_tag")),
+        **dict.fromkeys(("whitespace_pattern", "_backend")),
+        **dict.fromkeys(("disable_any_whitespace", "disable_additional_properties"), False),
+        **dict.fromkeys(("disable_fallback", "_backend_was_auto"), False),
+        "regex": "a",
+    }
+    alone = StructuredOutputsParams(regex="a").spec()
+    assert msgspec.convert(given, StructuredOutputsParams).spec() == alone
+    chosen = {"disable_additional_properties": True, "_backend": "xgrammar", "_backend_was_auto": True}
+    assert msgspec.convert({**given, **chosen}, StructuredOutputsParams).spec() == alone
+    assert StructuredOutputsParams(json={}, whitespace_pattern=None).spec().kind == "json"
+
+
+def test_a_colon_in_a_grammar_does_not_make_it_lark() -> None:
+    grammar = 'root ::= "a: " b\nb ::= "c:" | "\\n"\n'
+    assert StructuredOutputsParams(grammar=grammar).spec().text == grammar
 
 
 REFUSED = [

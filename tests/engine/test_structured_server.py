@@ -205,7 +205,8 @@ SET_OF_STRINGS = {
 REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"response_format": {"type": "yaml"}}, "response_format.type", "json_schema"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "schema"),
-    ({"response_format": SET_OF_STRINGS}, "response_format", "uniqueItems"),
+    ({"response_format": SET_OF_STRINGS}, "response_format.json_schema.schema",
+     "response_format.json_schema.schema: the keyword uniqueItems"),
     ({"structured_outputs": {"regexp": "a"}}, "structured_outputs.regexp", "regexp"),
     ({"structured_outputs": {"regex": '".*"' * 1500}}, "structured_outputs.regex", "without an upper bound"),
     ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex", "str"),

@@ -81,6 +81,8 @@ async def test_texts_longer_than_the_context_can_be_counted(http: httpx.AsyncCli
         ("/tokenize", {}, 400, "prompt"),
         ("/tokenize", {"prompt": "x" * 1_000_000}, 400, "prompt"),
         ("/tokenize", {"messages": []}, 400, "messages"),
+        ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, 400, "messages"),
+        ("/tokenize", {"prompt": None, "messages": None}, 400, "prompt"),
         ("/tokenize", {"prompt": "a", "model": "large"}, 404, "model"),
         ("/detokenize", {"tokens": [1024]}, 400, "tokens"),
         ("/detokenize", {"tokens": [-1]}, 400, "tokens[0]"),

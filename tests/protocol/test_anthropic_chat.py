@@ -266,6 +266,11 @@ def test_blocks_of_all_messages_are_bounded(many: dict[str, Any]) -> None:
         ("messages[3].role", "messages[3].role: dropped", "messages: dropped"),
         ("response_format.json_schema", "response_format needs x", "output_config.format needs x"),
         ("response_format", "json: not allowed", "output_config.format: json: not allowed"),
+        (
+            "response_format.json_schema.schema",
+            "response_format.json_schema.schema: not allowed",
+            "output_config.format: not allowed",
+        ),
         ("max_tokens", "max_tokens must be", "max_tokens must be"),
         ("thinking_token_budget", "thinking_token_budget is x", "thinking.budget_tokens is x"),
         ("tools[3].function.name", "tools[3].function.name must be x", "tools[3].name must be x"),

@@ -288,6 +288,12 @@ def test_what_models_cannot_read_is_refused(fields: dict[str, Any], param: str) 
         ("messages[3].role", "messages[3].role: dropped", "input", "input: dropped"),
         ("tools[1].function.name", "tools[1].function.name is", "tools[1].name", "tools[1].name is"),
         ("response_format.json_schema.schema", "no", "text.format.schema", "no"),
+        (
+            "response_format.json_schema.schema",
+            "response_format.json_schema.schema: no",
+            "text.format.schema",
+            "text.format.schema: no",
+        ),
         ("response_format", "response_format: no", "text.format", "text.format: no"),
         ("temperature", "temperature must be", "temperature", "temperature must be"),
     ],

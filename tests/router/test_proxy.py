@@ -110,9 +110,10 @@ async def test_the_body_asks_for_an_id_if_no_header_does(asked: str, sent: str |
         assert r.engines[0].requests[0].headers[RESPONSE_ID] == "id-1.a_b"
 
 
-async def test_an_unsafe_id_in_a_body_is_replaced() -> None:
+async def test_an_unsafe_id_in_a_body_is_refused() -> None:
     async with rig([FakeEngine()]) as r:
         response = await r.http.post("/v1/chat/completions", json=chat(request_id="a b"))
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "request_id")
         assert response.headers["x-request-id"] != "a b"
 
 

@@ -152,7 +152,7 @@ async def test_compaction_is_refused_by_name(tmp_path: Path, has_storage: bool) 
     files = storage(tmp_path) if has_storage else StorageConfig()
     async with rig([FakeEngine()], files=files) as r:
         told = await r.http.post(f"{PATH}/compact", json=body())
-        assert (told.status_code, told.json()["error"]["code"]) == (501, "not_supported")
+        assert (told.status_code, told.json()["error"]["code"]) == (400, "not_supported")
 
 
 async def test_a_client_that_has_read_the_end_can_continue(tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ def apply_flags(options: ServerArgs, request: GenerationRequest) -> None:
         request.stream_options = StreamOptions(include_usage=True, continuous_usage_stats=True)
     if options.stream_interval > 1:
         request.stream_interval = max(request.stream_interval or 1, options.stream_interval)
-    if request.return_tokens_as_token_ids is None:
-        request.return_tokens_as_token_ids = options.return_tokens_as_token_ids
+    if request.return_tokens_as_token_ids is None and options.return_tokens_as_token_ids:
+        request.return_tokens_as_token_ids = True
 
 
 def log_request(options: ServerArgs, request: msgspec.Struct, request_id: str) -> None:

@@ -66,9 +66,10 @@ def truncation_of(
             param="max_tokens",
         )
     if asked > max_model_len - num_outputs:
+        less = " less max_tokens" if num_outputs else ""
         raise InvalidRequest(
-            f"truncate_prompt_tokens must be at most {max_model_len - num_outputs}, this model's context length less "
-            f"max_tokens; it is {asked}",
+            f"truncate_prompt_tokens must be at most {max_model_len - num_outputs}, this model's context length{less}; "
+            f"it is {asked}",
             param="truncate_prompt_tokens",
         )
     side = request.truncation_side

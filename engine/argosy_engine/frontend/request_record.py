@@ -45,7 +45,7 @@ class RequestRecord:
         self.request_id = ""
         """The id of the answer."""
         self.model = ""
-        """As the client named it."""
+        """As the client named it, or what the engine calls it if the client names none."""
         self.tenant = ""
         self.status = 0
         """0: its client left before it was answered."""

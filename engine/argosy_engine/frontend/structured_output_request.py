@@ -17,7 +17,7 @@ from argosy_engine.structured.structural_tag import (
     check_tools,
     tool_call_tag,
 )
-from argosy_engine.structured.structured_outputs_params import StructuredOutputsParams
+from argosy_engine.structured.structured_outputs_params import KINDS, StructuredOutputsParams
 from argosy_protocol.json_limits import message_and_field
 from argosy_protocol.openai import ChatCompletionRequest, GenerationRequest
 
@@ -28,6 +28,7 @@ _GUIDED = {
     "guided_grammar": "grammar",
 }
 """vLLM's former names. vLLM ignores them now; they are rejected here, because the output would be unconstrained."""
+SCHEMA_FIELD = "response_format.json_schema.schema"
 MAX_GRAMMAR_TEXT_OF_A_CALL = 16 << 20
 """Characters of a grammar times sequences of a call. Each sequence is a message of its own to the core. The largest
 grammar of one kind is 1.3 million characters; the largest schemas of real tool catalogues fit 300 times."""
@@ -66,8 +67,10 @@ def structured_outputs(
         try:
             spec = params.spec()
         except InvalidRequest as error:
-            # Name the field that the client sent.
-            raise InvalidRequest(str(error), error.param if name == "structured_outputs" else name) from None
+            if name == "structured_outputs":
+                raise
+            where = format_field(request) if name == "response_format" else name
+            raise InvalidRequest(_named(str(error), where), where) from None
         if len(spec.text) * num_sequences > MAX_GRAMMAR_TEXT_OF_A_CALL:
             raise InvalidRequest(
                 f"a grammar of {len(spec.text)} characters for each of {num_sequences} sequences exceeds "
@@ -76,6 +79,18 @@ def structured_outputs(
             )
         return params
     return None
+
+
+def format_field(request: GenerationRequest) -> str:
+    """Return the field of a request's `response_format` that has what is compiled."""
+    kind = (request.response_format or {}).get("type")
+    return SCHEMA_FIELD if kind == "json_schema" else "response_format"
+
+
+def _named(message: str, where: str) -> str:
+    """Return a message of `StructuredOutputsParams` with the client's field in place of the kind of grammar."""
+    kind, colon, rest = message.partition(": ")
+    return f"{where}: {rest}" if colon and kind in KINDS else message
 
 
 def _of_field(value: Any) -> StructuredOutputsParams | None:

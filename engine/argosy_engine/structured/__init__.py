@@ -4,6 +4,7 @@ structured_outputs_params   what a request asks for, and the grammar to compile
 structural_tag              XGrammar's tags, and the one that enforces tool calls
 json_schema                 refuses schemas that XGrammar would not fully enforce
 json_size                   lower bound of a value's size as JSON
+grammar_notation            refuses EBNF of other notations
 grammar_size                limits on regular expressions and EBNF
 pattern_syntax              refuses regular expressions that XGrammar would not fully enforce
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from argosy_engine.errors import InvalidRequest
+from argosy_engine.structured.grammar_notation import check_notation
 from argosy_engine.structured.grammar_size import (
     NO_REPETITION,
     ONE_ITEM,
@@ -248,6 +249,7 @@ def _size(value: Any) -> RepetitionSize:
         case {"type": "regex", "pattern": str(pattern)}:
             return check_regex(pattern)
         case {"type": "grammar", "grammar": str(grammar)}:
+            check_notation(grammar)
             check_grammar_size(size := grammar_size(grammar))
             return size
     size = sum_sizes(_size(item) for item in value.values())

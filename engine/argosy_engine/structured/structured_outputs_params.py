@@ -14,6 +14,7 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from argosy_engine.errors import InvalidRequest
+from argosy_engine.structured.grammar_notation import check_notation
 from argosy_engine.structured.grammar_size import (
     check_grammar_size,
     check_regex,
@@ -28,7 +29,9 @@ MAX_TEXT_BYTES = 128 * 1024
 MAX_REGEX_BYTES = 8 * 1024
 MAX_CHOICES = 1024
 
-_KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
+KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
+"""Fields of which a request has one."""
+_BACKENDS = (None, "auto", "xgrammar")
 
 
 class GrammarSpec(Struct, frozen=True, array_like=True, weakref=True):
@@ -59,6 +62,16 @@ class StructuredOutputsParams(
     structural_tag: str | dict[str, Any] | None = None
     """XGrammar's description of free text with structured parts."""
     disable_any_whitespace: bool = False
+    # vLLM's other fields, which its clients send with all the rest (`dataclasses.asdict`).
+    disable_additional_properties: bool = False
+    """No effect: objects that declare properties have no others anyway, unless the schema allows them."""
+    disable_fallback: bool = False
+    """No effect: there is one library of grammars."""
+    whitespace_pattern: str | None = None
+    """Refused unless null."""
+    _backend: str | None = None
+    """Refused if it names another library of grammars than ours."""
+    _backend_was_auto: bool = False
 
     @classmethod
     def of_checked_tag(cls, tag: str) -> StructuredOutputsParams:
@@ -72,19 +85,20 @@ class StructuredOutputsParams(
 
         Raises:
             InvalidRequest: not exactly one kind is set, or it is out of bounds, malformed, or a JSON schema that cannot
-                be enforced; `param` is the field of `structured_outputs`.
+                be enforced, or a field asks for what is not supported; `param` is the field of `structured_outputs`.
         """
         return self._checked_spec
 
     @cached_property
     def _checked_spec(self) -> GrammarSpec:
-        given = [kind for kind in _KINDS if getattr(self, kind) not in (None, False)]
+        given = [kind for kind in KINDS if getattr(self, kind) not in (None, False)]
         if len(given) != 1:
             found = " and ".join(given) or "none"
             raise InvalidRequest(
-                f"structured_outputs needs exactly one of {', '.join(_KINDS)}; there is {found}",
+                f"structured_outputs needs exactly one of {', '.join(KINDS)}; there is {found}",
                 "structured_outputs",
             )
+        self._check_options()
         try:
             spec = self._spec(given[0])
             spec.text.encode()
@@ -95,6 +109,19 @@ class StructuredOutputsParams(
                 f"{given[0]}: contains lone surrogates, which are not text", f"structured_outputs.{given[0]}"
             ) from None
         return spec
+
+    def _check_options(self) -> None:
+        if self.whitespace_pattern is not None:
+            raise InvalidRequest(
+                "whitespace_pattern is not supported: JSON has any white space between its tokens, or one format with "
+                "disable_any_whitespace",
+                "structured_outputs.whitespace_pattern",
+            )
+        if self._backend not in _BACKENDS:
+            raise InvalidRequest(
+                f"_backend {self._backend[:64]!r} is not supported: this engine has xgrammar",
+                "structured_outputs._backend",
+            )
 
     def _spec(self, kind: str) -> GrammarSpec:
         any_whitespace = not self.disable_any_whitespace
@@ -111,6 +138,7 @@ class StructuredOutputsParams(
                 return GrammarSpec("grammar", _choice_grammar(self.choice or ()))
             case "grammar":
                 grammar = _bounded(self.grammar or "", MAX_TEXT_BYTES)
+                check_notation(grammar)
                 check_grammar_size(grammar_size(grammar))
                 return GrammarSpec("grammar", grammar)
             case _:

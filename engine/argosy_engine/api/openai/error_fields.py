@@ -8,10 +8,12 @@ Owns: the translation of `param`. Must not know: what was wrong.
 
 from __future__ import annotations
 
+from argosy_engine.frontend.structured_output_request import format_field
+from argosy_engine.structured.structured_outputs_params import KINDS
 from argosy_protocol.errors import ApiError
 from argosy_protocol.openai import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from argosy_protocol.pooling import PoolingFields, PromptFields
-from argosy_protocol.scoring import ScoreRequest
+from argosy_protocol.scoring import ScoringFields
 from argosy_protocol.tokenization import DetokenizeRequest, TextTokenizeRequest
 
 RequestBody = GenerationRequest | PoolingFields | TextTokenizeRequest | DetokenizeRequest
@@ -56,9 +58,9 @@ def _prompt(request: RequestBody) -> str:
         return "messages"
     if isinstance(request, PromptFields):
         return "messages" if request.messages is not None else "input"
-    if isinstance(request, ScoreRequest):
+    if isinstance(request, ScoringFields):
         return request.names()[1]
-    return "documents" if isinstance(request, PoolingFields) else "prompt"
+    return "prompt"
 
 
 def _beam_width(request: GenerationRequest) -> str:
@@ -71,6 +73,6 @@ def _shape(request: GenerationRequest) -> str:
     """Return the field that requests a structured output."""
     asked = request.structured_outputs
     if asked is None:
-        return "tools" if request.response_format is None else "response_format"
-    kinds = [kind for kind, value in asked.items() if value] if isinstance(asked, dict) else []
+        return "tools" if request.response_format is None else format_field(request)
+    kinds = [kind for kind in KINDS if asked.get(kind)] if isinstance(asked, dict) else []
     return f"structured_outputs.{kinds[0]}" if len(kinds) == 1 else "structured_outputs"

@@ -33,23 +33,22 @@ async def pooled_outputs(
     request: PoolingFields,
     params: PoolingParams,
     size: int,
+    place_of: Callable[[int], str] | None = None,
 ) -> list[GenerationOutput]:
     """Render the prompts of a request, and return their outputs, each with a vector, in the order of the prompts.
 
     Args:
         size: of the request's body, in bytes.
+        place_of: tells for the index of a prompt the field that has it, if not `request.place_of`.
 
     Raises:
         ApiError, EngineError: see `openai_serving.to_api_error`.
     """
     llm = serving.llm
 
-    def work(request: PoolingFields) -> list[EngineCoreRequest]:
-        prompts = render(llm.renderer)
-        if params.is_token_wise:
-            check_token_numbers(llm.config, params, sum(len(prompt.token_ids) for prompt in prompts))
-        return [
-            pooling_request(
+    def core_request(index: int, prompt: TokenizedPrompt) -> EngineCoreRequest:
+        try:
+            return pooling_request(
                 llm.input_processor,
                 prompt,
                 params,
@@ -58,8 +57,17 @@ async def pooled_outputs(
                 tenant=serving.tenant,
                 data_parallel_rank=request.data_parallel_rank,
             )
-            for prompt in prompts
-        ]
+        except InvalidRequest as error:
+            if error.param == "prompt":
+                error.param = (place_of or request.place_of)(index)
+                error.args = (f"{error.param}: {error}",)
+            raise
+
+    def work(request: PoolingFields) -> list[EngineCoreRequest]:
+        prompts = render(llm.renderer)
+        if params.is_token_wise:
+            check_token_numbers(llm.config, params, sum(len(prompt.token_ids) for prompt in prompts))
+        return [core_request(index, prompt) for index, prompt in enumerate(prompts)]
 
     llm.queue_limits.check(1)
     requests = await serving.render_pool.run(size, work, request, serving.tenant)

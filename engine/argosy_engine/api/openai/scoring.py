@@ -80,7 +80,14 @@ async def _scores(
         queries, documents = request.queries_and_documents()
         num_characters = len(documents) // len(queries) * sum(map(len, queries)) + sum(map(len, documents))
         size = max(size, num_characters)  # of the pairs, which repeat a query
-        outputs = await pooled_outputs(serving, partial(render_pairs, request=request), request, params, size)
+        outputs = await pooled_outputs(
+            serving,
+            partial(render_pairs, request=request),
+            request,
+            params,
+            size,
+            lambda index: request.place_of(len(queries) + index),
+        )
         return [vector_of(output)[0] for output in outputs], usage_of(outputs)
     num_queries = len(request.queries_and_documents()[0])
 

@@ -17,6 +17,7 @@ from argosy_engine.api.openai.choice_stream import MAX_INLINE_TOKENS
 from argosy_engine.api.openai.openai_serving import OpenAIServing
 from argosy_engine.api.responses.response_events import RawMessages, ResponseEvents
 from argosy_engine.frontend.outputs import GenerationOutput
+from argosy_engine.frontend.request_params import num_logprobs
 from argosy_engine.messages.core_messages import EngineCoreRequest
 from argosy_protocol.errors import ApiError
 from argosy_protocol.openai import ChatCompletionRequest
@@ -67,6 +68,7 @@ class ResponseJob:
             ApiError, EngineError: see `openai_serving.to_api_error`.
         """
         model = serving.check_model(chat.model)
+        num_logprobs("top_logprobs", request.top_logprobs, serving.llm.config)  # even if none are asked for
         prompt, requests = await serving.prepare_bounded_chat(chat, size)
         renderer = serving.llm.renderer
         chat_format = ChatFormat(

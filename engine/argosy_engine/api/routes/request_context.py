@@ -46,6 +46,7 @@ def context_of(engine: Engine, request: Request, body: GenerationRequest | Pooli
     record = current_record.get()
     if record is not None:
         record.request_id = context.response_id
-        record.model, record.tenant = body.model, context.serving.tenant
+        record.model = body.model or context.serving.check_model("")
+        record.tenant = context.serving.tenant
     log_request(engine.options, body, context.response_id)
     return context

@@ -106,9 +106,7 @@ def add_response_routes(app: FastAPI, engine: Engine) -> None:
     @app.get("/v1/responses/{name}/input_items")
     async def listed_items(request: Request, name: str) -> Response:
         query = request.query_params
-        limit = _number(query.get("limit"), "limit", DEFAULT_PAGE, MAX_PAGE)
-        if limit < 1:
-            raise BadRequest(f"limit must be a number from 1 to {MAX_PAGE}", param="limit")
+        limit = _number(query.get("limit"), "limit", DEFAULT_PAGE, MAX_PAGE, minimum=1)
         order = _order(query.get("order", "desc"))
         record = await _stored(engine, owner_of(request), name)
         return _json(page_of_items(record, after=query.get("after"), limit=limit, order=order))
@@ -231,13 +229,14 @@ def _truth(value: str | None, name: str) -> bool:
     return True
 
 
-def _number(value: str | None, name: str, default: int, maximum: int) -> int:
+def _number(value: str | None, name: str, default: int, maximum: int, *, minimum: int = 0) -> int:
     if value is None:
         return default
-    if not (
-        value.isascii() and value.isdigit() and len(value) <= len(str(maximum)) and int(value) <= maximum
-    ):
-        raise BadRequest(f"{name} must be a number from 0 to {maximum}", param=name)
+    is_number = value.isascii() and value.isdigit() and len(value) <= len(str(maximum))
+    if not is_number or not minimum <= int(value) <= maximum:
+        raise BadRequest(
+            f"{name} must be a number from {minimum} to {maximum}, not {value[:64]!r}", param=name
+        )
     return int(value)
 
 
