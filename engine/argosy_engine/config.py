@@ -116,7 +116,10 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
             "the `dimensions` that embeddings may have; architectures (another head), classifier_from_token, method, "
             "is_original_qwen3_reranker and use_sep_token of models that classify"
         ),
-        Flag(is_json=True),
+        Flag(
+            is_json=True,
+            other_keys="change other fields, such as rope_scaling and rope_theta, in config.json of a copy of the model",
+        ),
     ] = None
     tensor_parallel_size: Annotated[
         int,
@@ -204,7 +207,7 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
         Meta(
             description="longest prompt plus output; default: the model's; auto or -1: what fits into memory"
         ),
-        Flag(is_size=True, aliases=(("-1", "auto"),)),
+        Flag(is_size=True, aliases=(("-1", "auto"),), form="must be a whole number, auto, or like 4k"),
     ] = None
     block_size: Annotated[BlockSize, Meta(description="tokens per KV block")] = 16
     quantization: Annotated[
