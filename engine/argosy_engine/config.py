@@ -118,7 +118,7 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
         ),
         Flag(
             is_json=True,
-            other_keys="change other fields, such as rope_scaling and rope_theta, in config.json of a copy of the model",
+            other_keys="change other fields, such as rope_scaling or rope_theta, in config.json of a copy",
         ),
     ] = None
     tensor_parallel_size: Annotated[

@@ -136,7 +136,7 @@ def test_overrides_of_the_model_s_config_are_json(tmp_path: Path, capsys: pytest
         parse_args(["m", "--hf-overrides", '{"rope_scaling": {"rope_type": "yarn"}}'])
     told = capsys.readouterr().err
     assert "unknown field `rope_scaling`; there are is_matryoshka, matryoshka_dimensions, " in told
-    assert "change other fields, such as rope_scaling and rope_theta, in config.json of a copy" in told
+    assert "change other fields, such as rope_scaling or rope_theta, in config.json of a copy" in told
 
 
 def test_the_compilation_config_is_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
