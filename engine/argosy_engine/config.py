@@ -192,6 +192,7 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
             description="give each device whole experts instead of a slice of every expert; with "
             "--data-parallel-size the engine cores then run their steps together"
         ),
+        Flag(short="-ep"),
     ] = False
     enable_dbo: Annotated[
         bool,

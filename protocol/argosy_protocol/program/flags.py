@@ -438,13 +438,14 @@ def _choices(kind: Any) -> tuple[str, ...]:
     return literals if literals and all(isinstance(item, str) for item in literals) else ()
 
 
-def add_switch(group: argparse._ArgumentGroup, name: str, help_text: str, dest: str) -> None:
+def add_switch(group: argparse._ArgumentGroup, name: str, help_text: str, dest: str, short: str = "") -> None:
     """Add `--NAME` and `--no-NAME`; only the former if the name begins with `no-`. Without either the value is None."""
+    names = [f"--{name}", *([short] if short else [])]
     if name.startswith("no-"):
-        group.add_argument(f"--{name}", action="store_const", const=True, help=help_text, dest=dest)
+        group.add_argument(*names, action="store_const", const=True, help=help_text, dest=dest)
     else:
         action = argparse.BooleanOptionalAction
-        group.add_argument(f"--{name}", action=action, default=None, help=help_text, dest=dest)
+        group.add_argument(*names, action=action, default=None, help=help_text, dest=dest)
 
 
 def _add_flag(group: argparse._ArgumentGroup, field: Field) -> None:
@@ -456,7 +457,7 @@ def _add_flag(group: argparse._ArgumentGroup, field: Field) -> None:
     choices = _choices(field.kind)
     metavar = flag.metavar or (None if choices else field.name.split("-")[-1].upper())
     if field.kind is bool:
-        add_switch(group, field.name, help_text, field.dest)
+        add_switch(group, field.name, help_text, field.dest, flag.short)
     elif flag.is_repeatable:
         group.add_argument(
             *names,

@@ -45,9 +45,15 @@ def add_vllm_flags(
     parser: argparse.ArgumentParser,
     without_effect: Sequence[VllmFlag],
     refused: Sequence[VllmFlag],
+    settings: Sequence[VllmFlag] = (),
 ) -> None:
-    """Add the flags, in two groups of the help text."""
+    """Add the flags, in groups of the help text.
+
+    Args:
+        settings: flags that have an effect, which `vllm_settings` knows.
+    """
     groups = (
+        *([(parser.add_argument_group("vLLM's flags with another name here"), settings)] if settings else []),
         (parser.add_argument_group("vLLM's flags without effect"), without_effect),
         (parser.add_argument_group("vLLM's flags that are refused"), refused),
     )
@@ -56,7 +62,7 @@ def add_vllm_flags(
             names = [f"--{flag.name}", *([flag.short] if flag.short else [])]
             but = f"; accepted: {', '.join(flag.neutral)}" if flag.neutral else ""
             if flag.is_switch:
-                add_switch(group, flag.name, flag.reason, flag.dest)
+                add_switch(group, flag.name, flag.reason, flag.dest, flag.short)
             else:
                 group.add_argument(
                     *names,
