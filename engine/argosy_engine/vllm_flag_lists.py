@@ -69,7 +69,9 @@ _NO_DP_SUPERVISOR = "there is one address for all cores; a router is in front of
 _NO_UBATCHES = "there are no micro-batches"
 _NO_ROPE_FLAG = "positions are as config.json says; change rope_scaling and rope_theta in a copy of it"
 ONE_BACKEND = "there is one backend of grammars, xgrammar"
-ANY_WHITESPACE = "grammars allow white space in JSON; a request forbids it: structured_outputs.disable_any_whitespace"
+ANY_WHITESPACE = (
+    "grammars allow white space in JSON; a request forbids it: structured_outputs.disable_any_whitespace"
+)
 NO_PLUGIN_OF_REASONING = "--tool-parser-plugin is for tool calls only"
 _SAYS_CAPTURED = "--compilation-config says what is captured"
 _NO_SWAP = "preempted requests are computed anew"

@@ -5,7 +5,6 @@ Owns: the lists of each benchmark. Must not know: how such flags are parsed (`ar
 
 from __future__ import annotations
 
-from argosy_engine.vllm_flag_lists import ENGINE_REFUSED, ENGINE_WITHOUT_EFFECT
 from argosy_engine.vllm_flags import VllmFlag
 
 _TRUST = VllmFlag("trust-remote-code", "a checkpoint's code is never run; the engine's own model is", True)
@@ -34,13 +33,11 @@ SERVE_REFUSED = (
     VllmFlag("hf-output-len", _HUB),
 )
 OFFLINE_WITHOUT_EFFECT = (
-    *ENGINE_WITHOUT_EFFECT,
     VllmFlag("async-engine", "the engine's core steps by itself either way", True),
     VllmFlag("prequeue-requests", "all prompts are queued before the first step", True),
     VllmFlag("enable-multimodal-chat", "prompts are texts", True),
 )
 OFFLINE_REFUSED = (
-    *ENGINE_REFUSED,
     _PROFILE,
     VllmFlag("disable-detokenize", "outputs always become text, as servers send it", True),
     VllmFlag("lora-path", "adapters are not served yet; serve the merged model"),
