@@ -7,6 +7,7 @@ are parsed (`vllm_flags`).
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
@@ -17,8 +18,16 @@ from msgspec.structs import replace
 from argosy_engine.compilation_config import MAX_DEFAULT_SIZE, CompilationConfig, capture_sizes
 from argosy_engine.config import EngineArgs
 from argosy_engine.errors import ConfigError
-from argosy_engine.vllm_flag_lists import ANY_WHITESPACE, NO_PLUGIN_OF_REASONING, ONE_BACKEND
-from argosy_engine.vllm_flags import VllmFlag
+from argosy_engine.vllm_flag_lists import (
+    ANY_WHITESPACE,
+    ENGINE_REFUSED,
+    ENGINE_WITHOUT_EFFECT,
+    NO_PLUGIN_OF_REASONING,
+    ONE_BACKEND,
+)
+from argosy_engine.vllm_flags import LOCAL_SIZE, VllmFlag
+
+logger = logging.getLogger("argosy.frontend")
 
 _CONFIG, _SIZES, _MAX_SIZE = (
     "structured-outputs-config",
@@ -42,9 +51,48 @@ _REFUSED_KEYS = {
 }
 _KEYS = ("backend", "reasoning_parser", *_REFUSED_KEYS, "disable_fallback")
 
+_FLAGS_OF_SETTINGS = frozenset(flag.name for flag in SETTINGS)
+
 _Size = Annotated[int, Meta(ge=1, le=1 << 14)]
 _MAX_SIZES = 256
 _Sizes = Annotated[tuple[_Size, ...], Meta(min_length=1, max_length=_MAX_SIZES)]
+
+
+def engine_args_of(**fields: Any) -> EngineArgs:
+    """Build the engine's arguments from a Python caller's, as `EngineArgs.of` does, but with all names of vLLM's engine.
+
+    Arguments without a setting here are treated as the flags of a command line; notices are logged as warnings.
+
+    Raises:
+        ConfigError: an argument is unknown, invalid, or asks for what the engine does not do.
+    """
+    refused = {flag.name: flag for flag in ENGINE_REFUSED}
+    without_effect = {flag.name: flag for flag in ENGINE_WITHOUT_EFFECT}
+    own, settings, notices = {}, {}, []
+    for field, value in fields.items():
+        name = field.replace("_", "-")
+        if field in EngineArgs.__struct_fields__:
+            own[field] = value
+        elif name in _FLAGS_OF_SETTINGS:
+            settings[name] = value
+        elif (flag := refused.get(name)) is not None:
+            neutral: tuple[object, ...] = flag.neutral
+            if name == LOCAL_SIZE:
+                neutral = (str(fields.get("data_parallel_size", 1)),)
+            elif name == "tokenizer":
+                neutral = (str(fields.get("model")),)
+            if value and str(value) not in neutral:
+                raise ConfigError(f"{field} is not supported: {flag.reason}")
+        elif (flag := without_effect.get(name)) is not None:
+            if value:
+                notices.append(f"{field} has no effect: {flag.reason}")
+        else:
+            own[field] = value  # which says that it is unknown
+    args, told = with_vllm_settings(EngineArgs.of(**own), settings)
+    args.check()
+    for notice in (*notices, *told):
+        logger.warning("%s", notice)
+    return args
 
 
 def with_vllm_settings(args: EngineArgs, given: Mapping[str, Any]) -> tuple[EngineArgs, list[str]]:

@@ -343,13 +343,17 @@ def convert_arguments(values: Mapping[str, Any], cls: type[T]) -> T:
     for name in values:
         if name not in fields:
             raise InvalidValue(f"there is no argument {name}{suggestion(name, fields)}")
-    numbers: dict[str, Any] = {}
+    texts: dict[str, Any] = {}
     for name, value in values.items():
-        if isinstance(value, str) and fields[name].flag.is_size:
-            numbers[name] = _size(value, fields[name].name)
-        elif isinstance(value, str) and fields[name].kind in (int, float):
-            numbers[name] = _number(value, fields[name].kind)
-    return convert({**values, **numbers}, cls)
+        if isinstance(value, str):
+            field = fields[name]
+            value = dict(field.flag.aliases).get(value, value)
+            if field.flag.is_size:
+                value = _size(value, field.name)
+            elif field.kind in (int, float):
+                value = _number(value, field.kind)
+            texts[name] = value
+    return convert({**values, **texts}, cls)
 
 
 def _explained(message: str, cls: type, values: Mapping[str, Any]) -> str:
