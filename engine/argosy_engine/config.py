@@ -38,6 +38,10 @@ Device = Literal["auto", "cuda", "cpu"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["fp8", "compressed-tensors", "modelopt"]
 KVCacheDType = Literal["auto", "fp8", "fp8_e4m3"]
+_DTYPES_OF_MODELS = tuple(
+    (dtype, "without the flag keys and values have the model's dtype, which --dtype sets; leave it out")
+    for dtype in ("bfloat16", "float16", "float32")
+)
 
 
 def default_name(model: str) -> str:
@@ -225,6 +229,7 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
             description="auto: the model's dtype; fp8 or fp8_e4m3: keys and values in 8 bits, half the memory of "
             "bfloat16, with the checkpoint's scales if it has any (attention backends triton and torch)"
         ),
+        Flag(remedies=_DTYPES_OF_MODELS),
     ] = "auto"
     max_num_seqs: Annotated[MaxNumSeqs, Meta(description="maximum number of running requests")] = 256
     max_num_batched_tokens: Annotated[
@@ -311,7 +316,20 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
             "torch: plain torch operations, the reference; flash_attn: the flash-attn library, if it is installed; "
             "vLLM's CPU_ATTN, TRITON_ATTN and FLASH_ATTN are the same"
         ),
-        Flag(aliases=(("CPU_ATTN", "cpu"), ("TRITON_ATTN", "triton"), ("FLASH_ATTN", "flash_attn"))),
+        Flag(
+            aliases=(("CPU_ATTN", "cpu"), ("TRITON_ATTN", "triton"), ("FLASH_ATTN", "flash_attn")),
+            remedies=(
+                (
+                    "FLASHINFER",
+                    "leave it out, or give flash_attn or triton, which have the kernels for GPUs here",
+                ),
+                ("FLEX_ATTENTION", "leave it out, or give triton, whose kernels are for any GPU"),
+                (
+                    "TORCH_SDPA",
+                    "leave it out, or give cpu, whose kernels are for CPUs, or torch, the reference",
+                ),
+            ),
+        ),
     ] = "auto"
     distributed_executor_backend: Annotated[
         Literal["uni", "mp", "ray", "external_launcher"] | None,

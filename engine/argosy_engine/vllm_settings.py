@@ -59,7 +59,7 @@ _Sizes = Annotated[tuple[_Size, ...], Meta(min_length=1, max_length=_MAX_SIZES)]
 
 
 def engine_args_of(**fields: Any) -> EngineArgs:
-    """Build the engine's arguments from a Python caller's, as `EngineArgs.of` does, but with all names of vLLM's engine.
+    """Build the engine's arguments from a Python caller's, as `EngineArgs.of` does, but with all of vLLM's names.
 
     Arguments without a setting here are treated as the flags of a command line; notices are logged as warnings.
 

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from argosy_engine.api.serve import parse_args
+from argosy_engine.config import EngineArgs
+from argosy_engine.errors import ConfigError
 
 
 def config_file(tmp_path: Path, text: str) -> list[str]:
@@ -71,6 +73,24 @@ def test_a_length_that_is_no_number_is_told_what_it_may_be(
         parse_args(["m", f"--max-model-len={text}"])
     told = f"--max-model-len: must be a whole number, auto, or like 4k, not '{text}'"
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "told"),
+    [
+        ("--attention-backend", "FLASHINFER", "leave it out, or give flash_attn or triton"),
+        ("--attention-backend", "TORCH_SDPA", "leave it out, or give cpu, whose kernels are for CPUs"),
+        ("--kv-cache-dtype", "bfloat16", "without the flag keys and values have the model's dtype"),
+    ],
+)
+def test_a_choice_of_vllm_s_is_refused_with_what_to_give_instead(
+    flag: str, value: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse_args(["m", flag, value])
+    assert f"argument {flag}: {value} is not supported: {told}" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=f"{flag}: {value} is not supported: {told}"):
+        EngineArgs.of(model="m", **{flag.removeprefix("--").replace("-", "_"): value})
 
 
 def test_numbers_may_begin_with_a_point() -> None:

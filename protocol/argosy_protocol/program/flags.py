@@ -74,6 +74,8 @@ class Flag:
     """Whether the field has no flag, because it is set by the environment or by other means."""
     form: str = ""
     """The form of a text in words, which the message about another one has instead of the pattern."""
+    remedies: tuple[tuple[str, str], ...] = ()
+    """Values that users may expect and that are refused, with what to give instead."""
     other_keys: str = ""
     """What to do about keys that a JSON object does not have; the end of the message about one."""
     default: str = ""
@@ -400,6 +402,8 @@ def _told(field: Field, reason: str, value: Any, *, is_exact: bool) -> str:
     if reason.startswith(_UNKNOWN_KEY) and is_exact and _is_config(field.kind):
         others = f"; {field.flag.other_keys}" if field.flag.other_keys else ""
         return f"{reason}; there are {', '.join(_defaults(field.kind))}{others}"
+    if is_exact and isinstance(value, str) and (remedy := dict(field.flag.remedies).get(value)):
+        return f"{value} is not supported: {remedy}"
     requirement = field.requirement() if is_exact else ""
     return f"must be {requirement}{shown}" if requirement else reason
 
@@ -474,15 +478,22 @@ def _add_flag(group: argparse._ArgumentGroup, field: Field) -> None:
     elif isinstance(field.default, tuple) and not flag.is_json:
         group.add_argument(*names, nargs="+", metavar=metavar, help=help_text, dest=field.dest)
     else:
-        others = dict(flag.aliases)
         group.add_argument(
             *names,
-            type=lambda text: others.get(text, text),
+            type=lambda text: _word(flag, text),
             choices=choices or None,
             metavar=metavar,
             help=help_text,
             dest=field.dest,
         )
+
+
+def _word(flag: Flag, text: str) -> str:
+    """The value that a text stands for; argparse prints why one is refused."""
+    remedy = dict(flag.remedies).get(text)
+    if remedy is not None:
+        raise argparse.ArgumentTypeError(f"{text} is not supported: {remedy}")
+    return dict(flag.aliases).get(text, text)
 
 
 def _shown_default(value: Any) -> str:
