@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 from msgspec.structs import force_setattr
 
 from argosy_engine.errors import ConfigError
+
+MAX_DEFAULT_SIZE = 512
+"""Largest number of requests that is captured by default."""
 
 
 class CompilationConfig(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -23,7 +27,7 @@ class CompilationConfig(Struct, frozen=True, kw_only=True, omit_defaults=True, f
     cudagraph_capture_sizes: Annotated[
         tuple[Annotated[int, Meta(ge=1, le=1 << 14)], ...], Meta(max_length=256)
     ] = ()
-    """Numbers of requests; empty: `worker.cuda_graphs.capture_sizes` chooses."""
+    """Numbers of requests; empty: `capture_sizes` chooses."""
 
     def __post_init__(self) -> None:
         if self.mode is not None:
@@ -47,6 +51,22 @@ class CompilationConfig(Struct, frozen=True, kw_only=True, omit_defaults=True, f
                 f"--compilation-config: cudagraph_mode {self.cudagraph_mode} is not supported, because {reason}; use "
                 "FULL_DECODE_ONLY or NONE"
             )
+
+
+def capture_sizes(
+    max_num_seqs: int, wanted: Sequence[int] = (), largest: int = MAX_DEFAULT_SIZE
+) -> list[int]:
+    """Return the numbers of requests to capture, ascending, at most max_num_seqs.
+
+    Args:
+        wanted: `cudagraph_capture_sizes`; default: 1, 2, 4, then steps of 8 to 256 and of 16 to `largest`, and
+            max_num_seqs.
+    """
+    if wanted:
+        return sorted({size for size in wanted if size <= max_num_seqs})
+    last = min(max_num_seqs, largest)
+    sizes = {1, 2, 4, *range(8, 257, 8), *range(272, largest + 1, 16), last}
+    return sorted(size for size in sizes if size <= last)
 
 
 _REFUSED_LEVELS = {

@@ -38,6 +38,10 @@ Device = Literal["auto", "cuda", "cpu"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["fp8", "compressed-tensors", "modelopt"]
 KVCacheDType = Literal["auto", "fp8", "fp8_e4m3"]
+_DTYPES_OF_MODELS = tuple(
+    (dtype, "without the flag keys and values have the model's dtype, which --dtype sets; leave it out")
+    for dtype in ("bfloat16", "float16", "float32")
+)
 
 
 def default_name(model: str) -> str:
@@ -116,7 +120,10 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
             "the `dimensions` that embeddings may have; architectures (another head), classifier_from_token, method, "
             "is_original_qwen3_reranker and use_sep_token of models that classify"
         ),
-        Flag(is_json=True),
+        Flag(
+            is_json=True,
+            other_keys="change other fields, such as rope_scaling or rope_theta, in config.json of a copy",
+        ),
     ] = None
     tensor_parallel_size: Annotated[
         int,
@@ -189,6 +196,7 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
             description="give each device whole experts instead of a slice of every expert; with "
             "--data-parallel-size the engine cores then run their steps together"
         ),
+        Flag(short="-ep"),
     ] = False
     enable_dbo: Annotated[
         bool,
@@ -204,7 +212,7 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
         Meta(
             description="longest prompt plus output; default: the model's; auto or -1: what fits into memory"
         ),
-        Flag(is_size=True, aliases=(("-1", "auto"),)),
+        Flag(is_size=True, aliases=(("-1", "auto"),), form="must be a whole number, auto, or like 4k"),
     ] = None
     block_size: Annotated[BlockSize, Meta(description="tokens per KV block")] = 16
     quantization: Annotated[
@@ -221,6 +229,7 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
             description="auto: the model's dtype; fp8 or fp8_e4m3: keys and values in 8 bits, half the memory of "
             "bfloat16, with the checkpoint's scales if it has any (attention backends triton and torch)"
         ),
+        Flag(remedies=_DTYPES_OF_MODELS),
     ] = "auto"
     max_num_seqs: Annotated[MaxNumSeqs, Meta(description="maximum number of running requests")] = 256
     max_num_batched_tokens: Annotated[
@@ -307,7 +316,20 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
             "torch: plain torch operations, the reference; flash_attn: the flash-attn library, if it is installed; "
             "vLLM's CPU_ATTN, TRITON_ATTN and FLASH_ATTN are the same"
         ),
-        Flag(aliases=(("CPU_ATTN", "cpu"), ("TRITON_ATTN", "triton"), ("FLASH_ATTN", "flash_attn"))),
+        Flag(
+            aliases=(("CPU_ATTN", "cpu"), ("TRITON_ATTN", "triton"), ("FLASH_ATTN", "flash_attn")),
+            remedies=(
+                (
+                    "FLASHINFER",
+                    "leave it out, or give flash_attn or triton, which have the kernels for GPUs here",
+                ),
+                ("FLEX_ATTENTION", "leave it out, or give triton, whose kernels are for any GPU"),
+                (
+                    "TORCH_SDPA",
+                    "leave it out, or give cpu, whose kernels are for CPUs, or torch, the reference",
+                ),
+            ),
+        ),
     ] = "auto"
     distributed_executor_backend: Annotated[
         Literal["uni", "mp", "ray", "external_launcher"] | None,

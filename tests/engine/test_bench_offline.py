@@ -9,6 +9,14 @@ from typing import Any
 import pytest
 
 from argosy_engine.benchmarks import bench_latency, bench_throughput
+from argosy_engine.vllm_flag_lists import (
+    OF_SERVERS,
+    RARE_REFUSED,
+    RARE_WITHOUT_EFFECT,
+    REFUSED,
+    WITHOUT_EFFECT,
+)
+from argosy_protocol.program.flags import FlagParser
 
 ENGINE = ["--model", "builtin://tiny", "--threads", "1", "--device", "cpu", "--kv-cache-memory-bytes", "32M"]
 
@@ -60,6 +68,45 @@ def test_latency_times_each_iteration(
     assert printed.out.startswith("Avg latency: ")
     assert "99% percentile latency: " in printed.out
     assert "benchmark: 4/4 iterations" in printed.err
+
+
+@pytest.mark.parametrize("command", [bench_latency, bench_throughput])
+def test_flags_of_vllm_s_engine_are_those_of_the_server(
+    command: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = "--disable-log-stats --swap-space 4 --no-enable-lora --cudagraph-capture-sizes 1 2 --device-ids 0"
+    with pytest.raises(SystemExit) as ending:
+        command.main(["/nowhere", *flags.split()])
+    *notices, refusal = capsys.readouterr().err.splitlines()
+    assert ending.value.code == 2
+    assert notices == []
+    assert "--device-ids is not supported: CUDA_VISIBLE_DEVICES says which devices there are" in refusal
+    assert command.main(["/nowhere", *flags.split()[:-2]]) == 2
+    *notices, refusal = capsys.readouterr().err.splitlines()
+    assert [notice.split(": ", 1)[1] for notice in notices] == [
+        "--swap-space has no effect: preempted requests are computed anew",
+        "--disable-log-stats has no effect: lines of statistics are a server's",
+    ]
+    assert "/nowhere is no directory" in refusal
+
+
+def test_offline_benchmarks_know_every_engine_flag_of_the_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    known: list[frozenset[str]] = []
+
+    def note(parser: FlagParser, *_: Any) -> None:
+        known.append(parser.flag_names)
+        raise SystemExit
+
+    monkeypatch.setattr(FlagParser, "parse_args", note)
+    for command in (bench_latency, bench_throughput):
+        with pytest.raises(SystemExit):
+            command.main([])
+    server = {f"--{flag.name}" for flag in (*WITHOUT_EFFECT, *RARE_WITHOUT_EFFECT, *REFUSED, *RARE_REFUSED)}
+    for names in known:
+        assert not {name for name in server - names if name.removeprefix("--") not in OF_SERVERS}
+        assert {"--disable-log-stats", "--stream-interval", "--otlp-traces-endpoint"} <= names
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from argosy_engine.api.serve import parse_args
+from argosy_engine.config import EngineArgs
+from argosy_engine.errors import ConfigError
 
 
 def config_file(tmp_path: Path, text: str) -> list[str]:
@@ -63,6 +65,40 @@ def test_sizes(text: str, tokens: object) -> None:
     assert parse_args(["m", f"--max-model-len={text}"])[1].max_model_len == tokens
 
 
+@pytest.mark.parametrize("text", ["abc", "4_096"])
+def test_a_length_that_is_no_number_is_told_what_it_may_be(
+    text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse_args(["m", f"--max-model-len={text}"])
+    told = f"--max-model-len: must be a whole number, auto, or like 4k, not '{text}'"
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "told"),
+    [
+        ("--attention-backend", "FLASHINFER", "leave it out, or give flash_attn or triton"),
+        ("--attention-backend", "TORCH_SDPA", "leave it out, or give cpu, whose kernels are for CPUs"),
+        ("--kv-cache-dtype", "bfloat16", "without the flag keys and values have the model's dtype"),
+    ],
+)
+def test_a_choice_of_vllm_s_is_refused_with_what_to_give_instead(
+    flag: str, value: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse_args(["m", flag, value])
+    assert f"argument {flag}: {value} is not supported: {told}" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=f"{flag}: {value} is not supported: {told}"):
+        EngineArgs.of(model="m", **{flag.removeprefix("--").replace("-", "_"): value})
+
+
+def test_numbers_may_begin_with_a_point() -> None:
+    flags = "--gpu-memory-utilization .9 --watermark .1 --shutdown-timeout .5"
+    server, args = parse_args(["m", *flags.split()])
+    assert (args.gpu_memory_utilization, args.watermark, server.shutdown_timeout) == (0.9, 0.1, 0.5)
+
+
 @pytest.mark.parametrize("text", ["1.0001k", "k", "-2", "1T", "8", "", "1e9", "9" * 30])
 def test_bad_sizes(text: str) -> None:
     with pytest.raises(SystemExit) as left:
@@ -116,6 +152,11 @@ def test_overrides_of_the_model_s_config_are_json(tmp_path: Path, capsys: pytest
     with pytest.raises(SystemExit):
         parse_args(["m", "--hf-overrides", "{is_matryoshka"])
     assert "--hf-overrides is not JSON" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        parse_args(["m", "--hf-overrides", '{"rope_scaling": {"rope_type": "yarn"}}'])
+    told = capsys.readouterr().err
+    assert "unknown field `rope_scaling`; there are is_matryoshka, matryoshka_dimensions, " in told
+    assert "change other fields, such as rope_scaling or rope_theta, in config.json of a copy" in told
 
 
 def test_the_compilation_config_is_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,10 +17,11 @@ from argosy_engine import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from argosy_engine.errors import EngineClosed, InvalidRequest
+from argosy_engine.errors import ConfigError, EngineClosed, InvalidRequest
 from argosy_engine.frontend.llm import RequestOutput
 from argosy_engine.frontend.prompts import as_list, text_or_token_ids
 from argosy_engine.messages.core_messages import EngineCoreOutputs, FinishReason
+from argosy_engine.vllm_settings import engine_args_of
 from chat_requests import chat
 
 
@@ -193,6 +194,74 @@ def test_forms_of_a_prompt_have_one_answer(llm: LLM) -> None:
     first, *others = llm.generate(forms, params, use_tqdm=False)
     assert {tuple(other.token_ids) for other in others} == {tuple(first.token_ids)}
     assert [made.prompt_token_ids for made in llm.embed(forms, use_tqdm=False)] == [ids] * 4
+
+
+def test_outputs_have_the_text_of_their_prompt(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=1)
+    forms: list[Any] = ["The sea", {"prompt": "The sea"}, {"prompt_token_ids": [5]}, [5, 6]]
+    outputs = llm.generate(forms, params, use_tqdm=False)
+    assert [output.prompt for output in outputs] == ["The sea", "The sea", None, None]
+    (output,) = llm.chat([{"role": "user", "content": "Hello!"}], params, use_tqdm=False)
+    assert output.prompt is not None
+    assert "<|im_start|>user\nHello!<|im_end|>" in output.prompt
+
+
+def test_calls_take_the_arguments_of_vllm_s(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=1)
+    empty: dict[str, Any] = {"lora_request": None, "tokenization_kwargs": {}, "mm_processor_kwargs": None}
+    message = [{"role": "user", "content": "Hello!"}]
+    for priority in (None, 0, [0]):
+        llm.generate("The sea", params, use_tqdm=False, priority=priority, **empty)
+        llm.chat(message, params, use_tqdm=False, priority=priority, chat_template=None, **empty)
+    for arguments, told in (
+        ({"priority": [1]}, "priority needs an engine started with --scheduling-policy priority"),
+        ({"priority": [0, 0]}, "2 priorities for 1 prompts; give one for all, or one for each"),
+        ({"lora_request": "adapter"}, "lora_request is not supported: adapters are not served yet"),
+        ({"tokenization_kwargs": {"truncation": True}}, "tokenization_kwargs is not supported"),
+        ({"mm_processor_kwargs": {"num_crops": 1}}, "mm_processor_kwargs is not supported: models read text"),
+    ):
+        given: dict[str, Any] = arguments
+        with pytest.raises(InvalidRequest, match=told):
+            llm.generate("The sea", params, use_tqdm=False, **given)
+        with pytest.raises(InvalidRequest, match=told):
+            llm.chat(message, params, use_tqdm=False, **given)
+    with pytest.raises(InvalidRequest, match="chat_template is refused: it needs"):
+        llm.chat(message, params, chat_template="{{ messages }}")
+    with pytest.raises(InvalidRequest, match="must be auto or string"):
+        llm.chat(message, params, chat_template_content_format="openai")
+
+
+def test_arguments_of_vllm_s_engine_are_those_of_its_command_line(caplog: pytest.LogCaptureFixture) -> None:
+    neutral: dict[str, Any] = {
+        "tokenizer": "m", "tokenizer_mode": "auto", "cpu_offload_gb": 0, "enable_lora": False, "max_loras": None,
+        "trust_remote_code": False, "speculative_config": None, "data_parallel_size_local": 2,
+    }  # fmt: skip
+    args = engine_args_of(model="m", data_parallel_size=2, dtype="half", max_model_len="-1", **neutral)
+    assert (args.dtype, args.max_model_len) == ("float16", "auto")
+    assert caplog.messages == []
+    args = engine_args_of(
+        model="m",
+        trust_remote_code=True,
+        disable_log_stats=True,
+        limit_mm_per_prompt={"image": 1},
+        cudagraph_capture_sizes=[1, 2],
+        structured_outputs_config={"reasoning_parser": "qwen3"},
+    )
+    assert args.compilation_config.cudagraph_capture_sizes == (1, 2)
+    assert args.reasoning_parser == "qwen3"
+    assert caplog.messages == [
+        "trust_remote_code has no effect: a checkpoint's code is never run; the engine's own model is",
+        "disable_log_stats has no effect: lines of statistics are a server's",
+        "limit_mm_per_prompt has no effect: images, videos and audio are refused",
+    ]
+    for arguments, told in (
+        ({"enable_lora": True}, "enable_lora is not supported: adapters are not served yet"),
+        ({"tokenizer": "n"}, "tokenizer is not supported: the tokenizer is that of the model's directory"),
+        ({"structured_outputs_config": {"disable_any_whitespace": True}}, "disable_any_whitespace is not"),
+        ({"trust_remote": True}, "there is no argument trust_remote"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            engine_args_of(model="m", **arguments)
 
 
 def test_a_failure_in_the_core_affects_no_other_request(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:

@@ -255,6 +255,44 @@ def test_flags_of_earlier_versions_without_effect_are_accepted(capsys: pytest.Ca
         ("--root-path models", "--root-path: must begin with / and have no ?, # or white space"),
         ("--warm-up-from host:8000", "--warm-up-from: must be a URL such as http://HOST:PORT"),
         ("--swap_spaces 4", "unknown argument --swap_spaces; did you mean --swap-space?"),
+        ("--custom-histogram-buckets 1 2", "--custom-histogram-buckets is not supported: the buckets are"),
+        ("--guided-decoding-disable-any-whitespace", "is not supported: grammars allow white space in JSON"),
+        ("-dpl 2", "--data-parallel-size-local is not supported"),
+        ("--structured-outputs-config {", "--structured-outputs-config is not a JSON object: '{'"),
+        ("--structured-outputs-config []", "--structured-outputs-config is not a JSON object: '[]'"),
+        (
+            '--structured-outputs-config {"disable_any_whitespace":true}',
+            "disable_any_whitespace is not supported: grammars allow white space in JSON; a request forbids it",
+        ),
+        (
+            '--structured-outputs-config {"enable_in_reasoning":true}',
+            "enable_in_reasoning is not supported: a grammar applies to what follows the reasoning; turn",
+        ),
+        (
+            "--structured-outputs-config.disable_additional_properties true",
+            "disable_additional_properties is not supported",
+        ),
+        (
+            '--structured-outputs-config {"whitespace":0}',
+            "there is no whitespace, but backend, reasoning_parser",
+        ),
+        ('--structured-outputs-config {"backend":"x"}', "backend must be one of auto, xgrammar, guidance"),
+        ('--structured-outputs-config {"reasoning_parser":"x"}', "--reasoning-parser"),
+        ('--structured-outputs-config {"reasoning_parser":[1]}', "reasoning_parser must be a name"),
+        ("--cudagraph-capture-sizes 1 x", "--cudagraph-capture-sizes: must be 1 to 256 whole numbers from 1"),
+        ("--max-cudagraph-capture-size 0", "--max-cudagraph-capture-size: must be a whole number from 1"),
+        (
+            "--cudagraph-capture-sizes 1 -cc.cudagraph_capture_sizes+ 2",
+            "cudagraph_capture_sizes of --compilation-config are the same: give one",
+        ),
+        (
+            "--cudagraph-capture-sizes 1 2 --max-cudagraph-capture-size 4",
+            "--max-cudagraph-capture-size 4 is not the largest of the sizes to capture, 2",
+        ),
+        (
+            "--max-num-seqs 4096 --max-cudagraph-capture-size 8192",
+            "sizes are too many; give them, by --cudagraph-capture-sizes",
+        ),
     ],
 )
 def test_what_is_missing_is_refused_by_name(
@@ -266,6 +304,78 @@ def test_what_is_missing_is_refused_by_name(
     assert left.value.code == 2
     assert message in error
     assert len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "name", "told"),
+    [
+        ('{"reasoning_parser":"deepseek_r1","backend":"xgrammar"}', "deepseek_r1", ""),
+        ('{"reasoning_parser":"deepseek_r1"} --reasoning-parser qwen3', "qwen3", ""),
+        ('{"disable_any_whitespace":false,"backend":"auto","reasoning_parser":""}', None, ""),
+        ('{"backend":"guidance"}', None, "backend has no effect: there is one backend of grammars, xgrammar"),
+    ],
+)
+def test_a_config_of_structured_outputs_is_read_by_key(
+    flags: str, name: str | None, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, args, printed = parsed(f"builtin://tiny --structured-outputs-config {flags}", capsys)
+    assert getattr(args, "reasoning_parser") == name  # noqa: B009
+    assert printed == (f"argosy serve: --structured-outputs-config: {told}\n" if told else "")
+
+
+@pytest.mark.parametrize(
+    ("flags", "sizes"),
+    [
+        ("--cudagraph-capture-sizes 4 2 1", (4, 2, 1)),
+        ("--cudagraph-capture-sizes 2 4 --max-cudagraph-capture-size 4", (2, 4)),
+        ("--max-cudagraph-capture-size 4 -cc.cudagraph_capture_sizes+ 2,4", (2, 4)),
+        ("--max-cudagraph-capture-size 20", (1, 2, 4, 8, 16, 20)),
+        ("--max-cudagraph-capture-size 256", ()),
+        ("--max-cudagraph-capture-size 512 --max-num-seqs 12", ()),
+    ],
+)
+def test_sizes_to_capture_are_part_of_the_compilation_config(
+    flags: str, sizes: tuple[int, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, args = parse_args(f"builtin://tiny {flags}".split())
+    assert args.compilation_config.cudagraph_capture_sizes == sizes
+    assert capsys.readouterr().err == ""
+
+
+def test_sizes_to_capture_may_exceed_the_default_s() -> None:
+    _, args = parse_args(["m", "--max-num-seqs", "1000", "--max-cudagraph-capture-size", "600"])
+    assert args.compilation_config.cudagraph_capture_sizes[-3:] == (576, 592, 600)
+
+
+def test_flags_have_vllm_s_short_forms() -> None:
+    assert parse_args(["m", "-ep"])[1].enable_expert_parallel
+    parser = build_parser()
+    parser.parse_args(
+        [
+            "m",
+            *[
+                "-dpn",
+                "0",
+                "-dpr",
+                "0",
+                "-dpl",
+                "1",
+                "-dpa",
+                "a",
+                "-dpp",
+                "1",
+                "-dpb",
+                "mp",
+                "-ac",
+                "{}",
+                "-dc",
+                "{}",
+                "-sc",
+                "{}",
+            ],
+        ]
+    )
+    parser.parse_args(["m", "-dph", "-dpe", "-dpm"])
 
 
 def test_every_flag_of_vllm_is_known() -> None:

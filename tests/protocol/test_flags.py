@@ -49,7 +49,14 @@ class Shape(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class Other(Struct, frozen=True, kw_only=True):
     names: Annotated[tuple[str, ...], Meta(description="of whom")] = ()
     options: Annotated[dict[str, int] | None, Meta(description="what else"), Flag(is_json=True)] = None
-    shape: Annotated[Shape, Meta(description="JSON"), Flag(is_json=True)] = Shape()
+    shape: Annotated[Shape, Meta(description="JSON"), Flag(is_json=True, other_keys="draw other shapes")] = (
+        Shape()
+    )
+    length: Annotated[
+        int | Literal["auto"] | None,
+        Meta(description="how long"),
+        Flag(is_size=True, form="must be a number or auto"),
+    ] = None
     colours: Annotated[tuple[str, ...], Meta(description="JSON list"), Flag(is_json=True)] = ("red",)
 
 
@@ -169,7 +176,13 @@ def test_the_command_line_wins_over_the_environment_and_that_over_the_file(tmp_p
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--port", "x"], "--port: must be a whole number from 0 to 65535"),
+        (["--port", "x"], "--port: must be a whole number from 0 to 65535, not 'x'"),
+        (["--port", "8_0"], "--port: must be a whole number from 0 to 65535, not '8_0'"),
+        (["--timeout", "nan"], "--timeout: must be a number above 0 and at most 60, not 'nan'"),
+        (["--timeout", "inf"], "--timeout: must be a number above 0 and at most 60, not 'inf'"),
+        (["--timeout", "6_0"], "--timeout: must be a number above 0 and at most 60, not '6_0'"),
+        (["--timeout", "61."], "--timeout: must be a number above 0 and at most 60, not 61.0"),
+        (["--length", "abc"], "--length: must be a number or auto, not 'abc'"),
         (["--port", "65536"], "--port: must be a whole number from 0 to 65535"),
         (["--timeout", "0"], "--timeout: must be a number above 0 and at most 60"),
         (["--memory", "0"], "--memory: must be a whole number at least 1"),
@@ -177,14 +190,28 @@ def test_the_command_line_wins_over_the_environment_and_that_over_the_file(tmp_p
         (["--options", "{"], "--options is not JSON"),
         (["--options", '{"k": "v"}'], "--options: Expected `int`"),
         (["--shape", "{"], "--shape is not JSON"),
-        (["--shape", '{"form": "flat"}'], "--shape: form: must be one of round, square"),
+        (["--shape", '{"form": "flat"}'], "--shape: form: must be one of round, square, not 'flat'"),
         (["--shape", '{"sizes": [0]}'], "--shape: sizes: Expected `int` >= 1"),
-        (["--shape", '{"form2": "flat"}'], "--shape: Object contains unknown field `form2`"),
+        (
+            ["--shape", '{"form2": "flat"}'],
+            "--shape: Object contains unknown field `form2`; there are form, sizes; draw other shapes",
+        ),
     ],
 )
 def test_a_bad_value_is_told_by_its_flag_and_in_words(arguments: list[str], message: str) -> None:
     with pytest.raises(InvalidValue, match=message.replace("{", r"\{")):
         read(arguments)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [(".9", 0.9), ("5.", 5.0), ("+.5", 0.5), (" 1 ", 1.0), ("1e1", 10.0), ("007", 7.0)]
+)
+def test_numbers_are_what_float_and_int_take(text: str, number: float) -> None:
+    config, _ = read([f"--timeout={text}"])
+    assert config.limits.timeout_s == number
+    assert convert_arguments({"timeout_s": text}, Limits).timeout_s == number
+    config, _ = read(["--port", "+080"])
+    assert config.port == 80
 
 
 def test_flags_may_be_spelt_with_underscores_as_in_vllm() -> None:

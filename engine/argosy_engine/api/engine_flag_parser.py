@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 
 from argosy_engine.config import EngineArgs
 from argosy_engine.errors import ConfigError
 from argosy_engine.parsers.parser_registry import check_parser_flags
+from argosy_engine.vllm_settings import SETTINGS, with_vllm_settings
 from argosy_protocol.program.flags import FlagParser, InvalidValue
 
 
@@ -62,8 +64,12 @@ class EngineFlagParser(FlagParser):
             self.error("give a model: ORG/NAME, a directory or builtin://tiny, as argument or in --config")
         try:
             args = self.build(EngineArgs, options, model=model)
+            given = {flag.name: getattr(options, flag.dest, None) for flag in SETTINGS}
+            args, notices = with_vllm_settings(args, given)
             args.check()
             check_parser_flags(args)
         except (InvalidValue, ConfigError) as error:
             self.error(str(error))
+        for notice in notices:
+            print(f"{self.prog}: {notice}", file=sys.stderr)
         return args

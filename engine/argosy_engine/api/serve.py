@@ -30,8 +30,6 @@ from argosy_engine.api.served_engine import Engine
 from argosy_engine.api.server_args import ServerArgs
 from argosy_engine.api.server_debug_signal import describe_server_on_signal
 from argosy_engine.api.start_watch import StartWatch
-from argosy_engine.api.vllm_flag_lists import RARE_REFUSED, RARE_WITHOUT_EFFECT, REFUSED, WITHOUT_EFFECT
-from argosy_engine.api.vllm_flags import add_vllm_flags, check_vllm_flags
 from argosy_engine.config import EngineArgs
 from argosy_engine.core.proc.client_group import ALONE
 from argosy_engine.errors import ConfigError, EngineDead, FetchFailed, LoadStalled
@@ -42,6 +40,9 @@ from argosy_engine.messages.load_step import LoadStep
 from argosy_engine.osproc.debug_signal import dump_stacks_on_signal
 from argosy_engine.osproc.file_descriptors import MIN_FREE, raise_limit, require_free
 from argosy_engine.resolved_config import ResolvedConfig
+from argosy_engine.vllm_flag_lists import RARE_REFUSED, RARE_WITHOUT_EFFECT, REFUSED, WITHOUT_EFFECT
+from argosy_engine.vllm_flags import add_vllm_flags, check_vllm_flags
+from argosy_engine.vllm_settings import SETTINGS
 from argosy_fetcher.progress_display import ProgressDisplay, progress_display
 from argosy_protocol.program.flags import InvalidValue
 from argosy_protocol.program.freed_memory import return_freed_memory
@@ -334,7 +335,7 @@ def build_parser() -> EngineFlagParser:
     parser = EngineFlagParser("argosy serve", "Serve one model behind an OpenAI API.", EXIT_CODES)
     parser.add_config(ServerArgs, "server")
     parser.add_engine_flags()
-    add_vllm_flags(parser, _WITHOUT_EFFECT, _REFUSED)
+    add_vllm_flags(parser, _WITHOUT_EFFECT, _REFUSED, SETTINGS)
     return parser
 
 

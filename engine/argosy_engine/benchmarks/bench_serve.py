@@ -18,7 +18,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from argosy_engine.api.vllm_flags import add_vllm_flags, check_vllm_flags
 from argosy_engine.benchmarks import result_file
 from argosy_engine.benchmarks.arrivals import arrival_times
 from argosy_engine.benchmarks.benchmark_error import FAILURE, BenchmarkError
@@ -36,6 +35,7 @@ from argosy_engine.benchmarks.serving_report import first_errors, report
 from argosy_engine.benchmarks.streaming_http import StreamingHttp
 from argosy_engine.benchmarks.vllm_bench_flags import SERVE_REFUSED, SERVE_WITHOUT_EFFECT
 from argosy_engine.osproc.file_descriptors import raise_limit
+from argosy_engine.vllm_flags import add_vllm_flags, check_vllm_flags
 from argosy_protocol.program.flags import FlagParser, InvalidValue
 
 MAX_CLIENT_CPU: Final = 0.8

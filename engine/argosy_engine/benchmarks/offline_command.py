@@ -13,19 +13,23 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from argosy_engine.api.engine_flag_parser import EngineFlagParser
-from argosy_engine.api.vllm_flags import add_vllm_flags, check_vllm_flags
 from argosy_engine.benchmarks.benchmark_error import FAILURE, USAGE, BenchmarkError
 from argosy_engine.benchmarks.vllm_bench_flags import OFFLINE_REFUSED, OFFLINE_WITHOUT_EFFECT
 from argosy_engine.config import EngineArgs
 from argosy_engine.errors import ConfigError, EngineError, InvalidRequest
+from argosy_engine.vllm_flag_lists import ENGINE_REFUSED, ENGINE_WITHOUT_EFFECT
+from argosy_engine.vllm_flags import add_vllm_flags, check_vllm_flags
+from argosy_engine.vllm_settings import SETTINGS
 from argosy_protocol.program.flags import InvalidValue
 
 Args = TypeVar("Args")
 
 
 def add_vllm_bench_flags(parser: EngineFlagParser) -> None:
-    """Add vLLM's flags without a setting."""
+    """Add vLLM's flags without a setting. The help text has those of its benchmarks; those of its engine are in that
+    of `argosy serve`."""
     add_vllm_flags(parser, OFFLINE_WITHOUT_EFFECT, OFFLINE_REFUSED)
+    add_vllm_flags(parser, ENGINE_WITHOUT_EFFECT, ENGINE_REFUSED, SETTINGS, is_listed=False)
 
 
 def run_offline(
@@ -42,7 +46,6 @@ def run_offline(
         defaults: of engine flags, where they differ from the engine's.
     """
     options = parser.parse_args(argv)
-    check_vllm_flags(parser, options, without_effect=OFFLINE_WITHOUT_EFFECT, refused=OFFLINE_REFUSED)
     for name, value in (defaults or {}).items():
         if getattr(options, name) is None:
             setattr(options, name, value)
@@ -51,6 +54,9 @@ def run_offline(
     except InvalidValue as error:
         parser.error(str(error))
     engine_args = parser.engine_args(options)
+    without_effect = (*ENGINE_WITHOUT_EFFECT, *OFFLINE_WITHOUT_EFFECT)
+    refused = (*ENGINE_REFUSED, *OFFLINE_REFUSED)
+    check_vllm_flags(parser, options, without_effect, refused, engine_args.data_parallel_size)
     try:
         return run(args, engine_args)
     except BenchmarkError as error:

@@ -1,11 +1,11 @@
 """Flags of `vllm bench` without a setting here, so that its command lines run unchanged or name what is missing.
 
-Owns: the lists of each benchmark. Must not know: how such flags are parsed (`argosy_engine.api.vllm_flags`).
+Owns: the lists of each benchmark. Must not know: how such flags are parsed (`argosy_engine.vllm_flags`).
 """
 
 from __future__ import annotations
 
-from argosy_engine.api.vllm_flags import VllmFlag
+from argosy_engine.vllm_flags import VllmFlag
 
 _TRUST = VllmFlag("trust-remote-code", "a checkpoint's code is never run; the engine's own model is", True)
 _MODE = VllmFlag("tokenizer-mode", "a model's tokenizer.json is read in one way")
@@ -33,8 +33,6 @@ SERVE_REFUSED = (
     VllmFlag("hf-output-len", _HUB),
 )
 OFFLINE_WITHOUT_EFFECT = (
-    _TRUST,
-    _MODE,
     VllmFlag("async-engine", "the engine's core steps by itself either way", True),
     VllmFlag("prequeue-requests", "all prompts are queued before the first step", True),
     VllmFlag("enable-multimodal-chat", "prompts are texts", True),

@@ -34,6 +34,7 @@ from argosy_engine.frontend.renderer import TokenizedPrompt
 from argosy_engine.params.pooling_params import PoolingParams
 from argosy_engine.params.sampling_params import SamplingParams
 from argosy_engine.sample.logits_processor.interface import LogitsProcessor, processor_path
+from argosy_engine.vllm_settings import engine_args_of
 from argosy_protocol.errors import BadRequest
 from argosy_protocol.openai import ChatCompletionRequest
 from argosy_protocol.scoring import ScoreRequest
@@ -50,7 +51,8 @@ class LLM:
         multiprocess: the engine core gets a process of its own, so that tokenising and stepping overlap. With
             `data_parallel_size` above 1 each core has one, and prompts spread over them.
         logits_processors: classes, or `MODULE:CLASS`, for requests with `SamplingParams.extra_args`.
-        **engine_args: any other field of `EngineArgs`.
+        **engine_args: any other field of `EngineArgs`, or argument of vLLM's engine: one without effect here is logged
+            as a warning.
 
     Raises:
         ConfigError: the model or an argument cannot work.
@@ -66,7 +68,7 @@ class LLM:
         **engine_args: Any,
     ) -> None:
         paths = tuple(processor_path(processor) for processor in logits_processors)
-        args = EngineArgs.of(model=model, logits_processors=paths, **engine_args)
+        args = engine_args_of(model=model, logits_processors=paths, **engine_args)
         self._use(LLMEngine.from_engine_args(args, multiprocess=multiprocess))
 
     @classmethod
@@ -102,6 +104,10 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: None = None,
+        priority: int | Sequence[int] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts (texts, token ids, or vLLM's dicts with either), batched, in the order given.
 
@@ -111,11 +117,15 @@ class LLM:
         Args:
             sampling_params: for all prompts, or one for each.
             use_tqdm: show a progress bar on a terminal; the name is vLLM's.
+            lora_request, tokenization_kwargs, mm_processor_kwargs: vLLM's, which must be empty here.
+            priority: for all prompts, or one for each, as `LLMEngine.add_request` takes it.
 
         Raises:
-            InvalidRequest: a prompt is empty or too long, parameters are out of bounds, or not as many as prompts.
+            InvalidRequest: a prompt is empty or too long, parameters are out of bounds, or not as many as prompts; an
+                argument is not supported.
         """
-        return self._run(as_list(prompts), sampling_params, use_tqdm)
+        _check_unsupported(lora_request, tokenization_kwargs, mm_processor_kwargs)
+        return self._run(as_list(prompts), sampling_params, use_tqdm, priority)
 
     def chat(
         self,
@@ -127,6 +137,12 @@ class LLM:
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         use_tqdm: bool = True,
+        lora_request: None = None,
+        priority: int | Sequence[int] | None = None,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them.
 
@@ -136,17 +152,28 @@ class LLM:
                 The output has the continuation only. Needs `add_generation_prompt=False`.
             tools: functions that the model may call, as OpenAI's API has them.
             chat_template_kwargs: variables of the model's chat template, such as `enable_thinking`.
+            chat_template: instead of the model's; needs an `LLM` with `trust_request_chat_template=True`.
+            chat_template_content_format: vLLM's; templates get the content of a message as text.
+            lora_request, priority, tokenization_kwargs, mm_processor_kwargs: as in `generate`.
 
         Raises:
             InvalidRequest: malformed messages, the chat template cannot take them, or `continue_final_message` with
-                `add_generation_prompt`.
+                `add_generation_prompt`; an argument is not supported.
         """
+        _check_unsupported(lora_request, tokenization_kwargs, mm_processor_kwargs)
+        if chat_template_content_format not in ("auto", "string"):
+            raise InvalidRequest(
+                "chat_template_content_format must be auto or string: templates get the content of a message as text",
+                param="chat_template_content_format",
+            )
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         fields = {
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
             "tools": tools,
             "chat_template_kwargs": chat_template_kwargs,
+            "chat_template": chat_template,
+            "return_prompt_text": True,
         }
         prompts = []
         for conversation in conversations:
@@ -155,7 +182,7 @@ class LLM:
             except msgspec.ValidationError as error:
                 raise InvalidRequest(str(error), param="messages") from None
             prompts.append(self.renderer.render_chat(request))
-        return self._run(prompts, sampling_params, use_tqdm)
+        return self._run(prompts, sampling_params, use_tqdm, priority)
 
     def beam_search(
         self, prompts: PromptType | Sequence[PromptType], params: BeamSearchParams
@@ -303,6 +330,7 @@ class LLM:
         prompts: Sequence[PromptType | TokenizedPrompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
         use_bar: bool,
+        priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
@@ -316,12 +344,19 @@ class LLM:
                 f"{len(params)} sampling_params for {len(prompts)} prompts; give one for all, or one for each",
                 param="sampling_params",
             )
+        if priority is None or isinstance(priority, int):
+            priority = [priority or 0] * len(prompts)
+        if len(priority) != len(prompts):
+            raise InvalidRequest(
+                f"{len(priority)} priorities for {len(prompts)} prompts; give one for all, or one for each",
+                param="priority",
+            )
         request_ids = [str(next(self._request_ids)) for _ in prompts]
         results: dict[str, RequestOutput] = {}
         known: dict[str, tuple[int, int]] = {}
         try:
-            for request_id, prompt, own in zip(request_ids, prompts, params, strict=True):
-                self.engine.add_request(request_id, prompt, own)
+            for request_id, prompt, own, rank in zip(request_ids, prompts, params, priority, strict=True):
+                self.engine.add_request(request_id, prompt, own, priority=rank)
             with _progress(sum(own.n for own in params), use_bar) as bar:
                 while self.engine.has_unfinished_requests():
                     for result in self.engine.step():
@@ -335,6 +370,21 @@ class LLM:
         ordered = [results[request_id] for request_id in request_ids]
         log_failures([result.error for result in ordered])
         return ordered
+
+
+def _check_unsupported(
+    lora_request: object,
+    tokenization_kwargs: Mapping[str, Any] | None,
+    mm_processor_kwargs: Mapping[str, Any] | None,
+) -> None:
+    """Refuse arguments of vLLM's calls, by name, unless they ask for nothing."""
+    for name, value, reason in (
+        ("lora_request", lora_request, "adapters are not served yet; load the merged model"),
+        ("tokenization_kwargs", tokenization_kwargs, "tokenise the prompt, and give its token ids"),
+        ("mm_processor_kwargs", mm_processor_kwargs, "models read text only"),
+    ):
+        if value:
+            raise InvalidRequest(f"{name} is not supported: {reason}", param=name)
 
 
 def _types(params: object) -> str:

@@ -25,7 +25,7 @@ from argosy_engine.frontend.model_source import local_model
 from argosy_engine.frontend.observer import Choices
 from argosy_engine.frontend.output_processor import OutputProcessor
 from argosy_engine.frontend.outputs import CompletionOutput, RequestOutput
-from argosy_engine.frontend.prompts import PromptType
+from argosy_engine.frontend.prompts import PromptType, text_of
 from argosy_engine.frontend.renderer import TokenizedPrompt
 from argosy_engine.messages.collective_rpc import CollectiveRpc
 from argosy_engine.params.sampling_params import SamplingParams
@@ -84,25 +84,35 @@ class LLMEngine:
             raise
 
     def add_request(
-        self, request_id: str, prompt: PromptType | TokenizedPrompt, params: SamplingParams | None = None
+        self,
+        request_id: str,
+        prompt: PromptType | TokenizedPrompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
     ) -> None:
         """Send a request to the core.
 
         Args:
             request_id: may be used again once the request is finished or aborted.
             prompt: text, token ids, vLLM's dict with either, or a chat's prompt from the renderer.
+            priority: lower goes first, with `scheduling_policy="priority"`.
 
         Raises:
-            InvalidRequest: the id is taken, the prompt is empty or too long, or parameters are out of bounds.
+            InvalidRequest: the id is taken, the prompt is empty or too long, parameters are out of bounds, or there is
+                a priority and the engine does not schedule by it.
         """
         if request_id in self._core_ids:
             raise InvalidRequest(f"a request with id {request_id!r} is running", param="request_id")
         params = params or SamplingParams()
         params.verify()
         made = self.renderer.render_prompt(prompt)
-        requests = self.input_processor.process_inputs(made, params)
+        requests = self.input_processor.process_inputs(made, params, priority=priority)
         result = RequestOutput(
-            request_id, made.token_ids, [CompletionOutput(choice) for choice in range(params.n)]
+            request_id,
+            made.token_ids,
+            [CompletionOutput(choice) for choice in range(params.n)],
+            prompt=made.text if isinstance(prompt, TokenizedPrompt) else text_of(prompt),
         )
         if params.prompt_logprobs is not None:
             result.prompt_logprobs = [None]

@@ -85,6 +85,8 @@ class RequestOutput:
     num_cached_tokens: int = 0
     error: str | None = None
     """Why a choice ended with `error`."""
+    prompt: str | None = None
+    """Text of the prompt, of a chat as the template made it; None if it was given as token ids."""
 
     @property
     def finished(self) -> bool:

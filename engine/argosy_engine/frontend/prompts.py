@@ -35,6 +35,12 @@ def as_list(prompts: Any) -> list[Any]:
     return [prompts] if prompts and isinstance(prompts[0], Integral) else prompts
 
 
+def text_of(prompt: PromptType) -> str | None:
+    """Return the text of a valid prompt; None if it has token ids only."""
+    text: Any = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+    return text if isinstance(text, str) else None
+
+
 def text_or_token_ids(prompt: PromptType) -> str | list[int]:
     """Return a prompt's text or token ids, whichever type it has.
 

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from argosy_engine.compilation_config import capture_sizes
 from argosy_engine.config import EngineArgs
 from argosy_engine.distributed.lockstep import Round
 from argosy_engine.errors import ConfigError
@@ -33,7 +34,6 @@ logger = logging.getLogger(__name__)
 Forward = Callable[[StepTensors], torch.Tensor]
 """Computes hidden states [T, hidden_size] of a step."""
 
-_MAX_DEFAULT_SIZE = 512
 _CAPTURABLE_BACKENDS = frozenset({"triton", "flash_attn"})
 
 
@@ -75,19 +75,6 @@ def graph_sizes(args: EngineArgs, device: str, attention_backend: str) -> list[i
         )
         return []
     return capture_sizes(args.max_num_seqs, config.cudagraph_capture_sizes)
-
-
-def capture_sizes(max_num_seqs: int, wanted: Sequence[int] = ()) -> list[int]:
-    """Return the numbers of requests to capture, ascending, at most max_num_seqs.
-
-    Args:
-        wanted: `cudagraph_capture_sizes`; default: 1, 2, 4, then steps of 8 to 256 and of 16 to 512, and max_num_seqs.
-    """
-    if wanted:
-        return sorted({size for size in wanted if size <= max_num_seqs})
-    last = min(max_num_seqs, _MAX_DEFAULT_SIZE)
-    sizes = {1, 2, 4, *range(8, 257, 8), *range(272, _MAX_DEFAULT_SIZE + 1, 16), last}
-    return sorted(size for size in sizes if size <= last)
 
 
 class DecodeGraphs:

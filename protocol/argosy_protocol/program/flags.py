@@ -15,6 +15,7 @@ import argparse
 import dataclasses
 import difflib
 import json
+import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,6 +34,10 @@ _MIN_LIKENESS = 0.75
 
 _OTHER_FORM = "matching regex"
 """Part of msgspec's message about a text that does not match the pattern of its field."""
+_OTHER_WORD = "Invalid enum value"
+"""Its beginning about a text that is none of the words, of a field that takes words or something else."""
+_UNKNOWN_KEY = "Object contains unknown field"
+_MAX_SHOWN_CHARS = 64
 
 T = TypeVar("T")
 
@@ -69,6 +74,10 @@ class Flag:
     """Whether the field has no flag, because it is set by the environment or by other means."""
     form: str = ""
     """The form of a text in words, which the message about another one has instead of the pattern."""
+    remedies: tuple[tuple[str, str], ...] = ()
+    """Values that users may expect and that are refused, with what to give instead."""
+    other_keys: str = ""
+    """What to do about keys that a JSON object does not have; the end of the message about one."""
     default: str = ""
     """Description of the default, if the field's default value does not explain itself."""
 
@@ -234,6 +243,8 @@ class FlagParser(argparse.ArgumentParser):
                 value = _size(value, field.name)
             elif field.flag.is_json:
                 value = _json_value(value, field.name)
+            elif field.kind in (int, float):
+                value = _number(value, field.kind)
             inner = values
             for name in field.path[:-1]:
                 inner = inner.setdefault(name, {})
@@ -321,7 +332,7 @@ def convert(values: Mapping[str, Any], cls: type[T], dec_hook: Callable[[type, A
     try:
         return msgspec.convert(values, cls, strict=False, dec_hook=dec_hook)
     except msgspec.ValidationError as error:
-        raise InvalidValue(_explained(str(error), cls)) from None
+        raise InvalidValue(_explained(str(error), cls, values)) from None
 
 
 def convert_arguments(values: Mapping[str, Any], cls: type[T]) -> T:
@@ -334,16 +345,21 @@ def convert_arguments(values: Mapping[str, Any], cls: type[T]) -> T:
     for name in values:
         if name not in fields:
             raise InvalidValue(f"there is no argument {name}{suggestion(name, fields)}")
-    sized = {
-        name: _size(value, fields[name].name)
-        for name, value in values.items()
-        if isinstance(value, str) and fields[name].flag.is_size
-    }
-    return convert({**values, **sized}, cls)
+    texts: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, str):
+            field = fields[name]
+            value = dict(field.flag.aliases).get(value, value)
+            if field.flag.is_size:
+                value = _size(value, field.name)
+            elif field.kind in (int, float):
+                value = _number(value, field.kind)
+            texts[name] = value
+    return convert({**values, **texts}, cls)
 
 
-def _explained(message: str, cls: type) -> str:
-    """Rephrase msgspec's message with the flag's name instead of the path, and the bounds in words.
+def _explained(message: str, cls: type, values: Mapping[str, Any]) -> str:
+    """Rephrase msgspec's message with the flag's name instead of the path, the bounds in words, and the value.
 
     A value within a JSON object has its key behind the flag.
     """
@@ -354,9 +370,10 @@ def _explained(message: str, cls: type) -> str:
         return f"{reason} ({path.rstrip('`')})" if path else reason
     inner = names[len(field.path) :]
     member = _field_at(field.kind, inner) if _is_config(field.kind) else None
+    value = _value_at(values, names)
     if member is None:
-        return f"--{field.name}: {_told(field, reason, is_exact=not inner)}"
-    told = _told(member, reason, is_exact=inner == member.path)
+        return f"--{field.name}: {_told(field, reason, value, is_exact=not inner)}"
+    told = _told(member, reason, value, is_exact=inner == member.path)
     return f"--{field.name}: {'.'.join(member.path)}: {told}"
 
 
@@ -365,11 +382,30 @@ def _field_at(cls: type, names: tuple[str, ...]) -> Field | None:
     return next((field for field in fields_of(cls) if names[: len(field.path)] == field.path), None)
 
 
-def _told(field: Field, reason: str, *, is_exact: bool) -> str:
+def _value_at(values: Mapping[str, Any], names: Sequence[str]) -> Any:
+    """The value that a path of names leads to; None if it leads into a list or a configuration class."""
+    value: Any = values
+    for name in names:
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
+
+
+def _told(field: Field, reason: str, value: Any, *, is_exact: bool) -> str:
+    """What is wrong, in words. Of the values, those of numbers and words are shown, which are no secrets."""
+    shown = ""
+    if isinstance(value, str | int | float):
+        shown = f", not {(value[:_MAX_SHOWN_CHARS] if isinstance(value, str) else value)!r}"
     if field.flag.form and _OTHER_FORM in reason:
         return field.flag.form
+    if field.flag.form and reason.startswith(_OTHER_WORD):
+        return f"{field.flag.form}{shown}"
+    if reason.startswith(_UNKNOWN_KEY) and is_exact and _is_config(field.kind):
+        others = f"; {field.flag.other_keys}" if field.flag.other_keys else ""
+        return f"{reason}; there are {', '.join(_defaults(field.kind))}{others}"
+    if is_exact and isinstance(value, str) and (remedy := dict(field.flag.remedies).get(value)):
+        return f"{value} is not supported: {remedy}"
     requirement = field.requirement() if is_exact else ""
-    return f"must be {requirement}" if requirement else reason
+    return f"must be {requirement}{shown}" if requirement else reason
 
 
 def _is_config(kind: Any) -> bool:
@@ -410,13 +446,14 @@ def _choices(kind: Any) -> tuple[str, ...]:
     return literals if literals and all(isinstance(item, str) for item in literals) else ()
 
 
-def add_switch(group: argparse._ArgumentGroup, name: str, help_text: str, dest: str) -> None:
+def add_switch(group: argparse._ArgumentGroup, name: str, help_text: str, dest: str, short: str = "") -> None:
     """Add `--NAME` and `--no-NAME`; only the former if the name begins with `no-`. Without either the value is None."""
+    names = [f"--{name}", *([short] if short else [])]
     if name.startswith("no-"):
-        group.add_argument(f"--{name}", action="store_const", const=True, help=help_text, dest=dest)
+        group.add_argument(*names, action="store_const", const=True, help=help_text, dest=dest)
     else:
         action = argparse.BooleanOptionalAction
-        group.add_argument(f"--{name}", action=action, default=None, help=help_text, dest=dest)
+        group.add_argument(*names, action=action, default=None, help=help_text, dest=dest)
 
 
 def _add_flag(group: argparse._ArgumentGroup, field: Field) -> None:
@@ -428,7 +465,7 @@ def _add_flag(group: argparse._ArgumentGroup, field: Field) -> None:
     choices = _choices(field.kind)
     metavar = flag.metavar or (None if choices else field.name.split("-")[-1].upper())
     if field.kind is bool:
-        add_switch(group, field.name, help_text, field.dest)
+        add_switch(group, field.name, help_text, field.dest, flag.short)
     elif flag.is_repeatable:
         group.add_argument(
             *names,
@@ -441,15 +478,22 @@ def _add_flag(group: argparse._ArgumentGroup, field: Field) -> None:
     elif isinstance(field.default, tuple) and not flag.is_json:
         group.add_argument(*names, nargs="+", metavar=metavar, help=help_text, dest=field.dest)
     else:
-        others = dict(flag.aliases)
         group.add_argument(
             *names,
-            type=lambda text: others.get(text, text),
+            type=lambda text: _word(flag, text),
             choices=choices or None,
             metavar=metavar,
             help=help_text,
             dest=field.dest,
         )
+
+
+def _word(flag: Flag, text: str) -> str:
+    """The value that a text stands for; argparse prints why one is refused."""
+    remedy = dict(flag.remedies).get(text)
+    if remedy is not None:
+        raise argparse.ArgumentTypeError(f"{text} is not supported: {remedy}")
+    return dict(flag.aliases).get(text, text)
 
 
 def _shown_default(value: Any) -> str:
@@ -488,6 +532,17 @@ def _size(value: str, name: str) -> str | int:
     if not number.is_integer():
         raise InvalidValue(f"--{name} {value} is not a whole number")
     return int(number)
+
+
+def _number(value: Any, kind: type) -> Any:
+    """Convert a text as `float` and `int` do, which take `.9` as well; leave anything else to the field's type."""
+    if not isinstance(value, str) or "_" in value:
+        return value
+    try:
+        number = kind(value)
+    except ValueError:
+        return value
+    return number if math.isfinite(number) else value
 
 
 def _json_value(value: str, name: str) -> Any:

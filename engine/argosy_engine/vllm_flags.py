@@ -45,9 +45,18 @@ def add_vllm_flags(
     parser: argparse.ArgumentParser,
     without_effect: Sequence[VllmFlag],
     refused: Sequence[VllmFlag],
+    settings: Sequence[VllmFlag] = (),
+    *,
+    is_listed: bool = True,
 ) -> None:
-    """Add the flags, in two groups of the help text."""
+    """Add the flags, in groups of the help text.
+
+    Args:
+        settings: flags that have an effect, which `vllm_settings` knows.
+        is_listed: whether the help text has them.
+    """
     groups = (
+        *([(parser.add_argument_group("vLLM's flags with another name here"), settings)] if settings else []),
         (parser.add_argument_group("vLLM's flags without effect"), without_effect),
         (parser.add_argument_group("vLLM's flags that are refused"), refused),
     )
@@ -55,14 +64,15 @@ def add_vllm_flags(
         for flag in flags:
             names = [f"--{flag.name}", *([flag.short] if flag.short else [])]
             but = f"; accepted: {', '.join(flag.neutral)}" if flag.neutral else ""
+            told = flag.reason + but if is_listed else argparse.SUPPRESS
             if flag.is_switch:
-                add_switch(group, flag.name, flag.reason, flag.dest)
+                add_switch(group, flag.name, told, flag.dest, flag.short)
             else:
                 group.add_argument(
                     *names,
                     nargs="+" if flag.is_list else None,
                     metavar=flag.name.split("-")[-1].upper(),
-                    help=flag.reason + but,
+                    help=told,
                     dest=flag.dest,
                 )
 

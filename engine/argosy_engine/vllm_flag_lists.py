@@ -7,7 +7,7 @@ rules in the API server grow with each name, and the others those of command lin
 
 from __future__ import annotations
 
-from argosy_engine.api.vllm_flags import LOCAL_SIZE, VllmFlag
+from argosy_engine.vllm_flags import LOCAL_SIZE, VllmFlag
 
 _NO_LORA = "adapters are not served yet; serve the merged model"
 _ONE_NODE = "an engine's cores are processes of one node; run one service per node behind the router"
@@ -17,14 +17,12 @@ _OWN_KERNELS = "the engine chooses among its own kernels and torch's; --attentio
 _KERNEL_CHOICES = (
     *(
         "kernel-config",
-        "attention-config",
         "moe-backend",
         "linear-backend",
         "ir-op-priority",
         "gdn-prefill-backend",
     ),
     *("kda-decode-backend", "kda-prefill-backend", "sparse-indexer-topk-backend", "all2all-backend"),
-    *("cudagraph-capture-sizes", "max-cudagraph-capture-size"),
 )
 _KERNEL_SWITCHES = (
     *("enable-flashinfer-autotune", "enable-batch-sharded-sampling", "enable-hc-sp", "use-fp64-gumbel"),
@@ -32,7 +30,7 @@ _KERNEL_SWITCHES = (
 )
 _TEXT_ONLY = "models read text only"
 _MEDIA = (
-    *("allowed-local-media-path", "allowed-media-domains", "media-io-kwargs", "mm-device-do-normalize"),
+    *("allowed-local-media-path", "media-io-kwargs", "mm-device-do-normalize"),
     *("mm-encoder-attn-backend", "mm-encoder-attn-dtype", "mm-encoder-fp8-scale-path", "mm-hasher-algorithm"),
     *("mm-encoder-fp8-scale-save-margin", "mm-encoder-fp8-scale-save-path", "mm-encoder-tp-mode"),
     *("mm-ipc-gpu-memory-gb", "mm-processor-cache-gb", "mm-processor-cache-type", "mm-processor-device"),
@@ -70,7 +68,11 @@ _NO_CONTEXT_PARALLEL = "the tokens of a request are not divided among devices"
 _NO_DP_SUPERVISOR = "there is one address for all cores; a router is in front of several engines"
 _NO_UBATCHES = "there are no micro-batches"
 _NO_ROPE_FLAG = "positions are as config.json says; change rope_scaling and rope_theta in a copy of it"
-_ONE_BACKEND = "there is one backend of grammars, xgrammar"
+ONE_BACKEND = "there is one backend of grammars, xgrammar"
+ANY_WHITESPACE = (
+    "grammars allow white space in JSON; a request forbids it: structured_outputs.disable_any_whitespace"
+)
+NO_PLUGIN_OF_REASONING = "--tool-parser-plugin is for tool calls only"
 _SAYS_CAPTURED = "--compilation-config says what is captured"
 _NO_SWAP = "preempted requests are computed anew"
 _NOT_MEASURED = "it is not measured"
@@ -97,9 +99,11 @@ WITHOUT_EFFECT = (
     VllmFlag("limit-mm-per-prompt", "images, videos and audio are refused"),
     VllmFlag("reasoning-config", "the reasoning parser knows the marks around the reasoning"),
     VllmFlag("chat-template-content-format", "templates get the content of a message as text"),
-    VllmFlag("data-parallel-backend", "--distributed-executor-backend says what runs the workers"),
-    VllmFlag("data-parallel-address", "the engine's cores are processes of this node"),
-    VllmFlag("data-parallel-rpc-port", "the engine's cores are processes of this node"),
+    VllmFlag(
+        "data-parallel-backend", "--distributed-executor-backend says what runs the workers", short="-dpb"
+    ),
+    VllmFlag("data-parallel-address", "the engine's cores are processes of this node", short="-dpa"),
+    VllmFlag("data-parallel-rpc-port", "the engine's cores are processes of this node", short="-dpp"),
 )
 
 RARE_WITHOUT_EFFECT = (
@@ -109,7 +113,6 @@ RARE_WITHOUT_EFFECT = (
         True,
     ),
     VllmFlag("renderer-num-workers", "short prompts need no thread, and long ones have their own"),
-    VllmFlag("structured-outputs-config", _ONE_BACKEND),
     VllmFlag("model-loader-extra-config", "weights are read in parallel in any case"),
     VllmFlag("model-impl", "there is one implementation of every model"),
     VllmFlag("code-revision", "a checkpoint's code is never run; the engine's own model is"),
@@ -129,17 +132,18 @@ RARE_WITHOUT_EFFECT = (
     VllmFlag("show-hidden-metrics-for-version", "no metrics are hidden"),
     VllmFlag("swa-bounded-replay", "windows are kept as the model says", True),
     VllmFlag("performance-mode", "there is one mode"),
+    VllmFlag("attention-config", _OWN_KERNELS, short="-ac"),
     *(VllmFlag(name, _OWN_KERNELS) for name in _KERNEL_CHOICES),
     *(VllmFlag(name, _OWN_KERNELS, True) for name in _KERNEL_SWITCHES),
+    VllmFlag("allowed-media-domains", _TEXT_ONLY, is_list=True),
     *(VllmFlag(name, _TEXT_ONLY) for name in _MEDIA),
     *(VllmFlag(name, _TEXT_ONLY, True) for name in _MEDIA_SWITCHES),
     *(VllmFlag(name, _NO_MAMBA) for name in _MAMBA),
     *(VllmFlag(name, _NO_MAMBA, True) for name in _MAMBA_SWITCHES),
     *(VllmFlag(name, _NO_COHERE) for name in ("cohere-format", "cohere-is-reasoning-model")),
     # Earlier versions of vLLM had the following ones, and samples still do.
-    VllmFlag("guided-decoding-backend", _ONE_BACKEND),
-    VllmFlag("guided-decoding-disable-fallback", _ONE_BACKEND, True),
-    VllmFlag("guided-decoding-disable-any-whitespace", _ONE_BACKEND, True),
+    VllmFlag("guided-decoding-backend", ONE_BACKEND),
+    VllmFlag("guided-decoding-disable-fallback", ONE_BACKEND, True),
     VllmFlag("num-scheduler-steps", "every step is scheduled, while the one before runs"),
     VllmFlag("num-lookahead-slots", "blocks are allocated as they are needed"),
     VllmFlag("use-v2-block-manager", "there is one block manager", True),
@@ -151,11 +155,11 @@ RARE_WITHOUT_EFFECT = (
 )
 
 REFUSED = (
-    VllmFlag(LOCAL_SIZE, _ONE_NODE),
-    VllmFlag("data-parallel-start-rank", _ONE_NODE, neutral=("0",)),
-    VllmFlag("data-parallel-rank", _ONE_NODE, neutral=("0",)),
-    VllmFlag("data-parallel-hybrid-lb", _ONE_NODE, True),
-    VllmFlag("data-parallel-external-lb", _ONE_NODE, True),
+    VllmFlag(LOCAL_SIZE, _ONE_NODE, short="-dpl"),
+    VllmFlag("data-parallel-start-rank", _ONE_NODE, neutral=("0",), short="-dpr"),
+    VllmFlag("data-parallel-rank", _ONE_NODE, neutral=("0",), short="-dpn"),
+    VllmFlag("data-parallel-hybrid-lb", _ONE_NODE, True, short="-dph"),
+    VllmFlag("data-parallel-external-lb", _ONE_NODE, True, short="-dpe"),
     VllmFlag("enable-lora", _NO_LORA, True),
     VllmFlag("lora-modules", _NO_LORA, is_list=True),
     VllmFlag("max-loras", _NO_LORA, neutral=("0",)),
@@ -212,7 +216,7 @@ RARE_REFUSED = (
         for name in ("cp-kv-cache-interleave-size", "dcp-kv-cache-interleave-size", "dcp-comm-backend")
     ),
     VllmFlag("dcp-q-replicate", _NO_CONTEXT_PARALLEL, True),
-    VllmFlag("data-parallel-multi-port-external-lb", _NO_DP_SUPERVISOR, True),
+    VllmFlag("data-parallel-multi-port-external-lb", _NO_DP_SUPERVISOR, True, short="-dpm"),
     *(
         VllmFlag(name, _NO_DP_SUPERVISOR)
         for name in (
@@ -270,7 +274,7 @@ RARE_REFUSED = (
     VllmFlag("hf-token", "the variable HF_TOKEN has the token; a command line is visible to other users"),
     VllmFlag("tokenizer-revision", "the tokenizer is that of the model's directory"),
     VllmFlag("model-class-overrides", "there is one implementation of every model"),
-    VllmFlag("reasoning-parser-plugin", "--tool-parser-plugin is for tool calls only"),
+    VllmFlag("reasoning-parser-plugin", NO_PLUGIN_OF_REASONING),
     VllmFlag("io-processor-plugin", "there are no plugins for what models read and write"),
     VllmFlag("worker-extension-cls", "--worker-cls runs a class of your own"),
     VllmFlag("scheduler-cls", "there is one scheduler, with --scheduling-policy"),
@@ -299,7 +303,7 @@ RARE_REFUSED = (
     VllmFlag("enable-layerwise-nvtx-tracing", _NOT_MEASURED, True),
     VllmFlag("enable-logging-iteration-details", _NOT_MEASURED, True),
     VllmFlag("ray-workers-use-nsight", _NOT_MEASURED, True),
-    VllmFlag("custom-histogram-buckets", "the buckets are vLLM's default"),
+    VllmFlag("custom-histogram-buckets", "the buckets are vLLM's default", is_list=True),
     VllmFlag("log-config-file", "--log-level is the setting of logs"),
     VllmFlag("logging-config", "--log-level is the setting of logs"),
     VllmFlag("enable-nccl-comm-suspend", "communicators stay while an engine sleeps", True),
@@ -309,11 +313,58 @@ RARE_REFUSED = (
     VllmFlag("enable-trace-replay", "steps are not recorded", True),
     VllmFlag("watermark-config", "answers have no watermarks"),
     VllmFlag("aux-output-config", "models have one output"),
-    VllmFlag("diffusion-config", "diffusion models are not served"),
+    VllmFlag("diffusion-config", "diffusion models are not served", short="-dc"),
     VllmFlag("engram-config", "models with such memories are not served"),
     # Earlier versions of vLLM had the following ones, and samples still do.
     *(VllmFlag(name, _NO_ROPE_FLAG) for name in ("rope-scaling", "rope-theta")),
     *(VllmFlag(name, _NO_DRAFTS) for name in ("speculative-model", "num-speculative-tokens")),
+    VllmFlag("guided-decoding-disable-any-whitespace", ANY_WHITESPACE, True),
     VllmFlag("enable-prompt-adapter", _NO_LORA, True),
     VllmFlag("worker-use-ray", "--distributed-executor-backend ray says the same", True),
+)
+
+OF_SERVERS = frozenset(
+    (
+        *("disable-log-requests", "enable-log-outputs", "enable-log-deltas", "max-log-len"),
+        *("enable-prompt-tokens-details", "enable-server-load-tracking", "uvicorn-log-level"),
+        *("disable-uvicorn-access-log", "disable-access-log-for-endpoints"),
+        *("disable-frontend-multiprocessing", "chat-template-content-format"),
+        *("exclude-tools-when-tool-choice-none", "log-error-stack", "enable-flash-late-interaction"),
+        *(
+            "cohere-format",
+            "cohere-is-reasoning-model",
+            "lora-modules",
+            "response-role",
+            "tool-server",
+            "grpc",
+        ),
+        *("data-parallel-supervisor-port", "dp-supervisor-probe-interval-s"),
+        *("dp-supervisor-probe-timeout-s", "dp-supervisor-probe-failure-threshold"),
+        *("trust-request-mm-kwargs", "enable-per-request-metrics", "fingerprint-mode", "fingerprint-value"),
+        *("sse-keep-alive-interval", "tool-strict-level", "anthropic-disabled-thinking-effort"),
+        *(
+            "enable-offline-docs",
+            "enable-scale-out",
+            "tokens-only",
+            "grpc-port",
+            "ssl-cert-reqs",
+            "ssl-ciphers",
+        ),
+    )
+)
+"""Flags of vLLM's server only; the others are its engine's."""
+
+ENGINE_WITHOUT_EFFECT = (
+    *(flag for flag in (*WITHOUT_EFFECT, *RARE_WITHOUT_EFFECT) if flag.name not in OF_SERVERS),
+    # Settings of our servers.
+    VllmFlag("disable-log-stats", "lines of statistics are a server's", True),
+    VllmFlag("enable-log-requests", "a server logs its requests", True),
+    VllmFlag("log-level", "the program says which messages are logged"),
+    VllmFlag("stream-interval", "answers are not streamed"),
+    VllmFlag("shutdown-timeout", "nobody waits for requests when the program ends"),
+)
+"""Flags of vLLM's engine for programs that are no servers."""
+ENGINE_REFUSED = (
+    *(flag for flag in (*REFUSED, *RARE_REFUSED) if flag.name not in OF_SERVERS),
+    VllmFlag("otlp-traces-endpoint", "spans are a server's"),
 )
