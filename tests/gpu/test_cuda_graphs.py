@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from argosy_engine import EngineArgs, LLMEngine, SamplingParams
+from argosy_engine.compilation_config import capture_sizes
 from argosy_engine.distributed.lockstep import Round
 from argosy_engine.errors import ConfigError
 from argosy_engine.messages.scheduler_output import NewRequest, SchedulerOutput
 from argosy_engine.sample.sampler import SamplerOptions
 from argosy_engine.worker import worker as worker_module
-from argosy_engine.worker.cuda_graphs import DecodeGraphs, capture_sizes, graph_sizes
+from argosy_engine.worker.cuda_graphs import DecodeGraphs, graph_sizes
 from argosy_engine.worker.device_inputs import DeviceInputs
 from argosy_engine.worker.input_batch import InputBatch
 from argosy_engine.worker.memory_profiling import estimate_graphs
