@@ -134,8 +134,8 @@ def test_numbers_and_booleans_may_be_texts() -> None:
 
 def test_whole_numbers_may_have_a_fraction_of_zero() -> None:
     """As R, Lua and JavaScript's serialisers of other numbers write them."""
-    body = b'''{"prompt": [1.0, 2], "max_tokens": 2.0, "seed": 1e3, "top_k": 5.0, "stop_token_ids": [3.0],
-        "vllm_xargs": {"a": 1.0, "b": "1.0"}}'''
+    body = b"""{"prompt": [1.0, 2], "max_tokens": 2.0, "seed": 1e3, "top_k": 5.0, "stop_token_ids": [3.0],
+        "vllm_xargs": {"a": 1.0, "b": "1.0"}}"""
     request = decode_request("completions", body)
     assert isinstance(request, CompletionRequest)
     assert (request.max_tokens, request.seed, request.top_k) == (2, 1000, 5)
