@@ -185,6 +185,7 @@ class GenerationRequest(InternalFields, kw_only=True, omit_defaults=True):
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
+    structural_tag: Any = None
     prompt_embeds: Any = None
     use_beam_search: Nullable[bool] = False
     """vLLM's field: return the `n` most probable answers instead of sampled ones."""

@@ -42,6 +42,8 @@ THINK, END_THINK = 1018, 1019
         ({"json": "{"}, "structured_outputs.json", "not valid JSON"),
         ({"json": '{"minimum": NaN}'}, "structured_outputs.json", "NaN"),
         ({"json": '{"maximum": 1e400}'}, "structured_outputs.json", "too large"),
+        ({"json": {"maximum": 10**400}}, "structured_outputs.json", "too large"),
+        ({"json": {"const": -(10**400)}}, "structured_outputs.json", "too large"),
         ({"json": '{"const": "\\ud800"}'}, "structured_outputs.json", "surrogates"),
         ({"json": "[" * 100_000}, "structured_outputs.json", "nested too deeply"),
         ({"json": json.dumps({"description": "x" * 200_000})}, "structured_outputs.json", "bytes"),

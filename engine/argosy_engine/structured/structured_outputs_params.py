@@ -27,6 +27,8 @@ MAX_TEXT_BYTES = 128 * 1024
 """Limit for a JSON schema, grammar or structural tag. The largest schemas of real tool catalogues are a third of it."""
 MAX_REGEX_BYTES = 8 * 1024
 MAX_CHOICES = 1024
+_MAX_DIGITS = 309
+"""Numbers with fewer are finite."""
 
 _KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 
@@ -142,7 +144,9 @@ def _parsed(value: str | dict[str, Any] | None) -> Any:
     try:
         text = value if isinstance(value, str) else json_codec.dumps(value, ensure_ascii=False)
         text = _bounded(text, MAX_TEXT_BYTES)
-        return json_codec.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
+        return json_codec.loads(
+            text, parse_constant=_refuse_constant, parse_float=_finite, parse_int=_finite_whole
+        )
     except InvalidRequest:
         raise
     except (ValueError, TypeError) as error:
@@ -160,6 +164,13 @@ def _finite(text: str) -> float:
     if math.isinf(value):
         raise ValueError(f"{text[:32]} is too large")
     return value
+
+
+def _finite_whole(text: str) -> int:
+    """XGrammar refuses a number beyond floats without a reason."""
+    if len(text) >= _MAX_DIGITS:
+        _finite(text)
+    return int(text)
 
 
 def _choice_grammar(choices: tuple[str, ...]) -> str:
