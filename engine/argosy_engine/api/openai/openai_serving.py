@@ -42,8 +42,8 @@ from argosy_protocol.openai import (
 
 _Request = TypeVar("_Request", bound=GenerationRequest)
 MAX_PROMPT_LOGPROBS = 1 << 22
-"""Log probabilities of prompt tokens in one answer, which repeats a prompt's for each of its choices: 200 MB of JSON, and
-800 MB while it is made. A single choice may exceed it: it has what the context length and `--max-logprobs` allow."""
+"""Log probabilities of prompt tokens in one answer, which repeats a prompt's for each of its choices: 200 MB of JSON,
+and 800 MB while it is made. A single choice may exceed it: it has what the context length and `--max-logprobs` allow."""
 _SHOWN_NAMES = 8
 """Names that the error about an unknown model lists."""
 
@@ -258,8 +258,8 @@ def _check_prompt_logprobs(core_requests: Sequence[EngineCoreRequest], n: int) -
     )
     if total > MAX_PROMPT_LOGPROBS and len(core_requests) > 1:
         raise BadRequest(
-            f"the answer would have {total} log probabilities of prompt tokens, at most {MAX_PROMPT_LOGPROBS} in several "
-            "choices: send fewer prompts, or reduce n, prompt_logprobs or logprobs",
+            f"the answer would have {total} log probabilities of prompt tokens, at most {MAX_PROMPT_LOGPROBS} in "
+            "several choices: send fewer prompts, or reduce n, prompt_logprobs or logprobs",
             param="prompt_logprobs",
         )
 
