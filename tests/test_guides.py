@@ -53,7 +53,9 @@ def test_every_field_is_documented() -> None:
 
 def refused() -> list[str]:
     rows = re.findall(r"^\| (`.*?) \|", chapter("Refused fields"), re.MULTILINE)
-    return [field for cell in rows for field in sorted(named(cell)) if not field.startswith("guided_")]
+    fields = [field for cell in rows for field in sorted(named(cell))]
+    # `structured_outputs` refuses vLLM's former names of it.
+    return [field for field in fields if field != "structural_tag" and not field.startswith("guided_")]
 
 
 @pytest.mark.parametrize("field", refused())

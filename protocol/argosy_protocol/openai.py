@@ -330,7 +330,6 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
     "logits_processors": ([],),
     "guided_whitespace_pattern": (),
-    "structural_tag": (),
 }
 """Fields that our engine does not implement -> the values that have no effect."""
 BEAM_SEARCH_FIELDS = ("best_of", "length_penalty")

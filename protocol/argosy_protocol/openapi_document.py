@@ -56,7 +56,8 @@ Schema = Mapping[str, Any]
 
 _REFUSED = {
     **{name: values for name, values in NEUTRAL_VALUES.items() if name not in BEAM_SEARCH_FIELDS},
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "resume"), ()),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag"), ()),
+    "resume": (),
     **dict.fromkeys(("mcp_servers", "container"), ([], {})),
     "context_management": ([], {}, {"edits": []}, {"edits": [KEPT_THINKING]}),
 }

@@ -228,6 +228,7 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"tool_choice": {**PING, "type": "x"}, "tools": [PING]}, "tool_choice", "'type': 'function'"),
     ({"tool_choice": {"type": "function", "function": {"name": "x"}}, "tools": [PING]}, "tool_choice", "'x'"),
     ({"guided_choice": ["a"]}, "guided_choice", "structured_outputs.choice"),
+    ({"structural_tag": "{}"}, "structural_tag", "structured_outputs.structural_tag"),
 ]  # fmt: skip
 
 

@@ -26,7 +26,6 @@ _REMEDIES = {
     "verbosity": "by this engine; give 'medium'",
     "logits_processors": "in requests; the engine's flag --logits-processors has them",
     "guided_whitespace_pattern": "by this engine; use structured_outputs, with disable_any_whitespace",
-    "structural_tag": "by this engine; use structured_outputs.structural_tag",
 }
 """Fields that `unsupported` names -> how the message about them goes on, where there is a remedy."""
 _OTHER_FIELDS = frozenset(

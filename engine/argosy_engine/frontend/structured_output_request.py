@@ -26,6 +26,7 @@ _GUIDED = {
     "guided_regex": "regex",
     "guided_choice": "choice",
     "guided_grammar": "grammar",
+    "structural_tag": "structural_tag",
 }
 """vLLM's former names. vLLM ignores them now; they are rejected here, because the output would be unconstrained."""
 SCHEMA_FIELD = "response_format.json_schema.schema"

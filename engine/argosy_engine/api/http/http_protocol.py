@@ -175,9 +175,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _new_parser(self) -> httptools.HttpRequestParser:
         parser = httptools.HttpRequestParser(self)
-        parser.set_dangerous_leniencies(
-            lenient_data_after_close=True
-        )  # as uvicorn's: it may end a pipeline so
+        # As uvicorn's parser: what follows the last request of a connection is no error.
+        parser.set_dangerous_leniencies(lenient_data_after_close=True)
         return parser
 
     def _reported_head(self) -> Head:

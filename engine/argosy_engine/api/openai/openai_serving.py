@@ -43,7 +43,8 @@ from argosy_protocol.openai import (
 _Request = TypeVar("_Request", bound=GenerationRequest)
 MAX_PROMPT_LOGPROBS = 1 << 22
 """Log probabilities of prompt tokens in one answer, which repeats a prompt's for each of its choices: 200 MB of JSON,
-and 800 MB while it is made. A single choice may exceed it, as the context length and `--max-logprobs` bound it."""
+and 800 MB while it is made. A single choice may exceed it: it has what the context length and `--max-logprobs`
+allow."""
 _SHOWN_NAMES = 8
 """Names that the error about an unknown model lists."""
 
