@@ -10,8 +10,8 @@ from argosy_engine.api.http.auth_middleware import ADMIN_PATHS, AuthMiddleware
 from argosy_protocol.bearer_keys import KeyRing
 
 
-async def status(keys: list[str], admin_keys: list[str], path: str, key: str | None) -> int:
-    """HTTP status of a request with `key`; 200 if it reached the application."""
+async def status(keys: list[str], admin_keys: list[str], path: str, *given: str | None) -> int:
+    """HTTP status of a request with these keys, in this order; 200 if it reached the application."""
     sent: list[Any] = []
 
     async def application(scope: Any, receive: Any, send: Any) -> None:
@@ -24,7 +24,7 @@ async def status(keys: list[str], admin_keys: list[str], path: str, key: str | N
         return {"type": "http.request", "body": b""}
 
     middleware = AuthMiddleware(application, KeyRing(keys), False, KeyRing(admin_keys))
-    headers = [(b"authorization", f"Bearer {key}".encode())] if key else []
+    headers = [(b"authorization", f"Bearer {key}".encode()) for key in given if key]
     scope = {"type": "http", "method": "POST", "path": path, "headers": headers}
     await middleware(scope, receive, send)
     return int(sent[0]["status"])
@@ -53,3 +53,9 @@ async def test_admin_routes_need_the_admin_key(
 async def test_the_admin_key_opens_nothing_else() -> None:
     assert await status(["k"], ["admin"], "/v1/models", "admin") == 401
     assert await status(["k"], ["admin"], "/sleep/", "admin") == 401
+
+
+async def test_of_two_keys_the_first_counts() -> None:
+    """So it is with a router, and with what tells whose stored responses they are."""
+    assert await status(["k"], [], "/v1/models", "k", "wrong") == 200
+    assert await status(["k"], [], "/v1/models", "wrong", "k") == 401

@@ -51,3 +51,13 @@ async def test_a_conversation_with_a_tool(engines: list[Server], tmp_path: Path)
                 while (done := await client.responses.retrieve(queued.id)).status == "queued":
                     pass
             assert (done.status, done.previous_response_id) == ("completed", answer.id)
+            events = await client.responses.create(
+                model="tiny", input="And in Oslo?", background=True, stream=True
+            )
+            told = [event async for event in events]
+            assert [event.type for event in told[:3]] == [
+                "response.created",
+                "response.queued",
+                "response.in_progress",
+            ]
+            assert [event.sequence_number for event in told] == list(range(len(told)))

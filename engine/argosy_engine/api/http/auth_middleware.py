@@ -9,6 +9,7 @@ the parser returned them, never rebuilt from headers (CVE-2026-48710).
 
 from __future__ import annotations
 
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from argosy_engine.api.http.error_response import send_error
@@ -60,11 +61,11 @@ class AuthMiddleware:
         if is_admin and not keys:
             raise Forbidden(f"{scope['path']} is closed: start the engine with --admin-api-key or --api-key")
         if keys and scope["path"] not in self._public:
-            headers: dict[bytes, bytes] = dict(scope["headers"])
-            given = headers.get(b"authorization")
-            if given is None and b"x-api-key" in headers:
-                given = b"Bearer " + headers[b"x-api-key"]
-            if not keys.accepts(given.decode("latin-1") if given else None):
+            headers = Headers(scope=scope)
+            given = headers.get("authorization")  # the first one, as a router reads it, and `client_key`
+            if given is None and "x-api-key" in headers:
+                given = "Bearer " + headers["x-api-key"]
+            if not keys.accepts(given):
                 raise Unauthorized(
                     "missing or wrong API key: send the header 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
                 )

@@ -17,6 +17,7 @@ choice_stream        choices as the events of a stream
 event_template       the bytes of its events, of which one text differs
 chat_format          a choice of a chat, complete or as deltas
 completion_format    a choice of a completion, likewise
+answer_bounds        how large an answer may become
 beam_choices         choices found by beam search
 logprobs_format      log probabilities
 reasoning_counter    number of tokens of reasoning

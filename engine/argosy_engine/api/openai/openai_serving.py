@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import Literal, TypeVar
 
+from argosy_engine.api.openai.answer_bounds import bound_answer
 from argosy_engine.api.openai.beam_choices import beam_choices
 from argosy_engine.errors import (
     EngineBusy,
@@ -34,17 +35,12 @@ from argosy_protocol.errors import (
 from argosy_protocol.openai import (
     MAX_CHOICES,
     ChatCompletionRequest,
-    CompletionRequest,
     GenerationRequest,
     ModelCard,
     ModelList,
 )
 
 _Request = TypeVar("_Request", bound=GenerationRequest)
-MAX_PROMPT_LOGPROBS = 1 << 22
-"""Log probabilities of prompt tokens in one answer, which repeats a prompt's for each of its choices: 200 MB of JSON,
-and 800 MB while it is made. A single choice may exceed it: it has what the context length and `--max-logprobs`
-allow."""
 _SHOWN_NAMES = 8
 """Names that the error about an unknown model lists."""
 
@@ -235,34 +231,12 @@ class OpenAIServing:
                 asks_max_tokens=asks_max_tokens(request),
             )
         ]
-        if isinstance(request, CompletionRequest):  # the answer to a chat has those of its prompt once
-            _check_prompt_logprobs(core_requests, n)
+        bound_answer(core_requests, n, request)
         return core_requests
 
     def close(self) -> None:
         """Drop the prompts that are not rendered yet."""
         self.render_pool.close()
-
-
-def _check_prompt_logprobs(core_requests: Sequence[EngineCoreRequest], n: int) -> None:
-    """
-    Args:
-        core_requests: `n` for each prompt, of which the first asks for the log probabilities of the prompt.
-
-    Raises:
-        BadRequest: the answer would have too many of these.
-    """
-    total = sum(
-        n * len(request.prompt_token_ids) * (1 + request.sampling_params.prompt_logprobs)
-        for request in core_requests
-        if request.sampling_params.prompt_logprobs is not None
-    )
-    if total > MAX_PROMPT_LOGPROBS and len(core_requests) > 1:
-        raise BadRequest(
-            f"the answer would have {total} log probabilities of prompt tokens, at most {MAX_PROMPT_LOGPROBS} in "
-            "several choices: send fewer prompts, or reduce n, prompt_logprobs or logprobs",
-            param="prompt_logprobs",
-        )
 
 
 def to_api_error(error: Exception) -> ApiError:

@@ -141,7 +141,10 @@ async def _create(engine: Engine, request: Request, body: ResponsesRequest, size
         return name_responses_field(translated_error(error), body)
 
     async def prepared() -> ResponseJob:
-        return await ResponseJob.prepare(context.serving, body, chat, response_id, size, items)
+        job = await ResponseJob.prepare(context.serving, body, chat, response_id, size, items)
+        if body.background:
+            job.events.queue()
+        return job
 
     async def answer() -> ResponseObject:
         try:

@@ -1,0 +1,78 @@
+"""How large an answer may become, without a server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from argosy_engine.api.openai.answer_bounds import MAX_VALUES, bound_answer
+from argosy_engine.messages.core_messages import EngineCoreRequest
+from argosy_engine.params.sampling_params import SamplingParams
+from argosy_protocol.errors import BadRequest
+from argosy_protocol.openai import ChatCompletionRequest, CompletionRequest
+
+PROMPT = list(range(1000))
+
+
+def call(count: int, max_tokens: int, logprobs: int | None) -> list[EngineCoreRequest]:
+    params = SamplingParams(max_tokens=max_tokens, logprobs=logprobs)
+    return [EngineCoreRequest(f"{index}", PROMPT, params, 0.0) for index in range(count)]
+
+
+def refused(requests: list[EngineCoreRequest], n: int, request: Any) -> BadRequest | None:
+    try:
+        bound_answer(requests, n, request)
+    except BadRequest as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize("field", ["echo", "return_token_ids"])
+def test_choices_that_repeat_their_prompt(field: str) -> None:
+    largest = MAX_VALUES // len(PROMPT)
+    asked, plain = CompletionRequest(prompt="", **{field: True}), CompletionRequest(prompt="")
+    for n in (1, largest):
+        assert refused(call(largest, 1, None), n, asked) is None
+        assert refused(call(largest + n, 1, None), n, plain) is None
+        error = refused(call(largest + n, 1, None), n, asked)
+        assert error is not None
+        assert error.param == field
+        assert f"{(largest + n) * len(PROMPT)} tokens" in error.message
+    assert refused(call(largest + 1, 1, None), 1, ChatCompletionRequest(messages=[], return_token_ids=True)) is None
+
+
+@pytest.mark.parametrize("kind", ["chat", "completion"])
+def test_log_probabilities_of_what_the_client_lets_several_choices_generate(kind: str) -> None:
+    def request(**fields: Any) -> ChatCompletionRequest | CompletionRequest:
+        if kind == "chat":
+            return ChatCompletionRequest(messages=[], **fields)
+        return CompletionRequest(prompt="", **fields)
+
+    room = MAX_VALUES // (8 * 21)
+    assert refused(call(8, room, 20), 8, request(max_tokens=room)) is None
+    error = refused(call(8, room + 1, 20), 8, request(max_tokens=room + 1))
+    assert error is not None
+    assert error.param == "max_tokens"
+    assert f"at most {room}," in error.message
+    for count, logprobs, stream in ((1, 20, False), (8, None, False), (8, 20, True)):
+        requests = call(count, 10 * room, logprobs)
+        assert refused(requests, count, request(max_tokens=10 * room, stream=stream)) is None
+        assert {each.sampling_params.max_tokens for each in requests} == {10 * room}
+
+
+def test_a_default_of_max_tokens_is_lowered() -> None:
+    chat = ChatCompletionRequest(messages=[])
+    requests = call(8, 1 << 20, 20)
+    bound_answer(requests, 8, chat)
+    assert {each.sampling_params.max_tokens for each in requests} == {MAX_VALUES // (8 * 21)}
+    short = call(8, 5, 20)
+    bound_answer(short, 8, chat)
+    assert {each.sampling_params.max_tokens for each in short} == {5}
+
+
+def test_a_default_is_not_lowered_to_a_few_tokens() -> None:
+    for logprobs in (MAX_VALUES // 100, MAX_VALUES):
+        error = refused(call(2, 1 << 20, logprobs), 2, ChatCompletionRequest(messages=[]))
+        assert error is not None
+        assert ("set max_tokens" in error.message) == (logprobs < MAX_VALUES)
