@@ -39,7 +39,10 @@ def test_choices_that_repeat_their_prompt(field: str) -> None:
         assert error is not None
         assert error.param == field
         assert f"{(largest + n) * len(PROMPT)} tokens" in error.message
-    assert refused(call(largest + 1, 1, None), 1, ChatCompletionRequest(messages=[], return_token_ids=True)) is None
+    assert (
+        refused(call(largest + 1, 1, None), 1, ChatCompletionRequest(messages=[], return_token_ids=True))
+        is None
+    )
 
 
 @pytest.mark.parametrize("kind", ["chat", "completion"])

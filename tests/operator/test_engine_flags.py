@@ -139,6 +139,9 @@ def test_choices_are_the_engines(flag: EngineFlag) -> None:
             "--max-logprobs must be a whole number at least -1 and at most 1048576, not 5.5"
         ]),
         (["--watermark=0.6"], ["--watermark must be a number at least 0 and at most 0.5, not 0.6"]),
+        (["--watermark=.4"], []),
+        (["--watermark=4.E-1"], []),
+        (["--watermark=."], ["--watermark must be a number at least 0 and at most 0.5, not ."]),
         (["--pooler-config={"], ["--pooler-config is not JSON: '{'"]),
         (["--seed=1", "--no-enforce-eager", "--seed=2", "--enforce-eager"], [
             "--seed is given 2 times; give it once", "--enforce-eager is given 2 times; give it once"
@@ -212,6 +215,15 @@ def test_the_rules_are_evaluated_as_an_api_server_does(engine: str) -> None:
 )  # fmt: skip
 def test_what_is_told_of_an_argument_is_true(args: list[str], told: list[str]) -> None:
     assert refusals(*args) == told
+
+
+def test_numbers_are_written_as_on_the_command_line() -> None:
+    for number in ("0.4", ".4", "4e-1", "4.E-1", "0"):
+        assert refusals(f"--watermark={number}") == []
+        _, engine = parse_args(["--model=tiny", f"--watermark={number}"])
+        assert engine.watermark == float(number)
+    for number in (".", "e5", "0.4.1", "+.4x", "nan", "inf"):
+        assert len(refusals(f"--watermark={number}")) == 1
 
 
 def test_a_manifest_with_an_unknown_flag_is_told_the_nearest() -> None:
