@@ -45,7 +45,9 @@ def test_the_choices_are_those_of_the_engine(field: str, flag: str) -> None:
         EngineArgs.of(model="m", **{flag: choice})
     with pytest.raises(ConfigError) as refused:
         EngineArgs.of(model="m", **{flag: "other"})
-    _, _, choices = str(refused.value).partition("must be one of ")
+    _, _, told = str(refused.value).partition("must be one of ")
+    choices, _, given = told.rpartition(", not ")
+    assert given == "'other'"
     assert set(choices.split(", ")) == set(ENGINE[field]["enum"])
 
 

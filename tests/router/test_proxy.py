@@ -251,7 +251,7 @@ async def test_known_names_forward_the_body_untouched() -> None:
             )
             for field in (
                 b'"n":1e9',
-                b'"n":1.0',
+                b'"n":1.5',
                 b'"n":"one"',
                 b'"n":true',
                 b'"n":"1.5"',
