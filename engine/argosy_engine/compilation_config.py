@@ -12,6 +12,8 @@ from argosy_engine.errors import ConfigError
 
 MAX_DEFAULT_SIZE = 512
 """Largest number of requests that is captured by default."""
+MAX_CAPTURE_SIZES = 256
+CaptureSize = Annotated[int, Meta(ge=1, le=1 << 14)]
 
 
 class CompilationConfig(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -24,9 +26,7 @@ class CompilationConfig(Struct, frozen=True, kw_only=True, omit_defaults=True, f
     cudagraph_mode: Literal["NONE", "FULL", "FULL_DECODE_ONLY", "PIECEWISE", "FULL_AND_PIECEWISE"] = (
         "FULL_DECODE_ONLY"
     )
-    cudagraph_capture_sizes: Annotated[
-        tuple[Annotated[int, Meta(ge=1, le=1 << 14)], ...], Meta(max_length=256)
-    ] = ()
+    cudagraph_capture_sizes: Annotated[tuple[CaptureSize, ...], Meta(max_length=MAX_CAPTURE_SIZES)] = ()
     """Numbers of requests; empty: `capture_sizes` chooses."""
 
     def __post_init__(self) -> None:

@@ -15,7 +15,13 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
-from argosy_engine.compilation_config import MAX_DEFAULT_SIZE, CompilationConfig, capture_sizes
+from argosy_engine.compilation_config import (
+    MAX_CAPTURE_SIZES,
+    MAX_DEFAULT_SIZE,
+    CaptureSize,
+    CompilationConfig,
+    capture_sizes,
+)
 from argosy_engine.config import EngineArgs
 from argosy_engine.errors import ConfigError
 from argosy_engine.vllm_flag_lists import (
@@ -53,9 +59,7 @@ _KEYS = ("backend", "reasoning_parser", *_REFUSED_KEYS, "disable_fallback")
 
 _FLAGS_OF_SETTINGS = frozenset(flag.name for flag in SETTINGS)
 
-_Size = Annotated[int, Meta(ge=1, le=1 << 14)]
-_MAX_SIZES = 256
-_Sizes = Annotated[tuple[_Size, ...], Meta(min_length=1, max_length=_MAX_SIZES)]
+_Sizes = Annotated[tuple[CaptureSize, ...], Meta(min_length=1, max_length=MAX_CAPTURE_SIZES)]
 
 
 def engine_args_of(**fields: Any) -> EngineArgs:
@@ -112,7 +116,7 @@ def with_vllm_settings(args: EngineArgs, given: Mapping[str, Any]) -> tuple[Engi
     if sizes is not None:
         sizes = _converted(_SIZES, sizes, _Sizes, "1 to 256 whole numbers from 1 to 16384")
     if largest is not None:
-        largest = _converted(_MAX_SIZE, largest, _Size, "a whole number from 1 to 16384")
+        largest = _converted(_MAX_SIZE, largest, CaptureSize, "a whole number from 1 to 16384")
     if sizes is not None or largest is not None:
         args = replace(args, compilation_config=_with_sizes(args, sizes, largest))
     return args, notices
@@ -168,6 +172,6 @@ def _with_sizes(args: EngineArgs, sizes: Sequence[int] | None, largest: int | No
     if min(largest, MAX_DEFAULT_SIZE) >= args.max_num_seqs:
         return config
     sizes = capture_sizes(args.max_num_seqs, largest=largest)
-    if len(sizes) > _MAX_SIZES:
+    if len(sizes) > MAX_CAPTURE_SIZES:
         raise ConfigError(f"--{_MAX_SIZE}: {len(sizes)} sizes are too many; give them, by --{_SIZES}")
     return replace(config, cudagraph_capture_sizes=tuple(sizes))

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Final
 
 REQUEST_ID: Final = "x-request-id"
-"""Opaque id of one client request: `[A-Za-z0-9._-]{1,128}`; any other value is replaced by a generated one."""
+"""Opaque id of one client request, of the form `REQUEST_ID_FORM`; any other value is replaced by a generated one."""
+REQUEST_ID_FORM: Final = "[A-Za-z0-9._-]{1,128}"
+"""What is safe in headers and logs."""
 
 ANTHROPIC_REQUEST_ID: Final = "request-id"
 """The same in answers of Anthropic's API."""

@@ -17,6 +17,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from argosy_protocol.allowed_tools import ALLOWED_TOOLS, allowed, function_name
 from argosy_protocol.errors import BadRequest
+from argosy_protocol.headers import REQUEST_ID_FORM
 from argosy_protocol.json_limits import decode_body
 from argosy_protocol.null_defaults import Nullable, NullDefaults
 
@@ -33,8 +34,7 @@ MAX_LOGPROB_TOKEN_IDS = 128
 MAX_CHOICES = 1024
 """Choices of one call: prompts times n."""
 MAX_REQUEST_ID = 128
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]+")
-"""What answers can have as their id, which is part of headers and logs."""
+_REQUEST_ID = re.compile(REQUEST_ID_FORM)
 MAX_CHAT_TEMPLATE = 1 << 16
 """In characters; the longest templates of models have half as many. As many take seconds to compile."""
 

@@ -215,7 +215,7 @@ def begun_response(
     return ResponseObject(
         id=response_id,
         created_at=created_at,
-        status="in_progress",
+        status="queued" if request.background else "in_progress",
         background=request.background,
         instructions=request.instructions,
         max_output_tokens=request.max_output_tokens,

@@ -24,9 +24,6 @@ EVENT = b"x" * 60
 class Events:
     is_over = False
 
-    def queue(self) -> None:
-        """The stand-in has one status."""
-
     def cancelled(self) -> None:
         self.is_over = True
 

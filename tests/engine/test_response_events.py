@@ -242,7 +242,6 @@ def test_a_failure_ends_the_response(renderer: Renderer, error: Any, code: str) 
 
 def test_a_cancelled_response_keeps_what_it_has(renderer: Renderer) -> None:
     events = formatted(renderer, background=True)
-    events.queue()
     said = events.begin()
     assert [event["type"] for event in parsed_events(b"".join(said))] == [
         "response.created",

@@ -239,12 +239,10 @@ class FlagParser(argparse.ArgumentParser):
                 continue
             if field.flag.takes_several:
                 value = [each for given in value for each in ([given] if isinstance(given, str) else given)]
-            if field.flag.is_size:
-                value = _size(value, field.name)
-            elif field.flag.is_json:
+            if field.flag.is_json:
                 value = _json_value(value, field.name)
-            elif field.kind in (int, float):
-                value = _number(value, field.kind)
+            else:
+                value = _number_of(value, field)
             inner = values
             for name in field.path[:-1]:
                 inner = inner.setdefault(name, {})
@@ -350,11 +348,7 @@ def convert_arguments(values: Mapping[str, Any], cls: type[T]) -> T:
         if isinstance(value, str):
             field = fields[name]
             value = dict(field.flag.aliases).get(value, value)
-            if field.flag.is_size:
-                value = _size(value, field.name)
-            elif field.kind in (int, float):
-                value = _number(value, field.kind)
-            texts[name] = value
+            texts[name] = _number_of(value, field)
     return convert({**values, **texts}, cls)
 
 
@@ -521,6 +515,13 @@ def _read_yaml(path: Path) -> dict[Any, Any]:
     if not isinstance(value, dict):
         raise InvalidValue(f"{path} is not a mapping of flags to values")
     return value
+
+
+def _number_of(value: Any, field: Field) -> Any:
+    """Convert the text of a number or size as its field takes it; leave anything else to the field's type."""
+    if field.flag.is_size:
+        return _size(value, field.name)
+    return _number(value, field.kind) if field.kind in (int, float) else value
 
 
 def _size(value: str, name: str) -> str | int:

@@ -257,10 +257,9 @@ class StatefulRoutes:
         """Generate a response in the background."""
         owner, response_id = owner_of_responses(account.name), self._stored.new_id()
         responses_as_chat(asked, conversation)  # its client is told of errors while it waits
-        begun = begun_response(
-            asked, response_id, asked.model, int(time.time()), asked.temperature, asked.top_p
+        queued = msgspec.json.encode(
+            begun_response(asked, response_id, asked.model, int(time.time()), asked.temperature, asked.top_p)
         )
-        queued = msgspec.json.encode(msgspec.structs.replace(begun, status="queued"))
         record = StoredResponse(msgspec.Raw(queued), identified_items(conversation, response_id))
 
         def send(run: Client) -> None:

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from argosy_protocol import headers
 
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_REQUEST_ID = re.compile(headers.REQUEST_ID_FORM)
 
 
 def is_request_id(value: str | None) -> bool:

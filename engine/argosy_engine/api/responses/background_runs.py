@@ -89,7 +89,6 @@ class BackgroundRuns:
     async def start(self, owner: str, job: ResponseJob, *, is_streamed: bool) -> bytes:
         """Begin to generate a response, and return it, queued, as JSON."""
         run = _Run(job, is_streamed)
-        job.events.queue()
         record = job.record()
         await self.store.put(owner, job.response.id, record)
         key = (owner, job.response.id)

@@ -106,10 +106,6 @@ class ResponseEvents:
         """Whether the response has ended."""
         return self.response.status not in ("queued", "in_progress")
 
-    def queue(self) -> None:
-        """Let the response begin as one that waits for its turn."""
-        self.response = _replace(self.response, status="queued")
-
     def begin(self) -> list[bytes]:
         """Let the response be in progress, and return the first events."""
         events = [self._state("created")]

@@ -141,10 +141,7 @@ async def _create(engine: Engine, request: Request, body: ResponsesRequest, size
         return name_responses_field(translated_error(error), body)
 
     async def prepared() -> ResponseJob:
-        job = await ResponseJob.prepare(context.serving, body, chat, response_id, size, items)
-        if body.background:
-            job.events.queue()
-        return job
+        return await ResponseJob.prepare(context.serving, body, chat, response_id, size, items)
 
     async def answer() -> ResponseObject:
         try:

@@ -10,7 +10,9 @@ import secrets
 from itertools import count
 from typing import Final
 
-_REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,128}")
+from argosy_protocol.headers import REQUEST_ID_FORM
+
+_REQUEST_ID: Final = re.compile(REQUEST_ID_FORM.encode())
 _process: Final = secrets.token_hex(8).encode()
 _numbers: Final = count(1)
 
