@@ -79,3 +79,31 @@ def test_a_default_is_not_lowered_to_a_few_tokens() -> None:
         error = refused(call(2, 1 << 20, logprobs), 2, ChatCompletionRequest(messages=[]))
         assert error is not None
         assert ("set max_tokens" in error.message) == (logprobs < MAX_VALUES)
+
+
+def test_a_default_is_not_lowered_below_min_tokens() -> None:
+    room = MAX_VALUES // (8 * 21)
+    for min_tokens in (room, room + 1):
+        requests = call(8, 1 << 20, 20)
+        for each in requests:
+            each.sampling_params = each.sampling_params.replace(min_tokens=min_tokens)
+        error = refused(requests, 8, ChatCompletionRequest(messages=[], min_tokens=min_tokens))
+        assert (error is None) == (min_tokens == room)
+
+
+def test_events_that_wait_for_many_tokens_are_bounded_as_whole_answers() -> None:
+    room = MAX_VALUES // (8 * 21)
+    for interval, max_tokens, is_refused in (
+        (room, 1 << 20, False),
+        (room + 1, 1 << 20, True),
+        (1 << 20, room, False),
+        (1 << 20, room + 1, True),
+    ):
+        chat = ChatCompletionRequest(messages=[], stream=True, stream_interval=interval)
+        error = refused(call(8, max_tokens, 20), 8, chat)
+        assert (error is not None) == is_refused
+        if error is not None:
+            assert error.param == "stream_interval"
+            assert f"at most {room}" in error.message
+    wide = call(2, 1 << 20, MAX_VALUES)
+    assert refused(wide, 2, ChatCompletionRequest(messages=[], stream=True)) is None

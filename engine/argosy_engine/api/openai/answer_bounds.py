@@ -33,8 +33,11 @@ def bound_answer(core_requests: Sequence[EngineCoreRequest], n: int, request: Ge
         return
     if isinstance(request, CompletionRequest):  # the answer to a chat has those of its prompt once
         _check_prompts(core_requests, n, request)
-    if core_requests[0].sampling_params.logprobs is not None and not request.stream:
-        _bound_logprobs(core_requests, request)
+    if core_requests[0].sampling_params.logprobs is not None:
+        if request.stream:
+            _check_events(core_requests, request)
+        else:
+            _bound_logprobs(core_requests, request)
 
 
 def _check_prompts(core_requests: Sequence[EngineCoreRequest], n: int, request: CompletionRequest) -> None:
@@ -55,16 +58,35 @@ def _check_prompts(core_requests: Sequence[EngineCoreRequest], n: int, request: 
         )
 
 
+def _width(core_requests: Sequence[EngineCoreRequest]) -> int:
+    """Log probabilities for each token of all choices."""
+    return len(core_requests) * (1 + (core_requests[0].sampling_params.logprobs or 0))
+
+
+def _most_tokens(core_requests: Sequence[EngineCoreRequest]) -> int:
+    return max(core.sampling_params.max_tokens or 0 for core in core_requests)
+
+
+def _check_events(core_requests: Sequence[EngineCoreRequest], request: GenerationRequest) -> None:
+    """Check what the events of a stream may hold, each of which waits for `stream_interval` tokens."""
+    room = MAX_VALUES // _width(core_requests)
+    if min(request.stream_interval or 1, _most_tokens(core_requests)) > max(1, room):
+        raise BadRequest(
+            f"events of this stream may have more than {MAX_VALUES} log probabilities: set stream_interval to at most "
+            f"{max(1, room)}",
+            param="stream_interval",
+        )
+
+
 def _bound_logprobs(core_requests: Sequence[EngineCoreRequest], request: GenerationRequest) -> None:
-    width = 1 + (core_requests[0].sampling_params.logprobs or 0)
-    room = MAX_VALUES // (len(core_requests) * width)
-    asked = max(core.sampling_params.max_tokens or 0 for core in core_requests)
+    width = _width(core_requests)
+    room, asked = MAX_VALUES // width, _most_tokens(core_requests)
     if asked <= room:
         return
-    if asks_max_tokens(request) or room < _MIN_DEFAULT:
+    if asks_max_tokens(request) or room < max(_MIN_DEFAULT, core_requests[0].sampling_params.min_tokens):
         limit = f"set max_tokens to at most {room}, " if room else ""
         raise BadRequest(
-            f"the answer may have {len(core_requests) * width * asked} log probabilities, at most {MAX_VALUES} in "
+            f"the answer may have {width * asked} log probabilities, at most {MAX_VALUES} in "
             f"several choices that are not streamed: {limit}stream the answer, or reduce the choices, logprobs or "
             "top_logprobs",
             param="max_tokens",
