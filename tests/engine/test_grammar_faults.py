@@ -216,7 +216,7 @@ def test_newcomers_do_not_make_their_first_step_longer_than_any_other(
     begun = add(manager, [0.02] * 5, "begun")
     assert manager.bitmask(begun)[1] == {}
     assert manager.accept({request_id: [1] for request_id in begun}) == {}
-    usual, expensive = add(manager, [0.0001] * 20, "usual"), add(manager, [0.09] * 40, "expensive")
+    usual, expensive = add(manager, [0.0001] * 20, "usual"), add(manager, [0.07] * 40, "expensive")
     _, failures = manager.bitmask([*expensive, *begun, *usual])
     assert len(failures) == 38, "0.3 s is what a step may take"
     assert failures.keys() < set(expensive)
