@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 
 import pytest
 
+from argosy_protocol.routable_report import REPORT_PATH
 from processes import Server, free_port, running
 from served_engine import SERVE_TINY
 
@@ -23,11 +27,19 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def router(engine: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    port = free_port()
-    arguments = ["argosy", "router", "--port", str(port), "--admin-port", str(free_port())]
-    with running(
-        [*arguments, "--replica", engine.url], tmp_path_factory.mktemp("router") / "log", port=port
-    ) as up:
+    port, admin_port = free_port(), free_port()
+    arguments = ["argosy", "router", "--port", str(port), "--admin-port", str(admin_port)]
+
+    def is_routable() -> bool:
+        """A router is ready without its replicas if these take long to answer, as on a busy machine."""
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{admin_port}{REPORT_PATH}", timeout=5) as response:
+                return any(replica["routable"] for replica in json.load(response)["replicas"])
+        except (urllib.error.URLError, OSError):
+            return False
+
+    log = tmp_path_factory.mktemp("router") / "log"
+    with running([*arguments, "--replica", engine.url], log, port=port, is_ready=is_routable) as up:
         yield up
 
 

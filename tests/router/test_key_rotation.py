@@ -12,7 +12,6 @@ import pytest
 from argosy_protocol.bearer_keys import internal_key
 from argosy_protocol.routable_report import ADMIN_KEY_UID, REPORT_PATH
 from argosy_router.config import ConfigError
-from argosy_router.fleet import fleet as fleet_module
 from argosy_router.fleet import key_rotation
 from argosy_router.fleet.replica_key import ReplicaKey, ServiceKeys
 
@@ -180,11 +179,8 @@ async def test_a_replica_that_hangs_delays_no_look_at_the_keys(
         assert await admin_status(r, NEWER) == 200
 
 
-async def test_a_new_router_is_not_ready_while_every_engine_refuses_its_key(
-    mount: Mount, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_new_router_is_not_ready_while_every_engine_refuses_its_key(mount: Mount) -> None:
     """It was started with the new key alone, which no engine has yet; routers with the old one answer."""
-    monkeypatch.setattr(fleet_module, "FIRST_ANSWER_S", 0.0)
     mount.write(NEW)
     replicas = engines(OLD_KEY)
     async with rig(replicas, fleet_key_dir=mount.path, wait=False) as r:
@@ -199,11 +195,8 @@ async def test_a_new_router_is_not_ready_while_every_engine_refuses_its_key(
         assert (await r.http.get("/ready")).status_code == 200, "it has answered, and stays"
 
 
-async def test_engines_that_do_not_answer_keep_no_router_from_getting_ready(
-    mount: Mount, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_engines_that_do_not_answer_keep_no_router_from_getting_ready(mount: Mount) -> None:
     async with rig(engines(OLD_KEY), fleet_key_dir=mount.path) as r:
-        monkeypatch.setattr(fleet_module, "FIRST_ANSWER_S", 0.0)
         for engine in r.engines:
             await engine.stop()
         await r.until_state(0, "connecting")

@@ -166,7 +166,8 @@ def build_admin(
 
     @app.get("/overview", dependencies=guarded)
     async def overview() -> Response:
-        return Response(msgspec.json.encode(overviews.now(is_ready=application.is_ready)), media_type=_JSON)
+        view = overviews.now(is_ready=application.is_ready, is_draining=application.is_draining)
+        return Response(msgspec.json.encode(view), media_type=_JSON)
 
     @app.post("/playground/chat/completions", dependencies=guarded)
     async def chat(request: Request) -> Response:

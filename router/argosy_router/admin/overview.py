@@ -85,10 +85,10 @@ class Overviews:
         self._connections = connections
         self._started = time.monotonic()
 
-    def now(self, *, is_ready: bool) -> Overview:
+    def now(self, *, is_ready: bool, is_draining: bool) -> Overview:
         """Build an overview of the current state."""
         now = time.monotonic()
-        waiting = "draining" if self._fleet.is_loaded else "starting"
+        waiting = "draining" if is_draining else "starting"
         return Overview(
             router=self._name,
             version=__version__,

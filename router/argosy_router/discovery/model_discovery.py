@@ -73,6 +73,8 @@ class ModelDiscovery:
         self._publish_snapshot = publish
         self._members: tuple[Member, ...] = ()
         self._served: dict[Member, _Served] = {}
+        self._asked: set[Member] = set()
+        """Those whose first question has ended, well or not."""
         self._tasks: dict[Member, asyncio.Task[None]] = {}
         self._rng = random.Random()  # noqa: S311
 
@@ -82,6 +84,7 @@ class ModelDiscovery:
         for gone in self._tasks.keys() - set(self._members):
             self._tasks.pop(gone).cancel()
             self._served.pop(gone, None)
+            self._asked.discard(gone)
         for member in self._members:
             if member not in self._tasks:
                 self._tasks[member] = asyncio.create_task(self._ask(member), name=f"models {member.name}")
@@ -111,8 +114,12 @@ class ModelDiscovery:
                 log.info("replica %s serves %s", member.url, served.names[0])
             reported = problem
             failures = failures + 1 if problem else 0
+            is_news = member not in self._asked
+            self._asked.add(member)
             if served is not None and served != self._served.get(member):
                 self._served[member] = served
+                is_news = True
+            if is_news:
                 self._publish()
             await asyncio.sleep(retry_pause_s(failures, self._rng) if problem else RECHECK_S)
 
@@ -148,7 +155,8 @@ class ModelDiscovery:
         by_key = {service.qualified_name: tuple(members[service.model]) for service in document.services}
         unheard = sum(member not in self._served for member in self._members)
         revision = revision_of(encode_fleet(document))
-        self._publish_snapshot(FleetSnapshot(document, revision, by_key, unheard=unheard))
+        unasked = len(self._members) - len(self._asked)
+        self._publish_snapshot(FleetSnapshot(document, revision, by_key, unheard=unheard, unasked=unasked))
 
 
 def retry_pause_s(failures: int, rng: random.Random) -> float:

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 MAINTENANCE_S = 0.25
 """Pause between rounds of expiring speculative inserts and scrubbing indexes."""
 FIRST_ANSWER_S = 1.0
-"""Time in which a replica that is well accepts or refuses a new router's key."""
+"""Time in which a replica that is well answers a new router."""
 MAX_LOGGED_CONFLICTS = 20
 """Contested names that are logged of one document; a tenant may contest as many as it likes."""
 SHARING_ROUNDS = 4
@@ -57,6 +57,8 @@ class FleetSnapshot:
     """Live routers, this one included; zero if they are not counted."""
     unheard: int = 0
     """Replicas that were asked for their models and have not told them yet."""
+    unasked: int = 0
+    """Those of them whose first question has not ended, well or not."""
 
 
 class Fleet:
@@ -92,6 +94,8 @@ class Fleet:
         self._was_accepted = False
         """Whether a replica has accepted a key of this router."""
         self._num_unheard = 0
+        self._num_unasked = 0
+        self._is_surveyed = False
         self.revision = 0
         self._changed = asyncio.Event()
         self._tasks: dict[Replica, asyncio.Task[None]] = {}
@@ -119,6 +123,7 @@ class Fleet:
         self._loaded_at = self._loaded_at or time.monotonic()
         self.is_loaded = True
         self._num_unheard = snapshot.unheard
+        self._num_unasked = snapshot.unasked
         self.changed()
 
     @property
@@ -158,15 +163,19 @@ class Fleet:
             service.keys.replace(self._keys_of(service.spec))
 
     @property
+    def is_surveyed(self) -> bool:
+        """Whether an attempt to reach each replica has ended, well or not, or `FIRST_ANSWER_S` have passed since
+        discovery reported: before that, replicas that are well would count as unreachable. Once true, it stays."""
+        return self._is_surveyed or (self.is_loaded and time.monotonic() >= self._loaded_at + FIRST_ANSWER_S)
+
+    @property
     def is_shut_out(self) -> bool:
         """Whether no replica has accepted a key of this router since its start, and all that there are refuse them: it
-        has started with a fleet key that has not reached the engines yet. Right after the start, while none has
-        answered, that is not known and assumed."""
+        has started with a fleet key that has not reached the engines yet."""
         if self._was_accepted or not self._fleet_keys.keys:
             return False
         keys = [replica.key for replica in self.replicas()]
-        is_early = time.monotonic() < self._loaded_at + FIRST_ANSWER_S
-        return bool(keys) and (is_early or all(key.is_refused for key in keys))
+        return bool(keys) and all(key.is_refused for key in keys)
 
     def skipped_frames(self) -> int:
         return sum(client.skipped_frames for client in self._clients.values())
@@ -189,6 +198,12 @@ class Fleet:
         self.revision += 1
         if not self._was_accepted:
             self._was_accepted = any(replica.link in ("synced", "foreign") for replica in self.replicas())
+        if not self._is_surveyed:
+            self._is_surveyed = self.is_surveyed or (
+                self.is_loaded
+                and not self._num_unasked
+                and all(replica.was_tried for replica in self.replicas())
+            )
         self._changed.set()
         self._changed = asyncio.Event()
 

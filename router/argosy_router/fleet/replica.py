@@ -88,6 +88,8 @@ class Replica:
         """Monotonic time of the last heartbeat; None before the first."""
         self.inflight_attempts: set[InflightAttempt] = set()
         """Attempts that were sent to it and have not ended."""
+        self.was_tried = False
+        """Whether an attempt to reach it has ended, well or not."""
         self.syncs = 0
         """Telemetry snapshots applied: one per connection, if nothing is lost."""
 
@@ -99,6 +101,11 @@ class Replica:
         if self.link == "foreign":
             return self.health.is_answering
         return self.link != "connecting"
+
+    def note_tried(self) -> bool:
+        """Note that an attempt to reach it has ended. Return whether it was the first."""
+        is_first, self.was_tried = not self.was_tried, True
+        return is_first
 
     @property
     def has_work(self) -> bool:

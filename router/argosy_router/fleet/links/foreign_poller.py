@@ -76,7 +76,8 @@ class ForeignPoller:
         else:
             self._misses = 0
             is_answering = response.status == 200
-        if replica.health.polled(is_answering=is_answering):
+        is_first = replica.note_tried()
+        if replica.health.polled(is_answering=is_answering) or is_first:
             self._on_change()
         if is_silent and not is_answering:
             self._on_silent(False)

@@ -116,7 +116,7 @@ class TelemetryClient:
         replica = self._replica
         failures = 0
         while True:
-            is_foreign = False
+            is_foreign = has_other_key = False
             began = time.monotonic()
             try:
                 failures = 0 if await self._follow() and _has_lasted(began) else failures + 1
@@ -126,7 +126,8 @@ class TelemetryClient:
                     log.info("replica %s is not one of ours: %s", replica.name, reason)
             except (UpstreamError, TelemetryError) as error:
                 was_stable = replica.is_synced and _has_lasted(began)
-                failures = 0 if was_stable or self._has_other_key(error) else failures + 1
+                has_other_key = self._has_other_key(error)
+                failures = 0 if was_stable or has_other_key else failures + 1
                 self._stream_failed(error)
             # Not awaited in `except`: compiled code would keep the exception current for every other task meanwhile.
             if is_foreign:
@@ -135,6 +136,8 @@ class TelemetryClient:
                 self._set_link("foreign")
                 await self._foreign.poll(POLLS_PER_RETRY)
                 continue
+            if not has_other_key and replica.note_tried():
+                self._on_change()
             await asyncio.sleep(backoff_s(failures, BACKOFF_BASE_S, BACKOFF_CAP_S, self._rng))
 
     def _has_other_key(self, error: Exception) -> bool:
@@ -255,6 +258,7 @@ class TelemetryClient:
 
     def _synced(self) -> None:
         self._replica.syncs += 1
+        self._replica.note_tried()
         if self._replica.health.synced():
             self._on_change()
         self._set_link("synced")
