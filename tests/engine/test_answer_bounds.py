@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from argosy_engine.api.openai.answer_bounds import MAX_VALUES, bound_answer
+from argosy_engine.api.openai.answer_bounds import MAX_VALUES, bound_answer, bound_beams
 from argosy_engine.messages.core_messages import EngineCoreRequest
 from argosy_engine.params.sampling_params import SamplingParams
+from argosy_protocol.chat_batch import BatchChatCompletionRequest
 from argosy_protocol.errors import BadRequest
 from argosy_protocol.openai import ChatCompletionRequest, CompletionRequest
 
@@ -107,3 +108,45 @@ def test_events_that_wait_for_many_tokens_are_bounded_as_whole_answers() -> None
             assert f"at most {room}" in error.message
     wide = call(2, 1 << 20, MAX_VALUES)
     assert refused(wide, 2, ChatCompletionRequest(messages=[], stream=True)) is None
+
+
+def refused_beams(prompts: list[int], width: int, max_tokens: int, logprobs: int | None, request: Any) -> Any:
+    try:
+        return bound_beams(prompts, width, max_tokens, logprobs, request)
+    except BadRequest as error:
+        return error
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_a_beam_search_holds_is_bounded_streamed_or_not(stream: bool) -> None:
+    def request(**fields: Any) -> ChatCompletionRequest:
+        return ChatCompletionRequest(messages=[], use_beam_search=True, stream=stream, **fields)
+
+    room = MAX_VALUES // (2 * 4 * 21)
+    two = [5, 5]
+    assert refused_beams(two, 4, room, 20, request(max_tokens=room)) == room
+    error = refused_beams(two, 4, room + 1, 20, request(max_tokens=room + 1))
+    assert error.param == "max_tokens"
+    assert f"at most {room}," in error.message
+    assert "stream" not in error.message
+    assert refused_beams(two, 4, room + 1, 20, request()) == room
+    assert refused_beams(two, 4, room + 1, None, request(max_tokens=room + 1)) == room + 1
+    assert refused_beams([5], 1, MAX_VALUES, 20, request(max_tokens=MAX_VALUES)) == MAX_VALUES
+
+
+def test_beams_that_repeat_their_prompt() -> None:
+    largest = MAX_VALUES // 2000
+    for n, is_refused in ((largest, False), (largest + 1, True)):
+        request = CompletionRequest(prompt="", n=n, use_beam_search=True, return_token_ids=True)
+        error = refused_beams([1000, 1000], n, 1, None, request)
+        assert isinstance(error, BadRequest) == is_refused
+        assert getattr(error, "param", None) == ("return_token_ids" if is_refused else None)
+
+
+def test_a_batch_of_chats_is_not_told_to_stream() -> None:
+    room = MAX_VALUES // (8 * 21)
+    batch = BatchChatCompletionRequest(messages=[], max_tokens=room + 1)
+    error = refused(call(8, room + 1, 20), 1, batch)
+    assert error is not None
+    assert "stream" not in error.message
+    assert f"set max_tokens to at most {room}, or reduce" in error.message

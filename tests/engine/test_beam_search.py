@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import random
+import tracemalloc
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -78,6 +80,56 @@ def test_length_penalty_favours_longer_sequences() -> None:
         for p in (0.0, 4.0)
     )
     assert len(short.tokens) < len(long.tokens)
+
+
+def test_what_is_dropped_on_the_way_is_never_among_the_best() -> None:
+    for seed in range(50):
+        rng = random.Random(seed)
+        seen: dict[tuple[int, ...], TokenLogprobs] = {}
+
+        def drawn(beams: list[list[int]], rng: random.Random = rng, seen: Any = seen) -> list[TokenLogprobs]:
+            for beam in map(tuple, beams):
+                weights = [rng.random() for _ in range(6)]
+                order = sorted(range(6), key=lambda token, w=weights: -w[token])  # type: ignore[misc]
+                logprobs = [math.log(weights[token] / sum(weights)) for token in order]
+                seen.setdefault(beam, TokenLogprobs([order[0], *order], [logprobs[0], *logprobs], 1))
+            return [seen[tuple(beam)] for beam in beams]
+
+        params = BeamSearchParams(beam_width=3, max_tokens=6, length_penalty=rng.uniform(-2, 3))
+        (found,) = beam_search([[9]], params, drawn)
+        beams, every = [((9,), 0.0)], list[tuple[tuple[int, ...], float]]()
+        for _ in range(params.max_tokens):
+            grown = [
+                ((*beam, token), total + logprob)
+                for beam, total in beams
+                for token, logprob in zip(seen[beam].token_ids[1:7], seen[beam].logprobs[1:7], strict=True)
+            ]
+            grown.sort(key=lambda each: -each[1])
+            every += [each for each in grown if each[0][-1] == EOS]
+            beams = [each for each in grown if each[0][-1] != EOS][: params.beam_width]
+
+        def score(each: tuple[tuple[int, ...], float], power: float = params.length_penalty) -> float:
+            return float(each[1] / (len(each[0]) - (each[0][-1] == EOS)) ** power)
+
+        best = sorted([*every, *beams], key=score, reverse=True)[: params.beam_width]
+        assert [tuple(sequence.tokens) for sequence in found] == [tokens for tokens, _ in best]
+
+
+def test_the_memory_of_a_search_does_not_grow_with_what_it_has_completed() -> None:
+    """Each round here completes two sequences: of all together the tokens would grow with the square of the rounds."""
+
+    def steady(beams: list[list[int]]) -> list[TokenLogprobs]:
+        return [TokenLogprobs([4, 4, EOS], [math.log(0.6), math.log(0.6), math.log(0.4)], 1) for _ in beams]
+
+    def peak(rounds: int) -> int:
+        tracemalloc.start()
+        beam_search([[9]], BeamSearchParams(beam_width=2, max_tokens=rounds), steady)
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        return most
+
+    peak(10)
+    assert peak(800) < 3 * peak(400)
 
 
 def test_prompts_are_searched_apart() -> None:

@@ -98,7 +98,7 @@ class BeamSearchSequence:
     text: str | None = None
     """Text of the output."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Log probabilities of the output's tokens, with the requested alternatives."""
+    """Log probabilities of the output's tokens, with the requested alternatives; none if they are not kept."""
 
 
 @dataclass(slots=True)
@@ -111,7 +111,10 @@ class BeamSearch:
     """Beam search of one prompt: call `advance` while there are `beams`, then `best`.
 
     Args:
-        num_logprobs: alternatives to keep per token.
+        num_logprobs: alternatives to keep per token; None keeps no log probabilities of single tokens.
+
+    A search keeps `beam_width` beams and as many completed sequences: those that cannot be among the best any more are
+    dropped, however many tokens it generates.
     """
 
     def __init__(
@@ -119,7 +122,7 @@ class BeamSearch:
         prompt: list[int],
         params: BeamSearchParams,
         eos_token_ids: Collection[int],
-        num_logprobs: int = 0,
+        num_logprobs: int | None = 0,
     ) -> None:
         self.params = params
         self._num_prompt = len(prompt)
@@ -159,6 +162,7 @@ class BeamSearch:
                 self._completed.append(ended)
             elif len(self._beams) < width:
                 self._beams.append(self._grow(beam, entry, rank, cum_logprob))
+        self._completed = nlargest(width, self._completed, key=self._score)
 
     def best(self) -> list[BeamSearchSequence]:
         """The beam_width best, best first."""
@@ -183,11 +187,15 @@ class BeamSearch:
     def _grow(
         self, beam: BeamSearchSequence, entry: TokenLogprobs, rank: int, cum_logprob: float
     ) -> BeamSearchSequence:
-        token_id, kept = entry.token_ids[rank], self._num_logprobs + 1
-        logprobs = TokenLogprobs(
-            [token_id, *entry.token_ids[1:kept]], [entry.logprobs[rank], *entry.logprobs[1:kept]], rank
-        )
-        return BeamSearchSequence([*beam.tokens, token_id], cum_logprob, logprobs=[*beam.logprobs, logprobs])
+        token_id = entry.token_ids[rank]
+        grown = BeamSearchSequence([*beam.tokens, token_id], cum_logprob)
+        if self._num_logprobs is not None:
+            kept = self._num_logprobs + 1
+            logprobs = TokenLogprobs(
+                [token_id, *entry.token_ids[1:kept]], [entry.logprobs[rank], *entry.logprobs[1:kept]], rank
+            )
+            grown.logprobs = [*beam.logprobs, logprobs]
+        return grown
 
     def _score(self, sequence: BeamSearchSequence) -> float:
         """Compute the score. An end token counts in the probability, but not in the length."""

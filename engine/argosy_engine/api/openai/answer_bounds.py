@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from argosy_engine.frontend.request_params import asks_max_tokens
 from argosy_engine.messages.core_messages import EngineCoreRequest
+from argosy_protocol.chat_batch import BatchChatCompletionRequest
 from argosy_protocol.errors import BadRequest
 from argosy_protocol.openai import CompletionRequest, GenerationRequest
 
@@ -31,18 +32,55 @@ def bound_answer(core_requests: Sequence[EngineCoreRequest], n: int, request: Ge
     """
     if len(core_requests) < 2:
         return
-    if isinstance(request, CompletionRequest):  # the answer to a chat has those of its prompt once
-        _check_prompts(core_requests, n, request)
-    if core_requests[0].sampling_params.logprobs is not None:
-        if request.stream:
-            _check_events(core_requests, request)
-        else:
-            _bound_logprobs(core_requests, request)
+    params = core_requests[0].sampling_params
+    _check_prompts(
+        n * sum(len(leader.prompt_token_ids) for leader in core_requests[::n]),
+        params.prompt_logprobs,
+        request,
+    )
+    if params.logprobs is None:
+        return
+    width = len(core_requests) * (1 + params.logprobs)
+    asked = max(core.sampling_params.max_tokens or 0 for core in core_requests)
+    if request.stream:
+        _check_events(width, asked, request)
+        return
+    room = _room(width, asked, request, params.min_tokens)
+    if room == asked:
+        return
+    for core in core_requests:
+        params = core.sampling_params
+        core.sampling_params = params.replace(max_tokens=min(params.max_tokens or room, room))
 
 
-def _check_prompts(core_requests: Sequence[EngineCoreRequest], n: int, request: CompletionRequest) -> None:
-    num_tokens = n * sum(len(leader.prompt_token_ids) for leader in core_requests[::n])
-    num_logprobs = core_requests[0].sampling_params.prompt_logprobs
+def bound_beams(
+    prompts: Sequence[int], beam_width: int, max_tokens: int, logprobs: int | None, request: GenerationRequest
+) -> int:
+    """Check the size of what a beam search holds until it has ended, for a streamed answer as well, which has each of
+    its choices in one piece.
+
+    Args:
+        prompts: the tokens of each prompt.
+        max_tokens: the most that a beam may generate.
+        logprobs: alternatives to each token that the client asks for; None without log probabilities.
+
+    Returns:
+        `max_tokens`, or less if the client has not set it.
+
+    Raises:
+        BadRequest: the answer would be, or may become, too large.
+    """
+    num_beams = len(prompts) * beam_width
+    if num_beams < 2:
+        return max_tokens
+    _check_prompts(sum(prompts) * (request.n or 1), None, request)
+    return max_tokens if logprobs is None else _room(num_beams * (1 + logprobs), max_tokens, request)
+
+
+def _check_prompts(num_tokens: int, num_logprobs: int | None, request: GenerationRequest) -> None:
+    """Check the tokens of prompts, each repeated by each of its choices, and their log probabilities."""
+    if not isinstance(request, CompletionRequest):
+        return  # the answer to a chat has its prompt once
     if num_logprobs is not None:
         total, what, param = num_tokens * (1 + num_logprobs), "log probabilities", "prompt_logprobs"
         remedy = "send fewer prompts, or reduce n, prompt_logprobs or logprobs"
@@ -58,19 +96,15 @@ def _check_prompts(core_requests: Sequence[EngineCoreRequest], n: int, request: 
         )
 
 
-def _width(core_requests: Sequence[EngineCoreRequest]) -> int:
-    """Log probabilities for each token of all choices."""
-    return len(core_requests) * (1 + (core_requests[0].sampling_params.logprobs or 0))
+def _check_events(width: int, asked: int, request: GenerationRequest) -> None:
+    """Check what the events of a stream may hold, each of which waits for `stream_interval` tokens.
 
-
-def _most_tokens(core_requests: Sequence[EngineCoreRequest]) -> int:
-    return max(core.sampling_params.max_tokens or 0 for core in core_requests)
-
-
-def _check_events(core_requests: Sequence[EngineCoreRequest], request: GenerationRequest) -> None:
-    """Check what the events of a stream may hold, each of which waits for `stream_interval` tokens."""
-    room = MAX_VALUES // _width(core_requests)
-    if min(request.stream_interval or 1, _most_tokens(core_requests)) > max(1, room):
+    Args:
+        width: log probabilities for each token of all choices.
+        asked: `max_tokens`.
+    """
+    room = MAX_VALUES // width
+    if min(request.stream_interval or 1, asked) > max(1, room):
         raise BadRequest(
             f"events of this stream may have more than {MAX_VALUES} log probabilities: set stream_interval to at most "
             f"{max(1, room)}",
@@ -78,19 +112,24 @@ def _check_events(core_requests: Sequence[EngineCoreRequest], request: Generatio
         )
 
 
-def _bound_logprobs(core_requests: Sequence[EngineCoreRequest], request: GenerationRequest) -> None:
-    width = _width(core_requests)
-    room, asked = MAX_VALUES // width, _most_tokens(core_requests)
+def _room(width: int, asked: int, request: GenerationRequest, min_tokens: int = 0) -> int:
+    """Return the most tokens of a choice: `asked`, or what fits if the client has not set `max_tokens`.
+
+    Args:
+        width: log probabilities for each token of all choices.
+    """
+    room = MAX_VALUES // width
     if asked <= room:
-        return
-    if asks_max_tokens(request) or room < max(_MIN_DEFAULT, core_requests[0].sampling_params.min_tokens):
-        limit = f"set max_tokens to at most {room}, " if room else ""
+        return asked
+    if asks_max_tokens(request) or room < max(_MIN_DEFAULT, min_tokens):
+        may_stream = not (request.use_beam_search or isinstance(request, BatchChatCompletionRequest))
+        remedies = (f"set max_tokens to at most {room}, " if room else "") + (
+            "stream the answer, " if may_stream else ""
+        )
         raise BadRequest(
-            f"the answer may have {width * asked} log probabilities, at most {MAX_VALUES} in "
-            f"several choices that are not streamed: {limit}stream the answer, or reduce the choices, logprobs or "
-            "top_logprobs",
+            f"the answer may have {width * asked} log probabilities, at most {MAX_VALUES} in several choices"
+            f"{' that are not streamed' if may_stream else ''}: {remedies}{'or ' if remedies else ''}reduce the "
+            "choices, logprobs or top_logprobs",
             param="max_tokens",
         )
-    for core in core_requests:
-        params = core.sampling_params
-        core.sampling_params = params.replace(max_tokens=min(params.max_tokens or room, room))
+    return room

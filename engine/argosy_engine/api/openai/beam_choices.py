@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from argosy_engine.api.openai.answer_bounds import bound_beams
 from argosy_engine.errors import InvalidRequest
 from argosy_engine.frontend.async_llm import AsyncLLM
 from argosy_engine.frontend.beam_search import (
@@ -21,6 +22,7 @@ from argosy_engine.frontend.beam_search import (
 )
 from argosy_engine.frontend.outputs import GenerationOutput
 from argosy_engine.frontend.renderer import TokenizedPrompt
+from argosy_engine.frontend.request_params import num_logprobs
 from argosy_engine.params.sampling_params import SamplingParams
 from argosy_protocol.openai import MAX_CHOICES, CompletionRequest, GenerationRequest
 
@@ -61,21 +63,24 @@ async def beam_choices(
 
     Raises:
         InvalidRequest: out of bounds, too long, or has a field that a beam search does not support.
+        BadRequest: the answer may become too large (`bound_beams`).
         EngineError: see `AsyncLLM.generate`.
     """
     n, width = request.n or 1, _width(request)
     _check(request, len(prompts) * width)
     sampling = llm.input_processor.sampling_params(request)
-    params = [_params(llm, prompt, request, sampling, width) for prompt in prompts]
-    num_logprobs = sampling.logprobs or 0
+    logprobs = num_logprobs("logprobs", sampling.logprobs, llm.config)
+    rooms = [max_output_tokens(llm.input_processor, prompt, sampling.max_tokens) for prompt in prompts]
+    room = bound_beams([len(prompt.token_ids) for prompt in prompts], width, max(rooms), logprobs, request)
+    params = [_params(request, sampling, width, min(room, own)) for own in rooms]
     batch = BeamSearchBatch(
         prompts,
         [
-            BeamSearch(prompt.token_ids, own, llm.config.eos_token_ids, num_logprobs)
+            BeamSearch(prompt.token_ids, own, llm.config.eos_token_ids, logprobs)
             for prompt, own in zip(prompts, params, strict=True)
         ],
     )
-    round_params = params[0].round_params(llm.config, num_logprobs)
+    round_params = params[0].round_params(llm.config, logprobs or 0)
     num_cached: list[int] = []
     while beams := batch.beams:
         results = await _next_tokens(llm, beams, round_params, request, tenant)
@@ -96,11 +101,11 @@ async def beam_choices(
 
 
 def _params(
-    llm: AsyncLLM, prompt: TokenizedPrompt, request: GenerationRequest, sampling: SamplingParams, width: int
+    request: GenerationRequest, sampling: SamplingParams, width: int, max_tokens: int
 ) -> BeamSearchParams:
     return BeamSearchParams(
         beam_width=width,
-        max_tokens=max_output_tokens(llm.input_processor, prompt, sampling.max_tokens),
+        max_tokens=max_tokens,
         ignore_eos=request.ignore_eos,
         temperature=sampling.temperature,
         length_penalty=request.length_penalty,
