@@ -108,9 +108,9 @@ FLAGS: Final[Mapping[str, EngineFlag]] = {
 """Every flag of the engine, by its name without dashes."""
 
 FORM: Final = r"^--[A-Za-z0-9][A-Za-z0-9._-]{0,127}(=[^\x00-\x1f\x7f]*)?$"
-INTEGER: Final = "-?[0-9]+"
+INTEGER: Final = "[-+]?[0-9]+"
 SIZE: Final = "[0-9]+([.][0-9]+)?[kmgKMG]?"
-NUMBER: Final = "-?([0-9]+[.]?[0-9]*|[.][0-9]+)([eE][-+]?[0-9]+)?"
+NUMBER: Final = "[-+]?([0-9]+[.]?[0-9]*|[.][0-9]+)([eE][-+]?[0-9]+)?"
 _SIZES: Final = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 

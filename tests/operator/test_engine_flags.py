@@ -218,12 +218,17 @@ def test_what_is_told_of_an_argument_is_true(args: list[str], told: list[str]) -
 
 
 def test_numbers_are_written_as_on_the_command_line() -> None:
-    for number in ("0.4", ".4", "4e-1", "4.E-1", "0"):
+    for number in ("0.4", ".4", "+.4", "4e-1", "4.E-1", "0"):
         assert refusals(f"--watermark={number}") == []
         _, engine = parse_args(["--model=tiny", f"--watermark={number}"])
         assert engine.watermark == float(number)
     for number in (".", "e5", "0.4.1", "+.4x", "nan", "inf"):
         assert len(refusals(f"--watermark={number}")) == 1
+    for whole in ("7", "+7", "-1"):
+        assert refusals(f"--max-logprobs={whole}") == []
+        _, engine = parse_args(["--model=tiny", f"--max-logprobs={whole}"])
+        assert engine.max_logprobs == int(whole)
+    assert len(refusals("--max-logprobs=+-7")) == 1
 
 
 def test_a_manifest_with_an_unknown_flag_is_told_the_nearest() -> None:
