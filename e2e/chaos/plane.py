@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -23,6 +24,8 @@ from cluster.kubectl import Kubectl
 from cluster.settings import Settings
 
 LOOPBACK = "127.0.0.1"
+LOWEST_PORT = 10_000
+"""Well-known services of a machine listen on lower ones."""
 OPERATOR_USER = "system:serviceaccount:argosy-system:argosy-operator"
 FAST_NODES = ("--node-monitor-grace-period=16s", "--node-monitor-period=1s")
 """A node that says nothing is noticed after 16 s instead of 40. Simulated nodes on a busy machine may be late by
@@ -49,7 +52,7 @@ class Plane:
 
     def __init__(self, folder: Path, *, notices_dead_nodes: bool) -> None:
         environment = Settings.from_env({k: v for k, v in os.environ.items() if k != "ARGOSY_E2E_EXTERNAL"})
-        api, client, peer = _free_ports(3)
+        api, client, peer = free_port(), free_port(), free_port()
         self.audit_log = folder / "audit.log"
         policy = folder / "audit-policy.json"
         folder.mkdir(parents=True, exist_ok=True)
@@ -168,14 +171,17 @@ def ending_cleanly() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind((LOOPBACK, 0))
-        return [probe.getsockname()[1] for probe in probes]
-
-
 def free_port() -> int:
-    """A port that nothing uses at the moment."""
-    return _free_ports(1)[0]
+    """A port that nothing uses at the moment. It lies below the range from which the kernel takes ports for connections
+    (Linux only): those of a control plane are many, and one would soon have it.
+
+    Raises:
+        OSError: every port is taken.
+    """
+    above = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ports = range(LOWEST_PORT, above)
+    for port in random.SystemRandom().sample(ports, len(ports)):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((LOOPBACK, port))
+            return port
+    raise OSError(f"no free port from {LOWEST_PORT} to {above - 1}")
