@@ -26,6 +26,7 @@ from cluster.settings import Settings
 LOOPBACK = "127.0.0.1"
 LOWEST_PORT = 10_000
 """Well-known services of a machine listen on lower ones."""
+_returned: set[int] = set()
 OPERATOR_USER = "system:serviceaccount:argosy-system:argosy-operator"
 FAST_NODES = ("--node-monitor-grace-period=16s", "--node-monitor-period=1s")
 """A node that says nothing is noticed after 16 s instead of 40. Simulated nodes on a busy machine may be late by
@@ -172,16 +173,20 @@ def ending_cleanly() -> Iterator[None]:
 
 
 def free_port() -> int:
-    """A port that nothing uses at the moment. It lies below the range from which the kernel takes ports for connections
-    (Linux only): those of a control plane are many, and one would soon have it.
+    """A port that nothing uses at the moment, and that was not returned before. If it can be it lies below the range
+    from which the kernel takes ports for connections (Linux only): those of a control plane are many, and one would
+    soon have it.
 
     Raises:
         OSError: every port is taken.
     """
     above = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     ports = range(LOWEST_PORT, above)
-    for port in random.SystemRandom().sample(ports, len(ports)):
+    for port in (*random.SystemRandom().sample(ports, len(ports)), 0):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind((LOOPBACK, port))
-            return port
-    raise OSError(f"no free port from {LOWEST_PORT} to {above - 1}")
+            found = int(probe.getsockname()[1])
+            if found not in _returned:
+                _returned.add(found)
+                return found
+    raise OSError("no free port")

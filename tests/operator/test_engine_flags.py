@@ -229,6 +229,8 @@ def test_numbers_are_written_as_on_the_command_line() -> None:
         _, engine = parse_args(["--model=tiny", f"--max-logprobs={whole}"])
         assert engine.max_logprobs == int(whole)
     assert len(refusals("--max-logprobs=+-7")) == 1
+    assert refusals("--seed=+9223372036854775807") == []
+    assert len(refusals("--structured-outputs-cache-bytes=+4096")) == 1, "sizes have no sign"
 
 
 def test_a_manifest_with_an_unknown_flag_is_told_the_nearest() -> None:

@@ -32,7 +32,7 @@ from argosy_router.http.tls import UpstreamTls
 from argosy_router.proxy.request.model_names import find_service
 
 from .fake_api_server import FakeApiServer
-from .fake_engine import FakeEngine
+from .fake_engine import Connection, FakeEngine, Received
 from .harness import until
 
 
@@ -170,6 +170,30 @@ async def test_a_static_replica_that_does_not_tell_its_models_is_logged_once(
     wheel.close()
 
 
+async def test_a_replica_whose_list_of_models_is_no_text_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Garbled(FakeEngine):
+        is_garbled = True
+
+        async def handle(self, connection: Connection, request: Received) -> None:
+            if request.path == "/v1/models" and self.is_garbled:
+                connection.answer(200, b'{"data":[{"id":"\xff"}]}')
+                return
+            await super().handle(connection, request)
+
+    monkeypatch.setattr(model_discovery, "MAX_RETRY_S", 0.005)
+    wheel = TimerWheel(asyncio.get_running_loop())
+    async with (
+        Garbled() as engine,
+        following(StaticDiscovery([engine.url], "", wheel, UpstreamTls())) as published,
+    ):
+        await until(lambda: "cannot be read" in caplog.text)
+        engine.is_garbled = False
+        await until(lambda: "static/tiny" in published.members)
+    wheel.close()
+
+
 @pytest.mark.parametrize(
     "url", ["ftp://a:1", "a:1", "http://", "http://a:1/v1", "http://u:p@a:1", "http://a:99999"]
 )
@@ -249,6 +273,37 @@ async def test_addresses_of_both_families_and_their_bound() -> None:
     for start in range(0, 3 * MAX_ADDRESSES, 700):
         name.answered([f"10.1.{number >> 8}.{number & 255}" for number in range(start, start + 2000)])
         assert len(name.members()) == MAX_ADDRESSES
+
+
+@pytest.mark.parametrize("resolves", [True, False])
+async def test_a_name_that_is_still_being_looked_up_may_have_other_models(resolves: bool) -> None:
+    is_found = asyncio.Event()
+    wheel = TimerWheel(asyncio.get_running_loop())
+    fleet = Fleet(wheel, UpstreamLimits())
+    async with FakeEngine() as engine, FakeEngine(model="other") as slow:
+
+        async def resolve(host: str, port: int) -> list[str]:
+            if host == "slow":
+                await is_found.wait()
+                if not resolves:
+                    raise socket.gaierror("no such name")
+            return ["127.0.0.1"]
+
+        urls = [f"http://fast:{engine.port}", f"http://slow:{slow.port}"]
+        task = asyncio.create_task(
+            DnsDiscovery(urls, "", wheel, UpstreamTls(), resolve=resolve).run(fleet.apply)
+        )
+        try:
+            await until(lambda: fleet.service_of("tiny") is not None)
+            assert not fleet.knows_all_models
+            is_found.set()
+            await until(lambda: fleet.knows_all_models)
+            assert (fleet.service_of("other") is not None) == resolves
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await fleet.close()
+    wheel.close()
 
 
 async def test_nothing_is_known_before_a_name_has_resolved() -> None:

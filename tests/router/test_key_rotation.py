@@ -8,15 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from argosy_protocol.bearer_keys import internal_key
+from argosy_protocol.fleet import FleetDocument
 from argosy_protocol.routable_report import ADMIN_KEY_UID, REPORT_PATH
 from argosy_router.config import ConfigError
+from argosy_router.fleet import fleet as fleet_module
 from argosy_router.fleet import key_rotation
 from argosy_router.fleet.replica_key import ReplicaKey, ServiceKeys
 
 from .fake_engine import Connection, FakeEngine, Received
-from .harness import DEADLINE_S, Rig, rig, until
+from .harness import DEADLINE_S, Rig, rig, service, until
 from .rotation_load import Mount, load
 
 OLD, NEW, NEWER = b"o" * 32, b"n" * 32, b"w" * 32
@@ -193,6 +196,62 @@ async def test_a_new_router_is_not_ready_while_every_engine_refuses_its_key(moun
         replicas[0].cut_telemetry()
         await until(lambda: r.replica(0).key.is_refused)
         assert (await r.http.get("/ready")).status_code == 200, "it has answered, and stays"
+
+
+async def test_one_refusal_is_enough_while_others_may_be_about_to(mount: Mount) -> None:
+    """Or a new router whose key is wrong would get requests until the last engine has said so."""
+
+    class Starting(FakeEngine):
+        """Fails its first request for telemetry."""
+
+        has_failed = False
+
+        async def handle(self, connection: Connection, request: Received) -> None:
+            if request.path == "/internal/telemetry" and not self.has_failed:
+                self.has_failed = True
+                connection.answer(503, b"{}")
+                return
+            await super().handle(connection, request)
+
+    mount.write(NEW)
+    starting = Starting(keys=frozenset((OLD_KEY,)))
+    async with rig([*engines(OLD_KEY, number=1), starting], fleet_key_dir=mount.path, wait=False) as r:
+        while not (r.replica(0).key.is_refused and r.replica(1).key.is_refused):
+            assert (await r.http.get("/ready")).status_code == 503
+        assert (await r.http.get("/ready")).status_code == 503
+
+
+async def test_a_replica_that_leaves_makes_no_key_right(
+    mount: Mount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet_module, "FIRST_ANSWER_S", 0.0)
+    mount.write(NEW)
+    replicas = engines(OLD_KEY)
+    async with rig(replicas, fleet_key_dir=mount.path, wait=False) as r:
+        await replicas[1].stop()
+        leaving = [replace(each, draining=each.name == "r1") for each in service(replicas).endpoints]
+        r.discovery.set(FleetDocument(services=(service(replicas, endpoints=tuple(leaving)),)))
+        await r.until(lambda: r.replica(0).key.is_refused)
+        assert (await r.http.get("/ready")).status_code == 503
+
+
+async def test_an_engine_without_room_for_telemetry_has_accepted_the_key(mount: Mount) -> None:
+    class Full(FakeEngine):
+        async def handle(self, connection: Connection, request: Received) -> None:
+            if request.path == "/internal/telemetry" and NEW_KEY in self.keys:
+                connection.answer(429, b"{}")
+                return
+            await super().handle(connection, request)
+
+    mount.write(NEW)
+    engine = Full(keys=frozenset((OLD_KEY,)))
+    async with rig([engine], fleet_key_dir=mount.path, wait=False) as r:
+        await r.until(lambda: r.replica(0).key.is_refused)
+        assert (await r.http.get("/ready")).status_code == 503
+        engine.keys = frozenset((OLD_KEY, NEW_KEY))
+        await r.until_state(0, "stale")
+        assert (await r.http.get("/ready")).status_code == 200
+        assert (await r.chat()).status_code == 200
 
 
 async def test_engines_that_do_not_answer_keep_no_router_from_getting_ready(mount: Mount) -> None:

@@ -22,26 +22,27 @@ LOWEST_PORT = 10_000
 def free_port() -> int:
     """Reserve a TCP port for a server that a test starts, until this process ends.
 
-    It lies below the range from which the kernel takes ports for sockets that name none (Linux only), so that no other
-    test's socket gets it before the server binds it, and no other process gets it here: this one keeps the UDP port of
-    the same number.
+    If it can be it lies below the range from which the kernel takes ports for sockets that name none (Linux only), so
+    that no other test's socket gets it before the server binds it, and no other process gets it here: this one keeps
+    the UDP port of the same number.
 
     Raises:
         OSError: every port is taken.
     """
     above = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     ports = range(LOWEST_PORT, above)
-    for port in random.SystemRandom().sample(ports, len(ports)):
+    for wanted in (*random.SystemRandom().sample(ports, len(ports)), 0):
         with (
             socket.socket() as probe,
             socket.socket(type=socket.SOCK_DGRAM) as reservation,
             suppress(OSError),
         ):
-            probe.bind(("", port))
+            probe.bind(("", wanted))
+            port = int(probe.getsockname()[1])
             reservation.bind(("127.0.0.1", port))
             reservation.detach()  # stays bound
             return port
-    raise OSError(f"no free port from {LOWEST_PORT} to {above - 1}")
+    raise OSError("no free port")
 
 
 def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:

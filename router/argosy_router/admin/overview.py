@@ -66,7 +66,7 @@ class Overview(Struct, frozen=True, kw_only=True):
     version: str
     uptime_s: float
     state: str
-    """`ready`, `starting` (no snapshot from discovery yet), or `draining`."""
+    """`ready`, `starting` (replicas not found or not tried yet, or all refuse the router's key), or `draining`."""
     connections: int
     services: Sequence[ServiceView]
 

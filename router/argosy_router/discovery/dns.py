@@ -71,13 +71,14 @@ class DnsDiscovery:
 
     async def _follow(self, name: ResolvedName, discovery: ModelDiscovery) -> None:
         while True:
-            before = name.members()
+            before, is_first = name.members(), not name.was_looked_up
             try:
                 name.answered(await self._resolve(name.host, name.port))
             except OSError as error:
                 name.failed(str(error))
-            if name.members() != before:
-                discovery.set_members([member for each in self._names for member in each.members()])
+            members = [member for each in self._names for member in each.members()]
+            if name.members() != before or (is_first and members):
+                discovery.set_members(members, sum(not each.was_looked_up for each in self._names))
             await asyncio.sleep(self._resolve_s)
 
 
@@ -91,8 +92,11 @@ class ResolvedName:
         self._misses: dict[str, int] = {}
         """address -> answers without it since it was last seen"""
         self._is_failing = False
+        self.was_looked_up = False
+        """Whether a lookup has ended, well or not."""
 
     def answered(self, addresses: Sequence[str]) -> None:
+        self.was_looked_up = True
         found = list(dict.fromkeys(addresses))
         if not found:
             self.failed("no addresses")
@@ -107,6 +111,7 @@ class ResolvedName:
         self._misses = kept
 
     def failed(self, reason: str) -> None:
+        self.was_looked_up = True
         if not self._is_failing:
             log.warning(
                 "%s does not resolve (%s), keeping %d addresses", self.host, reason, len(self._misses)

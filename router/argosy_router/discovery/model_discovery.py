@@ -72,15 +72,21 @@ class ModelDiscovery:
         self._tls = tls
         self._publish_snapshot = publish
         self._members: tuple[Member, ...] = ()
+        self._num_awaited = 0
         self._served: dict[Member, _Served] = {}
         self._asked: set[Member] = set()
         """Those whose first question has ended, well or not."""
         self._tasks: dict[Member, asyncio.Task[None]] = {}
         self._rng = random.Random()  # noqa: S311
 
-    def set_members(self, members: Iterable[Member]) -> None:
-        """Replace the set of replicas to ask."""
+    def set_members(self, members: Iterable[Member], awaited: int = 0) -> None:
+        """Replace the set of replicas to ask.
+
+        Args:
+            awaited: sources of more members that have told none yet. Each counts as one that was not asked.
+        """
         self._members = tuple(members)
+        self._num_awaited = awaited
         for gone in self._tasks.keys() - set(self._members):
             self._tasks.pop(gone).cancel()
             self._served.pop(gone, None)
@@ -106,7 +112,7 @@ class ModelDiscovery:
                 if not problem:
                     served = _served(msgspec.json.decode(response.body, type=_Models).data)
                     problem = "" if served is not None else "its list is empty"
-            except (UpstreamError, msgspec.MsgspecError, RecursionError) as error:
+            except (UpstreamError, msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
                 problem = str(error)
             if problem and problem != reported:
                 log.warning("the models of replica %s cannot be read: %s", member.url, problem)
@@ -153,9 +159,9 @@ class ModelDiscovery:
             )
         )
         by_key = {service.qualified_name: tuple(members[service.model]) for service in document.services}
-        unheard = sum(member not in self._served for member in self._members)
+        unheard = self._num_awaited + sum(member not in self._served for member in self._members)
         revision = revision_of(encode_fleet(document))
-        unasked = len(self._members) - len(self._asked)
+        unasked = self._num_awaited + len(self._members) - len(self._asked)
         self._publish_snapshot(FleetSnapshot(document, revision, by_key, unheard=unheard, unasked=unasked))
 
 

@@ -166,16 +166,22 @@ class Fleet:
     def is_surveyed(self) -> bool:
         """Whether an attempt to reach each replica has ended, well or not, or `FIRST_ANSWER_S` have passed since
         discovery reported: before that, replicas that are well would count as unreachable. Once true, it stays."""
-        return self._is_surveyed or (self.is_loaded and time.monotonic() >= self._loaded_at + FIRST_ANSWER_S)
+        return self._is_surveyed or (self.is_loaded and not self._is_early)
 
     @property
     def is_shut_out(self) -> bool:
         """Whether no replica has accepted a key of this router since its start, and all that there are refuse them: it
-        has started with a fleet key that has not reached the engines yet."""
+        has started with a fleet key that has not reached the engines yet. Right after the start one that refuses is
+        enough, since others may be about to."""
         if self._was_accepted or not self._fleet_keys.keys:
             return False
-        keys = [replica.key for replica in self.replicas()]
-        return bool(keys) and all(key.is_refused for key in keys)
+        refusals = [replica.key.is_refused for replica in self.replicas() if not replica.is_draining]
+        return any(refusals) if self._is_early else bool(refusals) and all(refusals)
+
+    @property
+    def _is_early(self) -> bool:
+        """Whether replicas that are well may not have answered yet since discovery reported."""
+        return time.monotonic() < self._loaded_at + FIRST_ANSWER_S
 
     def skipped_frames(self) -> int:
         return sum(client.skipped_frames for client in self._clients.values())
@@ -197,7 +203,7 @@ class Fleet:
     def _increment(self) -> None:
         self.revision += 1
         if not self._was_accepted:
-            self._was_accepted = any(replica.link in ("synced", "foreign") for replica in self.replicas())
+            self._was_accepted = any(replica.link != "connecting" for replica in self.replicas())
         if not self._is_surveyed:
             self._is_surveyed = self.is_surveyed or (
                 self.is_loaded

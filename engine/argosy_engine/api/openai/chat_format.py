@@ -176,7 +176,7 @@ class ChatFormat(ChoiceFormat[ChatChunkChoice, ChatCompletionChunk, ChatCompleti
             tool_calls=self._tool_calls(parsed, output.index, num_calls, is_delta=True),
         )
         finish_reason = self._finish_reason(output, self._parsers[output.index])
-        logprobs = output.logprobs if self._request.logprobs else None  # a beam search always has them
+        logprobs = output.logprobs if self._request.logprobs else None
         if delta == _EMPTY_DELTA and finish_reason is None and not self._with_ids and not logprobs:
             return None
         return ChatChunkChoice(

@@ -151,6 +151,10 @@ class TelemetryClient:
         self._replica.key.is_refused = True
         return False
 
+    def _key_accepted(self) -> None:
+        self._replica.key.is_refused = False
+        self._tried.clear()
+
     def _stream_failed(self, error: UpstreamError | TelemetryError) -> None:
         """Report to the replica's health how its stream failed.
 
@@ -158,6 +162,7 @@ class TelemetryClient:
         """
         self._note_loss(str(error))
         if isinstance(error, TelemetryFull):
+            self._key_accepted()
             if self._replica.health.reachable():
                 self._on_change()
             self._set_link("stale")
@@ -221,8 +226,7 @@ class TelemetryClient:
                 self._model,
             )
         replica = self._replica
-        replica.key.is_refused = False
-        self._tried.clear()
+        self._key_accepted()
         replica.hello = hello
         replica.load.max_num_seqs = max(1, figures.count(hello.max_num_seqs, figures.MAX_REQUESTS))
         replica.load.data_parallel_size = max(1, figures.count(hello.data_parallel_size, figures.MAX_CORES))
