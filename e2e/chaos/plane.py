@@ -173,20 +173,20 @@ def ending_cleanly() -> Iterator[None]:
 
 
 def free_port() -> int:
-    """A port that nothing uses at the moment, and that was not returned before. If it can be it lies below the range
-    from which the kernel takes ports for connections (Linux only): those of a control plane are many, and one would
-    soon have it.
+    """A port that nothing uses at the moment, and that was not returned before. It lies below the range from which the
+    kernel takes ports for connections (Linux only), unless that has all of them: the connections of a control plane are
+    many, and one would soon have it.
 
     Raises:
         OSError: every port is taken.
     """
     above = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     ports = range(LOWEST_PORT, above)
-    for port in (*random.SystemRandom().sample(ports, len(ports)), 0):
+    for port in random.SystemRandom().sample(ports, len(ports)) or [0]:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind((LOOPBACK, port))
             found = int(probe.getsockname()[1])
             if found not in _returned:
                 _returned.add(found)
                 return found
-    raise OSError("no free port")
+    raise OSError(f"no free port from {LOWEST_PORT} to {above - 1}")

@@ -22,16 +22,16 @@ LOWEST_PORT = 10_000
 def free_port() -> int:
     """Reserve a TCP port for a server that a test starts, until this process ends.
 
-    If it can be it lies below the range from which the kernel takes ports for sockets that name none (Linux only), so
-    that no other test's socket gets it before the server binds it, and no other process gets it here: this one keeps
-    the UDP port of the same number.
+    It lies below the range from which the kernel takes ports for sockets that name none (Linux only), so that no other
+    test's socket gets it before the server binds it, and no other process gets it here: this one keeps the UDP port of
+    the same number. Where the kernel takes all of them, it is one of those.
 
     Raises:
         OSError: every port is taken.
     """
     above = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     ports = range(LOWEST_PORT, above)
-    for wanted in (*random.SystemRandom().sample(ports, len(ports)), 0):
+    for wanted in random.SystemRandom().sample(ports, len(ports)) or [0]:
         with (
             socket.socket() as probe,
             socket.socket(type=socket.SOCK_DGRAM) as reservation,
@@ -42,7 +42,7 @@ def free_port() -> int:
             reservation.bind(("127.0.0.1", port))
             reservation.detach()  # stays bound
             return port
-    raise OSError("no free port")
+    raise OSError(f"no free port from {LOWEST_PORT} to {above - 1}")
 
 
 def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
