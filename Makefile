@@ -118,10 +118,10 @@ start-phases: $(INSTALLED_DEV) ## measure START_PHASES_RUNS (5) starts on that K
 	PATH="$(CURDIR)/$(BIN):$$PATH" PYTHONPATH=e2e bash -c 'python -m cluster build && python -m pytest -c pyproject.toml --rootdir . e2e/start_phases.py -q -s'
 
 chaos: $(INSTALLED_DEV) ## cause faults around the real operator, each by its name, on a real control plane; CHAOS_FAULTS= chooses some. Needs no root
-	PYTHONPATH=e2e:tests/operator $(BIN)/python -P -m chaos --faults '$(CHAOS_FAULTS)' $(CHAOS_ARGS)
+	PYTHONPATH=e2e:tests/operator:tests/support $(BIN)/python -P -m chaos --faults '$(CHAOS_FAULTS)' $(CHAOS_ARGS)
 
 scale: $(INSTALLED_DEV) ## measure the operator with SCALE_SERVICES (200) services of SCALE_REPLICAS (5) replicas on simulated nodes, and SCALE_REST_S (600) seconds at rest. Needs no root
-	PYTHONPATH=e2e $(BIN)/python -P -m chaos.scale --services $(SCALE_SERVICES) --replicas $(SCALE_REPLICAS) --rest-seconds $(SCALE_REST_S) $(SCALE_ARGS)
+	PYTHONPATH=e2e:tests/support $(BIN)/python -P -m chaos.scale --services $(SCALE_SERVICES) --replicas $(SCALE_REPLICAS) --rest-seconds $(SCALE_REST_S) $(SCALE_ARGS)
 
 images: $(INSTALLED_DEV) ## build the three images as they ship (CUDA torch, compilers) and try each; needs root
 	PATH="$(CURDIR)/$(BIN):$$PATH" PYTHONPATH=e2e $(BIN)/python -m shipped_images

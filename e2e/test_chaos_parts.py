@@ -19,7 +19,7 @@ from chaos.api import TooLate, path_of, until
 from chaos.fault import comparable, differences, foreign_writes
 from chaos.faults.load import written_by_operator
 from chaos.faulty_proxy import FaultyProxy, Write
-from chaos.plane import FAST_NODES, Plane, free_port
+from chaos.plane import FAST_NODES, Plane
 from chaos.rig import is_settled
 from chaos.scale import Measured
 from chaos.scale_figures import (
@@ -32,6 +32,7 @@ from chaos.scale_figures import (
 )
 from chaos.simulated_nodes import BROKEN, SimulatedNodes
 from cluster import control_plane
+from processes import free_port
 
 GATE = "inference.argosy.dev/routable"
 DEPLOYMENTS = "/apis/apps/v1/deployments"

@@ -30,3 +30,10 @@ def test_no_port_is_given_twice_nor_by_the_kernel(monkeypatch: pytest.MonkeyPatc
         [sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, timeout=60
     )
     assert "no free port" in other.stderr
+
+
+def test_where_the_kernel_takes_all_ports_it_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "LOWEST_PORT", KERNELS_LOWEST)
+    ports = {free_port() for _ in range(5)}
+    assert len(ports) == 5
+    assert min(ports) >= KERNELS_LOWEST

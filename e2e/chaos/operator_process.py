@@ -19,9 +19,10 @@ import aiohttp
 import yaml
 
 from chaos.api import Api, Object, until
-from chaos.plane import Plane, free_port
+from chaos.plane import Plane
 from chaos.scale_figures import samples
 from cluster.shell import run
+from processes import free_port
 
 ROOT = Path(__file__).parents[2]
 SYSTEM = "argosy-system"

@@ -10,10 +10,8 @@ import asyncio
 import contextlib
 import json
 import os
-import random
 import shutil
 import signal
-import socket
 import ssl
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,11 +20,9 @@ from chaos.api import Api
 from cluster import control_plane, daemons, go_binaries, pki
 from cluster.kubectl import Kubectl
 from cluster.settings import Settings
+from processes import free_port
 
 LOOPBACK = "127.0.0.1"
-LOWEST_PORT = 10_000
-"""Well-known services of a machine listen on lower ones."""
-_returned: set[int] = set()
 OPERATOR_USER = "system:serviceaccount:argosy-system:argosy-operator"
 FAST_NODES = ("--node-monitor-grace-period=16s", "--node-monitor-period=1s")
 """A node that says nothing is noticed after 16 s instead of 40. Simulated nodes on a busy machine may be late by
@@ -170,23 +166,3 @@ def ending_cleanly() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def free_port() -> int:
-    """A port that nothing uses at the moment, and that was not returned before. It lies below the range from which the
-    kernel takes ports for connections (Linux only), unless that has all of them: the connections of a control plane are
-    many, and one would soon have it.
-
-    Raises:
-        OSError: every port is taken.
-    """
-    above = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    ports = range(LOWEST_PORT, above)
-    for port in random.SystemRandom().sample(ports, len(ports)) or [0]:
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind((LOOPBACK, port))
-            found = int(probe.getsockname()[1])
-            if found not in _returned:
-                _returned.add(found)
-                return found
-    raise OSError(f"no free port from {LOWEST_PORT} to {above - 1}")

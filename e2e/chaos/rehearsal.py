@@ -21,8 +21,8 @@ from fake_kubernetes import FakeKubernetes, selects
 
 from argosy_operator.kinds import DEPLOYMENTS, INFERENCE_SERVICES, KINDS, PODS, Kind
 from chaos.api import Api, Object
-from chaos.plane import free_port
 from chaos.simulated_nodes import ADDRESS_ANNOTATION
+from processes import free_port
 
 TOKEN: Final = "operator"
 STEP_S: Final = 0.2

@@ -13,10 +13,11 @@ from typing import Any
 from chaos.api import Api, Object, TooLate, until
 from chaos.faulty_proxy import FaultyProxy
 from chaos.operator_process import SYSTEM, OperatorProcess, install, rendered
-from chaos.plane import Plane, free_port
+from chaos.plane import Plane
 from chaos.simulated_nodes import SimulatedNodes
 from chaos.simulated_router import SimulatedRouter
 from cluster.shell import say
+from processes import free_port
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 180.0

@@ -18,8 +18,8 @@ from argosy_protocol.load_report import LOAD_PATH, LoadReport, ServiceLoadReport
 from argosy_protocol.routable_report import REPORT_PATH, ReplicaReport, RoutableReport
 from argosy_resource.engine_address import COMPONENT_LABEL, SERVICE_LABEL
 from chaos.api import Api, Object
-from chaos.plane import free_port
 from chaos.simulated_nodes import ADDRESS_ANNOTATION, SimulatedNodes
+from processes import free_port
 
 
 class SimulatedRouter:
