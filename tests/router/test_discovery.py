@@ -87,31 +87,36 @@ def test_a_name_is_unknown_only_once_all_replicas_have_told_theirs() -> None:
 # static
 
 
-async def test_static_replicas_tell_their_models_when_they_are_up() -> None:
+@contextlib.asynccontextmanager
+async def static(*engines: FakeEngine, key: str = "") -> AsyncIterator[Published]:
     wheel = TimerWheel(asyncio.get_running_loop())
+    urls = [engine.url for engine in engines]
+    async with following(StaticDiscovery(urls, key, wheel, UpstreamTls())) as published:
+        yield published
+    wheel.close()
+
+
+async def test_static_replicas_tell_their_models_when_they_are_up() -> None:
     async with (
         FakeEngine(aliases=("small",)) as first,
         FakeEngine() as second,
         FakeEngine(model="other") as late,
     ):
         await late.stop()
-        urls = [engine.url for engine in (first, second, late)]
-        async with following(StaticDiscovery(urls, "", wheel, UpstreamTls())) as published:
+        async with static(first, second, late) as published:
             await until(lambda: len(published.members.get("static/tiny", ())) == 2)
             assert published[-1].document.services[0].aliases == ("small",)
             assert published[-1].unheard == 1
             await late.start()
             await until(lambda: "static/other" in published.members)
             assert published[-1].unheard == 0
-    wheel.close()
 
 
 async def test_a_static_replica_may_come_back_with_another_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_discovery, "RECHECK_S", 0.005)
-    wheel = TimerWheel(asyncio.get_running_loop())
     async with (
         FakeEngine() as engine,
-        following(StaticDiscovery([engine.url], "", wheel, UpstreamTls())) as published,
+        static(engine) as published,
     ):
         await until(lambda: "static/tiny" in published.members)
         engine.model, engine.key = "other", "secret"
@@ -121,17 +126,15 @@ async def test_a_static_replica_may_come_back_with_another_model(monkeypatch: py
         engine.key = ""
         await until(lambda: "static/other" in published.members)
         assert "static/tiny" not in published.members
-    wheel.close()
 
 
 async def test_a_static_replica_that_is_away_is_asked_again_soon(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(model_discovery, "RECHECK_S", 0.005)
-    wheel = TimerWheel(asyncio.get_running_loop())
     async with (
         FakeEngine() as engine,
-        following(StaticDiscovery([engine.url], "", wheel, UpstreamTls())) as published,
+        static(engine) as published,
     ):
         await until(lambda: "static/tiny" in published.members)
         await engine.stop()
@@ -140,7 +143,6 @@ async def test_a_static_replica_that_is_away_is_asked_again_soon(
         engine.model = "other"
         await engine.start()
         await until(lambda: "static/other" in published.members)
-    wheel.close()
 
 
 def test_dead_addresses_are_asked_less_often_but_once_a_second() -> None:
@@ -155,10 +157,9 @@ async def test_a_static_replica_that_does_not_tell_its_models_is_logged_once(
 ) -> None:
     monkeypatch.setattr(model_discovery, "MAX_RETRY_S", 0.005)
     caplog.set_level("INFO", logger=model_discovery.__name__)
-    wheel = TimerWheel(asyncio.get_running_loop())
     async with (
         FakeEngine(key="secret") as engine,
-        following(StaticDiscovery([engine.url], "wrong", wheel, UpstreamTls())) as published,
+        static(engine, key="wrong") as published,
     ):
         await until(lambda: engine.connections > 3)
         assert len(caplog.messages) == 1
@@ -167,7 +168,6 @@ async def test_a_static_replica_that_does_not_tell_its_models_is_logged_once(
         engine.key = "wrong"
         await until(lambda: "static/tiny" in published.members)
         assert ["serves tiny" in message for message in caplog.messages] == [False, True]
-    wheel.close()
 
 
 async def test_a_replica_whose_list_of_models_is_no_text_is_asked_again(
@@ -183,15 +183,13 @@ async def test_a_replica_whose_list_of_models_is_no_text_is_asked_again(
             await super().handle(connection, request)
 
     monkeypatch.setattr(model_discovery, "MAX_RETRY_S", 0.005)
-    wheel = TimerWheel(asyncio.get_running_loop())
     async with (
         Garbled() as engine,
-        following(StaticDiscovery([engine.url], "", wheel, UpstreamTls())) as published,
+        static(engine) as published,
     ):
         await until(lambda: "cannot be read" in caplog.text)
         engine.is_garbled = False
         await until(lambda: "static/tiny" in published.members)
-    wheel.close()
 
 
 @pytest.mark.parametrize(
