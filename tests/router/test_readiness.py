@@ -104,9 +104,9 @@ async def test_a_replica_is_tried_only_after_its_model_was_asked_for() -> None:
         try:
             await asyncio.wait_for(slow.asked.wait(), DEADLINE_S)
             assert fleet.is_loaded
-            assert not fleet.is_surveyed
+            assert not fleet.is_initialized
             slow.gate.set()
-            await until(lambda: fleet.is_surveyed)
+            await until(lambda: fleet.is_initialized)
             assert [replica.is_routable for replica in fleet.replicas()] == [True]
         finally:
             task.cancel()
@@ -118,7 +118,7 @@ async def test_a_replica_is_tried_only_after_its_model_was_asked_for() -> None:
 def test_without_replicas_there_is_nothing_to_try() -> None:
     loop = asyncio.new_event_loop()
     fleet = Fleet(TimerWheel(loop), UpstreamLimits())
-    assert not fleet.is_surveyed
+    assert not fleet.is_initialized
     fleet.apply(FleetSnapshot())
-    assert fleet.is_surveyed
+    assert fleet.is_initialized
     loop.close()

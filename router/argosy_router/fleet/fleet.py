@@ -95,7 +95,7 @@ class Fleet:
         """Whether a replica has accepted a key of this router."""
         self._num_unheard = 0
         self._num_unasked = 0
-        self._is_surveyed = False
+        self._is_initialized = False
         self.revision = 0
         self._changed = asyncio.Event()
         self._tasks: dict[Replica, asyncio.Task[None]] = {}
@@ -163,10 +163,11 @@ class Fleet:
             service.keys.replace(self._keys_of(service.spec))
 
     @property
-    def is_surveyed(self) -> bool:
+    def is_initialized(self) -> bool:
         """Whether an attempt to reach each replica has ended, well or not, or `FIRST_ANSWER_S` have passed since
-        discovery reported: before that, replicas that are well would count as unreachable. Once true, it stays."""
-        return self._is_surveyed or (self.is_loaded and not self._is_early)
+        discovery reported: before that, replicas that are well would count as unreachable. Once true, it stays. The
+        term is Envoy's, for a cluster whose hosts all had their first health check."""
+        return self._is_initialized or (self.is_loaded and not self._is_early)
 
     @property
     def is_shut_out(self) -> bool:
@@ -204,8 +205,8 @@ class Fleet:
         self.revision += 1
         if not self._was_accepted:
             self._was_accepted = any(replica.link != "connecting" for replica in self.replicas())
-        if not self._is_surveyed:
-            self._is_surveyed = self.is_surveyed or (
+        if not self._is_initialized:
+            self._is_initialized = self.is_initialized or (
                 self.is_loaded
                 and not self._num_unasked
                 and all(replica.was_tried for replica in self.replicas())
