@@ -223,7 +223,7 @@ def _number(flag: EngineFlag, value: str) -> float | int | None:
     if flag.is_size and value[-1] in _SIZES and re.fullmatch(SIZE, value):
         size = float(value[:-1]) * _SIZES[value[-1]]
         return int(size) if size.is_integer() else None
-    whole = "[0-9]+" if flag.is_size else INTEGER
+    whole = "-?[0-9]+" if flag.is_size else INTEGER
     return int(value) if re.fullmatch(whole, value) and len(value.lstrip("+-")) < 20 else None
 
 
