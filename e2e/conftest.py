@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from cluster import lifecycle, volumes
+from cluster.history import History, recording
 from cluster.kubectl import RESTRICTED
 from cluster.lifecycle import Cluster
 from cluster.settings import Settings
@@ -100,6 +102,12 @@ def stack(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[Stack]:
     finally:
         if not cluster.external:
             cluster.kubectl.delete_namespace(TENANT)
+
+
+def recorded(cluster: Cluster, namespace: str, name: str) -> AbstractContextManager[History]:
+    """Record every version of a service while the block runs."""
+    path = f"apis/inference.argosy.dev/v1alpha1/namespaces/{namespace}/inferenceservices"
+    return recording(cluster.kubectl, path, f"fieldSelector=metadata.name%3D{name}")
 
 
 def expose_torch(cluster: Cluster, namespace: str) -> None:

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from urllib.parse import quote
 
 import openai
 import pytest
 
+from cluster.history import recording
 from cluster.shell import poll
-from conftest import ROUTER_KEY, TENANT, Stack
+from conftest import ROUTER_KEY, TENANT, Stack, recorded
 from test_chart_rights import named
 from test_whole_path import condition, is_ready
 
@@ -103,9 +105,15 @@ def streams(stack: Stack) -> Iterator[Streams]:
 
 def serving(stack: Stack) -> dict[str, int]:
     """The service's living pods besides a canary's, by UID, with their restarts."""
+    return living(stack.cluster.kubectl.pods(TENANT, SELECTOR))
+
+
+def living(pods: Iterable[dict[str, Any]]) -> dict[str, int]:
     return {
-        pod["metadata"]["uid"]: sum(each["restartCount"] for each in pod["status"]["containerStatuses"])
-        for pod in stack.cluster.kubectl.pods(TENANT, SELECTOR)
+        pod["metadata"]["uid"]: sum(
+            each["restartCount"] for each in pod["status"].get("containerStatuses", ())
+        )
+        for pod in pods
         if not pod["metadata"].get("deletionTimestamp") and "-canary-" not in pod["metadata"]["name"]
     }
 
@@ -167,19 +175,25 @@ def test_a_revision_that_never_starts_is_taken_back(service: Stack) -> None:
 
 
 def test_a_good_revision_passes_its_steps(service: Stack) -> None:
-    before = serving(service)
+    kubectl, before = service.cluster.kubectl, serving(service)
+    with (
+        streams(service) as seen,
+        recording(kubectl, f"api/v1/namespaces/{TENANT}/pods", f"labelSelector={quote(SELECTOR)}") as pods,
+        recorded(service.cluster, TENANT, NAME) as services,
+    ):
+        kubectl.apply(manifest(maxNumSeqs=8))
+        generation = kubectl.get(*WORDS)["metadata"]["generation"]
+        found = services.wait_for(
+            "the steps to pass and the rollout to finish",
+            lambda each: is_ready(each) and each["metadata"]["generation"] == generation,
+            240,
+        )
     meanwhile: dict[int, dict[str, int]] = {}
-
-    def is_promoted(found: dict[str, Any]) -> bool:
-        """Note what serves at each weight on the way: until the last step has passed, the old replicas as they were."""
-        rollout = found["status"].get("rollout") or {}
-        if rollout.get("phase") in ("Starting", "Analyzing") and rollout["weight"] not in meanwhile:
-            meanwhile[rollout["weight"]] = serving(service)
-        return is_ready(found)
-
-    with streams(service) as seen:
-        service.cluster.kubectl.apply(manifest(maxNumSeqs=8))
-        found = wait_for(service, "the steps to pass and the rollout to finish", is_promoted, 240)
+    for each in services.versions:  # until the last step has passed, the old replicas serve as they were
+        rollout = each["status"].get("rollout") or {}
+        if rollout.get("phase") in ("Starting", "Analyzing"):
+            at = int(each["metadata"]["resourceVersion"])
+            meanwhile.setdefault(rollout["weight"], living(pods.at(at)))
     assert meanwhile == {0: before, 50: before, 100: before}
     assert not serving(service).keys() & before.keys()
     assert canaries(service) == []

@@ -60,6 +60,7 @@ def service(stack: Stack) -> Iterator[Stack]:
     poll("its pods to be gone", lambda: kubectl.pods(TENANT, SELECTOR) == [] or None, 180, interval=0.5)
 
 
+@pytest.mark.core
 def test_without_an_operator_a_resource_does_not_look_done(service: Stack) -> None:
     found = service.cluster.kubectl.get(SERVICE, "-n", TENANT)
     assert found["status"] == {"observedGeneration": -1}
@@ -68,6 +69,7 @@ def test_without_an_operator_a_resource_does_not_look_done(service: Stack) -> No
     service.cluster.kubectl.wait_for_event(TENANT, NAME, "ReplicasRoutable")
 
 
+@pytest.mark.core
 def test_a_bad_image_halts_the_rollout(service: Stack) -> None:
     (before,) = living(service)
     patch(service, engine={"image": "localhost/no-such-image:1"})

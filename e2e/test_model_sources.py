@@ -21,7 +21,7 @@ from cluster import Cluster
 from cluster.kubectl import RESTRICTED
 from cluster.settings import HOST_ADDRESS
 from cluster.shell import poll
-from conftest import GPUS, SYSTEM, TENANT, Stack, expose_torch, install
+from conftest import GPUS, SYSTEM, TENANT, Stack, expose_torch, install, recorded
 from go_registry import GoRegistry, built_registry, find_go, running_go_registry
 from hub_faults import Fault, Hold
 from hub_repositories import files_under
@@ -331,6 +331,7 @@ def test_a_service_that_comes_back_to_its_node_asks_nobody(release: Cluster, buc
     delete(release, "everywhere", CACHED)
 
 
+@pytest.mark.core
 def test_a_bucket_of_google_is_a_source(release: Cluster, google_bucket: BucketServer) -> None:
     put_secret(release, TENANT, GS_SECRET, STORAGE_EMULATOR_HOST=google_bucket.url)
     source = f"gs://{BUCKET}/acme/qwen"
@@ -346,8 +347,9 @@ def test_a_registry_is_a_source(release: Cluster, registry: GoRegistry) -> None:
     values = {"OCI_REGISTRY": registry.host, "OCI_USERNAME": user, "ARGOSY_OCI_PLAIN_HTTP": registry.host}
     put_secret(release, TENANT, REGISTRY_SECRET, **values, OCI_PASSWORD="wrong")
     source = f"oci://{registry.host}/{REPOSITORY}:v1"
-    release.kubectl.apply(service("from-registry", source, IN_POD, secret=REGISTRY_SECRET))
-    wait_for(release, "from-registry", "the refusal", cached("False", "FetchFailed", "OCI_"))
+    with recorded(release, TENANT, "from-registry") as history:
+        release.kubectl.apply(service("from-registry", source, IN_POD, secret=REGISTRY_SECRET))
+        history.wait_for("the refusal", cached("False", "FetchFailed", "OCI_"), 240)
     put_secret(release, TENANT, REGISTRY_SECRET, **values, OCI_PASSWORD=password)
     found = wait_for(release, "from-registry", "a replica")
     check_fetched(release, "from-registry", f"oci://{registry.host}/{REPOSITORY}", found)
@@ -432,10 +434,10 @@ def test_a_wrong_token_is_told_and_the_right_one_helps(
     }
     put_secret(release, TENANT, HUB_SECRET, HF_TOKEN=WRONG_TOKEN, **values)
     document = service("private", "hf://acme/private", CLAIMED, secret=HUB_SECRET, replicas=2)
-    release.kubectl.apply(document)
-    found = wait_for(
-        release, "private", "the refusal", cached("False", "FetchFailed", "does not accept the token")
-    )
+    with recorded(release, TENANT, "private") as history:
+        release.kubectl.apply(document)
+        refused = cached("False", "FetchFailed", "does not accept the token")
+        found = history.wait_for("the refusal", refused, 240)
     put_secret(release, TENANT, HUB_SECRET, HF_TOKEN=TOKEN, **values)
     told = condition(found, "ModelCached")["message"]
     assert "HF_TOKEN" in told
@@ -456,9 +458,10 @@ def test_a_killed_fetch_is_continued(release: Cluster, hub: HubServer, disk: Pat
     for shard, hold in zip(shards[2:], holds, strict=True):
         hub.faults.add("content", Fault(hold=hold), path=shard, times=100)
     hub.forget_requests()
-    release.kubectl.apply(service("cut", "hf://acme/sharded", CLAIMED))
     try:
-        found = wait_for(release, "cut", "the progress", cached("False", "Fetching", "%"))
+        with recorded(release, TENANT, "cut") as history:
+            release.kubectl.apply(service("cut", "hf://acme/sharded", CLAIMED))
+            found = history.wait_for("the progress", cached("False", "Fetching", "%"), 240)
         assert "%" in found["status"]["modelCache"]
         assert "fetching the model" in condition(found, "WorkloadReady")["message"]
         release.kubectl.wait_for_event(TENANT, "cut", "ModelFetching", timeout=30)

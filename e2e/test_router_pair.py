@@ -53,6 +53,7 @@ def service(stack: Stack) -> Iterator[None]:
     stack.cluster.kubectl("delete", "isvc", NAME, "-n", TENANT)
 
 
+@pytest.mark.core
 @pytest.mark.usefixtures("service")
 def test_no_two_routers_are_disrupted_together(stack: Stack) -> None:
     budget = stack.cluster.kubectl.poll(
@@ -63,6 +64,7 @@ def test_no_two_routers_are_disrupted_together(stack: Stack) -> None:
     assert budget["status"]["disruptionsAllowed"] == 1
 
 
+@pytest.mark.core
 @pytest.mark.usefixtures("service")
 def test_the_planned_end_of_a_router_costs_no_request(stack: Stack) -> None:
     leaving = ready_routers(stack)[0]["metadata"]["name"]

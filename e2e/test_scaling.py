@@ -84,6 +84,7 @@ def six_at_once(stack: Stack) -> Iterator[None]:
     assert not failures, f"{len(failures)} requests failed: {failures[:5]}"
 
 
+@pytest.mark.core
 def test_an_idle_service_has_no_replica(scaled: Stack) -> None:
     found = wait_for_zero(scaled)
     assert found["spec"]["replicas"] == 1, "the operator never writes it"
@@ -91,6 +92,7 @@ def test_an_idle_service_has_no_replica(scaled: Stack) -> None:
     assert found["status"]["scaling"]["reason"] == "Idle"
 
 
+@pytest.mark.core
 def test_a_held_request_wakes_it_and_is_answered(scaled: Stack) -> None:
     assert ask(scaled, "Who sails there?")
     # The router routes to a replica before the operator tells of its start.

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
 from cluster.shell import poll
-from conftest import GPUS, ROUTER_KEY, SYSTEM, TENANT, TORCH_CLAIM, Stack
-from manifests_table import CASES, Case
+from conftest import GPUS, ROUTER_KEY, SYSTEM, TENANT, TORCH_CLAIM, Stack, recorded
+from manifests_table import TABLE, wrongly_answered
+
+pytestmark = pytest.mark.core
 
 NAME = "tiny"
 SERVICE = f"inferenceservice/{NAME}"
@@ -217,13 +221,13 @@ def test_an_edit_rolls_without_a_failed_request(stack: Stack) -> None:
 def test_without_a_spare_gpu_an_edit_replaces_in_place(stack: Stack) -> None:
     before = {pod["metadata"]["name"] for pod in engine_pods(stack)}
     stack.cluster.advertise_gpus(len(before))
-    with load(stack):
+    with load(stack), recorded(stack.cluster, TENANT, NAME) as history:
         patch = {"spec": {"engine": {"maxNumSeqs": 12}}}
         stack.cluster.kubectl("patch", "isvc", NAME, "-n", TENANT, "--type=merge", "-p", json.dumps(patch))
-        wait_ready(
-            stack,
+        history.wait_for(
             "the status to say that no GPU is free",
             lambda found: condition(found, "Progressing").get("reason") == "NoGPUForSurge",
+            420,
         )
         wait_ready(stack, "the rollout to finish")
     assert not before & {pod["metadata"]["name"] for pod in engine_pods(stack)}
@@ -256,16 +260,41 @@ def test_a_killed_engine_costs_no_unary_request_and_comes_back(stack: Stack) -> 
     )
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_a_manifest_is_taken_or_refused_with_a_reason(stack: Stack, case: Case) -> None:
-    # In a namespace without services: an apply over the running one would be merged with it.
-    words = ("apply", "--dry-run=server", "--validate=strict", "-n", "default", "-f", "-")
-    done = stack.cluster.kubectl(*words, stdin=case.manifest, check=False)
-    if case.error is None:
-        assert done.returncode == 0, done.stderr
-    else:
-        assert done.returncode != 0
-        assert case.error in done.stderr
+TRY = ("apply", "--dry-run=server", "--validate=strict", "-n", "default", "-f", "-")
+"""In a namespace without services: an apply over the running one would be merged with it."""
+
+
+def test_good_manifests_are_accepted(stack: Stack) -> None:
+    """In one stream, each under a name of its own, because kubectl names the accepted ones only."""
+    cases = {f"case-{number}": case for number, case in enumerate(TABLE["sources"] + TABLE["good"])}
+    texts = [case.manifest.replace("  name: tiny\n", f"  name: {name}\n", 1) for name, case in cases.items()]
+    done = stack.cluster.kubectl(*TRY, stdin="---\n".join(texts), check=False)
+    accepted = set(re.findall(r"^inferenceservice\S*/(\S+) created", done.stdout, re.MULTILINE))
+    assert not [case.name for name, case in cases.items() if name not in accepted], done.stderr
+    assert done.returncode == 0, done.stderr
+
+
+def test_bad_manifests_are_refused_with_a_reason(stack: Stack) -> None:
+    """By the request that kubectl makes; one goes through kubectl, which prints the message."""
+    cases = TABLE["refused sources"] + TABLE["bad"]
+    with stack.cluster.kubectl.proxy() as url, httpx.Client(base_url=url, timeout=60) as client:
+        messages = {case.name: refusal(client, case.manifest) for case in cases}
+    assert not wrongly_answered(cases, messages)
+    done = stack.cluster.kubectl(*TRY, stdin=cases[-1].manifest, check=False)
+    assert done.returncode != 0
+    assert cases[-1].error
+    assert cases[-1].error in done.stderr
+
+
+def refusal(client: httpx.Client, text: str) -> str | None:
+    """Return what the API server says to a manifest; None if it would create the object."""
+    answer = client.post(
+        "/apis/inference.argosy.dev/v1alpha1/namespaces/default/inferenceservices",
+        params={"dryRun": "All", "fieldValidation": "Strict"},
+        headers={"content-type": "application/yaml"},
+        content=text.encode(),
+    )
+    return None if answer.status_code == 201 else answer.json()["message"]
 
 
 def test_an_operator_restarted_mid_change_converges(stack: Stack) -> None:

@@ -52,7 +52,7 @@ class SimulatedNodes:
             await self._join(number, name)
         self._tasks = [
             asyncio.create_task(self._follow_pods(), name="pods"),
-            asyncio.create_task(self._renew_leases(), name="leases"),
+            asyncio.create_task(self.renew_leases(), name="leases"),
         ]
 
     async def close(self) -> None:
@@ -116,7 +116,7 @@ class SimulatedNodes:
             content="strategic-merge-patch+json",
         )
 
-    async def _renew_leases(self) -> None:
+    async def renew_leases(self) -> None:
         """Say at each period that the living nodes live, and that they are ready where the cluster believes otherwise:
         on a busy machine it may miss some of it."""
         while True:
@@ -149,12 +149,12 @@ class SimulatedNodes:
 
     def _act_on(self, obj: Object) -> None:
         uid = obj["metadata"]["uid"]
-        if uid not in self._busy and self._wish(obj) is not None:
+        if uid not in self._busy and self.wish(obj) is not None:
             task = self._busy[uid] = asyncio.create_task(self._bring_up_to_date(uid), name="pod")
             task.add_done_callback(lambda _: self._busy.pop(uid, None))
 
     async def _bring_up_to_date(self, uid: str) -> None:
-        while uid in self._known and (wish := self._wish(self._known[uid])) is not None:
+        while uid in self._known and (wish := self.wish(self._known[uid])) is not None:
             obj = self._known[uid]
             name, namespace = obj["metadata"]["name"], obj["metadata"]["namespace"]
             try:
@@ -178,7 +178,7 @@ class SimulatedNodes:
                 if uid in self._known:
                     self._known[uid] = stored
 
-    def _wish(self, obj: Object) -> Object | str | None:
+    def wish(self, obj: Object) -> Object | str | None:
         """What a kubelet would write of a pod now: its status, `delete`, or nothing."""
         spec, status = obj["spec"], obj.get("status", {})
         node = spec.get("nodeName")

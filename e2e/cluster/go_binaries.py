@@ -87,7 +87,7 @@ CNI_PLUGINS = Path("/usr/lib/cni")
 @cache
 def version_key() -> str:
     """Twelve hex digits that change with any source, version, flag or architecture."""
-    digest = hashlib.sha256(repr((FLAGS, _linker_flags(), platform.machine())).encode())
+    digest = hashlib.sha256(repr((FLAGS, linker_flags(), platform.machine())).encode())
     for path in sorted(SOURCES.rglob("*")):
         if path.is_file():
             digest.update(str(path.relative_to(SOURCES)).encode() + b"\0" + path.read_bytes())
@@ -151,7 +151,7 @@ def _build(module: Module, commands: dict[str, str], folder: Path, logs: Path) -
         "build",
         "-v",
         *FLAGS,
-        f"-ldflags={_linker_flags()}",
+        f"-ldflags={linker_flags()}",
         "-o",
         f"{staging}{os.sep}",
         *commands.values(),
@@ -164,7 +164,7 @@ def _build(module: Module, commands: dict[str, str], folder: Path, logs: Path) -
             path.mkdir()
         _run_reporting(argv, SOURCES / module.name, env, logs / f"{module.name}.log", module.name)
         for name, package in commands.items():
-            (staging / _output_name(package, module.name)).rename(folder / name)
+            (staging / output_name(package, module.name)).rename(folder / name)
     finally:
         for path in (staging, work):
             shutil.rmtree(path, ignore_errors=True)
@@ -205,7 +205,7 @@ def _run_reporting(argv: list[str], cwd: Path, env: dict[str, str], log_file: Pa
         raise ClusterError(failure_text(argv, process.returncode, "".join(tail)))
 
 
-def _linker_flags() -> str:
+def linker_flags() -> str:
     """Charts and clients read the version: without these Kubernetes calls itself v0.0.0-master."""
     required = (SOURCES / "kubernetes" / "go.mod").read_text()
     match = re.search(r"^\s*k8s\.io/kubernetes (v(\d+)\.(\d+)\.\d+)", required, re.MULTILINE)
@@ -215,7 +215,7 @@ def _linker_flags() -> str:
     return " ".join([LINKER_FLAGS, *flags])
 
 
-def _output_name(package: str, module: str) -> str:
+def output_name(package: str, module: str) -> str:
     """The name that `go build -o FOLDER/` gives a package's binary: the last element that is no version suffix."""
     if package == ".":
         return module

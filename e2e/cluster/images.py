@@ -38,7 +38,7 @@ def load_single_binary(settings: Settings, binaries: Path, name: str) -> str:
     if lacking:
         with tempfile.TemporaryDirectory(dir=settings.state) as folder:
             archive = Path(folder) / "image.tar"
-            _pack(archive, tag, binaries / name)
+            pack(archive, tag, binaries / name)
             for node in lacking:
                 _import_file(node, archive)
     return tag
@@ -213,7 +213,7 @@ def _visible_files(settings: Settings) -> list[tuple[Path, str]]:
     return [*pairs, (configuration, "/etc/pip.conf")]
 
 
-def _pack(archive: Path, tag: str, binary: Path) -> None:
+def pack(archive: Path, tag: str, binary: Path) -> None:
     """A docker-archive of one layer with one file, which is the entry point."""
     layer = io.BytesIO()
     with tarfile.open(fileobj=layer, mode="w") as tar:

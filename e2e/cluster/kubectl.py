@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,19 @@ class Kubectl:
     def pods(self, namespace: str, selector: str = "") -> list[dict[str, Any]]:
         chosen = (f"--selector={selector}",) if selector else ()
         return self.get("pods", "-n", namespace, *chosen)["items"]
+
+    @contextmanager
+    def proxy(self) -> Iterator[str]:
+        """`kubectl proxy`: an address of the API server that needs no credentials, while the block runs."""
+        with subprocess.Popen(self.argv("proxy", "--port=0"), stdout=subprocess.PIPE, text=True) as process:
+            try:
+                assert process.stdout
+                told = process.stdout.readline()  # Starting to serve on 127.0.0.1:PORT
+                if not told:
+                    raise ClusterError(f"kubectl proxy does not start: exit status {process.wait(10)}")
+                yield f"http://{told.split()[-1]}"
+            finally:
+                process.kill()
 
     def namespace(self, name: str, labels: Mapping[str, str] | None = None) -> None:
         """Create a namespace (or bring its labels up to date)."""

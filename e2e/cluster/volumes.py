@@ -65,8 +65,8 @@ def expose(
         with open(node.volume_table(settings), "a") as table:  # mounted again when a node boots again
             table.write(f"{folder}\t{mount_point}\n")
     kubectl.apply(
-        _volume(namespace, name, mount_point, size, [each.name for each in settings.nodes]),
-        _claim(namespace, name, size),
+        local_volume(namespace, name, mount_point, size, [each.name for each in settings.nodes]),
+        claim_of(namespace, name, size),
     )
     _wait_bound(kubectl, namespace, name)
     return name
@@ -84,8 +84,8 @@ def make_disk(settings: Settings, kubectl: Kubectl, namespace: str, name: str, *
     if size:
         node.inside(settings, chosen, "mount", "-t", "tmpfs", "-o", f"size={size}", "none", folder)
     kubectl.apply(
-        _volume(namespace, name, folder, "1Gi", [chosen.name], "ReadWriteOnce"),
-        _claim(namespace, name, "1Gi", "ReadWriteOnce"),
+        local_volume(namespace, name, folder, "1Gi", [chosen.name], "ReadWriteOnce"),
+        claim_of(namespace, name, "1Gi", "ReadWriteOnce"),
     )
     _wait_bound(kubectl, namespace, name)
     return folder
@@ -102,7 +102,7 @@ def _wait_bound(kubectl: Kubectl, namespace: str, name: str) -> None:
     kubectl.wait(f"persistentvolumeclaim/{name}", bound, "-n", namespace, timeout=120)
 
 
-def _volume(
+def local_volume(
     namespace: str, name: str, path: Path, size: str, nodes: list[str], access: str = "ReadOnlyMany"
 ) -> dict[str, Any]:
     hostnames = {"key": "kubernetes.io/hostname", "operator": "In", "values": nodes}
@@ -122,7 +122,7 @@ def _volume(
     }
 
 
-def _claim(namespace: str, name: str, size: str, access: str = "ReadOnlyMany") -> dict[str, Any]:
+def claim_of(namespace: str, name: str, size: str, access: str = "ReadOnlyMany") -> dict[str, Any]:
     return {
         "apiVersion": "v1",
         "kind": "PersistentVolumeClaim",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 import hypothesis.strategies as st
 import pytest
@@ -14,7 +14,7 @@ from argosy_engine.parsers.chat_parser import ChatParser
 from argosy_engine.parsers.parsed_output import Parsed, ParsedCall
 from argosy_engine.parsers.reasoning_parsers.qwen3_reasoning_parser import Qwen3ReasoningParser
 from argosy_engine.parsers.tool_parsers.hermes_tool_parser import HermesToolParser
-from parsed_parts import joined
+from parsed_parts import cut, however_cut, joined
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 NAN_CALL = '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>'
@@ -51,12 +51,14 @@ def chat_parser(*, is_reasoning: bool = False, calls_end_reasoning: bool = False
     )
 
 
+def parse(parser: ChatParser, parts: list[str]) -> Parsed:
+    return joined([parser.feed(part, number == len(parts)) for number, part in enumerate(parts, 1)])
+
+
 @pytest.mark.parametrize(("name", "text", "expected"), PARSES, ids=[name for name, _, _ in PARSES])
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
-def test_chat_parser(name: str, text: str, expected: Parsed, size: int) -> None:
-    parser = chat_parser()
-    parts = [parser.feed(text[i : i + size], i + size >= len(text)) for i in range(0, len(text), size)]
-    assert joined(parts) == expected
+@however_cut
+def test_chat_parser(name: str, text: str, expected: Parsed, cuts: Set[int]) -> None:
+    assert parse(chat_parser(), cut(text, cuts)) == expected
 
 
 @settings(max_examples=300, deadline=None)
@@ -92,7 +94,7 @@ def test_chat_parser_does_not_care_how_text_is_cut(
     def new() -> ChatParser:
         return chat_parser(is_reasoning=is_reasoning, calls_end_reasoning=calls_end_reasoning)
 
-    def parse(parts: list[str], seam: int = 0) -> Parsed:
+    def resumed(parts: list[str], seam: int = 0) -> Parsed:
         """Parse with two parsers: the second continues at `seam`, as in an engine that resumes a stream."""
         parser = new()
         parsed = [parser.feed(part) for part in parts[:seam]]
@@ -106,7 +108,7 @@ def test_chat_parser_does_not_care_how_text_is_cut(
     edges = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
     parts = [text[a:b] for a, b in itertools.pairwise(edges)]
     for seam in range(len(parts)):
-        assert parse(parts, seam) == parse([text])
+        assert resumed(parts, seam) == resumed([text])
 
 
 @pytest.mark.parametrize("before", ["", "<think>", "<think>a</think>", "word"])
@@ -125,12 +127,10 @@ def test_newlines_alone_are_content(before: str) -> None:
         ("<think>again</think>x", "<think>again", "x"),
     ],
 )
-@pytest.mark.parametrize("size", [1, 3, 1000])
-def test_text_that_begins_within_a_thought(text: str, reasoning: str, content: str, size: int) -> None:
-    parser = chat_parser(is_reasoning=True)
-    parts = [parser.feed(text[i : i + size], i + size >= len(text)) for i in range(0, len(text), size)]
-    assert "".join(part.reasoning for part in parts) == reasoning
-    assert "".join(part.content for part in parts) == content
+@however_cut
+def test_text_that_begins_within_a_thought(text: str, reasoning: str, content: str, cuts: Set[int]) -> None:
+    parsed = parse(chat_parser(is_reasoning=True), cut(text, cuts))
+    assert (parsed.reasoning, parsed.content) == (reasoning, content)
 
 
 @pytest.mark.parametrize(
@@ -149,14 +149,13 @@ def test_text_that_begins_within_a_thought(text: str, reasoning: str, content: s
         ("<think>a</think>" + CALL, "a", "", 1),
     ],
 )
-@pytest.mark.parametrize("size", [1, 4, 1000])
+@however_cut
 def test_calls_in_a_thought_count_if_the_output_ends_with_them(
-    text: str, reasoning: str, content: str, num_calls: int, size: int
+    text: str, reasoning: str, content: str, num_calls: int, cuts: Set[int]
 ) -> None:
     parser = chat_parser(calls_end_reasoning=True)
-    parts = [parser.feed(text[i : i + size], i + size >= len(text)) for i in range(0, len(text), size)]
-    assert "".join(part.reasoning for part in parts) == reasoning
-    assert "".join(part.content for part in parts) == content
+    parsed = parse(parser, cut(text, cuts))
+    assert (parsed.reasoning, parsed.content) == (reasoning, content)
     assert parser.num_calls == num_calls
 
 

@@ -6,6 +6,7 @@ import gc
 import itertools
 import json
 import time
+from collections.abc import Set
 from random import Random
 from typing import Any
 
@@ -20,7 +21,7 @@ from argosy_engine.parsers.parser_registry import REASONING_PARSERS, TOOL_PARSER
 from argosy_engine.parsers.scanners import MAX_HEAD_CHARS
 from argosy_engine.parsers.tool_parsers.openai_tool_parser import OpenAIToolParser
 from argosy_engine.structured.structural_tag import tool_call_tag
-from parsed_parts import joined
+from parsed_parts import cut, however_cut, joined
 
 TOOLS: list[dict[str, Any]] = [
     {
@@ -375,9 +376,9 @@ ALPHABET = {
 
 
 @pytest.mark.parametrize(("family", "text", "expected"), OUTPUTS)
-@pytest.mark.parametrize("size", [1, 5, 10_000])
-def test_output_of_a_family(family: str, text: str, expected: Parsed, size: int) -> None:
-    assert parse(new_parser(family), pieces(text, size)) == expected
+@however_cut
+def test_output_of_a_family(family: str, text: str, expected: Parsed, cuts: Set[int]) -> None:
+    assert parse(new_parser(family), cut(text, cuts)) == expected
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -406,7 +407,6 @@ def test_the_result_does_not_depend_on_how_an_output_is_cut(family: str, data: s
             assert kept == text
 
 
-@pytest.mark.parametrize("size", [1, 1000])
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -415,9 +415,10 @@ def test_the_result_does_not_depend_on_how_an_output_is_cut(family: str, data: s
         ("Hm.", Parsed("Hm.", "")),
     ],
 )
-def test_reasoning_without_its_first_mark(text: str, expected: Parsed, size: int) -> None:
+@however_cut
+def test_reasoning_without_its_first_mark(text: str, expected: Parsed, cuts: Set[int]) -> None:
     parser = ChatParser(reasoning_parser=REASONING_PARSERS["deepseek_r1"](), starts_open=True)
-    assert parse(parser, pieces(text, size)) == expected
+    assert parse(parser, cut(text, cuts)) == expected
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -460,38 +461,36 @@ def test_a_call_without_arguments_needs_its_end(family: str, text: str, closed: 
         ("openai", HARMONY_OSLO, '\\"<|start|>assistant<|channel|>final<|message|>'),
     ],
 )
-@pytest.mark.parametrize("size", [1, 10_000])
-def test_an_argument_may_contain_the_end_of_a_call(family: str, text: str, end: str, size: int) -> None:
+@however_cut
+def test_an_argument_may_contain_the_end_of_a_call(family: str, text: str, end: str, cuts: Set[int]) -> None:
     city = f"a {end} b {end}"
-    found = parse(new_parser(family), pieces(f"{text.replace('Oslo', city)}{text}", size))
+    found = parse(new_parser(family), cut(f"{text.replace('Oslo', city)}{text}", cuts))
     read = city.replace("\\", "")
     assert [json.loads(call.arguments)["city"] for call in found.calls] == [read, "Oslo"]
     assert found.content == ""
 
 
-@pytest.mark.parametrize("size", [1, 10_000])
 @pytest.mark.parametrize(
     "text",
     ['<tool_call>{"a </tool_call> or ', '<tool_call>{"a </tool_call>\nor ', '<tool_call>"</tool_call>'],
 )
-def test_an_argument_without_an_end_hides_no_later_call(text: str, size: int) -> None:
+@however_cut
+def test_an_argument_without_an_end_hides_no_later_call(text: str, cuts: Set[int]) -> None:
     calls = '<tool_call>{"name": "now"}</tool_call>' * 2
-    assert parse(new_parser("hermes"), pieces(text + calls, size)) == Parsed("", text, (NOW, NOW))
-    assert parse(new_parser("hermes"), pieces(text * 9 + calls, size)).calls == (NOW, NOW)
+    assert parse(new_parser("hermes"), cut(text + calls, cuts)) == Parsed("", text, (NOW, NOW))
+    assert parse(new_parser("hermes"), cut(text * 9 + calls, cuts)).calls == (NOW, NOW)
 
 
-@pytest.mark.parametrize("size", [1, 10_000])
-@pytest.mark.parametrize("num_broken", [1, 2, 9])
 @pytest.mark.parametrize("arguments", ['{"a ', '{"a\n ', '{"a": "b'])
-def test_an_argument_without_an_end_hides_no_later_message(
-    arguments: str, num_broken: int, size: int
-) -> None:
+@however_cut
+def test_an_argument_without_an_end_hides_no_later_message(arguments: str, cuts: Set[int]) -> None:
     begun = f"<|channel|>commentary to=functions.now<|message|>{arguments}"
-    text = f"{begun}<|call|>" * num_broken + HARMONY_OSLO
-    parsed = parse(new_parser("openai"), pieces(text, size))
-    broken = [call.arguments for call in parsed.calls[:-1]] + parsed.content.split("\n<|channel|>")
-    assert parsed.calls[-1] == OSLO
-    assert len([text for text in broken if text]) == num_broken
+    for num_broken in (1, 2, 9):
+        text = f"{begun}<|call|>" * num_broken + HARMONY_OSLO
+        parsed = parse(new_parser("openai"), cut(text, cuts))
+        broken = [call.arguments for call in parsed.calls[:-1]] + parsed.content.split("\n<|channel|>")
+        assert parsed.calls[-1] == OSLO
+        assert len([text for text in broken if text]) == num_broken
 
 
 @pytest.mark.parametrize(
@@ -533,7 +532,6 @@ def test_arguments_in_plain_text_follow_once_each_is_complete(family: str, text:
     assert joined(parts).calls == (OSLO,)
 
 
-@pytest.mark.parametrize("size", [1, 10_000])
 @pytest.mark.parametrize(
     ("family", "text", "arguments", "content"),
     [
@@ -557,10 +555,11 @@ def test_arguments_in_plain_text_follow_once_each_is_complete(family: str, text:
         ),
     ],
 )
+@however_cut
 def test_a_call_that_turns_out_malformed_keeps_what_was_read(
-    family: str, text: str, arguments: str, content: str, size: int
+    family: str, text: str, arguments: str, content: str, cuts: Set[int]
 ) -> None:
-    parsed = parse(new_parser(family), pieces(text, size))
+    parsed = parse(new_parser(family), cut(text, cuts))
     assert parsed == Parsed("", content, (ParsedCall("f", arguments),))
 
 

@@ -48,9 +48,10 @@ def ends_at_once(context: ast.expr) -> bool:
     return isinstance(context, ast.Call) and ast.unparse(context.func) in _DOES_NOT_SUSPEND
 
 
-@pytest.mark.parametrize("path", modules(ROUTER), ids=str)
-def test_a_compiled_module_does_not_await_while_it_handles_an_exception(path: Path) -> None:
-    assert suspensions((ROUTER.parent / path).read_text("utf-8")) == []
+def test_no_compiled_module_awaits_while_it_handles_an_exception() -> None:
+    found = {str(path): suspensions((ROUTER.parent / path).read_text("utf-8")) for path in modules(ROUTER)}
+    assert len(found) > 20
+    assert {path: lines for path, lines in found.items() if lines} == {}
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ in common; None means that the manifest is accepted.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 
@@ -978,12 +979,25 @@ def _from_source(source: str) -> str:
     return manifest(f"model: {{source: {json.dumps(source)}}}")
 
 
-CASES: tuple[Case, ...] = (
-    *(Case(f"source {source}"[:60], _from_source(source), None) for source in REMOTE_SOURCES),
-    *(
-        Case(f"source {source!r}"[:60], _from_source(source), error)
-        for source, error in REFUSED_SOURCES.items()
+TABLE: dict[str, tuple[Case, ...]] = {
+    "sources": tuple(Case(f"source {source}", _from_source(source), None) for source in REMOTE_SOURCES),
+    "refused sources": tuple(
+        Case(f"source {source!r}", _from_source(source), error) for source, error in REFUSED_SOURCES.items()
     ),
-    *(Case(name, text, None) for name, text in GOOD.items()),
-    *(Case(name, text, error) for name, (text, error) in BAD.items()),
-)
+    "good": tuple(Case(name, text, None) for name, text in GOOD.items()),
+    "bad": tuple(Case(name, text, error) for name, (text, error) in BAD.items()),
+}
+
+
+def wrongly_answered(cases: Iterable[Case], messages: Mapping[str, str | None]) -> dict[str, tuple[str, str]]:
+    """Compare the message that each manifest got, None where it was accepted, with the expected one.
+
+    Returns:
+        Name of each case that was answered otherwise -> the expected and the given message, empty if accepted.
+    """
+    return {
+        case.name: (case.error or "", messages[case.name] or "")
+        for case in cases
+        if (case.error is None) != (messages[case.name] is None)
+        or (case.error or "") not in (messages[case.name] or "")
+    }

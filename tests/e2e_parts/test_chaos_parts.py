@@ -237,24 +237,24 @@ def _statuses(wish: Any) -> dict[str, str]:
 
 def test_a_simulated_kubelet_writes_what_a_kubelet_writes() -> None:
     nodes = SimulatedNodes(None, 2, gpus=1, lease_seconds=1)  # type: ignore[arg-type]
-    assert nodes._wish(_pod(node=None)) is None
-    started = nodes._wish(_pod())
+    assert nodes.wish(_pod(node=None)) is None
+    started = nodes.wish(_pod())
     assert isinstance(started, dict)
     assert started["phase"] == "Running"
     assert _statuses(started)["ContainersReady"] == "True"
     assert _statuses(started)["Ready"] == "False"  # its gate is not open
     running = {"phase": "Running", "conditions": started["conditions"]}
-    assert nodes._wish(_pod(**running)) is None
+    assert nodes.wish(_pod(**running)) is None
     opened = _pod(phase="Running", conditions=[*started["conditions"], {"type": GATE, "status": "True"}])
-    assert _statuses(nodes._wish(opened)) == {"Ready": "True"}
+    assert _statuses(nodes.wish(opened)) == {"Ready": "True"}
     ended = _pod(**running)
     ended["metadata"]["deletionTimestamp"] = "now"
-    assert nodes._wish(ended) == "delete"
+    assert nodes.wish(ended) == "delete"
     nodes.kill("sim-0")
-    assert nodes._wish(ended) is None
+    assert nodes.wish(ended) is None
     broken = _pod("sim-1")
     broken["spec"]["containers"][0]["image"] = BROKEN
-    wish = nodes._wish(broken)
+    wish = nodes.wish(broken)
     assert isinstance(wish, dict)
     assert "conditions" not in wish
 
@@ -323,7 +323,7 @@ async def test_simulated_nodes_that_live_say_so_again_where_the_cluster_believes
 
     nodes = SimulatedNodes(Cluster(), 3, gpus=1, lease_seconds=0)  # type: ignore[arg-type]
     nodes.kill("sim-2")
-    renewing = asyncio.create_task(nodes._renew_leases())
+    renewing = asyncio.create_task(nodes.renew_leases())
     async with asyncio.timeout(30):
         await again.wait()
     renewing.cancel()

@@ -17,6 +17,8 @@ from cluster import daemons, distribution_files, dns, go_binaries, images, node,
 from cluster.settings import Settings
 from cluster.shell import ClusterError, poll
 
+E2E = Path(volumes.__file__).parents[1]
+
 
 @pytest.fixture
 def settings(tmp_path: Path) -> Settings:
@@ -118,7 +120,7 @@ def test_the_binaries_are_built_before_any_test_has_a_deadline(fail: str, steps:
     fake = recording_python(tmp_path)
     calls = tmp_path / "calls"
     environment = {"PATH": f"{fake.parent}:{os.environ['PATH']}", "CALLS": str(calls), "FAIL": fail}
-    script = Path(__file__).with_name("run.sh")
+    script = E2E / "run.sh"
     done = subprocess.run(["bash", script, "-k", "chosen"], env=environment, timeout=60)
     first, *rest = calls.read_text().splitlines()
     assert first == "-m cluster build"
@@ -138,7 +140,7 @@ def test_for_a_cluster_of_the_users_nothing_is_built(tmp_path: Path) -> None:
         "ARGOSY_E2E_EXTERNAL": "1",
         "KUBECONFIG": str(tmp_path / "kubeconfig"),
         "ARGOSY_E2E_CACHE": str(tmp_path / "cache"),
-        "PYTHONPATH": str(Path(__file__).parent),
+        "PYTHONPATH": str(E2E),
         "PATH": "",
     }
     done = subprocess.run([sys.executable, "-m", "cluster", "build"], env=environment, timeout=60)
@@ -163,7 +165,7 @@ def fake_go(folder: Path, script: str) -> dict[str, str]:
     (path / "go").chmod(0o755)
     return {
         "PATH": f"{path}:{os.environ['PATH']}",
-        "PYTHONPATH": str(Path(__file__).parent),
+        "PYTHONPATH": str(E2E),
         "TMPDIR": str(folder),
         "PID_FILE": str(folder / "pid"),
         "ARGOSY_E2E_CACHE": str(folder / "cache"),
@@ -221,7 +223,7 @@ cd "$2" && ls >&2 && touch server {" ".join(names)}"""
 
 def test_every_command_gets_the_name_go_build_gives_it() -> None:
     names = {
-        name: go_binaries._output_name(package, module.name)
+        name: go_binaries.output_name(package, module.name)
         for module in go_binaries.MODULES
         for name, package in module.commands.items()
     }
@@ -230,7 +232,7 @@ def test_every_command_gets_the_name_go_build_gives_it() -> None:
 
 
 def test_kubernetes_is_stamped_with_the_version_of_its_module() -> None:
-    flags = go_binaries._linker_flags()
+    flags = go_binaries.linker_flags()
     required = (go_binaries.SOURCES / "kubernetes" / "go.mod").read_text()
     version = flags.partition("gitVersion=")[2].split()[0]
     assert f"k8s.io/kubernetes {version}" in required
@@ -268,7 +270,7 @@ def test_poll_tells_what_it_waited_for_and_the_last_error() -> None:
 
 def test_a_packed_image_has_the_binary_and_names_it(tmp_path: Path) -> None:
     (tmp_path / "pause").write_bytes(b"\x7fELF")
-    images._pack(tmp_path / "image.tar", "localhost/x/pause:1", tmp_path / "pause")
+    images.pack(tmp_path / "image.tar", "localhost/x/pause:1", tmp_path / "pause")
     with tarfile.open(tmp_path / "image.tar") as archive:
         files = {name: archive.extractfile(name).read() for name in archive.getnames()}  # type: ignore[union-attr]
     manifest = json.loads(files["manifest.json"])[0]
@@ -308,12 +310,12 @@ def test_a_closure_follows_extras_and_skips_what_is_absent(
 
 
 def test_a_volume_is_bound_to_its_claim_and_nodes() -> None:
-    volume = volumes._volume("ns", "torch", Path("/run/x"), "1Gi", ["node-a", "node-b"])
-    claim = volumes._claim("ns", "torch", "1Gi")
+    volume = volumes.local_volume("ns", "torch", Path("/run/x"), "1Gi", ["node-a", "node-b"])
+    claim = volumes.claim_of("ns", "torch", "1Gi")
     assert claim["spec"]["volumeName"] == volume["metadata"]["name"]
     assert volume["spec"]["claimRef"] == {"namespace": "ns", "name": "torch"}
     assert volume["spec"]["accessModes"] == claim["spec"]["accessModes"] == ["ReadOnlyMany"]
-    disk = volumes._volume("ns", "models", Path("/run/x"), "1Gi", ["node-a"], "ReadWriteOnce")
+    disk = volumes.local_volume("ns", "models", Path("/run/x"), "1Gi", ["node-a"], "ReadWriteOnce")
     assert disk["spec"]["accessModes"] == ["ReadWriteOnce"]
 
 
