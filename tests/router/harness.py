@@ -90,6 +90,11 @@ class Rig:
         assert self.clock is not None
         await self.clock.advance(self.router.wheel, seconds)
 
+    async def until_answering(self, number: int, attempts: int = 1) -> None:
+        """Returns when so many responses of this replica have begun."""
+        inflight = self.replica(number).inflight_attempts
+        await self.until(lambda: sum(attempt.is_answering for attempt in inflight) == attempts)
+
     async def until_state(self, number: int, *states: ReplicaState) -> None:
         await self.until(lambda: self.replica(number).state in states)
 

@@ -85,7 +85,7 @@ class TimerWheel:
         tick_s: float = TICK_S,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        """`clock` returns the seconds that deadlines are measured in; by default `loop.time`. Ticks stay on the loop."""
+        """`clock` returns the time that deadlines go by, in seconds; by default `loop.time`. Ticks are the loop's."""
         self.time: Callable[[], float] = loop.time if clock is None else clock
         self._loop = loop
         self._tick_s = tick_s
