@@ -187,6 +187,17 @@ async def read_all(reader: asyncio.StreamReader) -> bytes:
         return data
 
 
+async def read_until(reader: asyncio.StreamReader, is_enough: Callable[[bytes], bool]) -> bytes:
+    """Everything up to the piece with which it is enough."""
+    async with asyncio.timeout(DEADLINE_S):
+        data = b""
+        while not is_enough(data):
+            piece = await reader.read(65536)
+            assert piece, f"the router has closed after {len(data)} bytes"
+            data += piece
+        return data
+
+
 def is_settled(r: Rig) -> bool:
     """Whether no request is in flight and no replica is charged for one."""
     loads = [replica.load for replica in r.router.fleet.replicas()]
