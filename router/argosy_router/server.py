@@ -13,7 +13,8 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import AsyncIterator, Coroutine, Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -88,13 +89,19 @@ class Router:
         *,
         discovery: Discovery | None = None,
         tick_s: float = TICK_S,
+        clock: Callable[[], float] | None = None,
         stderr: LineWriter | None = None,
     ) -> None:
-        """`stderr` is the writer for the access log, if something else writes to standard error, too."""
+        """
+        Args:
+            clock: clock of deadlines and requests, in seconds; by default the event loop's and `time.monotonic`.
+            stderr: the writer for the access log, if something else writes to standard error, too.
+        """
         config.check()
         self.config = config
         self._loop = asyncio.get_running_loop()
-        self.wheel = TimerWheel(self._loop, tick_s)
+        self.wheel = TimerWheel(self._loop, tick_s, clock)
+        now = clock or time.monotonic
         self._tls = _server_tls(config)
         self._admin_tls = _admin_tls(config)
         self._replica_tls = _replica_tls(config)
@@ -118,7 +125,7 @@ class Router:
         )
         self._ledger = UsageLedger(config.usage_log, socket.gethostname())
         self.flow_control = FlowController(
-            self.fleet, self.wheel, config.flow_control, lambda: self.server.connection_limit.free
+            self.fleet, self.wheel, config.flow_control, lambda: self.server.connection_limit.free, now
         )
         charges = RateLimitCharges()
         self.metrics.add(
@@ -152,6 +159,7 @@ class Router:
             comments=CommentSchedule(
                 config.flow_control.keep_alive_s, config.flow_control.keep_alive_after_s
             ),
+            now=now,
         )
         self._keys = ApiKeys(
             config.api_keys,

@@ -18,8 +18,7 @@ from local_fleet import DEADLINE_S, FAKE_SUPERVISOR, Load, LocalFleet, descendan
 
 from argosy.local import control_client
 from argosy.local.control_messages import FleetStatus
-from argosy.local.settings import free_port
-from processes import wait_until
+from processes import free_port, wait_until
 
 pytestmark = pytest.mark.timeout(400)
 UP = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,7 @@ from argosy_protocol.routable_report import ReplicaState
 from argosy_router.config import RouterConfig
 from argosy_router.discovery.source import Publish, snapshot_of
 from argosy_router.fleet.replica import Replica
+from argosy_router.http.deadlines import Deadline, TimerWheel
 from argosy_router.observability.line_writer import LineWriter
 from argosy_router.server import Router
 
@@ -26,6 +28,24 @@ DEADLINE_S = 60.0
 TICK_S = 0.01
 _NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 """An empty one: loading the system's certificates costs every test a tenth of a second."""
+
+
+class StoppedClock:
+    """A clock for a router's deadlines and requests that a test moves by hand, so that no deadline passes because this
+    process, which runs the router and all that it talks to, was paused."""
+
+    def __init__(self) -> None:
+        self._now = time.monotonic()
+
+    def __call__(self) -> float:
+        return self._now
+
+    async def advance(self, wheel: TimerWheel, seconds: float) -> None:
+        """Let time pass; returns when the deadlines of the wheel that are due by then have fired."""
+        passed = asyncio.Event()
+        Deadline(wheel, passed.set).set(seconds)
+        self._now += seconds + 2 * TICK_S  # the bucket that it is in has passed
+        await passed.wait()
 
 
 class ManualDiscovery:
@@ -60,9 +80,20 @@ class Rig:
     discovery: ManualDiscovery
     http: httpx.AsyncClient
     engines: Sequence[FakeEngine] = field(default_factory=list)
+    clock: StoppedClock | None = None
 
     def replica(self, number: int) -> Replica:
         return next(r for r in self.router.fleet.replicas() if r.name == f"r{number}")
+
+    async def pass_time(self, seconds: float) -> None:
+        """Let time pass on the router's stopped clock; returns when the deadlines that are due by then have fired."""
+        assert self.clock is not None
+        await self.clock.advance(self.router.wheel, seconds)
+
+    async def until_answering(self, number: int, attempts: int = 1) -> None:
+        """Returns when so many responses of this replica have begun."""
+        inflight = self.replica(number).inflight_attempts
+        await self.until(lambda: sum(attempt.is_answering for attempt in inflight) == attempts)
 
     async def until_state(self, number: int, *states: ReplicaState) -> None:
         await self.until(lambda: self.replica(number).state in states)
@@ -100,9 +131,14 @@ async def rig(
     wait: bool = True,
     fields: dict[str, Any] | None = None,
     stderr: LineWriter | None = None,
+    clock: StoppedClock | None = None,
     **config: Any,
 ) -> AsyncIterator[Rig]:
-    """Starts the engines that are not running and a router over them; waits until all are routable."""
+    """Starts the engines that are not running and a router over them; waits until all are routable.
+
+    Args:
+        clock: what the router's deadlines go by, instead of the time.
+    """
     async with contextlib.AsyncExitStack() as stack:
         for engine in engines:
             if not engine.port:
@@ -115,7 +151,11 @@ async def rig(
             "replicas": ("http://unused:1",),
         }
         router = Router(
-            RouterConfig(**{**given, **config}), discovery=discovery, tick_s=TICK_S, stderr=stderr
+            RouterConfig(**{**given, **config}),
+            discovery=discovery,
+            tick_s=TICK_S,
+            clock=clock,
+            stderr=stderr,
         )
         await stack.enter_async_context(router.serving())
         http = await stack.enter_async_context(
@@ -124,7 +164,7 @@ async def rig(
         await until(lambda: router.fleet.is_loaded)
         if wait:
             await until(lambda: all(replica.is_routable for replica in router.fleet.replicas()))
-        yield Rig(router, discovery, http, engines)
+        yield Rig(router, discovery, http, engines, clock)
 
 
 @contextlib.asynccontextmanager
@@ -144,6 +184,17 @@ async def read_all(reader: asyncio.StreamReader) -> bytes:
         with contextlib.suppress(ConnectionError):
             while piece := await reader.read(65536):
                 data += piece
+        return data
+
+
+async def read_until(reader: asyncio.StreamReader, is_enough: Callable[[bytes], bool]) -> bytes:
+    """Everything up to the piece with which it is enough."""
+    async with asyncio.timeout(DEADLINE_S):
+        data = b""
+        while not is_enough(data):
+            piece = await reader.read(65536)
+            assert piece, f"the router has closed after {len(data)} bytes"
+            data += piece
         return data
 
 

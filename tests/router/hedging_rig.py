@@ -9,12 +9,11 @@ from typing import Any
 
 import httpx
 
-from argosy_router.http.deadlines import Deadline
 from argosy_router.proxy.resilience import hedging
 from argosy_router.proxy.upstream.attempt_log import AttemptRecord
 
 from .fake_engine import Connection, FakeEngine, Received, Script, answer_normally
-from .harness import Rig, chat, rig
+from .harness import Rig, StoppedClock, chat, rig
 
 STREAM = {**chat(stream=True), "stream_options": {"include_usage": True}}
 
@@ -59,9 +58,13 @@ async def nonsense(connection: Connection, request: Received) -> None:
 
 @contextlib.asynccontextmanager
 async def hedged(*scripts: Script, **config: Any) -> AsyncIterator[Rig]:
-    """A rig of these replicas; the first request goes to the first one, and its hedge to the second."""
+    """A rig of these replicas; the first request goes to the first one, and its hedge to the second.
+
+    Streams are overdue when a test says so (`overdue`)."""
     engines = [FakeEngine(script=script) for script in scripts]
-    async with rig(engines, **{"policy": "round-robin", "hedge_after": 1.0, **config}) as r:
+    async with rig(
+        engines, **{"policy": "round-robin", "hedge_after": 1.0, "clock": StoppedClock(), **config}
+    ) as r:
         yield r
 
 
@@ -79,10 +82,29 @@ def sent(r: Rig) -> int:
 
 
 async def overdue(r: Rig) -> None:
-    """Returns when every stream sent so far is, by the clock that hedging goes by."""
-    passed = asyncio.Event()
-    Deadline(r.router.wheel, passed.set).set(2 * hedging.FLOOR_S)
-    await passed.wait()
+    """Lets every stream sent so far be overdue; returns when replicas have the hedges."""
+    before, had = sent(r), inflight(r)
+    await r.pass_time(2 * hedging.FLOOR_S)
+    hedges = inflight(r) - had
+    await r.until(lambda: sent(r) >= before + hedges)
+
+
+async def until_hedged(r: Rig) -> None:
+    """Returns when the only stream was sent to one replica, and then as a hedge to another."""
+    await r.until(lambda: sent(r) == 1)
+    await overdue(r)
+    await r.until(lambda: sent(r) == 2)
+
+
+async def chat_hedged(r: Rig) -> httpx.Response:
+    task = await asking(r)
+    await overdue(r)
+    return await task
+
+
+def inflight(r: Rig) -> int:
+    """Attempts that the router has not ended."""
+    return sum(len(replica.inflight_attempts) for replica in r.router.fleet.replicas())
 
 
 def outcomes(r: Rig) -> dict[str, float]:

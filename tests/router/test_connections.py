@@ -8,7 +8,7 @@ import socket
 from argosy_router.config import ServerLimits, UpstreamLimits
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, completion, event
-from .harness import raw, read_all, rig
+from .harness import StoppedClock, raw, read_all, read_until, rig
 from .raw_requests import request_bytes
 
 
@@ -36,12 +36,13 @@ async def test_the_connection_released_last_is_the_next_one_used() -> None:
 
 
 async def test_an_upstream_connection_is_closed_once_it_was_idle_too_long() -> None:
-    async with rig([FakeEngine()], upstream=UpstreamLimits(keep_alive_s=0.05)) as r:
+    async with rig([FakeEngine()], clock=StoppedClock()) as r:
         engine, pool = r.engines[0], r.replica(0).pool
         before, standing = engine.connections, len(engine.writers)
         for number in range(2):
             assert (await r.chat()).status_code == 200
             assert engine.connections == before + number + 1
+            await r.pass_time(UpstreamLimits().keep_alive_s)
             await r.until(lambda: pool.idle == 0 and len(engine.writers) == standing)
 
 
@@ -57,8 +58,8 @@ async def test_a_replica_is_not_silent_while_its_client_is_behind() -> None:
     async with (
         rig(
             [FakeEngine(script=fall_silent)],
-            upstream=UpstreamLimits(idle_timeout_s=1.0),
-            server=ServerLimits(write_buffer_bytes=1024),
+            server=ServerLimits(write_buffer_bytes=1024, write_stall_s=3600.0),
+            clock=StoppedClock(),
         ) as r,
         raw(r.router) as (reader, writer),
     ):
@@ -71,10 +72,16 @@ async def test_a_replica_is_not_silent_while_its_client_is_behind() -> None:
         writer.write(ask.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n", 1))
         await r.until(lambda: connection.is_behind)
         silent = event("little") + b'data: {"error":'
-        assert (await r.chat(stream=True)).content.startswith(silent), "the time has passed"
+        asked = asyncio.create_task(r.chat(stream=True))
+        await r.until_answering(0, attempts=2)
+        await r.pass_time(UpstreamLimits().idle_timeout_s)
+        assert (await asked).content.startswith(silent), "the time has passed"
         assert r.metric("interrupted_streams_total") == 1, "and ended one of the two"
         writer.transport.resume_reading()  # type: ignore[attr-defined]
-        assert b'data: {"error":' in (await read_all(reader))[-1000:], "from then on it counts again"
+        answer = await read_until(reader, lambda data: len(data) > len(big))
+        await r.pass_time(UpstreamLimits().idle_timeout_s)
+        answer += await read_all(reader)
+        assert b'data: {"error":' in answer[-1000:], "from then on it counts again"
 
 
 async def test_no_hop_waits_for_more_to_send() -> None:

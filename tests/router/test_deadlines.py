@@ -10,7 +10,7 @@ import pytest
 
 from argosy_router.http.deadlines import Deadline, TimerWheel
 
-from .harness import DEADLINE_S
+from .harness import DEADLINE_S, TICK_S, StoppedClock
 
 
 async def test_deadlines_move_cheaply_and_fire_once() -> None:
@@ -36,6 +36,22 @@ async def test_deadlines_move_cheaply_and_fire_once() -> None:
         await done.wait()
     assert sorted(fired) == ["early", "late"]
     assert loop.time() - started >= 0.045
+    wheel.close()
+
+
+async def test_deadlines_go_by_the_clock_that_the_wheel_is_given() -> None:
+    clock = StoppedClock()
+    wheel = TimerWheel(asyncio.get_running_loop(), TICK_S, clock)
+    fired: list[float] = []
+    for seconds in (5.0, 10.0, 20.0):
+        Deadline(wheel, partial(fired.append, seconds)).set(seconds)
+    async with asyncio.timeout(DEADLINE_S):
+        await clock.advance(wheel, 0.0)
+        assert fired == [], "ticks alone are no time"
+        await clock.advance(wheel, 5.0)
+        assert fired == [5.0]
+        await clock.advance(wheel, 15.0)
+    assert fired == [5.0, 10.0, 20.0]
     wheel.close()
 
 

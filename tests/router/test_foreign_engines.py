@@ -14,7 +14,7 @@ from argosy_router.prefixes.replica_prefixes import HISTORY_S, ReplicaPrefixes
 
 from .engine_expositions import EXPOSITIONS, SGLANG, vllm
 from .fake_engine import DONE, Connection, FakeEngine, Received, event
-from .harness import DEADLINE_S, chat, rig
+from .harness import DEADLINE_S, Rig, StoppedClock, chat, rig
 
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 60
 
@@ -22,7 +22,6 @@ PROMPT = "The quick brown fox jumps over the lazy dog. " * 60
 @pytest.fixture(autouse=True)
 def polls_are_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(foreign_poller, "POLL_INTERVAL_S", 0.005)
-    monkeypatch.setattr(foreign_poller, "TIMEOUT_S", 0.2)
 
 
 @pytest.mark.parametrize("name", EXPOSITIONS)
@@ -94,7 +93,7 @@ async def test_an_unhealthy_one_is_not_used() -> None:
 
 
 class Slow(FakeEngine):
-    """Keeps health polls waiting."""
+    """Keeps health polls waiting while it `is_slow`."""
 
     polls = 0
     is_slow = False
@@ -107,21 +106,35 @@ class Slow(FakeEngine):
         await super().handle(connection, request)
 
 
-async def test_a_busy_one_may_miss_a_poll(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(foreign_poller, "TIMEOUT_S", 1.0)
+async def miss_a_poll(r: Rig, slow: Slow, *others: Slow) -> None:
+    """A poll of the slow one is not answered in time, and all polls of the others are."""
+    await another_poll(r, slow)
+    for _ in range(2):
+        await r.pass_time(foreign_poller.TIMEOUT_S / 2)
+        for each in others:
+            await another_poll(r, each)  # so that none of its polls lasts through both halves
+
+
+async def another_poll(r: Rig, engine: Slow) -> None:
+    polls = engine.polls
+    await r.until(lambda: engine.polls > polls)
+
+
+async def test_a_busy_one_may_miss_a_poll() -> None:
     engine = Slow(has_telemetry=False)
-    async with rig([engine]) as r:
+    async with rig([engine], clock=StoppedClock()) as r:
         engine.is_slow = True
-        polls = engine.polls
-        await r.until(lambda: engine.polls == polls + 2)
+        await miss_a_poll(r, engine)
+        await another_poll(r, engine)
         assert r.replica(0).is_routable, "one was missed"
+        await r.pass_time(foreign_poller.TIMEOUT_S)
         await r.until(lambda: not r.replica(0).is_routable)
         engine.is_slow = False
         await r.until(lambda: r.replica(0).is_routable)
 
 
 async def test_requests_of_a_frozen_one_move_on() -> None:
-    frozen = Slow(has_telemetry=False)
+    frozen, well = Slow(has_telemetry=False), Slow(has_telemetry=False)
     asked = asyncio.Event()
 
     async def freeze(connection: Connection, _: Received) -> None:
@@ -130,15 +143,17 @@ async def test_requests_of_a_frozen_one_move_on() -> None:
         await connection.gone()
 
     frozen.script = freeze
-    async with rig([frozen, other()], policy="round-robin") as r:
+    async with rig([frozen, well], policy="round-robin", clock=StoppedClock()) as r:
         answers = [asyncio.create_task(r.chat(str(number))) for number in range(2)]
         await asyncio.wait_for(asked.wait(), DEADLINE_S)
+        for _ in range(foreign_poller.MISSES):
+            await miss_a_poll(r, frozen, well)
         assert {(await answer).headers["x-argosy-replica"] for answer in answers} == {"r1"}
         assert r.metric('retries_total{model="tiny",reason="first_byte_timeout"}') == 1
 
 
 async def test_streams_of_a_silent_one_keep_their_own_deadline() -> None:
-    silent = Slow(has_telemetry=False)
+    silent, well = Slow(has_telemetry=False), Slow(has_telemetry=False)
     go_on = asyncio.Event()
 
     async def slow_stream(connection: Connection, _: Received) -> None:
@@ -151,11 +166,12 @@ async def test_streams_of_a_silent_one_keep_their_own_deadline() -> None:
 
     silent.script = slow_stream
     async with (
-        rig([silent, other()], policy="round-robin") as r,
+        rig([silent, well], policy="round-robin", clock=StoppedClock()) as r,
         r.http.stream("POST", "/v1/chat/completions", json=chat(stream=True)) as answer,
     ):
-        polls = silent.polls
-        await r.until(lambda: not r.replica(0).is_routable and silent.polls > polls + 4)
+        for _ in range(foreign_poller.MISSES + 2):
+            await miss_a_poll(r, silent, well)
+        assert not r.replica(0).is_routable
         go_on.set()
         assert (await answer.aread()).endswith(DONE)
 

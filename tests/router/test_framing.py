@@ -10,17 +10,28 @@ import socket
 import pytest
 
 from argosy_router.config import ServerLimits
+from argosy_router.http.request_reader import Phase
 from argosy_router.observability.line_writer import LineWriter
 
 from .fake_engine import Connection, FakeEngine, Received
 from .framing_corpus import BODY, GOOD, HEAD, HOST, LENGTH, OFFER, REFUSED, SMUGGLED, TYPE
-from .harness import DEADLINE_S, Rig, chat, raw, read_all, rig, until
+from .harness import DEADLINE_S, Rig, StoppedClock, chat, raw, read_all, read_until, rig, until
 
 
 async def exchange(r: Rig, data: bytes) -> bytes:
-    """Everything the router answers to `data` and an end of input."""
+    """Everything the router answers to `data`, until it closes."""
     async with raw(r.router) as (reader, writer):
         writer.write(data)
+        return await read_all(reader)
+
+
+async def begin(r: Rig, data: bytes, phase: Phase) -> bytes:
+    """Everything the router answers to the beginning of a request when its time is up."""
+    async with raw(r.router) as (reader, writer):
+        writer.write(data)
+        await until(lambda: phase in [each.reader.phase for each in r.router.server.connections])
+        limits = r.router.server.limits
+        await r.pass_time(limits.header_timeout_s if phase is Phase.HEAD else limits.body_timeout_s)
         return await read_all(reader)
 
 
@@ -69,11 +80,13 @@ async def test_sizes_are_bounded(name: str) -> None:
         assert answer.count(b"HTTP/1.1") == 1
 
 
-@pytest.mark.parametrize("sent", [HEAD + b"Host:", HEAD + HOST + TYPE + LENGTH + b"\r\n" + BODY[:5]])
-async def test_slow_requests_time_out(sent: bytes) -> None:
-    limits = ServerLimits(header_timeout_s=0.05, body_timeout_s=0.05)
-    async with rig([FakeEngine()], server=limits) as r:
-        assert (await exchange(r, sent)).startswith(b"HTTP/1.1 408 ")
+@pytest.mark.parametrize(
+    ("sent", "phase"),
+    [(HEAD + b"Host:", Phase.HEAD), (HEAD + HOST + TYPE + LENGTH + b"\r\n" + BODY[:5], Phase.BODY)],
+)
+async def test_slow_requests_time_out(sent: bytes, phase: Phase) -> None:
+    async with rig([FakeEngine()], clock=StoppedClock()) as r:
+        assert (await begin(r, sent, phase)).startswith(b"HTTP/1.1 408 ")
 
 
 TRICKLES = {
@@ -89,23 +102,24 @@ TRICKLES = {
 async def test_trickled_bytes_do_not_extend_the_deadline(part: str) -> None:
     begun, limits = TRICKLES[part]
     async with (
-        rig([FakeEngine()], server=limits) as r,
+        rig([FakeEngine()], server=limits, clock=StoppedClock()) as r,
         raw(r.router) as (reader, writer),
         asyncio.timeout(DEADLINE_S),
     ):
         writer.write(begun)
         answering = asyncio.create_task(reader.readline())
-        while not answering.done():
+        for _ in range(12):
             writer.write(b"a")
-            await asyncio.wait([answering], timeout=0.005)
-        assert answering.result().startswith(b"HTTP/1.1 408 ")
+            await r.pass_time(0.03)
+        assert (await answering).startswith(b"HTTP/1.1 408 ")
 
 
 async def test_idle_connections_are_closed_silently() -> None:
-    limits = ServerLimits(keep_alive_s=0.5)
-    async with rig([FakeEngine()], server=limits) as r, raw(r.router) as (reader, writer):
+    async with rig([FakeEngine()], clock=StoppedClock()) as r, raw(r.router) as (reader, writer):
         writer.write(SMUGGLED)
-        answer = await read_all(reader)
+        answer = await reader.readline()
+        await r.pass_time(ServerLimits().keep_alive_s)
+        answer += await read_all(reader)
         assert answer.startswith(b"HTTP/1.1 200 ")
         assert answer.count(b"HTTP/1.1") == 1
 
@@ -116,8 +130,11 @@ async def test_a_slow_reader_is_timed_like_others_afterwards() -> None:
     async def large(connection: Connection, _: Received) -> None:
         connection.answer(200, b"x" * size)
 
-    limits = ServerLimits(keep_alive_s=1.0, write_buffer_bytes=1024)
-    async with rig([FakeEngine(script=large)], server=limits) as r, raw(r.router) as (reader, writer):
+    limits = ServerLimits(write_buffer_bytes=1024)
+    async with (
+        rig([FakeEngine(script=large)], server=limits, clock=StoppedClock()) as r,
+        raw(r.router) as (reader, writer),
+    ):
         await until(lambda: bool(r.router.server.connections))
         (connection,) = r.router.server.connections
         for end, buffer in ((writer.transport, socket.SO_RCVBUF), (connection.transport, socket.SO_SNDBUF)):
@@ -127,21 +144,22 @@ async def test_a_slow_reader_is_timed_like_others_afterwards() -> None:
         await until(lambda: connection.is_behind)
         await until(lambda: connection.request is None)  # answered, though not read
         writer.transport.resume_reading()  # type: ignore[attr-defined]
-        answer = await read_all(reader)
-        assert answer.endswith(b"x" * 1000), "then it is closed as idle, instead of never"
+        await read_until(reader, lambda data: len(data.partition(b"\r\n\r\n")[2]) >= size)
+        await r.pass_time(limits.keep_alive_s)
+        assert await read_all(reader) == b"", "then it is closed as idle, instead of never"
 
 
 async def test_refusals_of_the_wire_are_accounted_for() -> None:
     reader, writer = os.pipe()
-    cases = {name: REFUSED[name] for name in ("two hosts", "TLS hello")}
-    cases["413"] = HEAD + HOST + TYPE + b"X-Request-Id: mine\r\nContent-Length: 999999999\r\n\r\n"
-    cases["408"] = HEAD + HOST + TYPE + LENGTH + b"\r\n" + BODY[:5]
+    cases = [REFUSED[name] for name in ("two hosts", "TLS hello")]
+    cases.append(HEAD + HOST + TYPE + b"X-Request-Id: mine\r\nContent-Length: 999999999\r\n\r\n")
+    late = HEAD + HOST + TYPE + LENGTH + b"\r\n" + BODY[:5]
     written_by = LineWriter(writer)
-    limits = ServerLimits(body_timeout_s=0.05)
-    async with rig([FakeEngine()], server=limits, access_log=True, stderr=written_by) as r:
+    async with rig([FakeEngine()], clock=StoppedClock(), access_log=True, stderr=written_by) as r:
+        answers = [await exchange(r, data) for data in cases]
+        answers.append(await begin(r, late, Phase.BODY))
         ids = []
-        for data in cases.values():
-            answer = await exchange(r, data)
+        for answer in answers:
             ids.append(answer.lower().partition(b"\r\nx-request-id: ")[2].partition(b"\r\n")[0].decode())
         for status, number in ((400, 2), (413, 1), (408, 1)):
             assert r.metric(f'requests_total{{code="{status}",model=""}}') == number
@@ -232,15 +250,20 @@ async def test_bytes_sent_ahead_are_bounded(number: int, answered: int) -> None:
         await release.wait()
         connection.answer(200, b"{}")
 
-    limits = ServerLimits(max_held_bytes=1000, keep_alive_s=0.5)
-    async with rig([FakeEngine(script=wait)], server=limits) as r, raw(r.router) as (reader, writer):
+    limits = ServerLimits(max_held_bytes=1000)
+    async with (
+        rig([FakeEngine(script=wait)], server=limits, clock=StoppedClock()) as r,
+        raw(r.router) as (reader, writer),
+    ):
         writer.write(GOOD)
         await until(lambda: bool(r.engines[0].requests))
         (connection,) = r.router.server.connections
         writer.write(SMUGGLED * number)
         await until(lambda: connection.held_bytes == number * len(SMUGGLED) or connection.is_discarding)
         release.set()
-        answers = await read_all(reader)
+        answers = await read_until(reader, lambda data: data.count(b"HTTP/1.1 200") >= answered)
+        await r.pass_time(limits.keep_alive_s)
+        answers += await read_all(reader)
         assert answers.count(b"HTTP/1.1 200") == answers.count(b"HTTP/1.1") == answered
         assert (b"connection: close" in answers) == (answered == 1)
 

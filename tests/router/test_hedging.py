@@ -18,6 +18,7 @@ from .hedging_rig import (
     STREAM,
     Slow,
     asking,
+    chat_hedged,
     decisions,
     die,
     fail,
@@ -26,8 +27,10 @@ from .hedging_rig import (
     is_whole,
     nonsense,
     outcomes,
+    overdue,
     refuse,
     sent,
+    until_hedged,
 )
 from .raw_requests import request_bytes
 from .resumable_stream import ResumableStream, events, fold
@@ -38,7 +41,7 @@ from .resumable_stream import ResumableStream, events, fold
 async def test_a_slow_replica_s_stream_is_answered_by_another() -> None:
     slow = Slow()
     async with hedged(slow, answer_normally, admin_port=0) as r:
-        answer = await r.chat(stream=True)
+        answer = await chat_hedged(r)
         assert is_whole(answer)
         assert answer.headers["x-argosy-replica"] == "r1"
         await asyncio.wait_for(slow.was_reset.wait(), DEADLINE_S)
@@ -57,7 +60,7 @@ async def test_the_first_replica_may_still_be_the_quicker_one() -> None:
     slow, other = Slow(), Slow()
     async with hedged(slow, other) as r:
         task = await asking(r)
-        await r.until(lambda: sent(r) == 2)
+        await until_hedged(r)
         slow.go_on.set()
         answer = await task
         assert is_whole(answer)
@@ -74,7 +77,7 @@ async def test_when_the_first_fails_its_hedge_answers(failing: Script) -> None:
     slow, other = Slow(failing), Slow()
     async with hedged(slow, other) as r:
         task = await asking(r)
-        await r.until(lambda: sent(r) == 2)
+        await until_hedged(r)
         slow.go_on.set()
         await r.until(lambda: outcomes(r) == {"promoted": 1})
         assert r.replica(0).load.inflight == 0
@@ -93,6 +96,7 @@ async def test_the_first_attempt_continues_when_the_hedge_fails(failing: Script)
     slow = Slow()
     async with hedged(slow, failing) as r:
         task = await asking(r)
+        await overdue(r)
         await r.until(lambda: outcomes(r) == {"failed": 1})
         assert r.replica(1).load.inflight == 0
         slow.go_on.set()
@@ -113,6 +117,7 @@ async def test_when_both_fail_another_replica_is_asked() -> None:
 
     async with hedged(in_turn, in_turn, in_turn) as r:
         task = await asking(r)
+        await overdue(r)
         await r.until(lambda: outcomes(r) == {"failed": 1})
         slow.go_on.set()
         assert is_whole(await task)
@@ -128,7 +133,7 @@ async def test_an_error_is_an_answer_too() -> None:
 
     slow = Slow()
     async with hedged(slow, reject) as r:
-        assert (await r.chat(stream=True)).status_code == 400
+        assert (await chat_hedged(r)).status_code == 400
         await asyncio.wait_for(slow.was_reset.wait(), DEADLINE_S)
         assert (is_settled(r), outcomes(r)) == (True, {"won": 1})
 
@@ -138,7 +143,7 @@ async def test_only_the_winner_is_billed() -> None:
     slow, other = Slow(script), Slow(script)
     async with hedged(slow, other) as r:
         task = asyncio.create_task(r.http.post("/v1/chat/completions", json=STREAM))
-        await r.until(lambda: sent(r) == 2)
+        await until_hedged(r)
         slow.go_on.set()
         other.go_on.set()
         said = fold((await task).content)
@@ -157,7 +162,7 @@ async def test_a_client_that_leaves_aborts_both() -> None:
     async with hedged(*both) as r:
         async with raw(r.router) as (_, writer):
             writer.write(request_bytes(stream=True))
-            await r.until(lambda: sent(r) == 2)
+            await until_hedged(r)
         for slow in both:
             await asyncio.wait_for(slow.was_reset.wait(), DEADLINE_S)
         assert (is_settled(r), outcomes(r)) == (True, {"abandoned": 1})
@@ -168,7 +173,10 @@ async def test_a_client_that_leaves_aborts_both() -> None:
 async def test_a_connection_made_after_the_race_is_dropped(black_hole: int) -> None:
     async with hedged(answer_normally, answer_normally, upstream=UpstreamLimits(connect_timeout_s=30.0)) as r:
         r.replica(0).pool.port = black_hole
-        answer = await r.chat(stream=True)
+        asked = asyncio.create_task(r.chat(stream=True))
+        await r.until(lambda: bool(r.replica(0).inflight_attempts))
+        await overdue(r)
+        answer = await asked
         assert is_whole(answer)
         assert answer.headers["x-argosy-replica"] == "r1"
         assert (is_settled(r), sent(r), outcomes(r)) == (True, 1, {"won": 1})
@@ -179,7 +187,7 @@ async def test_a_replica_that_is_removed_may_still_win(leaving: int) -> None:
     both = Slow(), Slow()
     async with hedged(*both) as r:
         task = await asking(r)
-        await r.until(lambda: sent(r) == 2)
+        await until_hedged(r)
         gone = r.replica(leaving)
         stays = service(r.engines).endpoints[1 - leaving]
         r.discovery.set(FleetDocument(services=(service(r.engines, endpoints=(stays,)),)))
@@ -196,7 +204,7 @@ async def test_a_replica_that_dies_leaves_the_request_to_the_other(dying: int) -
     both = Slow(), Slow()
     async with hedged(*both) as r:
         task = await asking(r)
-        await r.until(lambda: sent(r) == 2)
+        await until_hedged(r)
         await r.engines[dying].stop()
         await r.until(lambda: outcomes(r) == {("promoted", "failed")[dying]: 1})
         both[1 - dying].go_on.set()
@@ -210,7 +218,7 @@ async def test_a_router_drains_during_a_race() -> None:
     slow, other = Slow(), Slow()
     async with hedged(slow, other) as r:
         task = await asking(r)
-        await r.until(lambda: sent(r) == 2)
+        await until_hedged(r)
         drain = asyncio.create_task(r.router.drain())
         await r.until(lambda: r.router.application.is_draining)
         other.go_on.set()
@@ -231,7 +239,8 @@ async def test_a_kept_connection_that_dies_is_replaced_during_a_race() -> None:
         slow.then = die
         other.go_on.clear()
         task = await asking(r)
-        await r.until(lambda: sent(r) == 4)
+        await overdue(r)
+        assert sent(r) == 4
         slow.go_on.set()
         await r.until(lambda: sent(r) == 5)
         await r.until(lambda: outcomes(r) == {"promoted": 1})
@@ -258,7 +267,9 @@ async def test_a_stream_that_was_hedged_can_still_move_on() -> None:
         connection.die()
 
     async with hedged(resume_only, begin) as r:
-        said = fold((await r.http.post("/v1/chat/completions", json=STREAM)).content)
+        asked = asyncio.create_task(r.http.post("/v1/chat/completions", json=STREAM))
+        await until_hedged(r)
+        said = fold((await asked).content)
         assert said["choices"][0]["finish"] == ["stop"]
         assert (is_settled(r), outcomes(r)) == (True, {"won": 1})
         assert r.metric('migrations_total{model="tiny",outcome="resumed"}') == 1
@@ -281,7 +292,7 @@ async def test_each_client_gets_one_answer_whatever_two_attempts_do(monkeypatch:
         await asyncio.sleep(mood.random() * 0.05)  # the others' hedges are due in the midst of it
         await mood.choice((answer_normally, answer_normally, die, refuse, nonsense))(connection, request)
 
-    async with hedged(moody, moody, moody, policy="random") as r:
+    async with hedged(moody, moody, moody, policy="random", clock=None) as r:
         first = [asyncio.create_task(r.chat(str(number), stream=True)) for number in range(10)]
         await all_hedged.wait()
         answers = await asyncio.gather(
@@ -299,7 +310,7 @@ async def test_a_replica_that_was_on_trial_gets_another_one() -> None:
         health, now = r.replica(0).health, r.router.requests.now()
         health.failed(now - 3600.0, may_eject=True, refused=True)
         r.router.fleet.changed()
-        assert is_whole(await r.chat(stream=True))
+        assert is_whole(await chat_hedged(r))
         assert outcomes(r) == {"won": 1}
         assert health.is_ejected
         assert health.admits(now)
@@ -309,7 +320,7 @@ async def test_a_client_that_cannot_keep_up_holds_both_back() -> None:
     both = Slow(), Slow()
     async with hedged(*both) as r:
         task = await asking(r)
-        await r.until(lambda: sent(r) == 2)
+        await until_hedged(r)
         (connection,) = (c for c in r.router.server.connections if c.listener is not None)
         assert connection.listener is not None
         connection.listener.on_client_paused()
@@ -327,7 +338,7 @@ async def test_a_client_that_speaks_raw_http_sees_one_answer() -> None:
     both = Slow(), Slow()
     async with hedged(*both) as r, raw(r.router) as (reader, writer):
         writer.write(request_bytes(stream=True).replace(b"\r\n", b"\r\nconnection: close\r\n", 1))
-        await r.until(lambda: sent(r) == 2)
+        await until_hedged(r)
         for slow in both:
             slow.go_on.set()
         data = await read_all(reader)

@@ -11,12 +11,25 @@ import pytest
 
 from argosy_protocol.fleet import FleetDocument, ServiceLimits
 from argosy_router.config import ConfigError
+from argosy_router.flow_control import controller
 from argosy_router.main import build_parser, config_of
 from argosy_router.proxy.resilience import hedging
 
 from .fake_engine import Connection, FakeEngine, Received, answer_normally
-from .harness import Rig, is_settled, rig, service
-from .hedging_rig import STREAM, Slow, asking, die, hedged, is_whole, outcomes, overdue, sent
+from .harness import Rig, StoppedClock, is_settled, rig, service
+from .hedging_rig import (
+    STREAM,
+    Slow,
+    asking,
+    chat_hedged,
+    die,
+    hedged,
+    is_whole,
+    outcomes,
+    overdue,
+    sent,
+    until_hedged,
+)
 from .resumable_stream import events, fold
 
 # how often
@@ -114,7 +127,7 @@ async def test_a_service_without_room_is_not_hedged() -> None:
 async def test_engines_whose_batches_are_full_get_no_hedges() -> None:
     slow = Slow()
     engines = [FakeEngine(script=slow, hello={"max_num_seqs": 1}) for _ in range(2)]
-    async with rig(engines, policy="round-robin", hedge_after=1.0) as r:
+    async with rig(engines, policy="round-robin", hedge_after=1.0, clock=StoppedClock()) as r:
         tasks = [await asking(r), await asking(r)]
         await overdue(r)
         assert sent(r) == 2
@@ -134,6 +147,7 @@ async def test_queued_requests_take_precedence_over_hedges() -> None:
         now = r.router.requests.now()
         assert served.candidates.free_sequences(now) > 0
         assert not r.router.flow_control.has_capacity(served, now)
+        await r.pass_time(controller.TICK_S)
         await r.until(lambda: sent(r) == 3)
         assert r.router.flow_control.has_capacity(served, now)
         slow.go_on.set()
@@ -145,7 +159,8 @@ async def test_a_replica_with_capacity_gets_the_hedge() -> None:
     fields = {"limits": ServiceLimits(max_inflight_per_replica=2)}
     async with hedged(slow, slow, fields=fields) as r:
         tasks = [*await occupied(r), await asking(r)]
-        await r.until(lambda: sent(r) == 4)
+        await overdue(r)
+        assert sent(r) == 4
         slow.go_on.set()
         assert all(answer.status_code == 200 for answer in await asyncio.gather(*tasks))
         assert is_settled(r)
@@ -198,7 +213,7 @@ async def test_a_request_is_hedged_once() -> None:
     both = Slow(die), Slow()
     async with hedged(*both, both[1]) as r:
         task = await asking(r)
-        await r.until(lambda: sent(r) == 2)
+        await until_hedged(r)
         await overdue(r)
         both[0].go_on.set()
         await r.until(lambda: outcomes(r) == {"promoted": 1})
@@ -214,7 +229,7 @@ async def test_a_request_is_hedged_once() -> None:
 async def test_a_service_s_own_factor_wins() -> None:
     slow = Slow()
     async with hedged(slow, answer_normally, hedge_after=0.0, fields={"hedge_after": 2.0}) as r:
-        assert (await r.chat(stream=True)).headers["x-argosy-replica"] == "r1"
+        assert (await chat_hedged(r)).headers["x-argosy-replica"] == "r1"
     slow, late = Slow(), {"hedge_after": 100.0}
     async with hedged(slow, answer_normally, fields=late) as r:
         task = await asking(r, "x" * 4000)

@@ -20,11 +20,11 @@ import pytest
 
 from argosy_protocol.fleet import FleetDocument, ServiceLimits
 from argosy_router.fleet.replica import Replica
-from argosy_router.http.deadlines import Deadline, TimerWheel
+from argosy_router.flow_control import controller
 from argosy_router.proxy.resilience import hedging
 
 from .fake_engine import MODEL, Connection, Received, completion
-from .harness import DEADLINE_S, Rig, service
+from .harness import DEADLINE_S, Rig, StoppedClock, service
 from .limited_fleet import MAX_PARALLEL_REQUESTS, limited
 from .resumable_stream import events, fold, length, token
 
@@ -118,11 +118,10 @@ class Stage:
 class Play:
     """One run."""
 
-    def __init__(self, r: Rig, stage: Stage, wheel: TimerWheel, seed: int) -> None:
+    def __init__(self, r: Rig, stage: Stage, seed: int) -> None:
         self.r = r
         self.stage = stage
         self.happened: Counter[str] = Counter()
-        self._wheel = wheel
         self._rng = random.Random(seed)
         self._clients: dict[asyncio.Task[httpx.Response], int] = {}
         """To the choices that each has asked for; zero for those of a unary answer."""
@@ -160,7 +159,7 @@ class Play:
             for attempt in list(self.stage.attempts):
                 if attempt.is_open:
                     attempt.say(2)
-            await asyncio.sleep(0.001)
+            await self.r.pass_time(controller.TICK_S)  # a queued request learns of capacity
         for client, choices in self._clients.items():
             if not client.cancelled():
                 self.happened[check(client.result(), choices)] += 1
@@ -219,9 +218,7 @@ class Play:
 
     async def _wait(self) -> None:
         """Until streams without an answer are overdue."""
-        passed = asyncio.Event()
-        Deadline(self._wheel, passed.set).set(hedging.FLOOR_S)
-        await passed.wait()
+        await self.r.pass_time(hedging.FLOOR_S)
 
     async def _crash(self) -> None:
         engine = self._rng.choice(self.r.engines)
@@ -279,12 +276,12 @@ async def test_any_interleaving_ends_well(
     batch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hedging, "SHARE", 1.0)
-    monkeypatch.setattr(hedging, "FLOOR_S", 0.02)
     happened: Counter[str] = Counter()
     for seed in range(RUNS * batch, RUNS * (batch + 1)):
         stage = Stage()
-        async with limited(tmp_path, *[stage] * ENGINES, hedge_after=1.0, policy="round-robin") as r:
-            play = Play(r, stage, r.router.wheel, seed)
+        config = {"hedge_after": 1.0, "policy": "round-robin", "clock": StoppedClock()}
+        async with limited(tmp_path, *[stage] * ENGINES, **config) as r:
+            play = Play(r, stage, seed)
             await play.perform()
             await play.end()
             happened += play.happened

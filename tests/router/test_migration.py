@@ -21,7 +21,7 @@ from argosy_router.proxy.upstream import stream_transcript
 from argosy_router.proxy.upstream.stream_transcript import Transcript
 
 from .fake_engine import DONE, MODEL, Connection, FakeEngine, Received
-from .harness import DEADLINE_S, Rig, chat, rig
+from .harness import DEADLINE_S, Rig, StoppedClock, chat, rig
 from .resumable_stream import ResumableStream, events, fold
 
 USAGE = {"stream_options": {"include_usage": True}}
@@ -336,9 +336,11 @@ async def test_a_stream_that_stalls_is_migrated() -> None:
         await connection.gone()
 
     engines = [FakeEngine(script=stall), FakeEngine(script=ResumableStream())]
-    async with rig(engines, policy="round-robin", upstream=UpstreamLimits(idle_timeout_s=0.5)) as r:
-        contents = [fold(await ask(r, path, body)) for _ in range(2)]
-        assert contents[0] == contents[1]
+    async with rig(engines, policy="round-robin", clock=StoppedClock()) as r:
+        asked = asyncio.create_task(ask(r, path, body))
+        await r.until_answering(0)
+        await r.pass_time(UpstreamLimits().idle_timeout_s)
+        assert fold(await asked) == fold(await ask(r, path, body))
         assert len(engines[0].requests) == 1
 
 

@@ -15,7 +15,7 @@ from argosy_router.config import UpstreamLimits
 from argosy_router.fleet.health.core_stall import MIN_STALL_S, STALL_STEPS, SUSPECT_STEP_AGE_S, stall_bound_s
 
 from .fake_engine import Connection, FakeEngine, Received, answer_normally, completion
-from .harness import Rig, chat, rig
+from .harness import Rig, StoppedClock, chat, rig
 from .resumable_stream import ResumableStream, events, fold
 
 STEP_S = 0.05
@@ -199,11 +199,15 @@ def test_the_bound_follows_the_core_s_own_steps(longest_s: float, bound_s: float
 )
 async def test_a_pause_is_no_fault_while_the_engine_computes(load: dict[str, Any], is_blamed: bool) -> None:
     engines = [FakeEngine(script=Core(400)), healthy(), healthy()]
-    limits = UpstreamLimits(idle_timeout_s=0.1)
-    async with rig(engines, policy="round-robin", upstream=limits) as r:
+    async with rig(engines, policy="round-robin", clock=StoppedClock()) as r:
+        pausing = r.replica(0).inflight_attempts
         for _ in range(12):
             await tell(r, **load)
-            fold((await r.chat("tell", stream=True)).content)
+            asked = asyncio.create_task(r.chat("tell", stream=True))
+            await r.until(lambda asked=asked: asked.done() or any(each.is_answering for each in pausing))
+            if not asked.done():
+                await r.pass_time(UpstreamLimits().idle_timeout_s)
+            fold((await asked).content)
         failed = r.metric('upstream_failures_total{model="tiny",reason="idle_timeout",replica="r0"}')
         assert failed == (3 if is_blamed else 4), "then it is ejected"
         assert r.metric("ejections_total") == is_blamed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import struct
 
 import msgspec
@@ -249,14 +248,18 @@ class Quitter(Speaker):
 async def test_streams_that_end_before_they_are_of_use_are_asked_for_ever_less_often(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(telemetry_client, "BACKOFF_BASE_S", 0.01)
+    counts: list[int] = []
+
+    def backoff_s(failures: int, *_: object) -> float:
+        counts.append(failures)
+        return 0.0
+
+    monkeypatch.setattr(telemetry_client, "backoff_s", backoff_s)
     engine = Quitter()
     engine.frames = (raw_frame(HELLO),)
     async with rig([engine, FakeEngine()], wait=False) as r:
-        await r.until(lambda: engine.connections >= 6)  # the next pauses are 0.3 to 0.6 s and double that
-        connections = engine.connections
-        await asyncio.sleep(0.4)
-        assert engine.connections <= connections + 2
+        await r.until(lambda: len(counts) >= 6)
+        assert counts[:6] == [1, 2, 3, 4, 5, 6], "each pause is the next of the backoff"
 
 
 # not foreign

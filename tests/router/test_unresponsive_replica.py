@@ -12,19 +12,14 @@ from argosy_protocol.telemetry import Load
 from argosy_router.fleet.links import telemetry_client
 
 from .fake_engine import Connection, FakeEngine, Received, event
-from .harness import DEADLINE_S, Rig, raw, rig
+from .harness import DEADLINE_S, Rig, StoppedClock, raw, rig
 from .raw_requests import request_bytes
 
 
 class Mortal(FakeEngine):
-    """Has a heartbeat until it is stopped; then it accepts connections and does nothing."""
+    """Until it is stopped; then it accepts connections and does nothing."""
 
     is_stopped = False
-
-    async def beat(self) -> None:
-        while not self.is_stopped:
-            self.announce(Load(core_step_age_s=0.0))
-            await asyncio.sleep(0.01)
 
     async def handle(self, connection: Connection, request: Received) -> None:
         if self.is_stopped:
@@ -36,27 +31,35 @@ class Mortal(FakeEngine):
 
 
 @contextlib.asynccontextmanager
-async def beating(engines: list[Mortal]) -> AsyncIterator[Rig]:
-    async with rig(engines, policy="round-robin") as r:
-        beats = [asyncio.create_task(engine.beat()) for engine in engines]
-        try:
-            yield r
-        finally:
-            for beat in beats:
-                beat.cancel()
+async def mortals(*engines: Mortal) -> AsyncIterator[Rig]:
+    async with rig(engines, policy="round-robin", clock=StoppedClock()) as r:
+        yield r
 
 
 @pytest.fixture(autouse=True)
-def heartbeats_are_missed_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(telemetry_client, "STALE_AFTER_S", 1.0)
-    monkeypatch.setattr(telemetry_client, "HEAD_TIMEOUT_S", 1.0)
+def heartbeats_are_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(telemetry_client, "STALE_AFTER_S", telemetry_client.HEAD_TIMEOUT_S)
+
+
+async def miss_heartbeats(r: Rig) -> None:
+    """So much time passes that r0 is missed. The other one has a heartbeat meanwhile."""
+    for _ in range(2):
+        await r.pass_time(telemetry_client.STALE_AFTER_S / 2)
+        for number in range(1, len(r.engines)):
+            replica = r.replica(number)
+            heard_at = replica.heard_at
+            r.engines[number].announce(Load(core_step_age_s=0.0))
+            await r.until(lambda replica=replica, heard_at=heard_at: replica.heard_at != heard_at)
 
 
 async def test_requests_it_has_not_begun_to_answer_move_on() -> None:
-    engines = [Mortal(), Mortal()]
-    async with beating(engines) as r:
+    engines = Mortal(), Mortal()
+    async with mortals(*engines) as r:
         engines[0].is_stopped = True
-        answers = await asyncio.gather(*[r.chat(str(n), stream=n % 2 == 1) for n in range(8)])
+        asked = [asyncio.create_task(r.chat(str(n), stream=n % 2 == 1)) for n in range(8)]
+        await r.until(lambda: len(engines[0].requests) + sum(each.done() for each in asked) == len(asked))
+        await miss_heartbeats(r)
+        answers = await asyncio.gather(*asked)
         assert {answer.status_code for answer in answers} == {200}
         assert engines[0].requests, "some were sent to it"
         assert {answer.headers["x-argosy-replica"] for answer in answers} == {"r1"}
@@ -71,25 +74,29 @@ async def test_a_head_alone_does_not_keep_a_stream() -> None:
         connection.begin_stream()
         await connection.gone()
 
-    engines = [Mortal(script=begin), Mortal()]
-    async with beating(engines) as r:
+    engines = Mortal(script=begin), Mortal()
+    async with mortals(*engines) as r:
         asked = [asyncio.create_task(r.chat(str(n), stream=True)) for n in range(4)]
-        await r.until(lambda: bool(engines[0].requests))
+        await r.until(lambda: len(engines[0].requests) + sum(each.done() for each in asked) == len(asked))
+        assert engines[0].requests
         engines[0].is_stopped = True
+        await miss_heartbeats(r)
         assert {(await answer).headers["x-argosy-replica"] for answer in asked} == {"r1"}
 
 
 async def test_an_unresponsive_replica_is_used_again_once_it_continues() -> None:
-    engines = [Mortal(), Mortal()]
-    async with beating(engines) as r:
+    engines = Mortal(), Mortal()
+    async with mortals(*engines) as r:
         engines[0].is_stopped = True
-        await r.until(lambda: r.replica(0).health.is_suspect)
+        connections = engines[0].connections
+        await miss_heartbeats(r)
+        assert r.replica(0).health.is_suspect
+        await r.until(lambda: engines[0].connections > connections)
         engines[0].is_stopped = False
-        beat = asyncio.create_task(engines[0].beat())
-        engines[0].cut_telemetry()
+        for writer in list(engines[0].writers):
+            writer.transport.abort()
         await r.until_state(0, "synced")
         assert {(await r.chat(str(n))).headers["x-argosy-replica"] for n in range(4)} == {"r0", "r1"}
-        beat.cancel()
 
 
 async def test_without_another_replica_requests_keep_waiting() -> None:
@@ -101,11 +108,12 @@ async def test_without_another_replica_requests_keep_waiting() -> None:
         connection.answer(200, b'{"late":true}')
 
     engine.script = late
-    async with beating([engine]) as r:
+    async with mortals(engine) as r:
         answer = asyncio.create_task(r.chat())
         await r.until(lambda: bool(engine.requests))
         engine.is_stopped = True
-        await r.until(lambda: r.replica(0).health.is_suspect)
+        await miss_heartbeats(r)
+        assert r.replica(0).health.is_suspect
         go_on.set()
         assert (await answer).json() == {"late": True}
 
@@ -116,12 +124,15 @@ async def test_streams_it_has_begun_end_once_it_is_certainly_gone() -> None:
         connection.chunk(event("hel"))
         await connection.gone()
 
-    engines = [Mortal(script=begin), Mortal()]
-    async with beating(engines) as r, raw(r.router) as (reader, writer):
+    engines = Mortal(script=begin), Mortal()
+    async with mortals(*engines) as r, raw(r.router) as (reader, writer):
         writer.write(request_bytes(stream=True))
         await reader.readuntil(b"hel")
         engines[0].is_stopped = True
-        await r.until(lambda: r.replica(0).health.is_suspect)
         connections = engines[0].connections
+        await miss_heartbeats(r)
+        assert r.replica(0).health.is_suspect
+        await r.until(lambda: engines[0].connections > connections)
+        assert r.router.requests.inflight == 1, "not before a new connection went unanswered"
+        await miss_heartbeats(r)
         await asyncio.wait_for(reader.readuntil(b"0\r\n\r\n"), DEADLINE_S)
-        assert engines[0].connections > connections, "not before a new connection went unanswered"

@@ -25,7 +25,7 @@ from argosy.local.control_messages import Phase
 from argosy.local.first_event import first_of
 from argosy.local.gpus import gpu_env
 from argosy.local.http_get import get
-from argosy.local.settings import HOST, Settings, backoff_s, free_port
+from argosy.local.settings import HOST, Settings, backoff_s, reserved_port
 from argosy.local.state_dir import StateDir
 from argosy_resource.engine_address import API_KEY_ENV
 from argosy_resource.engine_command import engine_args, engine_env
@@ -134,7 +134,8 @@ class Replica:
     async def run(self) -> None:
         """Run the replica, restarting its process, until it is retired and gone."""
         while not self._retired.is_set():
-            await self._one_life()
+            with reserved_port() as port:
+                await self._one_life(port)
             if self._retired.is_set():
                 break
             if self._is_refused:
@@ -151,9 +152,8 @@ class Replica:
         """Why there is another process than the first one; empty if it is the first."""
         return f"started again after this end: {self.last_exit}" if self.last_exit else ""
 
-    async def _one_life(self) -> None:
+    async def _one_life(self, port: int) -> None:
         self._is_refused = False
-        port = free_port()
         self.url = f"http://{HOST}:{port}"
         self.started = time.time()
         self._enter("Starting", self._began() or "starting the process")

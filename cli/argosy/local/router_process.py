@@ -17,7 +17,7 @@ import msgspec
 from argosy.local.child_process import Process
 from argosy.local.first_event import first_of
 from argosy.local.http_get import get
-from argosy.local.settings import HOST, Settings, backoff_s, free_port
+from argosy.local.settings import HOST, Settings, backoff_s, reserved_port
 from argosy.local.state_dir import StateDir
 from argosy_protocol.bearer_keys import internal_key
 from argosy_protocol.routable_report import ADMIN_KEY_UID, REPORT_PATH, ReplicaReport, RoutableReport
@@ -69,27 +69,8 @@ class RouterProcess:
         """Run the process, restarting it with back-off, until `stop`."""
         failures = 0
         while not self._stopped.is_set():
-            admin_port = free_port()
-            command = (
-                *self._settings.router,
-                *("--host", HOST, "--port", str(self._settings.port)),
-                *("--admin-host", HOST, "--admin-port", str(admin_port)),
-                *("--fleet-file", str(self._state.fleet_file), "--storage", str(self._state.storage)),
-            )
-            process = await Process.start(command, self._environment(), self._state.log_file(LOG_NAME))
-            self._process, self.pid = process, process.pid
-            self.admin_url = f"http://{HOST}:{admin_port}"
-            following = asyncio.create_task(self._follow(admin_port), name="router's report")
-            try:
-                await first_of(process.ended, self._stopped)
-                if self._stopped.is_set():
-                    await process.stop(self._grace_s)
-            finally:
-                following.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await following
-                with contextlib.suppress(asyncio.CancelledError):
-                    await asyncio.shield(process.stop(0.0))
+            with reserved_port() as admin_port:
+                process = await self._one_life(admin_port)
             failures = 1 if self.report else failures + 1
             delay = backoff_s(self._settings, failures)
             self.report, self.pid, self.admin_url, self.reason = None, None, "", process.outcome
@@ -100,6 +81,30 @@ class RouterProcess:
             self._changed()
             await first_of(self._stopped, timeout_s=delay)
             self.restarts += 1
+
+    async def _one_life(self, admin_port: int) -> Process:
+        """Run the process until it ends or `stop`."""
+        command = (
+            *self._settings.router,
+            *("--host", HOST, "--port", str(self._settings.port)),
+            *("--admin-host", HOST, "--admin-port", str(admin_port)),
+            *("--fleet-file", str(self._state.fleet_file), "--storage", str(self._state.storage)),
+        )
+        process = await Process.start(command, self._environment(), self._state.log_file(LOG_NAME))
+        self._process, self.pid = process, process.pid
+        self.admin_url = f"http://{HOST}:{admin_port}"
+        following = asyncio.create_task(self._follow(admin_port), name="router's report")
+        try:
+            await first_of(process.ended, self._stopped)
+            if self._stopped.is_set():
+                await process.stop(self._grace_s)
+        finally:
+            following.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await following
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.shield(process.stop(0.0))
+        return process
 
     def stop(self, grace_s: float) -> None:
         """Stop the process; running requests have `grace_s` to finish."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import socket
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -59,12 +61,18 @@ def backoff_s(settings: Settings, failures: int, *, has_served: bool = True) -> 
     return min(most_s, settings.first_backoff_s * 2.0 ** min(failures - 1, 32))
 
 
-def free_port() -> int:
-    """Find a port on which nothing listens now."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """Reserve a port for a child that lives within the block.
+
+    A socket is bound to it that does not listen. Linux gives such a port to no socket that asks for any port, but lets
+    a server listen there that asks for this one with SO_REUSEADDR, as engines and the router do.
+    """
+    with socket.socket() as reservation:
+        reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reservation.bind((HOST, 0))
+        port: int = reservation.getsockname()[1]
+        yield port
 
 
 def is_port_free(port: int) -> bool:

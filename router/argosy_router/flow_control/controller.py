@@ -39,15 +39,20 @@ class FlowController:
         wheel: TimerWheel,
         limits: FlowControlLimits,
         free_connections: Callable[[], int],
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`free_connections` returns how many more clients may connect."""
+        """
+        Args:
+            free_connections: returns how many more clients may connect.
+            now: the clock of requests.
+        """
         self._fleet = fleet
         self._free_connections = free_connections
         self._limits = limits
         self._queues: dict[Service, ServiceQueue] = {}
         self._deadline = Deadline(wheel, self._tick)
         self._is_tick_near = False
-        self._now = time.monotonic
+        self._now = now
         self._waits = QUEUE_SECONDS.histogram()
         self._started = self._now()
         self.hold_revision = 0

@@ -79,8 +79,14 @@ def _nothing() -> None:
 class TimerWheel:
     """Buckets of deadlines, one per tick. Ticks run only while some deadline is in a bucket."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, tick_s: float = TICK_S) -> None:
-        self.time = loop.time
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        tick_s: float = TICK_S,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        """`clock` returns the time that deadlines go by, in seconds; by default `loop.time`. Ticks are the loop's."""
+        self.time: Callable[[], float] = loop.time if clock is None else clock
         self._loop = loop
         self._tick_s = tick_s
         self._buckets: dict[int, list[Deadline]] = {}

@@ -15,7 +15,7 @@ from typing import Protocol
 from urllib.parse import urlsplit
 
 from argosy_router.config import UpstreamLimits
-from argosy_router.http.deadlines import TimerWheel
+from argosy_router.http.deadlines import Deadline, TimerWheel
 from argosy_router.http.tls import UpstreamTls
 from argosy_router.http.upstream_connection import UpstreamConnection
 from argosy_router.http.upstream_errors import ConnectFailed, UpstreamError
@@ -85,8 +85,11 @@ class ConnectionPool:
 
     async def _open(self, on_idle: Callable[[UpstreamConnection], None]) -> UpstreamConnection:
         loop = asyncio.get_running_loop()
+        timeout = asyncio.timeout(None)
+        deadline = Deadline(self._wheel, lambda: timeout.reschedule(0.0))
+        deadline.set(self._limits.connect_timeout_s)
         try:
-            async with asyncio.timeout(self._limits.connect_timeout_s):
+            async with timeout:
                 _, connection = await loop.create_connection(
                     lambda: UpstreamConnection(self._limits, self._wheel, on_idle, self._on_closed),
                     self.host,
@@ -101,6 +104,8 @@ class ConnectionPool:
             raise ConnectFailed(f"connect failed: {error.strerror or error}", refused=refused) from None
         except ValueError as error:  # an invalid host name (UnicodeError), for DNS or for TLS
             raise ConnectFailed(f"connect failed: {error}") from None
+        finally:
+            deadline.end()
         return connection
 
     def release(self, connection: UpstreamConnection) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 
 from argosy_protocol.errors import ApiError, BadRequest, TooManyRequests, Unavailable
 from argosy_router.flow_control.controller import FlowController
@@ -45,7 +46,9 @@ class RequestHandler:
         *,
         wheel: TimerWheel,
         comments: CommentSchedule,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`now` is a monotonic clock: not the loop's, which stands still between turns and counts milliseconds."""
         self._flow_control = flow_control
         self._charges = charges
         self._dispatcher = dispatcher
@@ -55,8 +58,7 @@ class RequestHandler:
         self._wheel = wheel
         self._comments = comments
         self._upstream_ids = UpstreamIds()
-        self.now = time.monotonic
-        """Not the loop's clock, which stands still between turns and counts milliseconds."""
+        self.now = now
         self.inflight = 0
         """Requests that have not ended, including queued ones."""
         self.idle = asyncio.Event()
