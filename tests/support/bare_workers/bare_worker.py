@@ -7,6 +7,7 @@ are those of `fake_worker`, which also checks the blocks that the scheduler give
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from argosy_engine.attention.kv_cache_spec import FullAttentionSpec
@@ -23,6 +24,8 @@ from argosy_engine.resolved_config import MemoryBudget
 from fake_worker import FakeWorker
 
 NUM_BLOCKS = 512
+
+logger = logging.getLogger(__name__)
 
 
 class FinishedStep:
@@ -64,11 +67,12 @@ class Worker:
         args, path = self.args, resolve_model(self.args.model)
         self.on_load_step(LoadStep("weights"))
         config = load_model_config(path)
+        logger.info("attention backend: none")
         num_blocks = args.num_gpu_blocks_override or NUM_BLOCKS
         max_model_len = args.max_model_len or (num_blocks - 1) * args.block_size
         self._budget = MemoryBudget(
-            device="cpu", total_bytes=1, available_bytes=1, utilization=0.5, weights_bytes=0,
-            activation_bytes=0, block_bytes=1, block_size=args.block_size,
+            device="cpu", num_workers=args.parallel_config.world_size, total_bytes=1, available_bytes=1,
+            utilization=0.5, weights_bytes=0, activation_bytes=0, block_bytes=1, block_size=args.block_size,
             num_blocks=num_blocks,
             request_blocks=-(-max_model_len // args.block_size), max_model_len=max_model_len, limited_by="memory",
         )  # fmt: skip
