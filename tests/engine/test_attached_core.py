@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ from argosy_engine.core.proc.async_core_client import AsyncMPClient
 from argosy_engine.core.proc.client_group import ClientGroup
 from argosy_engine.errors import ConfigError, EngineDead, UtilityFailed
 from argosy_engine.messages.core_messages import EngineCoreRequest, FinishReason
+from engine_processes import worker_path
+from fake_worker import continuation
 from processes import is_alive
 
 pytestmark = pytest.mark.timeout(120)
@@ -25,7 +27,12 @@ ARGS: dict[str, Any] = {
     "device": "cpu",
     "num_gpu_blocks_override": 64,
 }
-PROMPT = [5, 6, 7]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def bare_workers() -> Iterator[None]:
+    with worker_path(is_bare=True):
+        yield
 
 
 async def start(**changed: Any) -> tuple[AsyncMPClient, AsyncMPClient]:
@@ -51,10 +58,10 @@ async def clients() -> AsyncIterator[tuple[AsyncMPClient, AsyncMPClient]]:
     await first.close()
 
 
-def request(request_id: str, seed: int, max_tokens: int = 6) -> EngineCoreRequest:
-    return EngineCoreRequest(
-        request_id, PROMPT, SamplingParams(seed=seed, max_tokens=max_tokens, ignore_eos=True), 0.0
-    )
+def request(request_id: str, token: int, max_tokens: int = 6) -> EngineCoreRequest:
+    """A request whose prompt ends in a token."""
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    return EngineCoreRequest(request_id, [5, 6, token], params, 0.0)
 
 
 async def tokens_of(client: AsyncMPClient, request_ids: set[str]) -> dict[str, list[int]]:
@@ -78,7 +85,7 @@ async def test_each_client_gets_its_own_outputs(clients: tuple[AsyncMPClient, As
     assert first.config == second.config
     for index, client in enumerate(clients):
         for number in range(3):
-            await client.add_request(request(f"{index}-{number}", seed=number))
+            await client.add_request(request(f"{index}-{number}", token=number))
     await second.add_request(request("aborted", 0, max_tokens=4000))
     await second.abort_requests(["aborted"])
     own = [{f"{index}-{number}" for number in range(3)} for index in range(2)]
@@ -86,7 +93,8 @@ async def test_each_client_gets_its_own_outputs(clients: tuple[AsyncMPClient, As
     assert set(found[0]) == own[0]
     assert own[1] <= set(found[1]) <= own[1] | {"aborted"}
     for number in range(3):
-        assert found[0][f"0-{number}"] == found[1][f"1-{number}"]
+        expected = continuation([5, 6, number], 6)
+        assert found[0][f"0-{number}"] == found[1][f"1-{number}"] == expected
 
 
 async def test_each_client_gets_the_answers_to_its_own_calls() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from argosy_engine.core.proc.async_core_client import AsyncMPClient
 from argosy_engine.core.proc.core_client import SyncMPClient
 from argosy_engine.errors import EngineDead, UtilityFailed
 from argosy_engine.messages.core_messages import EngineCoreRequest
+from engine_processes import worker_path
 from processes import is_alive, wait_until, workers
 
 ARGS: dict[str, Any] = {
@@ -26,6 +28,12 @@ ARGS: dict[str, Any] = {
 FOREVER = SamplingParams(max_tokens=4000, ignore_eos=True)
 
 pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def bare_workers() -> Iterator[None]:
+    with worker_path(is_bare=True):
+        yield
 
 
 def test_every_call_of_an_engine_fails_after_its_core_was_killed() -> None:

@@ -27,6 +27,7 @@ from argosy_protocol.telemetry import (
     Stored,
     unpack_u64,
 )
+from engine_processes import python_path
 from processes import Server, children, free_port, is_alive, running, wait_until, workers
 from served_engine import FOREVER, SERVE_TINY
 
@@ -283,7 +284,8 @@ def test_one_killed_core_ends_the_server_with_its_reason(tmp_path: Path) -> None
     port, log, temporary = free_port(), tmp_path / "log", tmp_path / "tmp"
     temporary.mkdir()
     arguments = [*SERVE, "--port", str(port), "--distributed-executor-backend", "mp"]
-    with running(arguments, log, port=port, env={"TMPDIR": str(temporary)}) as server:
+    env = {"TMPDIR": str(temporary), "PYTHONPATH": python_path(is_bare=True)}
+    with running(arguments, log, port=port, env=env) as server:
         cores = children(server.process.pid)
         processes = [*cores, *(worker for core in cores for worker in workers(core))]
         assert len(processes) == 4

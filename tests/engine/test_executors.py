@@ -1,4 +1,4 @@
-"""Clients and executors: the same tokens, utility calls and failures in every combination."""
+"""Clients and executors: one contract, and how they fail, in every combination."""
 
 from __future__ import annotations
 
@@ -9,34 +9,50 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from argosy_engine import EngineArgs, LLMEngine, SamplingParams
+from argosy_engine import EngineArgs, LLMEngine
 from argosy_engine.core.proc.core_client import InprocClient, SyncMPClient
-from argosy_engine.errors import ConfigError, EngineAsleep, EngineDead, InvalidRequest, UtilityFailed
+from argosy_engine.errors import ConfigError, EngineDead, UtilityFailed
 from argosy_engine.executor.multiproc_executor import MultiprocExecutor
 from argosy_engine.executor.worker_class import worker_class
 from argosy_engine.messages.collective_rpc import CollectiveRpc
 from argosy_engine.osproc.child_process import wait_readable
+from engine_contract import (
+    FAKE_TOKENS,
+    FOREVER,
+    GREEDY,
+    check_engine,
+    finish,
+    generate,
+    is_in_this_process,
+    worker_pids,
+)
+from engine_processes import worker_path
 
-PROMPTS = ["Once upon a time", "The sea", "One, two, three,"]
-GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-FOREVER = GREEDY.replace(max_tokens=4000)
-"""Does not end before its process is killed, however late the test gets to it."""
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "a worker process": {"distributed_executor_backend": "mp"},
+    "two of a tensor-parallel group": {"tensor_parallel_size": 2},
+    "two pipeline stages": {"pipeline_parallel_size": 2},
+    "two stages of two": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+    "a worker in the core process": {"distributed_executor_backend": "uni"},
+}
 
 
-@pytest.fixture(autouse=True)
-def worker_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent.parent / "support"), prepend=os.pathsep)
+@pytest.fixture(autouse=True, scope="module")
+def bare_workers() -> Iterator[None]:
+    with worker_path(is_bare=True):
+        yield
 
 
 @contextmanager
-def engine(*, multiprocess: bool = False, backend: str = "uni") -> Iterator[LLMEngine]:
+def engine(*, multiprocess: bool = False, **flags: Any) -> Iterator[LLMEngine]:
     made = LLMEngine.from_engine_args(
         EngineArgs.of(
             model="builtin://tiny", device="cpu", dtype="float32", threads=1, num_gpu_blocks_override=512,
-            distributed_executor_backend=backend, worker_cls="probe_worker.ProbeWorker",
+            worker_cls="probe_worker.ProbeWorker", **flags,
         ),
         multiprocess=multiprocess,
     )  # fmt: skip
@@ -46,116 +62,56 @@ def engine(*, multiprocess: bool = False, backend: str = "uni") -> Iterator[LLME
         made.close()
 
 
-def tokens(engine: LLMEngine) -> dict[str, list[int]]:
-    for index, prompt in enumerate(PROMPTS):
-        engine.add_request(str(index), prompt, GREEDY)
-    return finish(engine)
+def test_one_process() -> None:
+    with engine() as made:
+        assert is_in_this_process(made)
+        check_engine(made, generate(made))
 
 
-def finish(engine: LLMEngine) -> dict[str, list[int]]:
-    finished = {}
-    while engine.has_unfinished_requests():
-        finished |= {out.request_id: out.token_ids for out in engine.step() if out.finished}
-    return finished
+@pytest.mark.parametrize(
+    ("layout", "multiprocess"),
+    [(name, False) for name in LAYOUTS if "in the core" not in name] + [(name, True) for name in LAYOUTS],
+)
+def test_several_processes(layout: str, multiprocess: bool) -> None:
+    flags = LAYOUTS[layout]
+    num_workers = flags.get("tensor_parallel_size", 1) * flags.get("pipeline_parallel_size", 1)
+    with engine(multiprocess=multiprocess, **flags) as made:
+        check_engine(made, FAKE_TOKENS, num_workers)
+        assert os.getpid() not in worker_pids(made)
+        if multiprocess:
+            assert isinstance(made.client, SyncMPClient)
+            is_alone = flags.get("distributed_executor_backend") == "uni"
+            assert (made.client.pid in worker_pids(made)) == is_alone
 
 
-@pytest.fixture(scope="module")
-def expected() -> Iterator[dict[str, list[int]]]:
-    """Tokens of the plainest combination; also where `LLMEngine` itself is tried."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).parent.parent / "support"))
-        with engine() as plain:
-            found = tokens(plain)
-            assert {len(ids) for ids in found.values()} == {GREEDY.max_tokens}
-            check_requests(plain)
-            check_calls(plain)
-            check_sleep(plain, found)
-            yield found
-
-
-def check_requests(engine: LLMEngine) -> None:
-    engine.add_request("a", "Once", GREEDY)
-    with pytest.raises(InvalidRequest, match="'a' is running"):
-        engine.add_request("a", "Twice", GREEDY)
-    with pytest.raises(InvalidRequest, match="empty"):
-        engine.add_request("b", [], GREEDY)
-    engine.add_request("b", [5, 6], GREEDY.replace(n=2))
-    engine.step()
-    engine.abort_request(["a", "unknown"])
-    seen: list[int] = []
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            assert output.request_id == "b"
-            assert len(output.token_ids) >= len(seen)
-            seen = list(output.token_ids)
-    assert len(seen) == GREEDY.max_tokens
-    assert output.finished
-    assert output.outputs[1].token_ids == seen
-    engine.add_request("a", "Once", GREEDY)  # the id is free again
-    engine.abort_request("a")
-    assert engine.step() == []
-
-
-def check_calls(engine: LLMEngine) -> None:
-    ((pid, *values),) = engine.collective_rpc("echo", args=["x", 1, {"y": [2.5, None]}])
-    assert values == ["x", 1, {"y": [2.5, None]}]
-    assert (pid == os.getpid()) == isinstance_uni(engine)
-    assert engine.collective_rpc("place", timeout=60, kwargs={"base": 7}) == [[7, 1]]
-    with pytest.raises(UtilityFailed, match="unexpected keyword argument 'floor'"):
-        engine.collective_rpc("place", kwargs={"floor": 7})
-    for timeout in (0, -1.0, float("nan"), ["x"]):
-        with pytest.raises(UtilityFailed, match="timeout is a number of seconds"):
-            engine.collective_rpc("echo", timeout)  # type: ignore[arg-type]
-    for method, message in (
-        ("fail", "as asked"),
-        ("_load", "no method"),
-        ("nothing", "no method"),
-        ("args", "no method"),
-    ):
-        with pytest.raises(UtilityFailed, match=message):
-            engine.collective_rpc(method)
-    with pytest.raises(UtilityFailed, match="unknown utility"):
-        engine.client.call_utility("__class__")
-
-
-def isinstance_uni(engine: LLMEngine) -> bool:
-    from argosy_engine.executor.uniproc_executor import UniprocExecutor
-
-    return isinstance(engine.client, InprocClient) and isinstance(
-        engine.client.core.executor, UniprocExecutor
-    )
-
-
-def check_sleep(engine: LLMEngine, expected: dict[str, list[int]]) -> None:
-    engine.add_request("busy", "Once", GREEDY)
-    engine.step()
-    with pytest.raises(UtilityFailed, match="requests are running"):
-        engine.sleep()
-    engine.abort_request("busy")
-    with pytest.raises(UtilityFailed, match="no sleep level 3"):
-        engine.sleep(3)
-    for level in (1, 2):
-        engine.sleep(level)
-        assert engine.collective_rpc("holds_memory") == [False]
-        with pytest.raises(EngineAsleep, match=r"wake_up\(\) of an LLM or POST /wake_up"):
-            engine.add_request("asleep", "Once", GREEDY)
-        engine.wake_up()
-        assert engine.collective_rpc("holds_memory") == [True]
-        assert tokens(engine) == expected
-
-
-def test_worker_processes_give_the_same_tokens(expected: dict[str, list[int]]) -> None:
-    with engine(backend="mp") as made:
-        assert tokens(made) == expected
-        check_calls(made)
-        made.sleep()
-        made.wake_up()
-        assert tokens(made) == expected
-        ((pid,),) = made.collective_rpc("echo")
+def test_a_killed_worker_ends_the_engine() -> None:
+    with engine(distributed_executor_backend="mp") as made:
+        (worker,) = worker_pids(made)
         made.add_request("x", "Once", FOREVER)
-        os.kill(pid, signal.SIGKILL)
+        os.kill(worker, signal.SIGKILL)
         with pytest.raises(EngineDead, match="killed by SIGKILL"):
             finish(made)
+
+
+@pytest.mark.parametrize("backend", ["uni", "mp"])
+def test_a_killed_core_ends_the_engine_and_its_workers(backend: str) -> None:
+    with engine(multiprocess=True, distributed_executor_backend=backend) as made:
+        assert isinstance(made.client, SyncMPClient)
+        (worker,) = worker_pids(made)
+        worker_end = os.pidfd_open(worker)
+        try:
+            made.add_request("x", "Once", FOREVER)
+            made.step()
+            os.kill(made.client.pid, signal.SIGKILL)
+            with pytest.raises(EngineDead, match="killed by SIGKILL"):
+                finish(made)
+            assert wait_readable([worker_end], timeout_s=60), "the worker lives on"
+            with pytest.raises(EngineDead):
+                made.add_request("y", "Once", GREEDY)
+            with pytest.raises(EngineDead):
+                made.collective_rpc("echo")
+        finally:
+            os.close(worker_end)
 
 
 def test_workers_know_their_rank_and_the_tightest_says_how_many_blocks_there_are(tmp_path: Path) -> None:
@@ -183,38 +139,6 @@ def check_late_answers(executor: MultiprocExecutor, pipe: Path) -> None:
     with pipe.open("wb"):
         answers = executor.collective_rpc(CollectiveRpc("place", kwargs={"base": 10}))
     assert answers == [[10, 3], [11, 3], [12, 3]]
-
-
-def test_a_core_process_gives_the_same_tokens(expected: dict[str, list[int]]) -> None:
-    with engine(multiprocess=True) as made:
-        assert isinstance(made.client, SyncMPClient)
-        assert tokens(made) == expected
-        check_calls(made)
-        made.add_request("x", "Once", FOREVER)
-        os.kill(made.client.pid, signal.SIGKILL)
-        with pytest.raises(EngineDead, match="killed by SIGKILL"):
-            finish(made)
-
-
-def test_workers_end_with_the_core_that_is_killed() -> None:
-    with engine(multiprocess=True, backend="mp") as made:
-        assert isinstance(made.client, SyncMPClient)
-        ((worker,),) = made.collective_rpc("echo")
-        assert worker != made.client.pid
-        worker_end = os.pidfd_open(worker)
-        try:
-            made.add_request("x", "Once", FOREVER)
-            made.step()
-            os.kill(made.client.pid, signal.SIGKILL)
-            with pytest.raises(EngineDead, match="killed by SIGKILL"):
-                finish(made)
-            assert wait_readable([worker_end], timeout_s=60), "the worker lives on"
-            with pytest.raises(EngineDead):
-                made.add_request("y", "Once", GREEDY)
-            with pytest.raises(EngineDead):
-                made.collective_rpc("echo")
-        finally:
-            os.close(worker_end)
 
 
 @pytest.mark.parametrize("start", [InprocClient, SyncMPClient])

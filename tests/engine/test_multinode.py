@@ -15,6 +15,8 @@ import pytest
 
 from argosy_engine import EngineArgs, LLMEngine, SamplingParams
 from argosy_engine.errors import ConfigError, EngineDead
+from engine_contract import FAKE_TOKENS, check_engine, finish, generate
+from engine_processes import worker_path
 from processes import answers, children, descendants, free_port, is_alive, wait_until
 
 START_S = 400.0
@@ -28,6 +30,12 @@ pytestmark = pytest.mark.timeout(900)
 @pytest.fixture(autouse=True)
 def key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ARGOSY_NODE_KEY", KEY)
+
+
+@pytest.fixture
+def bare_workers() -> Iterator[None]:
+    with worker_path(is_bare=True):
+        yield
 
 
 class Node:
@@ -84,13 +92,6 @@ def tokens(engine: LLMEngine) -> list[list[int]]:
     return [finished[str(index)] for index in range(len(PROMPTS))]
 
 
-def finish(engine: LLMEngine) -> dict[str, list[int]]:
-    finished = {}
-    while engine.has_unfinished_requests():
-        finished |= {output.request_id: output.token_ids for output in engine.step() if output.finished}
-    return finished
-
-
 @pytest.fixture(scope="module")
 def expected() -> list[list[int]]:
     with engine(device="cpu", dtype="float32", threads=1, num_gpu_blocks_override=256) as one:
@@ -118,12 +119,10 @@ def test_tensor_parallel_over_two_nodes_until_a_worker_is_killed(
         assert "killed by SIGKILL" in log
 
 
-def test_pipeline_parallel_over_two_nodes_until_one_is_killed(
-    expected: list[list[int]], tmp_path: Path
-) -> None:
-    flags = fields(pipeline_parallel_size=2)
+def test_pipeline_parallel_over_two_nodes_until_one_is_killed(bare_workers: None, tmp_path: Path) -> None:
+    flags = fields(pipeline_parallel_size=2, worker_cls="probe_worker.ProbeWorker")
     with node(tmp_path / "log", **flags, headless=True, node_rank=1) as other, engine(**flags) as made:
-        assert tokens(made) == expected
+        check_engine(made, FAKE_TOKENS, num_workers=2)
         with (
             node(tmp_path / "second", **flags, headless=True, node_rank=1) as second,
             node(tmp_path / "third", **{**flags, "block_size": 32}, headless=True, node_rank=1) as third,
@@ -134,16 +133,16 @@ def test_pipeline_parallel_over_two_nodes_until_one_is_killed(
             code, log = third.wait()
             assert code == 2
             assert "--block-size is 32 on node 1 and the default on node 0" in log
-        assert tokens(made) == expected
+        assert generate(made) == FAKE_TOKENS
         workers = descendants(other.process.pid)
         assert len(workers) == 1
         other.process.kill()
         with pytest.raises(EngineDead, match=r"node 1 .* has ended or cannot be reached"):
-            tokens(made)
+            generate(made)
         wait_until(lambda: not any(map(is_alive, workers)), "the end of the workers")
 
 
-def test_a_node_ends_with_the_first_one(tmp_path: Path) -> None:
+def test_a_node_ends_with_the_first_one(bare_workers: None, tmp_path: Path) -> None:
     flags = fields(tensor_parallel_size=2)
     port = free_port()
     with (

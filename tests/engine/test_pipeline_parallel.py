@@ -20,9 +20,11 @@ from argosy_engine.frontend.outputs import RequestOutput
 from argosy_engine.messages.core_messages import EngineCoreRequest
 from argosy_engine.model_configs.stage import Stage
 from argosy_engine.sample.token_logprobs import TokenLogprobs
+from engine_processes import worker_path
 from preemptions import PreemptionCounter
 from processes import is_alive, wait_until, workers
 from random_checkpoints import KINDS, make_checkpoint
+from thread_workers import ThreadExecutor, thread_workers
 
 SCHEMA = {
     "type": "object",
@@ -161,7 +163,7 @@ def test_every_stage_has_a_step_in_flight(pipeline: LLMEngine) -> None:
 def test_tokens_are_the_same_with_other_flags(
     expected: dict[str, RequestOutput], flags: dict[str, Any]
 ) -> None:
-    with engine(**PIPELINE, **flags) as made:
+    with thread_workers(), engine(**PIPELINE, **flags) as made:
         preemptions = PreemptionCounter(made.client)
         assert_same(generate(made), expected)
         assert (preemptions.total > 0) == (flags is CROWDED)
@@ -173,12 +175,11 @@ def test_architectures(kind: str, tmp_path: Path) -> None:
     make_checkpoint(KINDS[kind], tmp_path)
     found = []
     for stages in (1, 3):
-        client = InprocClient(
-            EngineArgs.of(
-                model=str(tmp_path), dtype="float32", device="cpu", threads=1, max_model_len=128,
-                num_gpu_blocks_override=64, pipeline_parallel_size=stages,
-            )
+        args = EngineArgs.of(
+            model=str(tmp_path), dtype="float32", device="cpu", threads=1, max_model_len=128,
+            num_gpu_blocks_override=64, pipeline_parallel_size=stages,
         )  # fmt: skip
+        client = InprocClient(args, ThreadExecutor(args))
         for index, prompt in enumerate(([5, 6, 7, 8] * 10, [9, 10, 11])):
             sampling = params(ignore_eos=True, max_tokens=16)
             client.add_request(EngineCoreRequest(str(index), prompt, sampling, 0.0))
@@ -193,8 +194,8 @@ def test_architectures(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_end_of_any_stage_ends_the_engine(rank: int, capfd: pytest.CaptureFixture[str]) -> None:
-    with engine(multiprocess=True, **PIPELINE) as made:
+def test_the_end_of_any_stage_ends_the_engine(rank: int) -> None:
+    with worker_path(is_bare=True), engine(multiprocess=True, **PIPELINE) as made:
         assert isinstance(made.client, SyncMPClient)
         core = made.client.pid
         pids = sorted(workers(core))

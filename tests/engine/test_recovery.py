@@ -17,7 +17,7 @@ from argosy_engine.messages.core_messages import EngineCoreOutput, EngineCoreReq
 from argosy_engine.messages.scheduler_output import SchedulerOutput
 from argosy_engine.params.sampling_params import SamplingParams
 from fake_executor import BLOCK, FakeExecutor
-from fake_worker import next_token
+from fake_worker import continuation
 
 
 @pytest.fixture(params=[False, True], ids=["sync", "async"])
@@ -30,10 +30,7 @@ def add(core: EngineCore, name: str, prompt: list[int]) -> list[int]:
     """Adds a request; returns the answer it must get."""
     params = SamplingParams(max_tokens=8, ignore_eos=True)
     core.add_request(EngineCoreRequest(name, prompt, params, 0.0))
-    tokens = list(prompt)
-    for _ in range(8):
-        tokens.append(next_token(tuple(tokens)))
-    return tokens[len(prompt) :]
+    return continuation(prompt, 8)
 
 
 def run(core: EngineCore, received: dict[str, list[int]]) -> list[EngineCoreOutput]:

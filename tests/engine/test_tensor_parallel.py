@@ -27,12 +27,14 @@ from argosy_engine.params.pooling_params import PoolingParams
 from argosy_engine.resolved_config import MemoryBudget
 from argosy_engine.sample.token_logprobs import TokenLogprobs
 from argosy_engine.worker.worker import agreed_backend
+from engine_processes import python_path, worker_path
 from listening import listening_addresses
 from preemptions import PreemptionCounter
 from processes import free_port, is_alive, running, wait_until, workers
 from random_checkpoints import KINDS, make_checkpoint
 from served_engine import SERVE_TINY
 from thread_ranks import run_threads
+from thread_workers import thread_workers
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -82,6 +84,8 @@ class Outcome(NamedTuple):
     survivor: RequestOutput
     """A request beside which others were aborted at every stage."""
     memory: MemoryBudget
+    listening: set[str]
+    """Addresses on which the workers' processes listen."""
 
 
 def outcome_of(**flags: Any) -> Outcome:
@@ -95,7 +99,14 @@ def outcome_of(**flags: Any) -> Outcome:
         llm.wake_up()
         slept = llm.generate(prompts, wanted, use_tqdm=False)
         return Outcome(
-            generated, repeated, slept, vectors, counter.total, survivor_of(llm), llm.config.memory
+            generated,
+            repeated,
+            slept,
+            vectors,
+            counter.total,
+            survivor_of(llm),
+            llm.config.memory,
+            listening_addresses(workers(os.getpid())),
         )
 
 
@@ -169,6 +180,10 @@ def test_aborted_requests_affect_no_other(one: Outcome, two: Outcome) -> None:
     check_same([two.survivor], [one.survivor])
 
 
+def test_workers_of_one_machine_listen_for_no_other(two: Outcome) -> None:
+    assert two.listening == {LOOPBACK}
+
+
 def test_doctor_tells_what_each_worker_takes(two: Outcome) -> None:
     told = diagnose(EngineArgs.of(**TINY, **FEW_BLOCKS, tensor_parallel_size=2)).budget
     assert told is not None
@@ -189,7 +204,7 @@ def test_experts_are_divided(experts: Path) -> None:
     wanted = [params(), params(temperature=0.9, seed=5), params(ignore_eos=True, logprobs=2)]
     found = []
     for flags in ({}, {"tensor_parallel_size": 2, "enable_expert_parallel": True}):
-        with LLM(str(experts), **FLAGS, num_gpu_blocks_override=64, **flags) as llm:
+        with thread_workers(), LLM(str(experts), **FLAGS, num_gpu_blocks_override=64, **flags) as llm:
             found.append(llm.generate(prompts, wanted, use_tqdm=False))
     check_same(found[1], found[0])
 
@@ -197,7 +212,8 @@ def test_experts_are_divided(experts: Path) -> None:
 def test_the_server_answers(tmp_path: Path) -> None:
     port = free_port()
     arguments = [*SERVE_TINY, "--dtype", "float32", "--tensor-parallel-size", "2", "--port", str(port)]
-    with running(arguments, tmp_path / "log", port=port) as server:
+    env = {"PYTHONPATH": python_path(is_bare=True)}
+    with running(arguments, tmp_path / "log", port=port, env=env) as server:
         client = OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
         answer = client.completions.create(model="tiny", prompt="The sea", max_tokens=5, temperature=0)
         assert answer.usage is not None
@@ -205,10 +221,9 @@ def test_the_server_answers(tmp_path: Path) -> None:
         assert "on each of 2 workers" in server.log.read_text()
 
 
-def test_workers_agree_on_the_size_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent.parent / "support"))
-    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "support"))
-    with LLM(**TINY, tensor_parallel_size=2, worker_cls="probe_worker.UnequalWorker") as llm:
+def test_workers_agree_on_the_size_of_the_cache() -> None:
+    flags = {**TINY, "tensor_parallel_size": 2, "worker_cls": "probe_worker.UnequalWorker"}
+    with thread_workers(), LLM(**flags) as llm:
         assert llm.config.num_gpu_blocks == 412
         assert llm.collective_rpc("num_blocks") == [412, 412]
 
@@ -228,7 +243,8 @@ def test_workers_agree_on_an_attention_backend() -> None:
 
 def test_a_killed_worker_ends_the_engine_with_its_reason(capfd: pytest.CaptureFixture[str]) -> None:
     long = {**TINY, "max_model_len": 800}
-    llm = LLM(**long, tensor_parallel_size=2, num_gpu_blocks_override=64, multiprocess=True)
+    with worker_path(is_bare=True):
+        llm = LLM(**long, tensor_parallel_size=2, num_gpu_blocks_override=64, multiprocess=True)
     try:
         assert isinstance(llm.client, SyncMPClient)
         core = llm.client.pid
@@ -236,7 +252,6 @@ def test_a_killed_worker_ends_the_engine_with_its_reason(capfd: pytest.CaptureFi
         assert len(pids) == 2
         llm.engine.add_request("a", STORY, params(ignore_eos=True, max_tokens=600))
         llm.engine.step()
-        assert listening_addresses(pids) == {LOOPBACK}
         os.kill(pids[1], signal.SIGKILL)
         with pytest.raises(EngineDead, match=r"^Worker_TP1 \(process \d+\) ended: killed by SIGKILL"):
             step_for_ever(llm)
@@ -274,11 +289,10 @@ def test_a_layout_that_cannot_be_is_refused(flags: dict[str, Any], message: str)
         LLM(**{**TINY, **flags}, multiprocess=True)
 
 
-def test_workers_wake_up_together_or_stay_asleep(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "support"), prepend=os.pathsep)
+def test_workers_wake_up_together_or_stay_asleep() -> None:
     flags = {**TINY, **FEW_BLOCKS, "tensor_parallel_size": 2, "worker_cls": "probe_worker.MeetingWorker"}
     prompt, greedy = REQUESTS[0]
-    with LLM(**flags) as llm:
+    with thread_workers(), LLM(**flags) as llm:
         (before,) = llm.generate([prompt], greedy, use_tqdm=False)
         llm.sleep()
         for rank in (1, 0):

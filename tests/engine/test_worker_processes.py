@@ -19,6 +19,7 @@ from argosy_engine.executor.multiproc_executor import MultiprocExecutor
 from argosy_engine.messages.collective_rpc import CollectiveRpc
 from argosy_engine.messages.scheduler_output import SchedulerOutput
 from argosy_engine.messages.worker_info import WorkerInfo
+from engine_processes import worker_path
 from processes import children, is_alive, wait_until, workers
 
 ARGS = {
@@ -35,9 +36,8 @@ pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(autouse=True, scope="module")
-def worker_path() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent.parent / "support"), prepend=os.pathsep)
+def bare_workers() -> Iterator[None]:
+    with worker_path(is_bare=True):
         yield
 
 

@@ -32,6 +32,14 @@ def next_token(prefix: tuple[int, ...]) -> int:
     return state % VOCAB
 
 
+def continuation(prompt: Sequence[int], count: int) -> list[int]:
+    """Return the tokens that the fake model generates after a prompt."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tuple(tokens)))
+    return tokens[len(prompt) :]
+
+
 @dataclass
 class Row:
     tokens: list[int]

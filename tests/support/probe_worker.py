@@ -1,13 +1,16 @@
-"""Worker subclasses for tests of `--worker-cls`."""
+"""Worker subclasses for tests of `--worker-cls`.
+
+In processes whose worker is that of `bare_worker`, those that need no model are subclasses of it.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from msgspec import structs
 
 from argosy_engine.errors import ConfigError
@@ -15,8 +18,10 @@ from argosy_engine.messages.load_step import LoadStep
 from argosy_engine.messages.model_runner_output import ModelRunnerOutput
 from argosy_engine.messages.scheduler_output import SchedulerOutput
 from argosy_engine.messages.worker_info import WorkerInfo
-from argosy_engine.worker.pending_step import PendingStep
 from argosy_engine.worker.worker import Worker
+
+if TYPE_CHECKING:
+    from argosy_engine.worker.pending_step import PendingStep
 
 
 class ProbeWorker(Worker):
@@ -104,13 +109,13 @@ class FailsLateWorker(ProbeWorker):
 
 
 class ScriptedWorker(ProbeWorker):
-    """A worker whose steps do what the first id that they release says: `WHEN:WHAT:ARGUMENT`.
+    """A worker whose steps do what the first id that they release says, if it is `WHEN:WHAT:ARGUMENT`.
 
     WHEN is `launch`, or `end`, which is when the step's tokens are awaited.
     """
 
     def execute(self, step: SchedulerOutput) -> Any:
-        if not step.finished_request_ids:
+        if not step.finished_request_ids or step.finished_request_ids[0].count(":") != 2:
             return super().execute(step)
         when, what, argument = step.finished_request_ids[0].split(":")
         if when == "launch":
@@ -126,8 +131,10 @@ class ScriptedWorker(ProbeWorker):
             with open(argument, "wb"):
                 pass
         elif what == "lose" and self.rank:
-            with open(argument, "wb"):
-                os.kill(os.getpid(), signal.SIGKILL)
+            with open(argument, "wb") as pipe:
+                # Of the highest number: the kernel closes it last, and the peer fails when this end is known.
+                fcntl.fcntl(pipe, fcntl.F_DUPFD, 512)
+            os.kill(os.getpid(), signal.SIGKILL)
         elif what == "lose":
             with open(argument, "rb") as pipe:
                 pipe.read()
@@ -152,6 +159,8 @@ class OutOfMemoryWorker(ProbeWorker):
     num_steps = 0
 
     def execute(self, step: SchedulerOutput) -> PendingStep:
+        import torch
+
         self.num_steps += 1
         if self.num_steps == 3 and self.rank == self.args.seed:
             raise torch.OutOfMemoryError("as asked")
