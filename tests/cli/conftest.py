@@ -12,7 +12,22 @@ from local_fleet import LocalFleet
 
 
 @pytest.fixture
-def fleet(tmp_path: Path) -> Iterator[LocalFleet]:
+def own_fleet(tmp_path: Path) -> Iterator[LocalFleet]:
     fleet = LocalFleet(tmp_path)
     yield fleet
     fleet.close()
+
+
+@pytest.fixture(scope="session")
+def lasting_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalFleet]:
+    fleet = LocalFleet(tmp_path_factory.mktemp("fleet"))
+    yield fleet
+    fleet.close()
+
+
+@pytest.fixture
+def fleet(lasting_fleet: LocalFleet) -> LocalFleet:
+    """A fleet of several tests. Each has its own service, whose first `up` starts it and removes the one before."""
+    number = int(lasting_fleet.service.removeprefix("tiny") or 0) + 1
+    lasting_fleet.service = f"tiny{number}"
+    return lasting_fleet

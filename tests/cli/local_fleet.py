@@ -39,16 +39,22 @@ class LocalFleet:
         self.url = f"http://127.0.0.1:{self.port}"
         self.supervisor = supervisor
         self.file = root / "fleet.yaml"
+        self.service = "tiny"
+        """The name of the service in the manifest, and of its model."""
 
     def manifest(self, **spec: object) -> None:
         """Writes the file; `spec` adds to the service's spec."""
         document = {
             "apiVersion": "inference.argosy.dev/v1alpha1",
             "kind": "InferenceService",
-            "metadata": {"name": "tiny"},
+            "metadata": {"name": self.service},
             "spec": {"model": {"source": "builtin://tiny"}, **spec},
         }
         self.file.write_text(yaml.safe_dump(document), encoding="utf-8")
+
+    def replica_name(self, number: int) -> str:
+        """The name of one of the service's replicas, which are counted from its first."""
+        return f"{self.service}-{number}"
 
     def argosy(self, command: str, *arguments: str) -> int:
         program, control_client.SUPERVISOR = control_client.SUPERVISOR, self.supervisor
@@ -107,11 +113,11 @@ class LocalFleet:
 class Load:
     """Chat requests one after the other, from several threads, with their outcomes."""
 
-    def __init__(self, url: str, workers: int = 3) -> None:
+    def __init__(self, fleet: LocalFleet, workers: int = 3) -> None:
         self.failures: list[str] = []
         self.answers: list[str] = []
         self.replicas: set[str] = set()
-        self._url = url
+        self._fleet = fleet
         self._stop = threading.Event()
         self._threads = [threading.Thread(target=self._work, args=(index,)) for index in range(workers)]
 
@@ -137,12 +143,12 @@ class Load:
 
     def _ask(self, http: httpx.Client, prompt: str, *, stream: bool) -> None:
         body = {
-            "model": "tiny",
+            "model": self._fleet.service,
             "messages": [{"role": "user", "content": prompt}],
             "stream": stream,
             "max_tokens": 8,
         }
-        answer = http.post(f"{self._url}/v1/chat/completions", json=body)
+        answer = http.post(f"{self._fleet.url}/v1/chat/completions", json=body)
         is_whole = "[DONE]" in answer.text and '"error"' not in answer.text if stream else True
         if answer.status_code != 200 or not is_whole:
             self.failures.append(f"{answer.status_code} {answer.text[-300:]}")

@@ -22,7 +22,8 @@ from processes import free_port, wait_until
 
 pytestmark = pytest.mark.timeout(400)
 UP = (
-    "import sys; from argosy.local import control_client; from argosy.main import main; "
+    "import signal, sys; from argosy.local import control_client; from argosy.main import main; "
+    "signal.signal(signal.SIGINT, signal.default_int_handler); "  # a shell ignores it in the background
     f"control_client.SUPERVISOR = {FAKE_SUPERVISOR!r}; sys.exit(main())"
 )
 """A program that runs a command with the fake supervisor."""
@@ -32,31 +33,31 @@ def names(status: FleetStatus) -> list[str]:
     return [replica.name for replica in status.services[0].replicas]
 
 
-def test_a_fleet_from_up_to_down(fleet: LocalFleet, capfd: pytest.CaptureFixture[str]) -> None:
-    fleet.manifest(replicas=2)
-    assert fleet.start() == 0
+def test_a_fleet_from_up_to_down(own_fleet: LocalFleet, capfd: pytest.CaptureFixture[str]) -> None:
+    own_fleet.manifest(replicas=2)
+    assert own_fleet.start() == 0
     out = capfd.readouterr().out
-    assert f"ready: {fleet.url}/v1\n  tiny  2/2 replicas\n" in out
+    assert f"ready: {own_fleet.url}/v1\n  tiny  2/2 replicas\n" in out
 
-    assert fleet.argosy("ps") == 0
+    assert own_fleet.argosy("ps") == 0
     lines = capfd.readouterr().out.splitlines()
     assert [line.split()[:3] for line in lines[1:3]] == [
         ["tiny-0", "tiny", "Routable"],
         ["tiny-1", "tiny", "Routable"],
     ]
     assert lines[3].split()[:2] == ["router", "Ready"]
-    assert fleet.argosy("ps", "-o", "json") == 0
+    assert own_fleet.argosy("ps", "-o", "json") == 0
     shown = json.loads(capfd.readouterr().out)
     assert [replica["phase"] for replica in shown["services"][0]["replicas"]] == ["Routable", "Routable"]
-    assert fleet.argosy("why", "tiny") == 0
-    assert f"ready     {fleet.url}" in capfd.readouterr().out
+    assert own_fleet.argosy("why", "tiny") == 0
+    assert f"ready     {own_fleet.url}" in capfd.readouterr().out
 
-    assert fleet.argosy("chat", "tiny", "hi") == 0
+    assert own_fleet.argosy("chat", "tiny", "hi") == 0
     assert capfd.readouterr().out == "hello \n"
-    assert fleet.argosy("chat", "huge", "hi") == 1
+    assert own_fleet.argosy("chat", "huge", "hi") == 1
     assert capfd.readouterr().err == "argosy chat: 404 the model `huge` does not exist; models: 'tiny'\n"
 
-    with openai.OpenAI(base_url=f"{fleet.url}/v1", api_key="none") as client:
+    with openai.OpenAI(base_url=f"{own_fleet.url}/v1", api_key="none") as client:
         line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions"}
         line["body"] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
         file = client.files.create(file=("a.jsonl", json.dumps(line).encode()), purpose="batch")
@@ -67,41 +68,41 @@ def test_a_fleet_from_up_to_down(fleet: LocalFleet, capfd: pytest.CaptureFixture
         results = client.files.content(client.batches.retrieve(batch.id).output_file_id or "").text
         assert json.loads(results)["response"]["body"]["choices"][0]["message"]["content"] == "hello"
 
-    assert fleet.argosy("logs", "tiny-1") == 0
+    assert own_fleet.argosy("logs", "tiny-1") == 0
     assert "fake engine listens" in capfd.readouterr().out
-    assert fleet.argosy("logs", "tiny-9") == 1
+    assert own_fleet.argosy("logs", "tiny-9") == 1
     assert "there are: router, supervisor, tiny-0, tiny-1" in capfd.readouterr().err
 
-    for path in (fleet.state.root, *fleet.state.root.rglob("*")):
+    for path in (own_fleet.state.root, *own_fleet.state.root.rglob("*")):
         with suppress(FileNotFoundError):  # a file of the batch that goes once it has ended
             assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
-    assert fleet.up("--port", str(fleet.port % 60000 + 1024)) == 2
+    assert own_fleet.up("--port", str(own_fleet.port % 60000 + 1024)) == 2
     assert "`argosy down` first to change the port" in capfd.readouterr().err
 
-    with watched([status_pid := fleet.status().pid, *descendants(status_pid)]) as survivors:
-        assert fleet.argosy("down") == 0
+    with watched([status_pid := own_fleet.status().pid, *descendants(status_pid)]) as survivors:
+        assert own_fleet.argosy("down") == 0
         assert capfd.readouterr().out.endswith("the fleet is stopped\n")
         assert survivors() == []
-    assert fleet.argosy("down") == 0
+    assert own_fleet.argosy("down") == 0
     assert "no fleet is running" in capfd.readouterr().out
-    assert fleet.argosy("ps") == 1
+    assert own_fleet.argosy("ps") == 1
     assert "start one with `argosy up -f FILE`" in capfd.readouterr().err
 
 
 def test_editing_and_applying_scales_and_rolls_without_a_failed_request(fleet: LocalFleet) -> None:
     fleet.manifest(replicas=1)
     assert fleet.start() == 0
-    with Load(fleet.url) as load:
+    with Load(fleet) as load:
         fleet.manifest(replicas=3)
         assert fleet.up() == 0
-        assert names(fleet.status()) == ["tiny-0", "tiny-1", "tiny-2"]
+        assert names(fleet.status()) == [fleet.replica_name(0), fleet.replica_name(1), fleet.replica_name(2)]
         fleet.manifest(
             replicas=2, engine={"maxNumSeqs": 4, "env": [{"name": "FAKE_ANSWER", "value": "changed"}]}
         )
         assert fleet.up() == 0
-        assert names(fleet.status()) == ["tiny-3", "tiny-4"]
+        assert names(fleet.status()) == [fleet.replica_name(3), fleet.replica_name(4)]
     assert load.failures == []
-    assert {"tiny-0", "tiny-3"} <= load.replicas
+    assert {fleet.replica_name(0), fleet.replica_name(3)} <= load.replicas
     assert set(load.answers) == {"hello ".strip(), "changed"}
 
 
@@ -136,7 +137,7 @@ def test_a_killed_replica_is_restarted_and_ps_says_why(
     fleet.manifest(replicas=2)
     assert fleet.start() == 0
     victim = fleet.replicas()[0]
-    with Load(fleet.url, workers=1) as load, fleet.following() as first:
+    with Load(fleet, workers=1) as load, fleet.following() as first:
         kill(victim.pid)
         status = first(lambda status: status.services[0].replicas[0].phase == "BackOff")
         assert status.services[0].replicas[0].reason.startswith("killed by SIGKILL; next start after")
@@ -150,26 +151,27 @@ def test_a_killed_replica_is_restarted_and_ps_says_why(
 def test_a_killed_router_is_restarted(fleet: LocalFleet, capfd: pytest.CaptureFixture[str]) -> None:
     fleet.manifest()
     assert fleet.start() == 0
+    before = fleet.status().router
     with fleet.following() as first:
-        kill(fleet.status().router.pid)
+        kill(before.pid)
         first(lambda status: not status.router.is_ready)
         status = first(lambda status: status.is_settled)
-    assert status.router.restarts == 1
-    assert fleet.argosy("chat", "tiny", "hi") == 0
+    assert status.router.restarts == before.restarts + 1
+    assert fleet.argosy("chat", fleet.service, "hi") == 0
     assert [replica.restarts for replica in fleet.replicas()] == [0]
 
 
-def test_nothing_outlives_a_killed_supervisor(fleet: LocalFleet) -> None:
-    fleet.manifest(replicas=2)
-    assert fleet.start() == 0
-    supervisor = fleet.status().pid
+def test_nothing_outlives_a_killed_supervisor(own_fleet: LocalFleet) -> None:
+    own_fleet.manifest(replicas=2)
+    assert own_fleet.start() == 0
+    supervisor = own_fleet.status().pid
     below = descendants(supervisor)
     assert len(below) >= 3
     with watched(below) as survivors:
         kill(supervisor)
         assert survivors() == []
-    assert fleet.argosy("down") == 0
-    assert fleet.start() == 0  # what it left behind stops nobody
+    assert own_fleet.argosy("down") == 0
+    assert own_fleet.start() == 0  # what it left behind stops nobody
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux chooses by oom_score_adj")
@@ -192,22 +194,22 @@ def test_when_memory_runs_out_a_replica_that_is_not_ready_is_killed_before_one_t
 
 
 def test_without_a_surge_an_edit_replaces_the_only_replica_in_place(
-    fleet: LocalFleet, capfd: pytest.CaptureFixture[str]
+    own_fleet: LocalFleet, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    fleet.manifest(replicas=1, rollout={"maxSurge": 0})
-    assert fleet.start() == 0
-    fleet.manifest(
+    own_fleet.manifest(replicas=1, rollout={"maxSurge": 0})
+    assert own_fleet.start() == 0
+    own_fleet.manifest(
         replicas=1, rollout={"maxSurge": 0}, engine={"env": [{"name": "FAKE_ANSWER", "value": "changed"}]}
     )
-    assert fleet.up() == 0
-    assert names(fleet.status()) == ["tiny-1"]
+    assert own_fleet.up() == 0
+    assert names(own_fleet.status()) == ["tiny-1"]
     capfd.readouterr()
     for name in ((), ("tiny",)):
-        assert fleet.argosy("logs", *name) == 0
+        assert own_fleet.argosy("logs", *name) == 0
         captured = capfd.readouterr()
         assert "tiny-0  " not in captured.out
         assert captured.err == "left out: replicas that are gone, tiny-0\n"
-    assert fleet.argosy("logs", "tiny-0") == 0
+    assert own_fleet.argosy("logs", "tiny-0") == 0
     assert "fake engine listens" in capfd.readouterr().out
 
 
@@ -217,26 +219,29 @@ def test_a_replica_that_cannot_start_is_shown_with_the_end_of_its_log(
     fleet.manifest(replicas=1)
     assert fleet.start() == 0
     fleet.manifest(replicas=1, engine={"env": [{"name": "FAKE_EXIT", "value": "1"}]})
-    with Load(fleet.url, workers=1) as load:
+    with Load(fleet, workers=1) as load:
         assert fleet.up() == 1
     captured = capfd.readouterr()
     assert "fake engine: told to fail" in captured.err
     last = captured.err.splitlines()[-1]
-    assert last.startswith("argosy up: tiny-1 does not start: exited with code 1 while starting")
+    assert last.startswith(
+        f"argosy up: {fleet.replica_name(1)} does not start: exited with code 1 while starting"
+    )
     assert "the fleet keeps trying: `argosy up` with a corrected manifest changes it" in last
     assert load.failures == []  # the old replica still serves
     replicas = {replica.name: replica for replica in fleet.replicas()}
-    assert replicas["tiny-0"].phase == "Routable"
+    assert replicas[fleet.replica_name(0)].phase == "Routable"
     capfd.readouterr()
-    assert fleet.argosy("why", "tiny", "-o", "json") == 0, "the old replica serves"
+    assert fleet.argosy("why", fleet.service, "-o", "json") == 0, "the old replica serves"
     shown = json.loads(capfd.readouterr().out)
-    assert (shown["service"], shown["links"][-1]["state"], shown["serving"]) == ("default/tiny", "failed", 1)
+    told = (shown["service"], shown["links"][-1]["state"], shown["serving"])
+    assert told == (f"default/{fleet.service}", "failed", 1)
     assert fleet.argosy("why", "huge") == 1
-    assert "the fleet has no service 'huge'; there are: tiny" in capfd.readouterr().err
+    assert f"the fleet has no service 'huge'; there are: {fleet.service}" in capfd.readouterr().err
 
     fleet.manifest(replicas=1, engine={"env": [{"name": "FAKE_ANSWER", "value": "mended"}]})
     assert fleet.up() == 0
-    assert [replica.name for replica in fleet.replicas()] == ["tiny-2"]
+    assert [replica.name for replica in fleet.replicas()] == [fleet.replica_name(2)]
 
 
 def test_a_model_that_an_engine_refuses_is_wrong_usage_and_names_the_field(
@@ -259,7 +264,7 @@ def test_a_model_that_an_engine_refuses_is_wrong_usage_and_names_the_field(
 def test_an_engine_that_refuses_its_arguments_is_started_again_by_up_only(
     fleet: LocalFleet, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    log = fleet.state.log_file("tiny-0")
+    log = fleet.state.log_file(fleet.replica_name(0))
     fleet.manifest(engine={"env": [{"name": "FAKE_EXIT", "value": "2"}]})
     for attempt in (1, 2):
         assert (fleet.start() if attempt == 1 else fleet.up()) == 2
@@ -273,7 +278,7 @@ def test_an_engine_that_refuses_its_arguments_is_started_again_by_up_only(
 
     fleet.manifest()
     assert fleet.up() == 0
-    assert [replica.name for replica in fleet.replicas()] == ["tiny-1"]
+    assert [replica.name for replica in fleet.replicas()] == [fleet.replica_name(1)]
 
 
 def test_a_replica_that_dies_soon_after_it_was_ready_does_not_take_an_update_on(
@@ -281,15 +286,16 @@ def test_a_replica_that_dies_soon_after_it_was_ready_does_not_take_an_update_on(
 ) -> None:
     fleet.manifest(replicas=2)
     assert fleet.start() == 0
-    with Load(fleet.url, workers=1):
+    with Load(fleet, workers=1):
         fleet.manifest(replicas=2, engine={"env": [{"name": "FAKE_LIFE_S", "value": "0.6"}]})
         fleet.up()
         status = fleet.wait_for(
             lambda status: any(replica.restarts >= 3 for replica in status.services[0].replicas)
         )
     replicas = {replica.name: replica for replica in status.services[0].replicas}
-    assert {"tiny-0", "tiny-1"} <= replicas.keys()
-    assert [replicas[name].phase for name in ("tiny-0", "tiny-1")] == ["Routable", "Routable"]
+    old = [fleet.replica_name(number) for number in (0, 1)]
+    assert set(old) <= replicas.keys()
+    assert [replicas[name].phase for name in old] == ["Routable", "Routable"]
     assert "exited with code 3" in capfd.readouterr().err
 
 
@@ -300,18 +306,18 @@ def test_a_broken_edit_replaces_one_replica_whatever_may_be_unavailable(
     fleet.manifest(replicas=3, rollout=rollout)
     assert fleet.start() == 0
     fleet.manifest(replicas=3, rollout=rollout, engine={"env": [{"name": "FAKE_EXIT", "value": "1"}]})
-    with Load(fleet.url, workers=1) as load:
+    with Load(fleet, workers=1) as load:
         assert fleet.up() == 1
     assert load.failures == []
     status = fleet.status()
-    assert [replica.name for replica in status.services[0].replicas] == ["tiny-1", "tiny-2", "tiny-3"]
+    assert names(status) == [fleet.replica_name(number) for number in (1, 2, 3)]
     assert [replica.phase for replica in status.services[0].replicas[:2]] == ["Routable", "Routable"]
     capfd.readouterr()
     assert fleet.argosy("ps") == 0
     assert capfd.readouterr().out.splitlines()[-1] == (
-        "default/tiny: RolloutHalted: tiny-3 does not become ready (exited with code 1 while starting); "
-        "no further replica is replaced until it is ready, or the manifest's model source, engine settings or GPUs "
-        "change"
+        f"default/{fleet.service}: RolloutHalted: {fleet.replica_name(3)} does not become ready (exited with code 1 "
+        "while starting); no further replica is replaced until it is ready, or the manifest's model source, engine "
+        "settings or GPUs change"
     )
 
     fleet.manifest(replicas=3, rollout=rollout, engine={"env": [{"name": "FAKE_ANSWER", "value": "mended"}]})
@@ -319,20 +325,22 @@ def test_a_broken_edit_replaces_one_replica_whatever_may_be_unavailable(
     assert {replica.phase for replica in fleet.replicas()} == {"Routable"}
 
 
-def test_a_bad_manifest_changes_nothing(fleet: LocalFleet, capfd: pytest.CaptureFixture[str]) -> None:
-    fleet.manifest(replica=2)
-    assert fleet.start() == 2
+def test_a_bad_manifest_changes_nothing(own_fleet: LocalFleet, capfd: pytest.CaptureFixture[str]) -> None:
+    own_fleet.manifest(replica=2)
+    assert own_fleet.start() == 2
     assert "did you mean 'replicas'?" in capfd.readouterr().err
-    assert not fleet.state.root.exists()
+    assert not own_fleet.state.root.exists()
 
 
 def test_a_taken_port_is_refused_with_the_remedy(
-    fleet: LocalFleet, capfd: pytest.CaptureFixture[str]
+    own_fleet: LocalFleet, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    fleet.manifest()
-    with socket.create_server(("127.0.0.1", fleet.port)):
-        assert fleet.start() == 1
-    assert f"port {fleet.port} of 127.0.0.1 is taken; choose another with --port" in capfd.readouterr().err
+    own_fleet.manifest()
+    with socket.create_server(("127.0.0.1", own_fleet.port)):
+        assert own_fleet.start() == 1
+    assert (
+        f"port {own_fleet.port} of 127.0.0.1 is taken; choose another with --port" in capfd.readouterr().err
+    )
 
 
 @contextmanager
@@ -350,9 +358,9 @@ def foreground(fleet: LocalFleet) -> Iterator[subprocess.Popen[str]]:
         yield process
 
 
-def test_ctrl_c_ends_a_fleet_in_the_foreground(fleet: LocalFleet) -> None:
-    with foreground(fleet) as process:
-        supervisor = fleet.status().pid
+def test_ctrl_c_ends_a_fleet_in_the_foreground(own_fleet: LocalFleet) -> None:
+    with foreground(own_fleet) as process:
+        supervisor = own_fleet.status().pid
         with watched([supervisor, *descendants(supervisor)]) as survivors:
             process.send_signal(signal.SIGINT)
             assert survivors() == []
@@ -361,46 +369,18 @@ def test_ctrl_c_ends_a_fleet_in_the_foreground(fleet: LocalFleet) -> None:
         assert process.wait() == 130
 
 
-def test_a_fleet_in_the_foreground_ends_with_its_command(fleet: LocalFleet) -> None:
-    with foreground(fleet) as process:
-        supervisor = fleet.status().pid
+def test_a_fleet_in_the_foreground_ends_with_its_command(own_fleet: LocalFleet) -> None:
+    with foreground(own_fleet) as process:
+        supervisor = own_fleet.status().pid
         with watched([supervisor, *descendants(supervisor)]) as survivors:
             process.kill()
             assert survivors() == []
 
 
-def test_a_key_guards_the_router_and_a_long_path_is_no_obstacle(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def check_refusal_of_another_key(
+    fleet: LocalFleet, present: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    root = tmp_path / ("long" * 30)
-    root.mkdir()
-    fleet = LocalFleet(root)
-    fleet.manifest()
-    monkeypatch.setenv("ARGOSY_ROUTER_API_KEY", "sesame")
-    try:
-        assert fleet.start() == 0
-        assert fleet.argosy("chat", "tiny", "hi") == 0
-        monkeypatch.delenv("ARGOSY_ROUTER_API_KEY")
-        monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-        capfd.readouterr()
-        assert fleet.argosy("chat", "tiny", "hi") == 1
-        assert "pass --api-key KEY" in capfd.readouterr().err
-    finally:
-        fleet.close()
-
-
-@pytest.mark.parametrize(("before", "present"), [("", "no key"), ("sesame", "another key")])
-def test_a_running_fleet_refuses_another_key(
-    before: str,
-    present: str,
-    fleet: LocalFleet,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    fleet.manifest()
-    monkeypatch.setenv("ARGOSY_ROUTER_API_KEY", before)
-    assert fleet.start() == 0
-    assert fleet.up() == 0  # the same key
+    """Of a fleet with one replica."""
     monkeypatch.setenv("ARGOSY_ROUTER_API_KEY", "changed")
     fleet.manifest(replicas=2)
     capfd.readouterr()
@@ -415,13 +395,45 @@ def test_a_running_fleet_refuses_another_key(
     assert len(fleet.replicas()) == 2
 
 
-def test_a_second_up_waits_and_is_refused_another_port(
-    fleet: LocalFleet, monkeypatch: pytest.MonkeyPatch
+def test_a_key_guards_the_router_and_a_long_path_is_no_obstacle(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / ("long" * 30)
+    root.mkdir()
+    guarded = LocalFleet(root)
+    guarded.manifest()
+    monkeypatch.setenv("ARGOSY_ROUTER_API_KEY", "sesame")
+    try:
+        assert guarded.start() == 0
+        assert guarded.up() == 0  # the same key
+        assert guarded.argosy("chat", "tiny", "hi") == 0
+        monkeypatch.delenv("ARGOSY_ROUTER_API_KEY")
+        monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+        capfd.readouterr()
+        assert guarded.argosy("chat", "tiny", "hi") == 1
+        assert "pass --api-key KEY" in capfd.readouterr().err
+        check_refusal_of_another_key(guarded, "another key", capfd, monkeypatch)
+    finally:
+        guarded.close()
+
+
+def test_a_running_fleet_without_a_key_refuses_one(
+    fleet: LocalFleet, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fleet.manifest()
-    fleet.state.create()
-    command = ["up", "-f", str(fleet.file), "--detach", "--state-dir", str(fleet.state.root)]
-    with fleet.state.changing(lambda: pytest.fail("nobody else holds the lock")):
+    monkeypatch.setenv("ARGOSY_ROUTER_API_KEY", "")
+    assert fleet.start() == 0
+    assert fleet.up() == 0  # the same key
+    check_refusal_of_another_key(fleet, "no key", capfd, monkeypatch)
+
+
+def test_a_second_up_waits_and_is_refused_another_port(
+    own_fleet: LocalFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own_fleet.manifest()
+    own_fleet.state.create()
+    command = ["up", "-f", str(own_fleet.file), "--detach", "--state-dir", str(own_fleet.state.root)]
+    with own_fleet.state.changing(lambda: pytest.fail("nobody else holds the lock")):
         second = subprocess.Popen(
             [sys.executable, "-P", "-c", UP, *command, "--port", str(free_port())],
             stderr=subprocess.PIPE,
@@ -430,11 +442,11 @@ def test_a_second_up_waits_and_is_refused_another_port(
         assert second.stderr is not None
         assert second.stderr.readline().startswith("another `argosy up` starts or changes this fleet")
         monkeypatch.setattr(control_client, "SUPERVISOR", FAKE_SUPERVISOR)
-        control_client.start_supervisor(fleet.state, ("--port", str(fleet.port)), {})
+        control_client.start_supervisor(own_fleet.state, ("--port", str(own_fleet.port)), {})
     with second:
-        assert f"the fleet already listens on {fleet.url}; `argosy down` first" in second.stderr.read()
+        assert f"the fleet already listens on {own_fleet.url}; `argosy down` first" in second.stderr.read()
     assert second.returncode == 2
-    assert fleet.status().services == ()
+    assert own_fleet.status().services == ()
 
 
 def test_a_service_without_replicas_is_listed(fleet: LocalFleet, capfd: pytest.CaptureFixture[str]) -> None:
@@ -444,11 +456,12 @@ def test_a_service_without_replicas_is_listed(fleet: LocalFleet, capfd: pytest.C
     assert fleet.argosy("ps") == 0
     rows = [line.split(maxsplit=4) for line in capfd.readouterr().out.splitlines()]
     revision = fleet.status().services[0].revision
-    assert rows[1] == ["-", "tiny", "NoReplica", revision, "default/tiny: spec.replicas is 0"]
-    for name in ("tiny", "default/tiny"):
+    reason = f"default/{fleet.service}: spec.replicas is 0"
+    assert rows[1] == ["-", fleet.service, "NoReplica", revision, reason]
+    for name in (fleet.service, f"default/{fleet.service}"):
         assert fleet.argosy("logs", name) == 1
         error = capfd.readouterr().err
-        assert error == "argosy logs: default/tiny has no replica: its spec.replicas is 0\n"
+        assert error == f"argosy logs: default/{fleet.service} has no replica: its spec.replicas is 0\n"
     assert fleet.argosy("logs", "router") == 0
     capfd.readouterr()
     assert fleet.argosy("logs", "huge") == 1
@@ -459,9 +472,9 @@ def test_a_service_without_replicas_is_listed(fleet: LocalFleet, capfd: pytest.C
     fleet.manifest(replicas=0)
     assert fleet.up() == 0
     capfd.readouterr()
-    assert fleet.argosy("logs", "tiny") == 0
+    assert fleet.argosy("logs", fleet.service) == 0
     captured = capfd.readouterr()
     assert "fake engine listens" in captured.out
     assert captured.err == (
-        "default/tiny has no replica: its spec.replicas is 0; these are logs of earlier ones\n"
+        f"default/{fleet.service} has no replica: its spec.replicas is 0; these are logs of earlier ones\n"
     )

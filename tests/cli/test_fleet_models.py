@@ -39,7 +39,7 @@ def test_a_model_is_fetched_once_and_replicas_get_its_directory(
     fleet.manifest(model={"source": "hf://acme/tiny"}, replicas=2)
     assert fleet.start() == 0
     (stored,) = open_store(None).list()
-    for replica in ("tiny-0", "tiny-1"):
+    for replica in (fleet.replica_name(0), fleet.replica_name(1)):
         assert f"'serve', '{stored.path}'" in arguments(fleet, replica)
     errors = capfd.readouterr().err
     assert f"hf://acme/tiny: revision {source.revision}" in errors
@@ -52,13 +52,13 @@ def test_a_model_is_fetched_once_and_replicas_get_its_directory(
 
 
 def test_a_model_that_cannot_be_fetched_starts_nothing(
-    fleet: LocalFleet, capfd: pytest.CaptureFixture[str]
+    own_fleet: LocalFleet, capfd: pytest.CaptureFixture[str]
 ) -> None:
     PUBLISHED["acme/gated"] = AccessDenied("hf://acme/gated is gated; accept its terms")
-    fleet.manifest(model={"source": "hf://acme/gated"})
-    assert fleet.start() == 1
+    own_fleet.manifest(model={"source": "hf://acme/gated"})
+    assert own_fleet.start() == 1
     assert capfd.readouterr().err.splitlines()[-1] == "argosy up: hf://acme/gated is gated; accept its terms"
-    assert fleet.state.connect() is None
+    assert own_fleet.state.connect() is None
 
 
 def test_an_architecture_that_is_not_served_changes_nothing(
@@ -88,13 +88,14 @@ def test_a_folder_that_cannot_be_loaded_changes_nothing(
     missing: str,
     config: dict[str, Any] | None,
     message: str,
+    tmp_path: Path,
     fleet: LocalFleet,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     fleet.manifest()
     assert fleet.start() == 0
     (before,) = fleet.replicas()
-    folder = fleet.root / "model"
+    folder = tmp_path / "model"
     shutil.copytree(TINY, folder, copy_function=shutil.copy)
     (folder / missing).unlink(missing_ok=True)
     if config is not None:
@@ -102,7 +103,7 @@ def test_a_folder_that_cannot_be_loaded_changes_nothing(
     fleet.manifest(model={"source": f"file://{folder}"})
     assert fleet.up() == 2
     error = capfd.readouterr().err
-    assert error.startswith("argosy up: default/tiny: ")
+    assert error.startswith(f"argosy up: default/{fleet.service}: ")
     assert message in error
     assert error.endswith("; nothing was changed\n")
     assert fleet.replicas() == (before,)
@@ -114,16 +115,16 @@ def test_a_folder_that_cannot_be_loaded_changes_nothing(
 
 
 def test_a_layout_that_cannot_divide_the_model_changes_nothing(
-    fleet: LocalFleet, capfd: pytest.CaptureFixture[str]
+    own_fleet: LocalFleet, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    fleet.manifest(parallelism={"tensor": 3})
-    assert fleet.start() == 2
+    own_fleet.manifest(parallelism={"tensor": 3})
+    assert own_fleet.start() == 2
     error = capfd.readouterr().err
     assert error.startswith("argosy up: default/tiny: --tensor-parallel-size 3 cannot divide this model: ")
     assert error.endswith(
         "(in the manifest --tensor-parallel-size is spec.parallelism.tensor); nothing was changed\n"
     )
-    assert fleet.state.connect() is None
+    assert own_fleet.state.connect() is None
 
 
 def test_a_layout_is_checked_before_weights_are_fetched_and_of_a_stored_model(
@@ -145,19 +146,19 @@ def test_a_layout_is_checked_before_weights_are_fetched_and_of_a_stored_model(
 
 
 def test_a_folder_is_checked_before_anything_is_fetched(
-    fleet: LocalFleet, capfd: pytest.CaptureFixture[str]
+    own_fleet: LocalFleet, capfd: pytest.CaptureFixture[str]
 ) -> None:
     source = publish_tiny("acme/tiny")
-    fleet.manifest(model={"source": "hf://acme/tiny"})
-    folder = fleet.root / "empty"
+    own_fleet.manifest(model={"source": "hf://acme/tiny"})
+    folder = own_fleet.root / "empty"
     folder.mkdir()
-    second = yaml.safe_load(fleet.file.read_text())
+    second = yaml.safe_load(own_fleet.file.read_text())
     second["metadata"]["name"], second["spec"]["model"]["source"] = "folder", f"file://{folder}"
-    fleet.file.write_text(fleet.file.read_text() + "---\n" + yaml.safe_dump(second))
-    assert fleet.start() == 2
+    own_fleet.file.write_text(own_fleet.file.read_text() + "---\n" + yaml.safe_dump(second))
+    assert own_fleet.start() == 2
     assert "default/folder: " in capfd.readouterr().err
     assert source.num_snapshots == 0
-    assert fleet.state.connect() is None
+    assert own_fleet.state.connect() is None
 
 
 def test_an_edit_fetches_before_the_old_replicas_go(fleet: LocalFleet) -> None:
@@ -175,7 +176,7 @@ def test_an_edit_fetches_before_the_old_replicas_go(fleet: LocalFleet) -> None:
     fleet.manifest(model={"source": "hf://acme/tiny"})
     assert fleet.up() == 0
     assert [(replica.name, replica.phase) for replica in seen] == [(before.name, "Routable")]
-    assert [replica.name for replica in fleet.replicas()] == ["tiny-1"]
+    assert [replica.name for replica in fleet.replicas()] == [fleet.replica_name(1)]
 
 
 def test_a_model_with_fields_for_clusters_is_served(
@@ -186,7 +187,7 @@ def test_a_model_with_fields_for_clusters_is_served(
     fleet.manifest(model={"source": "hf://acme/tiny", "cache": cache})
     assert fleet.start() == 0
     assert (
-        "default/tiny: without effect on this machine: spec.model.cache (this machine's store is used)"
+        f"default/{fleet.service}: without effect on this machine: spec.model.cache (this machine's store is used)"
     ) in capfd.readouterr().err.splitlines()
 
 
@@ -198,10 +199,10 @@ def test_what_serves_nothing_is_not_fetched(fleet: LocalFleet) -> None:
 
 
 def test_a_model_stays_from_its_fetch_to_the_start_of_its_engine(
-    fleet: LocalFleet, monkeypatch: pytest.MonkeyPatch
+    own_fleet: LocalFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish_tiny("acme/tiny")
-    fleet.manifest(model={"source": "hf://acme/tiny"})
+    own_fleet.manifest(model={"source": "hf://acme/tiny"})
     start = up.start_supervisor
     refused = []
 
@@ -214,5 +215,5 @@ def test_a_model_stays_from_its_fetch_to_the_start_of_its_engine(
         start(*arguments)
 
     monkeypatch.setattr(up, "start_supervisor", try_to_remove)
-    assert fleet.start() == 0
+    assert own_fleet.start() == 0
     assert len(refused) == 1
