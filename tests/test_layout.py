@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import re
 import subprocess
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -52,13 +53,31 @@ def sources() -> list[Path]:
     ]
 
 
+def last_name(node: ast.expr) -> str:
+    """The last part of a dotted name; empty for other expressions. `ast.unparse` takes most of a search's time."""
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+_LAST_NAMES = {name.rpartition(".")[2] for name in FORBIDDEN_CALLS}
+
+
+def is_forbidden(node: ast.Call) -> bool:
+    return last_name(node.func) in _LAST_NAMES and ast.unparse(node.func) in FORBIDDEN_CALLS
+
+
+_SUSPECT = re.compile(rf"\b({'|'.join(FORBIDDEN_MODULES | _LAST_NAMES | {'trust_remote_code'})})\b")
+"""What a source with a violation has somewhere: most have not, and need not be parsed."""
+
+
 def violations(source: str) -> Iterator[str]:
+    if not _SUSPECT.search(source):
+        return
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             names = [node.module or ""]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in FORBIDDEN_CALLS:
+        elif isinstance(node, ast.Call) and is_forbidden(node):
             yield f"line {node.lineno}: calls {ast.unparse(node.func)}"
             continue
         elif isinstance(node, ast.keyword) and node.arg == "trust_remote_code":
@@ -83,6 +102,7 @@ def test_no_package_can_run_code_out_of_data() -> None:
         "from pickle import loads",
         "eval('1')",
         "import torch\ntorch.load(path)",
+        "import yaml as y, yaml\nyaml.load_all(text)\nyaml.unsafe_load(text)",
         "f(trust_remote_code=True)",
     ],
 )
@@ -166,7 +186,7 @@ def private_accesses(source: str) -> Iterator[str]:
                 names = [node.attr]
         elif isinstance(node, ast.ImportFrom):
             names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in BY_NAME:
+        elif isinstance(node, ast.Call) and last_name(node.func) in BY_NAME:
             values = [argument.value for argument in node.args[:2] if isinstance(argument, ast.Constant)]
             names = [value.rpartition(".")[2] for value in values if isinstance(value, str)]
         for name in names:
@@ -192,6 +212,7 @@ def test_tests_use_public_names_only() -> None:
         ("from argosy_router.server import _wait", 1),
         ("monkeypatch.setattr(module, '_LIMIT', 1)", 1),
         ("monkeypatch.setattr('argosy_router.server._LIMIT', 1)", 1),
+        ("getattr(queue().waiting, '_x'); setattr(queue, '_x', 1)", 2),
         ("self._x = cls._y", 0),
         ("self.queue._waiting", 1),
         ("event._replace(time=1); os._exit(1); event.__class__", 0),
@@ -204,6 +225,8 @@ def test_the_rule_for_tests_sees_private_names(source: str, count: int) -> None:
 
 def imported_tests(source: str) -> list[str]:
     """Return the modules named `test_...` from which a module imports."""
+    if not re.search(r"\bfrom\s+[\w.]*\btest_", source):
+        return []
     return [
         node.module
         for node in ast.walk(ast.parse(source))

@@ -18,6 +18,7 @@ import torch
 from argosy_engine import LLM
 from argosy_engine.params.pooling_params import PoolingParams
 from argosy_protocol.openai import ChatCompletionRequest
+from case_tables import wrong_answers
 from processes import Server, free_port, running
 
 KEY = "test-key"
@@ -84,38 +85,40 @@ def test_every_form_of_input_and_option(post: Any, offline: LLM) -> None:
         )
 
 
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({}, "input"),
-        ({"input": []}, "input"),
-        ({"input": ""}, "input"),
-        ({"input": [[]]}, "input[0]"),
-        ({"input": ["a", [1]]}, "input"),
-        ({"input": [1 << 20]}, "input"),
-        ({"input": [5] * 5000}, "input"),
-        ({"input": "a", "dimensions": 100000}, "dimensions"),
-        ({"input": "a", "dimensions": 0}, "dimensions"),
-        ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
-        ({"input": "a", "pooling_type": "max"}, "pooling_type"),
-        ({"input": "a", "encoding_format": "bytes"}, "encoding_format"),
-        ({"input": "a", "encoding_format": "base64", "embed_dtype": "fp8_e4m3"}, "embed_dtype"),
-        ({"input": "a", "truncate_prompt_tokens": 100000}, "truncate_prompt_tokens"),
-        ({"input": "a", "messages": [{"role": "user", "content": "b"}]}, "messages"),
-        ({"messages": []}, "messages"),
-        ({"messages": [{"role": "user", "content": "red " * 20000}]}, "messages"),
-        ({"input": "a", "priority": 1}, "priority"),
-    ],
-    ids=str,
-)
-def test_bad_requests_are_named(body: dict[str, Any], param: str | None, post: Any) -> None:
-    answer = post(**body)
-    assert answer.status_code == 400, answer.text
-    error = answer.json()["error"]
-    assert error["type"] == "invalid_request_error"
-    assert error["param"] == param
-    assert body.get("encoding_format") != "int8" or error["message"].endswith("; give one of float, base64")
-    assert post(input="still alive").status_code == 200
+BAD_REQUESTS: list[tuple[dict[str, Any], str]] = [
+    ({}, "input"),
+    ({"input": []}, "input"),
+    ({"input": ""}, "input"),
+    ({"input": [[]]}, "input[0]"),
+    ({"input": ["a", [1]]}, "input"),
+    ({"input": [1 << 20]}, "input"),
+    ({"input": [5] * 5000}, "input"),
+    ({"input": "a", "dimensions": 100000}, "dimensions"),
+    ({"input": "a", "dimensions": 0}, "dimensions"),
+    ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
+    ({"input": "a", "pooling_type": "max"}, "pooling_type"),
+    ({"input": "a", "encoding_format": "bytes"}, "encoding_format"),
+    ({"input": "a", "encoding_format": "base64", "embed_dtype": "fp8_e4m3"}, "embed_dtype"),
+    ({"input": "a", "truncate_prompt_tokens": 100000}, "truncate_prompt_tokens"),
+    ({"input": "a", "messages": [{"role": "user", "content": "b"}]}, "messages"),
+    ({"messages": []}, "messages"),
+    ({"messages": [{"role": "user", "content": "red " * 20000}]}, "messages"),
+    ({"input": "a", "priority": 1}, "priority"),
+]
+
+
+def test_bad_requests_are_named(post: Any) -> None:
+    told = []
+    for body, param in BAD_REQUESTS:
+        answer = post(**body)
+        error = answer.json().get("error", {})
+        is_helpful = body.get("encoding_format") != "int8" or error["message"].endswith(
+            "; give one of float, base64"
+        )
+        came = (answer.status_code, error.get("type"), error.get("param"), is_helpful)
+        told.append((body, (400, "invalid_request_error", param, True), came))
+        assert post(input="still alive").status_code == 200, body
+    assert wrong_answers(told) == {}
 
 
 @pytest.mark.parametrize(

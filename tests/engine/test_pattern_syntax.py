@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from typing import Any
 
 import pytest
@@ -40,30 +41,37 @@ ACCEPTED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("pattern", "message"), REFUSED)
-def test_what_would_be_ignored_is_refused(pattern: str, message: str) -> None:
-    with pytest.raises(InvalidRequest, match=message):
+def refusal(pattern: str) -> str | None:
+    try:
         check_syntax(pattern)
+    except InvalidRequest as error:
+        return str(error)
+    return None
 
 
-@pytest.mark.parametrize("pattern", ACCEPTED)
-def test_what_is_enforced_or_malformed_passes(pattern: str) -> None:
-    check_syntax(pattern)
+def test_what_would_be_ignored_is_refused() -> None:
+    told = [(pattern, message, refusal(pattern)) for pattern, message in REFUSED]
+    assert [each for each in told if each[2] is None or not re.search(each[1], each[2])] == []
 
 
-@pytest.mark.parametrize("pattern", ACCEPTED)
-def test_xgrammar_ignores_nothing_of_what_passes_but_anchors(
-    pattern: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_enforced_or_malformed_passes() -> None:
+    refused = {pattern: refusal(pattern) for pattern in ACCEPTED}
+    assert {pattern: message for pattern, message in refused.items() if message is not None} == {}
+
+
+def test_xgrammar_ignores_nothing_of_what_passes_but_anchors(capfd: pytest.CaptureFixture[str]) -> None:
     import_xgrammar()
     from xgrammar import Grammar
 
-    with contextlib.suppress(RuntimeError):  # malformed
-        Grammar.from_regex(pattern)
-    with contextlib.suppress(RuntimeError):
-        Grammar.from_json_schema({"type": "string", "pattern": pattern})
-    warnings = [line for line in capfd.readouterr().err.splitlines() if "Warning" in line]
-    assert all("'^'" in line or "'$'" in line for line in warnings), warnings
+    ignored = {}
+    for pattern in ACCEPTED:
+        with contextlib.suppress(RuntimeError):  # malformed
+            Grammar.from_regex(pattern)
+        with contextlib.suppress(RuntimeError):
+            Grammar.from_json_schema({"type": "string", "pattern": pattern})
+        warnings = [line for line in capfd.readouterr().err.splitlines() if "Warning" in line]
+        ignored[pattern] = [line for line in warnings if "'^'" not in line and "'$'" not in line]
+    assert {pattern: warnings for pattern, warnings in ignored.items() if warnings} == {}
 
 
 @pytest.mark.parametrize(

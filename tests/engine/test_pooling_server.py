@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 
 from argosy_engine import LLM
 from argosy_engine.params.pooling_params import PoolingParams
+from case_tables import wrong_answers
 from processes import Server, free_port, running
 from random_checkpoints import KINDS, Kind, make_checkpoint
 
@@ -275,29 +275,32 @@ def test_a_truncation_beyond_the_context_tells_the_bound(embed: Post) -> None:
     assert message.endswith("this model's context length; it is 99999")
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "param"),
-    [
-        ("/score", {}, "queries"),
-        ("/score", {"queries": "a"}, "documents"),
-        ("/score", {"queries": "a", "text_2": "b"}, "queries"),
-        ("/score", {"queries": "a", "documents": []}, "documents"),
-        ("/score", {"queries": ["a", "b"], "documents": ["c"]}, "queries"),
-        ("/score", {"queries": "a", "documents": ["b"] * 1024}, "documents"),
-        ("/score", {"queries": "a", "documents": "b" * 100_000}, "documents"),
-        ("/score", {"queries": "a", "documents": {"content": [{"type": "image_url"}]}}, "documents"),
-        ("/score", {"text_1": "a", "text_2": "b", "max_tokens_per_doc": 1 << 20}, "max_tokens_per_doc"),
-        ("/rerank", {"documents": ["a"]}, "query"),
-        ("/rerank", {"query": "a"}, "documents"),
-        ("/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n"),
-        ("/rerank", {"query": "x" * 100_000, "documents": ["b"] * 1000}, "documents"),
-        ("/classify", {}, "input"),
-        ("/classify", {"input": "a" * 100_000}, "input"),
-        ("/pooling", {"input": "a", "task": "sing"}, "task"),
-    ],
-    ids=lambda value: json.dumps(value)[:60] if isinstance(value, dict) else None,
-)
-def test_bad_requests_are_named(path: str, body: dict[str, Any], param: str, classify: Post) -> None:
-    answer = classify(path, **body)
-    assert answer.status_code == 400, answer.text
-    assert answer.json()["error"]["param"] == param
+BAD_REQUESTS: list[tuple[str, dict[str, Any], str]] = [
+    ("/score", {}, "queries"),
+    ("/score", {"queries": "a"}, "documents"),
+    ("/score", {"queries": "a", "text_2": "b"}, "queries"),
+    ("/score", {"queries": "a", "documents": []}, "documents"),
+    ("/score", {"queries": ["a", "b"], "documents": ["c"]}, "queries"),
+    ("/score", {"queries": "a", "documents": ["b"] * 1024}, "documents"),
+    ("/score", {"queries": "a", "documents": "b" * 100_000}, "documents"),
+    ("/score", {"queries": "a", "documents": {"content": [{"type": "image_url"}]}}, "documents"),
+    ("/score", {"text_1": "a", "text_2": "b", "max_tokens_per_doc": 1 << 20}, "max_tokens_per_doc"),
+    ("/rerank", {"documents": ["a"]}, "query"),
+    ("/rerank", {"query": "a"}, "documents"),
+    ("/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n"),
+    ("/rerank", {"query": "x" * 100_000, "documents": ["b"] * 1000}, "documents"),
+    ("/classify", {}, "input"),
+    ("/classify", {"input": "a" * 100_000}, "input"),
+    ("/pooling", {"input": "a", "task": "sing"}, "task"),
+]
+
+
+def test_bad_requests_are_named(classify: Post) -> None:
+    answers = [classify(path, **body) for path, body, _ in BAD_REQUESTS]
+    assert (
+        wrong_answers(
+            ((path, body), (400, param), (answer.status_code, answer.json().get("error", {}).get("param")))
+            for (path, body, param), answer in zip(BAD_REQUESTS, answers, strict=True)
+        )
+        == {}
+    )

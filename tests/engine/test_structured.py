@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -167,10 +168,15 @@ def test_any_value_is_a_grammar_or_a_reason(value: Any) -> None:
         assert msgspec.msgpack.encode(spec)
 
 
-@pytest.mark.parametrize(("schema", "says"), REFUSED, ids=[json.dumps(schema)[:60] for schema, _ in REFUSED])
-def test_constraints_that_cannot_be_enforced_are_refused(schema: Any, says: str) -> None:
-    with pytest.raises(InvalidRequest, match=says):
-        normalized_schema(schema)
+def test_constraints_that_cannot_be_enforced_are_refused() -> None:
+    def message(schema: Any) -> str:
+        try:
+            return f"accepted: {normalized_schema(schema)}"
+        except InvalidRequest as error:
+            return str(error)
+
+    told = [(json.dumps(schema)[:100], says, message(schema)) for schema, says in REFUSED]
+    assert [each for each in told if not re.search(each[1], each[2])] == []
 
 
 def test_annotations_unknown_keywords_and_unused_definitions_pass() -> None:

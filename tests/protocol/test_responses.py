@@ -18,6 +18,7 @@ from argosy_protocol.responses import (
     decode_responses_request,
     is_responses_path,
 )
+from case_tables import wrong_answers
 
 
 def decoded(**fields: Any) -> ResponsesRequest:
@@ -70,19 +71,29 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "param"), REFUSED)
-def test_a_value_out_of_bounds_names_its_field(fields: dict[str, Any], param: str) -> None:
-    with pytest.raises(BadRequest) as refusal:
-        decoded(**fields)
-    assert refusal.value.param == param
-    assert param.rpartition(".")[2].partition("[")[0] in refusal.value.message
+def refusal(fields: dict[str, Any]) -> tuple[str | None, str]:
+    """Return the `param` and the message with which a request is refused."""
+    try:
+        return "accepted", repr(decoded(**fields))
+    except BadRequest as error:
+        return error.param, error.message
 
 
-@pytest.mark.parametrize(("field", "name"), NAMES_OF_CHAT_FIELDS.items())
-def test_a_field_of_chats_is_refused_with_its_name_here(field: str, name: str) -> None:
-    with pytest.raises(BadRequest, match=f"{field} is a field of chats; responses have {name}") as refusal:
-        decoded(**{field: 5})
-    assert refusal.value.param == field
+def test_a_value_out_of_bounds_names_its_field() -> None:
+    told = [(fields, param, refusal(fields)) for fields, param in REFUSED]
+    assert wrong_answers((fields, wanted, param) for fields, wanted, (param, _) in told) == {}
+    names = {param: param.rpartition(".")[2].partition("[")[0] for _, param in REFUSED}
+    assert [message for _, param, (_, message) in told if names[param] not in message] == []
+
+
+def test_a_field_of_chats_is_refused_with_its_name_here() -> None:
+    told = {field: refusal({field: 5}) for field in NAMES_OF_CHAT_FIELDS}
+    wanted = {
+        field: f"{field} is a field of chats; responses have {name}"
+        for field, name in NAMES_OF_CHAT_FIELDS.items()
+    }
+    assert wrong_answers((field, field, param) for field, (param, _) in told.items()) == {}
+    assert {field: message for field, (_, message) in told.items() if wanted[field] not in message} == {}
 
 
 def test_null_counts_as_absent() -> None:

@@ -16,6 +16,7 @@ from argosy_router.observability.line_writer import LineWriter
 from .fake_engine import Connection, FakeEngine, Received
 from .framing_corpus import BODY, GOOD, HEAD, HOST, LENGTH, OFFER, REFUSED, SMUGGLED, TYPE
 from .harness import DEADLINE_S, Rig, StoppedClock, chat, raw, read_all, read_until, rig, until
+from .server_in_memory import ours
 
 
 async def exchange(r: Rig, data: bytes) -> bytes:
@@ -35,13 +36,36 @@ async def begin(r: Rig, data: bytes, phase: Phase) -> bytes:
         return await read_all(reader)
 
 
-@pytest.mark.parametrize("name", REFUSED)
-async def test_ambiguous_framing_is_refused_and_the_connection_closed(name: str) -> None:
+def wrongly_refused(answers: dict[str, bytes]) -> dict[str, bytes]:
+    """Answers that are not one 400 of OpenAI's shape: nothing after the refused message may be answered."""
+    return {
+        name: answer
+        for name, answer in answers.items()
+        if not answer.startswith(b"HTTP/1.1 400 ")
+        or answer.count(b"HTTP/1.1") != 1
+        or json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] != "invalid_request_error"
+    }
+
+
+def test_ambiguous_framing_is_refused() -> None:
+    """In memory, where the whole corpus is a matter of milliseconds."""
+    heard = {name: ours([data]) for name, data in REFUSED.items()}
+    assert wrongly_refused({name: answer for name, (_, answer) in heard.items()}) == {}
+    assert {name: messages for name, (messages, _) in heard.items() if messages} == {}
+
+
+async def test_ambiguous_framing_is_refused_and_the_connection_closed() -> None:
+    """Over sockets, one of each kind: two framings, a length, a chunk, no HTTP, and a method of proxies."""
+    names = (
+        "content-length and transfer-encoding",
+        "signed length",
+        "chunk longer than its size",
+        "TLS hello",
+        "CONNECT",
+    )
     async with rig([FakeEngine()]) as r:
-        answer = await exchange(r, REFUSED[name])
-        assert answer.startswith(b"HTTP/1.1 400 "), answer
-        assert answer.count(b"HTTP/1.1") == 1, "nothing after the refused message may be answered"
-        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] == "invalid_request_error"
+        answers = {name: await exchange(r, REFUSED[name]) for name in names}
+        assert wrongly_refused(answers) == {}
         assert not r.engines[0].requests
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -99,13 +98,14 @@ def test_a_forwarded_request_is_one_request_with_the_same_body(data: bytes) -> N
     assert theirs == [(b"POST", b"/v1/completions", body) for _, _, body in accepted]
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_nothing_of_a_refused_stream_reaches_the_engine(name: str) -> None:
-    forwarder = Forwarder()
-    accepted, answers = ours([REFUSED[name]], forwarder)
-    assert not accepted
-    assert not forwarder.sent
-    assert answers.startswith(status_line(400))
+def test_nothing_of_a_refused_stream_reaches_the_engine() -> None:
+    passed = {}
+    for name, data in REFUSED.items():
+        forwarder = Forwarder()
+        accepted, answers = ours([data], forwarder)
+        if accepted or forwarder.sent or not answers.startswith(status_line(400)):
+            passed[name] = (accepted, forwarder.sent, answers)
+    assert passed == {}
 
 
 def test_the_comparison_sees_a_smuggled_request() -> None:

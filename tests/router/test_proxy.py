@@ -13,6 +13,7 @@ from argosy_protocol.fleet import FleetDocument
 from argosy_protocol.headers import RESPONSE_ID
 from argosy_protocol.openai import decode_request
 from argosy_router.fleet.fleet import FleetSnapshot
+from case_tables import wrong_answers
 
 from .fake_engine import DONE, NORMAL_STREAM, Connection, FakeEngine, Received, completion, event
 from .harness import chat, raw, rig, service
@@ -235,48 +236,50 @@ async def test_known_names_forward_the_body_untouched() -> None:
         assert r.engines[0].requests[0].body == body
 
 
-@pytest.mark.parametrize(
-    ("content", "kind", "status"),
-    [
-        (b"{", "application/json", 400),
-        (b'{"messages":[]}', "application/json", 400),
-        (b'{"model":"","messages":[{"role":"user","content":"a"}]}', "application/json", 400),
-        (b"[" * 100_000, "application/json", 400),
-        (b"\xff\xfe{\x00", "application/json", 400),
-        *[
-            (
-                b'{"model":"tiny","messages":[{"role":"user","content":"a"}],%b}' % field,
-                "application/json",
-                400,
-            )
-            for field in (
-                b'"n":1e9',
-                b'"n":1.5',
-                b'"n":"one"',
-                b'"n":true',
-                b'"n":"1.5"',
-                b'"n":%d' % 2**70,
-                b'"temperature":NaN',
-                b'"temperature":Infinity',
-                b'"temperature":1e400',
-                b'"stop":"\xed\xa0\x80"',
-                b'"tools":' + b"[" * 50_000 + b"]" * 50_000,
-            )
-        ],
-        (b'\xef\xbb\xbf{"model":"tiny","messages":[{"role":"user","content":"a"}]}', "application/json", 400),
-        ('{"model":"tiny","messages":[]}'.encode("utf-16"), "application/json", 400),
-        (b'{"model":"tiny","messages":[{"role":"user","content":"a"}]}', "text/plain", 415),
+BAD_REQUESTS: list[tuple[bytes, str, int]] = [
+    (b"{", "application/json", 400),
+    (b'{"messages":[]}', "application/json", 400),
+    (b'{"model":"","messages":[{"role":"user","content":"a"}]}', "application/json", 400),
+    (b"[" * 100_000, "application/json", 400),
+    (b"\xff\xfe{\x00", "application/json", 400),
+    *[
+        (
+            b'{"model":"tiny","messages":[{"role":"user","content":"a"}],%b}' % field,
+            "application/json",
+            400,
+        )
+        for field in (
+            b'"n":1e9',
+            b'"n":1.5',
+            b'"n":"one"',
+            b'"n":true',
+            b'"n":"1.5"',
+            b'"n":%d' % 2**70,
+            b'"temperature":NaN',
+            b'"temperature":Infinity',
+            b'"temperature":1e400',
+            b'"stop":"\xed\xa0\x80"',
+            b'"tools":' + b"[" * 50_000 + b"]" * 50_000,
+        )
     ],
-)
-async def test_bad_requests_never_reach_an_engine(content: bytes, kind: str, status: int) -> None:
+    (b'\xef\xbb\xbf{"model":"tiny","messages":[{"role":"user","content":"a"}]}', "application/json", 400),
+    ('{"model":"tiny","messages":[]}'.encode("utf-16"), "application/json", 400),
+    (b'{"model":"tiny","messages":[{"role":"user","content":"a"}]}', "text/plain", 415),
+]
+
+
+async def test_bad_requests_never_reach_an_engine() -> None:
+    told = []
     async with rig([FakeEngine()]) as r:
-        response = await r.http.post("/v1/chat/completions", content=content, headers={"content-type": kind})
-        assert response.status_code == status
-        error = response.json()["error"]
-        assert error["type"] == "invalid_request_error"
-        assert (error["code"] == "unsupported_media_type") == (status == 415)
-        assert "x-request-id" in response.headers
+        for content, kind, status in BAD_REQUESTS:
+            headers = {"content-type": kind}
+            response = await r.http.post("/v1/chat/completions", content=content, headers=headers)
+            error = response.json().get("error", {})
+            is_of_type = error.get("code") == "unsupported_media_type"
+            came = (response.status_code, error.get("type"), is_of_type, "x-request-id" in response.headers)
+            told.append((content, (status, "invalid_request_error", status == 415, True), came))
         assert not r.engines[0].requests
+    assert wrong_answers(told) == {}
 
 
 async def test_of_a_key_given_twice_the_last_value_counts_on_both_hops() -> None:

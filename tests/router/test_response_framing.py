@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -219,7 +220,20 @@ class Teller:
         return self.connections[0] is self.connections[1]
 
 
-@pytest.mark.parametrize("data", (REFUSED | AFTER | ENDLESS).values(), ids=(REFUSED | AFTER | ENDLESS).keys())
+ON_SOCKETS = {
+    name: (REFUSED | AFTER | ENDLESS)[name]
+    for name in (
+        "length and coding",
+        "chunk longer than its size",
+        "a second response",
+        "a protocol switch",
+        "a header",
+    )
+}
+"""One of each kind: two framings, a chunk, bytes after the end, a status, and a size."""
+
+
+@pytest.mark.parametrize("data", ON_SOCKETS.values(), ids=ON_SOCKETS.keys())
 async def test_ambiguous_responses_are_refused(data: bytes) -> None:
     teller = Teller(data)
     async with rig([FakeEngine(script=teller)]) as r:
@@ -241,7 +255,13 @@ async def test_the_log_says_why_a_response_is_refused(
     assert f"replica r0 failed a request: malformed ({reason})" in caplog.text
 
 
-@pytest.mark.parametrize(("data", "body"), ANSWERED.values(), ids=ANSWERED.keys())
+KEPT = {
+    name: ANSWERED[name]
+    for name in ("a length", "trailers", "interim responses before it", "204", "an upgrade offered")
+}
+
+
+@pytest.mark.parametrize(("data", "body"), KEPT.values(), ids=KEPT.keys())
 async def test_unambiguous_responses_are_answered_and_their_connection_kept(data: bytes, body: bytes) -> None:
     teller = Teller(data)
     async with rig([FakeEngine(script=teller)]) as r:
@@ -317,20 +337,20 @@ async def test_a_stream_whose_framing_breaks_ends_with_an_error() -> None:
 
 # however the bytes arrive
 
+LONG = 1000
+"""Bytes from which on a response is not cut everywhere."""
+
 
 class Wire:
     """A connection's transport, and the sender of the request."""
 
-    def __init__(self) -> None:
+    def __init__(self, wheel: TimerWheel) -> None:
         self.body = b""
         self.error: UpstreamError | None = None
         self.answers = 0
         self.is_idle = False
         self.connection = UpstreamConnection(
-            UpstreamLimits(),
-            TimerWheel(asyncio.get_running_loop()),
-            on_idle=self._on_idle,
-            on_closed=lambda _: None,
+            UpstreamLimits(), wheel, on_idle=self._on_idle, on_closed=lambda _: None
         )
         self.connection.connection_made(self)  # type: ignore[arg-type]
         self.connection.send(self, b"", 10.0)
@@ -368,34 +388,61 @@ class Wire:
 
 
 def cuts(data: bytes) -> Iterator[tuple[bytes, ...]]:
-    """`data` in two, everywhere, and byte by byte."""
+    """`data` in one piece, in two, everywhere, and byte by byte. A long one: in one, and in pieces of `LONG` bytes."""
+    yield (data,)
+    if len(data) >= LONG:
+        yield tuple(data[at : at + LONG] for at in range(0, len(data), LONG))
+        return
     for at in range(1, len(data)):
         yield data[:at], data[at:]
     yield tuple(data[at : at + 1] for at in range(len(data)))
 
 
-SHORT = {name: data for name, data in REFUSED.items() if len(data) < 1000}
+def first_wrong(
+    corpus: dict[str, bytes], is_right: Callable[[str, Wire], bool]
+) -> dict[str, tuple[tuple[bytes, ...], dict[str, Any]]]:
+    """The first cut of each response of a corpus that is not received rightly, and what it was received as."""
+    wrong, wheel = {}, TimerWheel(asyncio.get_running_loop())
+    for name, data in corpus.items():
+        for pieces in cuts(data):
+            wire = Wire(wheel).receive(*pieces)
+            if not is_right(name, wire):
+                wrong[name] = (pieces, vars(wire))
+                break
+    return wrong
 
 
-@pytest.mark.parametrize("data", SHORT.values(), ids=SHORT.keys())
-async def test_a_refused_response_is_refused_however_it_is_cut(data: bytes) -> None:
-    for pieces in cuts(data):
-        wire = Wire().receive(*pieces)
-        assert wire.error is not None, pieces
-        assert (wire.connection.is_closed, wire.answers, wire.is_idle) == (True, 0, False)
+async def test_a_refused_response_is_refused_however_it_is_cut() -> None:
+    def is_refused(_: str, wire: Wire) -> bool:
+        reason = wire.error and wire.error.reason
+        return (reason, wire.connection.is_closed, wire.answers, wire.is_idle) == (
+            "malformed",
+            True,
+            0,
+            False,
+        )
+
+    assert first_wrong(REFUSED | ENDLESS, is_refused) == {}
 
 
-@pytest.mark.parametrize(("data", "body"), ANSWERED.values(), ids=ANSWERED.keys())
-async def test_a_response_is_the_same_however_it_is_cut(data: bytes, body: bytes) -> None:
-    for pieces in cuts(data):
-        wire = Wire().receive(*pieces)
-        assert (wire.error, wire.body, wire.answers, wire.is_idle) == (None, body, 1, True), pieces
+async def test_a_response_is_the_same_however_it_is_cut() -> None:
+    def is_answered(name: str, wire: Wire) -> bool:
+        return (wire.error, wire.body, wire.answers, wire.is_idle) == (None, ANSWERED[name][1], 1, True)
+
+    assert first_wrong({name: data for name, (data, _) in ANSWERED.items()}, is_answered) == {}
 
 
-@pytest.mark.parametrize("data", AFTER.values(), ids=AFTER.keys())
-async def test_bytes_after_a_response_are_never_part_of_one(data: bytes) -> None:
-    for pieces in cuts(data):
-        wire = Wire().receive(*pieces)
-        assert wire.connection.is_closed, pieces
-        assert (wire.error is not None) + wire.answers == 1
-        assert BODY.startswith(wire.body)
+async def test_bytes_after_a_response_are_never_part_of_one() -> None:
+    def is_apart(_: str, wire: Wire) -> bool:
+        ends = (wire.error is not None) + wire.answers
+        return wire.connection.is_closed and ends == 1 and BODY.startswith(wire.body)
+
+    assert first_wrong(AFTER, is_apart) == {}
+
+
+async def test_a_response_with_bytes_after_it_in_the_same_piece_is_refused() -> None:
+    wheel = TimerWheel(asyncio.get_running_loop())
+    wires = {name: Wire(wheel).receive(data) for name, data in AFTER.items()}
+    reasons = {name: wire.error and wire.error.reason for name, wire in wires.items()}
+    assert reasons == dict.fromkeys(AFTER, "malformed")
+    assert [name for name, wire in wires.items() if wire.answers or wire.is_idle] == []
