@@ -119,9 +119,12 @@ class _Process:
         self.users = 0
         """Fixtures that use the server now."""
         self.uds = flags[flags.index("--uds") + 1] if "--uds" in flags else None
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port: int = probe.getsockname()[1]
+        # Bound until the server has ended: Linux gives its port to no other socket that asks for any port, and lets the
+        # server listen, which sets SO_REUSEADDR as well.
+        self._reservation = socket.socket()
+        self._reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._reservation.bind(("127.0.0.1", 0))
+        self.port: int = self._reservation.getsockname()[1]
         target.logs.mkdir(parents=True, exist_ok=True)
         self.log = target.logs / f"{target.kind}-{self.port}.log"
         command = target.command(names, flags)
@@ -168,6 +171,7 @@ class _Process:
                     self.process.wait(timeout=60)
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        self._reservation.close()
 
 
 def kept_flags(arguments: list[str], ignored: dict[str, int | None]) -> list[str]:

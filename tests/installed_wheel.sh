@@ -6,7 +6,6 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 root=$PWD
 venv=$root/build/installed
-port=${PORT:-8080}
 unset PYTHONPATH
 
 wheels=(dist/argosy-*.whl)
@@ -24,6 +23,14 @@ for package in argosy, argosy_engine, argosy_fetcher, argosy_operator, argosy_pr
 assert BUILD_KIND == "compiled", BUILD_KIND
 '
 
+# The port is reserved, as tests reserve theirs, until this script ends and with it the coprocess's input.
+coproc reservation {
+  PYTHONPATH=tests/support .venv/bin/python -c '
+import sys, processes
+print(processes.free_port(), flush=True)
+sys.stdin.read()'
+}
+read -r port <&"${reservation[0]}"
 folder=$(mktemp -d)
 trap 'cd "$folder" && "$venv/bin/argosy" down >/dev/null 2>&1 || true; rm -rf "$folder"' EXIT
 cp examples/quickstart.yaml "$folder"

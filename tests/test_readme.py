@@ -1,4 +1,4 @@
-"""The lines of the README that serve a model of a hub, run as they are written."""
+"""The lines of the README that serve a model of a hub, run as they are written but for the port."""
 
 from __future__ import annotations
 
@@ -11,16 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from argosy.local.settings import is_port_free
+from argosy_engine.api.server_args import ServerArgs
 from hub_repositories import files_under
 from hub_server import HubServer
 from named_sources import TINY
-from processes import answers, wait_until
+from processes import answers, free_port, wait_until
 
 README = (Path(__file__).parent.parent / "README.md").read_text("utf-8")
 DEADLINE_S = 300.0
-URL = "http://127.0.0.1:8000"
-"""The default of `argosy serve`, which the lines name."""
 
 pytestmark = pytest.mark.timeout(4 * DEADLINE_S)
 
@@ -66,9 +64,12 @@ def start(folder: Path, hub: HubServer, *script: str) -> subprocess.Popen[str]:
 
 
 def test_the_lines_serve_a_model_of_a_hub(hub: HubServer, tmp_path: Path) -> None:
-    if not is_port_free(8000):
-        pytest.skip("port 8000 is taken")
+    port = free_port()
     activate, doctor, serve, chat = lines()
+    assert f":{ServerArgs().port}" in serve
+    serve = f"{serve.partition('#')[0]} --port {port}"
+    assert f":{ServerArgs().port}" in chat
+    chat = chat.replace(f":{ServerArgs().port}", f":{port}")
     folder = checkout(tmp_path)
     asked = start(folder, hub, activate, doctor)
     assert "Qwen/Qwen3-0.6B" in asked.communicate(timeout=DEADLINE_S)[0]
@@ -76,7 +77,11 @@ def test_the_lines_serve_a_model_of_a_hub(hub: HubServer, tmp_path: Path) -> Non
     assert hub.sent_bytes < 1_000_000
     server = start(folder, hub, activate, f"exec {serve}")
     try:
-        wait_until(lambda: server.poll() is not None or answers(f"{URL}/ready"), "the server", DEADLINE_S)
+        wait_until(
+            lambda: server.poll() is not None or answers(f"http://127.0.0.1:{port}/ready"),
+            "the server",
+            DEADLINE_S,
+        )
         answered = start(folder, hub, activate, chat)
         assert answered.communicate(timeout=DEADLINE_S)[0].strip()
         assert answered.returncode == 0

@@ -17,11 +17,15 @@ import pytest
 START_TIMEOUT_S = 120
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """Reserve a port for a server: Linux gives it to no socket that asks for any port, and lets one with SO_REUSEADDR
+    that asks for it listen."""
+    with socket.socket() as reservation:
+        reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reservation.bind(("127.0.0.1", 0))
+        port: int = reservation.getsockname()[1]
+        yield port
 
 
 @contextmanager
@@ -31,7 +35,11 @@ def running(*arguments: str, modules: Path | None = None) -> Iterator[str]:
     Args:
         modules: a directory of modules that it may import.
     """
-    port = free_port()
+    with reserved_port() as port:
+        yield from _running(port, arguments, modules)
+
+
+def _running(port: int, arguments: tuple[str, ...], modules: Path | None) -> Iterator[str]:
     command = [os.environ["ARGOSY_PYTHON"], "-m", "argosy", *arguments, "--port", str(port)]
     paths = [os.environ.get("PYTHONPATH", ""), *([str(modules)] if modules is not None else [])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
@@ -65,7 +73,10 @@ def engine() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def router(engine: str) -> Iterator[str]:
-    with running("router", "--replica", engine, "--admin-port", str(free_port())) as url:
+    with (
+        reserved_port() as admin_port,
+        running("router", "--replica", engine, "--admin-port", str(admin_port)) as url,
+    ):
         yield url
 
 

@@ -19,7 +19,7 @@ from argosy_router.proxy.resilience import retry_budget
 from argosy_router.proxy.resilience.retry_state import MAX_ATTEMPTS
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, answer_normally, event
-from .harness import DEADLINE_S, Rig, chat, is_settled, raw, rig, service, until
+from .harness import DEADLINE_S, Rig, StoppedClock, chat, is_settled, raw, rig, service, until
 from .raw_requests import request_bytes
 from .resumable_stream import ResumableStream, events, fold
 
@@ -86,12 +86,12 @@ async def test_a_head_is_no_first_token() -> None:
         connection.chunk(event("hello", "stop") + DONE)
         connection.end_stream()
 
-    impatient = UpstreamLimits(idle_timeout_s=0.05)
+    impatient = UpstreamLimits(idle_timeout_s=1.0)
     engine = FakeEngine(script=late)
-    async with rig([engine], first_byte_timeout_s=DEADLINE_S, upstream=impatient) as r:
+    async with rig([engine], first_byte_timeout_s=60.0, upstream=impatient, clock=StoppedClock()) as r:
         asking = asyncio.create_task(r.chat(stream=True))
-        await r.until(lambda: len(engine.requests) == 1)
-        await asyncio.sleep(3 * impatient.idle_timeout_s)  # time has to pass: it is what must not matter
+        await r.until(lambda: any(each.headers for each in r.replica(0).inflight_attempts))
+        await r.pass_time(3 * impatient.idle_timeout_s)
         release.set()
         answer = await asking
     assert (answer.status_code, answer.content) == (200, event("hello", "stop") + DONE)

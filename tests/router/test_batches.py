@@ -262,7 +262,8 @@ async def test_many_batches_of_one_key_leave_room_to_run_those_of_another(tmp_pa
 async def test_batches_that_only_wait_yield_their_places(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_queued: bool
 ) -> None:
-    monkeypatch.setattr(line_waits, "YIELD_AFTER_S", 0.3)
+    monkeypatch.setattr(line_waits, "YIELD_AFTER_S", 0.0)
+    looked = asyncio.Event()
     may_answer = False
     most = 0
 
@@ -271,20 +272,25 @@ async def test_batches_that_only_wait_yield_their_places(
             await echo(connection, request)
             return
         if is_queued:
-            await asyncio.sleep(0.3)
+            await looked.wait()
         connection.answer(503, b'{"error":{"message":"full"}}')
 
-    async with stored(tmp_path, [FakeEngine(script=script)], {"lease_s": 1.5}) as r, official(r) as client:
+    async with stored(tmp_path, [FakeEngine(script=script)]) as r, official(r) as client:
+        assert r.router.batches is not None
         stuck = [await start_batch(client, lines("a", "b")) for _ in range(MAX_RUNNING_OF_OWNER + 2)]
         quick = await start_batch(client, lines("quick"))
         async with asyncio.timeout(DEADLINE_S):
             while (quick := await client.batches.retrieve(quick.id)).status != "completed":
                 running = r.metric('batches{status="in_progress"}') + r.metric('batches{status="finalizing"}')
                 most = max(most, int(running))
-                await asyncio.sleep(0.01)
+                r.router.batches.runner.wake()
+                looked.set()
+                looked.clear()
         assert 0 < most <= MAX_RUNNING_OF_OWNER
         may_answer = True
+        looked.set()
         for batch in stuck:
+            r.router.batches.runner.wake()
             done = await ended(client, batch)
             assert done.request_counts is not None
             assert done.request_counts.to_dict() == {"total": 2, "completed": 2, "failed": 0}

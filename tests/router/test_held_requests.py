@@ -9,7 +9,7 @@ from argosy_protocol.fleet import FleetDocument
 from argosy_router.config import FlowControlLimits
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, event
-from .harness import chat, rig, service
+from .harness import StoppedClock, chat, rig, service
 from .queueing import check_hint, is_settled, send
 
 # no replica
@@ -83,9 +83,13 @@ async def test_a_waiting_stream_gets_comments_and_then_its_events() -> None:
 
 
 async def test_a_refusal_ends_a_begun_stream_with_an_event() -> None:
-    limits = FlowControlLimits(keep_alive_s=0.01, hold_timeout_s=0.5)
-    async with rig([], flow_control=limits) as r:
-        answer = await r.chat(stream=True)
+    limits = FlowControlLimits(hold_timeout_s=60.0)
+    async with rig([], flow_control=limits, clock=StoppedClock()) as r:
+        held = await send(r, "held", 1, stream=True)
+        for _ in range(2):
+            await r.pass_time(limits.keep_alive_s)
+        await r.pass_time(limits.hold_timeout_s)
+        answer = await held
         assert answer.status_code == 200
         comment, *_, error = [text for text in answer.text.split("\n\n") if text]
         assert comment.startswith(": ")

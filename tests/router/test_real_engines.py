@@ -1,4 +1,7 @@
-"""Real engines behind the router: their telemetry brings prompts back to their cached prefix."""
+"""Real engines behind the router: their telemetry brings prompts back to their cached prefix.
+
+The router's deadlines stand still, because engines that start and compute beside other work may keep it waiting.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ import pytest
 from argosy_protocol.fleet import Endpoint, FleetDocument, FleetService
 from processes import Server, free_port, running
 
-from .harness import DEADLINE_S, Rig, rig
+from .harness import DEADLINE_S, Rig, StoppedClock, rig
 
 pytestmark = pytest.mark.timeout(300)  # for processes that start beside other work
 
@@ -37,7 +40,9 @@ async def test_prompts_come_back_to_their_prefix(engines: list[Server]) -> None:
     """The fleet idles: nothing but the time that a hit saves tells the replicas apart."""
     endpoints = tuple(Endpoint(name=f"r{number}", url=engine.url) for number, engine in enumerate(engines))
     service = FleetService(namespace="default", name="svc", uid="u", model="tiny", endpoints=endpoints)
-    async with rig(document=FleetDocument(services=(service,)), wait=False, admin_port=0) as r:
+    async with rig(
+        document=FleetDocument(services=(service,)), wait=False, admin_port=0, clock=StoppedClock()
+    ) as r:
         await r.until(lambda: all(replica.is_synced for replica in r.router.fleet.replicas()))
         prefixes = [f"The {topic} is old and the {topic} is far away. " * 24 for topic in TOPICS]
         for number, prefix in enumerate(prefixes):
@@ -78,7 +83,9 @@ async def test_prompts_come_back_to_the_core_with_their_prefix(unequal_engines: 
         Endpoint(name=f"r{number}", url=engine.url) for number, engine in enumerate(unequal_engines)
     )
     service = FleetService(namespace="default", name="svc", uid="u", model="tiny", endpoints=endpoints)
-    async with rig(document=FleetDocument(services=(service,)), wait=False, admin_port=0) as r:
+    async with rig(
+        document=FleetDocument(services=(service,)), wait=False, admin_port=0, clock=StoppedClock()
+    ) as r:
         await r.until(lambda: all(replica.is_synced for replica in r.router.fleet.replicas()))
         assert [replica.load.data_parallel_size for replica in r.router.fleet.replicas()] == [2, 1]
         assert r.replica(0).load.max_num_seqs == 2 * r.replica(1).load.max_num_seqs
@@ -135,7 +142,7 @@ async def test_a_live_service_is_renamed_without_a_gap(engine: Server) -> None:
         return FleetDocument(services=(named,))
 
     prompt = "The harbor is old and the harbor is far away. " * 20
-    async with rig(document=fleet("old"), wait=False) as r:
+    async with rig(document=fleet("old"), wait=False, clock=StoppedClock()) as r:
         await r.until(lambda: all(replica.is_synced for replica in r.router.fleet.replicas()))
         assert (await r.chat(prompt, model="old", max_tokens=2)).json()["model"] == "old"
         r.discovery.set(fleet("org/New", "old"))

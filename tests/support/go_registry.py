@@ -19,6 +19,7 @@ from pathlib import Path
 import httpx
 
 from oci_artifacts import digest_of
+from prepared_files import prepared_files
 
 SOURCES = Path(__file__).parent / "oci_registry_server"
 BUILD_TIMEOUT = 600.0
@@ -32,12 +33,14 @@ def find_go() -> str | None:
 
 
 def built_registry(go: str) -> Path:
-    """Return the server's binary, built at the first call on a machine."""
+    """Return the server's binary, built at the first call on a machine.
+
+    `python -m go_registry` does so before tests begin.
+    """
     digest = hashlib.sha256(platform.machine().encode())
     for path in sorted(SOURCES.iterdir()):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "argosy" / "tests"
-    folder = base / f"oci-registry-{digest.hexdigest()[:12]}"
+    folder = prepared_files() / f"oci-registry-{digest.hexdigest()[:12]}"
     folder.mkdir(parents=True, exist_ok=True)
     binary = folder / "oci_registry_server"
     with open(folder / "lock", "w") as lock:
@@ -112,3 +115,8 @@ def running_go_registry(
                 registry.close()
         finally:
             process.terminate()
+
+
+if __name__ == "__main__":
+    command = find_go()
+    print("there is no Go: nothing is built" if command is None else built_registry(command))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from prepared_files import prepared_files
 from processes import answers, free_port, wait_until
 
 REQUIREMENTS = ("moto[s3]==5.2.5", "flask>=3", "flask-cors>=6")
@@ -23,11 +23,20 @@ INSTALL_TIMEOUT = 300.0
 START_TIMEOUT = 240.0
 
 
-def installed_moto() -> Path:
-    """Return the interpreter of the environment, made at the first call on a machine. Skips without a package index."""
+class CannotInstall(Exception):
+    """The package index is out of reach, or has no such packages."""
+
+
+def prepare() -> Path:
+    """Return the interpreter of the environment, made at the first call on a machine.
+
+    `python -m moto_server` does so before tests begin.
+
+    Raises:
+        CannotInstall: pip has failed.
+    """
     digest = hashlib.sha256(repr((REQUIREMENTS, sys.version)).encode()).hexdigest()[:12]
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "argosy" / "tests"
-    folder = base / f"moto-{digest}"
+    folder = prepared_files() / f"moto-{digest}"
     folder.mkdir(parents=True, exist_ok=True)
     python, done = folder / "venv" / "bin" / "python", folder / "done"
     with open(folder / "lock", "w") as lock:
@@ -43,16 +52,20 @@ def installed_moto() -> Path:
                 check=False,
             )
             if installed.returncode:
-                pytest.skip(f"moto cannot be installed: {installed.stderr[-300:]}")
+                raise CannotInstall(f"moto cannot be installed: {installed.stderr[-300:]}")
             done.touch()
     return python
 
 
 @contextmanager
 def running_moto() -> Iterator[str]:
-    """Run the server, and return its address."""
+    """Run the server, and return its address. Skips where it cannot be installed."""
+    try:
+        python = prepare()
+    except CannotInstall as error:
+        pytest.skip(str(error))
     port = free_port()
-    command = [str(installed_moto()), "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    command = [str(python), "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         url = f"http://127.0.0.1:{port}"
@@ -61,3 +74,7 @@ def running_moto() -> Iterator[str]:
     finally:
         process.kill()
         process.wait()
+
+
+if __name__ == "__main__":
+    print(prepare())

@@ -85,18 +85,20 @@ class ConnectionPool:
 
     async def _open(self, on_idle: Callable[[UpstreamConnection], None]) -> UpstreamConnection:
         loop = asyncio.get_running_loop()
-        timeout = asyncio.timeout(None)
-        deadline = Deadline(self._wheel, lambda: timeout.reschedule(0.0))
-        deadline.set(self._limits.connect_timeout_s)
         try:
-            async with timeout:
-                _, connection = await loop.create_connection(
-                    lambda: UpstreamConnection(self._limits, self._wheel, on_idle, self._on_closed),
-                    self.host,
-                    self.port,
-                    ssl=self._tls.context if self.is_tls else None,
-                    server_hostname=self._hostname if self.is_tls else None,
-                )
+            async with asyncio.timeout(None) as timeout:
+                deadline = Deadline(self._wheel, lambda: timeout.reschedule(0.0))
+                deadline.set(self._limits.connect_timeout_s)
+                try:
+                    _, connection = await loop.create_connection(
+                        lambda: UpstreamConnection(self._limits, self._wheel, on_idle, self._on_closed),
+                        self.host,
+                        self.port,
+                        ssl=self._tls.context if self.is_tls else None,
+                        server_hostname=self._hostname if self.is_tls else None,
+                    )
+                finally:
+                    deadline.end()
         except TimeoutError:
             raise ConnectFailed("connect deadline passed") from None
         except OSError as error:
@@ -104,8 +106,6 @@ class ConnectionPool:
             raise ConnectFailed(f"connect failed: {error.strerror or error}", refused=refused) from None
         except ValueError as error:  # an invalid host name (UnicodeError), for DNS or for TLS
             raise ConnectFailed(f"connect failed: {error}") from None
-        finally:
-            deadline.end()
         return connection
 
     def release(self, connection: UpstreamConnection) -> None:
