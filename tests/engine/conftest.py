@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,13 @@ ARCHITECTURES = {
     "qwen2-bias": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": False}),
     "llama": (LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": False, "num_key_value_heads": 4}),
 }
+
+
+@pytest.fixture(autouse=True, scope="session")
+def frozen_imports() -> None:
+    """Keep the objects of all imports out of garbage collections, which an engine makes whenever it sleeps."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

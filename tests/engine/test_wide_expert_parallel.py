@@ -25,6 +25,7 @@ from argosy_engine.frontend.outputs import CompletionOutput, GenerationOutput, R
 from argosy_engine.frontend.renderer import TokenizedPrompt
 from argosy_engine.messages.core_messages import EngineCoreOutputs, EngineCoreRequest
 from argosy_engine.sizing.kv_cache_sizing import check_model
+from engine_processes import worker_path
 from processes import children, cpu_share, has_grammar_server, is_alive, wait_until, workers
 from random_checkpoints import KINDS, make_checkpoint
 
@@ -280,7 +281,13 @@ def test_cores_of_several_workers(checkpoint: Path, expected: list[RequestOutput
         llm.close()
 
 
-def test_a_killed_core_ends_the_engine_with_its_reason(checkpoint: Path) -> None:
+@pytest.fixture
+def bare_workers() -> Iterator[None]:
+    with worker_path(is_bare=True):
+        yield
+
+
+def test_a_killed_core_ends_the_engine_with_its_reason(bare_workers: None, checkpoint: Path) -> None:
     async def kill() -> None:
         llm = await AsyncLLM.start(EngineArgs.of(model=str(checkpoint), **FLAGS, **WIDE))
         try:
@@ -301,11 +308,7 @@ def test_a_killed_core_ends_the_engine_with_its_reason(checkpoint: Path) -> None
     asyncio.run(kill())
 
 
-def test_a_core_that_cannot_start_ends_those_that_wait_for_it(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    support = str(ROOT / "tests" / "support")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((support, os.environ.get("PYTHONPATH", ""))))
+def test_a_core_that_cannot_start_ends_those_that_wait_for_it(bare_workers: None, checkpoint: Path) -> None:
     before = set(children(os.getpid()))
     with pytest.raises(ConfigError, match="not on this core"):
         LLM(str(checkpoint), **FLAGS, **WIDE, worker_cls="probe_worker.FailsOnOneCoreWorker")

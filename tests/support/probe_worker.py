@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,7 +96,8 @@ class FailsOnOneCoreWorker(Worker):
     def start(self) -> WorkerInfo:
         if self.data_rank == 1:
             raise ConfigError("not on this core")
-        return super().start()
+        threading.Event().wait()
+        raise AssertionError
 
 
 class FailsLateWorker(ProbeWorker):
