@@ -2,7 +2,9 @@
 also runs other tests misses shorter ones, and Triton's interpreter for the kernels.
 
 Triton decides when it decorates a function, its own library's (`tl.sum`) included: the variable must be set when triton
-is imported, which other libraries do. It is not left to subprocesses, where kernels are compiled.
+is imported, which other libraries do. It is not left to subprocesses, where kernels are compiled. The interpreter
+multiplies matrices by NumPy, whose threads would wait for one another longer than such small products take; their
+number, too, is read once.
 """
 
 from __future__ import annotations
@@ -13,14 +15,14 @@ import os
 from hypothesis import HealthCheck, settings
 
 if "ARGOSY_TEST_GPU" not in os.environ:
-    os.environ["TRITON_INTERPRET"] = "1"
+    os.environ["TRITON_INTERPRET"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
     try:
         import triton
     except ImportError:  # there is none for this platform; tests/gpu is left out
         pass
     else:
         triton.knobs.runtime.interpret = True
-    del os.environ["TRITON_INTERPRET"]
+    del os.environ["TRITON_INTERPRET"], os.environ["OPENBLAS_NUM_THREADS"]
 
 settings.register_profile("argosy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("argosy")
