@@ -6,7 +6,9 @@ for the kernels.
 same examples each time, so that a change is not red for what it did not touch; `--lanes full` draws new ones.
 
 Triton decides when it decorates a function, its own library's (`tl.sum`) included: the variable must be set when triton
-is imported, which other libraries do. It is not left to subprocesses, where kernels are compiled.
+is imported, which other libraries do. It is not left to subprocesses, where kernels are compiled. The interpreter
+multiplies matrices by NumPy, whose threads would wait for one another longer than such small products take; their
+number, too, is read once.
 """
 
 from __future__ import annotations
@@ -29,14 +31,14 @@ SECONDS = ROOT / ".ci" / "gate" / "seconds.json"
 """Files of tests that take long, and their seconds when they were last recorded."""
 
 if "ARGOSY_TEST_GPU" not in os.environ:
-    os.environ["TRITON_INTERPRET"] = "1"
+    os.environ["TRITON_INTERPRET"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
     try:
         import triton
     except ImportError:  # there is none for this platform; tests/gpu is left out
         pass
     else:
         triton.knobs.runtime.interpret = True
-    del os.environ["TRITON_INTERPRET"]
+    del os.environ["TRITON_INTERPRET"], os.environ["OPENBLAS_NUM_THREADS"]
 
 settings.register_profile("random", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("argosy", settings.get_profile("random"), derandomize=True)

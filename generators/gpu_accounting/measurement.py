@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from argosy_engine.attention.selector import load_backend
-from argosy_engine.checkpoint.weights import DummyWeights
+from argosy_engine.checkpoint.weights import DummyWeights, WeightPlan
 from argosy_engine.layers.layer_factory import LayerFactory
 from argosy_engine.layers.quantization import linear_method
 from argosy_engine.messages.scheduler_output import NewRequest, SchedulerOutput
@@ -221,13 +221,15 @@ def count_steps(
     """Count the steps of a published model."""
     raw, period = MODELS[model], PERIODS.get(model, 1)
     config = parse_config(raw, {}, {})
+    plan = plan_weights(config, torch.bfloat16)
     small, large = (AccountedRunner(raw, depth) for depth in (period, 2 * period))
-    return [_count(model, config, period, shape, small, large, params) for shape in shapes]
+    return [_count(model, config, plan, period, shape, small, large, params) for shape in shapes]
 
 
 def _count(
     model: str,
     config: ModelConfig,
+    plan: WeightPlan,
     period: int,
     shape: Shape,
     small: AccountedRunner,
@@ -260,14 +262,13 @@ def _count(
         copies_to_host=kinds["copy to host"],
         blocking_copies=kinds["blocking copy"],
         num_bytes=sum(each.num_bytes for each in few) + layer_bytes * (config.num_hidden_layers - period),
-        necessary_bytes=_necessary_bytes(config, shape),
+        necessary_bytes=_necessary_bytes(config, plan, shape),
     )
 
 
-def _necessary_bytes(config: ModelConfig, shape: Shape) -> int:
+def _necessary_bytes(config: ModelConfig, plan: WeightPlan, shape: Shape) -> int:
     """Return the bytes of weights (of the experts that tokens can choose), keys and values that a step moves."""
     tokens = shape.decodes + sum(shape.prompts)
-    plan = plan_weights(config, torch.bfloat16)
     experts = getattr(config, "num_experts", 0)
     hit = min(1.0, tokens * getattr(config, "num_experts_per_tok", 0) / experts) if experts else 0.0
     weights = 0.0

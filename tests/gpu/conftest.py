@@ -25,6 +25,7 @@ else:
     import triton
 
     from interpreted_calls import patch_once_per_launch
+    from interpreted_values import reuse_types
     from interpreter_arithmetic import compute_like_a_gpu
     from interpreter_bounds import check_bounds
 
@@ -33,4 +34,5 @@ else:
     )
     compute_like_a_gpu()
     patch_once_per_launch()
+    reuse_types()
     check_bounds()
