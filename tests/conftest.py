@@ -1,5 +1,5 @@
 """What all tests share: Hypothesis without limits of time and HTTP clients with a generous one, because a machine that
-also runs other tests misses shorter ones, and Triton's interpreter for the kernels.
+also runs other tests misses shorter ones, HTTP clients that are made quickly, and Triton's interpreter for the kernels.
 
 Triton decides when it decorates a function, its own library's (`tl.sum`) included: the variable must be set when triton
 is imported, which other libraries do. It is not left to subprocesses, where kernels are compiled.
@@ -7,8 +7,11 @@ is imported, which other libraries do. It is not left to subprocesses, where ker
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import os
+import ssl
+from pathlib import Path
 
 from hypothesis import HealthCheck, settings
 
@@ -36,5 +39,17 @@ try:
     import openai
 
     anthropic.DEFAULT_TIMEOUT.connect = openai.DEFAULT_TIMEOUT.connect = 60.0
+
+    # Each would read the certificates of all public authorities, which takes 35 ms. No test talks to their hosts.
+    context = ssl.create_default_context(cafile=Path(__file__).parent / "support" / "public_authority.pem")
+    for name in filter(importlib.util.find_spec, ("httpx", "httpx2")):  # of which the SDKs use one
+        library = importlib.import_module(name)
+        functions = [library.Client.__init__, library.AsyncClient.__init__, library.request, library.stream]
+        functions += [library.get, library.post, library.put, library.patch, library.delete, library.head]
+        for function in functions:
+            inspect.unwrap(function).__kwdefaults__["verify"] = context
+        for function in (library.HTTPTransport.__init__, library.AsyncHTTPTransport.__init__):
+            assert list(inspect.signature(function).parameters)[1] == "verify"
+            function.__defaults__ = (context, *function.__defaults__[1:])
 except ImportError:  # a machine with what the GPU's tests need alone
     pass
