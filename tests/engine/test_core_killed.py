@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from argosy_engine import LLM, EngineArgs, LLMEngine, SamplingParams
+from argosy_engine import LLM, EngineArgs, SamplingParams
 from argosy_engine.core.proc.async_core_client import AsyncMPClient
 from argosy_engine.core.proc.core_client import SyncMPClient
 from argosy_engine.errors import EngineDead, UtilityFailed
@@ -28,58 +28,34 @@ FOREVER = SamplingParams(max_tokens=4000, ignore_eos=True)
 pytestmark = pytest.mark.timeout(300)
 
 
-def test_every_call_of_an_engine_fails_after_its_core_was_killed() -> None:
-    engine = LLMEngine.from_engine_args(
-        EngineArgs.of(**ARGS, distributed_executor_backend="mp"), multiprocess=True
-    )
+def test_every_call_fails_after_the_core_was_killed_under_generate(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(**ARGS, distributed_executor_backend="mp", multiprocess=True)
     try:
-        assert isinstance(engine.client, SyncMPClient)
-        core = engine.client.pid
+        assert isinstance(llm.client, SyncMPClient)
+        engine, core, step = llm.engine, llm.client.pid, llm.client.step
         (worker,) = workers(core)
         engine.add_request("a", "Once upon a time", FOREVER)
         engine.step()
-        os.kill(core, signal.SIGKILL)
-        with pytest.raises(EngineDead, match="killed by SIGKILL"):
-            _step_for_ever(engine)
-        _check_calls_fail(engine)
-        engine.abort_request("a")
-        assert not engine.has_unfinished_requests()
-        wait_until(lambda: not is_alive(worker), "the worker to end")
-    finally:
-        engine.close()
-
-
-def test_generate_fails_when_the_core_is_killed_under_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = LLM(**ARGS, multiprocess=True)
-    try:
-        assert isinstance(llm.client, SyncMPClient)
-        core, step = llm.client.pid, llm.client.step
 
         def step_and_kill() -> Any:
             outputs = step()
             os.kill(core, signal.SIGKILL)
             return outputs
 
-        assert not workers(core)
         monkeypatch.setattr(llm.client, "step", step_and_kill)
-        with pytest.raises(EngineDead):
+        with pytest.raises(EngineDead, match="killed by SIGKILL"):
             llm.generate(["The sea", "The land"], FOREVER, use_tqdm=False)
         with pytest.raises(EngineDead):
             llm.embed("The sea")
-        _check_calls_fail(llm.engine)
+        for call in (engine.step, lambda: engine.add_request("b", "The sea"), engine.reset_prefix_cache):
+            with pytest.raises(EngineDead, match="killed by SIGKILL"):
+                call()
+        assert engine.has_unfinished_requests()
+        engine.abort_request("a")
+        assert not engine.has_unfinished_requests()
+        wait_until(lambda: not is_alive(worker), "the worker to end")
     finally:
         llm.close()
-
-
-def _check_calls_fail(engine: LLMEngine) -> None:
-    for call in (lambda: engine.add_request("b", "The sea"), engine.reset_prefix_cache):
-        with pytest.raises(EngineDead, match="killed by SIGKILL"):
-            call()
-
-
-def _step_for_ever(engine: LLMEngine) -> None:
-    while True:
-        engine.step()
 
 
 async def test_every_call_of_an_asynchronous_client_fails_after_the_core_was_killed() -> None:
