@@ -1,6 +1,6 @@
 """What all tests share: the lanes by which a run is chosen (.ci/gate), Hypothesis without limits of time and HTTP
-clients with a generous one, because a machine that also runs other tests misses shorter ones, and Triton's interpreter
-for the kernels.
+clients with a generous one, because a machine that also runs other tests misses shorter ones, and which are made
+quickly, and Triton's interpreter for the kernels.
 
 `--lanes` names what runs, as `make test` does; without it everything that the arguments name runs. Hypothesis draws the
 same examples each time, so that a change is not red for what it did not touch; `--lanes full` draws new ones.
@@ -13,9 +13,11 @@ number, too, is read once.
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import json
 import os
+import ssl
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,6 +57,18 @@ try:
     import openai
 
     anthropic.DEFAULT_TIMEOUT.connect = openai.DEFAULT_TIMEOUT.connect = 60.0
+
+    # Each would read the certificates of all public authorities, which takes 35 ms. No test talks to their hosts.
+    context = ssl.create_default_context(cafile=Path(__file__).parent / "support" / "public_authority.pem")
+    for name in filter(importlib.util.find_spec, ("httpx", "httpx2")):  # of which the SDKs use one
+        library = importlib.import_module(name)
+        functions = [library.Client.__init__, library.AsyncClient.__init__, library.request, library.stream]
+        functions += [library.get, library.post, library.put, library.patch, library.delete, library.head]
+        for function in functions:
+            inspect.unwrap(function).__kwdefaults__["verify"] = context
+        for function in (library.HTTPTransport.__init__, library.AsyncHTTPTransport.__init__):
+            assert list(inspect.signature(function).parameters)[1] == "verify"
+            function.__defaults__ = (context, *function.__defaults__[1:])
 except ImportError:  # a machine with what the GPU's tests need alone
     pass
 

@@ -1,8 +1,9 @@
-"""Checkpoints and engines that several engine tests share."""
+"""Checkpoints, engines and a server that several engine tests share."""
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,11 @@ from transformers import (
 from argosy_engine.checkpoint.model_path import resolve_model
 from argosy_engine.frontend.chat_template import ChatTemplate
 from argosy_engine.frontend.tokenizer import Tokenizer
+from argosy_engine.structured import compile_queue
+from processes import Server, free_port, running
+from served_engine import SHARED, SHARED_ENV
+
+compile_queue.PATIENCE = 5.0  # the machine also runs other tests
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 512,
@@ -80,3 +86,11 @@ def template() -> ChatTemplate:
     loaded = ChatTemplate.load(resolve_model("builtin://tiny"))
     assert loaded is not None
     return loaded
+
+
+@pytest.fixture(scope="session")
+def tiny_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The model that ships, served for tests that only send requests; see `served_engine`."""
+    port, log = free_port(), tmp_path_factory.mktemp("serve") / "log"
+    with running([*SHARED, "--port", str(port)], log, port=port, env=SHARED_ENV) as up:
+        yield up

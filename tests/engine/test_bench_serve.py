@@ -15,9 +15,9 @@ from argosy_engine.benchmarks import endpoint_check
 from argosy_engine.benchmarks.bench_serve import main
 from loopback_certificate import issue_certificate
 from mock_openai import Document, Events, MockOpenAI, Question, completion_events
-from processes import free_port, running
+from processes import Server
 from scripted_http import Asked, Reply, ScriptedHttp
-from served_engine import SERVE_TINY
+from served_engine import KEY
 
 SHORT = ["--skip-tokenizer-init", "--random-input-len", "4", "--random-output-len", "3", "--disable-tqdm"]
 SUMMARIES = {
@@ -431,21 +431,22 @@ def test_a_server_that_is_loading_is_waited_for(monkeypatch: pytest.MonkeyPatch)
         assert server.paths().count("/v1/models") == 4
 
 
-def test_a_small_engine_is_measured(tmp_path: Path) -> None:
-    port = free_port()
-    with running([*SERVE_TINY, "--port", str(port)], tmp_path / "log", port=port):
-        flags = ["--port", str(port), "--tokenizer", "builtin://tiny", "--disable-tqdm", "--num-prompts", "6"]
-        saves = ["--save-result", "--save-detailed", "--result-filename", str(tmp_path / "r.json")]
-        for backend in ("argosy", "openai-chat"):
-            lengths = ["--input-len", "20", "--output-len", "5", "--backend", backend]
-            assert main([*flags, *lengths, *saves, "--max-concurrency", "3"]) == 0
-            result = json.loads((tmp_path / "r.json").read_text())
-            assert (result["completed"], result["failed"]) == (6, 0)
-            assert result["total_output_tokens"] == 30
-            assert result["output_lens"] == [5] * 6
-            assert all(
-                0 < ttft <= latency
-                for ttft, latency in zip(result["ttfts"], result["latencies"], strict=True)
-            )
-            if backend == "argosy":
-                assert all(abs(length - 20) <= 1 for length in result["input_lens"])
+def test_a_small_engine_is_measured(
+    tmp_path: Path, tiny_server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    flags = ["--port", str(tiny_server.port), "--tokenizer", "builtin://tiny", "--disable-tqdm"]
+    flags += ["--num-prompts", "6"]
+    saves = ["--save-result", "--save-detailed", "--result-filename", str(tmp_path / "r.json")]
+    for backend in ("argosy", "openai-chat"):
+        lengths = ["--input-len", "20", "--output-len", "5", "--backend", backend]
+        assert main([*flags, *lengths, *saves, "--max-concurrency", "3"]) == 0
+        result = json.loads((tmp_path / "r.json").read_text())
+        assert (result["completed"], result["failed"]) == (6, 0)
+        assert result["total_output_tokens"] == 30
+        assert result["output_lens"] == [5] * 6
+        assert all(
+            0 < ttft <= latency for ttft, latency in zip(result["ttfts"], result["latencies"], strict=True)
+        )
+        if backend == "argosy":
+            assert all(abs(length - 20) <= 1 for length in result["input_lens"])

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from argosy_engine import EngineArgs
@@ -23,11 +24,11 @@ from argosy_engine.structured.compile_queue import BackendUnavailable
 from argosy_engine.structured.grammar_client import GrammarClient
 from argosy_engine.structured.grammar_messages import GrammarServerArgs
 from argosy_engine.structured.structured_outputs_params import GrammarSpec
-from processes import Server, children, free_port, running, wait_until
+from processes import Server, children, wait_until
+from served_engine import AUTHORIZED, KEY
 
 ENDLESS = GrammarSpec("regex", "(a|aa|aaa)*" * 2000)
 """Takes minutes to compile."""
-SERVE = ["argosy_engine.api.serve", "builtin://tiny", "--threads", "1", "--dtype", "float32"]
 
 
 def begin_stream(server: Server) -> socket.socket:
@@ -38,31 +39,38 @@ def begin_stream(server: Server) -> socket.socket:
     client = socket.create_connection(("127.0.0.1", server.port), timeout=60)
     client.sendall(
         b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-        b"content-length: %d\r\n\r\n%b" % (len(body), body)
+        b"authorization: Bearer %b\r\ncontent-length: %d\r\n\r\n%b" % (KEY.encode(), len(body), body)
     )
     assert client.recv(1024).startswith(b"HTTP/1.1 200")
     return client
 
 
-def test_a_server_tells_stacks_and_ages_of_both_processes(tmp_path: Path) -> None:
-    port = free_port()
-    with running([*SERVE, "--port", str(port)], tmp_path / "log", port=port) as server:
-        log = tmp_path / "log"
-        with begin_stream(server):
-            server.process.send_signal(signal.SIGUSR1)
-            (core,) = children(server.process.pid)
-            for about in (
-                f"argosy engine API, process {server.process.pid}: state of the API: live=1",
-                "silent=", "last took",
-                "engine outputs:",  # its tasks
-                f"argosy engine EngineCore, process {core}: state of the engine core\n",
-                "loop: turned", "reader: unread=", "writer: unsent=", "step: began", "still=",
-            ):  # fmt: skip
-                wait_until(lambda about=about: about in log.read_text(), about)  # type: ignore[misc]
-        assert log.read_text().count("most recent call first") >= 2, "stacks of both processes"
-        os.kill(core, signal.SIGUSR1)
-        wait_until(lambda: log.read_text().count("state of the engine core") == 2, "another description")
-        begin_stream(server).close()
+def test_a_server_tells_stacks_and_ages_of_both_processes(tiny_server: Server) -> None:
+    before = len(tiny_server.log.read_text())
+
+    def log() -> str:
+        return tiny_server.log.read_text()[before:]
+
+    def is_idle() -> bool:
+        url = f"{tiny_server.url}/load"
+        return bool(httpx.get(url, headers=AUTHORIZED, timeout=60).json() == {"server_load": 0})
+
+    wait_until(is_idle, "the end of earlier requests")
+    (core,) = children(tiny_server.process.pid)
+    with begin_stream(tiny_server):
+        tiny_server.process.send_signal(signal.SIGUSR1)
+        for about in (
+            f"argosy engine API, process {tiny_server.process.pid}: state of the API: live=1",
+            "silent=", "last took",
+            "engine outputs:",  # its tasks
+            f"argosy engine EngineCore, process {core}: state of the engine core\n",
+            "loop: turned", "reader: unread=", "writer: unsent=", "step: began", "still=",
+        ):  # fmt: skip
+            wait_until(lambda about=about: about in log(), about)  # type: ignore[misc]
+    assert log().count("most recent call first") >= 2, "stacks of both processes"
+    os.kill(core, signal.SIGUSR1)
+    wait_until(lambda: log().count("state of the engine core") == 2, "another description")
+    begin_stream(tiny_server).close()
 
 
 HANGS = """

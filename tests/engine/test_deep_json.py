@@ -11,7 +11,8 @@ import httpx
 import pytest
 
 from argosy_protocol.json_limits import MAX_DEPTH
-from processes import Server, free_port, running
+from processes import Server
+from served_engine import AUTHORIZED
 
 LEVELS = (MAX_DEPTH + 1, 900, 100_000)
 USER = {"role": "user", "content": "Hi"}
@@ -76,19 +77,18 @@ def nested(levels: int, kind: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    log, port = tmp_path_factory.mktemp("deep") / "log", free_port()
-    command = ["argosy_engine.api.serve", "builtin://tiny", "--threads", "1", "--port", str(port)]
-    with running(command, log, port=port) as up:
-        yield up
-        text = log.read_text()
-        assert "Traceback" not in text
-        assert "failed with" not in text
+def server(tiny_server: Server) -> Iterator[Server]:
+    """The shared server, which logs no failure meanwhile."""
+    before = len(tiny_server.log.read_text())
+    yield tiny_server
+    text = tiny_server.log.read_text()[before:]
+    assert "Traceback" not in text
+    assert "failed with" not in text
 
 
 @pytest.fixture(scope="module")
 def client(server: Server) -> Iterator[httpx.Client]:
-    headers = {"content-type": "application/json"}
+    headers = {**AUTHORIZED, "content-type": "application/json"}
     with httpx.Client(base_url=server.url, headers=headers, timeout=60) as client:
         yield client
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from contextlib import ExitStack, contextmanager, suppress
 
 import httpx
 import pytest
 
+from argosy_engine.errors import ConfigError
+from argosy_engine.osproc.file_descriptors import MIN_FREE, require_free
+from forked_serves import serve_each
 from processes import Server, free_port, running, wait_until, with_descriptors
 
 pytestmark = pytest.mark.timeout(300)
@@ -23,7 +26,7 @@ FEW = 140
 QUESTION = {"model": "tiny", "prompt": "Once", "max_tokens": 3}
 
 
-@pytest.mark.parametrize("count", [16, 22, 26, 27, 28, 100])
+@pytest.mark.parametrize("count", [16, 100])
 def test_too_few_descriptors_are_reported_at_the_start(count: int) -> None:
     """libzmq would end the process with SIGABRT, now here, now there."""
     command = with_descriptors(count, [sys.executable, "-m", *SERVE, "--port", str(free_port())])
@@ -31,6 +34,43 @@ def test_too_few_descriptors_are_reported_at_the_start(count: int) -> None:
     assert done.returncode == 2, done.stderr
     assert "raise the limit (ulimit -n)" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_any_number_of_descriptors_that_is_too_small_is_reported() -> None:
+    counts = (16, 22, 26, 27, 28, 64, 100, 128)
+    command_line = [*SERVE[1:], "--port", str(free_port())]
+    outcomes = serve_each([command_line] * len(counts), counts)
+    wrong = {
+        count: outcome
+        for count, outcome in zip(counts, outcomes, strict=True)
+        if outcome.returncode != 2
+        or "raise the limit (ulimit -n)" not in outcome.stderr
+        or "Traceback" in outcome.stderr
+    }
+    assert not wrong
+
+
+@pytest.mark.parametrize("free", [MIN_FREE - 1, MIN_FREE])
+def test_as_many_descriptors_as_a_core_needs_are_enough(free: int) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = []
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (128 + len(os.listdir("/proc/self/fd")), limits[1]))
+        with suppress(OSError):
+            while True:
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+        for descriptor in taken[-free:]:
+            os.close(descriptor)
+        del taken[-free:]
+        if free < MIN_FREE:
+            with pytest.raises(ConfigError, match=f"needs {MIN_FREE} free .*, and {free} of"):
+                require_free()
+        else:
+            require_free()
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_a_program_that_has_few_left_gets_an_error_and_lives_on() -> None:
@@ -68,24 +108,26 @@ def is_listening(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def test_a_crowd_does_not_keep_an_engine_from_loading(tmp_path: Path) -> None:
-    port, log = free_port(), tmp_path / "log"
-    command = with_descriptors(FEW, [sys.executable, "-m", *SERVE, "--port", str(port)])
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-    try:
-        wait_until(lambda: is_listening(port) or process.poll() is not None, "the port", 120.0)
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """An engine that a crowd has connected to while it loaded."""
+    port, log = free_port(), tmp_path_factory.mktemp("few") / "log"
+    with running(
+        [*SERVE, "--port", str(port)], log, port=port, descriptors=FEW, is_ready=lambda: is_listening(port)
+    ) as up:
         with crowd(port, 300):
             wait_until(
-                lambda: b"listening on" in log.read_bytes() or process.poll() is not None,
+                lambda: b"listening on" in log.read_bytes() or up.process.poll() is not None,
                 "the model to load",
                 120.0,
             )
-        assert process.poll() is None, log.read_text()[-2000:]
-        wait_until(lambda: ask(port) == 200, "an answer")
-    finally:
-        process.terminate()
-        assert process.wait(30) == 0
+        assert up.process.poll() is None, log.read_text()[-2000:]
+        yield up
+        assert up.stop() == 0, log.read_text()[-2000:]
+
+
+def test_a_crowd_does_not_keep_an_engine_from_loading(server: Server) -> None:
+    wait_until(lambda: ask(server.port) == 200, "an answer")
 
 
 def ask(port: int) -> int:
@@ -93,14 +135,6 @@ def ask(port: int) -> int:
         return httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=QUESTION, timeout=60).status_code
     except httpx.TransportError:
         return 0
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    port = free_port()
-    with running([*SERVE, "--port", str(port)], tmp_path / "log", port=port, descriptors=FEW) as up:
-        yield up
-        assert up.process.poll() is None, up.log.read_text()[-2000:]
 
 
 def test_a_connection_too_many_gets_503_and_the_others_are_served(server: Server) -> None:

@@ -333,10 +333,21 @@ def test_a_grammar_whose_steps_take_too_long_is_refused() -> None:
         check_steps(grammar, backend.token_lengths(), lambda: clock(MAX_STEP_S * 1.01))
 
 
+class Impatient(GrammarClient):
+    """Once told so, replaces a process that does not fork within half a second, and is patient with the next one."""
+
+    def stop(self, pid: int) -> None:
+        stop(pid)
+        self.fork_timeout_s = 0.5
+
+    def replace(self, server: Any) -> None:
+        self.fork_timeout_s = 600.0
+        super().replace(server)
+
+
 @pytest.fixture
-def impatient() -> Iterator[GrammarClient]:
-    """Replaces a process that does not fork within two seconds."""
-    made = GrammarClient(ARGS, fork_timeout_s=2.0)
+def impatient() -> Iterator[Impatient]:
+    made = Impatient(ARGS)
     yield made
     made.close()
 
@@ -349,18 +360,18 @@ def stop(pid: int) -> None:
 
 
 def test_a_stopped_process_is_replaced_and_the_grammar_compiled_by_the_next(
-    impatient: GrammarClient,
+    impatient: Impatient,
 ) -> None:
     assert compiled(impatient, "regex", "f") is not None
     before = impatient.pid
     assert before is not None
-    stop(before)
+    impatient.stop(before)
     assert compiled(impatient, "regex", "g") is not None
     assert impatient.pid != before
     wait_for_end(before)
 
 
-def test_a_process_stopped_before_it_is_warm_is_replaced(impatient: GrammarClient) -> None:
+def test_a_process_stopped_before_it_is_warm_is_replaced() -> None:
     client = GrammarClient(ARGS, fork_timeout_s=0.5, warm_up_timeout_s=0.5)
     try:
         compilation = client.new_compilation()
@@ -375,12 +386,12 @@ def test_a_process_stopped_before_it_is_warm_is_replaced(impatient: GrammarClien
         client.close()
 
 
-def test_a_compilation_that_fell_with_its_process_is_begun_anew(impatient: GrammarClient) -> None:
+def test_a_compilation_that_fell_with_its_process_is_begun_anew(impatient: Impatient) -> None:
     compilation = impatient.new_compilation()
     running = begin(compilation)
     first, before = child_of(impatient), impatient.pid
     assert before is not None
-    stop(before)
+    impatient.stop(before)
     assert compiled(impatient, "regex", "h") is not None
     wait_for_end(first)
     assert impatient.pid != before

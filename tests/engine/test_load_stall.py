@@ -10,25 +10,26 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
 
 from argosy_engine import EngineArgs
-from argosy_engine.api.start_watch import StartWatch
+from argosy_engine.api.start_watch import GRACE_S, StartWatch
 from argosy_engine.checkpoint.model_path import resolve_model
 from argosy_engine.core.proc.core_client import SyncMPClient
 from argosy_engine.core.proc.load_watch import LoadWatch
 from argosy_engine.errors import LoadStalled
 from argosy_engine.executor.factory import make_executor
 from argosy_engine.messages.load_step import LoadStep
-from processes import children, free_port
+from processes import Server, children, free_port, wait_until
 
 pytestmark = pytest.mark.timeout(240)
 
-STALL_S = 20.0
-"""Longer than a core imports torch, on a busy machine as well: that is one phase."""
+STALL_S = 0.5
+PROGRAM = str(Path(__file__).parent.parent / "support" / "stalling_serve.py")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -84,11 +85,8 @@ def test_a_load_tells_its_phases_and_bytes(fields: dict[str, object]) -> None:
         assert [step.num_done for step in read] == sorted(step.num_done for step in read)
 
 
-@pytest.mark.parametrize("backend", ["uni", "mp"])
-def test_an_offline_engine_raises_and_leaves_no_process(
-    backend: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    before, began = set(children(os.getpid())), time.monotonic()
+def test_an_offline_engine_raises_and_leaves_no_process(capfd: pytest.CaptureFixture[str]) -> None:
+    before = set(children(os.getpid()))
     hangs_since: list[float] = []
 
     def note(step: LoadStep) -> None:
@@ -99,38 +97,14 @@ def test_an_offline_engine_raises_and_leaves_no_process(
         """Stand still until the worker hangs, however long the imports take."""
         return time.monotonic() - hangs_since[0] if hangs_since else 0.0
 
-    with pytest.raises(LoadStalled, match=r"no progress for 2 s \(probe, 40 %\)"):
+    with pytest.raises(LoadStalled, match=r"no progress for 0.5 s \(probe, 40 %\)"):
         SyncMPClient(
-            args(worker_cls="probe_worker.HangingWorker", distributed_executor_backend=backend),
-            watch=LoadWatch(2.0, note, clock),
+            args(worker_cls="probe_worker.HangingWorker", distributed_executor_backend="mp"),
+            watch=LoadWatch(STALL_S, note, clock),
         )
-    assert time.monotonic() - began > 2
+    assert time.monotonic() - hangs_since[0] >= STALL_S
     assert set(children(os.getpid())) <= before  # other tests' processes may end meanwhile
     assert "probe_worker.py" in capfd.readouterr().err  # the stacks
-
-
-def test_a_server_ends_if_its_tokenizer_cannot_be_read(tmp_path: Path) -> None:
-    """Its cores are ready by then, and its event loop hangs."""
-    model = tmp_path / "model"
-    shutil.copytree(resolve_model("builtin://tiny"), model, copy_function=shutil.copy)
-    (model / "tokenizer.json").unlink()
-    os.mkfifo(model / "tokenizer.json")  # of which nobody opens the other end
-    flags = ["--port", free_port(), "--device", "cpu", "--load-stall-timeout", STALL_S]
-    server = subprocess.Popen(
-        [sys.executable, "-P", "-m", "argosy", "serve", model, *map(str, flags)],
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        _, log = server.communicate(timeout=200)
-    finally:
-        server.kill()
-    assert server.returncode == 4
-    assert "most recent call first" in log  # the stacks
-    last = log.strip().splitlines()[-1]
-    assert last.startswith(
-        "argosy serve: the load of the model has stalled: no progress for 20 s (tokenizer)"
-    )
 
 
 def test_a_start_that_ends_in_time_is_left_alone() -> None:
@@ -139,31 +113,61 @@ def test_a_start_that_ends_in_time_is_left_alone() -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "start watch"]
 
 
-def test_a_server_ends_with_stacks_and_an_exit_code() -> None:
-    port = free_port()
-    flags = ["--port", port, "--device", "cpu", "--worker-cls", "probe_worker.HangingWorker"]
-    flags += ["--load-stall-timeout", STALL_S]
-    server = subprocess.Popen(
-        [sys.executable, "-P", "-m", "argosy", "serve", "builtin://tiny", *map(str, flags)],
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    statuses = set()
+@contextmanager
+def stalling(model: Path | str, phase: str, gate: Path, grace_s: float, *flags: str) -> Iterator[Server]:
+    """A server whose load counts as stalled `STALL_S` after the phase has begun and the gate exists."""
+    port, log = free_port(), gate.parent / "log"
+    command = [sys.executable, "-P", PROGRAM, phase, str(gate), str(grace_s), str(model), *flags]
+    command += ["--port", str(port), "--device", "cpu", "--load-stall-timeout", str(STALL_S)]
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stderr=output)
     try:
-        while server.returncode is None:
-            with contextlib.suppress(httpx.TransportError):
-                answer = httpx.get(f"http://127.0.0.1:{port}/ready", timeout=5)
-                assert answer.status_code == 503
-                statuses.add(str(answer.json()["status"]))
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                server.wait(0.5)
-        _, log = server.communicate()
+        yield Server(process, port, log)
     finally:
-        server.kill()
-    assert server.returncode == 4
-    assert any(status.startswith("loading the model: ") for status in statuses), statuses
+        process.kill()
+        process.wait()
+
+
+def test_a_server_ends_if_its_tokenizer_cannot_be_read(tmp_path: Path) -> None:
+    """Its cores are ready by then, and its event loop hangs."""
+    model = tmp_path / "model"
+    shutil.copytree(resolve_model("builtin://tiny"), model, copy_function=shutil.copy)
+    (model / "tokenizer.json").unlink()
+    os.mkfifo(model / "tokenizer.json")  # of which nobody opens the other end
+    gate = tmp_path / "gate"
+    gate.touch()
+    with stalling(model, "tokenizer", gate, 0.2) as server:
+        assert server.process.wait(200) == 4
+    log = server.log.read_text()
     assert "most recent call first" in log  # the stacks
     last = log.strip().splitlines()[-1]
-    # On a machine that takes that long to import torch, the phase is another one.
-    assert last.startswith("argosy serve: the load of the model has stalled: no progress for 20 s (")
+    assert last.startswith(
+        "argosy serve: the load of the model has stalled: no progress for 0.5 s (tokenizer)"
+    )
+
+
+def test_a_server_ends_with_stacks_and_an_exit_code(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    flags = ("--worker-cls", "probe_worker.HangingWorker")
+    statuses = set()
+
+    def has_begun() -> bool:
+        assert server.process.poll() is None, server.log.read_text()
+        with contextlib.suppress(httpx.TransportError):
+            answer = httpx.get(f"{server.url}/ready")
+            assert answer.status_code == 503
+            statuses.add(str(answer.json()["status"]))
+        return "loading the model: probe, 40 %" in statuses
+
+    with stalling("builtin://tiny", "probe", gate, GRACE_S, *flags) as server:
+        wait_until(has_begun, "the phase that hangs", 200.0)
+        gate.touch()
+        assert server.process.wait(200) == 4
+    log = server.log.read_text()
+    assert "most recent call first" in log  # the stacks
+    assert "probe_worker.py" in log
+    last = log.strip().splitlines()[-1]
+    assert last.startswith(
+        "argosy serve: the load of the model has stalled: no progress for 0.5 s (probe, 40 %)"
+    )
     assert "--load-stall-timeout" in last

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -46,14 +47,30 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def checkpoint(path: Path, kind: str, model: str | None = None, **fields: Any) -> torch.nn.Module:
-    """Write a random checkpoint, with the tiny model's tokenizer, and return transformers' model."""
-    of_kind = KINDS[kind]
-    reference = make_checkpoint(
-        Kind(of_kind.config, model or of_kind.model, {**of_kind.fields, "vocab_size": 1024, **fields}), path
-    )
-    (path / "tokenizer.json").write_bytes((TINY / "tokenizer.json").read_bytes())
-    return reference
+Checkpoint = Callable[..., torch.nn.Module]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """Writes a random checkpoint, with the tiny model's tokenizer, into a folder; returns transformers' model.
+
+    Each is made once and copied, because tests change their folders.
+    """
+    made: dict[str, tuple[Path, torch.nn.Module]] = {}
+
+    def make(path: Path, kind: str, model: str | None = None, **fields: Any) -> torch.nn.Module:
+        key = json.dumps([kind, model, fields])
+        if key not in made:
+            of_kind, folder = KINDS[kind], tmp_path_factory.mktemp(kind)
+            fields = {**of_kind.fields, "vocab_size": 1024, **fields}
+            reference = make_checkpoint(Kind(of_kind.config, model or of_kind.model, fields), folder)
+            shutil.copy(TINY / "tokenizer.json", folder)
+            made[key] = folder, reference
+        folder, reference = made[key]
+        shutil.copytree(folder, path, dirs_exist_ok=True)
+        return reference
+
+    return make
 
 
 def prompts() -> list[list[int]]:
@@ -77,23 +94,24 @@ def close_to(ours: list[float], theirs: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("kind", CLASSIFIERS)
-def test_labels_equal_transformers(kind: str, tmp_path: Path) -> None:
+def test_labels_equal_transformers(kind: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
     reference = checkpoint(tmp_path, kind, CLASSIFIERS[kind], num_labels=3)
     with closing(LLM(str(tmp_path), **EXACT)) as llm:
         assert llm.config.pooling is not None
         assert llm.config.pooling.labels == ("LABEL_0", "LABEL_1", "LABEL_2")
+        expected = [logits(reference, prompt) for prompt in prompts()]
         for _ in range(2):  # the second time from the prefix cache
             results = llm.classify(prompts(), use_tqdm=False)
-            for prompt, result in zip(prompts(), results, strict=True):
-                close_to(result.outputs.probs, logits(reference, prompt).softmax(dim=-1))
+            for row, result in zip(expected, results, strict=True):
+                close_to(result.outputs.probs, row.softmax(dim=-1))
         assert max(result.num_cached_tokens for result in results) >= 112
         raw = PoolingParams(use_activation=False)
-        for prompt, result in zip(prompts(), llm.classify(prompts(), raw, use_tqdm=False), strict=True):
-            close_to(result.outputs.probs, logits(reference, prompt))
+        for row, result in zip(expected, llm.classify(prompts(), raw, use_tqdm=False), strict=True):
+            close_to(result.outputs.probs, row)
         of_tokens = llm.encode(prompts(), PoolingParams(task="token_classify"), use_tqdm=False)
-        for prompt, result in zip(prompts(), of_tokens, strict=True):
+        for prompt, row, result in zip(prompts(), expected, of_tokens, strict=True):
             assert len(result.outputs.data) == len(prompt)
-            close_to(result.outputs.data[-1], logits(reference, prompt).softmax(dim=-1))
+            close_to(result.outputs.data[-1], row.softmax(dim=-1))
             close_to(result.outputs.data[0], logits(reference, prompt[:1]).softmax(dim=-1))
         with pytest.raises(InvalidRequest, match="does not generate"):
             llm.generate([[5, 6]], use_tqdm=False)
@@ -103,7 +121,7 @@ def test_labels_equal_transformers(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("limit", [64, 65])
-def test_a_prompt_may_fill_the_context(limit: int, tmp_path: Path) -> None:
+def test_a_prompt_may_fill_the_context(limit: int, checkpoint: Checkpoint, tmp_path: Path) -> None:
     reference = checkpoint(tmp_path, "llama", "LlamaForSequenceClassification", num_labels=1)
     flags = {**EXACT, "num_gpu_blocks_override": 1 + -(-limit // 16)}
     prompt = prompts()[-2][:limit]
@@ -137,7 +155,9 @@ def test_a_prompt_may_fill_the_context(limit: int, tmp_path: Path) -> None:
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
-def test_activations(in_config: dict[str, Any], flags: dict[str, Any], expected: Any, tmp_path: Path) -> None:
+def test_activations(
+    in_config: dict[str, Any], flags: dict[str, Any], expected: Any, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
     reference = checkpoint(tmp_path, "llama", "LlamaForSequenceClassification", num_labels=2)
     change(tmp_path, **in_config)
     with closing(LLM(str(tmp_path), **EXACT, pooler_config=flags or None)) as llm:
@@ -146,7 +166,9 @@ def test_activations(in_config: dict[str, Any], flags: dict[str, Any], expected:
 
 
 @pytest.mark.parametrize("kind", ["qwen3-yarn", "llama"], ids=["tied", "untied"])
-def test_answers_of_a_generating_reranker_are_weighed(kind: str, tmp_path: Path) -> None:
+def test_answers_of_a_generating_reranker_are_weighed(
+    kind: str, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
     """As of Qwen3-Reranker's original checkpoints: the share of "yes" among "yes" and "no"."""
     reference = checkpoint(tmp_path, kind)
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
@@ -169,7 +191,7 @@ def test_answers_of_a_generating_reranker_are_weighed(kind: str, tmp_path: Path)
             close_to([result.outputs.score], both[1:])
 
 
-def test_rows_of_the_output_head_as_labels(tmp_path: Path) -> None:
+def test_rows_of_the_output_head_as_labels(checkpoint: Checkpoint, tmp_path: Path) -> None:
     reference = checkpoint(tmp_path, "llama")
     tokens = ["a", "an", "no"]
     ids = [Tokenizer.from_file(str(tmp_path / "tokenizer.json")).token_to_id(token) for token in tokens]
@@ -206,7 +228,9 @@ def sentence_transformers(path: Path, mode: str, *, normalizes: bool) -> None:
 @pytest.mark.parametrize(
     ("mode", "normalizes"), [("lasttoken", True), ("mean_tokens", False), ("cls_token", True)]
 )
-def test_modules_of_sentence_transformers(mode: str, normalizes: bool, tmp_path: Path) -> None:
+def test_modules_of_sentence_transformers(
+    mode: str, normalizes: bool, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
     reference = checkpoint(tmp_path, "qwen3-yarn")
     sentence_transformers(tmp_path, mode, normalizes=normalizes)
     with closing(LLM(str(tmp_path), **EXACT)) as llm, torch.inference_mode():
@@ -218,7 +242,7 @@ def test_modules_of_sentence_transformers(mode: str, normalizes: bool, tmp_path:
             close_to(result.outputs.embedding, F.normalize(vector, dim=0) if normalizes else vector)
 
 
-def test_what_is_not_computed_is_refused(tmp_path: Path) -> None:
+def test_what_is_not_computed_is_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
     checkpoint(tmp_path, "llama")
     sentence_transformers(tmp_path, "max_tokens", normalizes=True)
     with pytest.raises(ConfigError, match="pooling_mode_max_tokens"):
@@ -243,7 +267,7 @@ def test_what_is_not_computed_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "opt-post-norm"])
-def test_base_models_have_no_head(kind: str, tmp_path: Path) -> None:
+def test_base_models_have_no_head(kind: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
     model = {"llama": "LlamaModel", "opt-post-norm": "OPTModel"}[kind]
     reference = checkpoint(tmp_path, kind, model)
     with closing(LLM(str(tmp_path), **EXACT)) as llm, torch.inference_mode():
@@ -254,7 +278,7 @@ def test_base_models_have_no_head(kind: str, tmp_path: Path) -> None:
         LLM(str(tmp_path), **EXACT, runner="generate")
 
 
-def test_a_classifier_can_embed(tmp_path: Path) -> None:
+def test_a_classifier_can_embed(checkpoint: Checkpoint, tmp_path: Path) -> None:
     reference = checkpoint(tmp_path, "llama", "LlamaForSequenceClassification")
     config = {"pooling_type": "MEAN", "use_activation": False, "dimensions": 8}
     flags = {"convert": "embed", "pooler_config": config, "hf_overrides": {"is_matryoshka": True}}
@@ -282,13 +306,15 @@ def test_a_classifier_can_embed(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_flags_that_cannot_work(flags: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_flags_that_cannot_work(
+    flags: dict[str, Any], message: str, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
     checkpoint(tmp_path, "llama", num_hidden_layers=1)
     with pytest.raises(ConfigError, match=message):
         LLM(str(tmp_path), **EXACT, **flags)
 
 
-def test_pairs_of_a_classifier_are_tokenised_as_pairs(tmp_path: Path) -> None:
+def test_pairs_of_a_classifier_are_tokenised_as_pairs(checkpoint: Checkpoint, tmp_path: Path) -> None:
     reference = checkpoint(tmp_path, "llama", "LlamaForSequenceClassification", num_labels=1)
     file = tmp_path / "tokenizer.json"
     tokenizer = Tokenizer.from_file(str(file))
@@ -319,7 +345,7 @@ def test_pairs_of_a_classifier_are_tokenised_as_pairs(tmp_path: Path) -> None:
             llm.score(["a", "b"], ["c", "d", "e"], use_tqdm=False)
 
 
-def test_scores_of_a_model_that_embeds_are_cosines(tmp_path: Path) -> None:
+def test_scores_of_a_model_that_embeds_are_cosines(checkpoint: Checkpoint, tmp_path: Path) -> None:
     checkpoint(tmp_path, "llama")
     with closing(LLM(str(tmp_path), **EXACT, runner="pooling")) as llm:
         texts = ["the red lantern", "in the harbor", "a river runs north"]

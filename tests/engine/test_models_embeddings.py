@@ -19,28 +19,15 @@ from argosy_engine import LLM
 from argosy_engine.params.pooling_params import PoolingParams
 from argosy_protocol.openai import ChatCompletionRequest
 from case_tables import wrong_answers
-from processes import Server, free_port, running
+from processes import Server
+from served_engine import AUTHORIZED, KEY
 
-KEY = "test-key"
 TEXTS = ["A red lantern in the harbor.", "Two", "The river runs north. " * 12]
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    port = free_port()
-    arguments = ["argosy_engine.api.serve", "builtin://tiny", "--served-model-name", "tiny", "--threads", "1"]
-    with running(
-        [*arguments, "--port", str(port), "--dtype", "float32", "--hf-overrides", '{"is_matryoshka": true}'],
-        tmp_path_factory.mktemp("serve") / "log",
-        port=port,
-        env={"ARGOSY_API_KEY": KEY},
-    ) as up:
-        yield up
-
-
 @pytest.fixture
-def post(server: Server) -> Iterator[Any]:
-    with httpx.Client(base_url=server.url, headers={"authorization": f"Bearer {KEY}"}, timeout=60) as http:
+def post(tiny_server: Server) -> Iterator[Any]:
+    with httpx.Client(base_url=tiny_server.url, headers=AUTHORIZED, timeout=60) as http:
         yield lambda **body: http.post("/v1/embeddings", json={"model": "tiny", **body})
 
 
@@ -59,8 +46,8 @@ def offline() -> Iterator[LLM]:
     llm.close()
 
 
-def test_the_sdk_gets_the_offline_vectors(server: Server, offline: LLM) -> None:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as sdk:
+def test_the_sdk_gets_the_offline_vectors(tiny_server: Server, offline: LLM) -> None:
+    with openai.OpenAI(base_url=f"{tiny_server.url}/v1", api_key=KEY, max_retries=0) as sdk:
         answer = sdk.embeddings.create(model="tiny", input=TEXTS)  # asks for base64
     expected = offline.embed(TEXTS, use_tqdm=False)
     assert [item.index for item in answer.data] == [0, 1, 2]
@@ -193,17 +180,17 @@ def test_the_newer_name_of_normalize(post: Any) -> None:
     ],
 )
 def test_what_a_generating_model_does_not_answer(
-    path: str, body: dict[str, Any], remedy: str, server: Server
+    path: str, body: dict[str, Any], remedy: str, tiny_server: Server
 ) -> None:
-    answer = httpx.post(f"{server.url}{path}", json=body, headers={"authorization": f"Bearer {KEY}"})
+    answer = httpx.post(f"{tiny_server.url}{path}", json=body, headers=AUTHORIZED)
     assert answer.status_code == 400
     assert remedy in answer.json()["error"]["message"]
 
 
-def test_embeddings_and_generations_run_side_by_side(server: Server, post: Any) -> None:
+def test_embeddings_and_generations_run_side_by_side(tiny_server: Server, post: Any) -> None:
     alone = post(input=TEXTS[2]).json()["data"][0]["embedding"]
     with (
-        openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as sdk,
+        openai.OpenAI(base_url=f"{tiny_server.url}/v1", api_key=KEY, max_retries=0) as sdk,
         ThreadPoolExecutor(8) as pool,
     ):
         texts = [
@@ -216,6 +203,6 @@ def test_embeddings_and_generations_run_side_by_side(server: Server, post: Any) 
             assert future.result().json()["data"][0]["embedding"] == pytest.approx(alone, abs=1e-4)
 
 
-def test_the_key_and_the_model_are_checked(server: Server, post: Any) -> None:
-    assert httpx.post(f"{server.url}/v1/embeddings", json={"input": "a"}).status_code == 401
+def test_the_key_and_the_model_are_checked(tiny_server: Server, post: Any) -> None:
+    assert httpx.post(f"{tiny_server.url}/v1/embeddings", json={"input": "a"}).status_code == 401
     assert post(input="a", model="other").status_code == 404

@@ -13,14 +13,12 @@ from openai.types.responses import FunctionToolParam, Response, ResponseFunction
 from pydantic import BaseModel
 
 from case_tables import wrong_answers
-from processes import Server, free_port, running, wait_until
+from processes import Server, wait_until
 from response_stream import final_response, parsed_events
-from served_engine import SERVE_TINY
+from served_engine import AUTHORIZED, KEY, MAX_MODEL_LEN, OTHER_KEY
 
 pytestmark = pytest.mark.timeout(300)
 
-KEY, OTHER_KEY = "test-key", "another-key"
-MAX_MODEL_LEN = 2048
 HELLO = "Hello! What can you do?"
 WEATHER: FunctionToolParam = {
     "type": "function",
@@ -37,26 +35,15 @@ WEATHER: FunctionToolParam = {
 FOREVER = {"input": "Count", "max_output_tokens": 1900, "temperature": 1, "ignore_eos": True}
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    port = free_port()
-    log = tmp_path_factory.mktemp("serve") / "log"
-    arguments = [*SERVE_TINY, "--dtype", "float32", "--served-model-name", "tiny"]
-    arguments += ["--max-model-len", str(MAX_MODEL_LEN)]
-    env = {"ARGOSY_API_KEY": f"{KEY},{OTHER_KEY}"}
-    with running([*arguments, "--port", str(port)], log, port=port, env=env) as up:
-        yield up
-
-
 @pytest.fixture
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as sdk:
+def client(tiny_server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{tiny_server.url}/v1", api_key=KEY, max_retries=0) as sdk:
         yield sdk
 
 
 @pytest.fixture
-def http(server: Server) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, headers={"authorization": f"Bearer {KEY}"}, timeout=60) as plain:
+def http(tiny_server: Server) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=tiny_server.url, headers=AUTHORIZED, timeout=60) as plain:
         yield plain
 
 
@@ -194,10 +181,10 @@ def test_a_conversation_continues_from_a_stored_response(client: openai.OpenAI) 
     assert newest.content[0].text == "And what else?"  # type: ignore[union-attr, index]
 
 
-def test_a_stored_response_is_retrieved_and_deleted(client: openai.OpenAI, server: Server) -> None:
+def test_a_stored_response_is_retrieved_and_deleted(client: openai.OpenAI, tiny_server: Server) -> None:
     answer = client.responses.create(model="tiny", input=HELLO, max_output_tokens=3)
     assert client.responses.retrieve(answer.id).to_dict() == answer.to_dict()
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=OTHER_KEY, max_retries=0) as other:
+    with openai.OpenAI(base_url=f"{tiny_server.url}/v1", api_key=OTHER_KEY, max_retries=0) as other:
         for use in (other.responses.retrieve, other.responses.delete, other.responses.cancel):
             with pytest.raises(openai.NotFoundError) as missing:
                 use(answer.id)
@@ -207,10 +194,10 @@ def test_a_stored_response_is_retrieved_and_deleted(client: openai.OpenAI, serve
         with pytest.raises(openai.NotFoundError):
             other.responses.input_items.list(answer.id)
     with httpx.Client(
-        base_url=server.url, headers={"x-api-key": KEY}
+        base_url=tiny_server.url, headers={"x-api-key": KEY}
     ) as same:  # as Anthropic's clients send it
         assert same.get(f"/v1/responses/{answer.id}").json()["id"] == answer.id
-    with httpx.Client(base_url=server.url, headers={"authorization": f"bearer  {KEY}"}) as same:
+    with httpx.Client(base_url=tiny_server.url, headers={"authorization": f"bearer  {KEY}"}) as same:
         assert same.get(f"/v1/responses/{answer.id}").json()["id"] == answer.id
     client.responses.delete(answer.id)
     with pytest.raises(openai.NotFoundError):

@@ -12,33 +12,23 @@ import openai
 import pytest
 
 from argosy_protocol.headers import IN_COMMENTS, RESUME
-from processes import Server, free_port, running
+from processes import Server
+from served_engine import AUTHORIZED, KEY
 from within_rounding import ROUNDING, within_rounding
 
 MESSAGES: Any = [{"role": "user", "content": "Tell me about the sea."}]
 PROMPT = "Tell me about the red lantern and the sea, and then of the harbor."
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    port = free_port()
-    arguments = [
-        "argosy_engine.api.serve", "builtin://tiny", "--served-model-name", "tiny", "--threads", "1",
-        "--dtype", "float32", "--port", str(port),
-    ]  # fmt: skip
-    with running(arguments, tmp_path_factory.mktemp("serve") / "log", port=port) as up:
-        yield up
-
-
 @pytest.fixture
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as sdk:
+def client(tiny_server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{tiny_server.url}/v1", api_key=KEY, max_retries=0) as sdk:
         yield sdk
 
 
 @pytest.fixture
-def http(server: Server) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=60) as plain:
+def http(tiny_server: Server) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=tiny_server.url, headers=AUTHORIZED, timeout=60) as plain:
         yield plain
 
 

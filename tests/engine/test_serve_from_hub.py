@@ -5,19 +5,18 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
+from forked_serves import serve_each
 from hub_faults import Fault, Hold
 from hub_repositories import Content, files_under
 from hub_server import HubServer
 from named_sources import TINY
-from processes import answers, free_port, running, wait_until
+from processes import Server, answers, free_port, running, wait_until
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -45,30 +44,29 @@ def with_config(**changes: object) -> dict[str, Content]:
     return {**files_under(TINY), "config.json": json.dumps({**config, **changes}).encode()}
 
 
-def test_a_second_start_asks_nobody(hub: HubServer, tmp_path: Path) -> None:
-    env = environment(hub, tmp_path)
-    for is_first in (True, False):
-        hub.forget_requests()
-        port = free_port()
-        with running([*SERVE, "--port", str(port)], tmp_path / "log", port=port, env=env) as server:
-            names = [model["id"] for model in httpx.get(f"{server.url}/v1/models").json()["data"]]
-            body = {"model": "acme/tiny", "prompt": "Once", "max_tokens": 4}
-            answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
-            assert server.stop() == 0
-        assert names == ["acme/tiny"]
-        assert answer.status_code == 200
-        assert bool(hub.requests()) == is_first
-        log = (tmp_path / "log").read_text()
-        name = f"hf://acme/tiny?endpoint={hub.endpoint}"
-        assert f"{name}: revision {hub.repositories['acme/tiny'].refs['main']}" in log
+def check_answers(server: Server) -> None:
+    assert [model["id"] for model in httpx.get(f"{server.url}/v1/models").json()["data"]] == ["acme/tiny"]
+    body = {"model": "acme/tiny", "prompt": "Once", "max_tokens": 4}
+    assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).status_code == 200
 
 
-def test_the_server_answers_while_the_model_is_fetched(hub: HubServer, tmp_path: Path) -> None:
+def test_a_model_is_fetched_across_starts_and_the_next_one_asks_nobody(
+    hub: HubServer, tmp_path: Path
+) -> None:
+    port, env, log = free_port(), environment(hub, tmp_path), tmp_path / "log"
+    arguments = [*SERVE, "--port", str(port)]
+
+    for number, code in ((signal.SIGTERM, 0), (signal.SIGINT, 130)):  # each ends a fetch
+        hold = Hold(after_bytes=1_000_000)
+        hub.faults.add("content", Fault(hold=hold), path="model.safetensors")
+        with running(arguments, log, port=port, env=env, ready_path="/health") as server:
+            assert hold.reached.wait(60.0)
+            assert server.stop(number) == code
+        hold.release.set()
+
     hold = Hold(after_bytes=1000)
     hub.faults.add("content", Fault(hold=hold), path="model.safetensors")
-    port = free_port()
-    arguments, env = [*SERVE, "--port", str(port)], environment(hub, tmp_path)
-    with running(arguments, tmp_path / "log", port=port, env=env, ready_path="/health") as server:
+    with running(arguments, log, port=port, env=env, ready_path="/health") as server:
         assert hold.reached.wait(60.0)
         ready = httpx.get(f"{server.url}/ready")
         assert ready.status_code == 503
@@ -77,43 +75,36 @@ def test_the_server_answers_while_the_model_is_fetched(hub: HubServer, tmp_path:
         assert refused.status_code == 503
         hold.release.set()
         wait_until(lambda: answers(f"{server.url}/ready"), "the model", 100.0)
+        check_answers(server)
+        # Once the model is loaded, either signal is a stop that was asked for.
+        assert server.stop(signal.SIGTERM) == 0
+    name = f"hf://acme/tiny?endpoint={hub.endpoint}"
+    told = f"{name}: revision {hub.repositories['acme/tiny'].refs['main']}"
+    assert told in log.read_text()
+
+    assert hub.requests()
+    hub.forget_requests()
+    with running(arguments, log, port=port, env=env) as server:
+        check_answers(server)
+        assert server.stop(signal.SIGINT) == 0
+    assert hub.requests() == []
+    assert told in log.read_text()
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
-def test_a_signal_ends_a_fetch_and_the_next_start_serves(
-    number: signal.Signals, code: int, hub: HubServer, tmp_path: Path
-) -> None:
-    hold = Hold(after_bytes=3_000_000)
-    hub.faults.add("content", Fault(hold=hold), path="model.safetensors")
-    port, env = free_port(), environment(hub, tmp_path)
-    arguments = [*SERVE, "--port", str(port)]
-    with running(arguments, tmp_path / "log", port=port, env=env, ready_path="/health") as server:
-        assert hold.reached.wait(60.0)
-        assert server.stop(number) == code
-    hold.release.set()
-    with running(arguments, tmp_path / "log", port=port, env=env) as server:
-        assert server.stop(number) == 0  # once the model is loaded, either is a stop that was asked for
-
-
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        ("acme/bert", "hf://acme/bert: config.json: architecture BertModel is not supported; there is: "),
-        ("acme/missing", "acme/missing"),
-        ("hf://acme/tiny@no-such-branch", "no-such-branch"),
-    ],
-)
-def test_a_model_that_cannot_be_served_is_one_line_and_exit_code_2(
-    model: str, message: str, hub: HubServer, tmp_path: Path
-) -> None:
+def test_a_model_that_cannot_be_served_is_one_line_and_exit_code_2(hub: HubServer, tmp_path: Path) -> None:
     hub.add_model("acme/bert", with_config(architectures=["BertModel"]))
-    command = [sys.executable, "-m", *SERVE, "--port", str(free_port())]
-    command[command.index("acme/tiny")] = model
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=100, env=environment(hub, tmp_path)
-    )
-    assert done.returncode == 2, done.stderr
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("argosy serve: ")]
-    assert message in line
-    assert "Traceback" not in done.stderr
+    messages = {
+        "acme/bert": "hf://acme/bert: config.json: architecture BertModel is not supported; there is: ",
+        "acme/missing": "acme/missing",
+        "hf://acme/tiny@no-such-branch": "no-such-branch",
+    }
+    flags = [*SERVE[2:], "--port", str(free_port())]
+    outcomes = serve_each([[model, *flags] for model in messages], env=environment(hub, tmp_path))
+    wrong = {}
+    for (model, message), outcome in zip(messages.items(), outcomes, strict=True):
+        lines = [line for line in outcome.stderr.splitlines() if line.startswith("argosy serve: ")]
+        is_refused = outcome.returncode == 2 and len(lines) == 1 and message in lines[0]
+        if not is_refused or "Traceback" in outcome.stderr:
+            wrong[model] = outcome
+    assert not wrong
     assert hub.requests("content", "model.safetensors") == []

@@ -7,9 +7,8 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import quote
 
@@ -24,43 +23,25 @@ from argosy_protocol.headers import (
     TELEMETRY_PATH,
 )
 from argosy_protocol.telemetry import FrameReader, Hello, Load, Snapshot, Stored, unpack_u32
-from processes import Server, answers, free_port, is_alive, running, wait_until
+from forked_serves import serve_each
+from processes import Server, answers, children, free_port, running, wait_until
+from served_engine import AUTHORIZED, KEY, SERVE_TINY
 
 pytestmark = pytest.mark.timeout(300)
 
-KEY = "test-key"
-ARGUMENTS = [
-    "argosy_engine.api.serve",
-    "builtin://tiny",
-    "--served-model-name",
-    "tiny",
-    "alias",
-    "--threads",
-    "1",
-]
 RESUME = {"created": 1, "choices": [{"token_ids": [5]}]}
 FOREVER = {"model": "tiny", "prompt": "Once", "max_tokens": 4000, "ignore_eos": True, "temperature": 0}
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    port = free_port()
-    log = tmp_path_factory.mktemp("serve") / "log"
-    with running(
-        [*ARGUMENTS, "--port", str(port), "--dtype", "float32"], log, port=port, env={"ARGOSY_API_KEY": KEY}
-    ) as up:
-        yield up
-
-
 @pytest.fixture
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as sdk:
+def client(tiny_server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{tiny_server.url}/v1", api_key=KEY, max_retries=0) as sdk:
         yield sdk
 
 
 @pytest.fixture
-def http(server: Server) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, headers={"authorization": f"Bearer {KEY}"}, timeout=60) as plain:
+def http(tiny_server: Server) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=tiny_server.url, headers=AUTHORIZED, timeout=60) as plain:
         yield plain
 
 
@@ -151,7 +132,7 @@ def test_a_seeded_stream_equals_a_seeded_answer_under_load(client: openai.OpenAI
         return "".join(c.choices[0].text for c in answer) if stream else answer.choices[0].text
 
     alone = ask(False)
-    with httpx.Client(headers={"authorization": f"Bearer {KEY}"}, timeout=60) as other:
+    with httpx.Client(headers=AUTHORIZED, timeout=60) as other:
         url = str(client.base_url) + "completions"
         with other.stream("POST", url, json={**FOREVER, "stream": True}) as busy:
             assert busy.status_code == 200
@@ -357,27 +338,29 @@ def test_bad_requests_cost_nothing(http: httpx.Client) -> None:
     )
 
 
-def test_everything_but_the_public_paths_needs_the_key(server: Server) -> None:
+def test_everything_but_the_public_paths_needs_the_key(tiny_server: Server) -> None:
     for path in ("/health", "/ready", "/version", "/metrics"):
-        assert httpx.get(server.url + path).status_code == 200
+        assert httpx.get(tiny_server.url + path).status_code == 200
     for method, path in (
         ("GET", "/v1/models"), ("POST", "/v1/completions"), ("GET", TELEMETRY_PATH), ("GET", "/load"), ("GET", "/docs"),
         ("GET", "/openapi.json"), ("GET", "//v1/models"), ("GET", "/health/../v1/models"), ("OPTIONS", "/v1/models"),
     ):  # fmt: skip
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": f"Basic {KEY}"}):
-            response = httpx.request(method, server.url + path, headers=headers)
+            response = httpx.request(method, tiny_server.url + path, headers=headers)
             assert response.status_code == 401, path
             assert response.json()["error"]["code"] == "invalid_api_key"
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_aborts_its_request(server: Server, http: httpx.Client, stream: bool) -> None:
+def test_a_client_that_leaves_aborts_its_request(
+    tiny_server: Server, http: httpx.Client, stream: bool
+) -> None:
     body = json.dumps({**FOREVER, "stream": stream}).encode()
     head = (
         f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\n"
         f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
     )
-    with socket.create_connection(("127.0.0.1", server.port)) as raw:
+    with socket.create_connection(("127.0.0.1", tiny_server.port)) as raw:
         raw.sendall(head.encode() + body)
         wait_until(lambda: metric(http, "num_requests_running") == 1, "the request to run")
     wait_until(lambda: metric(http, "num_requests_running") == 0, "the abort to reach the core")
@@ -394,7 +377,7 @@ def test_telemetry_tells_hello_snapshot_and_what_is_stored(http: httpx.Client) -
             frames += list(reader.feed(data))
             if any(isinstance(frame, Load) for frame in frames) and not asked:
                 asked = True
-                prompt = "Tell me of the sea and of ships. " * 30
+                prompt = "Sing of lighthouses and of gulls. " * 30
                 answer = httpx.post(
                     str(response.url.copy_with(path="/v1/completions")),
                     json={"model": "tiny", "prompt": prompt, "max_tokens": 1},
@@ -467,8 +450,8 @@ def test_an_answer_reports_the_load_to_a_balancer_that_asks(http: httpx.Client, 
     assert load("BIN") is None
 
 
-def test_the_start_up_table_accounts_for_the_time(server: Server) -> None:
-    log = server.log.read_text()
+def test_the_start_up_table_accounts_for_the_time(tiny_server: Server) -> None:
+    log = tiny_server.log.read_text()
     for phase in ("import torch", "weights", "kv cache", "ready"):
         assert re.search(rf"^  {phase}\s+[\d.]+ s$", log, re.MULTILINE), phase
 
@@ -476,77 +459,68 @@ def test_the_start_up_table_accounts_for_the_time(server: Server) -> None:
 # Processes of their own, because these tests end them.
 
 
-def start(tmp_path: Path, *extra: str) -> tuple[list[str], Path, int]:
+@contextmanager
+def serving(tmp_path: Path) -> Iterator[Server]:
     port = free_port()
-    return [*ARGUMENTS, "--port", str(port), *extra], tmp_path / "log", port
+    arguments = [*SERVE_TINY, "--served-model-name", "tiny", "--port", str(port)]
+    with running(arguments, tmp_path / "log", port=port) as server:
+        yield server
 
 
-def test_sigterm_finishes_running_requests(tmp_path: Path) -> None:
-    arguments, log, port = start(tmp_path)
-    with running(arguments, log, port=port) as server, httpx.Client(timeout=60) as http:
-        body = {**FOREVER, "max_tokens": 300, "stream": True}
-        with http.stream("POST", f"{server.url}/v1/completions", json=body) as response:
-            lines = response.iter_lines()
-            next(lines)
-            server.process.send_signal(signal.SIGTERM)
-            wait_until(lambda: not answers(server.url + "/ready"), "not ready any more")
-            rest = [line for line in lines if line.startswith("data: ")]
-        assert rest[-1] == "data: [DONE]"
-        assert json.loads(rest[-2][6:])["choices"][0]["finish_reason"] == "length"
+@contextmanager
+def streaming(server: Server, **fields: object) -> Iterator[Iterator[str]]:
+    """The lines of an answer that has begun."""
+    body = {**FOREVER, "stream": True, **fields}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
+        lines = response.iter_lines()
+        next(lines)
+        yield lines
+
+
+def events(lines: Iterator[str]) -> list[str]:
+    return [line for line in lines if line.startswith("data: ")]
+
+
+def test_sigterm_finishes_running_requests_and_a_second_one_aborts_them(tmp_path: Path) -> None:
+    with (
+        serving(tmp_path) as server,
+        streaming(server) as forever,
+        streaming(server, max_tokens=300) as short,
+    ):
+        server.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: not answers(server.url + "/ready"), "not ready any more")
+        finished = events(short)
+        server.process.send_signal(signal.SIGTERM)
+        aborted = events(forever)
         assert server.process.wait(30) == 0
-
-
-def test_requests_that_outlive_the_drain_end_with_an_error(tmp_path: Path) -> None:
-    arguments, log, port = start(tmp_path, "--shutdown-timeout", "0.2")
-    with running(arguments, log, port=port) as server, httpx.Client(timeout=60) as http:
-        with http.stream(
-            "POST", f"{server.url}/v1/completions", json={**FOREVER, "stream": True}
-        ) as response:
-            lines = response.iter_lines()
-            next(lines)
-            server.process.send_signal(signal.SIGTERM)
-            events = [line for line in lines if line.startswith("data: ")]
-        assert json.loads(events[-2][6:])["error"]["type"] == "service_unavailable"
-        assert server.process.wait(30) == 0
+    assert finished[-1] == "data: [DONE]"
+    assert json.loads(finished[-2][6:])["choices"][0]["finish_reason"] == "length"
+    assert json.loads(aborted[-2][6:])["error"]["type"] == "service_unavailable"
 
 
 def test_a_killed_core_fails_its_requests_and_ends_the_server(tmp_path: Path) -> None:
-    arguments, log, port = start(tmp_path)
-    with running(arguments, log, port=port) as server, httpx.Client(timeout=60) as http:
-        children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
-        with http.stream(
-            "POST", f"{server.url}/v1/completions", json={**FOREVER, "stream": True}
-        ) as response:
-            lines = response.iter_lines()
-            next(lines)
-            os.kill(int(children[0]), signal.SIGKILL)
-            events = [line for line in lines if line.startswith("data: ")]
-        assert json.loads(events[-2][6:])["error"]["type"] == "service_unavailable"
+    with serving(tmp_path) as server, streaming(server) as lines:
+        (core,) = children(server.process.pid)
+        os.kill(core, signal.SIGKILL)
+        failed = events(lines)
         assert server.process.wait(30) == 1
+    assert json.loads(failed[-2][6:])["error"]["type"] == "service_unavailable"
 
 
-def test_no_orphan_core_after_the_server_is_killed(tmp_path: Path) -> None:
-    arguments, log, port = start(tmp_path)
-    with running(arguments, log, port=port) as server:
-        children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
-        server.stop(signal.SIGKILL)
-        wait_until(lambda: not is_alive(int(children[0])), "the core to end")
-
-
-@pytest.mark.parametrize(
-    ("extra", "message"),
-    [
-        (["/nonexistent"], "is no directory"),
-        (["builtin://huge"], "unknown built-in model 'huge'; there is: tiny"),
-        (["builtin://tiny", "--max-model-len", "100000"], "exceeds the model's 4096 positions"),
-        (["builtin://tiny", "--max-model-lenn", "100"], "did you mean --max-model-len?"),
-        (["builtin://tiny", "--max-num-seqs", "0"], "--max-num-seqs"),
-        (["builtin://tiny", "--device", "cuda"], "no CUDA device"),
-    ],
-)
-def test_wrong_usage_is_one_line_and_exit_code_2(extra: list[str], message: str) -> None:
-    command = [sys.executable, "-m", "argosy_engine.api.serve", *extra, "--port", str(free_port())]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 2, done.stderr
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
+def test_wrong_usage_is_one_line_and_exit_code_2() -> None:
+    messages = {
+        ("/nonexistent",): "is no directory",
+        ("builtin://huge",): "unknown built-in model 'huge'; there is: tiny",
+        ("builtin://tiny", "--max-model-len", "100000"): "exceeds the model's 4096 positions",
+        ("builtin://tiny", "--max-model-lenn", "100"): "did you mean --max-model-len?",
+        ("builtin://tiny", "--max-num-seqs", "0"): "--max-num-seqs",
+        ("builtin://tiny", "--device", "cuda"): "no CUDA device",
+    }
+    port = str(free_port())
+    outcomes = serve_each([[*arguments, "--port", port] for arguments in messages])
+    wrong = {
+        " ".join(arguments): outcome
+        for (arguments, message), outcome in zip(messages.items(), outcomes, strict=True)
+        if outcome.returncode != 2 or message not in outcome.stderr or "Traceback" in outcome.stderr
+    }
+    assert not wrong

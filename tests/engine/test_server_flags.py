@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import ssl
 from collections.abc import Iterator
 from pathlib import Path
@@ -200,7 +201,7 @@ def test_messages_and_embeddings_are_logged_too(http: httpx.Client, server: tupl
     assert "secret" not in log
 
 
-def test_https_with_a_certificate_that_is_renewed(
+def test_https_with_a_renewed_certificate_until_the_drain_times_out(
     tmp_path: Path, certificate: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     chain, key = tmp_path / "tls.crt", tmp_path / "tls.key"
@@ -215,7 +216,10 @@ def test_https_with_a_certificate_that_is_renewed(
 
     arguments = ["argosy_engine.api.serve", "builtin://tiny", "--threads", "1", "--port", str(port)]
     arguments += ["--ssl-certfile", str(chain), "--ssl-keyfile", str(key), "--enable-ssl-refresh"]
-    with running(arguments, tmp_path / "log", port=port, is_ready=lambda: is_trusted(certificate[0])):
+    arguments += ["--shutdown-timeout", "0.2"]
+    with running(
+        arguments, tmp_path / "log", port=port, is_ready=lambda: is_trusted(certificate[0])
+    ) as server:
         body = {"prompt": "Once", "max_tokens": 3, "stream": True}
         context = ssl.create_default_context(cafile=str(certificate[0]))
         assert httpx.post(f"{url}/v1/completions", json=body, verify=context).text.endswith("[DONE]\n\n")
@@ -225,3 +229,14 @@ def test_https_with_a_certificate_that_is_renewed(
         key.write_bytes(renewed[1].read_bytes())
         chain.write_bytes(renewed[0].read_bytes())
         wait_until(lambda: is_trusted(renewed[0]), "the renewed certificate")
+        context = ssl.create_default_context(cafile=str(renewed[0]))
+        forever = {"prompt": "Once", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+        with httpx.stream(
+            "POST", f"{url}/v1/completions", json=forever, verify=context, timeout=60
+        ) as response:
+            lines = response.iter_lines()
+            next(lines)
+            server.process.send_signal(signal.SIGTERM)
+            events = [line for line in lines if line.startswith("data: ")]
+        assert json.loads(events[-2][6:])["error"]["type"] == "service_unavailable"
+        assert server.process.wait(30) == 0

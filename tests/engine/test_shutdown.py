@@ -23,6 +23,7 @@ from argosy_engine.api.served_engine import Engine
 from argosy_engine.errors import InvalidRequest
 from argosy_engine.frontend.tokenizer import INLINE_CHARS
 from processes import (
+    Server,
     answers,
     children,
     cpu_share,
@@ -34,7 +35,7 @@ from processes import (
     wait_until,
     workers,
 )
-from served_engine import FOREVER, SECRET, SERVE_TINY
+from served_engine import AUTHORIZED, FOREVER, SECRET, SERVE_TINY
 from stub_engine import StubEngine
 
 pytestmark = pytest.mark.timeout(300)
@@ -44,21 +45,20 @@ def fails(url: str) -> bool:
     return httpx.get(url).status_code == 503
 
 
-@pytest.mark.parametrize("backend", ["uni", "mp"])
-def test_an_idle_engine_does_not_spin(tmp_path: Path, backend: str) -> None:
-    port = free_port()
-    arguments = [*SERVE_TINY, "--port", str(port), "--distributed-executor-backend", backend]
-    with running(arguments, tmp_path / "log", port=port) as server:
-        processes = [server.process.pid, *(cores := children(server.process.pid))]
-        processes += [worker for core in cores for worker in workers(core)]
-        assert len(processes) == (2 if backend == "uni" else 3)
-        wait_until(lambda: all(map(has_grammar_server, cores)), "the grammar process, started while idle")
-        answer = httpx.post(
-            f"{server.url}/v1/completions", json={"prompt": "Once", "max_tokens": 8}, timeout=60
-        )
-        assert answer.status_code == 200
-        # What spins takes a whole core, or what it gets of it, for ever; the work after a first answer ends.
-        wait_until(lambda: cpu_share(processes, 1.5) < 0.2, "idle processes")
+def wait_until_idle(server: Server, processes: list[int], cores: list[int]) -> None:
+    """Ask for something and wait until nothing uses the processor, as what spins does for ever."""
+    wait_until(lambda: all(map(has_grammar_server, cores)), "the grammar process, started while idle")
+    body = {"prompt": "Once", "max_tokens": 8}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=AUTHORIZED, timeout=60)
+    assert answer.status_code == 200
+    wait_until(lambda: cpu_share(processes, 1.5) < 0.2, "idle processes")
+
+
+def test_an_idle_engine_does_not_spin(tiny_server: Server) -> None:
+    cores = children(tiny_server.process.pid)
+    assert len(cores) == 1
+    assert workers(cores[0]) == []
+    wait_until_idle(tiny_server, [tiny_server.process.pid, *cores], cores)
 
 
 def test_a_stuck_core_turns_health_red_and_a_killed_worker_ends_everything(tmp_path: Path) -> None:
@@ -100,7 +100,9 @@ def test_a_stuck_core_turns_health_red_and_a_killed_worker_ends_everything(tmp_p
     assert not any(word in text for word in SECRET.split())
 
 
-def test_nothing_outlives_a_killed_server_not_even_a_stopped_core(tmp_path: Path) -> None:
+def test_an_idle_worker_does_not_spin_and_nothing_outlives_a_killed_server_not_even_a_stopped_core(
+    tmp_path: Path,
+) -> None:
     port, log = free_port(), tmp_path / "log"
     temporary = tmp_path / "tmp"
     temporary.mkdir()
@@ -108,6 +110,7 @@ def test_nothing_outlives_a_killed_server_not_even_a_stopped_core(tmp_path: Path
     with running(arguments, log, port=port, env={"TMPDIR": str(temporary)}) as server:
         (core,) = children(server.process.pid)
         (worker,) = workers(core)
+        wait_until_idle(server, [server.process.pid, core, worker], [core])
         os.kill(core, signal.SIGSTOP)
         server.stop(signal.SIGKILL)
         wait_until(lambda: not is_alive(core) and not is_alive(worker), "core and worker to end")

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from argosy_engine import EngineArgs, LLMEngine, SamplingParams
+from argosy_engine.core import engine_core
 from argosy_engine.core.proc.core_client import InprocClient
 from argosy_engine.core.sched import step_timing
 from argosy_engine.core.sched.step_timing import StepTiming
+from argosy_engine.executor.abstract import Executor, PendingOutput
+from argosy_engine.messages.model_runner_output import ModelRunnerOutput
 from argosy_engine.messages.scheduler_output import SchedulerOutput
 
 
@@ -72,9 +76,37 @@ def test_short_prompts_and_the_ends_of_cached_ones_tell_no_rate() -> None:
     assert timing.prefill_tokens_per_s == pytest.approx(500.0, rel=0.01), "it follows a change"
 
 
+class TimedExecutor:
+    """An executor of which each step with tokens takes a second of its own clock."""
+
+    def __init__(self, executor: Executor) -> None:
+        self.now = 0.0
+        self._executor = executor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._executor, name)
+
+    def execute(self, step: SchedulerOutput) -> PendingOutput:
+        return TimedOutput(self, self._executor.execute(step), float(bool(step.num_scheduled_tokens)))
+
+
+class TimedOutput:
+    def __init__(self, executor: TimedExecutor, pending: PendingOutput, seconds: float) -> None:
+        self._executor = executor
+        self._pending = pending
+        self._seconds = seconds
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pending, name)
+
+    def get(self) -> ModelRunnerOutput:
+        self._executor.now += self._seconds
+        return self._pending.get()
+
+
 @pytest.mark.parametrize("flags", [{}, {"async_scheduling": True}, {"distributed_executor_backend": "mp"}])
 def test_an_engine_tells_the_time_it_takes(flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each step as it is told without smoothing, so that a pause of the process lengthens one of them only."""
+    """Each step as it is told without smoothing. All of the time is steps, and none counts twice."""
     monkeypatch.setattr(step_timing, "KEPT", 0.0)
     told, ended = list[float](), StepTiming.ended
 
@@ -89,17 +121,20 @@ def test_an_engine_tells_the_time_it_takes(flags: dict[str, Any], monkeypatch: p
     args = EngineArgs.of(model="builtin://tiny", device="cpu", dtype="float32", threads=1, **flags)
     engine = LLMEngine.from_engine_args(args)
     try:
+        assert isinstance(engine.client, InprocClient)
+        core = engine.client.core
+        executor = TimedExecutor(core.executor)
+        core.executor = executor  # type: ignore[assignment]
+        clock = SimpleNamespace(perf_counter=lambda: executor.now, monotonic=time.monotonic)
+        monkeypatch.setattr(engine_core, "time", clock)
         prompt = [7 + number % 500 for number in range(1500)]
         engine.add_request("0", prompt, SamplingParams(max_tokens=8, ignore_eos=True, temperature=0.0))
-        started = time.perf_counter()
         while engine.has_unfinished_requests():
             engine.step()
-        seconds = time.perf_counter() - started
-        assert isinstance(engine.client, InprocClient)
-        stats = engine.client.core.stats()
-        assert len(told) == 8
-        assert len(prompt) / stats.prefill_tokens_per_s == pytest.approx(told[0])
-        assert stats.decode_step_s == told[-1]
-        assert 0.3 * seconds < sum(told) <= seconds, "nearly all of the time is steps, and none counts twice"
+        stats = core.stats()
+        assert told == [1.0] * 8
+        assert executor.now == 8.0
+        assert stats.prefill_tokens_per_s == len(prompt)
+        assert stats.decode_step_s == 1.0
     finally:
         engine.close()

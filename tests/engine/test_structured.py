@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import re
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -28,6 +26,7 @@ from argosy_engine.structured.structural_tag import normalized_tag, tool_call_ta
 from argosy_engine.structured.structured_outputs_params import GrammarSpec, StructuredOutputsParams
 from argosy_engine.structured.vocabulary import Vocabulary
 from argosy_engine.structured.xgrammar_backend import XGrammarBackend
+from cpu_times import least_ratio
 
 EOS = 2
 THINK, END_THINK = 1018, 1019
@@ -273,25 +272,12 @@ def test_schemas_are_checked_in_time_linear_in_their_text(
 ) -> None:
     small, large = schema_of(scale), schema_of(8 * scale)
     growth = len(json.dumps(large)) / len(json.dumps(small))
-    assert check_s(large) < 3 * growth * check_s(small)
+    assert least_ratio(lambda: check(small), lambda: check(large), 3 * growth) < 3 * growth
 
 
-def check_s(schema: dict[str, Any]) -> float:
-    """The least CPU time of several checks, because caches are cold and other programs run.
-
-    Garbage is not collected meanwhile: that takes as long as there are objects of other tests.
-    """
-    times = []
-    gc.disable()
-    try:
-        for _ in range(5):
-            start = time.thread_time()
-            with suppress(InvalidRequest):
-                normalized_schema(schema)
-            times.append(time.thread_time() - start)
-    finally:
-        gc.enable()
-    return min(times)
+def check(schema: dict[str, Any]) -> None:
+    with suppress(InvalidRequest):
+        normalized_schema(schema)
 
 
 def test_schemas_of_one_request_share_a_limit() -> None:

@@ -14,7 +14,8 @@ import pydantic
 import pytest
 
 from case_tables import wrong_answers
-from processes import Server, free_port, running
+from processes import Server
+from served_engine import AUTHORIZED, KEY
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Who are you?"}]
 SHORT = {"type": "string", "maxLength": 6}
@@ -32,27 +33,9 @@ CALENDAR = {
 PING = {"type": "function", "function": {"name": "ping"}}
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    port = free_port()
-    log = tmp_path_factory.mktemp("serve") / "log"
-    arguments = [
-        "argosy_engine.api.serve",
-        "builtin://tiny",
-        "--threads",
-        "1",
-        "--port",
-        str(port),
-        "--dtype",
-        "float32",
-    ]
-    with running(arguments, log, port=port) as up:
-        yield up
-
-
 @pytest.fixture
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as sdk:
+def client(tiny_server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{tiny_server.url}/v1", api_key=KEY, max_retries=0) as sdk:
         yield sdk
 
 
@@ -233,21 +216,21 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
 ]  # fmt: skip
 
 
-def test_a_required_call_wins_over_the_response_format(server: Server) -> None:
+def test_a_required_call_wins_over_the_response_format(tiny_server: Server) -> None:
     body = {"model": "tiny", "messages": MESSAGES, "max_tokens": 200, "temperature": 0, "tools": [PING],
             "tool_choice": "required", "response_format": {"type": "json_object"}}  # fmt: skip
-    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+    answer = httpx.post(f"{tiny_server.url}/v1/chat/completions", json=body, headers=AUTHORIZED, timeout=60)
     assert answer.status_code == 200, answer.text
     (choice,) = answer.json()["choices"]
     assert {call["function"]["name"] for call in choice["message"]["tool_calls"]} == {"ping"}
     assert choice["finish_reason"] == "tool_calls"
 
 
-def test_unsupported_constraints_are_a_400(server: Server) -> None:
-    with httpx.Client(timeout=60) as http:
+def test_unsupported_constraints_are_a_400(tiny_server: Server) -> None:
+    with httpx.Client(timeout=60, headers=AUTHORIZED) as http:
         answers = [
             http.post(
-                f"{server.url}/v1/chat/completions",
+                f"{tiny_server.url}/v1/chat/completions",
                 json={"model": "tiny", "messages": MESSAGES, "max_tokens": 5, **fields},
             )
             for fields, _, _ in REFUSED

@@ -45,13 +45,15 @@ def free_port() -> int:
     raise OSError(f"no free port from {LOWEST_PORT} to {above - 1}")
 
 
-def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
+def wait_until(
+    condition: Callable[[], bool], what: str, timeout_s: float = 60.0, *, interval_s: float = 0.02
+) -> None:
     """Poll a condition that no event signals; fail with `what` at the deadline."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:
             raise AssertionError(f"timed out waiting for {what}")
-        time.sleep(0.02)
+        time.sleep(interval_s)
 
 
 def children(pid: int) -> list[int]:
@@ -182,7 +184,8 @@ def running(
         return answers(server.url + ready_path) if is_ready is None else is_ready()
 
     try:
-        wait_until(is_up, f"{arguments} to be ready", 120.0)
+        # Each look costs the server and this process 2 ms, which the load of a model would have to share.
+        wait_until(is_up, f"{arguments} to be ready", 120.0, interval_s=0.1)
         yield server
     finally:
         if process.poll() is None:

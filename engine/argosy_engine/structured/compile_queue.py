@@ -37,6 +37,8 @@ logger = logging.getLogger("argosy.structured")
 DEADLINE_S = 30.0
 """Limit from submission to the answer. Usual schemas take milliseconds to a second, the schema of a large tool
 catalogue with a vocabulary of 150k tokens about ten seconds."""
+PATIENCE = 1.0
+"""Factor of `DEADLINE_S` and of the limits in `grammar_client`, for tests on busy machines."""
 QUANTUM_S = 1.0
 """How long a compilation may keep its slot. Nearly all finish within it."""
 MIN_LONG = 4
@@ -143,7 +145,7 @@ class CompileQueue:
 
     Args:
         num_threads: number of slots for compilations; as many long ones, but at least `MIN_LONG`, may run beside them.
-        deadline_s: seconds from the submission of a request to its answer.
+        deadline_s: seconds from the submission of a request to its answer; None: `DEADLINE_S`.
         cache_bytes: bound on the compiled grammars kept for later requests.
         clock: monotonic seconds.
         start_thread: runs a function in a new thread, or raises RuntimeError.
@@ -154,12 +156,12 @@ class CompileQueue:
         backend: Backend,
         *,
         num_threads: int,
-        deadline_s: float = DEADLINE_S,
+        deadline_s: float | None = None,
         cache_bytes: int = 256 << 20,
         clock: Callable[[], float] = time.monotonic,
         start_thread: Callable[[Callable[[], None]], None] = start_thread,
     ) -> None:
-        self.deadline_s = deadline_s
+        self.deadline_s = DEADLINE_S * PATIENCE if deadline_s is None else deadline_s
         self.cache_bytes = cache_bytes
         self._backend = backend
         self._num_threads = num_threads

@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from argosy_engine.osproc.child_process import SpawnerThread, parent_argument
-from argosy_engine.structured.compile_queue import DEADLINE_S, BackendUnavailable
+from argosy_engine.structured import compile_queue
+from argosy_engine.structured.compile_queue import BackendUnavailable
 from argosy_engine.structured.grammar_messages import (
     COMPILED,
     FAULT,
@@ -64,6 +65,10 @@ _ORPHAN_S = 0.1
 """How long the end of the process may be noticed after the end of a compilation that it took with it."""
 
 logger = logging.getLogger("argosy.structured")
+
+
+def _patient(limit_s: float) -> float:
+    return limit_s * compile_queue.PATIENCE
 
 
 class ProcessLost(BackendUnavailable):
@@ -139,29 +144,32 @@ class _ForkServer:
     def end(self) -> None:
         """Kill the process, which has nothing to lose and may not read for seconds (imports), and wait for its end."""
         self.kill()
-        self.is_reaped(EXIT_TIMEOUT_S)
+        self.is_reaped(_patient(EXIT_TIMEOUT_S))
 
 
 class GrammarClient:
     """Client of the fork server, which it starts and replaces. Thread-safe.
 
     Args:
-        deadline_s: seconds after which the kernel kills a compilation that has not been killed before.
-        fork_timeout_s: see `FORK_TIMEOUT_S`.
-        warm_up_timeout_s: see `WARM_UP_TIMEOUT_S`.
+        deadline_s: seconds after which the kernel kills a compilation that has not been killed before; None: the
+            limit of the compile queue.
+        fork_timeout_s: None: `FORK_TIMEOUT_S`.
+        warm_up_timeout_s: None: `WARM_UP_TIMEOUT_S`.
     """
 
     def __init__(
         self,
         args: GrammarServerArgs,
-        deadline_s: float = DEADLINE_S,
-        fork_timeout_s: float = FORK_TIMEOUT_S,
-        warm_up_timeout_s: float = WARM_UP_TIMEOUT_S,
+        deadline_s: float | None = None,
+        fork_timeout_s: float | None = None,
+        warm_up_timeout_s: float | None = None,
     ) -> None:
         self._args = args
-        self.deadline_s = deadline_s
-        self.fork_timeout_s = fork_timeout_s
-        self._warm_up_timeout_s = warm_up_timeout_s
+        self.deadline_s = _patient(compile_queue.DEADLINE_S) if deadline_s is None else deadline_s
+        self.fork_timeout_s = _patient(FORK_TIMEOUT_S) if fork_timeout_s is None else fork_timeout_s
+        self._warm_up_timeout_s = (
+            _patient(WARM_UP_TIMEOUT_S) if warm_up_timeout_s is None else warm_up_timeout_s
+        )
         self._lock = threading.Lock()
         self._spawner = SpawnerThread("grammar process starter")
         self._server: _ForkServer | None = None
@@ -201,7 +209,7 @@ class GrammarClient:
             if self._deserializer is None:
                 try:
                     answer = ForkedCompilation(self).ask(
-                        CompileJob(min(self.deadline_s, TABLE_TIMEOUT_S)), TABLE
+                        CompileJob(min(self.deadline_s, _patient(TABLE_TIMEOUT_S))), TABLE
                     )
                 except (OSError, ValueError) as error:  # whatever it is, no grammar is to blame
                     raise BackendUnavailable(f"the vocabulary cannot be fetched: {error}") from None
@@ -215,7 +223,7 @@ class GrammarClient:
             if self._server is not None:
                 self._server.end()
             for server in self._killed:
-                server.is_reaped(EXIT_TIMEOUT_S)
+                server.is_reaped(_patient(EXIT_TIMEOUT_S))
             self._server = None
             self._spawner.close()
 
@@ -411,7 +419,7 @@ class ForkedCompilation:
             received = self._answer(connection, question)
             is_unanswered = len(received) < 2
             if not received.startswith(STARTED) or (
-                is_unanswered and (self._is_killed or server.has_ended(_ORPHAN_S))
+                is_unanswered and (self._is_killed or server.has_ended(_patient(_ORPHAN_S)))
             ):
                 raise self._lost()
         finally:
@@ -426,7 +434,7 @@ class ForkedCompilation:
             BackendUnavailable: the process hung.
         """
         received = bytearray()
-        give_up_at = time.monotonic() + question.deadline_s + _KILL_GRACE_S
+        give_up_at = time.monotonic() + question.deadline_s + _patient(_KILL_GRACE_S)
         try:
             connection.ask(question)
             while True:
