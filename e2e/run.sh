@@ -6,4 +6,5 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONPATH=e2e
 python -m cluster build
-exec python -m pytest -c pyproject.toml --rootdir . e2e --maxfail 3 -v --timeout 1500 -o timeout_func_only=true "$@"
+(($#)) || set -- e2e
+exec python -m pytest -c pyproject.toml --rootdir . --maxfail 3 -v --timeout 1500 -o timeout_func_only=true "$@"
