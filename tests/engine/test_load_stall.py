@@ -160,7 +160,7 @@ def test_a_server_ends_with_stacks_and_an_exit_code(tmp_path: Path) -> None:
         return "loading the model: probe, 40 %" in statuses
 
     with stalling("builtin://tiny", "probe", gate, GRACE_S, *flags) as server:
-        wait_until(has_begun, "the phase that hangs", 200.0)
+        wait_until(has_begun, "the phase that hangs", 200.0, interval_s=0.25)
         gate.touch()
         assert server.process.wait(200) == 4
     log = server.log.read_text()
