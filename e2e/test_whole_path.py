@@ -266,11 +266,16 @@ TRY = ("apply", "--dry-run=server", "--validate=strict", "-n", "default", "-f", 
 
 def test_good_manifests_are_accepted(stack: Stack) -> None:
     """In one stream, each under a name of its own, because kubectl names the accepted ones only."""
-    cases = {f"case-{number}": case for number, case in enumerate(TABLE["sources"] + TABLE["good"])}
-    texts = [case.manifest.replace("  name: tiny\n", f"  name: {name}\n", 1) for name, case in cases.items()]
-    done = stack.cluster.kubectl(*TRY, stdin="---\n".join(texts), check=False)
+    texts: dict[str, str] = {}
+    cases: dict[str, str] = {}
+    for number, case in enumerate(TABLE["sources"] + TABLE["good"]):
+        text = case.manifest.replace("  name: tiny\n", f"  name: case-{number}\n", 1)
+        name = text.partition("\n  name: ")[2].partition("\n")[0]  # one case is about its name
+        assert name not in texts
+        texts[name], cases[name] = text, case.name
+    done = stack.cluster.kubectl(*TRY, stdin="---\n".join(texts.values()), check=False)
     accepted = set(re.findall(r"^inferenceservice\S*/(\S+) created", done.stdout, re.MULTILINE))
-    assert not [case.name for name, case in cases.items() if name not in accepted], done.stderr
+    assert not [case for name, case in cases.items() if name not in accepted], done.stderr
     assert done.returncode == 0, done.stderr
 
 

@@ -101,6 +101,7 @@ def ask(client: httpx.Client, path: str, body: str) -> httpx.Response:
 def test_deep_json_in_a_body_is_refused_and_the_field_named(client: httpx.Client, path: str) -> None:
     streams = (False, True) if path.endswith("completions") else (False,)
     fields = [(field, body) for at, field, body in FIELDS if at == path]
+    assert fields
     otherwise = {}
     for (field, body), levels, kind, stream in itertools.product(fields, LEVELS, KINDS, streams):
         text = json.dumps({**body, "max_tokens": 1, "stream": stream}).replace(SLOT, nested(levels, kind))
@@ -114,8 +115,10 @@ def test_deep_json_in_a_body_is_refused_and_the_field_named(client: httpx.Client
 @pytest.mark.parametrize("path", PATHS)
 def test_the_deepest_body_allowed_never_fails_the_engine(client: httpx.Client, path: str) -> None:
     """It may have the wrong type, but no code behind the bound runs out of stack."""
+    bodies = [body for at, _, body in FIELDS if at == path]
+    assert bodies
     otherwise = {}
-    for body, kind in itertools.product([body for at, _, body in FIELDS if at == path], KINDS):
+    for body, kind in itertools.product(bodies, KINDS):
         empty = json.dumps({**body, "max_tokens": 1})
         outer = depth_at_slot(empty)
         answer = ask(client, path, empty.replace(SLOT, nested(MAX_DEPTH - outer, kind)))
