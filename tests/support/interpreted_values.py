@@ -38,7 +38,8 @@ def _reuse_block_types() -> None:
 
     def init(self: Any, element_ty: Any, shape: Any) -> None:
         sizes = tuple(shape.values if type(shape) is tl.tuple else shape)
-        attributes = known.get((element_ty.name, *sizes))  # none for sizes that `build` refuses or unwraps
+        is_plain = {*map(type, sizes)} == {int}  # otherwise `build` unwraps the sizes, or refuses them
+        attributes = known.get((element_ty.name, *sizes)) if is_plain else None
         if attributes is not None:
             self.__dict__.update(attributes)
             self.element_ty = element_ty
