@@ -1,5 +1,6 @@
 """CUDA graphs of decode steps, with an API that calls the captured function again instead of replaying kernels."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,13 +22,14 @@ from argosy_engine.worker.step_arrays import StepArrays, empty_step, flatten_ste
 from argosy_engine.worker.step_inputs import StepTensors
 from checked_copies import CheckedRuntime
 from rerun_graphs import RerunGraphs
+from shallow_model import write_shallow_model
 
 CPU = torch.device("cpu")
 PROMPTS = ["Hello", "The sky is", "Tell me about the sea"]
 
 
 def generate(
-    monkeypatch: pytest.MonkeyPatch, graphs: RerunGraphs | None, **flags: Any
+    model: Path, monkeypatch: pytest.MonkeyPatch, graphs: RerunGraphs | None, **flags: Any
 ) -> dict[str, list[int]]:
     """Generate with our Triton kernels; interpreted ones behave as on a device where rows are padding."""
 
@@ -42,13 +44,13 @@ def generate(
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(worker_module, "ModelRunner", make)
     args = EngineArgs.of(
-        model="builtin://tiny", device="cpu", dtype="float32", threads=1, num_gpu_blocks_override=64,
-        attention_backend="triton", max_num_seqs=4, max_model_len=128, **flags,
+        model=str(model), load_format="dummy", device="cpu", dtype="float32", threads=1,
+        num_gpu_blocks_override=64, attention_backend="triton", max_num_seqs=4, max_model_len=128, **flags,
     )  # fmt: skip
     engine = LLMEngine.from_engine_args(args)
     try:
         for index, prompt in enumerate(PROMPTS):
-            params = SamplingParams(temperature=0.0, max_tokens=4 + index, ignore_eos=True)
+            params = SamplingParams(temperature=0.0, max_tokens=2 + index, ignore_eos=True)
             engine.add_request(str(index), prompt, params)
         finished = {}
         while engine.has_unfinished_requests():
@@ -63,10 +65,11 @@ def generate(
 @pytest.mark.filterwarnings(
     "ignore:(overflow|invalid value):RuntimeWarning"
 )  # attention leaves padding undefined
-def test_an_engine_generates_the_same_with_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = generate(monkeypatch, None)
+def test_an_engine_generates_the_same_with_graphs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    model = write_shallow_model(tmp_path / "shallow")
+    expected = generate(model, monkeypatch, None)
     graphs = RerunGraphs()
-    assert generate(monkeypatch, graphs, async_scheduling=True) == expected
+    assert generate(model, monkeypatch, graphs, async_scheduling=True) == expected
     assert graphs.captured == [4, 2, 1]
     assert {*graphs.replays} == {4, 2, 1}  # 3 requests are padded to 4; then 2, then 1 are left
 

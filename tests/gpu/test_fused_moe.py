@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from argosy_engine.triton_kernels.device_traits import KNOWN_DEVICES, assume_device
 from argosy_engine.triton_kernels.fused_moe import fused_moe
 from argosy_engine.triton_kernels.launch import recorded_launches
+from option_pairs import covering
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 
@@ -47,21 +48,38 @@ def assert_close(out, wanted):
     torch.testing.assert_close(out.float(), wanted, rtol=tolerance, atol=tolerance)
 
 
-@settings(max_examples=8, deadline=None)
-@given(
-    tokens=st.integers(1, 12),
-    shape=st.sampled_from([(1, 1), (4, 2), (7, 3)]),
-    hidden=st.sampled_from([32, 64, 80]),
-    inner=st.sampled_from([16, 48, 100]),
-    normalises=st.booleans(),
-    dtype=st.sampled_from(list(TOLERANCE)),
-)
-def test_experts_match_the_reference(tokens, shape, hidden, inner, normalises, dtype):
+OPTIONS = {
+    "tokens": [1, 2, 12],
+    "shape": [(1, 1), (4, 2), (7, 3)],
+    "hidden": [32, 64, 80],
+    "inner": [16, 48, 100],
+    "normalises": [False, True],
+    "dtype": list(TOLERANCE),
+}
+
+
+def check(tokens, shape, hidden, inner, normalises, dtype):
     experts, k = shape
     args = inputs(tokens, experts=experts, hidden=hidden, inner=inner, dtype=dtype)
     out = fused_moe(*args, k, normalises=normalises)
     assert out.dtype is dtype
     assert_close(out, expected(*args, k, normalises=normalises))
+
+
+@pytest.mark.parametrize("options", covering(OPTIONS), ids=str)
+def test_experts_match_the_reference(options):
+    check(**options)
+
+
+@pytest.mark.full
+@settings(max_examples=30, deadline=None)
+@given(
+    st.fixed_dictionaries(
+        {name: st.sampled_from(values) for name, values in OPTIONS.items()} | {"tokens": st.integers(1, 12)}
+    )
+)
+def test_random_experts_match_the_reference(options):
+    check(**options)
 
 
 @pytest.mark.parametrize("tokens", [40, 70])

@@ -37,14 +37,29 @@ def mask(*allowed: int) -> np.ndarray:
     return np.packbits(bits, bitorder="little").view(np.int32).reshape(1, 3)
 
 
-@settings(max_examples=12, deadline=None, phases=[Phase.explicit, Phase.generate])
-@given(
-    arrivals=st.lists(st.lists(EVENT, max_size=3), min_size=1, max_size=4),
-    leave=st.sets(st.tuples(st.integers(0, 3), st.integers(0, SLOTS - 1))),
-    skip=st.sets(st.tuples(st.integers(0, 3), st.integers(0, SLOTS - 1))),
-    seed=st.integers(0, 1 << 20),
-)
-def test_requests_that_come_and_go_get_what_they_ask_for(
+TURNS = {
+    "arrivals": st.lists(st.lists(EVENT, max_size=3), min_size=1, max_size=4),
+    "leave": st.sets(st.tuples(st.integers(0, 3), st.integers(0, SLOTS - 1))),
+    "skip": st.sets(st.tuples(st.integers(0, 3), st.integers(0, SLOTS - 1))),
+    "seed": st.integers(0, 1 << 20),
+}
+"""Requests that come in each turn, and the turns and slots in which one leaves, or is not computed."""
+
+
+@settings(max_examples=12, derandomize=True, deadline=None, phases=[Phase.explicit, Phase.generate])
+@given(**TURNS)
+def test_requests_that_come_and_go_get_what_they_ask_for(**turns: Any) -> None:
+    check_turns(**turns)
+
+
+@pytest.mark.full
+@settings(max_examples=60, deadline=None, phases=[Phase.explicit, Phase.generate])
+@given(**TURNS)
+def test_any_requests_that_come_and_go_get_what_they_ask_for(**turns: Any) -> None:
+    check_turns(**turns)
+
+
+def check_turns(
     arrivals: list[list[Any]], leave: set[tuple[int, int]], skip: set[tuple[int, int]], seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)

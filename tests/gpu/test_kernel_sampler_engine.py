@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
 from argosy_engine import LLM, SamplingParams
 from argosy_engine.triton_kernels import sampling
+from shallow_model import write_shallow_model
 
 PROMPTS = ["The ship", "A harbour at night"]
 ENGINE: dict[str, Any] = {
+    "load_format": "dummy",
     "device": "cpu",
     "dtype": "float32",
     "threads": 1,
@@ -22,15 +26,22 @@ ENGINE: dict[str, Any] = {
 }
 
 
-def generate(backend: str, params: SamplingParams, **fields: Any) -> list[Any]:
-    with LLM("builtin://tiny", attention_backend=backend, **ENGINE, **fields) as llm:
-        return [output.outputs[0] for output in llm.generate(PROMPTS, params)]
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, LLM]]:
+    """An engine of each backend, for all tests: starting one takes longer than its answers."""
+    model = str(write_shallow_model(tmp_path_factory.mktemp("models") / "shallow"))
+    with ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setenv("TRITON_INTERPRET", "1")
+        yield {
+            backend: stack.enter_context(LLM(model, attention_backend=backend, **ENGINE))
+            for backend in ("torch", "triton")
+        }
 
 
 @pytest.fixture
 def draws(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the sampling kernels as they are launched."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
     names: list[str] = []
     launch = sampling.launch
 
@@ -51,10 +62,15 @@ GREEDY = {
 
 
 @pytest.mark.parametrize("name", GREEDY)
-def test_greedy_tokens_are_those_of_the_torch_sampler(name: str, draws: list[str]) -> None:
-    expected = generate("torch", GREEDY[name])
+def test_greedy_tokens_are_those_of_the_torch_sampler(
+    name: str, engines: dict[str, LLM], draws: list[str]
+) -> None:
+    def generate(backend: str) -> list[Any]:
+        return [output.outputs[0] for output in engines[backend].generate(PROMPTS, GREEDY[name])]
+
+    expected = generate("torch")
     assert not draws
-    outputs = generate("triton", GREEDY[name])
+    outputs = generate("triton")
     assert set(draws) == {"_scan_logits", "_draw_tokens"}
     for ours, theirs in zip(outputs, expected, strict=True):
         assert (ours.token_ids, ours.finish_reason) == (theirs.token_ids, theirs.finish_reason)

@@ -12,6 +12,7 @@ from argosy_engine.triton_kernels.launch import recorded_launches
 from argosy_engine.triton_kernels.paged_attention import paged_attention, paged_attention_fp8
 from attention_reference import UNWRITTEN, PagedBatch
 from fp8_reference import assert_fp8_rows
+from option_pairs import covering
 
 FP8 = torch.float8_e4m3fn
 MIXED = [(1, 90), (1, 1), (0, 0), (70, 150)]
@@ -30,33 +31,52 @@ def check(batch, **options):
     torch.testing.assert_close(out, batch.expected, atol=tolerance, rtol=tolerance)
 
 
+OPTIONS = {
+    "requests": [
+        [(1, 1), (0, 0), (17, 64)],
+        [(1, 65), (1, 140)],
+        [(33, 33), (2, 129), (0, 50)],
+        [(7, 63)],
+    ],
+    "num_kv_heads": [1, 2],
+    "group_size": [1, 2, 3, 4, 7],
+    "head_dim": [16, 40, 64],
+    "block_size": [16, 32, 64],
+    "dtype": [torch.float16, torch.bfloat16],
+    "sliding_window": [None, 1, 17, 100],
+    "logit_softcap": [None, 2.0, 30.0],
+    "has_sinks": [False, True],
+}
+
+
+def batch_of(requests, *, group_size, num_kv_heads, **options):
+    torch.manual_seed(0)
+    return PagedBatch(requests, num_heads=num_kv_heads * group_size, num_kv_heads=num_kv_heads, **options)
+
+
+@pytest.mark.parametrize("options", covering(OPTIONS | {"num_segments": [None, 2, 5]}), ids=str)
+def test_any_batch_has_the_attention_of_the_reference(options):
+    num_segments = options.pop("num_segments")
+    check(batch_of(**options), num_segments=num_segments)
+
+
 @st.composite
 def batches(draw):
     totals = draw(st.lists(st.integers(1, 140), min_size=1, max_size=3))
-    requests = [(draw(st.integers(0, total)), total) for total in totals]
-    num_kv_heads = draw(st.integers(1, 2))
-    return PagedBatch(
-        requests,
-        num_heads=num_kv_heads * draw(st.sampled_from([1, 2, 3, 4, 7])),
-        num_kv_heads=num_kv_heads,
-        head_dim=draw(st.sampled_from([16, 40, 64])),
-        block_size=draw(st.sampled_from([16, 32, 64])),
-        dtype=draw(st.sampled_from([torch.float16, torch.bfloat16])),
-        sliding_window=draw(st.none() | st.integers(1, 100)),
-        logit_softcap=draw(st.none() | st.sampled_from([2.0, 30.0])),
-        has_sinks=draw(st.booleans()),
+    options = {name: draw(st.sampled_from(values)) for name, values in OPTIONS.items()}
+    return batch_of(
+        **options
+        | {
+            "requests": [(draw(st.integers(0, total)), total) for total in totals],
+            "sliding_window": draw(st.none() | st.integers(1, 100)),
+        }
     )
 
 
-@settings(max_examples=10, deadline=None)
-@given(batches())
-def test_any_batch_has_the_attention_of_the_reference(batch):
-    check(batch)
-
-
-@settings(max_examples=4, deadline=None)
-@given(batches(), st.integers(2, 7))
-def test_any_batch_has_the_same_attention_in_segments(batch, num_segments):
+@pytest.mark.full
+@settings(max_examples=40, deadline=None)
+@given(batches(), st.none() | st.integers(2, 7))
+def test_random_batches_have_the_attention_of_the_reference(batch, num_segments):
     check(batch, num_segments=num_segments)
 
 
@@ -248,9 +268,17 @@ def check_fp8(batch, scale, **options):
     assert_fp8_rows(out, scales[is_written], exact, scale, looseness=4.0, tolerance=2**-8)
 
 
-@settings(max_examples=2, deadline=None)
+@pytest.mark.parametrize("scale", [0.001, 0.02])
+@pytest.mark.parametrize("requests", [MIXED, DECODES], ids=["mixed", "decodes"])
+def test_any_batch_in_fp8_with_one_scale(requests, scale):
+    torch.manual_seed(0)
+    check_fp8(PagedBatch(requests, num_heads=3, num_kv_heads=1, head_dim=40), scale, num_segments=1)
+
+
+@pytest.mark.full
+@settings(max_examples=10, deadline=None)
 @given(batches(), st.sampled_from([0.001, 0.02]))
-def test_any_batch_in_fp8_with_one_scale(batch, scale):
+def test_random_batches_in_fp8_with_one_scale(batch, scale):
     check_fp8(batch, scale, num_segments=1)
 
 

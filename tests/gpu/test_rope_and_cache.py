@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from argosy_engine.triton_kernels.device_traits import KNOWN_DEVICES, assume_device
 from argosy_engine.triton_kernels.rope_and_cache import rope_and_cache
+from option_pairs import covering
 
 EPS = 1e-6
 MAX_POSITIONS = 50
@@ -119,30 +120,32 @@ def check(step, *, scales=(1.0, 1.0), **tolerance):
         assert rows[unused].isnan().all()
 
 
-@settings(max_examples=15, deadline=None)
-@given(
-    heads=st.sampled_from([(1, 1), (4, 2), (7, 1), (6, 6), (16, 2)]),
-    head_dim=st.sampled_from([16, 64, 80, 96, 112, 128, 256]),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
-    block_size=st.sampled_from([16, 32]),
-    has_norm=st.booleans(),
-    adds_one=st.booleans(),
-    share=st.sampled_from([1, 2, 4]),
-)
-def test_norm_rotation_and_write_match_the_reference(
-    heads, head_dim, dtype, block_size, has_norm, adds_one, share
-):
-    check(
-        make_step(
-            heads=heads,
-            head_dim=head_dim,
-            rotary_dim=head_dim // share,
-            dtype=dtype,
-            block_size=block_size,
-            has_norm=has_norm,
-            adds_one=adds_one,
-        )
-    )
+OPTIONS = {
+    "heads": [(1, 1), (4, 2), (7, 1), (6, 6), (16, 2)],
+    "head_dim": [16, 64, 80, 96, 112, 128, 256],
+    "dtype": [torch.float32, torch.bfloat16, torch.float16],
+    "block_size": [16, 32],
+    "has_norm": [False, True],
+    "adds_one": [False, True],
+    "share": [1, 2, 4],
+}
+"""Of `make_step`; one of `share` parts of a head is rotated."""
+
+
+def check_options(head_dim, share, **options):
+    check(make_step(head_dim=head_dim, rotary_dim=head_dim // share, **options))
+
+
+@pytest.mark.parametrize("options", covering(OPTIONS), ids=str)
+def test_norm_rotation_and_write_match_the_reference(options):
+    check_options(**options)
+
+
+@pytest.mark.full
+@settings(max_examples=60, deadline=None)
+@given(st.fixed_dictionaries({name: st.sampled_from(values) for name, values in OPTIONS.items()}))
+def test_any_options_match_the_reference(options):
+    check_options(**options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

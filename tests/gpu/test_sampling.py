@@ -13,6 +13,7 @@ from argosy_engine.triton_kernels.launch import launch, recorded_launches
 from argosy_engine.triton_kernels.sampling import Cuts, sample_tokens
 from argosy_engine.triton_kernels.token_noise import exponential
 from gpu_sampling_reference import device_batch, kept_tokens, probabilities
+from option_pairs import covering
 
 NAN, INF = float("nan"), float("inf")
 
@@ -73,20 +74,18 @@ def test_the_best_token_is_found_in_any_part_of_the_vocabulary():
     assert tokens.tolist() == places
 
 
-@settings(max_examples=12, deadline=None, phases=[Phase.explicit, Phase.generate])  # shrinking takes minutes
-@given(
-    vocab_size=st.sampled_from([1, 7, 300, 1023, 1300, 2500]),
-    dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
-    temperature=st.sampled_from([0.2, 1.0, 3.0]),
-    top_k=st.sampled_from([0, 0, 1, 5, 400, 5000]),
-    top_p=st.sampled_from([1.0, 0.01, 0.4, 0.9, 0.9999]),
-    min_p=st.sampled_from([0.0, 0.0, 0.03, 1.0]),
-    is_coarse=st.booleans(),
-    seed=st.integers(0, 2**20),
-)
-def test_the_kept_tokens_are_those_of_a_sort(
-    vocab_size, dtype, temperature, top_k, top_p, min_p, is_coarse, seed
-):
+OPTIONS = {
+    "vocab_size": [1, 7, 300, 1023, 1300, 2500],
+    "dtype": [torch.bfloat16, torch.float16, torch.float32],
+    "temperature": [0.2, 1.0, 3.0],
+    "top_k": [0, 1, 5, 400, 5000],
+    "top_p": [1.0, 0.01, 0.4, 0.9, 0.9999],
+    "min_p": [0.0, 0.03, 1.0],
+    "is_coarse": [False, True],
+}
+
+
+def check_kept_tokens(vocab_size, dtype, temperature, top_k, top_p, min_p, is_coarse, seed=0):
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(1, vocab_size, generator=generator) * 4
     if is_coarse:
@@ -102,6 +101,21 @@ def test_the_kept_tokens_are_those_of_a_sort(
     assert kept >= kept_tokens(logits[0], **limits, slack=-1e-5)
     assert kept <= kept_tokens(logits[0], **limits, slack=1e-5)
     assert token in kept
+
+
+@pytest.mark.parametrize("options", covering(OPTIONS), ids=str)
+def test_the_kept_tokens_are_those_of_a_sort(options):
+    check_kept_tokens(**options)
+
+
+@pytest.mark.full
+@settings(max_examples=50, deadline=None, phases=[Phase.explicit, Phase.generate])  # shrinking takes minutes
+@given(
+    st.fixed_dictionaries({name: st.sampled_from(values) for name, values in OPTIONS.items()}),
+    st.integers(0, 2**20),
+)
+def test_the_kept_tokens_of_random_logits_are_those_of_a_sort(options, seed):
+    check_kept_tokens(**options, seed=seed)
 
 
 def test_ties_at_the_cut_are_kept_by_id():

@@ -9,19 +9,20 @@ from argosy_engine.triton_kernels.launch import recorded_launches
 from argosy_engine.triton_kernels.sampling import Cuts, sample_tokens
 from argosy_engine.triton_kernels.top_logprobs import top_logprobs
 from gpu_sampling_reference import device_batch
+from option_pairs import covering
 
 INF = float("inf")
 
 
-@settings(max_examples=10, deadline=None, phases=[Phase.explicit, Phase.generate])  # shrinking takes minutes
-@given(
-    vocab_size=st.sampled_from([1, 5, 4096, 4100, 9000]),
-    dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
-    count=st.sampled_from([0, 1, 5, 20]),
-    is_normalized=st.booleans(),
-    seed=st.integers(0, 2**20),
-)
-def test_scores_ranks_and_alternatives_are_those_of_the_cpu(vocab_size, dtype, count, is_normalized, seed):
+OPTIONS = {
+    "vocab_size": [1, 5, 4096, 4100, 9000],
+    "dtype": [torch.bfloat16, torch.float16, torch.float32],
+    "count": [0, 1, 5, 20],
+    "is_normalized": [False, True],
+}
+
+
+def check(vocab_size, dtype, count, is_normalized, seed=0):
     generator = torch.Generator().manual_seed(seed)
     logits = (torch.randn(2, vocab_size, generator=generator) * 4).to(dtype)
     tokens = torch.randint(vocab_size, (2,), generator=generator)
@@ -34,6 +35,21 @@ def test_scores_ranks_and_alternatives_are_those_of_the_cpu(vocab_size, dtype, c
     assert scored.ranks.tolist() == ((exact > exact.gather(1, tokens[:, None])).sum(1) + 1).tolist()
     order = torch.sort(exact, dim=1, descending=True, stable=True).indices[:, :count]
     assert scored.token_ids.equal(torch.cat([tokens[:, None], order], 1))
+
+
+@pytest.mark.parametrize("options", covering(OPTIONS), ids=str)
+def test_scores_ranks_and_alternatives_are_those_of_the_cpu(options):
+    check(**options)
+
+
+@pytest.mark.full
+@settings(max_examples=40, deadline=None, phases=[Phase.explicit, Phase.generate])  # shrinking takes minutes
+@given(
+    st.fixed_dictionaries({name: st.sampled_from(values) for name, values in OPTIONS.items()}),
+    st.integers(0, 2**20),
+)
+def test_random_logits_are_scored_as_by_the_cpu(options, seed):
+    check(**options, seed=seed)
 
 
 def test_only_the_given_rows_are_scored():
