@@ -106,7 +106,7 @@ test-gpu: $(INSTALLED_DEV) ## run the tests of the GPU kernels on this machine's
 	ARGOSY_TEST_GPU=1 $(BIN)/python -P -m pytest tests/gpu $(PARALLEL)
 
 test-wheel: wheel ## install that wheel without the checkout; run a fleet and the router's tests (WHEEL_TESTS) on it
-	PORT=$(PORT) bash tests/installed_wheel.sh $(WHEEL_TESTS) $(PARALLEL) $(PYTEST_ARGS)
+	bash tests/installed_wheel.sh $(WHEEL_TESTS) $(PARALLEL) $(PYTEST_ARGS)
 
 test-sanitizers: $(INSTALLED_DEV) ## run the tests of the C and C++ sources under address and undefined-behaviour sanitizers
 	bash tests/sanitizers.sh $(PYTEST_ARGS)
