@@ -275,6 +275,14 @@ def test_any_batch_in_fp8_with_one_scale(requests, scale):
     check_fp8(PagedBatch(requests, num_heads=3, num_kv_heads=1, head_dim=40), scale, num_segments=1)
 
 
+@pytest.mark.parametrize(
+    "options", [{"sliding_window": 17}, {"has_sinks": True}, {"logit_softcap": 2.0}], ids=str
+)
+def test_options_of_attention_in_fp8_with_one_scale(options):
+    torch.manual_seed(0)
+    check_fp8(PagedBatch(MIXED, num_heads=3, num_kv_heads=1, head_dim=40, **options), 0.02, num_segments=1)
+
+
 @pytest.mark.full
 @settings(max_examples=10, deadline=None)
 @given(batches(), st.sampled_from([0.001, 0.02]))
