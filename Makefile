@@ -68,8 +68,7 @@ $(INSTALLED_DEV): $(INSTALLED) $(CONSTRAINTS:%=%/tests.txt)
 	@touch $@
 
 wheel: $(INSTALLED_DEV) ## build a wheel with the router compiled for this Python and platform, into dist
-	rm -f dist/argosy-*.whl
-	ARGOSY_COMPILE=1 $(BIN)/python -m pip --disable-pip-version-check wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+	PYTHONPATH=.ci $(BIN)/python -P -m gate.wheels dist
 
 up: $(INSTALLED) ## start the local fleet on the tiny model and send it one chat
 	@$(BIN)/argosy up --file examples/quickstart.yaml --detach --port $(PORT)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gate import bases, environments, outcomes, steps, weight
+from gate import bases, environments, outcomes, steps, weight, wheels
 from gate.bases import Selection
 from gate.lanes import UNITS, BadTable, Lanes
 from gate.outcomes import Outcomes, why_not_again
@@ -377,6 +377,16 @@ def test_a_linked_environment_names_its_own_place(tmp_path: Path) -> None:
     assert (cached / "bin" / "tool").read_text() == f"#!{cached}/bin/python\n"
     assert (folder / "lib" / "module.py").samefile(cached / "lib" / "module.py")
     assert environments.is_whole(cached)
+
+
+def test_a_wheel_is_known_by_its_sources(repository: Repository) -> None:
+    repository.commit("router/argosy_router/server.py")
+    repository.commit("docs/a.md")
+    first = wheels.key(repository.folder)
+    repository.commit("docs/a.md")
+    assert wheels.key(repository.folder) == first
+    (repository.folder / "router" / "argosy_router" / "new.py").touch()  # not yet committed
+    assert wheels.key(repository.folder) != first
 
 
 def test_downloads_are_tried_three_times() -> None:
