@@ -16,14 +16,14 @@ from gate.environments import cache_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = (
-    "protocol", "fetcher", "operator", "engine", "router", "cli", "models", "build_hooks", "pyproject.toml", "README.md",
-    "LICENSE",
+    "protocol", "fetcher", "operator", "engine", "router", "cli", "models", "build_hooks", "pyproject.toml",
+    "README.md", "LICENSE",
 )  # fmt: skip
 """What a wheel is made of."""
 
 
 def key(root: Path) -> str:
-    """Hash what decides the contents of a wheel: its sources as they are in the working tree, Python and the compiler."""
+    """Hash what decides the contents of a wheel: its sources in the working tree, Python and the compiler."""
     listed = subprocess.run(
         ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *SOURCES],
         check=True, capture_output=True,
