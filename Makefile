@@ -24,6 +24,7 @@ TESTS ?= tests
 CLIENT_TESTS ?= conformance/clients
 E2E_TESTS ?= e2e
 WHEEL_TESTS ?= tests/router
+PARTS ?=
 REPEAT ?= 20
 PYTHONS ?= python3.12 python3.13
 PYTEST_ARGS ?=
@@ -46,7 +47,7 @@ PARALLEL := --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reor
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet $(PIP_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev wheel up down test full test-repeated test-pythons prepare-tests prepare-clients test-gpu test-wheel test-sanitizers attack fuzz generate kustomize gpu-report gpu-accounting lint e2e e2e-core start-phases chaos scale images locks conformance conformance-sample test-clients bench bench-engine bench-router clean
+.PHONY: help install install-dev wheel up down test full test-repeated test-pythons prepare-tests prepare-clients test-gpu test-wheel test-wheel-dependencies test-sanitizers attack fuzz generate kustomize gpu-report gpu-accounting lint e2e e2e-core start-phases chaos scale images locks conformance conformance-sample test-clients bench bench-engine bench-router clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -109,6 +110,9 @@ test-gpu: $(INSTALLED_DEV) ## run the tests of the GPU kernels on this machine's
 
 test-wheel: wheel ## install that wheel without the checkout; run a fleet and the router's tests (WHEEL_TESTS) on it
 	PORT=$(PORT) bash tests/installed_wheel.sh $(WHEEL_TESTS) $(PARALLEL) $(PYTEST_ARGS)
+
+test-wheel-dependencies: wheel ## install that wheel's parts with what each declares to need, and use them; PARTS= chooses: router operator fetch engine (torch is large)
+	PIP_ARGS='$(PIP_ARGS)' $(PYTHON) tests/wheel_dependencies.py $(PARTS)
 
 test-sanitizers: $(INSTALLED_DEV) ## run the tests of the C and C++ sources under address and undefined-behaviour sanitizers
 	bash tests/sanitizers.sh $(PYTEST_ARGS)
