@@ -16,6 +16,7 @@ SCALE_REPLICAS ?= 5
 SCALE_REST_S ?= 600
 CONFORMANCE_SAMPLE ?= logit_bias|include_reasoning|batched|return_tokens_as_ids|responses/test_simple|anthropic|tokenization
 CODEX := @openai/codex@0.169.0
+NODE_SDKS := openai@7.59.0 @anthropic-ai/sdk@1.14.0
 TEST_PROCESSES ?= 2
 # Lanes of tests (.ci/gate/lanes.toml): units gpu executors processes fetcher; all of them; full, with the exhaustive ones.
 LANES ?= all
@@ -23,6 +24,7 @@ TESTS ?= tests
 CLIENT_TESTS ?= conformance/clients
 E2E_TESTS ?= e2e
 WHEEL_TESTS ?= tests/router
+PARTS ?=
 REPEAT ?= 20
 PYTHONS ?= python3.12 python3.13
 PYTEST_ARGS ?=
@@ -37,6 +39,7 @@ HASH := $(shell $(PYTHON) -c 'import hashlib; print(hashlib.sha256(open("pyproje
 INSTALLED     := .venv/.installed-$(HASH)
 INSTALLED_DEV := .venv/.installed-dev-$(HASH)
 INSTALLED_CLIENTS := .venv-clients/.installed-$(HASH)
+INSTALLED_NPM := .venv-clients/npm/.installed-$(shell echo '$(CODEX) $(NODE_SDKS)' | cksum | cut -d ' ' -f 1)
 INSTALLED_FUZZ := .venv-fuzz/.installed-$(HASH)
 # Tests mostly wait for the servers that they start, so they run in several processes: each runs whole files, and the
 # first process that crashes ends the run. tests/conftest.py puts the files that take longest first.
@@ -44,7 +47,7 @@ PARALLEL := --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reor
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet $(PIP_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev wheel up down test full test-repeated test-pythons prepare-tests prepare-clients test-gpu test-wheel test-sanitizers attack fuzz generate kustomize gpu-report gpu-accounting lint e2e e2e-core start-phases chaos scale images locks conformance conformance-sample test-clients bench bench-engine bench-router clean
+.PHONY: help install install-dev wheel up down test full test-repeated test-pythons prepare-tests prepare-clients test-gpu test-wheel test-wheel-dependencies test-sanitizers attack fuzz generate kustomize gpu-report gpu-accounting lint e2e e2e-core start-phases chaos scale images locks conformance conformance-sample test-clients bench bench-engine bench-router clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -107,6 +110,9 @@ test-gpu: $(INSTALLED_DEV) ## run the tests of the GPU kernels on this machine's
 test-wheel: wheel ## install that wheel without the checkout; run a fleet and the router's tests (WHEEL_TESTS) on it
 	bash tests/installed_wheel.sh $(WHEEL_TESTS) $(PARALLEL) $(PYTEST_ARGS)
 
+test-wheel-dependencies: wheel ## install that wheel's parts with what each declares to need, and use them; PARTS= chooses: router operator fetch engine (torch is large)
+	PIP_ARGS='$(PIP_ARGS)' $(PYTHON) tests/wheel_dependencies.py $(PARTS)
+
 test-sanitizers: $(INSTALLED_DEV) ## run the tests of the C and C++ sources under address and undefined-behaviour sanitizers
 	bash tests/sanitizers.sh $(PYTEST_ARGS)
 
@@ -167,12 +173,15 @@ conformance-sample: $(INSTALLED_DEV) ## run some files of vLLM's own server test
 	@sdist=$$($(BIN)/python conformance/vllm_sdist.py $(VLLM_SOURCES)) || { code=$$?; test $$code = 75 && exit 0; exit $$code; }; \
 	$(BIN)/python conformance/vllm_suite.py --sdist "$$sdist" --only '$(CONFORMANCE_SAMPLE)' --check
 
-test-clients: prepare-clients ## try LiteLLM, instructor and the agent Codex (by npm) on an engine and a router; they need an environment of their own, .venv-clients
-	ARGOSY_CODEX=$(CURDIR)/.venv-clients/npm/node_modules/.bin/codex ARGOSY_PYTHON=$(BIN)/python .venv-clients/bin/python -P -m pytest -c conformance/clients/pytest.ini $(CLIENT_TESTS) $(PYTEST_ARGS)
+test-clients: prepare-clients ## try LiteLLM, instructor, and by npm the agent Codex and the SDKs for Node, on an engine and a router; they need an environment of their own, .venv-clients
+	ARGOSY_CODEX=$(CURDIR)/.venv-clients/npm/node_modules/.bin/codex ARGOSY_NODE_MODULES=$(CURDIR)/.venv-clients/npm/node_modules ARGOSY_PYTHON=$(BIN)/python .venv-clients/bin/python -P -m pytest -c conformance/clients/pytest.ini $(CLIENT_TESTS) $(PYTEST_ARGS)
 
-prepare-clients: $(INSTALLED_DEV) $(INSTALLED_CLIENTS) ## install those clients
-	@test -x .venv-clients/npm/node_modules/.bin/codex || { npm --version >/dev/null 2>&1 && npm install --silent --no-audit --no-fund --no-save --fetch-retries 3 --prefix .venv-clients/npm $(CODEX); } \
-	  || echo 'npm cannot install $(CODEX): the tests of a coding agent are skipped'
+prepare-clients: $(INSTALLED_DEV) $(INSTALLED_CLIENTS) $(INSTALLED_NPM) ## install those clients
+
+# npm may be missing or offline; the tests are skipped then, and the next run tries again.
+$(INSTALLED_NPM):
+	@{ npm --version >/dev/null 2>&1 && mkdir -p .venv-clients/npm && npm install --silent --no-audit --no-fund --no-save --fetch-retries 3 --prefix .venv-clients/npm $(CODEX) $(NODE_SDKS) && touch $@; } \
+	  || echo 'npm cannot install $(CODEX) $(NODE_SDKS): the tests of a coding agent and of the SDKs for Node are skipped'
 
 $(INSTALLED_CLIENTS):
 	$(PYTHON) -m venv .venv-clients
