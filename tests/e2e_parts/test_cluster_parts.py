@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import tarfile
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,8 +23,15 @@ E2E = Path(volumes.__file__).parents[1]
 
 
 @pytest.fixture
-def settings(tmp_path: Path) -> Settings:
-    environment = {"ARGOSY_E2E_CACHE": str(tmp_path / "cache"), "ARGOSY_E2E_STATE": str(tmp_path / "s")}
+def state() -> Iterator[Path]:
+    """A folder whose path leaves room for the names of sockets, which pytest's does not in its worker processes."""
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="a-") as name:
+        yield Path(name)
+
+
+@pytest.fixture
+def settings(tmp_path: Path, state: Path) -> Settings:
+    environment = {"ARGOSY_E2E_CACHE": str(tmp_path / "cache"), "ARGOSY_E2E_STATE": str(state)}
     return Settings.from_env({**environment, "ARGOSY_E2E_NODES": "2"})
 
 
@@ -40,10 +49,10 @@ def test_settings_refuse_what_they_can_not_use(environment: dict[str, str], comp
         Settings.from_env(environment)
 
 
-def test_a_kubeconfig_alone_does_not_make_the_cluster_external(tmp_path: Path) -> None:
-    settings = Settings.from_env({"KUBECONFIG": "/someone/elses", "ARGOSY_E2E_STATE": str(tmp_path)})
+def test_a_kubeconfig_alone_does_not_make_the_cluster_external(state: Path) -> None:
+    settings = Settings.from_env({"KUBECONFIG": "/someone/elses", "ARGOSY_E2E_STATE": str(state)})
     assert settings.external_kubeconfig is None
-    assert settings.kubeconfig == tmp_path / "kubeconfig"
+    assert settings.kubeconfig == state / "kubeconfig"
 
 
 def test_nodes_share_nothing(settings: Settings) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import getpass
+import grp
 import json
 import os
+import pwd
 import shutil
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -86,7 +87,8 @@ async def proxied(engines: Sequence[FakeEngine], folder: Path) -> AsyncIterator[
         host, port = r.router.address
         listening = free_port()
         # As root its worker would be another user, who may not enter the folder.
-        user = f"user {getpass.getuser()} {getpass.getuser()};" if os.geteuid() == 0 else ""
+        name = pwd.getpwuid(os.geteuid()).pw_name
+        user = f"user {name} {grp.getgrgid(os.getegid()).gr_name};" if os.geteuid() == 0 else ""
         settings = CONFIGURATION.format(user=user, router=f"{host}:{port}", port=listening)
         (folder / "nginx.conf").write_text(settings)
         assert EXECUTABLE is not None
