@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +42,12 @@ ARCHITECTURES = {
 
 
 @pytest.fixture(autouse=True, scope="session")
-def frozen_imports() -> None:
+def frozen_imports() -> Iterator[None]:
     """Keep the objects of all imports out of garbage collections, which an engine makes whenever it sleeps."""
     gc.collect()
     gc.freeze()
+    yield
+    gc.unfreeze()  # what is not collected at the end of the process is reported as leaked
 
 
 @pytest.fixture(scope="session")

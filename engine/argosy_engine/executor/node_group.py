@@ -12,7 +12,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -84,6 +84,7 @@ class NodeGroup:
         feeds: by rank, where the answers of workers on other machines go. They are closed when the worker has ended.
         on_load_step: called in any thread when a machine joins, has the model or has come further with it, and
             regularly while one is missing.
+        clock: seconds that never go back, for the wait until all have joined.
 
     Raises (from the constructor):
         ConfigError: this machine cannot listen at --master-addr and --master-port.
@@ -95,8 +96,10 @@ class NodeGroup:
         keys: tuple[bytes, ...],
         feeds: Mapping[int, socket.socket],
         on_load_step: OnLoadStep = ignore_step,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._args = args
+        self._clock = clock
         self._on_load_step = on_load_step
         self._config = args.parallel_config
         self._keys = keys
@@ -126,7 +129,7 @@ class NodeGroup:
             EngineDead: one has not joined in time, or was lost again.
         """
         timeout_s = self._args.distributed_timeout_seconds or JOIN_TIMEOUT_S
-        deadline = time.monotonic() + timeout_s
+        deadline = self._clock() + timeout_s
         ranks = range(1, self._args.nnodes)
         with self._changed:
             while True:
@@ -135,7 +138,7 @@ class NodeGroup:
                 missing = [rank for rank in ranks if rank not in self._nodes]
                 if not missing and all(node.is_ready for node in self._nodes.values()):
                     return
-                left = deadline - time.monotonic()
+                left = deadline - self._clock()
                 if missing and left <= 0:
                     raise EngineDead(
                         f"of {self._args.nnodes} nodes {', '.join(map(str, missing))} did not join within "
