@@ -176,7 +176,7 @@ def test_tensor_ranks_on_two_nodes_give_the_tokens_of_one_process_until_one_is_k
 def check_name_and_description(rank: int, pid: int) -> None:
     """Check that a worker has the name that it has with other executors, and describes itself in its log."""
     assert Path(f"/proc/{pid}/comm").read_text() == f"Worker_TP{rank}\n"
-    (log,) = {Path(path) for path in held_files(pid) if path.endswith(".err")}
+    (log,) = {Path(path) for path in held_files(pid) if path.endswith(f"-{pid}.err")}
     os.kill(pid, signal.SIGUSR1)
     last = f"argosy engine worker, process {pid}: Worker_TP{rank}, rank {rank} of 2; its stacks"
     wait_until(lambda: last in log.read_text(), "the description", PATIENCE_S)
