@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 
 from argosy_engine import LLM, EngineArgs, SamplingParams, StructuredOutputsParams
-from argosy_engine.core.proc.core_client import SyncMPClient
+from argosy_engine.core.proc.core_client import InprocClient, SyncMPClient
 from argosy_engine.errors import ConfigError, EngineDead, UtilityFailed
 from argosy_engine.executor.factory import make_executor
-from argosy_engine.executor.private_ray import PrivateRay
 from argosy_engine.executor.ray_cluster import RayCluster
 from argosy_engine.executor.ray_executor import RayExecutor
 from argosy_engine.executor.ray_placement import (
@@ -30,6 +29,7 @@ from argosy_engine.frontend.outputs import RequestOutput
 from argosy_engine.messages.collective_rpc import CollectiveRpc
 from argosy_engine.messages.scheduler_output import SchedulerOutput
 from argosy_engine.sizing import rank_resources
+from engine_processes import worker_path
 from listening import listening_addresses
 from processes import children, descendants, held_files, is_alive, wait_until
 from virtual_nodes import VirtualNodes, kill, virtual_nodes
@@ -50,6 +50,8 @@ SCHEMA = {
 }
 STORY = "Once upon a time there was a small ship, and it sailed far out to the north where the ice is."
 LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}
+PATIENCE_S = 240.0
+"""For what passes through several of Ray's processes, on a busy machine."""
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -66,17 +68,24 @@ REQUESTS = [
 ]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def worker_path() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent.parent / "support"), prepend=os.pathsep)
-        yield
-
-
 @pytest.fixture(scope="module")
-def nodes(worker_path: None) -> Iterator[VirtualNodes]:
-    with virtual_nodes(2) as made:
+def cluster() -> Iterator[VirtualNodes]:
+    with worker_path(), virtual_nodes(2) as made:
         yield made
+
+
+@pytest.fixture
+def nodes(cluster: VirtualNodes) -> VirtualNodes:
+    """Two nodes, also if a test before has killed one."""
+    cluster.fill(2)
+    return cluster
+
+
+@pytest.fixture
+def bare_workers() -> Iterator[None]:
+    """For a private Ray, whose processes inherit it."""
+    with worker_path(is_bare=True):
+        yield
 
 
 @pytest.fixture
@@ -134,7 +143,7 @@ def expected() -> list[RequestOutput]:
     return found
 
 
-def test_tensor_ranks_on_two_nodes_give_the_tokens_of_one_process(
+def test_tensor_ranks_on_two_nodes_give_the_tokens_of_one_process_until_one_is_killed(
     nodes: VirtualNodes, expected: list[RequestOutput]
 ) -> None:
     import ray
@@ -151,6 +160,8 @@ def test_tensor_ranks_on_two_nodes_give_the_tokens_of_one_process(
             "a class was sent by pickle"
         )
         pids = [pid for pid, *_ in llm.collective_rpc("echo")]
+        for rank, pid in enumerate(pids):
+            check_name_and_description(rank, pid)
         llm.engine.add_request("never", STORY, params(ignore_eos=True, max_tokens=100))
         llm.engine.step()
         os.kill(pids[1], signal.SIGKILL)
@@ -162,79 +173,52 @@ def test_tensor_ranks_on_two_nodes_give_the_tokens_of_one_process(
     assert not ray.is_initialized()
 
 
+def check_name_and_description(rank: int, pid: int) -> None:
+    """Check that a worker has the name that it has with other executors, and describes itself in its log."""
+    assert Path(f"/proc/{pid}/comm").read_text() == f"Worker_TP{rank}\n"
+    (log,) = {Path(path) for path in held_files(pid) if path.endswith(f"-{pid}.err")}
+    os.kill(pid, signal.SIGUSR1)
+    last = f"argosy engine worker, process {pid}: Worker_TP{rank}, rank {rank} of 2; its stacks"
+    wait_until(lambda: last in log.read_text(), "the description", PATIENCE_S)
+
+
 def step_for_ever(llm: LLM) -> None:
     while True:
         llm.engine.step()
 
 
-def test_pipeline_stages_on_two_nodes_give_the_tokens_of_one_process(
-    nodes: VirtualNodes, expected: list[RequestOutput]
+def test_pipeline_stages_on_two_nodes_give_the_tokens_of_one_process_until_a_node_ends(
+    nodes: VirtualNodes, expected: list[RequestOutput], pipe: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with LLM("builtin://tiny", **RAY, pipeline_parallel_size=2) as llm:
+    with LLM(
+        "builtin://tiny", **RAY, worker_cls="probe_worker.ScriptedWorker", pipeline_parallel_size=2
+    ) as llm:
         assert tokens(outcome(llm)) == tokens(expected)
-
-
-def test_steps_overlap_and_answers_keep_the_order_of_the_calls(
-    nodes: VirtualNodes, pipe: Path, tmp_path: Path
-) -> None:
-    launched = tmp_path / "launched"
-    os.mkfifo(launched)
-    with running(tensor_parallel_size=2) as executor, ExitStack() as opened:
-        first = executor.execute(step(f"end:open:{pipe}"))
-        second = executor.execute(step(f"launch:tell:{launched}"))
-        opened.enter_context(launched.open("rb"))  # waits until a worker has launched the second
-        with ThreadPoolExecutor(1) as thread:
-            called = thread.submit(executor.collective_rpc, CollectiveRpc("place", kwargs={"base": 2}))
-            opened.enter_context(pipe.open("r+b", buffering=0))  # only now the first may end
-            assert called.result() == [[2, 2], [3, 2]]
-        assert first.get().request_ids == ["open"]
-        assert second.get().request_ids == ["tell"]
-        with pytest.raises(UtilityFailed, match=r"fail failed in worker 0: RuntimeError: as asked"):
-            executor.collective_rpc(CollectiveRpc("fail"))
-        executor.check_health()
-        pids = [pid for pid, *_ in executor.collective_rpc(CollectiveRpc("echo"))]
-        os.mkfifo(tmp_path / "never")
-        executor.execute(step("end:fail:1"))
-        never = executor.execute(step(f"end:open:{tmp_path / 'never'}"))
-        with pytest.raises(
-            EngineDead, match=rf"^Worker_TP1 \(process {pids[1]} on .*\) failed: RuntimeError: as asked$"
-        ):
-            never.get()
-    wait_until(lambda: not any(map(is_alive, pids)), "workers to end")
-
-
-def test_the_end_of_a_node_ends_the_engine_with_its_reason(nodes: VirtualNodes, pipe: Path) -> None:
-    with running(tensor_parallel_size=2) as executor:
+        check_log_of_workers(capfd)
+        assert isinstance(llm.client, InprocClient)
+        executor = llm.client.core.executor
         pids = [pid for pid, *_ in executor.collective_rpc(CollectiveRpc("echo"))]
         never = executor.execute(step(f"end:open:{pipe}"))
         nodes.kill()
-        reason = rf"^Worker_TP1 \(process {pids[1]} on 127.0.0.1\) ended: Ray: The actor "
+        reason = rf"^Worker_PP1 \(process {pids[1]} on 127.0.0.1\) ended: Ray: The actor "
         for call in (never.get, executor.check_health, lambda: executor.execute(step("end:nothing:"))):
             with pytest.raises(EngineDead, match=reason):
                 call()
     wait_until(lambda: not any(map(is_alive, pids)), "workers to end")
-    nodes.add()
 
 
-def test_workers_have_the_names_of_other_executors_and_describe_themselves(
-    nodes: VirtualNodes, capfd: pytest.CaptureFixture[str]
-) -> None:
+def check_log_of_workers(capfd: pytest.CaptureFixture[str]) -> None:
+    """Check what Ray prints here of the workers' logs: the first one's lines, once and without colors."""
     log = ""
 
-    def has_arrived(text: str) -> bool:
+    def has_arrived() -> bool:
         nonlocal log
         log += capfd.readouterr().err
-        return text in log
+        return "attention backend" in log
 
-    with running(tensor_parallel_size=2) as executor:
-        pids = [pid for pid, *_ in executor.collective_rpc(CollectiveRpc("echo"))]
-        for rank, pid in enumerate(pids):
-            assert Path(f"/proc/{pid}/comm").read_text() == f"Worker_TP{rank}\n"
-            os.kill(pid, signal.SIGUSR1)
-            last = f"argosy engine worker, process {pid}: Worker_TP{rank}, rank {rank} of 2; its stacks"
-            wait_until(lambda: has_arrived(last), "the description")  # noqa: B023 (called at once)
+    wait_until(has_arrived, "the workers' lines", PATIENCE_S)
     (line,) = [line for line in log.splitlines() if "attention backend" in line]
-    assert " INFO [Worker_TP0] argosy_engine.worker.worker " in line
+    assert " INFO [Worker_PP0] argosy_engine.worker.worker " in line
     assert "\x1b" not in line
 
 
@@ -257,7 +241,9 @@ def test_what_the_cluster_cannot_place_is_refused(nodes: VirtualNodes) -> None:
         executor.shutdown()
 
 
-def test_a_private_ray_is_closed_to_others_and_ends_with_a_killed_engine(no_cluster: None) -> None:
+def test_a_private_ray_is_closed_to_others_and_ends_with_a_killed_engine(
+    no_cluster: None, bare_workers: None
+) -> None:
     with LLM("builtin://tiny", **RAY, multiprocess=True) as llm:
         assert len(llm.generate("Hello", params(), use_tqdm=False)) == 1
         assert isinstance(llm.client, SyncMPClient)
@@ -281,7 +267,9 @@ def test_a_private_ray_is_closed_to_others_and_ends_with_a_killed_engine(no_clus
 
 
 @pytest.mark.parametrize("victim", ["gcs_server", "private_ray"])
-def test_the_end_of_a_private_ray_ends_the_engine_but_not_its_program(victim: str, no_cluster: None) -> None:
+def test_the_end_of_a_private_ray_ends_the_engine_but_not_its_program(
+    victim: str, no_cluster: None, bare_workers: None
+) -> None:
     import ray
 
     before = set(descendants(os.getpid()))
@@ -300,21 +288,58 @@ def test_the_end_of_a_private_ray_ends_the_engine_but_not_its_program(victim: st
     wait_until(lambda: not any(map(is_alive, started)), "Ray to end")
 
 
-def test_a_private_ray_is_for_one_engine_of_a_program(no_cluster: None) -> None:
+def test_a_private_ray_runs_the_steps_of_one_engine_of_a_program(
+    no_cluster: None, bare_workers: None, pipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the path of TMPDIR is too long for Ray's sockets."""
     import ray
 
-    first = RayCluster(1, 0)
-    try:
+    directory = tmp_path / ("long" * 20)
+    directory.mkdir()
+    monkeypatch.setenv("TMPDIR", str(directory))
+    with running(tensor_parallel_size=2) as executor:
+        assert ray.get_runtime_context().gcs_address.startswith("127.0.0.1:")
         with pytest.raises(
             ConfigError, match=r"^another engine of this program has a private Ray, .*`ray start"
         ):
             RayCluster(1, 0)
-        assert first.describe_nodes().endswith("1 CPUs of these are free")
-    finally:
-        first.close()
+        check_order(executor, pipe, tmp_path / "launched")
+        check_failed_step(executor, tmp_path / "never")
     with pytest.raises(Exception, match="Ray has not been started yet"):
         ray.put(b"of a thread that has not heard of the end")
     assert not ray.is_initialized()
+
+
+def check_order(executor: RayExecutor, pipe: Path, launched: Path) -> None:
+    """Check that steps overlap, and that answers keep the order of the calls."""
+    os.mkfifo(launched)
+    with ExitStack() as opened:
+        first = executor.execute(step(f"end:open:{pipe}"))
+        second = executor.execute(step(f"launch:tell:{launched}"))
+        opened.enter_context(launched.open("rb"))  # waits until a worker has launched the second
+        with ThreadPoolExecutor(1) as thread:
+            called = thread.submit(executor.collective_rpc, CollectiveRpc("place", kwargs={"base": 2}))
+            opened.enter_context(pipe.open("r+b", buffering=0))  # only now the first may end
+            assert called.result() == [[2, 2], [3, 2]]
+        assert first.get().request_ids == ["open"]
+        assert second.get().request_ids == ["tell"]
+    with pytest.raises(UtilityFailed, match=r"fail failed in worker 0: RuntimeError: as asked"):
+        executor.collective_rpc(CollectiveRpc("fail"))
+    executor.check_health()
+
+
+def check_failed_step(executor: RayExecutor, pipe: Path) -> None:
+    """Check that a step that fails on a worker which is not awaited ends the engine for its reason."""
+    pids = [pid for pid, *_ in executor.collective_rpc(CollectiveRpc("echo"))]
+    os.mkfifo(pipe)
+    executor.execute(step("end:fail:1"))
+    never = executor.execute(step(f"end:open:{pipe}"))
+    with pytest.raises(
+        EngineDead, match=rf"^Worker_TP1 \(process {pids[1]} on .*\) failed: RuntimeError: as asked$"
+    ):
+        never.get()
+    executor.shutdown()
+    wait_until(lambda: not any(map(is_alive, pids)), "workers to end")
 
 
 def test_engines_of_one_program_share_the_connection_to_a_cluster(nodes: VirtualNodes) -> None:
@@ -350,18 +375,7 @@ def token(pid: int) -> str:
     return found[b"RAY_AUTH_TOKEN"].decode()
 
 
-def test_a_private_ray_starts_where_the_path_of_tmpdir_is_long(
-    no_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    directory = tmp_path / ("long" * 20)
-    directory.mkdir()
-    monkeypatch.setenv("TMPDIR", str(directory))
-    ray = PrivateRay(num_cpus=1, num_gpus=0)
-    assert ray.address.startswith("127.0.0.1:")
-    ray.stop()
-
-
-def test_a_start_that_fails_leaves_no_private_ray(no_cluster: None) -> None:
+def test_a_start_that_fails_leaves_no_private_ray(no_cluster: None, bare_workers: None) -> None:
     before = set(descendants(os.getpid()))
     flags = {"tensor_parallel_size": 2, "worker_cls": "probe_worker.FailsLateWorker"}
     with pytest.raises(ConfigError, match=r"^as asked$"):

@@ -21,7 +21,8 @@ import pytest
 from argosy_engine.executor.private_ray import LOOPBACK, LOOPBACK_ONLY, SYSTEM_CONFIG
 from processes import descendants
 
-START_ATTEMPTS = 3
+START_ATTEMPTS = 10
+"""A node ends itself if one of its own processes does not start within 15 s, which a busy machine may need."""
 QUICK_NOTICE = {
     "health_check_period_ms": 500,
     "health_check_timeout_ms": 2000,
@@ -44,16 +45,19 @@ class VirtualNodes:
             env={**os.environ, **self.environment, "RAY_TMPDIR": directory},
         )
         self.address = ""
-        for _ in range(count):
-            self.add()
+        self._num_nodes = 0
+        self.fill(count)
 
-    def add(self) -> None:
-        """Start a node and wait until it can be used."""
-        self._order(b"add\n")
+    def fill(self, count: int) -> None:
+        """Start nodes until there are so many, and wait until they can be used."""
+        while self._num_nodes < count:
+            self._order(b"add\n")
+            self._num_nodes += 1
 
     def kill(self) -> None:
         """Kill a node's processes but for those of workers, which notice it, with SIGKILL."""
         self._order(b"kill\n")
+        self._num_nodes -= 1
 
     def _order(self, what: bytes) -> None:
         assert self._process.stdin is not None
@@ -61,6 +65,7 @@ class VirtualNodes:
         self._process.stdin.write(what)
         self._process.stdin.flush()
         self.address = self._process.stdout.readline().decode().strip()
+        assert self.address, "the cluster has ended"
 
     def stop(self) -> None:
         self._process.communicate()
@@ -109,9 +114,11 @@ def add_node(cluster: Any) -> Any:
     head = {"include_dashboard": False, "no_monitor": True, "_system_config": SYSTEM_CONFIG | QUICK_NOTICE}
     arguments = {"num_cpus": 1, "node_ip_address": LOOPBACK, **({} if cluster.head_node else head)}
     for attempt in range(START_ATTEMPTS):
+        running = set(descendants(os.getpid()))
         try:
             return cluster.add_node(**arguments)
-        except Exception:  # it waits for 30 seconds, which a busy machine may need
+        except Exception:
+            kill(list(set(descendants(os.getpid())) - running))
             if attempt == START_ATTEMPTS - 1:
                 raise
     raise AssertionError
