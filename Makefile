@@ -176,7 +176,8 @@ conformance-sample: $(INSTALLED_DEV) ## run some files of vLLM's own server test
 test-clients: prepare-clients ## try LiteLLM, instructor, and by npm the agent Codex and the SDKs for Node, on an engine and a router; they need an environment of their own, .venv-clients
 	ARGOSY_CODEX=$(CURDIR)/.venv-clients/npm/node_modules/.bin/codex ARGOSY_NODE_MODULES=$(CURDIR)/.venv-clients/npm/node_modules ARGOSY_PYTHON=$(BIN)/python .venv-clients/bin/python -P -m pytest -c conformance/clients/pytest.ini $(CLIENT_TESTS) $(PYTEST_ARGS)
 
-prepare-clients: $(INSTALLED_DEV) $(INSTALLED_CLIENTS) $(INSTALLED_NPM) ## install those clients
+prepare-clients: $(INSTALLED_DEV) $(INSTALLED_CLIENTS) $(INSTALLED_NPM) ## install those clients, and fetch vLLM's own tests
+	$(BIN)/python conformance/vllm_sdist.py $(VLLM_SOURCES) || test $$? = 75
 
 # npm may be missing or offline; the tests are skipped then, and the next run tries again.
 $(INSTALLED_NPM):
