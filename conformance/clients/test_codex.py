@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from conftest import free_port, running
+from conftest import reserved_port, running
 
 CODEX = os.environ.get("ARGOSY_CODEX", "")
 OFF = ("apps", "goals", "multi_agent", "plugins", "skill_search", "view_image")
@@ -65,7 +65,8 @@ def scripted() -> Iterator[str]:
     flags = ("--device", "cpu", "--dtype", "float32", "--logits-processors", "scripted_model:ScriptedModel")
     with (
         running("serve", "builtin://tiny", *flags, modules=Path(__file__).parent) as engine,
-        running("router", "--replica", engine, "--admin-port", str(free_port())) as url,
+        reserved_port() as admin_port,
+        running("router", "--replica", engine, "--admin-port", str(admin_port)) as url,
     ):
         yield f"{url}/v1"
 
