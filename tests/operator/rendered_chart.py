@@ -21,7 +21,8 @@ Object = dict[str, Any]
 @functools.cache
 def helm() -> str:
     """Helm's path; the test is skipped where there is none."""
-    built = sorted((Path.home() / ".cache" / "argosy-e2e").glob("bin-*/helm"))
+    cache = Path(os.environ.get("ARGOSY_E2E_CACHE") or Path.home() / ".cache" / "argosy-e2e")
+    built = sorted(cache.glob("bin-*/helm"))
     found = os.environ.get("ARGOSY_HELM") or shutil.which("helm") or (str(built[-1]) if built else "")
     if not found:
         pytest.skip("needs helm: install it, or run `make e2e` once")
