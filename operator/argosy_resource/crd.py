@@ -10,10 +10,10 @@ Invariant: the files in the repository are what `render()` returns; a test compa
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import itertools
 import sys
-import textwrap
 from pathlib import Path
 from typing import Any, Final
 
@@ -48,12 +48,17 @@ _COLUMNS: Final[tuple[Schema, ...]] = (
 )
 
 
+@functools.cache
+def _classes(module: str) -> dict[str, ast.ClassDef]:
+    """The classes of a module, read from its source once: `inspect.getsource` of a class parses all of it each time."""
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    return {statement.name: statement for statement in tree.body if isinstance(statement, ast.ClassDef)}
+
+
 def attribute_docs(struct: type[msgspec.Struct]) -> dict[str, str]:
     """Docstrings of a struct's attributes, by attribute name."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(struct)))
-    body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
     docs = {}
-    for statement, following in itertools.pairwise(body):
+    for statement, following in itertools.pairwise(_classes(struct.__module__)[struct.__name__].body):
         if (
             isinstance(statement, ast.AnnAssign)
             and isinstance(statement.target, ast.Name)
