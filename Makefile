@@ -44,6 +44,8 @@ INSTALLED_FUZZ := .venv-fuzz/.installed-$(HASH)
 # Tests mostly wait for the servers that they start, so they run in several processes: each runs whole files, and the
 # first process that crashes ends the run. tests/conftest.py puts the files that take longest first.
 PARALLEL := --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+# With ccache, where it is installed.
+CACHED := PATH="$(addsuffix :,$(wildcard /usr/lib/ccache))$$PATH"
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet $(PIP_ARGS)
 
 .DEFAULT_GOAL := help
@@ -71,7 +73,7 @@ $(INSTALLED_DEV): $(INSTALLED) $(CONSTRAINTS:%=%/tests.txt)
 	@touch $@
 
 wheel: $(INSTALLED_DEV) ## build a wheel with the router compiled for this Python and platform, into dist
-	PYTHONPATH=.ci $(BIN)/python -P -m gate.wheels dist
+	$(CACHED) PYTHONPATH=.ci $(BIN)/python -P -m gate.wheels dist
 
 up: $(INSTALLED) ## start the local fleet on the tiny model and send it one chat
 	@$(BIN)/argosy up --file examples/quickstart.yaml --detach --port $(PORT)
@@ -114,7 +116,7 @@ test-wheel-dependencies: wheel ## install that wheel's parts with what each decl
 	PIP_ARGS='$(PIP_ARGS)' $(PYTHON) tests/wheel_dependencies.py $(PARTS)
 
 test-sanitizers: $(INSTALLED_DEV) ## run the tests of the C and C++ sources under address and undefined-behaviour sanitizers
-	bash tests/sanitizers.sh $(PYTEST_ARGS)
+	$(CACHED) bash tests/sanitizers.sh $(PYTEST_ARGS)
 
 attack: $(INSTALLED_DEV) ## attack a local fleet for ATTACK_S seconds (an hour) beside clients that must not notice
 	PYTHONPATH=tests:tests/support $(BIN)/python -P -m attack --seconds $(ATTACK_S) $(ATTACK_ARGS)
