@@ -64,7 +64,8 @@ def prompts(request: pytest.FixtureRequest) -> list[list[int]]:
     token_lists = [llm.renderer.render_text(text, add_special_tokens=False).token_ids for text in texts]
     size = llm.config.vocab_size
     token_lists += [
-        [rng.randrange(size) for _ in range(rng.choice((1, 2, 15, 16, 17, 40, 97)))] for _ in range(42 * times)
+        [rng.randrange(size) for _ in range(rng.choice((1, 2, 15, 16, 17, 40, 97)))]
+        for _ in range(42 * times)
     ]
     token_lists += [[rng.randrange(size) for _ in range(rng.randrange(300, 700))] for _ in range(4 * times)]
     token_lists += [list(token_lists[i]) for i in range(4 * times)]  # exact repeats: full prefix hits

@@ -7,6 +7,7 @@ Each start is a fork of a process that has imported the compiler, which takes se
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
@@ -74,8 +75,7 @@ def start(model: str) -> None:
 
 
 def main() -> int:
-    import torch._inductor.compile_fx
-
+    importlib.import_module("torch._inductor.compile_fx")
     for _ in range(2):
         pid = os.fork()
         if pid == 0:
