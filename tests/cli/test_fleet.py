@@ -282,18 +282,19 @@ def test_an_engine_that_refuses_its_arguments_is_started_again_by_up_only(
 
 
 def test_a_replica_that_dies_soon_after_it_was_ready_does_not_take_an_update_on(
-    fleet: LocalFleet, capfd: pytest.CaptureFixture[str]
+    own_fleet: LocalFleet, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fleet.manifest(replicas=2)
-    assert fleet.start() == 0
-    with Load(fleet, workers=1):
-        fleet.manifest(replicas=2, engine={"env": [{"name": "FAKE_LIFE_S", "value": "0.6"}]})
-        fleet.up()
-        status = fleet.wait_for(
+    monkeypatch.setenv("FAKE_MIN_READY_S", "2")
+    own_fleet.manifest(replicas=2)
+    assert own_fleet.start() == 0
+    with Load(own_fleet, workers=1):
+        own_fleet.manifest(replicas=2, engine={"env": [{"name": "FAKE_LIFE_S", "value": "0.6"}]})
+        own_fleet.up()
+        status = own_fleet.wait_for(
             lambda status: any(replica.restarts >= 3 for replica in status.services[0].replicas)
         )
     replicas = {replica.name: replica for replica in status.services[0].replicas}
-    old = [fleet.replica_name(number) for number in (0, 1)]
+    old = [own_fleet.replica_name(number) for number in (0, 1)]
     assert set(old) <= replicas.keys()
     assert [replicas[name].phase for name in old] == ["Routable", "Routable"]
     assert "exited with code 3" in capfd.readouterr().err

@@ -14,6 +14,7 @@ from processes import Server, free_port, running, wait_until
 pytestmark = pytest.mark.timeout(300)
 
 PROMPT = "Tell me of the sea and of the ships that went there. " * 4
+LONG_PROMPT = PROMPT * 15
 FOREVER = {"model": "tiny", "prompt": PROMPT, "max_tokens": 3000, "ignore_eos": True, "temperature": 0}
 ENDED = "vllm:request_success_total"
 DEFERRED = "vllm:num_requests_waiting_by_reason", "deferred"
@@ -138,15 +139,11 @@ def test_every_series_moves(server: Server, http: httpx.Client) -> None:
     )
     assert complete(http, structured_outputs={"grammar": "root ::= nothing"}).status_code == 400
     abandon(server)
-    crowd = [
-        threading.Thread(
-            target=complete, args=(http,), kwargs={"max_tokens": 2300, "prompt": f"{number} {PROMPT}"}
-        )
-        for number in range(3)
-    ]
-    for request in crowd:
-        request.start()
-    while any(request.is_alive() for request in crowd):
+    # Two of these prompts nearly fill the KV cache, so that one of them is soon preempted.
+    prompts = [f"{number} {LONG_PROMPT}" for number in range(3)]
+    crowd = threading.Thread(target=complete, args=(http,), kwargs={"max_tokens": 300, "prompt": prompts})
+    crowd.start()
+    while crowd.is_alive():
         look()
     for level in (1, 2):
         assert http.post("/sleep", params={"level": level}).status_code == 200

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from argosy_engine.checkpoint.model_path import resolve_model
+from argosy_engine.structured import compile_queue
 from argosy_engine.structured.compile_queue import BackendUnavailable
 from argosy_engine.structured.grammar_client import ForkedCompilation, GrammarClient
 from argosy_engine.structured.grammar_messages import GrammarServerArgs
@@ -161,7 +162,7 @@ def test_a_compilation_killed_before_it_begins_never_runs(client: GrammarClient)
 
 
 def test_the_kernel_kills_an_orphaned_grammar_process() -> None:
-    client = GrammarClient(ARGS, deadline_s=2.0)
+    client = GrammarClient(ARGS, deadline_s=1.0)
     try:
         with pytest.raises(ValueError, match="too much time or memory"):
             client.new_compilation().run(ENDLESS)
@@ -274,9 +275,26 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.parametrize("stops", [False, True], ids=["running", "stopped"])
-@pytest.mark.parametrize("started_by", ["main thread", "thread that ends", "warm-up"])
-def test_nothing_outlives_a_killed_core(started_by: str, stops: bool) -> None:
+STOPPED, RUNNING = "stopped", "running"
+
+
+@pytest.mark.parametrize(
+    ("started_by", "state"),
+    [
+        ("main thread", RUNNING),
+        ("thread that ends", STOPPED),
+        ("warm-up", RUNNING),
+        *(
+            pytest.param(started_by, state, marks=pytest.mark.full)
+            for started_by, state in (
+                ("main thread", STOPPED),
+                ("thread that ends", RUNNING),
+                ("warm-up", STOPPED),
+            )
+        ),
+    ],
+)
+def test_nothing_outlives_a_killed_core(started_by: str, state: str) -> None:
     with subprocess.Popen(
         [sys.executable, "-P", "-c", PARENT, ARGS.model_path, started_by],
         stdin=subprocess.PIPE,
@@ -286,7 +304,7 @@ def test_nothing_outlives_a_killed_core(started_by: str, stops: bool) -> None:
         pid = int(parent.stdout.readline())
         while not (forked := children(pid)):
             pass
-        if stops:
+        if state == STOPPED:
             os.kill(pid, signal.SIGSTOP)
         parent.kill()
     for ended in (pid, *forked):
@@ -412,13 +430,15 @@ def test_a_stopped_compilation_is_killed_with_its_request(client: GrammarClient)
     wait_for_end(child)
 
 
-def test_a_stopped_compilation_is_given_up_soon_after_its_deadline() -> None:
+def test_a_stopped_compilation_is_given_up_soon_after_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     client = GrammarClient(ARGS, deadline_s=3.0)
     try:
-        running = begin(client.new_compilation())
-        child = child_of(client)
-        stop(child)
-        assert isinstance(running.exception(30), BackendUnavailable)
+        with monkeypatch.context() as patch:
+            patch.setattr(compile_queue, "PATIENCE", 1.0)
+            running = begin(client.new_compilation())
+            child = child_of(client)
+            stop(child)
+            assert isinstance(running.exception(30), BackendUnavailable)
         wait_for_end(child)
         assert compiled(client, "regex", "i") is not None
     finally:

@@ -29,9 +29,10 @@ EXACT = {"dtype": "float32", "device": "cpu", "threads": 1}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16)
 
 
-@pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
-    """220 prompts of 1 to ~700 tokens: chats, shared prefixes, copies, noise."""
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.full)])
+def prompts(request: pytest.FixtureRequest) -> list[list[int]]:
+    """110 or 220 prompts of 1 to ~700 tokens: chats, shared prefixes, copies, noise."""
+    times = request.param
     llm = LLM("builtin://tiny", **EXACT, num_gpu_blocks_override=512)
     rng = random.Random(11)
     words = [
@@ -51,24 +52,25 @@ def prompts() -> list[list[int]]:
     template = llm.renderer.template
     assert template is not None
     texts = []
-    for _ in range(60):
+    for _ in range(30 * times):
         question = " ".join(rng.choices(words, k=rng.randrange(1, 40)))
         texts.append(f"<|im_start|>user\nRepeat: {question}<|im_end|>\n<|im_start|>assistant\n")
     system = "You answer from these facts. " + " ".join(rng.choices(words, k=120))
     texts += [
         f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\nWhat is {rng.choice(words)} {i}?<|im_end|>\n"
         "<|im_start|>assistant\n"
-        for i in range(60)
+        for i in range(30 * times)
     ]
     token_lists = [llm.renderer.render_text(text, add_special_tokens=False).token_ids for text in texts]
     size = llm.config.vocab_size
     token_lists += [
-        [rng.randrange(size) for _ in range(rng.choice((1, 2, 15, 16, 17, 40, 97)))] for _ in range(84)
+        [rng.randrange(size) for _ in range(rng.choice((1, 2, 15, 16, 17, 40, 97)))]
+        for _ in range(42 * times)
     ]
-    token_lists += [[rng.randrange(size) for _ in range(rng.randrange(300, 700))] for _ in range(8)]
-    token_lists += [list(token_lists[i]) for i in range(8)]  # exact repeats: full prefix hits
+    token_lists += [[rng.randrange(size) for _ in range(rng.randrange(300, 700))] for _ in range(4 * times)]
+    token_lists += [list(token_lists[i]) for i in range(4 * times)]  # exact repeats: full prefix hits
     llm.close()
-    assert len(token_lists) >= 200
+    assert len(token_lists) == 110 * times
     return token_lists
 
 

@@ -12,7 +12,8 @@ import uvloop
 from argosy_router.fleet.health import replica_health
 from argosy_router.fleet.links import telemetry_client
 
-from .engine_processes import engines as engines  # a fixture
+from .engine_processes import engine_pool as engine_pool  # fixtures
+from .engine_processes import engines as engines
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:

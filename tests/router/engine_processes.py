@@ -1,4 +1,4 @@
-"""Two real engines as processes, and clients that read their streams through the router."""
+"""Real engines as processes that tests share, and clients that read their streams through the router."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from argosy_protocol.fleet import Endpoint, FleetDocument, FleetService
 from message_events import message, parsed
-from processes import Server, free_port, running
+from processes import Server, answers, free_port, running
 
 from .harness import Rig
 
@@ -23,7 +23,7 @@ STREAMS = 50
 
 ENGINE = [
     *("argosy_engine.api.serve", "builtin://tiny", "--served-model-name", "tiny", "--threads", "1"),
-    *("--dtype", "float32", "--max-num-seqs", "96", "--disable-log-stats"),
+    *("--dtype", "float32", "--max-num-seqs", "96", "--disable-log-stats", "--any-model-name"),
     *("--shutdown-timeout", "0"),
 ]
 
@@ -84,12 +84,46 @@ def calls() -> list[tuple[str, str, dict[str, Any]]]:
     return made
 
 
+class EnginePool:
+    """Engines for all tests of this process. One that a test has ended is replaced when the next test asks.
+
+    Tests use prompts of their own where it matters what is cached.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._servers: list[Server] = []
+        self._stack = ExitStack()
+
+    def take(self, count: int) -> list[Server]:
+        self._servers = [
+            server
+            for server in self._servers
+            if server.process.poll() is None and answers(f"{server.url}/ready")
+        ]
+        with ThreadPoolExecutor() as starters:
+            self._servers += starters.map(self._start, range(len(self._servers), count))
+        return self._servers[:count]
+
+    def _start(self, _: int) -> Server:
+        port = free_port()
+        arguments = [*ENGINE, "--port", str(port)]
+        return self._stack.enter_context(running(arguments, self._folder / f"log{port}", port=port))
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+@pytest.fixture(scope="session")
+def engine_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnginePool]:
+    pool = EnginePool(tmp_path_factory.mktemp("engines"))
+    yield pool
+    pool.close()
+
+
 @pytest.fixture
-def engines(tmp_path: Path) -> Iterator[list[Server]]:
-    ports = (free_port(), free_port())
-    servers = [running([*ENGINE, "--port", str(port)], tmp_path / f"log{port}", port=port) for port in ports]
-    with ExitStack() as stack, ThreadPoolExecutor() as starters:
-        yield list(starters.map(stack.enter_context, servers))
+def engines(engine_pool: EnginePool) -> list[Server]:
+    return engine_pool.take(2)
 
 
 def document(engines: list[Server], routable: int) -> FleetDocument:
@@ -128,6 +162,17 @@ class Stream:
         told = fold(await reader.read())
         writer.close()
         return told
+
+
+_undisturbed: dict[int, dict[str, Any]] = {}
+
+
+async def undisturbed(r: Rig, count: int) -> list[dict[str, Any]]:
+    """What the first `count` streams say in the end when nothing happens to an engine. It is asked once."""
+    missing = [number for number in range(count) if number not in _undisturbed]
+    told = await asyncio.gather(*(Stream(r, number).read() for number in missing))
+    _undisturbed.update(zip(missing, told, strict=True))
+    return [_undisturbed[number] for number in range(count)]
 
 
 def fold(raw: bytes) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A real engine ends under 50 open streams, killed or told to: each client gets what an undisturbed run says."""
+"""A real engine ends under open streams, killed or told to, or stops: each client gets what an undisturbed run says."""
 
 from __future__ import annotations
 
@@ -6,27 +6,46 @@ import asyncio
 import os
 import signal
 from collections import defaultdict
+from typing import Any
 
 import pytest
 
-from processes import Server
+from processes import Server, descendants
 
-from .engine_processes import (
-    STREAMS,
-    Stream,
-    calls,
-    document,
-)
+from .engine_processes import STREAMS, Stream, calls, document, undisturbed
 from .harness import rig
 
 pytestmark = pytest.mark.timeout(300)  # for processes that start beside other work
 
+FEW = 20
+
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 async def test_fifty_streams_survive(engines: list[Server], number: signal.Signals) -> None:
+    process = engines[0].process
+    try:
+        expected, survived = await disturb(engines, number)
+        await asyncio.to_thread(process.wait, 60)
+    finally:
+        process.kill()
+        process.wait()
+    for (kind, _, body), before, told in zip(calls(), expected, survived, strict=True):
+        assert told == before, (kind, body)
+    finishes: dict[str, set[str]] = defaultdict(set)
+    for (kind, *_), told in zip(calls(), survived, strict=True):
+        finishes[kind].update(*told["finish_reason"].values())
+    assert finishes["a tool call"] == {"tool_calls"}
+    assert "stop" in finishes["JSON schema"]
+    assert "stop" in finishes["stop strings"]
+
+
+async def disturb(
+    engines: list[Server], number: signal.Signals
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return what the streams say without and with the end of the first engine."""
     async with rig(document=document(engines, 0), wait=False) as r:
         await r.until(lambda: all(replica.is_synced for replica in r.router.fleet.replicas()))
-        undisturbed = await asyncio.gather(*(Stream(r, stream).read() for stream in range(STREAMS)))
+        expected = await undisturbed(r, STREAMS)
         streams = [Stream(r, stream) for stream in range(STREAMS)]
         pid, load = engines[0].process.pid, r.replica(0).load
         os.kill(
@@ -47,11 +66,33 @@ async def test_fifty_streams_survive(engines: list[Server], number: signal.Signa
         moved = r.metric('migrations_total{model="tiny",outcome="resumed"}')
         assert moved >= STREAMS // 2, "the others had said all before the engine died"
         assert r.metric("interrupted_streams_total") == 0
-    for (kind, _, body), expected, told in zip(calls(), undisturbed, survived, strict=True):
-        assert told == expected, (kind, body)
-    finishes: dict[str, set[str]] = defaultdict(set)
-    for (kind, *_), told in zip(calls(), survived, strict=True):
-        finishes[kind].update(*told["finish_reason"].values())
-    assert finishes["a tool call"] == {"tool_calls"}
-    assert "stop" in finishes["JSON schema"]
-    assert "stop" in finishes["stop strings"]
+    return expected, survived
+
+
+async def test_streams_leave_a_stopped_core(engines: list[Server]) -> None:
+    """The core of an engine stops under some streams and before others."""
+    async with rig(document=document(engines, 0), wait=False) as r:
+        await r.until(lambda: all(replica.is_synced for replica in r.router.fleet.replicas()))
+        expected = await undisturbed(r, FEW)
+        streams = [Stream(r, stream) for stream in range(FEW)]
+        cores = descendants(engines[0].process.pid)
+        assert cores
+        begun = [asyncio.create_task(stream.read()) for stream in streams[: FEW // 2]]
+        await asyncio.wait([asyncio.create_task(s.has_begun.wait()) for s in streams[: FEW // 2]])
+        for pid in cores:
+            os.kill(pid, signal.SIGSTOP)
+        load = r.replica(0).load
+        try:
+            waiting = [asyncio.create_task(stream.read()) for stream in streams[FEW // 2 :]]
+            await r.until(lambda: load.inflight == len(waiting) + sum(not task.done() for task in begun))
+            r.discovery.set(document(engines, 1))
+            async with asyncio.timeout(200):
+                survived = await asyncio.gather(*begun, *waiting)
+        finally:
+            for pid in cores:
+                os.kill(pid, signal.SIGCONT)
+        assert survived == expected
+        assert r.metric('retries_total{model="tiny",reason="stalled"}') >= FEW // 2
+        assert r.metric("interrupted_streams_total") == 0
+        assert not r.replica(0).health.is_ejected
+        await r.until(lambda: load.inflight == 0)

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,27 +15,19 @@ import pytest
 from argosy_protocol.fleet import Endpoint, FleetDocument, FleetService
 from processes import Server, free_port, running
 
+from .engine_processes import ENGINE, EnginePool
 from .harness import DEADLINE_S, Rig, StoppedClock, rig
 
 pytestmark = pytest.mark.timeout(300)  # for processes that start beside other work
 
-ENGINE = [
-    *("argosy_engine.api.serve", "builtin://tiny", "--served-model-name", "tiny", "--threads", "1"),
-    "--disable-log-stats",
-]
 TOPICS = ("harbor", "lantern", "winter", "orchard", "signal", "granite")
+OTHER_TOPICS = ("copper", "meadow", "voyage", "candle")
+"""The engines of other tests hold none of them."""
 
 
-@pytest.fixture
-def engines(tmp_path: Path) -> Iterator[list[Server]]:
-    ports = [free_port() for _ in range(3)]
-    servers = [running([*ENGINE, "--port", str(port)], tmp_path / f"log{port}", port=port) for port in ports]
-    with ExitStack() as stack, ThreadPoolExecutor() as starters:
-        yield list(starters.map(stack.enter_context, servers))
-
-
-async def test_prompts_come_back_to_their_prefix(engines: list[Server]) -> None:
+async def test_prompts_come_back_to_their_prefix(engine_pool: EnginePool) -> None:
     """The fleet idles: nothing but the time that a hit saves tells the replicas apart."""
+    engines = engine_pool.take(3)
     endpoints = tuple(Endpoint(name=f"r{number}", url=engine.url) for number, engine in enumerate(engines))
     service = FleetService(namespace="default", name="svc", uid="u", model="tiny", endpoints=endpoints)
     async with rig(
@@ -66,16 +56,12 @@ async def test_prompts_come_back_to_their_prefix(engines: list[Server]) -> None:
 
 
 @pytest.fixture
-def unequal_engines(tmp_path: Path) -> Iterator[list[Server]]:
+def unequal_engines(engine_pool: EnginePool, tmp_path: Path) -> Iterator[list[Server]]:
     """One of two cores, and one of one core."""
-    flags = (("--data-parallel-size", "2"), ())
-    ports = [free_port() for _ in flags]
-    servers = [
-        running([*ENGINE, "--port", str(port), *own], tmp_path / f"log{port}", port=port)
-        for port, own in zip(ports, flags, strict=True)
-    ]
-    with ExitStack() as stack, ThreadPoolExecutor() as starters:
-        yield list(starters.map(stack.enter_context, servers))
+    port = free_port()
+    command = [*ENGINE, "--port", str(port), "--data-parallel-size", "2"]
+    with running(command, tmp_path / "log", port=port) as up:
+        yield [up, *engine_pool.take(1)]
 
 
 async def test_prompts_come_back_to_the_core_with_their_prefix(unequal_engines: list[Server]) -> None:
@@ -89,7 +75,7 @@ async def test_prompts_come_back_to_the_core_with_their_prefix(unequal_engines: 
         await r.until(lambda: all(replica.is_synced for replica in r.router.fleet.replicas()))
         assert [replica.load.data_parallel_size for replica in r.router.fleet.replicas()] == [2, 1]
         assert r.replica(0).load.max_num_seqs == 2 * r.replica(1).load.max_num_seqs
-        prefixes = [f"The {topic} is old and the {topic} is far away. " * 24 for topic in TOPICS[:4]]
+        prefixes = [f"The {topic} is old and the {topic} is far away. " * 24 for topic in OTHER_TOPICS]
         for rank, prefix in zip((0, 1, 0, 1), prefixes, strict=True):
             messages = [{"role": "user", "content": prefix + "What is it?"}]
             asked = {"model": "tiny", "max_tokens": 2, "messages": messages}
@@ -121,14 +107,9 @@ async def heard_of(r: Rig, body: dict[str, Any], name: str) -> None:
             held = candidate["hit_tokens"] / told["prompt_tokens"]
 
 
-@pytest.fixture
-def engine(tmp_path: Path) -> Iterator[Server]:
-    port = free_port()
-    with running([*ENGINE, "--any-model-name", "--port", str(port)], tmp_path / "log", port=port) as up:
-        yield up
+async def test_a_live_service_is_renamed_without_a_gap(engine_pool: EnginePool) -> None:
+    (engine,) = engine_pool.take(1)
 
-
-async def test_a_live_service_is_renamed_without_a_gap(engine: Server) -> None:
     def fleet(model: str, *aliases: str) -> FleetDocument:
         named = FleetService(
             namespace="default",
@@ -141,7 +122,7 @@ async def test_a_live_service_is_renamed_without_a_gap(engine: Server) -> None:
         )
         return FleetDocument(services=(named,))
 
-    prompt = "The harbor is old and the harbor is far away. " * 20
+    prompt = "The tunnel is old and the tunnel is far away. " * 20
     async with rig(document=fleet("old"), wait=False, clock=StoppedClock()) as r:
         await r.until(lambda: all(replica.is_synced for replica in r.router.fleet.replicas()))
         assert (await r.chat(prompt, model="old", max_tokens=2)).json()["model"] == "old"

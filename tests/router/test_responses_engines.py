@@ -12,9 +12,8 @@ import pytest
 from openai.types.responses import ResponseFunctionToolCall
 
 from argosy_router.config import StorageConfig
-from processes import Server
 
-from .engine_processes import TOOL, document
+from .engine_processes import TOOL, EnginePool, document
 from .harness import rig
 
 pytestmark = pytest.mark.timeout(300)
@@ -22,9 +21,9 @@ pytestmark = pytest.mark.timeout(300)
 WEATHER: Any = {"type": "function", **TOOL["function"]}  # type: ignore[dict-item]
 
 
-async def test_a_conversation_with_a_tool(engines: list[Server], tmp_path: Path) -> None:
+async def test_a_conversation_with_a_tool(engine_pool: EnginePool, tmp_path: Path) -> None:
     files = StorageConfig(storage=str(tmp_path / "storage"))
-    async with rig(document=document(engines, 0), wait=False, files=files) as r:
+    async with rig(document=document(engine_pool.take(1), 0), wait=False, files=files) as r:
         await r.until(lambda: all(replica.is_synced for replica in r.router.fleet.replicas()))
         async with openai.AsyncOpenAI(base_url=f"{r.router.url}/v1", api_key="none", max_retries=0) as client:
             async with client.responses.stream(
