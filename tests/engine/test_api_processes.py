@@ -20,12 +20,14 @@ from argosy_engine.api.server_args import ServerArgs
 from argosy_engine.config import EngineArgs
 from argosy_protocol.headers import TELEMETRY_PATH
 from argosy_protocol.telemetry import FrameReader, Hello, Load, Snapshot, Stored
+from engine_processes import python_path
 from processes import Server, children, descendants, free_port, is_alive, running, wait_until
 from served_engine import FOREVER, SERVE_TINY
 
 pytestmark = pytest.mark.timeout(300)
 
 SERVE = [*SERVE_TINY, "--dtype", "float32", "--num-gpu-blocks-override", "600", "--api-server-count", "2"]
+BARE = {"PYTHONPATH": python_path(is_bare=True)}
 LIMIT = 4
 COMPLETIONS = "/v1/completions"
 KEY = {"authorization": "Bearer admin"}
@@ -306,7 +308,7 @@ def test_a_drain_lets_the_requests_of_both_finish(tmp_path: Path) -> None:
                 tmp_path / "log",
                 port=0,
                 is_ready=is_ready,
-                env={"TMPDIR": str(temporary)},
+                env={"TMPDIR": str(temporary), **BARE},
             )
         )
         assert list(temporary.iterdir()) == [], "a running engine has no files"
@@ -334,7 +336,7 @@ def test_a_drain_lets_the_requests_of_both_finish(tmp_path: Path) -> None:
 @pytest.mark.parametrize("victim", ["first", "second"])
 def test_a_killed_process_ends_all(victim: str, tmp_path: Path) -> None:
     port, log = free_port(), tmp_path / "log"
-    with running([*SERVE, "--port", str(port)], log, port=port) as server:
+    with running([*SERVE, "--port", str(port)], log, port=port, env=BARE) as server:
         processes = [server.process.pid, *descendants(server.process.pid)]
         second = other_process(server)
         pid = server.process.pid if victim == "first" else second

@@ -36,13 +36,21 @@ def expected(rank: int, size: int, base: float, dtype: torch.dtype) -> dict[str,
     return {name: tensor.tolist() for name, tensor in results.items()}
 
 
-@pytest.mark.parametrize(
-    "config",
-    [ParallelConfig(tensor=2, pipeline=2), ParallelConfig(tensor=2, data=2, enable_expert_parallel=True)],
-    ids=["stages", "cores that share experts"],
-)
-def test_every_process_gets_the_definition(config: ParallelConfig) -> None:
-    for index, got in enumerate(run_ranks(config)):
+CONFIGS = {
+    "stages": ParallelConfig(tensor=2, pipeline=2),
+    "cores that share experts": ParallelConfig(tensor=2, data=2, enable_expert_parallel=True),
+}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> dict[str, list[dict[str, Any]]]:
+    return dict(zip(CONFIGS, run_ranks(*CONFIGS.values()), strict=True))
+
+
+@pytest.mark.parametrize("layout", CONFIGS)
+def test_every_process_gets_the_definition(ranks: dict[str, list[dict[str, Any]]], layout: str) -> None:
+    config = CONFIGS[layout]
+    for index, got in enumerate(ranks[layout]):
         core, rank = divmod(index, config.world_size)
         placement = config.placement(rank)
         assert got["least"] == [0, 2]

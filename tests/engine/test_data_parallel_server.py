@@ -116,8 +116,15 @@ async def test_a_crowd_gets_the_texts_of_one_core(
     assert [choice["text"] for choice in batch["choices"]] == expected
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("way", ["header", "field"])
+@pytest.mark.parametrize(
+    ("way", "rank"),
+    [
+        ("header", 0),
+        ("field", 1),
+        pytest.param("header", 1, marks=pytest.mark.full),
+        pytest.param("field", 0, marks=pytest.mark.full),
+    ],
+)
 def test_a_request_may_choose_its_rank(http: httpx.Client, rank: int, way: str) -> None:
     def num_looked_up() -> list[float]:
         return of_ranks(http, "prefix_cache_queries_total")

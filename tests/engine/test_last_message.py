@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +15,7 @@ from argosy_engine.core.proc.core_handle import CoreHandle
 from argosy_engine.errors import ConfigError, EngineDead
 from argosy_engine.messages.core_messages import EngineCoreRequest
 from argosy_engine.params.sampling_params import SamplingParams
+from engine_processes import worker_path
 from probe_worker import LongReasonWorker
 from processes import is_alive, wait_until
 
@@ -26,9 +25,8 @@ REQUEST = EngineCoreRequest("a", [1, 2], SamplingParams(), 0.0)
 
 
 @pytest.fixture(autouse=True, scope="module")
-def worker_path() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent.parent / "support"), prepend=os.pathsep)
+def bare_workers() -> Iterator[None]:
+    with worker_path(is_bare=True):
         yield
 
 

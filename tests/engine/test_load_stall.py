@@ -24,6 +24,7 @@ from argosy_engine.core.proc.load_watch import LoadWatch
 from argosy_engine.errors import LoadStalled
 from argosy_engine.executor.factory import make_executor
 from argosy_engine.messages.load_step import LoadStep
+from engine_processes import worker_path
 from processes import Server, children, free_port, wait_until
 
 pytestmark = pytest.mark.timeout(240)
@@ -32,10 +33,9 @@ STALL_S = 0.5
 PROGRAM = str(Path(__file__).parent.parent / "support" / "stalling_serve.py")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def worker_path() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent.parent / "support"), prepend=os.pathsep)
+@pytest.fixture
+def bare_workers() -> Iterator[None]:
+    with worker_path(is_bare=True):
         yield
 
 
@@ -85,7 +85,9 @@ def test_a_load_tells_its_phases_and_bytes(fields: dict[str, object]) -> None:
         assert [step.num_done for step in read] == sorted(step.num_done for step in read)
 
 
-def test_an_offline_engine_raises_and_leaves_no_process(capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_offline_engine_raises_and_leaves_no_process(
+    bare_workers: None, capfd: pytest.CaptureFixture[str]
+) -> None:
     before = set(children(os.getpid()))
     hangs_since: list[float] = []
 
@@ -128,7 +130,7 @@ def stalling(model: Path | str, phase: str, gate: Path, grace_s: float, *flags: 
         process.wait()
 
 
-def test_a_server_ends_if_its_tokenizer_cannot_be_read(tmp_path: Path) -> None:
+def test_a_server_ends_if_its_tokenizer_cannot_be_read(bare_workers: None, tmp_path: Path) -> None:
     """Its cores are ready by then, and its event loop hangs."""
     model = tmp_path / "model"
     shutil.copytree(resolve_model("builtin://tiny"), model, copy_function=shutil.copy)
@@ -146,7 +148,7 @@ def test_a_server_ends_if_its_tokenizer_cannot_be_read(tmp_path: Path) -> None:
     )
 
 
-def test_a_server_ends_with_stacks_and_an_exit_code(tmp_path: Path) -> None:
+def test_a_server_ends_with_stacks_and_an_exit_code(bare_workers: None, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     flags = ("--worker-cls", "probe_worker.HangingWorker")
     statuses = set()

@@ -17,6 +17,7 @@ from argosy_engine import EngineArgs, LLMEngine, SamplingParams
 from argosy_engine.errors import ConfigError, EngineDead
 from engine_contract import FAKE_TOKENS, check_engine, finish, generate
 from engine_processes import worker_path
+from forked_serves import serve_each
 from processes import answers, children, descendants, free_port, is_alive, wait_until
 
 START_S = 400.0
@@ -38,15 +39,20 @@ def bare_workers() -> Iterator[None]:
         yield
 
 
+def command_line(**flags: object) -> list[str]:
+    line = ["builtin://tiny"]
+    for name, value in flags.items():
+        flag = f"--{name.replace('_', '-')}"
+        line += [flag] if value is True else [flag, str(value)]
+    return line
+
+
 class Node:
     """A process of `argosy serve`."""
 
     def __init__(self, log: Path, **flags: object) -> None:
         self.log = log
-        command = [sys.executable, "-m", "argosy_engine.api.serve", "builtin://tiny"]
-        for name, value in flags.items():
-            flag = f"--{name.replace('_', '-')}"
-            command += [flag] if value is True else [flag, str(value)]
+        command = [sys.executable, "-m", "argosy_engine.api.serve", *command_line(**flags)]
         with log.open("wb") as output:
             self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
 
@@ -123,16 +129,12 @@ def test_pipeline_parallel_over_two_nodes_until_one_is_killed(bare_workers: None
     flags = fields(pipeline_parallel_size=2, worker_cls="probe_worker.ProbeWorker")
     with node(tmp_path / "log", **flags, headless=True, node_rank=1) as other, engine(**flags) as made:
         check_engine(made, FAKE_TOKENS, num_workers=2)
-        with (
-            node(tmp_path / "second", **flags, headless=True, node_rank=1) as second,
-            node(tmp_path / "third", **{**flags, "block_size": 32}, headless=True, node_rank=1) as third,
-        ):
-            code, log = second.wait()
-            assert code == 1
-            assert "has joined already with this --node-rank" in log
-            code, log = third.wait()
-            assert code == 2
-            assert "--block-size is 32 on node 1 and the default on node 0" in log
+        again = {**flags, "headless": True, "node_rank": 1}
+        second, third = serve_each([command_line(**again), command_line(**again, block_size=32)])
+        assert second.returncode == 1
+        assert "has joined already with this --node-rank" in second.stderr
+        assert third.returncode == 2
+        assert "--block-size is 32 on node 1 and the default on node 0" in third.stderr
         assert generate(made) == FAKE_TOKENS
         workers = descendants(other.process.pid)
         assert len(workers) == 1
@@ -160,17 +162,17 @@ def test_a_node_ends_with_the_first_one(bare_workers: None, tmp_path: Path) -> N
         wait_until(lambda: not any(map(is_alive, started)), "the end of the workers")
 
 
-def test_nodes_say_what_they_lack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_say_what_they_lack(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ARGOSY_NODE_KEY")
     flags = fields(tensor_parallel_size=2)
-    for more, message in (
+    refused: list[tuple[dict[str, object], str]] = [
         ({"headless": True, "node_rank": 1}, "needs a key"),
         ({"node_rank": 1}, "--node-rank 1 needs --headless"),
         ({"headless": True}, "--headless is for the nodes of an engine that are not its first"),
-    ):
-        with node(tmp_path / "log", **flags, **more) as made:
-            code, log = made.wait()
-            assert code == 2
-            assert message in log
+    ]
+    ends = serve_each([command_line(**flags, **more) for more, _ in refused])
+    for end, (_, message) in zip(ends, refused, strict=True):
+        assert end.returncode == 2
+        assert message in end.stderr
     with pytest.raises(ConfigError, match="run `argosy serve --headless` on it"):
         LLMEngine.from_engine_args(EngineArgs.of(model="builtin://tiny", node_rank=1, **flags))

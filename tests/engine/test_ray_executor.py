@@ -187,6 +187,50 @@ def step_for_ever(llm: LLM) -> None:
         llm.engine.step()
 
 
+def test_what_the_cluster_cannot_place_is_refused(nodes: VirtualNodes) -> None:
+    looking = RayCluster(1, 0)
+    try:  # the places of an earlier test's workers are free some time after their end
+        wait_until(lambda: " and 2 CPUs of these are free" in looking.describe_nodes(), "two free CPUs")
+    finally:
+        looking.close()
+    args = EngineArgs.of(**SCRIPTED, tensor_parallel_size=4)
+    executor = RayExecutor(args, placement_timeout=0.5)
+    try:
+        with pytest.raises(
+            ConfigError,
+            match=r"Ray has not placed 4 workers with 1 CPU each within 0.5 s: 127.0.0.1 has 0 GPUs and 1 CPUs; "
+            r"127.0.0.1 has 0 GPUs and 1 CPUs; 0 GPUs and 2 CPUs of these are free; add nodes, .*smaller",
+        ):
+            executor.start()
+    finally:
+        executor.shutdown()
+
+
+def test_engines_of_one_program_share_the_connection_to_a_cluster(nodes: VirtualNodes) -> None:
+    import ray
+
+    first, second = (RayCluster(1, 0) for _ in range(2))
+    first.close()
+    first.close()
+    assert second.node_id
+    second.close()
+    assert not ray.is_initialized()
+
+
+def test_a_step_that_fails_on_a_worker_which_is_not_awaited_ends_the_engine_for_its_reason(
+    nodes: VirtualNodes, pipe: Path
+) -> None:
+    with running(tensor_parallel_size=2) as executor:
+        pids = [pid for pid, *_ in executor.collective_rpc(CollectiveRpc("echo"))]
+        executor.execute(step("end:fail:1"))
+        never = executor.execute(step(f"end:open:{pipe}"))
+        with pytest.raises(
+            EngineDead, match=rf"^Worker_TP1 \(process {pids[1]} on .*\) failed: RuntimeError: as asked$"
+        ):
+            never.get()
+    wait_until(lambda: not any(map(is_alive, pids)), "workers to end")
+
+
 def test_pipeline_stages_on_two_nodes_give_the_tokens_of_one_process_until_a_node_ends(
     nodes: VirtualNodes, expected: list[RequestOutput], pipe: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -222,25 +266,6 @@ def check_log_of_workers(capfd: pytest.CaptureFixture[str]) -> None:
     assert "\x1b" not in line
 
 
-def test_what_the_cluster_cannot_place_is_refused(nodes: VirtualNodes) -> None:
-    looking = RayCluster(1, 0)
-    try:  # the places of an earlier test's workers are free some time after their end
-        wait_until(lambda: " and 2 CPUs of these are free" in looking.describe_nodes(), "two free CPUs")
-    finally:
-        looking.close()
-    args = EngineArgs.of(**SCRIPTED, tensor_parallel_size=4)
-    executor = RayExecutor(args, placement_timeout=0.5)
-    try:
-        with pytest.raises(
-            ConfigError,
-            match=r"Ray has not placed 4 workers with 1 CPU each within 0.5 s: 127.0.0.1 has 0 GPUs and 1 CPUs; "
-            r"127.0.0.1 has 0 GPUs and 1 CPUs; 0 GPUs and 2 CPUs of these are free; add nodes, .*smaller",
-        ):
-            executor.start()
-    finally:
-        executor.shutdown()
-
-
 def test_a_private_ray_is_closed_to_others_and_ends_with_a_killed_engine(
     no_cluster: None, bare_workers: None
 ) -> None:
@@ -266,29 +291,38 @@ def test_a_private_ray_is_closed_to_others_and_ends_with_a_killed_engine(
             llm.generate("Hello", use_tqdm=False)
 
 
-@pytest.mark.parametrize("victim", ["gcs_server", "private_ray"])
-def test_the_end_of_a_private_ray_ends_the_engine_but_not_its_program(
-    victim: str, no_cluster: None, bare_workers: None
+def test_the_end_of_the_keeper_of_a_private_ray_ends_the_engine_but_not_its_program(
+    no_cluster: None, bare_workers: None
 ) -> None:
-    import ray
-
     before = set(descendants(os.getpid()))
     with running() as executor:
         started = set(descendants(os.getpid())) - before
-        os.kill(next(pid for pid in started if runs(pid, victim)), signal.SIGKILL)
-        wait_until(lambda: is_dead(executor), "the end to be noticed")
-        for call in (executor.check_health, lambda: executor.execute(step("end:nothing:"))):
-            with pytest.raises(EngineDead, match=r"^the engine's private Ray ended"):
-                call()
-    assert not ray.is_initialized()
-    with pytest.raises(EngineDead):
-        executor.check_health()
-    if victim == "private_ray":  # some of what it kept would take a minute to notice its end
-        kill(list(started))
+        kill_ray(executor, started, "private_ray")
+    check_ended(executor)
+    kill(list(started))  # some of what the keeper started would take a minute to notice its end
     wait_until(lambda: not any(map(is_alive, started)), "Ray to end")
 
 
-def test_a_private_ray_runs_the_steps_of_one_engine_of_a_program(
+def kill_ray(executor: RayExecutor, started: set[int], victim: str) -> None:
+    """Kill one of a private Ray's processes, and check that the engine says so."""
+    os.kill(next(pid for pid in started if runs(pid, victim)), signal.SIGKILL)
+    wait_until(lambda: is_dead(executor), "the end to be noticed")
+    for call in (executor.check_health, lambda: executor.execute(step("end:nothing:"))):
+        with pytest.raises(EngineDead, match=r"^the engine's private Ray ended"):
+            call()
+
+
+def check_ended(executor: RayExecutor) -> None:
+    import ray
+
+    with pytest.raises(Exception, match="Ray has not been started yet"):
+        ray.put(b"of a thread that has not heard of the end")
+    assert not ray.is_initialized()
+    with pytest.raises(EngineDead):
+        executor.check_health()
+
+
+def test_a_private_ray_runs_the_steps_of_one_engine_of_a_program_until_its_central_process_is_killed(
     no_cluster: None, bare_workers: None, pipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the path of TMPDIR is too long for Ray's sockets."""
@@ -297,6 +331,7 @@ def test_a_private_ray_runs_the_steps_of_one_engine_of_a_program(
     directory = tmp_path / ("long" * 20)
     directory.mkdir()
     monkeypatch.setenv("TMPDIR", str(directory))
+    before = set(descendants(os.getpid()))
     with running(tensor_parallel_size=2) as executor:
         assert ray.get_runtime_context().gcs_address.startswith("127.0.0.1:")
         with pytest.raises(
@@ -304,10 +339,10 @@ def test_a_private_ray_runs_the_steps_of_one_engine_of_a_program(
         ):
             RayCluster(1, 0)
         check_order(executor, pipe, tmp_path / "launched")
-        check_failed_step(executor, tmp_path / "never")
-    with pytest.raises(Exception, match="Ray has not been started yet"):
-        ray.put(b"of a thread that has not heard of the end")
-    assert not ray.is_initialized()
+        started = set(descendants(os.getpid())) - before
+        kill_ray(executor, started, "gcs_server")
+    check_ended(executor)
+    wait_until(lambda: not any(map(is_alive, started)), "Ray to end")
 
 
 def check_order(executor: RayExecutor, pipe: Path, launched: Path) -> None:
@@ -326,31 +361,6 @@ def check_order(executor: RayExecutor, pipe: Path, launched: Path) -> None:
     with pytest.raises(UtilityFailed, match=r"fail failed in worker 0: RuntimeError: as asked"):
         executor.collective_rpc(CollectiveRpc("fail"))
     executor.check_health()
-
-
-def check_failed_step(executor: RayExecutor, pipe: Path) -> None:
-    """Check that a step that fails on a worker which is not awaited ends the engine for its reason."""
-    pids = [pid for pid, *_ in executor.collective_rpc(CollectiveRpc("echo"))]
-    os.mkfifo(pipe)
-    executor.execute(step("end:fail:1"))
-    never = executor.execute(step(f"end:open:{pipe}"))
-    with pytest.raises(
-        EngineDead, match=rf"^Worker_TP1 \(process {pids[1]} on .*\) failed: RuntimeError: as asked$"
-    ):
-        never.get()
-    executor.shutdown()
-    wait_until(lambda: not any(map(is_alive, pids)), "workers to end")
-
-
-def test_engines_of_one_program_share_the_connection_to_a_cluster(nodes: VirtualNodes) -> None:
-    import ray
-
-    first, second = (RayCluster(1, 0) for _ in range(2))
-    first.close()
-    first.close()
-    assert second.node_id
-    second.close()
-    assert not ray.is_initialized()
 
 
 def is_dead(executor: RayExecutor) -> bool:

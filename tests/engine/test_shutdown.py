@@ -22,6 +22,7 @@ from argosy_engine.api.serve import drain
 from argosy_engine.api.served_engine import Engine
 from argosy_engine.errors import InvalidRequest
 from argosy_engine.frontend.tokenizer import INLINE_CHARS
+from engine_processes import python_path
 from processes import (
     Server,
     answers,
@@ -37,6 +38,8 @@ from processes import (
 )
 from served_engine import AUTHORIZED, FOREVER, SECRET, SERVE_TINY
 from stub_engine import StubEngine
+
+BARE = {"PYTHONPATH": python_path(is_bare=True)}
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -67,7 +70,7 @@ def test_a_stuck_core_turns_health_red_and_a_killed_worker_ends_everything(tmp_p
     arguments += ["--engine-iteration-timeout", "1.5"]
     temporary = tmp_path / "tmp"
     temporary.mkdir()
-    with running(arguments, log, port=port, env={"TMPDIR": str(temporary)}) as server:
+    with running(arguments, log, port=port, env={"TMPDIR": str(temporary), **BARE}) as server:
         (core,) = children(server.process.pid)
         (worker,) = workers(core)
         assert list(temporary.iterdir()) == []  # a running engine has no files
@@ -107,7 +110,7 @@ def test_an_idle_worker_does_not_spin_and_nothing_outlives_a_killed_server_not_e
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     arguments = [*SERVE_TINY, "--port", str(port), "--distributed-executor-backend", "mp"]
-    with running(arguments, log, port=port, env={"TMPDIR": str(temporary)}) as server:
+    with running(arguments, log, port=port, env={"TMPDIR": str(temporary), **BARE}) as server:
         (core,) = children(server.process.pid)
         (worker,) = workers(core)
         wait_until_idle(server, [server.process.pid, core, worker], [core])

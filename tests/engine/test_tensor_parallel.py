@@ -40,8 +40,8 @@ pytestmark = pytest.mark.timeout(300)
 
 ROOT = Path(__file__).parents[2]
 FLAGS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "threads": 1}
-TINY: dict[str, Any] = {"model": "builtin://tiny", **FLAGS, "max_model_len": 160}
-FEW_BLOCKS = {"num_gpu_blocks_override": 22}
+TINY: dict[str, Any] = {"model": "builtin://tiny", **FLAGS, "max_model_len": 128}
+FEW_BLOCKS = {"num_gpu_blocks_override": 18}
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer"}},
@@ -57,13 +57,13 @@ def params(**fields: Any) -> SamplingParams:
 
 
 REQUESTS = [
-    (STORY, params(ignore_eos=True, max_tokens=60)),
-    (STORY + " Then", params(ignore_eos=True, max_tokens=60, logprobs=3)),
+    (STORY, params(ignore_eos=True, max_tokens=24)),
+    (STORY + " Then", params(ignore_eos=True, max_tokens=24, logprobs=3)),
     ("Tell me about the sea", params(temperature=1.0, seed=3, top_p=0.9, logprobs=2)),
-    ("Tell me about the sea", params(temperature=0.8, seed=4, n=3, ignore_eos=True, max_tokens=40)),
+    ("Tell me about the sea", params(temperature=0.8, seed=4, n=3, ignore_eos=True, max_tokens=24)),
     ("Give me words", params(temperature=1.2, seed=1, top_k=20, min_p=0.05, logit_bias={5: 3.0, 9: -100.0})),
     ("What is 2 plus 3?", params(repetition_penalty=1.3, frequency_penalty=0.5, presence_penalty=0.1)),
-    ("A person, as JSON:", params(structured_outputs=StructuredOutputsParams(json=SCHEMA), max_tokens=60)),
+    ("A person, as JSON:", params(structured_outputs=StructuredOutputsParams(json=SCHEMA), max_tokens=40)),
     ("Yes or no?", params(structured_outputs=StructuredOutputsParams(choice=["yes", "no"]))),
     ("One, two, three,", params(min_tokens=12, stop=["e"], bad_words=["four"])),
     ("Grass is green", params(prompt_logprobs=2, max_tokens=2)),
@@ -112,7 +112,7 @@ def outcome_of(**flags: Any) -> Outcome:
 
 def survivor_of(llm: LLM) -> RequestOutput:
     engine = llm.engine
-    engine.add_request("stays", STORY, params(ignore_eos=True, max_tokens=40))
+    engine.add_request("stays", STORY, params(ignore_eos=True, max_tokens=12))
     for turn in range(4):
         engine.add_request("leaves", "Tell me about the sea", params(ignore_eos=True))
         for _ in range(turn):
@@ -250,7 +250,7 @@ def test_a_killed_worker_ends_the_engine_with_its_reason(capfd: pytest.CaptureFi
         core = llm.client.pid
         pids = workers(core)
         assert len(pids) == 2
-        llm.engine.add_request("a", STORY, params(ignore_eos=True, max_tokens=600))
+        llm.engine.add_request("a", STORY, params(ignore_eos=True, max_tokens=240))
         llm.engine.step()
         os.kill(pids[1], signal.SIGKILL)
         with pytest.raises(EngineDead, match=r"^Worker_TP1 \(process \d+\) ended: killed by SIGKILL"):

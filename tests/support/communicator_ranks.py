@@ -1,10 +1,9 @@
-"""One rank that calls every collective, in a process of its own.
+"""Ranks that call every collective, each in a process of its own.
 
-    python communicator_ranks.py TENSOR PIPELINE DATA RANK FD
+    python communicator_ranks.py CONFIGS
 
-Ranks are numbered over all engine cores, which share experts if there are several.
-
-FD is a memory file that all ranks inherit and find each other by. What the rank got is one line of JSON on standard
+CONFIGS is a list of `ParallelConfig` as JSON. The program forks all ranks of one config after the other. Ranks are
+numbered over all engine cores, which share experts if there are several. What they got is one line of JSON on standard
 output.
 """
 
@@ -14,6 +13,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -23,30 +23,17 @@ from argosy_engine.distributed.parallel_config import ParallelConfig
 from argosy_engine.distributed.parallel_state import init_parallel_state
 
 
-def run_ranks(config: ParallelConfig) -> list[dict[str, object]]:
-    """Run all ranks of a config and return what each got."""
+def run_ranks(*configs: ParallelConfig) -> list[list[dict[str, object]]]:
+    """Run all ranks of each config and return what each got."""
     package = Path(sys.modules["argosy_engine"].__path__[0]).parent
     protocol = Path(sys.modules["argosy_protocol"].__path__[0]).parent
-    fd = os.memfd_create("rendezvous")
-    try:
-        processes = [
-            subprocess.Popen(
-                [
-                    sys.executable,
-                    __file__,
-                    *map(str, (config.tensor, config.pipeline, config.data, rank, fd)),
-                ],
-                stdout=subprocess.PIPE,
-                pass_fds=(fd,),
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (package, protocol)))},
-            )
-            for rank in range(config.group_size)
-        ]
-    finally:
-        os.close(fd)
-    outputs = [process.communicate()[0] for process in processes]
-    assert [process.returncode for process in processes] == [0] * config.group_size
-    return [msgspec.json.decode(output) for output in outputs]
+    done = subprocess.run(
+        [sys.executable, __file__, msgspec.json.encode(configs).decode()],
+        stdout=subprocess.PIPE,
+        check=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (package, protocol)))},
+    )
+    return msgspec.json.decode(done.stdout, type=list[list[dict[str, object]]])
 
 
 def collectives(group: Communicator, base: float, dtype: torch.dtype) -> dict[str, object]:
@@ -73,12 +60,24 @@ def collectives(group: Communicator, base: float, dtype: torch.dtype) -> dict[st
     return {name: tensor.tolist() for name, tensor in got.items()}
 
 
-def main() -> None:
-    tensor, pipeline, data, index, fd = map(int, sys.argv[1:])
+def fork_ranks(config: ParallelConfig) -> list[Any]:
+    """Run all ranks of a config, which find each other by a memory file, and return what each got."""
+    rendezvous = os.memfd_create("rendezvous")
+    answers = [os.memfd_create("answer") for _ in range(config.group_size)]
+    pids = []
+    for index, answer in enumerate(answers):
+        if (pid := os.fork()) == 0:
+            os.write(answer, msgspec.json.encode(results_of(config, index, rendezvous)))
+            os._exit(0)
+        pids.append(pid)
+    assert [os.waitpid(pid, 0)[1] for pid in pids] == [0] * config.group_size
+    return [msgspec.json.decode(os.pread(answer, os.fstat(answer).st_size, 0)) for answer in answers]
+
+
+def results_of(config: ParallelConfig, index: int, rendezvous: int) -> dict[str, object]:
     torch.set_num_threads(1)
-    config = ParallelConfig(tensor=tensor, pipeline=pipeline, data=data, enable_expert_parallel=data > 1)
     core, rank = divmod(index, config.world_size)
-    state = init_parallel_state(config, rank, torch.device("cpu"), f"file:///proc/self/fd/{fd}", core)
+    state = init_parallel_state(config, rank, torch.device("cpu"), f"file:///proc/self/fd/{rendezvous}", core)
     with torch.inference_mode():
         got: dict[str, object] = {
             name: {
@@ -95,7 +94,12 @@ def main() -> None:
         }
     got["least"] = state.least(index, 5 - index)
     state.destroy()
-    sys.stdout.buffer.write(msgspec.json.encode(got))
+    return got
+
+
+def main() -> None:
+    configs = msgspec.json.decode(sys.argv[1], type=list[ParallelConfig])
+    sys.stdout.buffer.write(msgspec.json.encode([fork_ranks(config) for config in configs]))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
     python launched_copies.py same|ends FOLDER CHECKPOINT
 
 Copy r writes what it found to FOLDER/r.json. `same` runs an engine of every layout, one after the other; CHECKPOINT is
-a model with experts. `ends` lets a copy of one engine after the other fail; the program goes on with a new engine.
+a model with experts. `ends` is its own launcher: it forks both copies, which outlive each other, and prints their exit
+codes. It lets a copy of one engine after the other fail; the program goes on with a new engine.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ FLAGS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "threads": 1}
 TINY: dict[str, Any] = {
     "model": "builtin://tiny",
     **FLAGS,
-    "max_model_len": 160,
-    "num_gpu_blocks_override": 22,
+    "max_model_len": 128,
+    "num_gpu_blocks_override": 18,
 }
 LAUNCHED = {"distributed_executor_backend": "external_launcher"}
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -54,12 +55,12 @@ def params(**fields: Any) -> SamplingParams:
 
 
 REQUESTS = [
-    (STORY, params(ignore_eos=True, max_tokens=60)),
-    (STORY + " Then", params(ignore_eos=True, max_tokens=60)),
+    (STORY, params(ignore_eos=True, max_tokens=24)),
+    (STORY + " Then", params(ignore_eos=True, max_tokens=24)),
     ("Tell me about the sea", params(temperature=1.0, seed=3, top_p=0.9, logprobs=2)),
-    ("Tell me about the sea", params(temperature=0.8, seed=4, n=3, ignore_eos=True, max_tokens=40)),
+    ("Tell me about the sea", params(temperature=0.8, seed=4, n=3, ignore_eos=True, max_tokens=24)),
     ("What is 2 plus 3?", params(repetition_penalty=1.3, frequency_penalty=0.5)),
-    ("A person, as JSON:", params(structured_outputs=StructuredOutputsParams(json=SCHEMA), max_tokens=60)),
+    ("A person, as JSON:", params(structured_outputs=StructuredOutputsParams(json=SCHEMA), max_tokens=40)),
     ("Yes or no?", params(structured_outputs=StructuredOutputsParams(choice=["yes", "no"]))),
     ("Nothing", params(structured_outputs=StructuredOutputsParams(grammar="root ::= missing"))),
     ("One, two, three,", params(min_tokens=12, stop=["e"])),
@@ -80,7 +81,7 @@ def generate(llm: LLM) -> list[Any]:
 def survivor(llm: LLM) -> list[int]:
     """Return the tokens of a request beside which others were aborted at every stage."""
     engine = llm.engine
-    engine.add_request("stays", STORY, params(ignore_eos=True, max_tokens=40))
+    engine.add_request("stays", STORY, params(ignore_eos=True, max_tokens=12))
     for turn in range(4):
         engine.add_request("leaves", "Tell me about the sea", params(ignore_eos=True))
         for _ in range(turn):
@@ -113,7 +114,7 @@ def observe(llm: LLM) -> dict[str, Any]:
 
 def experts(checkpoint: str, **flags: Any) -> list[list[int]]:
     with LLM(checkpoint, num_gpu_blocks_override=64, **{**FLAGS, **flags}) as llm:
-        outputs = llm.generate(TOKENS, params(temperature=0.9, seed=5), use_tqdm=False)
+        outputs = llm.generate(TOKENS, params(temperature=0.9, seed=5, max_tokens=8), use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
@@ -121,7 +122,7 @@ def same(rank: int, checkpoint: str) -> Iterator[tuple[str, Any]]:
     for name, layout in LAYOUTS.items():
         with LLM(**{**TINY, **LAUNCHED, **layout}) as llm:
             yield name, observe(llm)
-            drawn = llm.generate(["The sea"] * 3, params(temperature=2.0), use_tqdm=False)
+            drawn = llm.generate(["The sea"] * 3, params(temperature=2.0, max_tokens=8), use_tqdm=False)
             yield f"{name} without a seed", [list(each.outputs[0].token_ids) for each in drawn]
     yield "experts", experts(checkpoint, **LAUNCHED, **EXPERTS)
     sizes = {"kv_cache_memory_bytes": f"{8 + rank}M", "num_gpu_blocks_override": None}
@@ -193,9 +194,24 @@ def ends(rank: int, checkpoint: str) -> Iterator[tuple[str, Any]]:
     yield "killed", failure(lambda: run(worker_cls="probe_worker.KilledWorker"))
 
 
+def fork_copies() -> int:
+    """Fork copies of this process as a launcher would start them; return the rank of the copy, in which it returns.
+
+    This process ends when both have ended.
+    """
+    copies = []
+    for rank in range(2):
+        if (pid := os.fork()) == 0:
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+            return rank
+        copies.append(pid)
+    print(*(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in copies))
+    sys.exit()
+
+
 def main() -> None:
     mode, folder, checkpoint = sys.argv[1:]
-    rank = int(os.environ["RANK"])
+    rank = fork_copies() if mode == "ends" else int(os.environ["RANK"])
     found = {}
     for name, value in {"same": same, "ends": ends}[mode](rank, checkpoint):
         found[name] = value

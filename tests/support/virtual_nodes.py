@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from argosy_engine.executor.private_ray import LOOPBACK, LOOPBACK_ONLY, SYSTEM_CONFIG
+from argosy_engine.executor.private_ray import LOOPBACK, LOOPBACK_ONLY, SYSTEM_CONFIG, start_no_api_server
 from processes import descendants
 
 START_ATTEMPTS = 10
@@ -91,8 +91,10 @@ def virtual_nodes(count: int) -> Iterator[VirtualNodes]:
 
 
 def main() -> None:
+    from ray._private import services
     from ray.cluster_utils import Cluster
 
+    services.start_api_server = start_no_api_server
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.dup(1)
     os.dup2(2, 1)  # for what Ray prints

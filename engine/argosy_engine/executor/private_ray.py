@@ -43,6 +43,7 @@ SYSTEM_CONFIG: dict[str, Any] = {
     "prestart_worker_first_driver": False,  # they would be idle: a worker's process is its own
     "worker_register_timeout_seconds": 600,  # on a busy machine
     "health_check_failure_threshold": 100,  # likewise; a raylet that ends takes the engine with it
+    "task_events_report_interval_ms": 0,  # nobody reads events of tasks, which an engine would wait to send at its end
     "gcs_rpc_server_reconnect_timeout_s": 3600,  # then Ray ends the program of an engine that is not closed yet
 }
 
@@ -168,6 +169,7 @@ def _start(directory: Path, num_cpus: int, num_gpus: int) -> Any:
     from ray._private.parameter import RayParams
 
     services.get_node = partial(_await_node, services.get_node)
+    services.start_api_server = start_no_api_server
     reasons: list[str] = []
     for attempt in range(START_ATTEMPTS):
         params = RayParams(
@@ -188,6 +190,11 @@ def _start(directory: Path, num_cpus: int, num_gpus: int) -> Any:
             reasons.append(f"{type(error).__name__}: {error}")
             _kill_children()
     raise EngineDead("Ray does not start: " + "; ".join(dict.fromkeys(reasons)))
+
+
+def start_no_api_server(*_: Any, **__: Any) -> tuple[str, None]:
+    """Stand in for a process that only reports usage where there is no dashboard, which is switched off."""
+    return "", None
 
 
 def _await_node(get_node: Callable[[str, str], Any], gcs_address: str, node_id: str) -> Any:
