@@ -8,7 +8,7 @@ import random
 import shutil
 import signal
 from collections.abc import Iterator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from argosy_engine.frontend.renderer import TokenizedPrompt
 from argosy_engine.messages.core_messages import EngineCoreOutputs, EngineCoreRequest
 from argosy_engine.sizing.kv_cache_sizing import check_model
 from engine_processes import worker_path
+from fake_worker import continuation
 from processes import children, cpu_share, has_grammar_server, is_alive, wait_until, workers
 from random_checkpoints import KINDS, make_checkpoint
 
@@ -257,17 +258,40 @@ def step_until_done(llm: LLM) -> None:
         llm.engine.step()
 
 
-@pytest.mark.parametrize("dimension", ["tensor_parallel_size", "pipeline_parallel_size"])
+@pytest.mark.parametrize(
+    "dimension",
+    [
+        "tensor_parallel_size",
+        pytest.param("pipeline_parallel_size", marks=pytest.mark.full),
+    ],  # below, without a model
+)
 def test_cores_of_several_workers(checkpoint: Path, expected: list[RequestOutput], dimension: str) -> None:
-    llm = LLM(str(checkpoint), **FLAGS, **WIDE, **{dimension: 2})
-    try:
-        assert isinstance(llm.client, DPLBSyncMPClient)
+    with several_workers(checkpoint, dimension) as llm:
         for found, wanted in zip(generate(llm), expected, strict=True):
             check(found.outputs, wanted)
         llm.sleep()
         llm.wake_up()
         (again,) = llm.generate([REQUESTS[0].prompt], REQUESTS[0].params, use_tqdm=False)
         check(again.outputs, expected[0])
+
+
+def test_cores_of_several_stages_take_every_step_together(bare_workers: None, checkpoint: Path) -> None:
+    with several_workers(checkpoint, "pipeline_parallel_size") as llm:
+        prompts = [each.prompt for each in REQUESTS]
+        for _ in range(2):
+            for found in llm.generate(prompts, params(), use_tqdm=False):
+                assert found.token_ids == continuation(found.prompt_token_ids, 20)
+            llm.sleep()
+            llm.wake_up()
+
+
+@contextmanager
+def several_workers(checkpoint: Path, dimension: str) -> Iterator[LLM]:
+    """An engine of two cores with two workers each, of which one is killed at the end of the block."""
+    llm = LLM(str(checkpoint), **FLAGS, **WIDE, **{dimension: 2})
+    try:
+        assert isinstance(llm.client, DPLBSyncMPClient)
+        yield llm
         cores = llm.client.pids
         others = [pid for core in cores for pid in workers(core)]
         assert len(others) == 4
