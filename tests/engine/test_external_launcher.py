@@ -109,7 +109,7 @@ def test_the_example_prints_the_outputs_once(torchrun: tuple[list[dict[str, Any]
 
 @pytest.fixture(scope="module")
 def ends(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> list[dict[str, Any]]:
-    """How the engines of each copy ended. Without torchrun, as any launcher may, so that one copy survives the other."""
+    """How the engines of each copy ended, without torchrun, as any launcher may, so that one outlives the other."""
     folder = tmp_path_factory.mktemp("ends")
     done = subprocess.run(
         [sys.executable, str(PROGRAM), "ends", str(folder), str(checkpoint)],
