@@ -70,7 +70,17 @@ def test_one_process() -> None:
 
 @pytest.mark.parametrize(
     ("layout", "multiprocess"),
-    [(name, False) for name in LAYOUTS if "in the core" not in name] + [(name, True) for name in LAYOUTS],
+    [
+        ("a worker process", True),
+        ("two of a tensor-parallel group", True),
+        ("two pipeline stages", False),
+        ("two stages of two", False),
+        ("a worker in the core process", True),
+        pytest.param("a worker process", False, marks=pytest.mark.full),
+        pytest.param("two of a tensor-parallel group", False, marks=pytest.mark.full),
+        pytest.param("two pipeline stages", True, marks=pytest.mark.full),
+        pytest.param("two stages of two", True, marks=pytest.mark.full),
+    ],
 )
 def test_several_processes(layout: str, multiprocess: bool) -> None:
     flags = LAYOUTS[layout]
