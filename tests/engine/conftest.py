@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from argosy_engine.checkpoint.model_path import resolve_model
 from argosy_engine.frontend.chat_template import ChatTemplate
 from argosy_engine.frontend.tokenizer import Tokenizer
 from argosy_engine.structured import compile_queue
+from engine_processes import worker_path
 from processes import Server, free_port, running
 from served_engine import SHARED, SHARED_ENV
 
@@ -46,13 +46,11 @@ ARCHITECTURES = {
 }
 
 
-@pytest.fixture(autouse=True, scope="session")
-def frozen_imports() -> Iterator[None]:
-    """Keep the objects of all imports out of garbage collections, which an engine makes whenever it sleeps."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()  # what is not collected at the end of the process is reported as leaked
+@pytest.fixture
+def bare_workers() -> Iterator[None]:
+    """Let the processes that a test starts have workers without a model. A private Ray passes it on to its own."""
+    with worker_path(is_bare=True):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -20,14 +20,12 @@ from argosy_engine.api.server_args import ServerArgs
 from argosy_engine.config import EngineArgs
 from argosy_protocol.headers import TELEMETRY_PATH
 from argosy_protocol.telemetry import FrameReader, Hello, Load, Snapshot, Stored
-from engine_processes import python_path
 from processes import Server, children, descendants, free_port, is_alive, running, wait_until
 from served_engine import FOREVER, SERVE_TINY
 
 pytestmark = pytest.mark.timeout(300)
 
 SERVE = [*SERVE_TINY, "--dtype", "float32", "--num-gpu-blocks-override", "600", "--api-server-count", "2"]
-BARE = {"PYTHONPATH": python_path(is_bare=True)}
 LIMIT = 4
 COMPLETIONS = "/v1/completions"
 KEY = {"authorization": "Bearer admin"}
@@ -286,7 +284,7 @@ def test_the_debug_signal_reaches_every_process(server: Server) -> None:
         wait_until(lambda told=told: told in server.log.read_text(), told)  # type: ignore[misc]
 
 
-def test_a_drain_lets_the_requests_of_both_finish(tmp_path: Path) -> None:
+def test_a_drain_lets_the_requests_of_both_finish(bare_workers: None, tmp_path: Path) -> None:
     """Over a Unix domain socket, whose file is removed."""
     path, temporary = tmp_path / "socket", tmp_path / "tmp"
     temporary.mkdir()
@@ -308,7 +306,7 @@ def test_a_drain_lets_the_requests_of_both_finish(tmp_path: Path) -> None:
                 tmp_path / "log",
                 port=0,
                 is_ready=is_ready,
-                env={"TMPDIR": str(temporary), **BARE},
+                env={"TMPDIR": str(temporary)},
             )
         )
         assert list(temporary.iterdir()) == [], "a running engine has no files"
@@ -334,9 +332,9 @@ def test_a_drain_lets_the_requests_of_both_finish(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("victim", ["first", "second"])
-def test_a_killed_process_ends_all(victim: str, tmp_path: Path) -> None:
+def test_a_killed_process_ends_all(victim: str, bare_workers: None, tmp_path: Path) -> None:
     port, log = free_port(), tmp_path / "log"
-    with running([*SERVE, "--port", str(port)], log, port=port, env=BARE) as server:
+    with running([*SERVE, "--port", str(port)], log, port=port) as server:
         processes = [server.process.pid, *descendants(server.process.pid)]
         second = other_process(server)
         pid = server.process.pid if victim == "first" else second

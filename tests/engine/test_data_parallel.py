@@ -55,12 +55,6 @@ def llm() -> Iterator[LLM]:
         yield made
 
 
-@pytest.fixture
-def bare_workers() -> Iterator[None]:
-    with worker_path(is_bare=True):
-        yield
-
-
 @pytest.fixture(scope="module")
 def single() -> Iterator[LLM]:
     with LLM(**ARGS) as made:

@@ -27,7 +27,6 @@ from argosy_protocol.telemetry import (
     Stored,
     unpack_u64,
 )
-from engine_processes import python_path
 from processes import Server, children, free_port, is_alive, running, wait_until, workers
 from served_engine import FOREVER, SERVE_TINY
 
@@ -287,12 +286,11 @@ def test_the_debug_signal_reaches_every_core(server: Server) -> None:
         wait_until(lambda told=told: told in server.log.read_text(), told)  # type: ignore[misc]
 
 
-def test_one_killed_core_ends_the_server_with_its_reason(tmp_path: Path) -> None:
+def test_one_killed_core_ends_the_server_with_its_reason(bare_workers: None, tmp_path: Path) -> None:
     port, log, temporary = free_port(), tmp_path / "log", tmp_path / "tmp"
     temporary.mkdir()
     arguments = [*SERVE, "--port", str(port), "--distributed-executor-backend", "mp"]
-    env = {"TMPDIR": str(temporary), "PYTHONPATH": python_path(is_bare=True)}
-    with running(arguments, log, port=port, env=env) as server:
+    with running(arguments, log, port=port, env={"TMPDIR": str(temporary)}) as server:
         cores = children(server.process.pid)
         processes = [*cores, *(worker for core in cores for worker in workers(core))]
         assert len(processes) == 4

@@ -24,19 +24,12 @@ from argosy_engine.core.proc.load_watch import LoadWatch
 from argosy_engine.errors import LoadStalled
 from argosy_engine.executor.factory import make_executor
 from argosy_engine.messages.load_step import LoadStep
-from engine_processes import worker_path
 from processes import Server, children, free_port, wait_until
 
 pytestmark = pytest.mark.timeout(240)
 
 STALL_S = 0.5
 PROGRAM = str(Path(__file__).parent.parent / "support" / "stalling_serve.py")
-
-
-@pytest.fixture
-def bare_workers() -> Iterator[None]:
-    with worker_path(is_bare=True):
-        yield
 
 
 def args(**fields: object) -> EngineArgs:

@@ -16,7 +16,6 @@ import pytest
 from argosy_engine import EngineArgs, LLMEngine, SamplingParams
 from argosy_engine.errors import ConfigError, EngineDead
 from engine_contract import FAKE_TOKENS, check_engine, finish, generate
-from engine_processes import worker_path
 from forked_serves import serve_each
 from processes import answers, children, descendants, free_port, is_alive, wait_until
 
@@ -31,12 +30,6 @@ pytestmark = pytest.mark.timeout(900)
 @pytest.fixture(autouse=True)
 def key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ARGOSY_NODE_KEY", KEY)
-
-
-@pytest.fixture
-def bare_workers() -> Iterator[None]:
-    with worker_path(is_bare=True):
-        yield
 
 
 def command_line(**flags: object) -> list[str]:

@@ -82,13 +82,6 @@ def nodes(cluster: VirtualNodes) -> VirtualNodes:
 
 
 @pytest.fixture
-def bare_workers() -> Iterator[None]:
-    """For a private Ray, whose processes inherit it."""
-    with worker_path(is_bare=True):
-        yield
-
-
-@pytest.fixture
 def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
         monkeypatch.delenv(name, raising=False)

@@ -22,7 +22,6 @@ from argosy_engine.api.serve import drain
 from argosy_engine.api.served_engine import Engine
 from argosy_engine.errors import InvalidRequest
 from argosy_engine.frontend.tokenizer import INLINE_CHARS
-from engine_processes import python_path
 from processes import (
     Server,
     answers,
@@ -38,8 +37,6 @@ from processes import (
 )
 from served_engine import AUTHORIZED, FOREVER, SECRET, SERVE_TINY
 from stub_engine import StubEngine
-
-BARE = {"PYTHONPATH": python_path(is_bare=True)}
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -64,13 +61,15 @@ def test_an_idle_engine_does_not_spin(tiny_server: Server) -> None:
     wait_until_idle(tiny_server, [tiny_server.process.pid, *cores], cores)
 
 
-def test_a_stuck_core_turns_health_red_and_a_killed_worker_ends_everything(tmp_path: Path) -> None:
+def test_a_stuck_core_turns_health_red_and_a_killed_worker_ends_everything(
+    bare_workers: None, tmp_path: Path
+) -> None:
     port, log = free_port(), tmp_path / "log"
     arguments = [*SERVE_TINY, "--port", str(port), "--distributed-executor-backend", "mp"]
     arguments += ["--engine-iteration-timeout", "1.5"]
     temporary = tmp_path / "tmp"
     temporary.mkdir()
-    with running(arguments, log, port=port, env={"TMPDIR": str(temporary), **BARE}) as server:
+    with running(arguments, log, port=port, env={"TMPDIR": str(temporary)}) as server:
         (core,) = children(server.process.pid)
         (worker,) = workers(core)
         assert list(temporary.iterdir()) == []  # a running engine has no files
@@ -104,13 +103,14 @@ def test_a_stuck_core_turns_health_red_and_a_killed_worker_ends_everything(tmp_p
 
 
 def test_an_idle_worker_does_not_spin_and_nothing_outlives_a_killed_server_not_even_a_stopped_core(
+    bare_workers: None,
     tmp_path: Path,
 ) -> None:
     port, log = free_port(), tmp_path / "log"
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     arguments = [*SERVE_TINY, "--port", str(port), "--distributed-executor-backend", "mp"]
-    with running(arguments, log, port=port, env={"TMPDIR": str(temporary), **BARE}) as server:
+    with running(arguments, log, port=port, env={"TMPDIR": str(temporary)}) as server:
         (core,) = children(server.process.pid)
         (worker,) = workers(core)
         wait_until_idle(server, [server.process.pid, core, worker], [core])

@@ -27,7 +27,7 @@ from argosy_engine.params.pooling_params import PoolingParams
 from argosy_engine.resolved_config import MemoryBudget
 from argosy_engine.sample.token_logprobs import TokenLogprobs
 from argosy_engine.worker.worker import agreed_backend
-from engine_processes import python_path, worker_path
+from engine_processes import worker_path
 from listening import listening_addresses
 from preemptions import PreemptionCounter
 from processes import free_port, is_alive, running, wait_until, workers
@@ -209,11 +209,10 @@ def test_experts_are_divided(experts: Path) -> None:
     check_same(found[1], found[0])
 
 
-def test_the_server_answers(tmp_path: Path) -> None:
+def test_the_server_answers(bare_workers: None, tmp_path: Path) -> None:
     port = free_port()
     arguments = [*SERVE_TINY, "--dtype", "float32", "--tensor-parallel-size", "2", "--port", str(port)]
-    env = {"PYTHONPATH": python_path(is_bare=True)}
-    with running(arguments, tmp_path / "log", port=port, env=env) as server:
+    with running(arguments, tmp_path / "log", port=port) as server:
         client = OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
         answer = client.completions.create(model="tiny", prompt="The sea", max_tokens=5, temperature=0)
         assert answer.usage is not None

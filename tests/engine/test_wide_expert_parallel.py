@@ -25,7 +25,6 @@ from argosy_engine.frontend.outputs import CompletionOutput, GenerationOutput, R
 from argosy_engine.frontend.renderer import TokenizedPrompt
 from argosy_engine.messages.core_messages import EngineCoreOutputs, EngineCoreRequest
 from argosy_engine.sizing.kv_cache_sizing import check_model
-from engine_processes import worker_path
 from fake_worker import continuation
 from processes import children, cpu_share, has_grammar_server, is_alive, wait_until, workers
 from random_checkpoints import KINDS, make_checkpoint
@@ -262,8 +261,8 @@ def step_until_done(llm: LLM) -> None:
     "dimension",
     [
         "tensor_parallel_size",
-        pytest.param("pipeline_parallel_size", marks=pytest.mark.full),
-    ],  # below, without a model
+        pytest.param("pipeline_parallel_size", marks=pytest.mark.full),  # below, without a model
+    ],
 )
 def test_cores_of_several_workers(checkpoint: Path, expected: list[RequestOutput], dimension: str) -> None:
     with several_workers(checkpoint, dimension) as llm:
@@ -305,12 +304,6 @@ def several_workers(checkpoint: Path, dimension: str) -> Iterator[LLM]:
         wait_until(lambda: not any(map(is_alive, [*cores, *others])), "all processes to end")
     finally:
         llm.close()
-
-
-@pytest.fixture
-def bare_workers() -> Iterator[None]:
-    with worker_path(is_bare=True):
-        yield
 
 
 def test_a_killed_core_ends_the_engine_with_its_reason(bare_workers: None, checkpoint: Path) -> None:

@@ -13,19 +13,14 @@ import pytest
 SUPPORT = Path(__file__).parent
 
 
-def python_path(*, is_bare: bool) -> str:
-    """Return PYTHONPATH for a process that finds the worker classes of `probe_worker`.
+@contextmanager
+def worker_path(*, is_bare: bool = False) -> Iterator[None]:
+    """Let the processes that are started until the block ends find the worker classes of `probe_worker`.
 
     Args:
         is_bare: let `bare_worker` take the place of the real `Worker`.
     """
     folders = [*([SUPPORT / "bare_workers"] if is_bare else []), SUPPORT]
-    return os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])
-
-
-@contextmanager
-def worker_path(*, is_bare: bool = False) -> Iterator[None]:
-    """Give that path to the processes that are started until the block ends."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", python_path(is_bare=is_bare))
+        patch.setenv("PYTHONPATH", os.pathsep.join(map(str, folders)), prepend=os.pathsep)
         yield

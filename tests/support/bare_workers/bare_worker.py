@@ -1,6 +1,6 @@
 """A worker without a model and without torch, whose import takes most of the start of an engine's process.
 
-Processes started with this folder on PYTHONPATH (`engine_processes.python_path`) import it as the module of `Worker`;
+Processes started with this folder on PYTHONPATH (`engine_processes.worker_path`) import it as the module of `Worker`;
 everything else in them is the real thing. For tests of processes: how they start, exchange messages and end. The tokens
 are those of `fake_worker`, which also checks the blocks that the scheduler gives it.
 """
