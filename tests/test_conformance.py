@@ -55,6 +55,7 @@ def test_without_a_server():
 """
 
 
+@pytest.mark.full  # the lane `clients` runs the suite on a sample of the real tests
 @pytest.mark.timeout(900)  # a server starts, and pytest in a process of its own
 def test_the_report_counts_what_passes_fails_and_is_left_out(tmp_path: Path) -> None:
     file = tmp_path / FILE

@@ -241,7 +241,8 @@ def main() -> None:
     if options.precision == "auto":
         options.precision = "bfloat16" if torch.cpu._is_avx512_bf16_supported() else "float32"
     torch.set_num_threads(options.threads)
-    torch._dynamo.config.recompile_limit = 64
+    if not options.eager:
+        torch._dynamo.config.recompile_limit = 64
     _raise_priority(options.priority)
     folder = options.runs / options.name
     folder.mkdir(parents=True, exist_ok=True)

@@ -284,6 +284,7 @@ def test_a_private_ray_is_closed_to_others_and_ends_with_a_killed_engine(
             llm.generate("Hello", use_tqdm=False)
 
 
+@pytest.mark.full  # `make test` kills the central process of a private Ray, and an engine that has one
 def test_the_end_of_the_keeper_of_a_private_ray_ends_the_engine_but_not_its_program(
     no_cluster: None, bare_workers: None
 ) -> None:

@@ -51,7 +51,7 @@ def wait_until_idle(server: Server, processes: list[int], cores: list[int]) -> N
     body = {"prompt": "Once", "max_tokens": 8}
     answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=AUTHORIZED, timeout=60)
     assert answer.status_code == 200
-    wait_until(lambda: cpu_share(processes, 1.5) < 0.2, "idle processes")
+    wait_until(lambda: cpu_share(processes, 0.5) < 0.2, "idle processes")
 
 
 def test_an_idle_engine_does_not_spin(tiny_server: Server) -> None:
