@@ -18,6 +18,8 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig as ReferenceConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from argosy_engine import LLM, EngineArgs, SamplingParams
+from argosy_engine.api.doctor import diagnose
 from argosy_engine.checkpoint import weights
 from argosy_engine.checkpoint.safetensors_header import checkpoint_elements
 from argosy_engine.errors import ConfigError
@@ -31,6 +33,7 @@ from fp8_checkpoints import quantize_checkpoint
 from random_checkpoints import KINDS, make_checkpoint
 
 CPU = torch.device("cpu")
+TOKENIZER = Path(__file__).parents[2] / "models" / "argosy-tiny" / "tokenizer.json"
 
 
 @pytest.fixture(scope="module")
@@ -342,6 +345,60 @@ def test_left_over_tensors_of_known_kinds_are_ignored(made: Any, tmp_path: Path)
     extra |= {f"transformer.h.{i}.attn.bias": torch.ones(1, 1, 8, 8) for i in range(4)}
     change_tensors(tmp_path, lambda tensors: tensors.update(extra))
     assert torch.equal(hidden_of(load(tmp_path)), hidden_of(load(path)))
+
+
+def generated(path: Path, **flags: Any) -> list[list[int]]:
+    with LLM(str(path), device="cpu", dtype="float32", threads=1, num_gpu_blocks_override=16, **flags) as llm:
+        outputs = llm.generate(
+            [[7, 8, 9], [20, 30]], SamplingParams(temperature=0.0, max_tokens=8), use_tqdm=False
+        )
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_stored_head_that_is_not_the_embedding_is_used_though_the_config_ties_them(
+    name: str, dtype: torch.dtype, made: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As transformers does, with a warning. A dtype of its own makes a head differ."""
+    path, reference = made(name)
+    assert reference.config.tie_word_embeddings
+    shutil.copytree(path, tmp_path, dirs_exist_ok=True)
+    shutil.copy(TOKENIZER, tmp_path)
+    head = torch.randn(reference.lm_head.weight.shape, generator=torch.Generator().manual_seed(5)).to(dtype)
+    change_tensors(tmp_path, lambda tensors: tensors.update({"lm_head.weight": head}))
+    change_config(tmp_path, tie_word_embeddings=False)
+    expected = generated(tmp_path)
+    assert "the stored head is used" not in caplog.text
+    change_config(tmp_path, tie_word_embeddings=True)
+    assert generated(tmp_path) == expected
+    assert "the stored head is used" in caplog.text
+    change_tensors(tmp_path, lambda tensors: tensors.pop("lm_head.weight"))
+    assert generated(tmp_path) != expected
+
+
+@pytest.mark.parametrize(
+    ("dropped", "message"),
+    [
+        (
+            "lm_head.weight",
+            r"lm_head\.weight is missing, .*copy the whole checkpoint, or set \"tie_word_embeddings\"",
+        ),
+        ("model.layers.1.", r"9 missing: model\.layers\.1\.|of 4 layers there are no tensors of 1$"),
+        ("model.embed_tokens.weight", r"1 missing: model\.embed_tokens|the embedding is missing"),
+    ],
+)
+def test_what_is_in_no_file_is_named_by_a_load_and_by_doctor(dropped: str, message: str, llama: Path) -> None:
+    shutil.copy(TOKENIZER, llama)
+
+    def drop(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.startswith(dropped)]:
+            del tensors[name]
+
+    change_tensors(llama, drop)
+    for act in (lambda: load(llama), lambda: diagnose(EngineArgs.of(model=str(llama), device="cpu"))):
+        with pytest.raises(ConfigError, match=message):
+            act()
 
 
 # Memory

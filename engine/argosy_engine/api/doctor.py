@@ -21,6 +21,7 @@ from argosy_engine.api.engine_flag_parser import EngineFlagParser
 from argosy_engine.attention.selector import AttentionNeeds, BackendChoice, select_backend
 from argosy_engine.checkpoint.folder_check import check_folder
 from argosy_engine.checkpoint.safetensors_header import checkpoint_elements
+from argosy_engine.checkpoint.stored_tensors import check_names, with_stored_head
 from argosy_engine.config import EngineArgs
 from argosy_engine.errors import ConfigError, DoesNotFit, FetchFailed
 from argosy_engine.frontend.memory_report import budget_table, size
@@ -110,6 +111,10 @@ def diagnose(args: EngineArgs, device: DeviceMemory | None = None) -> Diagnosis:
         has_weights = args.load_format != "dummy"
         check_folder(path, has_tokenizer=not is_remote(args), has_weights=has_weights)
         elements = checkpoint_elements(path) if has_weights else dummy_elements(config)
+        if has_weights:
+            check_names(path, config, elements)
+            if not is_remote(args):  # of which there are headers only
+                config = with_stored_head(path, config)
     ranks, stages = args.tensor_parallel_size, args.pipeline_parallel_size
     check_tensor_parallel(config, ranks, args.enable_expert_parallel, args.data_parallel_size)
     check_pipeline_parallel(config, stages)

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from xxhash import xxh64_intdigest
 
 from argosy_engine.checkpoint.checkpoint_shards import checkpoint_shards
+from argosy_engine.checkpoint.stored_tensors import HEAD, NO_HEAD
 from argosy_engine.errors import ConfigError
 from argosy_engine.model_configs.file_permission import may_not_read
 from argosy_engine.model_configs.sharding import Shard
@@ -254,6 +255,8 @@ class SafetensorsWeights(Weights):
         ]
         if any(names for _, names in faults):
             text = "; ".join(f"{len(names)} {fault}: {_some(names)}" for fault, names in faults if names)
+            if HEAD in missing:
+                text += f". {NO_HEAD}"
             raise ConfigError(f"the tensors of {self.path} do not fit its config.json: {text}")
 
     def stored_bytes(self, plan: WeightPlan) -> int:

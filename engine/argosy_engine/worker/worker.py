@@ -19,6 +19,7 @@ from argosy_engine.attention.selector import AttentionNeeds, BackendChoice, back
 from argosy_engine.attention.self_test import working_backend
 from argosy_engine.checkpoint.fingerprint import fingerprint
 from argosy_engine.checkpoint.model_path import hold_stored_model, resolve_model
+from argosy_engine.checkpoint.stored_tensors import with_stored_head
 from argosy_engine.config import EngineArgs
 from argosy_engine.distributed.launched_groups import LaunchedGroups
 from argosy_engine.distributed.lockstep import Round
@@ -155,7 +156,10 @@ class Worker:
         with self._phase("config"):
             self._path = resolve_model(args.model)
             self._hold = hold_stored_model(self._path)
-            self._config = config = load_model_config(self._path, args.model_use)
+            config = load_model_config(self._path, args.model_use)
+            if args.load_format != "dummy":
+                config = with_stored_head(self._path, config)
+            self._config = config
             check_tensor_parallel(
                 config, args.tensor_parallel_size, args.enable_expert_parallel, args.data_parallel_size
             )

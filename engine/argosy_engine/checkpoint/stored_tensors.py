@@ -1,0 +1,108 @@
+"""What a checkpoint stores where its config says otherwise, found without torch: its output head, and what is missing.
+
+Many checkpoints whose config ties the output head to the embedding store both. In some the stored head is another
+matrix, because the model was trained or merged with a head of its own; transformers then takes the stored head, and so
+do we. The data of both matrices is compared up to the first difference.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Collection
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from argosy_engine.checkpoint.checkpoint_shards import checkpoint_shards
+from argosy_engine.checkpoint.safetensors_header import StoredTensor, read_header
+from argosy_engine.errors import ConfigError
+from argosy_engine.model_configs.model_config import ModelConfig
+
+HEAD = "lm_head.weight"
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
+"""How the families' names of the embedding end."""
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d{1,5})\.")
+_CHUNK_BYTES = 4 << 20
+_MAX_SHOWN = 6
+"""Layers that an error message lists."""
+
+NO_HEAD = (
+    f"{HEAD} is missing, and config.json does not tie the output head to the embedding: copy the whole checkpoint, or "
+    'set "tie_word_embeddings": true in config.json if the embedding is its head'
+)
+
+logger = logging.getLogger("argosy.models")
+
+Config = TypeVar("Config", bound=ModelConfig)
+
+
+def with_stored_head(path: Path, config: Config) -> Config:
+    """Return the config of a checkpoint on disk, not tied if a head is stored that is not the embedding.
+
+    A file that cannot be read is left for the load to name.
+    """
+    if not config.tie_word_embeddings:
+        return config
+    try:
+        if not _has_own_head(path):
+            return config
+    except (ConfigError, OSError):
+        return config
+    logger.warning(
+        "config.json ties the output head to the embedding, and the checkpoint stores another head: the stored head is "
+        "used, as transformers does"
+    )
+    return msgspec.structs.replace(config, tie_word_embeddings=False)
+
+
+def check_names(path: Path, config: ModelConfig, names: Collection[str]) -> None:
+    """Check that the head, the embedding and every layer are among the names of a checkpoint's tensors. A load checks
+    each tensor (`weights`).
+
+    Raises:
+        ConfigError: something is missing.
+    """
+    missing = []
+    if not any(name.endswith(_EMBEDDINGS) for name in names):
+        missing.append("the embedding is missing")
+    if HEAD not in names and config.pooling is None and not config.tie_word_embeddings:
+        missing.append(NO_HEAD)
+    layers = {int(found[1]) for name in names if (found := _LAYER.search(name))}
+    if absent := [index for index in range(config.num_hidden_layers) if index not in layers]:
+        shown = ", ".join(map(str, absent[:_MAX_SHOWN])) + (" and more" if len(absent) > _MAX_SHOWN else "")
+        missing.append(f"of {config.num_hidden_layers} layers there are no tensors of {shown}")
+    if missing:
+        raise ConfigError(f"the tensors of {path} do not fit its config.json: {'; '.join(missing)}")
+
+
+def _has_own_head(path: Path) -> bool:
+    heads, embeddings = [], []
+    for file, wanted in checkpoint_shards(path).items():
+        offset, tensors = read_header(file)
+        for name, tensor in tensors.items():
+            if wanted is None or name in wanted:
+                if name == HEAD:
+                    heads.append((file, offset, tensor))
+                elif name.endswith(_EMBEDDINGS):
+                    embeddings.append((file, offset, tensor))
+    if not heads or len(embeddings) != 1:
+        return False  # the check against the plan of the weights names what is missing
+    return not _is_equal(heads[0], embeddings[0])
+
+
+def _is_equal(first: tuple[Path, int, StoredTensor], second: tuple[Path, int, StoredTensor]) -> bool:
+    one, other = first[2], second[2]
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    left = one.data_offsets[1] - one.data_offsets[0]
+    with first[0].open("rb") as head, second[0].open("rb") as embedding:
+        head.seek(first[1] + one.data_offsets[0])
+        embedding.seek(second[1] + other.data_offsets[0])
+        while left > 0:
+            wanted = min(left, _CHUNK_BYTES)
+            if head.read(wanted) != embedding.read(wanted):
+                return False
+            left -= wanted
+    return True
