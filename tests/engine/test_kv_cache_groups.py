@@ -12,7 +12,7 @@ from argosy_engine.core.kv_cache.kv_cache_groups import make_groups
 from argosy_engine.core.kv_cache.kv_cache_manager import KVCacheManager
 from argosy_engine.core.request import Request
 from argosy_engine.errors import ConfigError
-from argosy_engine.messages.core_messages import EngineCoreRequest
+from argosy_engine.messages.core_messages import ChunkEnd, EngineCoreRequest
 from argosy_engine.messages.kv_cache_interface import block_bytes, check_pages, group_layers, peak_blocks
 from argosy_engine.params.sampling_params import SamplingParams
 
@@ -118,6 +118,64 @@ def test_a_hit_is_as_long_as_the_shortest_of_all_groups() -> None:
     assert [len(hit) for hit in hits] == [3, 3]
     assert hits[1][0] == 0
     assert 0 not in hits[1][1:]
+
+
+def end(prompt: list[int], num_tokens: int) -> ChunkEnd:
+    """A chunk that ends with so many tokens of the prompt."""
+    return ChunkEnd(hash((num_tokens, *prompt[:num_tokens])) & ((1 << 63) - 1), num_tokens)
+
+
+def announced(told: set[int], kv: KVCacheManager) -> set[int]:
+    """What a router knows that has heard all."""
+    delta = kv.announcer.take_delta()
+    if delta is not None:
+        told = set() if delta.cleared else told - set(delta.removed)
+        told |= {chunk.hash for chunk in delta.stored}
+    return told
+
+
+@given(
+    prompts=st.lists(st.lists(st.sampled_from([0, 1]), min_size=1, max_size=7), min_size=2, max_size=12),
+    window=st.integers(2, 20),
+    num_blocks=st.integers(24, 40),
+    is_alone=st.booleans(),
+    step=st.sampled_from([8, 32]),
+)
+def test_what_is_announced_can_be_served(
+    prompts: list[list[int]], window: int, num_blocks: int, is_alone: bool, step: int
+) -> None:
+    """Prompts that share beginnings, in a cache that is too small for all, computed in steps."""
+    sliding = SlidingWindowSpec(100, window)
+    specs = [sliding] if is_alone else [FULL, sliding, sliding]
+    kv = KVCacheManager(num_blocks, BLOCK, True, specs=specs, max_num_batched_tokens=step)
+    told: set[int] = set()
+    lived: dict[int, tuple[list[int], int]] = {}
+    for number, words in enumerate(prompts):
+        prompt = [token for word in words for token in range(word * 50, word * 50 + BLOCK)] + [number % 3]
+        ends = [end(prompt, length) for length in range(BLOCK, len(prompt), BLOCK)]
+        own = {each.hash: (prompt, each.token_end) for each in ends}
+        lived |= own
+        live = Request(
+            EngineCoreRequest(str(number), prompt, SamplingParams(), 0.0, chunk_ends=ends), BLOCK, True
+        )
+        cached = kv.find_cached_prefix(live)
+        live.num_computed_tokens = len(cached[0]) * BLOCK
+        new = min(step, live.num_tokens - live.num_computed_tokens)
+        if not kv.admit(live, cached, new, apply_watermark=False):
+            continue
+        live.num_computed_tokens += new
+        while live.num_computed_tokens < live.num_tokens:
+            new = min(step, live.num_tokens - live.num_computed_tokens)
+            assert kv.grow(live, new) is not None
+            live.num_computed_tokens += new
+        kv.free(live, live.num_tokens)
+        told = announced(told, kv)
+        for chunk_hash, (seen, length) in lived.items():
+            hit = kv.find_cached_prefix(request("asks", [*seen[:length], 99]))
+            is_served = len(hit[0]) * BLOCK == length
+            assert chunk_hash not in told or is_served, (seen, length)
+            if chunk_hash in own:  # others may be served again by what this request has computed
+                assert chunk_hash in told or not is_served, (seen, length)
 
 
 def test_a_recurrent_state_takes_one_block_and_shares_none() -> None:

@@ -145,6 +145,11 @@ class BlockPool:
             ids.append(block.block_id)
         return ids
 
+    def find(self, block_hash: bytes) -> int | None:
+        """Return the id of the block that caches a hash."""
+        block = self._by_hash.get(block_hash)
+        return None if block is None else block.block_id
+
     def is_cached(self, block_hash: bytes) -> bool:
         return block_hash in self._by_hash
 
@@ -162,13 +167,21 @@ class BlockPool:
             if self._lives is not None:
                 self._lives.used(block_id)
 
-    def register(self, block_id: int, block_hash: bytes) -> bool:
-        """Add a full block to the prefix cache under this hash. Returns False if another block already holds it."""
+    def register(self, block_id: int, block_hash: bytes, *, replaces_free: bool = False) -> bool:
+        """Add a full block to the prefix cache under this hash. Returns False if another block already holds it.
+
+        Args:
+            replaces_free: take the place of another block that no request holds.
+        """
         block = self.blocks[block_id]
         assert block.ref_count > 0
         assert block.block_hash is None
-        if block_hash in self._by_hash:
-            return False
+        if (other := self._by_hash.get(block_hash)) is not None:
+            if other.ref_count or not replaces_free:
+                return False
+            self._maybe_evict_cached_block(other)
+            self._free.remove(other)
+            self._free.prepend(other)
         block.block_hash = block_hash
         self._by_hash[block_hash] = block
         if self._on_cached is not None:

@@ -60,6 +60,13 @@ class FullAttentionGroup:
             block_hashes = [self.key(block_hash) for block_hash in block_hashes]
         return pool.lookup(block_hashes)
 
+    def needed_for_hit(self, num_blocks: int) -> range:
+        """Return the indices of the blocks without which no hit has `num_blocks` blocks.
+
+        Every block before the last one is left out: it is evicted after it (`BlockPool.free`).
+        """
+        return range(num_blocks - 1, num_blocks)
+
 
 class SlidingWindowGroup(FullAttentionGroup):
     """Group of sliding window layers: blocks wholly behind the window are freed, and a hit does not need them."""
@@ -84,6 +91,9 @@ class SlidingWindowGroup(FullAttentionGroup):
                 end = index
                 first = self.num_skipped(end * self.block_size)
         return [NULL_BLOCK] * first + block_ids[first:end]
+
+    def needed_for_hit(self, num_blocks: int) -> range:
+        return range(self.num_skipped(num_blocks * self.block_size), num_blocks)
 
 
 class RecurrentStateGroup(FullAttentionGroup):

@@ -262,7 +262,11 @@ class KVCacheManager:
             position -= 1
 
     def _register(self, request: Request, num_tokens: int) -> None:
-        """Register the full blocks of the first `num_tokens` tokens, so that later requests can share them."""
+        """Register the full blocks of the first `num_tokens` tokens, so that later requests can share them.
+
+        Where one group's hit was shortened by another's, the request has computed again what is cached. Its blocks take
+        the place of those, or the beginning of a prefix could be evicted before its end.
+        """
         if not self.enable_prefix_caching or num_tokens // self.block_size <= request.num_cached_blocks:
             return
         request.hash_full_blocks()
@@ -275,12 +279,14 @@ class KVCacheManager:
                 continue
             for index in range(first, num_full):
                 if block_ids[index] != NULL_BLOCK:
-                    self.pool.register(block_ids[index], group.key(request.block_hashes[index]))
+                    key = group.key(request.block_hashes[index])
+                    self.pool.register(block_ids[index], key, replaces_free=len(self.groups) > 1)
         request.num_cached_blocks = num_full
         self._announce_chunks(request)
 
     def _announce_chunks(self, request: Request) -> None:
-        """Announce the request's chunks whose last block is registered, each with the block of the first group.
+        """Announce the request's chunks whose last block is registered and to which a hit of every group can extend.
+        Each belongs to the block of the first group, and needs the other groups' blocks.
 
         If an equal block of another request is the registered one, the chunk belongs to that block, because a later hit
         would find it. A hit on a chunk that ends within the first block saves no tokens, but the chunk is announced all
@@ -288,16 +294,37 @@ class KVCacheManager:
         """
         ends = request.chunk_ends
         index = request.num_announced_chunks
+        cached: list[dict[int, int | None]] = [{} for _ in self.groups]
         while index < len(ends):
             num_blocks = ends[index].token_end // self.block_size
             last = max(0, num_blocks - 1)
             if last >= request.num_cached_blocks:
                 break
-            holder = self.pool.lookup(request.block_hashes[last : last + 1])
-            if holder:
-                self.announcer.add(ends[index].hash, num_blocks * self.block_size, holder[0])
+            if needed := self._needed_for_hit(request, last + 1, cached):
+                self.announcer.add(ends[index].hash, num_blocks * self.block_size, needed[0], needed[1:])
             index += 1
         request.num_announced_chunks = index
+
+    def _needed_for_hit(
+        self, request: Request, num_blocks: int, cached: Sequence[dict[int, int | None]]
+    ) -> list[int]:
+        """Return the ids of the blocks without which a hit on the request's tokens has fewer blocks, the last one of
+        the first group first; empty if there is no such hit.
+
+        Args:
+            cached: per group, what was found before, by index.
+        """
+        needed = []
+        for group, known in zip(self.groups, cached, strict=True):
+            if not group.is_shareable:
+                return []
+            for index in reversed(group.needed_for_hit(num_blocks)):
+                if index not in known:
+                    known[index] = self.pool.find(group.key(request.block_hashes[index]))
+                if (block_id := known[index]) is None:
+                    return []
+                needed.append(block_id)
+        return needed
 
 
 def _counted_group(groups: Sequence[FullAttentionGroup]) -> FullAttentionGroup | None:
