@@ -196,11 +196,8 @@ class _FirstExpertFactory(LayerFactory):
     """Loads the first expert of a layer and allocates all: filling them one by one would take most of a count."""
 
     def experts(self, spec: ExpertsSpec) -> TritonExperts:
-        first = self._method.load_experts(self.weights, replace(spec, held=range(1)))
-        stacked = (
-            None if each is None else each.new_empty(spec.num_experts, *each.shape[1:]) for each in first
-        )
-        return TritonExperts(spec, StackedExperts(*stacked))
+        first = self._method.load_experts(self.weights, replace(spec, held=range(1))).gate_up
+        return TritonExperts(spec, StackedExperts.empty(spec, first.dtype, first.device))
 
 
 class _CountedGraphs:
