@@ -121,7 +121,8 @@ def _device() -> Iterator[None]:
         for owner, functions in found.items():
             for name, function in functions.items():
                 stack.enter_context(patch.object(owner, name, function))
-        stack.enter_context(inductor.patch(INDUCTOR_OPTIONS))
+        # Several threads start processes that import torch, for code that is not compiled.
+        stack.enter_context(inductor.patch({**INDUCTOR_OPTIONS, "compile_threads": 1}))
         active = triton.runtime.driver
         stack.enter_context(patch.object(active, "_active", _Driver()))
         yield

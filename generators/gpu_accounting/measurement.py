@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from argosy_engine.attention.selector import load_backend
 from argosy_engine.checkpoint.weights import DummyWeights, WeightPlan
+from argosy_engine.layers.experts import ExpertsSpec, StackedExperts, TritonExperts
 from argosy_engine.layers.layer_factory import LayerFactory
 from argosy_engine.layers.quantization import linear_method
 from argosy_engine.messages.scheduler_output import NewRequest, SchedulerOutput
@@ -102,7 +103,7 @@ class AccountedRunner:
             method = linear_method(
                 self.config, None, dtype=weights.dtype, device=CUDA, uses_triton=backend.uses_triton
             )
-            factory = LayerFactory(weights, backend, MAX_MODEL_LEN, method)
+            factory = _FirstExpertFactory(weights, backend, MAX_MODEL_LEN, method)
             model = registry.model_class(self.config.architecture)(self.config, factory)
             self.runner = ModelRunner(
                 model,
@@ -189,6 +190,14 @@ class AccountedRunner:
             return sampled
 
         model.forward, model.logits, sampler.sample = marked_forward, marked_logits, marked_sample
+
+
+class _FirstExpertFactory(LayerFactory):
+    """Loads the first expert of a layer and allocates all: filling them one by one would take most of a count."""
+
+    def experts(self, spec: ExpertsSpec) -> TritonExperts:
+        first = self._method.load_experts(self.weights, replace(spec, held=range(1))).gate_up
+        return TritonExperts(spec, StackedExperts.empty(spec, first.dtype, first.device))
 
 
 class _CountedGraphs:

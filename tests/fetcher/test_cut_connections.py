@@ -40,6 +40,11 @@ SIZES = [len(content) for content in WEIGHTS.values()]
 PART_BYTES = 24_000
 IN_FLIGHT = 4
 KEYS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1"}
+# `make test` cuts before the first bytes, amid the second file and in the last parts.
+PERCENTS = [
+    percent if percent in (0, 50, 90) else pytest.param(percent, marks=pytest.mark.full)
+    for percent in range(0, 100, 10)
+]
 OpenSource = Callable[[CuttingProxy], Any]
 Served = tuple[str, OpenSource]
 """A server's URL, and how its model is opened through a proxy."""
@@ -121,7 +126,7 @@ def check_a_cut(served: Served, percent: int, folder: Path) -> None:
     assert sum(each.size for each in whole) <= sum(SIZES), "more was asked for again than was cut"
 
 
-@pytest.mark.parametrize("percent", range(0, 100, 10))
+@pytest.mark.parametrize("percent", PERCENTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_arrived_before_a_cut_is_kept(
     kind: str, percent: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -131,7 +136,7 @@ def test_what_arrived_before_a_cut_is_kept(
         check_a_cut(served, percent, tmp_path)
 
 
-@pytest.mark.parametrize("percent", range(0, 100, 10))
+@pytest.mark.parametrize("percent", PERCENTS)
 def test_what_arrived_before_a_cut_is_kept_of_a_store_that_speaks_s3(
     moto: str, percent: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

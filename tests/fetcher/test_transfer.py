@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -44,15 +45,29 @@ def found(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
-@given(
-    cuts=st.lists(st.tuples(st.integers(0, 120), st.booleans()), max_size=60),
-    part_bytes=st.integers(1, 1100),
-    chunk_bytes=st.integers(1, 300),
-    in_flight=st.integers(1, 8),
-    algorithm=st.sampled_from([None, "sha256", "md5", "git-sha1"]),
-)
+CUTS = {
+    "cuts": st.lists(st.tuples(st.integers(0, 120), st.booleans()), max_size=60),
+    "part_bytes": st.integers(1, 1100),
+    "chunk_bytes": st.integers(1, 300),
+    "in_flight": st.integers(1, 8),
+    "algorithm": st.sampled_from([None, "sha256", "md5", "git-sha1"]),
+}
+
+
+@given(**CUTS)
+@settings(deadline=None, max_examples=30)
+def test_cuts_at_any_byte_lose_nothing_but_time(**case: Any) -> None:
+    check_cuts(**case)
+
+
+@pytest.mark.full
+@given(**CUTS)
 @settings(deadline=None, max_examples=100)
-def test_cuts_at_any_byte_lose_nothing_but_time(
+def test_many_cuts_at_any_byte_lose_nothing_but_time(**case: Any) -> None:
+    check_cuts(**case)
+
+
+def check_cuts(
     cuts: list[tuple[int, bool]],
     part_bytes: int,
     chunk_bytes: int,
@@ -75,15 +90,27 @@ def test_cuts_at_any_byte_lose_nothing_but_time(
     assert progress.present + progress.received == progress.total == TOTAL
 
 
-@given(
-    stops=st.lists(st.integers(0, TOTAL), max_size=6),
-    part_bytes=st.integers(20, 300),
-    algorithm=st.sampled_from([None, "sha256"]),
-)
+STOPS = {
+    "stops": st.lists(st.integers(0, TOTAL), max_size=6),
+    "part_bytes": st.integers(20, 300),
+    "algorithm": st.sampled_from([None, "sha256"]),
+}
+
+
+@given(**STOPS)
+@settings(deadline=None, max_examples=30)
+def test_interrupted_transfers_continue_with_the_finished_parts(**case: Any) -> None:
+    check_interruptions(**case)
+
+
+@pytest.mark.full
+@given(**STOPS)
 @settings(deadline=None, max_examples=100)
-def test_interrupted_transfers_continue_with_the_finished_parts(
-    stops: list[int], part_bytes: int, algorithm: Algorithm | None
-) -> None:
+def test_transfers_that_any_stops_interrupt_continue(**case: Any) -> None:
+    check_interruptions(**case)
+
+
+def check_interruptions(stops: list[int], part_bytes: int, algorithm: Algorithm | None) -> None:
     one_at_a_time = TransferSettings(part_bytes, 1, PATIENT)
     num_bytes = 0
     with tempfile.TemporaryDirectory() as directory:

@@ -1,5 +1,8 @@
 """Models with FP8 products: norms, activations and attention quantise what the products read."""
 
+from dataclasses import replace
+from functools import cache
+
 import pytest
 import torch
 
@@ -45,9 +48,20 @@ def logits(path, backend=TritonBackend, *, method=None, sharding=WHOLE, communic
     return torch.cat(steps)
 
 
-def write(path, name, form):
-    make_checkpoint(KINDS[name], path)
-    quantize_checkpoint(path, form)
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A function that writes a checkpoint of two layers once, and returns its path and its logits without FP8."""
+
+    @cache
+    def write(name, form=None):
+        path = tmp_path_factory.mktemp(name)
+        make_checkpoint(replace(KINDS[name], fields={**KINDS[name].fields, "num_hidden_layers": 2}), path)
+        if form is None:
+            return path, logits(path)
+        quantize_checkpoint(path, form)
+        return path, logits(path / "widened")
+
+    return write
 
 
 def assert_close_in_fp8(ours, theirs, exact, *, share=0.5):
@@ -62,43 +76,39 @@ def assert_close_in_fp8(ours, theirs, exact, *, share=0.5):
     [("llama", "per token", 2), ("llama", "static", 1), ("gemma3", "static", 2)],
 )
 def test_fused_quantisation_computes_what_separate_launches_compute(
-    name, form, num_segments, tmp_path, monkeypatch
+    name, form, num_segments, written, monkeypatch
 ):
-    write(tmp_path, name, FORMS[form])
+    path, exact = written(name, FORMS[form])
     monkeypatch.setattr(paged_attention, "choose_num_segments", lambda *_: num_segments)
     with launched_variants() as variants:
-        ours = logits(tmp_path)
+        ours = logits(path)
     names = {variant[0] for variant in variants}
     # The prompt is never split.
     assert ("quantize_fp8" in names) == (form == "per token")
     assert ("merge_segments_kernel" in names) == (num_segments == 2)
-    assert_close_in_fp8(ours, logits(tmp_path, TorchBackend), logits(tmp_path / "widened"))
+    assert_close_in_fp8(ours, logits(path, TorchBackend), exact)
 
 
-def test_experts_and_router_get_what_is_not_quantised(tmp_path):
-    write(tmp_path, "qwen3-moe-mixed", FORMS["per token"])
-    exact = logits(tmp_path / "widened")
-    ours = logits(tmp_path)
+def test_experts_and_router_get_what_is_not_quantised(written):
+    path, exact = written("qwen3-moe-mixed", FORMS["per token"])
+    ours = logits(path)
     assert (
         0 < (ours - exact).norm() < 0.5 * exact.norm()
     )  # other experts are chosen where two are equally good
 
 
-def test_weights_that_are_quantised_online(tmp_path):
-    make_checkpoint(KINDS["llama"], tmp_path)
-    exact = logits(tmp_path)
+def test_weights_that_are_quantised_online(written):
+    path, exact = written("llama")
     ours, theirs = (
-        logits(tmp_path, backend, method=OnlineFp8LinearMethod(quantize_fp8))
+        logits(path, backend, method=OnlineFp8LinearMethod(quantize_fp8))
         for backend in (TritonBackend, TorchBackend)
     )
     assert_close_in_fp8(ours, theirs, exact)
 
 
-def test_ranks_quantise_their_part_of_the_inputs(tmp_path):
-    write(tmp_path, "llama", FORMS["per token"])
-    ranks = run_threads(
-        2, lambda group: logits(tmp_path, sharding=Sharding(group.rank, 2), communicator=group)
-    )
+def test_ranks_quantise_their_part_of_the_inputs(written):
+    path, exact = written("llama", FORMS["per token"])
+    ranks = run_threads(2, lambda group: logits(path, sharding=Sharding(group.rank, 2), communicator=group))
     assert torch.equal(*ranks)
     # Each rank's part of a row has a scale of its own, and so other rounding errors of the same size.
-    assert_close_in_fp8(ranks[0], logits(tmp_path), logits(tmp_path / "widened"), share=1.2)
+    assert_close_in_fp8(ranks[0], logits(path), exact, share=1.2)

@@ -44,3 +44,22 @@ def test_shapes_and_types_that_differ_are_broadcast_and_promoted() -> None:
     launch(_outer_sum, (1,), out_ptr=out, SIZE=4)
     index = torch.arange(4.0)
     assert out.equal(index[:, None] + 10 * index)
+
+
+@triton.jit
+def _with_constants(out_ptr, values_ptr):
+    value = tl.load(values_ptr + tl.arange(0, 2))
+    for _ in range(2):
+        tl.store(out_ptr + tl.arange(0, 2), value * 0.0)
+        tl.store(out_ptr + 2 + tl.arange(0, 2), value * -0.0)
+        tl.store(out_ptr + 4 + tl.arange(0, 2), value * 2)
+        tl.store(out_ptr + 6 + tl.arange(0, 2), 2.5 - value)
+        tl.store(out_ptr + 8 + tl.arange(0, 2), 2 * tl.arange(0, 2) / 4)
+
+
+def test_constants_have_their_sign_and_the_type_of_the_other_operand() -> None:
+    out = torch.full((10,), torch.nan)
+    for dtype in (torch.float32, torch.float16):
+        launch(_with_constants, (1,), out_ptr=out, values_ptr=torch.tensor([1.0, 3.0], dtype=dtype))
+        assert out.tolist() == [0.0, 0.0, 0.0, 0.0, 2.0, 6.0, 1.5, -0.5, 0.0, 0.5]
+        assert out.signbit().tolist()[:4] == [False, False, True, True]

@@ -109,7 +109,16 @@ def generate(runners: list[ModelRunner], *, others: int | None = None) -> dict[s
     return tokens
 
 
-@pytest.mark.parametrize("kind", ["qwen3-moe", "llama"])
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[int]]]:
+    """A model, and what it generates as a whole."""
+    path = tmp_path_factory.mktemp("llama")
+    write_model("llama", path)
+    return path, generate(make_stages(path, 1))
+
+
+# The tests below have graphs of llama in both stages.
+@pytest.mark.parametrize("kind", ["qwen3-moe", pytest.param("llama", marks=pytest.mark.full)])
 def test_stages_with_graphs_generate_what_the_whole_model_does(kind: str, tmp_path: Path) -> None:
     write_model(kind, tmp_path)
     expected = generate(make_stages(tmp_path, 1))
@@ -122,20 +131,22 @@ def test_stages_with_graphs_generate_what_the_whole_model_does(kind: str, tmp_pa
     assert [len(each) for each in expected.values()] == [6, 3, 4]
 
 
-def test_a_stage_without_graphs_works_with_one_that_has_them(tmp_path: Path) -> None:
-    write_model("llama", tmp_path)
-    expected = generate(make_stages(tmp_path, 1))
-    stages = make_stages(tmp_path, 2)
+def test_a_stage_without_graphs_works_with_one_that_has_them(
+    llama: tuple[Path, dict[str, list[int]]],
+) -> None:
+    path, expected = llama
+    stages = make_stages(path, 2)
     api = RerunGraphs()
     assert stages[1].capture_graphs([1, 4], api)
     assert generate(stages) == expected
     assert api.replays == [4, 4, 4, 1, 1]
 
 
-def test_stages_of_cores_that_share_experts_replay_graphs_of_the_agreed_size(tmp_path: Path) -> None:
-    write_model("llama", tmp_path)
-    expected = generate(make_stages(tmp_path, 1))
-    stages = make_stages(tmp_path, 2, TokenExchange(LocalCommunicator()))
+def test_stages_of_cores_that_share_experts_replay_graphs_of_the_agreed_size(
+    llama: tuple[Path, dict[str, list[int]]],
+) -> None:
+    path, expected = llama
+    stages = make_stages(path, 2, TokenExchange(LocalCommunicator()))
     graphs = [RerunGraphs() for _ in stages]
     for runner, api in zip(stages, graphs, strict=True):
         assert runner.capture_graphs([2, 4], api)

@@ -1,5 +1,7 @@
 """The Triton kernels in whole models of every architecture, against transformers."""
 
+from dataclasses import replace as replace_fields
+
 import pytest
 import torch
 from msgspec.structs import replace
@@ -16,7 +18,9 @@ from random_checkpoints import KINDS, make_checkpoint
 from thread_ranks import run_threads
 
 BLOCK_SIZE = 16
-PROMPT, DECODED = 30, 1
+PROMPT, DECODED = 18, 1
+WINDOW = 12
+"""Like a block, shorter than the prompt."""
 LAYER = AttentionParams(num_heads=4, num_kv_heads=2, head_dim=64, scale=0.125)
 
 
@@ -53,12 +57,22 @@ def logits(path, token_ids, backend="triton", *, has_fp8_kv_cache=False, shardin
 TOKEN_IDS = list(range(2, 2 + PROMPT + DECODED))
 
 
+def write(name, path):
+    """Write a checkpoint with one layer of each kind, or two alike, and return the reference model."""
+    kind = KINDS[name]
+    layers = {"n_layer": 2} if name == "gpt2" else {"num_hidden_layers": 2}
+    windows = {"sliding_window": WINDOW} if "sliding_window" in kind.fields else {}
+    if "max_window_layers" in kind.fields:
+        windows["max_window_layers"] = 1
+    return make_checkpoint(replace_fields(kind, fields={**kind.fields, **layers, **windows}), path)
+
+
 @pytest.mark.parametrize(
     "name",
     ["llama3-rope", "qwen2-window", "qwen3-yarn", "gemma2", "gemma3", "gpt2", "opt-post-norm", "qwen3-moe"],
 )
 def test_prompt_and_decodes_have_the_logits_of_transformers(name, tmp_path):
-    reference = make_checkpoint(KINDS[name], tmp_path)
+    reference = write(name, tmp_path)
     with torch.inference_mode():
         expected = reference(torch.tensor([TOKEN_IDS])).logits[0].float()
     torch.testing.assert_close(logits(tmp_path, TOKEN_IDS), expected, atol=1e-4, rtol=1e-4)
@@ -66,7 +80,7 @@ def test_prompt_and_decodes_have_the_logits_of_transformers(name, tmp_path):
 
 @pytest.mark.parametrize(("name", "has_whole_experts"), [("gemma2", False), ("qwen3-moe", True)])
 def test_ranks_have_the_logits_of_one_process(name, has_whole_experts, tmp_path):
-    make_checkpoint(KINDS[name], tmp_path)
+    write(name, tmp_path)
     ranks = run_threads(
         2,
         lambda group: logits(
@@ -78,7 +92,7 @@ def test_ranks_have_the_logits_of_one_process(name, has_whole_experts, tmp_path)
 
 
 def test_an_fp8_kv_cache_gives_what_torch_gives_with_one(tmp_path):
-    make_checkpoint(KINDS["qwen3-yarn"], tmp_path)
+    write("qwen3-yarn", tmp_path)
     ours, torchs = (
         logits(tmp_path, TOKEN_IDS, backend, has_fp8_kv_cache=True) for backend in ("triton", "torch")
     )

@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -91,18 +92,27 @@ def test_requests_launch_no_other_variants(runner: ModelRunner, args: EngineArgs
         assert not variants - known
 
 
-@pytest.mark.parametrize("kind", ["qwen2-window", "qwen3-moe"])
-def test_nothing_is_compiled_after_it(kind: str, tmp_path: Path) -> None:
-    make_checkpoint(KINDS[kind], tmp_path)
+@pytest.fixture(scope="module")
+def compilations(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Compilations and launches of models, before and after the warm-up ended."""
+    kinds = ("qwen2-window", "qwen3-moe")
+    paths = [tmp_path_factory.mktemp(kind) for kind in kinds]
+    for kind, path in zip(kinds, paths, strict=True):
+        make_checkpoint(KINDS[kind], path)
     program = Path(__file__).parent.parent / "support" / "steps_without_gpu.py"
     done = subprocess.run(
-        [sys.executable, program, tmp_path],
+        [sys.executable, program, *paths],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    counts = json.loads(done.stdout.splitlines()[-1])
+    return dict(zip(kinds, map(json.loads, done.stdout.splitlines()[-len(kinds) :]), strict=True))
+
+
+@pytest.mark.parametrize("kind", ["qwen2-window", "qwen3-moe"])
+def test_nothing_is_compiled_after_it(kind: str, compilations: dict[str, Any]) -> None:
+    counts = compilations[kind]
     assert counts["warmed"]["compiled"] > 10
     assert counts["after"]["started"] > counts["warmed"]["started"] + 100
     assert counts["after"]["compiled"] == counts["warmed"]["compiled"]

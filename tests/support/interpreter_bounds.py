@@ -53,7 +53,9 @@ class CheckedMemory:
         return getattr(self._memory, name)
 
     def _check(self, action: str, addresses: NDArray[np.uint64], mask: Any, itemsize: int) -> None:
-        used = addresses[np.broadcast_to(mask, addresses.shape)].astype(np.uint64, copy=False)
+        if np.shape(mask) != addresses.shape:
+            mask = np.broadcast_to(mask, addresses.shape)
+        used = addresses[mask].astype(np.uint64, copy=False)
         if not used.size:
             return
         if not len(self._starts):

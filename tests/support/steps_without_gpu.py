@@ -1,12 +1,14 @@
 """A program: compiles kernels for an H100 and starts none, warms a model runner up, then runs other steps.
 
-Prints, as JSON, how many kernels were compiled before and after the warm-up ended, and how many were started. Results
-are zeros; what counts is what Triton compiles.
+Prints, as a line of JSON for each model, how many kernels were compiled before and after the warm-up ended, and how
+many were started. Results are zeros; what counts is what Triton compiles. Each model has a process, in which nothing is
+compiled yet: a copy of this one, because importing torch takes longer than the steps.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import random
 import sys
 from pathlib import Path
@@ -118,11 +120,7 @@ def run_steps(runner: ModelRunner, args: EngineArgs) -> None:
         runner.execute(dummy_step([], None, [request.request_id for request in requests]))
 
 
-def main() -> None:
-    triton.runtime.driver.set_active(Driver())
-    count_compilations()
-    zeros_instead_of_anything()
-    path = Path(sys.argv[1])
+def count(path: Path) -> None:
     args = EngineArgs.of(
         model=str(path), max_num_seqs=ROWS, max_num_batched_tokens=TOKENS, block_size=16, max_logprobs=0
     )
@@ -130,7 +128,22 @@ def main() -> None:
     warm_up(runner, args, LENGTH, has_experts=hasattr(load_model_config(path), "num_experts"))
     warmed = dict(counts)
     run_steps(runner, args)
-    print(json.dumps({"warmed": warmed, "after": counts}))
+    print(json.dumps({"warmed": warmed, "after": counts}), flush=True)
+
+
+def main() -> None:
+    triton.runtime.driver.set_active(Driver())
+    count_compilations()
+    zeros_instead_of_anything()
+    torch.set_num_threads(1)  # the copies have no other threads
+    for path in sys.argv[1:]:
+        child = os.fork()
+        if child == 0:
+            count(Path(path))
+            os._exit(0)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if status:
+            sys.exit(f"{path}: status {status}")
 
 
 if __name__ == "__main__":
