@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -208,6 +209,23 @@ def test_engines_of_one_program_share_the_connection_to_a_cluster(nodes: Virtual
     assert second.node_id
     second.close()
     assert not ray.is_initialized()
+
+
+def test_a_ray_that_ends_the_thread_which_waits_for_answers_ends_the_engine(nodes: VirtualNodes) -> None:
+    def end() -> None:
+        raise SystemExit(0)
+
+    executor = RayExecutor(EngineArgs.of(**SCRIPTED))
+    try:
+        answers = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=end))
+        executor._actors = [SimpleNamespace(answers=answers)]
+        executor._places = [WorkerPlace("a", "x", 1, 7, 8, "")]
+        executor._watch(0)
+        with pytest.raises(EngineDead, match="ended: Ray: it has ended"):
+            executor.check_health()
+    finally:
+        executor._actors = []
+        executor.shutdown()
 
 
 def test_a_step_that_fails_on_a_worker_which_is_not_awaited_ends_the_engine_for_its_reason(

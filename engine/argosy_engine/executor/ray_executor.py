@@ -209,7 +209,7 @@ class RayExecutor(RemoteExecutor):
         try:
             for reference in self._actors[rank].answers.options(num_returns="streaming").remote():
                 self._arrived(rank, ray.get(reference))
-        except Exception as error:  # Ray's own, most of which are RayError
+        except (Exception, SystemExit) as error:  # Ray's own: most are RayError; it ends threads when it has ended
             reason = _rays_reason(error)
         with self._changed:
             if rank not in self._failures:
@@ -277,9 +277,9 @@ class RayExecutor(RemoteExecutor):
         return f"{worker_name(self._args.parallel_config, rank)} (process {place.pid} on {place.host})"
 
 
-def _rays_reason(error: Exception) -> str:
+def _rays_reason(error: BaseException) -> str:
     """Return what Ray says of the end of an actor, on one line."""
-    text = " ".join(str(error).split())
+    text = "it has ended" if isinstance(error, SystemExit) else " ".join(str(error).split())
     found = _RAYS_REASON.search(text)
     return f"Ray: {(found[0] if found else text)[:_MAX_REASON_CHARS]}"
 
