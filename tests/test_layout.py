@@ -170,6 +170,12 @@ NO_PUBLIC_NAME = {
     "_convert_float": "Triton's interpreter has no other place to correct its rounding",
     "_init_args_hst": "Triton's interpreter tells nowhere else which tensors a launch has",
     "_interpreter": "Triton's interpreter has no other place to check addresses",
+    "_changes": "Triton's interpreter tells nowhere else what it has replaced",
+    "_MISSING": "Triton's interpreter has no other word for what was not there before",
+    "_patch_attr": "Triton's interpreter has no other place to call built-in functions",
+    "_get_np_dtype": "Triton's interpreter looks a type up anew for each value, and has no other place to remember it",
+    "_validate_np_data_size": "as `_get_np_dtype`",
+    "_unwrap_if_constexpr": "as `_get_np_dtype`",
 }
 """Private-looking names that tests may use on other objects, and why."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from argosy_engine.api.server_args import ServerArgs
+from argosy_engine.native.build import cache_directory
 from hub_repositories import files_under
 from hub_server import HubServer
 from named_sources import TINY
@@ -45,6 +47,10 @@ def checkout(folder: Path) -> Path:
     (programs / "activate").write_text(f'PATH="{programs}:$PATH"\n')
     (programs / "argosy").write_text(f'#!/bin/sh\nexec "{sys.executable}" -P -m argosy "$@"\n')
     (programs / "argosy").chmod(0o755)
+    built = cache_directory()  # which takes longer than the rest
+    shutil.copytree(
+        built, folder / "cache" / "argosy" / built.name, ignore=shutil.ignore_patterns(".build-*")
+    )
     return folder
 
 

@@ -19,7 +19,7 @@ from argosy_engine.core.proc.core_client import InprocClient, SyncMPClient
 from argosy_engine.errors import ConfigError, EngineDead, UtilityFailed
 from argosy_engine.executor.factory import make_executor
 from argosy_engine.executor.ray_cluster import RayCluster
-from argosy_engine.executor.ray_executor import RayExecutor
+from argosy_engine.executor.ray_executor import RayExecutor, take_answers
 from argosy_engine.executor.ray_placement import (
     WorkerPlace,
     order_ranks,
@@ -211,21 +211,12 @@ def test_engines_of_one_program_share_the_connection_to_a_cluster(nodes: Virtual
     assert not ray.is_initialized()
 
 
-def test_a_ray_that_ends_the_thread_which_waits_for_answers_ends_the_engine(nodes: VirtualNodes) -> None:
+def test_a_ray_that_ends_the_thread_which_waits_for_answers_is_a_reason() -> None:
     def end() -> None:
         raise SystemExit(0)
 
-    executor = RayExecutor(EngineArgs.of(**SCRIPTED))
-    try:
-        answers = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=end))
-        executor._actors = [SimpleNamespace(answers=answers)]
-        executor._places = [WorkerPlace("a", "x", 1, 7, 8, "")]
-        executor._watch(0)
-        with pytest.raises(EngineDead, match="ended: Ray: it has ended"):
-            executor.check_health()
-    finally:
-        executor._actors = []
-        executor.shutdown()
+    answers = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=end))
+    assert take_answers(SimpleNamespace(answers=answers), lambda _: None) == "Ray: it has ended"
 
 
 def test_a_step_that_fails_on_a_worker_which_is_not_awaited_ends_the_engine_for_its_reason(

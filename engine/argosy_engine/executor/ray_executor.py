@@ -13,7 +13,7 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -205,12 +205,7 @@ class RayExecutor(RemoteExecutor):
 
     def _watch(self, rank: int) -> None:
         """Take the answers of a worker until it ends."""
-        reason = "its answers ended"
-        try:
-            for reference in self._actors[rank].answers.options(num_returns="streaming").remote():
-                self._arrived(rank, ray.get(reference))
-        except (Exception, SystemExit) as error:  # Ray's own: most are RayError; it ends threads when it has ended
-            reason = _rays_reason(error)
+        reason = take_answers(self._actors[rank], lambda message: self._arrived(rank, message))
         with self._changed:
             if rank not in self._failures:
                 self._ends[rank] = reason
@@ -275,6 +270,19 @@ class RayExecutor(RemoteExecutor):
     def _who(self, rank: int) -> str:
         place = self._places[rank]
         return f"{worker_name(self._args.parallel_config, rank)} (process {place.pid} on {place.host})"
+
+
+def take_answers(actor: Any, on_answer: Callable[[bytes], None]) -> str:
+    """Take the answers of a worker's actor until it ends; return what Ray says of its end."""
+    try:
+        for reference in actor.answers.options(num_returns="streaming").remote():
+            on_answer(ray.get(reference))
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # most are RayError; a Ray that has ended ends the threads that wait
+        return _rays_reason(error)
+    return "its answers ended"
 
 
 def _rays_reason(error: BaseException) -> str:
