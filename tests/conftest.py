@@ -3,7 +3,7 @@ clients with a generous one, because a machine that also runs other tests misses
 quickly, and Triton's interpreter for the kernels.
 
 `--lanes` names what runs, as `make test` does; without it everything that the arguments name runs. Hypothesis draws the
-same examples each time, so that a change is not red for what it did not touch; `--lanes full` draws new ones.
+same examples each time, so that a change is not red for what it did not touch; `--lanes full` draws new ones, and more.
 
 Triton decides when it decorates a function, its own library's (`tl.sum`) included: the variable must be set when triton
 is imported, which other libraries do. It is not left to subprocesses, where kernels are compiled. The interpreter
@@ -44,7 +44,7 @@ if "ARGOSY_TEST_GPU" not in os.environ:
     del os.environ["TRITON_INTERPRET"], os.environ["OPENBLAS_NUM_THREADS"]
 
 settings.register_profile("random", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("argosy", settings.get_profile("random"), derandomize=True)
+settings.register_profile("argosy", settings.get_profile("random"), derandomize=True, max_examples=50)
 settings.load_profile("argosy")
 
 # These give up connecting after 5 s where nobody says otherwise, and httpx reading, too. The objects are the defaults

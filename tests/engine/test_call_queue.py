@@ -199,7 +199,9 @@ def events(seed: int) -> Iterator[int]:
         yield seed >> 8
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize(
+    "seed", [1, 3, 6, *(pytest.param(seed, marks=pytest.mark.full) for seed in (0, 2, 4, 5, 7, 8, 9))]
+)
 def test_every_sequence_of_every_call_ends(seed: int) -> None:
     """Calls of all sizes, single requests and aborts in any order: none is lost, and every counted slot is held."""
     engine, choose = Engine(enable_prefix_caching=seed % 2 == 0), events(seed)

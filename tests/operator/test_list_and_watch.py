@@ -196,9 +196,13 @@ class OpaqueListAndWatch(ListAndWatch):
 
 
 TestListAndWatch = ListAndWatch.TestCase
-TestListAndWatch.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestListAndWatch.settings = settings(
+    max_examples=2 * settings().max_examples, stateful_step_count=40, deadline=None
+)
 TestOpaqueListAndWatch = OpaqueListAndWatch.TestCase
-TestOpaqueListAndWatch.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestOpaqueListAndWatch.settings = settings(
+    max_examples=2 * settings().max_examples, stateful_step_count=40, deadline=None
+)
 
 
 def test_a_list_that_comes_late_takes_nothing_from_one_begun_after_it() -> None:
