@@ -85,6 +85,31 @@ def test_two_keys_of_one_name_share_an_account_and_must_agree() -> None:
     ]
 
 
+def test_keys_without_a_name_share_nothing() -> None:
+    """Two whose digests begin with the same 32 bits, which of ten thousand keys some two do with a chance of 1 %."""
+    first, second = "sk-3334", "sk-121845"
+    digests = [hashlib.sha256(key.encode()).hexdigest() for key in (first, second)]
+    assert digests[0][:8] == digests[1][:8]
+    in_file = KeyTable(is_closed=True)
+    assert in_file.load(f"{first}\n{second}", 0.0) == []
+    for table in (KeyTable([first, second]), in_file):
+        one, two = table.account_of(bearer(first)), table.account_of(bearer(second))
+        assert one is not None
+        assert two is not None
+        assert (one.name, two.name) == (f"key-{digests[0][:32]}", f"key-{digests[1][:32]}")
+        assert table.account_named(one.name) is one
+
+
+def test_no_key_takes_the_name_of_one_without() -> None:
+    name = f"key-{hashlib.sha256(b'one').hexdigest()[:32]}"
+    table = KeyTable(is_closed=True)
+    (told,) = table.load(f"one\ntwo name={name}", 0.0)
+    assert told == f"line 2: {name!r} is the name of a key without a name: give another"
+    assert table.account_of(bearer("two")) is None
+    assert table.load(f"two name={name}\none", 0.0) != []
+    assert table.account_of(bearer("one")) is not None
+
+
 def test_a_reload_keeps_what_was_used() -> None:
     table = KeyTable(is_closed=True)
     table.load("k name=a requests_per_minute=2", 0.0)

@@ -33,6 +33,8 @@ MAX_FILE_BYTES = 16 * 1024 * 1024
 _DIGEST_PREFIX = "sha256:"
 _TERM = re.compile(r"[a-z_]{1,24}")
 """The form of a term's name, which random keys seldom have."""
+_OWN_NAME = re.compile(r"key-[0-9a-f]{32}")
+"""The form of the name that a key has without one."""
 _FIELDS = tuple(KeyTerms.__struct_fields__)
 
 
@@ -79,6 +81,10 @@ class KeyTable:
                 digest, terms = parse_line(line)
                 if digest in keys:
                     raise KeyFileError("the key was given before")
+                if _OWN_NAME.fullmatch(terms.name) and (
+                    terms.name in terms_of or terms.name != _default_name(digest)
+                ):
+                    raise KeyFileError(f"{terms.name!r} is the name of a key without a name: give another")
                 if terms_of.setdefault(terms.name, terms) != terms:
                     raise KeyFileError(f"keys named {terms.name!r} must have the same terms")
             except KeyFileError as error:
@@ -188,7 +194,8 @@ def _read_digest(text: str) -> bytes:
 
 
 def _default_name(digest: bytes) -> str:
-    return f"key-{digest.hex()[:8]}"
+    """Files, batches and limits belong to names: one of 32 bits would be another key's, too, among ten thousand."""
+    return f"key-{digest.hex()[:32]}"
 
 
 def _default_terms(digest: bytes) -> KeyTerms:
