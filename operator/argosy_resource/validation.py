@@ -16,7 +16,7 @@ import functools
 import json
 import re
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, ClassVar, Final, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import msgspec
 from msgspec import Struct
@@ -435,9 +435,24 @@ def _refused_arguments(rule: ArgumentRule, value: dict[str, Any]) -> str:
 
 
 def _evaluate(expression: str, value: object) -> Any:
+    if isinstance(value, dict) and (names := _fields_read(expression)) is not None:
+        value = {name: value[name] for name in names if name in value}
+    return _result(expression, json.dumps(value))
+
+
+@functools.cache
+def _fields_read(expression: str) -> tuple[str, ...] | None:
+    """The fields of `self` that an expression can see; None if it may see all."""
+    names = set(re.findall(r"\bself\b(?:\.(\w+)(?![\w(]))?", expression))
+    return None if "" in names else tuple(sorted(names))
+
+
+@functools.lru_cache(maxsize=1024)
+def _result(expression: str, value: str) -> Any:
+    """An evaluation takes milliseconds, and most parts of most manifests are the defaults."""
     from celpy.adapter import json_to_cel
 
-    return _program(expression).evaluate({"self": json_to_cel(cast("dict[str, Any]", value))})
+    return _program(expression).evaluate({"self": json_to_cel(json.loads(value))})
 
 
 def _join(path: str, name: object) -> str:

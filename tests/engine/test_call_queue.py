@@ -28,7 +28,7 @@ class Engine:
         enable_prefix_caching: bool = True,
     ) -> None:
         self.scheduler = Scheduler(
-            KVCacheManager(1 << 14, BLOCK, enable_prefix_caching, 0.0),
+            KVCacheManager(1 << 11, BLOCK, enable_prefix_caching, 0.0),
             max_num_batched_tokens=256,
             max_num_seqs=max_num_seqs,
             max_model_len=4096,

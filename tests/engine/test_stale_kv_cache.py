@@ -39,7 +39,7 @@ BACKENDS = [
 def test_no_kernel_reads_what_is_not_the_requests_own(backend: str, dtype: str) -> None:
     """Prompts, chunks of prompts and decodes, with and without sliding window and soft cap, bit for bit."""
     rng = random.Random(11)
-    for _ in range(8):
+    for _ in range(3 if (backend == "torch" and dtype != "fp32") else 8):  # torch's code is one for all types
         case = random_case(rng, DTYPES[dtype])
         clean = attend(backend, case, 0.0)
         assert clean.isfinite().all()

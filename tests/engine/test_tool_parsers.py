@@ -577,12 +577,12 @@ def test_hostile_outputs_are_read_in_linear_time(family: str) -> None:
     hostile += [("", f'{starts[0]}{{"{mark}') for mark in parser.other_markers[:2]]
 
     def parsing(begin: str, mark: str, count: int) -> Callable[[], object]:
-        parts = pieces(begin + mark * (count // len(mark)), 1 << 14)
+        parts = pieces(begin + mark * (count // len(mark)), 1 << 13)
         return lambda: parse(new_parser(family), parts)
 
     ratios = {
         (begin, mark): least_ratio(
-            parsing(begin, mark, 1 << 15), parsing(begin, mark, 1 << 18), 24, least_s=0.01
+            parsing(begin, mark, 1 << 14), parsing(begin, mark, 1 << 17), 24, least_s=0.01
         )
         for begin, mark in hostile
     }

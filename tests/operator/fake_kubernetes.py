@@ -164,7 +164,8 @@ class FakeKubernetes:
         if key in self.objects:
             raise ApiError("POST", 409, "already exists")
         self._applied[key] = _copy(manifest)
-        return self._store(key, _copy(manifest))
+        self._store(key, _copy(manifest))
+        return _copy(self.objects[key])
 
     async def replace(self, manifest: Object) -> Object:
         kind, metadata = kind_of(manifest), manifest["metadata"]
@@ -173,7 +174,8 @@ class FakeKubernetes:
         live = self.objects.get(key)
         if live is None or live["metadata"]["resourceVersion"] != metadata.get("resourceVersion"):
             raise ApiError("PUT", 409, "the object has been modified")
-        return self._store(key, _copy(manifest))
+        self._store(key, _copy(manifest))
+        return _copy(self.objects[key])
 
     async def apply(self, manifest: Object) -> Object:
         kind, metadata = kind_of(manifest), manifest["metadata"]
@@ -193,7 +195,8 @@ class FakeKubernetes:
             _remove(merged, self._applied.get(key, {}), manifest)
             _merge(merged, manifest)
         self._applied[key] = manifest
-        return self._store(key, merged)
+        self._store(key, merged)
+        return _copy(self.objects[key])
 
     async def patch_status(
         self, kind: Kind, namespace: str, name: str, patch: Object, *, strategic: bool
@@ -216,7 +219,8 @@ class FakeKubernetes:
             status.update(patch["status"])
             if kind is INFERENCE_SERVICES:
                 _check_status(status)
-        return self._store(key, changed)
+        self._store(key, changed)
+        return _copy(self.objects[key])
 
     async def patch(self, kind: Kind, namespace: str, name: str, patch: Object) -> Object:
         key = (kind, namespace, name)
@@ -230,7 +234,8 @@ class FakeKubernetes:
         annotations = {**changed["metadata"].get("annotations", {}), **patch["metadata"]["annotations"]}
         kept = {name: value for name, value in annotations.items() if value is not None}
         changed["metadata"]["annotations"] = kept
-        return self._store(key, changed)
+        self._store(key, changed)
+        return _copy(self.objects[key])
 
     async def patch_by_steps(self, kind: Kind, namespace: str, name: str, steps: Sequence[Object]) -> Object:
         key = (kind, namespace, name)
@@ -254,7 +259,8 @@ class FakeKubernetes:
                 inner[last] = _copy(step["value"])
             elif inner[last] != step["value"]:
                 raise ApiError("PATCH", 422, "the server rejected our request due to an error in our request")
-        return self._store(key, changed)
+        self._store(key, changed)
+        return _copy(self.objects[key])
 
     async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str) -> None:
         self._write("delete", (kind, namespace, name))
@@ -374,8 +380,9 @@ class FakeKubernetes:
             for each, pod in self.objects.items()
             if each[0] is PODS and _owned_by(pod, deployment) and not pod["metadata"].get("deletionTimestamp")
         ]
-        digest = json.dumps(spec["template"], sort_keys=True)
-        self._templates[digest] = _copy(spec["template"])
+        digest = msgspec.json.encode(spec["template"], order="deterministic").decode()
+        if digest not in self._templates:
+            self._templates[digest] = _copy(spec["template"])
         if spec.get("paused"):
             self._scale_paused(deployment, pods)
         else:
@@ -507,8 +514,8 @@ class FakeKubernetes:
                 continue
             if not pod["spec"].get("nodeName") or pod["metadata"].get("deletionTimestamp"):
                 continue
-            changed = _copy(pod)
-            status = changed.setdefault("status", {})
+            status = _copy(pod.get("status", {}))
+            changed = {**pod, "status": status}
             image = pod["spec"]["containers"][0]["image"]
             if (status.get("phase") != "Running" and not self._mount(changed)) or not self._run_fetch(
                 changed, status
@@ -592,11 +599,11 @@ class FakeKubernetes:
     def _all_pods(self) -> list[Object]:
         return [obj for (kind, _, _), obj in self.objects.items() if kind is PODS]
 
-    def _store(self, key: Key, obj: Object) -> Object:
+    def _store(self, key: Key, obj: Object) -> None:
         """Store a version, unless nothing changed, and notify the watchers."""
         live = self.objects.get(key)
         if live == obj:
-            return _copy(live)
+            return
         obj = _copy(obj)
         metadata = obj["metadata"]
         number = next(self._counter)
@@ -608,7 +615,6 @@ class FakeKubernetes:
         metadata["resourceVersion"] = str(number)
         self.objects[key] = obj
         self._tell(key[0], "ADDED" if live is None else "MODIFIED", obj)
-        return _copy(obj)
 
     def _tell(self, kind: Kind, event: str, obj: Object) -> None:
         for listener in list(self.listeners):

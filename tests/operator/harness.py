@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -236,6 +236,14 @@ class Operator:
             if still >= quiet:
                 return
         raise AssertionError(f"no rest after {rounds} rounds; last writes: {self.cluster.writes[-5:]}")
+
+
+def first_writes(writes: Sequence[tuple[str, str, str]]) -> list[int]:
+    """The places of the first write of each verb and kind, and of the last of all: to kill an operator at."""
+    seen: dict[tuple[str, str], int] = {}
+    for place, (verb, kind, _) in enumerate(writes):
+        seen.setdefault((verb, kind), place)
+    return sorted({*seen.values(), len(writes) - 1})
 
 
 def new_cluster(*, gpus: int = 100, router: bool = True) -> FakeKubernetes:

@@ -514,10 +514,14 @@ def is_asked(deployment: Object, spec: Object) -> bool:
 
 
 @pytest.mark.timeout(900)  # computes for half a minute on a machine that does nothing else
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.lists(ACTIONS, max_size=25))
+@pytest.mark.parametrize("examples", [15, pytest.param(40, marks=pytest.mark.full)])
+def test_whatever_happens_a_rollout_leaves_a_routable_replica(examples: int) -> None:
+    drawn = given(st.lists(ACTIONS, max_size=25))(_rolls_out_safely)
+    settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))(drawn)()
+
+
 @virtual_time
-async def test_whatever_happens_a_rollout_leaves_a_routable_replica(actions: list[tuple[str, Any]]) -> None:
+async def _rolls_out_safely(actions: list[tuple[str, Any]]) -> None:
     cluster = new_cluster(gpus=4)
     cluster.broken_images.add("broken:1")
     cluster.crashing_images.add("crashing:1")

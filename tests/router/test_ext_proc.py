@@ -332,7 +332,7 @@ async def test_a_body_over_the_limit_is_refused_while_it_comes() -> None:
 
 
 async def test_a_body_in_tiny_pieces_takes_the_memory_of_its_bytes() -> None:
-    size = 400_000
+    size = 100_000
     async with rig([FakeEngine()], ext_proc_port=0) as r:
         assert r.router.gateway is not None
         head = [(b":method", b"POST"), (b":path", b"/v1/chat/completions")]

@@ -271,7 +271,7 @@ def check(answer: httpx.Response, choices: int) -> str:
     return "interrupted" if error else "streamed"
 
 
-@pytest.mark.parametrize("batch", range(3))
+@pytest.mark.parametrize("batch", [0, *(pytest.param(batch, marks=pytest.mark.full) for batch in (1, 2))])
 async def test_any_interleaving_ends_well(
     batch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -348,14 +348,19 @@ class HangingFiles:
                 os.close(os.open(path, os.O_RDWR | os.O_NONBLOCK))
 
 
-@pytest.fixture
-def hanging(tmp_path: Path) -> Iterator[HangingFiles]:
-    files = HangingFiles(tmp_path, 5.0)
-    yield files
-    files.release()
+async def test_calls_that_hang_are_given_up_and_hold_up_others_only_if_no_thread_is_left(
+    tmp_path: Path,
+) -> None:
+    """In two stores at once: each waits for a deadline that a slow machine keeps."""
+    one, every = (HangingFiles(tmp_path / name, 5.0) for name in ("one", "every"))
+    try:
+        await asyncio.gather(one_call_hangs(one), all_calls_hang(every))
+    finally:
+        one.release()
+        every.release()
 
 
-async def test_a_call_that_hangs_holds_up_no_other(hanging: HangingFiles) -> None:
+async def one_call_hangs(hanging: HangingFiles) -> None:
     hanging.add("a/hangs")
     calls = hanging.store.get("a/hangs"), whole(hanging.store.read("a/hangs"))
     told = await asyncio.gather(*calls, return_exceptions=True)
@@ -365,7 +370,8 @@ async def test_a_call_that_hangs_holds_up_no_other(hanging: HangingFiles) -> Non
     assert await whole(hanging.store.read("a/works")) == b"x"
 
 
-async def test_while_all_calls_hang_others_are_refused_and_nothing_else_waits(hanging: HangingFiles) -> None:
+async def all_calls_hang(hanging: HangingFiles) -> None:
+    """Others are refused then, and nothing else waits."""
     names = [f"a/{number}" for number in range(NUM_THREADS)]
     for name in names:
         hanging.add(name)

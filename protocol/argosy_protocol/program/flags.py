@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import functools
 import json
 import math
 import re
@@ -134,7 +135,7 @@ class Field:
 def fields_of(cls: type, path: tuple[str, ...] = ()) -> Iterator[Field]:
     """Iterate over the fields of a configuration class. Those of a nested class take its place, unless it is JSON."""
     defaults = _defaults(cls)
-    for name, annotation in get_type_hints(cls, include_extras=True).items():
+    for name, annotation in _annotations(cls).items():
         if name not in defaults:
             continue
         kind, metadata = _unwrap(annotation)
@@ -406,10 +407,20 @@ def _is_config(kind: Any) -> bool:
     return isinstance(kind, type) and (dataclasses.is_dataclass(kind) or issubclass(kind, msgspec.Struct))
 
 
+@functools.cache
+def _annotations(cls: type) -> dict[str, Any]:
+    return get_type_hints(cls, include_extras=True)
+
+
+@functools.cache
+def _struct_fields(cls: type[msgspec.Struct]) -> tuple[msgspec.structs.FieldInfo, ...]:
+    return msgspec.structs.fields(cls)
+
+
 def _defaults(cls: Any) -> dict[str, Any]:
     """Field names and defaults; None where a value is required."""
     is_struct = issubclass(cls, msgspec.Struct)
-    listed: Sequence[Any] = msgspec.structs.fields(cls) if is_struct else dataclasses.fields(cls)
+    listed: Sequence[Any] = _struct_fields(cls) if is_struct else dataclasses.fields(cls)
     return {field.name: _default(field) for field in listed}
 
 
