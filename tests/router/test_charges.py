@@ -61,6 +61,7 @@ HOLDERS = {
 def collector_off() -> Iterator[list[Any]]:
     """No collection of its own accord; the list shows what one finds."""
     gc.collect()
+    gc.freeze()  # so that the next collections are of what comes now
     gc.disable()
     gc.set_debug(gc.DEBUG_SAVEALL)
     try:
