@@ -3,10 +3,12 @@ everything that would give other tokens."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
 import struct
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,11 +99,43 @@ def test_files_that_shape_prompts_and_defaults_are_part_of_the_fingerprint(
         {"logprobs_mode": "processed_logprobs"},
         {"logits_processors": ["probe_processors:NeverTwice"]},
         {"load_format": "dummy"},
+        {"tool_call_parser": "hermes"},
+        {"reasoning_parser": "qwen3"},
+        {"enable_auto_tool_choice": False},
     ],
     ids=lambda flags: next(iter(flags)),
 )
 def test_flags_that_change_tokens_belong_to_the_model(checkpoint: Path, flags: dict[str, object]) -> None:
     assert fingerprint_of(checkpoint, **flags) != fingerprint_of(checkpoint)
+
+
+def test_what_a_plugin_says_belongs_to_the_model_and_where_it_is_does_not(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    """A stream that another replica continues is parsed there from its middle on."""
+    found = []
+    for number, source in enumerate(("# one", "# one", "# another")):
+        plugin = tmp_path / f"plugin{number}.py"
+        plugin.write_text(source)
+        found.append(fingerprint_of(checkpoint, tool_parser_plugin=str(plugin)))
+    assert found[0] == found[1]
+    assert len({fingerprint_of(checkpoint), *found}) == 3
+
+
+def test_the_file_of_a_logits_processor_belongs_to_the_model(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = []
+    for remark in ("# one", "# one", "# another"):
+        file = tmp_path / "own_processor.py"
+        file.write_text(
+            f"from probe_processors import NeverTwice\n\n\nclass Own(NeverTwice):\n    pass  {remark}\n"
+        )
+        sys.modules.pop("own_processor", None)
+        importlib.invalidate_caches()
+        found.append(fingerprint_of(checkpoint, logits_processors=["own_processor:Own"]))
+    assert found[0] == found[1] != found[2]
 
 
 def test_flags_that_change_speed_do_not(checkpoint: Path) -> None:

@@ -1,7 +1,8 @@
 """Model fingerprint. Replicas with equal fingerprints may continue each other's streams.
 
 It covers everything that turns a request and the tokens so far into the next token and its text: weights, architecture,
-dtype, tokenizer, chat template, default sampling parameters, logits processors. This module does not import torch.
+dtype, tokenizer, chat template, default sampling parameters, logits processors and the files that they are in, and the
+flags and the plugin that say how output is parsed (`core.resolve_config`). This module does not import torch.
 
 The weights are sampled rather than read in full: windows of `SAMPLE_BYTES` bytes, evenly spread over every tensor
 (`sample_offsets`). What this detects:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
+from pathlib import Path
+
+import msgspec
 
 from argosy_engine.config import EngineArgs
 from argosy_engine.device_defaults import async_scheduling
+from argosy_engine.errors import ConfigError
 from argosy_engine.messages.worker_info import WorkerInfo
 from argosy_engine.model_configs.model_config import ModelConfig
 from argosy_engine.model_configs.model_use import HfOverrides
@@ -15,10 +20,16 @@ from argosy_engine.resolved_config import ParserConfig, ResolvedConfig
 def resolve_config(args: EngineArgs, info: WorkerInfo) -> ResolvedConfig:
     """Return the configuration of a new engine, with an epoch of its own."""
     is_matryoshka, dimensions = _matryoshka(args, info.config)
+    parsers = ParserConfig(
+        enable_auto_tool_choice=args.enable_auto_tool_choice,
+        tool_call_parser=args.tool_call_parser,
+        reasoning_parser=args.reasoning_parser,
+        tool_parser_plugin=args.tool_parser_plugin,
+    )
     return ResolvedConfig(
         model_path=info.model_path,
         model_name=args.canonical_name,
-        model_fingerprint=info.model_fingerprint,
+        model_fingerprint=_fingerprint(info.model_fingerprint, parsers),
         architecture=info.config.architecture,
         device=info.device,
         dtype=info.dtype,
@@ -44,16 +55,30 @@ def resolve_config(args: EngineArgs, info: WorkerInfo) -> ResolvedConfig:
         memory=info.memory,
         seed=info.seed if args.seed is None else args.seed,
         has_copies=args.executor_backend == "external_launcher",
-        parsers=ParserConfig(
-            enable_auto_tool_choice=args.enable_auto_tool_choice,
-            tool_call_parser=args.tool_call_parser,
-            reasoning_parser=args.reasoning_parser,
-            tool_parser_plugin=args.tool_parser_plugin,
-        ),
+        parsers=parsers,
         request_defaults=args.request_defaults,
         pooling=info.config.pooling,
         kv_cache_metrics=args.kv_cache_metrics,
     )
+
+
+def _fingerprint(workers: str, parsers: ParserConfig) -> str:
+    """Return the workers' fingerprint (`checkpoint.fingerprint`) together with how the model's output is parsed, which
+    only processes with clients know. Without flags for that it is the workers'.
+
+    Raises:
+        ConfigError: the plugin cannot be read.
+    """
+    if parsers == ParserConfig():
+        return workers
+    named = msgspec.structs.replace(parsers, tool_parser_plugin=None)
+    digest = hashlib.sha256(workers.encode() + msgspec.json.encode(named, order="deterministic"))
+    if (plugin := parsers.tool_parser_plugin) is not None:
+        try:
+            digest.update(Path(plugin).read_bytes())
+        except OSError as error:
+            raise ConfigError(f"--tool-parser-plugin {plugin}: {error.strerror}") from None
+    return digest.hexdigest()[: len(workers)]
 
 
 def _matryoshka(args: EngineArgs, config: ModelConfig) -> tuple[bool, tuple[int, ...]]:

@@ -40,7 +40,7 @@ from argosy_engine.models.loader import LoadedModel, load_model
 from argosy_engine.models.registry import CausalLM
 from argosy_engine.native.library import kernels
 from argosy_engine.resolved_config import MemoryBudget
-from argosy_engine.sample.logits_processor.interface import load_logits_processors
+from argosy_engine.sample.logits_processor.interface import load_logits_processors, source_digest
 from argosy_engine.sample.sampler import SamplerOptions
 from argosy_engine.sample.sampler_self_test import self_test
 from argosy_engine.sizing.device import DeviceMemory, choose_dtype, cpu_memory
@@ -392,6 +392,7 @@ class Worker:
             repr(self._config),
             str(self._dtype),
             repr(args.logits_processors),
+            *map(source_digest, self._sampling.logits_processors),
             args.logprobs_mode,
             f"dummy {args.seed or 0}" if is_dummy else "",
             *(["fp8 kv cache"] if args.has_fp8_kv_cache else []),

@@ -20,11 +20,14 @@ This module does not import torch: the API process calls `is_used_by` and `valid
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -162,6 +165,15 @@ def _load(path: str) -> type[LogitsProcessor]:
     if not (isinstance(found, type) and issubclass(found, LogitsProcessor)):
         raise ConfigError(f"--logits-processors {path} is not a subclass of argosy_engine.LogitsProcessor")
     return found
+
+
+@cache
+def source_digest(processor: type[LogitsProcessor]) -> str:
+    """Return the SHA-256 of the file that a class was loaded from; empty if there is none, as in a notebook."""
+    try:
+        return hashlib.sha256(Path(inspect.getfile(processor)).read_bytes()).hexdigest()
+    except (OSError, TypeError):
+        return ""
 
 
 def processor_path(processor: str | type[LogitsProcessor]) -> str:
