@@ -22,11 +22,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from argosy_engine.checkpoint.checkpoint_shards import checkpoint_shards
-from argosy_engine.checkpoint.safetensors_header import StoredTensor, read_header
+from argosy_engine.checkpoint.safetensors_header import Shard, read_shards
 from argosy_engine.errors import ConfigError
 
 SAMPLE_BYTES = 4096
@@ -65,16 +64,14 @@ def weights_digest(path: Path, max_samples: int = MAX_SAMPLES) -> bytes:
     Raises:
         ConfigError: there is no checkpoint, or it is malformed.
     """
-    shards = [(file, wanted, *read_header(file)) for file, wanted in checkpoint_shards(path).items()]
-    num_tensors = sum(len(stored if wanted is None else wanted) for _, wanted, _, stored in shards)
-    num_samples = max(max_samples // max(num_tensors, 1), 1)
+    shards = read_shards(path)
+    num_samples = max(max_samples // max(sum(len(shard.tensors) for shard in shards), 1), 1)
     digests: dict[str, bytes] = {}
-    for file, wanted, data_start, stored in shards:
-        tensors = {name: tensor for name, tensor in stored.items() if wanted is None or name in wanted}
+    for shard in shards:
         try:
-            digests |= _sample(file, data_start, tensors, num_samples)
+            digests |= _sample(shard, num_samples)
         except OSError as error:
-            raise ConfigError(f"cannot read {file}: {error}") from None
+            raise ConfigError(f"cannot read {shard.file}: {error}") from None
     whole = hashlib.sha256()
     for name, digest in sorted(digests.items()):
         _add(whole, name.encode())
@@ -82,25 +79,24 @@ def weights_digest(path: Path, max_samples: int = MAX_SAMPLES) -> bytes:
     return whole.digest()
 
 
-def _sample(
-    file: Path, data_start: int, tensors: Mapping[str, StoredTensor], num_samples: int
-) -> dict[str, bytes]:
-    """Return the digest of each of the given tensors of one file."""
+def _sample(shard: Shard, num_samples: int) -> dict[str, bytes]:
+    """Return the digest of each tensor of one file."""
     places: dict[str, list[tuple[int, int]]] = {}
-    for name, tensor in tensors.items():
-        begin, end = (data_start + offset for offset in tensor.data_offsets)
+    for name, tensor in shard.tensors.items():
+        begin, end = (shard.data_start + offset for offset in tensor.data_offsets)
         places[name] = [
             (begin + offset, min(SAMPLE_BYTES, end - begin - offset))
             for offset in sample_offsets(end - begin, num_samples)
         ]
-    with file.open("rb") as handle:
+    with shard.file.open("rb") as handle:
         if hasattr(os, "posix_fadvise"):  # lets the kernel read the windows in parallel
             for each in places.values():
                 for offset, length in each:
                     os.posix_fadvise(handle.fileno(), offset, length, os.POSIX_FADV_WILLNEED)
         digests = {}
         for name, each in places.items():
-            digest = hashlib.sha256(f"{tensors[name].dtype} {tensors[name].shape} ".encode())
+            tensor = shard.tensors[name]
+            digest = hashlib.sha256(f"{tensor.dtype} {tensor.shape} ".encode())
             for offset, length in each:
                 digest.update(os.pread(handle.fileno(), length, offset))
             digests[name] = digest.digest()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import struct
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -30,21 +30,38 @@ class StoredTensor(msgspec.Struct):
     """Begin and end (exclusive), relative to the start of the data."""
 
 
+class Shard(NamedTuple):
+    """One file of a checkpoint."""
+
+    file: Path
+    data_start: int
+    """Offset of the data in the file; the offsets of its tensors are relative to it."""
+    tensors: dict[str, StoredTensor]
+    """Those that the checkpoint takes from this file."""
+
+
+def read_shards(path: Path) -> list[Shard]:
+    """Read the headers of all shards of the checkpoint in directory `path`.
+
+    Raises:
+        ConfigError: there is no safetensors file, or one is missing or malformed.
+    """
+    shards = []
+    for file, wanted in checkpoint_shards(path).items():
+        data_start, stored = read_header(file)
+        tensors = {name: tensor for name, tensor in stored.items() if wanted is None or name in wanted}
+        shards.append(Shard(file, data_start, tensors))
+    return shards
+
+
 def checkpoint_elements(path: Path) -> dict[str, int]:
     """Return the number of elements of each tensor, over all shards of the checkpoint in directory `path`.
 
     Raises:
         ConfigError: there is no safetensors file, or one is missing or malformed.
     """
-    elements: dict[str, int] = {}
-    for file, wanted in checkpoint_shards(path).items():
-        _, found = read_header(file)
-        elements |= {
-            name: math.prod(tensor.shape)
-            for name, tensor in found.items()
-            if wanted is None or name in wanted
-        }
-    return elements
+    shards = read_shards(path)
+    return {name: math.prod(tensor.shape) for shard in shards for name, tensor in shard.tensors.items()}
 
 
 def read_header(file: Path) -> tuple[int, dict[str, StoredTensor]]:

@@ -15,8 +15,7 @@ from typing import TypeVar
 
 import msgspec
 
-from argosy_engine.checkpoint.checkpoint_shards import checkpoint_shards
-from argosy_engine.checkpoint.safetensors_header import StoredTensor, read_header
+from argosy_engine.checkpoint.safetensors_header import StoredTensor, read_shards
 from argosy_engine.errors import ConfigError
 from argosy_engine.model_configs.model_config import ModelConfig
 
@@ -29,9 +28,10 @@ _MAX_SHOWN = 6
 """Layers that an error message lists."""
 
 NO_HEAD = (
-    f"{HEAD} is missing, and config.json does not tie the output head to the embedding: copy the whole checkpoint, or "
-    'set "tie_word_embeddings": true in config.json if the embedding is its head'
+    "config.json does not tie the output head to the embedding: copy the whole checkpoint, or set "
+    '"tie_word_embeddings": true in config.json if the embedding is its head'
 )
+"""What to do where there is no head."""
 
 logger = logging.getLogger("argosy.models")
 
@@ -68,7 +68,7 @@ def check_names(path: Path, config: ModelConfig, names: Collection[str]) -> None
     if not any(name.endswith(_EMBEDDINGS) for name in names):
         missing.append("the embedding is missing")
     if HEAD not in names and config.pooling is None and not config.tie_word_embeddings:
-        missing.append(NO_HEAD)
+        missing.append(f"{HEAD} is missing, and {NO_HEAD}")
     layers = {int(found[1]) for name in names if (found := _LAYER.search(name))}
     if absent := [index for index in range(config.num_hidden_layers) if index not in layers]:
         shown = ", ".join(map(str, absent[:_MAX_SHOWN])) + (" and more" if len(absent) > _MAX_SHOWN else "")
@@ -79,14 +79,13 @@ def check_names(path: Path, config: ModelConfig, names: Collection[str]) -> None
 
 def _has_own_head(path: Path) -> bool:
     heads, embeddings = [], []
-    for file, wanted in checkpoint_shards(path).items():
-        offset, tensors = read_header(file)
-        for name, tensor in tensors.items():
-            if wanted is None or name in wanted:
-                if name == HEAD:
-                    heads.append((file, offset, tensor))
-                elif name.endswith(_EMBEDDINGS):
-                    embeddings.append((file, offset, tensor))
+    for shard in read_shards(path):
+        for name, tensor in shard.tensors.items():
+            place = (shard.file, shard.data_start, tensor)
+            if name == HEAD:
+                heads.append(place)
+            elif name.endswith(_EMBEDDINGS):
+                embeddings.append(place)
     if not heads or len(embeddings) != 1:
         return False  # the check against the plan of the weights names what is missing
     return not _is_equal(heads[0], embeddings[0])

@@ -256,7 +256,7 @@ class SafetensorsWeights(Weights):
         if any(names for _, names in faults):
             text = "; ".join(f"{len(names)} {fault}: {_some(names)}" for fault, names in faults if names)
             if HEAD in missing:
-                text += f". {NO_HEAD}"
+                text += f"; {NO_HEAD}"
             raise ConfigError(f"the tensors of {self.path} do not fit its config.json: {text}")
 
     def stored_bytes(self, plan: WeightPlan) -> int:

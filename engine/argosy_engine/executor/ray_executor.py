@@ -277,10 +277,8 @@ def take_answers(actor: Any, on_answer: Callable[[bytes], None]) -> str:
     try:
         for reference in actor.answers.options(num_returns="streaming").remote():
             on_answer(ray.get(reference))
-    except (
-        Exception,
-        SystemExit,
-    ) as error:  # most are RayError; a Ray that has ended ends the threads that wait
+    # Most are RayError; a Ray that has ended ends the threads that wait.
+    except (Exception, SystemExit) as error:
         return _rays_reason(error)
     return "its answers ended"
 

@@ -84,12 +84,12 @@ class SlidingWindowGroup(FullAttentionGroup):
         for index in range(end - 1, -1, -1):
             if index < first:
                 break
-            found = pool.lookup([self.key(block_hashes[index])])
-            if found:
-                block_ids[index] = found[0]
-            else:
+            found = pool.find(self.key(block_hashes[index]))
+            if found is None:
                 end = index
                 first = self.num_skipped(end * self.block_size)
+            else:
+                block_ids[index] = found
         return [NULL_BLOCK] * first + block_ids[first:end]
 
     def needed_for_hit(self, num_blocks: int) -> range:
