@@ -23,6 +23,8 @@ from argosy_router.fleet.replica import Member, Replica
 from argosy_router.fleet.replica_key import ServiceKeys
 from argosy_router.fleet.service import Service
 from argosy_router.prefixes.replica_prefixes import ReplicaPrefixes
+from argosy_router.prompts.prompt_hash import measure as measure_prompts
+from argosy_router.prompts.prompt_hash import prompt_from
 from argosy_router.simulation.simulator import unused_pool
 
 PROMPT_BYTES = 8192
@@ -81,7 +83,7 @@ def measure(replicas: int, chunks: int, prefixes: list[bytes], rng: random.Rando
         text = rng.choice(prefixes).decode() + rng.randbytes(PROMPT_BYTES // 4).hex()
         request = decode_request("completions", b'{"prompt": "%b"}' % text.encode())
         started = time.thread_time()
-        prompt = service.hasher.prompt(request, prompt_segments(request))
+        prompt = prompt_from(measure_prompts(prompt_segments(request), service.hasher.seed()))
         hashed = time.thread_time()
         choice = service.choose(prompt, 0.0, rng)
         chosen = time.thread_time()

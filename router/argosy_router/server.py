@@ -58,6 +58,7 @@ from argosy_router.proxy.dispatcher import Dispatcher
 from argosy_router.proxy.downstream.commented_stream import CommentSchedule
 from argosy_router.proxy.exchange import Exchange
 from argosy_router.proxy.queued_call import QueuedCall
+from argosy_router.proxy.request.large_bodies import LargeBodies
 from argosy_router.proxy.request_handler import RequestHandler
 from argosy_router.proxy.resilience.hedging import Hedging
 from argosy_router.proxy.resilience.outlier_detection import OutlierDetector
@@ -167,16 +168,20 @@ class Router:
             routers=config.routers or (config.expected_routers if config.kubernetes else 1),
         )
         self._routers_are_counted = False
+        self.large_bodies = LargeBodies()
+        """Reads large bodies in another process."""
         self.application = RouterApplication(
             self.fleet,
             self.requests,
             self.accounting,
             self._keys.table,
             cross_origin=CrossOrigin(config.allowed_origins),
+            large_bodies=self.large_bodies,
             tracer=self._tracer,
             # Only the documented default may be disclosed; another port may have been chosen to stay unknown.
             admin_port=config.admin_port if config.admin_port == DEFAULT_ADMIN_PORT else None,
         )
+        self.metrics.add(*self.large_bodies.series())
         self._discovery = discovery or self._configured_discovery()
         self.server = ServerState(self.application, config.server, self.wheel)
         self.gateway = self._gateway_server()
@@ -463,6 +468,7 @@ class Router:
                 connection.cut()
             else:
                 connection.drain()
+        await self.large_bodies.close()
         if self.batches is not None:
             await self.batches.close()
         if self.responses is not None:

@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from argosy_protocol.fleet import FleetDocument
@@ -92,15 +91,14 @@ async def test_streams_count_though_their_client_wants_no_usage(tmp_path: Path) 
 
 def first_prompt(r: Rig) -> int:
     """Tokens the router takes the prompt of `chat()` for."""
-    from argosy_protocol.openai import decode_request
+    from argosy_router.prompts.prompt_hash import measure
     from argosy_router.proxy.request.call_decoding import prompt_of
+    from argosy_router.proxy.request.examination import examine
 
     tiny = r.router.fleet.service_of(MODEL)
     assert tiny is not None
-    prompt = prompt_of(
-        tiny, decode_request("chat/completions", httpx.Request("POST", "http://x", json=chat()).content), b""
-    )
-    return tiny.lengths.tokens(prompt)
+    _, prompts = examine("chat/completions", json.dumps(chat()).encode(), has_state=False)
+    return tiny.lengths.tokens(prompt_of(tiny, MODEL, measure(prompts, 0), b""))
 
 
 async def test_a_request_that_was_never_sent_counts_for_nothing(tmp_path: Path) -> None:

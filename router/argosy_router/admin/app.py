@@ -28,7 +28,6 @@ from fastapi.responses import StreamingResponse
 from argosy_protocol.bearer_keys import KeyRing, internal_key
 from argosy_protocol.errors import ApiError, BadRequest, Forbidden, PayloadTooLarge, Unauthorized
 from argosy_protocol.load_report import LOAD_PATH
-from argosy_protocol.openai import decode_request
 from argosy_protocol.routable_report import ADMIN_KEY_UID, REPORT_PATH
 from argosy_router.admin.connections import MAX_CONNECTIONS, AdminConnection
 from argosy_router.admin.explain import explain
@@ -37,10 +36,12 @@ from argosy_router.admin.overview import Overviews
 from argosy_router.fleet.fleet import Fleet
 from argosy_router.http.messages import Request as RouterRequest
 from argosy_router.metrics.registry import CONTENT_TYPE, Metrics
+from argosy_router.prompts.prompt_hash import measure
 from argosy_router.proxy.accounting.outcome import CLIENT_GONE
 from argosy_router.proxy.application import RouterApplication
 from argosy_router.proxy.downstream.playground_client import PlaygroundClient
 from argosy_router.proxy.request.call_decoding import SESSION_HEADER, prompt_of, session_of
+from argosy_router.proxy.request.examination import examine
 from argosy_router.proxy.request.model_names import find_service
 from argosy_router.proxy.upstream.attempt_log import CAPACITY, AttemptLog
 
@@ -252,12 +253,13 @@ def explain_body(fleet: Fleet, body: bytes, session: bytes) -> bytes:
         is_chat = bool(bytes(msgspec.json.decode(body, type=_Kind).messages))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequest(f"request body is not a JSON object: {str(error)[:200]}") from None
-    decoded = decode_request("chat/completions" if is_chat else "completions", body)
-    service, adapter = find_service(fleet, decoded)
-    declared = session_of(decoded, session)
+    asked, prompts = examine("chat/completions" if is_chat else "completions", body, has_state=False)
+    service, adapter = find_service(fleet, asked.model)
+    declared = session_of(asked.session, session)
     if declared and not adapter:  # otherwise a canary is drawn by the request id, which does not exist yet
         service = fleet.answering(service, declared)
-    prompt = prompt_of(service, decoded, declared, adapter, drawn_by=declared)
+    measured = measure(prompts, service.hasher.seed(adapter, asked.cache_salt or ""))
+    prompt = prompt_of(service, asked.model, measured, declared, adapter, drawn_by=declared)
     return msgspec.json.encode(explain(fleet, service, prompt, time.monotonic()))
 
 

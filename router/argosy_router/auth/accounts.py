@@ -9,6 +9,7 @@ import hashlib
 
 from argosy_router.auth.key_terms import KeyTerms
 from argosy_router.ratelimit.key_limits import KeyLimits, Reservation
+from argosy_router.ratelimit.token_bucket import PERIOD_S, TokenBucket
 
 MAX_PRIORITY = (1 << 31) - 1
 """Bound of the request field `priority`."""
@@ -20,6 +21,8 @@ USUAL_OUTPUT_TOKENS = 256.0
 answer."""
 USUAL_BYTES_PER_TOKEN = 4.0
 """Assumed of an account's prompts until it has had answers: English prose with a large vocabulary."""
+BODY_BYTES_PER_S = 8 << 20
+"""Of an account's larger bodies, read in the event loop: some 40 ms in each second. A second's may come at once."""
 _LEARNING_RATE = 0.1
 """A change in the length of responses is learnt from some twenty of them."""
 
@@ -30,6 +33,7 @@ class Account:
     def __init__(self, terms: KeyTerms, now: float, secret: bytes = b"", routers: int = 1) -> None:
         """`routers` divide the limits."""
         self._limits = KeyLimits(routers)
+        self._body_bytes = TokenBucket(BODY_BYTES_PER_S * PERIOD_S, now, BODY_BYTES_PER_S)
         self.usual_output_tokens = USUAL_OUTPUT_TOKENS
         """Mean output of requests without `max_tokens`; of this key alone, so that other keys cannot drive it up."""
         self.bytes_per_token = USUAL_BYTES_PER_TOKEN
@@ -82,14 +86,35 @@ class Account:
         salt = (asked or "").encode("utf-8", "surrogatepass")
         return hashlib.blake2b(salt, key=self._secret, digest_size=24, person=b"argosy-salt/1").hexdigest()
 
-    def reserve(self, tokens: int, now: float, sequences: int = 1) -> Reservation:
-        """Reserve one request with its sequences and an estimate of its tokens.
+    def may_read_at_once(self, size: int, now: float) -> bool:
+        """Count a body of `size` bytes against what the event loop reads for one account in a second; return whether it
+        is within that, else it counts for nothing."""
+        if self._body_bytes.wait_s(size, now) > 0.0:
+            return False
+        self._body_bytes.take(size)
+        return True
+
+    def charge_request(self, now: float) -> None:
+        """Charge one request whose tokens are not known yet (see `reserve`).
 
         Raises:
-            RateLimited: one of the limits is reached; nothing was reserved.
+            RateLimited: the rate of requests is reached, or no token is left; nothing was charged.
+        """
+        self._limits.charge_request(now)
+
+    def reserve(
+        self, tokens: int, now: float, sequences: int = 1, *, is_charged: bool = False
+    ) -> Reservation:
+        """Reserve one request with its sequences and an estimate of its tokens.
+
+        Args:
+            is_charged: whether `charge_request` has charged the request.
+
+        Raises:
+            RateLimited: one of the limits is reached; nothing was reserved, and the request is not charged any more.
             BadRequest: the request alone has more sequences than the limit allows.
         """
-        return self._limits.reserve(tokens, now, sequences)
+        return self._limits.reserve(tokens, now, sequences, is_charged=is_charged)
 
     def learn_output(self, tokens: float) -> None:
         """Learn from the response to a request without `max_tokens`, which had `tokens` for each sequence."""

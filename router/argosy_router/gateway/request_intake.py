@@ -24,6 +24,7 @@ from argosy_router.proxy.accounting.outcome import RequestOutcome
 from argosy_router.proxy.accounting.request_accounting import RequestAccounting
 from argosy_router.proxy.application import RouterApplication
 from argosy_router.proxy.dispatcher import Dispatcher
+from argosy_router.proxy.request.call import Call
 from argosy_router.proxy.request.request_id import request_id_for
 from argosy_router.proxy.request_handler import RequestHandler
 from argosy_router.proxy.resilience.outlier_detection import OutlierDetector
@@ -172,16 +173,16 @@ class GatewayRequest:
         intake, request = self._intake, self._request
         request.body, self._received = bytes(self._received), b""
         request.body_bytes = len(request.body)
-        now = intake.requests.now()
-        try:
-            call = intake.application.call_of(request, self._request_id)
-            if call is None:
-                intake.application.on_request(self, request)
-                return
-        except ApiError as error:
-            self.refuse(error)
-            return
-        request.body = b""
+        started = intake.requests.now()
+        if not intake.application.decode_for_gateway(
+            self, request, self._request_id, lambda call: self._take(call, started)
+        ):
+            intake.application.on_request(self, request)
+
+    def _take(self, call: Call, now: float) -> None:
+        """Have an endpoint picked for a call that arrived at `now`."""
+        intake = self._intake
+        self._request.body = b""
         outcome = RequestOutcome(call, now)
         pick = intake.pick(outcome, lambda: self._decide(pick), self.respond, self._subset)
         try:

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import Protocol
 
+from argosy_protocol.errors import ApiError
+
 Headers = list[tuple[bytes, bytes]]
 
 HOP_BY_HOP = frozenset(
@@ -64,11 +66,13 @@ class Request:
         "body_bytes",
         "grant",
         "headers",
+        "is_charged",
         "is_from_allowed_page",
         "is_http10",
         "keep_alive",
         "method",
         "path",
+        "refusal",
         "sink",
         "target",
     )
@@ -91,6 +95,10 @@ class Request:
         a client that cannot be told from others."""
         self.grant: object = None
         """The application's own result of authorizing the head; None if it granted nothing."""
+        self.is_charged = False
+        """Whether the application has charged the request to its client's limits."""
+        self.refusal: ApiError | None = None
+        """Why the application refuses the request, whose body is received all the same."""
         self.answer_lines = b""
         """Header lines that the application wants in every answer to this request, whoever gives it."""
         self.is_from_allowed_page = False

@@ -236,6 +236,13 @@ INFLIGHT_BODY_BYTES = Definition(
     (),
     "Memory of request bodies that are being received or whose response is incomplete.",
 )
+LARGE_BODIES = Definition(
+    "counter",
+    "large_bodies",
+    ("outcome",),
+    "Requests whose body another process read because it is large or its key sends much: read, refused for their "
+    "content, or unavailable because that process failed.",
+)
 
 # files and batches
 STORED_BYTES = Definition(

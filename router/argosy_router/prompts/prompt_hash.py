@@ -7,10 +7,9 @@ Must not know: replicas, indexes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from argosy_protocol.chunk_hash import chain_seed
-from argosy_protocol.openai import GenerationRequest
 from argosy_protocol.prompt_segments import Segment, SegmentKind
 from argosy_router.native.hashing import chunk_hashes
 
@@ -69,6 +68,38 @@ class Prompt:
         """Whether the engine may cut tokens off, so that fewer are computed."""
 
 
+class MeasuredPrompts(NamedTuple):
+    """The prompts of one request, hashed and measured. A batch is routed by its longest prompt."""
+
+    hashes: Sequence[int]
+    """Of the longest prompt."""
+    segment_bytes: Sequence[int]
+    """Of the longest prompt."""
+    text_bytes: int
+    token_ids: int
+    has_media: bool
+
+
+def measure(prompts: Sequence[Sequence[Segment]], seed: int) -> MeasuredPrompts:
+    """Hash and measure a request's prompts."""
+    text = ids = 0
+    has_media = False
+    hashes: Sequence[int] = ()
+    longest: Sequence[Segment] = ()
+    for segments in prompts:
+        chain = chunk_hashes(segments, seed)
+        if len(chain) > len(hashes):
+            hashes, longest = chain, segments
+        for kind, data in segments:
+            if kind == SegmentKind.TOKENS:
+                ids += len(data) >> 2
+            elif kind == SegmentKind.DIGEST:
+                has_media = True
+            else:
+                text += len(data)
+    return MeasuredPrompts(hashes, [len(data) for _, data in longest], text, ids, has_media)
+
+
 class PromptHasher:
     """Hashes the prompts of one service."""
 
@@ -77,49 +108,26 @@ class PromptHasher:
         self._engine_name = engine_name
         self._unsalted_seed = chain_seed(engine_name)
 
-    def prompt(
-        self,
-        request: GenerationRequest,
-        prompts: Sequence[Sequence[Segment]],
-        session: int = 0,
-        adapter: str = "",
-        alias: str = "",
-        side: str = "",
-    ) -> Prompt:
-        """Hash and measure a request's prompts. A batch is routed by its longest prompt.
+    def seed(self, adapter: str = "", cache_salt: str = "") -> int:
+        """Return the seed of the chains of one adapter and salt."""
+        if adapter or cache_salt:
+            return chain_seed(self._engine_name, adapter, cache_salt=cache_salt)
+        return self._unsalted_seed
 
-        Args:
-            adapter: adapter that must answer; it has a cache of its own.
-            alias: alias that a replica must have to answer.
-            side: side of a canary rollout that answers.
-        """
-        seed = self._unsalted_seed
-        if adapter or request.cache_salt:
-            seed = chain_seed(self._engine_name, adapter, cache_salt=request.cache_salt or "")
-        text = ids = 0
-        has_media = False
-        hashes: Sequence[int] = ()
-        longest: Sequence[Segment] = ()
-        for segments in prompts:
-            chain = chunk_hashes(segments, seed)
-            if len(chain) > len(hashes):
-                hashes, longest = chain, segments
-            for kind, data in segments:
-                if kind == SegmentKind.TOKENS:
-                    ids += len(data) >> 2
-                elif kind == SegmentKind.DIGEST:
-                    has_media = True
-                else:
-                    text += len(data)
-        affinity_hash = hashes[min(_AFFINITY_CHUNKS, len(hashes)) - 1] if hashes else 0
-        return Prompt(
-            hashes,
-            affinity_hash,
-            text,
-            ids,
-            session,
-            [len(data) for _, data in longest],
-            name=side + (adapter or alias),
-            has_media=has_media,
-            is_cut=request.truncate_prompt_tokens is not None,
-        )
+
+def prompt_from(
+    measured: MeasuredPrompts, session: int = 0, name: str = "", *, is_cut: bool = False
+) -> Prompt:
+    """Return what routing needs to know of a request's prompts, with `Prompt`'s arguments."""
+    hashes = measured.hashes
+    return Prompt(
+        hashes,
+        hashes[min(_AFFINITY_CHUNKS, len(hashes)) - 1] if hashes else 0,
+        measured.text_bytes,
+        measured.token_ids,
+        session,
+        measured.segment_bytes,
+        name=name,
+        has_media=measured.has_media,
+        is_cut=is_cut,
+    )

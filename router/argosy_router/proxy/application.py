@@ -18,7 +18,7 @@ from urllib.parse import unquote
 import msgspec
 
 from argosy_protocol import __version__
-from argosy_protocol.errors import ApiError, BadRequest, NotFound
+from argosy_protocol.errors import ApiError, NotFound
 from argosy_protocol.openai import ModelCard, ModelList
 from argosy_protocol.openapi_document import document_page
 from argosy_protocol.response_object import compaction_not_supported
@@ -35,12 +35,21 @@ from argosy_router.proxy.downstream.api_shape import error_body, id_headers
 from argosy_router.proxy.downstream.error_headers import error_headers
 from argosy_router.proxy.downstream.model_renaming import RenamingClient
 from argosy_router.proxy.request.call import Call
-from argosy_router.proxy.request.call_decoding import RoutedEndpoint, decode_call, no_route, require_method
+from argosy_router.proxy.request.call_decoding import (
+    CallDraft,
+    decode_call,
+    no_route,
+    require_json,
+    require_method,
+)
+from argosy_router.proxy.request.examination import RoutedEndpoint
+from argosy_router.proxy.request.large_bodies import LARGE_BODY_BYTES, LargeBodies, is_large
 from argosy_router.proxy.request.model_names import may_use, names_for, no_such_model, unknown_model
 from argosy_router.proxy.request.request_id import request_id_for
 from argosy_router.proxy.request_handler import RequestHandler
 from argosy_router.proxy.response_routes import ResponseRoutes
 from argosy_router.proxy.stored_routes import StoredRoutes
+from argosy_router.ratelimit.key_limits import RateLimited
 
 if TYPE_CHECKING:
     from argosy_router.observability.tracing import Tracer
@@ -81,6 +90,25 @@ Responder = Callable[[], tuple[int, bytes, bytes]]
 """Returns status, header lines and body."""
 
 
+class _Waiting:
+    """Tells whether a client still waits. A `ClientListener`."""
+
+    def __init__(self) -> None:
+        self._is_lost = False
+
+    def is_wanted(self) -> bool:
+        return not self._is_lost
+
+    def on_client_lost(self) -> None:
+        self._is_lost = True
+
+    def on_client_paused(self) -> None:
+        pass
+
+    def on_client_resumed(self) -> None:
+        pass
+
+
 class RouterApplication:
     """Answers requests of the main port."""
 
@@ -92,6 +120,7 @@ class RouterApplication:
         keys: KeyTable,
         *,
         cross_origin: CrossOrigin,
+        large_bodies: LargeBodies,
         tracer: Tracer | None = None,
         admin_port: int | None = None,
     ) -> None:
@@ -102,6 +131,7 @@ class RouterApplication:
         self._accounting = accounting
         self._keys = keys
         self._cross_origin = cross_origin
+        self._large_bodies = large_bodies
         self._tracer = tracer
         self._created = int(time.time())
         self.is_draining = False
@@ -137,9 +167,22 @@ class RouterApplication:
             raise compaction_not_supported()
         if _is_stored(request.path):
             return self._stored_routes().on_head(request, account)
+        is_generation = request.path in _ENDPOINTS
+        if is_generation and request.method == b"POST":
+            self._charge(request, account)
         if self.responses is not None and _is_response(request.path):
             return self.responses.is_body_used(request)
-        return request.path in _ENDPOINTS
+        return is_generation
+
+    def _charge(self, request: Request, account: Account) -> None:
+        """Charge a request to its key's limits. One over them is refused at once if its body is large; else
+        `on_request` refuses it, and the connection stays."""
+        try:
+            self._requests.charge(request, account)
+        except RateLimited as refusal:
+            if not _has_short_body(request):
+                raise
+            request.refusal = refusal
 
     def on_refused(self, error: ApiError, request: Request | None) -> tuple[bytes, bytes]:
         path, sent = (b"", None) if request is None else (request.path, request.header(b"x-request-id"))
@@ -212,6 +255,8 @@ class RouterApplication:
             return
         responder = self._public.get(path)
         if responder is None:
+            if request.refusal is not None:
+                raise request.refusal
             account = request.grant
             assert isinstance(account, Account), "`on_head` lets only accounts in"
             if self.responses is not None and _is_response(path):
@@ -257,19 +302,33 @@ class RouterApplication:
             raise NotFound("this router keeps no files and batches; start it with --storage")
         return self.stored
 
-    def call_of(self, request: Request, request_id: bytes) -> Call | None:
-        """Decode a request that `on_head` let in and a gateway forwards; None if it is not one for a replica.
+    def decode_for_gateway(
+        self, client: Client, request: Request, request_id: bytes, on_call: Callable[[Call], None]
+    ) -> bool:
+        """Decode a request that `on_head` let in and a gateway forwards, and pass the call on, now or later; return
+        False if it is not one for a replica. A request that is refused is answered.
 
-        Raises:
-            ApiError: the request is refused.
+        Args:
+            on_call: not called once the client is lost.
         """
         endpoint = _ENDPOINTS.get(request.path)
         if endpoint is None:
-            return None
-        require_method(request, b"POST")
-        account = request.grant
-        assert isinstance(account, Account), "`on_head` lets only accounts in"
-        return self._decoded(request, endpoint, request_id, account)
+            return False
+        try:
+            if request.refusal is not None:
+                raise request.refusal
+            require_method(request, b"POST")
+            account = request.grant
+            assert isinstance(account, Account), "`on_head` lets only accounts in"
+            if is_large(request.body, account, self._requests.now()):
+                self._decode_later(client, request, endpoint, request_id, account, b"", on_call)
+                return True
+            call = self._decoded(request, endpoint, request_id, account)
+        except ApiError as error:
+            self.refuse(client, request_id, error, request.path)
+        else:
+            on_call(call)
+        return True
 
     def _generate(
         self,
@@ -283,7 +342,29 @@ class RouterApplication:
         is_background: bool = False,
     ) -> None:
         started = self._requests.now()
+        if is_large(request.body, account, started):
+            self._decode_later(
+                client,
+                request,
+                endpoint,
+                request_id,
+                account,
+                response_id,
+                lambda call: self._handle(client, request, endpoint, call, started, is_background),
+            )
+            return
         call = self._decoded(request, endpoint, request_id, account, response_id)
+        self._handle(client, request, endpoint, call, started, is_background)
+
+    def _handle(
+        self,
+        client: Client,
+        request: Request,
+        endpoint: RoutedEndpoint,
+        call: Call,
+        started: float,
+        is_background: bool,
+    ) -> None:
         if is_background:
             call.priority = max(call.priority, BACKGROUND_PRIORITY)
         request.body = b""  # the call has it, perhaps rewritten: one copy is enough
@@ -292,6 +373,47 @@ class RouterApplication:
                 client, call.renaming, has_own_fields=endpoint in ("messages", "responses")
             )
         self._requests.handle(client, call, started)
+
+    def _decode_later(
+        self,
+        client: Client,
+        request: Request,
+        endpoint: RoutedEndpoint,
+        request_id: bytes,
+        account: Account,
+        response_id: bytes,
+        on_call: Callable[[Call], None],
+    ) -> None:
+        """Have another process read a large body, and pass the call on later, unless its client is lost or it is
+        refused.
+
+        Raises:
+            ApiError: the head does not go with a body.
+        """
+        require_json(request)
+        trace = None
+        if self._tracer is not None:
+            trace, request.headers = self._tracer.begin(request.headers, endpoint)
+
+        def done(call: Call) -> None:
+            if trace is not None:
+                call.trace = trace
+            on_call(call)
+
+        waiting = _Waiting()
+        client.attach(waiting)
+        self._large_bodies.read(
+            endpoint,
+            request.body,
+            account,
+            lambda examined: CallDraft(
+                self._fleet, endpoint, request, examined, request_id, account, response_id
+            ),
+            has_state=bool(response_id),
+            is_wanted=waiting.is_wanted,
+            on_call=done,
+            on_refused=lambda error: self.refuse(client, request_id, error, request.path),
+        )
 
     def _decoded(
         self,
@@ -304,10 +426,7 @@ class RouterApplication:
         trace = None
         if self._tracer is not None:
             trace, request.headers = self._tracer.begin(request.headers, endpoint)
-        try:
-            call = decode_call(self._fleet, endpoint, request, request_id, account, response_id)
-        except RecursionError:
-            raise BadRequest("the request is nested too deeply") from None
+        call = decode_call(self._fleet, endpoint, request, request_id, account, response_id)
         if trace is not None:
             call.trace = trace
         return call
@@ -346,6 +465,14 @@ class RouterApplication:
             parent=model if adapter else None,
             max_model_len=min(lengths) if lengths else None,
         )
+
+
+def _has_short_body(request: Request) -> bool:
+    """Whether the head declares a body that is not large, and the client sends it without being asked."""
+    length = request.header(b"content-length")
+    if request.header(b"transfer-encoding") is not None or request.header(b"expect") is not None:
+        return False
+    return length is None or int(length[:19]) <= LARGE_BODY_BYTES
 
 
 def _is_stored(path: bytes) -> bool:

@@ -13,8 +13,10 @@ import time
 from collections.abc import Callable
 
 from argosy_protocol.errors import ApiError, BadRequest, TooManyRequests, Unavailable
+from argosy_router.auth.accounts import Account
 from argosy_router.flow_control.controller import FlowController
 from argosy_router.http.deadlines import TimerWheel
+from argosy_router.http.messages import Request
 from argosy_router.http.server_interface import Client
 from argosy_router.proxy.accounting.outcome import RequestOutcome
 from argosy_router.proxy.accounting.rate_limit_charges import RateLimitCharges
@@ -82,6 +84,14 @@ class RequestHandler:
             now=self.now,
         )
         self.take(exchange, client)
+
+    def charge(self, request: Request, account: Account) -> None:
+        """Charge a request to its key's limits, before its body is read.
+
+        Raises:
+            RateLimited: the key's rate is reached.
+        """
+        request.is_charged = self._charges.charge_request(account, self.now())
 
     def take(self, request: PendingRequest, client: Client) -> None:
         """Start a request, queue it, or refuse it. It must call `on_end` once, when it has ended."""

@@ -86,12 +86,26 @@ class KeyLimits:
     def is_limited(self) -> bool:
         return self._rates.is_limited or self._parallel_share > 0 or self._sequence_share > 0
 
-    def reserve(self, tokens: int, now: float, sequences: int = 1) -> Reservation:
+    def charge_request(self, now: float) -> None:
+        """Charge one request whose tokens are not known yet.
+
+        Raises:
+            RateLimited: the rate of requests is reached, or no token is left; nothing was charged.
+        """
+        self._check_rates(1, now)
+        self._rates.take(1, 0)
+
+    def reserve(
+        self, tokens: int, now: float, sequences: int = 1, *, is_charged: bool = False
+    ) -> Reservation:
         """Reserve one request with its sequences and an estimate of its tokens. A request with more sequences than this
         router's share passes while the key has no other.
 
+        Args:
+            is_charged: whether `charge_request` has charged the request.
+
         Raises:
-            RateLimited: one of the limits is reached; nothing was reserved.
+            RateLimited: one of the limits is reached; nothing was reserved, and the request is not charged any more.
             BadRequest: the request alone has more sequences than the limit allows.
         """
         share = self._sequence_share
@@ -100,16 +114,9 @@ class KeyLimits:
                 f"the request generates {sequences} sequences (choices, prompts of a batch or beams), and API key "
                 f"{self._name!r} may have {self._max_parallel_sequences} in progress: send smaller requests"
             )
-        wait_s = self._rates.wait_s(tokens, now)
-        if wait_s > 0.0:
-            unit = self._rates.slower(tokens, now)
-            limit = self._requests_per_minute if unit == "requests" else self._tokens_per_minute
-            raise RateLimited(
-                f"API key {self._name!r} has reached its rate limit of {limit} {unit} per minute"
-                f"{self._of_which(limit / self._routers)}",
-                retry_after_s=wait_s,
-                limits=self._rates.header_lines(),
-            )
+        if is_charged:
+            self._rates.take(-1, 0)
+        self._check_rates(tokens, now)
         if self._parallel_share and self._active >= self._parallel_share:
             raise RateLimited(
                 f"API key {self._name!r} has {self._active} requests in progress, and may have "
@@ -132,6 +139,18 @@ class KeyLimits:
         self._sequences += sequences
         self._rates.take(1, tokens)
         return Reservation(self, tokens, sequences, self._rates.header_lines())
+
+    def _check_rates(self, tokens: int, now: float) -> None:
+        wait_s = self._rates.wait_s(tokens, now)
+        if wait_s > 0.0:
+            unit = self._rates.slower(tokens, now)
+            limit = self._requests_per_minute if unit == "requests" else self._tokens_per_minute
+            raise RateLimited(
+                f"API key {self._name!r} has reached its rate limit of {limit} {unit} per minute"
+                f"{self._of_which(limit / self._routers)}",
+                retry_after_s=wait_s,
+                limits=self._rates.header_lines(),
+            )
 
     def _of_which(self, share: float) -> str:
         """The part of a message that tells this router's share of a limit; empty for an only router."""

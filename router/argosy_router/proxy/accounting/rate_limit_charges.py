@@ -1,12 +1,14 @@
 """Charging of rate limits: reserves a request's tokens before it is sent, and settles the reservation at its end.
 
-Owns: when limits are charged, and how many tokens an outcome counts for. Must not know: exchanges, token buckets.
+Owns: when limits are charged (a request at its head, before its body is read; its tokens once they are estimated), and
+how many tokens an outcome counts for. Must not know: exchanges, token buckets.
 Invariant: a reservation is closed once, when its request ends.
 """
 
 from __future__ import annotations
 
 from argosy_protocol.openai import MAX_TOKENS
+from argosy_router.auth.accounts import Account
 from argosy_router.metrics.definitions import RATE_LIMITED
 from argosy_router.metrics.series import Series
 from argosy_router.proxy.accounting.outcome import CLIENT_GONE, RequestOutcome
@@ -23,6 +25,21 @@ class RateLimitCharges:
         """Return the metrics of refusals."""
         return (self._limited,)
 
+    def charge_request(self, account: Account, now: float) -> bool:
+        """Charge a request to its key's limits at its head, if the key has any; return whether it has.
+
+        Raises:
+            RateLimited: the key's rate is reached; nothing was charged.
+        """
+        if not account.is_limited:
+            return False
+        try:
+            account.charge_request(now)
+        except RateLimited:
+            self._limited.add((account.name,))
+            raise
+        return True
+
     def reserve(self, outcome: RequestOutcome) -> None:
         """Reserve a request's estimated tokens, if its key has limits.
 
@@ -36,7 +53,7 @@ class RateLimitCharges:
             return
         try:
             outcome.reservation = account.reserve(
-                call.estimate.total, outcome.started, call.estimate.sequences
+                call.estimate.total, outcome.started, call.estimate.sequences, is_charged=call.is_charged
             )
         except RateLimited:
             self._limited.add((account.name,))

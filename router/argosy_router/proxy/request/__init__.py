@@ -2,7 +2,11 @@
 
 Must not know: attempts, retries, how a replica is chosen.
 
-call_decoding   HTTP request -> call; refuses requests for their content
+call_decoding   HTTP request -> call
+examination     reads a body, and refuses it for its content
+examined        what routing knows of a body that was read
+large_bodies    large bodies are read by another process
+body_process    that process
 call            a decoded request
 model_names     which service a name means, which keys may use it, and what engines call it
 token_estimate  tokens that a request is charged to its key's limits

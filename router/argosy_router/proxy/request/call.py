@@ -46,6 +46,7 @@ class Call:
         "hides_usage",
         "internal_headers",
         "is_body_reduced",
+        "is_charged",
         "is_stream",
         "path",
         "priority",
@@ -93,6 +94,8 @@ class Call:
         self.is_stream = False
         self.shape: StreamShape | None = None
         """The shape of a stream that can be continued by another replica; else None."""
+        self.is_charged = False
+        """Whether the request was charged to its key's limits at its head."""
         self.hides_usage = False
         """Whether the router, not the client, asked the stream for its usage."""
         self.renaming: Renaming | None = None

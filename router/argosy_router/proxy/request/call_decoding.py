@@ -1,48 +1,31 @@
 """Decoding of a client's request into a call.
 
-Owns: which requests are refused for their content, and which fields of the body the router rewrites.
+Owns: which service a request is for, and which fields of its body the router rewrites.
 Must not know: connections, attempts, how a replica is chosen.
 """
 
 from __future__ import annotations
 
-import re
-from typing import Final, Literal
+from typing import Final
 from urllib.parse import quote
 
 import msgspec
 from xxhash import xxh3_64_intdigest
 
 from argosy_protocol import errors
-from argosy_protocol.allowed_tools import ALLOWED_TOOLS
-from argosy_protocol.anthropic import decode_count_tokens_request, decode_messages_request
-from argosy_protocol.anthropic_chat import as_chat
-from argosy_protocol.chat_batch import decode_batch_request
-from argosy_protocol.embeddings import decode_embedding_request
 from argosy_protocol.errors import BadRequest, MethodNotAllowed, NotFound
 from argosy_protocol.headers import MODEL_NAME, RESOLVED
-from argosy_protocol.openai import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    Endpoint,
-    InternalFields,
-    StreamOptions,
-    decode_request,
-)
-from argosy_protocol.pooling import decode_classification_request, decode_pooling_request
-from argosy_protocol.prompt_segments import prompt_segments
-from argosy_protocol.responses import ResponsesRequest, decode_responses_request
-from argosy_protocol.responses_chat import responses_as_chat
-from argosy_protocol.scoring import decode_rerank_request, decode_score_request
-from argosy_protocol.tokenization import only_model
+from argosy_protocol.openai import StreamOptions
 from argosy_router.auth.accounts import Account
 from argosy_router.fleet.fleet import Fleet
 from argosy_router.fleet.service import Service
 from argosy_router.http.messages import Request
-from argosy_router.prompts.prompt_hash import Prompt
+from argosy_router.prompts.prompt_hash import MeasuredPrompts, Prompt, measure, prompt_from
 from argosy_router.prompts.prompt_length_model import tokens_of
-from argosy_router.proxy.request.body_rewrite import with_another, with_fields, with_usage_requested
+from argosy_router.proxy.request.body_rewrite import with_another, with_fields
 from argosy_router.proxy.request.call import Call
+from argosy_router.proxy.request.examination import RoutedEndpoint, examine
+from argosy_router.proxy.request.examined import Examined
 from argosy_router.proxy.request.header_policy import forwarded as forwarded_headers
 from argosy_router.proxy.request.model_names import (
     Renaming,
@@ -52,31 +35,17 @@ from argosy_router.proxy.request.model_names import (
     unknown_model,
 )
 from argosy_router.proxy.request.request_id import request_id_in_body
-from argosy_router.proxy.request.stream_shape import resumable_shape
 from argosy_router.proxy.request.token_estimate import estimate_of
 
 SESSION_HEADER = b"x-session-id"
 """The header llm-d's and Dynamo's clients use too."""
 
-RoutedEndpoint = (
-    Endpoint
-    | Literal["chat/completions/batch", "embeddings", "classify", "pooling", "score", "rerank"]
-    | Literal["messages", "messages/count_tokens", "responses", "responses/input_tokens"]
-    | Literal["tokenize", "detokenize"]
-)
-
 _MODEL_NAME: Final = MODEL_NAME.encode()
-_INTERNAL: Final = frozenset((*InternalFields.__struct_fields__, "data_parallel_rank"))
-_ALLOWED_TOOLS: Final = ALLOWED_TOOLS.encode()
 _REPORTING: Final = frozenset(("messages", "responses"))
 """Endpoints whose streams report their usage in any case."""
 _RESOLVED: Final = b"%b: 1\r\n" % RESOLVED.encode()
+_WITH_USAGE: Final = b'{"include_usage":true}'
 _JSON: Final = b"application/json"
-_WITHOUT_STORAGE: Final = {
-    "background": "wait for the answer, or stream it",
-    "previous_response_id": "send the whole conversation as input",
-}
-"""Fields of responses that a router without a storage refuses -> what to do instead."""
 
 
 class UnsupportedMediaType(BadRequest):
@@ -129,169 +98,192 @@ def decode_call(
     """
     require_json(request)
     body = request.body
-    try:
-        decoded = _decode(endpoint, body, has_state=bool(response_id))
-    except BadRequest as error:
-        named = re.split(r"[.\[]", error.param or "", maxsplit=1)[0]
-        if named == "resume" or named in _INTERNAL:
-            raise _internal(named) from None
-        raise
-    request_id = request_id_in_body(decoded.request_id, request.header(b"x-request-id"), request_id)
-    if decoded.resume is not None:
-        raise _internal("resume")
-    if decoded.data_parallel_rank is not None:  # the router's balance rests on the engine's choice
-        raise _internal("data_parallel_rank")
-    if decoded.vllm_xargs and not _INTERNAL.isdisjoint(decoded.vllm_xargs):
-        raise BadRequest("vllm_xargs has a field that is internal to engines", param="vllm_xargs")
-    service, adapter = find_service(fleet, decoded, account)
-    if not may_use(account, decoded.model, service, adapter):
-        raise unknown_model(fleet, decoded.model, account)
-    session = session_of(decoded, request.header(SESSION_HEADER))
-    named = service
-    if not adapter:
-        service = fleet.answering(named, session or request_id)
-    priority = account.priority(decoded.priority)
-    changes: dict[str, str | int | StreamOptions | msgspec.Raw] = {}
-    if (
-        _ALLOWED_TOOLS in body
-        and isinstance(decoded, ChatCompletionRequest)
-        and decoded.tools
-        and decoded.tool_choice in ("auto", "required")
-    ):  # vLLM does not know allowed_tools
-        changes["tool_choice"] = decoded.tool_choice
-        changes["tools"] = msgspec.Raw(msgspec.json.encode(decoded.tools))
-    if endpoint == "responses" and not response_id:
-        changes["store"] = False
-    model = engine_name(service, decoded.model, adapter)
-    if model != decoded.model:
-        changes["model"] = model
-    forwarded = priority if priority and service.schedules_by_priority else 0
-    if forwarded != decoded.priority:
-        changes["priority"] = forwarded
-    salt = account.cache_salt(decoded.cache_salt)
-    asked = decoded.cache_salt
-    decoded.cache_salt = salt  # the router's hashes must equal the engine's
-    if asked is not None and salt is not None and salt != asked:
-        changes["cache_salt"] = salt
-    options = decoded.stream_options
-    is_message = endpoint == "messages"
-    reports_usage = endpoint in _REPORTING or (options is not None and options.include_usage)
-    hides_usage = decoded.stream and not reports_usage
-    if hides_usage and options is not None:
-        changes["stream_options"] = msgspec.structs.replace(
-            options, include_usage=True, continuous_usage_stats=False
-        )
-    if changes:
-        body = with_fields(body, changes)
-    if asked is None and salt is not None:
-        body = with_another(body, b'"cache_salt":"%b"' % salt.encode())  # hexadecimal
-    if hides_usage and options is None:
-        body = with_usage_requested(body)
-    prompt = prompt_of(service, decoded, session, adapter, drawn_by=session or request_id)
-    call = Call(
-        service,
-        prompt,
-        request_id,
-        forwarded_headers(request.headers),
-        body,
-        b"/classify" if endpoint == "classify" else request.path,  # vLLM's engines have no /v1/classify
-        account,
-        estimate_of(
-            decoded,
-            tokens_of(prompt, account.bytes_per_token),
-            account.usual_output_tokens,
-            service_prompt_tokens=service.lengths.tokens(prompt),
-        ),
+    examined, prompts = examine(endpoint, body, has_state=bool(response_id))
+    draft = CallDraft(fleet, endpoint, request, examined, request_id, account, response_id)
+    if draft.changes:
+        body = with_fields(body, draft.changes)
+    return draft.call(draft.with_additions(body), measure(prompts, draft.seed))
+
+
+class CallDraft:
+    """A call whose service is known, and whose prompts are not measured yet."""
+
+    __slots__ = (
+        "_account",
+        "_adapter",
+        "_endpoint",
+        "_examined",
+        "_headers",
+        "_hides_usage",
+        "_is_charged",
+        "_model",
+        "_named",
+        "_path",
+        "_priority",
+        "_request_id",
+        "_response_id",
+        "_service",
+        "_session",
+        "additions",
+        "changes",
+        "seed",
     )
-    call.endpoint = endpoint
-    call.priority = priority
-    call.is_stream = decoded.stream
-    if endpoint in ("responses", "responses/input_tokens"):
-        call.internal_headers += _RESOLVED
-        if response_id:
-            call.name_response(response_id)
-    else:
-        call.shape = resumable_shape(decoded, is_message=is_message)
-    call.hides_usage = hides_usage
-    if model != decoded.model:
-        call.renaming = Renaming(model, decoded.model)
-    if not adapter and (model != service.spec.engine_name or decoded.model != model):
-        call.asked_model = decoded.model if service.takes_model_names else ""
-        call.internal_headers += b"%b: %b\r\n" % (_MODEL_NAME, quote(decoded.model, safe="/:").encode())
-    if named.spec.canary is not None:
-        call.canary_of = named
-    return call
 
+    def __init__(
+        self,
+        fleet: Fleet,
+        endpoint: RoutedEndpoint,
+        request: Request,
+        examined: Examined,
+        request_id: bytes,
+        account: Account,
+        response_id: bytes,
+    ) -> None:
+        """Find the service of a request that was examined; the arguments are those of `decode_call`.
 
-def _internal(field: str) -> BadRequest:
-    return BadRequest(f"{field} is internal to engines and refused from clients", param=field)
-
-
-def _decode(
-    endpoint: RoutedEndpoint, body: bytes, *, has_state: bool
-) -> ChatCompletionRequest | CompletionRequest:
-    if endpoint == "embeddings":
-        return decode_embedding_request(body).as_generation()
-    if endpoint == "classify":
-        return decode_classification_request(body).as_generation()
-    if endpoint == "pooling":
-        return decode_pooling_request(body).as_generation()
-    if endpoint == "score":
-        return decode_score_request(body).as_completion()
-    if endpoint == "rerank":
-        return decode_rerank_request(body).as_completion()
-    if endpoint == "chat/completions/batch":
-        return decode_batch_request(body)
-    if endpoint in ("chat/completions", "completions"):
-        return decode_request(endpoint, body)
-    if endpoint == "messages":
-        return as_chat(decode_messages_request(body))
-    if endpoint == "responses":
-        asked = decode_responses_request(body)
-        return responses_as_chat(asked if has_state else _stateless(asked))
-    if endpoint == "responses/input_tokens":
-        asked = decode_responses_request(body)
-        if not has_state:
-            _stateless(asked)
-        return ChatCompletionRequest(
-            messages=[], model=asked.model, max_tokens=0, cache_salt=asked.cache_salt, priority=asked.priority
+        Raises:
+            ApiError: as `decode_call` does.
+        """
+        self._examined = examined
+        self._endpoint = endpoint
+        self._headers = request.headers
+        self._is_charged = request.is_charged
+        self._path = request.path
+        self._account = account
+        self._response_id = response_id
+        self._request_id = request_id_in_body(
+            examined.request_id, request.header(b"x-request-id"), request_id
         )
-    if endpoint == "messages/count_tokens":
-        model = decode_count_tokens_request(body).model
-        return ChatCompletionRequest(messages=[], model=model, max_tokens=0)  # nothing is computed or cached
-    return only_model(body)
-
-
-def _stateless(request: ResponsesRequest) -> ResponsesRequest:
-    """Refuse what needs stored responses."""
-    for field, remedy in _WITHOUT_STORAGE.items():
-        if getattr(request, field):
-            raise BadRequest(
-                f"{field} needs stored responses, which a router has with --storage, but not for requests of batches; "
-                f"{remedy}",
-                param=field,
+        service, self._adapter = find_service(fleet, examined.model, account)
+        if not may_use(account, examined.model, service, self._adapter):
+            raise unknown_model(fleet, examined.model, account)
+        self._session = session_of(examined.session, request.header(SESSION_HEADER))
+        self._named = service
+        if not self._adapter:
+            service = fleet.answering(service, self._session or self._request_id)
+        self._service = service
+        salt = account.cache_salt(examined.cache_salt)
+        self.seed = service.hasher.seed(self._adapter, salt or "")
+        """Of the hashes of its prompts: the router's must equal the engine's."""
+        self._priority = account.priority(examined.priority)
+        self._model = model = engine_name(service, examined.model, self._adapter)
+        options = examined.stream_options
+        reports_usage = endpoint in _REPORTING or (options is not None and options.include_usage)
+        self._hides_usage = examined.stream and not reports_usage
+        changes: dict[str, str | int | StreamOptions | msgspec.Raw] = {}
+        if examined.tool_choice is not None:
+            changes["tool_choice"] = examined.tool_choice
+            changes["tools"] = msgspec.Raw(examined.tools)
+        if endpoint == "responses" and not response_id:
+            changes["store"] = False
+        if model != examined.model:
+            changes["model"] = model
+        forwarded = self._priority if self._priority and service.schedules_by_priority else 0
+        if forwarded != examined.priority:
+            changes["priority"] = forwarded
+        asked = examined.cache_salt
+        if asked is not None and salt is not None and salt != asked:
+            changes["cache_salt"] = salt
+        if self._hides_usage and options is not None:
+            changes["stream_options"] = msgspec.structs.replace(
+                options, include_usage=True, continuous_usage_stats=False
             )
-    return request
+        self.changes = changes
+        """Other values of fields of the body (`with_fields`)."""
+        self.additions: list[tuple[str, bytes]] = []
+        """Fields that the body has not, or as null, and their values as JSON."""
+        if asked is None and salt is not None:
+            self.additions.append(("cache_salt", b'"%b"' % salt.encode()))  # hexadecimal
+        if self._hides_usage and options is None:
+            self.additions.append(("stream_options", _WITH_USAGE))
+
+    def with_additions(self, body: bytes) -> bytes:
+        """Return the body with `additions`."""
+        for name, value in self.additions:
+            body = with_another(body, b'"%b":%b' % (name.encode(), value))
+        return body
+
+    @property
+    def is_for_foreign_engines(self) -> bool:
+        """Whether a replica that may answer is an engine of another make."""
+        return any(not replica.is_argosy_engine for replica in self._service.replicas.values())
+
+    def call(self, body: bytes, measured: MeasuredPrompts) -> Call:
+        """Return the call.
+
+        Args:
+            body: with `changes` and `additions`.
+        """
+        examined, endpoint, account = self._examined, self._endpoint, self._account
+        service, adapter, model = self._service, self._adapter, self._model
+        prompt = prompt_of(
+            service,
+            examined.model,
+            measured,
+            self._session,
+            adapter,
+            drawn_by=self._session or self._request_id,
+            is_cut=examined.is_cut,
+        )
+        call = Call(
+            service,
+            prompt,
+            self._request_id,
+            forwarded_headers(self._headers),
+            body,
+            b"/classify" if endpoint == "classify" else self._path,  # vLLM's engines have no /v1/classify
+            account,
+            estimate_of(
+                examined.outputs,
+                tokens_of(prompt, account.bytes_per_token),
+                account.usual_output_tokens,
+                service_prompt_tokens=service.lengths.tokens(prompt),
+            ),
+        )
+        call.endpoint = endpoint
+        call.is_charged = self._is_charged
+        call.priority = self._priority
+        call.is_stream = examined.stream
+        call.shape = examined.shape
+        if endpoint in ("responses", "responses/input_tokens"):
+            call.internal_headers += _RESOLVED
+            if self._response_id:
+                call.name_response(self._response_id)
+        call.hides_usage = self._hides_usage
+        if model != examined.model:
+            call.renaming = Renaming(model, examined.model)
+        if not adapter and (model != service.spec.engine_name or examined.model != model):
+            call.asked_model = examined.model if service.takes_model_names else ""
+            name = quote(examined.model, safe="/:").encode()
+            call.internal_headers += b"%b: %b\r\n" % (_MODEL_NAME, name)
+        if self._named.spec.canary is not None:
+            call.canary_of = self._named
+        return call
 
 
-def session_of(decoded: ChatCompletionRequest | CompletionRequest, header: bytes | None) -> bytes:
-    """Return the session that a client declares, empty for none; `header` is the value of `SESSION_HEADER`."""
-    return header or (decoded.prompt_cache_key or decoded.session_id or "").encode("utf-8", "surrogatepass")
+def session_of(declared: str, header: bytes | None) -> bytes:
+    """Return a client's session, empty for none: `header` is the value of `SESSION_HEADER`, `declared` the body's."""
+    return header or declared.encode("utf-8", "surrogatepass")
 
 
 def prompt_of(
     service: Service,
-    decoded: ChatCompletionRequest | CompletionRequest,
+    model: str,
+    measured: MeasuredPrompts,
     session: bytes,
     adapter: str = "",
     drawn_by: bytes = b"",
+    *,
+    is_cut: bool = False,
 ) -> Prompt:
-    """Return what routing needs to know of a request's prompt.
+    """Return what routing needs to know of a request's prompts.
 
     Args:
+        model: as the client named it.
         drawn_by: what the side of a canary rollout is drawn by; empty to draw none.
+        is_cut: see `Prompt`.
     """
     number = xxh3_64_intdigest(session) if session else 0
-    alias = decoded.model if decoded.model in service.candidates.partial_aliases else ""
+    alias = model if model in service.candidates.partial_aliases else ""
     side = service.side(drawn_by) if drawn_by else ""
-    return service.hasher.prompt(decoded, prompt_segments(decoded), number, adapter, alias, side)
+    return prompt_from(measured, number, side + (adapter or alias), is_cut=is_cut)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 from argosy_protocol.errors import BadRequest, NotFound, Unavailable
-from argosy_protocol.openai import GenerationRequest
 from argosy_router.auth.accounts import Account
 from argosy_router.fleet.fleet import Fleet
 from argosy_router.fleet.service import Service
@@ -25,23 +24,21 @@ class Renaming(NamedTuple):
     client: str
 
 
-def find_service(
-    fleet: Fleet, decoded: GenerationRequest, account: Account | None = None
-) -> tuple[Service, str]:
-    """Return the service a request names, and its adapter if it names one, else the empty string. Whether `account` may
+def find_service(fleet: Fleet, name: str, account: Account | None = None) -> tuple[Service, str]:
+    """Return the service that has a name, and the adapter if it is one's, else the empty string. Whether `account` may
     use it is not checked: the error names what it may use.
 
     Raises:
-        BadRequest: the request names no model.
+        BadRequest: the name is empty.
         NotFound: no service has this model name.
         Unavailable: none has it yet, and some replicas have not told their models.
     """
-    if not decoded.model:
+    if not name:
         raise BadRequest("you must provide a model parameter", param="model")
-    service = fleet.service_of(decoded.model)
+    service = fleet.service_of(name)
     if service is None:
-        raise no_such_model(fleet, decoded.model, account)
-    return service, fleet.adapter_of(decoded.model)
+        raise no_such_model(fleet, name, account)
+    return service, fleet.adapter_of(name)
 
 
 def engine_name(service: Service, asked: str, adapter: str) -> str:

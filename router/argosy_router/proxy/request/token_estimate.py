@@ -12,6 +12,8 @@ token, up to what was asked for. So a client that leaves pays for what was compu
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from argosy_protocol.chat_batch import BatchChatCompletionRequest
 from argosy_protocol.openai import MAX_TOKENS, ChatCompletionRequest, CompletionRequest
 
@@ -74,19 +76,19 @@ class TokenEstimate:
         return self.prompt_tokens + self.sequences * min(bound, int(seconds / decode_step_s))
 
 
-def estimate_of(
-    request: ChatCompletionRequest | CompletionRequest,
-    prompt_tokens: int,
-    usual_output_tokens: float,
-    *,
-    service_prompt_tokens: int | None = None,
-) -> TokenEstimate:
-    """Estimate the tokens of a request.
+class Outputs(NamedTuple):
+    """What a request asks to generate."""
 
-    Args:
-        prompt_tokens: by what the key's prompts usually have.
-        usual_output_tokens: of an answer without a limit.
-        service_prompt_tokens: by what all prompts of the service usually have; the same if None.
+    sequences: int
+    """Sequences generated in parallel."""
+    limit: int | None
+    """Tokens of each sequence at most; None if the request does not say."""
+    beams_per_choice: float
+    """See `TokenEstimate`."""
+
+
+def outputs_of(request: ChatCompletionRequest | CompletionRequest) -> Outputs:
+    """Return what a request asks to generate.
 
     Raises:
         BadRequest: the prompts of a batch are of different kinds, or too many.
@@ -102,11 +104,28 @@ def estimate_of(
         limit = request.max_completion_tokens or limit
         if isinstance(request, BatchChatCompletionRequest):
             prompts = len(request.messages)
+    return Outputs(prompts * width, limit, width / choices)
+
+
+def estimate_of(
+    outputs: Outputs,
+    prompt_tokens: int,
+    usual_output_tokens: float,
+    *,
+    service_prompt_tokens: int | None = None,
+) -> TokenEstimate:
+    """Estimate the tokens of a request.
+
+    Args:
+        prompt_tokens: by what the key's prompts usually have.
+        usual_output_tokens: of an answer without a limit.
+        service_prompt_tokens: by what all prompts of the service usually have; the same if None.
+    """
     return TokenEstimate(
         prompt_tokens,
-        prompts * width,
-        int(usual_output_tokens) if limit is None else limit,
-        has_limit=limit is not None,
-        beams_per_choice=width / choices,
+        outputs.sequences,
+        int(usual_output_tokens) if outputs.limit is None else outputs.limit,
+        has_limit=outputs.limit is not None,
+        beams_per_choice=outputs.beams_per_choice,
         service_prompt_tokens=service_prompt_tokens,
     )

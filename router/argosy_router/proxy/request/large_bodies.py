@@ -1,0 +1,258 @@
+"""Large bodies: read by another process, so that the event loop goes on serving everyone else.
+
+Owns: that process, and whose body it reads next. Must not know: connections, attempts, how a replica is chosen.
+Invariants: one body is read at a time, and accounts take turns, so that nobody waits longer for having a neighbour with
+many; whatever becomes of the process, every request ends, and the next one finds a new process.
+
+Decoding a body of 16 MiB takes some 100 ms, during which a thread would keep the interpreter's lock. The process starts
+with the first large body and stays: most routers never see one.
+"""
+
+# Not compiled: it waits for another process.
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from argosy_protocol.errors import ApiError, InternalError, Unavailable
+from argosy_router.auth.accounts import Account
+from argosy_router.metrics.definitions import LARGE_BODIES
+from argosy_router.metrics.series import Series
+from argosy_router.proxy.request.body_process import LENGTH_BYTES, Found, Job, Measurements, Wish, frame
+from argosy_router.proxy.request.call import Call
+from argosy_router.proxy.request.call_decoding import CallDraft
+from argosy_router.proxy.request.examination import RoutedEndpoint
+from argosy_router.proxy.request.examined import Examined
+
+log = logging.getLogger(__name__)
+
+LARGE_BODY_BYTES: Final = 1 << 20
+"""Bodies above this size are large. Reading a smaller one takes a few milliseconds."""
+_SMALL_BODY_BYTES: Final = 64 << 10
+"""Bodies up to this size are never large: reading one takes less than half a millisecond."""
+_PIECE_BYTES: Final = 256 << 10
+"""Sent between two turns of the event loop."""
+_PATIENCE_S: Final = 60.0
+"""For one body; a process that takes longer is hanging."""
+_RETRY_AFTER_S: Final = 1.0
+
+_Message = TypeVar("_Message")
+
+
+class BodyProcess:
+    """A process that reads bodies, and the conversation with it."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._process = process
+        self._in = process.stdin
+        self._out = process.stdout
+
+    @classmethod
+    async def start(cls) -> BodyProcess:
+        """Start a process.
+
+        Raises:
+            OSError: the system cannot start one.
+        """
+        return cls(
+            await asyncio.create_subprocess_exec(
+                *(sys.executable, "-P", "-m", "argosy_router.proxy.request.body_process"),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+            )
+        )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.returncode is not None
+
+    async def read(
+        self, endpoint: RoutedEndpoint, body: bytes, has_state: bool, place: Callable[[Examined], CallDraft]
+    ) -> Call:
+        """Read a body, and let `place` find the service that it is for.
+
+        Raises:
+            ApiError: the body is refused, or `place` raised it.
+            OSError, EOFError: the process has ended.
+        """
+        self._in.write(frame(Job(endpoint, len(body), has_state)))
+        view = memoryview(body)
+        for start in range(0, len(view), _PIECE_BYTES):
+            self._in.write(view[start : start + _PIECE_BYTES])
+            await self._in.drain()
+        found = await self._received(Found)
+        if found.examined is None:
+            assert found.refusal is not None
+            raise found.refusal.error()
+        try:
+            draft = place(found.examined)
+        except BaseException:
+            self._in.write(frame(Wish(None)))
+            raise
+        changes = {name: msgspec.json.encode(value) for name, value in draft.changes.items()}
+        is_reduced = draft.is_for_foreign_engines
+        if is_reduced:
+            changes |= dict(draft.additions)
+        self._in.write(frame(Wish(draft.seed, changes, is_reduced)))
+        answer = await self._received(Measurements)
+        if answer.body_bytes is not None:
+            body = await self._out.readexactly(answer.body_bytes)
+        if not is_reduced:
+            body = draft.with_additions(body)
+        call = draft.call(body, answer.measured())
+        call.is_body_reduced = is_reduced
+        return call
+
+    async def _received(self, kind: type[_Message]) -> _Message:
+        length = int.from_bytes(await self._out.readexactly(LENGTH_BYTES), "big")
+        return msgspec.msgpack.decode(await self._out.readexactly(length), type=kind)
+
+    async def kill(self) -> None:
+        """End the process, and wait for its end."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+        self._in.close()
+        await self._process.wait()
+
+
+def is_large(body: bytes, account: Account, now: float) -> bool:
+    """Whether another process reads a body: above a size, or if its account sends much in little time."""
+    size = len(body)
+    if size <= _SMALL_BODY_BYTES:
+        return False
+    return size > LARGE_BODY_BYTES or not account.may_read_at_once(size, now)
+
+
+class _Line:
+    """The bodies of one account that wait or are being read."""
+
+    def __init__(self) -> None:
+        self.lock = asyncio.Lock()
+        self.bodies = 0
+
+
+class LargeBodies:
+    """Reads the large bodies of one router."""
+
+    def __init__(self, start: Callable[[], Any] = BodyProcess.start) -> None:
+        """`start` returns an awaitable of a new `BodyProcess`."""
+        self._start = start
+        self.process: BodyProcess | None = None
+        """The process that reads; None before the first large body, and after a process has ended."""
+        self._turn = asyncio.Lock()
+        self._lines: dict[object, _Line] = {}
+        """Of each account that has bodies waiting."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._counts = LARGE_BODIES.counter()
+
+    def series(self) -> tuple[Series, ...]:
+        return (self._counts,)
+
+    def read(
+        self,
+        endpoint: RoutedEndpoint,
+        body: bytes,
+        account: object,
+        place: Callable[[Examined], CallDraft],
+        *,
+        has_state: bool,
+        is_wanted: Callable[[], bool],
+        on_call: Callable[[Call], None],
+        on_refused: Callable[[ApiError], None],
+    ) -> None:
+        """Have a body read, and call `on_call` or `on_refused` later, unless it is not wanted any more.
+
+        Args:
+            account: whose body it is.
+            place: finds the service of a body that has been examined; may raise ApiError.
+            has_state: see `examine`.
+        """
+
+        async def work() -> None:
+            try:
+                call = await self._read(endpoint, body, account, place, has_state, is_wanted)
+                if call is not None and is_wanted():
+                    on_call(call)
+            except ApiError as error:
+                self._counts.add(("unavailable" if isinstance(error, Unavailable) else "refused",))
+                if is_wanted():
+                    on_refused(error)
+            except Exception:
+                log.exception("a large request failed")
+                self._counts.add(("unavailable",))
+                if is_wanted():
+                    on_refused(InternalError("internal error"))
+
+        task = asyncio.create_task(work(), name="large body")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _read(
+        self,
+        endpoint: RoutedEndpoint,
+        body: bytes,
+        account: object,
+        place: Callable[[Examined], CallDraft],
+        has_state: bool,
+        is_wanted: Callable[[], bool],
+    ) -> Call | None:
+        """Read a body once it is its account's turn; None if it is not wanted any more then."""
+        line = self._lines.setdefault(account, _Line())
+        line.bodies += 1
+        try:
+            # At most one body of each account waits for the turn, which is given in order.
+            async with line.lock, self._turn:
+                return await self._read_now(endpoint, body, place, has_state) if is_wanted() else None
+        finally:
+            line.bodies -= 1
+            if not line.bodies:
+                del self._lines[account]
+
+    async def _read_now(
+        self, endpoint: RoutedEndpoint, body: bytes, place: Callable[[Examined], CallDraft], has_state: bool
+    ) -> Call:
+        try:
+            if self.process is not None and self.process.has_ended:
+                await self._end_process()
+            if self.process is None:
+                self.process = await self._start()
+            async with asyncio.timeout(_PATIENCE_S):
+                call = await self.process.read(endpoint, body, has_state, place)
+        except ApiError:
+            raise
+        except (OSError, EOFError) as error:  # a timeout is an OSError
+            log.error("the process that reads large requests has failed: %s", error or type(error).__name__)
+            await self._end_process()
+            raise Unavailable(
+                "the router could not read this request, which is large; retry", retry_after_s=_RETRY_AFTER_S
+            ) from None
+        except BaseException:
+            await self._end_process()  # the conversation is not complete
+            raise
+        self._counts.add(("read",))
+        return call
+
+    async def _end_process(self) -> None:
+        process, self.process = self.process, None
+        if process is not None:
+            await process.kill()
+
+    async def close(self) -> None:
+        """Give up what is being read, and end the process."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._end_process()
