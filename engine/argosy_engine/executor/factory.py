@@ -7,12 +7,13 @@ from argosy_engine.distributed.lockstep import LockstepEnds
 from argosy_engine.errors import ConfigError
 from argosy_engine.executor.abstract import Executor
 from argosy_engine.messages.load_step import OnLoadStep, ignore_step
+from argosy_engine.osproc.collector import paused_collector
 
 
 def make_executor(
     args: EngineArgs, lockstep: LockstepEnds | None = None, on_load_step: OnLoadStep = ignore_step
 ) -> Executor:
-    """Make the executor, without starting it.
+    """Make the executor, without starting it. Imports torch if a worker runs in this process.
 
     Args:
         lockstep: of an engine core that shares experts with others.
@@ -36,12 +37,14 @@ def make_executor(
 
         return MultiprocExecutor(args, args.parallel_config.world_size, lockstep, on_load_step=on_load_step)
     if args.executor_backend == "external_launcher":
-        from argosy_engine.executor.external_launcher_executor import ExternalLauncherExecutor
+        with paused_collector():
+            from argosy_engine.executor.external_launcher_executor import ExternalLauncherExecutor
 
         return ExternalLauncherExecutor(args)
     if args.executor_backend == "ray":
         return _ray_executor(args, on_load_step)
-    from argosy_engine.executor.uniproc_executor import UniprocExecutor
+    with paused_collector():
+        from argosy_engine.executor.uniproc_executor import UniprocExecutor
 
     return UniprocExecutor(args, lockstep, on_load_step)
 

@@ -12,6 +12,7 @@ is one byte for its kind, then msgpack.
 
 from __future__ import annotations
 
+import gc
 import os
 import select
 import signal
@@ -32,6 +33,7 @@ from argosy_engine.executor.worker_messages import CALL, EXECUTE, LEND, MessageR
 from argosy_engine.messages.collective_rpc import CollectiveRpc
 from argosy_engine.messages.scheduler_output import GrammarBitmask, SchedulerOutput
 from argosy_engine.osproc.child_process import die_with_parent
+from argosy_engine.osproc.collector import paused_collector
 from argosy_engine.osproc.debug_signal import describe_on_signal, dump_stacks_on_signal
 from argosy_protocol.program.log_format import configure_logging
 
@@ -118,14 +120,17 @@ class WorkerProcess:
             self._answers.die(error)
 
     def _start(self, args: EngineArgs) -> Worker:
-        from argosy_engine.executor.worker_class import worker_class
+        with paused_collector():
+            from argosy_engine.executor.worker_class import worker_class
 
+            make = worker_class(args.worker_cls)
+        gc.freeze()  # what is imported stays: the collector need not look at it again and again
         if self._own_host:
             url = urlsplit(self._init_method)
             assert url.hostname is not None
             assert url.port is not None
             self._store = join_network(url.hostname, url.port, self._own_host, self._store_fd)
-        worker = worker_class(args.worker_cls)(
+        worker = make(
             args,
             self._rank,
             self._world_size,

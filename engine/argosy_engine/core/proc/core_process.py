@@ -158,6 +158,7 @@ class CoreProcess:
 
             # Imports torch, unless the workers have their own processes.
             executor = make_executor(init.engine_args, init.lockstep, self._load.note)
+            gc.freeze()  # the load allocates much, and each collection would look through torch
             imported = time.perf_counter() - started
             if init.lockstep is not None:
                 self._lockstep = Lockstep(init.lockstep, IDLE_HEARTBEAT_S)
