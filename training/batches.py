@@ -35,14 +35,14 @@ def _cost(length: int) -> float:
 
 
 CHUNK = 3000
-"""Conversations made at a time."""
+"""Conversations that are made at a time, unless told otherwise."""
 
 
 class Batches:
     """The stream of one worker; `phase` 0: short documents only, 1: no long ones, 2: everything."""
 
-    def __init__(self, tokenizer: Tokenizer, seed: str, tokens: int) -> None:
-        self.tokenizer, self.tokens = tokenizer, tokens
+    def __init__(self, tokenizer: Tokenizer, seed: str, tokens: int, chunk: int = CHUNK) -> None:
+        self.tokenizer, self.tokens, self.chunk = tokenizer, tokens, chunk
         self.rng = random.Random(seed)
         self.phase = 0
         self.documents = 0
@@ -52,7 +52,7 @@ class Batches:
         while True:
             phase = self.phase
             limit = 192 if phase == 0 else 4096
-            for conversation in islice(mix.training(self.rng, with_long=phase == 2), CHUNK):
+            for conversation in islice(mix.training(self.rng, with_long=phase == 2), self.chunk):
                 document = encode(self.tokenizer, render.spans(conversation))
                 if len(document[0]) <= limit:
                     self.documents += 1

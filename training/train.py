@@ -23,7 +23,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
-from batches import Batches
+from batches import CHUNK, Batches
 from export import export
 from muon import Optimizer
 from network import Qwen3, Shape
@@ -78,7 +78,7 @@ class Trainer:
         elif options.start:
             self._take(load_file(options.start / "model.safetensors"))
         self.batches = Batches(
-            self.tokenizer, f"train {options.seed} {self.rank} {self.step}", options.tokens
+            self.tokenizer, f"train {options.seed} {self.rank} {self.step}", options.tokens, options.chunk
         )
         self.batches.phase = self._phase(self.elapsed)
         if not options.eager:
@@ -206,6 +206,9 @@ def parse() -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument(
         "--tokens", type=int, default=3584, help="padded tokens of a worker's step at length 256"
+    )
+    parser.add_argument(
+        "--chunk", type=int, default=CHUNK, help="conversations made at a time (fewer in smoke runs)"
     )
     parser.add_argument(
         "--priority", type=int, default=0, help="nice value; also of the scheduler's autogroup"

@@ -7,6 +7,7 @@ Each start is a fork of a process that has imported the compiler, which takes se
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -16,6 +17,7 @@ from pathlib import Path
 
 from argosy_engine import EngineArgs, LLMEngine, SamplingParams
 from argosy_engine.checkpoint.model_path import resolve_model
+from argosy_engine.osproc.collector import paused_collector
 
 PROMPTS = ["Hello", "The sky is", "Tell me about the sea"]
 
@@ -75,7 +77,9 @@ def start(model: str) -> None:
 
 
 def main() -> int:
-    importlib.import_module("torch._inductor.compile_fx")
+    with paused_collector():
+        importlib.import_module("torch._inductor.compile_fx")
+    gc.freeze()
     for _ in range(2):
         pid = os.fork()
         if pid == 0:

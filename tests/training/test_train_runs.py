@@ -1,33 +1,34 @@
 """A training run starts from given weights, and goes on after it was killed."""
 
 import json
-import subprocess
-import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
+from forked_scripts import forked_script
+
 ROOT = Path(__file__).parents[2]
 SHIPPED = ROOT / "models" / "argosy-tiny"
+MODULES = ["torch._dynamo", "tokenizers", "safetensors.torch"]
+"""What a run imports and takes seconds: of torch, what its optimizers need."""
 
 pytestmark = pytest.mark.timeout(600)
 
 
-def train(runs: Path, *options: str) -> dict[str, float]:
-    command = [sys.executable, str(ROOT / "training" / "train.py"), "--runs", str(runs), "--name", "small"]
-    command += ["--workers", "1", "--tokens", "256", "--minutes", "30", "--eager", *options]
-    subprocess.run(command, check=True, capture_output=True, timeout=300)
-    return json.loads((runs / "small" / "status.json").read_text())
+def test_a_run_starts_from_weights_and_is_resumed_where_it_ended(tmp_path: Path) -> None:
+    with forked_script(ROOT / "training" / "train.py", MODULES) as script:
+        check_runs(tmp_path, script)
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("runs")
+def check_runs(runs: Path, script: Callable[[Sequence[str]], int]) -> None:
+    def train(*options: str) -> dict[str, float]:
+        command = ["--runs", str(runs), "--name", "small", "--workers", "1", "--tokens", "256"]
+        assert script([*command, "--minutes", "30", "--chunk", "100", "--eager", *options]) == 0
+        return json.loads((runs / "small" / "status.json").read_text())
 
-
-def test_a_run_starts_from_weights_and_is_resumed_where_it_ended(runs: Path) -> None:
-    first = train(runs, "--start", str(SHIPPED), "--rate", "0.001", "--steps", "2")
+    first = train("--start", str(SHIPPED), "--rate", "0.001", "--steps", "2")
     assert first["steps"] == 2
     exported = runs / "small" / "export"
     shipped = load_file(SHIPPED / "model.safetensors")
@@ -39,7 +40,7 @@ def test_a_run_starts_from_weights_and_is_resumed_where_it_ended(runs: Path) -> 
     momentum = load_file(runs / "small" / "checkpoint.safetensors")[f"muon.{name}"]
     assert momentum.abs().sum() > 0
 
-    second = train(runs, "--start", str(SHIPPED), "--steps", "3", "--resume")
+    second = train("--start", str(SHIPPED), "--steps", "3", "--resume")
     assert second["steps"] == 3
     assert second["tokens"] > first["tokens"]
     assert second["seconds"] > first["seconds"]

@@ -12,6 +12,8 @@ import socket
 import struct
 from typing import NamedTuple
 
+from argosy_engine.osproc.collector import paused_collector
+
 _SIOCGIFADDR = 0x8915
 _ADDRESS = slice(20, 24)
 """Of a `struct ifreq`."""
@@ -55,7 +57,8 @@ def join_network(host: str, port: int, own_host: str, store: int = -1) -> object
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
     if store < 0:
         return None
-    import torch.distributed as dist
+    with paused_collector():
+        import torch.distributed as dist
 
     return dist.TCPStore(  # type: ignore[attr-defined]
         host, port, None, True, wait_for_workers=False, master_listen_fd=store
