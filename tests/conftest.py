@@ -47,17 +47,13 @@ settings.register_profile("random", deadline=None, suppress_health_check=[Health
 settings.register_profile("argosy", settings.get_profile("random"), derandomize=True, max_examples=50)
 settings.load_profile("argosy")
 
-# These give up connecting after 5 s where nobody says otherwise, and httpx reading, too. The objects are the defaults
-# of all functions and clients.
+# It gives up connecting and reading after 5 s where nobody says otherwise. The object is the default of all functions
+# and clients.
 try:
     import httpx
 
     default = inspect.signature(httpx.get).parameters["timeout"].default
     default.connect = default.read = default.write = default.pool = 60.0
-    import anthropic
-    import openai
-
-    anthropic.DEFAULT_TIMEOUT.connect = openai.DEFAULT_TIMEOUT.connect = 60.0
 
     # Each would read the certificates of all public authorities, which takes 35 ms. No test talks to their hosts.
     context = ssl.create_default_context(cafile=Path(__file__).parent / "support" / "public_authority.pem")
@@ -141,7 +137,14 @@ class StartedProcesses:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Keep the garbage collector from what all tests have imported: a million objects, 0.2 s each time."""
+    """Let the SDKs that tests have imported connect within 60 s instead of 5; the object is all clients' default. Their
+    import would take 2 s here, where the process that only gives out tests to others waits for it as well.
+
+    Keep the garbage collector from what all tests have imported: a million objects, 0.2 s each time.
+    """
+    for name in ("anthropic", "openai"):
+        if name in sys.modules:
+            sys.modules[name].DEFAULT_TIMEOUT.connect = 60.0
     gc.collect()
     gc.freeze()
 
