@@ -13,6 +13,7 @@ number, too, is read once.
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib.util
 import inspect
@@ -83,14 +84,13 @@ class ChosenLanes:
     def __init__(self, lanes: Lanes, chosen: frozenset[str]) -> None:
         self.lanes = lanes
         self.chosen = chosen
+        self._lane_of = functools.cache(lanes.of_test)
 
     def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
         if collection_path.suffix != ".py" or not collection_path.is_relative_to(ROOT):
             return None
         path = collection_path.relative_to(ROOT).as_posix()
-        return (
-            True if self.lanes.of_test(path) not in self.chosen and not self.lanes.has_smoke(path) else None
-        )
+        return True if self._lane_of(path) not in self.chosen and not self.lanes.has_smoke(path) else None
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -105,7 +105,7 @@ class ChosenLanes:
         if item.get_closest_marker("full") and FULL not in self.chosen:
             return False
         path = item.nodeid.partition("::")[0]
-        return self.lanes.of_test(path) in self.chosen or self.lanes.is_smoke(item.nodeid)
+        return self._lane_of(path) in self.chosen or self.lanes.is_smoke(item.nodeid)
 
 
 class StartedProcesses:
