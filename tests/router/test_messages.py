@@ -23,6 +23,7 @@ from message_events import message, parsed
 
 from .fake_engine import MODEL, Connection, FakeEngine, Received
 from .harness import Rig, is_settled, raw, rig
+from .test_key_enforcement import stop_clock
 
 PATH = "/v1/messages"
 COUNT = "/v1/messages/count_tokens"
@@ -175,7 +176,8 @@ async def test_bad_requests_are_refused_by_the_router(
 
 
 async def test_the_routers_other_errors_have_anthropics_shape(tmp_path: Path) -> None:
-    async with keyed(tmp_path, "requests_per_minute=1") as r:
+    async with keyed(tmp_path, "requests_per_minute=3") as r:  # two are refused for their content
+        stop_clock(r)
         r.http.headers["x-api-key"] = "sk-client"
         check_error(await r.http.get(PATH), 405, "invalid_request_error")
         check_error(await r.http.post(PATH + "/batches", json={}), 404, "not_found_error")
