@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import hashlib
 import json
 import logging
-from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,27 +14,8 @@ from argosy_router.config import FlowControlLimits
 
 from .fake_engine import DONE, MODEL, Connection, FakeEngine, Received, completion, event
 from .harness import Rig, chat, rig, service
-from .queueing import ONE_AT_A_TIME, Turnstile, check_hint, is_settled
-
-
-@contextlib.asynccontextmanager
-async def keyed(
-    tmp_path: Path, line: str, engines: list[FakeEngine] | None = None, **config: Any
-) -> AsyncIterator[Rig]:
-    """A router with one key, which the client sends."""
-    path = tmp_path / "keys"
-    digest = hashlib.sha256(b"sk-client").hexdigest()
-    path.write_text(f"sha256:{digest} name=client {line}\n")
-    async with rig(engines or [FakeEngine()], api_keys_file=path, **config) as r:
-        r.http.headers["authorization"] = "Bearer sk-client"
-        yield r
-        await r.until(lambda: is_settled(r))
-
-
-def stop_clock(r: Rig) -> None:
-    """Nothing is refilled from now on."""
-    now = r.router.requests.now()
-    r.router.requests.now = lambda: now
+from .keyed_rig import keyed, stop_clock
+from .queueing import ONE_AT_A_TIME, Turnstile, check_hint
 
 
 async def test_answers_tell_what_is_left_of_the_limits(tmp_path: Path) -> None:

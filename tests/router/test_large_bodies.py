@@ -31,9 +31,9 @@ from argosy_router.proxy.request.token_estimate import TokenEstimate
 from .accounts import account
 from .fake_engine import MODEL, FakeEngine
 from .harness import Rig, chat, is_settled, raw, read_all, rig, until
+from .keyed_rig import keyed, stop_clock
 from .raw_requests import HEAD, answer, request_bytes
 from .scripted_envoy import envoy
-from .test_key_enforcement import keyed, stop_clock
 
 LARGE = "a long talk, " * (LARGE_BODY_BYTES // 12)
 PRIVATE = Account(KeyTerms(name="private", cache="private", priority=3), 0.0, b"secret")

@@ -23,7 +23,7 @@ from message_events import message, parsed
 
 from .fake_engine import MODEL, Connection, FakeEngine, Received
 from .harness import Rig, is_settled, raw, rig
-from .test_key_enforcement import stop_clock
+from .keyed_rig import stop_clock
 
 PATH = "/v1/messages"
 COUNT = "/v1/messages/count_tokens"

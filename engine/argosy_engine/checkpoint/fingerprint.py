@@ -25,7 +25,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from argosy_engine.checkpoint.safetensors_header import Shard, read_shards
+from argosy_engine.checkpoint.safetensors_header import StoredShard, read_shards
 from argosy_engine.errors import ConfigError
 
 SAMPLE_BYTES = 4096
@@ -79,7 +79,7 @@ def weights_digest(path: Path, max_samples: int = MAX_SAMPLES) -> bytes:
     return whole.digest()
 
 
-def _sample(shard: Shard, num_samples: int) -> dict[str, bytes]:
+def _sample(shard: StoredShard, num_samples: int) -> dict[str, bytes]:
     """Return the digest of each tensor of one file."""
     places: dict[str, list[tuple[int, int]]] = {}
     for name, tensor in shard.tensors.items():

@@ -30,7 +30,7 @@ class StoredTensor(msgspec.Struct):
     """Begin and end (exclusive), relative to the start of the data."""
 
 
-class Shard(NamedTuple):
+class StoredShard(NamedTuple):
     """One file of a checkpoint."""
 
     file: Path
@@ -40,7 +40,7 @@ class Shard(NamedTuple):
     """Those that the checkpoint takes from this file."""
 
 
-def read_shards(path: Path) -> list[Shard]:
+def read_shards(path: Path) -> list[StoredShard]:
     """Read the headers of all shards of the checkpoint in directory `path`.
 
     Raises:
@@ -50,7 +50,7 @@ def read_shards(path: Path) -> list[Shard]:
     for file, wanted in checkpoint_shards(path).items():
         data_start, stored = read_header(file)
         tensors = {name: tensor for name, tensor in stored.items() if wanted is None or name in wanted}
-        shards.append(Shard(file, data_start, tensors))
+        shards.append(StoredShard(file, data_start, tensors))
     return shards
 
 

@@ -3,9 +3,9 @@
 Owns: the messages between a router and this process. Must not know: services, accounts, connections.
 Invariant: it answers each message, in order, and ends when its input does.
 
-A message is its length (4 bytes, big-endian) and msgpack. A `Job` is followed by its body, and its answer is `Found`.
-If that is no refusal, the router sends a `Wish`, whose answer, if it has a seed, is `Measurements`, followed by the
-body if that has changed.
+A message is its length (4 bytes, big-endian) and msgpack. A `BodyJob` is followed by its body, and its answer is
+`Found`. If that is no refusal, the router sends a `Wish`, whose answer, if it has a seed, is `Measurements`, followed by
+the body if that has changed.
 """
 
 # Not compiled: it runs as a program.
@@ -33,7 +33,7 @@ LENGTH_BYTES = 4
 _Message = TypeVar("_Message")
 
 
-class Job(msgspec.Struct):
+class BodyJob(msgspec.Struct):
     """Examine a body."""
 
     endpoint: str
@@ -122,7 +122,7 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
         answers.write(body)
         answers.flush()
 
-    while (job := received(Job)) is not None:
+    while (job := received(BodyJob)) is not None:
         body = requests.read(job.body_bytes)
         try:
             examined, prompts = examine(cast("RoutedEndpoint", job.endpoint), body, has_state=job.has_state)

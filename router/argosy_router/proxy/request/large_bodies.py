@@ -25,7 +25,7 @@ from argosy_protocol.errors import ApiError, InternalError, Unavailable
 from argosy_router.auth.accounts import Account
 from argosy_router.metrics.definitions import LARGE_BODIES
 from argosy_router.metrics.series import Series
-from argosy_router.proxy.request.body_process import LENGTH_BYTES, Found, Job, Measurements, Wish, frame
+from argosy_router.proxy.request.body_process import LENGTH_BYTES, BodyJob, Found, Measurements, Wish, frame
 from argosy_router.proxy.request.call import Call
 from argosy_router.proxy.request.call_decoding import CallDraft
 from argosy_router.proxy.request.examination import RoutedEndpoint
@@ -88,7 +88,7 @@ class BodyProcess:
             ApiError: the body is refused, or `place` raised it.
             OSError, EOFError: the process has ended.
         """
-        self._in.write(frame(Job(endpoint, len(body), has_state)))
+        self._in.write(frame(BodyJob(endpoint, len(body), has_state)))
         view = memoryview(body)
         for start in range(0, len(view), _PIECE_BYTES):
             self._in.write(view[start : start + _PIECE_BYTES])
