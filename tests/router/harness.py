@@ -48,6 +48,22 @@ class StoppedClock:
         await passed.wait()
 
 
+class UnpausedClock:
+    """The time, but for pauses of this process, which runs the router and all that it talks to: a deadline must not
+    pass because another process had the processor."""
+
+    LONGEST_STEP_S = 0.25
+
+    def __init__(self) -> None:
+        self._now = self._seen = time.monotonic()
+
+    def __call__(self) -> float:
+        seen = time.monotonic()
+        self._now += min(seen - self._seen, self.LONGEST_STEP_S)
+        self._seen = seen
+        return self._now
+
+
 class ManualDiscovery:
     """Publishes what a test hands it."""
 
@@ -137,7 +153,7 @@ async def rig(
     """Starts the engines that are not running and a router over them; waits until all are routable.
 
     Args:
-        clock: what the router's deadlines go by, instead of the time.
+        clock: what the router's deadlines go by, instead of an `UnpausedClock`.
     """
     async with contextlib.AsyncExitStack() as stack:
         for engine in engines:
@@ -154,7 +170,7 @@ async def rig(
             RouterConfig(**{**given, **config}),
             discovery=discovery,
             tick_s=TICK_S,
-            clock=clock,
+            clock=clock or UnpausedClock(),
             stderr=stderr,
         )
         await stack.enter_async_context(router.serving())

@@ -4,8 +4,8 @@ Owns: the messages between a router and this process. Must not know: services, a
 Invariant: it answers each message, in order, and ends when its input does.
 
 A message is its length (4 bytes, big-endian) and msgpack. A `BodyJob` is followed by its body, and its answer is
-`Found`. If that is no refusal, the router sends a `Wish`, whose answer, if it has a seed, is `Measurements`, followed by
-the body if that has changed.
+`Found`. If that is no refusal, the router sends a `Wish`, whose answer, if it has a seed, is `Measurements`, followed
+by the body if that has changed.
 """
 
 # Not compiled: it runs as a program.
