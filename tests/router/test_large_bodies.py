@@ -19,6 +19,7 @@ from argosy_protocol.errors import ApiError
 from argosy_router.auth.accounts import BODY_BYTES_PER_S, Account
 from argosy_router.auth.key_terms import KeyTerms
 from argosy_router.http.messages import Request
+from argosy_router.http.server_interface import ClientListener
 from argosy_router.prompts.prompt_hash import Prompt
 from argosy_router.proxy.request.body_process import serve
 from argosy_router.proxy.request.call import Call
@@ -59,18 +60,30 @@ class ScriptedProcess:
         self.has_ended = True
 
 
+class Bystander:
+    """A client that stays, and to which nothing is said."""
+
+    def attach(self, listener: ClientListener) -> None:
+        pass
+
+    def unexpected(self, *_: Any) -> None:
+        raise AssertionError("an answer")
+
+    respond = start = send = finish = abort = unexpected
+
+
 async def read(
     bodies: LargeBodies, r: Rig, endpoint: RoutedEndpoint, request: Request, holder: Account
 ) -> Any:
     """The call or the refusal of a request whose body another process reads."""
     done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
     bodies.read(
+        Bystander(),
         endpoint,
         request.body,
         holder,
         lambda examined: CallDraft(r.router.fleet, endpoint, request, examined, b"id", holder, b""),
         has_state=False,
-        is_wanted=lambda: True,
         on_call=done.set_result,
         on_refused=done.set_result,
     )
@@ -226,6 +239,8 @@ async def test_a_client_that_leaves_has_its_body_read_no_more() -> None:
         for writer in (first, second):
             writer.transport.abort()
         await r.until(lambda: r.router.server.body_memory.held == 0)
+        tasks = [task for task in asyncio.all_tasks() if task.get_name() == "large body"]
+        await r.until(lambda: sum(not task.done() for task in tasks) == 1)  # the other has let go of its body
         process.goes_on.release()
         large = asyncio.create_task(r.chat(LARGE + "third"))
         await r.until(lambda: len(process.begun) == 2)
@@ -243,12 +258,12 @@ async def test_accounts_take_turns() -> None:
     refused: list[str] = []
     for holder, body in ((one, b"1a"), (one, b"1b"), (one, b"1c"), (other, b"2a"), (other, b"2b")):
         bodies.read(
+            Bystander(),
             "chat/completions",
             body,
             holder,
             lambda _: pytest.fail("not placed"),
             has_state=False,
-            is_wanted=lambda: True,
             on_call=lambda _: pytest.fail("no call"),
             on_refused=lambda error: refused.append(error.message),
         )

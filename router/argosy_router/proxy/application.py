@@ -90,25 +90,6 @@ Responder = Callable[[], tuple[int, bytes, bytes]]
 """Returns status, header lines and body."""
 
 
-class _Waiting:
-    """Tells whether a client still waits. A `ClientListener`."""
-
-    def __init__(self) -> None:
-        self._is_lost = False
-
-    def is_wanted(self) -> bool:
-        return not self._is_lost
-
-    def on_client_lost(self) -> None:
-        self._is_lost = True
-
-    def on_client_paused(self) -> None:
-        pass
-
-    def on_client_resumed(self) -> None:
-        pass
-
-
 class RouterApplication:
     """Answers requests of the main port."""
 
@@ -400,9 +381,8 @@ class RouterApplication:
                 call.trace = trace
             on_call(call)
 
-        waiting = _Waiting()
-        client.attach(waiting)
         self._large_bodies.read(
+            client,
             endpoint,
             request.body,
             account,
@@ -410,7 +390,6 @@ class RouterApplication:
                 self._fleet, endpoint, request, examined, request_id, account, response_id
             ),
             has_state=bool(response_id),
-            is_wanted=waiting.is_wanted,
             on_call=done,
             on_refused=lambda error: self.refuse(client, request_id, error, request.path),
         )
@@ -472,7 +451,7 @@ def _has_short_body(request: Request) -> bool:
     length = request.header(b"content-length")
     if request.header(b"transfer-encoding") is not None or request.header(b"expect") is not None:
         return False
-    return length is None or int(length[:19]) <= LARGE_BODY_BYTES
+    return length is None or (length.isdigit() and int(length[:19]) <= LARGE_BODY_BYTES)
 
 
 def _is_stored(path: bytes) -> bool:

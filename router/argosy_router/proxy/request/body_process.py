@@ -123,6 +123,7 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
         answers.flush()
 
     while (job := received(BodyJob)) is not None:
+        gc.collect()  # what the last one left, if anything
         body = requests.read(job.body_bytes)
         try:
             examined, prompts = examine(cast("RoutedEndpoint", job.endpoint), body, has_state=job.has_state)
@@ -153,7 +154,8 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     return_freed_memory()
-    gc.disable()  # what it decodes has no cycles, and a million values would be looked at again and again
+    gc.disable()  # a million values would be looked at again and again while they are decoded
+    gc.freeze()
     serve(sys.stdin.buffer, sys.stdout.buffer)
     return 0
 

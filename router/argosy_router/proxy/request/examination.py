@@ -64,9 +64,16 @@ def examine(
         PayloadTooLarge: it has too many values.
     """
     try:
-        decoded = _decode(endpoint, body, has_state=has_state)
+        return _examine(endpoint, body, has_state=has_state)
     except RecursionError:
         raise BadRequest("the request is nested too deeply") from None
+
+
+def _examine(
+    endpoint: RoutedEndpoint, body: bytes, *, has_state: bool
+) -> tuple[Examined, list[list[Segment]]]:
+    try:
+        decoded = _decode(endpoint, body, has_state=has_state)
     except BadRequest as error:
         named = re.split(r"[.\[]", error.param or "", maxsplit=1)[0]
         if named == "resume" or named in _INTERNAL:

@@ -1,6 +1,6 @@
 """Large bodies: read by another process, so that the event loop goes on serving everyone else.
 
-Owns: that process, and whose body it reads next. Must not know: connections, attempts, how a replica is chosen.
+Owns: that process, and whose body it reads next. Must not know: HTTP, attempts, how a replica is chosen.
 Invariants: one body is read at a time, and accounts take turns, so that nobody waits longer for having a neighbour with
 many; whatever becomes of the process, every request ends, and the next one finds a new process.
 
@@ -23,6 +23,7 @@ import msgspec
 
 from argosy_protocol.errors import ApiError, InternalError, Unavailable
 from argosy_router.auth.accounts import Account
+from argosy_router.http.server_interface import Client
 from argosy_router.metrics.definitions import LARGE_BODIES
 from argosy_router.metrics.series import Series
 from argosy_router.proxy.request.body_process import LENGTH_BYTES, BodyJob, Found, Measurements, Wish, frame
@@ -144,6 +145,26 @@ class _Line:
         self.bodies = 0
 
 
+class _Reading:
+    """A body that waits or is being read. The `ClientListener` of its client."""
+
+    def __init__(self) -> None:
+        self.is_wanted = True
+        self.has_begun = False
+        self.task: asyncio.Task[None] | None = None
+
+    def on_client_lost(self) -> None:
+        self.is_wanted = False
+        if self.task is not None and not self.has_begun:
+            self.task.cancel()  # and so lets go of the body; a conversation that has begun is completed
+
+    def on_client_paused(self) -> None:
+        pass
+
+    def on_client_resumed(self) -> None:
+        pass
+
+
 class LargeBodies:
     """Reads the large bodies of one router."""
 
@@ -163,51 +184,53 @@ class LargeBodies:
 
     def read(
         self,
+        client: Client,
         endpoint: RoutedEndpoint,
         body: bytes,
         account: object,
         place: Callable[[Examined], CallDraft],
         *,
         has_state: bool,
-        is_wanted: Callable[[], bool],
         on_call: Callable[[Call], None],
         on_refused: Callable[[ApiError], None],
     ) -> None:
-        """Have a body read, and call `on_call` or `on_refused` later, unless it is not wanted any more.
+        """Have a body read, and call `on_call` or `on_refused` later, unless its client is lost.
 
         Args:
             account: whose body it is.
             place: finds the service of a body that has been examined; may raise ApiError.
             has_state: see `examine`.
         """
+        reading = _Reading()
 
         async def work() -> None:
             try:
-                call = await self._read(endpoint, body, account, place, has_state, is_wanted)
-                if call is not None and is_wanted():
+                call = await self._read(reading, endpoint, body, account, place, has_state)
+                if call is not None and reading.is_wanted:
                     on_call(call)
             except ApiError as error:
                 self._counts.add(("unavailable" if isinstance(error, Unavailable) else "refused",))
-                if is_wanted():
+                if reading.is_wanted:
                     on_refused(error)
             except Exception:
                 log.exception("a large request failed")
                 self._counts.add(("unavailable",))
-                if is_wanted():
+                if reading.is_wanted:
                     on_refused(InternalError("internal error"))
 
-        task = asyncio.create_task(work(), name="large body")
+        reading.task = task = asyncio.create_task(work(), name="large body")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        client.attach(reading)
 
     async def _read(
         self,
+        reading: _Reading,
         endpoint: RoutedEndpoint,
         body: bytes,
         account: object,
         place: Callable[[Examined], CallDraft],
         has_state: bool,
-        is_wanted: Callable[[], bool],
     ) -> Call | None:
         """Read a body once it is its account's turn; None if it is not wanted any more then."""
         line = self._lines.setdefault(account, _Line())
@@ -215,7 +238,10 @@ class LargeBodies:
         try:
             # At most one body of each account waits for the turn, which is given in order.
             async with line.lock, self._turn:
-                return await self._read_now(endpoint, body, place, has_state) if is_wanted() else None
+                if not reading.is_wanted:
+                    return None
+                reading.has_begun = True
+                return await self._read_now(endpoint, body, place, has_state)
         finally:
             line.bodies -= 1
             if not line.bodies:
@@ -233,7 +259,11 @@ class LargeBodies:
                 call = await self.process.read(endpoint, body, has_state, place)
         except ApiError:
             raise
-        except (OSError, EOFError) as error:  # a timeout is an OSError
+        except (
+            OSError,
+            EOFError,
+            RuntimeError,
+        ) as error:  # a timeout, a dead process, and uvloop's closed pipe
             log.error("the process that reads large requests has failed: %s", error or type(error).__name__)
             await self._end_process()
             raise Unavailable(
