@@ -13,9 +13,10 @@ from argosy_protocol.fleet import FleetDocument
 from argosy_router.config import FlowControlLimits
 
 from .fake_engine import DONE, MODEL, Connection, FakeEngine, Received, completion, event
-from .harness import Rig, chat, rig, service
+from .harness import Rig, chat, raw, rig, service
 from .keyed_rig import keyed, stop_clock
 from .queueing import ONE_AT_A_TIME, Turnstile, check_hint
+from .raw_requests import HEAD, answer, request
 
 
 async def test_answers_tell_what_is_left_of_the_limits(tmp_path: Path) -> None:
@@ -200,3 +201,12 @@ async def test_resume_is_refused_at_the_edge() -> None:
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == "resume"
         assert not r.engines[0].requests
+
+
+async def test_a_pipelined_request_finds_that_the_one_before_has_ended(tmp_path: Path) -> None:
+    limits = "max_parallel_requests=1 max_parallel_sequences=1"
+    async with keyed(tmp_path, limits) as r, raw(r.router) as (reader, writer):
+        head = HEAD + b"authorization: Bearer sk-client\r\n"
+        writer.write(request(json.dumps(chat()).encode(), head) * 3)
+        assert [(await answer(reader))[0] for _ in range(3)] == [200, 200, 200]
+        assert len(r.engines[0].requests) == 3

@@ -503,7 +503,15 @@ class ServerConnection(asyncio.Protocol):
             return
         assert request is not None
         self.reader.release(request)
-        if keeps_alive:
+        if (
+            keeps_alive
+            and (self.reader.ready or self._held)
+            and not (self._is_serving or self._is_write_paused)
+        ):
+            # The request must have ended for its account, too, before the next one begins.
+            self._pause_reading()
+            asyncio.get_running_loop().call_soon(self._resume_reading)
+        elif keeps_alive:
             self._serve_requests()
         elif self.is_discarding:
             self._linger()
