@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from argosy_router.http.deadlines import Deadline, TimerWheel
+from argosy_router.http.deadlines import HORIZON_S, Deadline, TimerWheel
 
 from .harness import DEADLINE_S, TICK_S, StoppedClock
 
@@ -52,6 +52,29 @@ async def test_deadlines_go_by_the_clock_that_the_wheel_is_given() -> None:
         assert fired == [5.0]
         await clock.advance(wheel, 15.0)
     assert fired == [5.0, 10.0, 20.0]
+    wheel.close()
+
+
+@pytest.mark.parametrize("seconds", [1e9, float("inf"), float("nan")])
+async def test_a_deadline_far_away_leaves_the_wheel_soon_once_it_has_ended(seconds: float) -> None:
+    clock = StoppedClock()
+    wheel = TimerWheel(asyncio.get_running_loop(), TICK_S, clock)
+    fired: list[int] = []
+    ended, kept, near = (Deadline(wheel, partial(fired.append, number)) for number in range(3))
+    ended.set(seconds)
+    kept.set(3 * HORIZON_S + 5.0)
+    near.set(5.0)
+    ended.end()
+    assert len(wheel) == 3
+    async with asyncio.timeout(DEADLINE_S):
+        await clock.advance(wheel, HORIZON_S)
+        assert fired == [2]
+        assert len(wheel) == 1
+        await clock.advance(wheel, HORIZON_S)
+        await clock.advance(wheel, HORIZON_S)
+        assert fired == [2]
+        await clock.advance(wheel, 5.0)
+    assert fired == [2, 1]
     wheel.close()
 
 

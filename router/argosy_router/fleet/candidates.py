@@ -170,8 +170,9 @@ class CandidatePool:
         return candidates
 
     def _best_class(self, now: float, tried: Collection[Replica], name: str) -> list[Replica]:
+        excluded = set(tried)
         untried = [
-            replica for replica in self._replicas.values() if replica.is_routable and replica not in tried
+            replica for replica in self._replicas.values() if replica.is_routable and replica not in excluded
         ]
         usable = [replica for replica in untried if replica.serves(name)]
         side, adapter_or_alias = in_parts(name)

@@ -18,6 +18,9 @@ log = logging.getLogger(__name__)
 
 TICK_S = 0.1
 """Precision of deadlines: a tenth of the shortest default (connect, 1 s)."""
+HORIZON_S = 60.0
+"""The wheel looks at deadlines further away than this once more before: one that has ended by then leaves it, however
+far away it was, and whatever made it so."""
 
 
 class Deadline:
@@ -33,8 +36,9 @@ class Deadline:
 
     def set(self, seconds: float) -> None:
         """Arm or re-arm: the callback runs `seconds` from now unless the deadline is set or cleared before."""
-        self._when = when = self._wheel.time() + seconds
-        bucket = self._wheel.bucket_of(when)
+        now = self._wheel.time()
+        self._when = when = now + seconds
+        bucket = self._wheel.bucket_of(when, now)
         if self._bucket is None or bucket < self._bucket:
             self._wheel.put(self, bucket)
 
@@ -60,7 +64,7 @@ class Deadline:
         if self._when is None:
             return
         if self._when > now:
-            self._wheel.put(self, self._wheel.bucket_of(self._when))
+            self._wheel.put(self, self._wheel.bucket_of(self._when, now))
             return
         self._when = None
         try:
@@ -93,8 +97,14 @@ class TimerWheel:
         self._next = 0
         self._timer: asyncio.TimerHandle | None = None
 
-    def bucket_of(self, when: float) -> int:
-        return int(when / self._tick_s) + 1
+    def __len__(self) -> int:
+        """Return how many deadlines it refers to, those included that have ended since."""
+        return sum(map(len, self._buckets.values()))
+
+    def bucket_of(self, when: float, now: float) -> int:
+        """Return the bucket in which a deadline is looked at next."""
+        horizon = now + HORIZON_S
+        return int((when if when < horizon else horizon) / self._tick_s) + 1
 
     def put(self, deadline: Deadline, bucket: int) -> None:
         deadline.place(bucket)
