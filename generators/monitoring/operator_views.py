@@ -28,6 +28,16 @@ def operator_alerts() -> list[Alert]:
             "Look at the Deployment and the Lease argosy-operator, and at the log of its pods.",
         ),
         Alert(
+            "ArgosyNamespaceUnreadable",
+            "max by (namespace, watched_namespace) (argosy_operator_unreadable_namespaces) > 0",
+            "5m",
+            "warning",
+            "The operator in {{ $labels.namespace }} cannot read namespace {{ $labels.watched_namespace }}: its services "
+            "are served as they were, and changes, new pods and scaling wait.",
+            "The operator's log, and `kubectl describe lease argosy-operator` in its namespace, say why. Restore the "
+            "RoleBinding argosy-operator-... there (helm upgrade does), or take the namespace out of watchNamespaces.",
+        ),
+        Alert(
             "ArgosyServicesNotReady",
             'max by (namespace) (argosy_operator_services{ready!="True"}) > 0',
             "30m",
@@ -115,6 +125,17 @@ def operator_rows() -> list[Row]:
                         ("max by (pod) (argosy_operator_leading)", "{{pod}} leads"),
                         ("max(argosy_operator_routers_alive)", "routers"),
                     ],
+                ),
+                Panel(
+                    "Namespaces that cannot be read",
+                    "short",
+                    [
+                        (
+                            "max by (watched_namespace) (argosy_operator_unreadable_namespaces)",
+                            "{{watched_namespace}}",
+                        )
+                    ],
+                    "None is shown if all are read.",
                 ),
             ),
         ),

@@ -26,6 +26,7 @@ from argosy_operator.cluster.kubernetes_api import KubernetesApi
 from argosy_operator.cluster.router_reports import http_fetch
 from argosy_operator.config import ConfigError, OperatorConfig
 from argosy_operator.errors import OperatorError
+from argosy_operator.names import UNREADABLE_ANNOTATION
 from argosy_operator.process.event_source import scopes, watch
 from argosy_operator.process.health import health_app
 from argosy_operator.process.installation_keys import ensure_keys, follow_fleet_keys, keep_fleet_key
@@ -154,7 +155,12 @@ async def _work(
         await _work_alone(controller, api, config, keys)
         return
     election = LeaderElection(
-        api, leadership, namespace=config.namespace, name=config.lease, identity=config.identity
+        api,
+        leadership,
+        namespace=config.namespace,
+        name=config.lease,
+        identity=config.identity,
+        annotations=lambda: {UNREADABLE_ANNOTATION: controller.lister.summary()},
     )
     electing = asyncio.create_task(election.run(), name="election")
     try:

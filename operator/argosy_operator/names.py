@@ -60,6 +60,9 @@ LEADER_LABEL: Final = f"{GROUP}/leader"
 TURN_ANNOTATION: Final = f"{GROUP}/has-turn"
 """On the one Deployment to which a change of the operator's is being rolled out."""
 
+UNREADABLE_ANNOTATION: Final = f"{GROUP}/unreadable-namespaces"
+"""On the operator's Lease: why namespaces cannot be read, by their names, as JSON. `argosy why` looks at it."""
+
 NAME_LABEL: Final = "app.kubernetes.io/name"
 INSTANCE_LABEL: Final = "app.kubernetes.io/instance"
 MANAGED_BY_LABEL: Final = "app.kubernetes.io/managed-by"

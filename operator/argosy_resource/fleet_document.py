@@ -117,6 +117,14 @@ def fleet_document(
     )
 
 
+def with_entries(document: FleetDocument, kept: Iterable[FleetService]) -> FleetDocument:
+    """The document with entries of an earlier one."""
+    if not (entries := tuple(kept)):
+        return document
+    services = sorted((*document.services, *entries), key=lambda each: each.qualified_name)
+    return FleetDocument(version=document.version, services=tuple(services))
+
+
 def within(document: FleetDocument, limit: int) -> FleetDocument:
     """The document without the services for which there is no room in `limit` bytes. Namespaces get equal shares, and
     what others do not need (max-min fairness); within a namespace the newest services are left out."""

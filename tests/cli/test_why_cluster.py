@@ -85,6 +85,7 @@ def installed(tmp_path: Path, endpoints: Object, lease: Object, resource: Object
             "get endpointslices.discovery.k8s.io --namespace argosy-system "
             "--selector kubernetes.io/service-name=argosy-router": endpoints,
             "get leases.coordination.k8s.io argosy-operator --namespace argosy-system": lease,
+            "get leases.coordination.k8s.io --all-namespaces --field-selector metadata.name=argosy-operator": lease,
             "get events": {"items": []},
         },
     )
@@ -115,6 +116,56 @@ def test_without_an_operator_routers_serve_and_it_is_told(tmp_path: Path) -> Non
 def test_what_may_not_be_read_is_no_problem(tmp_path: Path) -> None:
     found = installed(tmp_path, FORBIDDEN, FORBIDDEN)
     assert ([link.name for link in found.links], found.notes) == (["manifest", "ready"], ())
+
+
+def refusing(reason: str) -> Object:
+    """A Lease whose holder cannot read the namespace of the service."""
+    renewed = datetime.datetime.now(datetime.UTC).isoformat()
+    told = {"inference.argosy.dev/unreadable-namespaces": json.dumps({"team": reason, "other": "NoAnswer"})}
+    metadata = {"name": "argosy-operator", "namespace": "argosy-system", "annotations": told}
+    return {"metadata": metadata, "spec": {"holderIdentity": "a", "renewTime": renewed}}
+
+
+NEVER_SEEN = service(seen=-1)
+del NEVER_SEEN["status"]
+
+
+@pytest.mark.parametrize(
+    ("resource", "lease", "place"),
+    [
+        (READY, refusing("Forbidden"), "note: "),
+        (
+            {**READY, "status": {**READY["status"], "observedGeneration": 2}},
+            refusing("Forbidden"),
+            "operator ",
+        ),
+        (NEVER_SEEN, {"items": [refusing("Forbidden")]}, "operator "),
+        (NEVER_SEEN, {"items": [refusing("NamespaceGone")]}, "operator "),
+        (READY, refusing("NoAnswer"), "note: "),
+    ],
+    ids=["ready", "an edit is not seen", "never seen", "gone", "no answer"],
+)
+def test_a_namespace_that_the_operator_cannot_read_is_named(
+    resource: Object, lease: Object, place: str, tmp_path: Path
+) -> None:
+    found = installed(tmp_path, ONE_ROUTER, lease, resource)
+    text = render(found)
+    (line,) = (each for each in text.splitlines() if "cannot read namespace team" in each)
+    assert place in line
+    assert "no operator runs" not in text
+    assert "kubectl describe lease -n argosy-system argosy-operator" in text
+    if "NoAnswer" not in line:
+        assert "RoleBinding argosy-operator-argosy-system" in text
+        assert "watchNamespaces" in text
+    assert found.is_served is (resource is READY)
+    assert any(each.name == "pods" for each in found.links) is (resource is READY), "its status is an old one"
+
+
+@pytest.mark.parametrize("told", ["no JSON", "[]", '{"elsewhere": "Forbidden"}', ""])
+def test_what_a_lease_does_not_say_of_a_namespace_is_no_problem(told: str, tmp_path: Path) -> None:
+    lease = refusing("Forbidden")
+    lease["metadata"]["annotations"] = {"inference.argosy.dev/unreadable-namespaces": told}
+    assert "cannot read" not in render(installed(tmp_path, ONE_ROUTER, lease))
 
 
 @pytest.mark.parametrize(

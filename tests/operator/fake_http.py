@@ -27,6 +27,7 @@ class FakeApiServer:
         self.authorize: Authorize = lambda *_: True
         self.forbidden: list[str] = []
         """Requests that were answered with 403."""
+        self.missing_namespaces: set[str] = set()
         self.watch_errors: list[int] = []
         """HTTP statuses with which the next watches are answered."""
         self._watchers: list[web.Request] = []
@@ -39,10 +40,17 @@ class FakeApiServer:
         transports = (request.transport for request in self._watchers)
         return sum(transport is not None and not transport.is_closing() for transport in transports)
 
+    def cut_watches(self) -> None:
+        """End every connection on which a watch is open."""
+        for request in self._watchers:
+            if request.transport is not None:
+                request.transport.close()
+
     def app(self) -> web.Application:
         app = web.Application()
         app.router.add_get("/api", self._json({"versions": ["v1"]}))
         app.router.add_get("/apis", self._json({"groups": self._groups()}))
+        app.router.add_get("/api/v1/namespaces/{name}", self._namespace)
         for prefix, kinds in self._versions().items():
             resources = [
                 {
@@ -83,6 +91,14 @@ class FakeApiServer:
             return web.json_response(body)
 
         return handler
+
+    async def _namespace(self, request: web.Request) -> web.Response:
+        name = request.match_info["name"]
+        if not self.authorize("get", NAMESPACES, "namespaces", name, name):
+            return web.json_response({"code": 403, "message": "forbidden"}, status=403)
+        if name in self.missing_namespaces:
+            return web.json_response({"code": 404, "message": f'namespaces "{name}" not found'}, status=404)
+        return web.json_response({"metadata": {"name": name}})
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         self.requests.append((request.method, request.path, request.query_string, request.content_type))
@@ -188,8 +204,9 @@ def _verb(request: web.Request) -> str:
 
 
 VERBS = ["create", "delete", "get", "list", "patch", "update", "watch"]
+NAMESPACES = Kind("", "v1", "Namespace", "namespaces")
 KNOWN_TO_KOPF = (
-    Kind("", "v1", "Namespace", "namespaces"),
+    NAMESPACES,
     Kind("", "v1", "Event", "events"),
     Kind("apiextensions.k8s.io", "v1", "CustomResourceDefinition", "customresourcedefinitions"),
 )

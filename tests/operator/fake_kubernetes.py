@@ -138,6 +138,9 @@ class FakeKubernetes:
     async def get(self, kind: Kind, namespace: str, name: str) -> Object | None:
         return _copy(self.objects.get((kind, namespace, name)))
 
+    async def has_namespace(self, name: str) -> bool | None:
+        return None
+
     async def read_metadata(self, kind: Kind, namespace: str, name: str) -> Object | None:
         key = (kind, namespace, name)
         live = self.objects.get(key)

@@ -112,7 +112,7 @@ async def test_one_writes_and_another_takes_over_when_it_dies() -> None:
         leader, standby = (first, second) if first.leadership.is_held else (second, first)
         assert leader.connection.writes
         assert standby.connection.writes == []
-        assert standby.controller.has_listed
+        assert standby.controller.unready_reason == ""
         assert not standby.controller.is_leading
         leader.stop_election()
         leader.connection.is_cut = True

@@ -20,6 +20,7 @@ from argosy.diagnosis.installation import (
     num_ready,
     operator_absence,
     router_service,
+    unreadable_reason,
 )
 from argosy.diagnosis.kubectl import Kubectl, NoSuchKind, NotFound
 from argosy.diagnosis.local_chain import local_diagnosis
@@ -120,16 +121,37 @@ def in_cluster(kubectl: Kubectl, name: str | None) -> Diagnosis:
 
 def _installation(kubectl: Kubectl, service: dict[str, Any]) -> Installation:
     """Routers and operator, as far as the user may read them."""
+    served = service["metadata"].get("namespace", "default")
     if (where := router_service(service)) is None:
-        return Installation()
+        return _refused_operator(kubectl, served)
     namespace, name = where
-    endpoints, absence = None, ""
+    endpoints, absence, unreadable = None, "", ""
     with contextlib.suppress(CommandError):
         words = ("--namespace", namespace, "--selector", f"kubernetes.io/service-name={name}")
         endpoints = num_ready(kubectl.get("endpointslices.discovery.k8s.io", *words)["items"])
     with contextlib.suppress(CommandError):
-        absence = operator_absence(_lease(kubectl, namespace), namespace, datetime.datetime.now(datetime.UTC))
-    return Installation(router=f"{namespace}/{name}", endpoints=endpoints, absence=absence)
+        lease = _lease(kubectl, namespace)
+        absence = operator_absence(lease, namespace, datetime.datetime.now(datetime.UTC))
+        unreadable = "" if absence else unreadable_reason(lease, served)
+    return Installation(
+        router=f"{namespace}/{name}",
+        endpoints=endpoints,
+        absence=absence,
+        lease_namespace=namespace,
+        unreadable=unreadable,
+    )
+
+
+def _refused_operator(kubectl: Kubectl, served: str) -> Installation:
+    """The operator that says that it cannot read a namespace, for a service that none has seen."""
+    with contextlib.suppress(CommandError):
+        words = ("--all-namespaces", "--field-selector", f"metadata.name={LEASE}")
+        for lease in kubectl.get("leases.coordination.k8s.io", *words)["items"]:
+            namespace = lease["metadata"]["namespace"]
+            is_absent = operator_absence(lease, namespace, datetime.datetime.now(datetime.UTC))
+            if not is_absent and (reason := unreadable_reason(lease, served)):
+                return Installation(lease_namespace=namespace, unreadable=reason)
+    return Installation()
 
 
 def _lease(kubectl: Kubectl, namespace: str) -> dict[str, Any] | None:

@@ -19,7 +19,12 @@ from argosy.diagnosis.chain import (
     served_meanwhile,
     until_first_problem,
 )
-from argosy.diagnosis.installation import Installation, operator_note, router_link
+from argosy.diagnosis.installation import (
+    Installation,
+    operator_note,
+    remedy_of_unreadable,
+    router_link,
+)
 from argosy.diagnosis.remedies import (
     UNREACHABLE_SOURCE,
     is_unreachable,
@@ -87,7 +92,7 @@ def cluster_diagnosis(
     """
     pod, doing, log = suspect(service, pods), loading(log), log[-MAX_LINES:]
     replicas = [each for each in pods if not _is_node(each)]
-    links = [_manifest(service), _operator(service), _accepted(service)]
+    links = [_manifest(service), _operator(service, installation), _accepted(service)]
     if not unread:
         links.append(_pods(service, replicas))
     if pod is not None:
@@ -102,7 +107,9 @@ def cluster_diagnosis(
     last = [*router_link(installation), _ready(service)]
     metadata = service["metadata"]
     is_ready = _condition(service, "Ready").get("status") == "True" and links[1].state == "done"
-    found = until_first_problem([*(links[:1] if is_ready and not installation.absence else links), *last])
+    found = until_first_problem(
+        [*(links[:1] if is_ready and not installation.is_status_old else links), *last]
+    )
     if _is_of_one_replica(found[-1]) and found[-1].state == "failed" and _is_halted(service):
         found = (*found[:-1], replace(found[-1], remedy=remedy_of_halted(found[-1].remedy)))
     notes: list[str] = []
@@ -111,6 +118,7 @@ def cluster_diagnosis(
         serving, newest = _serving_by_status(service) if unread else _serving(service, replicas)
     if serving:
         notes.append(served_meanwhile(serving, newest))
+    is_told = found[-1].name == "operator" and bool(installation.unreadable)
     if unread:
         notes.append(f"its pods could not be read, and the status alone is shown: {unread}")
     return Diagnosis(
@@ -119,7 +127,7 @@ def cluster_diagnosis(
         notes=(
             *notes,
             *_beside(service, is_done=found[-1].state == "done"),
-            *operator_note(installation),
+            *(() if is_told else operator_note(installation, metadata.get("namespace", "default"))),
         ),
         serving=serving,
     )
@@ -256,12 +264,20 @@ def _wanted(service: Object) -> int:
     return decided
 
 
-def _operator(service: Object) -> Link:
+def _operator(service: Object, installation: Installation) -> Link:
     generation = service["metadata"].get("generation", 0)
     seen = service.get("status", {}).get("observedGeneration", -1)
     if seen >= generation:
         return Link(name="operator", state="done", detail=f"has seen generation {generation}")
+    namespace = service["metadata"].get("namespace", "default")
     what = "has never seen this service" if seen < 0 else f"has seen generation {seen}, not {generation}"
+    if installation.unreadable:
+        return Link(
+            name="operator",
+            state="failed",
+            detail=f"it cannot read namespace {namespace} ({installation.unreadable}), and {what}",
+            remedy=remedy_of_unreadable(installation, namespace),
+        )
     return Link(
         name="operator",
         state="failed",

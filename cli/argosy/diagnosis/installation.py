@@ -13,15 +13,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 from urllib.parse import urlsplit
 
+import msgspec
 from msgspec import Struct
 
 from argosy.diagnosis.chain import Link
 from argosy.diagnosis.remedies import remedy
+from argosy_resource.types import GROUP
 
 Object = Mapping[str, Any]
 
 LEASE: Final = "argosy-operator"
 """Name of the operator's Lease, in the routers' namespace."""
+UNREADABLE: Final = f"{GROUP}/unreadable-namespaces"
+"""Annotation of the Lease: why the operator cannot read namespaces, by their names, as JSON."""
 SILENT_S: Final = 120.0
 """Seconds without a renewal after which nobody holds the Lease. It is renewed every 2 s; the rest is for clocks."""
 _SERVICE: Final = re.compile(r"([a-z0-9-]+)\.([a-z0-9-]+)\.svc(\.|$)")
@@ -36,6 +40,15 @@ class Installation(Struct, frozen=True, kw_only=True):
     """Routers that are ready behind it; None if that is not known."""
     absence: str = ""
     """Why no operator runs; empty if one does, or if that is not known."""
+    lease_namespace: str = ""
+    """Where the operator's Lease is; empty if that is not known."""
+    unreadable: str = ""
+    """Why the operator cannot read the service's namespace; empty if it can, or if that is not known."""
+
+    @property
+    def is_status_old(self) -> bool:
+        """Whether no operator keeps the status of the service up to date."""
+        return bool(self.absence or self.unreadable)
 
     @property
     def has_no_router(self) -> bool:
@@ -79,6 +92,27 @@ def operator_absence(lease: Object | None, namespace: str, now: datetime.datetim
     return f"{name} was last renewed at {spec['renewTime']}" if silent > SILENT_S else ""
 
 
+def unreadable_reason(lease: Object | None, namespace: str) -> str:
+    """Why the operator that holds a Lease cannot read a namespace; empty if it can, or does not say so."""
+    told = ((lease or {}).get("metadata", {}).get("annotations") or {}).get(UNREADABLE) or "{}"
+    try:
+        reasons = msgspec.json.decode(told, type=dict[str, str])
+    except msgspec.MsgspecError:
+        return ""
+    return reasons.get(namespace) or reasons.get("*") or ""
+
+
+def remedy_of_unreadable(found: Installation, namespace: str) -> str:
+    """What to do about a namespace that the operator cannot read."""
+    where = f"`kubectl describe lease -n {found.lease_namespace} {LEASE}` shows the answer that it got"
+    if found.unreadable not in ("Forbidden", "NamespaceGone"):
+        return where
+    return (
+        f"restore the RoleBinding argosy-operator-{found.lease_namespace} in namespace {namespace}, which helm upgrade "
+        f"does, or take the namespace out of the chart's watchNamespaces; {where}"
+    )
+
+
 def router_link(found: Installation) -> tuple[Link, ...]:
     """Whether a router answers at the service's URL; nothing if that is not known."""
     if found.endpoints is None:
@@ -90,8 +124,13 @@ def router_link(found: Installation) -> tuple[Link, ...]:
     return (Link(name="router", state="done", detail=f"{where}, {found.endpoints} ready"),)
 
 
-def operator_note(found: Installation) -> tuple[str, ...]:
-    """What it means for the service that no operator runs; nothing if one does."""
+def operator_note(found: Installation, namespace: str) -> tuple[str, ...]:
+    """What it means for the service that no operator runs, or that it may not read the service; nothing otherwise."""
+    if found.unreadable:
+        return (
+            f"the operator cannot read namespace {namespace} ({found.unreadable}). The status is its last one; "
+            f"changes, new pods and scaling wait for it. What helps: {remedy_of_unreadable(found, namespace)}",
+        )
     if not found.absence:
         return ()
     return (

@@ -50,6 +50,10 @@ class Api(Protocol):
         """The object; None if there is none."""
         ...
 
+    async def has_namespace(self, name: str) -> bool | None:
+        """Whether a Namespace of this name exists; None if this client may not ask, or something else answers."""
+        ...
+
     async def read_metadata(self, kind: Kind, namespace: str, name: str) -> Object | None:
         """The object's metadata alone (managedFields included); None if there is none. Needs the permission to patch,
         and none to read."""

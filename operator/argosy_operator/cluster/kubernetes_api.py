@@ -150,6 +150,17 @@ class KubernetesApi:
                 return None
             raise
 
+    async def has_namespace(self, name: str) -> bool | None:
+        try:
+            await self._request("get", f"/api/v1/namespaces/{name}")
+        except ApiError as error:
+            if error.status == 404 and f'namespaces "{name}" not found' in error.message:
+                return False
+            if error.status in (401, 403, 404):
+                return None
+            raise
+        return True
+
     async def read_metadata(self, kind: Kind, namespace: str, name: str) -> Object | None:
         try:
             return await self._request(  # the dry run of a patch that changes nothing

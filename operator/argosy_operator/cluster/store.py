@@ -108,6 +108,12 @@ class Store:
         self._drop(kind, name)
         return True
 
+    def forget_namespace(self, namespace: str) -> None:
+        """Remove everything of a namespace that does not exist."""
+        for kind, held in self._objects.items():
+            for name in [each for each in held if each[0] == namespace]:
+                self._drop(kind, name)
+
     @contextmanager
     def listing(self, kind: Kind, namespace: str | None) -> Iterator[Listing]:
         """Track events during a list request. Enter it before the list is requested; `adopt` takes the answer."""

@@ -2,8 +2,9 @@
 
 Owns which kinds are watched where, and kopf's settings. Must not know what an event leads to. kopf handlers only hand
 events over; there are no diff handlers, no daemons and no finalizers, so removing the operator never blocks the
-deletion of anything. Invariant: no answer of the API server ends the watches for good, because an operator that keeps
-its lease and hears of nothing would be worse than none.
+deletion of anything. Invariants: no answer of the API server ends the watches for good, because an operator that keeps
+its lease and hears of nothing would be worse than none; each namespace has a kopf operator of its own, which rests
+while the namespace is refused, so that no answer for one ends, repeats or delays the watches of another.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import contextlib
 import itertools
 import logging
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
+from functools import partial
 from typing import Any, Final
 
 import kopf
@@ -35,48 +37,59 @@ _BACKOFF_MAX: Final = 5.0
 
 
 class Scope(Struct, frozen=True, kw_only=True):
-    """The kinds that one kopf operator watches, and the namespaces."""
+    """The kinds that one kopf operator watches, and the namespace."""
 
-    namespaces: tuple[str, ...]
-    """All if empty."""
+    namespace: str | None
+    """None for all of them."""
     watched: Mapping[Kind, str]
 
 
 def scopes(config: OperatorConfig) -> tuple[Scope, ...]:
-    """List the watches: every kind in the namespaces that are served, and pods in the operator's own, where the routers
-    run and the operator may list nothing else. kopf watches the same kinds in all of its namespaces, so the latter
-    takes a second kopf operator, unless the operator's namespace is served anyway."""
-    served = Scope(namespaces=tuple(sorted({*config.watch_namespaces})), watched=WATCHED)
-    if not config.watch_namespaces or config.namespace in config.watch_namespaces:
-        return (served,)
-    return served, Scope(namespaces=(config.namespace,), watched={PODS: WATCHED[PODS]})
+    """List the watches: every kind in each namespace that is served, and pods in the operator's own, where the routers
+    run and the operator may list nothing else. kopf watches the same kinds in all namespaces of an operator, and ends
+    with the first watch that fails, so each namespace takes one."""
+    namespaces: tuple[str | None, ...] = tuple(dict.fromkeys(config.watch_namespaces)) or (None,)
+    served = tuple(Scope(namespace=each, watched=WATCHED) for each in namespaces)
+    if None in namespaces or config.namespace in namespaces:
+        return served
+    return *served, Scope(namespace=config.namespace, watched={PODS: WATCHED[PODS]})
 
 
 async def watch(
     controller: Controller, scope: Scope, *, stop: asyncio.Event, claim_signals: Callable[[], None]
 ) -> None:
     """Run kopf until `stop` is set, and hand every event to the controller. kopf ends when a watch is refused for
-    another reason than those that it asks again for; then it is started anew, and everything is listed again.
+    another reason than those that it asks again for; then it is started anew, and everything is listed again. While the
+    controller's lists are refused kopf does not run: it would ask for ever, with an error in the log each time.
 
     kopf takes the process's signals at each of its starts; `claim_signals` is called afterwards to take them back.
     """
-    while not stop.is_set():
+    lister = controller.lister
+    while True:
+        await _until(stop, lister.wait_watched(scope.namespace, is_watched=True))
+        if stop.is_set():
+            return
         tasks = await kopf.spawn_tasks(
             registry=handlers(controller, scope.watched),
-            settings=kopf_settings(scope.watched),
+            settings=kopf_settings(scope.watched, on_failure=partial(lister.suspect, scope.namespace)),
             identity=kopf_identity(),
             standalone=True,
-            clusterwide=not scope.namespaces,
-            namespaces=scope.namespaces,
+            clusterwide=scope.namespace is None,
+            namespaces=() if scope.namespace is None else (scope.namespace,),
             stop_flag=stop,
         )
         claim_signals()
+        refused = asyncio.create_task(
+            lister.wait_watched(scope.namespace, is_watched=False), name=f"refusal of {scope.namespace}"
+        )
         try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait((*tasks, refused), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            await _end((*tasks, *_watchers(scope)))
+            await _end((*tasks, refused, *_watchers(scope)))
         if stop.is_set():
             return
+        if refused in done:
+            continue
         errors = [task.exception() for task in done if not task.cancelled()]
         logger.warning("the watches ended and begin anew: %s", next(filter(None, errors), "no reason given"))
         with contextlib.suppress(TimeoutError):
@@ -85,14 +98,24 @@ async def watch(
         controller.list_again()
 
 
+async def _until(stop: asyncio.Event, coroutine: Coroutine[Any, Any, None]) -> None:
+    """Wait for a coroutine, or for `stop`."""
+    tasks = asyncio.create_task(coroutine), asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
 def _watchers(scope: Scope) -> list[asyncio.Task[Any]]:
     """The watches of a scope that still run. When one of them fails, kopf ends and leaves the others behind; scopes
     have no namespace in common, and the names of these tasks end in theirs."""
-    ends = tuple(f"@{namespace}" for namespace in scope.namespaces or (None,))
     return [
         task
         for task in asyncio.all_tasks()
-        if task.get_name().startswith("watcher for ") and task.get_name().endswith(ends)
+        if task.get_name().startswith("watcher for ") and task.get_name().endswith(f"@{scope.namespace}")
     ]
 
 
@@ -116,18 +139,28 @@ def kopf_identity() -> Any:
 class EndlessBackoff:
     """Seconds to wait before each further attempt of a request: kopf gives up when they are used up."""
 
+    def __init__(self, on_failure: Callable[[], None] = lambda: None) -> None:
+        """`on_failure` is called after the first, second, fourth and so on failure of a request."""
+        self._on_failure = on_failure
+
     def __iter__(self) -> Iterator[float]:
-        return itertools.chain((0.5, 1.0, 2.0), itertools.repeat(_BACKOFF_MAX))
+        waits = itertools.chain((0.5, 1.0, 2.0), itertools.repeat(_BACKOFF_MAX))
+        for failures, wait in enumerate(waits):  # the first one is taken before the first attempt
+            if failures and not failures & (failures - 1):
+                self._on_failure()
+            yield wait
 
 
-def kopf_settings(watched: Mapping[Kind, str]) -> kopf.OperatorSettings:
-    """Settings with which kopf writes nothing and discovers nothing."""
+def kopf_settings(
+    watched: Mapping[Kind, str], *, on_failure: Callable[[], None] = lambda: None
+) -> kopf.OperatorSettings:
+    """Settings with which kopf writes nothing and discovers nothing. `on_failure`: see `EndlessBackoff`."""
     settings = kopf.OperatorSettings()
     settings.posting.enabled = False
     settings.persistence.diffbase_storage = NoDiffBase()
     settings.persistence.progress_storage = NoProgress()
     # By default kopf ends when the API server has been away for a minute, and has the process killed after ten more.
-    settings.networking.error_backoffs = EndlessBackoff()
+    settings.networking.error_backoffs = EndlessBackoff(on_failure)
     settings.process.ultimate_exiting_timeout = None
     # The watched kinds are known, so no permission to list CRDs and namespaces is needed.
     settings.scanning.disabled = True

@@ -1,13 +1,14 @@
 """The operator's health port: `/healthz`, `/readyz` and `/metrics`.
 
-Invariants: ready means that everything was listed, whether this operator leads or waits to; alive means that the last
-resync is at most three periods ago, so that a process whose watches or API access died silently is restarted.
+Invariants: ready means that something can be read and all of that was listed, whether this operator leads or waits to;
+alive means that the last resync is at most three periods ago, so that a process whose watches or API access died
+silently is restarted. Neither depends on a namespace that is refused while another one is not.
 """
 
 from __future__ import annotations
 
 import time
-from typing import Final
+from typing import Any, Final
 
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -28,8 +29,10 @@ def health_app(controller: Controller, *, resync_seconds: float) -> web.Applicat
         return web.json_response(body, status=200 if alive else 503)
 
     async def readyz(request: web.Request) -> web.Response:
-        body = {"ready": controller.has_listed, "leading": controller.is_leading}
-        return web.json_response(body, status=200 if controller.has_listed else 503)
+        reason, unreadable = controller.unready_reason, controller.lister.unreadable
+        body: dict[str, Any] = {"ready": not reason, "leading": controller.is_leading}
+        body |= ({"reason": reason} if reason else {}) | ({"unreadable": unreadable} if unreadable else {})
+        return web.json_response(body, status=503 if reason else 200)
 
     async def metrics(request: web.Request) -> web.Response:
         controller.count_services()

@@ -12,6 +12,7 @@ import asyncio
 import datetime
 import logging
 import random
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from argosy_operator.cluster.api_server import Api
@@ -37,12 +38,23 @@ class LeaderElection:
     """Takes the Lease `namespace/name`, and renews it, as `identity`. Processes that run at the same time need
     different identities; a process that takes the place of a dead one may use the same, and need not wait."""
 
-    def __init__(self, api: Api, leadership: Leadership, *, namespace: str, name: str, identity: str) -> None:
+    def __init__(
+        self,
+        api: Api,
+        leadership: Leadership,
+        *,
+        namespace: str,
+        name: str,
+        identity: str,
+        annotations: Callable[[], Mapping[str, str]] = dict,
+    ) -> None:
+        """`annotations` are written into the Lease with each renewal."""
         self._api = api
         self._leadership = leadership
         self._namespace = namespace
         self._name = name
         self._identity = identity
+        self._annotations = annotations
         self._seen: Any = None
         """The renewal of another holder that was seen last."""
         self._seen_at = 0.0
@@ -107,6 +119,8 @@ class LeaderElection:
         before = (live or {}).get("spec", {})
         is_renewal = before.get("holderIdentity") == holder
         metadata = live["metadata"] if live is not None else {"labels": _LABELS}
+        if told := self._annotations():
+            metadata = {**metadata, "annotations": {**(metadata.get("annotations") or {}), **told}}
         return {
             "apiVersion": LEASES.api_version,
             "kind": LEASES.name,

@@ -1,9 +1,10 @@
 """The controller: events and timers queue keys, workers reconcile them.
 
-Owns the queue, the workers and the resync. Must not know kopf (`process.event_source` hands events over), nor what
-reconciling a resource means, nor how a lease is taken. Invariants: nothing is reconciled before everything was listed
-once, so that the fleet document of a half-read cluster is never published; one worker per key; a lost event costs at
-most one resync period.
+Owns the queue, the workers and when a resync is due. Must not know kopf (`process.event_source` hands events over), nor
+what reconciling a resource means, nor how a lease is taken, nor what a refused list means (`lister`). Invariants: no
+service is reconciled before everything was listed once in its namespace, and the fleet document keeps what it had of a
+namespace whose services were not, so that one of a half-read cluster is never published; one worker per key; a lost
+event costs at most one resync period.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import datetime
 import logging
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final
 
 from argosy_operator.cluster.api_server import Api
@@ -45,6 +46,7 @@ from argosy_operator.reconcile.allowance import Allowance
 from argosy_operator.reconcile.autoscaler import Autoscaler
 from argosy_operator.reconcile.fleet_publisher import FleetPublisher
 from argosy_operator.reconcile.leadership import FencedApi, Leadership
+from argosy_operator.reconcile.lister import Lister, with_kind
 from argosy_operator.reconcile.metrics import OperatorMetrics
 from argosy_operator.reconcile.reconciler import Reconciler
 from argosy_operator.reconcile.workqueue import WorkQueue
@@ -113,6 +115,16 @@ class Controller:
         self.metrics = metrics or OperatorMetrics()
         self.store = Store({DEPLOYMENTS: has_the_turn})
         self.queue: WorkQueue[Name] = WorkQueue()
+        self.lister = Lister(
+            api,
+            self.store,
+            config,
+            WATCHED,
+            metrics=self.metrics,
+            now=now,
+            is_leading=lambda: self.is_leading,
+            on_listed=self._listed,
+        )
         self.routers = RouterWatch(fetch, self._routers_changed)
         self.loads = LoadWatch(fetch_load, self._requests_held)
         self.fetches = FetchWatch(ask_progress, self.queue.add)
@@ -139,23 +151,24 @@ class Controller:
             autoscaler=self._autoscaler,
             loads=self.loads.view,
             ask_loads=self.loads.ask,
+            is_known=self.lister.is_known,
             on_turn_ended=self._requeue_waiting_for_turn,
             look_again=self.queue.add_after,
         )
-        self._fleet = FleetPublisher(api, self.store, config, self.metrics)
+        self._fleet = FleetPublisher(
+            api, self.store, config, self.metrics, has_listed=self.lister.has_listed_services
+        )
         self._publishing = Allowance(PUBLISH_BURST, PUBLISH_INTERVAL, now=0.0)
         self._relisted = asyncio.Event()
         """Set when the event source has listed a kind again: it may have missed deletions."""
-        self.has_listed = False
-        """Whether everything was listed once; the readiness probe looks at it."""
         self.resynced_at = time.monotonic()
         """When the last resync ended (monotonic clock); the liveness probe looks at it."""
 
     async def start(self, timeout: float = _START_TIMEOUT) -> None:
-        """List everything for the first time, waiting for the CRD to be served.
+        """List everything that can be read for the first time, waiting for the CRD to be served.
 
         Raises:
-            ApiError: it did not work for `timeout` seconds: no CRD, no permission, no API server.
+            ApiError: it did not work for `timeout` seconds: no CRD, no permission anywhere, no API server.
         """
         deadline = asyncio.get_running_loop().time() + timeout
         while True:
@@ -165,7 +178,6 @@ class Controller:
                         "find InferenceServices", 404, "the CustomResourceDefinition is not served"
                     )
                 await self.resync()
-                self.has_listed = True
                 return
             except ApiError as error:
                 if asyncio.get_running_loop().time() >= deadline:
@@ -180,6 +192,7 @@ class Controller:
                 for _ in range(self._config.workers):
                     tasks.create_task(self._work())
                 tasks.create_task(self._resync_forever())
+                tasks.create_task(self.lister.retry_forever())
                 tasks.create_task(self._autoscale_forever())
                 tasks.create_task(self._work_while_leading())
         finally:
@@ -188,6 +201,11 @@ class Controller:
             self.scalers.close()
             self.fetches.close()
             self.queue.close()
+
+    @property
+    def unready_reason(self) -> str:
+        """Why this operator can do nothing; empty if it can. The readiness probe looks at it."""
+        return self.lister.unready_reason
 
     @property
     def is_leading(self) -> bool:
@@ -220,31 +238,38 @@ class Controller:
         self._relisted.set()
 
     async def resync(self) -> None:
-        """List everything, and queue every resource."""
-        served: tuple[str | None, ...] = self._config.watch_namespaces or (None,)
-        for kind, labels in WATCHED.items():
-            own = (self._config.namespace,) if kind is PODS and None not in served else ()
-            for namespace in dict.fromkeys((*served, *own)):
-                with self.store.listing(kind, namespace) as listing:
-                    found = await self._api.list(kind, namespace=namespace, labels=labels)
-                    self.store.adopt(listing, [_with_kind(obj, kind) for obj in found.items], found.version)
+        """List everything that can be read, and queue every resource of it.
+
+        Raises:
+            ApiError: no namespace could be read.
+        """
+        await self.lister.list_all()
+        self._reconciler.key_secrets.check_all_again()
+        self._queue_services()
+        self.resynced_at = time.monotonic()
+        self.metrics.resync_timestamp.set_to_current_time()
+
+    def _listed(self, namespaces: Collection[str | None]) -> None:
+        """Follow what was listed; requests of services in a namespace that is refused would be refused as well."""
         self._refresh_routers()
         fetching = (read_fetching_pod(obj) for obj in self.store.all(PODS))
         self.fetches.set_pods(pod for pod in fetching if pod is not None)
-        self._reconciler.key_secrets.check_all_again()
+        self._queue_services(namespaces)
+        self._requeue_waiting_for_turn()
+
+    def _queue_services(self, namespaces: Collection[str | None] = (None,)) -> None:
+        """Queue the services of some namespaces, None for all, and the fleet document."""
         for obj in self.store.all(INFERENCE_SERVICES):
-            self.queue.add(object_name(obj))
+            if None in namespaces or obj["metadata"].get("namespace") in namespaces:
+                self.queue.add(object_name(obj))
         self.queue.add(FLEET)
-        self.resynced_at = time.monotonic()
-        self.metrics.resync_timestamp.set_to_current_time()
 
     def use_fleet_keys(self, given: tuple[bytes, ...], lingering: tuple[bytes, ...] = ()) -> None:
         """Have every service's Secret hold the internal keys of the `given` fleet keys, of which there is at least one;
         those that have left their Secret still count."""
         self._config = self._config.with_fleet_keys(given, lingering)
         self._reconciler.use(self._config)
-        for obj in self.store.all(INFERENCE_SERVICES):
-            self.queue.add(object_name(obj))
+        self._queue_services()
 
     def _is_served(self, obj: Object) -> bool:
         namespaces = self._config.watch_namespaces
@@ -308,7 +333,7 @@ class Controller:
             return
         live = await self._api.get(INFERENCE_SERVICES, *name)
         if live is not None:
-            self.store.put(INFERENCE_SERVICES, _with_kind(live, INFERENCE_SERVICES))
+            self.store.put(INFERENCE_SERVICES, with_kind(live, INFERENCE_SERVICES))
 
     def _scalers_changed(self, name: Name) -> None:
         """Have a service scaled by whoever scales it now."""
@@ -343,7 +368,7 @@ class Controller:
             try:
                 if key == FLEET:
                     await self._publish_fleet()
-                else:
+                elif self.lister.is_known(key[0]):  # otherwise it is queued once its namespace was read
                     conflicts, published = self._fleet.conflicts_of(key), self._fleet.canary_of(key)
                     is_left_out = self._fleet.is_left_out(key)
                     await self._reconciler.reconcile(key, conflicts, published, is_left_out=is_left_out)
@@ -416,11 +441,6 @@ class Controller:
     def count_services(self) -> None:
         """Bring the gauge of services up to date, before it is read."""
         self._fleet.count_services()
-
-
-def _with_kind(obj: Object, kind: Kind) -> Object:
-    """Add the kind, which items of a list do not carry."""
-    return {"apiVersion": kind.api_version, "kind": kind.name, **obj}
 
 
 def _identity(obj: Mapping[str, Any]) -> tuple[Any, ...]:

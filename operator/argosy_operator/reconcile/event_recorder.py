@@ -46,11 +46,15 @@ class _Posted(Struct):
 
 
 class EventRecorder:
-    """Posts events about services."""
+    """Posts events about objects of one kind, services unless another one is named."""
 
-    def __init__(self, api: Api, *, now: Callable[[], str]) -> None:
+    def __init__(
+        self, api: Api, *, now: Callable[[], str], api_version: str = API_VERSION, kind: str = KIND
+    ) -> None:
         self._api = api
         self._now = now
+        self._api_version = api_version
+        self._kind = kind
         self._posted: OrderedDict[str, _Posted] = OrderedDict()
         self._allowances: OrderedDict[str, Allowance] = OrderedDict()
 
@@ -92,8 +96,8 @@ class EventRecorder:
             "kind": "Event",
             "metadata": {"name": name, "namespace": metadata.namespace},
             "involvedObject": {
-                "apiVersion": API_VERSION,
-                "kind": KIND,
+                "apiVersion": self._api_version,
+                "kind": self._kind,
                 "name": metadata.name,
                 "namespace": metadata.namespace,
                 "uid": metadata.uid,

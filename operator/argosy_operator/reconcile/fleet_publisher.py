@@ -2,13 +2,15 @@
 
 Owns when it is written, and the names and canaries that resolving it leaves contested or missing. Must not know how a
 resource appears in it (`argosy_resource.fleet_document`). Invariants: a document that did not change is not written;
-one that is written fits into a ConfigMap, whatever tenants have created.
+one that is written fits into a ConfigMap, whatever tenants have created; of a namespace whose services were not listed
+it keeps the entries that it had, so that a refused list takes no service from the routers.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Callable
 from typing import Final
 
 import msgspec
@@ -21,10 +23,17 @@ from argosy_operator.desired.drift import must_apply, with_applied_hash
 from argosy_operator.kinds import CONFIGMAPS, INFERENCE_SERVICES, Name, Object, object_name
 from argosy_operator.names import FLEET_CONFIGMAP, FLEET_KEY, NAME_LABEL, pod_owners
 from argosy_operator.reconcile.metrics import OperatorMetrics
-from argosy_protocol.fleet import FleetDocument, NameConflict, encode_fleet, resolve_names
+from argosy_protocol.fleet import (
+    FleetDocument,
+    FleetService,
+    NameConflict,
+    decode_fleet,
+    encode_fleet,
+    resolve_names,
+)
 from argosy_protocol.model_progress import stage
 from argosy_resource.engine_address import COMPONENT_LABEL
-from argosy_resource.fleet_document import fleet_document, within, without_canary
+from argosy_resource.fleet_document import fleet_document, with_entries, within, without_canary
 from argosy_resource.types import InferenceService, parse
 
 logger = logging.getLogger(__name__)
@@ -40,8 +49,18 @@ _DIVISION: Final = ("phase", "revision", "stableRevision", "weight", "windowSeco
 class FleetPublisher:
     """Keeps the fleet document of all services."""
 
-    def __init__(self, api: Api, store: Store, config: OperatorConfig, metrics: OperatorMetrics) -> None:
+    def __init__(
+        self,
+        api: Api,
+        store: Store,
+        config: OperatorConfig,
+        metrics: OperatorMetrics,
+        *,
+        has_listed: Callable[[str], bool],
+    ) -> None:
+        """`has_listed` says whether the services of a namespace are known."""
         self._api = api
+        self._has_listed = has_listed
         self._store = store
         self._config = config
         self._metrics = metrics
@@ -89,12 +108,12 @@ class FleetPublisher:
         Raises:
             ApiError: the API server refused.
         """
-        services = self._services()
+        services = [each for each in self._services() if self._has_listed(each.metadata.namespace)]
         divisions = {name: _division(obj) for name, (obj, _) in self._parsed.items()}
-        whole = fleet_document(services, pod_owners)
+        live = await self._api.get(CONFIGMAPS, self._config.namespace, FLEET_CONFIGMAP)
+        whole = with_entries(fleet_document(services, pod_owners), self._unlisted(live))
         document = within(whole, MAX_DOCUMENT)
         wanted = with_applied_hash(self._configmap(encode_fleet(document).decode()))
-        live = await self._api.get(CONFIGMAPS, *object_name(wanted))
         if must_apply(wanted, live):
             self._metrics.writes.labels(CONFIGMAPS.name, "apply").inc()
             await self._api.apply(wanted)
@@ -147,6 +166,17 @@ class FleetPublisher:
                 )
         self._parsed = parsed
         return [service for _, service in parsed.values()]
+
+    def _unlisted(self, live: Object | None) -> list[FleetService]:
+        """The entries of the last document whose namespaces were not listed."""
+        if live is None or all(map(self._has_listed, self._config.watch_namespaces)):
+            return []
+        try:
+            last = decode_fleet(live.get("data", {}).get(FLEET_KEY) or "{}")
+        except msgspec.MsgspecError as error:
+            logger.warning("the last fleet document cannot be read, and nothing of it is kept: %s", error)
+            return []
+        return [each for each in last.services if not self._has_listed(each.namespace)]
 
     def _configmap(self, text: str) -> Object:
         return {

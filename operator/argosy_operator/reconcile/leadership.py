@@ -111,6 +111,9 @@ class FencedApi:
     async def get(self, kind: Kind, namespace: str, name: str) -> Object | None:
         return await self._api.get(kind, namespace, name)
 
+    async def has_namespace(self, name: str) -> bool | None:
+        return await self._api.has_namespace(name)
+
     async def read_metadata(self, kind: Kind, namespace: str, name: str) -> Object | None:
         return await self._api.read_metadata(kind, namespace, name)
 

@@ -1,6 +1,7 @@
 """Prometheus metrics of the operator.
 
-Invariant: no label has unbounded values; resources are counted, not named.
+Invariant: no label has unbounded values: resources are counted, not named, and of namespaces those are named that the
+chart names.
 """
 
 from __future__ import annotations
@@ -44,5 +45,11 @@ class OperatorMetrics:
         self.resync_timestamp = Gauge(
             "argosy_operator_last_resync_timestamp_seconds",
             "When the operator last listed everything.",
+            registry=self.registry,
+        )
+        self.unreadable = Gauge(
+            "argosy_operator_unreadable_namespaces",
+            "1 for each namespace that the operator serves and cannot read; `*` stands for all.",
+            ["watched_namespace"],
             registry=self.registry,
         )

@@ -82,14 +82,17 @@ class Reconciler:
         autoscaler: Autoscaler,
         loads: Callable[[], Mapping[str, ServiceLoad]],
         ask_loads: Callable[[], Awaitable[Mapping[str, ServiceLoad]]],
+        is_known: Callable[[str], bool],
         on_turn_ended: Callable[[], None],
         look_again: Callable[[Name, float], None],
     ) -> None:
+        """`is_known` says of a namespace whether it was read and may be."""
         self._api = api
         self._store = store
         self._config = config
         self._metrics = metrics
         self._now = now
+        self._is_known = is_known
         self._autoscaler = autoscaler
         self._look_again = look_again
         self._ask_loads = ask_loads
@@ -253,7 +256,9 @@ class Reconciler:
             self._store.put(PODS, stored)
 
     def _is_left_alone(self, key: Name) -> bool:
-        """Whether the plan of a service has a problem, for which its Deployment is not applied."""
+        """Whether a service's Deployment is not applied: for a problem of its plan, or as its namespace is refused."""
+        if not self._is_known(key[0]):
+            return True
         obj = self._store.get(INFERENCE_SERVICES, *key)
         try:
             return obj is not None and deployment_problem(parse(obj), self._config) is not None

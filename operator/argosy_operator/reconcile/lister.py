@@ -1,0 +1,342 @@
+"""Lists the cluster into the store, each namespace by itself, and knows which ones cannot be read.
+
+Owns when a namespace is listed, what its refusal means, and how that is told: a line of the log, a metric, an Event
+about the Lease, and a summary for the Lease itself. Must not know what is done with the objects. Invariants: a
+namespace that cannot be read keeps nothing from the others, and loses nothing of what the store knew of it, unless the
+API server says that it does not exist; no service counts as known before every kind was listed in its namespace; a
+change is told once; an API server that is away costs two deadlines, however many namespaces there are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, Final
+
+from argosy_operator.cluster.api_server import Api
+from argosy_operator.cluster.store import Store
+from argosy_operator.config import OperatorConfig
+from argosy_operator.errors import ApiError
+from argosy_operator.kinds import INFERENCE_SERVICES, LEASES, PODS, Kind, Object
+from argosy_operator.reconcile.event_recorder import EventRecorder
+from argosy_operator.reconcile.metrics import OperatorMetrics
+from argosy_operator.status.events import Event
+from argosy_resource.types import ObjectMeta
+
+logger = logging.getLogger(__name__)
+
+RETRY: Final = 5.0
+"""Seconds until a namespace that could not be read is asked again, doubled with each further failure."""
+RETRY_MAX: Final = 60.0
+ALL: Final = "*"
+"""Stands for all namespaces, where a namespace is named."""
+_PATIENCE: Final = 2
+"""Failures in a row after which a namespace without an answer is unreadable. A refusal counts at once."""
+_REFUSALS: Final[Mapping[int, str]] = {401: "Unauthorized", 403: "Forbidden", 404: "NotFound"}
+"""Answers after which the operator does nothing in a namespace, since it would be refused too, and their names."""
+_GONE: Final = "NamespaceGone"
+_ROUNDING: Final = 0.01
+"""Seconds by which a timer may come early."""
+_SILENT: Final = 2
+"""Namespaces without an answer in a row after which the others are not asked."""
+
+
+class _Place:
+    """One namespace, or all of them, and the kinds that are listed there."""
+
+    def __init__(self, namespace: str | None, kinds: Mapping[Kind, str], *, is_served: bool) -> None:
+        self.namespace = namespace
+        self.kinds = kinds
+        self.is_served = is_served
+        self.unlisted = set(kinds)
+        """Kinds that were never listed."""
+        self.error: ApiError | None = None
+        """Why the last attempt failed; None if it did not, or there was none."""
+        self.failures = 0
+        self.retry_at = 0.0
+        self.listed_at = 0.0
+        """When the last attempt ended."""
+        self.is_suspect = False
+        """Whether it is to be listed because its watches fail."""
+        self.is_gone = False
+        self.posted = ""
+        """The reason that the last Event told; empty if that was that it can be read."""
+        self.told = ""
+        self.changed = asyncio.Event()
+
+    @property
+    def name(self) -> str:
+        return self.namespace or ALL
+
+    @property
+    def reason(self) -> str:
+        """Why it cannot be read; empty if it can, or if that is not certain yet."""
+        if self.error is None:
+            return ""
+        if self.is_gone:
+            return _GONE
+        if (refusal := _REFUSALS.get(self.error.status)) is not None:
+            return refusal
+        if self.failures < _PATIENCE and not self.unlisted:
+            return ""
+        return "ApiError" if self.error.status else "NoAnswer"
+
+    @property
+    def is_refused(self) -> bool:
+        return self.is_gone or (self.error is not None and self.error.status in _REFUSALS)
+
+
+class Lister:
+    """Lists the namespaces that are served, and pods in the operator's own."""
+
+    def __init__(
+        self,
+        api: Api,
+        store: Store,
+        config: OperatorConfig,
+        watched: Mapping[Kind, str],
+        *,
+        metrics: OperatorMetrics,
+        now: Callable[[], str],
+        is_leading: Callable[[], bool],
+        on_listed: Callable[[Collection[str | None]], None],
+    ) -> None:
+        """`on_listed` is called with namespaces that were listed, and with those that have been refused since, or are
+        gone."""
+        self._api = api
+        self._store = store
+        self._config = config
+        self._metrics = metrics
+        self._is_leading = is_leading
+        self._on_listed = on_listed
+        self._events = EventRecorder(api, now=now, api_version=LEASES.api_version, kind=LEASES.name)
+        served = dict.fromkeys(config.watch_namespaces or (None,))
+        places = [_Place(each, watched, is_served=True) for each in served]
+        if None not in served and config.namespace not in served:
+            places.append(_Place(config.namespace, {PODS: watched[PODS]}, is_served=False))
+        self._places: dict[str | None, _Place] = {place.namespace: place for place in places}
+        self._wakeup = asyncio.Event()
+
+    async def list_all(self) -> None:
+        """List everything that can be read.
+
+        Raises:
+            ApiError: no namespace that is served could be, or the operator's own never was.
+        """
+        await self._list(self._places.values())
+        if error := self._failure():
+            raise error
+
+    async def retry_forever(self) -> None:
+        """List what could not be read when it is due, and what is suspect at once, until cancelled."""
+        now = asyncio.get_running_loop().time
+        while True:
+            self._wakeup.clear()
+            failed = [place for place in self._places.values() if place.error is not None]
+            due = [place for place in failed if place.retry_at <= now() + _ROUNDING]
+            due += [place for place in self._places.values() if place.is_suspect and place not in due]
+            if due:
+                await self._list(due)
+                continue
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(min((place.retry_at for place in failed), default=None)):
+                    await self._wakeup.wait()
+
+    def suspect(self, namespace: str | None) -> None:
+        """Have a namespace listed whose watches fail, unless that was done just now, or is due anyway."""
+        place = self._places[namespace]
+        if place.error is None and place.listed_at + RETRY <= asyncio.get_running_loop().time():
+            place.is_suspect = True
+            self._wakeup.set()
+
+    def is_known(self, namespace: str) -> bool:
+        """Whether the services of a namespace may be reconciled: everything in it was listed, and is not refused."""
+        place = self._place_of(namespace)
+        return place is not None and not place.unlisted and not place.is_refused
+
+    def has_listed_services(self, namespace: str) -> bool:
+        """Whether the services of a namespace are known; if it is not served, that there are none."""
+        place = self._place_of(namespace)
+        return place is None or not place.is_served or INFERENCE_SERVICES not in place.unlisted
+
+    def is_watched(self, namespace: str | None) -> bool:
+        """Whether the namespace can be watched, as far as that is known."""
+        return not self._places[namespace].is_refused
+
+    async def wait_watched(self, namespace: str | None, *, is_watched: bool) -> None:
+        """Return once `is_watched` has this value."""
+        place = self._places[namespace]
+        while self.is_watched(namespace) is not is_watched:
+            place.changed.clear()
+            await place.changed.wait()
+
+    @property
+    def unreadable(self) -> dict[str, str]:
+        """Why namespaces cannot be read, by their names."""
+        return {place.name: place.reason for place in self._places.values() if place.reason}
+
+    def summary(self) -> str:
+        """The same as JSON, for who diagnoses a service."""
+        return json.dumps(self.unreadable, sort_keys=True)
+
+    @property
+    def unready_reason(self) -> str:
+        """Why nothing can be reconciled; empty if something can."""
+        if any(place.unlisted and place.error is None for place in self._places.values()):
+            return "not everything was listed yet"
+        error = self._failure()
+        is_certain = all(place.reason for place in self._places.values() if place.error is not None)
+        return str(error) if error is not None and is_certain else ""
+
+    def _place_of(self, namespace: str) -> _Place | None:
+        return self._places.get(namespace) or self._places.get(None)
+
+    def _failure(self) -> ApiError | None:
+        served = [place for place in self._places.values() if place.is_served]
+        errors = [place.error for place in served if place.error is not None]
+        if len(errors) == len(served):
+            shown = "; ".join(f"{place.name}: {place.error}" for place in served)
+            return ApiError("list what is served", errors[0].status, f"no namespace can be read: {shown}")
+        own = self._place_of(self._config.namespace)
+        if own is not None and own.unlisted and own.error is not None:
+            return ApiError(
+                f"list pods in {self._config.namespace}, where the routers are",
+                own.error.status,
+                str(own.error),
+            )
+        return None
+
+    async def _list(self, places: Iterable[_Place]) -> None:
+        """List namespaces, those at the front that could be read last."""
+        silent: ApiError | None = None
+        num_silent = 0
+        changed = []
+        for place in sorted(places, key=lambda each: each.error is not None):
+            if num_silent < _SILENT:
+                error = await self._list_place(place)
+                silent = error if error is not None and error.status == 0 else None
+                num_silent = num_silent + 1 if silent is not None else 0
+            else:
+                error = silent
+            was_refused = place.is_refused
+            await self._note(place, error)
+            if error is None or place.is_refused is not was_refused:
+                changed.append(place.namespace)
+        if changed:
+            self._on_listed(changed)
+
+    async def _list_place(self, place: _Place) -> ApiError | None:
+        """List every kind by itself; return the first error."""
+        first = None
+        for kind, labels in place.kinds.items():
+            try:
+                with self._store.listing(kind, place.namespace) as listing:
+                    found = await self._api.list(kind, namespace=place.namespace, labels=labels)
+                    self._store.adopt(listing, [with_kind(obj, kind) for obj in found.items], found.version)
+            except ApiError as error:
+                first = first or error
+                if error.status == 0:
+                    break
+            else:
+                place.unlisted.discard(kind)
+        return first
+
+    async def _note(self, place: _Place, error: ApiError | None) -> None:
+        """Note how the last attempt ended, and tell what has changed."""
+        was_gone, now = place.is_gone, asyncio.get_running_loop().time()
+        place.listed_at, place.is_suspect = now, False
+        is_gone = error is not None and await self._is_gone(place, error)
+        place.error, place.is_gone = error, is_gone
+        if error is None:
+            place.failures = 0
+        else:
+            place.retry_at = now + min(RETRY_MAX, RETRY * 2 ** min(place.failures, 16))
+            place.failures += 1
+            self._wakeup.set()
+        place.changed.set()
+        if is_gone and not was_gone:
+            assert place.namespace is not None
+            self._store.forget_namespace(place.namespace)
+            place.unlisted.clear()
+            self._on_listed([place.namespace])
+        await self._tell(place)
+
+    async def _is_gone(self, place: _Place, error: ApiError) -> bool:
+        """Whether the API server, which has authorized nothing in the namespace, says that the Namespace does not
+        exist. It then has no objects: Kubernetes removes the Namespace last."""
+        if not place.is_served or place.namespace is None or error.status != 403:
+            return False
+        try:
+            return await self._api.has_namespace(place.namespace) is False
+        except ApiError:
+            return False
+
+    async def _tell(self, place: _Place) -> None:
+        reason = place.reason
+        if reason != place.told:
+            place.told = reason
+            if reason:
+                self._metrics.unreadable.labels(place.name).set(1)
+                logger.warning("%s", self._message(place))
+            else:
+                self._metrics.unreadable.remove(place.name)
+                logger.info("%s can be read again", _shown(place))
+        if reason != place.posted and self._is_leading():
+            place.posted = reason
+            await self._post(place)
+
+    async def _post(self, place: _Place) -> None:
+        """Post an Event about the Lease, as elections of client-go do. Without one there is none."""
+        if not self._config.lease:
+            return
+        try:
+            lease = await self._api.get(LEASES, self._config.namespace, self._config.lease)
+        except ApiError as error:
+            logger.warning("no Event about %s: %s", _shown(place), error)
+            return
+        if lease is None:
+            return
+        metadata = ObjectMeta(
+            name=self._config.lease, namespace=self._config.namespace, uid=lease["metadata"].get("uid", "")
+        )
+        event = (
+            Event("Warning", "NamespaceUnreadable", self._message(place))
+            if place.reason
+            else Event("Normal", "NamespaceReadable", f"{_shown(place)} can be read again")
+        )
+        await self._events.post(metadata, [event])
+
+    def _message(self, place: _Place) -> str:
+        return (
+            f"{_shown(place)} cannot be read ({place.reason}): {str(place.error)[:256]}. "
+            f"{self._consequence(place)}; {self._remedy(place)}"
+        )
+
+    def _consequence(self, place: _Place) -> str:
+        if place.is_gone:
+            return "It does not exist, and its services leave the fleet document"
+        if not place.is_served:
+            return "New routers are not noticed"
+        return "Its services are served as they were, and changes, new pods and scaling wait"
+
+    def _remedy(self, place: _Place) -> str:
+        if place.namespace is None:
+            return f"look at the ClusterRoleBinding argosy-operator-{self._config.namespace}"
+        if not place.is_served:
+            return "restore the RoleBinding argosy-operator-fleet in it (helm upgrade does)"
+        restore = (
+            f"restore the RoleBinding argosy-operator-{self._config.namespace} in it (helm upgrade does), or "
+        )
+        return f"{'' if place.is_gone else restore}take it out of the chart's watchNamespaces"
+
+
+def with_kind(obj: Object, kind: Kind) -> dict[str, Any]:
+    """Add the kind, which items of a list do not carry."""
+    return {"apiVersion": kind.api_version, "kind": kind.name, **obj}
+
+
+def _shown(place: _Place) -> str:
+    return "the cluster" if place.namespace is None else f"namespace {place.namespace}"

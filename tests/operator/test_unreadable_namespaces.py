@@ -1,0 +1,349 @@
+"""Namespaces that the API server does not let the operator read: what becomes of them, and of the others."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from typing import Any
+
+import pytest
+from builders import isvc_object
+from fake_kubernetes import FakeKubernetes, Object
+from harness import ROUTER_POD, Operator
+from virtual_time import virtual_time
+
+from argosy_operator.cluster.api_server import ObjectList
+from argosy_operator.errors import ApiError
+from argosy_operator.kinds import (
+    DEPLOYMENTS,
+    EVENTS,
+    INFERENCE_SERVICES,
+    LEASES,
+    PODS,
+    Kind,
+)
+from argosy_operator.names import TURN_ANNOTATION
+from argosy_protocol.fleet import decode_fleet
+
+SERVED = ("team", "other", "third")
+LEASE = "argosy-operator"
+OWN = "argosy-system"
+SOON = 20
+"""Seconds; a resync comes every 300."""
+RETRIED = 70
+"""Seconds after which a namespace that was refused for long is asked again."""
+
+
+class Refusing(FakeKubernetes):
+    """Refuses lists of some namespaces."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.refused: dict[str | None, int] = {}
+        """HTTP status by namespace; 0 for no answer."""
+        self.refused_kinds: frozenset[Kind] | None = None
+        """The kinds that are refused there; None for every one."""
+        self.gone: set[str] = set()
+        """Namespaces of which the API server says that they do not exist."""
+        self.lists: list[tuple[str | None, Kind]] = []
+
+    async def list(self, kind: Kind, *, namespace: str | None, labels: str = "") -> ObjectList:
+        self.lists.append((namespace, kind))
+        if namespace in self.refused and (self.refused_kinds is None or kind in self.refused_kinds):
+            raise ApiError(
+                f"GET /namespaces/{namespace}/{kind.plural}", self.refused[namespace], "is forbidden"
+            )
+        return await super().list(kind, namespace=namespace, labels=labels)
+
+    async def has_namespace(self, name: str) -> bool | None:
+        return False if name in self.gone else None
+
+    def is_ready_in(self, namespace: str, name: str) -> bool:
+        status = self.objects[INFERENCE_SERVICES, namespace, name].get("status", {})
+        return any(
+            (each["type"], each["status"]) == ("Ready", "True") for each in status.get("conditions", ())
+        )
+
+    def published(self) -> list[str]:
+        return [each.qualified_name for each in decode_fleet(self.fleet()).services]
+
+    def unreadable_events(self) -> list[Object]:
+        return [
+            obj
+            for (kind, namespace, _), obj in self.objects.items()
+            if kind is EVENTS and namespace == OWN and obj["involvedObject"]["kind"] == "Lease"
+        ]
+
+
+def refusing_cluster() -> Refusing:
+    cluster = Refusing()
+    cluster.create(ROUTER_POD)
+    lease = {
+        "apiVersion": "coordination.k8s.io/v1",
+        "kind": "Lease",
+        "metadata": {"name": LEASE, "namespace": OWN},
+        "spec": {},
+    }
+    cluster.create(lease)
+    return cluster
+
+
+def operator_of(cluster: Refusing, **settings: Any) -> Operator:
+    return Operator(cluster, **{"watch_namespaces": SERVED, **settings})
+
+
+async def with_two_services(**settings: Any) -> Refusing:
+    """A cluster in which an operator has made `team/tiny` and `other/small` ready, and has ended."""
+    cluster = refusing_cluster()
+    async with operator_of(cluster, **settings) as operator:
+        cluster.create(isvc_object("tiny"))
+        cluster.create(isvc_object("small", namespace="other"))
+        await operator.settle()
+    assert cluster.published() == ["other/small", "team/tiny"]
+    return cluster
+
+
+def unreadable(operator: Operator) -> dict[str, float]:
+    """The metric, by namespace."""
+    (metric,) = (
+        each
+        for each in operator.controller.metrics.registry.collect()
+        if each.name == "argosy_operator_unreadable_namespaces"
+    )
+    return {sample.labels["watched_namespace"]: sample.value for sample in metric.samples}
+
+
+@pytest.mark.parametrize("status", [403, 404, 400, 500, 0])
+@virtual_time
+async def test_after_a_restart_the_others_are_reconciled_and_routers_keep_what_they_know(status: int) -> None:
+    cluster = await with_two_services()
+    cluster.refused = {"team": status}
+    async with operator_of(cluster) as operator:
+        cluster.create(isvc_object("new", namespace="third"))
+        await operator.settle()
+        assert cluster.is_ready_in("third", "new")
+        assert cluster.published() == ["other/small", "team/tiny", "third/new"]
+        cluster.remove((INFERENCE_SERVICES, "other", "small"))
+        await operator.settle()
+        assert cluster.published() == ["team/tiny", "third/new"]
+        assert operator.controller.unready_reason == ""
+
+        cluster.edit("tiny", lambda spec: spec.update(replicas=2))
+        await operator.settle()
+        assert len(cluster.pods()) == 1, "nothing is done with what was not read"
+        cluster.refused = {}
+        await asyncio.sleep(RETRIED)
+        await operator.settle()
+        assert len(cluster.pods()) == 2
+        assert unreadable(operator) == {}
+        cluster.remove((INFERENCE_SERVICES, "team", "tiny"))
+        await operator.settle()
+        assert cluster.published() == ["third/new"]
+
+
+@virtual_time
+async def test_a_namespace_that_is_refused_later_stops_nobody_else() -> None:
+    cluster = refusing_cluster()
+    async with operator_of(cluster, resync_seconds=30) as operator:
+        cluster.create(isvc_object("tiny"))
+        cluster.create(isvc_object("small", namespace="other"))
+        await operator.settle()
+        cluster.refused = {"team": 403}
+        await operator.controller.resync()
+        resynced = operator.controller.resynced_at
+        cluster.create(isvc_object("new", namespace="third"))
+        await operator.settle()
+        assert cluster.is_ready_in("third", "new")
+        assert cluster.published() == ["other/small", "team/tiny", "third/new"]
+        await asyncio.sleep(60)
+        assert operator.controller.resynced_at > resynced, "the liveness probe looks at it"
+
+
+@virtual_time
+async def test_a_kind_that_is_refused_leaves_its_namespace_alone_until_it_is_read() -> None:
+    """Without the Deployments of a service another one would be applied over it."""
+    cluster = await with_two_services()
+    before = len(cluster.writes)
+    cluster.refused, cluster.refused_kinds = {"team": 403}, frozenset({DEPLOYMENTS})
+    async with operator_of(cluster, engine_image="another") as operator:
+        await operator.settle()
+        assert not [name for _, _, name in cluster.writes[before:] if "tiny" in name]
+        assert cluster.published() == ["other/small", "team/tiny"]
+        cluster.refused = {}
+        await asyncio.sleep(RETRIED)
+        await operator.settle()
+        assert [name for _, _, name in cluster.writes[before:] if "tiny" in name]
+
+
+@virtual_time
+async def test_a_refusal_is_told_once_with_its_remedy_and_so_is_its_end(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    cluster = refusing_cluster()
+    cluster.refused = {"team": 403}
+    async with operator_of(cluster, lease=LEASE) as operator:
+        cluster.create(isvc_object("small", namespace="other"))
+        await operator.settle()
+        await asyncio.sleep(1000)
+        assert unreadable(operator) == {"team": 1}
+        (event,) = cluster.unreadable_events()
+        assert (event["type"], event["reason"]) == ("Warning", "NamespaceUnreadable")
+        assert event["involvedObject"]["uid"] == cluster.objects[LEASES, OWN, LEASE]["metadata"]["uid"]
+        for part in ("team", "403", "RoleBinding argosy-operator-argosy-system", "watchNamespaces"):
+            assert part in event["message"]
+        assert event["count"] == 1
+        assert json.loads(operator.controller.lister.summary()) == {"team": "Forbidden"}
+        warnings = [each for each in caplog.records if each.levelno == logging.WARNING]
+        assert len([each for each in warnings if "team" in each.getMessage()]) == 1
+
+        cluster.refused = {}
+        await asyncio.sleep(RETRIED)
+        assert unreadable(operator) == {}
+        assert json.loads(operator.controller.lister.summary()) == {}
+        assert [each["reason"] for each in cluster.unreadable_events()] == [
+            "NamespaceUnreadable",
+            "NamespaceReadable",
+        ]
+
+
+@virtual_time
+async def test_a_namespace_that_is_refused_is_asked_less_and_less() -> None:
+    cluster = refusing_cluster()
+    cluster.refused = {"team": 403}
+    async with operator_of(cluster):
+        await asyncio.sleep(300)
+        cluster.lists.clear()
+        await asyncio.sleep(240)
+    assert 2 <= sum(each == ("team", PODS) for each in cluster.lists) <= 7
+
+
+@virtual_time
+async def test_one_answer_that_is_missing_is_no_unreadable_namespace() -> None:
+    cluster = refusing_cluster()
+    async with operator_of(cluster) as operator:
+        await operator.settle()
+        cluster.refused = {"team": 0}
+        await operator.controller.resync()
+        assert unreadable(operator) == {}
+        await asyncio.sleep(SOON)
+        assert unreadable(operator) == {"team": 1}
+
+
+@virtual_time
+async def test_an_api_server_that_is_away_is_asked_for_two_namespaces_only() -> None:
+    cluster = refusing_cluster()
+    async with operator_of(cluster) as operator:
+        await operator.settle()
+        cluster.refused = dict.fromkeys((*SERVED, OWN), 0)
+        cluster.lists.clear()
+        with pytest.raises(ApiError, match="no namespace can be read"):
+            await operator.controller.resync()
+        assert len(cluster.lists) == 2, "each takes until its deadline"
+
+
+@virtual_time
+async def test_if_none_can_be_read_the_operator_is_not_ready_and_says_why() -> None:
+    cluster = refusing_cluster()
+    async with operator_of(cluster) as operator:
+        assert operator.controller.unready_reason
+        await operator.settle()
+        assert operator.controller.unready_reason == ""
+        cluster.refused = dict.fromkeys(SERVED, 403)
+        with pytest.raises(ApiError):
+            await operator.controller.resync()
+        reason = operator.controller.unready_reason
+        assert all(part in reason for part in ("no namespace can be read", "team", "403"))
+        cluster.refused = {}
+        await asyncio.sleep(SOON)
+        assert operator.controller.unready_reason == ""
+
+
+@pytest.mark.parametrize("namespace", SERVED)
+@virtual_time
+async def test_a_start_waits_until_one_namespace_and_the_routers_can_be_read(namespace: str) -> None:
+    cluster = refusing_cluster()
+    cluster.refused = dict.fromkeys((*SERVED, OWN), 403)
+    async with operator_of(cluster) as operator:
+        await asyncio.sleep(SOON)
+        assert operator.controller.unready_reason
+        del cluster.refused[namespace]
+        await asyncio.sleep(SOON)
+        reason = operator.controller.unready_reason
+        assert OWN in reason, "without the routers every service would lose its gates"
+        del cluster.refused[OWN]
+        await asyncio.sleep(SOON)
+        assert operator.controller.unready_reason == ""
+
+
+@virtual_time
+async def test_entries_of_a_namespace_leave_only_when_the_api_server_says_that_it_is_gone() -> None:
+    cluster = await with_two_services()
+    cluster.refused = {"team": 403}
+    async with operator_of(cluster) as operator:
+        await operator.settle()
+        await asyncio.sleep(1000)
+        assert cluster.published() == ["other/small", "team/tiny"]
+        cluster.gone = {"team"}
+        await asyncio.sleep(RETRIED)
+        assert cluster.published() == ["other/small"]
+        assert unreadable(operator) == {"team": 1}
+        assert json.loads(operator.controller.lister.summary()) == {"team": "NamespaceGone"}
+
+
+@virtual_time
+async def test_what_was_read_of_a_namespace_leaves_with_it() -> None:
+    cluster = refusing_cluster()
+    async with operator_of(cluster, resync_seconds=30) as operator:
+        cluster.create(isvc_object("tiny"))
+        await operator.settle()
+        cluster.refused, cluster.gone = {"team": 403}, {"team"}
+        await asyncio.sleep(RETRIED)
+        assert cluster.published() == []
+
+
+@virtual_time
+async def test_a_server_that_knows_nothing_proves_no_namespace_gone() -> None:
+    """Something else that answers every request with 404, say."""
+    cluster = await with_two_services()
+    cluster.refused, cluster.gone = {"team": 404}, {"team"}
+    async with operator_of(cluster) as operator:
+        await operator.settle()
+        await asyncio.sleep(RETRIED)
+        assert cluster.published() == ["other/small", "team/tiny"]
+
+
+def has_the_turn(cluster: Refusing, namespace: str, name: str) -> bool:
+    metadata = cluster.objects[DEPLOYMENTS, namespace, f"{name}-engine"]["metadata"]
+    return TURN_ANNOTATION in metadata.get("annotations", {})
+
+
+@virtual_time
+async def test_a_turn_in_a_namespace_that_cannot_be_read_holds_up_no_other_service() -> None:
+    cluster = await with_two_services()
+    cluster.broken_images = {"another"}
+    services = {"team": "tiny", "other": "small"}
+    async with operator_of(cluster, engine_image="another") as operator:
+        await operator.settle()
+        (holder,) = (each for each, name in services.items() if has_the_turn(cluster, each, name))
+        cluster.refused = {holder: 403}
+        await operator.controller.resync()
+        await operator.settle()
+        assert all(has_the_turn(cluster, each, name) for each, name in services.items())
+
+
+@virtual_time
+async def test_a_namespace_whose_watches_fail_is_listed_at_once_and_not_again_and_again() -> None:
+    cluster = refusing_cluster()
+    async with operator_of(cluster) as operator:
+        await operator.settle()
+        cluster.lists.clear()
+        cluster.refused = {"team": 403}
+        await asyncio.sleep(SOON)
+        for _ in range(100):
+            operator.controller.lister.suspect("team")
+            await asyncio.sleep(0.01)
+        assert unreadable(operator) == {"team": 1}
+        assert {namespace for namespace, _ in cluster.lists} == {"team"}
+        assert cluster.lists.count(("team", PODS)) == 1
