@@ -94,11 +94,12 @@ def facts(thing: Any) -> Any:
     """All that is known of a call or a refusal, comparable."""
     if isinstance(thing, ApiError):
         return thing.http_status, thing.message, thing.param, thing.code
-    if isinstance(thing, Call):
-        body = json.loads(thing.body, object_pairs_hook=list)
-        return {name: facts(getattr(thing, name)) for name in type(thing).__slots__} | {"body": sorted(body)}
-    if isinstance(thing, (Prompt, TokenEstimate)):
-        return {name: facts(getattr(thing, name)) for name in type(thing).__slots__}
+    if isinstance(thing, (Call, Prompt, TokenEstimate)):
+        names = [name for name in dir(thing) if name[0] != "_" and not callable(getattr(thing, name))]
+        found = {name: facts(getattr(thing, name)) for name in names}
+        if isinstance(thing, Call):
+            found["body"] = sorted(json.loads(thing.body, object_pairs_hook=list))
+        return found
     return list(thing) if isinstance(thing, (list, tuple)) or hasattr(thing, "frombytes") else thing
 
 

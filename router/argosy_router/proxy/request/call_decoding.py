@@ -35,7 +35,8 @@ from argosy_router.proxy.request.model_names import (
     unknown_model,
 )
 from argosy_router.proxy.request.request_id import request_id_in_body
-from argosy_router.proxy.request.token_estimate import estimate_of
+from argosy_router.proxy.request.stream_shape import StreamShape
+from argosy_router.proxy.request.token_estimate import Outputs, estimate_of
 
 SESSION_HEADER = b"x-session-id"
 """The header llm-d's and Dynamo's clients use too."""
@@ -234,7 +235,7 @@ class CallDraft:
             b"/classify" if endpoint == "classify" else self._path,  # vLLM's engines have no /v1/classify
             account,
             estimate_of(
-                examined.outputs,
+                Outputs(*examined.outputs),
                 tokens_of(prompt, account.bytes_per_token),
                 account.usual_output_tokens,
                 service_prompt_tokens=service.lengths.tokens(prompt),
@@ -244,7 +245,7 @@ class CallDraft:
         call.is_charged = self._is_charged
         call.priority = self._priority
         call.is_stream = examined.stream
-        call.shape = examined.shape
+        call.shape = None if examined.shape is None else StreamShape(*examined.shape)
         if endpoint in ("responses", "responses/input_tokens"):
             call.internal_headers += _RESOLVED
             if self._response_id:

@@ -10,8 +10,6 @@ from __future__ import annotations
 import msgspec
 
 from argosy_protocol.openai import StreamOptions
-from argosy_router.proxy.request.stream_shape import StreamShape
-from argosy_router.proxy.request.token_estimate import Outputs
 
 
 class Examined(msgspec.Struct, kw_only=True):
@@ -26,9 +24,10 @@ class Examined(msgspec.Struct, kw_only=True):
     cache_salt: str | None
     stream: bool
     stream_options: StreamOptions | None
-    outputs: Outputs
-    shape: StreamShape | None
-    """The shape of a stream that another replica can continue; else None."""
+    outputs: tuple[int, int | None, float]
+    """`token_estimate.Outputs`."""
+    shape: tuple[int, bool, bool, bool] | None
+    """`stream_shape.StreamShape` of a stream that another replica can continue; else None."""
     is_cut: bool
     """Whether the engine may cut tokens off the prompt."""
     tool_choice: str | None
