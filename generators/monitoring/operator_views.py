@@ -32,8 +32,8 @@ def operator_alerts() -> list[Alert]:
             "max by (namespace, watched_namespace) (argosy_operator_unreadable_namespaces) > 0",
             "5m",
             "warning",
-            "The operator in {{ $labels.namespace }} cannot read namespace {{ $labels.watched_namespace }}: its services "
-            "are served as they were, and changes, new pods and scaling wait.",
+            "The operator in {{ $labels.namespace }} cannot read namespace {{ $labels.watched_namespace }}: its "
+            "services are served as they were, and changes, new pods and scaling wait.",
             "The operator's log, and `kubectl describe lease argosy-operator` in its namespace, say why. Restore the "
             "RoleBinding argosy-operator-... there (helm upgrade does), or take the namespace out of watchNamespaces.",
         ),
