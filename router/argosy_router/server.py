@@ -453,6 +453,7 @@ class Router:
     async def _ended(self) -> None:
         """Wait until every request has ended, on the main port and in the admin page's playground."""
         await self.server.emptied()
+        await self.large_bodies.idle()
         await self.requests.idle.wait()
 
     async def stop(self) -> None:

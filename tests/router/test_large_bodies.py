@@ -31,7 +31,7 @@ from argosy_router.proxy.request.token_estimate import TokenEstimate
 
 from .accounts import account
 from .fake_engine import MODEL, FakeEngine
-from .harness import Rig, chat, is_settled, raw, read_all, rig, until
+from .harness import Rig, StoppedClock, chat, is_settled, raw, read_all, rig, until
 from .keyed_rig import keyed, stop_clock
 from .raw_requests import HEAD, answer, request_bytes
 from .scripted_envoy import envoy
@@ -337,7 +337,11 @@ async def test_a_large_request_over_the_rate_is_refused_before_its_body(tmp_path
         stop_clock(r)
         assert (await r.chat()).status_code == 200
         head = HEAD + b"authorization: Bearer sk-client\r\n"
-        for framing in (b"content-length: %d" % (4 * LARGE_BODY_BYTES), b"transfer-encoding: chunked"):
+        for framing in (
+            b"content-length: %d" % (4 * LARGE_BODY_BYTES),
+            b"content-length: %040d" % (4 * LARGE_BODY_BYTES),
+            b"transfer-encoding: chunked",
+        ):
             async with raw(r.router) as (reader, writer):
                 writer.write(head + framing + b"\r\n\r\n")
                 refusal = await read_all(reader)
@@ -345,8 +349,8 @@ async def test_a_large_request_over_the_rate_is_refused_before_its_body(tmp_path
             assert b"rate_limit_exceeded" in refusal
             assert b"\r\nx-ratelimit-remaining-requests: 0\r\n" in refusal
             assert b"\r\nretry-after: " in refusal
-        assert r.metric('rate_limited_total{key="client"}') == 2
-        assert r.metric('requests_total{code="429"') == 2
+        assert r.metric('rate_limited_total{key="client"}') == 3
+        assert r.metric('requests_total{code="429"') == 3
 
 
 async def test_a_short_request_over_the_rate_keeps_its_connection(tmp_path: Path) -> None:
@@ -381,3 +385,50 @@ async def test_a_request_that_the_tokens_refuse_costs_no_request(tmp_path: Path)
             refused = await r.chat(max_tokens=999)
             assert refused.status_code == 429
             assert refused.headers["x-ratelimit-remaining-requests"] == "4"
+
+
+async def test_a_large_request_is_not_refused_for_having_waited(tmp_path: Path) -> None:
+    clock = StoppedClock()
+    async with keyed(tmp_path, "requests_per_minute=60", clock=clock) as r:
+        await r.chat(LARGE)
+        process = r.router.large_bodies.process
+        assert process is not None
+        os.kill(process.pid, signal.SIGSTOP)
+        for _ in range(58):
+            assert (await r.chat()).status_code == 200
+        large = asyncio.create_task(r.chat(LARGE))
+        await r.until(lambda: r.router.server.body_memory.held > LARGE_BODY_BYTES)
+        await r.pass_time(2.0)
+        assert [(await r.chat()).status_code for _ in range(2)] == [200, 200]
+        os.kill(process.pid, signal.SIGCONT)
+        assert (await large).status_code == 200
+
+
+async def test_a_request_that_the_router_cannot_read_costs_no_request(tmp_path: Path) -> None:
+    async with keyed(tmp_path, "requests_per_minute=2", clock=StoppedClock()) as r:
+        assert (await r.chat(LARGE)).status_code == 200
+        process = r.router.large_bodies.process
+        assert process is not None
+        os.kill(process.pid, signal.SIGSTOP)
+        large = asyncio.create_task(r.chat(LARGE))
+        await r.until(lambda: r.router.server.body_memory.held > LARGE_BODY_BYTES)
+        os.kill(process.pid, signal.SIGKILL)
+        assert (await large).status_code == 503
+        assert (await r.chat()).status_code == 200
+        assert (await r.chat()).status_code == 429
+
+
+async def test_a_drain_waits_for_bodies_that_no_connection_waits_for() -> None:
+    async with scripted() as (r, process):
+        bodies = r.router.large_bodies
+        reading = asyncio.create_task(read(bodies, r, "chat/completions", incoming(b"{}"), account()))
+        await r.until(lambda: bool(process.begun))
+        idle = asyncio.create_task(bodies.idle())
+        await asyncio.sleep(0)
+        assert not idle.done()
+        process.goes_on.release()
+        await reading
+        await idle
+        await bodies.close()
+        status, *_ = await read(bodies, r, "chat/completions", incoming(b"{}"), account())
+        assert status == 503

@@ -102,6 +102,10 @@ class Account:
         """
         self._limits.charge_request(now)
 
+    def return_request(self) -> None:
+        """Return what `charge_request` charged."""
+        self._limits.return_request()
+
     def reserve(
         self, tokens: int, now: float, sequences: int = 1, *, is_charged: bool = False
     ) -> Reservation:

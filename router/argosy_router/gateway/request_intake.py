@@ -119,6 +119,8 @@ class GatewayRequest:
         try:
             self._check_head()
             is_used = self._intake.application.on_head(self._request)
+            if self._request.refusal is not None:
+                raise self._request.refusal
             self._limit = limits.max_body_bytes if is_used else limits.max_unread_body_bytes
             self._body = BodyReservation(self._intake.memory, self._request.account, 0)
             path = self._request.path

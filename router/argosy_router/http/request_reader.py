@@ -203,7 +203,7 @@ class RequestReader:
                 lengths += 1
                 if not value.isdigit():
                     self._refuse(BadRequest("malformed content-length"))
-                length = int(value[:19])
+                length = int(value.lstrip(b"0")[:19] or b"0")
             elif name == b"transfer-encoding":
                 codings += 1
                 if value.lower() != b"chunked":

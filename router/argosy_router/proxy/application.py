@@ -166,6 +166,8 @@ class RouterApplication:
             request.refusal = refusal
 
     def on_refused(self, error: ApiError, request: Request | None) -> tuple[bytes, bytes]:
+        if request is not None:
+            _return_charge(request, error)
         path, sent = (b"", None) if request is None else (request.path, request.header(b"x-request-id"))
         return self._refusal(request_id_for(sent), error, path), error_body(error, path)
 
@@ -174,6 +176,7 @@ class RouterApplication:
         try:
             self._route(client, request, request_id)
         except ApiError as error:
+            _return_charge(request, error)
             self.refuse(client, request_id, error, request.path)
 
     def chat(self, client: Client, request: Request) -> None:
@@ -306,6 +309,7 @@ class RouterApplication:
                 return True
             call = self._decoded(request, endpoint, request_id, account)
         except ApiError as error:
+            _return_charge(request, error)
             self.refuse(client, request_id, error, request.path)
         else:
             on_call(call)
@@ -381,6 +385,10 @@ class RouterApplication:
                 call.trace = trace
             on_call(call)
 
+        def refused(error: ApiError) -> None:
+            _return_charge(request, error)
+            self.refuse(client, request_id, error, request.path)
+
         self._large_bodies.read(
             client,
             endpoint,
@@ -391,7 +399,7 @@ class RouterApplication:
             ),
             has_state=bool(response_id),
             on_call=done,
-            on_refused=lambda error: self.refuse(client, request_id, error, request.path),
+            on_refused=refused,
         )
 
     def _decoded(
@@ -446,12 +454,21 @@ class RouterApplication:
         )
 
 
+def _return_charge(request: Request, error: ApiError) -> None:
+    """Return what the request was charged at its head if it is refused for no fault of its own."""
+    account = request.grant
+    if request.is_charged and error.http_status >= 500 and isinstance(account, Account):
+        request.is_charged = False
+        account.return_request()
+
+
 def _has_short_body(request: Request) -> bool:
     """Whether the head declares a body that is not large, and the client sends it without being asked."""
     length = request.header(b"content-length")
     if request.header(b"transfer-encoding") is not None or request.header(b"expect") is not None:
         return False
-    return length is None or (length.isdigit() and int(length[:19]) <= LARGE_BODY_BYTES)
+    digits = b"" if length is None else length.lstrip(b"0")
+    return not digits or (digits.isdigit() and len(digits) < 10 and int(digits) <= LARGE_BODY_BYTES)
 
 
 def _is_stored(path: bytes) -> bool:

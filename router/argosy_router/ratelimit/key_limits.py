@@ -95,6 +95,10 @@ class KeyLimits:
         self._check_rates(1, now)
         self._rates.take(1, 0)
 
+    def return_request(self) -> None:
+        """Return what `charge_request` charged."""
+        self._rates.take(-1, 0)
+
     def reserve(
         self, tokens: int, now: float, sequences: int = 1, *, is_charged: bool = False
     ) -> Reservation:

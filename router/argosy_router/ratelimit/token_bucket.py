@@ -55,8 +55,9 @@ class TokenBucket:
         return (self.capacity - self._level) * PERIOD_S / self.per_minute
 
     def _refill(self, now: float) -> None:
-        self._level = min(self.capacity, self._level + (now - self._time) * self.per_minute / PERIOD_S)
-        self._time = now
+        if now > self._time:  # a request that has waited may come with the time of its arrival
+            self._level = min(self.capacity, self._level + (now - self._time) * self.per_minute / PERIOD_S)
+            self._time = now
 
 
 class RateLimits:

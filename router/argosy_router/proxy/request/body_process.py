@@ -122,25 +122,27 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
         answers.write(body)
         answers.flush()
 
-    while (job := received(BodyJob)) is not None:
-        gc.collect()  # what the last one left, if anything
+    def read(job: BodyJob) -> None:
         body = requests.read(job.body_bytes)
         try:
             examined, prompts = examine(cast("RoutedEndpoint", job.endpoint), body, has_state=job.has_state)
         except ApiError as error:
             answer(Found(refusal=Refusal.of(error)))
-            continue
+            return
         except Exception:
             logging.exception("a large request could not be read")
             answer(Found(refusal=Refusal.of(InternalError("internal error"))))
-            continue
+            return
         answer(Found(examined=examined))
         wish = received(Wish)
         if wish is not None and wish.seed is not None:
             rewritten = _rewritten(body, wish, job.endpoint)
             size = None if rewritten is body else len(rewritten)
             answer(Measurements.of(measure(prompts, wish.seed), size), b"" if size is None else rewritten)
-        del body, examined, prompts  # not kept until the next request
+
+    while (job := received(BodyJob)) is not None:
+        read(job)
+        gc.collect()
 
 
 def _rewritten(body: bytes, wish: Wish, endpoint: str) -> bytes:

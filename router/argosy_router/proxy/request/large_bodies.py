@@ -177,6 +177,7 @@ class LargeBodies:
         self._lines: dict[object, _Line] = {}
         """Of each account that has bodies waiting."""
         self._tasks: set[asyncio.Task[None]] = set()
+        self._is_closed = False
         self._counts = LARGE_BODIES.counter()
 
     def series(self) -> tuple[Series, ...]:
@@ -205,9 +206,9 @@ class LargeBodies:
 
         async def work() -> None:
             try:
+                if self._is_closed:
+                    raise Unavailable("the router is stopping; retry", retry_after_s=_RETRY_AFTER_S)
                 call = await self._read(reading, endpoint, body, account, place, has_state)
-                if call is not None and reading.is_wanted:
-                    on_call(call)
             except ApiError as error:
                 self._counts.add(("unavailable" if isinstance(error, Unavailable) else "refused",))
                 if reading.is_wanted:
@@ -217,11 +218,26 @@ class LargeBodies:
                 self._counts.add(("unavailable",))
                 if reading.is_wanted:
                     on_refused(InternalError("internal error"))
+            else:
+                if call is not None and reading.is_wanted:
+                    self._pass_on(call, client, on_call)
 
         reading.task = task = asyncio.create_task(work(), name="large body")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         client.attach(reading)
+
+    def _pass_on(self, call: Call, client: Client, on_call: Callable[[Call], None]) -> None:
+        try:
+            on_call(call)
+        except Exception:  # something else answers the client by now, perhaps
+            log.exception("a large request failed")
+            client.abort()
+
+    async def idle(self) -> None:
+        """Wait until no body waits or is being read."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
 
     async def _read(
         self,
@@ -281,7 +297,8 @@ class LargeBodies:
             await process.kill()
 
     async def close(self) -> None:
-        """Give up what is being read, and end the process."""
+        """Give up what is being read, end the process, and refuse what comes later."""
+        self._is_closed = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
