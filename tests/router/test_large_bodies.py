@@ -394,7 +394,7 @@ async def test_a_large_request_is_not_refused_for_having_waited(tmp_path: Path) 
         process = r.router.large_bodies.process
         assert process is not None
         os.kill(process.pid, signal.SIGSTOP)
-        for _ in range(58):
+        for _ in range(57):
             assert (await r.chat()).status_code == 200
         large = asyncio.create_task(r.chat(LARGE))
         await r.until(lambda: r.router.server.body_memory.held > LARGE_BODY_BYTES)
