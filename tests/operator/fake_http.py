@@ -27,6 +27,8 @@ class FakeApiServer:
         self.authorize: Authorize = lambda *_: True
         self.forbidden: list[str] = []
         """Requests that were answered with 403."""
+        self.expired_tokens = 0
+        """Number of further pages that are answered with 410, as their token has expired."""
         self.missing_namespaces: set[str] = set()
         self.watch_errors: list[int] = []
         """HTTP statuses with which the next watches are answered."""
@@ -120,6 +122,9 @@ class FakeApiServer:
                 if request.method == "POST":
                     assert request.query["fieldManager"] == "argosy-operator"
                     return web.json_response(await self.cluster.create_only(await request.json()), status=201)
+                if "continue" in request.query and self.expired_tokens:
+                    self.expired_tokens -= 1
+                    raise ApiError("LIST", 410, "the provided continue parameter is too old")
                 found = await self.cluster.list(kind, namespace=namespace, labels=labels)
                 start, limit = int(request.query.get("continue", 0)), int(request.query.get("limit", 500))
                 metadata = {"resourceVersion": found.version}

@@ -72,6 +72,42 @@ async def test_refused_watches_begin_anew(
             gc.collect()
 
 
+async def test_no_list_is_answered_at_once_and_one_that_expires_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All objects of an answer are in memory at once."""
+    cluster = FakeKubernetes()
+    for number in range(5):
+        cluster.create(isvc_object(f"s{number}", replicas=1))
+    config = OperatorConfig(
+        namespace="argosy-system", fleet_key=CONFIG.fleet_key, engine_image="engine", router_url=""
+    )
+    monkeypatch.setattr(main, "http_fetch", http_fetch_of(FakeRouter(cluster)))
+    monkeypatch.setattr("argosy_operator.cluster.router_watch.GRACE", 0.2)
+    monkeypatch.setattr(event_source, "RESTART_PAUSE", 0.05)
+    monkeypatch.setattr(event_source, "LIST_PAGE", 2)
+    async with served(cluster, tmp_path, monkeypatch) as server:
+        server.expired_tokens = 1
+        operator = asyncio.create_task(main.run(config, health_port=0))
+        try:
+            await until(cluster, operator, lambda: server.watches == KINDS and not server.expired_tokens)
+            cluster.create(isvc_object("new", replicas=1))
+            await until(cluster, operator, lambda: cluster.condition("Ready", "new").get("status") == "True")
+        finally:
+            operator.cancel()
+            await asyncio.gather(operator, return_exceptions=True)
+            gc.collect()
+    lists = [
+        (path, query)
+        for method, path, query, _ in server.requests
+        if method == "GET"
+        and path.endswith(tuple(kind.plural for kind in WATCHED))
+        and "watch=true" not in query
+    ]
+    assert len(lists) > 2 * KINDS
+    assert [each for each in lists if "limit=" not in each[1]] == []
+
+
 def test_an_outage_of_any_length_is_waited_out_and_noticed_within_seconds() -> None:
     settings = kopf_settings(WATCHED)
     waits = list(itertools.islice(settings.networking.error_backoffs, 1000))

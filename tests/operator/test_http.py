@@ -18,7 +18,7 @@ from harness import FakeFetchers, FakeRouter, http_fetch_of
 from served_cluster import served, until
 
 from argosy_operator import main
-from argosy_operator.cluster import router_reports
+from argosy_operator.cluster import kubernetes_api, router_reports
 from argosy_operator.cluster.kubernetes_api import KubernetesApi
 from argosy_operator.cluster.router_reports import http_fetch
 from argosy_operator.config import OperatorConfig
@@ -145,6 +145,25 @@ async def test_a_list_in_pages_asks_for_one_when_the_last_was_read(
             assert page.version.isdigit()
         assert (sizes, asked) == ([2, 2, 1], [1, 2, 3])
         assert len((await api.list(INFERENCE_SERVICES, namespace=None)).items) == 5
+
+
+async def test_a_list_whose_token_expires_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The API server keeps the version of a list for some minutes only."""
+    monkeypatch.setattr(kubernetes_api, "LIST_PAGE", 2)
+    cluster = FakeKubernetes()
+    for number in range(5):
+        cluster.create(isvc_object(f"s{number}"))
+    async with served(cluster, tmp_path, monkeypatch) as server, await KubernetesApi.connect() as api:
+        server.expired_tokens = 2
+        found = await api.list(INFERENCE_SERVICES, namespace=None)
+        assert [each["metadata"]["name"] for each in found.items] == [f"s{number}" for number in range(5)]
+        server.expired_tokens = 1000
+        with pytest.raises(ApiError) as caught:
+            await api.list(INFERENCE_SERVICES, namespace=None)
+        assert caught.value.status == 410
+        assert len(server.requests) < 30, "it gives up"
 
 
 async def test_no_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,8 @@ DEADLINE: Final = 15.0
 """Seconds for one request. The API server answers in milliseconds; a slower request is retried."""
 LIST_PAGE: Final = 50
 """Objects of one answer to a list: a tenant's may have 1.4 MiB each, and all of an answer are in memory at once."""
+_LIST_ATTEMPTS: Final = 3
+"""Attempts of a list whose version the API server gives up before the last page (410)."""
 WATCH_SECONDS: Final = 300
 """After so long the API server ends a watch; whoever watches lists again."""
 _MAX_EVENT_BYTES: Final = 8 << 20
@@ -88,6 +90,15 @@ class KubernetesApi:
         return any(resource["name"] == kind.plural for resource in offered.get("resources", ()))
 
     async def list(self, kind: Kind, *, namespace: str | None, labels: str = "") -> ObjectList:
+        for _ in range(_LIST_ATTEMPTS - 1):
+            try:
+                return await self._list(kind, namespace=namespace, labels=labels)
+            except ApiError as error:
+                if error.status != 410:
+                    raise
+        return await self._list(kind, namespace=namespace, labels=labels)
+
+    async def _list(self, kind: Kind, *, namespace: str | None, labels: str) -> ObjectList:
         items: list[Object] = []
         version = ""
         async with aclosing(self._pages(kind, namespace=namespace, labels=labels, limit=LIST_PAGE)) as pages:

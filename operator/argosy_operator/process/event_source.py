@@ -21,6 +21,7 @@ from typing import Any, Final
 import kopf
 from msgspec import Struct
 
+from argosy_operator.cluster.kubernetes_api import LIST_PAGE
 from argosy_operator.config import OperatorConfig
 from argosy_operator.kinds import PODS, Kind
 from argosy_operator.process.kopf_storage import NoDiffBase, NoProgress
@@ -162,6 +163,8 @@ def kopf_settings(
     # By default kopf ends when the API server has been away for a minute, and has the process killed after ten more.
     settings.networking.error_backoffs = EndlessBackoff(on_failure)
     settings.process.ultimate_exiting_timeout = None
+    # Whole lists of a large fleet take a gigabyte. When a token expires kopf ends, and is started anew.
+    settings.watching.chunk_size = LIST_PAGE
     # The watched kinds are known, so no permission to list CRDs and namespaces is needed.
     settings.scanning.disabled = True
     for kind, labels in watched.items():
