@@ -119,7 +119,7 @@ def test_what_may_not_be_read_is_no_problem(tmp_path: Path) -> None:
 
 
 def refusing(reason: str) -> Object:
-    """A Lease whose holder cannot read the namespace of the service."""
+    """A Lease, renewed just now, whose holder cannot read the namespace of the service."""
     renewed = datetime.datetime.now(datetime.UTC).isoformat()
     told = {"inference.argosy.dev/unreadable-namespaces": json.dumps({"team": reason, "other": "NoAnswer"})}
     metadata = {"name": "argosy-operator", "namespace": "argosy-system", "annotations": told}
@@ -131,24 +131,21 @@ del NEVER_SEEN["status"]
 
 
 @pytest.mark.parametrize(
-    ("resource", "lease", "place"),
+    ("resource", "reason", "place"),
     [
-        (READY, refusing("Forbidden"), "note: "),
-        (
-            {**READY, "status": {**READY["status"], "observedGeneration": 2}},
-            refusing("Forbidden"),
-            "operator ",
-        ),
-        (NEVER_SEEN, {"items": [refusing("Forbidden")]}, "operator "),
-        (NEVER_SEEN, {"items": [refusing("NamespaceGone")]}, "operator "),
-        (READY, refusing("NoAnswer"), "note: "),
+        (READY, "Forbidden", "note: "),
+        ({**READY, "status": {**READY["status"], "observedGeneration": 2}}, "Forbidden", "operator "),
+        (NEVER_SEEN, "Forbidden", "operator "),
+        (NEVER_SEEN, "NamespaceGone", "operator "),
+        (READY, "NoAnswer", "note: "),
     ],
     ids=["ready", "an edit is not seen", "never seen", "gone", "no answer"],
 )
 def test_a_namespace_that_the_operator_cannot_read_is_named(
-    resource: Object, lease: Object, place: str, tmp_path: Path
+    resource: Object, reason: str, place: str, tmp_path: Path
 ) -> None:
-    found = installed(tmp_path, ONE_ROUTER, lease, resource)
+    lease = refusing(reason)
+    found = installed(tmp_path, ONE_ROUTER, {"items": [lease]} if resource is NEVER_SEEN else lease, resource)
     text = render(found)
     (line,) = (each for each in text.splitlines() if "cannot read namespace team" in each)
     assert place in line
