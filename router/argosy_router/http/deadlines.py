@@ -19,8 +19,7 @@ log = logging.getLogger(__name__)
 TICK_S = 0.1
 """Precision of deadlines: a tenth of the shortest default (connect, 1 s)."""
 HORIZON_S = 60.0
-"""The wheel looks at deadlines further away than this once more before: one that has ended by then leaves it, however
-far away it was, and whatever made it so."""
+"""The wheel looks at each deadline at least this often: one that has ended leaves it, however far away it was."""
 
 
 class Deadline:

@@ -267,8 +267,7 @@ class ServerConnection(asyncio.Protocol):
                     self._await_slow_client()
                     return
                 if num_taken >= REQUESTS_PER_TURN and (reader.ready or self._held):
-                    self._pause_reading()
-                    asyncio.get_running_loop().call_soon(self._resume_reading)
+                    self._serve_next_turn()
                     return
                 if reader.ready:
                     self._deadline.clear()
@@ -293,6 +292,11 @@ class ServerConnection(asyncio.Protocol):
                     return
         finally:
             self._is_serving = False
+
+    def _serve_next_turn(self) -> None:
+        """Go on in the next turn of the event loop, without reading before."""
+        self._pause_reading()
+        asyncio.get_running_loop().call_soon(self._resume_reading)
 
     def _await_slow_client(self) -> None:
         """Leave pipelined requests unanswered until the client has read earlier responses; `_stall` bounds the time."""
@@ -508,9 +512,7 @@ class ServerConnection(asyncio.Protocol):
             and (self.reader.ready or self._held)
             and not (self._is_serving or self._is_write_paused)
         ):
-            # The request must have ended for its account, too, before the next one begins.
-            self._pause_reading()
-            asyncio.get_running_loop().call_soon(self._resume_reading)
+            self._serve_next_turn()  # by then the request has ended for its account, too
         elif keeps_alive:
             self._serve_requests()
         elif self.is_discarding:

@@ -52,7 +52,7 @@ from argosy_router.proxy.stored_routes import StoredRoutes
 from argosy_router.ratelimit.key_limits import RateLimited
 
 if TYPE_CHECKING:
-    from argosy_router.observability.tracing import Tracer
+    from argosy_router.observability.tracing import Trace, Tracer
 
 _JSON = b"content-type: application/json\r\n"
 _MODELS = b"/v1/models"
@@ -299,20 +299,13 @@ class RouterApplication:
         if endpoint is None:
             return False
         try:
-            if request.refusal is not None:
-                raise request.refusal
             require_method(request, b"POST")
             account = request.grant
             assert isinstance(account, Account), "`on_head` lets only accounts in"
-            if is_large(request.body, account, self._requests.now()):
-                self._decode_later(client, request, endpoint, request_id, account, b"", on_call)
-                return True
-            call = self._decoded(request, endpoint, request_id, account)
+            self._decode(client, request, endpoint, request_id, account, b"", on_call)
         except ApiError as error:
             _return_charge(request, error)
             self.refuse(client, request_id, error, request.path)
-        else:
-            on_call(call)
         return True
 
     def _generate(
@@ -327,19 +320,15 @@ class RouterApplication:
         is_background: bool = False,
     ) -> None:
         started = self._requests.now()
-        if is_large(request.body, account, started):
-            self._decode_later(
-                client,
-                request,
-                endpoint,
-                request_id,
-                account,
-                response_id,
-                lambda call: self._handle(client, request, endpoint, call, started, is_background),
-            )
-            return
-        call = self._decoded(request, endpoint, request_id, account, response_id)
-        self._handle(client, request, endpoint, call, started, is_background)
+        self._decode(
+            client,
+            request,
+            endpoint,
+            request_id,
+            account,
+            response_id,
+            lambda call: self._handle(client, request, endpoint, call, started, is_background),
+        )
 
     def _handle(
         self,
@@ -359,6 +348,29 @@ class RouterApplication:
             )
         self._requests.handle(client, call, started)
 
+    def _decode(
+        self,
+        client: Client,
+        request: Request,
+        endpoint: RoutedEndpoint,
+        request_id: bytes,
+        account: Account,
+        response_id: bytes,
+        on_call: Callable[[Call], None],
+    ) -> None:
+        """Decode a request and pass the call on: now, or later if another process reads the body.
+
+        Raises:
+            ApiError: the request is refused; later the client is told.
+        """
+        if is_large(request.body, account, self._requests.now()):
+            self._decode_later(client, request, endpoint, request_id, account, response_id, on_call)
+            return
+        trace = self._begin_trace(request, endpoint)
+        call = decode_call(self._fleet, endpoint, request, request_id, account, response_id)
+        call.trace = trace
+        on_call(call)
+
     def _decode_later(
         self,
         client: Client,
@@ -376,13 +388,10 @@ class RouterApplication:
             ApiError: the head does not go with a body.
         """
         require_json(request)
-        trace = None
-        if self._tracer is not None:
-            trace, request.headers = self._tracer.begin(request.headers, endpoint)
+        trace = self._begin_trace(request, endpoint)
 
         def done(call: Call) -> None:
-            if trace is not None:
-                call.trace = trace
+            call.trace = trace
             on_call(call)
 
         def refused(error: ApiError) -> None:
@@ -402,21 +411,12 @@ class RouterApplication:
             on_refused=refused,
         )
 
-    def _decoded(
-        self,
-        request: Request,
-        endpoint: RoutedEndpoint,
-        request_id: bytes,
-        account: Account,
-        response_id: bytes = b"",
-    ) -> Call:
-        trace = None
-        if self._tracer is not None:
-            trace, request.headers = self._tracer.begin(request.headers, endpoint)
-        call = decode_call(self._fleet, endpoint, request, request_id, account, response_id)
-        if trace is not None:
-            call.trace = trace
-        return call
+    def _begin_trace(self, request: Request, endpoint: RoutedEndpoint) -> Trace | None:
+        """Begin the trace of a request, whose headers then name it; None without tracing."""
+        if self._tracer is None:
+            return None
+        trace, request.headers = self._tracer.begin(request.headers, endpoint)
+        return trace
 
     def _ready(self) -> tuple[int, bytes, bytes]:
         if self.is_ready:

@@ -119,7 +119,7 @@ class KeyLimits:
                 f"{self._name!r} may have {self._max_parallel_sequences} in progress: send smaller requests"
             )
         if is_charged:
-            self._rates.take(-1, 0)
+            self.return_request()
         self._check_rates(tokens, now)
         if self._parallel_share and self._active >= self._parallel_share:
             raise RateLimited(

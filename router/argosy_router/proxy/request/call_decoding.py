@@ -114,13 +114,11 @@ class CallDraft:
         "_adapter",
         "_endpoint",
         "_examined",
-        "_headers",
         "_hides_usage",
-        "_is_charged",
         "_model",
         "_named",
-        "_path",
         "_priority",
+        "_request",
         "_request_id",
         "_response_id",
         "_service",
@@ -147,9 +145,7 @@ class CallDraft:
         """
         self._examined = examined
         self._endpoint = endpoint
-        self._headers = request.headers
-        self._is_charged = request.is_charged
-        self._path = request.path
+        self._request = request
         self._account = account
         self._response_id = response_id
         self._request_id = request_id_in_body(
@@ -230,9 +226,11 @@ class CallDraft:
             service,
             prompt,
             self._request_id,
-            forwarded_headers(self._headers),
+            forwarded_headers(self._request.headers),
             body,
-            b"/classify" if endpoint == "classify" else self._path,  # vLLM's engines have no /v1/classify
+            b"/classify"
+            if endpoint == "classify"
+            else self._request.path,  # vLLM's engines have no /v1/classify
             account,
             estimate_of(
                 Outputs(*examined.outputs),
@@ -242,7 +240,7 @@ class CallDraft:
             ),
         )
         call.endpoint = endpoint
-        call.is_charged = self._is_charged
+        call.is_charged = self._request.is_charged
         call.priority = self._priority
         call.is_stream = examined.stream
         call.shape = None if examined.shape is None else StreamShape(*examined.shape)

@@ -13,7 +13,7 @@ from argosy_protocol.openai import StreamOptions
 
 
 class Examined(msgspec.Struct, kw_only=True):
-    """Facts of one request."""
+    """Facts of one request. Named tuples are plain ones here: compiled, they have no annotations for msgspec."""
 
     model: str
     """As the client named it; empty for none."""

@@ -130,7 +130,8 @@ class BodyProcess:
 
 
 def is_large(body: bytes, account: Account, now: float) -> bool:
-    """Whether another process reads a body: above a size, or if its account sends much in little time."""
+    """Whether another process reads a body: above a size, or if its account sends much in little time. A body of more
+    than `_SMALL_BODY_BYTES` that is read here is counted as sent."""
     size = len(body)
     if size <= _SMALL_BODY_BYTES:
         return False
@@ -275,11 +276,8 @@ class LargeBodies:
                 call = await self.process.read(endpoint, body, has_state, place)
         except ApiError:
             raise
-        except (
-            OSError,
-            EOFError,
-            RuntimeError,
-        ) as error:  # a timeout, a dead process, and uvloop's closed pipe
+        # A timeout, a dead process, and a pipe that uvloop has closed.
+        except (OSError, EOFError, RuntimeError) as error:
             log.error("the process that reads large requests has failed: %s", error or type(error).__name__)
             await self._end_process()
             raise Unavailable(
