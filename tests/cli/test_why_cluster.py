@@ -158,6 +158,13 @@ def test_a_namespace_that_the_operator_cannot_read_is_named(
     assert any(each.name == "pods" for each in found.links) is (resource is READY), "its status is an old one"
 
 
+def test_a_namespace_that_is_not_watched_is_told_as_such(tmp_path: Path) -> None:
+    text = render(installed(tmp_path, ONE_ROUTER, refusing("NotWatched")))
+    assert "has no watch of namespace team" in text
+    assert "cannot read" not in text
+    assert "RoleBinding" not in text
+
+
 @pytest.mark.parametrize("told", ["no JSON", "[]", '{"elsewhere": "Forbidden"}', ""])
 def test_what_a_lease_does_not_say_of_a_namespace_is_no_problem(told: str, tmp_path: Path) -> None:
     lease = refusing("Forbidden")

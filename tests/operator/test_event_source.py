@@ -8,11 +8,13 @@ import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
+import kopf
 import pytest
+from aiohttp import ClientError, ClientSession
 from builders import CONFIG, isvc_object
 from fake_kubernetes import FakeKubernetes
 from harness import FakeRouter, http_fetch_of
-from served_cluster import served, until
+from served_cluster import PATIENCE, served, until
 
 from argosy_operator import main
 from argosy_operator.config import OperatorConfig
@@ -21,6 +23,7 @@ from argosy_operator.process import event_source
 from argosy_operator.process.event_source import EndlessBackoff, kopf_settings
 from argosy_operator.reconcile import controller
 from argosy_operator.reconcile.controller import WATCHED
+from processes import free_port
 
 KINDS = len(WATCHED)
 
@@ -106,6 +109,55 @@ async def test_no_list_is_answered_at_once_and_one_that_expires_is_made_anew(
     ]
     assert len(lists) > 2 * KINDS
     assert [each for each in lists if "limit=" not in each[1]] == []
+
+
+async def readiness(port: int) -> tuple[int, str]:
+    """Status and body of the readiness probe."""
+    try:
+        async with ClientSession() as session, session.get(f"http://127.0.0.1:{port}/readyz") as response:
+            return response.status, await response.text()
+    except ClientError:
+        return 0, ""
+
+
+async def test_an_operator_whose_watches_reach_nothing_is_not_ready_and_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As without a cluster's DNS: it lists and leads, for it knows the API server's address."""
+    cluster, port, nowhere = FakeKubernetes(), free_port(), f"http://127.0.0.1:{free_port()}"
+    monkeypatch.setattr(main, "http_fetch", http_fetch_of(FakeRouter(cluster)))
+    monkeypatch.setattr("argosy_operator.reconcile.lister.WATCH_PATIENCE", 1.5, raising=False)
+    monkeypatch.setattr(kopf, "login_with_kubeconfig", lambda **_: kopf.ConnectionInfo(server=nowhere))
+    config = OperatorConfig(
+        namespace="argosy-system", fleet_key=CONFIG.fleet_key, engine_image="engine", router_url=""
+    )
+    async with served(cluster, tmp_path, monkeypatch):
+        operator = asyncio.create_task(main.run(config, health_port=port))
+        seen: list[tuple[int, str]] = []
+        try:
+            async with asyncio.timeout(PATIENCE):
+                while not (seen and seen[-1][0] == 503 and "no watch" in seen[-1][1]):
+                    assert not operator.done()
+                    seen.append(await readiness(port))
+                    await asyncio.sleep(0.02)
+        finally:
+            operator.cancel()
+            await asyncio.gather(operator, return_exceptions=True)
+            gc.collect()
+    assert 200 in [status for status, _ in seen], "it was, until it had no watch for so long"
+    assert nowhere in seen[-1][1]
+
+
+@pytest.mark.parametrize(
+    ("env", "url"),
+    [
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1", "KUBERNETES_SERVICE_PORT": "6443"}, "https://10.0.0.1:6443"),
+        ({"KUBERNETES_SERVICE_HOST": "fd00::1"}, "https://[fd00::1]:443"),
+        ({}, ""),
+    ],
+)
+def test_the_api_server_is_found_without_dns(env: dict[str, str], url: str) -> None:
+    assert event_source.api_server_url(env) == url
 
 
 def test_an_outage_of_any_length_is_waited_out_and_noticed_within_seconds() -> None:

@@ -24,6 +24,7 @@ from argosy_operator.kinds import (
     Kind,
 )
 from argosy_operator.names import TURN_ANNOTATION
+from argosy_operator.reconcile.controller import WATCHED
 from argosy_protocol.fleet import decode_fleet
 
 SERVED = ("team", "other", "third")
@@ -342,8 +343,61 @@ async def test_a_namespace_whose_watches_fail_is_listed_at_once_and_not_again_an
         cluster.refused = {"team": 403}
         await asyncio.sleep(SOON)
         for _ in range(100):
-            operator.controller.lister.suspect("team")
+            operator.controller.lister.note_failed_watch("team", PODS, "GET pods: 403 Forbidden")
             await asyncio.sleep(0.01)
         assert unreadable(operator) == {"team": 1}
         assert {namespace for namespace, _ in cluster.lists} == {"team"}
         assert cluster.lists.count(("team", PODS)) == 1
+
+
+@virtual_time
+async def test_without_a_watch_for_a_minute_the_operator_is_not_ready_and_says_why() -> None:
+    """Without cluster DNS, say: lists go by address."""
+    cluster = refusing_cluster()
+    async with operator_of(cluster, lease=LEASE) as operator:
+        lister = operator.controller.lister
+        await operator.settle()
+        for namespace in SERVED:
+            lister.begin_watches(namespace)
+            lister.note_failed_watch(namespace, None, "GET https://api: no such host")
+        await asyncio.sleep(50)
+        assert operator.controller.unready_reason == ""
+        await asyncio.sleep(15)
+        reason = operator.controller.unready_reason
+        assert all(part in reason for part in ("no watch of", "pods", "no such host")), reason
+        assert unreadable(operator) == dict.fromkeys(SERVED, 1)
+        assert len(cluster.unreadable_events()) == len(SERVED)
+        cluster.create(isvc_object("tiny"))
+        await operator.settle()
+        assert cluster.is_ready_in("team", "tiny"), "lists, and what is known, are good enough"
+
+        for kind in WATCHED:
+            lister.note_watched("team", kind)
+        await asyncio.sleep(1)
+        assert operator.controller.unready_reason == ""
+        assert unreadable(operator) == {"other": 1, "third": 1}
+
+
+@virtual_time
+async def test_a_watch_that_begins_anew_in_time_is_none_that_is_missing() -> None:
+    cluster = refusing_cluster()
+    async with operator_of(cluster) as operator:
+        lister = operator.controller.lister
+        await operator.settle()
+        lister.begin_watches("team")
+        for kind in WATCHED:
+            lister.note_watched("team", kind)
+        for _ in range(10):
+            await asyncio.sleep(30)
+            lister.note_unwatched("team", PODS)
+            await asyncio.sleep(30)
+            lister.note_failed_watch("team", PODS, "GET pods: 503")
+            lister.note_watched("team", PODS)
+            assert unreadable(operator) == {}
+        lister.note_unwatched("team", PODS)
+        await asyncio.sleep(59)
+        assert unreadable(operator) == {}
+        await asyncio.sleep(2)
+        assert unreadable(operator) == {"team": 1}
+        lister.begin_watches("team")
+        assert unreadable(operator) == {"team": 1}, "another beginning is no watch"

@@ -24,6 +24,7 @@ from argosy.diagnosis.installation import (
     operator_note,
     remedy_of_unreadable,
     router_link,
+    shortcoming,
 )
 from argosy.diagnosis.remedies import (
     UNREACHABLE_SOURCE,
@@ -275,7 +276,7 @@ def _operator(service: Object, installation: Installation) -> Link:
         return Link(
             name="operator",
             state="failed",
-            detail=f"it cannot read namespace {namespace} ({installation.unreadable}), and {what}",
+            detail=f"it {shortcoming(installation, namespace)}, and {what}",
             remedy=remedy_of_unreadable(installation, namespace),
         )
     return Link(

@@ -26,6 +26,7 @@ LEASE: Final = "argosy-operator"
 """Name of the operator's Lease, in the routers' namespace."""
 UNREADABLE: Final = f"{GROUP}/unreadable-namespaces"
 """Annotation of the Lease: why the operator cannot read namespaces, by their names, as JSON."""
+NOT_WATCHED: Final = "NotWatched"
 SILENT_S: Final = 120.0
 """Seconds without a renewal after which nobody holds the Lease. It is renewed every 2 s; the rest is for clocks."""
 _SERVICE: Final = re.compile(r"([a-z0-9-]+)\.([a-z0-9-]+)\.svc(\.|$)")
@@ -102,6 +103,12 @@ def unreadable_reason(lease: Object | None, namespace: str) -> str:
     return reasons.get(namespace) or reasons.get("*") or ""
 
 
+def shortcoming(found: Installation, namespace: str) -> str:
+    """What the operator does not do for a namespace that it cannot read, or not watch."""
+    verb = "has no watch of" if found.unreadable == NOT_WATCHED else "cannot read"
+    return f"{verb} namespace {namespace} ({found.unreadable})"
+
+
 def remedy_of_unreadable(found: Installation, namespace: str) -> str:
     """What to do about a namespace that the operator cannot read."""
     where = f"`kubectl describe lease -n {found.lease_namespace} {LEASE}` shows the answer that it got"
@@ -127,9 +134,12 @@ def router_link(found: Installation) -> tuple[Link, ...]:
 def operator_note(found: Installation, namespace: str) -> tuple[str, ...]:
     """What it means for the service that no operator runs, or that it may not read the service; nothing otherwise."""
     if found.unreadable:
+        late = "and changes, new pods and scaling wait for it"
+        if found.unreadable == NOT_WATCHED:
+            late = "and changes take until the next resync, minutes"
         return (
-            f"the operator cannot read namespace {namespace} ({found.unreadable}). The status is its last one; "
-            f"changes, new pods and scaling wait for it. What helps: {remedy_of_unreadable(found, namespace)}",
+            f"the operator {shortcoming(found, namespace)}. The status is its last one, {late}. What helps: "
+            f"{remedy_of_unreadable(found, namespace)}",
         )
     if not found.absence:
         return ()

@@ -11,21 +11,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import logging
 import os
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
-from functools import partial
 from typing import Any, Final
 
+import aiohttp
 import kopf
 from msgspec import Struct
+from yarl import URL
 
 from argosy_operator.cluster.kubernetes_api import LIST_PAGE
 from argosy_operator.config import OperatorConfig
 from argosy_operator.kinds import PODS, Kind
 from argosy_operator.process.kopf_storage import NoDiffBase, NoProgress
 from argosy_operator.reconcile.controller import WATCHED, Controller
+from argosy_operator.reconcile.lister import Lister
 
 logger = logging.getLogger(__name__)
 
@@ -70,9 +73,11 @@ async def watch(
         await _until(stop, lister.wait_watched(scope.namespace, is_watched=True))
         if stop.is_set():
             return
+        lister.begin_watches(scope.namespace)
+        sessions = Sessions(lister, scope)
         tasks = await kopf.spawn_tasks(
-            registry=handlers(controller, scope.watched),
-            settings=kopf_settings(scope.watched, on_failure=partial(lister.suspect, scope.namespace)),
+            registry=handlers(controller, scope.watched, sessions),
+            settings=kopf_settings(scope.watched),
             identity=kopf_identity(),
             standalone=True,
             clusterwide=scope.namespace is None,
@@ -87,6 +92,7 @@ async def watch(
             done, _ = await asyncio.wait((*tasks, refused), return_when=asyncio.FIRST_COMPLETED)
         finally:
             await _end((*tasks, refused, *_watchers(scope)))
+            await sessions.close()
         if stop.is_set():
             return
         if refused in done:
@@ -140,28 +146,85 @@ def kopf_identity() -> Any:
 class EndlessBackoff:
     """Seconds to wait before each further attempt of a request: kopf gives up when they are used up."""
 
-    def __init__(self, on_failure: Callable[[], None] = lambda: None) -> None:
-        """`on_failure` is called after the first, second, fourth and so on failure of a request."""
-        self._on_failure = on_failure
-
     def __iter__(self) -> Iterator[float]:
-        waits = itertools.chain((0.5, 1.0, 2.0), itertools.repeat(_BACKOFF_MAX))
-        for failures, wait in enumerate(waits):  # the first one is taken before the first attempt
-            if failures and not failures & (failures - 1):
-                self._on_failure()
-            yield wait
+        return itertools.chain((0.5, 1.0, 2.0), itertools.repeat(_BACKOFF_MAX))
 
 
-def kopf_settings(
-    watched: Mapping[Kind, str], *, on_failure: Callable[[], None] = lambda: None
-) -> kopf.OperatorSettings:
-    """Settings with which kopf writes nothing and discovers nothing. `on_failure`: see `EndlessBackoff`."""
+class Sessions:
+    """HTTP sessions of one kopf operator, which tell the lister what becomes of its requests: kopf itself repeats a
+    request for as long as it fails, and tells nobody."""
+
+    def __init__(self, lister: Lister, scope: Scope) -> None:
+        self._lister = lister
+        self._scope = scope
+        self._kinds = {kind.plural: kind for kind in scope.watched}
+        self._open: list[tuple[kopf.ConnectionInfo, kopf.AiohttpSession]] = []
+
+    def session(self, info: kopf.ConnectionInfo) -> kopf.AiohttpSession:
+        """The session for a login; the same one for the same login, by which kopf knows one that was refused."""
+        for known, session in self._open:
+            if known == info:
+                return session
+        http = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, ssl=info.as_ssl_context()),
+            headers=info.as_http_headers(),
+            proxy=info.proxy_url,
+            trust_env=info.trust_env,
+            trace_configs=[self._trace()],
+        )
+        session = kopf.AiohttpSession(
+            server=info.server,
+            default_namespace=info.default_namespace,
+            priority=info.priority,
+            expiration=info.expiration,
+            aiohttp_session=http,
+        )
+        self._open.append((info, session))
+        return session
+
+    async def close(self) -> None:
+        """Close the sessions that kopf has not closed."""
+        for _, session in self._open:
+            await session.aiohttp_session.close()
+
+    def _trace(self) -> aiohttp.TraceConfig:
+        trace = aiohttp.TraceConfig()
+        trace.on_request_start.append(self._on_start)
+        trace.on_request_end.append(self._on_end)
+        trace.on_request_exception.append(self._on_exception)
+        return trace
+
+    async def _on_start(self, _session: Any, _context: Any, params: aiohttp.TraceRequestStartParams) -> None:
+        if (kind := self._kinds.get(params.url.name)) is not None:
+            self._lister.note_unwatched(self._scope.namespace, kind)
+
+    async def _on_end(self, _session: Any, _context: Any, params: aiohttp.TraceRequestEndParams) -> None:
+        status = params.response.status
+        if status >= 400:
+            self._fail(params.url, f"{status} {params.response.reason}")
+        elif (kind := self._kinds.get(params.url.name)) is not None and "watch" in params.url.query:
+            self._lister.note_watched(self._scope.namespace, kind)
+
+    async def _on_exception(
+        self, _session: Any, _context: Any, params: aiohttp.TraceRequestExceptionParams
+    ) -> None:
+        if not isinstance(params.exception, asyncio.CancelledError):
+            self._fail(params.url, f"{type(params.exception).__name__}: {params.exception}")
+
+    def _fail(self, url: URL, error: str) -> None:
+        self._lister.note_failed_watch(
+            self._scope.namespace, self._kinds.get(url.name), f"GET {url.origin()}{url.path}: {error}"
+        )
+
+
+def kopf_settings(watched: Mapping[Kind, str]) -> kopf.OperatorSettings:
+    """Settings with which kopf writes nothing and discovers nothing."""
     settings = kopf.OperatorSettings()
     settings.posting.enabled = False
     settings.persistence.diffbase_storage = NoDiffBase()
     settings.persistence.progress_storage = NoProgress()
     # By default kopf ends when the API server has been away for a minute, and has the process killed after ten more.
-    settings.networking.error_backoffs = EndlessBackoff(on_failure)
+    settings.networking.error_backoffs = EndlessBackoff()
     settings.process.ultimate_exiting_timeout = None
     # Whole lists of a large fleet take a gigabyte. When a token expires kopf ends, and is started anew.
     settings.watching.chunk_size = LIST_PAGE
@@ -173,15 +236,25 @@ def kopf_settings(
     return settings
 
 
-def handlers(controller: Controller, watched: Mapping[Kind, str]) -> kopf.OperatorRegistry:
+def api_server_url(env: Mapping[str, str]) -> str:
+    """URL of the API server by the variables that a kubelet sets, which need no DNS; empty if they are missing."""
+    host, port = env.get("KUBERNETES_SERVICE_HOST", ""), env.get("KUBERNETES_SERVICE_PORT", "443")
+    return f"https://{f'[{host}]' if ':' in host else host}:{port}" if host else ""
+
+
+def handlers(
+    controller: Controller, watched: Mapping[Kind, str], sessions: Sessions
+) -> kopf.OperatorRegistry:
     """One event handler for each kind, and the login."""
     registry = kopf.OperatorRegistry()
 
     @kopf.on.login(registry=registry)
-    def login(**kwargs: Any) -> Any:
-        if "KUBECONFIG" in os.environ:
-            return kopf.login_with_kubeconfig(**kwargs)
-        return kopf.login_with_service_account(**kwargs) or kopf.login_with_kubeconfig(**kwargs)
+    async def login(**kwargs: Any) -> Any:
+        info = None
+        if "KUBECONFIG" not in os.environ and (info := kopf.login_with_service_account(**kwargs)) is not None:
+            info = dataclasses.replace(info, server=api_server_url(os.environ) or info.server)
+        info = info or kopf.login_with_kubeconfig(**kwargs)
+        return None if info is None else sessions.session(info)
 
     for kind in watched:
         _listen(registry, controller, kind)

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Final
 
@@ -37,6 +38,9 @@ _PATIENCE: Final = 2
 """Failures in a row after which a namespace without an answer is unreadable. A refusal counts at once."""
 _REFUSALS: Final[Mapping[int, str]] = {401: "Unauthorized", 403: "Forbidden", 404: "NotFound"}
 """Answers after which the operator does nothing in a namespace, since it would be refused too, and their names."""
+WATCH_PATIENCE: Final = 60.0
+"""Seconds without a watch after which a namespace is unreadable: only resyncs show what changes there."""
+NOT_WATCHED: Final = "NotWatched"
 _GONE: Final = "NamespaceGone"
 _ROUNDING: Final = 0.01
 """Seconds by which a timer may come early."""
@@ -61,6 +65,12 @@ class _Place:
         """When the last attempt ended."""
         self.is_suspect = False
         """Whether it is to be listed because its watches fail."""
+        self.unwatched: dict[Kind, float] = {}
+        """Kinds that should be watched and are not, and since when."""
+        self.failed_watches: dict[Kind | None, int] = {}
+        """Requests in a row of each kind's watches that failed; None for what comes before all of them."""
+        self.watch_error = ""
+        """What the last one that failed was answered."""
         self.is_gone = False
         self.posted = ""
         """The reason that the last Event told; empty if that was that it can be read."""
@@ -75,7 +85,7 @@ class _Place:
     def reason(self) -> str:
         """Why it cannot be read; empty if it can, or if that is not certain yet."""
         if self.error is None:
-            return ""
+            return NOT_WATCHED if self.is_unwatched else ""
         if self.is_gone:
             return _GONE
         if (refusal := _REFUSALS.get(self.error.status)) is not None:
@@ -83,6 +93,24 @@ class _Place:
         if self.failures < _PATIENCE and not self.unlisted:
             return ""
         return "ApiError" if self.error.status else "NoAnswer"
+
+    @property
+    def answer(self) -> str:
+        """What the API server answered that makes it unreadable."""
+        if self.error is not None:
+            return str(self.error)
+        kinds = ", ".join(sorted(kind.plural for kind in self.unwatched))
+        return f"no watch of {kinds} for {WATCH_PATIENCE:g} s: {self.watch_error or 'no answer'}"
+
+    @property
+    def is_unwatched(self) -> bool:
+        """Whether a kind has had no watch for WATCH_PATIENCE."""
+        return self.unwatched_at <= asyncio.get_running_loop().time() + _ROUNDING
+
+    @property
+    def unwatched_at(self) -> float:
+        """When `is_unwatched` becomes true."""
+        return min(self.unwatched.values(), default=math.inf) + WATCH_PATIENCE
 
     @property
     def is_refused(self) -> bool:
@@ -141,14 +169,45 @@ class Lister:
             if due:
                 await self._list(due)
                 continue
+            for place in self._places.values():
+                await self._tell(place)
+            times = [place.retry_at for place in failed]
+            times += [
+                each.unwatched_at for each in self._places.values() if each.unwatched_at > now() + _ROUNDING
+            ]
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(min((place.retry_at for place in failed), default=None)):
+                async with asyncio.timeout_at(min((each for each in times if each < math.inf), default=None)):
                     await self._wakeup.wait()
 
-    def suspect(self, namespace: str | None) -> None:
-        """Have a namespace listed whose watches fail, unless that was done just now, or is due anyway."""
+    def begin_watches(self, namespace: str | None) -> None:
+        """Note that every kind of a namespace should be watched from now on."""
         place = self._places[namespace]
-        if place.error is None and place.listed_at + RETRY <= asyncio.get_running_loop().time():
+        now = asyncio.get_running_loop().time()
+        place.unwatched = {kind: place.unwatched.get(kind, now) for kind in place.kinds}
+        self._wakeup.set()
+
+    def note_watched(self, namespace: str | None, kind: Kind) -> None:
+        """Note that a watch has begun."""
+        place = self._places[namespace]
+        place.unwatched.pop(kind, None)
+        place.failed_watches.pop(kind, None)
+        place.failed_watches.pop(None, None)
+        if place.told == NOT_WATCHED:
+            self._wakeup.set()
+
+    def note_unwatched(self, namespace: str | None, kind: Kind) -> None:
+        """Note that a watch has ended, or was not begun: what comes before it is asked for."""
+        self._places[namespace].unwatched.setdefault(kind, asyncio.get_running_loop().time())
+        self._wakeup.set()
+
+    def note_failed_watch(self, namespace: str | None, kind: Kind | None, error: str) -> None:
+        """Note that a request of a watch failed, or one that comes before all of them. After the first, second, fourth
+        and so on in a row the namespace is listed, which shows whether it is refused; not if that was done just now."""
+        place = self._places[namespace]
+        place.watch_error = error[:256]
+        failures = place.failed_watches[kind] = place.failed_watches.get(kind, 0) + 1
+        is_due = place.listed_at + RETRY <= asyncio.get_running_loop().time()
+        if not failures & (failures - 1) and is_due and place.error is None:
             place.is_suspect = True
             self._wakeup.set()
 
@@ -187,9 +246,13 @@ class Lister:
         """Why nothing can be reconciled; empty if something can."""
         if any(place.unlisted and place.error is None for place in self._places.values()):
             return "not everything was listed yet"
-        error = self._failure()
-        is_certain = all(place.reason for place in self._places.values() if place.error is not None)
-        return str(error) if error is not None and is_certain else ""
+        served = [place for place in self._places.values() if place.is_served]
+        if all(place.reason for place in served):
+            return "no namespace can be read: " + "; ".join(f"{each.name}: {each.answer}" for each in served)
+        own = self._place_of(self._config.namespace)
+        if own is not None and own.unlisted and own.error is not None:
+            return f"routers are not known: {own.error}"
+        return ""
 
     def _place_of(self, namespace: str) -> _Place | None:
         return self._places.get(namespace) or self._places.get(None)
@@ -311,7 +374,7 @@ class Lister:
 
     def _message(self, place: _Place) -> str:
         return (
-            f"{_shown(place)} cannot be read ({place.reason}): {str(place.error)[:256]}. "
+            f"{_shown(place)} cannot be read ({place.reason}): {place.answer[:320]}. "
             f"{self._consequence(place)}; {self._remedy(place)}"
         )
 
@@ -319,10 +382,14 @@ class Lister:
         if place.is_gone:
             return "It does not exist, and its services leave the fleet document"
         if not place.is_served:
-            return "New routers are not noticed"
+            return "New routers are noticed late or never"
+        if place.reason == NOT_WATCHED:
+            return "Changes of its services and pods are noticed with the next resync only"
         return "Its services are served as they were, and changes, new pods and scaling wait"
 
     def _remedy(self, place: _Place) -> str:
+        if place.reason == NOT_WATCHED:
+            return "look whether the operator reaches the API server, and may watch"
         if place.namespace is None:
             return f"look at the ClusterRoleBinding argosy-operator-{self._config.namespace}"
         if not place.is_served:
