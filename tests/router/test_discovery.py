@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import random
 import socket
@@ -18,7 +19,7 @@ from kubernetes.aio import client as kubernetes_client
 from argosy_protocol.errors import ApiError
 from argosy_protocol.fleet import Endpoint, FleetDocument, FleetService, encode_fleet
 from argosy_router.config import UpstreamLimits
-from argosy_router.discovery import dns, model_discovery, reflector
+from argosy_router.discovery import dns, kubernetes, model_discovery, reflector
 from argosy_router.discovery.dns import MAX_ADDRESSES, MISSES, DnsDiscovery
 from argosy_router.discovery.file import FileDiscovery
 from argosy_router.discovery.kubernetes import KubernetesDiscovery, Pod, pod_selectors
@@ -510,6 +511,46 @@ async def test_the_last_good_state_survives_an_outage(monkeypatch: pytest.Monkey
         await until(lambda: published.members == {"default/svc": ["a", "b"]})
         assert len(api.lists) > lists
         assert all(snapshot.members["default/svc"] for snapshot in published[count:])
+
+
+@pytest.mark.parametrize("status", [403, 500])
+async def test_pods_that_cannot_be_listed_in_one_namespace_keep_no_other_from_being_served(
+    status: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(reflector, "BACKOFF_BASE_S", 0.005)
+    monkeypatch.setattr(kubernetes, "SETTLE_AFTER_S", 0.05, raising=False)
+    caplog.set_level(logging.INFO)
+    other = msgspec.structs.replace(SERVICE, namespace="other", uid="v", model="m")
+    async with cluster() as (api, published):
+        api.forbidden, api.forbidden_status = {("pods", "other")}, status
+        api.put("pods", "default", "a", **pod_fields())
+        publish_document(api, SERVICE, other)
+        await until(lambda: published.members == {"default/svc": ["a"], "other/svc": []})
+        api.refused.clear()
+        await until(lambda: api.refused.count("pods") >= 3)
+        told = [each.getMessage() for each in caplog.records if "/namespaces/other/pods" in each.getMessage()]
+        assert len(told) == 1, "an answer is told once, not every time"
+        api.put("pods", "other", "b", **pod_fields("10.0.0.2"))
+        api.forbidden = set()
+        await until(lambda: published.members == {"default/svc": ["a"], "other/svc": ["b"]})
+
+
+async def test_nothing_is_known_while_no_pods_can_be_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a router that starts during an outage would answer for services without replicas."""
+    monkeypatch.setattr(reflector, "BACKOFF_BASE_S", 0.005)
+    monkeypatch.setattr(kubernetes, "SETTLE_AFTER_S", 0.01, raising=False)
+    async with FakeApiServer(
+        forbidden={("pods", "default"), ("pods", "argosy")}, forbidden_status=500
+    ) as api:
+        publish_document(api, SERVICE)
+        configuration = kubernetes_client.Configuration()
+        configuration.host = api.url
+        client = kubernetes_client.ApiClient(configuration)
+        async with following(KubernetesDiscovery("argosy", "argosy-fleet", client=client)) as published:
+            await until(lambda: api.refused.count("pods") >= 20)
+            assert not published
+            api.forbidden = set()
+            await until(lambda: published.members == {"default/svc": []})
 
 
 @pytest.mark.parametrize("how", ["lost events", "expired watch"])

@@ -6,7 +6,8 @@ Owns: which objects are watched, and which pods are replicas.
 Must not know: custom resources. It only reads.
 Invariants: a pod is used, and gets the service's key, only if a ReplicaSet of the service controls it, once its
 containers are ready, whatever its `Ready` condition says, because that condition waits for the router; a pod being
-deleted is draining; an unreadable document or an unavailable API server changes nothing.
+deleted is draining; an unreadable document or an unavailable API server changes nothing; a namespace whose pods cannot
+be listed keeps no other one from being served.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ DOCUMENT_KEY = "fleet.json"
 """Key of the document in the ConfigMap."""
 ROUTER_SELECTOR = "app.kubernetes.io/name=argosy,app.kubernetes.io/component=router"
 """Labels that the Helm chart gives to router pods."""
+SETTLE_AFTER_S = 30.0
+"""Seconds for which a namespace without an answer keeps the others from being published."""
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
@@ -135,7 +138,7 @@ class KubernetesDiscovery:
                 self._read(documents.objects.values())
                 self._follow(client)
                 reflectors = [routers, *self._pods.values()]
-                if not self._revision or not all(pods.is_settled for pods in reflectors):
+                if not self._revision or not are_settled(reflectors, asyncio.get_running_loop().time()):
                     continue
                 snapshot = self._snapshot(self._num_routers(routers, namespace))
                 if snapshot != published:
@@ -203,6 +206,15 @@ class KubernetesDiscovery:
             for service in services
         }
         return FleetSnapshot(self._document, self._revision, members, num_routers)
+
+
+def are_settled(reflectors: Sequence[Reflector[Pod]], now: float) -> bool:
+    """Whether pods are known wherever they can be: each list has succeeded or is refused, or has failed for long while
+    others succeed, so that it is not the API server that is away."""
+    has_listed = any(pods.has_listed for pods in reflectors)
+    return all(
+        pods.is_settled or (has_listed and now - pods.failing_since >= SETTLE_AFTER_S) for pods in reflectors
+    )
 
 
 def _fewest(service: FleetService, labelled: Mapping[tuple[str, str, str], Sequence[Pod]]) -> Sequence[Pod]:

@@ -3,7 +3,8 @@
 Owns: one list-then-watch loop. Must not know: what the objects mean.
 Invariants: the periodic list is authoritative and the watch only makes changes visible sooner, so a lost event has an
 effect for one period at most; while the API server is unavailable the copy keeps its last state; after a watch that
-failed or ended early, a pause precedes the next list, so that an API server in trouble is not asked in a loop.
+failed or ended early, a pause precedes the next list, so that an API server in trouble is not asked in a loop; what
+goes on failing is logged once.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ LIST_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 5.0
 BACKOFF_BASE_S = 0.2
 BACKOFF_CAP_S = 5.0
+REFUSED_CAP_S = 30.0
+"""Longest pause after a refusal, which may last for as long as a namespace lacks its RoleBinding."""
 REFUSALS = frozenset((400, 401, 403, 404, 405))
 """Answers that do not change unless somebody changes rights or configuration; 429 of a busy API server is none."""
 PAGE = 500
@@ -111,6 +114,10 @@ class Reflector(Generic[T]):
         """Whether a list has succeeded or was refused for good; before that, an empty copy means nothing."""
         self.has_listed = False
         """Whether a list has succeeded."""
+        self.failing_since = math.inf
+        """When the first list failed, if none has succeeded yet (the loop's clock)."""
+        self._told = ""
+        """The failure that was logged last, if nothing has succeeded since."""
 
     async def run(self) -> None:
         """List and watch until cancelled."""
@@ -118,27 +125,38 @@ class Reflector(Generic[T]):
         failures = 0
         while True:
             listed_at = math.inf
-            is_broken = True
+            is_broken, cap_s = True, BACKOFF_CAP_S
             try:
                 version = await self._list()
                 listed_at = now()
                 await self._watch(version)
                 is_broken = False
+                if self._told:
+                    self._told = ""
+                    log.info("kubernetes %s: it is listed and watched again", self._path)
             except WatchExpired:
                 log.debug("kubernetes %s: the watch has expired", self._path)
             except (ApiException, aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecError) as error:
                 status = getattr(error, "status", 0) or 0
-                if status in REFUSALS and not self.is_settled:
+                if status in REFUSALS:
+                    cap_s = REFUSED_CAP_S
+                if not self.is_settled:
                     # A forbidden namespace must not keep the others from being published.
-                    self.is_settled = True
+                    self.is_settled = status in REFUSALS
+                    self.failing_since = min(self.failing_since, now())
                     self._on_change()
-                log.warning(
-                    "kubernetes %s: %s %s", self._path, type(error).__name__, status or str(error)[:256]
+                failure = f"{type(error).__name__} {status or str(error)[:256]}"
+                log.log(
+                    logging.DEBUG if failure == self._told else logging.WARNING,
+                    "kubernetes %s: %s",
+                    self._path,
+                    failure,
                 )
+                self._told = failure
             is_brief = now() - listed_at < min(BACKOFF_CAP_S, self._relist_s / 2)
             failures = failures + 1 if is_brief else int(is_broken)
             if failures:
-                await asyncio.sleep(backoff_s(failures, BACKOFF_BASE_S, BACKOFF_CAP_S, self._rng))
+                await asyncio.sleep(backoff_s(failures, BACKOFF_BASE_S, cap_s, self._rng))
 
     async def _list(self) -> str:
         objects: dict[str, T] = {}
