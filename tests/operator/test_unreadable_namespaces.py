@@ -401,3 +401,24 @@ async def test_a_watch_that_begins_anew_in_time_is_none_that_is_missing() -> Non
         assert unreadable(operator) == {"team": 1}
         lister.begin_watches("team")
         assert unreadable(operator) == {"team": 1}, "another beginning is no watch"
+
+
+@virtual_time
+async def test_a_namespace_whose_watches_begin_anew_has_no_other_one_listed() -> None:
+    """Who may remove and restore a RoleBinding in one namespace costs the others nothing."""
+    cluster = refusing_cluster()
+    async with operator_of(cluster) as operator:
+        cluster.create(isvc_object("tiny"))
+        await operator.settle()
+        resynced = operator.controller.resynced_at
+        cluster.lists.clear()
+        for _ in range(10):
+            operator.controller.handle(INFERENCE_SERVICES, None, cluster.isvc())
+            await asyncio.sleep(SOON)
+        assert {namespace for namespace, _ in cluster.lists} == {"team"}
+        assert len(cluster.lists) <= 10 * len(WATCHED)
+        for _ in range(20):
+            operator.controller.handle(INFERENCE_SERVICES, None, cluster.isvc())
+            await asyncio.sleep(SOON)
+        assert {namespace for namespace, _ in cluster.lists} == {*SERVED, OWN}, "what is due still comes"
+        assert operator.controller.resynced_at > resynced

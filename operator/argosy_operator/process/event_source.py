@@ -102,7 +102,7 @@ async def watch(
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(RESTART_PAUSE):
                 await stop.wait()
-        controller.list_again()
+        controller.list_again(scope.namespace)
 
 
 async def _until(stop: asyncio.Event, coroutine: Coroutine[Any, Any, None]) -> None:

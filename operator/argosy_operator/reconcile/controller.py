@@ -77,8 +77,8 @@ STAGE_INTERVAL: Final = 5.0
 """Seconds for which stages of model fetches are gathered, before the fleet document is written with them."""
 _RESYNC_RETRY: Final = 5.0
 RELIST_PAUSE: Final = 5.0
-"""Seconds between a new list by the event source (its watch had expired, say) and a resync: after an outage the source
-lists every kind again, and one resync is enough for all of them."""
+"""Seconds between a new list by the event source (its watch had expired, say) and one of ours: after an outage the
+source lists every kind again, and one list of its namespace is enough for all of them."""
 _START_RETRY: Final = 1.0
 _START_TIMEOUT: Final = 60.0
 """Seconds. A chart installs the CRD and the operator together, and the API server takes a moment to serve the CRD."""
@@ -159,8 +159,9 @@ class Controller:
             api, self.store, config, self.metrics, has_listed=self.lister.has_listed_services
         )
         self._publishing = Allowance(PUBLISH_BURST, PUBLISH_INTERVAL, now=0.0)
-        self._relisted = asyncio.Event()
-        """Set when the event source has listed a kind again: it may have missed deletions."""
+        self._relisted: set[str | None] = set()
+        """Namespaces in which the event source has listed a kind again: it may have missed deletions. None for all."""
+        self._has_relisted = asyncio.Event()
         self.resynced_at = time.monotonic()
         """When the last resync ended (monotonic clock); the liveness probe looks at it."""
 
@@ -216,7 +217,7 @@ class Controller:
         """Handle one event: `ADDED`, `MODIFIED`, `DELETED`, or None for an object of a list. The event source lists a
         kind at its start, and again when its watch has expired: events may have been missed then."""
         if event is None:
-            self.list_again()
+            self.list_again(obj["metadata"].get("namespace"))
         if kind is INFERENCE_SERVICES and not self._is_served(obj):
             return
         if event == "DELETED":
@@ -233,9 +234,10 @@ class Controller:
                 self._follow_fetch(obj)
             self._enqueue(kind, obj, before)
 
-    def list_again(self) -> None:
-        """Have everything listed soon: events may have been missed."""
-        self._relisted.set()
+    def list_again(self, namespace: str | None) -> None:
+        """Have a namespace listed soon, None for all: events may have been missed."""
+        self._relisted.add(namespace)
+        self._has_relisted.set()
 
     async def resync(self) -> None:
         """List everything that can be read, and queue every resource of it.
@@ -388,9 +390,28 @@ class Controller:
                 self.metrics.reconcile_seconds.labels(outcome).observe(time.perf_counter() - started)
 
     async def _resync_forever(self) -> None:
+        """List everything once in each period, and namespaces between in which events may have been missed."""
         while True:
-            await self._resync_due()
+            period = self._config.resync_seconds * random.uniform(0.9, 1.1)  # noqa: S311 - jitter
+            due = asyncio.get_running_loop().time() + period
+            while await self._was_relisted(due):
+                await self.lister.list_some(self._take_relisted())
+            self._take_relisted()
             await self._resync_until_done()
+
+    async def _was_relisted(self, due: float) -> bool:
+        """Wait until the event source has listed a kind again, and a moment more; False if `due` comes first."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(due):
+                await self._has_relisted.wait()
+                await asyncio.sleep(RELIST_PAUSE)
+                return True
+        return False
+
+    def _take_relisted(self) -> set[str | None]:
+        taken, self._relisted = self._relisted, set()
+        self._has_relisted.clear()
+        return taken
 
     async def _resync_until_done(self) -> None:
         while True:
@@ -419,15 +440,6 @@ class Controller:
             self._may_work.clear()
             self._autoscaler.forget()
             self.metrics.leading.set(0)
-
-    async def _resync_due(self) -> None:
-        """Wait until the period has passed, or the event source has listed a kind again."""
-        period = self._config.resync_seconds * random.uniform(0.9, 1.1)  # noqa: S311 - jitter
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(period):
-                await self._relisted.wait()
-                await asyncio.sleep(RELIST_PAUSE)
-        self._relisted.clear()
 
     async def _publish_fleet(self) -> None:
         now = asyncio.get_running_loop().time()

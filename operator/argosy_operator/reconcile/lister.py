@@ -158,6 +158,15 @@ class Lister:
         if error := self._failure():
             raise error
 
+    async def list_some(self, namespaces: Iterable[str | None]) -> None:
+        """List some namespaces, None for all. What cannot be read is tried again like any other."""
+        places = set(self._places.values())
+        if None not in (wanted := set(namespaces)):
+            places = {
+                place for each in wanted if each is not None and (place := self._place_of(each)) is not None
+            }
+        await self._list(places)
+
     async def retry_forever(self) -> None:
         """List what could not be read when it is due, and what is suspect at once, until cancelled."""
         now = asyncio.get_running_loop().time
