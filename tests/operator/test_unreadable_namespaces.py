@@ -57,6 +57,11 @@ class Refusing(FakeKubernetes):
             )
         return await super().list(kind, namespace=namespace, labels=labels)
 
+    async def get(self, kind: Kind, namespace: str, name: str) -> Object | None:
+        if kind is LEASES and self.refused.get(OWN) == 0:
+            raise ApiError("GET lease", 0, "TimeoutError")
+        return await super().get(kind, namespace, name)
+
     async def has_namespace(self, name: str) -> bool | None:
         return False if name in self.gone else None
 
@@ -242,6 +247,21 @@ async def test_an_api_server_that_is_away_is_asked_for_two_namespaces_only() -> 
         with pytest.raises(ApiError, match="no namespace can be read"):
             await operator.controller.resync()
         assert len(cluster.lists) == 2, "each takes until its deadline"
+
+
+@virtual_time
+async def test_an_outage_has_no_events_when_it_is_over() -> None:
+    cluster = refusing_cluster()
+    async with operator_of(cluster, lease=LEASE) as operator:
+        await operator.settle()
+        cluster.refused = dict.fromkeys((*SERVED, OWN), 0)
+        await operator.controller.lister.list_some([None])
+        await asyncio.sleep(100)
+        assert operator.controller.unready_reason
+        cluster.refused = {}
+        await asyncio.sleep(RETRIED)
+        assert operator.controller.unready_reason == ""
+        assert cluster.unreadable_events() == []
 
 
 @virtual_time

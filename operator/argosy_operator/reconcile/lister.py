@@ -357,20 +357,21 @@ class Lister:
                 self._metrics.unreadable.remove(place.name)
                 logger.info("%s can be read again", _shown(place))
         if reason != place.posted and self._is_leading():
-            place.posted = reason
-            await self._post(place)
+            before, place.posted = place.posted, reason
+            if not await self._post(place):
+                place.posted = before  # the next attempt tells it, or nothing if it is over by then
 
-    async def _post(self, place: _Place) -> None:
-        """Post an Event about the Lease, as elections of client-go do. Without one there is none."""
+    async def _post(self, place: _Place) -> bool:
+        """Post an Event about the Lease, as elections of client-go do; none if no Lease is used. False if it cannot be
+        posted now."""
         if not self._config.lease:
-            return
+            return True
         try:
             lease = await self._api.get(LEASES, self._config.namespace, self._config.lease)
-        except ApiError as error:
-            logger.warning("no Event about %s: %s", _shown(place), error)
-            return
+        except ApiError:
+            return False
         if lease is None:
-            return
+            return False
         metadata = ObjectMeta(
             name=self._config.lease, namespace=self._config.namespace, uid=lease["metadata"].get("uid", "")
         )
@@ -380,6 +381,7 @@ class Lister:
             else Event("Normal", "NamespaceReadable", f"{_shown(place)} can be read again")
         )
         await self._events.post(metadata, [event])
+        return True
 
     def _message(self, place: _Place) -> str:
         return (
