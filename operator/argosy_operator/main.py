@@ -27,7 +27,7 @@ from argosy_operator.cluster.router_reports import http_fetch
 from argosy_operator.config import ConfigError, OperatorConfig
 from argosy_operator.errors import OperatorError
 from argosy_operator.names import UNREADABLE_ANNOTATION
-from argosy_operator.process.event_source import scopes, watch
+from argosy_operator.process.event_source import watch
 from argosy_operator.process.health import health_app
 from argosy_operator.process.installation_keys import ensure_keys, follow_fleet_keys, keep_fleet_key
 from argosy_operator.process.leader_election import LeaderElection
@@ -122,7 +122,7 @@ async def run(config: OperatorConfig, *, health_port: int) -> int:
                 asyncio.create_task(
                     watch(controller, scope, stop=stop, claim_signals=claim_signals), name="kopf"
                 )
-                for scope in scopes(config)
+                for scope in controller.lister.scopes
             ]
             signals = asyncio.create_task(signalled.wait(), name="signals")
             try:

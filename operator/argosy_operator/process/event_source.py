@@ -20,15 +20,13 @@ from typing import Any, Final
 
 import aiohttp
 import kopf
-from msgspec import Struct
 from yarl import URL
 
 from argosy_operator.cluster.kubernetes_api import LIST_PAGE
-from argosy_operator.config import OperatorConfig
-from argosy_operator.kinds import PODS, Kind
+from argosy_operator.kinds import Kind
 from argosy_operator.process.kopf_storage import NoDiffBase, NoProgress
-from argosy_operator.reconcile.controller import WATCHED, Controller
-from argosy_operator.reconcile.lister import Lister
+from argosy_operator.reconcile.controller import Controller
+from argosy_operator.reconcile.lister import Lister, Scope
 
 logger = logging.getLogger(__name__)
 
@@ -38,25 +36,6 @@ END_TIMEOUT: Final = 10.0
 """Seconds that kopf's tasks have to end."""
 _BACKOFF_MAX: Final = 5.0
 """Seconds between two attempts of a watch while the API server is away: it resumes that long after its return."""
-
-
-class Scope(Struct, frozen=True, kw_only=True):
-    """The kinds that one kopf operator watches, and the namespace."""
-
-    namespace: str | None
-    """None for all of them."""
-    watched: Mapping[Kind, str]
-
-
-def scopes(config: OperatorConfig) -> tuple[Scope, ...]:
-    """List the watches: every kind in each namespace that is served, and pods in the operator's own, where the routers
-    run and the operator may list nothing else. kopf watches the same kinds in all namespaces of an operator, and ends
-    with the first watch that fails, so each namespace takes one."""
-    namespaces: tuple[str | None, ...] = tuple(dict.fromkeys(config.watch_namespaces)) or (None,)
-    served = tuple(Scope(namespace=each, watched=WATCHED) for each in namespaces)
-    if None in namespaces or config.namespace in namespaces:
-        return served
-    return *served, Scope(namespace=config.namespace, watched={PODS: WATCHED[PODS]})
 
 
 async def watch(

@@ -245,9 +245,8 @@ class Controller:
         Raises:
             ApiError: no namespace could be read.
         """
-        await self.lister.list_all()
         self._reconciler.key_secrets.check_all_again()
-        self._queue_services()
+        await self.lister.list_all()
         self.resynced_at = time.monotonic()
         self.metrics.resync_timestamp.set_to_current_time()
 

@@ -17,6 +17,8 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Final
 
+from msgspec import Struct
+
 from argosy_operator.cluster.api_server import Api
 from argosy_operator.cluster.store import Store
 from argosy_operator.config import OperatorConfig
@@ -48,8 +50,17 @@ _SILENT: Final = 2
 """Namespaces without an answer in a row after which the others are not asked."""
 
 
+class Scope(Struct, frozen=True, kw_only=True):
+    """A namespace, and the kinds that are listed and watched there. kopf watches the same kinds in all namespaces of an
+    operator, and ends with the first watch that fails, so each scope takes one."""
+
+    namespace: str | None
+    """None for all of them."""
+    watched: Mapping[Kind, str]
+
+
 class _Place:
-    """One namespace, or all of them, and the kinds that are listed there."""
+    """What is known of one scope."""
 
     def __init__(self, namespace: str | None, kinds: Mapping[Kind, str], *, is_served: bool) -> None:
         self.namespace = namespace
@@ -141,11 +152,16 @@ class Lister:
         self._is_leading = is_leading
         self._on_listed = on_listed
         self._events = EventRecorder(api, now=now, api_version=LEASES.api_version, kind=LEASES.name)
-        served = dict.fromkeys(config.watch_namespaces or (None,))
-        places = [_Place(each, watched, is_served=True) for each in served]
+        served: dict[str | None, None] = dict.fromkeys(config.watch_namespaces or (None,))
+        self.scopes = [Scope(namespace=each, watched=watched) for each in served]
+        """Every kind in each namespace that is served, and pods in the operator's own, where the routers run and the
+        operator may list nothing else."""
         if None not in served and config.namespace not in served:
-            places.append(_Place(config.namespace, {PODS: watched[PODS]}, is_served=False))
-        self._places: dict[str | None, _Place] = {place.namespace: place for place in places}
+            self.scopes.append(Scope(namespace=config.namespace, watched={PODS: watched[PODS]}))
+        self._places: dict[str | None, _Place] = {
+            each.namespace: _Place(each.namespace, each.watched, is_served=each.namespace in served)
+            for each in self.scopes
+        }
         self._wakeup = asyncio.Event()
 
     async def list_all(self) -> None:
