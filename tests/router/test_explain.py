@@ -113,6 +113,29 @@ async def test_bad_requests_are_refused_as_on_the_main_port(body: bytes, status:
         assert status == 200 or answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/explain", 400),
+        ("GET", f"/explain?model=tiny&session={'s' * 513}", 400),
+        ("GET", "/decisions?limit=0", 400),
+        ("GET", "/decisions?limit=many", 400),
+        ("GET", "/internal/load?wait=nan", 400),
+        ("GET", "/internal/load?wait=61", 400),
+        ("GET", "/internal/load?after=-2", 400),
+        ("GET", "/internal/load?other=1", 200),
+        ("GET", "/nothing", 404),
+        ("PUT", "/explain", 405),
+    ],
+)
+async def test_the_admin_port_refuses_what_is_out_of_bounds(method: str, path: str, status: int) -> None:
+    async with rig([FakeEngine()], admin_port=0) as r:
+        answer = await r.http.request(method, r.router.admin_url + path)
+        assert answer.status_code == status
+        assert status == 200 or answer.json()["error"]["message"]
+        assert ("allow" in answer.headers) == (status == 405)
+
+
 async def test_decisions_are_kept_newest_first_with_what_became_of_them() -> None:
     async def script(connection: Any, request: Any) -> None:
         connection.answer(200, completion(prompt_tokens=40, cached=16))

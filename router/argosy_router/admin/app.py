@@ -14,19 +14,30 @@ import ipaddress
 import socket
 import ssl
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
 from functools import partial
 from importlib.resources import files
-from typing import Annotated
+from typing import Annotated, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
 import uvicorn
-from fastapi import Depends, FastAPI, Query, Request, Response
-from fastapi.responses import StreamingResponse
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
 
 from argosy_protocol.bearer_keys import KeyRing, internal_key
-from argosy_protocol.errors import ApiError, BadRequest, Forbidden, PayloadTooLarge, Unauthorized
+from argosy_protocol.errors import (
+    ApiError,
+    BadRequest,
+    Forbidden,
+    MethodNotAllowed,
+    NotFound,
+    PayloadTooLarge,
+    Unauthorized,
+)
 from argosy_protocol.load_report import LOAD_PATH
 from argosy_protocol.routable_report import ADMIN_KEY_UID, REPORT_PATH
 from argosy_router.admin.connections import MAX_CONNECTIONS, AdminConnection
@@ -52,6 +63,8 @@ MAX_EXPLAINED_BYTES = 4 * 1024 * 1024
 """A million tokens of text; decoding more would block the data plane, which shares this event loop."""
 MAX_CHAT_BYTES = 4 * 1024 * 1024
 _JSON = "application/json"
+Handler = Callable[[Request], Awaitable[Response]]
+Q = TypeVar("Q")
 PAGE = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/style.css": ("style.css", "text/css; charset=utf-8"),
@@ -73,6 +86,28 @@ PAGE_HEADERS = {
 }
 
 
+class _Poll(msgspec.Struct):
+    """A report, at once, or after one with another number than `after`, or after `wait` seconds."""
+
+    after: Annotated[int, msgspec.Meta(ge=-1)] = -1
+    wait: Annotated[float, msgspec.Meta(ge=0, le=MAX_WAIT_S)] = 0.0
+
+
+class _Latest(msgspec.Struct):
+    """Latest decisions: how many, and of which model; of all of them without one."""
+
+    limit: Annotated[int, msgspec.Meta(ge=1, le=CAPACITY)] = 100
+    model: Annotated[str, msgspec.Meta(max_length=512)] = ""
+
+
+class _Explained(msgspec.Struct):
+    """A chat of one message, to be explained."""
+
+    model: Annotated[str, msgspec.Meta(max_length=512)]
+    prompt: Annotated[str, msgspec.Meta(max_length=8192)] = ""
+    session: Annotated[str, msgspec.Meta(max_length=512)] = ""
+
+
 def admin_keys(fleet_keys: Iterable[bytes]) -> list[str]:
     """Keys for the internal routes; none without a fleet key, which leaves them open."""
     return [internal_key(key, ADMIN_KEY_UID) for key in fleet_keys]
@@ -88,7 +123,7 @@ def build_admin(
     overviews: Overviews,
     loads: LoadReports,
     name: str,
-) -> FastAPI:
+) -> Starlette:
     """Build the admin application.
 
     Args:
@@ -96,11 +131,6 @@ def build_admin(
         loads: makes the reports by which the operator scales.
         name: the router's name in reports.
     """
-    app = FastAPI(title="Argosy router", docs_url=None, redoc_url=None, openapi_url=None)
-
-    @app.exception_handler(ApiError)
-    def refuse(_: Request, error: ApiError) -> Response:
-        return Response(error.body(), error.http_status, media_type=_JSON)
 
     def guard(request: Request) -> None:
         if keys:
@@ -109,68 +139,45 @@ def build_admin(
         elif not _is_ours(request.headers.get("host", ""), names):
             raise Forbidden("the admin port does not accept this host name; --admin-name allows it")
 
-    guarded = [Depends(guard)]
+    async def health(_: Request) -> Response:
+        return _json(b"{}")
 
-    @app.get("/health")
-    async def health() -> Response:
-        return Response(b"{}", media_type=_JSON)
+    async def ready(_: Request) -> Response:
+        return _json(b"{}", 200 if application.is_ready else 503)
 
-    @app.get("/ready")
-    async def ready() -> Response:
-        return Response(b"{}", 200 if application.is_ready else 503, media_type=_JSON)
-
-    @app.get("/metrics")
-    async def exposition() -> Response:
+    async def exposition(_: Request) -> Response:
         return Response(await metrics.scrape(), headers={"content-type": CONTENT_TYPE.decode()})
 
-    @app.get(REPORT_PATH, dependencies=guarded)
-    async def report(
-        after: Annotated[int, Query(ge=-1)] = -1, wait: Annotated[float, Query(ge=0, le=MAX_WAIT_S)] = 0.0
-    ) -> Response:
-        if wait and after >= 0:
-            await fleet.wait_for_change(after, wait)
-        return Response(msgspec.json.encode(fleet.report(name)), media_type=_JSON)
+    async def report(request: Request) -> Response:
+        asked = _query(request, _Poll)
+        if asked.wait and asked.after >= 0:
+            await fleet.wait_for_change(asked.after, asked.wait)
+        return _json(msgspec.json.encode(fleet.report(name)))
 
-    @app.get(LOAD_PATH, dependencies=guarded)
-    async def load(
-        after: Annotated[int, Query(ge=-1)] = -1, wait: Annotated[float, Query(ge=0, le=MAX_WAIT_S)] = 0.0
-    ) -> Response:
-        if wait and after >= 0:
-            await loads.wait_for_hold(after, wait)
-        return Response(msgspec.json.encode(loads.now(name)), media_type=_JSON)
+    async def load(request: Request) -> Response:
+        asked = _query(request, _Poll)
+        if asked.wait and asked.after >= 0:
+            await loads.wait_for_hold(asked.after, asked.wait)
+        return _json(msgspec.json.encode(loads.now(name)))
 
-    @app.get("/decisions", dependencies=guarded)
-    async def latest(
-        limit: Annotated[int, Query(ge=1, le=CAPACITY)] = 100,
-        model: Annotated[str, Query(max_length=512)] = "",
-    ) -> Response:
-        return Response(
-            msgspec.json.encode([record.as_dict() for record in decisions.latest(limit, model)]),
-            media_type=_JSON,
-        )
+    async def latest(request: Request) -> Response:
+        asked = _query(request, _Latest)
+        records = decisions.latest(asked.limit, asked.model)
+        return _json(msgspec.json.encode([record.as_dict() for record in records]))
 
-    @app.get("/explain", dependencies=guarded)
-    async def explain_prompt(
-        model: Annotated[str, Query(max_length=512)],
-        prompt: Annotated[str, Query(max_length=8192)] = "",
-        session: Annotated[str, Query(max_length=512)] = "",
-    ) -> Response:
-        message = {"role": "user", "content": prompt}
-        body = msgspec.json.encode({"model": model, "messages": [message]})
-        return Response(explain_body(fleet, body, session.encode()), media_type=_JSON)
-
-    @app.post("/explain", dependencies=guarded)
     async def explain_request(request: Request) -> Response:
-        session = request.headers.get(SESSION_HEADER.decode(), "").encode("latin-1")
-        body = await _body(request, MAX_EXPLAINED_BYTES)
-        return Response(explain_body(fleet, body, session), media_type=_JSON)
+        if request.method == "POST":
+            session = request.headers.get(SESSION_HEADER.decode(), "").encode("latin-1")
+            return _json(explain_body(fleet, await _body(request, MAX_EXPLAINED_BYTES), session))
+        asked = _query(request, _Explained)
+        message = {"role": "user", "content": asked.prompt}
+        body = msgspec.json.encode({"model": asked.model, "messages": [message]})
+        return _json(explain_body(fleet, body, asked.session.encode()))
 
-    @app.get("/overview", dependencies=guarded)
-    async def overview() -> Response:
+    async def overview(_: Request) -> Response:
         view = overviews.now(is_ready=application.is_ready, is_draining=application.is_draining)
-        return Response(msgspec.json.encode(view), media_type=_JSON)
+        return _json(msgspec.json.encode(view))
 
-    @app.post("/playground/chat/completions", dependencies=guarded)
     async def chat(request: Request) -> Response:
         if not keys and not application.is_open:
             raise Forbidden(
@@ -193,10 +200,51 @@ def build_admin(
         answer.raw_headers = headers
         return answer
 
-    for path, (file, content_type) in PAGE.items():
-        _serve(app, path, files("argosy_router.admin").joinpath("page", file).read_bytes(), content_type)
+    def guarded(path: str, handler: Handler, *methods: str) -> Route:
+        async def answer(request: Request) -> Response:
+            guard(request)
+            return await handler(request)
 
-    return app
+        return Route(path, answer, methods=methods or ("GET",))
+
+    page = files("argosy_router.admin").joinpath("page")
+    return Starlette(
+        routes=[
+            Route("/health", health),
+            Route("/ready", ready),
+            Route("/metrics", exposition),
+            guarded(REPORT_PATH, report),
+            guarded(LOAD_PATH, load),
+            guarded("/decisions", latest),
+            guarded("/explain", explain_request, "GET", "POST"),
+            guarded("/overview", overview),
+            guarded("/playground/chat/completions", chat, "POST"),
+            *(
+                _file(path, page.joinpath(file).read_bytes(), content_type)
+                for path, (file, content_type) in PAGE.items()
+            ),
+        ],
+        exception_handlers={ApiError: _refuse, HTTPException: _refuse_route},
+    )
+
+
+async def _refuse(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return Response(error.body(), error.http_status, error.headers(), _JSON)
+
+
+async def _refuse_route(request: Request, error: Exception) -> Response:
+    """Refuse a path or a method that there is none of."""
+    assert isinstance(error, HTTPException)
+    refusal: ApiError = NotFound(f"the admin port has no {request.url.path[:256]}")
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "").split(", ")
+        refusal = MethodNotAllowed(f"{request.method[:16]} is not allowed here", allowed)
+    return await _refuse(request, refusal)
+
+
+def _json(body: bytes, status: int = 200) -> Response:
+    return Response(body, status, media_type=_JSON)
 
 
 def _is_ours(authority: str, names: Collection[str]) -> bool:
@@ -215,12 +263,25 @@ def _is_ours(authority: str, names: Collection[str]) -> bool:
     return True
 
 
-def _serve(app: FastAPI, path: str, content: bytes, content_type: str) -> None:
+def _file(path: str, content: bytes, content_type: str) -> Route:
     """Serve a static file of the page without a key: it has no secrets, and all data it shows need the key."""
 
-    @app.get(path)
-    async def file() -> Response:
+    async def file(_: Request) -> Response:
         return Response(content, headers=PAGE_HEADERS | {"content-type": content_type})
+
+    return Route(path, file)
+
+
+def _query(request: Request, kind: type[Q]) -> Q:
+    """The parameters of a request's URL; others are ignored.
+
+    Raises:
+        BadRequest: one is missing or out of its bounds.
+    """
+    try:
+        return msgspec.convert(dict(request.query_params), kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise BadRequest(str(error)) from None
 
 
 async def _body(request: Request, limit: int) -> bytes:
@@ -266,7 +327,7 @@ def explain_body(fleet: Fleet, body: bytes, session: bytes) -> bytes:
 class AdminServer(uvicorn.Server):
     """uvicorn in the router's event loop, without its signal handlers."""
 
-    def __init__(self, app: FastAPI, host: str, port: int, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(self, app: Starlette, host: str, port: int, tls: ssl.SSLContext | None = None) -> None:
         """`tls` is the port's SSL context; None for plain HTTP."""
         config = uvicorn.Config(
             app,
