@@ -148,7 +148,7 @@ def link(cached: Path, folder: Path) -> None:
 def install_tests(root: Path, folder: Path, python: str = sys.executable) -> None:
     """Make an environment in which the checkout is installed with all that its tests and lint need."""
     pyproject = _read(root)
-    wanted = requirements(pyproject, ("dev",), ("engine", "fetch", "router", "operator"))
+    wanted = requirements(pyproject, ("dev",), ("engine", "fetch", "router", "batch", "operator"))
     link(cached_environment(python, wanted, CONSTRAINTS / "tests.txt"), folder)
     pip = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
     editable = ["--no-deps", "--no-build-isolation", "--editable", str(root)]

@@ -29,7 +29,7 @@ NEVER_AGAIN = {
 }
 """Texts in a traceback after which a second run proves nothing, and why."""
 SOURCE_ROOTS = (
-    "protocol", "fetcher", "operator", "engine", "router", "cli", "tests/support", "build_hooks", "generators",
+    "protocol", "fetcher", "operator", "engine", "router", "batch", "cli", "tests/support", "build_hooks", "generators",
     "conformance", "images", "e2e", "training", ".ci",
 )  # fmt: skip
 """Folders from which tests import modules."""

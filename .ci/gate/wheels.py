@@ -16,7 +16,7 @@ from gate.environments import cache_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = (
-    "protocol", "fetcher", "operator", "engine", "router", "cli", "models", "build_hooks", "pyproject.toml",
+    "protocol", "fetcher", "operator", "engine", "router", "batch", "cli", "models", "build_hooks", "pyproject.toml",
     "README.md", "LICENSE",
 )  # fmt: skip
 """What a wheel is made of."""

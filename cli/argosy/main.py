@@ -60,6 +60,12 @@ COMMANDS: tuple[Command, ...] = (
         "engine",
     ),
     Command("router", "argosy_router.main:main", "run the router: one endpoint for every model", "router"),
+    Command(
+        "batch",
+        "argosy_batch.main:main",
+        "keep files, batches and responses for routers, and run the batches",
+        "batch",
+    ),
     Command("operator", "argosy_operator.main:main", "run the Kubernetes operator", "operator"),
     Command("crd", "argosy.commands.crd:main", "print the CustomResourceDefinition of InferenceService"),
 )

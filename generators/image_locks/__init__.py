@@ -28,7 +28,7 @@ class ImageLock:
 
 IMAGES = (
     ImageLock("operator", ("operator",)),
-    ImageLock("router", ("router", "otlp", "storage", "gateway")),
+    ImageLock("router", ("router", "batch", "otlp", "storage", "gateway")),
     ImageLock("engine", ("engine", "fetch")),
     ImageLock("engine-without-torch", ("engine", "fetch"), frozenset({"torch", "xgrammar"})),
 )
@@ -95,7 +95,7 @@ class Constraints:
 
 
 CONSTRAINTS = (
-    Constraints("tests", "tests and lint", ("dev",), ("engine", "fetch", "router", "operator")),
+    Constraints("tests", "tests and lint", ("dev",), ("engine", "fetch", "router", "batch", "operator")),
     Constraints("clients", "tests of clients", ("clients",)),
     Constraints("fuzz", "generated requests", ("fuzz",)),
 )

@@ -15,7 +15,9 @@ ApiError
 ├── InternalError         500  internal_error
 ├── BadGateway            502  upstream_error          a replica failed and no other could take over
 ├── Unavailable           503  service_unavailable     retry after the hint
-│   └── ResourceUnavailable    code resource_busy      what requests like this one need is busy; others are answered
+│   ├── ResourceUnavailable    code resource_busy      what requests like this one need is busy; others are answered
+│   └── StorageUnavailable     code storage_unavailable
+│       └── StorageFull   507  code storage_full
 └── GatewayTimeout        504  timeout_error
 
 Messages are written for the client: they contain no addresses, paths or tracebacks.
@@ -83,6 +85,13 @@ class ApiError(Exception):
             "retry-after": str(max(1, math.ceil(self.retry_after_s))),
             "retry-after-ms": str(max(1, math.ceil(self.retry_after_s * 1000))),
         }
+
+
+    def retry_advice(self) -> dict[str, str]:
+        """The header that OpenAI's SDKs obey before the status."""
+        if self.http_status < 500 and not self.retryable:
+            return {}
+        return {"x-should-retry": "true" if self.retryable else "false"}
 
 
 class BadRequest(ApiError):
@@ -179,6 +188,33 @@ class Unavailable(ApiError):
     http_status = 503
     error_type = "service_unavailable"
     retryable = True
+
+
+class StorageUnavailable(Unavailable):
+    """What clients leave cannot be read or written now; the log of `argosy batch` has the cause."""
+
+    default_code = "storage_unavailable"
+
+    def __init__(self, reason: str = "") -> None:
+        """`reason` is for clients: it must name no path."""
+        because = f": {reason}" if reason else ""
+        super().__init__(
+            f"the storage (argosy batch --storage) does not answer{because}; retry later", retry_after_s=1.0
+        )
+
+
+class StorageFull(StorageUnavailable):
+    """The disk has no room; nothing was stored."""
+
+    http_status = 507
+    default_code = "storage_full"
+
+    def __init__(self) -> None:
+        Unavailable.__init__(
+            self,
+            "the storage (argosy batch --storage) is full, and nothing was stored; delete files, or retry later",
+            retry_after_s=10.0,
+        )
 
 
 class ResourceUnavailable(Unavailable):

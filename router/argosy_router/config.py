@@ -49,7 +49,7 @@ _TLS = "TLS (PEM files, reread when they change)"
 _ROUTING = "routing"
 _QUEUE = "queue (for services without limits of their own)"
 _TIMES = "timeouts (seconds)"
-_STORAGE = "files and batches (docs/batch.md)"
+_BATCHES = "files, batches and stored responses (docs/batch.md)"
 _LOGS = "logs"
 
 _NO_FLAG = Flag(is_hidden=True)
@@ -201,57 +201,28 @@ class FlowControlLimits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StorageConfig:
-    """Where files, batches and responses of clients are kept, and their limits."""
+class BatchConfig:
+    """The way to `argosy batch`, and the room that requests of batches have."""
 
-    storage: Annotated[
+    batch_url: Annotated[
         Url,
         Meta(
-            description="keep the files, batches and responses of clients in a directory (a path or file:///PATH; for "
-            "several routers on a volume that all mount) or a bucket (s3://BUCKET/PREFIX, gs://BUCKET/PREFIX; needs "
-            "the extra `storage`)"
+            pattern=r"^(https?://[^/?#@]+/?)?$",
+            description="`argosy batch`, which keeps the files, batches and responses of clients",
         ),
         Flag(
-            group=_STORAGE,
+            group=_BATCHES,
             metavar="URL",
+            form="http://HOST:PORT",
             default="none: no /v1/files and /v1/batches, and no stored responses",
         ),
     ] = ""
-    storage_max_bytes: Annotated[
-        Bytes,
-        Meta(description="what the files and batches of one API key may have, and its responses"),
-        Flag(group=_STORAGE, is_size=True),
-    ] = 10 * 1024 * 1024 * 1024
-    storage_max_objects: Annotated[
-        int,
-        Meta(ge=1, le=1 << 24, description="how many files and batches one API key may have, and responses"),
-        Flag(group=_STORAGE, metavar="N"),
-    ] = 10_000
-    storage_ttl_s: Annotated[
+    response_ttl_s: Annotated[
         float,
-        Meta(ge=3600.0, le=365 * 86_400.0, description="time after which stored objects are deleted"),
-        Flag(group=_STORAGE, metavar="S"),
+        Meta(ge=3600.0, le=365 * 86_400.0, description="time after which stored responses are deleted"),
+        Flag(group=_BATCHES, metavar="S"),
     ] = 30 * 86_400.0
-    """OpenAI keeps the files of batches for 30 days, too."""
-    max_file_bytes: Annotated[
-        int,
-        Meta(ge=1, le=1 << 40, description="size of an uploaded file"),
-        Flag(group=_STORAGE, is_size=True),
-    ] = 200 * 1024 * 1024
-    """OpenAI's limit for files of batches."""
-    batch_max_requests: Annotated[
-        int, Meta(ge=1, le=1 << 24, description="requests in one batch"), Flag(group=_STORAGE, metavar="N")
-    ] = 50_000
-    """OpenAI's limit."""
-    batch_max_inflight: Annotated[
-        int,
-        Meta(
-            ge=1,
-            le=1 << 16,
-            description="requests of batches that this router has in flight, of all services",
-        ),
-        Flag(group=_STORAGE, metavar="N"),
-    ] = 64
+    """As OpenAI's."""
     batch_share: Annotated[
         float,
         Meta(
@@ -260,12 +231,9 @@ class StorageConfig:
             description="part of what the replicas of a service can take that requests of batches may have; one may "
             "always run",
         ),
-        Flag(group=_STORAGE, metavar="SHARE"),
+        Flag(group=_BATCHES, metavar="SHARE"),
     ] = 0.5
     """Batches fill idle replicas to the half, so that interactive requests start at once."""
-    lease_s: Annotated[float, _NO_FLAG] = 30.0
-    """How long the batches of a router that died wait for another one. Routers write once in a sixth of it for each
-    batch that they run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -447,7 +415,7 @@ class RouterConfig:
     flow_control: FlowControlLimits = field(default_factory=FlowControlLimits)
     server: ServerLimits = field(default_factory=ServerLimits)
     upstream: UpstreamLimits = field(default_factory=UpstreamLimits)
-    files: StorageConfig = field(default_factory=StorageConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
     request_timeout_s: Annotated[
         float,
         Meta(
@@ -577,5 +545,10 @@ class RouterConfig:
             raise ConfigError("--hedge-after must be 0 or between 1 and 100")
         if self.kubernetes and not self.fleet_key and self.fleet_key_dir is None:
             raise ConfigError("--kubernetes needs the fleet key in ARGOSY_FLEET_KEY_DIR or ARGOSY_FLEET_KEY")
+        if self.batch.batch_url and not self.fleet_key and self.fleet_key_dir is None:
+            raise ConfigError(
+                "--batch-url needs ARGOSY_FLEET_KEY or ARGOSY_FLEET_KEY_DIR, with the same value as that of argosy "
+                "batch: by a key derived from it the two know each other"
+            )
         if self.fleet_key and len(self.fleet_key) < 16:
             raise ConfigError("ARGOSY_FLEET_KEY must have at least 16 bytes")

@@ -12,6 +12,16 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 
+from argosy_protocol.batch_objects import MAX_LISTED as MAX_BATCHES
+from argosy_protocol.batch_objects import BatchObject, CreateBatch
+from argosy_protocol.file_objects import (
+    MAX_EXPIRY_S,
+    MAX_LISTED,
+    MIN_EXPIRY_S,
+    DeletedFile,
+    FileObject,
+    Page,
+)
 from argosy_protocol.openapi_document import (
     GENERATION,
     MODELS,
@@ -23,11 +33,6 @@ from argosy_protocol.openapi_document import (
     Schema,
     openapi_document,
 )
-from argosy_router.batch.batch_objects import BatchObject, CreateBatch
-from argosy_router.batch.batches_api import MAX_LIMIT as MAX_BATCHES
-from argosy_router.batch.file_objects import DeletedFile, FileObject
-from argosy_router.batch.files_api import MAX_EXPIRY_S, MAX_LIMIT, MIN_EXPIRY_S
-from argosy_router.batch.listing import Page
 
 _FORM = {
     "type": "object",
@@ -42,7 +47,7 @@ _FORM = {
 }
 _BINARY: Mapping[str, Schema] = {"application/octet-stream": {}}
 _FILES_QUERY = {
-    "limit": {"type": "integer", "minimum": 1, "maximum": MAX_LIMIT},
+    "limit": {"type": "integer", "minimum": 1, "maximum": MAX_LISTED},
     "order": ORDER,
     "after": TEXT,
     "purpose": TEXT,

@@ -16,7 +16,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from argosy_protocol import __version__
@@ -28,8 +28,9 @@ from argosy_router.admin.history import History
 from argosy_router.admin.load_reports import LoadReports
 from argosy_router.admin.overview import Overviews
 from argosy_router.auth.key_file import ApiKeys
-from argosy_router.batch.batch_service import BatchService
-from argosy_router.config import DEFAULT_ADMIN_PORT, ConfigError, RouterConfig, StorageConfig
+from argosy_router.batch.batch_program import BatchProgram, batch_keys
+from argosy_router.batch.forwarded_routes import ForwardedRoutes
+from argosy_router.config import DEFAULT_ADMIN_PORT, ConfigError, RouterConfig
 from argosy_router.discovery.dns import DnsDiscovery
 from argosy_router.discovery.file import FileDiscovery
 from argosy_router.discovery.source import Discovery
@@ -54,6 +55,7 @@ from argosy_router.observability.usage_ledger import UsageLedger
 from argosy_router.proxy.accounting.rate_limit_charges import RateLimitCharges
 from argosy_router.proxy.accounting.request_accounting import RequestAccounting
 from argosy_router.proxy.application import RouterApplication
+from argosy_router.proxy.background_load import BackgroundLoad
 from argosy_router.proxy.dispatcher import Dispatcher
 from argosy_router.proxy.downstream.commented_stream import CommentSchedule
 from argosy_router.proxy.exchange import Exchange
@@ -64,12 +66,9 @@ from argosy_router.proxy.resilience.hedging import Hedging
 from argosy_router.proxy.resilience.outlier_detection import OutlierDetector
 from argosy_router.proxy.resilience.retry_budget import RetryBudgets
 from argosy_router.responses.background_responses import BackgroundResponses
+from argosy_router.responses.response_store import ResponseStore
 from argosy_router.responses.stateful_routes import StatefulRoutes
-from argosy_router.responses.stored_responses import StoredResponses
 from argosy_router.router_document import encoded_document
-from argosy_router.storage.object_store import ObjectStore
-from argosy_router.storage.open_blobs import open_blobs
-from argosy_router.storage.owner_usage import Quota
 
 if TYPE_CHECKING:
     from argosy_router.gateway.ext_proc_server import ExtProcServer
@@ -77,6 +76,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+DISCOVERY = "discovery"
+RESTART_S = 1.0
+"""Pause before a part that failed is begun anew."""
 MAX_DESCRIBED = 64
 """Requests that `Router.describe` lists; the rest is only counted."""
 
@@ -118,8 +120,10 @@ class Router:
             index_memory=config.index_memory,
             policy=config.policy or "",
         )
-        self.key_rotation = KeyRotation(self._fleet_keys, self.fleet, self._admin_keys)
+        self._batch_keys = KeyRing(batch_keys(self._fleet_keys.keys))
+        self.key_rotation = KeyRotation(self._fleet_keys, self.fleet, self._admin_keys, self._batch_keys)
         self.metrics = Metrics(self.fleet)
+        self._restarts = define.TASK_RESTARTS.counter()
         self._stderr = stderr or LineWriter(2)
         self._access_log = AccessLog(
             self._stderr, is_enabled=config.access_log, line_format=config.access_log_format
@@ -170,6 +174,7 @@ class Router:
         self._routers_are_counted = False
         self.large_bodies = LargeBodies()
         """Reads large bodies in another process."""
+        background = BackgroundLoad(self.flow_control, config.batch.batch_share, now)
         self.application = RouterApplication(
             self.fleet,
             self.requests,
@@ -177,6 +182,8 @@ class Router:
             self._keys.table,
             cross_origin=CrossOrigin(config.allowed_origins),
             large_bodies=self.large_bodies,
+            batch_keys=self._batch_keys,
+            background=background,
             tracer=self._tracer,
             # Only the documented default may be disclosed; another port may have been chosen to stay unknown.
             admin_port=config.admin_port if config.admin_port == DEFAULT_ADMIN_PORT else None,
@@ -186,14 +193,14 @@ class Router:
         self.server = ServerState(self.application, config.server, self.wheel)
         self.gateway = self._gateway_server()
         """The port for gateways; None without one."""
-        self.store = _object_store(config.files)
-        """What clients leave with the router; None without a storage."""
-        self.responses = None if self.store is None else self._stateful_routes(self.store)
-        """Stored responses; None without a storage."""
-        self.batches = None if self.store is None else self._batch_service(self.store)
-        """Files and batches; None without a storage."""
+        self._batch_program = self._open_batch_program()
+        """`argosy batch`; None without one."""
+        self.responses = None if self._batch_program is None else self._stateful_routes(self._batch_program)
+        """Stored responses."""
+        self.forwarded = None if self._batch_program is None else self._forwarded_routes(self._batch_program)
+        """Files and batches."""
         self.application.document = cache(
-            lambda: encoded_document(self.application.endpoints, has_storage=self.store is not None)
+            lambda: encoded_document(self.application.endpoints, has_storage=self._batch_program is not None)
         )
         self.metrics.add(
             define.CLIENT_CONNECTIONS.value(lambda: len(self.server.connections)),
@@ -201,6 +208,8 @@ class Router:
             define.STREAM_PAUSES.value(lambda: self.server.read_coalescer.pauses),
             define.INFLIGHT_BODY_BYTES.value(lambda: self.server.body_memory.held),
             define.LIMITING_ROUTERS.reading(self._routers),
+            define.BATCH_REQUESTS_INFLIGHT.value(lambda: background.inflight),
+            self._restarts,
         )
         self._listener: asyncio.Server | TlsListener | None = None
         self.admin: AdminServer | None = None
@@ -211,8 +220,13 @@ class Router:
         self.hurry = asyncio.Event()
         """Set this to end a drain at once."""
 
-    def _stateful_routes(self, store: ObjectStore) -> StatefulRoutes:
-        stored = StoredResponses(store, self.config.files.storage_ttl_s)
+    def _open_batch_program(self) -> BatchProgram | None:
+        url = self.config.batch.batch_url
+        return BatchProgram(url, lambda: batch_keys(self._fleet_keys.keys)) if url else None
+
+    def _stateful_routes(self, program: BatchProgram) -> StatefulRoutes:
+        stored = ResponseStore(program, self.config.batch.response_ttl_s)
+        self.metrics.add(*stored.series())
         routes = StatefulRoutes(
             stored,
             BackgroundResponses(stored),
@@ -224,19 +238,10 @@ class Router:
         self.application.responses = routes
         return routes
 
-    def _batch_service(self, store: ObjectStore) -> BatchService:
-        service = BatchService(
-            self.config.files,
-            store,
-            fleet=self.fleet,
-            flow_control=self.flow_control,
-            application=self.application,
-            accounting=self.accounting,
-            keys=self._keys.table,
-        )
-        self.application.stored = service.routes
-        self.metrics.add(*service.series())
-        return service
+    def _forwarded_routes(self, program: BatchProgram) -> ForwardedRoutes:
+        routes = ForwardedRoutes(program, self.accounting.count_rejection)
+        self.application.stored = routes
+        return routes
 
     def _gateway_server(self) -> ExtProcServer | None:
         config = self.config
@@ -345,19 +350,16 @@ class Router:
             await self.gateway.start()
         for files in (self._tls, self._admin_tls, self._replica_tls):
             if files is not None:
-                self._own(watch_tls(files), "TLS files")
-        self._own(self._discovery.run(self._apply), "discovery")
-        self._own(self.fleet.maintain(), "maintenance")
-        self._own(self._keys.watch(), "keys")
+                self._own(partial(watch_tls, files), "TLS files")
+        self._own(lambda: self._discovery.run(self._apply), DISCOVERY)
+        self._own(self.fleet.maintain, "maintenance")
+        self._own(self._keys.watch, "keys")
         if config.fleet_key_dir is not None:
-            self._own(self.key_rotation.run(), "fleet keys")
+            self._own(self.key_rotation.run, "fleet keys")
         if config.usage_log is not None:
-            self._own(self._ledger.run(), "usage ledger")
+            self._own(self._ledger.run, "usage ledger")
         if self._capture is not None:
-            self._own(self._capture.run(), "trace capture")
-        if self.batches is not None:
-            for name, work in self.batches.tasks():
-                self._own(work, name)
+            self._own(self._capture.run, "trace capture")
         if admin_sockets:
             await self._start_admin(admin_sockets)
 
@@ -398,16 +400,29 @@ class Router:
             LoadReports(self.fleet, self.flow_control),
             socket.gethostname(),
         )
-        self._own(history.run(), "history")
+        self._own(history.run, "history")
         tls = self._admin_tls.context if self._admin_tls is not None else None
         self.admin = AdminServer(app, config.admin_host or config.host, config.admin_port, tls)
-        self._own(self.admin.serve(sockets), "admin")
+        self._own(partial(self.admin.serve, sockets), "admin")
         await self.admin.listening.wait()
 
-    def _own(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        task = asyncio.create_task(work, name=name)
+    def _own(self, work: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
+        task = asyncio.create_task(self._again_and_again(work, name), name=name)
         task.add_done_callback(self._on_task_done)
         self._tasks.append(task)
+
+    async def _again_and_again(self, work: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
+        """Do work until it ends by itself. What fails is begun anew, except the discovery, without which the router
+        would go on with replicas that are gone."""
+        while True:
+            try:
+                return await work()
+            except Exception:
+                if name == DISCOVERY:
+                    raise
+                log.exception("%s failed; it is begun anew", name)
+                self._restarts.add((name,))
+                await asyncio.sleep(RESTART_S)
 
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -434,8 +449,6 @@ class Router:
         """Drop readiness, close the listener and then idle connections, and wait for the other requests to end,
         including those still being received."""
         self.application.is_draining = self.server.is_draining = True
-        if self.batches is not None:
-            self.batches.stop()
         self.fleet.changed()
         await _wait(self.hurry, self.config.drain_settle_s)
         assert self._listener is not None
@@ -470,10 +483,12 @@ class Router:
             else:
                 connection.drain()
         await self.large_bodies.close()
-        if self.batches is not None:
-            await self.batches.close()
+        if self.forwarded is not None:
+            await self.forwarded.close()
         if self.responses is not None:
             await self.responses.close()
+        if self._batch_program is not None:
+            await self._batch_program.close()
         if self.admin is not None:
             self.admin.should_exit = True
         for task in self._tasks:
@@ -486,13 +501,6 @@ class Router:
         await asyncio.to_thread(self._stderr.close)
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.close)
-
-
-def _object_store(config: StorageConfig) -> ObjectStore | None:
-    if not config.storage:
-        return None
-    quota = Quota(config.storage_max_bytes, config.storage_max_objects)
-    return ObjectStore(open_blobs(config.storage), quota)
 
 
 def _trace_capture(config: RouterConfig) -> TraceCapture | None:

@@ -11,7 +11,7 @@ from typing import Any
 from openai import AsyncOpenAI
 from openai.types import Batch
 
-from argosy_router.config import StorageConfig
+from argosy_batch.config import BatchConfig
 
 from .fake_engine import MODEL, FakeEngine
 from .harness import Rig, rig
@@ -39,8 +39,10 @@ async def stored(
     """A router whose storage is in `tmp_path`, with the keys sk-shop and sk-lab; its client has the former."""
     keys = tmp_path / "keys"
     keys.write_text(KEYS)
-    files = StorageConfig(storage=str(tmp_path / "storage"), **(limits or {}))
-    async with rig(engines, api_keys_file=keys, files=files, **config) as r:
+    given = dict(limits or {})
+    config |= {"batch_share": given.pop("batch_share")} if "batch_share" in given else {}
+    storage = BatchConfig(storage=str(tmp_path / "storage"), **given)
+    async with rig(engines, api_keys_file=keys, storage=storage, **config) as r:
         r.http.headers["authorization"] = "Bearer sk-shop"
         yield r
 

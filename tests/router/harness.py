@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -11,9 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+from prometheus_client import generate_latest
 
+from argosy_batch.config import BatchConfig
+from argosy_batch.program import BatchProgram
 from argosy_protocol.fleet import Endpoint, FleetDocument, FleetService, encode_fleet
 from argosy_protocol.routable_report import ReplicaState
+from argosy_router.config import BatchConfig as BatchRoute
 from argosy_router.config import RouterConfig
 from argosy_router.discovery.source import Publish, snapshot_of
 from argosy_router.fleet.replica import Replica
@@ -26,6 +31,7 @@ from .fake_engine import MODEL, FakeEngine
 DEADLINE_S = 60.0
 """For a machine that has other work; nothing waits this long when all is well."""
 TICK_S = 0.01
+FLEET_KEY = b"a fleet key of tests"
 _NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 """An empty one: loading the system's certificates costs every test a tenth of a second."""
 
@@ -97,6 +103,8 @@ class Rig:
     http: httpx.AsyncClient
     engines: Sequence[FakeEngine] = field(default_factory=list)
     clock: StoppedClock | None = None
+    jobs: BatchProgram | None = None
+    """`argosy batch`, with a storage."""
 
     def replica(self, number: int) -> Replica:
         return next(r for r in self.router.fleet.replicas() if r.name == f"r{number}")
@@ -127,6 +135,14 @@ class Rig:
                 return float(line.rpartition(" ")[2])
         return 0.0
 
+    def jobs_metric(self, text: str) -> float:
+        """The same of `argosy batch`."""
+        assert self.jobs is not None
+        for line in generate_latest(self.jobs.metrics.registry).decode().splitlines():
+            if line.startswith("argosy_batch_" + text):
+                return float(line.rpartition(" ")[2])
+        return 0.0
+
 
 def chat(content: str = "hi", **fields: Any) -> dict[str, Any]:
     return {"model": MODEL, "messages": [{"role": "user", "content": content}], **fields}
@@ -148,11 +164,14 @@ async def rig(
     fields: dict[str, Any] | None = None,
     stderr: LineWriter | None = None,
     clock: StoppedClock | None = None,
+    storage: BatchConfig | None = None,
+    batch_share: float = 0.5,
     **config: Any,
 ) -> AsyncIterator[Rig]:
     """Starts the engines that are not running and a router over them; waits until all are routable.
 
     Args:
+        storage: of `argosy batch`, which is started as well.
         clock: what the router's deadlines go by, instead of an `UnpausedClock`.
     """
     async with contextlib.AsyncExitStack() as stack:
@@ -166,6 +185,14 @@ async def rig(
             "access_log": False,
             "replicas": ("http://unused:1",),
         }
+        jobs = None
+        if storage is not None and storage.storage:
+            jobs = BatchProgram(dataclasses.replace(storage, port=0, fleet_key=FLEET_KEY))
+            await stack.enter_async_context(jobs.serving())
+            given |= {
+                "fleet_key": FLEET_KEY,
+                "batch": BatchRoute(batch_url=jobs.url, batch_share=batch_share),
+            }
         router = Router(
             RouterConfig(**{**given, **config}),
             discovery=discovery,
@@ -174,13 +201,15 @@ async def rig(
             stderr=stderr,
         )
         await stack.enter_async_context(router.serving())
+        if jobs is not None:
+            jobs.router.url = router.url
         http = await stack.enter_async_context(
             httpx.AsyncClient(base_url=router.url, timeout=DEADLINE_S, verify=_NO_TLS, trust_env=False)
         )
         await until(lambda: router.fleet.is_loaded)
         if wait:
             await until(lambda: all(replica.is_routable for replica in router.fleet.replicas()))
-        yield Rig(router, discovery, http, engines, clock)
+        yield Rig(router, discovery, http, engines, clock, jobs)
 
 
 @contextlib.asynccontextmanager

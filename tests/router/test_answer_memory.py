@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from argosy_router.batch import answer_memory
-from argosy_router.batch.answer_memory import AnswerMemory, HeldAnswer
+from argosy_batch import answer_memory
+from argosy_batch.answer_memory import AnswerMemory, HeldAnswer
 
 
 @pytest.fixture(autouse=True)

@@ -11,15 +11,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from argosy_batch.storage.directory_store import DirectoryStore
+from argosy_batch.storage.object_store import ObjectStore
+from argosy_batch.storage.owner_usage import Quota
+from argosy_batch.stored_responses import StoredResponses
 from argosy_protocol.response_history import StoredResponse
 from argosy_router.http.body_memory import BodyMemory, BodyReservation
 from argosy_router.http.server_interface import Client, ClientListener
 from argosy_router.responses.background_responses import BackgroundResponses
 from argosy_router.responses.background_run import WRITE_BYTES
-from argosy_router.responses.stored_responses import StoredResponses
-from argosy_router.storage.directory_store import DirectoryStore
-from argosy_router.storage.object_store import ObjectStore
-from argosy_router.storage.owner_usage import Quota
 
 from .harness import until
 from .response_bodies import whole

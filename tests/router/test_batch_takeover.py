@@ -12,28 +12,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from argosy_batch.batch_pace import BatchPace
 
+from argosy_batch.answer_memory import AnswerMemory
+from argosy_batch.batch_lease import BatchLeases
+from argosy_batch.batch_records import BatchRecords
+from argosy_batch.batch_run import BatchRun, RunContext
+from argosy_batch.batch_runner import BatchRunner
+from argosy_batch.files_api import FilesApi
+from argosy_batch.line_request import LineRequests
+from argosy_batch.storage.blob_store import Blob, BlobEntry
+from argosy_batch.storage.directory_store import DirectoryStore
+from argosy_batch.storage.object_store import ObjectStore, owner_of
+from argosy_batch.storage.owner_usage import Quota
+from argosy_protocol.batch_objects import StoredBatch, decode_create, new_batch
+from argosy_protocol.errors import StorageUnavailable
+from argosy_protocol.file_objects import StoredFile
 from argosy_router.auth.accounts import ANONYMOUS, Account
-from argosy_router.batch.answer_memory import AnswerMemory
-from argosy_router.batch.batch_lease import BatchLeases
-from argosy_router.batch.batch_objects import StoredBatch, decode_create, new_batch
-from argosy_router.batch.batch_pace import BatchPace
-from argosy_router.batch.batch_records import BatchRecords
-from argosy_router.batch.batch_run import BatchRun, RunContext
-from argosy_router.batch.batch_runner import BatchRunner
-from argosy_router.batch.file_objects import StoredFile
-from argosy_router.batch.files_api import FilesApi
-from argosy_router.batch.line_request import LineRequests
 from argosy_router.config import FlowControlLimits, UpstreamLimits
 from argosy_router.fleet.fleet import Fleet
 from argosy_router.flow_control.controller import FlowController
 from argosy_router.http.deadlines import TimerWheel
 from argosy_router.http.messages import Request
 from argosy_router.http.server_interface import Client
-from argosy_router.storage.blob_store import Blob, BlobEntry, StorageUnavailable
-from argosy_router.storage.directory_store import DirectoryStore
-from argosy_router.storage.object_store import ObjectStore, owner_of
-from argosy_router.storage.owner_usage import Quota
 
 from .batch_rig import CHATS, lines
 from .fake_engine import completion

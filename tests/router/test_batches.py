@@ -11,10 +11,10 @@ import pytest
 from openai import AsyncOpenAI, BadRequestError, NotFoundError
 from openai.types import Batch
 
+from argosy_batch import answer_memory, line_waits
+from argosy_batch.answer_memory import AnswerMemory, HeldAnswer
+from argosy_batch.batch_runner import MAX_RUNNING, MAX_RUNNING_OF_OWNER
 from argosy_protocol.fleet import ServiceLimits
-from argosy_router.batch import answer_memory, line_waits
-from argosy_router.batch.answer_memory import AnswerMemory, HeldAnswer
-from argosy_router.batch.batch_runner import MAX_RUNNING, MAX_RUNNING_OF_OWNER
 
 from .batch_rig import DEADLINE_S, line, lines, official, results, start_batch, stored
 from .fake_engine import Connection, FakeEngine, Received, answer_normally, completion
@@ -90,9 +90,9 @@ async def test_a_batch_runs_to_its_end_and_its_files_have_a_line_per_request(tmp
         objects = tmp_path / "storage" / "objects"
         await until(lambda: not [*objects.glob("work/*/*"), *objects.glob("leases/*/*")], DEADLINE_S)
         await until(lambda: is_settled(r))
-        assert r.metric('batches_ended_total{status="completed"}') == 1
-        assert r.metric('batch_requests_total{outcome="completed"}') == 30
-        assert r.metric('batch_requests_total{outcome="failed"}') == 2
+        assert r.jobs_metric('batches_ended_total{status="completed"}') == 1
+        assert r.jobs_metric('requests_total{outcome="completed"}') == 30
+        assert r.jobs_metric('requests_total{outcome="failed"}') == 2
         assert r.metric("batch_requests_inflight") == 0
 
 
@@ -192,7 +192,7 @@ async def test_a_cancelled_batch_keeps_the_results_that_it_has(tmp_path: Path) -
     limits = {"lease_s": 3.0}
     async with stored(tmp_path, [FakeEngine(script=script)], limits) as r, official(r) as client:
         batch = await start_batch(client, lines("first", "second", "third"))
-        await until(lambda: r.metric('batch_requests_total{outcome="completed"}') == 1, DEADLINE_S)
+        await until(lambda: r.jobs_metric('requests_total{outcome="completed"}') == 1, DEADLINE_S)
         batch = await client.batches.cancel(batch.id)
         assert batch.status in ("cancelling", "cancelled")
         batch = await ended(client, batch)
@@ -276,21 +276,23 @@ async def test_batches_that_only_wait_yield_their_places(
         connection.answer(503, b'{"error":{"message":"full"}}')
 
     async with stored(tmp_path, [FakeEngine(script=script)]) as r, official(r) as client:
-        assert r.router.batches is not None
+        assert r.jobs is not None
         stuck = [await start_batch(client, lines("a", "b")) for _ in range(MAX_RUNNING_OF_OWNER + 2)]
         quick = await start_batch(client, lines("quick"))
         async with asyncio.timeout(DEADLINE_S):
             while (quick := await client.batches.retrieve(quick.id)).status != "completed":
-                running = r.metric('batches{status="in_progress"}') + r.metric('batches{status="finalizing"}')
+                running = r.jobs_metric('batches{status="in_progress"}') + r.jobs_metric(
+                    'batches{status="finalizing"}'
+                )
                 most = max(most, int(running))
-                r.router.batches.runner.wake()
+                r.jobs.runner.wake()
                 looked.set()
                 looked.clear()
         assert 0 < most <= MAX_RUNNING_OF_OWNER
         may_answer = True
         looked.set()
         for batch in stuck:
-            r.router.batches.runner.wake()
+            r.jobs.runner.wake()
             done = await ended(client, batch)
             assert done.request_counts is not None
             assert done.request_counts.to_dict() == {"total": 2, "completed": 2, "failed": 0}
@@ -425,7 +427,7 @@ async def test_a_router_that_stops_leaves_its_batches_to_the_next_one(tmp_path: 
     async with engine:
         async with stored(tmp_path, [engine], shutdown_timeout_s=0.0) as r, official(r) as client:
             batch = await start_batch(client, lines(*map(str, range(20))))
-            await until(lambda: r.metric('batch_requests_total{outcome="completed"}') == 10, DEADLINE_S)
+            await until(lambda: r.jobs_metric('requests_total{outcome="completed"}') == 10, DEADLINE_S)
             await r.router.drain()
         asked_first = len(engine.requests)
         may_answer.set()

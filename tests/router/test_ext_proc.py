@@ -13,9 +13,10 @@ from typing import Any
 import grpc.aio
 import pytest
 
+from argosy_batch.config import BatchConfig
+from argosy_batch.files_api import MAX_UPLOADS
 from argosy_protocol.fleet import FleetDocument, ServiceLimits
-from argosy_router.batch.files_api import MAX_UPLOADS
-from argosy_router.config import FlowControlLimits, ServerLimits, StorageConfig
+from argosy_router.config import FlowControlLimits, ServerLimits
 from argosy_router.gateway import ext_proc_schema as ext_proc
 from argosy_router.gateway.request_intake import GatewayRequest
 
@@ -108,7 +109,7 @@ async def test_routes_without_a_replica_are_answered_by_the_router() -> None:
 
 async def test_an_upload_that_a_gateway_forwards_takes_no_place_of_another(tmp_path: Path) -> None:
     form = "multipart/form-data; boundary=b"
-    async with rig([FakeEngine()], ext_proc_port=0, files=StorageConfig(storage=str(tmp_path))) as r:
+    async with rig([FakeEngine()], ext_proc_port=0, storage=BatchConfig(storage=str(tmp_path))) as r:
         async with envoy(r) as gateway:
             for _ in range(MAX_UPLOADS):
                 sent = await gateway.request(b"x", path="/v1/files", headers={"content-type": form})
@@ -122,8 +123,8 @@ async def test_an_upload_that_a_gateway_forwards_takes_no_place_of_another(tmp_p
 async def test_the_tokens_of_a_response_are_counted_by_a_replica(
     tmp_path: Path, keeps_responses: bool
 ) -> None:
-    files = StorageConfig(storage=str(tmp_path) if keeps_responses else "")
-    async with rig([FakeEngine()], ext_proc_port=0, files=files) as r, envoy(r) as gateway:
+    files = BatchConfig(storage=str(tmp_path) if keeps_responses else "")
+    async with rig([FakeEngine()], ext_proc_port=0, storage=files) as r, envoy(r) as gateway:
         path = "/v1/responses/input_tokens"
         answer = await gateway.request({"model": MODEL, "input": "hi"}, path=path)
         assert answer.endpoint == port_of(r.engines[0])

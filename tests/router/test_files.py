@@ -13,8 +13,8 @@ import httpx
 import pytest
 from openai import APIStatusError, NotFoundError
 
-from argosy_router.batch.batch_routes import MAX_DOWNLOADS
-from argosy_router.batch.files_api import MAX_UPLOADS
+from argosy_batch.app import MAX_DOWNLOADS
+from argosy_batch.files_api import MAX_UPLOADS
 from argosy_router.config import ServerLimits
 
 from .batch_rig import lines, official, stored
@@ -305,14 +305,14 @@ async def test_a_router_without_storage_says_how_to_get_one() -> None:
     async with rig([FakeEngine()]) as r:
         for path in ("/v1/files", "/v1/batches", "/v1/files/file-1/content"):
             status, message = refusal(await r.http.get(path))
-            assert (status, "--storage" in message) == (404, True)
+            assert (status, "--batch-url" in message) == (404, True)
         assert refusal(await upload(r))[0] == 404
 
 
 async def test_without_keys_all_clients_share_the_files(tmp_path: Path) -> None:
-    from argosy_router.config import StorageConfig
+    from argosy_batch.config import BatchConfig
 
-    async with rig([FakeEngine()], files=StorageConfig(storage=str(tmp_path))) as r:
+    async with rig([FakeEngine()], storage=BatchConfig(storage=str(tmp_path))) as r:
         sent = (await upload(r)).json()
         assert (await r.http.get("/v1/files")).json()["data"] == [sent]
         assert (await r.http.get(f"/v1/models/{MODEL}")).status_code == 200

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from argosy_batch.config import BatchConfig
 from argosy_protocol.fleet import FleetDocument
-from argosy_router.config import StorageConfig
 from argosy_router.metrics import registry as metrics
 from argosy_router.metrics.definitions import DEFINITIONS
 from argosy_router.observability.access_log import AccessEntry, AccessLog
@@ -60,7 +60,7 @@ async def test_a_scrape_holds_every_described_series() -> None:
 
 
 async def test_a_router_exports_exactly_the_defined_metrics(tmp_path: Path) -> None:
-    async with rig([FakeEngine()], files=StorageConfig(storage=str(tmp_path))) as r:
+    async with rig([FakeEngine()], storage=BatchConfig(storage=str(tmp_path))) as r:
         exported = [(each.name, tuple(each.labels), each.help) for each in r.router.metrics.series]
     assert sorted(exported) == sorted((each.name, each.labels, each.help) for each in DEFINITIONS)
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from argosy_batch.multipart import MAX_HEAD_BYTES, MAX_PARTS, MultipartParser, boundary_of
 from argosy_protocol.errors import BadRequest
-from argosy_router.batch.multipart import MAX_HEAD_BYTES, MAX_PARTS, MultipartParser, boundary_of
 
 BOUNDARY = b"xYz"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from argosy_router.config import StorageConfig
+from argosy_batch.config import BatchConfig
 
 from .batch_rig import CHATS, lines, stored
 from .fake_engine import FakeEngine
@@ -61,7 +61,7 @@ async def test_over_plain_http_the_origin_tells_the_site(
 ) -> None:
     """Browsers send `sec-fetch-site` over TLS and to localhost only."""
     headers = {"host": "router.example:8080"} | ({} if origin is None else {"origin": origin})
-    async with rig([FakeEngine()], files=StorageConfig(storage=str(tmp_path / "storage"))) as r:
+    async with rig([FakeEngine()], storage=BatchConfig(storage=str(tmp_path / "storage"))) as r:
         answer = await r.http.post("/v1/files", files=FILE, data=PURPOSE, headers=headers)
         assert answer.status_code == status, answer.text
         assert len((await r.http.get("/v1/files")).json()["data"]) == (status == 200)

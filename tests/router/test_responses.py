@@ -86,7 +86,7 @@ async def test_bad_requests_are_refused_by_the_router(fields: dict[str, Any], pa
 async def test_a_router_without_storage_tells_what_to_do(fields: dict[str, Any], remedy: str) -> None:
     async with rig([FakeEngine(script=answer)]) as r:
         told = (await r.http.post(PATH, json=body(**fields))).json()["error"]["message"]
-        assert "--storage" in told
+        assert "--batch-url" in told
         assert told.endswith(remedy)
 
 
@@ -204,4 +204,4 @@ async def test_input_tokens_are_counted_by_a_replica() -> None:
 async def test_a_router_without_storage_says_that_it_keeps_no_responses(method: str, path: str) -> None:
     async with rig([FakeEngine()]) as r:
         told = await r.http.request(method, f"{PATH}/{path}")
-        assert (told.status_code, "--storage" in told.json()["error"]["message"]) == (404, True)
+        assert (told.status_code, "--batch-url" in told.json()["error"]["message"]) == (404, True)

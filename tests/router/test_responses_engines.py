@@ -11,7 +11,7 @@ import openai
 import pytest
 from openai.types.responses import ResponseFunctionToolCall
 
-from argosy_router.config import StorageConfig
+from argosy_batch.config import BatchConfig
 
 from .engine_processes import TOOL, EnginePool, document
 from .harness import rig
@@ -22,8 +22,8 @@ WEATHER: Any = {"type": "function", **TOOL["function"]}  # type: ignore[dict-ite
 
 
 async def test_a_conversation_with_a_tool(engine_pool: EnginePool, tmp_path: Path) -> None:
-    files = StorageConfig(storage=str(tmp_path / "storage"))
-    async with rig(document=document(engine_pool.take(1), 0), wait=False, files=files) as r:
+    files = BatchConfig(storage=str(tmp_path / "storage"))
+    async with rig(document=document(engine_pool.take(1), 0), wait=False, storage=files) as r:
         await r.until(lambda: all(replica.is_synced for replica in r.router.fleet.replicas()))
         async with openai.AsyncOpenAI(base_url=f"{r.router.url}/v1", api_key="none", max_retries=0) as client:
             async with client.responses.stream(

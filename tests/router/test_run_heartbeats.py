@@ -10,16 +10,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from argosy_batch.run_heartbeats import BEAT_S, GONE_S, MAX_GAP_S, RunHeartbeats
+from argosy_batch.storage.blob_store import Blob
+from argosy_batch.storage.directory_store import DirectoryStore
+from argosy_batch.storage.object_store import ObjectStore
+from argosy_batch.storage.owner_usage import Quota
+from argosy_batch.stored_responses import StoredResponses
+from argosy_protocol.errors import StorageUnavailable
 from argosy_protocol.response_history import StoredResponse
 from argosy_router.http.body_memory import BodyMemory, BodyReservation
 from argosy_router.http.server_interface import Client
 from argosy_router.responses.background_responses import BackgroundResponses
-from argosy_router.responses.run_heartbeats import BEAT_S, GONE_S, MAX_GAP_S, RunHeartbeats
-from argosy_router.responses.stored_responses import StoredResponses
-from argosy_router.storage.blob_store import Blob, StorageUnavailable
-from argosy_router.storage.directory_store import DirectoryStore
-from argosy_router.storage.object_store import ObjectStore
-from argosy_router.storage.owner_usage import Quota
 
 DAY_S = 86400.0
 OWNER = "owner"

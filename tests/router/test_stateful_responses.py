@@ -17,18 +17,18 @@ import msgspec
 import openai
 import pytest
 
-from argosy_protocol.errors import TooManyRequests
+from argosy_batch.config import BatchConfig
+from argosy_batch.storage.directory_store import DirectoryStore
+from argosy_batch.storage.object_store import ObjectStore
+from argosy_batch.storage.owner_usage import Quota, QuotaExceeded
+from argosy_batch.stored_responses import MAX_RUN_S, StoredResponses, owner_of_responses
+from argosy_protocol.errors import StorageUnavailable, TooManyRequests
 from argosy_protocol.response_history import StoredResponse
-from argosy_router.config import ServerLimits, StorageConfig
+from argosy_router.config import ServerLimits
 from argosy_router.http.body_memory import BodyMemory, BodyReservation
 from argosy_router.http.server_interface import Client
 from argosy_router.http.sse import MAX_EVENT_BYTES
 from argosy_router.responses.background_responses import BackgroundResponses
-from argosy_router.responses.stored_responses import MAX_RUN_S, StoredResponses, owner_of_responses
-from argosy_router.storage.blob_store import StorageUnavailable
-from argosy_router.storage.directory_store import DirectoryStore
-from argosy_router.storage.object_store import ObjectStore
-from argosy_router.storage.owner_usage import Quota, QuotaExceeded
 from response_stream import final_response, parsed_events
 
 from .fake_engine import Connection, FakeEngine, Received
@@ -75,8 +75,8 @@ def unreserved() -> BodyReservation:
     return BodyReservation(BodyMemory(1 << 20), None, 0)
 
 
-def storage(tmp_path: Path) -> StorageConfig:
-    return StorageConfig(storage=str(tmp_path / "storage"))
+def storage(tmp_path: Path) -> BatchConfig:
+    return BatchConfig(storage=str(tmp_path / "storage"))
 
 
 def stored_at(tmp_path: Path, age_s: float = 0.0) -> StoredResponses:
@@ -87,7 +87,7 @@ def stored_at(tmp_path: Path, age_s: float = 0.0) -> StoredResponses:
 
 @asynccontextmanager
 async def stateful(tmp_path: Path, script: Any = None, **config: Any) -> AsyncIterator[Rig]:
-    async with rig([FakeEngine(script=script or Gate(), **config)], files=storage(tmp_path)) as r:
+    async with rig([FakeEngine(script=script or Gate(), **config)], storage=storage(tmp_path)) as r:
         yield r
 
 
@@ -149,8 +149,8 @@ async def test_the_tokens_of_a_conversation_are_counted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("has_storage", [False, True])
 async def test_compaction_is_refused_by_name(tmp_path: Path, has_storage: bool) -> None:
-    files = storage(tmp_path) if has_storage else StorageConfig()
-    async with rig([FakeEngine()], files=files) as r:
+    files = storage(tmp_path) if has_storage else BatchConfig()
+    async with rig([FakeEngine()], storage=files) as r:
         told = await r.http.post(f"{PATH}/compact", json=body())
         assert (told.status_code, told.json()["error"]["code"]) == (400, "not_supported")
 
@@ -218,7 +218,7 @@ async def test_text_that_looks_like_the_last_event_does_not_hold_back_the_stream
 
 async def test_a_conversation_is_as_large_as_a_body_at_most(tmp_path: Path) -> None:
     server = ServerLimits(max_body_bytes=16384)
-    async with rig([FakeEngine(script=Gate())], files=storage(tmp_path), server=server) as r:
+    async with rig([FakeEngine(script=Gate())], storage=storage(tmp_path), server=server) as r:
         large = [await created(r.http, input="x" * 9000) for _ in range(2)]
         ids = []
         for made in large:
@@ -295,7 +295,7 @@ async def test_a_conversation_beyond_the_memory_of_bodies_is_refused_for_now(
     tmp_path: Path, background: bool
 ) -> None:
     server = ServerLimits(max_body_bytes=16_000, max_inflight_bytes=16_000)
-    async with rig([FakeEngine(script=Gate())], files=storage(tmp_path), server=server) as r:
+    async with rig([FakeEngine(script=Gate())], storage=storage(tmp_path), server=server) as r:
         first = await created(r.http, input="x" * 9000)
         fields = body(input="y", previous_response_id=first["id"], background=background)
         told = await r.http.post(PATH, json=fields)
@@ -331,7 +331,7 @@ async def test_a_response_belongs_to_the_key_that_made_it(tmp_path: Path) -> Non
     keys = tmp_path / "keys"
     lines = [f"sha256:{hashlib.sha256(key.encode()).hexdigest()} name={key[3:]}" for key in SECRETS]
     keys.write_text("\n".join(lines) + "\n")
-    async with rig([FakeEngine(script=Gate())], api_keys_file=keys, files=storage(tmp_path)) as r:
+    async with rig([FakeEngine(script=Gate())], api_keys_file=keys, storage=storage(tmp_path)) as r:
         one, two = (
             openai.AsyncOpenAI(base_url=f"{r.router.url}/v1", api_key=key, max_retries=0) for key in SECRETS
         )

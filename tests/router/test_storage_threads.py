@@ -11,8 +11,8 @@ from threading import Event
 
 import pytest
 
-from argosy_router.storage.blob_store import StorageUnavailable
-from argosy_router.storage.storage_threads import StorageThreads
+from argosy_batch.storage.storage_threads import StorageThreads
+from argosy_protocol.errors import StorageUnavailable
 
 NUM_THREADS = 2
 

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from argosy_router.config import ConfigError, StorageConfig
-from argosy_router.storage.blob_store import AlreadyExists, BlobStore, Changed, StorageUnavailable
-from argosy_router.storage.bucket_store import BucketStore
-from argosy_router.storage.directory_store import DirectoryStore
-from argosy_router.storage.object_ids import created_at, expires_at, is_id, new_id
-from argosy_router.storage.object_store import LEFTOVER_S, ObjectStore, owner_of
-from argosy_router.storage.open_blobs import open_blobs
-from argosy_router.storage.owner_usage import LISTING_MAX_AGE_S, OwnerUsage, Quota, QuotaExceeded
-from argosy_router.storage.storage_threads import NUM_THREADS
+from argosy_batch.config import BatchConfig, ConfigError
+from argosy_batch.storage.blob_store import AlreadyExists, BlobStore, Changed
+from argosy_batch.storage.bucket_store import BucketStore
+from argosy_batch.storage.directory_store import DirectoryStore
+from argosy_batch.storage.object_store import LEFTOVER_S, ObjectStore, owner_of
+from argosy_batch.storage.open_blobs import open_blobs
+from argosy_batch.storage.owner_usage import LISTING_MAX_AGE_S, OwnerUsage, Quota, QuotaExceeded
+from argosy_batch.storage.storage_threads import NUM_THREADS
+from argosy_protocol.errors import StorageUnavailable
+from argosy_protocol.object_ids import created_at, expires_at, is_id, new_id
 from bucket_server import forget_cloud
 from moto_server import running_moto
 
@@ -40,6 +43,9 @@ class Clock:
         self.now = 1_800_000_000.0
 
     def __call__(self) -> float:
+        return self.now
+
+    async def of_storage(self) -> float:
         return self.now
 
 
@@ -143,7 +149,7 @@ async def test_objects_are_found_by_their_owner_until_they_expire(
     open_again: Callable[[], BlobStore],
 ) -> None:
     clock = Clock()
-    one, two = (ObjectStore(open_again(), AMPLE, now=clock) for _ in range(2))
+    one, two = (ObjectStore(open_again(), AMPLE, now=clock, storage_now=clock.of_storage) for _ in range(2))
     first = one.new_id("file-", DAY_S)
     await one.upload("files", OWNER, first, pieces(b"con", b"tent"))
     version = await one.create("files", OWNER, first, b'{"a":1}')
@@ -262,7 +268,7 @@ async def test_what_is_written_while_a_listing_is_made_counts() -> None:
 
 async def test_a_sweep_removes_what_crashes_have_left(tmp_path: Path) -> None:
     clock = Clock()
-    store = ObjectStore(DirectoryStore(tmp_path), AMPLE, now=clock)
+    store = ObjectStore(DirectoryStore(tmp_path), AMPLE, now=clock, storage_now=clock.of_storage)
     await store.upload("files", OWNER, store.new_id("file-", 100 * DAY_S), pieces(b"no document follows"))
     unfinished = tmp_path / "unfinished" / "of-a-crash"
     unfinished.write_bytes(b"half")
@@ -423,11 +429,36 @@ async def test_a_path_with_and_without_scheme_is_one_storage(tmp_path: Path) -> 
     assert await open_blobs(folder.as_uri()).get("a") is not None
 
 
+async def test_a_clock_that_is_ahead_deletes_nothing(open_again: Callable[[], BlobStore]) -> None:
+    clock = Clock()
+    clock.now = time.time()
+    store = ObjectStore(open_again(), AMPLE, now=clock)
+    file_id = store.new_id("file-", DAY_S)
+    await store.create("files", OWNER, file_id, b"{}")
+    clock.now += 30 * DAY_S
+    await store.sweep()
+    clock.now -= 30 * DAY_S
+    assert await store.read("files", OWNER, file_id) is not None
+
+
+async def test_an_object_that_cannot_be_read_is_put_aside(open_again: Callable[[], BlobStore]) -> None:
+    store = ObjectStore(open_again(), AMPLE)
+    good, bad = (store.new_id("file-", DAY_S) for _ in range(2))
+    for each, document in ((good, b"1"), (bad, b'{"half":')):
+        await store.create("files", OWNER, each, document)
+    assert await store.read_as("files", OWNER, bad, msgspec.json.decode) is None
+    assert (await store.read_as("files", OWNER, good, msgspec.json.decode) or ())[:1] == (1,)
+    assert await store.ids("files", OWNER) == [good]
+    [kept] = await store.blobs.entries("quarantine")
+    assert bad in kept.key
+    assert store.quarantine.num_taken == 1
+
+
 async def test_a_batch_runs_with_all_that_is_stored_in_a_bucket(bucket: str) -> None:
-    config = StorageConfig(storage=bucket)
+    config = BatchConfig(storage=bucket)
     async with (
-        rig([FakeEngine()], files=config) as r,
-        rig([FakeEngine()], files=config) as other,
+        rig([FakeEngine()], storage=config) as r,
+        rig([FakeEngine()], storage=config) as other,
         official(r) as client,
         official(other) as reader,
     ):

@@ -13,8 +13,6 @@ from argosy_router.ratelimit.token_bucket import PERIOD_S, TokenBucket
 
 MAX_PRIORITY = (1 << 31) - 1
 """Bound of the request field `priority`."""
-BACKGROUND_PRIORITY = 1 << 30
-"""Priority of work that nobody waits for, such as batches: behind all priorities that keys and people choose."""
 
 USUAL_OUTPUT_TOKENS = 256.0
 """Assumed output of a request without `max_tokens` until the account has responses to learn from: an ordinary chat

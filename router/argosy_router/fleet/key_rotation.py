@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from argosy_protocol.batch_program import BATCH_KEY_UID
 from argosy_protocol.bearer_keys import KeyRing, internal_key
 from argosy_protocol.fleet_keys import LOOK_EVERY_S, FleetKeys
 from argosy_protocol.routable_report import ADMIN_KEY_UID
@@ -37,12 +38,19 @@ class KeyRotation:
     """Follows the fleet keys of one router."""
 
     def __init__(
-        self, keys: FleetKeys, fleet: Fleet, admin: KeyRing, *, look_every_s: float = LOOK_EVERY_S
+        self,
+        keys: FleetKeys,
+        fleet: Fleet,
+        admin: KeyRing,
+        batch: KeyRing,
+        *,
+        look_every_s: float = LOOK_EVERY_S,
     ) -> None:
-        """`admin` are the keys of the admin port."""
+        """`admin` are the keys of the admin port, `batch` those of `argosy batch`."""
         self._keys = keys
         self._fleet = fleet
         self._admin = admin
+        self._batch = batch
         self._look_every_s = look_every_s
         self._round = 0
 
@@ -67,6 +75,7 @@ class KeyRotation:
             self._round = 0
             self._fleet.fleet_keys_changed()
             self._admin.replace(internal_key(key, ADMIN_KEY_UID) for key in self._keys.keys)
+            self._batch.replace(internal_key(key, BATCH_KEY_UID) for key in self._keys.keys)
         return self._round < EAGER_ROUNDS or self._round % SLOW_ROUNDS == 0
 
     async def _probe(self) -> None:

@@ -9,6 +9,7 @@ queued requests leave connections to other keys.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Iterator
 
@@ -177,21 +178,22 @@ class FlowController:
         except Unavailable:
             return False
 
-    def has_background_room(self, service: Service, now: float, running: int, share: float) -> bool:
-        """Whether a service has room for one more request that nobody waits for.
+    def background_room(self, service: Service, now: float, running: int, share: float) -> int:
+        """How many more requests that nobody waits for a service has room for.
 
         Args:
             running: how many of these are in flight already.
             share: part of what the replicas can take that these may have, from 0 to 1.
         """
         queue = self._queues.get(service)
-        if queue is None:
-            return True
         try:
             free = service.candidates.free_sequences(now)
         except Unavailable:
-            return False
-        return not queue.num_queued and free > 0 and running < share * (queue.sequences + free)
+            return 0
+        if queue is not None and queue.num_queued:
+            return 0
+        sequences = 0 if queue is None else queue.sequences
+        return max(0, min(free, math.ceil(share * (sequences + free)) - running))
 
     # queues
 

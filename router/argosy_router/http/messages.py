@@ -66,6 +66,7 @@ class Request:
         "body_bytes",
         "grant",
         "headers",
+        "is_background",
         "is_charged",
         "is_from_allowed_page",
         "is_http10",
@@ -97,6 +98,8 @@ class Request:
         """The application's own result of authorizing the head; None if it granted nothing."""
         self.is_charged = False
         """Whether the application has charged the request to its client's limits."""
+        self.is_background = False
+        """Whether it is a request of a batch, which no client waits for."""
         self.refusal: ApiError | None = None
         """Why the application refuses the request, whose body is received all the same."""
         self.answer_lines = b""

@@ -245,33 +245,18 @@ LARGE_BODIES = Definition(
 )
 
 # files and batches
-STORED_BYTES = Definition(
-    "gauge",
-    "stored_bytes",
-    (),
-    "Bytes of all keys' files, batches and responses in the storage, at the last sweep.",
-)
-STORED_OBJECTS = Definition(
-    "gauge", "stored_objects", (), "Number of files, batches and responses in the storage, at the last sweep."
-)
-BATCHES = Definition(
-    "gauge",
-    "batches",
-    ("status",),
-    "Batches that have not ended: by status those that this router runs; elsewhere: those that other routers run, or "
-    "none yet.",
-)
-BATCHES_ENDED = Definition(
+RESPONSE_WRITES = Definition(
     "counter",
-    "batches_ended",
-    ("status",),
-    "Batches that this router ran to their end, by their last status.",
-)
-BATCH_REQUESTS = Definition(
-    "counter",
-    "batch_requests",
+    "response_writes",
     ("outcome",),
-    "Requests of batches by outcome: completed, failed, or retried after 429, 503 or a failure.",
+    "Responses by what became of storing them: stored, failed, refused because too many were being stored; and late: "
+    "the answer's end was sent before.",
+)
+RESPONSE_WRITING_BYTES = Definition(
+    "gauge", "response_writing_bytes", (), "Bytes of responses that are being stored."
+)
+TASK_RESTARTS = Definition(
+    "counter", "task_restarts", ("task",), "Parts of the router that failed, and were begun anew."
 )
 BATCH_REQUESTS_INFLIGHT = Definition(
     "gauge", "batch_requests_inflight", (), "Requests of batches that this router has in flight."

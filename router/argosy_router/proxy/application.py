@@ -13,16 +13,25 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
-from urllib.parse import unquote
+from urllib.parse import parse_qs, unquote
 
 import msgspec
 
 from argosy_protocol import __version__
-from argosy_protocol.errors import ApiError, NotFound
+from argosy_protocol.batch_program import (
+    ACCOUNT,
+    ACCOUNT_GONE,
+    BACKGROUND_PRIORITY,
+    ROOM_PATH,
+    RoomReport,
+    account_name,
+)
+from argosy_protocol.bearer_keys import KeyRing
+from argosy_protocol.errors import ApiError, Forbidden, NotFound, TooManyRequests
 from argosy_protocol.openai import ModelCard, ModelList
 from argosy_protocol.openapi_document import document_page
 from argosy_protocol.response_object import compaction_not_supported
-from argosy_router.auth.accounts import ANONYMOUS, BACKGROUND_PRIORITY, Account
+from argosy_router.auth.accounts import ANONYMOUS, Account
 from argosy_router.auth.key_table import KeyTable
 from argosy_router.fleet.fleet import Fleet
 from argosy_router.fleet.service import Service
@@ -31,6 +40,7 @@ from argosy_router.http.messages import Request
 from argosy_router.http.server_interface import Client
 from argosy_router.metrics.registry import CONTENT_TYPE
 from argosy_router.proxy.accounting.request_accounting import RequestAccounting
+from argosy_router.proxy.background_load import BackgroundLoad
 from argosy_router.proxy.downstream.api_shape import error_body, id_headers
 from argosy_router.proxy.downstream.error_headers import error_headers
 from argosy_router.proxy.downstream.model_renaming import RenamingClient
@@ -64,6 +74,8 @@ _LOAD = b"/load"
 _PING = b"/ping"
 _DOCUMENT = b"/openapi.json"
 _DOCUMENT_PAGE = b"/docs"
+_ROOM = ROOM_PATH.encode()
+_ACCOUNT = ACCOUNT.encode()
 _STORED = (b"/v1/files", b"/v1/batches")
 _ENDPOINTS: dict[bytes, RoutedEndpoint] = {
     b"/v1/chat/completions": "chat/completions",
@@ -102,10 +114,17 @@ class RouterApplication:
         *,
         cross_origin: CrossOrigin,
         large_bodies: LargeBodies,
+        batch_keys: KeyRing,
+        background: BackgroundLoad,
         tracer: Tracer | None = None,
         admin_port: int | None = None,
     ) -> None:
-        """`admin_port` is named in answers to clients; None keeps it from them."""
+        """
+        Args:
+            batch_keys: those of `argosy batch`, which sends requests on behalf of accounts.
+            background: the requests of batches.
+            admin_port: is named in answers to clients; None keeps it from them.
+        """
         self._fleet = fleet
         self._admin_port = admin_port
         self._requests = requests
@@ -113,13 +132,15 @@ class RouterApplication:
         self._keys = keys
         self._cross_origin = cross_origin
         self._large_bodies = large_bodies
+        self._batch_keys = batch_keys
+        self._background = background
         self._tracer = tracer
         self._created = int(time.time())
         self.is_draining = False
         self.document: Callable[[], bytes] | None = None
         """Returns the OpenAPI document of the main port."""
         self.stored: StoredRoutes | None = None
-        """Answers the routes of files and batches; None without a storage."""
+        """Answers the routes of files and batches; None without `argosy batch`."""
         self.responses: ResponseRoutes | None = None
         """Answers requests for responses; None if the router stores none, and only routes their creation."""
         self._public: dict[bytes, Responder] = {
@@ -141,9 +162,16 @@ class RouterApplication:
         self._cross_origin.mark(request)
         if request.path in self._public or self._cross_origin.is_preflight(request):
             return False
-        account = self._keys.authenticate(request.header(b"authorization"), request.header(b"x-api-key"))
+        account = self._behind_batch(request)
+        if account is None:
+            account = self._keys.authenticate(request.header(b"authorization"), request.header(b"x-api-key"))
         request.grant = account
         request.account = None if account is ANONYMOUS else account
+        if request.is_background:
+            if request.path in _ENDPOINTS and request.method == b"POST":
+                self._charge(request, account)
+                return True
+            return False
         if request.path == _COMPACT and request.method == b"POST":
             raise compaction_not_supported()
         if _is_stored(request.path):
@@ -154,6 +182,26 @@ class RouterApplication:
         if self.responses is not None and _is_response(request.path):
             return self.responses.is_body_used(request)
         return is_generation
+
+    def _behind_batch(self, request: Request) -> Account | None:
+        """The account on whose behalf `argosy batch` sends a request, which it may for its key; None for clients.
+
+        Raises:
+            Forbidden: there is no such account.
+        """
+        name = request.header(_ACCOUNT)
+        if name is None:
+            return None
+        if not self._batch_keys.accepts((request.header(b"authorization") or b"").decode("latin-1")):
+            return None
+        if request.path == _ROOM:
+            account: Account | None = ANONYMOUS
+        else:
+            account = self._keys.account_named(account_name(name.decode("latin-1")))
+        if account is None:
+            raise Forbidden("no key has this account", code=ACCOUNT_GONE)
+        request.is_background = True
+        return account
 
     def _charge(self, request: Request, account: Account) -> None:
         """Charge a request to its key's limits. One over them is refused at once if its body is large; else
@@ -196,16 +244,6 @@ class RouterApplication:
         """Whether requests of this path are sent to replicas."""
         return path.encode() in _ENDPOINTS
 
-    def answer_in_background(self, client: Client, request: Request, account: Account) -> None:
-        """Answer a request of an account that no client waits for: it goes behind all others. The path must be one that
-        the router serves."""
-        request_id = request_id_for(None)
-        endpoint = _ENDPOINTS[request.path]
-        try:
-            self._generate(client, request, endpoint, request_id, account, is_background=True)
-        except ApiError as error:
-            self.refuse(client, request_id, error, request.path)
-
     def create_response(
         self, client: Client, request: Request, account: Account, request_id: bytes, response_id: bytes
     ) -> None:
@@ -243,6 +281,9 @@ class RouterApplication:
                 raise request.refusal
             account = request.grant
             assert isinstance(account, Account), "`on_head` lets only accounts in"
+            if request.is_background:
+                self._answer_batch(client, request, request_id, account)
+                return
             if self.responses is not None and _is_response(path):
                 self.responses.on_request(client, request, account, request_id)
                 return
@@ -259,12 +300,29 @@ class RouterApplication:
         status, lines, body = responder()
         client.respond(status, lines + b"x-request-id: %b\r\n" % request_id, body)
 
+    def _answer_batch(self, client: Client, request: Request, request_id: bytes, account: Account) -> None:
+        """Answer `argosy batch`: a request of a batch, or how many more of them there is room for."""
+        endpoint = _ENDPOINTS.get(request.path)
+        if endpoint is not None:
+            require_method(request, b"POST")
+            self._generate(client, request, endpoint, request_id, account)
+            return
+        if request.path != _ROOM:
+            raise no_route(request)
+        require_method(request, b"GET")
+        asked = parse_qs(request.target.partition(b"?")[2].decode("latin-1"), max_num_fields=8)
+        service = self._fleet.service_of(asked.get("model", [""])[0])
+        room = 1 if service is None else self._background.room(service)
+        client.respond(
+            200, _JSON + b"x-request-id: %b\r\n" % request_id, msgspec.json.encode(RoomReport(room))
+        )
+
     def _authorised_responder(self, request: Request, account: Account) -> Responder:
         path = request.path
         if path == _MODELS:
             return lambda: self._models(account)
         if _is_response(path):
-            raise NotFound("this router keeps no responses; start it with --storage")
+            raise NotFound("this router keeps no responses; start it with --batch-url")
         if path.startswith(_MODEL_PREFIX):
             return lambda: self._model(path, account)
         if path == _LOAD:
@@ -283,7 +341,7 @@ class RouterApplication:
 
     def _stored_routes(self) -> StoredRoutes:
         if self.stored is None:
-            raise NotFound("this router keeps no files and batches; start it with --storage")
+            raise NotFound("this router keeps no files and batches; start it with --batch-url")
         return self.stored
 
     def decode_for_gateway(
@@ -316,8 +374,6 @@ class RouterApplication:
         request_id: bytes,
         account: Account,
         response_id: bytes = b"",
-        *,
-        is_background: bool = False,
     ) -> None:
         started = self._requests.now()
         self._decode(
@@ -327,7 +383,7 @@ class RouterApplication:
             request_id,
             account,
             response_id,
-            lambda call: self._handle(client, request, endpoint, call, started, is_background),
+            lambda call: self._handle(client, request, endpoint, call, started),
         )
 
     def _handle(
@@ -337,10 +393,16 @@ class RouterApplication:
         endpoint: RoutedEndpoint,
         call: Call,
         started: float,
-        is_background: bool,
     ) -> None:
-        if is_background:
+        if request.is_background:
             call.priority = max(call.priority, BACKGROUND_PRIORITY)
+            try:
+                client = self._background.begin(client, call.service)
+            except TooManyRequests as refusal:  # no fault of the account's
+                if call.is_charged:
+                    call.account.return_request()
+                self.refuse(client, call.request_id, refusal, request.path)
+                return
         request.body = b""  # the call has it, perhaps rewritten: one copy is enough
         if call.renaming is not None:
             client = RenamingClient(

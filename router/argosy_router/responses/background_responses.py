@@ -16,15 +16,14 @@ from typing import Final
 
 import msgspec
 
-from argosy_protocol.errors import ApiError, BadRequest, TooManyRequests
+from argosy_protocol.batch_program import BEAT_S
+from argosy_protocol.errors import ApiError, BadRequest, StorageUnavailable, TooManyRequests
 from argosy_protocol.response_history import StoredResponse
 from argosy_protocol.response_object import with_status
 from argosy_router.http.body_memory import BodyReservation
 from argosy_router.http.server_interface import Client
 from argosy_router.responses.background_run import STREAM_HEADERS, BackgroundRun, Follower
-from argosy_router.responses.run_heartbeats import BEAT_S
-from argosy_router.responses.stored_responses import StoredResponses, is_response
-from argosy_router.storage.blob_store import StorageUnavailable
+from argosy_router.responses.response_store import ResponseStore, is_response
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +44,7 @@ class BackgroundResponses:
 
     def __init__(
         self,
-        stored: StoredResponses,
+        stored: ResponseStore,
         *,
         max_event_bytes: int = MAX_EVENT_BYTES,
         poll_s: float = POLL_S,
@@ -91,7 +90,7 @@ class BackgroundResponses:
         run = BackgroundRun(owner, response_id, bytes(record.response), is_streamed, reserved, self._count)
         self._num_live[owner] += 1
         try:
-            run.heartbeat = await self._stored.heartbeats.begin()
+            run.heartbeat = await self._stored.heartbeat.begin()
             record = msgspec.structs.replace(record, runner=run.heartbeat)
             await self._stored.add(owner, response_id, record)
         except BaseException:
@@ -156,7 +155,7 @@ class BackgroundResponses:
         while self._tasks:
             await asyncio.sleep(BEAT_S)
             with contextlib.suppress(StorageUnavailable):  # the log has it, and the next one may succeed
-                await self._stored.heartbeats.beat({run.heartbeat for run in self._tasks.values()})
+                await self._stored.heartbeat.beat({run.heartbeat for run in self._tasks.values()})
 
     async def _watch(self) -> None:
         """End the runs whose records another router has finished or removed, until no run is left."""

@@ -24,6 +24,7 @@ from argosy_protocol.errors import (
     PayloadTooLarge,
     Unavailable,
 )
+from argosy_protocol.owner_slots import OwnerSlots
 from argosy_protocol.response_history import (
     DEFAULT_PAGE,
     MAX_PAGE,
@@ -42,14 +43,13 @@ from argosy_router.http.body_memory import BodyMemory, BodyReservation
 from argosy_router.http.messages import Request
 from argosy_router.http.server_interface import Client
 from argosy_router.proxy.downstream.api_shape import error_body, id_headers
+from argosy_router.proxy.downstream.ending_client import EndingClient
 from argosy_router.proxy.downstream.error_headers import error_headers
 from argosy_router.proxy.request.body_rewrite import with_fields
 from argosy_router.proxy.request.call_decoding import no_route, require_json, require_method
 from argosy_router.responses.background_responses import BackgroundResponses
-from argosy_router.responses.reserving_client import ReservingClient
-from argosy_router.responses.stored_responses import StoredResponses, owner_of_responses
+from argosy_router.responses.response_store import ResponseStore
 from argosy_router.responses.storing_client import StoringClient
-from argosy_router.storage.owner_slots import OwnerSlots
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class StatefulRoutes:
 
     def __init__(
         self,
-        stored: StoredResponses,
+        stored: ResponseStore,
         background: BackgroundResponses,
         send: Send,
         count_rejection: Callable[[bytes, int], None],
@@ -123,7 +123,7 @@ class StatefulRoutes:
         path = _PATH.fullmatch(request.path)
         if path is None:
             raise no_route(request)
-        owner, response_id = owner_of_responses(account.name), (path[1] or b"").decode("latin-1")
+        owner, response_id = account.name, (path[1] or b"").decode("latin-1")
         is_count = request.path == _COUNT and request.method == b"POST"
         if response_id and not is_count:
             self._later(
@@ -146,6 +146,7 @@ class StatefulRoutes:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._background.close()
+        await self._stored.close()
 
     def _later(self, client: Client, owner: str, work: Coroutine[Any, Any, None]) -> None:
         if not self._slots.take(owner):
@@ -174,11 +175,11 @@ class StatefulRoutes:
         """Route a request whose input is the whole conversation."""
         response_id = self._stored.new_id()
         if asked.store:
-            owner = owner_of_responses(account.name)
+            owner = account.name
 
             async def store(response: bytes) -> None:
                 record = StoredResponse(msgspec.Raw(response), identified_items(conversation, response_id))
-                await self._stored.add(owner, response_id, record)
+                await self._stored.keep(owner, response_id, record)
 
             client = StoringClient(client, response_id, store)
         self._send(client, request, account, request_id, response_id.encode())
@@ -189,7 +190,7 @@ class StatefulRoutes:
         """Put the conversation into a request's input, and route it."""
         reserved = BodyReservation(self._memory, request.account, request.body_bytes)
         try:
-            found = await self._found(owner_of_responses(account.name), asked, reserved)
+            found = await self._found(account.name, asked, reserved)
             conversation = resolved_items(asked, found)
             if found:
                 request.body = with_fields(request.body, {"input": self._encoded(conversation, reserved)})
@@ -198,7 +199,7 @@ class StatefulRoutes:
                 reserved.grow(request.body_bytes)
                 await self._begin(client, request, account, request_id, asked, conversation, reserved)
             else:
-                client = ReservingClient(client, reserved)
+                client = EndingClient(client, reserved.release)
                 self._create(client, request, account, request_id, asked, conversation)
         except asyncio.CancelledError:
             reserved.release()
@@ -255,7 +256,7 @@ class StatefulRoutes:
         reserved: BodyReservation,
     ) -> None:
         """Generate a response in the background."""
-        owner, response_id = owner_of_responses(account.name), self._stored.new_id()
+        owner, response_id = account.name, self._stored.new_id()
         responses_as_chat(asked, conversation)  # its client is told of errors while it waits
         queued = msgspec.json.encode(
             begun_response(asked, response_id, asked.model, int(time.time()), asked.temperature, asked.top_p)

@@ -1,8 +1,8 @@
 """The client of a response that is stored: it sees the end of the answer once that is stored.
 
 Owns: which part of an answer is the response. Must not know: where it is stored.
-Invariant: a client that has read the last event can continue the response at once. A response that could not be stored
-is answered all the same; the log says so.
+Invariant: a client that has read the last event can continue the response at once, unless the storage is slow. A
+response that could not be stored is answered all the same; a count and the log say so.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from typing import Final
 
 import msgspec
 
-from argosy_protocol.errors import ApiError
 from argosy_router.http.server_interface import Client, ClientListener
 from argosy_router.responses.adopted_answer import AdoptedAnswer
-from argosy_router.responses.stored_responses import is_response
+from argosy_router.responses.response_store import is_response
 
 log = logging.getLogger(__name__)
 
@@ -159,8 +158,6 @@ class StoringClient:
                 await self._store(response)
             elif response:
                 log.warning("an answer to a request for a response is none; it was not stored")
-        except ApiError as error:
-            log.warning("a response could not be stored: %s", error.message)
         except Exception:
             log.exception("a response could not be stored")
         finally:

@@ -161,7 +161,7 @@ def _stateless(request: ResponsesRequest) -> ResponsesRequest:
     for field, remedy in _WITHOUT_STORAGE.items():
         if getattr(request, field):
             raise BadRequest(
-                f"{field} needs stored responses, which a router has with --storage, but not for requests of batches; "
+                f"{field} needs stored responses, which a router has with --batch-url, but not for requests of batches; "
                 f"{remedy}",
                 param=field,
             )

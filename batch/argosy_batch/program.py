@@ -1,0 +1,198 @@
+"""The process: its parts, their tasks and their end.
+
+Owns: which parts there are, start and stop. Must not know: command line, environment, what the parts do.
+Invariants: a part that fails is begun anew, with a line of the log and a count; the process goes on. Batches are
+released for other processes at the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from typing import Any, Final
+
+import uvicorn
+
+from argosy_batch.answer_memory import AnswerMemory
+from argosy_batch.app import BatchApp
+from argosy_batch.batch_lease import BatchLeases
+from argosy_batch.batch_records import BatchRecords
+from argosy_batch.batch_run import BatchRun, RunContext
+from argosy_batch.batch_runner import BatchRunner
+from argosy_batch.batches_api import BatchesApi
+from argosy_batch.config import BatchConfig, ConfigError
+from argosy_batch.files_api import FilesApi
+from argosy_batch.line_pace import LinePace
+from argosy_batch.line_request import LineRequests
+from argosy_batch.metrics import BatchMetrics
+from argosy_batch.router_client import RouterClient, batch_keys
+from argosy_batch.storage.object_store import ObjectStore
+from argosy_batch.storage.open_blobs import open_blobs
+from argosy_batch.storage.owner_usage import Quota
+from argosy_batch.stored_responses import StoredResponses
+from argosy_protocol.bearer_keys import KeyRing
+from argosy_protocol.fleet_keys import LOOK_EVERY_S, FleetKeys
+from argosy_protocol.program.listen import listen
+
+log = logging.getLogger(__name__)
+
+RESTART_S: Final = 1.0
+"""Pause before a part that failed is begun anew."""
+MAX_CONNECTIONS: Final = 4096
+
+
+class BatchProgram:
+    """One process of `argosy batch`. Create it inside the event loop that runs it."""
+
+    def __init__(self, config: BatchConfig) -> None:
+        """
+        Raises:
+            ConfigError: the storage or the fleet key cannot be used.
+        """
+        config.check()
+        self.config = config
+        self.metrics = BatchMetrics()
+        self._fleet_keys = FleetKeys(config.fleet_key, config.fleet_key_dir)
+        if not self._fleet_keys.keys:
+            raise ConfigError(f"ARGOSY_FLEET_KEY_DIR: {self._fleet_keys.problem}")
+        self._keys = KeyRing(batch_keys(self._fleet_keys.keys))
+        self.store = ObjectStore(
+            open_blobs(config.storage), Quota(config.storage_max_bytes, config.storage_max_objects)
+        )
+        self.router = RouterClient(config.router_url, lambda: batch_keys(self._fleet_keys.keys))
+        self.pace = LinePace(self.router.room, max_inflight=config.batch_max_inflight)
+        self.files = FilesApi(self.store, max_file_bytes=config.max_file_bytes, ttl_s=config.storage_ttl_s)
+        records = BatchRecords(self.store)
+        self.leases = BatchLeases(self.store.blobs, self.store.quarantine, config.lease_s)
+        requests = self.metrics.requests
+        context = RunContext(
+            store=self.store,
+            files=self.files,
+            records=records,
+            leases=self.leases,
+            requests=LineRequests(self.router, self.pace, lambda: requests.labels("retried").inc()),
+            answers=AnswerMemory(),
+            max_requests=config.batch_max_requests,
+            max_pending=config.batch_max_inflight,
+            on_done=lambda is_good: requests.labels("completed" if is_good else "failed").inc(),
+            on_ended=lambda status: self.metrics.ended.labels(status).inc(),
+        )
+        self.runner = BatchRunner(
+            self.leases, lambda held: BatchRun(held, context), poll_s=self.leases.renew_s
+        )
+        batches = BatchesApi(
+            self.store,
+            self.files,
+            records,
+            self.leases,
+            ttl_s=config.storage_ttl_s,
+            on_created=self.runner.wake,
+        )
+        self._responses = StoredResponses(self.store)
+        self.metrics.follow(
+            statuses=self.runner.statuses,
+            inflight=lambda: self.pace.inflight,
+            stored=lambda: (self.store.total.bytes, self.store.total.objects),
+            quarantined=lambda: self.store.quarantine.num_taken,
+        )
+        app = BatchApp(
+            self.files, batches, self._responses, self._keys, self.metrics, lambda: not self.stopping.is_set()
+        )
+        self._server = _Server(
+            uvicorn.Config(
+                app.asgi(),
+                log_config=None,
+                ws="none",
+                access_log=False,
+                lifespan="off",
+                limit_concurrency=MAX_CONNECTIONS,
+                timeout_keep_alive=75,
+                timeout_graceful_shutdown=max(1, int(config.shutdown_timeout_s)),
+            )
+        )
+        self.stopping = asyncio.Event()
+        """Set this to stop."""
+        self._tasks: list[asyncio.Task[None]] = []
+        self.port = 0
+        """Where it listens; valid while it does."""
+
+    @property
+    def url(self) -> str:
+        host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
+        return f"http://{host}:{self.port}"
+
+    async def run(self) -> None:
+        """Serve until `stopping`; then let the requests in flight end.
+
+        Raises:
+            CannotListen: the address is in use or does not belong to this machine.
+        """
+        async with self.serving():
+            log.info("argosy batch on %s, storage %s", self.url, self.config.storage)
+            await self.stopping.wait()
+            self.pace.close()
+            self.runner.stop()
+            await self.runner.idle(self.config.shutdown_timeout_s)
+
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncIterator[BatchProgram]:
+        """Serve and run batches inside the block; at its end, cut everything, and release the batches."""
+        sockets = listen(self.config.host, self.config.port)
+        self.port = sockets[0].getsockname()[1]
+        async with self.router:
+            try:
+                self._begin("server", lambda: self._server.serve(sockets))
+                self._begin("batches", self.runner.run)
+                self._begin("sweep", self.store.sweep_for_ever)
+                self._begin("fleet keys", self._follow_keys)
+                await self._server.listening.wait()
+                yield self
+            finally:
+                self.stopping.set()
+                self.pace.close()
+                await self.runner.close()
+                await self.files.close()
+                self._server.should_exit = True
+                for task in self._tasks[1:]:
+                    task.cancel()
+                await asyncio.gather(*self._tasks, return_exceptions=True)
+                await self._responses.close()
+                for listening in sockets:
+                    listening.close()
+
+    def _begin(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self._tasks.append(asyncio.create_task(self._again_and_again(name, work), name=name))
+
+    async def _again_and_again(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Do work until it ends by itself."""
+        while True:
+            try:
+                return await work()
+            except Exception:
+                log.exception("%s failed; it is begun anew", name)
+                self.metrics.restarts.labels(name).inc()
+                await asyncio.sleep(RESTART_S)
+
+    async def _follow_keys(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            if self._fleet_keys.look():
+                self._keys.replace(batch_keys(self._fleet_keys.keys))
+
+
+class _Server(uvicorn.Server):
+    """uvicorn in the program's event loop, without its signal handlers."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = asyncio.Event()
+
+    async def startup(self, sockets: Any = None) -> None:
+        await super().startup(sockets)
+        self.listening.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield

@@ -1,0 +1,191 @@
+"""The way to a router: requests of batches, on behalf of the accounts that made them.
+
+Owns: the connections and the key. Must not know: which answers are final.
+Invariant: a request that is given up (its task cancelled) has its connection closed, so that the router aborts it at
+its replica.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Final, NamedTuple
+
+import aiohttp
+import msgspec
+from yarl import URL
+
+from argosy_batch.answer_memory import HeldAnswer
+from argosy_protocol.batch_program import (
+    ACCOUNT,
+    ACCOUNT_GONE,
+    BATCH_KEY_UID,
+    NO_ROOM,
+    ROOM_PATH,
+    RoomReport,
+    account_value,
+)
+from argosy_protocol.bearer_keys import internal_key
+from argosy_protocol.errors import ErrorResponse
+
+log = logging.getLogger(__name__)
+
+MAX_ANSWER_BYTES: Final = 64 * 1024 * 1024
+CONNECT_S: Final = 10.0
+ROOM_S: Final = 5.0
+NOT_SENT: Final = -1
+"""Status of a request that reached no router."""
+CUT: Final = 0
+"""Status of a request whose answer was cut, or too long."""
+_decode_error: Final = msgspec.json.Decoder(ErrorResponse).decode
+_decode_room: Final = msgspec.json.Decoder(RoomReport).decode
+
+
+class AccountGone(Exception):
+    """No key has the account now; the key file may be read again."""
+
+
+class NoRoom(Exception):
+    """The router has no room for requests of batches of this model now."""
+
+
+class Attempt(NamedTuple):
+    """One answer."""
+
+    status: int
+    retry_after_s: float
+    request_id: str
+    body: bytes
+
+
+def batch_keys(fleet_keys: Sequence[bytes]) -> list[str]:
+    """The keys between routers and this program, newest first."""
+    return [internal_key(key, BATCH_KEY_UID) for key in fleet_keys]
+
+
+class RouterClient:
+    """Asks one router, or what stands before several. Use it as a context manager."""
+
+    def __init__(self, url: str, keys: Callable[[], Sequence[str]]) -> None:
+        """`keys` are those that are valid now, newest first; a router may not know the newest yet."""
+        self.url = url
+        self._keys = keys
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> RouterClient:
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, socket_factory=_socket),
+            # an answer comes when it is complete, which may be after hours in a queue
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+        )
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def post(self, path: str, body: bytes, account: str, held: HeldAnswer) -> Attempt:
+        """Send a request, and read its answer.
+
+        Args:
+            held: counts the answer's bytes, and pauses the reading.
+
+        Raises:
+            AccountGone: the router knows no such account.
+            NoRoom: it has no room for further requests of batches.
+        """
+        answer = Attempt(NOT_SENT, 0.0, "", b"")
+        for key in self._keys():
+            answer = await self._post(path, body, account, key, held)
+            if answer.status != 401:
+                break
+            held.clear()
+        if answer.status == 401:
+            log.error("the router does not accept this program's key: both need the same fleet key")
+            return answer._replace(status=NOT_SENT, body=b"")
+        code = _code_of(answer) if answer.status in (403, 429) else ""
+        if code == ACCOUNT_GONE:
+            raise AccountGone
+        if code == NO_ROOM:
+            held.clear()
+            raise NoRoom
+        return answer
+
+    async def room(self, model: str) -> int:
+        """Ask how many more requests of batches for a model the router would take now; none if it does not answer."""
+        assert self._session is not None
+        url = URL(self.url).joinpath(ROOM_PATH[1:]).with_query({"model": model})
+        try:
+            async with asyncio.timeout(ROOM_S):
+                for key in self._keys():
+                    async with self._session.get(url, headers=_headers(key, "")) as response:
+                        if response.status == 200:
+                            return _decode_room(await response.read()).room
+        except (aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecError):
+            return 0
+        return 0
+
+    async def _post(self, path: str, body: bytes, account: str, key: str, held: HeldAnswer) -> Attempt:
+        assert self._session is not None
+        headers = {**_headers(key, account), "content-type": "application/json"}
+        request = self._session.post(URL(self.url).joinpath(path[1:]), data=body, headers=headers)
+        try:
+            response = await request
+        except aiohttp.ClientConnectorError:
+            return Attempt(NOT_SENT, 0.0, "", b"")
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            return Attempt(CUT, 0.0, "", b"")
+        try:
+            async with response:
+                answer = await _read(response, held)
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            answer = None
+        if answer is None:
+            return Attempt(CUT, 0.0, "", b"")
+        hint, request_id = response.headers.get("retry-after", ""), response.headers.get("x-request-id", "")
+        retry_after_s = float(hint) if hint.isascii() and hint.isdigit() and len(hint) < 6 else 0.0
+        return Attempt(response.status, retry_after_s, request_id, answer)
+
+
+async def _read(response: aiohttp.ClientResponse, held: HeldAnswer) -> bytes | None:
+    """Read an answer; None if it is too long."""
+    may_read = asyncio.Event()
+    may_read.set()
+    held.reads(may_read.clear, may_read.set)
+    body = bytearray()
+    try:
+        async for piece in response.content.iter_any():
+            body += piece
+            held.add(len(piece))
+            if len(body) > MAX_ANSWER_BYTES:
+                return None
+            await may_read.wait()
+    finally:
+        held.stops_reading()
+    return bytes(body)
+
+
+def _headers(key: str, account: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}", ACCOUNT: account_value(account)}
+
+
+def _code_of(answer: Attempt) -> str:
+    try:
+        return _decode_error(answer.body).error.code or ""
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return ""
+
+
+def _socket(address: tuple[Any, ...]) -> socket.socket:
+    """A socket that notices within some minutes that the other machine is gone."""
+    made = socket.socket(address[0], address[1], address[2])
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 20), ("TCP_KEEPCNT", 6)):
+        if hasattr(socket, option):
+            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    return made

@@ -1,0 +1,241 @@
+"""The connection to `argosy batch`.
+
+Owns: its key, deadlines, and the breaker. Must not know: what is asked.
+Invariant: after some failures in a row nothing is asked for a moment, and then one request tries: while the program
+hangs, requests that need it fail at once instead of gathering.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import msgspec
+
+from argosy_protocol.batch_program import ACCOUNT, BATCH_KEY_UID, account_value
+from argosy_protocol.bearer_keys import internal_key
+from argosy_protocol.errors import (
+    ApiError,
+    BadRequest,
+    ErrorResponse,
+    Forbidden,
+    InternalError,
+    NotFound,
+    PayloadTooLarge,
+    ResponseNotFound,
+    StorageFull,
+    StorageUnavailable,
+    TooManyRequests,
+)
+
+if TYPE_CHECKING:
+    import aiohttp
+
+log = logging.getLogger(__name__)
+
+CONNECT_S: Final = 5.0
+CALL_S: Final = 40.0
+"""Deadline of one call: a little more than the program gives its storage."""
+MAX_ANSWER_BYTES: Final = 256 * 1024 * 1024
+MAX_FAILURES: Final = 3
+"""In a row; then nothing is asked for `OPEN_S`."""
+OPEN_S: Final = 2.0
+_ERRORS: Final[Mapping[int, type[ApiError]]] = {
+    400: BadRequest,
+    403: Forbidden,
+    404: NotFound,
+    413: PayloadTooLarge,
+    429: TooManyRequests,
+}
+_decode_error: Final = msgspec.json.Decoder(ErrorResponse).decode
+
+
+class Answer(NamedTuple):
+    """A whole answer."""
+
+    status: int
+    body: bytes
+
+
+def batch_keys(fleet_keys: Sequence[bytes]) -> list[str]:
+    """The keys between this router and the program, newest first."""
+    return [internal_key(key, BATCH_KEY_UID) for key in fleet_keys]
+
+
+def error_of(status: int, body: bytes) -> ApiError:
+    """The error that an answer of the program stands for."""
+    try:
+        error = _decode_error(body).error
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return StorageUnavailable() if status >= 500 else InternalError("internal error")
+    if status == 507:
+        return StorageFull()
+    if error.param == "response_id" and status == 404:
+        return ResponseNotFound(error.message, param=error.param)
+    made = _ERRORS.get(status)
+    if made is not None:
+        return made(error.message, param=error.param, code=error.code)
+    return InternalError("internal error") if status == 500 else StorageUnavailable()
+
+
+class BatchProgram:
+    """`argosy batch`, as one router asks it."""
+
+    def __init__(
+        self,
+        url: str,
+        keys: Callable[[], Sequence[str]],
+        *,
+        call_s: float = CALL_S,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`keys` are those that are valid now, newest first."""
+        self._url = url.rstrip("/")
+        self._keys = keys
+        self._call_s = call_s
+        self._now = now
+        self._accepted = ""
+        """The key that it accepted last, which is tried first: it may not know the newest yet."""
+        self._failures = 0
+        self._open_until = 0.0
+        self._is_trying = False
+        """Whether one request tries whether the program answers again."""
+        self._session: aiohttp.ClientSession | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the breaker is open: the program is not asked."""
+        return self._failures >= MAX_FAILURES and (self._is_trying or self._now() < self._open_until)
+
+    async def call(self, method: str, path: str, account: str, body: bytes = b"") -> Answer:
+        """Ask, and read the whole answer.
+
+        Raises:
+            ApiError: the program refuses, or does not answer in time.
+        """
+        with self._watched():
+            async with asyncio.timeout(self._call_s):
+                async with self._asked(method, path, account, {}, body) as response:
+                    answer = Answer(response.status, await read_all(response))
+            if answer.status >= 400:
+                raise error_of(*answer)
+            return answer
+
+    @contextlib.asynccontextmanager
+    async def forward(
+        self,
+        method: str,
+        target: str,
+        account: str,
+        headers: Mapping[str, str],
+        body: bytes | AsyncIterator[bytes],
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Forward a request; the answer is read inside the block.
+
+        Raises:
+            StorageUnavailable: the program does not answer.
+        """
+        with self._watched():
+            async with self._asked(method, target, account, headers, body) as response:
+                if response.status == 503:
+                    self._failed()
+                yield response
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    @contextlib.asynccontextmanager
+    async def _asked(
+        self,
+        method: str,
+        target: str,
+        account: str,
+        headers: Mapping[str, str],
+        body: bytes | AsyncIterator[bytes],
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        from yarl import URL
+
+        url = URL(self._url + target, encoded=True)
+        given = {**headers, ACCOUNT: account_value(account)}
+        keys = sorted(self._keys(), key=lambda key: key != self._accepted)
+        for number, key in enumerate(keys):
+            async with self._open_session().request(
+                method,
+                url,
+                headers={**given, "authorization": f"Bearer {key}"},
+                data=body or None,
+                allow_redirects=False,
+            ) as response:
+                if response.status == 401:
+                    if number + 1 < len(keys) and isinstance(body, bytes):
+                        continue
+                    log.error("argosy batch does not accept this router's key: both need the same fleet key")
+                    raise StorageUnavailable
+                self._accepted = key
+                yield response
+                return
+        raise StorageUnavailable
+
+    def _open_session(self) -> aiohttp.ClientSession:
+        import aiohttp
+
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+                auto_decompress=False,
+            )
+        return self._session
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Ask unless the breaker is open, and count failures."""
+        import aiohttp
+
+        if self.is_open:
+            raise StorageUnavailable
+        is_trial = self._failures >= MAX_FAILURES
+        self._is_trying = self._is_trying or is_trial
+        failures = self._failures
+        try:
+            yield
+        except StorageUnavailable:
+            self._failed()
+            raise
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            self._failed()
+            log.error("argosy batch: %s: %s", type(error).__name__, str(error)[:200])
+            raise StorageUnavailable from error
+        except ApiError:
+            self._failures = 0
+            raise
+        else:
+            if self._failures == failures:
+                self._failures = 0
+        finally:
+            if is_trial:
+                self._is_trying = False
+
+    def _failed(self) -> None:
+        self._failures += 1
+        if self._failures >= MAX_FAILURES:
+            self._open_until = self._now() + OPEN_S
+
+
+async def read_all(response: aiohttp.ClientResponse, limit: int = MAX_ANSWER_BYTES) -> bytes:
+    """Read an answer's body.
+
+    Raises:
+        StorageUnavailable: it is longer than `limit` bytes.
+    """
+    body = bytearray()
+    async for piece in response.content.iter_any():
+        body += piece
+        if len(body) > limit:
+            raise StorageUnavailable
+    return bytes(body)
