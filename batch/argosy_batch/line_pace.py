@@ -44,18 +44,24 @@ class _Model:
         self.waiting.setdefault(account, deque()).append(turn)
 
     def remove(self, account: str, turn: asyncio.Future[None]) -> None:
-        turns = self.waiting[account]
-        turns.remove(turn)
-        if not turns:
-            del self.waiting[account]
+        """Remove one whose task was cancelled; `next` may have dropped it before."""
+        turns = self.waiting.get(account, deque())
+        if turn in turns:
+            turns.remove(turn)
+            if not turns:
+                del self.waiting[account]
 
-    def next(self) -> asyncio.Future[None]:
-        account, turns = next(iter(self.waiting.items()))
-        del self.waiting[account]
-        turn = turns.popleft()
-        if turns:
-            self.waiting[account] = turns  # behind the others
-        return turn
+    def next(self) -> asyncio.Future[None] | None:
+        """Return whose turn it is; None if all that wait have been cancelled."""
+        while self.waiting:
+            account, turns = next(iter(self.waiting.items()))
+            del self.waiting[account]
+            turn = turns.popleft()
+            if turns:
+                self.waiting[account] = turns  # behind the others
+            if not turn.done():
+                return turn
+        return None
 
 
 class LinePace:
@@ -109,7 +115,7 @@ class LinePace:
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled() and turn.exception() is None:  # it was let go meanwhile
                 self._left(name, model)
-            elif not self._is_closed:
+            else:
                 model.remove(account, turn)
                 self._forget(name, model)
             raise
@@ -150,9 +156,12 @@ class LinePace:
             model.is_listed = False
             if not model.can_go:
                 continue
+            turn = model.next()
+            if turn is None:
+                continue
             self.inflight += 1
             model.inflight += 1
-            model.next().set_result(None)
+            turn.set_result(None)
             self._offer(name, model)
 
     def _ask_again(self, name: str, model: _Model) -> None:

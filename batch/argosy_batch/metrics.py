@@ -74,9 +74,7 @@ class BatchMetrics:
     ) -> None:
         """Read values from now on whenever they are asked for."""
         for status in STATUSES:
-            self.batches.labels(status).set_function(
-                lambda status=status: dict(statuses()).get(status, 0.0)
-            )
+            self.batches.labels(status).set_function(lambda status=status: dict(statuses()).get(status, 0.0))
         self.inflight.set_function(inflight)
         self.stored_bytes.set_function(lambda: stored()[0])
         self.stored_objects.set_function(lambda: stored()[1])

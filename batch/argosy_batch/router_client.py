@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import Any, Final, NamedTuple
 
@@ -34,6 +34,8 @@ from argosy_protocol.errors import ErrorResponse
 log = logging.getLogger(__name__)
 
 MAX_ANSWER_BYTES: Final = 64 * 1024 * 1024
+PIECE_BYTES: Final = 256 * 1024
+"""A body above it is sent in pieces of this size."""
 CONNECT_S: Final = 10.0
 ROOM_S: Final = 5.0
 NOT_SENT: Final = -1
@@ -133,7 +135,10 @@ class RouterClient:
     async def _post(self, path: str, body: bytes, account: str, key: str, held: HeldAnswer) -> Attempt:
         assert self._session is not None
         headers = {**_headers(key, account), "content-type": "application/json"}
-        request = self._session.post(URL(self.url).joinpath(path[1:]), data=body, headers=headers)
+        data: bytes | AsyncIterator[bytes] = body
+        if len(body) > PIECE_BYTES:
+            data, headers["content-length"] = _pieces(body), str(len(body))
+        request = self._session.post(URL(self.url).joinpath(path[1:]), data=data, headers=headers)
         try:
             response = await request
         except aiohttp.ClientConnectorError:
@@ -150,6 +155,12 @@ class RouterClient:
         hint, request_id = response.headers.get("retry-after", ""), response.headers.get("x-request-id", "")
         retry_after_s = float(hint) if hint.isascii() and hint.isdigit() and len(hint) < 6 else 0.0
         return Attempt(response.status, retry_after_s, request_id, answer)
+
+
+async def _pieces(body: bytes) -> AsyncIterator[bytes]:
+    """Yield a large body so that other work of the event loop has its turn between two pieces."""
+    for start in range(0, len(body), PIECE_BYTES):
+        yield body[start : start + PIECE_BYTES]
 
 
 async def _read(response: aiohttp.ClientResponse, held: HeldAnswer) -> bytes | None:

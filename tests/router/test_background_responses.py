@@ -22,9 +22,9 @@ from argosy_router.responses.background_responses import BackgroundResponses
 from argosy_router.responses.background_run import WRITE_BYTES
 
 from .harness import until
+from .local_responses import local_responses
 from .response_bodies import whole
 
-DAY_S = 86400.0
 OWNER = "owner"
 
 
@@ -78,7 +78,9 @@ class Runs:
     """Streamed background responses of one owner."""
 
     def __init__(self, folder: Path, max_event_bytes: int = 1 << 24) -> None:
-        self.stored = StoredResponses(ObjectStore(DirectoryStore(folder), Quota(1 << 26, 100)), DAY_S)
+        self.stored = local_responses(
+            StoredResponses(ObjectStore(DirectoryStore(folder), Quota(1 << 26, 100)))
+        )
         self.background = BackgroundResponses(self.stored, max_event_bytes=max_event_bytes)
 
     async def begin(self) -> tuple[str, Client]:

@@ -12,15 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from argosy_batch.batch_pace import BatchPace
 
-from argosy_batch.answer_memory import AnswerMemory
+from argosy_batch.answer_memory import AnswerMemory, HeldAnswer
 from argosy_batch.batch_lease import BatchLeases
 from argosy_batch.batch_records import BatchRecords
 from argosy_batch.batch_run import BatchRun, RunContext
 from argosy_batch.batch_runner import BatchRunner
 from argosy_batch.files_api import FilesApi
+from argosy_batch.line_pace import LinePace
 from argosy_batch.line_request import LineRequests
+from argosy_batch.router_client import AccountGone, Attempt
 from argosy_batch.storage.blob_store import Blob, BlobEntry
 from argosy_batch.storage.directory_store import DirectoryStore
 from argosy_batch.storage.object_store import ObjectStore, owner_of
@@ -28,13 +29,6 @@ from argosy_batch.storage.owner_usage import Quota
 from argosy_protocol.batch_objects import StoredBatch, decode_create, new_batch
 from argosy_protocol.errors import StorageUnavailable
 from argosy_protocol.file_objects import StoredFile
-from argosy_router.auth.accounts import ANONYMOUS, Account
-from argosy_router.config import FlowControlLimits, UpstreamLimits
-from argosy_router.fleet.fleet import Fleet
-from argosy_router.flow_control.controller import FlowController
-from argosy_router.http.deadlines import TimerWheel
-from argosy_router.http.messages import Request
-from argosy_router.http.server_interface import Client
 
 from .batch_rig import CHATS, lines
 from .fake_engine import completion
@@ -112,40 +106,53 @@ class MortalStore:
     async def entries(self, folder: str) -> list[BlobEntry]:
         return await self._check().entries(folder)
 
+    async def time(self) -> float:
+        return await self._check().time()
+
     async def remove_leftovers(self, older_than: float) -> None:
         await self._check().remove_leftovers(older_than)
 
 
-class BatchRouter:
-    """What of a router runs batches, with a fleet that answers as the test says."""
+async def no_room(_: str) -> int:
+    return 0
+
+
+class Pending:
+    """A request that waits for its answer."""
+
+    def __init__(self) -> None:
+        self.answer: asyncio.Future[Attempt] = asyncio.get_running_loop().create_future()
+
+    def respond(self, status: int, body: bytes, request_id: str = "") -> None:
+        if not self.answer.done():
+            self.answer.set_result(Attempt(status, 0.0, request_id, body))
+
+
+class BatchProcess:
+    """What of `argosy batch` runs batches, with a router that answers as the test says."""
 
     def __init__(self, root: Path, time: VirtualTime) -> None:
         self.blobs = MortalStore(root)
         self.store = ObjectStore(self.blobs, AMPLE, now=time, monotonic=time)
         self.files = FilesApi(self.store, max_file_bytes=1 << 30, ttl_s=30 * DAY_S)
         self.records = BatchRecords(self.store)
-        self.leases = BatchLeases(self.blobs, LEASE_S, time)
+        self.leases = BatchLeases(self.blobs, self.store.quarantine, LEASE_S, time)
         self.asked: Counter[str] = Counter()
-        self.held: list[tuple[str, Client]] = []
+        self.held: list[tuple[str, Pending]] = []
         """Requests that wait for their answer."""
         self.answers: Callable[[str], bool] = lambda _: True
         """Whether a request is answered at once."""
-        self.account: Account | None = ANONYMOUS
+        self.has_account = True
         self.backoffs: list[float] = []
-        wheel = TimerWheel(asyncio.get_running_loop(), 0.01)
-        fleet = Fleet(wheel, UpstreamLimits())
-        flow_control = FlowController(fleet, wheel, FlowControlLimits(), lambda: 100)
-        # Of models that the fleet does not know, one request is in flight at a time.
-        pace = BatchPace(fleet, flow_control, max_inflight=64, share=1.0)
+        self._pace = LinePace(no_room, max_inflight=64)  # one request of a model is in flight at a time
         self.ended: list[str] = []
         context = RunContext(
             store=self.store,
             files=self.files,
             records=self.records,
             leases=self.leases,
-            requests=LineRequests(self.send, pace, lambda: None, self.back_off),
+            requests=LineRequests(self, self._pace, lambda: None, self.back_off),
             answers=AnswerMemory(),
-            account_named=lambda _: self.account,
             max_requests=1000,
             max_pending=64,
             on_done=lambda _: None,
@@ -154,15 +161,18 @@ class BatchRouter:
         )
         self.runner = BatchRunner(self.leases, lambda held: BatchRun(held, context), poll_s=0.01)
         self._task = asyncio.create_task(self.runner.run())
-        self._fleet, self._wheel = fleet, wheel
 
-    def send(self, client: Client, request: Request, account: Account) -> None:
-        content = json.loads(request.body)["messages"][0]["content"]
+    async def post(self, path: str, body: bytes, account: str, held: HeldAnswer) -> Attempt:
+        if not self.has_account:
+            raise AccountGone
+        content = json.loads(body)["messages"][0]["content"]
         self.asked[content] += 1
+        pending = Pending()
         if self.answers(content):
-            client.respond(200, b"", completion(content))
+            pending.respond(200, completion(content))
         else:
-            self.held.append((content, client))
+            self.held.append((content, pending))
+        return await pending.answer
 
     async def back_off(self, seconds: float) -> None:
         self.backoffs.append(seconds)
@@ -176,8 +186,7 @@ class BatchRouter:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         await self.runner.close()
-        await self._fleet.close()
-        self._wheel.close()
+        self._pace.close()
 
     async def start_batch(self, content: bytes) -> str:
         async def chunks() -> AsyncIterator[bytes]:
@@ -212,8 +221,8 @@ class BatchRouter:
 
 
 @contextlib.asynccontextmanager
-async def routers(root: Path, time: VirtualTime, count: int = 2) -> AsyncIterator[list[BatchRouter]]:
-    running = [BatchRouter(root, time) for _ in range(count)]
+async def routers(root: Path, time: VirtualTime, count: int = 2) -> AsyncIterator[list[BatchProcess]]:
+    running = [BatchProcess(root, time) for _ in range(count)]
     try:
         yield running
     finally:
@@ -283,7 +292,7 @@ async def test_a_router_that_was_suspended_changes_nothing_when_it_wakes(tmp_pat
         stored = await second.until_status(batch_id, "completed")
         first.blobs.is_alive = True
         for _, client in first.held:
-            client.respond(200, b"", completion("late"))
+            client.respond(200, completion("late"))
         time.advance(LEASE_S)
         for _ in range(50):
             await asyncio.sleep(0.002)
@@ -348,7 +357,7 @@ async def test_a_batch_ends_with_its_window_and_names_what_was_not_executed(tmp_
 async def test_a_batch_whose_input_was_deleted_fails_and_says_so(tmp_path: Path) -> None:
     time = VirtualTime()
     async with routers(tmp_path, time, 1) as (router,):
-        router.account = None  # so that no request is sent
+        router.has_account = False  # so that no request is sent
         batch_id = await router.start_batch(lines("a", "b"))
         stored = await router.until_status(batch_id, "in_progress")
         await router.files.delete(OWNER, stored.batch.input_file_id)
@@ -360,13 +369,13 @@ async def test_a_batch_whose_input_was_deleted_fails_and_says_so(tmp_path: Path)
 async def test_a_batch_waits_while_no_key_has_its_account(tmp_path: Path) -> None:
     time = VirtualTime()
     async with routers(tmp_path, time, 1) as (router,):
-        router.account = None
+        router.has_account = False
         batch_id = await router.start_batch(lines("a"))
         await router.until_status(batch_id, "in_progress")
         for _ in range(20):
             await asyncio.sleep(0.005)
         assert not router.asked
-        router.account = ANONYMOUS
+        router.has_account = True
         await router.until_status(batch_id, "completed")
 
 
@@ -392,7 +401,7 @@ async def test_failures_of_replicas_are_repeated_a_few_times(tmp_path: Path, sta
         batch_id = await router.start_batch(lines("a"))
         for _ in range(4):
             await until(lambda: bool(router.held))
-            router.held.pop()[1].respond(status, b"x-request-id: r\r\n", b'{"error":{"message":"lost"}}')
+            router.held.pop()[1].respond(status, b'{"error":{"message":"lost"}}', "r")
         stored = await router.until_status(batch_id, "completed")
         assert stored.batch.request_counts.failed == 1
         (result,) = await router.results(stored.batch.error_file_id)

@@ -10,19 +10,21 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from argosy_batch.run_heartbeats import BEAT_S, GONE_S, MAX_GAP_S, RunHeartbeats
+from argosy_batch.run_heartbeats import GONE_S, MAX_GAP_S, RunHeartbeats
 from argosy_batch.storage.blob_store import Blob
 from argosy_batch.storage.directory_store import DirectoryStore
 from argosy_batch.storage.object_store import ObjectStore
 from argosy_batch.storage.owner_usage import Quota
 from argosy_batch.stored_responses import StoredResponses
+from argosy_protocol.batch_program import BEAT_S
 from argosy_protocol.errors import StorageUnavailable
 from argosy_protocol.response_history import StoredResponse
 from argosy_router.http.body_memory import BodyMemory, BodyReservation
 from argosy_router.http.server_interface import Client
 from argosy_router.responses.background_responses import BackgroundResponses
 
-DAY_S = 86400.0
+from .local_responses import local_responses
+
 OWNER = "owner"
 STEP_S = MAX_GAP_S - 1.0
 
@@ -83,15 +85,25 @@ async def test_a_router_that_beats_is_not_gone(tmp_path: Path) -> None:
     for _ in range(10):
         assert await pair.looks(runner, 1) == [False]
         await pair.one.beat([runner])
-    assert await pair.one.begin() == runner
 
 
 async def test_a_router_that_was_idle_for_long_is_not_gone_when_it_begins_a_run(tmp_path: Path) -> None:
     pair = Pair(tmp_path)
     runner = await pair.one.begin()
     assert (await pair.looks(runner, 5))[-1]
-    assert await pair.one.begin() == runner
+    await pair.one.beat([runner])
     assert await pair.looks(runner, 1, BEAT_S) == [False]
+
+
+async def test_the_process_that_writes_a_heartbeat_notices_its_end_too(tmp_path: Path) -> None:
+    pair = Pair(tmp_path)
+    runner = await pair.one.begin()
+    found = []
+    for _ in range(6):
+        pair.clock.now += STEP_S
+        found.append(await pair.one.is_gone(runner))
+    assert found[:3] == [False] * 3
+    assert found[-1]
 
 
 async def test_looks_that_are_far_apart_or_fail_tell_nothing(tmp_path: Path) -> None:
@@ -128,13 +140,12 @@ async def test_what_is_no_id_of_a_router_is_not_looked_for(tmp_path: Path) -> No
 async def test_the_response_of_a_router_that_died_has_failed(tmp_path: Path) -> None:
     clock = Clock()
     mine, others = (
-        StoredResponses(
-            ObjectStore(DirectoryStore(tmp_path), Quota(1 << 20, 100)), DAY_S, monotonic=monotonic
-        )
+        StoredResponses(ObjectStore(DirectoryStore(tmp_path), Quota(1 << 20, 100)), monotonic=monotonic)
         for monotonic in (time.monotonic, clock)
     )
-    background = BackgroundResponses(mine, poll_s=0.01)
-    name = mine.new_id()
+    responses = local_responses(mine)
+    background = BackgroundResponses(responses, poll_s=0.01)
+    name = responses.new_id()
     fields = {"id": name, "status": "queued", "created_at": int(time.time()), "background": True}
     record = StoredResponse(msgspec.Raw(json.dumps(fields).encode()), [])
     engine: asyncio.Future[Client] = asyncio.get_running_loop().create_future()

@@ -24,6 +24,7 @@ from argosy_batch.storage.owner_usage import Quota, QuotaExceeded
 from argosy_batch.stored_responses import MAX_RUN_S, StoredResponses, owner_of_responses
 from argosy_protocol.errors import StorageUnavailable, TooManyRequests
 from argosy_protocol.response_history import StoredResponse
+from argosy_protocol.response_object import ID_PREFIX
 from argosy_router.config import ServerLimits
 from argosy_router.http.body_memory import BodyMemory, BodyReservation
 from argosy_router.http.server_interface import Client
@@ -33,6 +34,7 @@ from response_stream import final_response, parsed_events
 
 from .fake_engine import Connection, FakeEngine, Received
 from .harness import Rig, rig
+from .local_responses import local_responses
 from .response_bodies import PATH, body, stream, whole
 
 DAY_S = 86400.0
@@ -82,7 +84,7 @@ def storage(tmp_path: Path) -> BatchConfig:
 def stored_at(tmp_path: Path, age_s: float = 0.0) -> StoredResponses:
     """The responses of a storage, as of some time from now."""
     store = ObjectStore(DirectoryStore(tmp_path / "storage"), Quota(1 << 30, 1000))
-    return StoredResponses(store, DAY_S, now=lambda: time.time() + age_s)
+    return StoredResponses(store, now=lambda: time.time() + age_s)
 
 
 @asynccontextmanager
@@ -466,7 +468,7 @@ async def test_the_end_of_a_background_response_is_stored_once_the_storage_works
     tmp_path: Path, num_failures: int, status: str
 ) -> None:
     blobs = FailingStore(tmp_path, num_failures)
-    stored = StoredResponses(ObjectStore(blobs, Quota(1 << 20, 100)), DAY_S)
+    stored = local_responses(StoredResponses(ObjectStore(blobs, Quota(1 << 20, 100))))
     background = BackgroundResponses(stored, store_delays_s=(0.0, 0.0))
     name = stored.new_id()
     await background.start("owner", name, queued(name), False, unreserved(), answer_whole)
@@ -478,7 +480,7 @@ async def test_the_end_of_a_background_response_is_stored_once_the_storage_works
 
 
 async def test_background_responses_that_are_begun_at_once_keep_to_their_owners_limit(tmp_path: Path) -> None:
-    stored = stored_at(tmp_path)
+    stored = local_responses(stored_at(tmp_path))
     background = BackgroundResponses(stored, max_runs_of_owner=2)
     clients: list[Client] = []
 
@@ -566,8 +568,8 @@ async def test_a_response_whose_router_has_stopped_has_failed(tmp_path: Path) ->
 async def test_the_oldest_responses_make_room_for_others(tmp_path: Path) -> None:
     seconds = itertools.count(int(time.time()))
     store = ObjectStore(DirectoryStore(tmp_path), Quota(1 << 20, 3), now=lambda: float(next(seconds)))
-    stored = StoredResponses(store, DAY_S)
-    names = [stored.new_id() for _ in range(5)]
+    stored = StoredResponses(store)
+    names = [store.new_id(ID_PREFIX, DAY_S) for _ in range(5)]
     for name in names:
         record = StoredResponse(msgspec.Raw(json.dumps({"id": name, "status": "completed"}).encode()), [])
         await stored.add("owner", name, record)
@@ -575,7 +577,7 @@ async def test_the_oldest_responses_make_room_for_others(tmp_path: Path) -> None
     assert kept == names[2:]
     large = StoredResponse(msgspec.Raw(b'"%b"' % (b"x" * (1 << 20))), [])
     with pytest.raises(QuotaExceeded):
-        await stored.add("owner", stored.new_id(), large)
+        await stored.add("owner", store.new_id(ID_PREFIX, DAY_S), large)
     assert [name for name in names if await stored.find("owner", name) is not None] == kept
 
 

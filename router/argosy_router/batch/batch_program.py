@@ -41,6 +41,8 @@ CONNECT_S: Final = 5.0
 CALL_S: Final = 40.0
 """Deadline of one call: a little more than the program gives its storage."""
 MAX_ANSWER_BYTES: Final = 256 * 1024 * 1024
+PIECE_BYTES: Final = 256 * 1024
+"""A body above it is sent in pieces of this size."""
 MAX_FAILURES: Final = 3
 """In a row; then nothing is asked for `OPEN_S`."""
 OPEN_S: Final = 2.0
@@ -164,11 +166,14 @@ class BatchProgram:
         given = {**headers, ACCOUNT: account_value(account)}
         keys = sorted(self._keys(), key=lambda key: key != self._accepted)
         for number, key in enumerate(keys):
+            data: bytes | AsyncIterator[bytes] | None = body or None
+            if isinstance(body, bytes) and len(body) > PIECE_BYTES:
+                data, given["content-length"] = pieces(body), str(len(body))
             async with self._open_session().request(
                 method,
                 url,
                 headers={**given, "authorization": f"Bearer {key}"},
-                data=body or None,
+                data=data,
                 allow_redirects=False,
             ) as response:
                 if response.status == 401:
@@ -225,6 +230,12 @@ class BatchProgram:
         self._failures += 1
         if self._failures >= MAX_FAILURES:
             self._open_until = self._now() + OPEN_S
+
+
+async def pieces(body: bytes) -> AsyncIterator[bytes]:
+    """Yield a large body so that other work of the event loop has its turn between two pieces."""
+    for start in range(0, len(body), PIECE_BYTES):
+        yield body[start : start + PIECE_BYTES]
 
 
 async def read_all(response: aiohttp.ClientResponse, limit: int = MAX_ANSWER_BYTES) -> bytes:
