@@ -71,7 +71,7 @@ def test_a_fleet_from_up_to_down(own_fleet: LocalFleet, capfd: pytest.CaptureFix
     assert own_fleet.argosy("logs", "tiny-1") == 0
     assert "fake engine listens" in capfd.readouterr().out
     assert own_fleet.argosy("logs", "tiny-9") == 1
-    assert "there are: router, supervisor, tiny-0, tiny-1" in capfd.readouterr().err
+    assert "there are: batch, router, supervisor, tiny-0, tiny-1" in capfd.readouterr().err
 
     for path in (own_fleet.state.root, *own_fleet.state.root.rglob("*")):
         with suppress(FileNotFoundError):  # a file of the batch that goes once it has ended

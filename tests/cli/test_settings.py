@@ -98,7 +98,7 @@ async def test_the_ports_of_engines_and_router_are_reserved_before_they_listen(t
         "tiny-0", service, "1", settings=settings, state=state,
         internal_key="", threads=1, gpus=(), changed=changed.set,
     )  # fmt: skip
-    router = RouterProcess(settings, state, changed.set)
+    router = RouterProcess(settings, state, "http://127.0.0.1:1", changed.set)
     running = [asyncio.create_task(each.run()) for each in (replica, router)]
     async with asyncio.timeout(60.0):
         while replica.phase != "BackOff" or router.reason == "starting":

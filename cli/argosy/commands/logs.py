@@ -15,6 +15,7 @@ from typing import BinaryIO, Final
 
 from argosy.arguments import Parser, add_state_dir
 from argosy.errors import OK, CommandError
+from argosy.local.batch_process import LOG_NAME as BATCH_LOG
 from argosy.local.child_process import tail
 from argosy.local.control_client import SUPERVISOR_LOG, ControlClient
 from argosy.local.control_messages import FleetStatus, ServiceStatus, Watch
@@ -95,7 +96,7 @@ def _gone(status: FleetStatus | None, paths: Sequence[Path], name: str) -> set[P
     if status is None:
         return set()
     present = {replica.name for service in status.services for replica in service.replicas}
-    gone = {path for path in paths if path.stem not in present | {LOG_NAME, SUPERVISOR_LOG}}
+    gone = {path for path in paths if path.stem not in present | {LOG_NAME, BATCH_LOG, SUPERVISOR_LOG}}
     return set() if name and len(gone) == len(paths) else gone
 
 

@@ -15,6 +15,7 @@ supervisor        makes the processes equal to the manifests
 rollout           the next step of a change
 replica           an engine
 router_process    the router
+batch_process     what keeps files, batches and responses for it
 child_process     a process and its log
 end_with_parent   ends a process with the one that started it
 http_get          asks a process for its state

@@ -36,7 +36,9 @@ _EXIT_ADDRESS: Final = "exited with code 3"
 class RouterProcess:
     """The fleet's one router."""
 
-    def __init__(self, settings: Settings, state: StateDir, changed: Callable[[], None]) -> None:
+    def __init__(
+        self, settings: Settings, state: StateDir, batch_url: str, changed: Callable[[], None]
+    ) -> None:
         self.url = f"http://{HOST}:{settings.port}"
         self.admin_url = ""
         """Empty while the process is not running."""
@@ -46,6 +48,9 @@ class RouterProcess:
         self.pid: int | None = None
         self.is_drain_awaited = False
         """Whether the supervisor waits for a replica's in-flight count to reach 0."""
+        self.has_reported = asyncio.Event()
+        """Set once it has been ready."""
+        self._batch_url = batch_url
         self._settings = settings
         self._state = state
         self._changed = changed
@@ -88,7 +93,7 @@ class RouterProcess:
             *self._settings.router,
             *("--host", HOST, "--port", str(self._settings.port)),
             *("--admin-host", HOST, "--admin-port", str(admin_port)),
-            *("--fleet-file", str(self._state.fleet_file), "--storage", str(self._state.storage)),
+            *("--fleet-file", str(self._state.fleet_file), "--batch-url", self._batch_url),
         )
         process = await Process.start(command, self._environment(), self._state.log_file(LOG_NAME))
         self._process, self.pid = process, process.pid
@@ -127,6 +132,8 @@ class RouterProcess:
             if answer.status == 200:
                 report = msgspec.json.decode(answer.body, type=RoutableReport)
                 after = report.revision
+            if report is not None:
+                self.has_reported.set()
             if report != self.report:
                 self.report = report
                 self.reason = "" if report else "its admin port does not answer"

@@ -37,6 +37,8 @@ class Settings:
     """Command of an engine, to which `serve MODEL ...` is appended."""
     router: tuple[str, ...] = (*_ARGOSY, "router")
     """Command of the router, to which flags are appended."""
+    batch: tuple[str, ...] = (*_ARGOSY, "batch")
+    """Command of what keeps files, batches and responses, to which flags are appended."""
     first_backoff_s: float = 0.5
     """Delay before the first restart; it doubles with each further one. Short, as most crashes happen once."""
     most_backoff_s: float = 30.0

@@ -41,7 +41,7 @@ class StateDir:
         self.logs = root / "logs"
         self.fleet_file = root / "fleet.json"
         self.storage = root / "storage"
-        """The router's files and batches."""
+        """Files, batches and stored responses of clients."""
         self.control_socket = root / "control.sock"
         self._key_file = root / "fleet.key"
         self._lock_file = root / "lock"

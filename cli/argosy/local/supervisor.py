@@ -12,6 +12,7 @@ nothing.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 from collections import deque
@@ -21,6 +22,7 @@ from typing import Final
 import msgspec
 import xxhash
 
+from argosy.local.batch_process import BatchProcess
 from argosy.local.control_messages import FleetStatus, ReplicaStatus, RouterStatus, ServiceStatus
 from argosy.local.gpus import choose_gpus, local_gpus
 from argosy.local.replica import Replica
@@ -58,7 +60,9 @@ class Supervisor:
         self._dirty = asyncio.Event()
         self._fleet_revision = ""
         self._is_stopping = False
-        self._router = RouterProcess(settings, state, self._dirty.set)
+        self._ports = contextlib.ExitStack()
+        self._batch = self._ports.enter_context(BatchProcess.with_port(settings, state))
+        self._router = RouterProcess(settings, state, self._batch.url, self._dirty.set)
         self._tasks: asyncio.TaskGroup | None = None
         self._owners: set[asyncio.Task[None]] = set()
         self._next_look: asyncio.TimerHandle | None = None
@@ -87,10 +91,14 @@ class Supervisor:
         async with asyncio.TaskGroup() as self._tasks:
             reconciling = self._tasks.create_task(self._reconcile_forever(), name="reconcile")
             routing = self._tasks.create_task(self._router.run(), name="router")
+            # Only then: until the first answer the processors are the engines'.
+            keeping = self._tasks.create_task(self._batch.run(self._router.has_reported), name="batch")
             await stop.wait()
             self._is_stopping = True
             self._dirty.set()
+            self._batch.stop()  # its requests go through the router
             self._router.stop(grace_s())  # before the engines, which still compute what it streams
+            await keeping
             await routing
             for replica in self._replicas.values():
                 replica.halt()
@@ -98,6 +106,7 @@ class Supervisor:
             reconciling.cancel()
             if self._next_look is not None:
                 self._next_look.cancel()
+            self._ports.close()
 
     def status(self) -> FleetStatus:
         router = RouterStatus(

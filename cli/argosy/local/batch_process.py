@@ -1,0 +1,80 @@
+"""The local fleet's `argosy batch`, which keeps files, batches and responses for its router.
+
+Owns: the process, restarted with back-off, and its port. Must not know: what is kept.
+Invariant: the port is this fleet's for as long as the supervisor runs, so that the router need not be told of a
+restart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+from typing import Final
+
+from argosy.local.child_process import Process
+from argosy.local.first_event import first_of
+from argosy.local.settings import HOST, Settings, backoff_s, reserved_port
+from argosy.local.state_dir import StateDir
+
+log = logging.getLogger(__name__)
+
+LOG_NAME: Final = "batch"
+_STOP_S: Final = 10.0
+"""For the answers to requests in flight, whose results are kept; the rest is sent again at the next start."""
+
+
+class BatchProcess:
+    """The fleet's one `argosy batch`."""
+
+    def __init__(self, settings: Settings, state: StateDir, port: int) -> None:
+        self.url = f"http://{HOST}:{port}"
+        self._port = port
+        self._settings = settings
+        self._state = state
+        self._stopped = asyncio.Event()
+
+    @classmethod
+    @contextlib.contextmanager
+    def with_port(cls, settings: Settings, state: StateDir) -> Iterator[BatchProcess]:
+        """Reserve a port inside the block."""
+        with reserved_port() as port:
+            yield cls(settings, state, port)
+
+    async def run(self, may_start: asyncio.Event) -> None:
+        """Run the process from `may_start` on, restarting it with back-off, until `stop`."""
+        await first_of(may_start, self._stopped)
+        failures = 0
+        while not self._stopped.is_set():
+            started = asyncio.get_running_loop().time()
+            outcome = await self._one_life()
+            if self._stopped.is_set():
+                return
+            has_lasted = asyncio.get_running_loop().time() - started >= self._settings.steady_s
+            failures = 1 if has_lasted else failures + 1
+            log.warning("argosy batch has ended (%s); it is started again", outcome)
+            await first_of(self._stopped, timeout_s=backoff_s(self._settings, failures))
+
+    def stop(self) -> None:
+        """Stop the process."""
+        self._stopped.set()
+
+    async def _one_life(self) -> str:
+        command = (
+            *self._settings.batch,
+            *("--host", HOST, "--port", str(self._port)),
+            *("--router-url", f"http://{HOST}:{self._settings.port}"),
+            *("--storage", str(self._state.storage)),
+        )
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        environment["ARGOSY_FLEET_KEY"] = self._state.fleet_key().decode()
+        process = await Process.start(command, environment, self._state.log_file(LOG_NAME))
+        try:
+            await first_of(process.ended, self._stopped)
+            await process.stop(_STOP_S)
+        finally:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.shield(process.stop(0.0))
+        return process.outcome
