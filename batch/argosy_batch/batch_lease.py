@@ -67,7 +67,7 @@ class BatchLeases:
         self.renew_s = duration_s / RENEWALS
         """How often a lease must be renewed."""
         self._duration_s = duration_s
-        self._blobs = blobs
+        self.blobs = blobs
         self._quarantine = quarantine
         self._now = now
         self._holder = secrets.token_hex(16)
@@ -76,17 +76,17 @@ class BatchLeases:
 
     async def create(self, owner: str, batch_id: str) -> None:
         """Make the lease of a new batch, which nobody holds."""
-        await self._blobs.create(_key(owner, batch_id), msgspec.json.encode(_Lease()))
+        await self.blobs.create(_key(owner, batch_id), msgspec.json.encode(_Lease()))
 
     async def remove(self, owner: str, batch_id: str) -> None:
         """Remove the lease of a batch that has ended."""
         self._seen.pop(batch_id, None)
-        await self._blobs.delete(_key(owner, batch_id))
+        await self.blobs.delete(_key(owner, batch_id))
 
     async def batches(self) -> list[tuple[str, str]]:
         """Return owner and id of every batch with a lease, oldest first."""
         found = []
-        for entry in await self._blobs.entries(_FOLDER):
+        for entry in await self.blobs.entries(_FOLDER):
             _, *names = entry.key.split("/")
             if len(names) == 2 and object_ids.is_id(batch_id := names[1].removesuffix(".json")):
                 found.append((names[0], batch_id))
@@ -96,7 +96,7 @@ class BatchLeases:
 
     async def take(self, owner: str, batch_id: str) -> HeldLease | None:
         """Take a lease that nobody holds, or whose holder has not renewed it; None if it cannot be taken."""
-        blob = await self._blobs.get(_key(owner, batch_id))
+        blob = await self.blobs.get(_key(owner, batch_id))
         if blob is None:
             return None
         now = self._now()
@@ -115,7 +115,7 @@ class BatchLeases:
         term = lease.renewals + 1
         taken = _Lease(holder=self._holder, renewals=term)
         try:
-            version = await self._blobs.replace(
+            version = await self.blobs.replace(
                 _key(owner, batch_id), msgspec.json.encode(taken), blob.version
             )
         except Changed:
@@ -141,7 +141,7 @@ class BatchLeases:
         asked = self._now()
         lease, key = _Lease(holder=holder, renewals=held.renewals + 1), _key(held.owner, held.batch_id)
         try:
-            held.version = await self._blobs.replace(key, msgspec.json.encode(lease), held.version)
+            held.version = await self.blobs.replace(key, msgspec.json.encode(lease), held.version)
         except Changed:
             # A change before this one may have been made although its answer was lost.
             version = await self._own_version(key, held)
@@ -149,7 +149,7 @@ class BatchLeases:
                 held.is_lost = True
                 return
             try:
-                held.version = await self._blobs.replace(key, msgspec.json.encode(lease), version)
+                held.version = await self.blobs.replace(key, msgspec.json.encode(lease), version)
             except Changed:
                 held.is_lost = True
                 return
@@ -158,7 +158,7 @@ class BatchLeases:
 
     async def _own_version(self, key: str, held: HeldLease) -> str | None:
         """The version of a lease as it is stored, if that is this process's, of this term; None otherwise."""
-        blob = await self._blobs.get(key)
+        blob = await self.blobs.get(key)
         if blob is None:
             return None
         try:

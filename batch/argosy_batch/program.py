@@ -100,7 +100,7 @@ class BatchProgram:
         app = BatchApp(
             self.files, batches, self._responses, self._keys, self.metrics, lambda: not self.stopping.is_set()
         )
-        self._server = _Server(
+        self.server = _Server(
             uvicorn.Config(
                 app.asgi(),
                 log_config=None,
@@ -143,18 +143,18 @@ class BatchProgram:
         self.port = sockets[0].getsockname()[1]
         async with self.router:
             try:
-                self._begin("server", lambda: self._server.serve(sockets))
+                self._begin("server", lambda: self.server.serve(sockets))
                 self._begin("batches", self.runner.run)
                 self._begin("sweep", self.store.sweep_for_ever)
                 self._begin("fleet keys", self._follow_keys)
-                await self._server.listening.wait()
+                await self.server.listening.wait()
                 yield self
             finally:
                 self.stopping.set()
                 self.pace.close()
                 await self.runner.close()
                 await self.files.close()
-                self._server.should_exit = True
+                self.server.should_exit = True
                 for task in self._tasks[1:]:
                     task.cancel()
                 await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -165,6 +165,7 @@ async def rig(
     stderr: LineWriter | None = None,
     clock: StoppedClock | None = None,
     storage: BatchConfig | None = None,
+    prepare: Callable[[BatchProgram], None] = lambda _: None,
     batch_share: float = 0.5,
     **config: Any,
 ) -> AsyncIterator[Rig]:
@@ -172,6 +173,7 @@ async def rig(
 
     Args:
         storage: of `argosy batch`, which is started as well.
+        prepare: called with that before it starts.
         clock: what the router's deadlines go by, instead of an `UnpausedClock`.
     """
     async with contextlib.AsyncExitStack() as stack:
@@ -188,6 +190,7 @@ async def rig(
         jobs = None
         if storage is not None and storage.storage:
             jobs = BatchProgram(dataclasses.replace(storage, port=0, fleet_key=FLEET_KEY))
+            prepare(jobs)
             await stack.enter_async_context(jobs.serving())
             given |= {
                 "fleet_key": FLEET_KEY,

@@ -1,0 +1,429 @@
+"""Router and `argosy batch`: who acts for whom, what a storage that hangs costs, and what an older release has left."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from argosy_batch.config import BatchConfig
+from argosy_batch.program import BatchProgram
+from argosy_batch.storage.directory_store import DirectoryStore
+from argosy_protocol.batch_program import ACCOUNT, BATCH_KEY_UID, NO_ROOM, ROOM_PATH
+from argosy_protocol.bearer_keys import internal_key
+from argosy_protocol.errors import StorageUnavailable
+from argosy_protocol.fleet import ServiceLimits
+from argosy_protocol.response_history import StoredResponse
+from argosy_router.batch import batch_program
+from argosy_router.batch.batch_program import BatchProgram as BatchRoute
+from argosy_router.config import ConfigError, RouterConfig
+from argosy_router.responses import response_store
+from argosy_router.responses.response_store import ResponseStore
+
+from .batch_rig import CHATS, lines, official, results, start_batch, stored
+from .fake_engine import MODEL, Connection, FakeEngine, Received, completion
+from .harness import DEADLINE_S, FLEET_KEY, chat, rig, until
+
+KEY = {"authorization": f"Bearer {internal_key(FLEET_KEY, BATCH_KEY_UID)}"}
+RELEASED = Path(__file__).parent / "released" / "router_storage.json"
+
+
+def content_of(request: Received) -> str:
+    content: str = request.json["messages"][0]["content"]
+    return content
+
+
+async def echo(connection: Connection, request: Received) -> None:
+    connection.answer(200, completion(content_of(request)))
+
+
+# on whose behalf
+
+
+async def test_the_program_acts_for_an_account_within_its_limits(tmp_path: Path) -> None:
+    async with stored(tmp_path, [FakeEngine(script=echo)]) as r:
+        del r.http.headers["authorization"]
+        for name, status in (("shop", 200), ("lab", 200), ("nobody", 403), ("", 403)):
+            answer = await r.http.post(CHATS, json=chat(), headers=KEY | {ACCOUNT: name})
+            assert answer.status_code == status, name
+        assert answer.json()["error"]["code"] == "account_gone"
+        assert r.metric('usage_requests_total{key="shop"') == 1
+
+
+@pytest.mark.parametrize("authorization", ["Bearer sk-lab", "Bearer x", "", "Basic eA==", "Bearer é"])
+async def test_no_client_acts_for_another_account(tmp_path: Path, authorization: str) -> None:
+    async with stored(tmp_path, [FakeEngine(script=echo)]) as r:
+        headers = {"authorization": authorization.encode(), ACCOUNT: "shop"}
+        answer = await r.http.post(CHATS, json=chat(), headers=headers)
+        assert answer.status_code == (200 if "lab" in authorization else 401)
+        assert r.metric('usage_requests_total{key="shop"') == 0
+        room = await r.http.get(ROOM_PATH, params={"model": MODEL}, headers=headers)
+        assert room.status_code == (404 if "lab" in authorization else 401)
+        files = await r.http.get("/v1/files", headers=headers)
+        assert files.status_code == (200 if "lab" in authorization else 401)
+        assert r.jobs is not None
+        answers = [
+            await r.http.request(method, r.jobs.url + path, headers=headers)
+            for method, path in (
+                ("GET", "/v1/files"),
+                ("POST", "/v1/batches"),
+                ("GET", "/internal/responses/resp_1"),
+                ("POST", "/internal/heartbeats"),
+            )
+        ]
+        assert {answer.status_code for answer in answers} == {401}
+        assert {(await r.http.get(r.jobs.url + path)).status_code for path in ("/health", "/metrics")} == {
+            200
+        }
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/files", "/v1/batches", "/v1/responses/resp_1", "/v1/models", "/metrics"]
+)
+async def test_the_program_s_key_opens_nothing_but_requests_of_batches(tmp_path: Path, path: str) -> None:
+    async with stored(tmp_path, [FakeEngine()]) as r:
+        answer = await r.http.get(path, headers=KEY | {ACCOUNT: "shop"})
+        assert answer.status_code == 404
+
+
+async def test_requests_of_batches_have_their_room_and_no_more() -> None:
+    may_answer = asyncio.Event()
+
+    async def script(connection: Connection, request: Received) -> None:
+        await may_answer.wait()
+        await echo(connection, request)
+
+    limits = {"limits": ServiceLimits(max_inflight_per_replica=4)}
+    async with rig([FakeEngine(script=script)], fields=limits, fleet_key=FLEET_KEY) as r:
+
+        async def room() -> int:
+            answer = await r.http.get(ROOM_PATH, params={"model": MODEL}, headers=KEY | {ACCOUNT: ""})
+            number: int = answer.json()["room"]
+            return number
+
+        assert await room() == 2
+        sent = [
+            asyncio.create_task(r.http.post(CHATS, json=chat(), headers=KEY | {ACCOUNT: ""}))
+            for _ in range(2)
+        ]
+        await until(lambda: r.metric("batch_requests_inflight") == 2)
+        assert await room() == 0
+        refused = await r.http.post(CHATS, json=chat(), headers=KEY | {ACCOUNT: ""})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, NO_ROOM)
+        mine = asyncio.create_task(r.chat())
+        await until(lambda: len(r.engines[0].requests) == 3)
+        may_answer.set()
+        assert {answer.status_code for answer in await asyncio.gather(*sent, mine)} == {200}
+        assert r.metric("batch_requests_inflight") == 0
+        assert await room() == 2
+
+
+def test_both_programs_need_the_common_key(tmp_path: Path) -> None:
+    from argosy_batch.config import ConfigError as BatchConfigError
+    from argosy_router.config import BatchConfig as Route
+
+    with pytest.raises(ConfigError, match="ARGOSY_FLEET_KEY"):
+        RouterConfig(replicas=("http://x:1",), batch=Route(batch_url="http://x:1")).check()
+    with pytest.raises(BatchConfigError, match="ARGOSY_FLEET_KEY"):
+        BatchConfig(storage=str(tmp_path)).check()
+    with pytest.raises(BatchConfigError, match="--storage is required"):
+        BatchConfig(fleet_key=FLEET_KEY).check()
+
+
+# a storage that hangs
+
+
+class HangingProgram:
+    """`argosy batch` that takes connections, and answers when the test lets it."""
+
+    def __init__(self) -> None:
+        self.may_answer = asyncio.Event()
+        self.num_asked = 0
+        self.bodies: list[bytes] = []
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[str]:
+        server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        try:
+            yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        finally:
+            server.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                self.num_asked += 1
+                lengths = [
+                    line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")
+                ]
+                self.bodies.append(await reader.readexactly(int(lengths[0][15:]) if lengths else 0))
+                await self.may_answer.wait()
+                writer.write(
+                    b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\ncontent-type: application/json\r\n\r\n{}"
+                )
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+
+def record(size: int = 10) -> StoredResponse:
+    return StoredResponse(msgspec.Raw(b'{"status":"completed","text":"%b"}' % (b"x" * size)), [])
+
+
+async def test_the_end_of_an_answer_waits_for_the_storage_for_a_bounded_time() -> None:
+    program = HangingProgram()
+    async with program.serving() as url:
+        route = BatchRoute(url, lambda: ["k"])
+        responses = ResponseStore(route, 86400.0, patience_s=0.01)
+        await responses.keep("shop", responses.new_id(), record())
+        outcomes = {series.name: series for series in responses.series()}["response_writes"]
+        assert outcomes.sum(("late",)) == 1  # type: ignore[union-attr]
+        await until(lambda: bool(program.bodies))
+        program.may_answer.set()
+        await until(lambda: outcomes.sum(("stored",)) == 1)  # type: ignore[union-attr]
+        await responses.close()
+        await route.close()
+
+
+async def test_what_is_being_stored_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(response_store, "MAX_WRITING_BYTES", 10_000)
+    program = HangingProgram()
+    async with program.serving() as url:
+        route = BatchRoute(url, lambda: ["k"])
+        responses = ResponseStore(route, 86400.0, patience_s=0.0)
+        for _ in range(20):
+            await responses.keep("shop", responses.new_id(), record(3000))
+        series = {each.name: each for each in responses.series()}
+        assert series["response_writes"].sum(("refused",)) == 17  # type: ignore[union-attr]
+        program.may_answer.set()
+        await until(lambda: series["response_writes"].sum(("stored",)) == 3)  # type: ignore[union-attr]
+        await responses.close()
+        await route.close()
+
+
+async def test_a_program_that_hangs_is_not_asked_by_everybody(caplog: pytest.LogCaptureFixture) -> None:
+    clock = [0.0]
+    program = HangingProgram()
+    async with program.serving() as url:
+        route = BatchRoute(url, lambda: ["k"], call_s=0.01, now=lambda: clock[0])
+        for _ in range(batch_program.MAX_FAILURES + 10):
+            with pytest.raises(StorageUnavailable):
+                await route.call("GET", "/internal/responses/x", "shop")
+        assert program.num_asked == batch_program.MAX_FAILURES
+        clock[0] += batch_program.OPEN_S
+        assert not route.is_open
+        program.may_answer.set()
+        slow = BatchRoute(url, lambda: ["k"])
+        assert (await slow.call("GET", "/internal/responses/x", "shop")).body == b"{}"
+        await slow.close()
+        await route.close()
+
+
+async def test_a_stream_ends_while_the_program_is_away(tmp_path: Path) -> None:
+    async def whole(connection: Connection, _: Received) -> None:
+        answer = {"id": "resp_1", "status": "completed", "output": [], "created_at": 1, "model": MODEL}
+        connection.answer(200, json.dumps(answer).encode())
+
+    storage = BatchConfig(storage=str(tmp_path))
+    async with rig([FakeEngine(script=whole)], storage=storage) as r:
+        assert r.jobs is not None
+        r.jobs.stopping.set()
+        for listening in r.jobs.server.servers:
+            listening.close()
+        await r.jobs.server.shutdown()
+        answer = await r.http.post("/v1/responses", json={"model": MODEL, "input": "hi"})
+        assert answer.json()["status"] == "completed"
+        assert r.metric('response_writes_total{outcome="failed"}') == 1
+        lost = await r.http.get(f"/v1/responses/{answer.json()['id']}")
+        assert (lost.status_code, lost.json()["error"]["code"]) == (503, "storage_unavailable")
+        files = await r.http.get("/v1/files")
+        assert (files.status_code, files.json()["error"]["code"]) == (503, "storage_unavailable")
+        assert (await r.chat()).status_code == 200
+
+
+# objects that cannot be read, and answers that are lost
+
+
+async def test_a_malformed_lease_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    objects = tmp_path / "storage" / "objects"
+    for path in ("leases/x", "leases/a/b/c.json", "leases/owner/no-id.json"):
+        (objects / path).parent.mkdir(parents=True, exist_ok=True)
+        (objects / path).write_bytes(b"?")
+    may_answer = asyncio.Event()
+
+    async def script(connection: Connection, request: Received) -> None:
+        await may_answer.wait()
+        await echo(connection, request)
+
+    async with stored(tmp_path, [FakeEngine(script=script)], {"lease_s": 1.5}) as r, official(r) as client:
+        assert r.jobs is not None
+        batch = await start_batch(client, lines("a", "b"))
+        await until(lambda: bool(r.engines[0].requests), DEADLINE_S)
+        [lease] = objects.glob(f"leases/*/{batch.id}.json")
+        lease.write_bytes(b'{"holder":')
+        await until(lambda: r.jobs_metric("quarantined_objects") == 1, DEADLINE_S)
+        may_answer.set()
+        async with asyncio.timeout(DEADLINE_S):
+            while (batch := await client.batches.retrieve(batch.id)).status != "completed":  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        assert set(await results(client, batch.output_file_id)) == {"a", "b"}
+        assert r.metric("task_restarts_total") == 0
+        assert "a copy is kept as quarantine/leases_" in caplog.text
+
+
+async def test_a_batch_s_own_malformed_record_is_put_aside(tmp_path: Path) -> None:
+    async def script(connection: Connection, request: Received) -> None:
+        await asyncio.Event().wait()
+
+    async with stored(tmp_path, [FakeEngine(script=script)], {"lease_s": 1.5}) as r, official(r) as client:
+        bad = await start_batch(client, lines("a"))
+        await until(lambda: bool(r.engines[0].requests), DEADLINE_S)
+        [document] = (tmp_path / "storage" / "objects").glob(f"owners/*/batches/{bad.id}.json")
+        document.write_bytes(b"\xff")
+        await until(lambda: r.jobs_metric("quarantined_objects") == 1, DEADLINE_S)
+        assert [each.id async for each in client.batches.list()] == []
+        assert len([each async for each in client.files.list()]) == 1
+
+
+class ForgetfulStore(DirectoryStore):
+    """Makes a replacement, and loses its answer, when it is told to."""
+
+    loses = 0
+
+    async def replace(self, key: str, data: bytes, version: str) -> str:
+        made = await super().replace(key, data, version)
+        if self.loses and key.startswith("leases/"):
+            self.loses -= 1
+            raise StorageUnavailable
+        return made
+
+
+async def test_an_answer_that_is_lost_evicts_no_holder(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    may_answer = asyncio.Event()
+    blobs = ForgetfulStore(tmp_path / "storage")
+
+    async def script(connection: Connection, request: Received) -> None:
+        await may_answer.wait()
+        await echo(connection, request)
+
+    def prepare(program: BatchProgram) -> None:
+        program.store.blobs = program.leases.blobs = blobs
+
+    async with (
+        stored(tmp_path, [FakeEngine(script=script)], {"lease_s": 1.5}, prepare=prepare) as r,
+        official(r) as client,
+    ):
+        batch = await start_batch(client, lines("a"))
+        await until(lambda: bool(r.engines[0].requests), DEADLINE_S)
+        blobs.loses = 2
+        await until(lambda: not blobs.loses, DEADLINE_S)
+        may_answer.set()
+        async with asyncio.timeout(DEADLINE_S):
+            while (batch := await client.batches.retrieve(batch.id)).status != "completed":  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        assert len(r.engines[0].requests) == 1, "no other holder has sent it again"
+        assert "may have taken over" not in caplog.text
+
+
+# supervision
+
+
+async def test_a_part_of_the_router_that_fails_is_begun_anew(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from argosy_router import server
+
+    monkeypatch.setattr(server, "RESTART_S", 0.0)
+    fails = 2
+    async with rig([FakeEngine(script=echo)]) as r:
+
+        async def work() -> None:
+            nonlocal fails
+            fails -= 1
+            if fails >= 0:
+                raise ValueError("no good")
+            await asyncio.Event().wait()
+
+        r.router._own(work, "usage ledger")
+        await until(lambda: fails < 0)
+        assert r.metric('task_restarts_total{task="usage ledger"}') == 2
+        assert not r.router.stopping.is_set()
+        assert (await r.chat()).status_code == 200
+
+
+async def test_a_router_does_not_go_on_without_discovery(caplog: pytest.LogCaptureFixture) -> None:
+    async with rig([FakeEngine()]) as r:
+
+        async def work() -> None:
+            raise ValueError("no good")
+
+        r.router._own(work, "discovery")
+        await until(r.router.stopping.is_set)
+        assert any(record.levelno == logging.CRITICAL for record in caplog.records)
+
+
+# what an older release has left
+
+
+def left_behind(tmp_path: Path) -> Callable[[BatchProgram], None]:
+    """Write what routers of an earlier release kept themselves: a batch with three of six results, whose lease a router
+    holds that is gone."""
+    left: dict[str, Any] = json.loads(RELEASED.read_bytes())
+    for name, text in left["objects"].items():
+        path = tmp_path / "storage" / "objects" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    began = time.monotonic()
+
+    def prepare(program: BatchProgram) -> None:
+        program.store.now = lambda: left["written_at"] + 60.0 + time.monotonic() - began
+
+    return prepare
+
+
+async def test_a_batch_of_an_older_release_goes_on(tmp_path: Path) -> None:
+    prepare = left_behind(tmp_path)
+    limits = {"lease_s": 1.5}
+    async with (
+        stored(tmp_path, [FakeEngine(script=echo)], limits, prepare=prepare) as r,
+        official(r) as client,
+    ):
+        [batch] = [each async for each in client.batches.list()]
+        async with asyncio.timeout(DEADLINE_S):
+            while (batch := await client.batches.retrieve(batch.id)).status != "completed":  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        assert set(await results(client, batch.output_file_id)) == set("012345")
+        assert sorted(content_of(request) for request in r.engines[0].requests) == ["3", "4", "5"]
+        assert len([each async for each in client.files.list()]) == 2
+
+
+async def test_a_response_of_an_older_release_is_continued(tmp_path: Path) -> None:
+    async def whole(connection: Connection, _: Received) -> None:
+        connection.answer(
+            200, b'{"id":"resp_1","status":"completed","output":[],"created_at":1,"model":"tiny"}'
+        )
+
+    prepare = left_behind(tmp_path)
+    async with stored(tmp_path, [FakeEngine(script=whole)], prepare=prepare) as r:
+        [name] = [path.stem for path in (tmp_path / "storage").rglob("resp_*.json")]
+        assert (await r.http.get(f"/v1/responses/{name}")).json()["output"][0]["content"][0][
+            "text"
+        ] == "hello"
+        asked = {"model": MODEL, "input": "second", "previous_response_id": name}
+        assert (await r.http.post("/v1/responses", json=asked)).status_code == 200
+        assert [item.get("role") for item in r.engines[0].requests[0].json["input"]] == [
+            "user",
+            "assistant",
+            "user",
+        ]
