@@ -103,6 +103,12 @@ def serve_router(argosy: Path) -> None:
         pass
 
 
+def serve_batch(argosy: Path) -> None:
+    os.environ["ARGOSY_FLEET_KEY"] = "a fleet key of tests"
+    with running(argosy, "batch", "--storage", str(FOLDER / "storage"), path="/ready"):
+        pass
+
+
 def serve_engine(argosy: Path) -> None:
     with running(argosy, "serve", "builtin://tiny", "--device", "cpu", path="/ready") as url:
         body = json.dumps({"model": "tiny", "prompt": "Hello", "max_tokens": 5}).encode()
@@ -118,8 +124,10 @@ def list_models(argosy: Path) -> None:
 
 PARTS = {
     "router": Part(
-        ("argosy_protocol", "argosy_router"), ("router",), TRACES | {"obstore", "grpc", "google"},
-        serve_router,
+        ("argosy_protocol", "argosy_router"), ("router",), TRACES | {"grpc", "google"}, serve_router,
+    ),
+    "batch": Part(
+        ("argosy_protocol", "argosy_batch"), ("batch",), TRACES | {"obstore"}, serve_batch,
     ),
     "operator": Part(("argosy_protocol", "argosy_resource", "argosy_operator"), ("operator", "crd")),
     "fetch": Part(("argosy_protocol", "argosy_fetcher"), ("models", "models pull"), use=list_models),

@@ -24,6 +24,14 @@ from argosy_router.observability.line_writer import LineHandler, LineWriter
 
 EXIT_USAGE = 2
 EXIT_ADDRESS = 3
+MOVED = frozenset(
+    f"--{name}"
+    for name in (
+        *("storage", "storage-max-bytes", "storage-max-objects", "storage-ttl"),
+        *("max-file-bytes", "batch-max-requests", "batch-max-inflight"),
+    )
+)
+"""Flags that routers had."""
 
 
 def build_parser() -> FlagParser:
@@ -93,6 +101,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(argv: Sequence[str] | None) -> int:
     parser = build_parser()
+    for argument in sys.argv[1:] if argv is None else argv:
+        if (flag := argument.partition("=")[0]) in MOVED:
+            parser.error(
+                f"{flag} is a flag of `argosy batch` now, which keeps files, batches and responses: start that, and "
+                "name it by --batch-url (docs/batch.md)"
+            )
     arguments = parser.parse_args(argv)
     stderr = LineWriter(2)
     try:

@@ -40,6 +40,9 @@ class Target:
         return f"http://127.0.0.1:{self.port}"
 
 
+KEY = {"ARGOSY_FLEET_KEY": "a fleet key of tests"}
+
+
 @contextlib.contextmanager
 def fuzzed_servers(folder: Path) -> Iterator[list[Target]]:
     """Start the servers; stop them at the end. Logs go into `folder`."""
@@ -57,8 +60,12 @@ def fuzzed_servers(folder: Path) -> Iterator[list[Target]]:
         fleet = folder / "fleet.json"
         fleet.write_bytes(encode_fleet(_fleet(ports)))
         arguments = ["argosy_router.main", "--port", str(port), "--admin-port", "-1", "--no-access-log"]
-        arguments += ["--fleet-file", str(fleet), "--storage", str(folder / "storage")]
-        stack.enter_context(running(arguments, folder / "router.log", port=port))
+        batch_port = free_port()
+        arguments += ["--fleet-file", str(fleet), "--batch-url", f"http://127.0.0.1:{batch_port}"]
+        stack.enter_context(running(arguments, folder / "router.log", port=port, env=KEY))
+        arguments = ["argosy_batch.main", "--port", str(batch_port), "--storage", str(folder / "storage")]
+        arguments += ["--router-url", f"http://127.0.0.1:{port}"]
+        stack.enter_context(running(arguments, folder / "batch.log", port=batch_port, env=KEY))
         yield [
             Target("engine", ports[GENERATING], 0.35, (GENERATING,)),
             Target(

@@ -97,3 +97,13 @@ def test_every_flag_has_a_help_text(monkeypatch: pytest.MonkeyPatch) -> None:
     listed = build_parser().format_help().partition("options:")[2]
     bare = re.compile(r"^  (--\S+(?: [A-Z]+)?)\n(?!   )", re.MULTILINE)
     assert bare.findall(listed) == []
+
+
+@pytest.mark.parametrize("flag", ["--storage", "--storage=x", "--batch-max-inflight", "--max-file-bytes=1"])
+def test_flags_that_have_moved_name_the_program_that_has_them(
+    flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["--replica", "http://a:1", flag])
+    assert stopped.value.code == EXIT_USAGE
+    assert "a flag of `argosy batch` now" in capsys.readouterr().err
