@@ -27,6 +27,7 @@ _FILE = re.compile(r"`([\w./-]+\.(?:py|h|cc|c|yaml|sh))(?:: \w+)?`")
 _FOLDERS = (
     "images",
     "protocol",
+    "batch",
     "engine",
     "router",
     "operator",

@@ -20,6 +20,7 @@ PACKAGES = {
     "argosy_operator": "operator",
     "argosy_engine": "engine",
     "argosy_router": "router",
+    "argosy_batch": "batch",
     "argosy": "cli",
 }
 """Each package, and the folder that holds it."""

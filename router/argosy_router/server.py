@@ -350,16 +350,16 @@ class Router:
             await self.gateway.start()
         for files in (self._tls, self._admin_tls, self._replica_tls):
             if files is not None:
-                self._own(partial(watch_tls, files), "TLS files")
-        self._own(lambda: self._discovery.run(self._apply), DISCOVERY)
-        self._own(self.fleet.maintain, "maintenance")
-        self._own(self._keys.watch, "keys")
+                self.own(partial(watch_tls, files), "TLS files")
+        self.own(lambda: self._discovery.run(self._apply), DISCOVERY)
+        self.own(self.fleet.maintain, "maintenance")
+        self.own(self._keys.watch, "keys")
         if config.fleet_key_dir is not None:
-            self._own(self.key_rotation.run, "fleet keys")
+            self.own(self.key_rotation.run, "fleet keys")
         if config.usage_log is not None:
-            self._own(self._ledger.run, "usage ledger")
+            self.own(self._ledger.run, "usage ledger")
         if self._capture is not None:
-            self._own(self._capture.run, "trace capture")
+            self.own(self._capture.run, "trace capture")
         if admin_sockets:
             await self._start_admin(admin_sockets)
 
@@ -400,13 +400,13 @@ class Router:
             LoadReports(self.fleet, self.flow_control),
             socket.gethostname(),
         )
-        self._own(history.run, "history")
+        self.own(history.run, "history")
         tls = self._admin_tls.context if self._admin_tls is not None else None
         self.admin = AdminServer(app, config.admin_host or config.host, config.admin_port, tls)
-        self._own(partial(self.admin.serve, sockets), "admin")
+        self.own(partial(self.admin.serve, sockets), "admin")
         await self.admin.listening.wait()
 
-    def _own(self, work: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
+    def own(self, work: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
         task = asyncio.create_task(self._again_and_again(work, name), name=name)
         task.add_done_callback(self._on_task_done)
         self._tasks.append(task)

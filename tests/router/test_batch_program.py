@@ -355,7 +355,7 @@ async def test_a_part_of_the_router_that_fails_is_begun_anew(
                 raise ValueError("no good")
             await asyncio.Event().wait()
 
-        r.router._own(work, "usage ledger")
+        r.router.own(work, "usage ledger")
         await until(lambda: fails < 0)
         assert r.metric('task_restarts_total{task="usage ledger"}') == 2
         assert not r.router.stopping.is_set()
@@ -368,7 +368,7 @@ async def test_a_router_does_not_go_on_without_discovery(caplog: pytest.LogCaptu
         async def work() -> None:
             raise ValueError("no good")
 
-        r.router._own(work, "discovery")
+        r.router.own(work, "discovery")
         await until(r.router.stopping.is_set)
         assert any(record.levelno == logging.CRITICAL for record in caplog.records)
 

@@ -56,7 +56,7 @@ _ERRORS: Final[Mapping[int, type[ApiError]]] = {
 _decode_error: Final = msgspec.json.Decoder(ErrorResponse).decode
 
 
-class Answer(NamedTuple):
+class ProgramAnswer(NamedTuple):
     """A whole answer."""
 
     status: int
@@ -113,7 +113,7 @@ class BatchProgram:
         """Whether the breaker is open: the program is not asked."""
         return self._failures >= MAX_FAILURES and (self._is_trying or self._now() < self._open_until)
 
-    async def call(self, method: str, path: str, account: str, body: bytes = b"") -> Answer:
+    async def call(self, method: str, path: str, account: str, body: bytes = b"") -> ProgramAnswer:
         """Ask, and read the whole answer.
 
         Raises:
@@ -122,7 +122,7 @@ class BatchProgram:
         with self._watched():
             async with asyncio.timeout(self._call_s):
                 async with self._asked(method, path, account, {}, body) as response:
-                    answer = Answer(response.status, await read_all(response))
+                    answer = ProgramAnswer(response.status, await read_all(response))
             if answer.status >= 400:
                 raise error_of(*answer)
             return answer
