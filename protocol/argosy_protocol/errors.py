@@ -86,7 +86,6 @@ class ApiError(Exception):
             "retry-after-ms": str(max(1, math.ceil(self.retry_after_s * 1000))),
         }
 
-
     def retry_advice(self) -> dict[str, str]:
         """The header that OpenAI's SDKs obey before the status."""
         if self.http_status < 500 and not self.retryable:

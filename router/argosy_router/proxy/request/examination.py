@@ -161,8 +161,8 @@ def _stateless(request: ResponsesRequest) -> ResponsesRequest:
     for field, remedy in _WITHOUT_STORAGE.items():
         if getattr(request, field):
             raise BadRequest(
-                f"{field} needs stored responses, which a router has with --batch-url, but not for requests of batches; "
-                f"{remedy}",
+                f"{field} needs stored responses, which a router has with --batch-url, but not for requests of "
+                f"batches; {remedy}",
                 param=field,
             )
     return request
