@@ -80,6 +80,9 @@ class OperatorConfig:
     arbitrary_uids: bool = False
     """Whether pods run as the user that the cluster chooses for their namespace, as OpenShift does, instead of as the
     images' own (`ARGOSY_ARBITRARY_UIDS=1`)."""
+    model_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Patterns of the model names that the services of a namespace may claim, `*` for the namespaces that are not
+    listed; those without patterns may claim any (`ARGOSY_MODEL_NAMES`, a JSON object of lists)."""
     lease: str = ""
     """Lease in the operator's namespace without which it writes nothing (`ARGOSY_LEASE`). Empty: it writes always, so
     there must be no other operator."""
@@ -147,6 +150,7 @@ class OperatorConfig:
             node_cache_selector=_strings(env, "ARGOSY_NODE_CACHE_SELECTOR"),
             image_volumes=_is_set(env, "ARGOSY_IMAGE_VOLUMES"),
             arbitrary_uids=_is_set(env, "ARGOSY_ARBITRARY_UIDS"),
+            model_names=_lists(env, "ARGOSY_MODEL_NAMES"),
             lease=lease,
             identity=_required(env, "POD_NAME") if lease else "",
             watch_namespaces=_names(env, "ARGOSY_WATCH_NAMESPACES"),
@@ -180,6 +184,16 @@ def _strings(env: Mapping[str, str], variable: str) -> dict[str, str]:
     except msgspec.DecodeError as error:
         raise ConfigError(
             f'{variable} must be a JSON object of strings, such as {{"a": "b"}}: {error}'
+        ) from None
+
+
+def _lists(env: Mapping[str, str], variable: str) -> dict[str, tuple[str, ...]]:
+    """The JSON object of lists of strings in a variable; empty if it is not set."""
+    try:
+        return msgspec.json.decode(env.get(variable) or "{}", type=dict[str, tuple[str, ...]])
+    except msgspec.DecodeError as error:
+        raise ConfigError(
+            f'{variable} must be a JSON object of lists of strings, such as {{"a": ["b"]}}: {error}'
         ) from None
 
 

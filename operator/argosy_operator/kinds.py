@@ -39,6 +39,7 @@ EVENTS: Final = Kind("", "v1", "Event", "events")
 DEPLOYMENTS: Final = Kind("apps", "v1", "Deployment", "deployments")
 STATEFUL_SETS: Final = Kind("apps", "v1", "StatefulSet", "statefulsets")
 BUDGETS: Final = Kind("policy", "v1", "PodDisruptionBudget", "poddisruptionbudgets")
+NAMESPACES: Final = Kind("", "v1", "Namespace", "namespaces")
 LEASES: Final = Kind("coordination.k8s.io", "v1", "Lease", "leases")
 AUTOSCALERS: Final = Kind("autoscaling", "v2", "HorizontalPodAutoscaler", "horizontalpodautoscalers")
 INFERENCE_SERVICES: Final = Kind(types.GROUP, types.VERSION, types.KIND, types.PLURAL)
@@ -54,6 +55,7 @@ KINDS: Final[Mapping[tuple[str, str], Kind]] = {
         DEPLOYMENTS,
         STATEFUL_SETS,
         BUDGETS,
+        NAMESPACES,
         LEASES,
         AUTOSCALERS,
         INFERENCE_SERVICES,

@@ -1,7 +1,7 @@
 """The fleet document: how InferenceServices appear to routers.
 
-Must not know how the document is published (a ConfigMap in a cluster, a file on a laptop), nor how names are resolved:
-`argosy_protocol.fleet.resolve_names` does that on both sides. Invariants: equal resources give an equal document, byte
+Must not know how the document is published (a ConfigMap in a cluster, a file on a laptop), nor which names services may
+have (`name_claims`). Invariants: equal resources give an equal document, byte
 for byte, in whatever order they are given; a document that would be too large lacks services of the namespaces that
 take most of it, so that no tenant can keep another one's services, or their changes, out of it.
 """
@@ -11,17 +11,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
+import msgspec
+
 from argosy_protocol.fleet import (
     Canary,
     Endpoint,
     FleetDocument,
     FleetService,
     ModelFetchState,
-    NameConflict,
     RevisionSplit,
     ServiceLimits,
     encode_fleet,
-    resolve_names,
 )
 from argosy_protocol.model_progress import stage
 from argosy_resource.engine_address import ENGINE_PORT, selector
@@ -122,7 +122,7 @@ def with_entries(document: FleetDocument, kept: Iterable[FleetService]) -> Fleet
     if not (entries := tuple(kept)):
         return document
     services = sorted((*document.services, *entries), key=lambda each: each.qualified_name)
-    return FleetDocument(version=document.version, services=tuple(services))
+    return msgspec.structs.replace(document, services=tuple(services))
 
 
 def within(document: FleetDocument, limit: int) -> FleetDocument:
@@ -130,7 +130,7 @@ def within(document: FleetDocument, limit: int) -> FleetDocument:
     what others do not need (max-min fairness); within a namespace the newest services are left out."""
     if len(encode_fleet(document)) <= limit:
         return document
-    rest = limit - len(encode_fleet(FleetDocument(services=document.services[:1])))
+    rest = limit - len(encode_fleet(msgspec.structs.replace(document, services=document.services[:1])))
     by_namespace: dict[str, list[tuple[FleetService, int]]] = {}
     for service in sorted(document.services, key=lambda each: (each.created, each.qualified_name)):
         by_namespace.setdefault(service.namespace, []).append((service, _size(service)))
@@ -140,9 +140,8 @@ def within(document: FleetDocument, limit: int) -> FleetDocument:
         share = rest // (len(by_size) - position)
         kept |= (fitting := _fitting(services, share)).keys()
         rest -= sum(fitting.values())
-    return FleetDocument(
-        version=document.version,
-        services=tuple(each for each in document.services if each.qualified_name in kept),
+    return msgspec.structs.replace(
+        document, services=tuple(each for each in document.services if each.qualified_name in kept)
     )
 
 
@@ -171,11 +170,3 @@ def without_canary(document: FleetDocument) -> frozenset[str]:
         for service in document.services
         if service.canary is not None and f"{service.namespace}/{service.canary.service}" not in names
     )
-
-
-def name_conflicts(
-    services: Iterable[InferenceService], service: InferenceService
-) -> tuple[NameConflict, ...]:
-    """Names that `service` claims and an older service owns."""
-    conflicts = resolve_names(fleet_document(services)).conflicts
-    return tuple(conflict for conflict in conflicts if conflict.loser == service.key)

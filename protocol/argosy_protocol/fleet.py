@@ -29,6 +29,9 @@ REVISION_LABEL = "inference.argosy.dev/revision"
 Name = Annotated[str, Meta(min_length=1, max_length=253)]
 Revision = Annotated[str, Meta(max_length=63)]
 ModelName = Annotated[str, Meta(min_length=1, max_length=256)]
+Rank = Literal["older", "name", "canary", "qualified"]
+"""Why a service has a name that another one claims as well: it is older; of those created in the same second its
+name comes first; it is the service of a canary that would have the name; the name is its `namespace/name`."""
 
 
 class Endpoint(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -98,6 +101,9 @@ class FleetService(Struct, frozen=True, kw_only=True, omit_defaults=True):
     engine_model: Annotated[str, Meta(max_length=256)] = ""
     """The engines' own name for the model, with which chunk hashes are seeded. It stays the same when the names for
     clients change. Empty stands for `model`."""
+    withheld_model: Annotated[str, Meta(max_length=256)] = ""
+    """Name that the service claims and must not have, if engines of other makes were started with it: they know no
+    other one. Clients cannot use it. Empty stands for `model`."""
     adapters: tuple[ModelName, ...] = ()
     """LoRA adapters of the model, by the names that its engines use; clients request `MODEL:ADAPTER`."""
     selector: dict[str, str] = {}
@@ -127,7 +133,12 @@ class FleetService(Struct, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def engine_name(self) -> str:
         """The engines' name for the model."""
-        return self.engine_model or self.model
+        return self.engine_model or self.started_name
+
+    @property
+    def started_name(self) -> str:
+        """The name for clients with which engines that cannot be told another one were started."""
+        return self.withheld_model or self.model
 
     @property
     def qualified_name(self) -> str:
@@ -135,19 +146,31 @@ class FleetService(Struct, frozen=True, kw_only=True, omit_defaults=True):
         return f"{self.namespace}/{self.name}"
 
 
+class NameReservation(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A name that no service of another namespace gets for some time, since its last owner has ended. The operator keeps
+    to it and routers need not know it: services that must not have a name do not have it in the document."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=512)]
+    namespace: Name
+    until: Annotated[str, Meta(max_length=64)] = ""
+    """RFC 3339 time, by the operator's clock."""
+
+
 class FleetDocument(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Everything that a router knows about the fleet from its configuration source."""
 
     version: int = FLEET_VERSION
     services: tuple[FleetService, ...] = ()
+    reservations: tuple[NameReservation, ...] = ()
 
 
 class NameConflict(Struct, frozen=True, kw_only=True):
-    """`loser` claims `name`, which `winner` (older) owns. Both are service keys."""
+    """`loser` claims `name`, which `winner` owns. Both are service keys."""
 
     name: str
     winner: str
     loser: str
+    rank: Rank = "older"
 
 
 class NameTable(Struct, frozen=True):
@@ -178,11 +201,27 @@ def resolve_names(document: FleetDocument) -> NameTable:
     for name, claimants in claims.items():
         owner = names.setdefault(name, _owner(claimants))
         conflicts += [
-            NameConflict(name=name, winner=owner.qualified_name, loser=service.qualified_name)
+            NameConflict(
+                name=name,
+                winner=owner.qualified_name,
+                loser=service.qualified_name,
+                rank=rank_of(name, owner, service),
+            )
             for service in claimants
             if service.qualified_name != owner.qualified_name and not _is_canary(service, owner)
         ]
     return NameTable(names, tuple(conflicts), _add_adapters(names, ordered))
+
+
+def rank_of(name: str, owner: FleetService, other: FleetService) -> Rank:
+    """Why `owner` has a name rather than `other`."""
+    if name == owner.qualified_name:
+        return "qualified"
+    if owner.created < other.created:
+        return "older"
+    if owner.created == other.created and owner.qualified_name < other.qualified_name:
+        return "name"
+    return "canary"
 
 
 def _owner(claimants: Sequence[FleetService]) -> FleetService:

@@ -265,7 +265,8 @@ def test_a_limit_of_the_cpu_below_its_request_is_refused(tmp_path: Path) -> None
         ),
         (
             manifest("a") + "---\n" + manifest("b", model={"source": "builtin://tiny", "servedName": "a"}),
-            "default/a and default/b both claim the model name 'a'; change servedName",
+            "default/b: the model name 'a' belongs to default/a, which is as old and comes first by "
+            "name; change servedName",
             "",
         ),
     ],

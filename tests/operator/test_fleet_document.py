@@ -17,7 +17,7 @@ from argosy_protocol.fleet import (
     resolve_names,
 )
 from argosy_resource.engine_address import selector
-from argosy_resource.fleet_document import fleet_document, fleet_service, name_conflicts
+from argosy_resource.fleet_document import fleet_document, fleet_service
 from argosy_resource.types import parse
 
 
@@ -118,10 +118,10 @@ def test_the_older_service_wins_a_name() -> None:
         obj["metadata"]["creationTimestamp"] = f"{year}-01-01T00:00:00Z"
         obj["spec"]["model"]["servedName"] = "chat"
     services = [parse(younger), parse(older)]
-    (conflict,) = name_conflicts(services, services[0])
-    assert (conflict.name, conflict.winner) == ("chat", "team/older")
-    assert name_conflicts(services, services[1]) == ()
-    assert resolve_names(fleet_document(services)).names["team/younger"].name == "younger"
+    table = resolve_names(fleet_document(services))
+    (conflict,) = table.conflicts
+    assert (conflict.name, conflict.winner, conflict.loser) == ("chat", "team/older", "team/younger")
+    assert table.names["team/younger"].name == "younger"
 
 
 @virtual_time

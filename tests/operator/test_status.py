@@ -16,7 +16,7 @@ from argosy_operator.observed.pod import Pod, Problem, read_pod
 from argosy_operator.reconcile.metrics import OperatorMetrics
 from argosy_operator.reconcile.reporter import Reporter
 from argosy_operator.status.report import invalid_status, status
-from argosy_protocol.fleet import NameConflict
+from argosy_resource.name_claims import LossReason, LostName
 from argosy_resource.types import InferenceServiceStatus, parse
 
 REVISION = plan_children(parse(isvc_object()), Observation(), CONFIG).revision
@@ -40,7 +40,7 @@ def report(
     replicas: int = 2,
     deployment: dict[str, Any] | None = None,
     routers: Routers = ALIVE,
-    conflicts: tuple[NameConflict, ...] = (),
+    lost_names: tuple[LostName, ...] = (),
     lacks_canary: bool = False,
     failure: Problem | None = None,
     **spec: Any,
@@ -48,10 +48,14 @@ def report(
     service = parse(isvc_object(replicas=replicas, **spec))
     deployment = deployment if deployment is not None else live_deployment(replicas)
     observed = Observation(
-        deployment=deployment, pods=pods, routers=routers, conflicts=conflicts, lacks_canary=lacks_canary
+        deployment=deployment, pods=pods, routers=routers, lost_names=lost_names, lacks_canary=lacks_canary
     )
     plan = plan_children(service, observed, CONFIG)
     return status(service, observed, plan, config=CONFIG, now=NOW, failure=failure)
+
+
+def lost(name: str, reason: LossReason = "NameConflict") -> LostName:
+    return LostName(name=name, reason=reason, why="is another's")
 
 
 def new(number: int, **state: Any) -> Pod:
@@ -149,10 +153,12 @@ FINE = ("False", "AsExpected")
         ("no router is alive", report((new(1), new(2)), routers=Routers(known=True)),
          {"Ready": ("False", "NoRouter"), "Routable": ("Unknown", "NoRouter")}),
         ("operator has just started", report((new(1), new(2)), routers=Routers()), {"Ready": READY}),
-        ("name lost", report((new(1), new(2)), conflicts=(NameConflict(name="tiny", winner="a/b", loser="team/tiny"),)),
+        ("name lost", report((new(1), new(2)), lost_names=(lost("x", "NameReserved"), lost("tiny"))),
          {"Ready": ("False", "NameConflict"), "Degraded": ("True", "NameConflict")}),
-        ("alias lost", report((new(1), new(2)), conflicts=(NameConflict(name="x", winner="a/b", loser="team/tiny"),)),
+        ("alias lost", report((new(1), new(2)), lost_names=(lost("x"),)),
          {"Ready": READY, "Degraded": ("True", "NameConflict")}),
+        ("alias refused", report((new(1), new(2)), lost_names=(lost("x", "NameRefused"),)),
+         {"Ready": READY, "Degraded": ("True", "NameRefused"), "Stalled": ("False", "AsExpected")}),
         ("canary is not there", report((new(1), new(2)), router=CANARY, lacks_canary=True),
          {"Ready": READY, "Degraded": ("True", "CanaryNotFound")}),
         ("canary is there", report((new(1), new(2)), router=CANARY), {"Ready": READY, "Degraded": FINE}),

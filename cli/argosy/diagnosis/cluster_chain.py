@@ -51,11 +51,13 @@ LEADER_LABEL: Final = f"{GROUP}/leader"
 COMPONENTS: Final = f"{COMPONENT_LABEL} in (engine,{NODE_COMPONENT})"
 """Label selector of the pods of all services."""
 _BEGINNING: Final = ("ContainerCreating", "PodInitializing")
+_LOST_NAME: Final = ("NameConflict", "NameRefused", "NameReserved")
+"""Reasons for which a service does not have its main name."""
 _REFUSED: Final = (
     "InvalidSpec",
     "InvalidEngineArgs",
     "ServiceAccountNotAllowed",
-    "NameConflict",
+    *_LOST_NAME,
     "ChildNotOwned",
     "NodeCacheDisabled",
     "NodeCacheElsewhere",
@@ -151,9 +153,9 @@ def _is_of_one_replica(link: Link) -> bool:
 
 def _others_may_serve(link: Link, service: Object) -> bool:
     """Whether clients may be served although this link is not done: by other replicas, or as the service was before a
-    change that is not applied. Not if another service has its name, and answers for it."""
+    change that is not applied. Not if it does not have its name: another service may answer for it."""
     if link.name == "accepted":
-        return link.state != "done" and _condition(service, "Ready").get("reason") != "NameConflict"
+        return link.state != "done" and _condition(service, "Ready").get("reason") not in _LOST_NAME
     return _is_of_one_replica(link)
 
 

@@ -8,6 +8,7 @@ starts, or, if the fleet serves without it, named.
 
 from __future__ import annotations
 
+import datetime
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,10 +16,11 @@ from typing import Final
 
 from argosy.errors import UsageError
 from argosy.local.cluster_fields import cluster_fields, missing_here
-from argosy_protocol.fleet import resolve_names
+from argosy_protocol.fleet import FleetDocument
 from argosy_resource.engine_command import claim_name, model_path
 from argosy_resource.engine_flags import argument_problems
 from argosy_resource.fleet_document import fleet_document, without_canary
+from argosy_resource.name_claims import NamePolicy, settle_names
 from argosy_resource.types import InferenceService
 from argosy_resource.validation import ManifestError, load_manifests
 
@@ -77,11 +79,10 @@ def _check_together(services: Sequence[InferenceService]) -> None:
         if keys.count(key) > 1:
             raise UsageError(f"{key} is given twice; remove one of the two")
     document = fleet_document(services)
-    for conflict in resolve_names(document).conflicts:
-        raise UsageError(
-            f"{conflict.winner} and {conflict.loser} both claim the model name {conflict.name!r}; "
-            "change servedName or aliases of one"
-        )
+    policy = NamePolicy(namespaces={service.metadata.namespace for service in services})
+    settled = settle_names(document, FleetDocument(), policy, datetime.datetime.now(datetime.UTC))
+    for key, (lost, *_) in sorted(settled.lost.items()):
+        raise UsageError(f"{key}: the model name {lost.name!r} {lost.why}; change servedName or aliases")
     for key in sorted(without_canary(document)):
         raise UsageError(f"{key}: its canary (spec.router.canary.service) is in none of the files; add it")
 

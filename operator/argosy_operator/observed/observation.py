@@ -1,4 +1,4 @@
-"""One observation of a service: its children and pods, the reports about them, and the conflicts about its names.
+"""One observation of a service: its children and pods, the reports about them, and the names that it lost.
 
 Owns the value that a decision is made on. Must not decide anything, nor know where its contents come from.
 Invariant: an observation does not change while it is acted on.
@@ -16,8 +16,8 @@ from argosy_operator.kinds import BUDGETS, DEPLOYMENTS, SERVICES, STATEFUL_SETS,
 from argosy_operator.observed.pod import Pod
 from argosy_operator.observed.scaler import Scalers
 from argosy_operator.observed.service_load import ServiceLoad
-from argosy_protocol.fleet import NameConflict
 from argosy_protocol.model_progress import ModelProgress
+from argosy_resource.name_claims import LostName
 from argosy_resource.types import InferenceService
 
 Object = Mapping[str, Any]
@@ -55,8 +55,8 @@ class Observation(Struct, frozen=True, kw_only=True):
     """The last report of each model fetch that runs, by UID of its pod."""
     unpolled_fetches: frozenset[str] = frozenset()
     """UIDs of the pods whose model fetch runs and was not asked yet since the operator, or the fetch, started."""
-    conflicts: tuple[NameConflict, ...] = ()
-    """Names that the service claims and an older service owns."""
+    lost_names: tuple[LostName, ...] = ()
+    """Names that the service claims and does not have."""
     rolling_elsewhere: str = ""
     """Another service (`namespace/name`) that a change of the operator's is being rolled out to; empty if none."""
     lacks_canary: bool = False

@@ -21,6 +21,7 @@ from typing import Any, Final
 from argosy_operator.cluster.api_server import Api
 from argosy_operator.cluster.fetch_watch import AskProgress, FetchWatch, read_fetching_pod
 from argosy_operator.cluster.load_watch import LoadFetch, LoadWatch
+from argosy_operator.cluster.namespace_watch import NamespaceWatch
 from argosy_operator.cluster.router_watch import Fetch, RouterWatch, read_router_pod
 from argosy_operator.cluster.scaler_watch import ScalerWatch
 from argosy_operator.cluster.store import Store, service_of
@@ -75,6 +76,8 @@ PUBLISH_INTERVAL: Final = 1.0
 """Seconds between two writes of it after that. Whoever may edit one service may have all of the document written."""
 STAGE_INTERVAL: Final = 5.0
 """Seconds for which stages of model fetches are gathered, before the fleet document is written with them."""
+CLOCK_STEP: Final = 1.0
+"""Seconds between two times that the operator's clock can tell apart."""
 _RESYNC_RETRY: Final = 5.0
 RELIST_PAUSE: Final = 5.0
 """Seconds between a new list by the event source (its watch had expired, say) and one of ours: after an outage the
@@ -155,8 +158,17 @@ class Controller:
             on_turn_ended=self._requeue_waiting_for_turn,
             look_again=self.queue.add_after,
         )
+        self.namespaces = NamespaceWatch(
+            api, config.watch_namespaces, on_change=lambda: self.queue.add(FLEET)
+        )
         self._fleet = FleetPublisher(
-            api, self.store, config, self.metrics, has_listed=self.lister.has_listed_services
+            api,
+            self.store,
+            config,
+            self.metrics,
+            has_listed=self.lister.has_listed_services,
+            namespaces=lambda: self.namespaces.names,
+            now=now,
         )
         self._publishing = Allowance(PUBLISH_BURST, PUBLISH_INTERVAL, now=0.0)
         self._relisted: set[str | None] = set()
@@ -194,6 +206,7 @@ class Controller:
                     tasks.create_task(self._work())
                 tasks.create_task(self._resync_forever())
                 tasks.create_task(self.lister.retry_forever())
+                tasks.create_task(self.namespaces.run())
                 tasks.create_task(self._autoscale_forever())
                 tasks.create_task(self._work_while_leading())
         finally:
@@ -370,9 +383,9 @@ class Controller:
                 if key == FLEET:
                     await self._publish_fleet()
                 elif self.lister.is_known(key[0]):  # otherwise it is queued once its namespace was read
-                    conflicts, published = self._fleet.conflicts_of(key), self._fleet.canary_of(key)
+                    lost, published = self._fleet.lost_names_of(key), self._fleet.canary_of(key)
                     is_left_out = self._fleet.is_left_out(key)
-                    await self._reconciler.reconcile(key, conflicts, published, is_left_out=is_left_out)
+                    await self._reconciler.reconcile(key, lost, published, is_left_out=is_left_out)
                     if self._fleet.divides_differently(key):
                         self.queue.add(FLEET)
                     elif self._fleet.lags(key):
@@ -441,6 +454,7 @@ class Controller:
             self.metrics.leading.set(0)
 
     async def _publish_fleet(self) -> None:
+        await self.namespaces.wait_answered()
         now = asyncio.get_running_loop().time()
         if (delay := self._publishing.wait(now)) > 0:
             self.queue.add_after(FLEET, delay)
@@ -448,6 +462,8 @@ class Controller:
         self._publishing.take()
         for name in await self._fleet.publish():
             self.queue.add(name)
+        if (seconds := self._fleet.changes_in_s) is not None:
+            self.queue.add_after(FLEET, seconds + CLOCK_STEP)
 
     def count_services(self) -> None:
         """Bring the gauge of services up to date, before it is read."""

@@ -1,16 +1,18 @@
 """Publishes the fleet document: the ConfigMap that routers read.
 
-Owns when it is written, and the names and canaries that resolving it leaves contested or missing. Must not know how a
-resource appears in it (`argosy_resource.fleet_document`). Invariants: a document that did not change is not written;
+Owns when it is written, and the names that services lost and the canaries that are missing. Must not know how a resource
+appears in it (`argosy_resource.fleet_document`), nor who gets a name (`argosy_resource.name_claims`). Invariants: a document that did not change is not written;
 one that is written fits into a ConfigMap, whatever tenants have created; of a namespace whose services were not listed
-it keeps the entries that it had, so that a refused list takes no service from the routers.
+it keeps the entries that it had, so that a refused list takes no service from the routers; who had a name before is
+read from the last document, so that a restart forgets nothing.
 """
 
 from __future__ import annotations
 
+import datetime
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Final
 
 import msgspec
@@ -26,14 +28,13 @@ from argosy_operator.reconcile.metrics import OperatorMetrics
 from argosy_protocol.fleet import (
     FleetDocument,
     FleetService,
-    NameConflict,
     decode_fleet,
     encode_fleet,
-    resolve_names,
 )
 from argosy_protocol.model_progress import stage
 from argosy_resource.engine_address import COMPONENT_LABEL
 from argosy_resource.fleet_document import fleet_document, with_entries, within, without_canary
+from argosy_resource.name_claims import LostName, NamePolicy, seconds_until_next_end, settle_names
 from argosy_resource.types import InferenceService, parse
 
 logger = logging.getLogger(__name__)
@@ -57,14 +58,21 @@ class FleetPublisher:
         metrics: OperatorMetrics,
         *,
         has_listed: Callable[[str], bool],
+        namespaces: Callable[[], Set[str]],
+        now: Callable[[], str],
     ) -> None:
-        """`has_listed` says whether the services of a namespace are known."""
+        """`has_listed` says whether the services of a namespace are known, `namespaces` which ones exist besides those
+        that have services; `now` is the time (RFC 3339)."""
         self._api = api
         self._has_listed = has_listed
         self._store = store
         self._config = config
         self._metrics = metrics
-        self._conflicts: dict[str, tuple[NameConflict, ...]] = {}
+        self._namespaces = namespaces
+        self._now = now
+        self._last = FleetDocument()
+        """The last document, for the case that there is none any more."""
+        self._lost: dict[str, tuple[LostName, ...]] = {}
         """Names that a service lost, by the service's key."""
         self._without_canary: frozenset[str] = frozenset()
         self._left_out: frozenset[str] = frozenset()
@@ -76,9 +84,14 @@ class FleetPublisher:
         self._parsed: dict[Name, tuple[Object, InferenceService]] = {}
         """Resources as parsed, so that each version is parsed once."""
 
-    def conflicts_of(self, service: Name) -> tuple[NameConflict, ...]:
-        """Names that a service claims and an older one owns, as of the last `publish`."""
-        return self._conflicts.get("/".join(service), ())
+    def lost_names_of(self, service: Name) -> tuple[LostName, ...]:
+        """Names that a service claims and does not have, as of the last `publish`."""
+        return self._lost.get("/".join(service), ())
+
+    @property
+    def changes_in_s(self) -> float | None:
+        """Seconds until the last document changes by itself, as a name is reserved no longer; None if it does not."""
+        return seconds_until_next_end(self._last, datetime.datetime.fromisoformat(self._now()))
 
     def is_left_out(self, service: Name) -> bool:
         """Whether the last document has no room for a service."""
@@ -111,21 +124,24 @@ class FleetPublisher:
         services = [each for each in self._services() if self._has_listed(each.metadata.namespace)]
         divisions = {name: _division(obj) for name, (obj, _) in self._parsed.items()}
         live = await self._api.get(CONFIGMAPS, self._config.namespace, FLEET_CONFIGMAP)
-        whole = with_entries(fleet_document(services, pod_owners), self._unlisted(live))
+        last = self._last_document(live)
+        claimed = with_entries(fleet_document(services, pod_owners), self._unlisted(last))
+        known = {each.namespace for each in claimed.services}
+        policy = NamePolicy(namespaces=known | self._namespaces(), allowed=self._config.model_names)
+        settled = settle_names(claimed, last, policy, datetime.datetime.fromisoformat(self._now()))
+        whole = settled.document
         document = within(whole, MAX_DOCUMENT)
         wanted = with_applied_hash(self._configmap(encode_fleet(document).decode()))
         if must_apply(wanted, live):
             self._metrics.writes.labels(CONFIGMAPS.name, "apply").inc()
             await self._api.apply(wanted)
+        self._last = document
         divided, self._split = self._split, divisions
         self._shown = {
             (each.namespace, each.name): ("" if each.fetch is None else each.fetch.state, each.cold_start_s)
             for each in document.services
         }
-        conflicts: dict[str, tuple[NameConflict, ...]] = {}
-        for conflict in resolve_names(document).conflicts:
-            conflicts[conflict.loser] = (*conflicts.get(conflict.loser, ()), conflict)
-        before, self._conflicts = self._conflicts, conflicts
+        before, self._lost = self._lost, settled.lost
         lacked, self._without_canary = self._without_canary, without_canary(document)
         missed, self._left_out = self._left_out, _names(whole) - _names(document)
         if self._left_out - missed:
@@ -134,7 +150,7 @@ class FleetPublisher:
         return [
             (service.metadata.namespace, service.metadata.name)
             for service in services
-            if before.get(service.key) != conflicts.get(service.key)
+            if before.get(service.key) != self._lost.get(service.key)
             or service.key in moved
             or _canary(divided.get(name := (service.metadata.namespace, service.metadata.name)))
             != _canary(divisions.get(name))
@@ -167,14 +183,20 @@ class FleetPublisher:
         self._parsed = parsed
         return [service for _, service in parsed.values()]
 
-    def _unlisted(self, live: Object | None) -> list[FleetService]:
-        """The entries of the last document whose namespaces were not listed."""
-        if live is None or all(map(self._has_listed, self._config.watch_namespaces)):
-            return []
+    def _last_document(self, live: Object | None) -> FleetDocument:
+        """The document that routers have."""
+        text = {} if live is None else live.get("data") or {}
+        if FLEET_KEY not in text:
+            return self._last
         try:
-            last = decode_fleet(live.get("data", {}).get(FLEET_KEY) or "{}")
+            return decode_fleet(text[FLEET_KEY])
         except msgspec.MsgspecError as error:
-            logger.warning("the last fleet document cannot be read, and nothing of it is kept: %s", error)
+            logger.warning("the last fleet document cannot be read: %s", error)
+            return self._last
+
+    def _unlisted(self, last: FleetDocument) -> list[FleetService]:
+        """The entries of the last document whose namespaces were not listed."""
+        if all(map(self._has_listed, self._config.watch_namespaces)):
             return []
         return [each for each in last.services if not self._has_listed(each.namespace)]
 

@@ -16,8 +16,8 @@ from argosy_operator.observed.pod import own_pods, with_workers
 from argosy_operator.observed.scaler import Scalers
 from argosy_operator.observed.service_load import ServiceLoad
 from argosy_operator.reconcile.rollout_lock import RolloutLock
-from argosy_protocol.fleet import NameConflict
 from argosy_protocol.model_progress import ModelProgress
+from argosy_resource.name_claims import LostName
 from argosy_resource.types import InferenceService
 
 
@@ -48,7 +48,7 @@ class Observer:
     def observe(
         self,
         service: InferenceService,
-        conflicts: tuple[NameConflict, ...],
+        lost_names: tuple[LostName, ...],
         published: str,
         scalers: Scalers,
     ) -> Observation:
@@ -65,7 +65,7 @@ class Observer:
             routers=self._routers(),
             fetches={pod.uid: reports[pod.uid] for pod in pods if pod.uid in reports},
             unpolled_fetches=frozenset(pod.uid for pod in pods if pod.uid in unpolled),
-            conflicts=conflicts,
+            lost_names=lost_names,
             rolling_elsewhere=self._turn.holder(besides=key),
             lacks_canary=self._lacks_canary(service),
             published_canary=published,

@@ -51,8 +51,8 @@ from argosy_operator.reconcile.reporter import Reporter
 from argosy_operator.reconcile.rollout_lock import RolloutLock
 from argosy_operator.status.replica_problems import unmounted_pods
 from argosy_operator.status.scaling_status import scaling_status
-from argosy_protocol.fleet import NameConflict
 from argosy_protocol.model_progress import ModelProgress
+from argosy_resource.name_claims import LostName
 from argosy_resource.types import InferenceService, parse
 
 _REPORTED: Final = (400, 403, 422)
@@ -120,9 +120,9 @@ class Reconciler:
         self._observer.began = self._now()
 
     async def reconcile(
-        self, key: Name, conflicts: tuple[NameConflict, ...], published: str, *, is_left_out: bool = False
+        self, key: Name, lost_names: tuple[LostName, ...], published: str, *, is_left_out: bool = False
     ) -> None:
-        """Reconcile one resource once. `conflicts` are the names that it lost to older services, `published` is the
+        """Reconcile one resource once. `lost_names` are those that it claims and does not have, `published` is the
         canary revision by which the fleet document divides it, `is_left_out` whether that has no room for it.
 
         Raises:
@@ -138,7 +138,7 @@ class Reconciler:
             return
         scalers = self._autoscaler.scalers(stored)
         service = self._autoscaler.scaled(stored)
-        observed = self._observer.observe(service, conflicts, published, scalers)
+        observed = self._observer.observe(service, lost_names, published, scalers)
         diff = compute_diff(service, observed, self._config)
         decision = self._autoscaler.decision(service)
         failure: OperatorError | None = None
@@ -158,7 +158,7 @@ class Reconciler:
         problem = Problem(failure.reason, str(failure)) if failure is not None else diff.plan.problem
         if problem is None and is_left_out:
             problem = _LEFT_OUT
-        later = self._observer.observe(service, conflicts, published, scalers)
+        later = self._observer.observe(service, lost_names, published, scalers)
         scaling = scaling_status(service, decision, diff.gates, self._now(), observed.scalers)
         asked = stored.spec.replicas
         await self._reporter.report(service, later, diff.plan, problem, scaling, asked=asked)

@@ -62,8 +62,8 @@ def ready(view: ServiceView) -> ConditionState:
     counts = view.counts
     if view.failure is not None:
         return ConditionState("False", view.failure.reason, view.failure.message)
-    if view.service.served_name in view.lost_names:
-        return ConditionState("False", "NameConflict", _conflict_message(view))
+    if view.is_main_name_lost:
+        return ConditionState("False", view.lost_names[0].reason, _lost_names_message(view))
     if view.service.spec.paused and not view.is_current:
         return ConditionState(
             "False", "Paused", "spec.paused holds this generation back; unset it to apply it"
@@ -248,7 +248,7 @@ def degraded(view: ServiceView) -> ConditionState:
     if view.failure is not None:
         return ConditionState("True", view.failure.reason, view.failure.message)
     if view.lost_names:
-        return ConditionState("True", "NameConflict", _conflict_message(view))
+        return ConditionState("True", view.lost_names[0].reason, _lost_names_message(view))
     progress = progressing(view)
     if progress.reason == "ProgressDeadlineExceeded":
         return ConditionState("True", progress.reason, progress.message)
@@ -279,8 +279,8 @@ def reconciling(view: ServiceView) -> ConditionState:
 def stalled(view: ServiceView) -> ConditionState:
     if view.failure is not None:
         return ConditionState("True", view.failure.reason, view.failure.message)
-    if view.service.served_name in view.lost_names:
-        return ConditionState("True", "NameConflict", _conflict_message(view))
+    if view.is_main_name_lost:
+        return ConditionState("True", view.lost_names[0].reason, _lost_names_message(view))
     progress = progressing(view)
     if progress.reason in ("RolloutHalted", "ProgressDeadlineExceeded", "CanaryFailed"):
         return ConditionState("True", progress.reason, progress.message)
@@ -348,8 +348,8 @@ def _capacity_message(view: ServiceView) -> str:
     )
 
 
-def _conflict_message(view: ServiceView) -> str:
-    lost = "; ".join(f"{each.name!r} belongs to the older {each.winner}" for each in view.observed.conflicts)
+def _lost_names_message(view: ServiceView) -> str:
+    lost = "; ".join(f"{each.name!r} {each.why}" for each in view.lost_names)
     return f"{lost}; clients reach this service as {view.service.key!r}"
 
 

@@ -57,7 +57,7 @@ def status(
     return InferenceServiceStatus(
         observed_generation=service.metadata.generation,
         url=f"{config.router_url}/v1" if config.router_url else "",
-        model=service.served_name,
+        model=service.key if view.is_main_name_lost else service.served_name,
         selector=",".join(f"{key}={value}" for key, value in sorted(labels.items())),
         revision=plan.revision,
         replicas=counts.alive,

@@ -18,6 +18,7 @@ from argosy_operator.observed.deployment import serving_revision
 from argosy_operator.observed.observation import Observation
 from argosy_operator.observed.pod import Pod, Problem
 from argosy_resource.pod_overlay import FETCH_CONTAINER
+from argosy_resource.name_claims import LostName
 from argosy_resource.types import InferenceService
 
 
@@ -123,8 +124,14 @@ class ServiceView(Struct, frozen=True, kw_only=True):
         return bool(self.config.router_url) and routers.known and routers.alive == 0
 
     @property
-    def lost_names(self) -> tuple[str, ...]:
-        return tuple(conflict.name for conflict in self.observed.conflicts)
+    def lost_names(self) -> tuple[LostName, ...]:
+        """Names that the service claims and does not have, its main one first."""
+        main = self.service.served_name
+        return tuple(sorted(self.observed.lost_names, key=lambda lost: lost.name != main))
+
+    @property
+    def is_main_name_lost(self) -> bool:
+        return any(lost.name == self.service.served_name for lost in self.observed.lost_names)
 
     def deployment_condition(self, kind: str) -> Mapping[str, Any]:
         deployment = self.observed.deployment or {}
