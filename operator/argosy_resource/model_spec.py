@@ -96,8 +96,9 @@ class Model(Struct, frozen=True, kw_only=True, rename="camel"):
     cache: ModelCache | None = None
     """Where a fetched model is kept; type none if left out."""
     served_name: ServedName | None = None
-    """Name that clients send as `model`. The resource's name if left out."""
+    """Name that clients send as `model`. The resource's name if left out. It must not begin with the name of another
+    namespace and `/`, nor be another service's; clients then have `namespace/name` alone."""
     aliases: Annotated[tuple[ServedName, ...], Meta(max_length=32, extra_json_schema=SET)] = ()
-    """Further names under which clients may ask for the model."""
+    """Further names under which clients may ask for the model, of which the same is true."""
     adapters: Annotated[tuple[Adapter, ...], Meta(max_length=64, extra_json_schema=MAP_BY_NAME)] | None = None
     """Reserved for LoRA adapters, and refused until the engine serves them."""

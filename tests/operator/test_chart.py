@@ -157,7 +157,9 @@ def grants(name: str) -> dict[str, set[str]]:
     }
 
 
-@pytest.mark.parametrize("name", ["argosy.operatorRules", "argosy.routerRules"])
+@pytest.mark.parametrize(
+    "name", ["argosy.operatorRules", "argosy.operatorClusterRules", "argosy.routerRules"]
+)
 def test_no_wildcards_and_nothing_that_leads_further(name: str) -> None:
     for resource, verbs in grants(name).items():
         assert "*" not in resource
@@ -177,6 +179,27 @@ def test_the_operator_may_watch_what_it_watches() -> None:
     granted = grants("argosy.operatorRules")
     for kind in (*WATCHED, AUTOSCALERS):
         assert granted[f"{kind.group}/{kind.plural}"] >= {"list", "watch"}
+
+
+def test_of_namespaces_the_operator_only_learns_which_there_are() -> None:
+    assert grants("argosy.operatorClusterRules") == {"/namespaces": {"list", "watch"}}
+
+
+@pytest.mark.parametrize(
+    ("names", "is_valid"),
+    [
+        ({"team-b": ["b-*", "google/*", "?"], "*": []}, True),
+        ({"team-b": "b-*"}, False),
+        ({"team-b": ["[a-z]"]}, False),
+        ({"team-b": ["ü"]}, False),
+        ({"team-b": [""]}, False),
+        ({"Team": ["b"]}, False),
+        ({"team-*": ["b"]}, False),
+        ({"a" * 64: ["b"]}, False),
+    ],
+)
+def test_patterns_of_model_names(names: Any, is_valid: bool) -> None:
+    assert jsonschema.Draft202012Validator(SCHEMA).is_valid({"modelNames": names}) is is_valid
 
 
 def test_the_router_only_reads_pods() -> None:

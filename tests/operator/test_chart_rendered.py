@@ -265,6 +265,24 @@ def test_clients_may_be_chosen_and_nobody_reads_metrics_unasked() -> None:
     assert "NetworkPolicy" not in kinds(render())
 
 
+def test_names_are_bounded_and_namespaces_listed_where_all_are_served() -> None:
+    names = {"team-b": ["b-*", "google/*"], "*": []}
+    told = operator_environment(render({"modelNames": names}))
+    assert json.loads(told["ARGOSY_MODEL_NAMES"]) == names
+    assert "ARGOSY_MODEL_NAMES" not in operator_environment(render())
+
+    def lists_namespaces(objects: list[Object]) -> set[str]:
+        return {
+            role["metadata"]["labels"]["app.kubernetes.io/component"]
+            for role in objects
+            for rule in (role.get("rules") or () if role["kind"] in ("Role", "ClusterRole") else ())
+            if "namespaces" in rule["resources"]
+        }
+
+    assert lists_namespaces(render()) == {"operator"}
+    assert lists_namespaces(render({"watchNamespaces": ["team"]})) == set()
+
+
 def test_an_ingress_and_a_route_lead_to_the_routers() -> None:
     given: dict[str, Any] = {
         "ingress": {"enabled": True, "className": "nginx", "hosts": ["a.example.com"], "tlsSecret": "cert"},

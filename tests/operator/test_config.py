@@ -47,8 +47,10 @@ def test_settings_of_models() -> None:
             "ARGOSY_NODE_CACHE_PATH": "/var/lib/argosy/",
             "ARGOSY_NODE_CACHE_SELECTOR": '{"gpu": "h200"}',
             "ARGOSY_IMAGE_VOLUMES": "1",
+            "ARGOSY_MODEL_NAMES": '{"team": ["a-*"]}',
         }
     )
+    assert config.model_names == {"team": ("a-*",)}
     assert config.fetch_env == {"HTTPS_PROXY": "http://proxy:3128"}
     assert (config.node_cache_path, config.node_cache_selector) == ("/var/lib/argosy", {"gpu": "h200"})
     assert config.image_volumes
@@ -69,6 +71,7 @@ def test_settings_of_models() -> None:
         ({"ARGOSY_IMAGE_PULL_POLICY": "Sometimes"}, "ARGOSY_IMAGE_PULL_POLICY"),
         ({"ARGOSY_MODEL_FETCH_ENV": "HTTPS_PROXY=a"}, "ARGOSY_MODEL_FETCH_ENV"),
         ({"ARGOSY_MODEL_FETCH_ENV": '{"A": 1}'}, "ARGOSY_MODEL_FETCH_ENV"),
+        ({"ARGOSY_MODEL_NAMES": '{"team": "a-*"}'}, "ARGOSY_MODEL_NAMES"),
         ({"ARGOSY_NODE_CACHE_PATH": "var/lib"}, "ARGOSY_NODE_CACHE_PATH"),
         ({"ARGOSY_NODE_CACHE_PATH": "/"}, "ARGOSY_NODE_CACHE_PATH"),
         ({"ARGOSY_NODE_CACHE_PATH": "/var/../etc"}, "ARGOSY_NODE_CACHE_PATH"),

@@ -159,7 +159,9 @@ async def test_an_administrator_bounds_the_names_of_a_namespace() -> None:
     patterns = {"team-b": ("b-*", "google/*"), "*": ("free-?",)}
     async with Operator(cluster, model_names=patterns) as operator:
         cluster.create(
-            service("team-b/one", "b-1", "gpt-x", "google/gemma", "team-b/mine", created="2024-01-01T00:00:00Z")
+            service(
+                "team-b/one", "b-1", "gpt-x", "google/gemma", "team-b/mine", created="2024-01-01T00:00:00Z"
+            )
         )
         cluster.create(service("team-c/two", "free-1", "free-12"))
         await operator.settle()
@@ -208,7 +210,9 @@ async def test_of_two_that_race_for_a_name_the_older_gets_it_and_the_other_is_to
 
 
 @virtual_time
-async def test_a_service_is_told_that_a_qualified_name_is_not_its_own_and_not_that_the_other_is_older() -> None:
+async def test_a_service_is_told_that_a_qualified_name_is_not_its_own_and_not_that_the_other_is_older() -> (
+    None
+):
     cluster = new_cluster()
     async with Operator(cluster) as operator:
         cluster.create(service("team-a/other", "", "team-a/chat", created="2024-01-01T00:00:00Z"))

@@ -145,6 +145,14 @@ imagePullSecrets:
   verbs: [create, patch]
 {{- end -}}
 
+{{- define "argosy.operatorClusterRules" -}}
+# Model names that begin with the name of a namespace are its services' alone, also before it has any. Without the rule
+# they are from its first service on.
+- apiGroups: [""]
+  resources: [namespaces]
+  verbs: [list, watch]
+{{- end -}}
+
 {{- define "argosy.routerRules" -}}
 - apiGroups: [""]
   resources: [pods]
