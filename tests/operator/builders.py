@@ -35,6 +35,11 @@ def isvc_object(name: str = "tiny", *, namespace: str = "team", **spec: Any) -> 
     }
 
 
+def namespace(name: str) -> dict[str, Any]:
+    """A Namespace, as the fake cluster has it."""
+    return {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "namespace": ""}}
+
+
 def isvc(name: str = "tiny", **spec: Any) -> InferenceService:
     return parse(isvc_object(name, **spec))
 

@@ -11,7 +11,7 @@ from aiohttp import web
 from fake_kubernetes import FakeKubernetes, Object, selects
 
 from argosy_operator.errors import ApiError
-from argosy_operator.kinds import KINDS, PODS, Kind
+from argosy_operator.kinds import KINDS, NAMESPACES, PODS, Kind
 
 Authorize = Callable[[str, Kind, str, str | None, str | None], bool]
 """Whether a request is allowed: verb, kind, resource with subresource, namespace, name."""
@@ -209,9 +209,7 @@ def _verb(request: web.Request) -> str:
 
 
 VERBS = ["create", "delete", "get", "list", "patch", "update", "watch"]
-NAMESPACES = Kind("", "v1", "Namespace", "namespaces")
 KNOWN_TO_KOPF = (
-    NAMESPACES,
     Kind("", "v1", "Event", "events"),
     Kind("apiextensions.k8s.io", "v1", "CustomResourceDefinition", "customresourcedefinitions"),
 )

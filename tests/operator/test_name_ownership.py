@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from builders import isvc_object
+from builders import isvc_object, namespace
 from fake_kubernetes import FakeKubernetes, Object
 from harness import Operator, new_cluster
 from virtual_time import virtual_time
@@ -31,10 +31,6 @@ class Clock:
 
     def move(self, minutes: float) -> None:
         self.time += datetime.timedelta(minutes=minutes)
-
-
-def namespace(name: str) -> Object:
-    return {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "namespace": ""}}
 
 
 def service(
