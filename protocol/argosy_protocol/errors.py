@@ -65,12 +65,21 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after_s: float | None = None,
+        model: str = "",
     ) -> None:
+        """`model` is the main name of a model, quoted in the message, which the client may have called otherwise."""
         super().__init__(message)
         self.message = message
+        self.model = model
         self.param = param
         self.code = code if code is not None else self.default_code
         self.retry_after_s = retry_after_s
+
+    def name_as_asked(self, asked: str) -> None:
+        """Have the message name the model as the client did."""
+        if self.model and asked:
+            self.message = self.message.replace(repr(self.model), repr(asked), 1)
+            self.model = asked
 
     def body(self) -> bytes:
         return msgspec.json.encode(

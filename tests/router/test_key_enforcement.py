@@ -117,6 +117,18 @@ async def test_a_key_opens_its_models_only(tmp_path: Path) -> None:
             assert message == f"the model `{name}` does not exist; models: 'small', 'big'"
 
 
+async def test_a_key_for_a_name_opens_no_service_that_lost_it(tmp_path: Path) -> None:
+    async with keyed(tmp_path, "models=chat") as r:
+        engine = r.engines[0]
+        older = service([engine], model="chat", created="2025")
+        loser = service([engine], namespace="team", name="thief", uid="2", model="chat", created="2026")
+        r.discovery.set(FleetDocument(services=(older, loser)))
+        await r.until(lambda: all(replica.is_routable for replica in r.router.fleet.replicas()))
+        assert (await r.chat(model="chat")).status_code == 200
+        assert (await r.chat(model="default/svc")).status_code == 200
+        assert (await r.chat(model="team/thief")).status_code == 404
+
+
 async def test_an_unknown_model_s_error_names_eight_models() -> None:
     async with rig([FakeEngine()]) as r:
         aliases = tuple(f"alias-{index}" for index in range(9))

@@ -11,9 +11,11 @@ import pytest
 
 from argosy_protocol.fleet import Canary, FleetDocument
 from argosy_protocol.headers import MODEL_NAME
+from argosy_router.config import FlowControlLimits
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, answer_normally, completion
 from .harness import Rig, chat, rig, service
+from .queueing import ONE_AT_A_TIME
 
 STABLE = "svc"
 """What engines call the model."""
@@ -66,6 +68,50 @@ async def answers(r: Rig, name: str) -> list[str]:
     assert stream.status_code == 200, stream.text
     events = [line[6:] for line in stream.text.splitlines() if line.startswith("data: {")]
     return [unary.json()["model"], *(json.loads(event)["model"] for event in events)]
+
+
+ASKED = ("org/Tiny", "small", "default/svc")
+NO_QUEUE = FlowControlLimits(max_queued_requests=0)
+
+
+async def test_an_error_names_the_model_as_the_client_did_while_no_replica_is_ready() -> None:
+    async with rig([], wait=False, fields=names("org/Tiny", "small")) as r:
+        for name in ASKED:
+            answer = await r.chat(model=name)
+            assert answer.status_code == 503
+            assert answer.json()["error"]["message"] == f"no replica of model {name!r} is ready"
+
+
+async def test_an_error_names_the_model_as_the_client_did_where_it_is_busy() -> None:
+    fields = {**names("org/Tiny", "small"), **ONE_AT_A_TIME}
+    async with rig([new_engine()], fields=fields, flow_control=NO_QUEUE) as r:
+        charge = r.replica(0).load.charge(1)
+        for name in ASKED:
+            answer = await r.chat(model=name)
+            assert answer.status_code == 429
+            assert answer.json()["error"]["message"] == f"model {name!r} has more requests than it can take"
+        charge.release()
+
+
+async def test_an_error_names_the_model_as_the_client_did_after_a_failed_attempt() -> None:
+    async def fail(connection: Connection, request: Received) -> None:
+        connection.die()
+
+    engine = FakeEngine(model=STABLE, hello={"takes_model_name": True}, script=fail)
+    async with rig([engine], fields=names("org/Tiny", "small")) as r:
+        answer = await r.chat(model="default/svc")
+        assert answer.status_code == 502
+        assert "'default/svc'" in answer.json()["error"]["message"]
+
+
+async def test_an_engine_of_another_make_gets_the_name_that_it_was_started_with_though_clients_cannot_use_it() -> None:
+    engine = FakeEngine(model="team-a/chat", aliases=("own",), has_telemetry=False, script=answer_by_header)
+    fields = {"model": "default/svc", "aliases": ("own",), "withheld_model": "team-a/chat"}
+    async with rig([engine], fields=fields) as r:
+        for name in ("default/svc", "own"):
+            assert set(await answers(r, name)) == {name}
+        assert [request.json["model"] for request in engine.requests] == ["team-a/chat"] * 2 + ["own"] * 2
+        assert (await r.chat(model="team-a/chat")).status_code == 404
 
 
 async def test_answers_have_the_name_that_was_asked_for_and_bodies_keep_their_bytes() -> None:

@@ -92,8 +92,9 @@ class CandidatePool:
             below = [replica for replica in candidates.replicas if replica.load.inflight_sequences <= most]
             below = below or [r for r in candidates.replicas if r.load.inflight_sequences < limit]
             if not below:
+                model = self.spec.model
                 raise TooManyRequests(
-                    f"model {self.spec.model!r} is at its limit of requests", retry_after_s=1.0
+                    f"model {model!r} is at its limit of requests", retry_after_s=1.0, model=model
                 )
             candidates = self._with_slots(below)
         return candidates
@@ -187,7 +188,9 @@ class CandidatePool:
             elif adapter_or_alias:
                 asked += f":{adapter_or_alias}"
             raise Unavailable(
-                f"no replica of model {asked!r} is ready{_fetch_note(self.spec)}", retry_after_s=1.0
+                f"no replica of model {asked!r} is ready{_fetch_note(self.spec)}",
+                retry_after_s=1.0,
+                model=asked,
             )
         admitted = usable
         if not self.is_in_panic:

@@ -91,12 +91,14 @@ class DrainRate:
 class _Availability:
     """Whether some replica can answer requests for a name."""
 
-    __slots__ = ("changed", "is_unavailable", "reason")
+    __slots__ = ("changed", "is_unavailable", "model", "reason")
 
     def __init__(self, now: float) -> None:
         self.is_unavailable = False
         self.reason = ""
         """The message of the last lookup that found no replica."""
+        self.model = ""
+        """The model's name in it."""
         self.changed = now
         """When the name last got its first replica or lost its last one."""
 
@@ -336,7 +338,7 @@ class ServiceQueue:
             capacity, is_unavailable = self._capacity(now, name, ANONYMOUS), False
         except Unavailable as error:
             capacity, is_unavailable = 0, True
-            availability.reason = error.message
+            availability.reason, availability.model = error.message, error.model
         if is_unavailable is not availability.is_unavailable:
             availability.is_unavailable = is_unavailable
             availability.changed = now
@@ -352,8 +354,13 @@ class ServiceQueue:
         availability = self._availability.get(name)
         if availability is not None and availability.is_unavailable:
             left_s = self._bounds().cold_start_s - waited_s
-            return Unavailable(availability.reason, retry_after_s=min(MAX_RETRY_AFTER_S, max(1.0, left_s)))
+            return Unavailable(
+                availability.reason,
+                retry_after_s=min(MAX_RETRY_AFTER_S, max(1.0, left_s)),
+                model=availability.model,
+            )
         return TooManyRequests(
             f"model {self._model!r} has more requests than it can take",
             retry_after_s=self._drain.retry_after_s(len(self._queue) + 1, now),
+            model=self._model,
         )

@@ -118,6 +118,7 @@ class EndpointPick:
     def refuse(self, error: ApiError) -> None:
         call, outcome = self._call, self.outcome
         outcome.status = error.http_status
+        error.name_as_asked(call.client_model)
         lines = error_headers(error) + id_headers(call.request_id, call.path)
         if outcome.reservation is not None:
             lines += outcome.reservation.header_lines

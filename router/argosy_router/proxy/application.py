@@ -500,7 +500,7 @@ class RouterApplication:
         service = self._fleet.service_of(name)
         if service is None:
             raise no_such_model(self._fleet, name, account)
-        if not may_use(account, name, service, self._fleet.adapter_of(name)):
+        if not may_use(self._fleet, account, name, service, self._fleet.adapter_of(name)):
             raise unknown_model(self._fleet, name, account)
         return 200, _JSON, msgspec.json.encode(self._card(name, service))
 

@@ -282,7 +282,7 @@ class Exchange(AttemptListener):
 
     def _give_up(self, attempt: Attempt, error: UpstreamError) -> None:
         """Answer with the error that the last attempt ended with."""
-        model = self._call.service.spec.model
+        model = self._call.client_model
         if isinstance(error, EngineError):
             self._end_with(error.status, error.head, error.body)
         elif isinstance(error, Refused) and error.is_busy:
@@ -464,6 +464,7 @@ class Exchange(AttemptListener):
         self._end()
 
     def _end_with_error(self, error: ApiError) -> None:
+        error.name_as_asked(self._call.client_model)
         self._answer.respond_error(error, self._route_headers())
         self._end()
 

@@ -40,6 +40,7 @@ class Call:
         "asked_model",
         "body",
         "canary_of",
+        "client_model",
         "endpoint",
         "estimate",
         "headers",
@@ -87,6 +88,8 @@ class Call:
         self.path = path
         self.asked_model = ""
         """What the client, and so the body, calls the model, if a header tells all engines that name; else empty."""
+        self.client_model = service.model
+        """What the client calls the model."""
         self.account = account
         self.estimate = estimate
         """What the request is expected to take of its key's limits and of the service."""
@@ -120,7 +123,7 @@ class Call:
     def rename_body(self, replica: Replica) -> None:
         """Put into the body the name by which `replica` knows the model, if no header can tell it the client's. Such a
         replica joined after the request was decoded; its answer will have its own name for the model."""
-        name = replica.announced_name or self.service.spec.model
+        name = replica.announced_name or self.service.spec.started_name
         if self.asked_model and name != self.asked_model:
             self.body = with_fields(self.body, {"model": name})
 

@@ -152,7 +152,7 @@ class CallDraft:
             examined.request_id, request.header(b"x-request-id"), request_id
         )
         service, self._adapter = find_service(fleet, examined.model, account)
-        if not may_use(account, examined.model, service, self._adapter):
+        if not may_use(fleet, account, examined.model, service, self._adapter):
             raise unknown_model(fleet, examined.model, account)
         self._session = session_of(examined.session, request.header(SESSION_HEADER))
         self._named = service
@@ -240,6 +240,7 @@ class CallDraft:
             ),
         )
         call.endpoint = endpoint
+        call.client_model = examined.model
         call.is_charged = self._request.is_charged
         call.priority = self._priority
         call.is_stream = examined.stream

@@ -51,13 +51,16 @@ def engine_name(service: Service, asked: str, adapter: str) -> str:
     spec = service.spec
     if spec.engine_model and (announced := service.announced_name):
         return announced  # an older engine, which has the names it was started with
-    return asked if asked == spec.model or asked in spec.aliases else spec.model
+    return asked if asked in spec.aliases else spec.started_name
 
 
-def may_use(account: Account, name: str, service: Service, adapter: str = "") -> bool:
+def may_use(fleet: Fleet, account: Account, name: str, service: Service, adapter: str = "") -> bool:
     """Whether the account may call the service by this name: a key that lists one of its main names means all of it,
-    and one that lists `MODEL:ADAPTER` means the adapter by all its names."""
+    and one that lists `MODEL:ADAPTER` means the adapter by all its names. A name that another service has is none of
+    its own, whatever it claims."""
     model = service.model
+    if fleet.service_of(model) is not service:
+        return account.may_use(name, service.name)
     return account.may_use(name, model, service.name, f"{model}:{adapter}" if adapter else name)
 
 
@@ -70,7 +73,7 @@ def names_for(fleet: Fleet, account: Account) -> list[tuple[str, Service]]:
         found += [
             (name, service)
             for name in dict.fromkeys((spec.model, *spec.aliases, *adapters))
-            if fleet.service_of(name) is service and may_use(account, name, service, fleet.adapter_of(name))
+            if fleet.service_of(name) is service and may_use(fleet, account, name, service, fleet.adapter_of(name))
         ]
     return found
 
