@@ -75,8 +75,8 @@ VARIABLES = {
         "`OnSpecChange` (the default; nothing until their own next change) or `Automatic` (it is rolled out).",
         "ARGOSY_ENGINE_SERVICE_ACCOUNTS": "ServiceAccounts that services may name, separated by commas; `*` is every "
         "one.",
-        "ARGOSY_MODEL_NAMES": "Patterns of the model names that services of each namespace may claim, as a JSON object of "
-        "lists; `*` for the namespaces that it does not list.",
+        "ARGOSY_MODEL_NAMES": "Patterns of the model names that services of each namespace may claim, as a JSON object "
+        "of lists; `*` for the namespaces that it does not list.",
         "ARGOSY_IMAGE_PULL_POLICY": "Pull policy of engine images: `Always`, `IfNotPresent` (the default) or `Never`.",
         "ARGOSY_IMAGE_PULL_SECRETS": "Names of registry Secrets in each service's namespace, separated by commas.",
         "ARGOSY_ROUTER_URL": "URL at which clients reach the router, shown in `status.url`. Empty: no router is "

@@ -200,8 +200,8 @@ def _reservations(
     policy: NamePolicy,
     now: datetime.datetime,
 ) -> dict[str, NameReservation]:
-    """The names that are reserved from now on: those that ended with the last document, and those of it whose hour is not
-    over. None that a service of its namespace has again, and none that this must not have any more."""
+    """The names that are reserved from now on: those that ended with the last document, and those of it whose hour is
+    not over. None that a service of its namespace has again, and none that this must not have any more."""
     latest = now + RESERVED
     ends = {name: (namespace, latest) for name, namespace in had.items()}
     for each in last.reservations:

@@ -147,8 +147,8 @@ class FleetService(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class NameReservation(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A name that no service of another namespace gets for some time, since its last owner has ended. The operator keeps
-    to it and routers need not know it: services that must not have a name do not have it in the document."""
+    """A name that no service of another namespace gets for some time, since its last owner has ended. The operator
+    keeps to it and routers need not know it: services that must not have a name do not have it in the document."""
 
     name: Annotated[str, Meta(min_length=1, max_length=512)]
     namespace: Name

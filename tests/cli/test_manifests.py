@@ -216,6 +216,16 @@ def test_a_limit_of_the_cpu_below_its_request_is_refused(tmp_path: Path) -> None
     assert "spec.resources.cpuLimit: Invalid value: must be at least as much as cpu" in refusal.value.details
 
 
+def test_names_of_another_namespace_are_refused(tmp_path: Path) -> None:
+    thief = manifest("b", model={"source": "builtin://tiny", "aliases": ["default/new"]})
+    elsewhere = thief.replace("metadata:", "metadata:\n  namespace: team-b", 1)
+    with pytest.raises(
+        UsageError, match="team-b/b: the model name 'default/new' is a name of namespace default"
+    ):
+        read(tmp_path, manifest("a") + "---\n" + elsewhere, gpus=1)
+    assert len(read(tmp_path, elsewhere, gpus=1)) == 1
+
+
 @pytest.mark.parametrize(
     ("text", "message", "details"),
     [

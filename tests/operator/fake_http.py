@@ -32,6 +32,8 @@ class FakeApiServer:
         self.missing_namespaces: set[str] = set()
         self.watch_errors: list[int] = []
         """HTTP statuses with which the next watches are answered."""
+        self.watch_began = asyncio.Event()
+        """Set once a watch was begun."""
         self._watchers: list[web.Request] = []
         self._watches: list[tuple[Kind, str | None, str, asyncio.Queue[tuple[str, Object]]]] = []
         cluster.listeners.append(self._tell)
@@ -179,6 +181,7 @@ class FakeApiServer:
         watch = (kind, namespace, labels, events)
         self._watches.append(watch)
         self._watchers.append(request)
+        self.watch_began.set()
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
         await response.prepare(request)
         try:

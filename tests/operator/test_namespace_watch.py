@@ -48,8 +48,7 @@ async def test_namespaces_come_and_go(tmp_path: Path, monkeypatch: pytest.Monkey
     async with watching(cluster, tmp_path, monkeypatch) as (watch, changed, server):
         assert len(watch.names) == 250, "of several pages"
         changed.clear()
-        while not server.watches:
-            await asyncio.sleep(0.01)
+        await server.watch_began.wait()
         cluster.create(namespace("late"))
         await changed.wait()
         assert "late" in watch.names

@@ -109,4 +109,7 @@ async def test_a_key_for_the_model_or_for_one_of_its_adapters(models: tuple[str,
     async with routing(vllm("sql", "legal")) as r:
         service = r.router.fleet.service_of("sql")
         assert service is not None
-        assert may_use(r.router.fleet, Account(KeyTerms(name="k", models=models), 0.0), "sql", service, "sql") is may
+        assert (
+            may_use(r.router.fleet, Account(KeyTerms(name="k", models=models), 0.0), "sql", service, "sql")
+            is may
+        )

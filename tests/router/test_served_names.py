@@ -104,7 +104,9 @@ async def test_an_error_names_the_model_as_the_client_did_after_a_failed_attempt
         assert "'default/svc'" in answer.json()["error"]["message"]
 
 
-async def test_an_engine_of_another_make_gets_the_name_that_it_was_started_with_though_clients_cannot_use_it() -> None:
+async def test_an_engine_of_another_make_gets_the_name_that_it_was_started_with_though_clients_cannot_use_it() -> (
+    None
+):
     engine = FakeEngine(model="team-a/chat", aliases=("own",), has_telemetry=False, script=answer_by_header)
     fields = {"model": "default/svc", "aliases": ("own",), "withheld_model": "team-a/chat"}
     async with rig([engine], fields=fields) as r:

@@ -18,8 +18,8 @@ REMEDIES: Final[dict[str, str]] = {
     "InvalidSpec": "correct the field that the message names, and apply the manifest again",
     "NameConflict": "change spec.model.servedName or spec.model.aliases of one of the two services",
     "NameRefused": (
-        "change spec.model.servedName or spec.model.aliases, to names that begin with the service's own namespace and '/', "
-        "say; or have an administrator allow the name (modelNames of the chart)"
+        "change spec.model.servedName or spec.model.aliases, to names that begin with the service's own namespace and "
+        "'/', say; or have an administrator allow the name (modelNames of the chart)"
     ),
     "NameReserved": "wait, or change spec.model.servedName or spec.model.aliases",
     "FleetDocumentFull": "delete services of this namespace, or give them fewer and shorter aliases",

@@ -1,10 +1,10 @@
 """Publishes the fleet document: the ConfigMap that routers read.
 
-Owns when it is written, and the names that services lost and the canaries that are missing. Must not know how a resource
-appears in it (`argosy_resource.fleet_document`), nor who gets a name (`argosy_resource.name_claims`). Invariants: a document that did not change is not written;
-one that is written fits into a ConfigMap, whatever tenants have created; of a namespace whose services were not listed
-it keeps the entries that it had, so that a refused list takes no service from the routers; who had a name before is
-read from the last document, so that a restart forgets nothing.
+Owns when it is written, and what services have lost in it: names, canaries, room. Must not know how a resource appears
+in it (`argosy_resource.fleet_document`), nor who gets a name (`argosy_resource.name_claims`). Invariants: a document
+that did not change is not written; one that is written fits into a ConfigMap, whatever tenants have created; of a
+namespace whose services were not listed it keeps the entries that it had, so that a refused list takes no service from
+the routers; who had a name before is read from the last document, so that a restart forgets nothing.
 """
 
 from __future__ import annotations

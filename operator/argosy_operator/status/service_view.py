@@ -17,8 +17,8 @@ from argosy_operator.desired.scaling import lower_bound
 from argosy_operator.observed.deployment import serving_revision
 from argosy_operator.observed.observation import Observation
 from argosy_operator.observed.pod import Pod, Problem
-from argosy_resource.pod_overlay import FETCH_CONTAINER
 from argosy_resource.name_claims import LostName
+from argosy_resource.pod_overlay import FETCH_CONTAINER
 from argosy_resource.types import InferenceService
 
 

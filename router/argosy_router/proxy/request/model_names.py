@@ -73,7 +73,8 @@ def names_for(fleet: Fleet, account: Account) -> list[tuple[str, Service]]:
         found += [
             (name, service)
             for name in dict.fromkeys((spec.model, *spec.aliases, *adapters))
-            if fleet.service_of(name) is service and may_use(fleet, account, name, service, fleet.adapter_of(name))
+            if fleet.service_of(name) is service
+            and may_use(fleet, account, name, service, fleet.adapter_of(name))
         ]
     return found
 
