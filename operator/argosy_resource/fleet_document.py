@@ -8,7 +8,7 @@ take most of it, so that no tenant can keep another one's services, or their cha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 import msgspec
@@ -19,6 +19,7 @@ from argosy_protocol.fleet import (
     FleetDocument,
     FleetService,
     ModelFetchState,
+    NameReservation,
     RevisionSplit,
     ServiceLimits,
     encode_fleet,
@@ -126,40 +127,54 @@ def with_entries(document: FleetDocument, kept: Iterable[FleetService]) -> Fleet
 
 
 def within(document: FleetDocument, limit: int) -> FleetDocument:
-    """The document without the services for which there is no room in `limit` bytes. Namespaces get equal shares, and
-    what others do not need (max-min fairness); within a namespace the newest services are left out."""
+    """The document without the services and reservations for which there is no room in `limit` bytes. Namespaces get
+    equal shares, and what others do not need (max-min fairness); within a namespace the newest services are left out,
+    and reservations have the room that services leave, the newest first."""
     if len(encode_fleet(document)) <= limit:
         return document
-    rest = limit - len(encode_fleet(msgspec.structs.replace(document, services=document.services[:1])))
-    by_namespace: dict[str, list[tuple[FleetService, int]]] = {}
+    first = msgspec.structs.replace(
+        document, services=document.services[:1], reservations=document.reservations[:1]
+    )
+    rest = limit - len(encode_fleet(first))
+    by_namespace: dict[str, tuple[dict[str, int], dict[str, int]]] = {}
     for service in sorted(document.services, key=lambda each: (each.created, each.qualified_name)):
-        by_namespace.setdefault(service.namespace, []).append((service, _size(service)))
-    kept: set[str] = set()
-    by_size = sorted(by_namespace.values(), key=lambda services: sum(size for _, size in services))
-    for position, services in enumerate(by_size):
+        sizes, _ = by_namespace.setdefault(service.namespace, ({}, {}))
+        sizes[service.qualified_name] = _size(services=(service,))
+    for reservation in sorted(document.reservations, key=lambda each: each.until, reverse=True):
+        _, sizes = by_namespace.setdefault(reservation.namespace, ({}, {}))
+        sizes[reservation.name] = _size(reservations=(reservation,))
+    services: set[str] = set()
+    reserved: set[str] = set()
+    by_size = sorted(by_namespace.values(), key=lambda sizes: sum(sum(each.values()) for each in sizes))
+    for position, (of_services, of_reservations) in enumerate(by_size):
         share = rest // (len(by_size) - position)
-        kept |= (fitting := _fitting(services, share)).keys()
-        rest -= sum(fitting.values())
+        services |= (fitting := _fitting(of_services, share)).keys()
+        used = sum(fitting.values())
+        reserved |= (fitting := _fitting(of_reservations, share - used)).keys()
+        rest -= used + sum(fitting.values())
     return msgspec.structs.replace(
-        document, services=tuple(each for each in document.services if each.qualified_name in kept)
+        document,
+        services=tuple(each for each in document.services if each.qualified_name in services),
+        reservations=tuple(each for each in document.reservations if each.name in reserved),
     )
 
 
-def _fitting(services: Sequence[tuple[FleetService, int]], share: int) -> dict[str, int]:
-    """The first services that fit into a share, and their sizes."""
+def _fitting(sizes: Mapping[str, int], share: int) -> dict[str, int]:
+    """The first of what has these sizes that fit into a share."""
     found = {}
-    for service, size in services:
+    for name, size in sizes.items():
         if size > share:
             break
         share -= size
-        found[service.qualified_name] = size
+        found[name] = size
     return found
 
 
-def _size(service: FleetService) -> int:
-    """Bytes by which a service makes a document longer that has others."""
-    alone = FleetDocument(services=(service,))
-    return len(encode_fleet(FleetDocument(services=(service, service)))) - len(encode_fleet(alone))
+def _size(*, services: tuple[FleetService, ...] = (), reservations: tuple[NameReservation, ...] = ()) -> int:
+    """Bytes by which these make a document longer that has others."""
+    alone = FleetDocument(services=services, reservations=reservations)
+    twice = FleetDocument(services=services * 2, reservations=reservations * 2)
+    return len(encode_fleet(twice)) - len(encode_fleet(alone))
 
 
 def without_canary(document: FleetDocument) -> frozenset[str]:

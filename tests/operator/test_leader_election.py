@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import functools
 import random
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from types import TracebackType
 from typing import Any, Self
 
@@ -38,6 +40,8 @@ class Connection:
 
     def __getattr__(self, name: str) -> Any:
         call = getattr(self._cluster, name)
+        if name in ("list_pages", "watch"):
+            return functools.partial(self._stream, call)
 
         async def checked(*args: Any, **options: Any) -> Any:
             if self.is_cut:
@@ -49,6 +53,13 @@ class Connection:
             return await call(*args, **options)
 
         return checked
+
+    async def _stream(self, call: Any, *args: Any, **options: Any) -> AsyncIterator[Any]:
+        if self.is_cut:
+            raise ApiError("stream", 0, "cut off")
+        async with contextlib.aclosing(call(*args, **options)) as stream:
+            async for each in stream:
+                yield each
 
 
 class Candidate(Operator):

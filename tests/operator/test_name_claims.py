@@ -205,15 +205,20 @@ def test_more_namespaces_than_reservations() -> None:
     assert len(document.reservations) == MAX_RESERVED
 
 
-def test_a_full_document_keeps_its_reservations() -> None:
-    document = settle(
-        fleet(*(service(f"a/s{number}") for number in range(50))), fleet(service("b/y", "gpt-x"))
-    ).document
-    limit = len(encode_fleet(document)) // 2
+def test_whoever_fills_the_document_frees_no_name_of_others_and_takes_no_room_from_their_services() -> None:
+    greedy = fleet(
+        *(service(f"a/s{number}", *(f"{number}-{alias}" for alias in range(9))) for number in range(50))
+    )
+    last = fleet(service("b/y", "gpt-x"), service("c/z"), *greedy.services)
+    new = fleet(service("c/z"), *(service(f"a/new{number}", "n" * 200 + str(number)) for number in range(60)))
+    document = settle(new, settle(last).document).document
+    assert len(document.reservations) == MAX_RESERVED_OF_NAMESPACE + 2
+    limit = len(encode_fleet(document)) // 3
     shortened = within(document, limit)
-    assert shortened.reservations == document.reservations
-    assert 0 < len(shortened.services) < 50
     assert len(encode_fleet(shortened)) <= limit
+    assert {"gpt-x", "b/y"} <= {each.name for each in shortened.reservations}
+    assert "c/z" in {each.qualified_name for each in shortened.services}
+    assert len(shortened.services) > 20, "services come before the reservations of their own namespace"
 
 
 def lines_run(function: Callable[[], object]) -> int:
