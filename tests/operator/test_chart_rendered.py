@@ -14,11 +14,17 @@ import yaml
 from builders import CONFIG, isvc
 from rendered_chart import NAMESPACE, Object, find, identity, pod_specs, render
 
+from argosy.main import COMMANDS
+from argosy_batch.config import BatchConfig
+from argosy_batch.main import build_parser as batch_parser
+from argosy_batch.main import config_of as batch_config
 from argosy_operator.config import OperatorConfig
 from argosy_operator.desired.pinned_images import default_images
 from argosy_operator.desired.pod_template import pod_template
 from argosy_operator.names import NAME_LABEL
 from argosy_resource.engine_address import ENGINE_PORT, NODE_COMPONENT
+from argosy_router.main import build_parser as router_parser
+from argosy_router.main import config_of as router_config
 
 INSTALLATION = Path(__file__).parents[2] / "docs" / "installation.md"
 EVERYTHING: dict[str, Any] = {
@@ -28,6 +34,7 @@ EVERYTHING: dict[str, Any] = {
     "monitoring": {"podMonitor": True, "rules": True, "dashboard": True},
     "router": {"apiKeys": ["sk-a-key-of-ours"]},
 }
+FILES: dict[str, Any] = {"batch": {"storage": {"bucket": "s3://files"}, "replicas": 2}}
 
 
 def kinds(objects: list[Object]) -> set[str]:
@@ -51,7 +58,7 @@ def test_rendered_twice_it_is_the_same() -> None:
 
 
 def test_no_object_is_rendered_twice() -> None:
-    found = [identity(each) for each in render(EVERYTHING)]
+    found = [identity(each) for each in render(EVERYTHING | FILES)]
     assert len(found) == len(set(found))
 
 
@@ -124,10 +131,10 @@ def test_two_releases_share_no_object() -> None:
 
 @pytest.mark.parametrize("arbitrary", [False, True])
 def test_pods_run_as_the_images_user_or_as_whom_the_cluster_chooses(arbitrary: bool) -> None:
-    values = EVERYTHING | {"arbitraryUids": arbitrary, "nodeCache": {"enabled": False}}
+    values = EVERYTHING | FILES | {"arbitraryUids": arbitrary, "nodeCache": {"enabled": False}}
     objects = render(values)
     specs = pod_specs(objects)
-    assert specs.keys() == {"argosy-operator", "argosy-router", "argosy-test-router"}
+    assert specs.keys() == {"argosy-operator", "argosy-router", "argosy-batch", "argosy-test-router"}
     environment = operator_environment(objects)
     required = {"POD_NAMESPACE": "n", "POD_NAME": "p", "ARGOSY_FLEET_KEY": "0123456789abcdef"}
     config = OperatorConfig.from_env({**environment, **required})
@@ -448,7 +455,7 @@ def test_without_routers_there_is_nothing_to_test() -> None:
 
 def test_programs_read_their_namespace_from_their_pods() -> None:
     """So that Kustomize can move the objects to another namespace."""
-    for name, spec in pod_specs(render()).items():
+    for name, spec in pod_specs(render(FILES)).items():
         for container in spec["containers"]:
             written = json.dumps([container.get("args"), container.get("env")])
             assert NAMESPACE not in written, name
@@ -456,6 +463,144 @@ def test_programs_read_their_namespace_from_their_pods() -> None:
             for position, variable in enumerate(container.get("env", ())):
                 for used in re.findall(r"[$][(](\w+)[)]", variable.get("value", "")):
                     assert used in names[:position], "Kubernetes knows what is before it"
+
+
+def batch_program(values: dict[str, Any]) -> tuple[list[Object], Object, BatchConfig]:
+    """All objects, the container of `argosy batch`, and what the program makes of its arguments."""
+    objects = render(values)
+    (container,) = pod_specs(objects)["argosy-batch"]["containers"]
+    command, *arguments = container["args"]
+    assert command in {each.name for each in COMMANDS}
+    parser = batch_parser()
+    return objects, container, batch_config(parser, parser.parse_args(arguments), {"ARGOSY_FLEET_KEY": "k"})
+
+
+def batch_url(objects: list[Object]) -> str:
+    """Where routers look for files and batches."""
+    (container,) = pod_specs(objects)["argosy-router"]["containers"]
+    arguments = router_parser().parse_args(container["args"][1:])
+    return router_config(arguments, {"ARGOSY_FLEET_KEY": "0123456789abcdef"}).batch.batch_url
+
+
+def test_without_a_storage_there_are_no_files_and_batches() -> None:
+    objects = render(EVERYTHING | {"networkPolicies": {"enabled": True}})
+    assert "argosy-batch" not in {each["metadata"]["name"] for each in objects}
+    assert batch_url(objects) == ""
+
+
+CLAIM = {"persistentVolumeClaim": {"claimName": "files"}}
+
+
+def test_files_and_batches_are_kept_in_a_volume_by_a_program_of_their_own() -> None:
+    objects, container, config = batch_program(EVERYTHING | {"batch": {"storage": {"volume": CLAIM}}})
+    spec = pod_specs(objects)["argosy-batch"]
+    mounts = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
+    volumes = {each["name"]: each for each in spec["volumes"]}
+    assert mounts.keys() == volumes.keys()
+    assert config.storage == mounts["storage"]
+    assert volumes["storage"] == {"name": "storage", **CLAIM}
+    environment = {each["name"]: each.get("value") for each in container["env"]}
+    assert environment["ARGOSY_FLEET_KEY_DIR"] == mounts["fleet-key"]
+    (router,) = pod_specs(objects)["argosy-router"]["containers"]
+    assert container["image"] == router["image"]
+    assert "storage" not in str(router)
+    assert find(objects, "Deployment", "argosy-batch")["spec"]["strategy"] == {"type": "Recreate"}
+    (port,) = find(objects, "Service", "argosy-batch")["spec"]["ports"]
+    assert batch_url(objects) == f"http://argosy-batch:{port['port']}"
+    assert [each["containerPort"] for each in container["ports"] if each["name"] == port["targetPort"]] == [
+        config.port
+    ]
+    assert config.router_url == "http://argosy-router.$(POD_NAMESPACE).svc"
+    assert "PodDisruptionBudget argosy-batch" not in [" ".join(identity(each)[::2]) for each in objects]
+
+
+def test_files_and_batches_are_kept_in_a_bucket() -> None:
+    values: dict[str, Any] = {
+        "storage": {"bucket": "s3://files/argosy", "credentialsSecret": "files"},
+        "replicas": 2,
+        "extraArgs": ["--batch-max-inflight=8"],
+        "serviceAccount": {"annotations": {"eks.amazonaws.com/role-arn": "arn:aws:iam::1:role/files"}},
+        "env": [{"name": "HTTPS_PROXY", "value": "http://proxy:3128"}],
+        "podLabels": {"cost-center": "7"},
+    }
+    objects, container, config = batch_program({"batch": values})
+    assert (config.storage, config.batch_max_inflight) == ("s3://files/argosy", 8)
+    assert container["envFrom"] == [{"secretRef": {"name": "files"}}]
+    assert values["env"][0] in container["env"]
+    assert "storage" not in {each["name"] for each in container["volumeMounts"]}
+    account = find(objects, "ServiceAccount", "argosy-batch")["metadata"]
+    assert account["annotations"] == values["serviceAccount"]["annotations"]
+    deployment = find(objects, "Deployment", "argosy-batch")["spec"]
+    assert deployment["replicas"] == 2
+    assert deployment["strategy"]["type"] == "RollingUpdate"
+    assert deployment["template"]["metadata"]["labels"]["cost-center"] == "7"
+    assert find(objects, "PodDisruptionBudget", "argosy-batch")
+    assert find(objects, "Deployment", "argosy-router")
+
+
+def test_batches_reach_routers_that_speak_tls() -> None:
+    """By the name that the certificate has to have, and with its authority; not with its private key."""
+    router = {"tlsSecret": "certificate", "service": {"port": 443}}
+    objects, container, config = batch_program({"router": router, "batch": {"storage": {"volume": CLAIM}}})
+    assert config.router_url == "https://argosy-router.$(POD_NAMESPACE).svc"
+    environment = {each["name"]: each.get("value") for each in container["env"]}
+    (volume,) = (
+        each for each in pod_specs(objects)["argosy-batch"]["volumes"] if each["name"] == "router-ca"
+    )
+    (item,) = volume["secret"]["items"]
+    assert volume["secret"]["secretName"] == "certificate"
+    assert item["key"] == "ca.crt"
+    mounts = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
+    assert environment["SSL_CERT_FILE"] == f"{mounts['router-ca']}/{item['path']}"
+    assert environment["SSL_CERT_DIR"] == "/etc/ssl/certs"
+
+
+def test_policies_and_monitors_have_the_ways_to_and_from_batches() -> None:
+    prometheus = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}]
+    values = {
+        "batch": {"storage": {"volume": CLAIM}},
+        "networkPolicies": {"enabled": True, "clients": [{"podSelector": {}}], "monitoring": prometheus},
+        "monitoring": {"podMonitor": True},
+    }
+    objects = render(values)
+
+    def peer(name: str) -> Object:
+        return {"podSelector": find(objects, "Deployment", name)["spec"]["selector"]}
+
+    requests, _ = find(objects, "NetworkPolicy", "argosy-router")["spec"]["ingress"]
+    assert peer("argosy-batch") in requests["from"]
+    policy = find(objects, "NetworkPolicy", "argosy-batch")["spec"]
+    assert policy["policyTypes"] == ["Ingress"]
+    assert policy["ingress"] == [
+        {"ports": [{"port": 8082, "protocol": "TCP"}], "from": [peer("argosy-router"), *prometheus]}
+    ]
+    monitor = find(objects, "PodMonitor", "argosy-batch")["spec"]
+    assert monitor["selector"] == peer("argosy-batch")["podSelector"]
+    assert monitor["podMetricsEndpoints"] == [{"port": "http", "path": "/metrics"}]
+
+
+@pytest.mark.parametrize(
+    ("router", "place"),
+    [
+        ({"storage": {"volume": CLAIM}}, r"batch\.storage\.volume"),
+        ({"storage": {"bucket": "s3://files"}}, r"batch\.storage\.bucket"),
+        ({"storage": {"credentialsSecret": "files"}}, r"batch\.storage\.credentialsSecret"),
+        ({"extraArgs": ["--storage-ttl=86400"]}, r"batch\.extraArgs"),
+        ({"extraArgs": ["--batch-max-inflight", "8"]}, r"batch\.extraArgs"),
+    ],
+    ids=str,
+)
+def test_values_of_routers_that_kept_files_name_their_new_place(router: dict[str, Any], place: str) -> None:
+    with pytest.raises(AssertionError, match=place):
+        render({"router": router})
+
+
+@pytest.mark.parametrize(
+    "storage", [{}, {"volume": {}, "bucket": "", "credentialsSecret": ""}, None], ids=str
+)
+def test_the_old_defaults_of_the_storage_are_taken(storage: Any) -> None:
+    router = {"storage": storage, "extraArgs": ["--batch-share=0.7", "--response-ttl=86400"]}
+    assert batch_url(render({"router": router})) == ""
 
 
 KUSTOMIZE = Path(__file__).parents[2] / "deploy" / "kustomize"

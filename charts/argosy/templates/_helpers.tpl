@@ -53,6 +53,25 @@ readOnlyRootFilesystem: true
 runAsNonRoot: true
 {{- end -}}
 
+{{/* Whether files, batches and responses are kept, by `argosy batch`. */}}
+{{- define "argosy.hasBatch" -}}
+{{- if or .Values.batch.storage.volume .Values.batch.storage.bucket }}true{{ end -}}
+{{- end -}}
+
+{{/* Values of releases whose routers kept files and batches themselves. Ignored they would lose the storage. */}}
+{{- define "argosy.refuseMovedValues" -}}
+{{- range $name, $value := .Values.router.storage -}}
+{{- if $value -}}
+{{- fail (printf "router.storage.%s has become batch.storage.%s: files, batches and responses are kept by a program of their own, argosy-batch. Move router.storage to batch.storage; a cloud's identity for the bucket moves from router.serviceAccount.annotations to batch.serviceAccount.annotations, and a proxy to it from router.env to batch.env." $name $name) -}}
+{{- end -}}
+{{- end -}}
+{{- range .Values.router.extraArgs -}}
+{{- if regexMatch "^--(storage|max-file-bytes|batch-max-)" . -}}
+{{- fail (printf "router.extraArgs has %s, a flag of argosy batch: move it to batch.extraArgs. How long responses are kept is --response-ttl of the routers." .) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
 {{- define "argosy.fleetKeySecret" -}}
 {{ .Values.fleetKey.existingSecret | default "argosy-fleet-key" }}
 {{- end -}}
