@@ -11,7 +11,7 @@ from docs_reference.environment import VARIABLES
 
 ROOT = Path(__file__).parent.parent
 REFERENCE = ROOT / "docs" / "reference"
-PACKAGES = ("protocol", "operator", "engine", "router", "cli", "fetcher")
+PACKAGES = ("protocol", "operator", "engine", "router", "batch", "cli", "fetcher")
 VARIABLE = re.compile(r"""["']((?:ARGOSY_|POD_NAME)[A-Z_]*)["']""")
 
 

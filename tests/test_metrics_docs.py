@@ -1,4 +1,5 @@
-"""docs/reference/metrics.md lists every metric of router, engine and operator by its name, kind and labels."""
+"""docs/reference/metrics.md lists every metric of router, engine, operator and `argosy batch` by its name, kind and
+labels."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry, Metric, ProcessCollector
 
+from argosy_batch.metrics import BatchMetrics
 from argosy_engine import LLM
 from argosy_engine.api.observability.metrics import EngineMetrics
 from argosy_operator.reconcile.metrics import OperatorMetrics
@@ -51,6 +53,10 @@ def test_every_metric_of_the_router_s_process() -> None:
 
 def test_every_metric_of_the_operator() -> None:
     assert with_prefix("argosy_operator_") == shown(OperatorMetrics().registry)
+
+
+def test_every_metric_of_argosy_batch() -> None:
+    assert with_prefix("argosy_batch_") == shown(BatchMetrics().registry)
 
 
 @pytest.fixture(scope="module")

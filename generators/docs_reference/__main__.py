@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from argosy_batch.main import build_parser as batch_parser
 from argosy_engine.api.serve import build_parser as engine_parser
 from argosy_router.main import build_parser as router_parser
 from docs_reference.chart import chart_page
@@ -29,6 +30,9 @@ Flags of `argosy router`, which [access](../access.md), [replicas](../replicas.m
 [observability](../observability.md) explain. `--config FILE` reads a YAML file whose keys are flag names with `-` or
 `_`. The command line wins over [environment variables](environment.md), those over the file, and the file over the
 default."""
+_BATCH_FLAGS = """\
+Flags of `argosy batch`, which keeps [files, batches and stored responses](../batch.md) for routers. It also reads
+[environment variables](environment.md). Sizes take the suffixes k, m, g (decimal) and K, M, G (binary)."""
 
 
 def render() -> dict[str, str]:
@@ -37,6 +41,7 @@ def render() -> dict[str, str]:
         "command-line.md": commands_page(),
         "engine-flags.md": page("Engine flags", _ENGINE_FLAGS, groups_of(engine_parser())),
         "router-flags.md": page("Router flags", _ROUTER_FLAGS, groups_of(router_parser())),
+        "batch-flags.md": page("Flags of `argosy batch`", _BATCH_FLAGS, groups_of(batch_parser())),
         "environment.md": environment_page(),
         "inferenceservice.md": resource_page(ROOT / "crds" / "inferenceservices.yaml"),
         "chart-values.md": chart_page(ROOT / "charts" / "argosy"),

@@ -17,7 +17,7 @@ from docs_reference.markdown import code, page, section, table
 
 _INTRODUCTION = """\
 `argosy COMMAND --help` prints the same. `-o json`, where a command has it, prints JSON for scripts."""
-_ELSEWHERE = {"serve": "engine-flags.md", "router": "router-flags.md"}
+_ELSEWHERE = {"serve": "engine-flags.md", "router": "router-flags.md", "batch": "batch-flags.md"}
 _SUBCOMMANDS = {"bench": BENCHMARKS}
 """Command -> its table of subcommands. Those that argparse knows are found in the parser."""
 

@@ -53,16 +53,23 @@ VARIABLES = {
         "hands it to the router that it starts.",
         "ARGOSY_REPLICA_KEY": "Bearer key of the engines given by `--replica` or `--replica-dns`; the same as "
         "`--replica-key`.",
-        "ARGOSY_FLEET_KEY": "Fleet key, from which the internal keys of services and the key of the admin port are "
-        "derived. The operator reads the same variable.",
+        "ARGOSY_FLEET_KEY": "Fleet key, from which the internal keys of services, the key of the admin port and the "
+        "key between routers and `argosy batch` are derived. The operator and `argosy batch` read the same variable.",
         "ARGOSY_FLEET_KEY_DIR": "Mounted Secret with the fleet key in its file `key` and, during a rotation, the one "
-        "before in `previous`, instead of `ARGOSY_FLEET_KEY`. Router and operator read it again within a second of a "
-        "change ([rotating keys](../access.md#rotating-keys)).",
+        "before in `previous`, instead of `ARGOSY_FLEET_KEY`. Router, operator and `argosy batch` read it again within "
+        "a second of a change ([rotating keys](../access.md#rotating-keys)).",
         "POD_NAME": "Name of the router's own pod (the host name, if it is not set).",
         "POD_NAMESPACE": "The router's namespace, where no service account tells it. The operator requires this "
         "variable: it is the namespace of operator, routers and fleet document.",
         "OTEL_TRACES_SAMPLER, OTEL_BSP_*": "Sampling and batching of spans with `--otlp-traces-endpoint`, as "
         "OpenTelemetry defines them.",
+    },
+    "Files and batches (`argosy batch`)": {
+        "ARGOSY_FLEET_KEY, ARGOSY_FLEET_KEY_DIR": "As for the router; one of them is required.",
+        "AWS_*, GOOGLE_*": "Credentials and the endpoint of a bucket, as Amazon's and Google's tools read them "
+        "([storage](../batch.md#storage)).",
+        "SSL_CERT_FILE, SSL_CERT_DIR": "Authorities for the certificates of the router and of a bucket, instead of "
+        "the system's: a PEM file, and a directory that `openssl rehash` has made.",
     },
     "Operator (`argosy operator`)": {
         "ARGOSY_ENGINE_IMAGE": "Image of services that name none; required.",

@@ -1,25 +1,25 @@
-"""The page of metrics, from the registries of router, engine and operator."""
+"""The page of metrics, from the registries of router, engine, operator and `argosy batch`."""
 
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.metrics import MetricWrapperBase
 
+from argosy_batch.metrics import BatchMetrics
 from argosy_engine.api.observability.metrics import EngineMetrics
 from argosy_engine.resolved_config import MemoryBudget, ResolvedConfig
 from argosy_operator.reconcile.metrics import OperatorMetrics
-from argosy_router.config import RouterConfig, StorageConfig
 from argosy_router.metrics.series import PREFIX, Counter, Histogram, Series
 from argosy_router.server import Router
 from docs_reference.markdown import code, page, section, table
+from monitoring.promql import PRODUCTION
 
 _HEAD = ("metric", "kind", "labels", "meaning")
 _INTRODUCTION = """\
-Every series of the three programs. [Observability](../observability.md) explains where they are scraped, what the
+Every series of the four programs. [Observability](../observability.md) explains where they are scraped, what the
 values of the labels mean, and which dashboards and alerts the chart installs. A counter's name ends in `_total`; a
 histogram has the series `_bucket`, `_sum` and `_count`."""
 _ROUTER = """\
@@ -29,6 +29,7 @@ _ENGINE = """\
 `/metrics` of an engine, with the names, labels and buckets of vLLM, so that dashboards and autoscaling recipes for vLLM
 work unchanged. Histograms of whole requests leave out those that were aborted or failed."""
 _OPERATOR = "`/metrics` of the operator's health port (`--health-port`, 8082)."
+_BATCH = "`/metrics` of the port of [`argosy batch`](../batch.md) (`--port`, 8082)."
 
 _BUDGET = MemoryBudget(
     device="cpu",
@@ -88,7 +89,8 @@ def metrics_page() -> str:
                 table(_HEAD, rows_of(process_registry())),
             ),
             section("Engine", _ENGINE, table(_HEAD, rows_of(EngineMetrics(_ENGINE_CONFIG).registry))),
-            section("Operator", _OPERATOR, table(_HEAD, operator_rows(OperatorMetrics()))),
+            section("Operator", _OPERATOR, table(_HEAD, described_rows(OperatorMetrics()))),
+            section("Files and batches", _BATCH, table(_HEAD, described_rows(BatchMetrics()))),
         ],
     )
 
@@ -96,12 +98,10 @@ def metrics_page() -> str:
 def router_series() -> tuple[Series, ...]:
     """All series of a router as production runs it."""
 
-    async def build(folder: str) -> tuple[Series, ...]:
-        files = StorageConfig(storage=folder)
-        return tuple(Router(RouterConfig(replicas=("http://127.0.0.1:1",), files=files)).metrics.series)
+    async def build() -> tuple[Series, ...]:
+        return tuple(Router(PRODUCTION).metrics.series)
 
-    with tempfile.TemporaryDirectory() as folder:
-        return asyncio.run(build(folder))
+    return asyncio.run(build())
 
 
 def _router_row(series: Series) -> tuple[str, ...]:
@@ -128,7 +128,8 @@ def rows_of(registry: CollectorRegistry) -> Iterable[tuple[str, ...]]:
         yield code(family.name + suffix), kind, ", ".join(labels), family.documentation
 
 
-def operator_rows(metrics: OperatorMetrics) -> Iterable[tuple[str, ...]]:
+def described_rows(metrics: OperatorMetrics | BatchMetrics) -> Iterable[tuple[str, ...]]:
+    """Rows of metrics of which some have no samples yet."""
     for metric in vars(metrics).values():
         if isinstance(metric, MetricWrapperBase):
             (family,) = metric.describe()

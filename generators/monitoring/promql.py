@@ -6,15 +6,22 @@ Owns: full names of series by kind, and the few forms of expressions. Must not k
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from collections.abc import Sequence
 
-from argosy_router.config import RouterConfig, StorageConfig
+from argosy_router.config import BatchConfig, RouterConfig
 from argosy_router.metrics.series import PREFIX, Counter, Histogram, Reading, Series
 from argosy_router.server import Router
 
 _WINDOW = "$__rate_interval"
 _CHOSEN = 'model=~"$model"'
+
+
+PRODUCTION = RouterConfig(
+    replicas=("http://127.0.0.1:1",),
+    batch=BatchConfig(batch_url="http://127.0.0.1:2"),
+    fleet_key=b"0123456789abcdef",
+)
+"""A router with all that has metrics. It is never started."""
 
 
 class Registry:
@@ -32,14 +39,10 @@ class Registry:
     def of_router(cls) -> Registry:
         """The registry of a router as production runs it."""
 
-        async def build(folder: str) -> Registry:
-            files = StorageConfig(storage=folder)
-            return cls(
-                tuple(Router(RouterConfig(replicas=("http://127.0.0.1:1",), files=files)).metrics.series)
-            )
+        async def build() -> Registry:
+            return cls(tuple(Router(PRODUCTION).metrics.series))
 
-        with tempfile.TemporaryDirectory() as folder:
-            return asyncio.run(build(folder))
+        return asyncio.run(build())
 
     def counter(self, name: str) -> str:
         series = self._series[name]
