@@ -1,4 +1,5 @@
-"""The fleet under attack: one router with API keys over three engines on the tiny model, as processes of this machine.
+"""The fleet under attack: a router with API keys over three engines on the tiny model, and `argosy batch`, as processes
+of this machine.
 
 Owns the processes, their restarts after a kill, their process ids, and the search for what they leave behind. Must not
 know attacks or clients. Everything listens on loopback. The engines are small (64 MiB of KV cache, 32 sequences), so
@@ -14,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from argosy_protocol.fleet import Endpoint, FleetDocument, FleetService, encode_fleet
@@ -28,6 +29,7 @@ PARTIAL_ALIAS = "small"
 UNKNOWN_ADAPTER = "poet"
 """An adapter that the fleet document lists and no engine serves."""
 CANARY_KEY, ATTACKER_KEY, ENGINE_KEY = "sk-attack-canary", "sk-attack-attacker", "sk-attack-engine"
+_FLEET_KEY = {"ARGOSY_FLEET_KEY": "a fleet key of attacks"}
 MAX_CONNECTIONS = 512
 """The router's connection limit, low enough for an attack to use it up."""
 START_S = 300.0
@@ -51,6 +53,7 @@ class Process:
     port: int
     arguments: tuple[str, ...]
     log: Path
+    variables: dict[str, str] = field(default_factory=dict)
     popen: subprocess.Popen[bytes] | None = None
     starts: int = 0
 
@@ -67,7 +70,7 @@ class Process:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 process_group=0,  # in one session, as `argosy up` starts them
-                env={**os.environ, _FOLDER_VARIABLE: str(self.log.parent)},
+                env={**os.environ, _FOLDER_VARIABLE: str(self.log.parent), **self.variables},
             )
 
     def stop(self) -> None:
@@ -119,7 +122,13 @@ class Fleet:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self.engines = [self._engine(number) for number in range(engines)]
+        self.storage = folder / "storage"
+        self.batch = Process("batch", free_port(), (), folder / "batch.log", _FLEET_KEY)
         self.router = self._router()
+        self.batch.arguments = (
+            *("argosy_batch.main", "--port", str(self.batch.port), "--storage", str(self.storage)),
+            *("--router-url", f"http://127.0.0.1:{self.router.port}"),
+        )
 
     def _engine(self, number: int) -> Engine:
         names = (MODEL, PARTIAL_ALIAS) if number == 0 else (MODEL,)
@@ -157,8 +166,9 @@ class Fleet:
             *("argosy_router.main", "--port", str(port), "--admin-port", str(self.admin_port)),
             *("--fleet-file", str(fleet_file), "--api-keys-file", str(keys)),
             *("--max-connections", str(MAX_CONNECTIONS), "--no-access-log"),
+            *("--batch-url", f"http://127.0.0.1:{self.batch.port}"),
         )
-        return Process("router", port, arguments, self.folder / "router.log")
+        return Process("router", port, arguments, self.folder / "router.log", _FLEET_KEY)
 
     @property
     def port(self) -> int:
@@ -166,7 +176,7 @@ class Fleet:
 
     @property
     def processes(self) -> list[Process]:
-        return [self.router, *self.engines]
+        return [self.router, self.batch, *self.engines]
 
     async def start(self) -> None:
         """Start all processes and wait until every replica is synced with the router.

@@ -12,6 +12,7 @@ from .families import (
     connections,
     grammars,
     identities,
+    jobs,
     leaving,
     markers,
     nesting,
@@ -30,6 +31,7 @@ FAMILIES = {
     "identities": identities.ATTACKS,
     "leaving": leaving.ATTACKS,
     "scraping": scraping.ATTACKS,
+    "jobs": jobs.ATTACKS,
     "processes": processes.ATTACKS,
 }
 
