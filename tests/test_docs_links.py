@@ -30,6 +30,7 @@ _FOLDERS = (
     "batch",
     "engine",
     "router",
+    "batch",
     "operator",
     "cli",
     "fetcher",
