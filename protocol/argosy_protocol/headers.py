@@ -34,6 +34,10 @@ DATA_PARALLEL_RANK: Final = "x-data-parallel-rank"
 RESOURCE_BUSY: Final = "x-argosy-resource-busy"
 """Response of an engine, with 503: it refuses requests like this one, such as long prompts, and answers others."""
 
+DROPPED_TOOLS: Final = "x-argosy-dropped-tools"
+"""Response: types of the request's tools that only the servers of OpenAI or Anthropic run, and of which the model was
+not told; `other` stands for all that are not known."""
+
 INTERNAL_PREFIX: Final = "x-argosy-internal-"
 """Prefix of headers that only a router may send to an engine; the router strips them from clients' requests."""
 

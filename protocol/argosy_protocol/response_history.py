@@ -34,7 +34,16 @@ _PREFIXES = {
     "reasoning": "rs",
     "function_call": "fc",
     "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+    "tool_search_call": "tsc",
+    "tool_search_output": "tso",
 }
+_OTHER_FIELDS = (
+    *("action", "arguments", "author", "call_id", "content", "encrypted_content", "execution", "input"),
+    *("name", "namespace", "output", "recipient", "role", "tools"),
+)
+"""What is kept of items of other types, as far as they have it."""
 _decode_item = msgspec.json.Decoder(ResponseItem).decode
 _decode_state = msgspec.json.Decoder(ResponseState).decode
 
@@ -207,8 +216,13 @@ def _complete(item: ResponseItem, default_id: str) -> dict[str, Any]:
             }
         case "function_call":
             made |= {"call_id": item.call_id, "name": item.name, "arguments": item.arguments}
+            if item.namespace is not None:
+                made["namespace"] = item.namespace
         case "function_call_output":
             made |= {"call_id": item.call_id, "output": item.output}
+        case _:
+            values = {field: getattr(item, field) for field in _OTHER_FIELDS}
+            made |= {field: value for field, value in values.items() if value is not None}
     return made
 
 

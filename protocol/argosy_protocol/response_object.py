@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import msgspec
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
 from argosy_protocol.errors import BadRequest
 from argosy_protocol.openai import TokenLogprob
@@ -66,9 +66,30 @@ class FunctionCallItem(Struct, frozen=True, kw_only=True, tag="function_call", t
     arguments: str
     call_id: str
     name: str
+    namespace: str | UnsetType = UNSET
 
 
-OutputItem = OutputMessage | ReasoningItem | FunctionCallItem
+class CustomToolCallItem(Struct, frozen=True, kw_only=True, tag="custom_tool_call", tag_field="type"):
+    id: str
+    status: ItemStatus
+    input: str
+    call_id: str
+    name: str
+    namespace: str | UnsetType = UNSET
+
+
+class ToolSearchCallItem(Struct, frozen=True, kw_only=True, tag="tool_search_call", tag_field="type"):
+    """A search for tools that the client does."""
+
+    id: str
+    status: ItemStatus
+    arguments: msgspec.Raw
+    call_id: str
+    execution: str = "client"
+
+
+CallItem = FunctionCallItem | CustomToolCallItem | ToolSearchCallItem
+OutputItem = OutputMessage | ReasoningItem | CallItem
 
 
 class InputTokensDetails(Struct, frozen=True):
@@ -230,7 +251,9 @@ def begun_response(
         safety_identifier=request.safety_identifier,
         store=request.store,
         temperature=temperature,
-        text=TextConfig(format=text.format or TextFormat(type="text"), verbosity="medium"),
+        text=TextConfig(
+            format=text.format or TextFormat(type="text"), verbosity=text.verbosity or "medium"
+        ),
         tool_choice=request.tool_choice or "auto",
         tools=request.tools or [],
         top_logprobs=request.top_logprobs or 0,

@@ -3,17 +3,18 @@
 Router and engine decode the same bytes with the same decoder, and `responses_chat` makes the same chat of them.
 Decoding is as strict as that of chats (`openai`): every field has a bound, null counts as absent, unknown fields are
 ignored. An item of the input is one struct for all its types, because new types appear faster than schemas;
-`responses_chat` refuses those that a model cannot read.
+`responses_chat` skips those that a model cannot read.
 
 Owns: the types of requests, and which fields are refused. Must not know: chats, prompts, answers (`response_object`).
 """
 
 from __future__ import annotations
 
+import contextlib
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct
 
 from argosy_protocol.errors import BadRequest
 from argosy_protocol.json_limits import decode_body
@@ -65,7 +66,7 @@ _Parts = Annotated[list[ResponseContentPart], Meta(max_length=MAX_PARTS)]
 
 
 class ResponseItem(Struct, kw_only=True, omit_defaults=True):
-    """One item of a conversation: a message, a function call, its output, reasoning, or a reference to an item."""
+    """One item of a conversation, with the fields of the types that we read (`READ_ITEMS`)."""
 
     type: Annotated[str, Meta(min_length=1, max_length=64)] | None = None
     """Absent: a message, or a reference if there is nothing but an id."""
@@ -78,9 +79,19 @@ class ResponseItem(Struct, kw_only=True, omit_defaults=True):
     call_id: _Word | None = None
     name: _Word | None = None
     namespace: _Word | None = None
-    arguments: str | None = None
+    arguments: Any = None
+    """Of a function: a text. Of a search for tools: any value."""
+    input: str | None = None
+    """Of a custom tool."""
     output: Any = None
     """Of a function: a text, or parts of type input_text. Other types have what they like."""
+    execution: _Word | None = None
+    action: Any = None
+    """Of a local shell: the command, and how to run it."""
+    author: _Word | None = None
+    recipient: _Word | None = None
+    tools: Any = None
+    """Tools that the conversation adds to those of the request. Read leniently: they are sent with the history."""
 
     @property
     def kind(self) -> str:
@@ -90,17 +101,31 @@ class ResponseItem(Struct, kw_only=True, omit_defaults=True):
         return "item_reference" if self.role is None and self.content is None and self.id else "message"
 
 
+READ_ITEMS = frozenset(
+    (
+        *("additional_tools", "agent_message", "custom_tool_call", "custom_tool_call_output"),
+        *("function_call", "function_call_output", "item_reference", "local_shell_call"),
+        *("local_shell_call_output", "message", "reasoning", "tool_search_call", "tool_search_output"),
+    )
+)
+"""Types of items that say something to a model, or refer to one that does."""
 Items = Annotated[list[ResponseItem], Meta(max_length=MAX_ITEMS)]
 
 
 class ResponseTool(Struct, kw_only=True):
-    """A function of the client's. Every other type is a tool of OpenAI's own servers."""
+    """A tool of the client's, or a namespace of some. Every other type is a tool of OpenAI's own servers."""
 
     type: Annotated[str, Meta(min_length=1, max_length=64)]
     name: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    format: Any = UNSET
+    """Of a custom tool: the grammar of its input, which the model is told of."""
+    execution: Any = UNSET
+    """Of a search for tools: whether the client does it."""
+    tools: Any = UNSET
+    """Of a namespace: its functions and custom tools (`response_tools`)."""
 
 
 class TextFormat(Struct, kw_only=True, omit_defaults=True):
@@ -122,6 +147,7 @@ class TextFormat(Struct, kw_only=True, omit_defaults=True):
 class TextConfig(Struct, kw_only=True, omit_defaults=True):
     format: TextFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
+    """Without effect: a hint for models that were trained on it."""
 
 
 class ReasoningConfig(Struct, kw_only=True):
@@ -130,6 +156,7 @@ class ReasoningConfig(Struct, kw_only=True):
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
     """OpenAI's old name of `summary`."""
     context: Literal["auto", "current_turn", "all_turns"] | None = None
+    """Of which turns the model sees the reasoning: its chat template decides."""
     mode: _Word | None = None
 
 
@@ -190,6 +217,8 @@ class ResponsesRequest(InternalFields, kw_only=True, omit_defaults=True):
     """Prefixes stay in the cache while there is room, whatever this says."""
     prompt_cache_options: dict[str, Any] | None = None
     """As `prompt_cache_retention`."""
+    context_management: Any = None
+    """When to compact a conversation. Without effect: only clients do that."""
     # vLLM's extra fields
     session_id: Annotated[str, Meta(max_length=512)] | None = None
     request_id: Annotated[str, Meta(max_length=MAX_REQUEST_ID)] | None = None
@@ -220,7 +249,6 @@ class ResponsesRequest(InternalFields, kw_only=True, omit_defaults=True):
     # Decoded only to be refused: ignoring them would change the answer.
     access_programs: Any = None
     background_options: Any = None
-    context_management: Any = None
     conversation: Any = None
     image: Any = None
     moderation: Any = None
@@ -260,18 +288,12 @@ class ResponsesRequest(InternalFields, kw_only=True, omit_defaults=True):
         self._check_configs()
 
     def _check_configs(self) -> None:
-        reasoning, text = self.reasoning, self.text
-        refused: list[tuple[str, str | None, tuple[None, str]]] = []
-        if reasoning is not None:
-            refused.append(("reasoning.context", reasoning.context, (None, "auto")))
-            refused.append(("reasoning.mode", reasoning.mode, (None, "standard")))
-        if text is not None:
-            refused.append(("text.verbosity", text.verbosity, (None, "medium")))
-        for where, value, neutral in refused:
-            if value not in neutral:
-                raise BadRequest(
-                    f"{where}: {value!r} is not supported by this model; give {neutral[1]!r}", param=where
-                )
+        reasoning = self.reasoning
+        if reasoning is not None and reasoning.mode not in (None, "standard"):
+            raise BadRequest(
+                f"reasoning.mode: {reasoning.mode!r} is not supported by this model; give 'standard'",
+                param="reasoning.mode",
+            )
 
     @property
     def has_logprobs(self) -> bool:
@@ -280,7 +302,7 @@ class ResponsesRequest(InternalFields, kw_only=True, omit_defaults=True):
 
 
 REFUSED_FIELDS = (
-    *("access_programs", "background_options", "context_management", "conversation", "image", "moderation"),
+    *("access_programs", "background_options", "conversation", "image", "moderation"),
     *("prompt", "media_io_kwargs", "mm_processor_kwargs", "previous_input_messages", "watermarking"),
 )
 """Fields that are refused unless they ask for nothing."""
@@ -307,7 +329,51 @@ def decode_responses_request(body: bytes) -> ResponsesRequest:
             contradict each other; `param` names the field.
         PayloadTooLarge: it has too many values.
     """
-    return decode_body(_REQUEST, body)
+    try:
+        return decode_body(_REQUEST, body)
+    except BadRequest as error:
+        if not (error.param or "").startswith("input["):
+            raise
+        readable = _with_readable_items(body)
+        if readable is None:
+            raise
+    return decode_body(_REQUEST, readable)
+
+
+class _Typed(Struct):
+    type: Any = None
+
+
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_RAW_ITEMS = msgspec.json.Decoder(list[msgspec.Raw])
+_TYPE = msgspec.json.Decoder(_Typed)
+_ITEM = msgspec.json.Decoder(ResponseItem)
+
+
+def _with_readable_items(body: bytes) -> bytes | None:
+    """Return a body with only the type of each item that is none of `READ_ITEMS` and has fields of other types than
+    ours; None if that does not make it readable.
+
+    An id that is none of ours is left out of other items: nothing refers to it.
+    """
+    try:
+        fields = _FIELDS.decode(body)
+        items = [_readable_item(item) for item in _RAW_ITEMS.decode(fields["input"])]
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    return msgspec.json.encode({**fields, "input": items})
+
+
+def _readable_item(item: msgspec.Raw) -> msgspec.Raw:
+    with contextlib.suppress(msgspec.ValidationError):
+        _ITEM.decode(item)
+        return item
+    kind = _TYPE.decode(item).type
+    if isinstance(kind, str) and kind not in READ_ITEMS:
+        return msgspec.Raw(msgspec.json.encode({"type": kind[:64] or "unknown"}))
+    fields = _FIELDS.decode(item)
+    fields.pop("id", None)
+    return msgspec.Raw(msgspec.json.encode(fields))
 
 
 def is_responses_path(path: str) -> bool:

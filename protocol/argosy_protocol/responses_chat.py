@@ -8,43 +8,60 @@ hashed, routed and answered as if the client had sent that chat to /v1/chat/comp
     instructions, and first messages of the roles       one message of the role system
       system and developer
     message                                             message of its role
-    reasoning, message and function_call of one turn    reasoning, content and tool_calls of one message
-    function_call_output                                a message of the role tool
+    reasoning, message and calls of one turn            reasoning, content and tool_calls of one message
+    function_call_output, and those of other tools      a message of the role tool
+    agent_message                                       a message of the role user
     a final assistant's message that is not completed   continue_final_message
-    tools, tool_choice                                  tools, tool_choice, parallel_tool_calls
+    tools, additional_tools, tool_choice                tools (`response_tools`), tool_choice, parallel_tool_calls
     reasoning.effort                                    reasoning_effort
     text.format                                         response_format
     truncation: auto                                    truncate_prompt_tokens
 
 Items of earlier responses come resolved (`response_history`).
 
+What no model here reads is skipped, and counted (`skipped_content`): items of other servers, reasoning that is
+encrypted, and in history also parts. Only in the newest message of the user an image, a file or an unknown part is
+refused, since its client can still send something else.
+
 Owns: the translation, and the names of fields in errors. Must not know: templates, tokens, stored responses.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 
-from argosy_protocol.allowed_tools import ALLOWED_TOOLS, allowed, function_name
 from argosy_protocol.errors import ApiError, BadRequest
 from argosy_protocol.openai import ChatCompletionRequest, ChatMessage
+from argosy_protocol.response_tools import CUSTOM_ARGUMENT, TOOL_SEARCH, ClientTool, ResponseTools
 from argosy_protocol.responses import (
     MAX_ITEMS,
     MAX_PARTS,
     ResponseContentPart,
     ResponseItem,
     ResponsesRequest,
-    ResponseTool,
 )
+from argosy_protocol.skipped_content import IMAGE_NOTE, RESPONSES_KINDS, Skipped
 
 MAX_ALL_PARTS = 1 << 16
 """Content parts of all items together."""
 
-_TEXT_PARTS = frozenset(("input_text", "output_text", "text"))
+_TEXT_PARTS = frozenset(("input_text", "output_text", "refusal", "text"))
+_OF_MODEL = frozenset(
+    ("custom_tool_call", "function_call", "local_shell_call", "reasoning", "tool_search_call", "web_search_call")
+)
+"""Items that a model has written, as messages of the assistant are."""
+_NOTES = {
+    "computer_screenshot": IMAGE_NOTE,
+    "input_audio": "[audio that the model does not get]",
+    "input_file": "[file that the model does not get]",
+    "input_image": IMAGE_NOTE,
+}
+"""What the model reads in place of parts."""
 _SYSTEM_ROLES = frozenset(("system", "developer"))
 _ROLES = frozenset(("user", "assistant", "system", "developer"))
 _SAMPLING = (
@@ -67,24 +84,42 @@ _CHAT_FIELDS = {
 _MESSAGE_OF_CHAT = re.compile(r"^messages(?:\[\d+\][^\s:]*)?")
 _IMAGE_OF_CHAT = "content of type 'image_url'"
 """Beginning of a renderer's message about an image."""
-_FUNCTION_OF_TOOL = re.compile(r"^(tools\[\d+\]|tool_choice)\.function\b")
+_FUNCTION_OF_TOOL = re.compile(r"^(tools\[(\d+)\]|tool_choice)\.function\b")
 _JSON_SCHEMA = "response_format.json_schema"
+
+
+class TranslatedResponse(NamedTuple):
+    chat: ChatCompletionRequest
+    tools: ResponseTools
+    """Which tools the chat's functions stand for."""
+    skipped: Skipped
 
 
 def responses_as_chat(
     request: ResponsesRequest, items: Sequence[ResponseItem] | None = None
 ) -> ChatCompletionRequest:
-    """Return the chat.
+    """Return the chat; see `translated_response`."""
+    return translated_response(request, items).chat
+
+
+def translated_response(
+    request: ResponsesRequest, items: Sequence[ResponseItem] | None = None
+) -> TranslatedResponse:
+    """Return the chat, and what an answer needs to know of the translation.
 
     Args:
         items: the whole conversation, if the input refers to earlier responses; None: the input is all of it.
 
     Raises:
-        BadRequest: an item or a tool that models cannot read, fields that contradict each other, or too many items.
+        BadRequest: an item that lacks a field, fields that contradict each other, or too many items.
     """
     if items is None:
         items = input_items(request)
-    messages = _messages(request.instructions, items)
+    if len(items) > MAX_ITEMS:
+        raise BadRequest(f"the conversation has more than {MAX_ITEMS} items", param="input")
+    skipped = Skipped(RESPONSES_KINDS)
+    tools = ResponseTools(request, items, skipped)
+    messages = _Conversation(items, tools, skipped).messages(request.instructions)
     if not messages:
         raise BadRequest("input must not be empty", param="input")
     is_continued = _is_unfinished(items)
@@ -101,9 +136,12 @@ def responses_as_chat(
         chat.reasoning_effort = request.reasoning.effort
     if request.truncation == "auto":
         chat.truncate_prompt_tokens = -1
-    _set_tools(chat, request)
+    choice, functions = tools.chosen(request.tool_choice)
+    if functions:
+        chat.tools, chat.tool_choice = functions, choice
+        chat.parallel_tool_calls = request.parallel_tool_calls
     _set_format(chat, request)
-    return chat
+    return TranslatedResponse(chat, tools, skipped)
 
 
 def input_items(request: ResponsesRequest) -> list[ResponseItem]:
@@ -114,11 +152,14 @@ def input_items(request: ResponsesRequest) -> list[ResponseItem]:
     return given
 
 
-def name_responses_field(error: ApiError, request: ResponsesRequest | None = None) -> ApiError:
+def name_responses_field(
+    error: ApiError, request: ResponsesRequest | None = None, tools: ResponseTools | None = None
+) -> ApiError:
     """Return an error about the chat with the names of the Responses request, in `param` and in the message.
 
     Args:
         request: tells which item has the image that models do not read; None: the error names the input only.
+        tools: tell which tool a function of the chat stands for; None: the one of the same index.
     """
     given = error.param
     if given is None:
@@ -129,7 +170,9 @@ def name_responses_field(error: ApiError, request: ResponsesRequest | None = Non
     elif head in _CHAT_FIELDS:
         asked = _CHAT_FIELDS[head]
     else:  # the chat counts its messages otherwise
-        asked = _FUNCTION_OF_TOOL.sub(r"\1", _MESSAGE_OF_CHAT.sub("input", given))
+        asked = _FUNCTION_OF_TOOL.sub(
+            lambda found: _tool_path(found, tools), _MESSAGE_OF_CHAT.sub("input", given)
+        )
     if error.message.startswith(_IMAGE_OF_CHAT):
         error.message = "content of type 'input_image'" + error.message.removeprefix(_IMAGE_OF_CHAT)
         asked = (_first_image(request) if request is not None else None) or asked
@@ -139,6 +182,12 @@ def name_responses_field(error: ApiError, request: ResponsesRequest | None = Non
             error.message = asked + error.message.removeprefix(start)
             break
     return error
+
+
+def _tool_path(found: re.Match[str], tools: ResponseTools | None) -> str:
+    if tools is None or found[2] is None:
+        return found[1]
+    return tools.path(int(found[2])) or "input"
 
 
 def _first_image(request: ResponsesRequest) -> str | None:
@@ -165,17 +214,187 @@ def _is_unfinished(items: Sequence[ResponseItem]) -> bool:
     )
 
 
-def _messages(instructions: str | None, items: Sequence[ResponseItem]) -> list[ChatMessage]:
-    if len(items) > MAX_ITEMS:
-        raise BadRequest(f"the conversation has more than {MAX_ITEMS} items", param="input")
-    if sum(len(item.content) for item in items if isinstance(item.content, list)) > MAX_ALL_PARTS:
-        raise BadRequest(f"input has more than {MAX_ALL_PARTS} content parts in all", param="input")
-    messages: list[ChatMessage] = []
-    if instructions:
-        messages.append(ChatMessage(role="system", content=instructions))
-    for index, item in enumerate(items):
-        _add_item(messages, item, f"input[{index}]")
-    return _with_one_system_message(messages)
+class _Conversation:
+    """Makes messages of items."""
+
+    def __init__(self, items: Sequence[ResponseItem], tools: ResponseTools, skipped: Skipped) -> None:
+        self._items = items
+        self._tools = tools
+        self._skipped = skipped
+        self._messages: list[ChatMessage] = []
+        self._newest = _newest_message(items)
+
+    def messages(self, instructions: str | None) -> list[ChatMessage]:
+        items = self._items
+        if sum(len(item.content) for item in items if isinstance(item.content, list)) > MAX_ALL_PARTS:
+            raise BadRequest(f"input has more than {MAX_ALL_PARTS} content parts in all", param="input")
+        if instructions:
+            self._messages.append(ChatMessage(role="system", content=instructions))
+        for index, item in enumerate(items):
+            self._add_item(item, index)
+        return _with_one_system_message(self._messages)
+
+    def _add_item(self, item: ResponseItem, index: int) -> None:
+        where = f"input[{index}]"
+        match item.kind:
+            case "message":
+                self._add_message(item, where, is_newest=index >= self._newest)
+            case "agent_message":
+                self._add_agent_message(item)
+            case "reasoning":
+                self._add_reasoning(item)
+            case "function_call":
+                _require(item, ("call_id", "name", "arguments"), where)
+                if not isinstance(item.arguments, str):
+                    raise BadRequest(f"{where}.arguments must be a text", param=f"{where}.arguments")
+                self._add_call(item, ClientTool("function", item.name or "", item.namespace), item.arguments)
+            case "custom_tool_call":
+                _require(item, ("call_id", "name", "input"), where)
+                arguments = _json({CUSTOM_ARGUMENT: item.input})
+                self._add_call(item, ClientTool("custom", item.name or "", item.namespace), arguments)
+            case "local_shell_call" if isinstance(item.action, dict):
+                self._add_call(item, ClientTool("function", "local_shell"), _json(item.action))
+            case "tool_search_call" if item.call_id is not None:
+                arguments = item.arguments if isinstance(item.arguments, str) else _json(item.arguments or {})
+                self._add_call(item, ClientTool(TOOL_SEARCH, TOOL_SEARCH), arguments)
+            case "function_call_output" | "custom_tool_call_output" | "local_shell_call_output":
+                self._add_output(item)
+            case "tool_search_output" if item.call_id is not None:
+                self._add_result(item.call_id, _found_tools(item.tools))
+            case "additional_tools":
+                pass  # `ResponseTools` has them
+            case "item_reference":
+                raise BadRequest(f"{where}: there is no stored item {item.id!r}", param=f"{where}.id")
+            case "compaction_trigger" if index == len(self._items) - 1:
+                raise BadRequest(
+                    f"{where}: this server does not compact conversations; ask the model for a summary, and begin a new "
+                    "conversation with that",
+                    param=f"{where}.type",
+                )
+            case kind:
+                self._skipped.add(kind)
+
+    def _add_message(self, item: ResponseItem, where: str, *, is_newest: bool) -> None:
+        role = item.role
+        if role not in _ROLES:
+            given = (
+                "is required" if role is None else f"must be one of {', '.join(sorted(_ROLES))}, not {role!r}"
+            )
+            raise BadRequest(f"{where}.role {given}", param=f"{where}.role")
+        if item.content is None:
+            raise BadRequest(f"{where}.content is required", param=f"{where}.content")
+        content = item.content
+        if not isinstance(content, str):
+            content = _joined(
+                [
+                    part
+                    for index, given_part in enumerate(content)
+                    if (part := self._part(given_part, f"{where}.content[{index}]", is_newest)) is not None
+                ]
+            )
+        last = self._last
+        if role == "assistant" and last is not None and last.role == role and last.content in (None, ""):
+            last.content = content
+        else:
+            self._messages.append(ChatMessage(role=role, content=content))
+
+    def _add_agent_message(self, item: ResponseItem) -> None:
+        """Add what another agent has said as text of the user."""
+        parts = [item.content] if isinstance(item.content, str) else self._texts(item.content or ())
+        if not any(parts):
+            self._skipped.add("agent_message")
+            return
+        people = [f" {word} {name}" for word, name in (("from", item.author), ("to", item.recipient)) if name]
+        heading = f"Message{''.join(people)}:" if people else "Message of another agent:"
+        self._messages.append(ChatMessage(role="user", content="\n".join([heading, *parts])))
+
+    def _add_reasoning(self, item: ResponseItem) -> None:
+        """Begin a turn of the assistant; a summary stands for reasoning whose content is not given."""
+        if isinstance(item.content, str):
+            texts = [item.content]
+        else:
+            texts = [part.text or "" for part in item.content or item.summary or ()]
+        reasoning = "".join(texts)
+        if reasoning:
+            self._messages.append(ChatMessage(role="assistant", content="", reasoning=reasoning))
+        elif item.encrypted_content is not None:
+            self._skipped.add("reasoning")  # another server has encrypted it
+
+    def _add_call(self, item: ResponseItem, tool: ClientTool, arguments: str) -> None:
+        function = {"name": self._tools.name_of(tool), "arguments": arguments}
+        call = {"id": item.call_id or item.id or "", "type": "function", "function": function}
+        last = self._last
+        if last is None or last.role != "assistant":
+            self._messages.append(ChatMessage(role="assistant", tool_calls=[call]))
+            return
+        if last.tool_calls is None:
+            last.tool_calls = [call]
+            last.content = last.content or None
+        else:
+            last.tool_calls.append(call)
+
+    def _add_output(self, item: ResponseItem) -> None:
+        """Add what a tool has returned, as far as it is text: agents send it back whatever it is."""
+        output = item.output
+        if isinstance(output, list):
+            parts, rest = output[:MAX_PARTS], len(output) - MAX_PARTS
+            texts = self._texts(_readable_parts(parts, self._skipped, item.kind))
+            for _ in range(rest):
+                self._skipped.add(item.kind)
+            self._add_result(item.call_id or item.id, _joined([_text(text) for text in texts]))
+        else:
+            text = output if isinstance(output, str) else "" if output is None else _json(output)
+            self._add_result(item.call_id or item.id, text)
+
+    def _add_result(self, call_id: str | None, content: str | list[dict[str, Any]]) -> None:
+        self._messages.append(ChatMessage(role="tool", tool_call_id=call_id, content=content))
+
+    def _texts(self, parts: Iterable[ResponseContentPart]) -> list[str]:
+        """Return the texts of parts, with a note in place of each that is none."""
+        made = (self._part(part, "", False) for part in parts)
+        return [part["text"] for part in made if part is not None]
+
+    def _part(self, part: ResponseContentPart, where: str, is_newest: bool) -> dict[str, Any] | None:
+        """Return a part as chats have it; None if it is skipped.
+
+        Args:
+            is_newest: an image is passed on, whose renderer says whether the model reads it.
+
+        Raises:
+            BadRequest: it is in the newest message, and no text.
+        """
+        text = part.refusal if part.type == "refusal" else part.text
+        if part.type in _TEXT_PARTS and text is not None:
+            return _text(text)
+        if is_newest:
+            if part.type == "input_image" and part.image_url is not None:
+                image = {"url": part.image_url} | ({"detail": part.detail} if part.detail else {})
+                return {"type": "image_url", "image_url": image}
+            if part.type in _TEXT_PARTS:
+                where = f"{where}.{'refusal' if part.type == 'refusal' else 'text'}"
+                raise BadRequest(f"{where} is required", param=where)
+            raise BadRequest(f"{where}: content of type {part.type!r} is not supported here", param=where)
+        self._skipped.add(part.type)
+        note = _NOTES.get(part.type)
+        return None if note is None else _text(note)
+
+    @property
+    def _last(self) -> ChatMessage | None:
+        return self._messages[-1] if self._messages else None
+
+
+def _newest_message(items: Sequence[ResponseItem]) -> int:
+    """Return the index from which on messages are new: that of the user's last one, unless a model has answered it."""
+    newest = len(items)
+    for index in range(len(items) - 1, -1, -1):
+        item = items[index]
+        if item.kind == "message" and item.role != "assistant":
+            newest = index
+            if item.role == "user":
+                return newest
+        elif item.kind in _OF_MODEL or item.kind == "message":
+            return newest
+    return newest
 
 
 def _with_one_system_message(messages: list[ChatMessage]) -> list[ChatMessage]:
@@ -188,173 +407,47 @@ def _with_one_system_message(messages: list[ChatMessage]) -> list[ChatMessage]:
     parts: list[dict[str, Any]] = []
     for message in messages[:count]:
         content = message.content
-        parts += [{"type": "text", "text": content}] if isinstance(content, str) else content or []
+        parts += [_text(content)] if isinstance(content, str) else content or []
     return [ChatMessage(role="system", content=parts), *messages[count:]]
 
 
-def _add_item(messages: list[ChatMessage], item: ResponseItem, where: str) -> None:
-    match item.kind:
-        case "message":
-            _add_message(messages, item, where)
-        case "reasoning":
-            _add_reasoning(messages, item, where)
-        case "function_call":
-            _add_call(messages, item, where)
-        case "function_call_output":
-            if item.call_id is None:
-                raise BadRequest(f"{where}.call_id is required", param=f"{where}.call_id")
-            content = _content(_output(item.output, f"{where}.output"), f"{where}.output")
-            messages.append(ChatMessage(role="tool", tool_call_id=item.call_id, content=content))
-        case "item_reference":
-            raise BadRequest(f"{where}: there is no stored item {item.id!r}", param=f"{where}.id")
-        case kind:
-            raise BadRequest(f"{where}: items of type {kind!r} are not supported", param=f"{where}.type")
-
-
-def _add_message(messages: list[ChatMessage], item: ResponseItem, where: str) -> None:
-    role = item.role
-    if role not in _ROLES:
-        given = "is required" if role is None else f"must be one of {', '.join(sorted(_ROLES))}, not {role!r}"
-        raise BadRequest(f"{where}.role {given}", param=f"{where}.role")
-    if item.content is None:
-        raise BadRequest(f"{where}.content is required", param=f"{where}.content")
-    content = _content(item.content, f"{where}.content")
-    last = messages[-1] if messages else None
-    if role == "assistant" and last is not None and last.role == role and last.content in (None, ""):
-        last.content = content
-    else:
-        messages.append(ChatMessage(role=role, content=content))
-
-
-def _add_reasoning(messages: list[ChatMessage], item: ResponseItem, where: str) -> None:
-    """Begin a turn of the assistant; a summary stands for reasoning whose content is not given."""
-    if isinstance(item.content, str):
-        texts = [item.content]
-    else:
-        texts = [part.text or "" for part in item.content or item.summary or ()]
-    reasoning = "".join(texts)
-    if not reasoning and item.encrypted_content is not None:
-        where = f"{where}.encrypted_content"
-        raise BadRequest(f"{where} was encrypted by another server, and no model here reads it", param=where)
-    if reasoning:
-        messages.append(ChatMessage(role="assistant", content="", reasoning=reasoning))
-
-
-def _add_call(messages: list[ChatMessage], item: ResponseItem, where: str) -> None:
-    for field in ("call_id", "name", "arguments"):
+def _require(item: ResponseItem, fields: Iterable[str], where: str) -> None:
+    for field in fields:
         if getattr(item, field) is None:
             raise BadRequest(f"{where}.{field} is required", param=f"{where}.{field}")
-    if item.namespace is not None:
-        raise BadRequest(f"{where}.namespace is not supported", param=f"{where}.namespace")
-    call = {
-        "id": item.call_id,
-        "type": "function",
-        "function": {"name": item.name, "arguments": item.arguments},
-    }
-    last = messages[-1] if messages else None
-    if last is None or last.role != "assistant":
-        messages.append(ChatMessage(role="assistant", tool_calls=[call]))
-        return
-    if last.tool_calls is None:
-        last.tool_calls = [call]
-        last.content = last.content or None
-    else:
-        last.tool_calls.append(call)
 
 
-def _output(output: Any, where: str) -> str | list[ResponseContentPart]:
-    """Return the text or the parts of a function's output."""
-    if isinstance(output, str):
-        return output
-    if not isinstance(output, list) or len(output) > MAX_PARTS:
-        raise BadRequest(f"{where} must be a text or at most {MAX_PARTS} content parts", param=where)
-    try:
-        return msgspec.convert(output, list[ResponseContentPart])
-    except msgspec.ValidationError as error:
-        raise BadRequest(f"{where} must be a text or content parts: {error}", param=where) from None
+def _readable_parts(parts: list[Any], skipped: Skipped, kind: str) -> list[ResponseContentPart]:
+    """Return those of an output's parts that can be read."""
+    read = []
+    for part in parts:
+        try:
+            read.append(msgspec.convert(part, ResponseContentPart))
+        except msgspec.ValidationError:
+            skipped.add(kind)
+    return read
 
 
-def _content(content: str | list[ResponseContentPart], where: str) -> str | list[dict[str, Any]]:
+def _found_tools(tools: Any) -> str:
+    """Say which tools a search has found; the chat describes them with all others."""
+    names = [tool.get("name") for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
+    named = [name for name in names if isinstance(name, str)]
+    return f"Found: {', '.join(named)}" if named else "Found no tools."
+
+
+def _text(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def _joined(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
     """Return one text as it is: clients write most messages as a list of one part."""
-    if isinstance(content, str):
-        return content
-    parts = [_part(part, f"{where}[{index}]") for index, part in enumerate(content)]
     if not parts:
         return ""
     return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts
 
 
-def _part(part: ResponseContentPart, where: str) -> dict[str, Any]:
-    """Return a part as chats have it. Whether the model takes images or files, its renderer says."""
-    if part.type in _TEXT_PARTS:
-        if part.text is None:
-            raise BadRequest(f"{where}.text is required", param=f"{where}.text")
-        return {"type": "text", "text": part.text}
-    if part.type == "refusal":
-        if part.refusal is None:
-            raise BadRequest(f"{where}.refusal is required", param=f"{where}.refusal")
-        return {"type": "text", "text": part.refusal}
-    if part.type == "input_image" and part.image_url is not None:
-        image = {"url": part.image_url} | ({"detail": part.detail} if part.detail else {})
-        return {"type": "image_url", "image_url": image}
-    raise BadRequest(f"{where}: content of type {part.type!r} is not supported here", param=where)
-
-
-def _set_tools(chat: ChatCompletionRequest, request: ResponsesRequest) -> None:
-    tools = [_tool(tool, index) for index, tool in enumerate(request.tools or ())]
-    choice = request.tool_choice
-    if choice not in (None, "auto", "none") and not tools:
-        raise BadRequest("tool_choice needs tools", param="tool_choice")
-    if isinstance(choice, dict):
-        choice, tools = _chosen(choice, tools)
-    elif choice not in (None, "auto", "none", "required"):
-        raise BadRequest(
-            f"tool_choice must be none, auto, required or a function, not {choice!r}", param="tool_choice"
-        )
-    chat.tools = tools or None
-    if tools:
-        chat.tool_choice = choice
-        chat.parallel_tool_calls = request.parallel_tool_calls
-
-
-def _tool(tool: ResponseTool, index: int) -> dict[str, Any]:
-    if tool.type != "function":
-        where = f"tools[{index}].type"
-        raise BadRequest(
-            f"{where}: {tool.type!r} is a tool of OpenAI's servers and not supported here; describe yours as a "
-            "function",
-            param=where,
-        )
-    if tool.name is None:
-        where = f"tools[{index}].name"
-        raise BadRequest(f"{where} is required", param=where)
-    function: dict[str, Any] = {"name": tool.name}
-    for field in ("description", "parameters", "strict"):
-        value = getattr(tool, field)
-        if value is not None:
-            function[field] = value
-    return {"type": "function", "function": function}
-
-
-def _chosen(
-    choice: dict[str, Any], tools: list[dict[str, Any]]
-) -> tuple[str | dict[str, Any], list[dict[str, Any]]]:
-    """Return a chat's choice, and the tools that it allows."""
-    kind = choice.get("type")
-    if kind == "function":
-        name = choice.get("name")
-        if not isinstance(name, str) or name not in map(function_name, tools):
-            raise BadRequest("tool_choice.name must be the name of one of tools", param="tool_choice.name")
-        return {"type": "function", "function": {"name": name}}, tools
-    if kind == ALLOWED_TOOLS:
-        named = choice.get("tools")
-        names = (
-            [tool.get("name") if isinstance(tool, dict) else None for tool in named]
-            if isinstance(named, list)
-            else []
-        )
-        return allowed(tools, choice.get("mode"), names, "tool_choice")
-    raise BadRequest(f"tool_choice.type: {kind!r} is not supported", param="tool_choice.type")
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _set_format(chat: ChatCompletionRequest, request: ResponsesRequest) -> None:

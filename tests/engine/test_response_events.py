@@ -21,7 +21,7 @@ from argosy_engine.sample.token_logprobs import TokenLogprobs
 from argosy_protocol.errors import InternalError, TooManyRequests
 from argosy_protocol.response_object import ResponseObject, begun_response
 from argosy_protocol.responses import ResponsesRequest, decode_responses_request
-from argosy_protocol.responses_chat import responses_as_chat
+from argosy_protocol.responses_chat import translated_response
 from response_stream import final_response, parsed_events
 
 TOOL = {"type": "function", "name": "ping", "parameters": {"type": "object"}}
@@ -56,9 +56,10 @@ def renderer() -> Renderer:
 def formatted(renderer: Renderer, **fields: Any) -> ResponseEvents:
     body = {"model": "m", "input": "Hi", "tools": [TOOL], **fields}
     request = decode_responses_request(json.dumps(body).encode())
-    chat = responses_as_chat(request)
+    chat, tools, _ = translated_response(request)
     begun = begun_response(request, "resp_r", "m", 5, 1.0, 0.9)
-    return ResponseEvents(ChatFormat(renderer, chat, "resp_r", "m", renderer.render_chat(chat), 1), begun)
+    chat_format = ChatFormat(renderer, chat, "resp_r", "m", renderer.render_chat(chat), 1)
+    return ResponseEvents(chat_format, begun, tools)
 
 
 def outputs(pieces: list[str], **last: Any) -> list[GenerationOutput]:

@@ -36,7 +36,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (message(role=5), "input[0].role"),
     (message(content=[{"text": "x"}]), "input[0].content[0].type"),
     (message(content=[{"type": "input_text", "text": "x"}] * 1025), "input[0].content"),
-    (message(id="x" * 257), "input[0].id"),
     ({"instructions": 5}, "instructions"),
     ({"stream": "yes"}, "stream"),
     ({"stream_options": {}}, "stream_options"),
@@ -50,10 +49,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
     ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name"),
     ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema"),
-    ({"text": {"verbosity": "low"}}, "text.verbosity"),
+    ({"text": {"verbosity": "some"}}, "text.verbosity"),
     ({"reasoning": {"effort": "nope"}}, "reasoning.effort"),
     ({"reasoning": {"mode": "pro"}}, "reasoning.mode"),
-    ({"reasoning": {"context": "all_turns"}}, "reasoning.context"),
+    ({"reasoning": {"context": "some"}}, "reasoning.context"),
     ({"tools": [{"name": "f"}]}, "tools[0].type"),
     ({"tools": [{"type": "function", "name": "f"}] * 513}, "tools"),
     ({"truncation": "some"}, "truncation"),
@@ -104,6 +103,32 @@ def test_null_counts_as_absent() -> None:
 def test_every_field_of_openai_is_known() -> None:
     known = {field.name for field in msgspec.structs.fields(ResponsesRequest)}
     assert set(ResponseCreateParamsNonStreaming.__annotations__) - known == set()
+
+
+HI = {"role": "user", "content": "hi"}
+STRANGE: list[dict[str, Any]] = [
+    {"type": "shiny_call", "content": {"a": 1}, "arguments": {"b": [2]}},
+    {"type": "shiny_call", "id": 5, "name": [], "status": {}, "role": 7, "summary": "s", "output": None},
+    {"type": "x" * 65, "text": "long"},
+    {"type": "program", "code": "1", "call_id": "c" * 300},
+    {"type": "mcp_call", "name": "n" * 300, "arguments": "{}", "output": "x" * 5000},
+]
+
+
+@pytest.mark.parametrize("item", STRANGE)
+def test_an_item_of_another_server_is_read_by_its_type_only(item: dict[str, Any]) -> None:
+    (read, _) = decoded(input=[item, HI]).input
+    assert isinstance(read, ResponseItem)
+    assert read == ResponseItem(type=item["type"][:64])
+
+
+def test_an_id_that_is_none_of_ours_is_left_out() -> None:
+    (long, empty) = decoded(input=[{**HI, "id": "x" * 257}, {**HI, "id": ""}]).input
+    assert long == empty == ResponseItem(role="user", content="hi")
+
+
+def test_what_is_wrong_with_an_item_of_ours_is_told_beside_one_of_another_server() -> None:
+    assert refusal({"input": [STRANGE[0], {"role": "user", "content": 5}]})[0] == "input[1].content"
 
 
 def test_unknown_fields_are_ignored() -> None:

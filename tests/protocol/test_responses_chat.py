@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,8 +13,8 @@ from hypothesis import strategies as st
 from argosy_protocol.errors import BadRequest
 from argosy_protocol.openai import ChatCompletionRequest, decode_request
 from argosy_protocol.prompt_segments import prompt_segments
-from argosy_protocol.responses import decode_responses_request
-from argosy_protocol.responses_chat import name_responses_field, responses_as_chat
+from argosy_protocol.responses import READ_ITEMS, ResponseItem, decode_responses_request
+from argosy_protocol.responses_chat import name_responses_field, responses_as_chat, translated_response
 from case_tables import wrong_answers
 
 HI = {"role": "user", "content": "hi"}
@@ -25,6 +26,10 @@ CALL = {"type": "function_call", "id": "fc_1", "call_id": "c1", "name": "f", "ar
 CHAT_CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "r"}
 RESULT = {"role": "tool", "tool_call_id": "c1", "content": "r"}
+CUSTOM_CALL = {"type": "custom_tool_call", "call_id": "c1", "name": "exec", "input": 'say "hi"'}
+SHELL = {"type": "exec", "command": ["ls"], "env": {}}
+IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,aaaa"}
+NO_IMAGE = "[image that the model does not get]"
 THOUGHT = {
     "type": "reasoning",
     "id": "rs",
@@ -62,6 +67,13 @@ def texts(*parts: str) -> list[dict[str, Any]]:
     return [{"type": "text", "text": part} for part in parts]
 
 
+def called(name: str, arguments: str) -> dict[str, Any]:
+    call = {"id": "c1", "type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
+PARTS = [{"type": "input_text", "text": "hi"}]
+ANSWERED = {"role": "assistant", "content": "a"}
 ITEMS: list[tuple[str, list[dict[str, Any]], list[dict[str, Any]]]] = [
     ("a message", [HI], [HI]),
     ("one part", [{"role": "user", "content": [{"type": "input_text", "text": "hi"}]}], [HI]),
@@ -147,6 +159,96 @@ ITEMS: list[tuple[str, list[dict[str, Any]], list[dict[str, Any]]]] = [
         "an output in parts",
         [HI, CALL, {**OUTPUT, "output": [{"type": "input_text", "text": "r"}]}],
         [HI, {"role": "assistant", "content": None, "tool_calls": [CHAT_CALL]}, RESULT],
+    ),
+    (
+        "a custom tool's call",
+        [HI, CUSTOM_CALL, {"type": "custom_tool_call_output", "call_id": "c1", "output": "r"}],
+        [HI, called("exec", '{"input": "say \\"hi\\""}'), RESULT],
+    ),
+    (
+        "an output of a custom tool in parts",
+        [
+            HI,
+            CUSTOM_CALL,
+            {
+                "type": "custom_tool_call_output",
+                "call_id": "c1",
+                "output": [{"type": "input_text", "text": "a"}, IMAGE, {"type": "shiny"}, {"text": "no type"}, 5],
+            },
+        ],
+        [HI, called("exec", '{"input": "say \\"hi\\""}'), {**RESULT, "content": texts("a", NO_IMAGE)}],
+    ),
+    (
+        "a call in a namespace",
+        [HI, {**CALL, "namespace": "mcp__git__"}, OUTPUT],
+        [HI, called("mcp__git__f", '{"a": 1}'), RESULT],
+    ),
+    (
+        "a local shell",
+        [
+            HI,
+            {"type": "local_shell_call", "id": "l", "call_id": "c1", "status": "completed", "action": SHELL},
+            {"type": "local_shell_call_output", "id": "c1", "output": "r"},
+        ],
+        [HI, called("local_shell", json.dumps(SHELL)), RESULT],
+    ),
+    (
+        "a search for tools",
+        [
+            HI,
+            {
+                "type": "tool_search_call",
+                "call_id": "c1",
+                "execution": "client",
+                "status": "completed",
+                "arguments": {"query": "git"},
+            },
+            {
+                "type": "tool_search_output",
+                "call_id": "c1",
+                "execution": "client",
+                "status": "completed",
+                "tools": [],
+            },
+        ],
+        [HI, called("tool_search", '{"query": "git"}'), {**RESULT, "content": "Found no tools."}],
+    ),
+    (
+        "a message of another agent",
+        [HI, {"type": "agent_message", "author": "/a", "recipient": "/root", "content": PARTS}],
+        [HI, {"role": "user", "content": "Message from /a to /root:\nhi"}],
+    ),
+    (
+        "an output without an id, one that is no text, and none",
+        [HI, {**OUTPUT, "call_id": None}, {**OUTPUT, "output": {"a": 1}}, {**OUTPUT, "output": None}],
+        [
+            HI,
+            {"role": "tool", "content": "r"},
+            {**RESULT, "content": '{"a": 1}'},
+            {**RESULT, "content": ""},
+        ],
+    ),
+    (
+        "an image that was answered",
+        [{"role": "user", "content": [*PARTS, IMAGE, {"type": "shiny"}]}, said("a"), HI],
+        [{"role": "user", "content": texts("hi", NO_IMAGE)}, {"role": "assistant", "content": "a"}, HI],
+    ),
+    (
+        "an image that the user has given up",
+        [{"role": "user", "content": [IMAGE]}, HI],
+        [{"role": "user", "content": NO_IMAGE}, HI],
+    ),
+    *[
+        (f"of another server: {kind}", [HI, {"type": kind, "id": "x"}, said("a"), HI], [HI, ANSWERED, HI])
+        for kind in (
+            *("web_search_call", "compaction", "context_compaction", "mcp_call", "image_generation_call"),
+            *("additional_tools", "agent_message", "compaction_trigger", "local_shell_call", "never_seen"),
+        )
+    ],
+    (
+        "reasoning that another server has encrypted",
+        [HI, {"type": "reasoning", "summary": [], "encrypted_content": "gAAA"}, said("a"), HI],
+        [HI, ANSWERED, HI],
     ),
     ("a developer", [{"role": "developer", "content": "d"}, HI], [{"role": "developer", "content": "d"}, HI]),
     (
@@ -252,15 +354,18 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input": [{"role": "user"}]}, "input[0].content"),
     ({"input": [HI, {"role": "user", "content": [{"type": "input_file"}]}]}, "input[1].content[0]"),
     ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
-    ({"input": [{"type": "web_search_call", "id": "ws"}]}, "input[0].type"),
     ({"input": [HI, {"id": "msg_1"}]}, "input[1].id"),
     ({"input": [{**CALL, "call_id": None}]}, "input[0].call_id"),
-    ({"input": [{**CALL, "namespace": "n"}]}, "input[0].namespace"),
-    ({"input": [{**OUTPUT, "output": {"a": 1}}]}, "input[0].output"),
-    ({"input": [{**OUTPUT, "call_id": None}]}, "input[0].call_id"),
-    ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, "input[0].encrypted_content"),
-    ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ({"input": [{"type": "web_search_call", "id": "ws"}]}, "input"),
+    ({"input": [HI, {"type": "compaction_trigger"}]}, "input[1].type"),
+    ({"input": [{**CALL, "arguments": {}}]}, "input[0].arguments"),
+    ({"input": [{**CUSTOM_CALL, "input": None}]}, "input[0].input"),
     ({"tools": [{"type": "function"}]}, "tools[0].name"),
+    ({"tools": [{"type": "custom"}]}, "tools[0].name"),
+    ({"tools": [{"type": "namespace", "name": "n"}]}, "tools[0].tools"),
+    ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "mcp"}]}]}, "tools[0].tools[0]"),
+    ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
+    ({"tools": [TOOL, {"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice.type"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": [TOOL], "tool_choice": "some"}, "tool_choice"),
     ({"tools": [TOOL], "tool_choice": {"type": "mcp"}}, "tool_choice.type"),
@@ -314,6 +419,48 @@ def test_errors_about_the_chat_name_fields_of_the_responses_request(
 ) -> None:
     error = name_responses_field(BadRequest(message, param=param))
     assert (error.param, error.message) == (asked, expected)
+
+
+def test_what_is_skipped_is_counted_by_a_few_kinds() -> None:
+    items = [
+        *[{"type": kind, "id": "x"} for kind in ("web_search_call", "web_search_call", "compaction", "y", "z")],
+        {"type": "reasoning", "summary": [], "encrypted_content": "gAAA"},
+        {**OUTPUT, "output": [IMAGE, {"type": "shiny"}]},
+        HI,
+    ]
+    body = json.dumps({"model": "m", "input": items, "tools": [{"type": "web_search"}, {"type": "q"}]})
+    skipped = translated_response(decode_responses_request(body.encode())).skipped
+    assert skipped.content == {
+        "web_search_call": 2, "compaction": 1, "other": 3, "reasoning": 1, "input_image": 1,
+    }  # fmt: skip
+    assert skipped.tools == {"web_search": 1, "other": 1}
+    assert skipped.dropped_tools == "other, web_search"
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+UNREAD = st.text(min_size=1, max_size=70).filter(lambda kind: kind not in READ_ITEMS)
+FIELD_NAMES = [field.name for field in msgspec.structs.fields(ResponseItem) if field.name != "type"]
+
+
+@given(st.lists(st.tuples(UNREAD, st.dictionaries(st.sampled_from(FIELD_NAMES), JSON)), max_size=3))
+def test_no_item_of_another_server_is_refused(strange: list[tuple[str, dict[str, Any]]]) -> None:
+    items = [{**fields, "type": kind} for kind, fields in strange]
+    made = translated(input=[HI, *items, HI])
+    assert [message.content for message in made.messages] == ["hi", "hi"]
+
+
+OUTPUTS = ("function_call_output", "custom_tool_call_output", "local_shell_call_output")
+
+
+@given(st.sampled_from(OUTPUTS), JSON)
+def test_no_output_of_a_tool_is_refused(kind: str, output: Any) -> None:
+    made = translated(input=[HI, {"type": kind, "call_id": "c", "id": "i", "output": output}])
+    assert [message.role for message in made.messages] == ["user", "tool"]
+    prompt_segments(made)
 
 
 TEXTS = st.text(max_size=8)

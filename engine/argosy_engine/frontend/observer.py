@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from argosy_engine.frontend.request_record import current_record
 from argosy_engine.messages.core_messages import EngineCoreOutputs, EngineCoreRequest
 from argosy_engine.params.sampling_params import SamplingParams
+from argosy_protocol.skipped_content import Skipped
+
+SkippingApi = Literal["chat_completions", "messages", "responses"]
+"""The APIs whose history may have what no model here reads."""
 
 
 class Choices:
@@ -118,6 +122,9 @@ class Observer:
             has_calls: whether it calls a tool.
             api: `chat_completions`, `responses` or `other`.
         """
+
+    def on_skipped(self, api: SkippingApi, skipped: Skipped) -> None:
+        """A request was translated into a chat, which leaves out what `skipped` has, perhaps nothing."""
 
     def on_tokens(self, timings: RequestTimings, count: int, now: float, is_first: bool) -> None:
         """A request got tokens.

@@ -18,9 +18,10 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from argosy_engine.api.observability.loop_histogram import LoopHistogram, LoopHistogramFamily
-from argosy_engine.frontend.observer import Observer, RequestTimings
+from argosy_engine.frontend.observer import Observer, RequestTimings, SkippingApi
 from argosy_engine.messages.core_messages import EngineCoreOutputs
 from argosy_engine.resolved_config import ResolvedConfig
+from argosy_protocol.skipped_content import OTHER, SKIPPED_KINDS, TOOL_KINDS, Skipped
 
 _TTFT = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
@@ -229,6 +230,26 @@ class EngineMetrics(Observer):
             for is_stream, mode in ((True, "streaming"), (False, "non_streaming"))
             for api in _TOOL_APIS
         }
+        skipped = Counter(
+            "argosy_engine_skipped_content",
+            "Blocks of clients' history that no model here reads and that were left out, or replaced by a note.",
+            ("model_name", "api", "kind"),
+            registry=self.registry,
+        )
+        self._skipped = {
+            (api, kind): skipped.labels(config.model_name, api, kind)
+            for api, kinds in SKIPPED_KINDS.items()
+            for kind in sorted((*kinds, OTHER))
+        }
+        dropped = Counter(
+            "argosy_engine_dropped_tools",
+            "Tools of requests that only servers of OpenAI or Anthropic run, of which the model was not told.",
+            ("model_name", "kind"),
+            registry=self.registry,
+        )
+        self._dropped = {
+            kind: dropped.labels(config.model_name, kind) for kind in sorted((*TOOL_KINDS, OTHER))
+        }
         self._ttft = histogram("time_to_first_token_seconds", "Time to first token.", _TTFT)
         self._itl = histogram("inter_token_latency_seconds", "Time between output tokens.", _ITL)
         self._tpot = histogram(
@@ -386,6 +407,12 @@ class EngineMetrics(Observer):
 
     def on_tools_parsed(self, has_calls: bool, is_stream: bool, api: str) -> None:
         self._parsed[has_calls, is_stream, api].inc()
+
+    def on_skipped(self, api: SkippingApi, skipped: Skipped) -> None:
+        for kind, count in skipped.content.items():
+            self._skipped[api, kind].inc(count)
+        for kind, count in skipped.tools.items():
+            self._dropped[kind].inc(count)
 
     def on_finished(self, timings: RequestTimings, num_prompt: int, num_output: int, reason: str) -> None:
         rank = timings.engine_index

@@ -5,6 +5,8 @@
         of a message: content_part.added, output_text.delta ..., output_text.done, content_part.done
         of reasoning: content_part.added, reasoning_text.delta ..., reasoning_text.done, content_part.done
         of a call: function_call_arguments.delta ..., function_call_arguments.done
+        of a custom tool's call: custom_tool_call_input.delta ..., custom_tool_call_input.done
+        of a search for tools: nothing
       and response.output_item.done
     response.completed, response.incomplete or response.failed
 
@@ -23,12 +25,15 @@ from typing import Any
 import msgspec
 
 from argosy_engine.api.openai.chat_format import ChatFormat
+from argosy_engine.api.responses.custom_tool_input import CustomToolInput
 from argosy_engine.frontend.outputs import GenerationOutput
 from argosy_engine.frontend.tokenizer import Tokenizer
 from argosy_protocol.errors import ApiError
 from argosy_protocol.openai import Delta, TokenLogprob, ToolCall
 from argosy_protocol.response_object import (
     ID_PREFIX,
+    CallItem,
+    CustomToolCallItem,
     FunctionCallItem,
     IncompleteDetails,
     InputTokensDetails,
@@ -43,13 +48,17 @@ from argosy_protocol.response_object import (
     ResponseFailure,
     ResponseObject,
     ResponseUsage,
+    ToolSearchCallItem,
 )
+from argosy_protocol.response_tools import ResponseTools
 
 _encode = msgspec.json.encode
 _decode_object = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _replace = msgspec.structs.replace
 _MESSAGE, _REASONING, _CALL = "message", "reasoning", "function_call"
-_PREFIXES = {_MESSAGE: "msg", _REASONING: "rs", _CALL: "fc"}
+_PREFIXES = {_MESSAGE: "msg", _REASONING: "rs"}
+_CALL_PREFIXES = {"function": "fc", "custom": "ctc", "tool_search": "tsc"}
+_NO_ARGUMENTS = msgspec.Raw(b"{}")
 _TEXT_EVENTS = {_MESSAGE: "output_text", _REASONING: "reasoning_text"}
 _NO_LOGPROBS = b"[]"
 _ERROR_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
@@ -74,13 +83,19 @@ class ResponseEvents:
     Args:
         chat_format: parses the text.
         begun: the response without output.
+        tools: which tools the chat's functions stand for.
         raw: collects the output as tokens, if the request asks for them.
     """
 
     def __init__(
-        self, chat_format: ChatFormat, begun: ResponseObject, raw: RawMessages | None = None
+        self,
+        chat_format: ChatFormat,
+        begun: ResponseObject,
+        tools: ResponseTools,
+        raw: RawMessages | None = None,
     ) -> None:
         self._raw = raw
+        self._tools = tools
         self._chat_format = chat_format
         self.response = begun
         """The response as of the last event that shows it whole."""
@@ -90,8 +105,10 @@ class ResponseEvents:
         self._open: str | None = None
         self._id = ""
         """Id of the last item."""
-        self._call: FunctionCallItem | None = None
+        self._call: CallItem | None = None
         """The open call, without its arguments."""
+        self._custom_input = CustomToolInput()
+        """That of the open call, if it is a custom tool's."""
         self._head = b""
         """A delta of the open item up to its sequence number."""
         self._texts: list[str] = []
@@ -190,34 +207,41 @@ class ResponseEvents:
     def _add_call(self, events: list[bytes], call: ToolCall) -> None:
         """Add a call as an item of its own, which is open while its arguments may go on."""
         self._close(events, "completed")
-        self._open, self._texts, self._id = _CALL, [], self._next_id(_PREFIXES[_CALL])
-        self._call = FunctionCallItem(
-            id=self._id,
-            status="in_progress",
-            arguments="",
-            call_id=call.id or "",
-            name=call.function.name or "",
-        )
+        tool = self._tools.called(call.function.name or "")
+        self._open, self._texts, self._id = _CALL, [], self._next_id(_CALL_PREFIXES[tool.kind])
+        fields: dict[str, Any] = {"id": self._id, "status": "in_progress", "call_id": call.id or ""}
+        if tool.namespace is not None:
+            fields["namespace"] = tool.namespace
+        match tool.kind:
+            case "function":
+                self._call = FunctionCallItem(name=tool.name, arguments="", **fields)
+            case "custom":
+                self._call = CustomToolCallItem(name=tool.name, input="", **fields)
+                self._custom_input = CustomToolInput()
+            case "tool_search":
+                self._call = ToolSearchCallItem(arguments=_NO_ARGUMENTS, **fields)
         events.append(self._item_event("added", self._call))
         if call.function.arguments:
             self._add_arguments(events, call.function.arguments)
 
     def _add_arguments(self, events: list[bytes], arguments: str) -> None:
         self._texts.append(arguments)
-        events.append(self._event("function_call_arguments.delta", delta=arguments))
+        if isinstance(self._call, FunctionCallItem):
+            events.append(self._event("function_call_arguments.delta", delta=arguments))
+        elif isinstance(self._call, CustomToolCallItem):
+            self._add_input(events, self._custom_input.feed(arguments))
+
+    def _add_input(self, events: list[bytes], text: str) -> None:
+        if text:
+            events.append(self._event("custom_tool_call_input.delta", delta=text))
 
     def _close(self, events: list[bytes], status: ItemStatus) -> None:
         """End the open item."""
         if self._open is None:
             return
+        item: OutputItem
         if self._call is not None:
-            arguments = "".join(self._texts)
-            item: OutputItem = _replace(
-                self._call, status="completed" if _is_object(arguments) else status, arguments=arguments
-            )
-            events.append(
-                self._event("function_call_arguments.done", name=self._call.name, arguments=arguments)
-            )
+            item = self._ended_call(events, self._call, status)
         else:
             item = self._text_item(status)
             part = item.content[0]
@@ -229,6 +253,24 @@ class ResponseEvents:
         events.append(self._item_event("done", item))
         self._items.append(item)
         self._open = self._call = None
+
+    def _ended_call(self, events: list[bytes], call: CallItem, status: ItemStatus) -> CallItem:
+        """Return the open call with its arguments, which count as complete if they are."""
+        arguments = "".join(self._texts)
+        is_whole = _is_object(arguments)
+        if is_whole:
+            status = "completed"
+        if isinstance(call, FunctionCallItem):
+            events.append(self._event("function_call_arguments.done", name=call.name, arguments=arguments))
+            return _replace(call, status=status, arguments=arguments)
+        if isinstance(call, CustomToolCallItem):
+            self._add_input(events, self._custom_input.end())
+            text = self._custom_input.text
+            events.append(self._event("custom_tool_call_input.done", input=text))
+            return _replace(call, status=status, input=text)
+        return _replace(
+            call, status=status, arguments=msgspec.Raw(arguments.encode()) if is_whole else _NO_ARGUMENTS
+        )
 
     def _end(self, events: list[bytes], output: GenerationOutput) -> None:
         is_cut = output.finish_reason == "length"

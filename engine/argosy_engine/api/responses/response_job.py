@@ -20,10 +20,10 @@ from argosy_engine.frontend.outputs import GenerationOutput
 from argosy_engine.frontend.request_params import num_logprobs
 from argosy_engine.messages.core_messages import EngineCoreRequest
 from argosy_protocol.errors import ApiError
-from argosy_protocol.openai import ChatCompletionRequest
 from argosy_protocol.response_history import StoredResponse
 from argosy_protocol.response_object import ID_PREFIX, ResponseObject, begun_response
 from argosy_protocol.responses import ResponsesRequest
+from argosy_protocol.responses_chat import TranslatedResponse
 
 
 class ResponseJob:
@@ -52,7 +52,7 @@ class ResponseJob:
         cls,
         serving: OpenAIServing,
         request: ResponsesRequest,
-        chat: ChatCompletionRequest,
+        translated: TranslatedResponse,
         response_id: str,
         size: int,
         items: list[msgspec.Raw],
@@ -60,13 +60,14 @@ class ResponseJob:
         """Render the chat.
 
         Args:
-            chat: what `request` stands for.
+            translated: what `request` stands for.
             response_id: also the ids of items and calls derive from it; clients expect 64 characters at most.
             size: of the request's body and of the conversation that it continues, in bytes.
 
         Raises:
             ApiError, EngineError: see `openai_serving.to_api_error`.
         """
+        chat = translated.chat
         model = serving.check_model(chat.model)
         num_logprobs("top_logprobs", request.top_logprobs, serving.llm.config)  # even if none are asked for
         prompt, requests = await serving.prepare_bounded_chat(chat, size)
@@ -88,7 +89,7 @@ class ResponseJob:
         if request.enable_response_messages:
             raw = RawMessages(renderer.tokenizer)
             begun = msgspec.structs.replace(begun, input_messages=[raw.message(prompt.token_ids)])
-        return cls(serving, requests, ResponseEvents(chat_format, begun, raw), items)
+        return cls(serving, requests, ResponseEvents(chat_format, begun, translated.tools, raw), items)
 
     @property
     def response(self) -> ResponseObject:

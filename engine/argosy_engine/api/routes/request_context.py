@@ -15,9 +15,12 @@ from argosy_engine.api.request_headers import (
 )
 from argosy_engine.api.served_engine import Engine
 from argosy_engine.api.server_defaults import log_request
+from argosy_engine.frontend.observer import SkippingApi
 from argosy_engine.frontend.request_record import current_record
+from argosy_protocol.headers import DROPPED_TOOLS
 from argosy_protocol.openai import GenerationRequest
 from argosy_protocol.pooling import PoolingFields
+from argosy_protocol.skipped_content import Skipped
 
 
 class RequestContext(NamedTuple):
@@ -50,3 +53,10 @@ def context_of(engine: Engine, request: Request, body: GenerationRequest | Pooli
         record.tenant = context.serving.tenant
     log_request(engine.options, body, context.response_id)
     return context
+
+
+def report_skipped(engine: Engine, api: SkippingApi, skipped: Skipped) -> dict[str, str]:
+    """Count what the chat of a request leaves out of it, and return the headers that tell its client."""
+    for observer in engine.serving.llm.observers:
+        observer.on_skipped(api, skipped)
+    return {DROPPED_TOOLS: skipped.dropped_tools} if skipped.tools else {}

@@ -24,7 +24,7 @@ from argosy_engine.api.openai.prompt_token_count import prompt_token_count
 from argosy_engine.api.request_headers import client_key, request_id_of, serving_of
 from argosy_engine.api.responses.response_job import ResponseJob
 from argosy_engine.api.responses.response_store import ResponseStore
-from argosy_engine.api.routes.request_context import context_of
+from argosy_engine.api.routes.request_context import context_of, report_skipped
 from argosy_engine.api.served_engine import Engine
 from argosy_engine.api.server_defaults import apply_flags
 from argosy_protocol import headers
@@ -47,7 +47,7 @@ from argosy_protocol.response_object import (
     compaction_not_supported,
 )
 from argosy_protocol.responses import ResponseItem, ResponsesRequest, decode_responses_request
-from argosy_protocol.responses_chat import input_items, name_responses_field, responses_as_chat
+from argosy_protocol.responses_chat import input_items, name_responses_field, translated_response
 
 _ID_BYTES = 24
 _MAX_NUMBER = 1 << 40
@@ -128,7 +128,8 @@ async def _create(engine: Engine, request: Request, body: ResponsesRequest, size
     if not is_resolved:
         conversation, num_bytes = await _conversation(engine.responses.store, owner, body)
         size += num_bytes
-    chat = responses_as_chat(body, conversation)
+    translation = translated_response(body, conversation)
+    chat = translation.chat
     apply_flags(engine.options, chat)
     context = context_of(engine, request, chat)
     given_id = context.given_response_id if is_resolved else None
@@ -138,10 +139,12 @@ async def _create(engine: Engine, request: Request, body: ResponsesRequest, size
     engine.responses.store.check(sum(len(bytes(item)) for item in items))
 
     def translated(error: Exception) -> ApiError:
-        return name_responses_field(translated_error(error), body)
+        return name_responses_field(translated_error(error), body, translation.tools)
 
     async def prepared() -> ResponseJob:
-        return await ResponseJob.prepare(context.serving, body, chat, response_id, size, items)
+        return await ResponseJob.prepare(
+            context.serving, body, translation, response_id, size, items
+        )
 
     async def answer() -> ResponseObject:
         try:
@@ -174,7 +177,7 @@ async def _create(engine: Engine, request: Request, body: ResponsesRequest, size
             return response_event_stream(engine.responses.events(owner, response_id), lines, translated)
         return Response(queued, 200, lines, "application/json")
 
-    lines = {headers.REQUEST_ID: context.request_id}
+    lines = {headers.REQUEST_ID: context.request_id, **report_skipped(engine, "responses", translation.skipped)}
     if body.background and not is_resolved:  # a router waits itself
         return await background()
     return (
@@ -188,7 +191,8 @@ async def _count(engine: Engine, request: Request, body: ResponsesRequest, size:
     if headers.RESOLVED not in request.headers:
         conversation, num_bytes = await _conversation(engine.responses.store, owner_of(request), body)
         size += num_bytes
-    chat = responses_as_chat(body, conversation)
+    translation = translated_response(body, conversation)
+    chat = translation.chat
     apply_flags(engine.options, chat)
     serving = serving_of(engine, request)
 
@@ -197,9 +201,13 @@ async def _count(engine: Engine, request: Request, body: ResponsesRequest, size:
             with engine.accepted():
                 return InputTokenCount(input_tokens=await prompt_token_count(serving, chat, size))
         except Exception as error:
-            raise name_responses_field(translated_error(error), body) from error
+            raise name_responses_field(translated_error(error), body, translation.tools) from error
 
-    return json_response(answer(), {headers.REQUEST_ID: request_id_of(request, None)})
+    lines = {
+        headers.REQUEST_ID: request_id_of(request, None),
+        **report_skipped(engine, "responses", translation.skipped),
+    }
+    return json_response(answer(), lines)
 
 
 async def _conversation(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from argosy_protocol.headers import RESOURCE_BUSY
+from argosy_protocol.headers import DROPPED_TOOLS, RESOURCE_BUSY
 from argosy_router.http.messages import Headers, connection_options, render_headers
 
 _FORWARDED: Final = frozenset(
@@ -33,6 +33,7 @@ _RETURNED: Final = frozenset(
         b"retry-after",
         b"retry-after-ms",
         b"x-accel-buffering",
+        DROPPED_TOOLS.encode(),
         RESOURCE_BUSY.encode(),
         b"x-should-retry",
     )

@@ -1,0 +1,84 @@
+"""Skipped: what of a request no model here reads and the chat leaves out, by its kind.
+
+Agents send their whole history with each request, blocks of other servers included; one that is refused would end the
+session. So history is never refused for a block that is not known: it is left out, and counted.
+
+Invariant: there are few kinds, whatever clients send; any other counts as `other`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Final
+
+OTHER: Final = "other"
+IMAGE_NOTE: Final = "[image that the model does not get]"
+"""What the model reads in place of an image."""
+
+RESPONSES_KINDS: Final = frozenset(
+    (
+        *("additional_tools", "agent_message", "apply_patch_call", "apply_patch_call_output"),
+        *("code_interpreter_call", "compaction", "compaction_trigger", "computer_call", "computer_call_output"),
+        *("configuration_update", "context_compaction", "computer_screenshot", "custom_tool_call_output", "file_search_call"),
+        *("function_call_output", "image_generation_call", "input_audio", "input_file", "input_image"),
+        *("local_shell_call", "local_shell_call_output", "mcp_approval_request", "mcp_approval_response"),
+        *("mcp_call", "mcp_list_tools", "program", "program_output", "reasoning", "shell_call"),
+        *("shell_call_output", "tool", "tool_search_call", "tool_search_output", "web_search_call"),
+    )
+)
+"""Items and content parts of /v1/responses that are skipped, perhaps in part; `tool` is one that came in an item."""
+MESSAGES_KINDS: Final = frozenset(
+    (
+        *("advisor_tool_result", "bash_code_execution_tool_result", "browser_state"),
+        *("code_execution_tool_result", "compaction", "container_upload", "document", "image"),
+        *("mcp_tool_result", "mcp_tool_use", "search_result", "server_tool_use"),
+        *("text_editor_code_execution_tool_result", "tool_reference", "tool_search_tool_result"),
+        *("web_fetch_tool_result", "web_search_tool_result"),
+    )
+)
+"""Content blocks of /v1/messages that are skipped, or of which a note says that they were."""
+CHAT_KINDS: Final = frozenset(("audio", "file", "image_url", "input_audio", "video_url"))
+"""Content parts of /v1/chat/completions."""
+TOOL_KINDS: Final = frozenset(
+    (
+        *("advisor", "apply_patch", "bash", "code_execution", "code_interpreter", "computer"),
+        *("computer_use_preview", "file_search", "image_generation", "local_shell", "mcp", "mcp_toolset"),
+        *("memory", "programmatic_tool_calling", "shell", "str_replace_based_edit_tool"),
+        *("text_editor", "tool_search", "tool_search_tool_bm25", "tool_search_tool_regex"),
+        *("web_fetch", "web_search", "web_search_preview"),
+    )
+)
+"""Tools that only the servers of OpenAI or Anthropic run, or only their models know."""
+
+SKIPPED_KINDS: Final = {
+    "chat_completions": CHAT_KINDS,
+    "messages": MESSAGES_KINDS,
+    "responses": RESPONSES_KINDS,
+}
+"""By API."""
+
+
+class Skipped:
+    """Collects what the translation of one request leaves out.
+
+    Args:
+        kinds: those that are counted by name.
+    """
+
+    def __init__(self, kinds: frozenset[str] = RESPONSES_KINDS) -> None:
+        self._kinds = kinds
+        self.content: Counter[str] = Counter()
+        """Blocks, items and parts of the history."""
+        self.tools: Counter[str] = Counter()
+        """Tools of the request that the model is not told of."""
+
+    def add(self, kind: str) -> None:
+        self.content[kind if kind in self._kinds else OTHER] += 1
+
+    def add_tool(self, kind: str) -> None:
+        self.tools[kind if kind in TOOL_KINDS else OTHER] += 1
+
+    @property
+    def dropped_tools(self) -> str:
+        """The kinds of the tools, as a header says them; empty without any."""
+        return ", ".join(sorted(self.tools))
