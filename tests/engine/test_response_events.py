@@ -276,3 +276,79 @@ def test_only_tokens_of_the_text_have_log_probabilities(renderer: Renderer) -> N
 def test_the_tool_choice_is_what_was_given_or_auto(choice: Any) -> None:
     request = ResponsesRequest(input="hi", model="m", tool_choice=choice)
     assert begun_response(request, "resp_r", "m", 5, 1.0, 0.9).tool_choice == (choice or "auto")
+
+
+CLIENT_TOOLS = [
+    {"type": "custom", "name": "exec"},
+    {"type": "namespace", "name": "git", "tools": [{"type": "function", "name": "log"}]},
+    {"type": "tool_search", "execution": "client"},
+]
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f'<tool_call>\n{json.dumps({"name": name, "arguments": arguments})}\n</tool_call>\n'
+
+
+def names_of_events(events: list[dict[str, Any]]) -> list[str]:
+    """The types of events about items, each once in a row."""
+    names = [event["type"].removeprefix("response.") for event in events if "output_index" in event]
+    return [name for index, name in enumerate(names) if index == 0 or names[index - 1] != name]
+
+
+def test_calls_come_back_as_the_client_names_its_tools(renderer: Renderer) -> None:
+    text = call("exec", input='say "hi"\n') + call("git__log", n=3) + call("tool_search", query="x")
+    for pieces in (list(text), [text]):
+        events = formatted(renderer, tools=CLIENT_TOOLS)
+        said = events.begin()
+        for output in outputs(pieces):
+            said += events.of(output)
+        made = parsed_events(b"".join(said))
+        items = [
+            {name: value for name, value in item.items() if name not in ("id", "call_id")}
+            for item in plain(events.response)["output"]
+        ]
+        assert items == [
+            {"type": "custom_tool_call", "status": "completed", "name": "exec", "input": 'say "hi"\n'},
+            {
+                "type": "function_call",
+                "status": "completed",
+                "name": "log",
+                "namespace": "git",
+                "arguments": '{"n": 3}',
+            },
+            {
+                "type": "tool_search_call",
+                "status": "completed",
+                "execution": "client",
+                "arguments": {"query": "x"},
+            },
+        ]
+        assert [event["item"] for event in made if event["type"] == "response.output_item.done"] == plain(
+            events.response
+        )["output"]
+        assert names_of_events(made) == [
+            *("output_item.added", "custom_tool_call_input.delta", "custom_tool_call_input.done"),
+            *("output_item.done", "output_item.added", "function_call_arguments.delta"),
+            *("function_call_arguments.done", "output_item.done", "output_item.added", "output_item.done"),
+        ]
+        deltas = [e["delta"] for e in made if e["type"] == "response.custom_tool_call_input.delta"]
+        assert "".join(deltas) == 'say "hi"\n'
+        ids = [item["id"].partition("_")[0] for item in plain(events.response)["output"]]
+        assert ids == ["ctc", "fc", "tsc"]
+        decode_responses_request(json.dumps({"input": plain(events.response)["output"]}).encode())
+
+
+@pytest.mark.parametrize("cut", range(1, 62))
+def test_an_input_that_is_cut_off_is_as_long_as_it_was_streamed(renderer: Renderer, cut: int) -> None:
+    text = call("exec", input="a\n\u00e9\U0001f600b")[:cut]
+    events = formatted(renderer, tools=CLIENT_TOOLS)
+    said = events.begin()
+    for output in outputs(list(text), finish_reason="length"):
+        said += events.of(output)
+    made = parsed_events(b"".join(said))
+    deltas = "".join(e["delta"] for e in made if e["type"] == "response.custom_tool_call_input.delta")
+    calls = [item for item in plain(events.response)["output"] if item["type"] == "custom_tool_call"]
+    assert [item["input"] for item in calls] == ([deltas] if calls else [])
+    assert "a\n\u00e9\U0001f600b".startswith(deltas.rstrip("\ufffd"))
+    assert plain(events.response)["status"] == "incomplete"
+    assert all(item["status"] == "incomplete" or deltas.endswith("b") for item in calls)

@@ -15,6 +15,7 @@ from typing import Any, Final
 from argosy_protocol.response_tools import CUSTOM_ARGUMENT
 
 _HEAD: Final = re.compile(r'\s*\{\s*"%s"\s*:\s*"' % CUSTOM_ARGUMENT)
+_BEGINNING: Final = '{"%s":' % CUSTOM_ARGUMENT
 _PLAIN: Final = re.compile(r'[^"\\]+')
 _ESCAPES: Final = {
     '"': '"', "\\": "\\", "/": "/", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t",
@@ -133,7 +134,10 @@ def _encodable(text: str) -> str:
 
 
 def _text_of(arguments: str) -> str:
-    """Return the input that arguments of any form give: the argument `input`, else the only text, else all of it."""
+    """Return the input that arguments of any form give: the argument `input`, else the only text, else all of it; none
+    if they were cut off before the text."""
+    if len(arguments) <= _MAX_HEAD and _BEGINNING.startswith("".join(arguments.split())):
+        return ""
     try:
         given: Any = json.loads(arguments)
     except (ValueError, RecursionError):
