@@ -3,19 +3,20 @@
 Router and engine decode the same bytes with the same decoder, and `anthropic_chat` makes the same chat of them.
 Decoding is as strict as OpenAI's (`openai`): every field has a bound, and unknown fields are ignored, such as
 `cache_control`, since prefixes are cached without being asked. A content block is one struct for all its types, because
-new types appear faster than schemas; `anthropic_chat` refuses those that a model cannot read.
+new types appear faster than schemas; `anthropic_chat` skips those that a model cannot read.
 
 Owns: the types, and the shape of errors. Must not know: chats, prompts, HTTP.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import contextlib
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
-from argosy_protocol.errors import ApiError
+from argosy_protocol.errors import ApiError, BadRequest
 from argosy_protocol.json_limits import decode_body
 from argosy_protocol.null_defaults import Nullable
 from argosy_protocol.openai import (
@@ -50,10 +51,22 @@ class ContentBlock(Struct, kw_only=True, omit_defaults=True):
     input: dict[str, Any] | None = None
     tool_use_id: _Id | None = None
     content: Any = None
-    """Of a tool's result: a text, or blocks of type text. Other types have what they like."""
+    """Of a tool's result: a text, or blocks. Other types have what they like."""
     is_error: bool | None = None
+    source: Any = None
+    """Of a document: an object. Of a search result: a text."""
+    title: Any = None
+    context: Any = None
+    tool_name: Any = None
 
 
+READ_BLOCKS = frozenset(
+    (
+        *("compaction", "document", "image", "redacted_thinking", "search_result", "text", "thinking"),
+        *("tool_reference", "tool_result", "tool_use"),
+    )
+)
+"""Types of blocks that say something to a model, or stand in its history for what it cannot read."""
 _Blocks = Annotated[list[ContentBlock], Meta(max_length=MAX_BLOCKS)]
 
 
@@ -63,9 +76,9 @@ class InputMessage(Struct, kw_only=True, omit_defaults=True):
 
 
 class Tool(Struct, kw_only=True, omit_defaults=True):
-    """A tool of the client's. `type` is that of a tool of Anthropic's own servers, unless it is `custom`."""
+    """A tool of the client's. `type` is that of a tool of Anthropic's own servers or models, unless it is `custom`."""
 
-    name: Annotated[str, Meta(min_length=1, max_length=256)]
+    name: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     type: Annotated[str, Meta(max_length=64)] | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
@@ -122,10 +135,11 @@ class CountTokensRequest(InternalFields, kw_only=True, omit_defaults=True):
     """vLLM's field, as in chats."""
     data_parallel_rank: None = None
     """Only the header tells an engine the rank."""
+    context_management: Any = None
+    """What Anthropic's servers would leave out of a long conversation. Without effect: the model reads all of it."""
     # Decoded only to be refused: ignoring them would change the answer, unless they ask for nothing.
     mcp_servers: Any = None
     container: Any = None
-    context_management: Any = None
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True, omit_defaults=True):
@@ -151,6 +165,15 @@ class MessagesRequest(CountTokensRequest, kw_only=True, omit_defaults=True):
     """Sent by the router only; refused without its internal header."""
 
 
+class _Typed(Struct):
+    type: Any = None
+
+
+_Request = TypeVar("_Request")
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_RAWS = msgspec.json.Decoder(list[msgspec.Raw])
+_TYPE = msgspec.json.Decoder(_Typed)
+_BLOCK = msgspec.json.Decoder(ContentBlock)
 _MESSAGES = msgspec.json.Decoder(MessagesRequest)
 _COUNT_TOKENS = msgspec.json.Decoder(CountTokensRequest)
 
@@ -162,7 +185,7 @@ def decode_messages_request(body: bytes) -> MessagesRequest:
         BadRequest: not JSON, nested too deeply, wrong types or out of bounds; `param` names the field.
         PayloadTooLarge: it has too many values.
     """
-    return decode_body(_MESSAGES, body)
+    return _decoded(_MESSAGES, body)
 
 
 def decode_count_tokens_request(body: bytes) -> CountTokensRequest:
@@ -171,7 +194,48 @@ def decode_count_tokens_request(body: bytes) -> CountTokensRequest:
     Raises:
         BadRequest, PayloadTooLarge: as `decode_messages_request`.
     """
-    return decode_body(_COUNT_TOKENS, body)
+    return _decoded(_COUNT_TOKENS, body)
+
+
+def _decoded(decoder: msgspec.json.Decoder[_Request], body: bytes) -> _Request:
+    try:
+        return decode_body(decoder, body)
+    except BadRequest as error:
+        if not (error.param or "").startswith("messages["):
+            raise
+        readable = _with_readable_blocks(body)
+        if readable is None:
+            raise
+    return decode_body(decoder, readable)
+
+
+def _with_readable_blocks(body: bytes) -> bytes | None:
+    """Return a body with only the type of each block that is none of `READ_BLOCKS` and has fields of other types than
+    ours; None if that does not make it readable."""
+    try:
+        fields = _FIELDS.decode(body)
+        messages = [_readable_message(message) for message in _RAWS.decode(fields["messages"])]
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    return msgspec.json.encode({**fields, "messages": messages})
+
+
+def _readable_message(message: msgspec.Raw) -> dict[str, Any]:
+    fields: dict[str, Any] = _FIELDS.decode(message)
+    content = fields.get("content")
+    if content is not None and bytes(content)[:1] == b"[":
+        fields["content"] = [_readable_block(block) for block in _RAWS.decode(content)]
+    return fields
+
+
+def _readable_block(block: msgspec.Raw) -> msgspec.Raw:
+    with contextlib.suppress(msgspec.ValidationError):
+        _BLOCK.decode(block)
+        return block
+    kind = _TYPE.decode(block).type
+    if not isinstance(kind, str) or kind in READ_BLOCKS:
+        return block
+    return msgspec.Raw(msgspec.json.encode({"type": kind[:64] or "unknown"}))
 
 
 class OutputTokensDetails(Struct, frozen=True):

@@ -19,6 +19,10 @@ Consecutive messages of one role are one turn, as in Anthropic's API. A system m
 of the user: most templates take a system message at the beginning only, and one that moved there would change the
 prompt from its first token on, and so leave nothing of it in the cache.
 
+What no model here reads is left out, and counted (`skipped_content`): blocks of Anthropic's own tools, and tools that
+only its servers run or only its models know. Images, and documents that are no text, leave a note. That is so in the
+newest message as well, since agents join a message that was refused with the next one.
+
 Owns: the translation, and the names of fields in errors. Must not know: templates, tokens.
 """
 
@@ -31,6 +35,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from argosy_protocol.allowed_tools import function_name
 from argosy_protocol.anthropic import (
     MAX_BLOCKS,
     ContentBlock,
@@ -42,6 +47,7 @@ from argosy_protocol.anthropic import (
 )
 from argosy_protocol.errors import ApiError, BadRequest, ContextLengthExceeded
 from argosy_protocol.openai import ChatCompletionRequest, ChatMessage, Resume, ResumedChoice
+from argosy_protocol.skipped_content import IMAGE_NOTE, MESSAGES_KINDS, OTHER, Skipped
 
 MAX_ALL_BLOCKS = 1 << 16
 """Blocks of all messages together: a tool's result becomes a message of its own, a call a function call."""
@@ -61,9 +67,12 @@ _CHAT_FIELDS = {
     "thinking_token_budget": "thinking.budget_tokens",
     "user": "metadata.user_id",
 }
-_REFUSED = ("mcp_servers", "container", "context_management")
-KEPT_THINKING = {"type": "clear_thinking_20251015", "keep": "all"}
-"""The edit of the context that edits nothing. Claude Code sends it with every request that may think."""
+_REFUSED = ("mcp_servers", "container")
+_MISPLACED = frozenset(("redacted_thinking", "text", "thinking", "tool_result", "tool_use"))
+"""Blocks of which each belongs to one role, or lacks what it says."""
+_DOCUMENT_NOTE = "[document that the model does not get]"
+_VERSION = re.compile(r"_\d{8}$")
+"""End of the type of a tool of Anthropic's."""
 _TOOL_OF_CHAT = re.compile(r"^(?P<tool>tools\[\d+\])\.(?P<path>function\.(?P<field>\w+)|function)")
 _TOOL_FIELDS = {"parameters": "input_schema"}
 _MESSAGE_OF_CHAT = re.compile(r"^messages\[\d+\][^\s:]*")
@@ -79,34 +88,33 @@ class _Turn(NamedTuple):
     """Indices of the messages in it that were of the role system."""
 
 
-def as_chat(request: CountTokensRequest) -> ChatCompletionRequest:
+def as_chat(request: CountTokensRequest, skipped: Skipped | None = None) -> ChatCompletionRequest:
     """Return the chat; of a request to count tokens, what determines its prompt.
 
+    Args:
+        skipped: gets what the chat leaves out.
+
     Raises:
-        BadRequest: a block or a tool that models cannot read, fields that contradict each other, or too many blocks.
+        BadRequest: a block that lacks a field, fields that contradict each other, or too many blocks.
     """
+    if skipped is None:
+        skipped = Skipped(MESSAGES_KINDS)
     for field in _REFUSED:
-        if (value := getattr(request, field)) and not _edits_nothing(value):
+        if getattr(request, field):
             raise BadRequest(f"{field} is not supported", param=field)
-    messages, is_continued = _chat_messages(request.system, request.messages)
+    messages, is_continued = _chat_messages(request.system, request.messages, skipped)
     chat = ChatCompletionRequest(
         model=request.model,
         messages=messages,
-        tools=[_tool(tool, index) for index, tool in enumerate(request.tools or ())] or None,
+        tools=_tools(request.tools or (), skipped) or None,
         continue_final_message=is_continued,
         add_generation_prompt=not is_continued,
     )
-    _set_tool_choice(chat, request)
+    _set_tool_choice(chat, request, skipped)
     _set_thinking(chat, request)
     if isinstance(request, MessagesRequest):
         _set_sampling(chat, request)
     return chat
-
-
-def _edits_nothing(value: Any) -> bool:
-    """Whether a value is a `context_management` that leaves the conversation as it is."""
-    edits = value.get("edits") if isinstance(value, dict) and len(value) == 1 else None
-    return isinstance(edits, list) and all(edit == KEPT_THINKING for edit in edits)
 
 
 def name_field(error: ApiError) -> ApiError:
@@ -136,7 +144,7 @@ def name_field(error: ApiError) -> ApiError:
 
 
 def _chat_messages(
-    system: str | Sequence[ContentBlock] | None, given: Sequence[InputMessage]
+    system: str | Sequence[ContentBlock] | None, given: Sequence[InputMessage], skipped: Skipped
 ) -> tuple[list[ChatMessage], bool]:
     """Return the chat's messages, and whether the last one is to be continued."""
     if sum(len(message.content) for message in given if isinstance(message.content, list)) > MAX_ALL_BLOCKS:
@@ -172,9 +180,11 @@ def _chat_messages(
     messages = [ChatMessage(role="system", content=_content([b.text or "" for b in first]))] if first else []
     for turn in turns:
         if turn.role == "user":
-            _add_user(messages, turn)
+            _add_user(messages, turn, skipped)
         else:
-            messages.append(_assistant(turn))
+            messages.append(_assistant(turn, skipped))
+    if not messages:
+        raise BadRequest("messages have nothing that a model can read", param="messages")
     is_continued = turns[-1].role == "assistant"
     if is_continued:
         _check_continued(turns[-1])
@@ -204,11 +214,11 @@ def _system_blocks(content: str | Sequence[ContentBlock], where: str) -> list[Co
         return [ContentBlock(type="text", text=content)]
     for index, block in enumerate(content):
         if block.type != "text" or block.text is None:
-            raise _unreadable(block, f"{where}[{index}]")
+            raise _misplaced(block, f"{where}[{index}]")
     return [block for block in content if not (block.text or "").startswith(ATTRIBUTION)]
 
 
-def _add_user(messages: list[ChatMessage], turn: _Turn) -> None:
+def _add_user(messages: list[ChatMessage], turn: _Turn, skipped: Skipped) -> None:
     """Append the turn's tool results, then its text.
 
     If all its text was of the role system, it belongs to the last result: templates drop the reasoning before a message
@@ -218,51 +228,96 @@ def _add_user(messages: list[ChatMessage], turn: _Turn) -> None:
     for number, index, block in turn.blocks:
         if block.type == "tool_result":
             results.append((block, number, index))
-        elif block.type == "text" and block.text is not None:
-            texts.append(block.text)
-            has_user = has_user or number not in turn.notes
+        elif (said := _block_texts(block, skipped)) is not None:
+            texts += said
+            has_user = has_user or (bool(said) and number not in turn.notes)
         else:
-            raise _unreadable(block, _path(number, index))
+            raise _misplaced(block, _path(number, index))
     notes = [] if has_user else texts
     for position, result in enumerate(results, 1):
-        messages.append(_tool_result(*result, notes if position == len(results) else []))
+        messages.append(_tool_result(*result, notes if position == len(results) else [], skipped))
     if texts and (has_user or not results):
         messages.append(ChatMessage(role="user", content=_content(texts)))
 
 
-def _tool_result(block: ContentBlock, number: int, index: int, notes: list[str]) -> ChatMessage:
+def _tool_result(
+    block: ContentBlock, number: int, index: int, notes: list[str], skipped: Skipped
+) -> ChatMessage:
     where = _path(number, index)
     if block.tool_use_id is None:
         raise BadRequest(f"{where}.tool_use_id is required", param=f"{where}.tool_use_id")
-    texts = _result_texts(block.content, f"{where}.content")
+    texts = _result_texts(block.content, f"{where}.content", skipped)
     if block.is_error:
         texts[0] = f"Error: {texts[0]}" if texts[0] else "Error"
     return ChatMessage(role="tool", tool_call_id=block.tool_use_id, content=_content([*texts, *notes]))
 
 
-def _result_texts(content: Any, where: str) -> list[str]:
-    """Return the texts of a tool's result, at least one."""
-    if content is None or content == []:
-        return [""]
-    if isinstance(content, str):
-        return [content]
-    if not isinstance(content, list) or len(content) > MAX_BLOCKS:
+def _result_texts(content: Any, where: str, skipped: Skipped) -> list[str]:
+    """Return the texts of a tool's result, at least one: agents send it back whatever it is."""
+    if not isinstance(content, list):
+        return ["" if content is None else content if isinstance(content, str) else _json(content)]
+    if len(content) > MAX_BLOCKS:
         raise BadRequest(f"{where} must be a text or at most {MAX_BLOCKS} content blocks", param=where)
     texts = []
-    for index, part in enumerate(content):
+    for part in content:
         try:
             block = msgspec.convert(part, ContentBlock)
         except msgspec.ValidationError:
-            raise BadRequest(
-                f"{where}[{index}] must be a content block of type text", param=f"{where}[{index}]"
-            ) from None
-        if block.type != "text" or block.text is None:
-            raise _unreadable(block, f"{where}[{index}]")
-        texts.append(block.text)
-    return texts
+            skipped.add(OTHER)
+            continue
+        said = _block_texts(block, skipped)
+        if said is None:
+            skipped.add(block.type)
+        else:
+            texts += said
+    return texts or [""]
 
 
-def _assistant(turn: _Turn) -> ChatMessage:
+def _block_texts(block: ContentBlock, skipped: Skipped) -> list[str] | None:
+    """Return what a block of the user or of a tool says; nothing if it is skipped, None if it does not belong there."""
+    match block.type:
+        case "text" if block.text is not None:
+            return [block.text]
+        case "image":
+            skipped.add("image")
+            return [IMAGE_NOTE]
+        case "document":
+            return _document_texts(block, skipped)
+        case "search_result":
+            found = _inner_texts(block.content)
+            head = ": ".join(text for text in (block.title, block.source) if isinstance(text, str))
+            return ["\n".join(filter(None, (head, *found)))]
+        case "tool_reference" if isinstance(block.tool_name, str):
+            return [f"[the tool {block.tool_name} can be called now]"]
+        case kind if kind in _MISPLACED:
+            return None
+        case kind:
+            skipped.add(kind)
+            return []
+
+
+def _document_texts(block: ContentBlock, skipped: Skipped) -> list[str]:
+    """Return the text of a document with its title; a note in place of one that is no text."""
+    source = block.source if isinstance(block.source, dict) else {}
+    content = source.get("data") if source.get("type") == "text" else source.get("content")
+    texts = [content] if isinstance(content, str) else _inner_texts(content)
+    if not texts:
+        skipped.add("document")
+        texts = [_DOCUMENT_NOTE]
+    head = [text for text in (block.title, block.context) if isinstance(text, str)]
+    return ["\n".join(filter(None, (*head, *texts)))]
+
+
+def _inner_texts(content: Any) -> list[str]:
+    """Return the texts among the blocks of a block."""
+    blocks = content[:MAX_BLOCKS] if isinstance(content, list) else ()
+    texts = (
+        block.get("text") for block in blocks if isinstance(block, dict) and block.get("type") == "text"
+    )
+    return [text for text in texts if isinstance(text, str)]
+
+
+def _assistant(turn: _Turn, skipped: Skipped) -> ChatMessage:
     texts, thoughts, calls = [], [], []
     for number, index, block in turn.blocks:
         match block.type:
@@ -274,8 +329,12 @@ def _assistant(turn: _Turn) -> ChatMessage:
                 pass  # encrypted by another server; no model reads it
             case "tool_use":
                 calls.append(_tool_call(block, _path(number, index)))
-            case _:
-                raise _unreadable(block, _path(number, index))
+            case "compaction" if isinstance(block.content, str):
+                texts.append(block.content)
+            case kind if kind in _MISPLACED:
+                raise _misplaced(block, _path(number, index))
+            case kind:
+                skipped.add(kind)
     return ChatMessage(
         role="assistant",
         content=_content(texts) if texts or not calls else None,
@@ -288,7 +347,7 @@ def _tool_call(block: ContentBlock, where: str) -> dict[str, Any]:
     for field in ("id", "name", "input"):
         if getattr(block, field) is None:
             raise BadRequest(f"{where}.{field} is required", param=f"{where}.{field}")
-    arguments = json.dumps(block.input, ensure_ascii=False)
+    arguments = _json(block.input)
     return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": arguments}}
 
 
@@ -303,46 +362,63 @@ def _path(number: int, index: int) -> str:
     return f"messages[{number}].content" + (f"[{index}]" if index >= 0 else "")
 
 
-def _unreadable(block: ContentBlock, where: str) -> BadRequest:
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _misplaced(block: ContentBlock, where: str) -> BadRequest:
     if block.type in ("text", "thinking"):
         where = f"{where}.{block.type}"
         return BadRequest(f"{where} is required", param=where)
     return BadRequest(f"{where}: content of type {block.type!r} is not supported here", param=where)
 
 
+def _tools(tools: Sequence[Tool], skipped: Skipped) -> list[dict[str, Any]]:
+    """Return the client's tools as functions. Those of Anthropic's servers, which a model here does not know, are
+    dropped."""
+    functions = []
+    for index, tool in enumerate(tools):
+        if tool.type in (None, "custom"):
+            functions.append(_tool(tool, index))
+        else:
+            skipped.add_tool(_VERSION.sub("", tool.type))
+    return functions
+
+
 def _tool(tool: Tool, index: int) -> dict[str, Any]:
-    if tool.type not in (None, "custom"):
-        where = f"tools[{index}].type"
-        raise BadRequest(
-            f"{where}: {tool.type!r} is a tool of Anthropic's, which only its models know; describe yours by name, "
-            "description and input_schema",
-            param=where,
-        )
-    if tool.input_schema is None:
-        where = f"tools[{index}].input_schema"
-        raise BadRequest(f"{where} is required", param=where)
+    for field in ("name", "input_schema"):
+        if getattr(tool, field) is None:
+            where = f"tools[{index}].{field}"
+            raise BadRequest(f"{where} is required", param=where)
     function: dict[str, Any] = {"name": tool.name}
     if tool.description is not None:
         function["description"] = tool.description
-    schema = tool.input_schema
+    schema = tool.input_schema or {}
     function["parameters"] = schema if "type" in schema else {"type": "object", **schema}
     if tool.strict is not None:
         function["strict"] = tool.strict
     return {"type": "function", "function": function}
 
 
-def _set_tool_choice(chat: ChatCompletionRequest, request: CountTokensRequest) -> None:
+def _set_tool_choice(chat: ChatCompletionRequest, request: CountTokensRequest, skipped: Skipped) -> None:
     choice = request.tool_choice
-    if choice is None:
+    if choice is None or (choice.type == "auto" and skipped.tools and not chat.tools):
         return
     if choice.type != "none" and not chat.tools:
-        raise BadRequest("tool_choice needs tools", param="tool_choice")
+        dropped = skipped.dropped_tools
+        why = f"; of those given, this server runs none: {dropped}" if dropped else ""
+        raise BadRequest(f"tool_choice needs tools{why}", param="tool_choice")
     match choice.type:
         case "any":
             chat.tool_choice = "required"
         case "tool":
             if choice.name is None:
                 raise BadRequest("tool_choice.name is required", param="tool_choice.name")
+            if skipped.tools and choice.name not in map(function_name, chat.tools or ()):
+                raise BadRequest(
+                    f"tool_choice.name: {choice.name!r} is a tool that this server does not run",
+                    param="tool_choice.name",
+                )
             chat.tool_choice = {"type": "function", "function": {"name": choice.name}}
         case kind:
             chat.tool_choice = kind

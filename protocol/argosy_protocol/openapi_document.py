@@ -21,7 +21,6 @@ from argosy_protocol.anthropic import (
     TokenCount,
     is_messages_path,
 )
-from argosy_protocol.anthropic_chat import KEPT_THINKING
 from argosy_protocol.chat_batch import BatchChatCompletionRequest
 from argosy_protocol.embeddings import EmbeddingRequest, EmbeddingResponse
 from argosy_protocol.openai import (
@@ -59,7 +58,6 @@ _REFUSED = {
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag"), ()),
     "resume": (),
     **dict.fromkeys(("mcp_servers", "container"), ([], {})),
-    "context_management": ([], {}, {"edits": []}, {"edits": [KEPT_THINKING]}),
 }
 """Fields that are refused -> the values besides null with which they are accepted."""
 _REFUSED_OF_RESPONSES: Mapping[str, Sequence[Any]] = {

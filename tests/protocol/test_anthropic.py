@@ -67,7 +67,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"stop_sequences": [""]}, "stop_sequences[0]"),
     ({"stop_sequences": ["x" * 1025]}, "stop_sequences[0]"),
     ({"tools": [{"name": "f"}] * 513}, "tools"),
-    ({"tools": [{"input_schema": {}}]}, "tools[0].name"),
     ({"tools": [{"name": "f" * 257}]}, "tools[0].name"),
     ({"tool_choice": {"type": "required"}}, "tool_choice.type"),
     ({"thinking": {"type": "on"}}, "thinking.type"),

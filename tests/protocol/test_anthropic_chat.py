@@ -5,15 +5,22 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy_protocol.anthropic import decode_count_tokens_request, decode_messages_request
-from argosy_protocol.anthropic_chat import KEPT_THINKING, as_chat, name_field
+from argosy_protocol.anthropic import (
+    READ_BLOCKS,
+    ContentBlock,
+    decode_count_tokens_request,
+    decode_messages_request,
+)
+from argosy_protocol.anthropic_chat import as_chat, name_field
 from argosy_protocol.errors import BadRequest, ContextLengthExceeded
 from argosy_protocol.openai import ChatCompletionRequest, decode_request
 from argosy_protocol.prompt_segments import prompt_segments
+from argosy_protocol.skipped_content import MESSAGES_KINDS, Skipped
 from case_tables import wrong_answers
 
 HI = {"role": "user", "content": "hi"}
@@ -50,6 +57,29 @@ def assistant(*content: Any) -> dict[str, Any]:
 TOOL_CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 CALLING = {"role": "assistant", "content": None, "tool_calls": [TOOL_CALL]}
 RESULT_MESSAGE = {"role": "tool", "tool_call_id": "c1", "content": "r"}
+F = {"name": "f", "input_schema": SCHEMA}
+WEB_SEARCH = {"name": "web_search", "type": "web_search_20250305", "max_uses": 3}
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aaaa"}}
+NO_IMAGE = "[image that the model does not get]"
+NO_DOCUMENT = "[document that the model does not get]"
+SEARCHED = [
+    {"type": "server_tool_use", "id": "s1", "name": "web_search", "input": {"query": "x"}},
+    {
+        "type": "web_search_tool_result",
+        "tool_use_id": "s1",
+        "content": [{"type": "web_search_result", "url": "u", "encrypted_content": "x"}],
+    },
+]
+
+
+def resulting(*content: Any) -> list[dict[str, Any]]:
+    return [HI, assistant(CALL), user({**RESULT, "content": list(content)})]
+
+
+def document(**fields: Any) -> dict[str, Any]:
+    return {"type": "document", **fields}
+
+
 MESSAGES: list[tuple[str, list[dict[str, Any]], list[dict[str, Any]]]] = [
     ("a text", [user(block("hi"))], [HI]),
     ("two texts", [user(block("a"), block("b"))], [user(block("a"), block("b"))]),
@@ -88,6 +118,67 @@ MESSAGES: list[tuple[str, list[dict[str, Any]], list[dict[str, Any]]]] = [
         "a result without content",
         [HI, assistant(CALL), user({"type": "tool_result", "tool_use_id": "c1"})],
         [HI, CALLING, {**RESULT_MESSAGE, "content": ""}],
+    ),
+    ("an image", [user(block("a"), IMAGE)], [user(block("a"), block(NO_IMAGE))]),
+    (
+        "a result with an image",
+        resulting(block("r"), IMAGE),
+        [HI, CALLING, {**RESULT_MESSAGE, "content": [block("r"), block(NO_IMAGE)]}],
+    ),
+    (
+        "a result with tools that a search has found",
+        resulting({"type": "tool_reference", "tool_name": "f"}),
+        [HI, CALLING, {**RESULT_MESSAGE, "content": "[the tool f can be called now]"}],
+    ),
+    (
+        "a result that is a text document",
+        resulting(document(title="t", source={"type": "text", "media_type": "text/plain", "data": "r"})),
+        [HI, CALLING, {**RESULT_MESSAGE, "content": "t\nr"}],
+    ),
+    (
+        "a document of blocks, and one that is no text",
+        [
+            user(
+                document(source={"type": "content", "content": [block("a"), IMAGE]}),
+                document(title="t", source={"type": "base64", "data": "aaaa"}),
+            )
+        ],
+        [user(block("a"), block(f"t\n{NO_DOCUMENT}"))],
+    ),
+    (
+        "a result that a search has found",
+        resulting({"type": "search_result", "title": "t", "source": "http://s", "content": [block("r")]}),
+        [HI, CALLING, {**RESULT_MESSAGE, "content": "t: http://s\nr"}],
+    ),
+    (
+        "a result that is nothing we know",
+        resulting({"type": "shiny", "text": 5}, "x", {"a": 1}),
+        [HI, CALLING, {**RESULT_MESSAGE, "content": ""}],
+    ),
+    (
+        "a result that is no list",
+        [HI, assistant(CALL), user({**RESULT, "content": {"a": 1}})],
+        [HI, CALLING, {**RESULT_MESSAGE, "content": '{"a": 1}'}],
+    ),
+    (
+        "tools of Anthropic's servers",
+        [HI, assistant(block("a"), *SEARCHED, block("b")), HI],
+        [HI, assistant(block("a"), block("b")), HI],
+    ),
+    (
+        "nothing but those",
+        [HI, assistant(*SEARCHED), user(block("b"), {"type": "container_upload", "file_id": "f"})],
+        [HI, {"role": "assistant", "content": ""}, {"role": "user", "content": "b"}],
+    ),
+    (
+        "what a conversation was compacted to",
+        [HI, assistant({"type": "compaction", "content": "s"}), HI],
+        [HI, {"role": "assistant", "content": "s"}, HI],
+    ),
+    (
+        "blocks whose fields have other types",
+        [HI, assistant({"type": "shiny", "input": [5], "id": {}}, {"type": "y" * 65}), user({"type": "z", "text": 1}, block("b"))],
+        [HI, {"role": "assistant", "content": ""}, {"role": "user", "content": "b"}],
     ),
     (
         "a system message at the beginning",
@@ -204,25 +295,22 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [user()]}, "messages[0].content"),
     ({"messages": [{"role": "system", "content": "s"}]}, "messages"),
     ({"messages": [user({"type": "text"})]}, "messages[0].content[0].text"),
-    ({"messages": [user(block("a"), {"type": "image", "source": {}})]}, "messages[0].content[1]"),
-    ({"messages": [user({"type": "document", "source": {}})]}, "messages[0].content[0]"),
     ({"messages": [user(CALL)]}, "messages[0].content[0]"),
     ({"messages": [HI, assistant(RESULT)]}, "messages[1].content[0]"),
     ({"messages": [HI, assistant({**CALL, "id": None}), user(RESULT)]}, "messages[1].content[0].id"),
-    ({"messages": [HI, assistant({"type": "server_tool_use"})]}, "messages[1].content[0]"),
     ({"messages": [HI, assistant(CALL)]}, "messages"),
     ({"messages": [HI, assistant(THOUGHT)]}, "messages[1].content[0]"),
     ({"messages": [HI, assistant(block("a"), THOUGHT)]}, "messages[1].content[1]"),
     ({"messages": [HI, assistant({"type": "redacted_thinking", "data": "x"})]}, "messages[1].content[0]"),
     ({"messages": [user({"type": "tool_result", "content": "x"})]}, "messages[0].content[0].tool_use_id"),
-    ({"messages": [user({**RESULT, "content": 5})]}, "messages[0].content[0].content"),
-    ({"messages": [user({**RESULT, "content": ["x"]})]}, "messages[0].content[0].content[0]"),
-    ({"messages": [user({**RESULT, "content": [{"type": "image"}]})]}, "messages[0].content[0].content[0]"),
     ({"messages": [user({**RESULT, "content": [block("x")] * 1025})]}, "messages[0].content[0].content"),
     ({"messages": [{"role": "system", "content": [{"type": "image"}]}, HI]}, "messages[0].content[0]"),
     ({"system": [{"type": "image"}]}, "system[0]"),
-    ({"tools": [{"name": "web_search", "type": "web_search_20250305"}]}, "tools[0].type"),
+    ({"messages": [user({"type": "server_tool_use"})]}, "messages"),
     ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
+    ({"tools": [{"input_schema": {}}]}, "tools[0].name"),
+    ({"tools": [WEB_SEARCH], "tool_choice": {"type": "any"}}, "tool_choice"),
+    ({"tools": [F, WEB_SEARCH], "tool_choice": {"type": "tool", "name": "web_search"}}, "tool_choice.name"),
     ({"tool_choice": {"type": "any"}}, "tool_choice"),
     ({"tools": [{"name": "f", "input_schema": {}}], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
     ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
@@ -230,20 +318,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"stop_sequences": ["a", " "]}, "stop_sequences[1]"),
     ({"mcp_servers": [{}]}, "mcp_servers"),
     ({"container": "c"}, "container"),
-    ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management"),
-    (
-        {"context_management": {"edits": [{**KEPT_THINKING, "keep": {"type": "thinking_turns"}}]}},
-        "context_management",
-    ),
-    ({"context_management": {"edits": [KEPT_THINKING], "enabled": True}}, "context_management"),
-    ({"context_management": {"edits": {}}}, "context_management"),
-    ({"context_management": ["x"]}, "context_management"),
 ]
 
 
-@pytest.mark.parametrize("edits", [[], [KEPT_THINKING]])
-def test_a_context_that_is_to_stay_as_it_is_is_accepted(edits: list[Any]) -> None:
-    assert translated(context_management={"edits": edits}) == translated()
+@pytest.mark.parametrize(
+    "given",
+    [{"edits": []}, {"edits": [{"type": "clear_tool_uses_20250919"}], "x": 1}, {"edits": {}}, ["x"], None],
+)
+def test_whatever_a_context_is_to_lose_the_model_reads_all_of_it(given: Any) -> None:
+    assert translated(context_management=given) == translated()
 
 
 def refusal(fields: dict[str, Any]) -> tuple[str | None, str]:
@@ -295,6 +378,46 @@ def test_errors_about_the_chat_name_fields_of_the_messages_request(
 def test_a_prompt_that_is_too_long_is_called_so() -> None:
     error = name_field(ContextLengthExceeded("the maximum is 4 tokens", param="prompt"))
     assert error.message == "prompt is too long: the maximum is 4 tokens"
+
+
+def test_what_is_skipped_is_counted_by_a_few_kinds() -> None:
+    skipped = Skipped(MESSAGES_KINDS)
+    tools = [F, WEB_SEARCH, {"type": "tool_search_tool_regex_20251119", "name": "s"}, {"type": "mcp_toolset"}]
+    body = {
+        "model": "m",
+        "messages": [HI, assistant(*SEARCHED, {"type": "x"}), *resulting(IMAGE, document(), {"type": "y"}, 5)],
+        "tools": [*tools, {"type": "new_20300101", "name": "n"}],
+        "tool_choice": {"type": "auto"},
+    }
+    chat = as_chat(decode_count_tokens_request(json.dumps(body).encode()), skipped)
+    assert [tool["function"]["name"] for tool in chat.tools or ()] == ["f"]
+    assert skipped.content == {
+        "server_tool_use": 1, "web_search_tool_result": 1, "image": 1, "document": 1, "other": 3,
+    }  # fmt: skip
+    assert skipped.dropped_tools == "mcp_toolset, other, tool_search_tool_regex, web_search"
+
+
+def test_a_choice_of_any_tool_is_no_choice_where_none_is_left() -> None:
+    assert translated(tools=[WEB_SEARCH], tool_choice={"type": "auto"}) == translated()
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+UNREAD = st.text(min_size=1, max_size=70).filter(lambda kind: kind not in READ_BLOCKS)
+FIELD_NAMES = [field.name for field in msgspec.structs.fields(ContentBlock) if field.name != "type"]
+
+
+@given(UNREAD, st.dictionaries(st.sampled_from(FIELD_NAMES), JSON), JSON)
+def test_no_block_that_is_not_known_is_refused(kind: str, fields: dict[str, Any], result: Any) -> None:
+    strange = {**fields, "type": kind}
+    results = [result, strange] if isinstance(result, list) else [strange, result]
+    messages = [HI, assistant(strange, CALL), *resulting(*results)[2:], user(strange, block("b"))]
+    made = translated(messages=messages)
+    assert [message.role for message in made.messages] == ["user", "assistant", "tool", "user"]
+    prompt_segments(made)
 
 
 TEXTS = st.text(max_size=8)

@@ -45,9 +45,9 @@ def json_answer(
 
 
 def message_answer(
-    engine: Engine, produce: Awaitable[msgspec.Struct], request_id: str, path: str
+    engine: Engine, produce: Awaitable[msgspec.Struct], request_id: str, path: str, lines: dict[str, str]
 ) -> WatchedResponse:
-    """As `json_answer`, of Anthropic's API."""
+    """As `json_answer`, of Anthropic's API, with further headers."""
 
     async def translated() -> msgspec.Struct:
         with engine.accepted():
@@ -56,7 +56,7 @@ def message_answer(
             except Exception as error:
                 raise _logged_of_messages(error) from error
 
-    return json_response(translated(), message_headers(request_id), path)
+    return json_response(translated(), {**message_headers(request_id), **lines}, path)
 
 
 def message_headers(request_id: str) -> dict[str, str]:
@@ -76,11 +76,11 @@ def stream_answer(
 
 
 def message_stream_answer(
-    engine: Engine, events: AsyncGenerator[Any, None], request_id: str, path: str
+    engine: Engine, events: AsyncGenerator[Any, None], request_id: str, path: str, lines: dict[str, str]
 ) -> WatchedResponse:
-    """Answer with the events, each one of Anthropic's API."""
+    """Answer with the events, each one of Anthropic's API, and with further headers."""
     return message_event_stream(
-        _counted(engine, events), message_headers(request_id), _logged_of_messages, path
+        _counted(engine, events), {**message_headers(request_id), **lines}, _logged_of_messages, path
     )
 
 
