@@ -30,7 +30,6 @@ _FOLDERS = (
     "batch",
     "engine",
     "router",
-    "batch",
     "operator",
     "cli",
     "fetcher",

@@ -191,15 +191,13 @@ def _tool_path(found: re.Match[str], tools: ResponseTools | None) -> str:
 
 
 def _first_image(request: ResponsesRequest) -> str | None:
-    """Return where the input has its first image, which is the one that a renderer of texts refuses."""
-    for index, item in enumerate(input_items(request)):
-        for field, parts in (("content", item.content), ("output", item.output)):
-            if not isinstance(parts, list):
-                continue
-            for at, part in enumerate(parts):
-                kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
-                if kind == "input_image":
-                    return f"input[{index}].{field}[{at}]"
+    """Return where the newest messages have their first image, which is the one that a renderer of texts refuses."""
+    items = input_items(request)
+    for index in range(_newest_message(items), len(items)):
+        content = items[index].content
+        for at, part in enumerate(content if isinstance(content, list) else ()):
+            if part.type == "input_image":
+                return f"input[{index}].content[{at}]"
     return None
 
 

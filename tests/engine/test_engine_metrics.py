@@ -23,13 +23,15 @@ EXEMPT = {
     "argosy_engine_info",
     "argosy_engine_stalled_requests_total",
     "argosy_engine_slow_clients_total",
+    "argosy_engine_dropped_tools_total",
+    "argosy_engine_skipped_content_total",
     "vllm:admission_rejections_total",
     "vllm:sleep_mode_operations_in_flight",
     "vllm:tool_call_parser_invocations_total",
 }
 """Constants, what is over before it is scraped, and what moves only when the engine is broken (tests of the watchdog
 break it), full (test_waiting_reasons), asked with tools (below), or has clients that do not read
-(test_client_disconnects)."""
+(test_client_disconnects) or replay what no model here reads (test_responses_server)."""
 
 LABELS = ("finished_reason", "sleep_state", "reason", "source", "operation")
 Series = dict[tuple[str, str], float]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -194,7 +195,7 @@ REFUSED: list[tuple[dict[str, Any], type[anthropic.APIStatusError], str]] = [
         "invalid_request_error",
     ),
     (
-        {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "tool_use", "input": {}}]}]},
         anthropic.BadRequestError,
         "invalid_request_error",
     ),
@@ -222,7 +223,14 @@ def test_refusals_are_the_exceptions_of_the_sdk(
     ("fields", "text"),
     [
         ({"stop_sequences": ["x" * 1025]}, "stop_sequences[0]: "),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]: "),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "messages[0].content[0]: "),
+        (
+            {
+                "tools": [WEATHER, {"type": "web_search_20250305", "name": "web_search"}],
+                "tool_choice": {"type": "tool", "name": "web_search"},
+            },
+            "tool_choice.name: 'web_search' is a tool that this server does not run",
+        ),
         (
             {"output_config": {"format": {"type": "json_schema", "schema": {"$ref": "#/x"}}}},
             "output_config.format",
@@ -273,3 +281,53 @@ def test_a_client_that_leaves_ends_its_request(http: httpx.Client) -> None:
     with http.stream("POST", "/v1/messages", json=forever) as stream:
         next(stream.iter_bytes())
     wait_until(lambda: http.get("/load").json() == {"server_load": 0}, "the end of the request")
+
+
+AGENT_MESSAGES: list[dict[str, Any]] = [
+    {"role": "user", "content": [{"type": "text", "text": "Hi"}, {"type": "image", "source": {"type": "url"}}]},
+    {
+        "role": "assistant",
+        "content": [
+            {"type": "server_tool_use", "id": "s", "name": "tool_search_tool_regex", "input": {"query": "x"}},
+            {"type": "tool_search_tool_result", "tool_use_id": "s", "content": {"tool_references": []}},
+            {"type": "tool_use", "id": "c", "name": "get_weather", "input": {"city": "Oslo"}},
+        ],
+    },
+    {
+        "role": "user",
+        "content": [
+            {
+                "type": "tool_result",
+                "tool_use_id": "c",
+                "content": [
+                    {"type": "tool_reference", "tool_name": "get_weather"},
+                    {"type": "document", "source": {"type": "text", "data": "Sunny", "media_type": "text/plain"}},
+                    {"type": "search_result", "source": "u", "title": "t", "content": []},
+                    {"type": "shiny", "text": {}},
+                ],
+            }
+        ],
+    },
+]
+SERVER_TOOLS: list[dict[str, Any]] = [
+    {"type": "tool_search_tool_regex_20251119", "name": "tool_search_tool_regex"},
+    {"type": "web_search_20250305", "name": "web_search"},
+]
+
+
+@pytest.mark.parametrize("mode", ["whole", "stream", "count"])
+def test_what_agents_replay_is_answered_and_what_was_left_out_is_told(http: httpx.Client, mode: str) -> None:
+    given = {
+        "messages": AGENT_MESSAGES,
+        "tools": [WEATHER, *SERVER_TOOLS],
+        "tool_choice": {"type": "auto"},
+        "context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]},
+    }
+    path = "/v1/messages/count_tokens" if mode == "count" else "/v1/messages"
+    answer = http.post(path, json=body(**given, max_tokens=4, stream=mode == "stream"))
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-argosy-dropped-tools"] == "tool_search_tool_regex, web_search"
+    shown = http.get("/metrics").text
+    for kind in ("image", "server_tool_use", "tool_search_tool_result"):
+        name = f'argosy_engine_skipped_content_total{{api="messages",kind="{kind}",model_name="tiny"}}'
+        assert re.search(rf"^{re.escape(name)} [1-9]", shown, re.MULTILINE), kind

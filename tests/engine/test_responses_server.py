@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
+import anthropic
 import httpx
 import openai
 import pytest
@@ -290,7 +292,15 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
         400,
         "input[0].content[0]",
     ),
-    ({"tools": [{"type": "web_search"}]}, 400, "tools[0].type"),
+    ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, 400, "tool_choice"),
+    (
+        {
+            "tools": [{"type": "web_search"}, {"type": "function", "name": "no name"}],
+            "tool_choice": "required",
+        },
+        400,
+        "tools[1].name",
+    ),
     (
         {"text": {"format": {"type": "json_schema", "name": "n", "schema": {"$ref": "#/x"}}}},
         400,
@@ -337,16 +347,11 @@ def test_a_client_that_leaves_ends_its_request(http: httpx.Client) -> None:
 def test_an_image_is_refused_by_the_type_that_the_client_gave(http: httpx.Client) -> None:
     image = {"type": "input_image", "image_url": "u"}
     text = {"type": "input_text", "text": "What is this?"}
-    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
-    output = {"type": "function_call_output", "call_id": "c", "output": [text, image]}
     messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": [text, image]}]
     for given, param in (
         ([{"role": "user", "content": [image]}], "input[0].content[0]"),
         (messages, "input[1].content[1]"),
-        (
-            [{"role": "user", "content": "hi"}, {"role": "user", "content": [text]}, call, output, *messages],
-            "input[3].output[1]",
-        ),
+        ([{"role": "user", "content": [image]}, *messages], "input[2].content[1]"),
     ):
         answer = http.post("/v1/responses", json=body(instructions="Answer.", input=given))
         error = answer.json()["error"]
@@ -382,3 +387,113 @@ def test_compaction_is_refused_by_name(http: httpx.Client) -> None:
     answer = http.post("/v1/responses/compact", json=body())
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "not_supported")
     assert "/v1/responses/compact" in answer.json()["error"]["message"]
+
+
+AGENT_TOOLS: list[dict[str, Any]] = [
+    {"type": "namespace", "name": "functions", "tools": [{"type": "custom", "name": "exec"}]},
+    {"type": "namespace", "name": "agents", "tools": [{"type": "function", "name": "list", "parameters": {}}]},
+    {"type": "web_search"},
+    {"type": "shiny"},
+]
+AGENT_HISTORY: list[dict[str, Any]] = [
+    {"type": "additional_tools", "role": "developer", "tools": AGENT_TOOLS},
+    {"role": "user", "content": HELLO},
+    {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search", "query": "x"}},
+    {"type": "reasoning", "summary": [], "encrypted_content": "gAAA"},
+    {"type": "custom_tool_call", "call_id": "c", "name": "exec", "namespace": "functions", "input": "ls"},
+    {
+        "type": "custom_tool_call_output",
+        "call_id": "c",
+        "output": [{"type": "input_text", "text": "a"}, {"type": "input_image", "image_url": "u"}],
+    },
+    {"type": "shiny_call", "content": {"deep": [[[]]]}, "arguments": {}},
+    {"type": "agent_message", "author": "/a", "recipient": "/", "content": [{"type": "input_text", "text": "b"}]},
+    {"type": "compaction", "encrypted_content": "gAAA"},
+]
+
+
+def skipped(http: httpx.Client) -> dict[str, float]:
+    """The kinds that were skipped so far, and how often."""
+    text = http.get("/metrics").text
+    found = re.findall(r'(argosy_engine_(?:skipped|dropped)\w+_total){[^}]*kind="(\w+)"[^}]*} ([1-9].*)', text)
+    return {f"{name.split('_')[2]} {kind}": float(value) for name, kind, value in found}
+
+
+@pytest.mark.parametrize("mode", ["whole", "stream"])
+def test_what_agents_replay_is_answered_and_what_was_left_out_is_told(http: httpx.Client, mode: str) -> None:
+    before = skipped(http)
+    answer = http.post(
+        "/v1/responses", json=body(input=AGENT_HISTORY, store=False, max_output_tokens=4, **{mode: True})
+    )
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-argosy-dropped-tools"] == "other, web_search"
+    after = skipped(http)
+    assert {name: after[name] - before.get(name, 0) for name in after if after[name] != before.get(name)} == {
+        **{f"skipped {kind}": 1 for kind in ("web_search_call", "reasoning", "input_image", "other")},
+        "skipped compaction": 1,
+        "dropped web_search": 1,
+        "dropped other": 1,
+    }
+    plain = http.post("/v1/responses", json=body(store=False, max_output_tokens=4))
+    assert "x-argosy-dropped-tools" not in plain.headers
+
+
+@pytest.mark.parametrize(
+    ("choice", "type_", "name", "namespace"),
+    [
+        ({"type": "custom", "name": "exec"}, "custom_tool_call", "exec", "functions"),
+        ({"type": "function", "name": "list"}, "function_call", "list", "agents"),
+    ],
+)
+def test_a_chosen_tool_is_called_and_its_call_continued(
+    client: openai.OpenAI, choice: Any, type_: str, name: str, namespace: str
+) -> None:
+    tools: Any = AGENT_TOOLS[:3]
+    with client.responses.stream(
+        model="tiny", input=HELLO, tools=tools, tool_choice=choice, temperature=0, max_output_tokens=200
+    ) as stream:
+        events = list(stream)
+        calling = stream.get_final_response()
+    call = calling.output[-1].to_dict()
+    assert (call["type"], call["name"], call["namespace"]) == (type_, name, namespace)
+    if type_ == "custom_tool_call":
+        deltas = [event.delta for event in events if event.type == "response.custom_tool_call_input.delta"]
+        assert "".join(deltas) == call["input"]
+    result: Any = {"type": f"{type_}_output", "call_id": call["call_id"], "output": "Done."}
+    question: Any = {"role": "user", "content": HELLO}
+    items: Any = [question, *(item.to_dict() for item in calling.output), result]
+    for given in ({"input": items}, {"input": [result], "previous_response_id": calling.id}):
+        answer = client.responses.create(
+            model="tiny", tools=tools, temperature=0, max_output_tokens=4, **given
+        )
+        assert answer.usage is not None
+        assert answer.usage.input_tokens_details.cached_tokens
+    listed = client.responses.input_items.list(answer.id, order="asc")
+    assert [item.type for item in listed.data][-2:] == [type_, f"{type_}_output"]
+
+
+def test_a_stored_history_is_continued_as_one_that_is_sent_again(http: httpx.Client) -> None:
+    first = http.post("/v1/responses", json=body(input=AGENT_HISTORY, max_output_tokens=4)).json()
+    more = {"role": "user", "content": "And now?"}
+    sent = {"input": [*AGENT_HISTORY, *first["output"], more]}
+    counted = [
+        http.post("/v1/responses/input_tokens", json={"model": "tiny", **given}).json()["input_tokens"]
+        for given in (sent, {"input": [more], "previous_response_id": first["id"]})
+    ]
+    assert counted[0] == counted[1] > 0
+
+
+def test_models_are_listed_for_codex_and_for_anthropics_clients(http: httpx.Client) -> None:
+    plain = http.get("/v1/models").json()
+    assert set(plain) == {"object", "data"}
+    codex = http.get("/v1/models", params={"client_version": "0.171.0"}).json()
+    assert codex["data"] == plain["data"]
+    assert [model["slug"] for model in codex["models"]] == [card["id"] for card in plain["data"]]
+    assert codex["models"][0]["context_window"] == MAX_MODEL_LEN
+    with anthropic.Anthropic(base_url=str(http.base_url), auth_token=KEY) as client:
+        page = client.models.list()
+        assert [model.id for model in page] == [card["id"] for card in plain["data"]]
+        model = client.models.retrieve(page.data[0].id)
+    assert model == page.data[0]
+    assert (model.type, model.display_name, model.max_input_tokens) == ("model", model.id, MAX_MODEL_LEN)
+    assert model.created_at.timestamp() == plain["data"][0]["created"]

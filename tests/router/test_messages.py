@@ -161,7 +161,7 @@ async def test_a_key_may_come_in_either_header(tmp_path: Path) -> None:
         (PATH, {"max_tokens": 0}, "max_tokens"),
         (PATH, {"messages": []}, "messages"),
         (PATH, {"tool_choice": {"type": "any"}}, "tool_choice needs tools"),
-        (PATH, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]"),
+        (PATH, {"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "messages[0].content[0]"),
         (PATH, {"stream": True, "resume": {"token_ids": [5]}}, "resume is internal to engines and refused"),
         (PATH, {"kv_transfer_params": {}}, "kv_transfer_params"),
         (COUNT, {"messages": []}, "messages"),

@@ -62,7 +62,7 @@ async def test_openais_sdk() -> None:
     [
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"input": []}, "input"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
         ({"kv_transfer_params": {}}, "kv_transfer_params"),
@@ -106,6 +106,65 @@ async def test_a_cached_chat_attracts_its_response() -> None:
             assert told.headers["x-argosy-replica"] == "r1"
             assert told.headers["x-argosy-route"] == "cached"
             assert int(told.headers["x-argosy-predicted-tokens"]) == max(resident.values())
+
+
+AGENT_TOOLS = [
+    {"type": "namespace", "name": "agents", "tools": [{"type": "custom", "name": "exec"}]},
+    {"type": "web_search"},
+]
+AGENT_HISTORY: list[dict[str, Any]] = [
+    {"type": "additional_tools", "role": "developer", "tools": AGENT_TOOLS},
+    {"role": "user", "content": TEXT},
+    {"type": "shiny_call", "content": {"x": 1}, "arguments": {}},
+    {"type": "custom_tool_call", "call_id": "c", "name": "exec", "namespace": "agents", "input": TEXT},
+    {"type": "custom_tool_call_output", "call_id": "c", "output": [{"type": "input_image", "image_url": "u"}]},
+]
+
+
+async def test_what_agents_replay_is_routed_by_the_chat_that_engines_make_of_it() -> None:
+    asked = body(input=AGENT_HISTORY)
+    segments = prompt_segments(responses_as_chat(decode_responses_request(json.dumps(asked).encode())))
+    hashes = chunk_hashes(segments[0], chain_seed(MODEL))
+    resident = {chunk: 60 * (position + 1) for position, chunk in enumerate(hashes)}
+    async with rig([FakeEngine(script=answer) for _ in range(3)]) as r:
+        r.engines[1].store(resident)
+        await r.until(lambda: r.metric("index_chunks") == len(resident))
+        told = await r.http.post(PATH, json=asked)
+        assert (told.status_code, told.headers["x-argosy-replica"]) == (200, "r1")
+        assert int(told.headers["x-argosy-predicted-tokens"]) == max(resident.values())
+        assert r.engines[1].requests[-1].json["input"] == AGENT_HISTORY
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_clients_are_told_which_tools_an_engine_has_dropped(is_stream: bool) -> None:
+    dropped = "x-argosy-dropped-tools: web_search\r\n"
+
+    async def dropping(connection: Connection, request: Received) -> None:
+        if request.json.get("stream"):
+            connection.begin_stream(dropped)
+            connection.chunk(stream(MODEL))
+            connection.end_stream()
+        else:
+            connection.answer(200, json.dumps(whole(MODEL)).encode(), dropped)
+
+    async with rig([FakeEngine(script=dropping)]) as r:
+        told = await r.http.post(PATH, json=body(tools=[{"type": "web_search"}], stream=is_stream))
+        assert (told.status_code, told.headers["x-argosy-dropped-tools"]) == (200, "web_search")
+
+
+async def test_models_are_listed_for_codex_and_for_anthropics_clients() -> None:
+    async with rig([FakeEngine(script=answer)]) as r:
+        plain = (await r.http.get("/v1/models")).json()
+        assert set(plain) == {"object", "data"}
+        codex = (await r.http.get("/v1/models?client_version=0.171.0")).json()
+        assert codex["data"] == plain["data"]
+        assert [model["slug"] for model in codex["models"]] == [card["id"] for card in plain["data"]]
+        version = {"anthropic-version": "2023-06-01"}
+        listed = (await r.http.get("/v1/models", headers=version)).json()
+        assert [(model["type"], model["id"]) for model in listed["data"]] == [("model", MODEL)]
+        assert (listed["first_id"], listed["last_id"], listed["has_more"]) == (MODEL, MODEL, False)
+        one = (await r.http.get(f"/v1/models/{MODEL}", headers=version)).json()
+        assert one == listed["data"][0]
 
 
 async def test_other_engines_get_the_fields_of_the_api() -> None:

@@ -10,6 +10,7 @@ Paths are compared as received, never normalised.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -28,7 +29,8 @@ from argosy_protocol.batch_program import (
 )
 from argosy_protocol.bearer_keys import KeyRing
 from argosy_protocol.errors import ApiError, Forbidden, NotFound, TooManyRequests
-from argosy_protocol.openai import ModelCard, ModelList
+from argosy_protocol.model_lists import ANTHROPIC_HEADER, CODEX_QUERY, encoded_model, encoded_models
+from argosy_protocol.openai import ModelCard
 from argosy_protocol.openapi_document import document_page
 from argosy_protocol.response_object import compaction_not_supported
 from argosy_router.auth.accounts import ANONYMOUS, Account
@@ -67,6 +69,7 @@ if TYPE_CHECKING:
 _JSON = b"content-type: application/json\r\n"
 _MODELS = b"/v1/models"
 _MODEL_PREFIX = b"/v1/models/"
+_CODEX_QUERY = re.compile(rb"[?&]%b=" % CODEX_QUERY.encode())
 _RESPONSES = b"/v1/responses"
 _COMPACT = b"/v1/responses/compact"
 _METRICS = b"/metrics"
@@ -320,11 +323,11 @@ class RouterApplication:
     def _authorised_responder(self, request: Request, account: Account) -> Responder:
         path = request.path
         if path == _MODELS:
-            return lambda: self._models(account)
+            return lambda: self._models(request, account)
         if _is_response(path):
             raise NotFound("this router keeps no responses; start it with --batch-url")
         if path.startswith(_MODEL_PREFIX):
-            return lambda: self._model(path, account)
+            return lambda: self._model(request, account)
         if path == _LOAD:
             load = {"server_load": self._requests.inflight}
             return lambda: (200, _JSON, msgspec.json.encode(load))
@@ -491,18 +494,19 @@ class RouterApplication:
         note = b"# Usage of this API key only. The router's metrics are on its admin port%b.\n" % where
         return 200, b"content-type: " + CONTENT_TYPE + b"\r\n", note + self._accounting.usage_of(account.name)
 
-    def _models(self, account: Account) -> tuple[int, bytes, bytes]:
+    def _models(self, request: Request, account: Account) -> tuple[int, bytes, bytes]:
         cards = [self._card(name, service) for name, service in names_for(self._fleet, account)]
-        return 200, _JSON, msgspec.json.encode(ModelList(data=cards))
+        is_codex = _CODEX_QUERY.search(request.target) is not None
+        return 200, _JSON, encoded_models(cards, is_anthropic=_is_anthropic(request), is_codex=is_codex)
 
-    def _model(self, path: bytes, account: Account) -> tuple[int, bytes, bytes]:
-        name = unquote(path[len(_MODEL_PREFIX) :].decode("latin-1"))
+    def _model(self, request: Request, account: Account) -> tuple[int, bytes, bytes]:
+        name = unquote(request.path[len(_MODEL_PREFIX) :].decode("latin-1"))
         service = self._fleet.service_of(name)
         if service is None:
             raise no_such_model(self._fleet, name, account)
         if not may_use(self._fleet, account, name, service, self._fleet.adapter_of(name)):
             raise unknown_model(self._fleet, name, account)
-        return 200, _JSON, msgspec.json.encode(self._card(name, service))
+        return 200, _JSON, encoded_model(self._card(name, service), is_anthropic=_is_anthropic(request))
 
     def _card(self, name: str, service: Service) -> ModelCard:
         lengths = [replica.hello.max_model_len for replica in service.replicas.values() if replica.hello]
@@ -514,6 +518,10 @@ class RouterApplication:
             parent=model if adapter else None,
             max_model_len=min(lengths) if lengths else None,
         )
+
+
+def _is_anthropic(request: Request) -> bool:
+    return request.header(ANTHROPIC_HEADER.encode()) is not None
 
 
 def _return_charge(request: Request, error: ApiError) -> None:

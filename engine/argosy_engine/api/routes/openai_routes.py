@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
@@ -26,6 +25,7 @@ from argosy_engine.api.routes.sagemaker_routes import Endpoint
 from argosy_engine.api.served_engine import Engine
 from argosy_engine.api.server_defaults import apply_flags
 from argosy_protocol.chat_batch import decode_batch_request
+from argosy_protocol.model_lists import ANTHROPIC_HEADER, CODEX_QUERY, encoded_model, encoded_models
 from argosy_protocol.openai import ChatCompletionRequest, CompletionRequest, decode_request
 from argosy_protocol.tokenization import decode_detokenize_request, decode_tokenize_request
 
@@ -99,15 +99,22 @@ def add_openai_routes(app: FastAPI, engine: Engine) -> dict[str, Endpoint]:
         return json_answer(engine, answer, request_id_of(request, None), body)
 
     @app.get("/v1/models")
-    async def models() -> Response:
-        return _json(engine.serving.models())
+    async def models(request: Request) -> Response:
+        return _json(
+            encoded_models(
+                engine.serving.models().data,
+                is_anthropic=ANTHROPIC_HEADER in request.headers,
+                is_codex=CODEX_QUERY in request.query_params,
+            )
+        )
 
     @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> Response:
-        return _json(engine.serving.model(name))
+    async def model(request: Request, name: str) -> Response:
+        card = engine.serving.model(name)
+        return _json(encoded_model(card, is_anthropic=ANTHROPIC_HEADER in request.headers))
 
     return {"messages": chat_completions, "prompt": completions}
 
 
-def _json(value: msgspec.Struct) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")
+def _json(body: bytes) -> Response:
+    return Response(body, media_type="application/json")
