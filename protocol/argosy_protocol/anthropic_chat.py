@@ -311,9 +311,7 @@ def _document_texts(block: ContentBlock, skipped: Skipped) -> list[str]:
 def _inner_texts(content: Any) -> list[str]:
     """Return the texts among the blocks of a block."""
     blocks = content[:MAX_BLOCKS] if isinstance(content, list) else ()
-    texts = (
-        block.get("text") for block in blocks if isinstance(block, dict) and block.get("type") == "text"
-    )
+    texts = (block.get("text") for block in blocks if isinstance(block, dict) and block.get("type") == "text")
     return [text for text in texts if isinstance(text, str)]
 
 

@@ -33,8 +33,8 @@ that you are given.
 - Do the whole task, and nothing beside it. Keep to the style of the code that is there.
 - Edit files by commands, a few lines by `apply_patch`. Do not commit unless you are asked to.
 - Run what shows that your change works, such as the tests nearest to it. If something fails, find out why.
-- Say in a sentence what you are about to do before you call tools. At the end say briefly what you have done, and what \
-is left. Claim nothing that you have not seen.
+- Say in a sentence what you are about to do before you call tools. At the end say briefly what you have done, and \
+what is left. Claim nothing that you have not seen.
 """
 """What Codex tells a model before everything else. The field is required; Codex's own texts are for its own models."""
 
@@ -94,8 +94,8 @@ def encoded_models(cards: Sequence[ModelCard], *, is_anthropic: bool, is_codex: 
     """
     if is_anthropic:
         models = [_anthropic_model(card) for card in cards]
-        ids = [model.id for model in models] or [None]
-        return msgspec.json.encode(AnthropicModelList(data=models, first_id=ids[0], last_id=ids[-1]))
+        first, last = (models[0].id, models[-1].id) if models else (None, None)
+        return msgspec.json.encode(AnthropicModelList(data=models, first_id=first, last_id=last))
     if is_codex:
         known = [_codex_model(card, priority) for priority, card in enumerate(cards)]
         return msgspec.json.encode(CodexModelList(data=list(cards), models=known))

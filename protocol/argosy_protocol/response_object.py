@@ -251,9 +251,7 @@ def begun_response(
         safety_identifier=request.safety_identifier,
         store=request.store,
         temperature=temperature,
-        text=TextConfig(
-            format=text.format or TextFormat(type="text"), verbosity=text.verbosity or "medium"
-        ),
+        text=TextConfig(format=text.format or TextFormat(type="text"), verbosity=text.verbosity or "medium"),
         tool_choice=request.tool_choice or "auto",
         tools=request.tools or [],
         top_logprobs=request.top_logprobs or 0,

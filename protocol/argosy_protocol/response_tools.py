@@ -141,8 +141,8 @@ class ResponseTools:
             ]
             return allowed(functions, choice.get("mode"), names, "tool_choice")
         raise BadRequest(
-            f"tool_choice.type: {kind!r} is not supported, since this server runs no tools; name a function or a custom "
-            "tool",
+            f"tool_choice.type: {kind!r} is not supported, since this server runs no tools; name a function or a "
+            "custom tool",
             param="tool_choice.type",
         )
 
@@ -177,9 +177,7 @@ class ResponseTools:
             for index, member in enumerate(inner):
                 at = f"{where}.tools[{index}]"
                 if member.type not in ("function", "custom") or member.name is None:
-                    raise BadRequest(
-                        f"{at} must be a function or a custom tool with a name", param=at
-                    )
+                    raise BadRequest(f"{at} must be a function or a custom tool with a name", param=at)
                 self._add(ClientTool(_kind(member), member.name, tool.name), member, at)
         else:
             self._add_other(tool, where)
@@ -211,9 +209,7 @@ class ResponseTools:
 
     def _named(self) -> dict[ClientTool, str]:
         """Give each tool a name of its own: those of the request's own functions are theirs in any case."""
-        own = [
-            tool for tool in self._described if tool.kind == "function" and tool.namespace is None
-        ]
+        own = [tool for tool in self._described if tool.kind == "function" and tool.namespace is None]
         names = {tool: tool.name for tool in own if tool in self.paths}
         taken = set(names.values())
         for tool in self._described:

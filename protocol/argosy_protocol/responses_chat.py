@@ -52,7 +52,14 @@ MAX_ALL_PARTS = 1 << 16
 
 _TEXT_PARTS = frozenset(("input_text", "output_text", "refusal", "text"))
 _OF_MODEL = frozenset(
-    ("custom_tool_call", "function_call", "local_shell_call", "reasoning", "tool_search_call", "web_search_call")
+    (
+        "custom_tool_call",
+        "function_call",
+        "local_shell_call",
+        "reasoning",
+        "tool_search_call",
+        "web_search_call",
+    )
 )
 """Items that a model has written, as messages of the assistant are."""
 _NOTES = {
@@ -265,8 +272,8 @@ class _Conversation:
                 raise BadRequest(f"{where}: there is no stored item {item.id!r}", param=f"{where}.id")
             case "compaction_trigger" if index == len(self._items) - 1:
                 raise BadRequest(
-                    f"{where}: this server does not compact conversations; ask the model for a summary, and begin a new "
-                    "conversation with that",
+                    f"{where}: this server does not compact conversations; ask the model for a summary, and begin a "
+                    "new conversation with that",
                     param=f"{where}.type",
                 )
             case kind:
@@ -281,15 +288,7 @@ class _Conversation:
             raise BadRequest(f"{where}.role {given}", param=f"{where}.role")
         if item.content is None:
             raise BadRequest(f"{where}.content is required", param=f"{where}.content")
-        content = item.content
-        if not isinstance(content, str):
-            content = _joined(
-                [
-                    part
-                    for index, given_part in enumerate(content)
-                    if (part := self._part(given_part, f"{where}.content[{index}]", is_newest)) is not None
-                ]
-            )
+        content = self._content(item.content, f"{where}.content", is_newest)
         last = self._last
         if role == "assistant" and last is not None and last.role == role and last.content in (None, ""):
             last.content = content
@@ -346,6 +345,14 @@ class _Conversation:
 
     def _add_result(self, call_id: str | None, content: str | list[dict[str, Any]]) -> None:
         self._messages.append(ChatMessage(role="tool", tool_call_id=call_id, content=content))
+
+    def _content(
+        self, content: str | list[ResponseContentPart], where: str, is_newest: bool
+    ) -> str | list[dict[str, Any]]:
+        if isinstance(content, str):
+            return content
+        parts = [self._part(part, f"{where}[{index}]", is_newest) for index, part in enumerate(content)]
+        return _joined([part for part in parts if part is not None])
 
     def _texts(self, parts: Iterable[ResponseContentPart]) -> list[str]:
         """Return the texts of parts, with a note in place of each that is none."""

@@ -18,8 +18,20 @@ IMAGE_NOTE: Final = "[image that the model does not get]"
 RESPONSES_KINDS: Final = frozenset(
     (
         *("additional_tools", "agent_message", "apply_patch_call", "apply_patch_call_output"),
-        *("code_interpreter_call", "compaction", "compaction_trigger", "computer_call", "computer_call_output"),
-        *("configuration_update", "context_compaction", "computer_screenshot", "custom_tool_call_output", "file_search_call"),
+        *(
+            "code_interpreter_call",
+            "compaction",
+            "compaction_trigger",
+            "computer_call",
+            "computer_call_output",
+        ),
+        *(
+            "configuration_update",
+            "context_compaction",
+            "computer_screenshot",
+            "custom_tool_call_output",
+            "file_search_call",
+        ),
         *("function_call_output", "image_generation_call", "input_audio", "input_file", "input_image"),
         *("local_shell_call", "local_shell_call_output", "mcp_approval_request", "mcp_approval_response"),
         *("mcp_call", "mcp_list_tools", "program", "program_output", "reasoning", "shell_call"),

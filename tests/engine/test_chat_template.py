@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import jinja2
 import pytest
@@ -13,6 +14,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from argosy_engine.errors import InvalidRequest
 from argosy_engine.frontend.bounded_template import BoundedEnvironment
 from argosy_engine.frontend.chat_template import ChatTemplate
+from argosy_protocol.chat_history import skipped_parts
 from argosy_protocol.openai import ChatCompletionRequest, ChatMessage
 from chat_requests import chat
 
@@ -29,6 +31,74 @@ def test_template_takes_text_parts_and_refuses_others(template: ChatTemplate) ->
     image = [{"type": "image_url", "image_url": {"url": "http://example.com/x.png"}}]
     with pytest.raises(InvalidRequest, match="image_url"):
         template.render(chat(messages=[{"role": "user", "content": image}]))
+
+
+IMAGE_PART = {"type": "image_url", "image_url": {"url": "http://example.com/x.png"}}
+HI = {"role": "user", "content": "hi"}
+REPLAYED: list[tuple[str, list[dict[str, Any]], list[dict[str, Any]]]] = [
+    (
+        "a refusal",
+        [HI, {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}, HI],
+        [HI, {"role": "assistant", "content": "No."}, HI],
+    ),
+    (
+        "an image that was answered",
+        [{"role": "user", "content": [IMAGE_PART]}, {"role": "assistant", "content": "A cat."}, HI],
+        [
+            {"role": "user", "content": "[image that the model does not get]"},
+            {"role": "assistant", "content": "A cat."},
+            HI,
+        ],
+    ),
+    (
+        "an image that a tool has returned",
+        [HI, {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "a"}, IMAGE_PART]}],
+        [HI, {"role": "tool", "tool_call_id": "c", "content": "a\n[image that the model does not get]"}],
+    ),
+    (
+        "parts of other servers",
+        [HI, {"role": "assistant", "content": [{"type": "thinking"}, {"a": 1}, {"type": []}]}, HI],
+        [HI, {"role": "assistant", "content": ""}, HI],
+    ),
+    (
+        "a call of a custom tool",
+        [
+            HI,
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"id": "c", "type": "custom", "custom": {"name": "exec", "input": "ls"}}],
+            },
+        ],
+        [
+            HI,
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [
+                    {
+                        "id": "c",
+                        "type": "function",
+                        "function": {"name": "exec", "arguments": '{"input": "ls"}'},
+                    }
+                ],
+            },
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "same"), [row[1:] for row in REPLAYED], ids=[row[0] for row in REPLAYED])
+def test_history_is_rendered_without_what_the_model_does_not_read(
+    template: ChatTemplate, given: list[dict[str, Any]], same: list[dict[str, Any]]
+) -> None:
+    assert template.render(chat(messages=given)) == template.render(chat(messages=same))
+
+
+def test_parts_that_are_left_out_are_counted_by_a_few_kinds() -> None:
+    messages = [message for _, given, _ in REPLAYED for message in given]
+    newest = {"role": "user", "content": [IMAGE_PART]}
+    assert skipped_parts(chat(messages=[*messages, newest]).messages).content == {"image_url": 2, "other": 3}
 
 
 def test_template_variables_are_those_it_declares(template: ChatTemplate) -> None:

@@ -284,7 +284,10 @@ def test_a_client_that_leaves_ends_its_request(http: httpx.Client) -> None:
 
 
 AGENT_MESSAGES: list[dict[str, Any]] = [
-    {"role": "user", "content": [{"type": "text", "text": "Hi"}, {"type": "image", "source": {"type": "url"}}]},
+    {
+        "role": "user",
+        "content": [{"type": "text", "text": "Hi"}, {"type": "image", "source": {"type": "url"}}],
+    },
     {
         "role": "assistant",
         "content": [
@@ -301,7 +304,10 @@ AGENT_MESSAGES: list[dict[str, Any]] = [
                 "tool_use_id": "c",
                 "content": [
                     {"type": "tool_reference", "tool_name": "get_weather"},
-                    {"type": "document", "source": {"type": "text", "data": "Sunny", "media_type": "text/plain"}},
+                    {
+                        "type": "document",
+                        "source": {"type": "text", "data": "Sunny", "media_type": "text/plain"},
+                    },
                     {"type": "search_result", "source": "u", "title": "t", "content": []},
                     {"type": "shiny", "text": {}},
                 ],

@@ -286,7 +286,7 @@ CLIENT_TOOLS = [
 
 
 def call(name: str, **arguments: Any) -> str:
-    return f'<tool_call>\n{json.dumps({"name": name, "arguments": arguments})}\n</tool_call>\n'
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>\n"
 
 
 def names_of_events(events: list[dict[str, Any]]) -> list[str]:

@@ -391,14 +391,23 @@ def test_compaction_is_refused_by_name(http: httpx.Client) -> None:
 
 AGENT_TOOLS: list[dict[str, Any]] = [
     {"type": "namespace", "name": "functions", "tools": [{"type": "custom", "name": "exec"}]},
-    {"type": "namespace", "name": "agents", "tools": [{"type": "function", "name": "list", "parameters": {}}]},
+    {
+        "type": "namespace",
+        "name": "agents",
+        "tools": [{"type": "function", "name": "list", "parameters": {}}],
+    },
     {"type": "web_search"},
     {"type": "shiny"},
 ]
 AGENT_HISTORY: list[dict[str, Any]] = [
     {"type": "additional_tools", "role": "developer", "tools": AGENT_TOOLS},
     {"role": "user", "content": HELLO},
-    {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search", "query": "x"}},
+    {
+        "type": "web_search_call",
+        "id": "ws_1",
+        "status": "completed",
+        "action": {"type": "search", "query": "x"},
+    },
     {"type": "reasoning", "summary": [], "encrypted_content": "gAAA"},
     {"type": "custom_tool_call", "call_id": "c", "name": "exec", "namespace": "functions", "input": "ls"},
     {
@@ -407,7 +416,12 @@ AGENT_HISTORY: list[dict[str, Any]] = [
         "output": [{"type": "input_text", "text": "a"}, {"type": "input_image", "image_url": "u"}],
     },
     {"type": "shiny_call", "content": {"deep": [[[]]]}, "arguments": {}},
-    {"type": "agent_message", "author": "/a", "recipient": "/", "content": [{"type": "input_text", "text": "b"}]},
+    {
+        "type": "agent_message",
+        "author": "/a",
+        "recipient": "/",
+        "content": [{"type": "input_text", "text": "b"}],
+    },
     {"type": "compaction", "encrypted_content": "gAAA"},
 ]
 
@@ -415,7 +429,9 @@ AGENT_HISTORY: list[dict[str, Any]] = [
 def skipped(http: httpx.Client) -> dict[str, float]:
     """The kinds that were skipped so far, and how often."""
     text = http.get("/metrics").text
-    found = re.findall(r'(argosy_engine_(?:skipped|dropped)\w+_total){[^}]*kind="(\w+)"[^}]*} ([1-9].*)', text)
+    found = re.findall(
+        r'(argosy_engine_(?:skipped|dropped)\w+_total){[^}]*kind="(\w+)"[^}]*} ([1-9].*)', text
+    )
     return {f"{name.split('_')[2]} {kind}": float(value) for name, kind, value in found}
 
 

@@ -177,7 +177,11 @@ MESSAGES: list[tuple[str, list[dict[str, Any]], list[dict[str, Any]]]] = [
     ),
     (
         "blocks whose fields have other types",
-        [HI, assistant({"type": "shiny", "input": [5], "id": {}}, {"type": "y" * 65}), user({"type": "z", "text": 1}, block("b"))],
+        [
+            HI,
+            assistant({"type": "shiny", "input": [5], "id": {}}, {"type": "y" * 65}),
+            user({"type": "z", "text": 1}, block("b")),
+        ],
         [HI, {"role": "assistant", "content": ""}, {"role": "user", "content": "b"}],
     ),
     (
@@ -385,7 +389,11 @@ def test_what_is_skipped_is_counted_by_a_few_kinds() -> None:
     tools = [F, WEB_SEARCH, {"type": "tool_search_tool_regex_20251119", "name": "s"}, {"type": "mcp_toolset"}]
     body = {
         "model": "m",
-        "messages": [HI, assistant(*SEARCHED, {"type": "x"}), *resulting(IMAGE, document(), {"type": "y"}, 5)],
+        "messages": [
+            HI,
+            assistant(*SEARCHED, {"type": "x"}),
+            *resulting(IMAGE, document(), {"type": "y"}, 5),
+        ],
         "tools": [*tools, {"type": "new_20300101", "name": "n"}],
         "tool_choice": {"type": "auto"},
     }

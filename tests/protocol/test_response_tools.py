@@ -1,4 +1,4 @@
-"""Tools of Responses requests as functions of a chat: names, descriptions, choices, and what calls of them stand for."""
+"""Tools of Responses requests as functions of a chat: names, descriptions, choices, what calls stand for."""
 
 from __future__ import annotations
 
@@ -132,7 +132,11 @@ def test_the_conversation_adds_tools_and_calls_of_all_are_named_as_they_are() ->
 
 def test_a_tool_that_comes_again_is_described_as_the_last_time() -> None:
     chat, _ = translated(
-        items=[added(function("f", description="a"), function("g")), HI, added(function("f", description="b"))]
+        items=[
+            added(function("f", description="a"), function("g")),
+            HI,
+            added(function("f", description="b")),
+        ]
     )
     assert [tool["function"] for tool in chat.tools or ()] == [
         {"name": "f", "description": "b"},
@@ -193,7 +197,11 @@ def test_a_choice_names_a_tool_as_the_client_does(choice: dict[str, Any], expect
 
 
 def test_allowed_tools_may_be_of_any_kind() -> None:
-    allowed = [{"type": "custom", "name": "exec"}, {"type": "function", "name": "log"}, {"type": "web_search"}]
+    allowed = [
+        {"type": "custom", "name": "exec"},
+        {"type": "function", "name": "log"},
+        {"type": "web_search"},
+    ]
     chat, _ = translated(
         function("f"),
         custom("exec"),

@@ -173,7 +173,13 @@ ITEMS: list[tuple[str, list[dict[str, Any]], list[dict[str, Any]]]] = [
             {
                 "type": "custom_tool_call_output",
                 "call_id": "c1",
-                "output": [{"type": "input_text", "text": "a"}, IMAGE, {"type": "shiny"}, {"text": "no type"}, 5],
+                "output": [
+                    {"type": "input_text", "text": "a"},
+                    IMAGE,
+                    {"type": "shiny"},
+                    {"text": "no type"},
+                    5,
+                ],
             },
         ],
         [HI, called("exec", '{"input": "say \\"hi\\""}'), {**RESULT, "content": texts("a", NO_IMAGE)}],
@@ -423,7 +429,10 @@ def test_errors_about_the_chat_name_fields_of_the_responses_request(
 
 def test_what_is_skipped_is_counted_by_a_few_kinds() -> None:
     items = [
-        *[{"type": kind, "id": "x"} for kind in ("web_search_call", "web_search_call", "compaction", "y", "z")],
+        *[
+            {"type": kind, "id": "x"}
+            for kind in ("web_search_call", "web_search_call", "compaction", "y", "z")
+        ],
         {"type": "reasoning", "summary": [], "encrypted_content": "gAAA"},
         {**OUTPUT, "output": [IMAGE, {"type": "shiny"}]},
         HI,

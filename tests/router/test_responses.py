@@ -117,7 +117,11 @@ AGENT_HISTORY: list[dict[str, Any]] = [
     {"role": "user", "content": TEXT},
     {"type": "shiny_call", "content": {"x": 1}, "arguments": {}},
     {"type": "custom_tool_call", "call_id": "c", "name": "exec", "namespace": "agents", "input": TEXT},
-    {"type": "custom_tool_call_output", "call_id": "c", "output": [{"type": "input_image", "image_url": "u"}]},
+    {
+        "type": "custom_tool_call_output",
+        "call_id": "c",
+        "output": [{"type": "input_image", "image_url": "u"}],
+    },
 ]
 
 

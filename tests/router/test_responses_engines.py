@@ -31,7 +31,12 @@ AGENT_HISTORY: Any = [
         ],
     },
     {"role": "user", "content": "Find the largest file. " * 20},
-    {"type": "web_search_call", "id": "ws", "status": "completed", "action": {"type": "search", "query": "x"}},
+    {
+        "type": "web_search_call",
+        "id": "ws",
+        "status": "completed",
+        "action": {"type": "search", "query": "x"},
+    },
     {"type": "custom_tool_call", "call_id": "c", "name": "exec", "namespace": "functions", "input": "ls -S"},
     {
         "type": "custom_tool_call_output",

@@ -33,9 +33,11 @@ from argosy_engine.frontend.template_roles import TemplateRoles
 from argosy_engine.model_configs.model_config import read_json
 from argosy_engine.parsers.parser_registry import has_reasoning
 from argosy_engine.request_defaults import RequestDefaults
+from argosy_protocol.chat_history import is_replayed, newest_message, replayed_text
 from argosy_protocol.errors import ApiError
 from argosy_protocol.json_limits import parse_text
 from argosy_protocol.openai import ChatCompletionRequest, ChatMessage
+from argosy_protocol.response_tools import CUSTOM_ARGUMENT
 
 _RESERVED = {
     "messages",
@@ -286,15 +288,19 @@ def _through_final_message(text: str) -> str:
 
 
 def _plain_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    return [_plain_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    newest = newest_message(messages)
+    return [
+        _plain_message(message, f"messages[{index}]", is_replayed(message, index, newest))
+        for index, message in enumerate(messages)
+    ]
 
 
-def _plain_message(message: ChatMessage, where: str) -> dict[str, Any]:
+def _plain_message(message: ChatMessage, where: str, is_replay: bool) -> dict[str, Any]:
     """Make the dict that templates expect: text content as a string, tool-call arguments as values.
 
     Arguments that are no JSON object remain text: an engine's own answer has such if it was cut off.
     """
-    plain: dict[str, Any] = {"role": message.role, "content": _text_content(message, where)}
+    plain: dict[str, Any] = {"role": message.role, "content": _text_content(message, where, is_replay)}
     if message.name is not None:
         plain["name"] = message.name
     if message.tool_call_id is not None:
@@ -309,7 +315,7 @@ def _plain_message(message: ChatMessage, where: str) -> dict[str, Any]:
     return plain
 
 
-def _text_content(message: ChatMessage, where: str) -> str:
+def _text_content(message: ChatMessage, where: str, is_replay: bool) -> str:
     if message.content is None:
         return ""
     if isinstance(message.content, str):
@@ -318,6 +324,9 @@ def _text_content(message: ChatMessage, where: str) -> str:
     for index, part in enumerate(message.content):
         at = f"{where}.content[{index}]"
         if part.get("type") != "text":
+            if is_replay:
+                texts += [note] if (note := replayed_text(part)) is not None else []
+                continue
             raise InvalidRequest(
                 f"content of type {str(part.get('type'))[:64]!r} is not supported by this model, only text",
                 param=at,
@@ -330,7 +339,10 @@ def _text_content(message: ChatMessage, where: str) -> str:
 
 
 def _plain_tool_call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
-    function = call.get("function")
+    function, custom = call.get("function"), call.get("custom")
+    if function is None and isinstance(custom, dict):  # of a tool whose input is a text
+        function = {"name": custom.get("name"), "arguments": {CUSTOM_ARGUMENT: custom.get("input")}}
+        call = {name: value for name, value in call.items() if name != "custom"} | {"type": "function"}
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise InvalidRequest("a tool call needs function.name", param=where)
     arguments = function.get("arguments", {})

@@ -1,7 +1,7 @@
-"""CustomToolInput: the text that a model gives a custom tool, read from the arguments of a function while it writes them.
+"""CustomToolInput: the text that a model gives a custom tool, read from a function's arguments while it writes them.
 
-The function has one argument, `input`, a text (`response_tools`). So its characters are those of a JSON string, which is
-read piece by piece. A model may write something else: then the text comes when the call has ended.
+The function has one argument, `input`, a text (`response_tools`). So its characters are those of a JSON string, which
+is read piece by piece. A model may write something else: then the text comes when the call has ended.
 
 Invariant: the text is the pieces joined, however the arguments were cut, and it can be encoded as UTF-8.
 """
@@ -14,8 +14,8 @@ from typing import Any, Final
 
 from argosy_protocol.response_tools import CUSTOM_ARGUMENT
 
-_HEAD: Final = re.compile(r'\s*\{\s*"%s"\s*:\s*"' % CUSTOM_ARGUMENT)
-_BEGINNING: Final = '{"%s":' % CUSTOM_ARGUMENT
+_HEAD: Final = re.compile(rf'\s*\{{\s*"{CUSTOM_ARGUMENT}"\s*:\s*"')
+_BEGINNING: Final = f'{{"{CUSTOM_ARGUMENT}":'
 _PLAIN: Final = re.compile(r'[^"\\]+')
 _ESCAPES: Final = {
     '"': '"', "\\": "\\", "/": "/", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t",

@@ -20,11 +20,12 @@ from argosy_engine.api.request_headers import (
     resumption_of,
     serving_of,
 )
-from argosy_engine.api.routes.request_context import context_of
+from argosy_engine.api.routes.request_context import context_of, report_skipped
 from argosy_engine.api.routes.sagemaker_routes import Endpoint
 from argosy_engine.api.served_engine import Engine
 from argosy_engine.api.server_defaults import apply_flags
 from argosy_protocol.chat_batch import decode_batch_request
+from argosy_protocol.chat_history import skipped_parts
 from argosy_protocol.model_lists import ANTHROPIC_HEADER, CODEX_QUERY, encoded_model, encoded_models
 from argosy_protocol.openai import ChatCompletionRequest, CompletionRequest, decode_request
 from argosy_protocol.tokenization import decode_detokenize_request, decode_tokenize_request
@@ -41,6 +42,7 @@ def add_openai_routes(app: FastAPI, engine: Engine) -> dict[str, Endpoint]:
         check_resume(request, body)
         apply_flags(engine.options, body)
         context = context_of(engine, request, body)
+        report_skipped(engine, "chat_completions", skipped_parts(body.messages))
         if body.stream:
             chunks = chat_stream(
                 context.serving,

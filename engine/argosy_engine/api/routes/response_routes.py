@@ -142,9 +142,7 @@ async def _create(engine: Engine, request: Request, body: ResponsesRequest, size
         return name_responses_field(translated_error(error), body, translation.tools)
 
     async def prepared() -> ResponseJob:
-        return await ResponseJob.prepare(
-            context.serving, body, translation, response_id, size, items
-        )
+        return await ResponseJob.prepare(context.serving, body, translation, response_id, size, items)
 
     async def answer() -> ResponseObject:
         try:
@@ -177,7 +175,10 @@ async def _create(engine: Engine, request: Request, body: ResponsesRequest, size
             return response_event_stream(engine.responses.events(owner, response_id), lines, translated)
         return Response(queued, 200, lines, "application/json")
 
-    lines = {headers.REQUEST_ID: context.request_id, **report_skipped(engine, "responses", translation.skipped)}
+    lines = {
+        headers.REQUEST_ID: context.request_id,
+        **report_skipped(engine, "responses", translation.skipped),
+    }
     if body.background and not is_resolved:  # a router waits itself
         return await background()
     return (
