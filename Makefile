@@ -15,7 +15,8 @@ SCALE_SERVICES ?= 200
 SCALE_REPLICAS ?= 5
 SCALE_REST_S ?= 600
 CONFORMANCE_SAMPLE ?= logit_bias|include_reasoning|batched|return_tokens_as_ids|responses/test_simple|anthropic|tokenization
-CODEX := @openai/codex@0.169.0
+NPM_AGENTS := @openai/codex@0.171.0 @anthropic-ai/claude-code@2.1.332 opencode-ai@1.18.33
+PYPI_AGENTS := aider-chat==0.86.2 llm==0.36
 NODE_SDKS := openai@7.59.0 @anthropic-ai/sdk@1.14.0
 TEST_PROCESSES ?= 2
 # Lanes of tests (.ci/gate/lanes.toml): units gpu executors processes fetcher; all of them; full, with the exhaustive ones.
@@ -39,7 +40,8 @@ HASH := $(shell $(PYTHON) -c 'import hashlib; print(hashlib.sha256(open("pyproje
 INSTALLED     := .venv/.installed-$(HASH)
 INSTALLED_DEV := .venv/.installed-dev-$(HASH)
 INSTALLED_CLIENTS := .venv-clients/.installed-$(HASH)
-INSTALLED_NPM := .venv-clients/npm/.installed-$(shell echo '$(CODEX) $(NODE_SDKS)' | cksum | cut -d ' ' -f 1)
+INSTALLED_NPM := .venv-clients/npm/.installed-$(shell echo '$(NPM_AGENTS) $(NODE_SDKS)' | cksum | cut -d ' ' -f 1)
+INSTALLED_AGENTS := .venv-clients/agents/.installed-$(shell echo '$(PYPI_AGENTS)' | cksum | cut -d ' ' -f 1)
 INSTALLED_FUZZ := .venv-fuzz/.installed-$(HASH)
 # Tests mostly wait for the servers that they start, so they run in several processes: each runs whole files, and the
 # first process that crashes ends the run. tests/conftest.py puts the files that take longest first.
@@ -175,16 +177,24 @@ conformance-sample: $(INSTALLED_DEV) ## run some files of vLLM's own server test
 	@sdist=$$($(BIN)/python conformance/vllm_sdist.py $(VLLM_SOURCES)) || { code=$$?; test $$code = 75 && exit 0; exit $$code; }; \
 	$(BIN)/python conformance/vllm_suite.py --sdist "$$sdist" --only '$(CONFORMANCE_SAMPLE)' --check
 
-test-clients: prepare-clients ## try LiteLLM, instructor, and by npm the agent Codex and the SDKs for Node, on an engine and a router; they need an environment of their own, .venv-clients
-	ARGOSY_CODEX=$(CURDIR)/.venv-clients/npm/node_modules/.bin/codex ARGOSY_NODE_MODULES=$(CURDIR)/.venv-clients/npm/node_modules ARGOSY_PYTHON=$(BIN)/python .venv-clients/bin/python -P -m pytest -c conformance/clients/pytest.ini $(CLIENT_TESTS) $(PYTEST_ARGS)
+test-clients: prepare-clients ## try LiteLLM, instructor, the SDKs for Node and the agents Codex, Claude Code, opencode, aider and llm on an engine and a router; they need environments of their own, in .venv-clients
+	ARGOSY_AIDER=$(CURDIR)/.venv-clients/agents/aider-chat/bin/aider ARGOSY_LLM=$(CURDIR)/.venv-clients/agents/llm/bin/llm ARGOSY_NODE_MODULES=$(CURDIR)/.venv-clients/npm/node_modules ARGOSY_PYTHON=$(BIN)/python .venv-clients/bin/python -P -m pytest -c conformance/clients/pytest.ini $(CLIENT_TESTS) $(PYTEST_ARGS)
 
-prepare-clients: $(INSTALLED_DEV) $(INSTALLED_CLIENTS) $(INSTALLED_NPM) ## install those clients, and fetch vLLM's own tests
+prepare-clients: $(INSTALLED_DEV) $(INSTALLED_CLIENTS) $(INSTALLED_NPM) $(INSTALLED_AGENTS) ## install those clients, and fetch vLLM's own tests
 	$(BIN)/python conformance/vllm_sdist.py $(VLLM_SOURCES) || test $$? = 75
 
 # npm may be missing or offline; the tests are skipped then, and the next run tries again.
 $(INSTALLED_NPM):
-	@{ npm --version >/dev/null 2>&1 && mkdir -p .venv-clients/npm && npm install --silent --no-audit --no-fund --no-save --fetch-retries 3 --prefix .venv-clients/npm $(CODEX) $(NODE_SDKS) && touch $@; } \
-	  || echo 'npm cannot install $(CODEX) $(NODE_SDKS): the tests of a coding agent and of the SDKs for Node are skipped'
+	@{ npm --version >/dev/null 2>&1 && mkdir -p .venv-clients/npm && npm install --silent --no-audit --no-fund --no-save --fetch-retries 3 --prefix .venv-clients/npm $(NPM_AGENTS) $(NODE_SDKS) && touch $@; } \
+	  || echo 'npm cannot install $(NPM_AGENTS) $(NODE_SDKS): the tests of these agents and of the SDKs for Node are skipped'
+
+# Each pins libraries that the others have in other versions.
+$(INSTALLED_AGENTS): | $(INSTALLED_CLIENTS)
+	@failed=; for agent in $(PYPI_AGENTS); do \
+	  folder=.venv-clients/agents/$${agent%%==*}; \
+	  { $(PYTHON) -m venv $$folder && $$folder/bin/pip --disable-pip-version-check install --quiet $(PIP_ARGS) $$agent; } \
+	    || { echo "pip cannot install $$agent: its test is skipped"; failed=1; }; \
+	done; test -n "$$failed" || touch $@
 
 $(INSTALLED_CLIENTS):
 	$(PYTHON) -m venv .venv-clients

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import socket
 import subprocess
 import time
@@ -15,6 +17,11 @@ from pathlib import Path
 import pytest
 
 START_TIMEOUT_S = 120
+TINY = Path(__file__).parents[2] / "models" / "argosy-tiny"
+CONTEXT_TOKENS = 1 << 17
+"""Room for an agent's own prompt and tools, some 20,000 to 50,000 tokens of a vocabulary as small as the tiny model's."""
+AGENTS_MODELS = ("tiny", "gpt-6.2-sol", "gpt-5.5", "claude-sonnet-4-5")
+"""Names that the scripted model is served by: agents send other tools to models that they know."""
 
 
 @contextmanager
@@ -84,3 +91,31 @@ def router(engine: str) -> Iterator[str]:
 def base_url(request: pytest.FixtureRequest) -> str:
     """What an OpenAI SDK is told: an engine, and a router in front of it."""
     return f"{request.getfixturevalue(request.param)}/v1"
+
+
+@pytest.fixture(scope="session")
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A router, which stores responses, in front of an engine whose model writes what a test's script says.
+
+    The model is one layer of random weights with the tiny model's tokenizer and template: it computes long prompts
+    fast.
+    """
+    model = tmp_path_factory.mktemp("scripted") / "model"
+    shutil.copytree(TINY, model, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((model / "config.json").read_text())
+    config |= {"max_position_embeddings": CONTEXT_TOKENS, "layer_types": ["full_attention"]}
+    config |= {"num_hidden_layers": 1, "max_window_layers": 1, "hidden_size": 32, "intermediate_size": 32}
+    config |= {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 32}
+    (model / "config.json").write_text(json.dumps(config))
+    flags = ("--device", "cpu", "--dtype", "float32", "--load-format", "dummy")
+    script = ("--logits-processors", "scripted_model:ScriptedModel")
+    storage = str(tmp_path_factory.mktemp("storage"))
+    with (
+        running(
+            "serve", str(model), *flags, *script, "--served-model-name", *AGENTS_MODELS,
+            modules=Path(__file__).parent,
+        ) as engine,
+        reserved_port() as admin_port,
+        running("router", "--replica", engine, "--admin-port", str(admin_port), "--storage", storage) as url,
+    ):  # fmt: skip
+        yield url

@@ -1,10 +1,14 @@
 """ScriptedModel: a logits processor that has a model write what a test wants; all else of the engine is as it is.
 
-A model too small for an agent's prompts so calls the agent's shell, and answers once it has the result.
+The user's message has the script. A line `script: NAME {ARGUMENTS}` has the model call a tool; of several lines the next
+one follows each result. Then it answers by what the tools have returned. Where there are no tools, a line `say: "TEXT"`
+is the answer, or else it is short: agents ask for titles and summaries.
 """
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,11 +26,29 @@ if TYPE_CHECKING:
 
     from argosy_engine.params.sampling_params import SamplingParams
 
-COMMAND = "echo argosy-$((6 * 7))"
-OUTPUT = "argosy-42"
-CALL = f'I look.\n<tool_call>\n{{"name": "exec_command", "arguments": {{"cmd": "{COMMAND}"}}}}\n</tool_call>'
-ANSWER = f"The command wrote {OUTPUT}."
-NO_OUTPUT = "The command wrote something else."
+OUTPUT = re.compile(r"argosy-\d+")
+NO_OUTPUT = "The tools returned something else."
+NO_SCRIPT = "Fine."
+_CALL = re.compile(r"script: ([\w.-]+) (\{.*\})")
+_TEXT = re.compile(r'say: ("(?:[^"\\]|\\.)*")')
+_RESULT = "<tool_response>"
+_TOOLS = "<tools>"
+
+
+def scripted_text(prompt: str) -> str:
+    """Return what the model writes after a prompt."""
+    if _TOOLS not in prompt:
+        said = _TEXT.search(prompt)
+        return json.loads(said[1]) if said is not None else NO_SCRIPT
+    calls = list(dict.fromkeys(_CALL.findall(prompt)))
+    num_results = prompt.count(_RESULT)
+    if num_results < len(calls):
+        name, arguments = calls[num_results]
+        return f'I look.\n<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+    if not calls:
+        return NO_SCRIPT
+    found = OUTPUT.findall("".join(prompt.split(_RESULT)[1:]))
+    return f"The tools returned {' '.join(dict.fromkeys(found))}." if found else NO_OUTPUT
 
 
 class ScriptedModel(LogitsProcessor):
@@ -47,10 +69,7 @@ class ScriptedModel(LogitsProcessor):
             prompt = self._tokenizer.decode(
                 added.token_ids[: added.num_prompt_tokens], skip_special_tokens=False
             )
-            text = CALL
-            if COMMAND in prompt:
-                text = ANSWER if OUTPUT in prompt else NO_OUTPUT
-            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+            ids = self._tokenizer.encode(scripted_text(prompt), add_special_tokens=False).ids
             self._scripts[added.slot] = added.num_prompt_tokens, [*ids, self._end]
 
     def apply(self, logits: torch.Tensor, rows: Rows) -> None:
