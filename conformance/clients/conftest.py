@@ -19,7 +19,7 @@ import pytest
 START_TIMEOUT_S = 120
 TINY = Path(__file__).parents[2] / "models" / "argosy-tiny"
 CONTEXT_TOKENS = 1 << 17
-"""Room for an agent's own prompt and tools, some 20,000 to 50,000 tokens of a vocabulary as small as the tiny model's."""
+"""Room for an agent's own prompt and tools: 20,000 to 50,000 tokens of a vocabulary as small as the tiny model's."""
 AGENTS_MODELS = ("tiny", "gpt-6.2-sol", "gpt-5.5", "claude-sonnet-4-5")
 """Names that the scripted model is served by: agents send other tools to models that they know."""
 

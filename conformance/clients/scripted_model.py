@@ -1,8 +1,8 @@
 """ScriptedModel: a logits processor that has a model write what a test wants; all else of the engine is as it is.
 
-The user's message has the script. A line `script: NAME {ARGUMENTS}` has the model call a tool; of several lines the next
-one follows each result. Then it answers by what the tools have returned. Where there are no tools, a line `say: "TEXT"`
-is the answer, or else it is short: agents ask for titles and summaries.
+The user's message has the script. A line `script: NAME {ARGUMENTS}` has the model call a tool; of several lines the
+next one follows each result. Then it answers by what the tools have returned. Where there are no tools, a line
+`say: "TEXT"` is the answer, or else it is short: agents ask for titles and summaries.
 """
 
 from __future__ import annotations

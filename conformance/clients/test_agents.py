@@ -83,7 +83,13 @@ def test_opencode_runs_a_command(scripted: str, tmp_path: Path) -> None:
 @needs(AIDER, "aider", "pip")
 def test_aider_writes_a_file(scripted: str, tmp_path: Path) -> None:
     answer = "made.txt\n```\nargosy-42\n```\n"
-    quiet = ("--no-git", "--yes-always", "--no-check-update", "--no-show-model-warnings", "--analytics-disable")
+    quiet = (
+        "--no-git",
+        "--yes-always",
+        "--no-check-update",
+        "--no-show-model-warnings",
+        "--analytics-disable",
+    )
     command = [AIDER, "--model", "openai/tiny", "--edit-format", "whole", *quiet, "made.txt"]
     run(
         [*command, "--message", f"Write it. say: {json.dumps(answer)}"],
@@ -100,7 +106,5 @@ def test_llm_calls_a_function(scripted: str, tmp_path: Path) -> None:
     (tmp_path / "extra-openai-models.yaml").write_text(json.dumps([model]))
     function = 'def count(by: int) -> str:\n    "Count."\n    return f"argosy-{6 * by}"'
     command = [LLM, "--model", "tiny", "--key", "none", "--functions", function]
-    written = run(
-        [*command, 'Do it.\nscript: count {"by": 7}'], tmp_path, LLM_USER_PATH=str(tmp_path)
-    )
+    written = run([*command, 'Do it.\nscript: count {"by": 7}'], tmp_path, LLM_USER_PATH=str(tmp_path))
     assert "The tools returned argosy-42." in written

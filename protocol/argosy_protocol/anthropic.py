@@ -26,6 +26,7 @@ from argosy_protocol.openai import (
     InternalFields,
     TokenIds,
 )
+from argosy_protocol.skipped_content import MAX_UNREADABLE
 
 MAX_BLOCKS = 1024
 """Content blocks of one message, or of one tool result."""
@@ -214,18 +215,33 @@ def _with_readable_blocks(body: bytes) -> bytes | None:
     ours; None if that does not make it readable."""
     try:
         fields = _FIELDS.decode(body)
-        messages = [_readable_message(message) for message in _RAWS.decode(fields["messages"])]
+        given = _RAWS.decode(fields["messages"])
+        if len(given) > MAX_MESSAGES:
+            return None
+        num_replaced = 0
+        messages = []
+        for message in given:
+            fields_of_message, replaced = _readable_message(message)
+            num_replaced += replaced
+            if num_replaced > MAX_UNREADABLE:
+                return None
+            messages.append(fields_of_message)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
     return msgspec.json.encode({**fields, "messages": messages})
 
 
-def _readable_message(message: msgspec.Raw) -> dict[str, Any]:
+def _readable_message(message: msgspec.Raw) -> tuple[dict[str, Any], int]:
+    """Return a message's fields, and how many of its blocks were replaced."""
     fields: dict[str, Any] = _FIELDS.decode(message)
+    replaced = 0
     content = fields.get("content")
     if content is not None and bytes(content)[:1] == b"[":
-        fields["content"] = [_readable_block(block) for block in _RAWS.decode(content)]
-    return fields
+        blocks = _RAWS.decode(content)
+        if len(blocks) <= MAX_BLOCKS:
+            fields["content"] = [_readable_block(block) for block in blocks]
+            replaced = sum(read is not block for read, block in zip(fields["content"], blocks, strict=True))
+    return fields, replaced
 
 
 def _readable_block(block: msgspec.Raw) -> msgspec.Raw:

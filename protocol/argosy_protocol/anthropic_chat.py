@@ -33,8 +33,6 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import msgspec
-
 from argosy_protocol.allowed_tools import function_name
 from argosy_protocol.anthropic import (
     MAX_BLOCKS,
@@ -260,10 +258,8 @@ def _result_texts(content: Any, where: str, skipped: Skipped) -> list[str]:
         raise BadRequest(f"{where} must be a text or at most {MAX_BLOCKS} content blocks", param=where)
     texts = []
     for part in content:
-        try:
-            block = msgspec.convert(part, ContentBlock)
-        except msgspec.ValidationError:
-            skipped.add(OTHER)
+        block = skipped.read(part, ContentBlock, OTHER)
+        if block is None:
             continue
         said = _block_texts(block, skipped)
         if said is None:

@@ -34,6 +34,8 @@ CUSTOM_ARGUMENT: Final = "input"
 """The only argument of a function that stands for a custom tool."""
 MAX_FUNCTIONS: Final = 512
 """Of one request: as many as a chat may have."""
+MAX_TOOLS_OF_ITEMS: Final = 4096
+"""Tools that are read of all items together: agents repeat them with each turn."""
 MAX_NAME: Final = 64
 DEFAULT_NAMESPACE: Final = "functions"
 """OpenAI's name of the namespace in which tools are that name none."""
@@ -78,9 +80,10 @@ class ResponseTools:
             self._add_own(tool, f"tools[{index}]")
         if len(self._described) > MAX_FUNCTIONS:
             raise BadRequest(f"tools are more than {MAX_FUNCTIONS} functions", param="tools")
+        self._room = MAX_TOOLS_OF_ITEMS
         for item in items:
             if item.kind in ("additional_tools", "tool_search_output"):
-                for tool in _readable_tools(item.tools, skipped):
+                for tool in self._readable(item.tools):
                     self._add_of_item(tool)
         self._names = self._named()
         self._tools = {name: tool for tool, name in self._names.items()}
@@ -186,7 +189,7 @@ class ResponseTools:
         """Add a tool of an item, as far as it can be read and there is room."""
         members: Sequence[tuple[ResponseTool, str | None]] = ((tool, None),)
         if tool.type == "namespace" and tool.name is not None:
-            members = [(member, tool.name) for member in _readable_tools(tool.tools, self._skipped)]
+            members = [(member, tool.name) for member in self._readable(tool.tools)]
         for member, namespace in members:
             if member.type not in ("function", "custom"):
                 self._add_other(member, None)
@@ -194,6 +197,17 @@ class ResponseTools:
                 self._skipped.add("tool")
             else:
                 self._add(ClientTool(_kind(member), member.name, namespace), member, None)
+
+    def _readable(self, tools: Any) -> list[ResponseTool]:
+        """Return those of an item's tools that can be read."""
+        if not isinstance(tools, list):
+            self._skipped.add("tool")
+            return []
+        read = (self._skipped.read(tool, ResponseTool, "tool") for tool in tools[: self._room])
+        readable = [tool for tool in read if tool is not None]
+        self._skipped.add("tool", len(tools[self._room :]))
+        self._room -= len(tools[: self._room])
+        return readable
 
     def _add_other(self, tool: ResponseTool, where: str | None) -> None:
         """Add a search for tools that the client does; drop the tools of servers."""
@@ -215,11 +229,11 @@ class ResponseTools:
         for tool in self._described:
             if tool in names:
                 continue
-            name = _flat_name(tool)
+            name = flat = _flat_name(tool)
             number = 2
             while name in taken:
                 suffix = f"_{number}"
-                name = _flat_name(tool)[: MAX_NAME - len(suffix)] + suffix
+                name = flat[: MAX_NAME - len(suffix)] + suffix
                 number += 1
             names[tool] = name
             taken.add(name)
@@ -228,22 +242,6 @@ class ResponseTools:
 
 def _kind(tool: ResponseTool) -> ToolKind:
     return "custom" if tool.type == "custom" else "function"
-
-
-def _readable_tools(tools: Any, skipped: Skipped) -> list[ResponseTool]:
-    """Return those of an item's tools that can be read."""
-    if not isinstance(tools, list):
-        skipped.add("tool")
-        return []
-    read = []
-    for tool in tools[:MAX_FUNCTIONS]:
-        try:
-            read.append(msgspec.convert(tool, ResponseTool))
-        except msgspec.ValidationError:
-            skipped.add("tool")
-    for _ in tools[MAX_FUNCTIONS:]:
-        skipped.add("tool")
-    return read
 
 
 def _flat_name(tool: ClientTool) -> str:

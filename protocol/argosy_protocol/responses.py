@@ -358,7 +358,10 @@ def _with_readable_items(body: bytes) -> bytes | None:
     """
     try:
         fields = _FIELDS.decode(body)
-        items = [_readable_item(item) for item in _RAW_ITEMS.decode(fields["input"])]
+        given = _RAW_ITEMS.decode(fields["input"])
+        if len(given) > MAX_ITEMS:
+            return None
+        items = [_readable_item(item) for item in given]
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
     return msgspec.json.encode({**fields, "input": items})

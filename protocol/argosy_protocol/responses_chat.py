@@ -33,8 +33,6 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-import msgspec
-
 from argosy_protocol.errors import ApiError, BadRequest
 from argosy_protocol.openai import ChatCompletionRequest, ChatMessage
 from argosy_protocol.response_tools import CUSTOM_ARGUMENT, TOOL_SEARCH, ClientTool, ResponseTools
@@ -334,14 +332,17 @@ class _Conversation:
         """Add what a tool has returned, as far as it is text: agents send it back whatever it is."""
         output = item.output
         if isinstance(output, list):
-            parts, rest = output[:MAX_PARTS], len(output) - MAX_PARTS
-            texts = self._texts(_readable_parts(parts, self._skipped, item.kind))
-            for _ in range(rest):
-                self._skipped.add(item.kind)
+            texts = self._texts(self._readable(output[:MAX_PARTS], item.kind))
+            self._skipped.add(item.kind, len(output[MAX_PARTS:]))
             self._add_result(item.call_id or item.id, _joined([_text(text) for text in texts]))
         else:
             text = output if isinstance(output, str) else "" if output is None else _json(output)
             self._add_result(item.call_id or item.id, text)
+
+    def _readable(self, parts: list[Any], kind: str) -> list[ResponseContentPart]:
+        """Return those of an output's parts that can be read."""
+        read = (self._skipped.read(part, ResponseContentPart, kind) for part in parts)
+        return [part for part in read if part is not None]
 
     def _add_result(self, call_id: str | None, content: str | list[dict[str, Any]]) -> None:
         self._messages.append(ChatMessage(role="tool", tool_call_id=call_id, content=content))
@@ -420,17 +421,6 @@ def _require(item: ResponseItem, fields: Iterable[str], where: str) -> None:
     for field in fields:
         if getattr(item, field) is None:
             raise BadRequest(f"{where}.{field} is required", param=f"{where}.{field}")
-
-
-def _readable_parts(parts: list[Any], skipped: Skipped, kind: str) -> list[ResponseContentPart]:
-    """Return those of an output's parts that can be read."""
-    read = []
-    for part in parts:
-        try:
-            read.append(msgspec.convert(part, ResponseContentPart))
-        except msgspec.ValidationError:
-            skipped.add(kind)
-    return read
 
 
 def _found_tools(tools: Any) -> str:

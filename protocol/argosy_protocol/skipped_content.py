@@ -9,9 +9,15 @@ Invariant: there are few kinds, whatever clients send; any other counts as `othe
 from __future__ import annotations
 
 from collections import Counter
-from typing import Final
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+_Read = TypeVar("_Read")
 
 OTHER: Final = "other"
+MAX_UNREADABLE: Final = 4096
+"""Values of one request that turn out to be of another form; finding out takes microseconds for each."""
 IMAGE_NOTE: Final = "[image that the model does not get]"
 """What the model reads in place of an image."""
 
@@ -79,13 +85,29 @@ class Skipped:
 
     def __init__(self, kinds: frozenset[str] = RESPONSES_KINDS) -> None:
         self._kinds = kinds
+        self._num_unreadable = 0
         self.content: Counter[str] = Counter()
         """Blocks, items and parts of the history."""
         self.tools: Counter[str] = Counter()
         """Tools of the request that the model is not told of."""
 
-    def add(self, kind: str) -> None:
-        self.content[kind if kind in self._kinds else OTHER] += 1
+    def add(self, kind: str, count: int = 1) -> None:
+        if count:
+            self.content[kind if kind in self._kinds else OTHER] += count
+
+    def read(self, value: Any, kind: type[_Read], name: str) -> _Read | None:
+        """Convert a value of the history; None if it is not of the kind, or too many were not, and it is skipped.
+
+        Args:
+            name: by which it counts then.
+        """
+        if self._num_unreadable < MAX_UNREADABLE:
+            try:
+                return msgspec.convert(value, kind)
+            except msgspec.ValidationError:
+                self._num_unreadable += 1
+        self.add(name)
+        return None
 
     def add_tool(self, kind: str) -> None:
         self.tools[kind if kind in TOOL_KINDS else OTHER] += 1

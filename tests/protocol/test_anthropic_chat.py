@@ -405,6 +405,19 @@ def test_what_is_skipped_is_counted_by_a_few_kinds() -> None:
     assert skipped.dropped_tools == "mcp_toolset, other, tool_search_tool_regex, web_search"
 
 
+def test_blocks_that_cannot_be_read_are_bounded() -> None:
+    strange, part = {"type": "x", "text": 5}, {"type": 5}
+    many = [assistant(*[strange] * 1000) for _ in range(4)]
+    assert translated(messages=[HI, *many, HI]).messages[1].content == ""
+    with pytest.raises(BadRequest, match="text"):
+        translated(messages=[HI, *many, *many, HI])
+    skipped = Skipped(MESSAGES_KINDS)
+    results = [user(*[{**RESULT, "content": [part] * 900}] * 8), HI]
+    body = {"model": "m", "max_tokens": 5, "messages": [HI, assistant(CALL), *results]}
+    as_chat(decode_messages_request(json.dumps(body).encode()), skipped)
+    assert skipped.content == {"other": 7200}
+
+
 def test_a_choice_of_any_tool_is_no_choice_where_none_is_left() -> None:
     assert translated(tools=[WEB_SEARCH], tool_choice={"type": "auto"}) == translated()
 

@@ -131,6 +131,14 @@ def test_what_is_wrong_with_an_item_of_ours_is_told_beside_one_of_another_server
     assert refusal({"input": [STRANGE[0], {"role": "user", "content": 5}]})[0] == "input[1].content"
 
 
+@pytest.mark.parametrize(
+    "item", [{"type": "x", "content": {"a": "b" * 250}}, {"type": "x", "text": "b" * 250}]
+)
+def test_a_megabyte_of_items_of_another_server_is_read(item: dict[str, Any]) -> None:
+    assert len(decoded(input=[*[item] * 4000, HI]).input) == 4001
+    assert refusal({"input": [*[item] * 4096, HI]})[0] in ("input", "input[0].content")
+
+
 def test_unknown_fields_are_ignored() -> None:
     assert decoded(newest_field={"x": 1}) == decoded()
 
