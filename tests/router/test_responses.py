@@ -156,6 +156,43 @@ async def test_clients_are_told_which_tools_an_engine_has_dropped(is_stream: boo
         assert (told.status_code, told.headers["x-argosy-dropped-tools"]) == (200, "web_search")
 
 
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (
+            PATH,
+            {
+                "input": "Hi",
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "mode": "auto",
+                    "tools": [{"type": "custom", "name": "exec"}],
+                },
+                "tools": [{"type": "custom", "name": "exec"}, {"type": "function", "name": "f"}],
+            },
+        ),
+        (
+            "/v1/messages",
+            {
+                "max_tokens": 5,
+                "messages": [{"role": "user", "content": "What are allowed_tools?"}],
+                "tool_choice": {"type": "auto"},
+                "tools": [{"name": "f", "input_schema": {}}],
+            },
+        ),
+    ],
+)
+async def test_tools_reach_an_engine_in_the_form_of_their_api(path: str, fields: dict[str, Any]) -> None:
+    """Only of chats the router resolves `allowed_tools`, for engines that do not know them."""
+    async with rig([FakeEngine(script=answer)]) as r:
+        told = await r.http.post(path, json={"model": MODEL, **fields})
+        assert told.status_code == 200, told.text
+        received = r.engines[0].requests[-1].json
+        assert {name: received[name] for name in ("tools", "tool_choice")} == {
+            name: fields[name] for name in ("tools", "tool_choice")
+        }
+
+
 async def test_models_are_listed_for_codex_and_for_anthropics_clients() -> None:
     async with rig([FakeEngine(script=answer)]) as r:
         plain = (await r.http.get("/v1/models")).json()

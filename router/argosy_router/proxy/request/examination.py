@@ -88,7 +88,8 @@ def _examine(
     tool_choice: str | None = None
     tools = b""
     if (
-        _ALLOWED_TOOLS in body
+        endpoint in ("chat/completions", "chat/completions/batch")
+        and _ALLOWED_TOOLS in body
         and isinstance(decoded, ChatCompletionRequest)
         and decoded.tools
         and decoded.tool_choice in ("auto", "required")
