@@ -76,6 +76,8 @@ class RouterClient:
         self.url = url
         self._keys = keys
         self._session: aiohttp.ClientSession | None = None
+        self._told = ""
+        """Why no router could be reached, as last logged; empty since one was."""
 
     async def __aenter__(self) -> RouterClient:
         self._session = aiohttp.ClientSession(
@@ -118,6 +120,12 @@ class RouterClient:
             raise NoRoom
         return answer
 
+    def _tell(self, problem: str) -> None:
+        """Log once why no router can be reached."""
+        if problem and problem != self._told:
+            log.warning("no router is reached, and requests of batches wait: %s", problem[:300])
+        self._told = problem
+
     async def room(self, model: str) -> int:
         """Ask how many more requests of batches for a model the router would take now; none if it does not answer."""
         assert self._session is not None
@@ -141,10 +149,12 @@ class RouterClient:
         request = self._session.post(URL(self.url).joinpath(path[1:]), data=data, headers=headers)
         try:
             response = await request
-        except aiohttp.ClientConnectorError:
+        except aiohttp.ClientConnectorError as error:  # also of a certificate that is not trusted
+            self._tell(str(error))
             return Attempt(NOT_SENT, 0.0, "", b"")
         except (aiohttp.ClientError, OSError, TimeoutError):
             return Attempt(CUT, 0.0, "", b"")
+        self._tell("")
         try:
             async with response:
                 answer = await _read(response, held)

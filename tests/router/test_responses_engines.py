@@ -51,8 +51,8 @@ AGENT_HISTORY: Any = [
 async def test_a_conversation_of_an_agent_is_continued_where_it_is_cached(
     engine_pool: EnginePool, tmp_path: Path, path: str
 ) -> None:
-    files = StorageConfig(storage=str(tmp_path / "storage"))
-    async with rig(document=document(engine_pool.take(1), 0), wait=False, files=files) as r:
+    files = BatchConfig(storage=str(tmp_path / "storage"))
+    async with rig(document=document(engine_pool.take(1), 0), wait=False, storage=files) as r:
         await r.until(lambda: all(replica.is_synced for replica in r.router.fleet.replicas()))
         asked = {"model": "tiny", "temperature": 0, "max_output_tokens": 8}
         opening = {"role": "user", "content": f"By way of {path}."}
