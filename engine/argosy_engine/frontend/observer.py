@@ -124,7 +124,7 @@ class Observer:
         """
 
     def on_skipped(self, api: SkippingApi, skipped: Skipped) -> None:
-        """A request was translated into a chat, which leaves out what `skipped` has, perhaps nothing."""
+        """A request was translated into a chat, which leaves out what `skipped` has."""
 
     def on_tokens(self, timings: RequestTimings, count: int, now: float, is_first: bool) -> None:
         """A request got tokens.

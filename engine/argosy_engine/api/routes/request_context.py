@@ -57,6 +57,8 @@ def context_of(engine: Engine, request: Request, body: GenerationRequest | Pooli
 
 def report_skipped(engine: Engine, api: SkippingApi, skipped: Skipped) -> dict[str, str]:
     """Count what the chat of a request leaves out of it, and return the headers that tell its client."""
+    if not (skipped.content or skipped.tools):
+        return {}
     for observer in engine.serving.llm.observers:
         observer.on_skipped(api, skipped)
     return {DROPPED_TOOLS: skipped.dropped_tools} if skipped.tools else {}
