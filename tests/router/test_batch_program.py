@@ -19,7 +19,7 @@ from argosy_batch.program import BatchProgram
 from argosy_batch.storage.directory_store import DirectoryStore
 from argosy_protocol.batch_program import ACCOUNT, BATCH_KEY_UID, NO_ROOM, ROOM_PATH
 from argosy_protocol.bearer_keys import internal_key
-from argosy_protocol.errors import StorageUnavailable
+from argosy_protocol.errors import StorageFull, StorageUnavailable, Unavailable
 from argosy_protocol.fleet import ServiceLimits
 from argosy_protocol.response_history import StoredResponse
 from argosy_router.batch import batch_program
@@ -427,3 +427,229 @@ async def test_a_response_of_an_older_release_is_continued(tmp_path: Path) -> No
             "assistant",
             "user",
         ]
+
+
+# what a client, or the program, does to other accounts
+
+REFUSED_ONE = b'{"error":{"message":"the router sends 65 files already","type":"service_unavailable"}}'
+NO_STORAGE = (
+    b'{"error":{"message":"m","type":"service_unavailable","param":null,"code":"storage_unavailable"}}'
+)
+
+
+@asynccontextmanager
+async def answering(
+    answer: Callable[[bytes, asyncio.StreamReader, asyncio.StreamWriter], Any],
+) -> AsyncIterator[str]:
+    """A program whose answers are written by `answer`, which gets the head of each request."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                await answer(await reader.readuntil(b"\r\n\r\n"), reader, writer)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()
+
+
+def whole(status: str, body: bytes, headers: str = "") -> bytes:
+    return f"HTTP/1.1 {status}\r\n{headers}content-length: {len(body)}\r\n\r\n".encode() + body
+
+
+async def endless() -> AsyncIterator[bytes]:
+    """The body of a client that sends some bytes, and no more."""
+    yield b"some"
+    await asyncio.Event().wait()
+
+
+async def ask(route: BatchRoute, method: str = "GET", body: bytes | AsyncIterator[bytes] = b"") -> int:
+    async with route.forward(method, "/v1/files", "shop", {}, body) as response:
+        await response.read()
+        return response.status
+
+
+async def test_a_download_at_its_client_s_pace_is_no_trial_for_others() -> None:
+    clock = [0.0]
+    is_well = False
+
+    async def answer(head: bytes, _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if not is_well:
+            writer.write(whole("503 x", NO_STORAGE))
+        elif b"content" in head:
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\nx")
+        else:
+            writer.write(whole("200 OK", b"{}"))
+
+    async with answering(answer) as url:
+        route = BatchRoute(url, lambda: ["k"], now=lambda: clock[0])
+        for _ in range(batch_program.MAX_FAILURES):
+            with pytest.raises(StorageUnavailable):
+                await ask(route)
+        assert route.is_open
+        is_well = True
+        clock[0] += batch_program.OPEN_S
+        async with route.forward("GET", "/v1/files/a/content", "lab", {}, b""):
+            assert await ask(route) == 200
+        await route.close()
+
+
+async def test_an_upload_at_its_client_s_pace_is_no_trial_for_others() -> None:
+    clock = [0.0]
+    is_well = False
+
+    async def answer(head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if head.startswith(b"POST"):
+            await reader.read()
+        elif not is_well:
+            writer.write(whole("503 x", NO_STORAGE))
+        else:
+            writer.write(whole("200 OK", b"{}"))
+
+    async with answering(answer) as url:
+        route = BatchRoute(url, lambda: ["k"], now=lambda: clock[0])
+        for _ in range(batch_program.MAX_FAILURES):
+            with pytest.raises(StorageUnavailable):
+                await ask(route)
+        is_well = True
+        clock[0] += batch_program.OPEN_S
+        is_sending = asyncio.Event()
+
+        async def body() -> AsyncIterator[bytes]:
+            is_sending.set()
+            async for piece in endless():
+                yield piece
+
+        async def upload() -> None:
+            async with route.forward("POST", "/v1/files", "lab", {}, body()):
+                pass
+
+        task = asyncio.create_task(upload())
+        await asyncio.wait_for(is_sending.wait(), DEADLINE_S)
+        assert await ask(route) == 200
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await route.close()
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+@pytest.mark.parametrize(
+    "begins", [b"", b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nx"]
+)
+async def test_a_forwarded_request_does_not_wait_for_ever(method: str, begins: bytes) -> None:
+    async def answer(_: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(begins)
+        while b"end" not in await reader.read(65536) and method == "POST":
+            pass
+        await reader.read()
+
+    async def body() -> AsyncIterator[bytes]:
+        yield b"end"
+
+    async with answering(answer) as url:
+        route = BatchRoute(url, lambda: ["k"], forward_s=0.05)
+        async with asyncio.timeout(DEADLINE_S):
+            for _ in range(batch_program.MAX_FAILURES):
+                with pytest.raises(StorageUnavailable):
+                    await ask(route, method, body() if method == "POST" else b"")
+        assert route.is_open is not begins.startswith(b"HTTP/1.1 200")
+        await route.close()
+
+
+async def test_a_program_that_takes_no_more_of_an_upload_ends_it_and_a_slow_client_does_not() -> None:
+    does_read = True
+
+    async def answer(_: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if does_read:
+            await reader.readuntil(b"end")
+            writer.write(whole("200 OK", b"{}"))
+        else:
+            await asyncio.sleep(DEADLINE_S)
+
+    async def slow() -> AsyncIterator[bytes]:
+        yield b"some"
+        await asyncio.sleep(0.3)  # longer than the program may take for a step
+        yield b"end"
+
+    async def large() -> AsyncIterator[bytes]:
+        while True:
+            yield b"x" * 262144
+
+    async with answering(answer) as url:
+        route = BatchRoute(url, lambda: ["k"], forward_s=0.1)
+        headers = {"content-length": "7"}
+        async with route.forward("POST", "/v1/files", "shop", headers, slow()) as response:
+            assert response.status == 200
+        does_read = False
+        with pytest.raises(StorageUnavailable):
+            await asyncio.wait_for(ask(route, "POST", large()), DEADLINE_S)
+        await route.close()
+
+
+async def test_what_one_account_has_too_much_of_is_no_failure_of_the_program() -> None:
+    refusal = whole("503 Service Unavailable", REFUSED_ONE)
+
+    async def answer(_: bytes, __: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(refusal)
+
+    async with answering(answer) as url:
+        route = BatchRoute(url, lambda: ["k"])
+        for _ in range(batch_program.MAX_FAILURES + 1):
+            with pytest.raises(Unavailable, match="sends 65 files") as refused:
+                await ask(route)
+            assert (refused.value.code, refused.value.retry_after_s) == (None, 1.0)
+            with pytest.raises(Unavailable, match="sends 65 files"):
+                await route.call("GET", "/internal/responses/x", "shop")
+        refusal = whole("507 x", REFUSED_ONE)
+        for _ in range(batch_program.MAX_FAILURES + 1):  # a full disk can be read, and what is there deleted
+            with pytest.raises(StorageFull):
+                await route.call("POST", "/internal/responses/x", "shop")
+        assert not route.is_open
+        await route.close()
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        "302 Found\r\nlocation: /x",
+        "204 No Content",
+        "101 Switching Protocols",
+        "999 x",
+        "200 OK\r\na: " + "x" * 99_999,
+    ],
+    ids=["redirect", "no content", "upgrade", "unknown", "large head"],
+)
+async def test_answers_that_the_program_never_gives_reach_no_client(head: str) -> None:
+    async def answer(_: bytes, __: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(f"HTTP/1.1 {head}\r\ncontent-length: 0\r\n\r\n".encode())
+
+    async with answering(answer) as url:
+        route = BatchRoute(url, lambda: ["k"], forward_s=1.0)
+        with pytest.raises(StorageUnavailable):
+            await ask(route)
+        await route.close()
+
+
+async def test_an_upload_is_sent_with_the_key_that_the_program_accepts() -> None:
+    accepted = b"old"
+
+    async def answer(head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if head.startswith(b"POST"):
+            await reader.readuntil(b"\r\n0\r\n\r\n")
+        writer.write(whole("200 OK" if b"Bearer " + accepted in head else "401 Unauthorized", b"{}"))
+
+    async def body() -> AsyncIterator[bytes]:
+        yield b"end"
+
+    async with answering(answer) as url:
+        route = BatchRoute(url, lambda: ["new", "old"])
+        for key in (b"old", b"new", b"old"):
+            accepted = key
+            assert await ask(route, "POST", body()) == 200
+        await route.close()

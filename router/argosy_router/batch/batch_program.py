@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
-from argosy_protocol.batch_program import ACCOUNT, BATCH_KEY_UID, account_value
+from argosy_protocol import object_ids
+from argosy_protocol.batch_program import ACCOUNT, BATCH_KEY_UID, RESPONSES_PATH, account_value
 from argosy_protocol.bearer_keys import internal_key
 from argosy_protocol.errors import (
     ApiError,
@@ -30,7 +31,9 @@ from argosy_protocol.errors import (
     StorageFull,
     StorageUnavailable,
     TooManyRequests,
+    Unavailable,
 )
+from argosy_protocol.response_object import ID_PREFIX
 
 if TYPE_CHECKING:
     import aiohttp
@@ -40,7 +43,11 @@ log = logging.getLogger(__name__)
 CONNECT_S: Final = 5.0
 CALL_S: Final = 40.0
 """Deadline of one call: a little more than the program gives its storage."""
+FORWARD_S: Final = 120.0
+"""How long the program may take for the next step of a forwarded request: to take a piece of a body, to begin its
+answer, to send the next piece of that. The pace of a client does not count. A listing is many calls of the storage."""
 MAX_ANSWER_BYTES: Final = 256 * 1024 * 1024
+MAX_REFUSAL_BYTES: Final = 64 * 1024
 PIECE_BYTES: Final = 256 * 1024
 """A body above it is sent in pieces of this size."""
 MAX_FAILURES: Final = 3
@@ -76,6 +83,14 @@ def error_of(status: int, body: bytes) -> ApiError:
         return StorageUnavailable() if status >= 500 else InternalError("internal error")
     if status == 507:
         return StorageFull()
+    if status == 503:
+        if (
+            error.code != StorageUnavailable.default_code
+        ):  # there is too much of something, perhaps of one account
+            return Unavailable(error.message, param=error.param, code=error.code, retry_after_s=1.0)
+        unavailable = StorageUnavailable()
+        unavailable.message = error.message
+        return unavailable
     if error.param == "response_id" and status == 404:
         return ResponseNotFound(error.message, param=error.param)
     made = _ERRORS.get(status)
@@ -93,12 +108,14 @@ class BatchProgram:
         keys: Callable[[], Sequence[str]],
         *,
         call_s: float = CALL_S,
+        forward_s: float = FORWARD_S,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """`keys` are those that are valid now, newest first."""
         self._url = url.rstrip("/")
         self._keys = keys
         self._call_s = call_s
+        self._forward_s = forward_s
         self._now = now
         self._accepted = ""
         """The key that it accepted last, which is tried first: it may not know the newest yet."""
@@ -119,12 +136,13 @@ class BatchProgram:
         Raises:
             ApiError: the program refuses, or does not answer in time.
         """
-        with self._watched():
+        with self._watched() as succeed:
             async with asyncio.timeout(self._call_s):
                 async with self._asked(method, path, account, {}, body) as response:
                     answer = ProgramAnswer(response.status, await read_all(response))
             if answer.status >= 400:
                 raise error_of(*answer)
+            succeed()
             return answer
 
     @contextlib.asynccontextmanager
@@ -136,16 +154,46 @@ class BatchProgram:
         headers: Mapping[str, str],
         body: bytes | AsyncIterator[bytes],
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Forward a request; the answer is read inside the block.
+        """Forward a request; the answer is read inside the block, at any pace.
 
         Raises:
             StorageUnavailable: the program does not answer.
+            Unavailable: it has no room for the request.
         """
-        with self._watched():
-            async with self._asked(method, target, account, headers, body) as response:
-                if response.status == 503:
-                    self._failed()
-                yield response
+        if not isinstance(body, bytes) and (self._failures >= MAX_FAILURES or len(self._keys()) > 1):
+            await self._ask_whether_ready(account)
+        with self._watched() as succeed:
+            async with asyncio.timeout(self._forward_s) as deadline:
+                data = body if isinstance(body, bytes) else self._timed(body, deadline)
+                async with self._asked(method, target, account, headers, data) as response:
+                    if response.status == 503:
+                        raise error_of(503, await read_all(response, MAX_REFUSAL_BYTES))
+                    if not (response.status == 200 or 400 <= response.status < 600):
+                        raise StorageUnavailable
+                    deadline.reschedule(None)
+                    succeed()
+                    yield response
+
+    async def _ask_whether_ready(self, account: str) -> None:
+        """Ask for something small before a body that can be sent once only, and at the pace of its client: it finds the
+        key that the program accepts, and is what tries after failures.
+
+        Raises:
+            StorageUnavailable: it is not ready.
+        """
+        nothing = object_ids.new_id(ID_PREFIX, time.time(), 3600.0)
+        with contextlib.suppress(ResponseNotFound):
+            await self.call("GET", f"{RESPONSES_PATH}/{nothing}", account)
+
+    async def _timed(self, body: AsyncIterator[bytes], deadline: asyncio.Timeout) -> AsyncIterator[bytes]:
+        """Yield a body's pieces; the deadline counts while the program has one, or has all of them."""
+        now = asyncio.get_running_loop().time
+        deadline.reschedule(None)
+        async for piece in body:
+            deadline.reschedule(now() + self._forward_s)
+            yield piece
+            deadline.reschedule(None)
+        deadline.reschedule(now() + self._forward_s)
 
     async def close(self) -> None:
         if self._session is not None:
@@ -179,6 +227,7 @@ class BatchProgram:
                 if response.status == 401:
                     if number + 1 < len(keys) and isinstance(body, bytes):
                         continue
+                    self._accepted = ""
                     log.error("argosy batch does not accept this router's key: both need the same fleet key")
                     raise StorageUnavailable
                 self._accepted = key
@@ -192,23 +241,37 @@ class BatchProgram:
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0),
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=self._forward_s),
+                cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,
             )
         return self._session
 
     @contextlib.contextmanager
-    def _watched(self) -> Iterator[None]:
-        """Ask unless the breaker is open, and count failures."""
+    def _watched(self) -> Iterator[Callable[[], None]]:
+        """Ask unless the breaker is open, and count failures. What is yielded is called once the program has answered:
+        the rest may take as long as a client does."""
         import aiohttp
 
         if self.is_open:
             raise StorageUnavailable
         is_trial = self._failures >= MAX_FAILURES
         self._is_trying = self._is_trying or is_trial
-        failures = self._failures
+
+        def end_trial() -> None:
+            nonlocal is_trial
+            if is_trial:
+                is_trial = self._is_trying = False
+
+        def succeed() -> None:
+            self._failures = 0
+            end_trial()
+
         try:
-            yield
+            yield succeed
+        except StorageFull:  # it reads, and deletes
+            succeed()
+            raise
         except StorageUnavailable:
             self._failed()
             raise
@@ -217,14 +280,10 @@ class BatchProgram:
             log.error("argosy batch: %s: %s", type(error).__name__, str(error)[:200])
             raise StorageUnavailable from error
         except ApiError:
-            self._failures = 0
+            succeed()
             raise
-        else:
-            if self._failures == failures:
-                self._failures = 0
         finally:
-            if is_trial:
-                self._is_trying = False
+            end_trial()
 
     def _failed(self) -> None:
         self._failures += 1
