@@ -11,6 +11,7 @@ that all succeeded and were at most `MAX_GAP_S` apart. So the storage has worked
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Callable, Iterable
 from typing import Final, NamedTuple
@@ -45,6 +46,8 @@ class RunHeartbeats:
         self._own: dict[str, tuple[str, float]] = {}
         """Of each heartbeat that this process has written of late, its version and when it was written."""
         self._num_beats = 0
+        self._writer = secrets.token_hex(8).encode()
+        """Some storages tell versions by their content: no other process may write the same."""
         self._writing = asyncio.Lock()
         self._seen: dict[str, _Seen] = {}
         """Of others; longest ago seen first."""
@@ -67,9 +70,9 @@ class RunHeartbeats:
 
     async def _write(self, runner: str) -> None:
         self._num_beats += 1
-        data = b'{"beats":%d}' % self._num_beats
+        data = b'{"beats":%d,"writer":"%b"}' % (self._num_beats, self._writer)
         blobs, key = self._storage.blobs, _key(runner)
-        for _ in range(2):
+        for _ in range(3):  # what was written last may be another process's, which is noticed in two attempts
             try:
                 if runner in self._own:
                     version = await blobs.replace(key, data, self._own[runner][0])

@@ -131,6 +131,18 @@ async def test_a_heartbeat_that_somebody_removed_is_written_again(tmp_path: Path
     assert await pair.looks(runner, 2) == [False, False]
 
 
+async def test_processes_take_turns_in_writing_a_heartbeat(tmp_path: Path) -> None:
+    pair = Pair(tmp_path)
+    runner = await pair.one.begin()
+    written = []
+    for each in (pair.other, pair.one) * 3:
+        await each.beat([runner])
+        blob = await pair.blobs.get(f"work/{runner}.json")
+        assert blob is not None
+        written.append(blob.version)
+    assert len(set(written)) == 6
+
+
 async def test_what_is_no_id_of_a_router_is_not_looked_for(tmp_path: Path) -> None:
     pair = Pair(tmp_path)
     for runner in ("", "../../keys", "router-1"):
