@@ -44,6 +44,7 @@ from argosy_protocol.errors import (
     MethodNotAllowed,
     NotFound,
     PayloadTooLarge,
+    RequestTimeout,
     Unauthorized,
     Unavailable,
 )
@@ -58,6 +59,8 @@ MAX_BODY_BYTES: Final = 1024 * 1024
 """Of a request that makes a batch, or is about heartbeats."""
 MAX_RECORD_BYTES: Final = 256 * 1024 * 1024
 """Of a response and its conversation, and of all of them that are being received."""
+RECORD_S: Final = 40.0
+"""Time in which a response must arrive: a router waits no longer. One that is gone holds its memory no longer."""
 _JSON: Final = "application/json"
 Handler = Callable[[Request, str], Awaitable[Response]]
 T = TypeVar("T")
@@ -121,7 +124,10 @@ class BatchApp:
                 raise BadRequest(f"the header {ACCOUNT} is missing")
             return await handlers[request.method](request, account_name(name))
 
-        return Route(path, answer, methods=list(handlers), include_in_schema=False)
+        route = Route(path, answer, methods=list(handlers), include_in_schema=False)
+        assert route.methods is not None
+        route.methods.discard("HEAD")  # comes with GET
+        return route
 
     # probes
 
@@ -259,7 +265,7 @@ class BatchApp:
             raise Unavailable("too many responses are being stored; retry later", retry_after_s=1.0)
         self._record_bytes += size
         try:
-            return await use(_decoded(await _body(request, size), StoredResponse))
+            return await use(_decoded(await _body_in_time(request, size), StoredResponse))
         finally:
             self._record_bytes -= size
 
@@ -302,7 +308,7 @@ async def _refuse_route(request: Request, error: Exception) -> Response:
 
 
 async def _fail(request: Request, error: Exception) -> Response:
-    log.error("%s %s failed", request.method, request.url.path[:256], exc_info=error)
+    log.error("%s %r failed", request.method, request.url.path[:256], exc_info=error)
     return await _refuse(request, InternalError("internal error"))
 
 
@@ -323,6 +329,19 @@ def _decoded(body: bytes, kind: type[T]) -> T:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequest(f"the body is not as documented: {str(error)[:200]}") from None
+
+
+async def _body_in_time(request: Request, limit: int) -> bytes:
+    """Read a request's body.
+
+    Raises:
+        RequestTimeout: it has not arrived within `RECORD_S`; and what `_body` raises.
+    """
+    try:
+        async with asyncio.timeout(RECORD_S):
+            return await _body(request, limit)
+    except TimeoutError:
+        raise RequestTimeout("the request body did not arrive in time") from None
 
 
 async def _body(request: Request, limit: int) -> bytes:

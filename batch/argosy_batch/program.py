@@ -27,7 +27,7 @@ from argosy_batch.files_api import FilesApi
 from argosy_batch.line_pace import LinePace
 from argosy_batch.line_request import LineRequests
 from argosy_batch.metrics import BatchMetrics
-from argosy_batch.router_client import RouterClient, batch_keys
+from argosy_batch.router_client import RouterClient, batch_keys, notice_lost_peers
 from argosy_batch.storage.object_store import ObjectStore
 from argosy_batch.storage.open_blobs import open_blobs
 from argosy_batch.storage.owner_usage import Quota
@@ -140,6 +140,8 @@ class BatchProgram:
     async def serving(self) -> AsyncIterator[BatchProgram]:
         """Serve and run batches inside the block; at its end, cut everything, and release the batches."""
         sockets = listen(self.config.host, self.config.port)
+        for listening in sockets:
+            notice_lost_peers(listening)  # a router that is gone must not keep an upload's slot
         self.port = sockets[0].getsockname()[1]
         async with self.router:
             try:

@@ -38,6 +38,7 @@ PIECE_BYTES: Final = 256 * 1024
 """A body above it is sent in pieces of this size."""
 CONNECT_S: Final = 10.0
 ROOM_S: Final = 5.0
+MAX_ROOM_BYTES: Final = 4096
 NOT_SENT: Final = -1
 """Status of a request that reached no router."""
 CUT: Final = 0
@@ -84,6 +85,7 @@ class RouterClient:
             connector=aiohttp.TCPConnector(limit=0, socket_factory=_socket),
             # an answer comes when it is complete, which may be after hours in a queue
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+            cookie_jar=aiohttp.DummyCookieJar(),  # one account's would go with the requests of others
         )
         return self
 
@@ -133,9 +135,11 @@ class RouterClient:
         try:
             async with asyncio.timeout(ROOM_S):
                 for key in self._keys():
-                    async with self._session.get(url, headers=_headers(key, "")) as response:
+                    async with self._session.get(
+                        url, headers=_headers(key, ""), allow_redirects=False
+                    ) as response:
                         if response.status == 200:
-                            return _decode_room(await response.read()).room
+                            return _decode_room(await _read_room(response)).room
         except (aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecError):
             return 0
         return 0
@@ -146,7 +150,8 @@ class RouterClient:
         data: bytes | AsyncIterator[bytes] = body
         if len(body) > PIECE_BYTES:
             data, headers["content-length"] = _pieces(body), str(len(body))
-        request = self._session.post(URL(self.url).joinpath(path[1:]), data=data, headers=headers)
+        url = URL(self.url).joinpath(path[1:])
+        request = self._session.post(url, data=data, headers=headers, allow_redirects=False)
         try:
             response = await request
         except aiohttp.ClientConnectorError as error:  # also of a certificate that is not trusted
@@ -191,6 +196,16 @@ async def _read(response: aiohttp.ClientResponse, held: HeldAnswer) -> bytes | N
     return bytes(body)
 
 
+async def _read_room(response: aiohttp.ClientResponse) -> bytes:
+    """Read the answer to the question for room; no more than it can have."""
+    body = bytearray()
+    async for piece in response.content.iter_any():
+        body += piece
+        if len(body) > MAX_ROOM_BYTES:
+            return b""
+    return bytes(body)
+
+
 def _headers(key: str, account: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}", ACCOUNT: account_value(account)}
 
@@ -205,8 +220,13 @@ def _code_of(answer: Attempt) -> str:
 def _socket(address: tuple[Any, ...]) -> socket.socket:
     """A socket that notices within some minutes that the other machine is gone."""
     made = socket.socket(address[0], address[1], address[2])
+    notice_lost_peers(made)
+    return made
+
+
+def notice_lost_peers(made: socket.socket) -> None:
+    """Have a socket, or those that a listening one accepts, end within some minutes if the other machine is gone."""
     made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 20), ("TCP_KEEPCNT", 6)):
         if hasattr(socket, option):
             made.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-    return made

@@ -14,8 +14,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from argosy_batch import app
+from argosy_batch.answer_memory import AnswerMemory
 from argosy_batch.config import BatchConfig
 from argosy_batch.program import BatchProgram
+from argosy_batch.router_client import MAX_ROOM_BYTES, ROOM_S, RouterClient
 from argosy_batch.storage.directory_store import DirectoryStore
 from argosy_protocol.batch_program import ACCOUNT, BATCH_KEY_UID, NO_ROOM, ROOM_PATH
 from argosy_protocol.bearer_keys import internal_key
@@ -564,13 +567,14 @@ async def test_a_forwarded_request_does_not_wait_for_ever(method: str, begins: b
 
 async def test_a_program_that_takes_no_more_of_an_upload_ends_it_and_a_slow_client_does_not() -> None:
     does_read = True
+    may_end = asyncio.Event()
 
     async def answer(_: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if does_read:
             await reader.readuntil(b"end")
             writer.write(whole("200 OK", b"{}"))
         else:
-            await asyncio.sleep(DEADLINE_S)
+            await may_end.wait()
 
     async def slow() -> AsyncIterator[bytes]:
         yield b"some"
@@ -589,6 +593,7 @@ async def test_a_program_that_takes_no_more_of_an_upload_ends_it_and_a_slow_clie
         does_read = False
         with pytest.raises(StorageUnavailable):
             await asyncio.wait_for(ask(route, "POST", large()), DEADLINE_S)
+        may_end.set()
         await route.close()
 
 
@@ -653,3 +658,62 @@ async def test_an_upload_is_sent_with_the_key_that_the_program_accepts() -> None
             accepted = key
             assert await ask(route, "POST", body()) == 200
         await route.close()
+
+
+async def test_a_response_that_does_not_arrive_holds_its_memory_for_a_bounded_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "RECORD_S", 0.1)
+    async with stored(tmp_path, [FakeEngine()]) as r:
+        assert r.jobs is not None
+        reader, writer = await asyncio.open_connection("127.0.0.1", r.jobs.port)
+        head = f"POST /internal/responses/x HTTP/1.1\r\nhost: x\r\n{ACCOUNT}: lab\r\nauthorization: "
+        head += f"{KEY['authorization']}\r\ncontent-length: {app.MAX_RECORD_BYTES}\r\n\r\n"
+        writer.write(head.encode())
+        assert (await asyncio.wait_for(reader.readline(), DEADLINE_S)).startswith(b"HTTP/1.1 408 ")
+        route = BatchRoute(r.jobs.url, lambda: [internal_key(FLEET_KEY, BATCH_KEY_UID)])
+        responses = ResponseStore(route, 86400.0)
+        name = responses.new_id()
+        given = StoredResponse(
+            msgspec.Raw(b'{"id":"%b","status":"completed","created_at":1}' % name.encode()), []
+        )
+        await responses.add("shop", name, given)
+        assert await responses.find("shop", name) is not None
+        await route.close()
+        writer.close()
+
+
+async def test_requests_of_batches_keep_no_cookies_and_follow_no_redirects() -> None:
+    heads: list[bytes] = []
+
+    async def answer(head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heads.append(head)
+        if head.startswith(b"POST"):
+            await reader.readexactly(2)
+        writer.write(whole("307 x", b"{}", "location: /elsewhere\r\nset-cookie: session=shop\r\n"))
+
+    async with (
+        answering(answer) as url,
+        RouterClient(url.replace("127.0.0.1", "localhost"), lambda: ["k"]) as client,
+    ):
+        for account in ("shop", "lab"):
+            with AnswerMemory().answer() as held:
+                assert (await client.post(CHATS, b"{}", account, held)).status == 307
+        assert await client.room("m") == 0
+    assert [head.split()[1] for head in heads] == [
+        CHATS.encode(),
+        CHATS.encode(),
+        ROOM_PATH.encode() + b"?model=m",
+    ]
+    assert not any(b"session=shop" in head for head in heads)
+
+
+async def test_an_endless_answer_to_the_question_for_room_is_not_read() -> None:
+    async def answer(_: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n" + b" " * (MAX_ROOM_BYTES + 1))
+        await reader.read()
+
+    async with answering(answer) as url, RouterClient(url, lambda: ["k"]) as client:
+        began = time.monotonic()
+        assert await client.room("m") == 0
+        assert time.monotonic() - began < ROOM_S

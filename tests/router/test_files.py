@@ -274,6 +274,7 @@ async def test_an_upload_that_the_quota_refuses_at_its_end_leaves_nothing(tmp_pa
         ("GET", "/v1/files/a/b/c", 404),
         ("GET", "/v1/files/a/cancel", 404),
         ("PUT", "/v1/files", 405),
+        ("OPTIONS", "/v1/files", 405),
         ("POST", "/v1/files/a", 405),
         ("DELETE", "/v1/files/a/content", 405),
         ("GET", "/v1/files?limit=0", 400),
@@ -292,6 +293,19 @@ async def test_requests_that_fit_no_route_are_refused_in_openais_shape(
         answer = await read_all(reader)
         assert answer.startswith(b"HTTP/1.1 %d " % status)
         assert b'{"error":{"message":"' in answer
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/files", "/v1/files/a", "/v1/files/a/content", "/v1/batches", "/v1/batches/a"]
+)
+async def test_head_is_a_method_that_files_and_batches_do_not_take(
+    tmp_path: Path, path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with stored(tmp_path, [FakeEngine()]) as r:
+        answer = await r.http.head(path)
+        assert answer.status_code == 405
+        assert "HEAD" not in answer.headers["allow"]
+        assert "failed" not in caplog.text
 
 
 async def test_without_a_key_no_file_is_taken(tmp_path: Path) -> None:
