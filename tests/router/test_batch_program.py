@@ -97,6 +97,12 @@ async def test_the_program_s_key_opens_nothing_but_requests_of_batches(tmp_path:
         assert answer.status_code == 404
 
 
+async def test_a_question_for_room_with_many_fields_is_refused(tmp_path: Path) -> None:
+    async with stored(tmp_path, [FakeEngine()]) as r:
+        answer = await r.http.get(ROOM_PATH + "?" + "a=1&" * 20, headers=KEY | {ACCOUNT: ""})
+        assert answer.status_code == 400
+
+
 async def test_requests_of_batches_have_their_room_and_no_more() -> None:
     may_answer = asyncio.Event()
 

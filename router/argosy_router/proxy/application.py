@@ -28,7 +28,7 @@ from argosy_protocol.batch_program import (
     account_name,
 )
 from argosy_protocol.bearer_keys import KeyRing
-from argosy_protocol.errors import ApiError, Forbidden, NotFound, TooManyRequests
+from argosy_protocol.errors import ApiError, BadRequest, Forbidden, NotFound, TooManyRequests
 from argosy_protocol.model_lists import ANTHROPIC_HEADER, CODEX_QUERY, encoded_model, encoded_models
 from argosy_protocol.openai import ModelCard
 from argosy_protocol.openapi_document import document_page
@@ -313,7 +313,10 @@ class RouterApplication:
         if request.path != _ROOM:
             raise no_route(request)
         require_method(request, b"GET")
-        asked = parse_qs(request.target.partition(b"?")[2].decode("latin-1"), max_num_fields=8)
+        try:
+            asked = parse_qs(request.target.partition(b"?")[2].decode("latin-1"), max_num_fields=8)
+        except ValueError:
+            raise BadRequest("the question for room has too many fields") from None
         service = self._fleet.service_of(asked.get("model", [""])[0])
         room = 1 if service is None else self._background.room(service)
         client.respond(
