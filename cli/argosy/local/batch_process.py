@@ -24,6 +24,9 @@ log = logging.getLogger(__name__)
 LOG_NAME: Final = "batch"
 _STOP_S: Final = 10.0
 """For the answers to requests in flight, whose results are kept; the rest is sent again at the next start."""
+_DRAIN_S: Final = 3
+"""Of it for requests of batches, and again for those of the router. Then it keeps its results and releases its batches,
+which it could not if it were killed first."""
 
 
 class BatchProcess:
@@ -67,6 +70,7 @@ class BatchProcess:
             *("--host", HOST, "--port", str(self._port)),
             *("--router-url", f"http://{HOST}:{self._settings.port}"),
             *("--storage", str(self._state.storage)),
+            *("--shutdown-timeout", str(_DRAIN_S)),
         )
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
         environment["ARGOSY_FLEET_KEY"] = self._state.fleet_key().decode()
