@@ -18,6 +18,7 @@ import pytest
 
 START_TIMEOUT_S = 120
 TINY = Path(__file__).parents[2] / "models" / "argosy-tiny"
+FLEET_KEY = "a fleet key of tests"
 CONTEXT_TOKENS = 1 << 17
 """Room for an agent's own prompt and tools: 20,000 to 50,000 tokens of a vocabulary as small as the tiny model's."""
 AGENTS_MODELS = ("tiny", "gpt-6.2-sol", "gpt-5.5", "claude-sonnet-4-5")
@@ -36,20 +37,22 @@ def reserved_port() -> Iterator[int]:
 
 
 @contextmanager
-def running(*arguments: str, modules: Path | None = None) -> Iterator[str]:
+def running(*arguments: str, modules: Path | None = None, fleet_key: str = "") -> Iterator[str]:
     """Run `argosy` with the arguments until the block ends; yield its URL.
 
     Args:
         modules: a directory of modules that it may import.
+        fleet_key: by which a router and what keeps its responses know each other.
     """
     with reserved_port() as port:
-        yield from _running(port, arguments, modules)
+        yield from _running(port, arguments, modules, fleet_key)
 
 
-def _running(port: int, arguments: tuple[str, ...], modules: Path | None) -> Iterator[str]:
+def _running(port: int, arguments: tuple[str, ...], modules: Path | None, fleet_key: str) -> Iterator[str]:
     command = [os.environ["ARGOSY_PYTHON"], "-m", "argosy", *arguments, "--port", str(port)]
     paths = [os.environ.get("PYTHONPATH", ""), *([str(modules)] if modules is not None else [])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    environment |= {"ARGOSY_FLEET_KEY": fleet_key} if fleet_key else {}
     process = subprocess.Popen(command, env=environment)
     url = f"http://127.0.0.1:{port}"
     deadline = time.monotonic() + START_TIMEOUT_S
@@ -115,7 +118,10 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             "serve", str(model), *flags, *script, "--served-model-name", *AGENTS_MODELS,
             modules=Path(__file__).parent,
         ) as engine,
+        running("batch", "--storage", storage, fleet_key=FLEET_KEY) as keeper,
         reserved_port() as admin_port,
-        running("router", "--replica", engine, "--admin-port", str(admin_port), "--storage", storage) as url,
+        running(
+            "router", "--replica", engine, "--admin-port", str(admin_port), "--batch-url", keeper, fleet_key=FLEET_KEY
+        ) as url,
     ):  # fmt: skip
         yield url
