@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from argosy_router.auth.key_file import ApiKeys
+from argosy_router.auth.key_table import KEYS_PER_STEP, KeyTable
 
 from .harness import until
 
@@ -52,3 +53,70 @@ async def test_a_key_file_without_keys_is_logged_once(
     await until(lambda: opened > seen + 3)
     assert ["is empty" in message for message in caplog.messages] == [False, True]
     watch.cancel()
+
+
+class CountedFile:
+    """A file whose reads are counted."""
+
+    num_reads = 0
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def __enter__(self) -> CountedFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def fileno(self) -> int:
+        number: int = self._file.fileno()
+        return number
+
+    def read(self, size: int) -> bytes:
+        CountedFile.num_reads += 1
+        data: bytes = self._file.read(size)
+        return data
+
+
+async def test_a_file_that_has_not_changed_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "keys"
+    path.write_text("first")
+    os.utime(path, (1.0, 1.0))
+    keys = ApiKeys((), path, poll_s=0.0)
+    num_opens = 0
+    real_open = Path.open
+
+    def counted(path: Path, *arguments: Any, **named: Any) -> Any:
+        nonlocal num_opens
+        num_opens += 1
+        return CountedFile(real_open(path, *arguments, **named))
+
+    monkeypatch.setattr(Path, "open", counted)
+    watch = asyncio.create_task(keys.watch())
+    await until(lambda: num_opens > 5)
+    assert CountedFile.num_reads == 0
+    path.write_text("other")  # of the same length, and perhaps within one tick of the file system's clock
+    await until(lambda: keys.table.account_of(b"Bearer other") is not None)
+    path.write_text("third")
+    await until(lambda: keys.table.account_of(b"Bearer third") is not None)
+    watch.cancel()
+
+
+def test_many_keys_are_taken_in_steps_and_the_ones_before_are_accepted_until_the_last() -> None:
+    table = KeyTable(is_closed=True)
+    assert table.load("old", 0.0) == []
+    num_keys = 20 * KEYS_PER_STEP
+    problems: list[str] = []
+    num_steps = 0
+    for _ in table.load_in_steps("".join(f"sk-{number}\n" for number in range(num_keys)), 0.0, problems):
+        num_steps += 1
+        assert table.account_of(b"Bearer old") is not None
+        assert table.account_of(b"Bearer sk-1") is None
+        table.divide(3, 0.0)
+    assert num_steps >= 2 * 20
+    assert table.account_of(b"Bearer old") is None
+    assert table.account_of(b"Bearer sk-1") is not None
+    assert problems == []

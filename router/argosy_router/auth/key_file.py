@@ -2,22 +2,35 @@
 
 Owns: when the file is read again. Must not know: its format, requests.
 Invariants: if the key file vanishes or becomes empty, its keys are refused, and the router still requires one; a change
-interrupts no request.
+interrupts no request, and no look at the file holds up the event loop, however many keys it has.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from argosy_router.auth.key_table import MAX_FILE_BYTES, KeyTable
 
 log = logging.getLogger(__name__)
 
 POLL_S = 1.0
+SETTLED_NS = 2_000_000_000
+"""A file that was written so long before it was read is not written again without a later time."""
+
+
+class _Content(NamedTuple):
+    """The file as it was read."""
+
+    data: bytes
+    text: str
+    problem: str
+    """Why no key of it is accepted; empty if keys are."""
 
 
 class ApiKeys:
@@ -30,36 +43,53 @@ class ApiKeys:
         self._path = path
         self._poll_s = poll_s
         self._content: bytes | None = None
+        self._seen: tuple[int, int, int, int] | None = None
+        """By what the file as it was read is known; None if it may have changed in the same moment."""
         self._problem = ""
-        """Why no key of the file is accepted, as last logged; empty if keys are."""
+        """The last one that was logged."""
         self.table = KeyTable(keys, is_closed=path is not None, now=time.monotonic())
         self.table.divide(routers, time.monotonic())
         if path is not None:
-            self._read(path)
+            for _ in self._take(self._read(path)):
+                pass
 
     async def watch(self) -> None:
         """Follow the file until cancelled."""
         while self._path is not None:
             await asyncio.sleep(self._poll_s)
-            self._read(self._path)
+            for _ in self._take(await asyncio.to_thread(self._read, self._path)):
+                await asyncio.sleep(0)
 
-    def _read(self, path: Path) -> None:
-        problem = ""
+    def _read(self, path: Path) -> _Content | None:
+        """Read the file; None if it has not changed. In a thread."""
         try:
             with path.open("rb") as file:
-                content = file.read(MAX_FILE_BYTES + 1)
-            if len(content) > MAX_FILE_BYTES:
+                found = os.fstat(file.fileno())
+                signature = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+                if signature == self._seen:
+                    return None
+                is_settled = found.st_mtime_ns + SETTLED_NS < time.time_ns()
+                data = file.read(MAX_FILE_BYTES + 1)
+            if len(data) > MAX_FILE_BYTES:
                 raise ValueError(f"it has more than {MAX_FILE_BYTES} bytes")
-            text = content.decode()
-            if not text.strip():
-                problem = f"is empty: {path}"
+            text = data.decode()
         except (OSError, ValueError) as error:
-            problem = f"cannot be read: {error}"
-            content, text = b"", ""
-        if problem and problem != self._problem:
-            log.error("no key of the API key file is accepted: it %s", problem)
-        self._problem = problem
-        if content != self._content:
-            self._content = content
-            for problem in self.table.load(text, time.monotonic()):
-                log.error("API key file: %s", problem)
+            self._seen = None
+            return _Content(b"", "", f"cannot be read: {error}")
+        self._seen = signature if is_settled else None
+        return _Content(data, text, "" if text.strip() else f"is empty: {path}")
+
+    def _take(self, content: _Content | None) -> Iterator[None]:
+        """Accept the keys of the file as it was read, in steps of some milliseconds."""
+        if content is None:
+            return
+        if content.problem and content.problem != self._problem:
+            log.error("no key of the API key file is accepted: it %s", content.problem)
+        self._problem = content.problem
+        if content.data == self._content:
+            return
+        self._content = content.data
+        problems: list[str] = []
+        yield from self.table.load_in_steps(content.text, time.monotonic(), problems)
+        for problem in problems:
+            log.error("API key file: %s", problem)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
@@ -36,6 +36,10 @@ _TERM = re.compile(r"[a-z_]{1,24}")
 _OWN_NAME = re.compile(r"key-[0-9a-f]{32}")
 """The form of the name that a key has without one."""
 _FIELDS = tuple(KeyTerms.__struct_fields__)
+
+
+KEYS_PER_STEP = 256
+"""Lines that are read before other work of the event loop has its turn: two milliseconds."""
 
 
 class KeyFileError(ValueError):
@@ -57,7 +61,8 @@ class KeyTable:
         self._by_digest: dict[bytes, Account] = {}
         self.routers = 1
         """Number of routers that divide the limits of all keys."""
-        self._install(self._fixed, now)
+        for _ in self._install(self._fixed, now):
+            pass
 
     def divide(self, routers: int, now: float) -> None:
         """Divide the limits of all keys by the number of routers that serve them from now on."""
@@ -71,10 +76,22 @@ class KeyTable:
         Returns:
             Messages about lines that were left out.
         """
+        problems: list[str] = []
+        for _ in self.load_in_steps(text, now, problems):
+            pass
+        return problems
+
+    def load_in_steps(self, text: str, now: float, problems: list[str]) -> Iterator[None]:
+        """Do the same in steps of some milliseconds: until the last one the keys before are accepted.
+
+        Args:
+            problems: gets messages about lines that are left out.
+        """
         keys = dict(self._fixed)
         terms_of: dict[str, KeyTerms] = {terms.name: terms for terms in keys.values()}
-        problems = []
         for number, line in enumerate(text.splitlines(), 1):
+            if number % KEYS_PER_STEP == 0:
+                yield
             if not line.strip() or line.lstrip().startswith("#"):
                 continue
             try:
@@ -91,8 +108,7 @@ class KeyTable:
                 problems.append(f"line {number}: {error}")
             else:
                 keys[digest] = terms
-        self._install(keys, now)
-        return problems
+        yield from self._install(keys, now)
 
     def authenticate(self, authorization: bytes | None, api_key: bytes | None = None) -> Account:
         """Return the account behind a request's headers, as `account_of` does.
@@ -129,18 +145,28 @@ class KeyTable:
             return ANONYMOUS if name == ANONYMOUS.name else None
         return self._by_name.get(name)
 
-    def _install(self, keys: dict[bytes, KeyTerms], now: float) -> None:
-        before, self._by_name = self._by_name, {}
-        for digest, terms in keys.items():
-            if terms.name in self._by_name:
+    def _install(self, keys: dict[bytes, KeyTerms], now: float) -> Iterator[None]:
+        before, routers = self._by_name, self.routers
+        by_name: dict[str, Account] = {}
+        for number, (digest, terms) in enumerate(keys.items(), 1):
+            if number % KEYS_PER_STEP == 0:
+                yield
+            if terms.name in by_name:
                 continue  # the first key of a name gives its secret
             account = before.get(terms.name)
             if account is None:
                 account = Account(terms, now, digest, self.routers)
             else:
                 account.apply(terms, now, digest)
-            self._by_name[terms.name] = account
-        self._by_digest = {digest: self._by_name[terms.name] for digest, terms in keys.items()}
+            by_name[terms.name] = account
+        by_digest: dict[bytes, Account] = {}
+        for number, (digest, terms) in enumerate(keys.items(), 1):
+            if number % (16 * KEYS_PER_STEP) == 0:
+                yield
+            by_digest[digest] = by_name[terms.name]
+        self._by_name, self._by_digest = by_name, by_digest
+        if self.routers != routers:  # meanwhile
+            self.divide(self.routers, now)
 
 
 def parse_line(line: str) -> tuple[bytes, KeyTerms]:
