@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from argosy_router.auth.accounts import Account
-from argosy_router.flow_control.fair_queue import FairQueue, QueueFull
+from argosy_router.flow_control.fair_queue import MIN_FLOWS, FairQueue, QueueFull
 from argosy_router.flow_control.queued_request import Entry
 
 from .accounts import account
@@ -73,6 +73,44 @@ def test_idle_accounts_earn_no_credit() -> None:
         queue.push(Entry(idle, 0, 1.0, 1), *UNBOUNDED)
     owners = [entry.account.name for entry in drain(queue)]
     assert abs(owners[:10].count("idle") - 5) <= 1
+
+
+@pytest.mark.parametrize("is_served", [True, False], ids=["served", "given up"])
+def test_accounts_that_have_gone_are_forgotten(is_served: bool) -> None:
+    queue: FairQueue[Entry] = FairQueue()
+    staying = account("staying")
+    queue.push(Entry(staying, 0, 1e9, 1), *UNBOUNDED)
+    most = 0
+    for number in range(2000):
+        entry = Entry(account(f"a{number}"), 0, 1.0, 1)
+        queue.push(entry, *UNBOUNDED)
+        if is_served:
+            queue.take(entry)
+            another = Entry(staying, 0, 1.0, 1)  # time passes
+            queue.push(another, *UNBOUNDED)
+            queue.take(another)
+        else:
+            queue.remove(entry)
+        most = max(most, queue.num_accounts)
+    assert most <= 2 * MIN_FLOWS
+    assert len(queue) == 1
+
+
+def test_an_account_that_is_ahead_stays_so_while_others_come_and_go() -> None:
+    queue: FairQueue[Entry] = FairQueue()
+    ahead, behind = account("ahead"), account("behind")
+    large = Entry(ahead, 0, 100.0, 1)
+    queue.push(Entry(behind, 0, 1.0, 1), *UNBOUNDED)
+    queue.push(large, *UNBOUNDED)
+    queue.take(large)
+    for number in range(3 * MIN_FLOWS):
+        passing = Entry(account(f"a{number}"), 0, 1.0, 1)
+        queue.push(passing, *UNBOUNDED)
+        queue.remove(passing)
+    queue.push(Entry(ahead, 0, 1.0, 1), *UNBOUNDED)
+    for _ in range(5):
+        queue.push(Entry(behind, 0, 1.0, 1), *UNBOUNDED)
+    assert [entry.account.name for entry in drain(queue)] == ["behind"] * 6 + ["ahead"]
 
 
 def test_a_full_queue_evicts_for_accounts_with_fewer_entries() -> None:

@@ -33,6 +33,10 @@ from argosy_router.flow_control.queued_request import Entry
 E = TypeVar("E", bound=Entry)
 
 
+MIN_FLOWS = 64
+"""Accounts of one priority from which on those are forgotten that have no entries."""
+
+
 class QueueFull(Exception):
     """The queue is full, and no entry may be evicted for the new one."""
 
@@ -68,11 +72,16 @@ class _Flow(Generic[E]):
 class _Band(Generic[E]):
     """The flows of one priority."""
 
-    __slots__ = ("_order", "_virtual", "count", "flows")
+    __slots__ = ("_num_made", "_order", "_prune_at", "_virtual", "active", "count", "flows")
 
     def __init__(self) -> None:
         self.flows: dict[Account, _Flow[E]] = {}
+        """Those with entries, and those that are ahead of the others: they still have to wait for their turn."""
+        self.active: dict[_Flow[E], None] = {}
+        """Those with entries."""
         self.count = 0
+        self._num_made = 0
+        self._prune_at = MIN_FLOWS
         self._order: list[tuple[float, int, _Flow[E]]] = []
         """Heap of flows by virtual start. A flow is in it at most once, perhaps with a start that has moved on or
         without entries."""
@@ -81,9 +90,13 @@ class _Band(Generic[E]):
     def push(self, entry: E) -> None:
         flow = self.flows.get(entry.account)
         if flow is None:
-            flow = self.flows[entry.account] = _Flow(entry.account, len(self.flows))
+            if len(self.flows) >= self._prune_at:
+                self._prune()
+            flow = self.flows[entry.account] = _Flow(entry.account, self._num_made)
+            self._num_made += 1
         if not flow.entries:
             flow.start = max(flow.start, self._virtual)
+            self.active[flow] = None
             self._list(flow)
         flow.entries[entry] = None
         flow.bytes += entry.size
@@ -112,8 +125,8 @@ class _Band(Generic[E]):
 
     def take(self, entry: E) -> None:
         """Remove an entry because its turn has come: its account pays for it."""
-        self.remove(entry)
         flow = self.flows[entry.account]
+        self.remove(entry)
         self._virtual = max(self._virtual, flow.start)
         flow.start = self._virtual + entry.cost / flow.account.weight
 
@@ -122,6 +135,17 @@ class _Band(Generic[E]):
         del flow.entries[entry]
         flow.bytes -= entry.size
         self.count -= 1
+        if not flow.entries:
+            del self.active[flow]
+
+    def _prune(self) -> None:
+        """Forget the accounts that come back like new ones."""
+        self.flows = {
+            account: flow
+            for account, flow in self.flows.items()
+            if flow.entries or flow.start > self._virtual
+        }
+        self._prune_at = max(MIN_FLOWS, 2 * len(self.flows))
 
     def _list(self, flow: _Flow[E]) -> None:
         if not flow.is_listed:
@@ -147,6 +171,11 @@ class FairQueue(Generic[E]):
 
     def __len__(self) -> int:
         return len(self._arrivals)
+
+    @property
+    def num_accounts(self) -> int:
+        """The number of accounts that are remembered, by priority: with entries, or lately had some."""
+        return sum(len(band.flows) for band in self._bands.values())
 
     @property
     def names(self) -> list[str]:
@@ -255,7 +284,7 @@ class FairQueue(Generic[E]):
             return None
         band = self._bands[self._priorities[-1]]
         share, more = (_Flow.share, 1) if is_out_of_entries else (_Flow.byte_share, newcomer.size)
-        longest = max(band.flows.values(), key=share)
+        longest = max(band.active, key=share)
         if self._priorities[-1] == newcomer.priority:
             own = band.flows.get(newcomer.account)
             mine = (0.0 if own is None else share(own)) + more / newcomer.account.weight
