@@ -188,6 +188,24 @@ async def test_streams_of_a_silent_one_keep_their_own_deadline() -> None:
 # what is remembered, and what is learnt
 
 
+def test_histories_begin_their_periods_at_different_times() -> None:
+    index = PrefixIndex()
+    replicas = [ReplicaPrefixes(index) for _ in range(100)]
+    steps = 50
+    most = 0
+    slots = [replica.slots for replica in replicas]
+    for step in range(3 * steps):
+        now = step * HISTORY_S / steps
+        for number, replica in enumerate(replicas):
+            replica.remember([number], lambda: [10], now)
+            replica.expire(now)
+        after = [replica.slots for replica in replicas]
+        changed = sum(one != other for one, other in zip(slots, after, strict=True))
+        most = max(most, changed if step else 0)
+        slots = after
+    assert 0 < most <= 3 * len(replicas) / steps
+
+
 def test_history_is_forgotten_by_its_age_since_last_use() -> None:
     index = PrefixIndex()
     residency = ReplicaPrefixes(index)

@@ -6,7 +6,8 @@ Invariants: for a replica with telemetry, a speculative insert is confirmed or e
 the latest, and those of all replicas together stay within the index's `max_speculative`. For a replica without
 telemetry, the prompts it was sent count as cached for one to two periods of `HISTORY_S` after their last use.
 
-The history has one slot per period, so that forgetting a period only retires its slot, whatever it holds.
+The history has one slot per period, so that forgetting a period only retires its slot, whatever it holds. Replicas begin
+their periods at different times, because what follows a change of slots costs more than the change.
 """
 
 from __future__ import annotations
@@ -28,12 +29,18 @@ HISTORY_S = 300.0
 """A conversation's next turn comes within minutes, and a busy cache is replaced in about that time."""
 
 
+_GOLDEN = 0.6180339887498949
+"""Multiples of it are spread evenly over the fractions, however many there are."""
+
+
 class ReplicaPrefixes:
     """The prefixes that one replica holds or is expected to hold."""
 
     def __init__(self, index: PrefixIndex) -> None:
         self._index = index
         self.slot = index.acquire_slot()
+        self._phase_s = self.slot * _GOLDEN % 1.0 * HISTORY_S
+        """How much earlier than those of the first replica its periods begin."""
         self._unconfirmed: set[int] = set()
         self._speculative_inserts: list[tuple[float, list[int]]] = []
         """Heap of (expiry, chunks)."""
@@ -89,7 +96,7 @@ class ReplicaPrefixes:
 
     def remember(self, hashes: Sequence[int], tokens: Callable[[], Sequence[int]], now: float) -> None:
         """Record a prompt in the history: the replica was sent it and has no telemetry to announce it."""
-        period = int(now / HISTORY_S)
+        period = self._period(now)
         slot = self._history.get(period)
         if slot is None:
             slot = self._history[period] = self._index.acquire_slot()
@@ -100,9 +107,12 @@ class ReplicaPrefixes:
         inserts = self._speculative_inserts
         while inserts and inserts[0][0] <= now:
             self._erase_first_insert()
-        period = int(now / HISTORY_S)
+        period = self._period(now)
         for past in [past for past in self._history if past < period - 1]:
             self._index.retire_slot(self._history.pop(past))
+
+    def _period(self, now: float) -> int:
+        return int((now + self._phase_s) / HISTORY_S)
 
     def _erase_first_insert(self) -> None:
         """Erase the unconfirmed chunks of the speculative insert that expires first."""
