@@ -23,6 +23,7 @@ from argosy_router.discovery import dns, kubernetes, model_discovery, reflector
 from argosy_router.discovery.dns import MAX_ADDRESSES, MISSES, DnsDiscovery
 from argosy_router.discovery.file import FileDiscovery
 from argosy_router.discovery.kubernetes import KubernetesDiscovery, Pod, pod_selectors
+from argosy_router.discovery.model_discovery import GATHER_S, ModelDiscovery
 from argosy_router.discovery.source import Discovery, revision_of
 from argosy_router.discovery.static import StaticDiscovery
 from argosy_router.fleet.fleet import Fleet, FleetSnapshot
@@ -621,3 +622,20 @@ def test_one_selector_covers_a_namespace() -> None:
         named("c"),
     )
     assert pod_selectors(services) == {"a": "c=engine", "b": "c=engine,s=3"}
+
+
+async def test_what_many_replicas_tell_at_once_is_published_a_few_times() -> None:
+    num_replicas = 300
+    published: list[FleetSnapshot] = []
+    loop = asyncio.get_running_loop()
+    started = loop.time()
+    async with FakeEngine() as engine:
+        wheel = TimerWheel(loop)
+        discovery = ModelDiscovery("static", "", wheel, UpstreamTls(), published.append)
+        discovery.set_members([Member(f"r{number}", "", engine.url) for number in range(num_replicas)])
+        await until(lambda: not published[-1].unasked, 60.0)
+        passed = loop.time() - started
+        assert sum(map(len, published[-1].members.values())) == num_replicas
+        assert len(published) <= 2 + passed / GATHER_S
+        await discovery.close()
+        wheel.close()

@@ -3,13 +3,15 @@
 Owns: polling `/v1/models`, often while a replica does not answer, else rarely. Must not know: where the addresses come
 from, requests, health.
 Invariants: a replica is published once its model is known, and until its address is dropped; a replica that does not
-answer keeps the model it reported last; the reason is logged when it changes.
+answer keeps the model it reported last; the reason is logged when it changes; what many replicas tell within
+`GATHER_S` is published once, because each time all of them are grouped and compared.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -37,6 +39,8 @@ most, and a thousand dead addresses cost some 1300 connects per second."""
 RECHECK_S = 10.0
 """An engine may restart at its address with another model, and may load adapters at run time."""
 TIMEOUT_S = 5.0
+GATHER_S = 0.05
+"""Shortest time between two publications of what replicas have told."""
 
 
 class _Card(msgspec.Struct):
@@ -78,6 +82,9 @@ class ModelDiscovery:
         """Those whose first question has ended, well or not."""
         self._tasks: dict[Member, asyncio.Task[None]] = {}
         self._rng = random.Random()  # noqa: S311
+        self._published = -math.inf
+        """When, by the event loop's clock."""
+        self._next: asyncio.TimerHandle | None = None
 
     def set_members(self, members: Iterable[Member], awaited: int = 0) -> None:
         """Replace the set of replicas to ask.
@@ -97,6 +104,8 @@ class ModelDiscovery:
         self._publish()
 
     async def close(self) -> None:
+        if self._next is not None:
+            self._next.cancel()
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
@@ -126,12 +135,26 @@ class ModelDiscovery:
                 self._served[member] = served
                 is_news = True
             if is_news:
-                self._publish()
+                self._publish_soon()
             await asyncio.sleep(retry_pause_s(failures, self._rng) if problem else RECHECK_S)
+
+    def _publish_soon(self) -> None:
+        """Publish now, or with what other replicas tell soon."""
+        if self._next is None:
+            loop = asyncio.get_running_loop()
+            due = self._published + GATHER_S
+            if due <= loop.time():
+                self._publish()
+            else:
+                self._next = loop.call_at(due, self._publish)
 
     def _publish(self) -> None:
         """Publish one service per model, with the aliases and adapters of all its replicas together; each member lists
         its own."""
+        if self._next is not None:
+            self._next.cancel()
+            self._next = None
+        self._published = asyncio.get_running_loop().time()
         members: dict[str, list[Member]] = {}
         aliases: dict[str, dict[str, None]] = {}
         adapters: dict[str, dict[str, None]] = {}
