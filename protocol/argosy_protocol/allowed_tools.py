@@ -38,7 +38,13 @@ def allowed(
     """
     if mode not in ("auto", "required"):
         raise BadRequest(f"{where}.mode must be auto or required", param=f"{where}.mode")
-    known = {name for tool in tools if isinstance(name := function_name(tool), str)}
-    if not names or not all(isinstance(name, str) and name in known for name in names):
+    named_by = [function_name(tool) for tool in tools]
+    allowed_names = {name for name in names if isinstance(name, str)}
+    known = {name for name in named_by if isinstance(name, str)}
+    if not names or not all(isinstance(name, str) for name in names) or not allowed_names <= known:
         raise BadRequest(f"{where}.tools must name some of tools", param=f"{where}.tools")
-    return str(mode), [tool for tool in tools if function_name(tool) in names]
+    return str(mode), [
+        tool
+        for tool, name in zip(tools, named_by, strict=True)
+        if isinstance(name, str) and name in allowed_names
+    ]

@@ -87,6 +87,10 @@ class ResponseTools:
                     self._add_of_item(tool)
         self._names = self._named()
         self._tools = {name: tool for tool, name in self._names.items()}
+        self._alike: dict[tuple[Any, Any], dict[str | None, str]] = {}
+        """The functions by their tools' kind and name, then by namespace: a choice may name many."""
+        for named, name in self._names.items():
+            self._alike.setdefault((named.kind, named.name), {})[named.namespace] = name
 
     def functions(self) -> list[dict[str, Any]]:
         """Return the functions, as chats describe them."""
@@ -156,13 +160,10 @@ class ResponseTools:
             name = TOOL_SEARCH
         if not isinstance(name, str):
             return None
-        named = [tool for tool in self._names if (tool.kind, tool.name) == (kind, name)]
-        exact = [tool for tool in named if tool.namespace == namespace]
-        if exact:
-            return self._names[exact[0]]
+        named = self._alike.get((kind, name), {})
         if namespace is None and len(named) == 1:
-            return self._names[named[0]]
-        return None
+            return next(iter(named.values()))
+        return named.get(namespace) if isinstance(namespace, str | None) else None
 
     def _add_own(self, tool: ResponseTool, where: str) -> None:
         """Add a tool of the request."""

@@ -55,3 +55,8 @@ def test_a_choice_that_names_none_of_the_tools_is_refused(tools: Any, allowed: A
     with pytest.raises(BadRequest) as refused:
         decoded(tools, allowed)
     assert refused.value.param == param
+
+
+def test_a_tool_whose_name_is_no_text_is_left_out() -> None:
+    request = decoded([function("f"), {"function": {"name": []}}], {"mode": "auto", "tools": named("f")})
+    assert request.tools == [function("f")]

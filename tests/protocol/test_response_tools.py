@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -210,6 +211,15 @@ def test_allowed_tools_may_be_of_any_kind() -> None:
         tool_choice={"type": "allowed_tools", "mode": "auto", "tools": allowed},
     )
     assert (names(chat), chat.tool_choice) == (["exec", "git__log"], "auto")
+
+
+def test_many_allowed_tools_are_found_at_once() -> None:
+    tools = [custom(f"c{number}") for number in range(512)]
+    allowed = [{"type": "custom", "name": "c511"}] * 100_000
+    started = time.process_time()
+    chat, _ = translated(*tools, tool_choice={"type": "allowed_tools", "mode": "auto", "tools": allowed})
+    assert names(chat) == ["c511"]
+    assert time.process_time() - started < 2
 
 
 def test_without_a_tool_of_the_client_there_is_none() -> None:
