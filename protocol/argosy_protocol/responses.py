@@ -10,7 +10,6 @@ Owns: the types of requests, and which fields are refused. Must not know: chats,
 
 from __future__ import annotations
 
-import contextlib
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -34,6 +33,7 @@ from argosy_protocol.openai import (
     StopStrings,
     TokenId,
 )
+from argosy_protocol.skipped_content import MAX_UNREADABLE
 
 PATH = "/v1/responses"
 MAX_ITEMS = MAX_MESSAGES
@@ -109,6 +109,8 @@ READ_ITEMS = frozenset(
     )
 )
 """Types of items that say something to a model, or refer to one that does."""
+TEXT_PARTS = frozenset(("input_text", "output_text", "refusal", "text"))
+"""Types of content parts that a model reads."""
 Items = Annotated[list[ResponseItem], Meta(max_length=MAX_ITEMS)]
 
 
@@ -345,38 +347,75 @@ class _Typed(Struct):
 
 
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_RAW_ITEMS = msgspec.json.Decoder(list[msgspec.Raw])
+_RAWS = msgspec.json.Decoder(list[msgspec.Raw])
 _TYPE = msgspec.json.Decoder(_Typed)
 _ITEM = msgspec.json.Decoder(ResponseItem)
+_PART = msgspec.json.Decoder(ResponseContentPart)
 
 
 def _with_readable_items(body: bytes) -> bytes | None:
-    """Return a body with only the type of each item that is none of `READ_ITEMS` and has fields of other types than
-    ours; None if that does not make it readable.
+    """Return a body with only the type of each item that is none of `READ_ITEMS`, and of each content part that is none
+    of `TEXT_PARTS`, and has fields of other types than ours; None if that does not make it readable.
 
     An id that is none of ours is left out of other items: nothing refers to it.
     """
     try:
         fields = _FIELDS.decode(body)
-        given = _RAW_ITEMS.decode(fields["input"])
+        given = _RAWS.decode(fields["input"])
         if len(given) > MAX_ITEMS:
             return None
-        items = [_readable_item(item) for item in given]
+        num_replaced = 0
+        items = []
+        for item in given:
+            readable, replaced = _readable_item(item)
+            num_replaced += replaced
+            if num_replaced > MAX_UNREADABLE:
+                return None
+            items.append(readable)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
     return msgspec.json.encode({**fields, "input": items})
 
 
-def _readable_item(item: msgspec.Raw) -> msgspec.Raw:
-    with contextlib.suppress(msgspec.ValidationError):
-        _ITEM.decode(item)
-        return item
+def _readable_item(item: msgspec.Raw) -> tuple[msgspec.Raw, int]:
+    """Return an item, and how many of its parts were replaced."""
+    if _can_decode(_ITEM, item):
+        return item, 0
     kind = _TYPE.decode(item).type
     if isinstance(kind, str) and kind not in READ_ITEMS:
-        return msgspec.Raw(msgspec.json.encode({"type": kind[:64] or "unknown"}))
-    fields = _FIELDS.decode(item)
-    fields.pop("id", None)
-    return msgspec.Raw(msgspec.json.encode(fields))
+        return _only_type(kind), 0
+    fields: dict[str, Any] = _FIELDS.decode(item)
+    replaced = 0
+    for field in ("content", "summary"):
+        content = fields.get(field)
+        parts = _RAWS.decode(content) if content is not None and bytes(content)[:1] == b"[" else []
+        if 0 < len(parts) <= MAX_PARTS:
+            fields[field] = [_readable_part(part) for part in parts]
+            replaced += sum(read is not part for read, part in zip(fields[field], parts, strict=True))
+    readable = msgspec.Raw(msgspec.json.encode(fields))
+    if "id" in fields and not _can_decode(_ITEM, readable):
+        del fields["id"]
+        readable = msgspec.Raw(msgspec.json.encode(fields))
+    return readable, replaced
+
+
+def _readable_part(part: msgspec.Raw) -> msgspec.Raw:
+    if _can_decode(_PART, part):
+        return part
+    kind = _TYPE.decode(part).type
+    return _only_type(kind) if isinstance(kind, str) and kind not in TEXT_PARTS else part
+
+
+def _can_decode(decoder: msgspec.json.Decoder[Any], value: msgspec.Raw) -> bool:
+    try:
+        decoder.decode(value)
+    except msgspec.ValidationError:
+        return False
+    return True
+
+
+def _only_type(kind: str) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode({"type": kind[:64] or "unknown"}))
 
 
 def is_responses_path(path: str) -> bool:

@@ -39,6 +39,7 @@ from argosy_protocol.response_tools import CUSTOM_ARGUMENT, TOOL_SEARCH, ClientT
 from argosy_protocol.responses import (
     MAX_ITEMS,
     MAX_PARTS,
+    TEXT_PARTS,
     ResponseContentPart,
     ResponseItem,
     ResponsesRequest,
@@ -48,7 +49,6 @@ from argosy_protocol.skipped_content import IMAGE_NOTE, RESPONSES_KINDS, Skipped
 MAX_ALL_PARTS = 1 << 16
 """Content parts of all items together."""
 
-_TEXT_PARTS = frozenset(("input_text", "output_text", "refusal", "text"))
 _OF_MODEL = frozenset(
     (
         "custom_tool_call",
@@ -370,13 +370,13 @@ class _Conversation:
             BadRequest: it is in the newest message, and no text.
         """
         text = part.refusal if part.type == "refusal" else part.text
-        if part.type in _TEXT_PARTS and text is not None:
+        if part.type in TEXT_PARTS and text is not None:
             return _text(text)
         if is_newest:
             if part.type == "input_image" and part.image_url is not None:
                 image = {"url": part.image_url} | ({"detail": part.detail} if part.detail else {})
                 return {"type": "image_url", "image_url": image}
-            if part.type in _TEXT_PARTS:
+            if part.type in TEXT_PARTS:
                 where = f"{where}.{'refusal' if part.type == 'refusal' else 'text'}"
                 raise BadRequest(f"{where} is required", param=where)
             raise BadRequest(f"{where}: content of type {part.type!r} is not supported here", param=where)

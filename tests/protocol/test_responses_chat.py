@@ -475,6 +475,32 @@ def test_no_output_of_a_tool_is_refused(kind: str, output: Any) -> None:
 TEXTS = st.text(max_size=8)
 
 
+@given(
+    kind=st.sampled_from(["message", "reasoning", "agent_message"]),
+    part=st.sampled_from(
+        [
+            {"type": "new", "text": {"value": 1}},
+            {"type": "new", "file_id": 5},
+            {"type": "n" * 70, "text": "t"},
+            {"type": "", "text": "t"},
+            {"type": "output_image", "image_url": {"url": "u"}},
+        ]
+    ),
+)
+def test_no_part_of_another_server_is_refused(kind: str, part: dict[str, Any]) -> None:
+    item = {"type": kind, "id": "x_1", "role": "assistant", "content": [part, {"type": "text", "text": "t"}]}
+    request = decode_responses_request(json.dumps({"model": "m", "input": [HI, item, HI]}).encode())
+    assert isinstance(request.input[1], ResponseItem)
+    assert request.input[1].id == "x_1"
+    made = responses_as_chat(request).messages[1]
+    assert "t" in (made.reasoning, *str(made.content).splitlines())
+
+
+def test_what_is_wrong_with_a_text_of_the_history_is_told() -> None:
+    item = {"role": "assistant", "content": [{"type": "new", "text": {}}, {"type": "text", "text": 5}]}
+    assert refusal({"input": [item, HI]})[0] == "input[0].content[1].text"
+
+
 @st.composite
 def conversations(draw: st.DrawFn) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The same conversation for the Responses API and for chats."""
