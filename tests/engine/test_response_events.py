@@ -356,3 +356,27 @@ def test_an_input_that_is_cut_off_is_as_long_as_it_was_streamed(
     assert plain(events.response)["status"] == ("incomplete" if reason == "length" else "completed")
     if reason == "length":
         assert all(item["status"] == "incomplete" or deltas.endswith("b") for item in calls)
+
+
+def searches(renderer: Renderer, arguments: str) -> tuple[bytes, dict[str, Any]]:
+    """The events of a call of a search, and the response."""
+    text = f'<tool_call>\n{{"name": "tool_search", "arguments": {arguments}}}\n</tool_call>\n'
+    events = formatted(renderer, tools=CLIENT_TOOLS)
+    said = events.begin()
+    for output in outputs(list(text)):
+        said += events.of(output)
+    return b"".join(said), plain(events.response)
+
+
+def test_a_search_is_on_one_line_of_an_event(renderer: Renderer) -> None:
+    said, made = searches(renderer, '{\n "query":\r\n "a  b"\n}')
+    assert made["output"][0]["arguments"] == {"query": "a  b"}
+    assert parsed_events(said)[-1]["response"] == made
+    assert all(line.startswith((b"event: ", b"data: ")) for line in said.splitlines() if line)
+
+
+@pytest.mark.parametrize("value", ["1e400", "[" * 126 + "]" * 126, "[" * 3000 + "]" * 3000])
+def test_a_search_that_no_request_may_replay_has_no_arguments(renderer: Renderer, value: str) -> None:
+    _, made = searches(renderer, f'{{"query": {value}}}')
+    assert made["output"][0]["arguments"] == {}
+    decode_responses_request(json.dumps({"model": "m", "input": made["output"]}).encode())

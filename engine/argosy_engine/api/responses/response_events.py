@@ -29,6 +29,7 @@ from argosy_engine.api.responses.custom_tool_input import CustomToolInput
 from argosy_engine.frontend.outputs import GenerationOutput
 from argosy_engine.frontend.tokenizer import Tokenizer
 from argosy_protocol.errors import ApiError
+from argosy_protocol.json_limits import is_too_deep
 from argosy_protocol.openai import Delta, TokenLogprob, ToolCall
 from argosy_protocol.response_object import (
     ID_PREFIX,
@@ -61,6 +62,8 @@ _CALL_PREFIXES = {"function": "fc", "custom": "ctc", "tool_search": "tsc"}
 _NO_ARGUMENTS = msgspec.Raw(b"{}")
 _TEXT_EVENTS = {_MESSAGE: "output_text", _REASONING: "reasoning_text"}
 _NO_LOGPROBS = b"[]"
+_DEPTH_OF_ITEMS = 8
+"""More than the levels in which requests and answers have an item."""
 _ERROR_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
 """OpenAI's codes by status; every other failure is a `server_error`."""
 
@@ -268,9 +271,7 @@ class ResponseEvents:
             text = self._custom_input.text
             events.append(self._event("custom_tool_call_input.done", input=text))
             return _replace(call, status=status, input=text)
-        return _replace(
-            call, status=status, arguments=msgspec.Raw(arguments.encode()) if is_whole else _NO_ARGUMENTS
-        )
+        return _replace(call, status=status, arguments=_searched(arguments) if is_whole else _NO_ARGUMENTS)
 
     def _end(self, events: list[bytes], output: GenerationOutput) -> None:
         is_cut = output.finish_reason == "length"
@@ -331,3 +332,16 @@ def _is_object(arguments: str) -> bool:
     except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
         return False
     return True
+
+
+def _searched(arguments: str) -> msgspec.Raw:
+    """Return the arguments of a search on one line, as events have them; none if a request that replays them would be
+    refused for them."""
+    raw = arguments.encode()
+    try:
+        msgspec.json.decode(raw)
+    except (msgspec.DecodeError, RecursionError):  # a number that is out of range
+        return _NO_ARGUMENTS
+    if is_too_deep(b"[" * _DEPTH_OF_ITEMS + raw + b"]" * _DEPTH_OF_ITEMS):
+        return _NO_ARGUMENTS
+    return msgspec.Raw(msgspec.json.format(raw, indent=-1))
