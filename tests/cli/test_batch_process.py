@@ -38,4 +38,4 @@ async def test_it_ends_by_itself_before_it_is_killed(tmp_path: Path) -> None:
     config = config_of(
         parser, parser.parse_args(given.read_text().split("\n")), {"ARGOSY_FLEET_KEY": "x" * 32}
     )
-    assert 2 * config.shutdown_timeout_s < batch_process._STOP_S
+    assert 2 * config.shutdown_timeout_s < batch_process.STOP_S

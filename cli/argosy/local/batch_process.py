@@ -22,7 +22,7 @@ from argosy.local.state_dir import StateDir
 log = logging.getLogger(__name__)
 
 LOG_NAME: Final = "batch"
-_STOP_S: Final = 10.0
+STOP_S: Final = 10.0
 """For the answers to requests in flight, whose results are kept; the rest is sent again at the next start."""
 _DRAIN_S: Final = 3
 """Of it for requests of batches, and again for those of the router. Then it keeps its results and releases its batches,
@@ -77,7 +77,7 @@ class BatchProcess:
         process = await Process.start(command, environment, self._state.log_file(LOG_NAME))
         try:
             await first_of(process.ended, self._stopped)
-            await process.stop(_STOP_S)
+            await process.stop(STOP_S)
         finally:
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.shield(process.stop(0.0))
