@@ -28,6 +28,7 @@ from argosy_protocol.model_progress import stage
 from argosy_resource.engine_address import ENGINE_PORT, selector
 from argosy_resource.engine_command import engine_model
 from argosy_resource.model_source import is_remote
+from argosy_resource.name_claims import by_worth
 from argosy_resource.scaling_spec import DEFAULT_HOLD_SECONDS
 from argosy_resource.types import InferenceService
 
@@ -129,7 +130,7 @@ def with_entries(document: FleetDocument, kept: Iterable[FleetService]) -> Fleet
 def within(document: FleetDocument, limit: int) -> FleetDocument:
     """The document without the services and reservations for which there is no room in `limit` bytes. Namespaces get
     equal shares, and what others do not need (max-min fairness); within a namespace the newest services are left out,
-    and reservations have the room that services leave, the newest first."""
+    and reservations have the room that services leave (`name_claims.by_worth`)."""
     if len(encode_fleet(document)) <= limit:
         return document
     first = msgspec.structs.replace(
@@ -140,7 +141,7 @@ def within(document: FleetDocument, limit: int) -> FleetDocument:
     for service in sorted(document.services, key=lambda each: (each.created, each.qualified_name)):
         sizes, _ = by_namespace.setdefault(service.namespace, ({}, {}))
         sizes[service.qualified_name] = _size(services=(service,))
-    for reservation in sorted(document.reservations, key=lambda each: each.until, reverse=True):
+    for reservation in by_worth(document.reservations):
         _, sizes = by_namespace.setdefault(reservation.namespace, ({}, {}))
         sizes[reservation.name] = _size(reservations=(reservation,))
     services: set[str] = set()

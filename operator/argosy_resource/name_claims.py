@@ -101,7 +101,7 @@ def settle_names(
                 claimants.setdefault(name, {})[service.namespace] = None
     had = _owners(last)
     reserved = _reservations(last, had, claimants, policy, now)
-    holders = {**had, **{each.name: each.namespace for each in last.reservations}}
+    holders = {**{each.name: each.namespace for each in last.reservations}, **had}
     owners: dict[str, str] = {}
     for name, namespaces in claimants.items():
         holder = holders.get(name, "")
@@ -126,7 +126,7 @@ def settle_names(
             elif owners.get(name) == service.namespace:
                 continue
             elif (owner := table.names.get(name)) is not None:
-                found.append(_conflict(name, owner, service, had_it=had.get(name) == owner.namespace))
+                found.append(_conflict(name, owner, service, had_it=holders.get(name) == owner.namespace))
             else:
                 found.append(_reserved(reserved[name]))
         if found:
@@ -217,16 +217,21 @@ def _reservations(
 
 
 def _bounded(groups: Iterable[Sequence[NameReservation]]) -> list[NameReservation]:
-    """The newest of each namespace; namespaces get equal shares of MAX_RESERVED, and what others do not need."""
-    newest = [
-        sorted(group, key=lambda each: each.until, reverse=True)[:MAX_RESERVED_OF_NAMESPACE]
-        for group in groups
-    ]
+    """Those of each namespace that are worth most; namespaces get equal shares of MAX_RESERVED, and what others do not
+    need."""
+    newest = [by_worth(group)[:MAX_RESERVED_OF_NAMESPACE] for group in groups]
     kept: list[NameReservation] = []
     by_size = sorted(newest, key=lambda group: (len(group), group[0].until, group[0].namespace))
     for position, group in enumerate(by_size):
         kept += group[: (MAX_RESERVED - len(kept)) // (len(by_size) - position)]
     return kept
+
+
+def by_worth(reservations: Iterable[NameReservation]) -> list[NameReservation]:
+    """Reservations in the order in which they are kept where there is no room for all of a namespace: names that begin
+    with the namespace's own come last, as they are refused to others without one while it exists; then the newest."""
+    newest = sorted(reservations, key=lambda each: each.until, reverse=True)
+    return sorted(newest, key=lambda each: each.name.startswith(f"{each.namespace}/"))
 
 
 def _time(text: str, default: datetime.datetime) -> datetime.datetime:

@@ -276,3 +276,32 @@ def test_names_that_only_look_like_those_of_another_namespace(name: str) -> None
 def test_adapters_are_no_names_to_reserve() -> None:
     last = fleet(msgspec.structs.replace(service("a/x", "chat"), adapters=("sql",)))
     assert reserved(settle(fleet(), last)).keys() == {"chat", "a/x"}
+
+
+def test_names_that_are_refused_to_others_anyway_push_out_no_reservation() -> None:
+    """A hundred services end at once: each has `namespace/name` besides its name for clients."""
+    last = settle(fleet(*(service(f"a/x{number}", f"chat-{number}") for number in range(100)))).document
+    settled = settle(fleet(service("b/y", "chat-99", created="2020")), last)
+    assert owner(settled, "chat-99") == ""
+    names = {each.name for each in settled.document.reservations}
+    assert {f"chat-{number}" for number in range(100)} < names
+    assert len(names) == MAX_RESERVED_OF_NAMESPACE
+    small = within(settled.document, len(encode_fleet(settled.document)) - 1000)
+    assert {f"chat-{number}" for number in range(100)} < {each.name for each in small.reservations}
+
+
+def test_a_name_goes_back_from_a_service_to_its_own_namespace_not_to_whoever_was_lent_it() -> None:
+    lent = settle(fleet(service("b/y", "a/x"), service("a/z")), b=("a/*", "y")).document
+    ended = settle(fleet(service("b/y"), service("a/x")), lent, b=("a/*", "y")).document
+    assert resolve_names(ended).names["a/x"].namespace == "a"
+    settled = settle(fleet(service("b/y", "a/x"), service("a/z")), ended, b=("a/*", "y"))
+    assert owner(settled, "a/x") == ""
+    assert reserved(settled)["a/x"] == ("a", HOUR)
+
+
+def test_who_took_a_reserved_name_again_is_not_said_to_have_an_older_canary() -> None:
+    last = settle(fleet(service("a/x", "chat"))).document
+    ended = settle(fleet(), last).document
+    settled = settle(fleet(service("a/x", "chat"), service("b/y", "chat", created="2020")), ended)
+    (lost,) = settled.lost["b/y"]
+    assert lost.why == "belongs to a/x, which had it first"
