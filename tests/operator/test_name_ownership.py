@@ -15,6 +15,7 @@ from virtual_time import virtual_time
 
 from argosy_operator.errors import ApiError
 from argosy_operator.kinds import CONFIGMAPS, INFERENCE_SERVICES
+from argosy_operator.reconcile import fleet_publisher
 from argosy_protocol.fleet import decode_fleet, resolve_names
 
 CHAT = (INFERENCE_SERVICES, "team-a", "chat")
@@ -334,3 +335,34 @@ async def test_reservations_outlive_a_document_that_somebody_deletes() -> None:
         cluster.create(service("team-b/late", "gpt-x"))
         await operator.settle()
         assert owner(cluster, "gpt-x") == ""
+
+
+@virtual_time
+async def test_whoever_fills_the_document_gets_no_name_of_a_service_that_it_pushes_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fleet_publisher, "MAX_DOCUMENT", 8000)
+    cluster, clock = new_cluster(), Clock()
+    aliases = [f"{number}-{'x' * 240}" for number in range(5)]
+    async with Operator(cluster, now=clock) as operator:
+        cluster.create(service("team-b/old", "old", created="2020-01-01T00:00:00Z"))
+        cluster.create(service("team-a/big", "big", *(f"a{each}" for each in aliases)))
+        cluster.create(service("team-a/large", "large", *(f"b{each}" for each in aliases)))
+        cluster.create(service("team-a/new", "chat", *aliases[:2], created="2025-06-01T00:00:00Z"))
+        await operator.settle()
+        assert owner(cluster, "chat") == "team-a/new"
+        for number in range(4):
+            cluster.create(service(f"team-b/f{number}", "", *(f"f{number}-{each}" for each in aliases)))
+        await operator.settle()
+        assert owner(cluster, "chat") == "", "there is no room for it"
+        cluster.edit("old", lambda spec: spec["model"].update(servedName="chat"), namespace="team-b")
+        await operator.settle()
+        assert owner(cluster, "chat") == ""
+        assert degraded(cluster, "team-b/old")[0] == "NameConflict"
+        for number in range(4):
+            cluster.remove((INFERENCE_SERVICES, "team-b", f"f{number}"))
+        await operator.settle()
+        clock.move(minutes=61)
+        await asyncio.sleep(3660)
+        await operator.settle()
+        assert owner(cluster, "chat") == "team-a/new"

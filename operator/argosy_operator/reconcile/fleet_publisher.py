@@ -4,7 +4,8 @@ Owns when it is written, and what services have lost in it: names, canaries, roo
 in it (`argosy_resource.fleet_document`), nor who gets a name (`argosy_resource.name_claims`). Invariants: a document
 that did not change is not written; one that is written fits into a ConfigMap, whatever tenants have created; of a
 namespace whose services were not listed it keeps the entries that it had, so that a refused list takes no service from
-the routers; who had a name before is read from the last document, so that a restart forgets nothing.
+the routers; who had a name before is read from the last document, so that a restart forgets nothing of it; services that it had no
+room for keep their names while the operator runs.
 """
 
 from __future__ import annotations
@@ -72,6 +73,8 @@ class FleetPublisher:
         self._now = now
         self._last = FleetDocument()
         """The last document, for the case that there is none any more."""
+        self._last_whole = FleetDocument()
+        """The same with the services and reservations for which it has no room."""
         self._lost: dict[str, tuple[LostName, ...]] = {}
         """Names that a service lost, by the service's key."""
         self._without_canary: frozenset[str] = frozenset()
@@ -128,14 +131,15 @@ class FleetPublisher:
         claimed = with_entries(fleet_document(services, pod_owners), self._unlisted(last))
         known = {each.namespace for each in claimed.services}
         policy = NamePolicy(namespaces=known | self._namespaces(), allowed=self._config.model_names)
-        settled = settle_names(claimed, last, policy, datetime.datetime.fromisoformat(self._now()))
+        before_it = self._last_whole if last == self._last else last
+        settled = settle_names(claimed, before_it, policy, datetime.datetime.fromisoformat(self._now()))
         whole = settled.document
         document = within(whole, MAX_DOCUMENT)
         wanted = with_applied_hash(self._configmap(encode_fleet(document).decode()))
         if must_apply(wanted, live):
             self._metrics.writes.labels(CONFIGMAPS.name, "apply").inc()
             await self._api.apply(wanted)
-        self._last = document
+        self._last, self._last_whole = document, whole
         divided, self._split = self._split, divisions
         self._shown = {
             (each.namespace, each.name): ("" if each.fetch is None else each.fetch.state, each.cold_start_s)
