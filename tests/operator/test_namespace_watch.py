@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 from builders import namespace
 from fake_http import FakeApiServer
-from fake_kubernetes import FakeKubernetes
+from fake_kubernetes import FakeKubernetes, Object
 from harness import new_cluster
 from served_cluster import served
 from virtual_time import virtual_time
@@ -90,12 +90,52 @@ async def test_a_refusal_is_told_once_and_asked_again_seldom(caplog: pytest.LogC
     task = asyncio.create_task(watch.run())
     with caplog.at_level(logging.WARNING):
         await watch.wait_answered()
-        await asyncio.sleep(3 * REFUSED_RETRY)
+        await asyncio.sleep(3 * REFUSED_RETRY - 2 * RETRY - 1)
     assert [round(time - began) for time in cluster.asked] == [0, 5, 10, 310, 610]
     assert caplog.text.count("namespaces cannot be watched") == 1
     assert watch.names == frozenset()
     cluster.is_refused_list = False
     await asyncio.sleep(REFUSED_RETRY + RETRY)
+    assert watch.names == {"team"}
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+class NoWatch(Refusing):
+    async def watch(
+        self, kind: Kind, *, namespace: str | None, version: str
+    ) -> AsyncGenerator[tuple[str, Object], None]:
+        raise ApiError("WATCH /api/v1/namespaces", 403, "is forbidden")
+        yield "", {}  # a generator
+
+
+@virtual_time
+async def test_a_watch_that_is_refused_where_the_list_is_not_is_told_once_too(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    cluster = NoWatch()
+    cluster.is_refused_list = False
+    cluster.create(namespace("team"))
+    watch = NamespaceWatch(cluster, (), on_change=lambda: None)
+    began = asyncio.get_running_loop().time()
+    task = asyncio.create_task(watch.run())
+    with caplog.at_level(logging.WARNING):
+        await asyncio.sleep(2 * REFUSED_RETRY)
+    assert [round(time - began) for time in cluster.asked] == [0, 5, 10, 310]
+    assert caplog.text.count("namespaces cannot be watched") == 1
+    assert watch.names == {"team"}
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+@virtual_time
+async def test_one_failure_does_not_have_names_decided_without_the_namespaces() -> None:
+    cluster = Refusing()
+    cluster.create(namespace("team"))
+    watch = NamespaceWatch(cluster, (), on_change=lambda: None)
+    task = asyncio.create_task(watch.run())
+    asyncio.get_running_loop().call_later(1, setattr, cluster, "is_refused_list", False)
+    await watch.wait_answered()
     assert watch.names == {"team"}
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)

@@ -24,7 +24,8 @@ RETRY: Final = 5.0
 REFUSED_RETRY: Final = 300.0
 """Seconds until the next attempt where there is no permission."""
 PATIENCE: Final = 3
-"""Refusals in a row after which that is so: an API server that starts may refuse what it allows later."""
+"""Refusals in a row after which that is so, and failures after which nobody waits for an answer any more: an API server
+that starts may refuse what it allows later, and names decided without it would be given to others for a moment."""
 PAGE: Final = 100
 """Namespaces of one answer: each may have 1.5 MiB in etcd, nearly all of it annotations."""
 _REFUSALS: Final = (401, 403, 404)
@@ -49,27 +50,30 @@ class NamespaceWatch:
             self._was_answered.set()
 
     async def wait_answered(self) -> None:
-        """Return once the API server has answered, by a refusal perhaps."""
+        """Return once the API server has answered, or has failed PATIENCE times."""
         await self._was_answered.wait()
 
     async def run(self) -> None:
         """Follow the namespaces until cancelled."""
-        refusals = 0
+        failures, refusals = 0, 0
         is_told = False
         while self._is_needed:
             try:
                 version = await self._list()
-                refusals, is_told = 0, False
                 began = asyncio.get_running_loop().time()
                 events = self._api.watch(NAMESPACES, namespace=None, version=version)
                 async with aclosing(events):
                     async for event, obj in events:
+                        failures, refusals, is_told = 0, 0, False
                         name = obj["metadata"]["name"]
                         self._know(self.names - {name} if event == "DELETED" else self.names | {name})
+                failures, refusals, is_told = 0, 0, False
                 if asyncio.get_running_loop().time() - began < RETRY:
                     await asyncio.sleep(RETRY)  # a proxy may end every watch at once
             except ApiError as error:
-                self._was_answered.set()
+                failures += 1
+                if failures >= PATIENCE:
+                    self._was_answered.set()
                 if not is_told and error.status != _EXPIRED:
                     is_told = True
                     logger.warning(
