@@ -366,3 +366,19 @@ async def test_whoever_fills_the_document_gets_no_name_of_a_service_that_it_push
         await asyncio.sleep(3660)
         await operator.settle()
         assert owner(cluster, "chat") == "team-a/new"
+
+
+@virtual_time
+async def test_a_restart_does_not_take_back_that_a_name_is_lost() -> None:
+    cluster = new_cluster()
+    cluster.create(namespace("team-a"))
+    for number in range(6):
+        cluster.create(service(f"team-b/x{number}", f"team-a/chat{number}", replicas=0))
+    async with Operator(cluster) as operator:
+        await operator.settle()
+        await asyncio.sleep(60)
+    before = len(cluster.writes)
+    async with Operator(cluster) as operator:
+        await operator.settle()
+        await asyncio.sleep(60)
+    assert cluster.writes[before:] == []

@@ -170,6 +170,8 @@ class Controller:
             namespaces=lambda: self.namespaces.names,
             now=now,
         )
+        self._deciding_names, self._writing_fleet = asyncio.Lock(), asyncio.Lock()
+        self._are_names_decided = False
         self._publishing = Allowance(PUBLISH_BURST, PUBLISH_INTERVAL, now=0.0)
         self._relisted: set[str | None] = set()
         """Namespaces in which the event source has listed a kind again: it may have missed deletions. None for all."""
@@ -383,6 +385,7 @@ class Controller:
                 if key == FLEET:
                     await self._publish_fleet()
                 elif self.lister.is_known(key[0]):  # otherwise it is queued once its namespace was read
+                    await self._know_names()
                     lost, published = self._fleet.lost_names_of(key), self._fleet.canary_of(key)
                     is_left_out = self._fleet.is_left_out(key)
                     await self._reconciler.reconcile(key, lost, published, is_left_out=is_left_out)
@@ -453,6 +456,20 @@ class Controller:
             self._autoscaler.forget()
             self.metrics.leading.set(0)
 
+    async def _know_names(self) -> None:
+        """Have the fleet document decided once before the first status is written, which tells what a service lost in
+        it: each restart would otherwise take that back for a moment. It is tried once; what fails is queued."""
+        async with self._deciding_names:
+            if self._are_names_decided:
+                return
+            try:
+                await self._publish_fleet()
+            except OperatorError as error:
+                logger.warning("%s: %s", _shown(FLEET), error)
+                self.queue.add(FLEET)
+            finally:
+                self._are_names_decided = True
+
     async def _publish_fleet(self) -> None:
         await self.namespaces.wait_answered()
         now = asyncio.get_running_loop().time()
@@ -460,7 +477,9 @@ class Controller:
             self.queue.add_after(FLEET, delay)
             return
         self._publishing.take()
-        for name in await self._fleet.publish():
+        async with self._writing_fleet:  # an older document must not be written after a newer one
+            moved = await self._fleet.publish()
+        for name in moved:
             self.queue.add(name)
         if (seconds := self._fleet.changes_in_s) is not None:
             self.queue.add_after(FLEET, seconds + CLOCK_STEP)

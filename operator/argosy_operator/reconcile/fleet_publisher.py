@@ -4,8 +4,8 @@ Owns when it is written, and what services have lost in it: names, canaries, roo
 in it (`argosy_resource.fleet_document`), nor who gets a name (`argosy_resource.name_claims`). Invariants: a document
 that did not change is not written; one that is written fits into a ConfigMap, whatever tenants have created; of a
 namespace whose services were not listed it keeps the entries that it had, so that a refused list takes no service from
-the routers; who had a name before is read from the last document, so that a restart forgets nothing of it; services that it had no
-room for keep their names while the operator runs.
+the routers; who had a name before is read from the last document, so that a restart forgets nothing of it; services for
+which it had no room keep their names while the operator runs.
 """
 
 from __future__ import annotations
