@@ -6,8 +6,8 @@ Invariants: for a replica with telemetry, a speculative insert is confirmed or e
 the latest, and those of all replicas together stay within the index's `max_speculative`. For a replica without
 telemetry, the prompts it was sent count as cached for one to two periods of `HISTORY_S` after their last use.
 
-The history has one slot per period, so that forgetting a period only retires its slot, whatever it holds. Replicas begin
-their periods at different times, because what follows a change of slots costs more than the change.
+The history has one slot per period, so that forgetting a period only retires its slot, whatever it holds. Replicas
+begin their periods at different times, because what follows a change of slots costs more than the change.
 """
 
 from __future__ import annotations
