@@ -337,6 +337,21 @@ async def test_reservations_outlive_a_document_that_somebody_deletes() -> None:
         assert owner(cluster, "gpt-x") == ""
 
 
+@pytest.mark.parametrize("text", ["", "{", '{"services": null}', '{"later": ' + "[" * 100_000])
+@virtual_time
+async def test_a_document_that_cannot_be_read_is_written_anew(text: str) -> None:
+    cluster = new_cluster()
+    async with Operator(cluster) as operator:
+        cluster.create(service("team-a/chat", "gpt-x"))
+        await operator.settle()
+        (key,) = (each for each in cluster.objects if each[0] is CONFIGMAPS)
+        cluster.objects[key]["data"] = dict.fromkeys(cluster.objects[key]["data"], text)
+        cluster.remove(CHAT)
+        cluster.create(service("team-b/late", "gpt-x"))
+        await operator.settle()
+        assert owner(cluster, "gpt-x") == ""
+
+
 @virtual_time
 async def test_whoever_fills_the_document_gets_no_name_of_a_service_that_it_pushes_out(
     monkeypatch: pytest.MonkeyPatch,

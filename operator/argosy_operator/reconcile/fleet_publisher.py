@@ -194,7 +194,7 @@ class FleetPublisher:
             return self._last
         try:
             return decode_fleet(text[FLEET_KEY])
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             logger.warning("the last fleet document cannot be read: %s", error)
             return self._last
 
