@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
 from typing import Any, Final, TypeVar
 from urllib.parse import quote
 
@@ -23,7 +22,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from argosy_batch.batches_api import BatchesApi
-from argosy_batch.files_api import FilesApi
+from argosy_batch.files_api import FileContent, FilesApi
 from argosy_batch.metrics import BatchMetrics
 from argosy_batch.multipart import boundary_of
 from argosy_batch.storage.object_store import owner_of
@@ -182,27 +181,11 @@ class BatchApp:
             raise self._downloads.refusal(owner, "sends", "files")
         try:
             content = await self._files.content(owner, request.path_params["id"])
-            chunks = content.chunks
-            first = await anext(chunks, b"")  # a storage that fails is refused with a status
+            first = await anext(content.chunks, b"")  # a storage that fails is refused with a status
         except BaseException:
             self._downloads.release(owner)
             raise
-
-        async def pieces() -> AsyncIterator[bytes]:
-            try:
-                async with aclosing(chunks):
-                    yield first
-                    async for chunk in chunks:
-                        yield chunk
-            finally:
-                self._downloads.release(owner)
-
-        name = quote(content.file.filename, safe="")
-        headers = {
-            "x-content-type-options": "nosniff",
-            "content-disposition": f"attachment; filename*=UTF-8''{name}",
-        }
-        return _Download(pieces(), headers=headers, media_type="application/octet-stream")
+        return _Download(content, first, lambda: self._downloads.release(owner))
 
     # batches
 
@@ -281,15 +264,31 @@ class BatchApp:
 
 
 class _Download(StreamingResponse):
-    """A stream whose source is closed also if its client has left before the first piece."""
+    """A file on its way to a router. It ends once, also if the client has left before the first piece."""
+
+    def __init__(self, content: FileContent, first: bytes, on_end: Callable[[], None]) -> None:
+        """`first` is what was read of the file already."""
+        self._chunks = content.chunks
+        self._first = first
+        self._on_end = on_end
+        name = quote(content.file.filename, safe="")
+        headers = {
+            "x-content-type-options": "nosniff",
+            "content-disposition": f"attachment; filename*=UTF-8''{name}",
+        }
+        super().__init__(self._pieces(), headers=headers, media_type="application/octet-stream")
+
+    async def _pieces(self) -> AsyncIterator[bytes]:
+        yield self._first
+        async for chunk in self._chunks:
+            yield chunk
 
     async def __call__(self, *args: Any) -> None:
         try:
             await super().__call__(*args)
         finally:
-            close = getattr(self.body_iterator, "aclose", None)
-            if close is not None:
-                await close()
+            self._on_end()
+            await self._chunks.aclose()
 
 
 async def _refuse(_: Request, error: Exception) -> Response:

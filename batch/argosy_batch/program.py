@@ -97,12 +97,13 @@ class BatchProgram:
             stored=lambda: (self.store.total.bytes, self.store.total.objects),
             quarantined=lambda: self.store.quarantine.num_taken,
         )
-        app = BatchApp(
+        self.app = BatchApp(
             self.files, batches, self._responses, self._keys, self.metrics, lambda: not self.stopping.is_set()
-        )
+        ).asgi()
+        """The HTTP application, which `server` serves."""
         self.server = _Server(
             uvicorn.Config(
-                app.asgi(),
+                self.app,
                 log_config=None,
                 ws="none",
                 access_log=False,

@@ -16,6 +16,7 @@ import pytest
 
 from argosy_batch import app
 from argosy_batch.answer_memory import AnswerMemory
+from argosy_batch.app import MAX_DOWNLOADS
 from argosy_batch.config import BatchConfig
 from argosy_batch.program import BatchProgram
 from argosy_batch.router_client import MAX_ROOM_BYTES, ROOM_S, RouterClient
@@ -723,3 +724,32 @@ async def test_an_endless_answer_to_the_question_for_room_is_not_read() -> None:
         began = time.monotonic()
         assert await client.room("m") == 0
         assert time.monotonic() - began < ROOM_S
+
+
+async def test_a_download_whose_client_has_left_before_it_begins_keeps_no_slot(tmp_path: Path) -> None:
+    async with stored(tmp_path, [FakeEngine()]) as r, official(r) as client:
+        assert r.jobs is not None
+        file = await client.files.create(file=("a", b"content"), purpose="batch")
+        headers = [
+            (name.lower().encode(), value.encode()) for name, value in (KEY | {ACCOUNT: "shop"}).items()
+        ]
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": "GET",
+            "path": f"/v1/files/{file.id}/content",
+            "raw_path": b"",
+            "query_string": b"",
+            "headers": headers,
+        }
+
+        async def receive() -> dict[str, str]:
+            return {"type": "http.disconnect"}
+
+        async def send(_: Any) -> None:
+            await asyncio.sleep(0)
+
+        for _ in range(MAX_DOWNLOADS):
+            await r.jobs.app(dict(scope), receive, send)
+        assert (await client.files.content(file.id)).content == b"content"
