@@ -18,7 +18,8 @@ from virtual_time import virtual_time
 
 from argosy_operator.cluster.api_server import ObjectList
 from argosy_operator.cluster.kubernetes_api import KubernetesApi
-from argosy_operator.cluster.namespace_watch import REFUSED_RETRY, RETRY, NamespaceWatch
+from argosy_operator.cluster.list_watch import REFUSED_RETRY, RETRY
+from argosy_operator.cluster.namespace_watch import NamespaceWatch
 from argosy_operator.errors import ApiError
 from argosy_operator.kinds import NAMESPACES, Kind
 

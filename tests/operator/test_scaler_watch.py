@@ -14,7 +14,7 @@ from builders import autoscaler
 from fake_kubernetes import FakeKubernetes, Object
 from virtual_time import virtual_time
 
-from argosy_operator.cluster import scaler_watch
+from argosy_operator.cluster import list_watch, scaler_watch
 from argosy_operator.cluster.api_server import ObjectList
 from argosy_operator.cluster.scaler_watch import ScalerWatch
 from argosy_operator.kinds import AUTOSCALERS, Kind, Name
@@ -41,7 +41,7 @@ class Watching:
 class Opcodes:
     """Counts the instructions that run in the modules of autoscalers."""
 
-    files = (scaler_watch.__file__, observed_scaler.__file__)
+    files = (scaler_watch.__file__, list_watch.__file__, observed_scaler.__file__)
 
     def __init__(self) -> None:
         self.count = 0

@@ -25,7 +25,7 @@ from harness import ROUTER_POD, Operator, condition, is_ready, living_pods, new_
 from virtual_time import virtual_time
 
 from argosy_operator.cluster.api_server import ObjectList
-from argosy_operator.cluster.scaler_watch import RETRY
+from argosy_operator.cluster.list_watch import RETRY
 from argosy_operator.cluster.store import Store
 from argosy_operator.kinds import AUTOSCALERS, DEPLOYMENTS, INFERENCE_SERVICES, Kind
 from argosy_operator.observed.scaler import Scalers

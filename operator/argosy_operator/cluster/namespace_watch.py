@@ -14,22 +14,17 @@ from contextlib import aclosing
 from typing import Final
 
 from argosy_operator.cluster.api_server import Api
+from argosy_operator.cluster.list_watch import EXPIRED, REFUSALS, REFUSED_RETRY, RETRY, changes_since
 from argosy_operator.errors import ApiError
 from argosy_operator.kinds import NAMESPACES
 
 logger = logging.getLogger(__name__)
 
-RETRY: Final = 5.0
-"""Seconds until the next attempt after a failure, and after a watch that lasted no longer."""
-REFUSED_RETRY: Final = 300.0
-"""Seconds until the next attempt where there is no permission."""
 PATIENCE: Final = 3
 """Refusals in a row after which that is so, and failures after which nobody waits for an answer any more: an API server
 that starts may refuse what it allows later, and names decided without it would be given to others for a moment."""
 PAGE: Final = 100
 """Namespaces of one answer: each may have 1.5 MiB in etcd, nearly all of it annotations."""
-_REFUSALS: Final = (401, 403, 404)
-_EXPIRED: Final = 410
 
 
 class NamespaceWatch:
@@ -60,28 +55,25 @@ class NamespaceWatch:
         while self._is_needed:
             try:
                 version = await self._list()
-                began = asyncio.get_running_loop().time()
-                events = self._api.watch(NAMESPACES, namespace=None, version=version)
+                events = changes_since(self._api, NAMESPACES, namespace=None, version=version)
                 async with aclosing(events):
                     async for event, obj in events:
                         failures, refusals, is_told = 0, 0, False
                         name = obj["metadata"]["name"]
                         self._know(self.names - {name} if event == "DELETED" else self.names | {name})
                 failures, refusals, is_told = 0, 0, False
-                if asyncio.get_running_loop().time() - began < RETRY:
-                    await asyncio.sleep(RETRY)  # a proxy may end every watch at once
             except ApiError as error:
                 failures += 1
                 if failures >= PATIENCE:
                     self._was_answered.set()
-                if not is_told and error.status != _EXPIRED:
+                if not is_told and error.status != EXPIRED:
                     is_told = True
                     logger.warning(
                         "namespaces cannot be watched: %s; model names that begin with the name of a namespace are "
                         "refused to others only while that has an InferenceService",
                         error,
                     )
-                refusals = refusals + 1 if error.status in _REFUSALS else 0
+                refusals = refusals + 1 if error.status in REFUSALS else 0
                 await asyncio.sleep(REFUSED_RETRY if refusals >= PATIENCE else RETRY)
 
     async def _list(self) -> str:

@@ -19,22 +19,17 @@ from typing import Final
 import msgspec
 
 from argosy_operator.cluster.api_server import Api
+from argosy_operator.cluster.list_watch import EXPIRED, REFUSALS, REFUSED_RETRY, RETRY, changes_since
 from argosy_operator.errors import ApiError
 from argosy_operator.kinds import AUTOSCALERS, Name, Object, object_name
 from argosy_operator.observed.scaler import Scaler, Scalers, read_scaler, summarize
 
 logger = logging.getLogger(__name__)
 
-RETRY: Final = 5.0
-"""Seconds until the next attempt after a failure, and after a watch that lasted no longer."""
-REFUSED_RETRY: Final = 300.0
-"""Seconds until the next attempt where there is no permission, or no such kind."""
 PATIENCE: Final = 3
 """Failures in a row for which decisions wait for the first list, and after which a refusal counts."""
 PAGE: Final = 25
 """Autoscalers of one answer: each may have 1.5 MiB in etcd, nearly all of it annotations."""
-_REFUSALS: Final = (401, 403, 404)
-_EXPIRED: Final = 410
 
 
 class _Scope:
@@ -119,19 +114,16 @@ class ScalerWatch:
             try:
                 version = await self._list(scope)
                 failures = 0
-                began = asyncio.get_running_loop().time()
-                events = self._api.watch(AUTOSCALERS, namespace=scope.namespace, version=version)
+                events = changes_since(self._api, AUTOSCALERS, namespace=scope.namespace, version=version)
                 async with aclosing(events):
                     async for event, obj in events:
                         await self._handle(scope, event, obj)
-                if asyncio.get_running_loop().time() - began < RETRY:
-                    await asyncio.sleep(RETRY)  # a proxy may end every watch at once
             except ApiError as error:
-                if not failures and error.status != _EXPIRED:
+                if not failures and error.status != EXPIRED:
                     logger.warning("HorizontalPodAutoscalers are not watched: %s", error)
                 failures += 1
                 is_patient = failures < PATIENCE
-                is_refused = error.status in _REFUSALS and (not is_patient or not scope.is_known)
+                is_refused = error.status in REFUSALS and (not is_patient or not scope.is_known)
                 if is_refused:
                     self._forget(scope)
                 if is_refused or not is_patient:
