@@ -34,6 +34,7 @@ from argosy_protocol.batch_program import (
     Heartbeat,
     Heartbeats,
     account_name,
+    joined,
 )
 from argosy_protocol.bearer_keys import KeyRing
 from argosy_protocol.errors import (
@@ -350,12 +351,10 @@ async def _body(request: Request, limit: int) -> bytes:
         PayloadTooLarge: it is longer than `limit` bytes.
         BadRequest: it was cut.
     """
-    body = bytearray()
     try:
-        async for piece in request.stream():
-            body += piece
-            if len(body) > limit:
-                raise PayloadTooLarge(f"the request body exceeds the limit of {limit} bytes")
+        body = await joined(request.stream(), limit)
     except ClientDisconnect:
         raise BadRequest("the request was cut") from None
-    return bytes(body)
+    if body is None:
+        raise PayloadTooLarge(f"the request body exceeds the limit of {limit} bytes")
+    return body

@@ -9,11 +9,10 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from argosy_batch.config import BatchConfig, ConfigError
-from argosy_protocol.program.flags import FlagParser, InvalidValue
+from argosy_protocol.program.flags import FlagParser, InvalidValue, decode_path
 from argosy_protocol.program.freed_memory import return_freed_memory
 from argosy_protocol.program.log_format import configure_logging
 
@@ -31,13 +30,6 @@ def build_parser() -> FlagParser:
     )
     parser.add_config(BatchConfig)
     return parser
-
-
-def _decode(kind: type, value: Any) -> Any:
-    """Decode types that msgspec does not know."""
-    if issubclass(kind, Path):
-        return kind(value)
-    raise NotImplementedError(kind)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,7 +56,7 @@ def config_of(parser: FlagParser, arguments: Any, environment: Mapping[str, str]
         InvalidValue: a value is out of bounds.
         ConfigError: something is missing.
     """
-    config = parser.build(BatchConfig, arguments, environment, dec_hook=_decode)
+    config = parser.build(BatchConfig, arguments, environment, dec_hook=decode_path)
     config.check()
     return config
 

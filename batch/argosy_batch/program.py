@@ -27,19 +27,19 @@ from argosy_batch.files_api import FilesApi
 from argosy_batch.line_pace import LinePace
 from argosy_batch.line_request import LineRequests
 from argosy_batch.metrics import BatchMetrics
-from argosy_batch.router_client import RouterClient, batch_keys, notice_lost_peers
+from argosy_batch.router_client import RouterClient, notice_lost_peers
 from argosy_batch.storage.object_store import ObjectStore
 from argosy_batch.storage.open_blobs import open_blobs
 from argosy_batch.storage.owner_usage import Quota
 from argosy_batch.stored_responses import StoredResponses
+from argosy_protocol.batch_program import batch_keys
 from argosy_protocol.bearer_keys import KeyRing
 from argosy_protocol.fleet_keys import LOOK_EVERY_S, FleetKeys
 from argosy_protocol.program.listen import listen
+from argosy_protocol.program.supervision import begun_anew
 
 log = logging.getLogger(__name__)
 
-RESTART_S: Final = 1.0
-"""Pause before a part that failed is begun anew."""
 MAX_CONNECTIONS: Final = 4096
 
 
@@ -166,17 +166,8 @@ class BatchProgram:
                     listening.close()
 
     def _begin(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        self._tasks.append(asyncio.create_task(self._again_and_again(name, work), name=name))
-
-    async def _again_and_again(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Do work until it ends by itself."""
-        while True:
-            try:
-                return await work()
-            except Exception:
-                log.exception("%s failed; it is begun anew", name)
-                self.metrics.restarts.labels(name).inc()
-                await asyncio.sleep(RESTART_S)
+        running = begun_anew(name, work, self.metrics.restarts.labels(name).inc)
+        self._tasks.append(asyncio.create_task(running, name=name))
 
     async def _follow_keys(self) -> None:
         while True:

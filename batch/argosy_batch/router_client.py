@@ -22,20 +22,19 @@ from argosy_batch.answer_memory import HeldAnswer
 from argosy_protocol.batch_program import (
     ACCOUNT,
     ACCOUNT_GONE,
-    BATCH_KEY_UID,
     NO_ROOM,
+    PIECE_BYTES,
     ROOM_PATH,
     RoomReport,
     account_value,
+    joined,
+    pieces,
 )
-from argosy_protocol.bearer_keys import internal_key
 from argosy_protocol.errors import ErrorResponse
 
 log = logging.getLogger(__name__)
 
 MAX_ANSWER_BYTES: Final = 64 * 1024 * 1024
-PIECE_BYTES: Final = 256 * 1024
-"""A body above it is sent in pieces of this size."""
 CONNECT_S: Final = 10.0
 ROOM_S: Final = 5.0
 MAX_ROOM_BYTES: Final = 4096
@@ -62,11 +61,6 @@ class Attempt(NamedTuple):
     retry_after_s: float
     request_id: str
     body: bytes
-
-
-def batch_keys(fleet_keys: Sequence[bytes]) -> list[str]:
-    """The keys between routers and this program, newest first."""
-    return [internal_key(key, BATCH_KEY_UID) for key in fleet_keys]
 
 
 class RouterClient:
@@ -139,7 +133,8 @@ class RouterClient:
                         url, headers=_headers(key, ""), allow_redirects=False
                     ) as response:
                         if response.status == 200:
-                            return _decode_room(await _read_room(response)).room
+                            answer = await joined(response.content.iter_any(), MAX_ROOM_BYTES)
+                            return _decode_room(answer or b"").room
         except (aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecError):
             return 0
         return 0
@@ -149,7 +144,7 @@ class RouterClient:
         headers = {**_headers(key, account), "content-type": "application/json"}
         data: bytes | AsyncIterator[bytes] = body
         if len(body) > PIECE_BYTES:
-            data, headers["content-length"] = _pieces(body), str(len(body))
+            data, headers["content-length"] = pieces(body), str(len(body))
         url = URL(self.url).joinpath(path[1:])
         request = self._session.post(url, data=data, headers=headers, allow_redirects=False)
         try:
@@ -172,12 +167,6 @@ class RouterClient:
         return Attempt(response.status, retry_after_s, request_id, answer)
 
 
-async def _pieces(body: bytes) -> AsyncIterator[bytes]:
-    """Yield a large body so that other work of the event loop has its turn between two pieces."""
-    for start in range(0, len(body), PIECE_BYTES):
-        yield body[start : start + PIECE_BYTES]
-
-
 async def _read(response: aiohttp.ClientResponse, held: HeldAnswer) -> bytes | None:
     """Read an answer; None if it is too long."""
     may_read = asyncio.Event()
@@ -193,16 +182,6 @@ async def _read(response: aiohttp.ClientResponse, held: HeldAnswer) -> bytes | N
             await may_read.wait()
     finally:
         held.stops_reading()
-    return bytes(body)
-
-
-async def _read_room(response: aiohttp.ClientResponse) -> bytes:
-    """Read the answer to the question for room; no more than it can have."""
-    body = bytearray()
-    async for piece in response.content.iter_any():
-        body += piece
-        if len(body) > MAX_ROOM_BYTES:
-            return b""
     return bytes(body)
 
 

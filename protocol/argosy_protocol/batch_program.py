@@ -7,11 +7,13 @@ ways carry the installation's internal key, and name the account in a header.
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterable, AsyncIterator, Sequence
 from typing import Annotated, Final
 from urllib.parse import quote, unquote
 
 from msgspec import Meta, Struct
 
+from argosy_protocol.bearer_keys import internal_key
 from argosy_protocol.headers import INTERNAL_PREFIX
 
 BATCH_KEY_UID: Final = "argosy-batch"
@@ -41,6 +43,9 @@ BEAT_S: Final = 5.0
 BEATS_FOR_S: Final = 86400.0
 """For so long a router uses a heartbeat for runs that begin; then it takes another one."""
 
+PIECE_BYTES: Final = 256 * 1024
+"""A body above it is sent in pieces of this size."""
+
 
 class RoomReport(Struct, frozen=True):
     """How many more requests of batches for a model a router would take now."""
@@ -66,3 +71,24 @@ def account_value(name: str) -> str:
 def account_name(value: str) -> str:
     """The name in a value of the header `ACCOUNT`."""
     return unquote(value)
+
+
+def batch_keys(fleet_keys: Sequence[bytes]) -> list[str]:
+    """The keys of both ways, for each of the fleet keys that are valid."""
+    return [internal_key(key, BATCH_KEY_UID) for key in fleet_keys]
+
+
+async def pieces(body: bytes) -> AsyncIterator[bytes]:
+    """Yield a large body so that other work of the event loop has its turn between two pieces."""
+    for start in range(0, len(body), PIECE_BYTES):
+        yield body[start : start + PIECE_BYTES]
+
+
+async def joined(chunks: AsyncIterable[bytes], limit: int) -> bytes | None:
+    """Return a body that arrives in pieces; None once it is longer than `limit` bytes."""
+    body = bytearray()
+    async for chunk in chunks:
+        body += chunk
+        if len(body) > limit:
+            return None
+    return bytes(body)

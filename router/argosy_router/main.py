@@ -11,10 +11,8 @@ import resource
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
-from argosy_protocol.program.flags import FlagParser, InvalidValue
+from argosy_protocol.program.flags import FlagParser, InvalidValue, decode_path
 from argosy_protocol.program.freed_memory import return_freed_memory
 from argosy_protocol.program.log_format import configure_logging
 from argosy_router.config import ConfigError, RouterConfig
@@ -58,7 +56,7 @@ def config_of(
         ConfigError: a value is out of bounds, or values contradict each other or are not safe together.
     """
     try:
-        config = (parser or build_parser()).build(RouterConfig, arguments, environment, dec_hook=_decode)
+        config = (parser or build_parser()).build(RouterConfig, arguments, environment, dec_hook=decode_path)
     except InvalidValue as error:
         raise ConfigError(str(error)) from None
     is_given = getattr(arguments, "server.max_connections") is not None
@@ -66,13 +64,6 @@ def config_of(
     config = replace(config, server=replace(config.server, max_connections=connections))
     config.check()
     return config
-
-
-def _decode(kind: type, value: Any) -> Any:
-    """Decode types that msgspec does not know."""
-    if issubclass(kind, Path):
-        return kind(value)
-    raise NotImplementedError(kind)
 
 
 def _max_connections(asked: int | None) -> int:

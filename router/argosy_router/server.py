@@ -20,15 +20,17 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from argosy_protocol import __version__
+from argosy_protocol.batch_program import batch_keys
 from argosy_protocol.bearer_keys import KeyRing
 from argosy_protocol.fleet_keys import FleetKeys
 from argosy_protocol.program.listen import BACKLOG, explain_listen_errors, listen
+from argosy_protocol.program.supervision import begun_anew
 from argosy_router.admin.app import AdminServer, admin_keys, build_admin
 from argosy_router.admin.history import History
 from argosy_router.admin.load_reports import LoadReports
 from argosy_router.admin.overview import Overviews
 from argosy_router.auth.key_file import ApiKeys
-from argosy_router.batch.batch_program import BatchProgram, batch_keys
+from argosy_router.batch.batch_program import BatchProgram
 from argosy_router.batch.forwarded_routes import ForwardedRoutes
 from argosy_router.config import DEFAULT_ADMIN_PORT, ConfigError, RouterConfig
 from argosy_router.discovery.dns import DnsDiscovery
@@ -77,8 +79,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 DISCOVERY = "discovery"
-RESTART_S = 1.0
-"""Pause before a part that failed is begun anew."""
 MAX_DESCRIBED = 64
 """Requests that `Router.describe` lists; the rest is only counted."""
 
@@ -407,22 +407,12 @@ class Router:
         await self.admin.listening.wait()
 
     def own(self, work: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
-        task = asyncio.create_task(self._again_and_again(work, name), name=name)
+        """Do work until the router stops. What fails is begun anew, except the discovery, without which the router
+        would go on with replicas that are gone."""
+        running = work() if name == DISCOVERY else begun_anew(name, work, lambda: self._restarts.add((name,)))
+        task = asyncio.create_task(running, name=name)
         task.add_done_callback(self._on_task_done)
         self._tasks.append(task)
-
-    async def _again_and_again(self, work: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
-        """Do work until it ends by itself. What fails is begun anew, except the discovery, without which the router
-        would go on with replicas that are gone."""
-        while True:
-            try:
-                return await work()
-            except Exception:
-                if name == DISCOVERY:
-                    raise
-                log.exception("%s failed; it is begun anew", name)
-                self._restarts.add((name,))
-                await asyncio.sleep(RESTART_S)
 
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:

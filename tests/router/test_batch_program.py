@@ -25,6 +25,7 @@ from argosy_protocol.batch_program import ACCOUNT, BATCH_KEY_UID, NO_ROOM, ROOM_
 from argosy_protocol.bearer_keys import internal_key
 from argosy_protocol.errors import StorageFull, StorageUnavailable, Unavailable
 from argosy_protocol.fleet import ServiceLimits
+from argosy_protocol.program import supervision
 from argosy_protocol.response_history import StoredResponse
 from argosy_router.batch import batch_program
 from argosy_router.batch.batch_program import BatchProgram as BatchRoute
@@ -352,9 +353,7 @@ async def test_an_answer_that_is_lost_evicts_no_holder(
 async def test_a_part_of_the_router_that_fails_is_begun_anew(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from argosy_router import server
-
-    monkeypatch.setattr(server, "RESTART_S", 0.0)
+    monkeypatch.setattr(supervision, "RESTART_S", 0.0)
     fails = 2
     async with rig([FakeEngine(script=echo)]) as r:
 

@@ -322,6 +322,17 @@ class FlagParser(argparse.ArgumentParser):
         return flags
 
 
+def decode_path(kind: type, value: Any) -> Any:
+    """Decode a `Path`, which msgspec does not know: a `dec_hook`.
+
+    Raises:
+        NotImplementedError: it is of another type.
+    """
+    if issubclass(kind, Path):
+        return kind(value)
+    raise NotImplementedError(kind)
+
+
 def convert(values: Mapping[str, Any], cls: type[T], dec_hook: Callable[[type, Any], Any] | None = None) -> T:
     """Build a configuration from values by field name, nested like the classes; numbers may be text.
 

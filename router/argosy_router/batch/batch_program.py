@@ -17,8 +17,14 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import msgspec
 
 from argosy_protocol import object_ids
-from argosy_protocol.batch_program import ACCOUNT, BATCH_KEY_UID, RESPONSES_PATH, account_value
-from argosy_protocol.bearer_keys import internal_key
+from argosy_protocol.batch_program import (
+    ACCOUNT,
+    PIECE_BYTES,
+    RESPONSES_PATH,
+    account_value,
+    joined,
+    pieces,
+)
 from argosy_protocol.errors import (
     ApiError,
     BadRequest,
@@ -48,8 +54,6 @@ FORWARD_S: Final = 120.0
 answer, to send the next piece of that. The pace of a client does not count. A listing is many calls of the storage."""
 MAX_ANSWER_BYTES: Final = 256 * 1024 * 1024
 MAX_REFUSAL_BYTES: Final = 64 * 1024
-PIECE_BYTES: Final = 256 * 1024
-"""A body above it is sent in pieces of this size."""
 MAX_FAILURES: Final = 3
 """In a row; then nothing is asked for `OPEN_S`."""
 OPEN_S: Final = 2.0
@@ -70,11 +74,6 @@ class ProgramAnswer(NamedTuple):
     body: bytes
 
 
-def batch_keys(fleet_keys: Sequence[bytes]) -> list[str]:
-    """The keys between this router and the program, newest first."""
-    return [internal_key(key, BATCH_KEY_UID) for key in fleet_keys]
-
-
 def error_of(status: int, body: bytes) -> ApiError:
     """The error that an answer of the program stands for."""
     try:
@@ -83,14 +82,12 @@ def error_of(status: int, body: bytes) -> ApiError:
         return StorageUnavailable() if status >= 500 else InternalError("internal error")
     if status == 507:
         return StorageFull()
-    if status == 503:
-        if (
-            error.code != StorageUnavailable.default_code
-        ):  # there is too much of something, perhaps of one account
-            return Unavailable(error.message, param=error.param, code=error.code, retry_after_s=1.0)
+    if status == 503 and error.code == StorageUnavailable.default_code:
         unavailable = StorageUnavailable()
         unavailable.message = error.message
         return unavailable
+    if status == 503:  # there is too much of something, perhaps of one account
+        return Unavailable(error.message, param=error.param, code=error.code, retry_after_s=1.0)
     if error.param == "response_id" and status == 404:
         return ResponseNotFound(error.message, param=error.param)
     made = _ERRORS.get(status)
@@ -291,21 +288,13 @@ class BatchProgram:
             self._open_until = self._now() + OPEN_S
 
 
-async def pieces(body: bytes) -> AsyncIterator[bytes]:
-    """Yield a large body so that other work of the event loop has its turn between two pieces."""
-    for start in range(0, len(body), PIECE_BYTES):
-        yield body[start : start + PIECE_BYTES]
-
-
 async def read_all(response: aiohttp.ClientResponse, limit: int = MAX_ANSWER_BYTES) -> bytes:
     """Read an answer's body.
 
     Raises:
         StorageUnavailable: it is longer than `limit` bytes.
     """
-    body = bytearray()
-    async for piece in response.content.iter_any():
-        body += piece
-        if len(body) > limit:
-            raise StorageUnavailable
-    return bytes(body)
+    body = await joined(response.content.iter_any(), limit)
+    if body is None:
+        raise StorageUnavailable
+    return body

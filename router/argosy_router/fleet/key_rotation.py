@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from argosy_protocol.batch_program import BATCH_KEY_UID
+from argosy_protocol.batch_program import batch_keys
 from argosy_protocol.bearer_keys import KeyRing, internal_key
 from argosy_protocol.fleet_keys import LOOK_EVERY_S, FleetKeys
 from argosy_protocol.routable_report import ADMIN_KEY_UID
@@ -75,7 +75,7 @@ class KeyRotation:
             self._round = 0
             self._fleet.fleet_keys_changed()
             self._admin.replace(internal_key(key, ADMIN_KEY_UID) for key in self._keys.keys)
-            self._batch.replace(internal_key(key, BATCH_KEY_UID) for key in self._keys.keys)
+            self._batch.replace(batch_keys(self._keys.keys))
         return self._round < EAGER_ROUNDS or self._round % SLOW_ROUNDS == 0
 
     async def _probe(self) -> None:
