@@ -331,6 +331,21 @@ def test_neither_torch_nor_transformers_are_loaded_for_grammars() -> None:
     assert run.stdout.strip() == "[]"
 
 
+@pytest.mark.parametrize("options", [[], ["-X", "faulthandler"]], ids=["default", "faulthandler"])
+def test_the_import_of_xgrammar_leaves_crashes_to_their_handler(options: list[str]) -> None:
+    """A library below it brings a handler of its own, which may wait for ever for a lock of the code that crashed."""
+    code = (
+        "import os, signal\n"
+        "from argosy_engine.structured.xgrammar_import import import_xgrammar\n"
+        "import_xgrammar()\n"
+        "os.kill(os.getpid(), signal.SIGSEGV)\n"
+    )
+    run = subprocess.run([sys.executable, *options, "-P", "-c", code], capture_output=True, text=True)
+    assert run.returncode == -signal.SIGSEGV
+    assert "Segfault encountered" not in run.stderr
+    assert ("Fatal Python error: Segmentation fault" in run.stderr) == bool(options)
+
+
 def test_a_grammar_whose_steps_take_too_long_is_refused() -> None:
     """With each reading of the CPU clock a tenth of a second later than usual."""
     from argosy_engine.structured.step_probe import MAX_STEP_S, TooSlow, check_steps
