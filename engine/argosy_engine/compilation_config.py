@@ -46,11 +46,6 @@ class CompilationConfig(Struct, frozen=True, kw_only=True, omit_defaults=True, f
             raise ConfigError(
                 f"--compilation-config: level {self.level} is not supported, because {reason}; use 0 or 3"
             )
-        if (reason := _REFUSED_GRAPH_MODES.get(self.cudagraph_mode)) is not None:
-            raise ConfigError(
-                f"--compilation-config: cudagraph_mode {self.cudagraph_mode} is not supported, because {reason}; use "
-                "FULL_DECODE_ONLY or NONE"
-            )
 
 
 def capture_sizes(
@@ -72,12 +67,4 @@ def capture_sizes(
 _REFUSED_LEVELS = {
     1: "torch.compile would compile again while requests wait",
     2: "a whole model cannot be compiled at once: attention, experts and sums over ranks are not compiled",
-}
-_PROMPTS_ARE_EAGER = (
-    "steps with prompts, which are long enough to hide their launches, are launched one by one"
-)
-_REFUSED_GRAPH_MODES = {
-    "FULL": _PROMPTS_ARE_EAGER,
-    "PIECEWISE": f"decodes are captured whole, and {_PROMPTS_ARE_EAGER}",
-    "FULL_AND_PIECEWISE": _PROMPTS_ARE_EAGER,
 }

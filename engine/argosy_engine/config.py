@@ -12,7 +12,7 @@ from msgspec import Meta, Struct
 
 from argosy_engine.compilation_config import CompilationConfig
 from argosy_engine.distributed.parallel_config import ParallelConfig
-from argosy_engine.errors import ConfigError
+from argosy_engine.errors import OTHER_ENGINES, ConfigError
 from argosy_engine.model_configs.model_use import Convert, HfOverrides, ModelUse, PoolerConfig, Runner
 from argosy_engine.parallel_flags import REQUEST_STALL_TIMEOUT, check_parallel_flags
 from argosy_engine.request_defaults import (
@@ -41,6 +41,56 @@ KVCacheDType = Literal["auto", "fp8", "fp8_e4m3"]
 _DTYPES_OF_MODELS = tuple(
     (dtype, "without the flag keys and values have the model's dtype, which --dtype sets; leave it out")
     for dtype in ("bfloat16", "float16", "float32")
+)
+
+_REFUSED_CACHE_DTYPES = tuple(
+    (dtype, "keys and values in 8 bits are fp8 (e4m3); use it, or leave the flag out")
+    for dtype in ("fp8_e5m2", "fp8_inc", "fp8_ds_mla", "nvfp4")
+)
+_REFUSED_QUANTIZATIONS = tuple(
+    (
+        method,
+        f"such weights are not read yet; serve an FP8 checkpoint or the unquantised one, {OTHER_ENGINES}",
+    )
+    for method in (
+        *(
+            "awq",
+            "awq_marlin",
+            "gptq",
+            "gptq_marlin",
+            "marlin",
+            "auto-round",
+            "inc",
+            "bitsandbytes",
+            "gguf",
+            "torchao",
+        ),
+        *(
+            "modelopt_fp4",
+            "modelopt_mxfp8",
+            "modelopt_mixed",
+            "mxfp4",
+            "mxfp8",
+            "gpt_oss_mxfp4",
+            "quark",
+            "humming",
+        ),
+        *("moe_wna16", "fbgemm_fp8", "ptpc_fp8", "experts_int8", "int8", "tpu_int8", "cpu_awq"),
+    )
+)
+_LOAD_FORMATS = tuple(
+    (name, "auto") for name in ("safetensors", "hf", "runai_streamer", "fastsafetensors", "instanttensor")
+)
+"""Which files of weights they mean is the same: safetensors. They differ in who reads them."""
+_OTHER_FILES = (
+    "weights are read from safetensors files; convert the checkpoint, or leave the flag out if it has them"
+)
+_REFUSED_LOAD_FORMATS = tuple(
+    (name, _OTHER_FILES)
+    for name in (
+        *("tensorizer", "sharded_state", "runai_streamer_sharded", "pt", "npcache", "mistral", "gguf"),
+        *("bitsandbytes", "modelexpress", "ipc"),
+    )
 )
 
 
@@ -114,16 +164,15 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
         Flag(is_json=True),
     ] = None
     hf_overrides: Annotated[
-        HfOverrides | None,
+        Annotated[dict[str, Any], Meta(max_length=256)] | None,
         Meta(
-            description="JSON object that overrides fields of config.json: is_matryoshka and matryoshka_dimensions, "
-            "the `dimensions` that embeddings may have; architectures (another head), classifier_from_token, method, "
-            "is_original_qwen3_reranker and use_sep_token of models that classify"
+            description="JSON object that overrides fields of config.json, such as `rope_scaling`, `rope_theta` or "
+            "`max_position_embeddings`; `architectures` may name another head of the same decoder. Objects replace "
+            "those of config.json, but nested configs (`text_config`) are merged. A field that this model's config "
+            "has no use for is refused. is_matryoshka and matryoshka_dimensions allow `dimensions` of embeddings; "
+            "classifier_from_token, method, is_original_qwen3_reranker and use_sep_token are for models that classify"
         ),
-        Flag(
-            is_json=True,
-            other_keys="change other fields, such as rope_scaling or rope_theta, in config.json of a copy",
-        ),
+        Flag(is_json=True),
     ] = None
     tensor_parallel_size: Annotated[
         int,
@@ -205,7 +254,7 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
     load_format: Annotated[
         Literal["auto", "dummy"],
         Meta(description="dummy: random weights, for benchmarks"),
-        Flag(aliases=(("safetensors", "auto"), ("hf", "auto"))),
+        Flag(aliases=_LOAD_FORMATS, remedies=_REFUSED_LOAD_FORMATS),
     ] = "auto"
     max_model_len: Annotated[
         MaxModelLen | Literal["auto"] | None,
@@ -221,7 +270,7 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
             description="scheme of the weights; default: the checkpoint's; fp8 of an unquantised checkpoint: quantised "
             "to FP8 as it is loaded, on GPUs with FP8 in bfloat16"
         ),
-        Flag(short="-q"),
+        Flag(short="-q", aliases=(("modelopt_fp8", "modelopt"),), remedies=_REFUSED_QUANTIZATIONS),
     ] = None
     kv_cache_dtype: Annotated[
         KVCacheDType,
@@ -229,7 +278,7 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
             description="auto: the model's dtype; fp8 or fp8_e4m3: keys and values in 8 bits, half the memory of "
             "bfloat16, with the checkpoint's scales if it has any (attention backends triton and torch)"
         ),
-        Flag(remedies=_DTYPES_OF_MODELS),
+        Flag(remedies=(*_DTYPES_OF_MODELS, *_REFUSED_CACHE_DTYPES)),
     ] = "auto"
     max_num_seqs: Annotated[MaxNumSeqs, Meta(description="maximum number of running requests")] = 256
     max_num_batched_tokens: Annotated[
@@ -304,8 +353,9 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
         Meta(
             description="JSON object; level or mode: 0 (default: our kernels as they are) or 3 (parts of the layers "
             "compiled by torch.compile at start-up, with a cache); cudagraph_mode: FULL_DECODE_ONLY (default on cuda: "
-            "steps that only decode are captured as CUDA graphs) or NONE; cudagraph_capture_sizes: numbers of requests "
-            "to capture (default: 1, 2, 4, 8 and further, up to --max-num-seqs and 512)"
+            "steps that only decode are captured as CUDA graphs; FULL, PIECEWISE and FULL_AND_PIECEWISE mean the same) "
+            "or NONE; cudagraph_capture_sizes: numbers of requests to capture (default: 1, 2, 4, 8 and further, up to "
+            "--max-num-seqs and 512)"
         ),
         Flag(is_json=True, short="-cc"),
     ] = CompilationConfig()
@@ -473,7 +523,7 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
             runner=self.runner,
             convert=self.convert,
             pooler_config=self.pooler_config or PoolerConfig(),
-            hf_overrides=self.hf_overrides or HfOverrides(),
+            hf_overrides=HfOverrides.of(self.hf_overrides or {}),
         )
 
     @property

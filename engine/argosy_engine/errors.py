@@ -20,6 +20,12 @@ EngineError
 
 from __future__ import annotations
 
+OTHER_ENGINES = (
+    "or serve it with vLLM behind Argosy's router: engine.type vllm in an InferenceService, or argosy router --replica "
+    "with the URL of a vLLM that runs"
+)
+"""The way out for a model that this engine does not serve; ends a message."""
+
 
 class EngineError(Exception):
     """Base of every error the engine raises on purpose."""

@@ -67,7 +67,7 @@ _NO_EXPERT_BALANCE = "experts stay where they are loaded"
 _NO_CONTEXT_PARALLEL = "the tokens of a request are not divided among devices"
 _NO_DP_SUPERVISOR = "there is one address for all cores; a router is in front of several engines"
 _NO_UBATCHES = "there are no micro-batches"
-_NO_ROPE_FLAG = "positions are as config.json says; change rope_scaling and rope_theta in a copy of it"
+_NO_ROPE_FLAG = "use --hf-overrides, such as '{\"rope_theta\": 1e6}' or '{\"rope_scaling\": {...}}'"
 ONE_BACKEND = "there is one backend of grammars, xgrammar"
 ANY_WHITESPACE = (
     "grammars allow white space in JSON; a request forbids it: structured_outputs.disable_any_whitespace"

@@ -78,11 +78,6 @@ def test_the_dimensions_that_a_model_allows(
         llm.close()
 
 
-def test_overrides_are_only_those_that_have_an_effect(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--hf-overrides: .*rope.scaling"):
-        engine(tmp_path, {}, {"rope_scaling": {}})
-
-
 def test_a_malformed_list_is_an_error_of_the_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="matryoshka_dimensions"):
         engine(tmp_path, {"matryoshka_dimensions": ["x"]}, None)

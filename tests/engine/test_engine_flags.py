@@ -144,19 +144,19 @@ def test_dual_batch_overlap_is_refused_by_name(capsys: pytest.CaptureFixture[str
 
 def test_overrides_of_the_model_s_config_are_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, args = parse_args(["m", "--hf-overrides", '{"matryoshka_dimensions": [64, 128]}'])
-    assert args.hf_overrides is not None
-    assert args.hf_overrides.matryoshka_dimensions == (64, 128)
+    assert args.model_use.hf_overrides.matryoshka_dimensions == (64, 128)
     _, args = parse_args(config_file(tmp_path, "model: m\nhf-overrides: {is_matryoshka: true}\n"))
-    assert args.hf_overrides is not None
-    assert args.hf_overrides.is_matryoshka
+    assert args.model_use.hf_overrides.is_matryoshka
     with pytest.raises(SystemExit):
         parse_args(["m", "--hf-overrides", "{is_matryoshka"])
     assert "--hf-overrides is not JSON" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        parse_args(["m", "--hf-overrides", '{"rope_scaling": {"rope_type": "yarn"}}'])
-    told = capsys.readouterr().err
-    assert "unknown field `rope_scaling`; there are is_matryoshka, matryoshka_dimensions, " in told
-    assert "change other fields, such as rope_scaling or rope_theta, in config.json of a copy" in told
+        parse_args(["m", "--hf-overrides", '{"architectures": "LlamaForCausalLM"}'])
+    assert "--hf-overrides: Expected `array | null`, got `str`" in capsys.readouterr().err
+    _, args = parse_args(
+        ["m", "--hf-overrides.rope_scaling.rope_type=yarn", "--hf-overrides.rope_scaling.factor=4"]
+    )
+    assert args.hf_overrides == {"rope_scaling": {"rope_type": "yarn", "factor": 4}}
 
 
 def test_the_compilation_config_is_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -165,7 +165,5 @@ def test_the_compilation_config_is_json(tmp_path: Path, capsys: pytest.CaptureFi
     given = config_file(tmp_path, "model: m\ncompilation-config: {cudagraph_capture_sizes: [1, 8]}\n")
     assert parse_args(given)[1].compilation_config.cudagraph_capture_sizes == (1, 8)
     with pytest.raises(SystemExit):
-        parse_args(["m", "--compilation-config", '{"cudagraph_mode":"PIECEWISE"}'])
-    assert (
-        "--compilation-config: cudagraph_mode PIECEWISE is not supported, because" in capsys.readouterr().err
-    )
+        parse_args(["m", "--compilation-config", '{"level":2}'])
+    assert "--compilation-config: level 2 is not supported, because" in capsys.readouterr().err

@@ -265,3 +265,17 @@ async def test_a_fetch_leaves_the_event_loop_free_and_ends_when_it_is_cancelled(
         store = open_store(None)
         assert [model.path for model in store.list()] == [Path(local.model)]
     assert source.num_snapshots == 2
+
+
+def test_an_adapter_is_told_from_a_model_and_names_its_base(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(
+        '{"base_model_name_or_path": "Qwen/Qwen3-0.6B", "peft_type": "LORA"}'
+    )
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    with pytest.raises(
+        ConfigError, match=r"is an adapter of Qwen/Qwen3-0.6B, and .*merge it.*engine.type vllm"
+    ):
+        resolve_model(str(tmp_path))
+    (tmp_path / "adapter_config.json").write_text("no JSON")
+    with pytest.raises(ConfigError, match="is an adapter, and"):
+        resolve_model(str(tmp_path))

@@ -196,10 +196,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "code": ({"auto_map": {"AutoModelForCausalLM": "modeling_x.X"}}, "auto_map asks to run Python code"),
     "architecture": (
         {"architectures": ["BertModel"]},
-        "BertModel is not supported; there is: GPT2LMHeadModel, ",
+        "BertModel is not supported; there is: GPT2LMHeadModel, .*serve one of these, or serve it with vLLM behind",
     ),
     "no architecture": ({"architectures": None}, r"\(none\) is not supported"),
-    "quantised": ({"quantization_config": {"quant_method": "awq"}}, "quant_method 'awq'"),
+    "quantised": ({"quantization_config": {"quant_method": "awq"}}, "quant_method 'awq'.*engine.type vllm"),
     "dtype": ({"dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn' is not supported; there is: float32"),
     "rope kind": ({"rope_parameters": {"rope_type": "longrope"}}, "RoPE scaling 'longrope'"),
     "rope factor": ({"rope_parameters": {"rope_type": "linear"}}, "'linear' lacks factor"),

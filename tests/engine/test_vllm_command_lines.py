@@ -126,6 +126,21 @@ def parsed(line: str, capsys: pytest.CaptureFixture[str]) -> tuple[object, objec
             "--trust-remote-code --max-num-batched-tokens 8192 --kv-cache-dtype fp8",
             {"kv_cache_dtype": "fp8"},
         ),
+        (
+            "Qwen/Qwen3-32B --load-format runai_streamer --compilation-config "
+            '{"cudagraph_mode":"FULL_AND_PIECEWISE"} --hf-overrides '
+            '{"rope_scaling":{"rope_type":"yarn","factor":4.0,"original_max_position_embeddings":32768}}',
+            {
+                "load_format": "auto",
+                "hf_overrides": {
+                    "rope_scaling": {
+                        "rope_type": "yarn",
+                        "factor": 4.0,
+                        "original_max_position_embeddings": 32768,
+                    }
+                },
+            },
+        ),
         (f"{KSERVE} --disable-log-requests", {"served_model_name": ("qwen2-7b",)}),
         (
             f"{KSERVE} --enable-auto-tool-choice --tool-call-parser=qwen3_coder --enable-log-requests "
@@ -238,10 +253,17 @@ def test_flags_of_earlier_versions_without_effect_are_accepted(capsys: pytest.Ca
         ("--data-parallel-start-rank 2", "--data-parallel-start-rank is not supported: an engine's cores"),
         ("--model builtin://tiny", "give one model, as argument or with --model"),
         ("--hf-token x", "--hf-token is not supported: the variable HF_TOKEN has the token"),
-        ('--rope-scaling {"factor":2}', "--rope-scaling is not supported: positions are as config.json"),
-        ("--rope-theta 1e6", "--rope-theta is not supported: positions are as config.json"),
+        ('--rope-scaling {"factor":2}', "--rope-scaling is not supported: use --hf-overrides"),
+        ("--rope-theta 1e6", "--rope-theta is not supported: use --hf-overrides"),
         ("--speculative-model x", "--speculative-model is not supported"),
         ("--tokenizer x", "or built in for builtin://tiny"),
+        (
+            "-q awq_marlin",
+            "awq_marlin is not supported: such weights are not read yet; serve an FP8 checkpoint",
+        ),
+        ("--quantization gptq", "engine.type vllm in an InferenceService, or argosy router --replica"),
+        ("--load-format tensorizer", "tensorizer is not supported: weights are read from safetensors files"),
+        ("--kv-cache-dtype fp8_e5m2", "fp8_e5m2 is not supported: keys and values in 8 bits are fp8 (e4m3)"),
         ('--profiler-config {"profiler":"torch"}', "--profiler-config is not supported"),
         ("--stream-interval 0", "--stream-interval: must be"),
         ("--tokenizer-mode slow", "--tokenizer-mode is not supported"),

@@ -198,6 +198,9 @@ def test_the_largest_sizes_are_further_apart() -> None:
         ({}, "cuda", "triton", [1, 2, 4]),
         ({"compilation_config": {"cudagraph_capture_sizes": [3, 1, 64]}}, "cuda", "triton", [1, 3]),
         ({"compilation_config": {"cudagraph_mode": "NONE"}}, "cuda", "triton", []),
+        ({"compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE"}}, "cuda", "triton", [1, 2, 4]),
+        ({"compilation_config": {"cudagraph_mode": "FULL"}}, "cuda", "triton", [1, 2, 4]),
+        ({"compilation_config": {"cudagraph_mode": "PIECEWISE"}}, "cuda", "triton", [1, 2, 4]),
         ({"enforce_eager": True}, "cuda", "triton", []),
         ({}, "cuda", "flash_attn", [1, 2, 4]),
         ({}, "cuda", "torch", []),
@@ -205,21 +208,19 @@ def test_the_largest_sizes_are_further_apart() -> None:
     ],
 )
 def test_flags_and_device_decide_what_is_captured(
-    flags: dict[str, Any], device: str, backend: str, sizes: list[int]
+    flags: dict[str, Any], device: str, backend: str, sizes: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
     args = EngineArgs.of(model="builtin://tiny", max_num_seqs=4, **flags)
-    assert graph_sizes(args, device, backend) == sizes
+    with caplog.at_level("INFO"):
+        assert graph_sizes(args, device, backend) == sizes
+    mode = args.compilation_config.cudagraph_mode
+    is_taken_as_another = mode not in ("FULL_DECODE_ONLY", "NONE")
+    assert (f"cudagraph_mode {mode} is taken as FULL_DECODE_ONLY" in caplog.text) == is_taken_as_another
 
 
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (
-            {"cudagraph_mode": "PIECEWISE"},
-            "cudagraph_mode PIECEWISE is not supported, because decodes are captured whole.*use FULL_DECODE_ONLY or",
-        ),
-        ({"cudagraph_mode": "FULL"}, "cudagraph_mode FULL is not supported, because steps with prompts"),
-        ({"cudagraph_mode": "FULL_AND_PIECEWISE"}, "FULL_AND_PIECEWISE is not supported, because steps with"),
         (
             {"cudagraph_mode": "ALL"},
             "--compilation-config: cudagraph_mode: must be one of NONE, FULL, FULL_D",

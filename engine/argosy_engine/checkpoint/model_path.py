@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from argosy_engine.errors import ConfigError
+from argosy_engine.errors import OTHER_ENGINES, ConfigError
 from argosy_engine.model_configs.file_permission import may_not_read
+from argosy_engine.model_configs.model_config import read_json
 from argosy_fetcher.errors import FetchError
 from argosy_fetcher.model_hold import ModelHold, hold_model
 
@@ -34,6 +35,11 @@ def resolve_model(source: str) -> Path:
         has_config = (path / "config.json").is_file()
     except PermissionError:
         raise may_not_read(path, path / "config.json") from None
+    if not has_config and (path / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"model {source!r}: {path} is an adapter{_base_of(path)}, and adapters are not served yet; merge it into "
+            f"its base model (peft's merge_and_unload, then save_pretrained) and serve that, {OTHER_ENGINES}"
+        )
     if not has_config:
         old_name = (
             "" if "/" in source else ", where old names have an organisation too: openai-community/gpt2"
@@ -44,6 +50,15 @@ def resolve_model(source: str) -> Path:
             f"or hf://ORG/NAME for a repository of the hub{old_name}"
         )
     return path
+
+
+def _base_of(adapter: Path) -> str:
+    """What an adapter's config says it belongs to, for a message."""
+    try:
+        base = read_json(adapter / "adapter_config.json").get("base_model_name_or_path")
+    except ConfigError:
+        return ""
+    return f" of {base[:200]}" if isinstance(base, str) and base.isprintable() else ""
 
 
 def hold_stored_model(path: Path) -> ModelHold | None:

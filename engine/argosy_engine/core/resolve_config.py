@@ -13,7 +13,6 @@ from argosy_engine.device_defaults import async_scheduling
 from argosy_engine.errors import ConfigError
 from argosy_engine.messages.worker_info import WorkerInfo
 from argosy_engine.model_configs.model_config import ModelConfig
-from argosy_engine.model_configs.model_use import HfOverrides
 from argosy_engine.resolved_config import ParserConfig, ResolvedConfig
 
 
@@ -86,7 +85,7 @@ def _matryoshka(args: EngineArgs, config: ModelConfig) -> tuple[bool, tuple[int,
 
     `--hf-overrides` takes precedence over the checkpoint's config.
     """
-    asked = args.hf_overrides or HfOverrides()
+    asked = args.model_use.hf_overrides
     dimensions = config.matryoshka_dimensions
     if asked.matryoshka_dimensions is not None:
         dimensions = asked.matryoshka_dimensions

@@ -5,6 +5,7 @@ Names are vLLM's.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -44,12 +45,8 @@ class PoolerConfig(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid
             raise ConfigError("--pooler-config: logit_sigma must not be 0, because scores are divided by it")
 
 
-class HfOverrides(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Fields of config.json that `--hf-overrides` may override.
-
-    None of them affects the decoder's computation, because other replicas and the model's fingerprint rely on the
-    checkpoint's own config.
-    """
+class HfOverrides(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Fields of config.json that `--hf-overrides` overrides; these are checked by type, `others` as config.json is."""
 
     is_matryoshka: bool | None = None
     matryoshka_dimensions: (
@@ -64,16 +61,36 @@ class HfOverrides(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_
     """Short for the method `from_2_way_softmax`."""
     use_sep_token: bool | None = None
     """Whether the texts of a pair are tokenised as a pair."""
+    others: dict[str, Any] = {}
+    """All other fields, most of which affect the decoder's computation."""
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> HfOverrides:
+        """
+        Raises:
+            ConfigError: a field has a value of the wrong type, or too many values.
+        """
+        known = {
+            name: value
+            for name, value in fields.items()
+            if name in cls.__struct_fields__ and name != "others"
+        }
+        others = {name: value for name, value in fields.items() if name not in known}
+        try:
+            return msgspec.convert({**known, "others": others}, cls)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"--hf-overrides: {error}") from None
 
     def of_config(self) -> dict[str, Any]:
         """Return the fields that are set and say how the model is loaded, as config.json has them. The others are read
         where requests are checked."""
         fields: dict[str, Any] = msgspec.to_builtins(self)
+        others = fields.pop("others", {})
         return {
             name: list(value) if isinstance(value, tuple) else value
             for name, value in fields.items()
             if "matryoshka" not in name and value is not None
-        }
+        } | others
 
 
 class ModelUse(Struct, frozen=True, kw_only=True):

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from argosy_engine.errors import ConfigError
+from argosy_engine.errors import OTHER_ENGINES, ConfigError
 
 Method = Literal["compressed-tensors", "modelopt", "fp8"]
 
@@ -229,8 +229,8 @@ def _fp8(raw: Mapping[str, Any]) -> QuantizationConfig:
 
 def _refused(scheme: str) -> ConfigError:
     return ConfigError(
-        f"the checkpoint is quantised: {scheme[:200]} is not supported, only {_SUPPORTED}; use such a checkpoint, or "
-        "the unquantised one"
+        f"the checkpoint is quantised: {scheme[:200]} is not supported, only {_SUPPORTED}; use such a checkpoint or "
+        f"the unquantised one, {OTHER_ENGINES}"
     )
 
 

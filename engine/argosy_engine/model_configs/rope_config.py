@@ -86,3 +86,41 @@ def rope_fields(parameters: RawConfig, *, theta: Any, max_position_embeddings: A
     if kind == "yarn":
         fields.setdefault("original_max_position_embeddings", max_position_embeddings)
     return {"kind": kind, "theta": parameters.get("rope_theta") or theta, **fields}
+
+
+_ENTRIES = ("rope_parameters", "rope_scaling")
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+def without_overridden_rope(own: RawConfig, overrides: RawConfig) -> dict[str, Any]:
+    """Return a config without what `overrides` says in another place: RoPE has two names, and its base two places.
+
+    An entry that is overridden is replaced whole, under both names, but the base stays unless it is overridden, too.
+
+    Raises:
+        ConfigError: the config has RoPE parameters for each layer type, and the override has one for all.
+    """
+    left = dict(own)
+    parameters, scaling = (each if isinstance(each := own.get(name), dict) else {} for name in _ENTRIES)
+    entry = parameters or scaling
+    given = [overrides.get(name) or {} for name in _ENTRIES if name in overrides]
+    if not given and "rope_theta" not in overrides:
+        return left
+    if _is_per_layer_type(entry) and not all(_is_per_layer_type(each) for each in given or [{}]):
+        raise ConfigError(
+            "--hf-overrides: this config has rope_parameters for each layer type; give them as it does, "
+            f"for {' and '.join(name for name in _LAYER_TYPES if name in entry)}"
+        )
+    theta = parameters.get("rope_theta") or scaling.get("rope_theta")
+    for name in _ENTRIES:
+        if given:
+            left.pop(name, None)
+        elif isinstance(left.get(name), dict):
+            left[name] = {key: value for key, value in left[name].items() if key != "rope_theta"}
+    if theta is not None:
+        left["rope_theta"] = theta
+    return left
+
+
+def _is_per_layer_type(entry: Any) -> bool:
+    return isinstance(entry, dict) and any(name in entry for name in _LAYER_TYPES)

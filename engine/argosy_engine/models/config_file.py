@@ -16,6 +16,7 @@ from argosy_engine.errors import ConfigError
 from argosy_engine.model_configs.model_config import ModelConfig, RawConfig, read_json
 from argosy_engine.model_configs.model_use import AS_IT_IS, ModelUse
 from argosy_engine.model_configs.quantization_config import parse_quantization
+from argosy_engine.model_configs.rope_config import without_overridden_rope
 from argosy_engine.models import registry
 from argosy_engine.models.pooling_file import pooling_spec
 
@@ -32,7 +33,8 @@ def load_model_config(path: Path, use: ModelUse | None = AS_IT_IS) -> ModelConfi
         ConfigError: the architecture, dtype, quantisation or an option is not supported, or values are malformed.
     """
     file = path / "config.json"
-    raw = read_json(file) if use is None else _overridden(read_json(file), use)
+    overrides = {} if use is None else use.hf_overrides.of_config()
+    raw = _overridden(read_json(file), overrides)
     generation, quantization = (
         read_json(path / name) if (path / name).is_file() else {}
         for name in ("generation_config.json", "hf_quant_config.json")
@@ -40,10 +42,16 @@ def load_model_config(path: Path, use: ModelUse | None = AS_IT_IS) -> ModelConfi
     try:
         config = parse_config(raw, generation, quantization)
     except ConfigError as error:
-        raise ConfigError(f"{file}: {error}") from None
+        raise ConfigError(f"{file}{' with --hf-overrides' if overrides else ''}: {error}") from None
     if use is None:
         return config
-    return msgspec.structs.replace(config, pooling=pooling_spec(path, raw, use))
+    config = msgspec.structs.replace(config, pooling=pooling_spec(path, raw, use))
+    if unread := overrides.keys() - raw.read:
+        raise ConfigError(
+            f"--hf-overrides: {', '.join(sorted(unread))}: what this engine reads of the config of a "
+            f"{config.architecture} has no such field, so it would change nothing; leave it out"
+        )
+    return config
 
 
 def parse_config(
@@ -54,10 +62,11 @@ def parse_config(
     Raises:
         ConfigError: as `load_model_config`.
     """
+    if not isinstance(raw, _WatchedConfig):
+        raw = _WatchedConfig(raw)
     _refuse_code(raw)
     architecture = _architecture(raw)
     config_class = registry.config_class(architecture)
-    raw = {**raw, "architectures": [registry.generating_architecture(architecture)]}
     common = {
         "architecture": architecture,
         "dtype": _dtype(raw),
@@ -67,7 +76,7 @@ def parse_config(
         "quantization": parse_quantization(raw, hf_quant_config),
     }
     try:
-        fields = config_class.fields_of(raw)
+        fields = config_class.fields_of(raw.with_architecture(registry.generating_architecture(architecture)))
     except (TypeError, ValueError, ArithmeticError, AttributeError, KeyError) as error:
         raise ConfigError(f"malformed: {type(error).__name__}: {error}") from None
     return config_class.of({**fields, **common})
@@ -90,20 +99,48 @@ def _architecture(raw: RawConfig) -> str:
     return str(architectures[0] if isinstance(architectures, list) else architectures)
 
 
-def _overridden(raw: dict[str, Any], use: ModelUse) -> dict[str, Any]:
+class _WatchedConfig(dict[str, Any]):
+    """A config that remembers which of its fields were asked for."""
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        super().__init__(fields)
+        self.read: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self.read.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.read.add(name)
+        return super().get(name, default)
+
+    def with_architecture(self, name: str) -> _WatchedConfig:
+        """Return a copy that remembers in the same set."""
+        copy = _WatchedConfig({**self, "architectures": [name]})
+        copy.read = self.read
+        return copy
+
+
+def _overridden(raw: RawConfig, overrides: Mapping[str, Any]) -> _WatchedConfig:
     """Return config.json with the fields of `--hf-overrides`, of which `architectures` may only choose another head.
 
+    As with vLLM, an object replaces the config's own, but a nested config (`text_config`) is merged with it.
+
     Raises:
-        ConfigError: it chooses another decoder.
+        ConfigError: it chooses another decoder, or a frequency base for a config with several.
     """
     own = {**raw, "architectures": [_architecture(raw)]}
-    changed = {**own, **use.hf_overrides.of_config()}
+    changed = {**without_overridden_rope(own, overrides), **overrides}
+    for name, value in overrides.items():
+        is_nested = name.endswith("_config") and name != "quantization_config"
+        if is_nested and isinstance(value, dict) and isinstance(own.get(name), dict):
+            changed[name] = {**own[name], **value}
     before, after = _architecture(own), _architecture(changed)
     if before != after and registry.generating_architecture(before) != registry.generating_architecture(
         after
     ):
         raise ConfigError(f"--hf-overrides: {after} is not a {before} with another head")
-    return changed
+    return _WatchedConfig(changed)
 
 
 def _refuse_code(raw: RawConfig) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
-from argosy_engine.errors import ConfigError
+from argosy_engine.errors import OTHER_ENGINES, ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -116,7 +116,7 @@ def generating_architecture(architecture: str) -> str:
     if found is None:
         raise ConfigError(
             f"architecture {architecture} is not supported; there is: {', '.join(sorted(_FAMILIES))}, their "
-            "ForSequenceClassification and their base models"
+            f"ForSequenceClassification and their base models; serve one of these, {OTHER_ENGINES}"
         )
     return found
 

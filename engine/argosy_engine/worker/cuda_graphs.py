@@ -74,6 +74,12 @@ def graph_sizes(args: EngineArgs, device: str, attention_backend: str) -> list[i
             "no CUDA graphs: the attention backend %s depends on the lengths of requests", attention_backend
         )
         return []
+    if config.cudagraph_mode != "FULL_DECODE_ONLY":
+        logger.info(
+            "cudagraph_mode %s is taken as FULL_DECODE_ONLY: decodes are captured whole, and steps with prompts, which "
+            "are long enough to hide their launches, are launched one by one",
+            config.cudagraph_mode,
+        )
     return capture_sizes(args.max_num_seqs, config.cudagraph_capture_sizes)
 
 
