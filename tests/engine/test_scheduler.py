@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from argosy_engine.attention.kv_cache_spec import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from argosy_engine.core.kv_cache.kv_cache_manager import KVCacheManager
 from argosy_engine.core.request import Request, RequestStatus
-from argosy_engine.core.sched.scheduler import Scheduler
+from argosy_engine.core.sched.scheduler import MAX_PREEMPTIONS_FOR_SLOTS, Scheduler
 from argosy_engine.messages.core_messages import ChunkEnd, EngineCoreOutput, EngineCoreRequest, FinishReason
 from argosy_engine.messages.model_runner_output import ModelRunnerOutput
 from argosy_engine.messages.scheduler_output import SchedulerOutput
@@ -249,6 +249,77 @@ def test_the_least_urgent_request_is_preempted_although_others_are_newer() -> No
         preempted += step.finished_request_ids if scheduler.num_preemptions else []
         scheduler.check()
     assert preempted[0] == "patient"
+
+
+def test_a_more_urgent_request_takes_the_slot_of_the_least_urgent() -> None:
+    scheduler = make(policy="priority", max_num_seqs=3, caching=False)
+    for name, priority in (("middle", 3), ("old", 5), ("new", 5)):
+        scheduler.add(request(name, [1] * 5, priority=priority, max_tokens=9))
+    run_step(scheduler)
+    run_step(scheduler)
+    scheduler.add(request("urgent", [2] * 3, priority=0, max_tokens=2))
+    step, _ = run_step(scheduler)
+    assert step.num_scheduled_tokens == {"middle": 1, "old": 1, "urgent": 3}
+    assert (scheduler.num_preemptions, scheduler.num_recomputed_tokens) == (1, 0)
+    run_step(scheduler)  # which ends the urgent one
+    step, _ = run_step(scheduler)
+    assert step.num_scheduled_tokens == {"middle": 1, "old": 1, "new": 7}
+    assert (scheduler.num_preemptions, scheduler.num_recomputed_tokens) == (1, 6)
+    assert {name: len(tokens) for name, tokens in run_all(scheduler).items()} == {
+        "middle": 4,
+        "old": 4,
+        "new": 6,
+    }
+
+
+@pytest.mark.parametrize(("policy", "priority"), [("priority", 5), ("priority", 6), ("fcfs", 0)])
+def test_a_request_that_is_not_more_urgent_waits_for_a_slot(policy: str, priority: int) -> None:
+    scheduler = make(policy=policy, max_num_seqs=1)
+    scheduler.add(request("first", [1] * 3, priority=5))
+    run_step(scheduler)
+    scheduler.add(request("second", [2] * 3, priority=priority))
+    assert run_step(scheduler)[0].num_scheduled_tokens == {"first": 1}
+    assert scheduler.num_preemptions == 0
+
+
+def test_a_request_that_lost_its_slot_often_keeps_it_until_it_ends() -> None:
+    scheduler = make(policy="priority", max_num_seqs=1, caching=False)
+    patient = request("patient", [1] * 3, priority=1, max_tokens=20)
+    scheduler.add(patient)
+    num_urgent = 0
+    for _ in range(200):
+        run_step(scheduler)
+        scheduler.check()
+        if patient.is_finished:
+            break
+        if patient.status is RequestStatus.RUNNING and not scheduler.waiting:
+            num_urgent += 1
+            scheduler.add(request(f"urgent{num_urgent}", [2] * 3, max_tokens=1))
+    assert patient.is_finished
+    assert scheduler.num_preemptions == MAX_PREEMPTIONS_FOR_SLOTS
+    assert len(scheduler.waiting) == 1, "the last urgent one has waited for the patient one"
+    run_all(scheduler)
+
+
+def test_sequences_of_one_call_take_slots_one_step_at_a_time_and_give_none_back_to_the_less_urgent() -> None:
+    """The shares of calls (`CallQueue`) are counted within a priority and below it only."""
+    scheduler = make(policy="priority", max_num_seqs=4, max_num_batched_tokens=64)
+    for name in "abcd":
+        scheduler.add(request(name, [1] * 3, priority=5, max_tokens=9))
+    run_step(scheduler)
+    for index in range(4):
+        message = EngineCoreRequest(
+            f"choice{index}", [2] * 3, SamplingParams(max_tokens=9), 0.0, priority=0, call_id="call"
+        )
+        scheduler.add(Request(message, BLOCK, True))
+    for steps in range(1, 5):
+        step, _ = run_step(scheduler)
+        assert sum(name.startswith("choice") for name in step.num_scheduled_tokens) == steps
+        scheduler.check()
+    for _ in range(3):
+        step, _ = run_step(scheduler)
+        assert all(name.startswith("choice") for name in step.num_scheduled_tokens)
+    assert scheduler.num_preemptions == 4
 
 
 def test_blocks_of_a_request_that_leaves_the_step_being_planned_are_not_shared() -> None:

@@ -50,3 +50,16 @@ def test_rejections_are_counted_by_the_limit(metrics: EngineMetrics) -> None:
     name = "vllm:admission_rejections_total"
     assert value(metrics, name, "max_num_queued_tokens") == 1
     assert value(metrics, name, "max_num_queued_reqs") == 2
+
+
+def test_tokens_of_preempted_requests_that_are_computed_again_are_counted(metrics: EngineMetrics) -> None:
+    for count in (7, 0, 2):
+        metrics.on_core_outputs(EngineCoreOutputs(stats=SchedulerStats(num_recomputed_tokens=count)))
+    assert "argosy_engine_recomputed_tokens_total{" in metrics.render().decode()
+    (sample,) = (
+        sample
+        for family in metrics.registry.collect()
+        for sample in family.samples
+        if sample.name == "argosy_engine_recomputed_tokens_total"
+    )
+    assert sample.value == 9

@@ -376,10 +376,12 @@ class EngineCore:
             num_stalled=self._num_stalled,
             num_yielding=scheduler.waiting.num_yielding,
             num_deferred=len(scheduler.blocked),
+            num_recomputed_tokens=scheduler.num_recomputed_tokens,
             evicted_blocks=kv.lives.take() if kv.lives else [],
         )
         self._num_stalled = 0
-        kv.num_queried_tokens = kv.num_hit_tokens = scheduler.num_preemptions = 0
+        kv.num_queried_tokens = kv.num_hit_tokens = 0
+        scheduler.num_preemptions = scheduler.num_recomputed_tokens = 0
         return stats
 
     def tick(self) -> None:

@@ -59,6 +59,7 @@ class Request:
         "num_cached_blocks",
         "num_cached_tokens",
         "num_charged_tokens",
+        "num_computed_before",
         "num_computed_tokens",
         "num_output_placeholders",
         "num_pending_tokens",
@@ -127,6 +128,8 @@ class Request:
         self.prompt_logprobs: list[TokenLogprobs] = []
         """Entries computed so far; sent with the first token."""
         self.num_computed_tokens = 0
+        self.num_computed_before = 0
+        """Tokens that it had computed when it was last preempted."""
         self.num_cached_tokens = -1
         """Tokens found in the prefix cache when the request was first scheduled; -1 before that."""
         self.num_charged_tokens = 0

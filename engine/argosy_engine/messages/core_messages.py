@@ -191,6 +191,8 @@ class SchedulerStats(Struct, array_like=True, omit_defaults=True, gc=False):
     """Of the waiting requests, those that wait for a grammar, and not for room."""
     num_tokens_elsewhere: int = 0
     """Generated tokens that were sent to other API processes since the last report."""
+    num_recomputed_tokens: int = 0
+    """Tokens of preempted requests that were computed again since the last report."""
     evicted_blocks: list[BlockLife] = []
     """Sampled blocks that were evicted since the last report (`--kv-cache-metrics`)."""
 

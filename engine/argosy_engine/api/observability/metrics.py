@@ -173,6 +173,13 @@ class EngineMetrics(Observer):
         self._queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
         self._hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
         self._preemptions = counter("num_preemptions", "Preemptions.")
+        recomputed = Counter(
+            "argosy_engine_recomputed_tokens",
+            "Tokens of preempted requests that were computed again, because the prefix cache no longer had them.",
+            _LABELS,
+            registry=self.registry,
+        )
+        self._recomputed = [recomputed.labels(*values) for values in ranks]
         stalled = Counter(
             "argosy_engine_stalled_requests",
             "Requests failed by the watchdog after --request-stall-timeout without progress.",
@@ -373,6 +380,8 @@ class EngineMetrics(Observer):
         self._num_hit[rank] += stats.prefix_cache_hits
         if stats.num_preemptions:
             self._preemptions[rank].inc(stats.num_preemptions)
+        if stats.num_recomputed_tokens:
+            self._recomputed[rank].inc(stats.num_recomputed_tokens)
         if stats.num_stalled:
             self._stalled[rank].inc(stats.num_stalled)
         if stats.iteration_tokens:

@@ -5,8 +5,9 @@ drafts and placeholders (`Request`) within one token budget per step. Running re
 when the KV cache is full, the scheduler preempts the least urgent of them (among equals the newest), which is
 recomputed later. Waiting requests are then admitted, most urgent first, as long as token budget, slots and blocks last.
 Tenants take turns with one another (`TenantQueue`), and the prompts of a batch with other calls (`TurnClock`). When no
-slot is free, a call with many running sequences yields at most one slot per step to another call (`CallQueue`). Design:
-vLLM V1, `v1/core/sched/scheduler.py`.
+slot is free, a call with many running sequences yields at most one slot per step to another call (`CallQueue`), and the
+least urgent running request its slot to a more urgent one (`MAX_PREEMPTIONS_FOR_SLOTS`). Design: vLLM V1,
+`v1/core/sched/scheduler.py`.
 
 With async scheduling the next step is scheduled before the output of the last one is processed. A step that samples for
 a request yields at least one token, which is scheduled as a placeholder before its id is known. A request is not
@@ -41,6 +42,10 @@ from argosy_engine.messages.scheduler_output import NewRequest, SchedulerOutput
 from argosy_engine.sample.token_logprobs import TokenLogprobs
 
 SchedulingPolicy = Literal["fcfs", "priority"]
+
+MAX_PREEMPTIONS_FOR_SLOTS = 8
+"""A request that was preempted so often keeps its slot until it ends, whatever is more urgent: it is computed anew each
+time, and would otherwise never end under steady urgent load."""
 
 
 class Scheduler:
@@ -90,6 +95,8 @@ class Scheduler:
         """In the order of admission; with pipeline parallelism those that were scheduled least recently first."""
         self.in_flight = StepsInFlight()
         self.num_preemptions = 0
+        self.num_recomputed_tokens = 0
+        """Tokens of preempted requests that were computed before and not found in the prefix cache."""
         self._num_pending_tokens = 0
         """Sum of `num_pending_tokens` over the running requests."""
         self._num_arrivals = 0
@@ -190,7 +197,9 @@ class Scheduler:
 
         Call `update_from_output` for every step, in the same order.
         """
-        favoured = self._preempt_for_fair_share() if len(self.running) >= self.max_num_seqs else None
+        favoured = None
+        if len(self.running) >= self.max_num_seqs:
+            favoured = self._preempt_for_priority() or self._preempt_for_fair_share()
         is_mixed = self.enable_chunked_prefill and any(request.has_first_token for request in self.running)
         prefill_budget = self.max_num_mixed_prefill_tokens if is_mixed else self.max_num_batched_tokens
         plan = StepPlan(
@@ -211,6 +220,30 @@ class Scheduler:
         if step.num_scheduled_tokens:
             self.in_flight.push(step)
         return step
+
+    def _preempt_for_priority(self) -> Request | None:
+        """Preempt the least urgent running request (among equals the newest) for a waiting one that is more urgent.
+
+        The request that loses its slot is less urgent than the one that gets it, so it never gets it back by this
+        rule: there are at most as many preemptions as arrivals.
+
+        Returns the request that gets the slot, or None.
+        """
+        if self.policy != "priority":
+            return None
+        urgent = self.waiting.peek()
+        if urgent is None or urgent.request_id in self.in_flight:
+            return None
+        victim = max(
+            (each for each in self.running if each.num_preemptions < MAX_PREEMPTIONS_FOR_SLOTS),
+            key=lambda each: each.queue_key,
+            default=None,
+        )
+        if victim is None or victim.queue_key[0] <= urgent.queue_key[0]:
+            return None
+        self.running.remove(victim)
+        self._preempt(victim, victim.num_computed_tokens)
+        return urgent
 
     def _preempt_for_fair_share(self) -> Request | None:
         """Preempt a sequence of a call with many slots for a waiting request that is entitled to one.
@@ -347,7 +380,9 @@ class Scheduler:
         if not self.kv.admit(request, cached_block_ids, num_new, apply_watermark=bool(self.running)):
             return None
         request.num_computed_tokens = num_cached
-        if not request.has_run:
+        if request.has_run:
+            self.num_recomputed_tokens += max(request.num_computed_before - num_cached, 0)
+        else:
             self._turns.admit(request)
             self.waiting.admit(request, request.num_tokens - num_cached)
             request.num_charged_tokens = request.num_tokens
@@ -396,7 +431,7 @@ class Scheduler:
             num_computed_tokens: without the tokens that the step being planned would have computed.
         """
         self.kv.free(request, num_computed_tokens)
-        request.num_computed_tokens = 0
+        request.num_computed_before, request.num_computed_tokens = num_computed_tokens, 0
         self._set_drafts(request, [])
         request.num_preemptions += 1
         request.status = RequestStatus.PREEMPTED
@@ -551,6 +586,7 @@ class Scheduler:
         self._num_pending_tokens = 0
         for request in unanswered:
             self.kv.forget(request)
+            request.num_computed_before = request.num_computed_tokens
             request.num_computed_tokens = request.num_pending_tokens = 0
             self._set_drafts(request, [])
             if error is not None:
