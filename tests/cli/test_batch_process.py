@@ -25,7 +25,7 @@ async def test_it_ends_by_itself_before_it_is_killed(tmp_path: Path) -> None:
     state, given = StateDir(tmp_path / "state"), tmp_path / "flags"
     state.create()
     settings = Settings(batch=(sys.executable, "-c", SCRIPT, str(given)))
-    with BatchProcess.with_port(settings, state) as process:
+    with BatchProcess.with_port(settings, state, lambda: None) as process:
         may_start = asyncio.Event()
         may_start.set()
         running = asyncio.create_task(process.run(may_start))

@@ -46,6 +46,7 @@ def test_a_fleet_from_up_to_down(own_fleet: LocalFleet, capfd: pytest.CaptureFix
         ["tiny-1", "tiny", "Routable"],
     ]
     assert lines[3].split()[:2] == ["router", "Ready"]
+    assert lines[4].split()[0] == "batch"
     assert own_fleet.argosy("ps", "-o", "json") == 0
     shown = json.loads(capfd.readouterr().out)
     assert [replica["phase"] for replica in shown["services"][0]["replicas"]] == ["Routable", "Routable"]
@@ -426,6 +427,67 @@ def test_a_running_fleet_without_a_key_refuses_one(
     assert fleet.start() == 0
     assert fleet.up() == 0  # the same key
     check_refusal_of_another_key(fleet, "no key", capfd, monkeypatch)
+
+
+def test_keys_of_a_file_have_their_terms_and_follow_it(
+    own_fleet: LocalFleet, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("ARGOSY_ROUTER_API_KEY", "OPENAI_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    own_fleet.manifest()
+    keys = own_fleet.root / "keys"
+    assert own_fleet.up("--port", str(own_fleet.port), "--api-keys-file", str(keys)) == 2
+    assert f"{keys}: No such file or directory" in capfd.readouterr().err
+    keys.write_text("sk-of-the-shop name=shop requests_per_minute=2\n")
+    assert own_fleet.up("--port", str(own_fleet.port), "--api-keys-file", str(keys)) == 0
+
+    def chat(key: str) -> int:
+        return own_fleet.argosy("chat", "tiny", "hi", *(["--api-key", key] if key else []))
+
+    assert [chat("") for _ in range(2)] == [1, 1]
+    assert [chat("sk-of-the-shop") for _ in range(2)] == [0, 0]
+    capfd.readouterr()
+    assert chat("sk-of-the-shop") == 1
+    assert "429" in capfd.readouterr().err
+
+    with keys.open("a") as file:
+        file.write("sk-new name=new\n")
+    wait_until(lambda: chat("sk-new") == 0, "the router's next look at the file", DEADLINE_S)
+
+    assert own_fleet.up("--api-keys-file", str(keys)) == 0
+    assert own_fleet.up() == 0  # which asks for no change
+    other = own_fleet.root / "other"
+    other.touch()
+    capfd.readouterr()
+    assert own_fleet.up("--api-keys-file", str(other)) == 2
+    assert f"the fleet already runs with the keys of {keys}, not those of {other}" in capfd.readouterr().err
+
+
+def test_ps_tells_that_router_and_batch_were_started_again(
+    fleet: LocalFleet, capfd: pytest.CaptureFixture[str]
+) -> None:
+    fleet.manifest()
+    assert fleet.start() == 0
+    status = fleet.wait_for(lambda status: status.batch is not None and status.batch.pid is not None)
+    assert status.batch is not None
+    for pid in (status.router.pid, status.batch.pid):
+        assert pid is not None
+        kill(pid)
+    with fleet.following() as first:
+        status = first(
+            lambda now: bool(
+                now.router.is_ready
+                and now.router.restarts
+                and now.batch
+                and now.batch.restarts
+                and now.batch.pid
+            )
+        )
+    capfd.readouterr()
+    assert fleet.argosy("ps") == 0
+    rows = {line.split()[0]: line for line in capfd.readouterr().out.splitlines()}
+    for name in ("router", "batch"):
+        assert "started again after this end: killed by" in rows[name]
 
 
 def test_a_second_up_waits_and_is_refused_another_port(

@@ -207,13 +207,18 @@ def test_prune_removes_by_age_and_by_size(capsys: pytest.CaptureFixture[str]) ->
         (["xyzzy"], "invalid choice: 'xyzzy'"),
         (["ls"], "'ls' is not a command; did you mean `argosy models list`?"),
         (["delete", "acme/tiny"], "'delete' is not a command; did you mean `argosy models rm`?"),
-        ([], "the following arguments are required: COMMAND"),
     ],
 )
 def test_wrong_usage_is_one_line_with_the_remedy(
     arguments: list[str], error: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert error in fail(capsys, *arguments, code=2)
+
+
+def test_without_a_command_the_models_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    publish_tiny("acme/tiny")
+    run(capsys, "pull", "acme/tiny")
+    assert "acme/tiny" in run(capsys)
 
 
 def test_what_is_not_in_the_store_has_no_path(capsys: pytest.CaptureFixture[str]) -> None:

@@ -259,3 +259,14 @@ def test_the_largest_steps_run_and_sample_every_request(
     assert run_largest_steps(runner, args, 1024) == 10
     assert seen == [(0, [13, 13, 13, 13, 12], [13, 13, 13, 13, 12]), (4, [1, 1, 1, 1, 60], [1023] * 5)]
     assert run_largest_steps(runner, args, 1024) == 10  # nothing of the first run is left
+
+
+def test_without_a_model_doctor_checks_this_machine_with_the_built_in_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert doctor(["--device", "cpu"]) == 0
+    told = capsys.readouterr()
+    assert told.out.startswith("tiny: Qwen3ForCausalLM")
+    assert "no model is given" in told.err
+    assert doctor(["--device", "cpu", "--model", "/nowhere"]) == 2
+    assert "no model is given" not in capsys.readouterr().err

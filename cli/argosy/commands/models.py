@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
         raise UsageError(
             f"{argv[0]!r} is not a command; did you mean `argosy models {_OTHER_NAMES[argv[0]]}`?"
         )
-    options = build_parser().parse_args(argv)
+    options = build_parser().parse_args(argv or ("list",))
     run: Callable[[argparse.Namespace], int] = options.run
     with fetch_errors():
         return run(options)
@@ -70,7 +70,7 @@ def build_parser() -> Parser:
     """Make the parser with its subcommands."""
     parser = Parser(
         prog="argosy models",
-        description="List, fetch and remove the models in this machine's store.",
+        description="List, fetch and remove the models in this machine's store. Without a command: list.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True, help="list, pull, path, rm or prune")

@@ -14,7 +14,7 @@ import msgspec
 from argosy.arguments import Parser, add_state_dir
 from argosy.errors import OK
 from argosy.local.control_client import current_status
-from argosy.local.control_messages import FleetStatus, ServiceStatus
+from argosy.local.control_messages import BatchStatus, FleetStatus, RouterStatus, ServiceStatus
 from argosy.local.state_dir import choose_state_dir
 from argosy.terminal import age, table
 
@@ -57,23 +57,16 @@ def _render(status: FleetStatus, now: float) -> str:
         for replica in service.replicas
     ]
     rows += [_row_without_replica(service) for service in status.services if not service.replicas]
-    state = "Ready" if router.is_ready else "Starting"
-    rows.append(
-        (
-            "router",
-            "",
-            state,
-            "",
-            str(router.restarts),
-            "",
-            str(router.pid or ""),
-            router.url,
-            "",
-            router.reason,
-        )
-    )
+    rows.append(_row_of_program("router", "Ready" if router.is_ready else "Starting", router))
+    if (batch := status.batch) is not None:
+        rows.append(_row_of_program("batch", "Starting" if batch.pid is None else "Running", batch))
     notes = [f"{service.key}: {service.reason}" for service in status.services if service.reason]
     return "\n".join((table(_HEADER, rows), *notes))
+
+
+def _row_of_program(name: str, state: str, program: RouterStatus | BatchStatus) -> tuple[str, ...]:
+    pid = str(program.pid or "")
+    return (name, "", state, "", str(program.restarts), "", pid, program.url, "", program.reason)
 
 
 def _row_without_replica(service: ServiceStatus) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Final, NamedTuple
 
@@ -50,10 +51,10 @@ def main(argv: Sequence[str]) -> int:
     options = _parse(argv)
     services = read_services(options.file, gpus=len(local_gpus()))
     state = choose_state_dir(options.state_dir)
-    _is_running(state, options.port)  # before a model is fetched, which may take an hour
+    _is_running(state, options)  # before a model is fetched, which may take an hour
     with local_services(services, is_plain=options.detach) as local:
         with state.changing(_tell_of_waiting):
-            is_new = _ensure_supervisor(state, options.port)
+            is_new = _ensure_supervisor(state, options)
             is_foreground = is_new and not options.detach
             client = ControlClient(connect(state), Apply(services=local, stop_on_disconnect=is_foreground))
         return _follow(client, state, options, is_new)
@@ -107,6 +108,13 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--port", type=port, help=f"where the router listens on 127.0.0.1 ({DEFAULT_PORT})")
     parser.add_argument(
+        "--api-keys-file",
+        type=_keys_file,
+        metavar="FILE",
+        help="require of clients a key of this file, a key with its terms per line as for `argosy router`; it is read "
+        "again when it changes",
+    )
+    parser.add_argument(
         "--timeout",
         type=positive_seconds,
         default=600.0,
@@ -117,28 +125,42 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def _keys_file(name: str) -> Path:
+    """The absolute path of a file that can be read now; the router opens it from another directory."""
+    path = Path(name).expanduser().absolute()
+    try:
+        path.open("rb").close()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{path}: {error.strerror}") from None
+    return path
+
+
 def _tell_of_waiting() -> None:
     print("another `argosy up` starts or changes this fleet; waiting for it", file=sys.stderr, flush=True)
 
 
-def _ensure_supervisor(state: StateDir, wanted_port: int | None) -> bool:
+def _ensure_supervisor(state: StateDir, options: argparse.Namespace) -> bool:
     """Start a supervisor unless one is running; return whether it was started."""
-    if _is_running(state, wanted_port):
+    if _is_running(state, options):
         return False
     env = {API_KEY_ENV: os.environ.get(API_KEY_ENV, "")}
-    start_supervisor(state, ("--port", str(wanted_port or DEFAULT_PORT)), env)
+    arguments = ["--port", str(options.port or DEFAULT_PORT)]
+    if options.api_keys_file is not None:
+        arguments += ["--api-keys-file", str(options.api_keys_file)]
+    start_supervisor(state, arguments, env)
     return True
 
 
-def _is_running(state: StateDir, wanted_port: int | None) -> bool:
+def _is_running(state: StateDir, options: argparse.Namespace) -> bool:
     """Return whether a supervisor is running.
 
     Raises:
-        UsageError: it is, and its router has another port or another key for clients.
+        UsageError: it is, and its router has another port or other keys for clients.
         CommandError: it is not, and another program has the port.
     """
     state.create()
     connection = state.connect()
+    wanted_port, keys_file = options.port, options.api_keys_file
     if connection is None:
         router_port = wanted_port or DEFAULT_PORT
         if not is_port_free(router_port):
@@ -158,6 +180,13 @@ def _is_running(state: StateDir, wanted_port: int | None) -> bool:
         raise UsageError(
             f"the fleet already runs, and requires {present} of clients, not the one in {API_KEY_ENV}; `argosy down` "
             f"first to change the key, or unset {API_KEY_ENV}"
+        )
+    present_file = status.router.api_keys_file if status else None
+    if keys_file is not None and present_file is not None and str(keys_file) != present_file:
+        present = f"the keys of {present_file}" if present_file else "no keys of a file"
+        raise UsageError(
+            f"the fleet already runs with {present}, not those of {keys_file}; `argosy down` first to change the file, "
+            "or edit the one that it reads"
         )
     return True
 

@@ -171,3 +171,8 @@ def tail(path: Path, lines: int) -> str:
     except FileNotFoundError:
         return ""
     return b"\n".join(data.splitlines()[-lines:]).decode(errors="replace")
+
+
+def began_after(outcome: str) -> str:
+    """Say why there is another process than the first one; empty if there was none before it (no outcome)."""
+    return f"started again after this end: {outcome}" if outcome else ""

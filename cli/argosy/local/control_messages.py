@@ -100,6 +100,17 @@ class RouterStatus(Struct, frozen=True, kw_only=True, tag=True):
     api_key_fingerprint: str | None = None
     """`StateDir.fingerprint` of the key that it requires of clients; empty if it requires none, None if the supervisor
     is of an earlier version, which does not say."""
+    api_keys_file: str | None = None
+    """Path of the file of client keys; empty if there is none, None if the supervisor is of an earlier version."""
+
+
+class BatchStatus(Struct, frozen=True, kw_only=True, tag=True):
+    """The process of `argosy batch`, as `argosy ps` shows it."""
+
+    url: str
+    pid: int | None = None
+    restarts: int = 0
+    reason: str = ""
 
 
 class FleetStatus(Struct, frozen=True, kw_only=True, tag=True):
@@ -108,6 +119,8 @@ class FleetStatus(Struct, frozen=True, kw_only=True, tag=True):
     pid: int
     router: RouterStatus
     services: tuple[ServiceStatus, ...] = ()
+    batch: BatchStatus | None = None
+    """None if the supervisor is of an earlier version."""
     is_stopping: bool = False
 
     @property

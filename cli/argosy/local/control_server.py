@@ -140,10 +140,16 @@ def main(argv: Sequence[str] | None = None, settings: Settings | None = None) ->
     parser = argparse.ArgumentParser(prog="python -m argosy.local.control_server")
     parser.add_argument("--state-dir", type=Path, required=True)
     parser.add_argument("--port", type=int, default=DEFAULT_PORT)
+    parser.add_argument("--api-keys-file", default="")
     parser.add_argument("--notify-fd", type=int)
     options = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    settings = replace(settings or Settings(), port=options.port, api_key=os.environ.pop(API_KEY_ENV, ""))
+    settings = replace(
+        settings or Settings(),
+        port=options.port,
+        api_key=os.environ.pop(API_KEY_ENV, ""),
+        api_keys_file=options.api_keys_file,
+    )
     return serve(StateDir(options.state_dir), settings, options.notify_fd)
 
 

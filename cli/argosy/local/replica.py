@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from argosy.local.child_process import Process
+from argosy.local.child_process import Process, began_after
 from argosy.local.control_messages import Phase
 from argosy.local.first_event import first_of
 from argosy.local.gpus import gpu_env
@@ -150,7 +150,7 @@ class Replica:
 
     def _began(self) -> str:
         """Why there is another process than the first one; empty if it is the first."""
-        return f"started again after this end: {self.last_exit}" if self.last_exit else ""
+        return began_after(self.last_exit)
 
     async def _one_life(self, port: int) -> None:
         self._is_refused = False

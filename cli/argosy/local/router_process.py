@@ -14,7 +14,7 @@ from typing import Final
 
 import msgspec
 
-from argosy.local.child_process import Process
+from argosy.local.child_process import Process, began_after
 from argosy.local.first_event import first_of
 from argosy.local.http_get import get
 from argosy.local.settings import HOST, Settings, backoff_s, reserved_port
@@ -58,6 +58,8 @@ class RouterProcess:
         self._process: Process | None = None
         self._stopped = asyncio.Event()
         self._grace_s = 0.0
+        self._began = ""
+        """Why there is another process than the first one; empty if it is the first."""
 
     @property
     def is_ready(self) -> bool:
@@ -79,6 +81,7 @@ class RouterProcess:
             failures = 1 if self.report else failures + 1
             delay = backoff_s(self._settings, failures)
             self.report, self.pid, self.admin_url, self.reason = None, None, "", process.outcome
+            self._began = began_after(process.outcome)
             if process.outcome == _EXIT_ADDRESS:
                 self.reason = (
                     f"port {self._settings.port} is taken; `argosy down`, then `argosy up --port PORT`"
@@ -95,6 +98,8 @@ class RouterProcess:
             *("--admin-host", HOST, "--admin-port", str(admin_port)),
             *("--fleet-file", str(self._state.fleet_file), "--batch-url", self._batch_url),
         )
+        if self._settings.api_keys_file:
+            command += ("--api-keys-file", self._settings.api_keys_file)
         process = await Process.start(command, self._environment(), self._state.log_file(LOG_NAME))
         self._process, self.pid = process, process.pid
         self.admin_url = f"http://{HOST}:{admin_port}"
@@ -136,7 +141,7 @@ class RouterProcess:
                 self.has_reported.set()
             if report != self.report:
                 self.report = report
-                self.reason = "" if report else "its admin port does not answer"
+                self.reason = self._began if report else "its admin port does not answer"
                 self._changed()
             if report is None:
                 await asyncio.sleep(_RETRY_S)

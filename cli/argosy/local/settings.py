@@ -33,6 +33,8 @@ class Settings:
     """The router's port."""
     api_key: str = ""
     """Key that the router requires of clients; none by default, as it listens on loopback."""
+    api_keys_file: str = ""
+    """Absolute path of a file of client keys with their terms, which the router reads again when it changes."""
     engine: tuple[str, ...] = _ARGOSY
     """Command of an engine, to which `serve MODEL ...` is appended."""
     router: tuple[str, ...] = (*_ARGOSY, "router")

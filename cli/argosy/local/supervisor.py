@@ -23,7 +23,13 @@ import msgspec
 import xxhash
 
 from argosy.local.batch_process import BatchProcess
-from argosy.local.control_messages import FleetStatus, ReplicaStatus, RouterStatus, ServiceStatus
+from argosy.local.control_messages import (
+    BatchStatus,
+    FleetStatus,
+    ReplicaStatus,
+    RouterStatus,
+    ServiceStatus,
+)
 from argosy.local.gpus import choose_gpus, local_gpus
 from argosy.local.replica import Replica
 from argosy.local.rollout import Goal, Member, goal, next_step, revision_of, threads_per_replica
@@ -61,7 +67,7 @@ class Supervisor:
         self._fleet_revision = ""
         self._is_stopping = False
         self._ports = contextlib.ExitStack()
-        self._batch = self._ports.enter_context(BatchProcess.with_port(settings, state))
+        self._batch = self._ports.enter_context(BatchProcess.with_port(settings, state, self._dirty.set))
         self._router = RouterProcess(settings, state, self._batch.url, self._dirty.set)
         self._tasks: asyncio.TaskGroup | None = None
         self._owners: set[asyncio.Task[None]] = set()
@@ -117,10 +123,19 @@ class Supervisor:
             restarts=self._router.restarts,
             pid=self._router.pid,
             api_key_fingerprint=self._api_key_fingerprint,
+            api_keys_file=self._settings.api_keys_file,
+        )
+        batch = BatchStatus(
+            url=self._batch.url,
+            pid=self._batch.pid,
+            restarts=self._batch.restarts,
+            reason=self._batch.reason,
         )
         keys = dict.fromkeys((*self._wanted, *(replica.service.key for replica in self._replicas.values())))
         services = tuple(self._service_status(key) for key in keys)
-        return FleetStatus(pid=os.getpid(), router=router, services=services, is_stopping=self._is_stopping)
+        return FleetStatus(
+            pid=os.getpid(), router=router, services=services, batch=batch, is_stopping=self._is_stopping
+        )
 
     # reconcile
 

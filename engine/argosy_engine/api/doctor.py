@@ -3,7 +3,7 @@
 Reads config.json and the safetensors headers, of a remote model nothing else, whose files its source is asked for;
 imports no torch and starts no device. A folder without tokenizer, or with missing or damaged weights, is refused.
 The KV cache is sized by the function the worker uses, from an estimate of the activations, so a start with the same
-memory free agrees with it.
+memory free agrees with it. Without a model the built-in one is taken, which shows the device.
 
 Exit codes: 0 it fits, 1 it does not, or the model's source does not answer or the disk is full, 2 wrong usage, or a
 model or device that cannot work.
@@ -52,6 +52,7 @@ _EXIT_CODES = (
     "Exit codes: 0 it fits, 1 it does not, or the model's source does not answer or the disk is full, 2 wrong usage, "
     "or a model or device that cannot work."
 )
+_BUILT_IN = "builtin://tiny"
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -84,6 +85,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_engine_flags()
     options = parser.parse_args(argv)
+    if options.model is None and options.named_model is None:
+        options.model = _BUILT_IN
+        print(
+            f"argosy doctor: no model is given: this machine is checked with {_BUILT_IN}; argosy doctor MODEL checks "
+            "yours",
+            file=sys.stderr,
+        )
     args = parser.engine_args(options)
     try:
         diagnosis = diagnose(args)
