@@ -20,6 +20,8 @@ from pathlib import Path
 
 import uvloop
 
+from moto_server import prepare
+
 from .fleet import Fleet
 from .rotation import FAMILIES, rotation
 from .run import PHASE_S, Run
@@ -40,16 +42,27 @@ def main() -> int:
     )
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     parser.add_argument("--only", nargs="+", metavar="NAME", help="attacks by name")
+    parser.add_argument(
+        "--bucket",
+        action="store_true",
+        help="keep files, batches and responses in a bucket of a server that may stall, not in a directory",
+    )
     parser.add_argument("--folder", type=Path, help="for logs (a temporary one, kept after findings)")
     parser.add_argument("-o", "--output", type=Path, help="JSON of the whole run")
     arguments = parser.parse_args()
     attacks = [
-        attack for attack in rotation(arguments.families) if attack.name in (arguments.only or [attack.name])
+        attack
+        for attack in rotation(arguments.families, has_bucket=arguments.bucket)
+        if attack.name in (arguments.only or [attack.name])
     ]
     if not attacks:
-        parser.error("no attack of that name: " + ", ".join(a.name for a in rotation(list(FAMILIES))))
+        parser.error(
+            "no attack of that name: "
+            + ", ".join(a.name for a in rotation(list(FAMILIES), has_bucket=arguments.bucket))
+        )
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="argosy-attack-"))
-    run = Run(Fleet(folder), attacks, arguments.seconds, arguments.phase_seconds, arguments.patience)
+    fleet = Fleet(folder, bucket=prepare() if arguments.bucket else None)
+    run = Run(fleet, attacks, arguments.seconds, arguments.phase_seconds, arguments.patience)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         result = runner.run(run.run())
     print("\n" + result.report(folder))

@@ -15,8 +15,11 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from argosy_protocol.fleet import Endpoint, FleetDocument, FleetService, encode_fleet
 from processes import children, free_port, is_alive
@@ -28,6 +31,10 @@ PARTIAL_ALIAS = "small"
 """A name that only the first engine serves."""
 UNKNOWN_ADAPTER = "poet"
 """An adapter that the fleet document lists and no engine serves."""
+GUEST = "guest"
+"""A model of another namespace, which may vanish. The first engine serves it, too."""
+NUM_TENANTS = 10_000
+"""Further keys of the router, each with an account of its own."""
 CANARY_KEY, ATTACKER_KEY, ENGINE_KEY = "sk-attack-canary", "sk-attack-attacker", "sk-attack-engine"
 _FLEET_KEY = {"ARGOSY_FLEET_KEY": "a fleet key of attacks"}
 MAX_CONNECTIONS = 512
@@ -45,6 +52,21 @@ ENGINE_FLAGS = (
 """In float32, a stream that migrates to another replica continues exactly as it would have."""
 
 
+_BUCKET = "attack"
+_CREDENTIALS = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_REGION": "us-east-1"}
+
+
+def tenant_key(number: int) -> str:
+    return f"sk-attack-tenant-{number:05}"
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Write a file that its readers see whole."""
+    new = path.with_suffix(".new")
+    new.write_bytes(content)
+    new.rename(path)
+
+
 @dataclass
 class Process:
     """One server process, which can be restarted."""
@@ -54,6 +76,7 @@ class Process:
     arguments: tuple[str, ...]
     log: Path
     variables: dict[str, str] = field(default_factory=dict)
+    python: str = sys.executable
     popen: subprocess.Popen[bytes] | None = None
     starts: int = 0
 
@@ -66,7 +89,7 @@ class Process:
         self.starts += 1
         with self.log.open("ab") as output:
             self.popen = subprocess.Popen(
-                [sys.executable, "-P", "-m", *self.arguments],
+                [self.python, "-P", "-m", *self.arguments],
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 process_group=0,  # in one session, as `argosy up` starts them
@@ -116,22 +139,37 @@ class Engine(Process):
 
 
 class Fleet:
-    """Router and engines, from `start` to `stop`."""
+    """Router and engines, from `start` to `stop`.
 
-    def __init__(self, folder: Path, engines: int = 3) -> None:
+    Args:
+        bucket: interpreter of an environment with moto (`moto_server.prepare`), whose bucket is the storage then; else
+            the storage is a directory.
+    """
+
+    def __init__(self, folder: Path, engines: int = 3, bucket: Path | None = None) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self.engines = [self._engine(number) for number in range(engines)]
         self.storage = folder / "storage"
-        self.batch = Process("batch", free_port(), (), folder / "batch.log", _FLEET_KEY)
+        self.bucket: Process | None = None
+        location, variables = str(self.storage), dict(_FLEET_KEY)
+        if bucket is not None:
+            port = free_port()
+            arguments = ("moto.server", "-H", "127.0.0.1", "-p", str(port))
+            self.bucket = Process("bucket", port, arguments, folder / "bucket.log", python=str(bucket))
+            location = f"s3://{_BUCKET}/jobs"
+            variables |= {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", **_CREDENTIALS}
+        self.batch = Process("batch", free_port(), (), folder / "batch.log", variables)
+        self.keys = folder / "keys"
+        self.fleet_file = folder / "fleet.json"
         self.router = self._router()
         self.batch.arguments = (
-            *("argosy_batch.main", "--port", str(self.batch.port), "--storage", str(self.storage)),
+            *("argosy_batch.main", "--port", str(self.batch.port), "--storage", location),
             *("--router-url", f"http://127.0.0.1:{self.router.port}"),
         )
 
     def _engine(self, number: int) -> Engine:
-        names = (MODEL, PARTIAL_ALIAS) if number == 0 else (MODEL,)
+        names = (MODEL, PARTIAL_ALIAS, GUEST) if number == 0 else (MODEL,)
         port = free_port()
         arguments = (
             *("argosy_engine.api.serve", "builtin://tiny", "--port", str(port), *ENGINE_FLAGS),
@@ -139,32 +177,43 @@ class Fleet:
         )
         return Engine(f"r{number}", port, arguments, self.folder / f"r{number}.log")
 
-    def _router(self) -> Process:
-        document = FleetDocument(
-            services=(
-                FleetService(
-                    namespace="default",
-                    name="tiny",
-                    uid="attack",
-                    model=MODEL,
-                    aliases=(PARTIAL_ALIAS,),
-                    adapters=(UNKNOWN_ADAPTER,),
-                    endpoints=tuple(
-                        Endpoint(name=engine.name, url=f"http://127.0.0.1:{engine.port}")
-                        for engine in self.engines
-                    ),
-                    internal_key=ENGINE_KEY,
-                ),
+    def write_fleet(self, *, has_guests: bool) -> None:
+        """Tell the router of the services, with the other namespace or without it."""
+
+        def service(namespace: str, model: str, engines: Sequence[Engine], **fields: Any) -> FleetService:
+            endpoints = tuple(
+                Endpoint(name=engine.name, url=f"http://127.0.0.1:{engine.port}") for engine in engines
             )
-        )
-        fleet_file = self.folder / "fleet.json"
-        fleet_file.write_bytes(encode_fleet(document))
-        keys = self.folder / "keys"
-        keys.write_text(f"{CANARY_KEY} name=canary\n{ATTACKER_KEY} name=attacker\n")
+            return FleetService(
+                namespace=namespace,
+                name=model,
+                uid=namespace,
+                model=model,
+                endpoints=endpoints,
+                internal_key=ENGINE_KEY,
+                **fields,
+            )
+
+        services = [
+            service("default", MODEL, self.engines, aliases=(PARTIAL_ALIAS,), adapters=(UNKNOWN_ADAPTER,))
+        ]
+        if has_guests:
+            services.append(service("guests", GUEST, self.engines[:1]))
+        _replace(self.fleet_file, encode_fleet(FleetDocument(services=tuple(services))))
+
+    def write_keys(self, tenants: Iterable[int] = range(NUM_TENANTS)) -> None:
+        """Tell the router of its keys: the canary's, the attacker's, and those of tenants."""
+        lines = [f"{CANARY_KEY} name=canary", f"{ATTACKER_KEY} name=attacker"]
+        lines += [f"{tenant_key(number)} name=tenant-{number}" for number in tenants]
+        _replace(self.keys, "".join(f"{line}\n" for line in lines).encode())
+
+    def _router(self) -> Process:
+        self.write_fleet(has_guests=True)
+        self.write_keys()
         port, self.admin_port = free_port(), free_port()
         arguments = (
             *("argosy_router.main", "--port", str(port), "--admin-port", str(self.admin_port)),
-            *("--fleet-file", str(fleet_file), "--api-keys-file", str(keys)),
+            *("--fleet-file", str(self.fleet_file), "--api-keys-file", str(self.keys)),
             *("--max-connections", str(MAX_CONNECTIONS), "--no-access-log"),
             *("--batch-url", f"http://127.0.0.1:{self.batch.port}"),
         )
@@ -176,7 +225,7 @@ class Fleet:
 
     @property
     def processes(self) -> list[Process]:
-        return [self.router, self.batch, *self.engines]
+        return [self.router, self.batch, *self.engines, *([self.bucket] if self.bucket else [])]
 
     async def start(self) -> None:
         """Start all processes and wait until every replica is synced with the router.
@@ -184,9 +233,25 @@ class Fleet:
         Raises:
             RuntimeError: a process exited, or not all replicas are synced within `START_S`.
         """
+        if self.bucket is not None:
+            self.bucket.start()
+            await self._create_bucket(self.bucket)
         for process in self.processes:
-            process.start()
+            if process is not self.bucket:
+                process.start()
         await self.until_synced(START_S)
+
+    async def _create_bucket(self, server: Process) -> None:
+        request = urllib.request.Request(f"http://127.0.0.1:{server.port}/{_BUCKET}", method="PUT")
+        deadline = time.monotonic() + START_S
+        while True:
+            try:
+                (await asyncio.to_thread(urllib.request.urlopen, request)).close()
+                return
+            except OSError:
+                if server.has_exited or time.monotonic() > deadline:
+                    raise RuntimeError(f"no bucket can be made; logs are in {self.folder}") from None
+            await asyncio.sleep(0.2)
 
     async def restart(self, engine: Engine) -> None:
         """Wait until a killed engine has exited, start it again, and wait until it is synced."""
@@ -208,7 +273,7 @@ class Fleet:
         with contextlib.suppress(OSError, TimeoutError, Broken):
             text = (await ask(self.admin_port, "/metrics", timeout_s=5.0)).body.decode()
             return sum(
-                line.endswith(" 1.0") and 'state="synced"' in line
+                line.endswith(" 1.0") and 'state="synced"' in line and f'model="{MODEL}"' in line
                 for line in text.splitlines()
                 if line.startswith("argosy_router_replica_state{")
             )

@@ -19,6 +19,7 @@ from .families import (
     processes,
     sampling,
     scraping,
+    tenants,
 )
 from .target import Attack
 
@@ -32,14 +33,20 @@ FAMILIES = {
     "leaving": leaving.ATTACKS,
     "scraping": scraping.ATTACKS,
     "jobs": jobs.ATTACKS,
+    "tenants": tenants.ATTACKS,
     "processes": processes.ATTACKS,
 }
 
 
-def rotation(families: Sequence[str]) -> list[Attack]:
-    """Interleave the families: one attack of each in turn, until all are taken."""
+def rotation(families: Sequence[str], *, has_bucket: bool = False) -> list[Attack]:
+    """Interleave the families: one attack of each in turn, until all that can run are taken."""
     columns = zip_longest(*(FAMILIES[name] for name in families))
-    return [attack for column in columns for attack in column if attack is not None]
+    return [
+        attack
+        for column in columns
+        for attack in column
+        if attack is not None and attack.needs_bucket in (None, has_bucket)
+    ]
 
 
 def endless(attacks: Sequence[Attack]) -> Iterator[Attack]:

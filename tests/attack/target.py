@@ -110,5 +110,7 @@ class Attack:
     """Longest wait allowed for other clients during the attack."""
     kills: bool = False
     """Whether it makes replicas fail, so that ejecting them is correct."""
+    needs_bucket: bool | None = None
+    """Whether the storage must be a bucket; False: a directory; None: either."""
     is_slow: bool = False
     """Whether it needs a longer phase than usual."""

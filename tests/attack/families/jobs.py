@@ -1,5 +1,5 @@
-"""Files, batches and stored responses: misused by their clients, and kept by a program that freezes, dies, or finds
-rubbish in its storage."""
+"""Files, batches and stored responses: misused by their clients, and kept by a program that freezes, dies, finds
+rubbish in its storage, or waits for a bucket."""
 
 from __future__ import annotations
 
@@ -163,6 +163,25 @@ async def program_killed(target: Target) -> None:
     await _while_used(target, signal.SIGKILL, 2.0, 0)
 
 
+async def bucket_stalls(target: Target) -> None:
+    """The storage's server takes connections and answers nothing. Only with a bucket (`--bucket`)."""
+    bucket = target.fleet.bucket
+    assert bucket is not None
+    load = asyncio.create_task(_responses(target))
+    more = asyncio.create_task(_start_batches(target, 4, 50))
+    try:
+        await asyncio.sleep(min(1.0, target.seconds_left / 3))
+        os.kill(bucket.pid, signal.SIGSTOP)
+        target.outcomes["bucket stalled"] += 1
+        await asyncio.sleep(FREEZE_S)
+    finally:
+        os.kill(bucket.pid, signal.SIGCONT)
+        for task in (load, more):
+            task.cancel()
+        await asyncio.gather(load, more, return_exceptions=True)
+    await _until_answering(target)
+
+
 async def rubbish(target: Target) -> None:
     """Objects that cannot be read, among those of the storage."""
     objects = target.fleet.storage / "objects"
@@ -187,5 +206,6 @@ ATTACKS = (
     Attack("many batches", batches),
     Attack("the jobs' program frozen", program_frozen, is_slow=True),
     Attack("the jobs' program killed", program_killed, is_slow=True),
-    Attack("rubbish in the storage", rubbish, is_slow=True),
+    Attack("rubbish in the storage", rubbish, is_slow=True, needs_bucket=False),
+    Attack("a bucket that stalls", bucket_stalls, is_slow=True, needs_bucket=True),
 )
