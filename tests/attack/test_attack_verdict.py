@@ -128,5 +128,13 @@ async def test_event_loop_lag_is_reported_for_its_span() -> None:
 
 
 def test_a_rotation_has_every_attack_once_and_no_two_share_a_name() -> None:
-    names = [attack.name for attack in rotation(list(FAMILIES))]
-    assert sorted(names) == sorted({attack.name for family in FAMILIES.values() for attack in family})
+    of_directory, of_bucket = (
+        [attack.name for attack in rotation(list(FAMILIES), has_bucket=has_bucket)]
+        for has_bucket in (False, True)
+    )
+    every = {attack.name for family in FAMILIES.values() for attack in family}
+    assert len(every) == sum(len(family) for family in FAMILIES.values())
+    assert set(of_directory) | set(of_bucket) == every
+    assert len(of_directory) == len(set(of_directory))
+    assert len(of_bucket) == len(set(of_bucket))
+    assert "a bucket that stalls" not in of_directory

@@ -27,9 +27,13 @@ from argosy_protocol.errors import StorageFull, StorageUnavailable, Unavailable
 from argosy_protocol.fleet import ServiceLimits
 from argosy_protocol.program import supervision
 from argosy_protocol.response_history import StoredResponse
+from argosy_router.auth.accounts import ANONYMOUS
 from argosy_router.batch import batch_program
 from argosy_router.batch.batch_program import BatchProgram as BatchRoute
+from argosy_router.batch.forwarded_routes import ForwardedRoutes
 from argosy_router.config import ConfigError, RouterConfig
+from argosy_router.http.messages import Request
+from argosy_router.http.server_interface import ClientListener
 from argosy_router.responses import response_store
 from argosy_router.responses.response_store import ResponseStore
 
@@ -752,3 +756,43 @@ async def test_a_download_whose_client_has_left_before_it_begins_keeps_no_slot(t
         for _ in range(MAX_DOWNLOADS):
             await r.jobs.app(dict(scope), receive, send)
         assert (await client.files.content(file.id)).content == b"content"
+
+
+@pytest.mark.parametrize("method", ["GET", "DELETE"])
+async def test_a_client_that_leaves_ends_what_it_reads_and_nothing_that_changes_something(
+    method: str,
+) -> None:
+    seen: list[str] = []
+    is_asked, may_answer, has_answered = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def answer(_: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        is_asked.set()
+        waiting = asyncio.create_task(may_answer.wait())
+        reading = asyncio.create_task(reader.read(1))
+        done, _ = await asyncio.wait({waiting, reading}, return_when=asyncio.FIRST_COMPLETED)
+        seen.append("closed" if reading in done else "waits")
+        reading.cancel()
+        writer.write(whole("200 OK", b"{}"))
+        has_answered.set()
+
+    class Leaving:
+        """A client that leaves once the program has its request."""
+
+        def attach(self, listener: ClientListener) -> None:
+            self.listener = listener
+
+    async with answering(answer) as url:
+        route = BatchRoute(url, lambda: ["k"])
+        routes = ForwardedRoutes(route, lambda *_: None)
+        request = Request(method.encode(), b"/v1/files/file-1", [], is_http10=False, keep_alive=True)
+        client: Any = Leaving()
+        async with asyncio.timeout(DEADLINE_S):
+            routes.on_request(client, request, ANONYMOUS, b"id")
+            await is_asked.wait()
+            client.listener.on_client_lost()
+            if method == "DELETE":
+                may_answer.set()
+            await has_answered.wait()
+        assert seen == (["closed"] if method == "GET" else ["waits"])
+        await routes.close()
+        await route.close()

@@ -7,7 +7,7 @@ Invariant: at most one piece waits for a client that does not read.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
 from argosy_router.http.server_interface import Client
@@ -22,6 +22,8 @@ class PendingAnswer:
 
     def __init__(self, client: Client) -> None:
         self._client: Client | None = client
+        self.on_lost: Callable[[], object] = lambda: None
+        """Called when the client has disconnected, also after the answer."""
         self._may_write = asyncio.Event()
         self._may_write.set()
         client.attach(self)
@@ -29,6 +31,7 @@ class PendingAnswer:
     def on_client_lost(self) -> None:
         self._client = None
         self._may_write.set()
+        self.on_lost()
 
     def on_client_paused(self) -> None:
         self._may_write.clear()

@@ -164,8 +164,11 @@ class ForwardedRoutes:
             if request.sink is not None:
                 request.sink.abort()
             raise self._pending.refusal(account.name, "has", "requests for files and batches")
-        work = self._forward(PendingAnswer(client), request, account.name, request_id)
+        answer = PendingAnswer(client)
+        work = self._forward(answer, request, account.name, request_id)
         task = asyncio.create_task(work, name="files and batches")
+        if request.method == b"GET":  # what changes something is asked to its end, whoever waits for it
+            answer.on_lost = task.cancel
         self._tasks.add(task)
         task.add_done_callback(lambda task: self._on_answered(task, account.name))
 
