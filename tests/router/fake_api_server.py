@@ -26,6 +26,10 @@ class FakeApiServer:
     """(collection, namespace) that may not be read."""
     forbidden_status: int = 403
     lists: list[str] = field(default_factory=list)
+    watched: list[str] = field(default_factory=list)
+    """Versions from which watches went on."""
+    oldest: int = 0
+    """Version before which changes are forgotten."""
     refused: list[str] = field(default_factory=list)
     """Collections that were asked for during an outage."""
     _objects: dict[tuple[str, str, str], Object] = field(default_factory=dict)
@@ -69,12 +73,24 @@ class FakeApiServer:
     def delete(self, collection: str, namespace: str, name: str) -> None:
         key = (collection, namespace, name)
         self._version += 1
-        self._tell("DELETED", key, self._objects.pop(key))
+        item = self._objects.pop(key)
+        item["metadata"]["resourceVersion"] = str(self._version)
+        self._tell("DELETED", key, item)
 
     def expire_watches(self) -> None:
         """410 on every watch, as after a compaction."""
         for _, _, _, writer in self._watches:
             _send_event(writer, "ERROR", {"kind": "Status", "code": 410, "metadata": {}})
+
+    def bookmark(self) -> None:
+        """Tell all watches how far they have come, if they asked for it."""
+        for _, _, query, writer in self._watches:
+            if query.get("allowWatchBookmarks") == "true":
+                _send_event(writer, "BOOKMARK", {"metadata": {"resourceVersion": str(self._version)}})
+
+    def forget_history(self) -> None:
+        """As after a compaction: no watch can go on from an earlier version."""
+        self.oldest = self._version
 
     def cut_watches(self) -> None:
         for _, _, _, writer in self._watches:
@@ -115,7 +131,10 @@ class FakeApiServer:
         elif query.get("watch") == "true" and self.watch_answer:
             writer.write(self.watch_answer)
         elif query.get("watch") == "true":
+            self.watched.append(query["resourceVersion"])
             writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+            if int(query["resourceVersion"]) < self.oldest:
+                _send_event(writer, "ERROR", {"kind": "Status", "code": 410, "metadata": {}})
             for version, event, key, item in self._history:
                 is_new = version > int(query["resourceVersion"])
                 if is_new and (collection, namespace) == key[:2] and _selected(item, query):

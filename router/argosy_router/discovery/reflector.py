@@ -1,10 +1,11 @@
 """Reflector: a local copy of one Kubernetes collection, maintained by list and watch.
 
 Owns: one list-then-watch loop. Must not know: what the objects mean.
-Invariants: the periodic list is authoritative and the watch only makes changes visible sooner, so a lost event has an
-effect for one period at most; while the API server is unavailable the copy keeps its last state; after a watch that
-failed or ended early, a pause precedes the next list, so that an API server in trouble is not asked in a loop; what
-goes on failing is logged once.
+Invariants: a watch goes on from the version that the last one has reached (events and bookmarks tell it), and the
+collection is listed again only where that cannot be: the version has expired, or something could not be read; while the
+API server is unavailable the copy keeps its last state; after a watch that failed or ended early, a pause precedes the
+next request, so that an API server in trouble is not asked in a loop; what goes on failing is logged once. A list after
+`RELIST_S` bounds for how long an event that the API server has lost has an effect.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ from argosy_router.backoff import backoff_s
 
 log = logging.getLogger(__name__)
 
-RELIST_S = 30.0
-"""Period of the list: the longest that a replica stays whose deletion event was lost."""
+RELIST_S = 1800.0
+"""The longest that a replica stays whose deletion the API server never told. A list of 20,000 pods is 200 MB."""
+WATCH_S = 30.0
+"""Period of a watch: the longest that a connection which has died unnoticed hides changes."""
 LIST_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 5.0
 BACKOFF_BASE_S = 0.2
@@ -108,8 +111,13 @@ class Reflector(Generic[T]):
             pair for pair in (("labelSelector", label_selector), ("fieldSelector", field_selector)) if pair[1]
         ]
         self._relist_s = relist_s
+        self._watch_s = min(WATCH_S, relist_s)
         self._rng = rng or random.Random()  # noqa: S311 - jitter
         self.objects: dict[str, T] = {}
+        self._version = ""
+        """Up to which `objects` are known; empty if they must be listed."""
+        self._list_by = 0.0
+        self._changed: dict[str, T | None] = {}
         self.is_settled = False
         """Whether a list has succeeded or was refused for good; before that, an empty copy means nothing."""
         self.has_listed = False
@@ -124,22 +132,27 @@ class Reflector(Generic[T]):
         now = asyncio.get_running_loop().time
         failures = 0
         while True:
-            listed_at = math.inf
+            watched_at = math.inf
             is_broken, cap_s = True, BACKOFF_CAP_S
             try:
-                version = await self._list()
-                listed_at = now()
-                await self._watch(version)
+                if not self._version or now() >= self._list_by:
+                    self._version = await self._list()
+                    self._list_by = now() + self._relist_s * self._rng.uniform(0.8, 1.0)
+                watched_at = now()
+                await self._watch()
                 is_broken = False
                 if self._told:
                     self._told = ""
                     log.info("kubernetes %s: it is listed and watched again", self._path)
             except WatchExpired:
+                self._version = ""
                 log.debug("kubernetes %s: the watch has expired", self._path)
             except (ApiException, aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecError) as error:
                 status = getattr(error, "status", 0) or 0
                 if status in REFUSALS:
                     cap_s = REFUSED_CAP_S
+                if status in REFUSALS or isinstance(error, msgspec.MsgspecError):
+                    self._version = ""
                 if not self.is_settled:
                     # A forbidden namespace must not keep the others from being published.
                     self.is_settled = status in REFUSALS
@@ -153,7 +166,7 @@ class Reflector(Generic[T]):
                     failure,
                 )
                 self._told = failure
-            is_brief = now() - listed_at < min(BACKOFF_CAP_S, self._relist_s / 2)
+            is_brief = now() - watched_at < min(BACKOFF_CAP_S, self._watch_s / 2)
             failures = failures + 1 if is_brief else int(is_broken)
             if failures:
                 await asyncio.sleep(backoff_s(failures, BACKOFF_BASE_S, cap_s, self._rng))
@@ -173,17 +186,27 @@ class Reflector(Generic[T]):
             version, token = page.metadata.resource_version, page.metadata.continue_
             if not token:
                 break
+        for key in self.objects.keys() | objects.keys():
+            before = self.objects.get(key)
+            if objects.get(key) != before:
+                self._changed.setdefault(key, before)
         self.objects = objects
         self.is_settled = self.has_listed = True
         self._on_change()
         return version
 
-    async def _watch(self, version: str) -> None:
+    def take_changes(self) -> dict[str, T | None]:
+        """Return the objects that have changed since the last call, by key in `objects`, as they were before."""
+        changed, self._changed = self._changed, {}
+        return changed
+
+    async def _watch(self) -> None:
         """Apply events until the period is over."""
-        period = self._relist_s * self._rng.uniform(0.8, 1.0)
+        period = self._watch_s * self._rng.uniform(0.8, 1.0)
         query = [
             ("watch", "true"),
-            ("resourceVersion", version),
+            ("allowWatchBookmarks", "true"),
+            ("resourceVersion", self._version),
             ("timeoutSeconds", str(max(1, int(period)))),
         ]
         response = await self._get(query, period + LIST_TIMEOUT_S)
@@ -192,15 +215,17 @@ class Reflector(Generic[T]):
                 async for line in _lines(response):
                     self._apply(msgspec.json.decode(line, type=_Event))
         except TimeoutError:
-            return  # a silent connection; the next list brings what it missed
+            return  # a silent connection; the next watch brings what it missed
 
     def _apply(self, event: _Event) -> None:
         if event.type == "ERROR":
             raise WatchExpired
+        item = self._decoder.decode(event.object)
+        self._version = item.metadata.resource_version or self._version
         if event.type == "BOOKMARK":
             return
-        item = self._decoder.decode(event.object)
         key = item.metadata.uid or item.metadata.name
+        self._changed.setdefault(key, self.objects.get(key))
         if event.type == "DELETED":
             self.objects.pop(key, None)
         else:
