@@ -12,8 +12,10 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis.strategies as st
 import msgspec
 import pytest
+from hypothesis import given
 from kubernetes.aio import client as kubernetes_client
 
 from argosy_protocol.errors import ApiError
@@ -22,8 +24,9 @@ from argosy_router.config import UpstreamLimits
 from argosy_router.discovery import dns, kubernetes, model_discovery, reflector
 from argosy_router.discovery.dns import MAX_ADDRESSES, MISSES, DnsDiscovery
 from argosy_router.discovery.file import FileDiscovery
-from argosy_router.discovery.kubernetes import KubernetesDiscovery, Pod, pod_selectors
+from argosy_router.discovery.kubernetes import KubernetesDiscovery
 from argosy_router.discovery.model_discovery import GATHER_S, ModelDiscovery
+from argosy_router.discovery.pod_members import Pod, PodMembers, members_of, pod_selectors
 from argosy_router.discovery.source import Discovery, revision_of
 from argosy_router.discovery.static import StaticDiscovery
 from argosy_router.fleet.fleet import Fleet, FleetSnapshot
@@ -563,8 +566,10 @@ async def test_nothing_is_listed_again_while_watches_can_go_on(monkeypatch: pyte
         for number in range(3):
             api.put("pods", "default", "a", **pod_fields(f"10.0.0.{number}"))
             await until(
-                lambda number=number: published.members == {"default/svc": ["a"]}
-                and published[-1].members["default/svc"][0].url == f"http://10.0.0.{number}:8000"
+                lambda number=number: (
+                    published.members == {"default/svc": ["a"]}
+                    and published[-1].members["default/svc"][0].url == f"http://10.0.0.{number}:8000"
+                )
             )
             versions = len(api.watched)
             await until(lambda versions=versions: len(api.watched) >= versions + 3)
@@ -633,6 +638,81 @@ async def test_a_pause_precedes_the_list_after_a_watch_that_fails(
             assert len(api.lists) == 1
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+
+
+SERVICES = [
+    FleetService(
+        namespace=namespace,
+        name=name,
+        uid="u",
+        model="m",
+        port=port,
+        selector={"component": "engine", "service": name, **more},
+    )
+    for namespace in ("a", "b")
+    for name, more in (("x", {}), ("y", {}), ("z", {"zone": "1"}))
+    for port in (8000, 9000)
+]
+PODS = st.tuples(
+    st.sampled_from(["a", "b"]),
+    st.integers(0, 5),
+    st.none()
+    | st.builds(
+        lambda service, zone, is_ready: {
+            "labels": {"component": "engine", "service": service, "zone": zone},
+            "is_ready": is_ready,
+        },
+        st.sampled_from(["x", "y", "z", "w"]),
+        st.sampled_from(["1", "2"]),
+        st.booleans(),
+    ),
+)
+DOCUMENTS = st.lists(st.sampled_from(SERVICES), unique_by=lambda service: service.qualified_name)
+
+
+@given(st.lists(DOCUMENTS | PODS, max_size=40))
+def test_members_that_are_kept_pod_by_pod_are_those_determined_anew(
+    steps: list[list[FleetService] | tuple[str, int, dict[str, Any] | None]],
+) -> None:
+    kept, services = PodMembers(), []
+    pods: dict[str, dict[str, Pod]] = {"a": {}, "b": {}}
+    for step in steps:
+        if isinstance(step, list):
+            services = step
+            kept.set_services(services, {namespace: [known] for namespace, known in pods.items()})
+        else:
+            namespace, number, fields = step
+            key, before, now = f"uid-{number}", pods[namespace].pop(f"uid-{number}", None), None
+            if fields is not None:
+                raw = pod_fields(f"10.0.0.{number}", containers_ready=fields["is_ready"])
+                raw["metadata"] = {"name": key, "uid": key, "labels": fields["labels"]}
+                now = pods[namespace][key] = msgspec.convert(raw, Pod)
+            kept.change(namespace, key, before, now)
+        anew = {
+            service.qualified_name: tuple(members_of(service, pods[service.namespace].values()))
+            for service in services
+        }
+        assert kept.settle() == anew
+
+
+def test_a_pod_s_change_leaves_the_members_of_other_services_as_they_are() -> None:
+    """So that what follows them need not look at each replica of the fleet."""
+    kept = PodMembers()
+    services = [service for service in SERVICES if service.port == 8000]
+
+    def pod(name: str, ip: str) -> Pod:
+        raw = pod_fields(ip)
+        raw["metadata"] = {"name": name, "labels": {"component": "engine", "service": name, "zone": "1"}}
+        return msgspec.convert(raw, Pod)
+
+    pods = {name: pod(name, "10.0.0.1") for name in ("x", "y", "z")}
+    kept.set_services(services, {"a": [pods], "b": [pods]})
+    before = kept.settle()
+    kept.change("a", "x", pods["x"], pod("x", "10.0.0.2"))
+    after = kept.settle()
+    assert [name for name in after if after[name] is not before[name]] == ["a/x"]
+    kept.change("a", "x", pod("x", "10.0.0.2"), pod("x", "10.0.0.2"))
+    assert all(members is after[name] for name, members in kept.settle().items())
 
 
 def test_one_selector_covers_a_namespace() -> None:

@@ -27,7 +27,7 @@ from argosy_protocol.fleet import (
 from argosy_protocol.load_report import LoadReport, RolloutReport
 from argosy_router.admin.app import explain_body
 from argosy_router.admin.load_reports import LoadReports
-from argosy_router.discovery.kubernetes import Pod, members_of
+from argosy_router.discovery.pod_members import Pod, members_of
 from argosy_router.discovery.source import snapshot_of
 from argosy_router.fleet.replica import Member, Replica
 from argosy_router.fleet.revision_sides import CANARY, SLICES, STABLE, RevisionSides

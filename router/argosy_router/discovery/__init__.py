@@ -8,6 +8,7 @@ Invariant: a source that cannot be read changes nothing; the last snapshot stays
     model_discovery  asks replicas of both for their models
     file             fleet document on disk
     kubernetes       fleet document in a ConfigMap, and its pods
+    pod_members      which pods are replicas, and of which service
     reflector        list and watch of a Kubernetes collection
 """
 

@@ -2,12 +2,10 @@
 
 The number of routers is counted from the router pods in the document's namespace.
 
-Owns: which objects are watched, and which pods are replicas.
-Must not know: custom resources. It only reads.
-Invariants: a pod is used, and gets the service's key, only if a ReplicaSet of the service controls it, once its
-containers are ready, whatever its `Ready` condition says, because that condition waits for the router; a pod being
-deleted is draining; an unreadable document or an unavailable API server changes nothing; a namespace whose pods cannot
-be listed keeps no other one from being served.
+Owns: which objects are watched, and when what they say is published.
+Must not know: which pods are replicas (`pod_members`), custom resources. It only reads.
+Invariants: an unreadable document or an unavailable API server changes nothing; a namespace whose pods cannot be listed
+keeps no other one from being served.
 """
 
 from __future__ import annotations
@@ -23,11 +21,11 @@ import msgspec
 from kubernetes.aio import client as kubernetes_client
 from kubernetes.aio import config as kubernetes_config
 
-from argosy_protocol.fleet import REVISION_LABEL, FleetDocument, FleetService, decode_fleet
+from argosy_protocol.fleet import FleetDocument, decode_fleet
+from argosy_router.discovery.pod_members import Pod, PodMembers, count_routers, pod_selectors
 from argosy_router.discovery.reflector import RELIST_S, KubernetesObject, Reflector
 from argosy_router.discovery.source import Publish, revision_of
 from argosy_router.fleet.fleet import FleetSnapshot
-from argosy_router.fleet.replica import Member
 
 log = logging.getLogger(__name__)
 
@@ -42,37 +40,6 @@ _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace"
 
 class ConfigMap(KubernetesObject):
     data: dict[str, str] = msgspec.field(default_factory=dict)
-
-
-class PodCondition(msgspec.Struct):
-    type: str = ""
-    status: str = ""
-
-
-class PodStatus(msgspec.Struct):
-    pod_ip: str = msgspec.field(default="", name="podIP")
-    conditions: list[PodCondition] | None = None
-
-
-class Pod(KubernetesObject):
-    status: PodStatus = msgspec.field(default_factory=PodStatus)
-
-    @property
-    def has_ready_containers(self) -> bool:
-        return any(
-            condition.type == "ContainersReady" and condition.status == "True"
-            for condition in self.status.conditions or ()
-        )
-
-    def is_owned(self, owners: tuple[str, ...]) -> bool:
-        """Whether a ReplicaSet controls the pod whose name begins with one of these."""
-        return any(
-            owner.controller
-            and owner.kind == "ReplicaSet"
-            and owner.api_version.startswith("apps/")
-            and owner.name.startswith(owners)
-            for owner in self.metadata.owner_references
-        )
 
 
 class KubernetesDiscovery:
@@ -97,6 +64,7 @@ class KubernetesDiscovery:
         self._revision = ""
         self._pods: dict[tuple[str, str], Reflector[Pod]] = {}
         """(namespace, label selector) -> reflector of the pods"""
+        self._members = PodMembers()
         self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._has_told = False
         """Whether it was logged that the routers cannot be counted."""
@@ -135,12 +103,15 @@ class KubernetesDiscovery:
             while True:
                 await self._changed.wait()
                 self._changed.clear()
-                self._read(documents.objects.values())
-                self._follow(client)
+                for (of_pods, _), reflector in self._pods.items():
+                    self._note_changes(of_pods, reflector)
+                if self._read(documents.objects.values()):
+                    self._follow(client)
                 reflectors = [routers, *self._pods.values()]
                 if not self._revision or not are_settled(reflectors, asyncio.get_running_loop().time()):
                     continue
-                snapshot = self._snapshot(self._num_routers(routers, namespace))
+                num_routers = self._num_routers(routers, namespace)
+                snapshot = FleetSnapshot(self._document, self._revision, self._members.settle(), num_routers)
                 if snapshot != published:
                     published = snapshot
                     publish(snapshot)
@@ -164,22 +135,30 @@ class KubernetesDiscovery:
             )
         return 0
 
-    def _read(self, objects: Iterable[ConfigMap]) -> None:
+    def _read(self, objects: Iterable[ConfigMap]) -> bool:
+        """Read the document; return whether there is a new one."""
         text = next((item.data.get(DOCUMENT_KEY) for item in objects), None)
         if text is None or revision_of(text.encode()) == self._revision:
-            return
+            return False
         try:
             self._document = decode_fleet(text)
             self._revision = revision_of(text.encode())
+            return True
         except msgspec.MsgspecError as error:
             log.error("fleet document is not usable, keeping the last one: %s", error)
+            return False
 
     def _follow(self, client: kubernetes_client.ApiClient) -> None:
-        """Start and stop watches of pods: one per namespace, however many services it has."""
+        """Follow the services of a new document, with one watch of pods per namespace, however many it has."""
+        known: dict[str, list[Mapping[str, Pod]]] = {}
+        for (namespace, _), reflector in self._pods.items():
+            known.setdefault(namespace, []).append(reflector.objects)
+        self._members.set_services(self._document.services, known)
         wanted = set(pod_selectors(self._document.services).items())
         for gone in self._pods.keys() - wanted:
             self._tasks.pop(gone).cancel()
-            del self._pods[gone]
+            for key, pod in self._pods.pop(gone).objects.items():
+                self._members.change(gone[0], key, pod, None)
         for namespace, selector in wanted - self._pods.keys():
             reflector = Reflector(
                 client,
@@ -192,20 +171,9 @@ class KubernetesDiscovery:
             self._pods[namespace, selector] = reflector
             self._tasks[namespace, selector] = asyncio.create_task(reflector.run(), name=f"pods {namespace}")
 
-    def _snapshot(self, num_routers: int) -> FleetSnapshot:
-        services = self._document.services
-        labels = {(service.namespace, *label) for service in services for label in service.selector.items()}
-        labelled: dict[tuple[str, str, str], list[Pod]] = {label: [] for label in labels}
-        for (namespace, _), reflector in self._pods.items():
-            for pod in reflector.objects.values():
-                for label in pod.metadata.labels.items():
-                    if (namespace, *label) in labelled:
-                        labelled[namespace, *label].append(pod)
-        members = {
-            service.qualified_name: tuple(members_of(service, _fewest(service, labelled)))
-            for service in services
-        }
-        return FleetSnapshot(self._document, self._revision, members, num_routers)
+    def _note_changes(self, namespace: str, reflector: Reflector[Pod]) -> None:
+        for key, before in reflector.take_changes().items():
+            self._members.change(namespace, key, before, reflector.objects.get(key))
 
 
 def are_settled(reflectors: Sequence[Reflector[Pod]], now: float) -> bool:
@@ -215,64 +183,6 @@ def are_settled(reflectors: Sequence[Reflector[Pod]], now: float) -> bool:
     return all(
         pods.is_settled or (has_listed and now - pods.failing_since >= SETTLE_AFTER_S) for pods in reflectors
     )
-
-
-def _fewest(service: FleetService, labelled: Mapping[tuple[str, str, str], Sequence[Pod]]) -> Sequence[Pod]:
-    """The pods with that label of a service's selector which the fewest have. A namespace may have thousands of
-    services and of pods, and every pod's change has all members determined anew."""
-    found = [labelled[service.namespace, name, value] for name, value in service.selector.items()]
-    return min(found, key=len, default=())
-
-
-def count_routers(pods: Iterable[Pod], own_name: str) -> int:
-    """Count the routers in service: this one, and others whose containers are ready and that are not being deleted."""
-    return 1 + sum(
-        pod.has_ready_containers
-        for pod in pods
-        if pod.metadata.name != own_name and pod.metadata.deletion_timestamp is None
-    )
-
-
-def members_of(service: FleetService, pods: Iterable[Pod]) -> list[Member]:
-    """The pods that serve `service`, ordered by name."""
-    members = []
-    for pod in pods:
-        metadata = pod.metadata
-        if not service.selector or not pod.status.pod_ip:
-            continue
-        if any(metadata.labels.get(name) != value for name, value in service.selector.items()):
-            continue
-        if service.owners and not pod.is_owned(service.owners):
-            continue
-        is_draining = metadata.deletion_timestamp is not None
-        if is_draining or pod.has_ready_containers:
-            host = f"[{pod.status.pod_ip}]" if ":" in pod.status.pod_ip else pod.status.pod_ip
-            url = f"http://{host}:{service.port}"
-            members.append(
-                Member(
-                    metadata.name,
-                    metadata.uid,
-                    url,
-                    is_draining,
-                    adapters=service.adapters,
-                    aliases=service.aliases,
-                    revision=metadata.labels.get(REVISION_LABEL, ""),
-                )
-            )
-    return sorted(members)
-
-
-def pod_selectors(services: Sequence[FleetService]) -> dict[str, str]:
-    """Namespace -> label selector that matches the pods of all its services: the labels their selectors share."""
-    shared: dict[str, set[tuple[str, str]]] = {}
-    for service in services:
-        if service.selector:
-            labels = set(service.selector.items())
-            shared[service.namespace] = shared.get(service.namespace, labels) & labels
-    return {
-        namespace: ",".join(f"{name}={value}" for name, value in sorted(labels))
-        for namespace, labels in shared.items()
-    }
 
 
 async def connect() -> kubernetes_client.ApiClient:

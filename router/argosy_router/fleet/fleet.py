@@ -87,6 +87,7 @@ class Fleet:
         self.names = NameTable({}, ())
         self._by_name: dict[str, Service] = {}
         """Model name -> service, resolved by `names`."""
+        self._applied = FleetSnapshot()
         self.fleet_revision = ""
         self.is_loaded = False
         self._loaded_at = 0.0
@@ -102,15 +103,39 @@ class Fleet:
         self._clients: dict[Replica, TelemetryClient] = {}
 
     def apply(self, snapshot: FleetSnapshot) -> None:
-        """Make the fleet equal to `snapshot`."""
+        """Make the fleet equal to `snapshot`.
+
+        With the document of the last one, only services are looked at whose members are another tuple: in a large fleet
+        some pod changes all the time.
+        """
+        before, self._applied = self._applied, snapshot
+        if snapshot.document is before.document:
+            for name, service in self.services.items():
+                members = snapshot.members.get(name, ())
+                if members is not before.members.get(name, ()):
+                    self._apply_members(service, members)
+                    service.invalidate()
+        else:
+            self._apply_document(snapshot)
+        self.fleet_revision = snapshot.revision
+        self._loaded_at = self._loaded_at or time.monotonic()
+        self.is_loaded = True
+        self._num_unheard = snapshot.unheard
+        self._num_unasked = snapshot.unasked
+        self._increment()
+
+    def _apply_document(self, snapshot: FleetSnapshot) -> None:
         document = snapshot.document
         wanted = {spec.qualified_name: spec for spec in document.services}
+        present = set(self.services.values())
         for name in [name for name in self.services if name not in wanted]:
             self._remove_service(name)
         for name, spec in wanted.items():
             service = self._keep_service(spec)
             self._apply_members(service, snapshot.members.get(name, ()))
-        self._share_index_memory()
+            service.invalidate()
+        if present != set(self.services.values()):
+            self._share_index_memory()
         known = set(self.names.conflicts)
         self.names = resolve_names(document)
         self._by_name = {name: self.services[spec.qualified_name] for name, spec in self.names.names.items()}
@@ -119,12 +144,6 @@ class Fleet:
             log.warning("model name %r: %s wins over %s", conflict.name, conflict.winner, conflict.loser)
         if len(new) > MAX_LOGGED_CONFLICTS:
             log.warning("%d further model names are contested", len(new) - MAX_LOGGED_CONFLICTS)
-        self.fleet_revision = snapshot.revision
-        self._loaded_at = self._loaded_at or time.monotonic()
-        self.is_loaded = True
-        self._num_unheard = snapshot.unheard
-        self._num_unasked = snapshot.unasked
-        self.changed()
 
     @property
     def knows_all_models(self) -> bool:
