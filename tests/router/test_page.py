@@ -15,6 +15,7 @@ import chromium
 from argosy_protocol.bearer_keys import internal_key
 from argosy_protocol.fleet import FleetDocument, ModelFetchState
 from argosy_protocol.routable_report import ADMIN_KEY_UID
+from argosy_protocol.telemetry import Load
 from argosy_router.admin.app import PAGE
 from argosy_router.admin.history import INTERVAL_S, SAMPLES, History, quantile
 from chromium import Page, browser
@@ -79,6 +80,33 @@ async def test_the_overview_tells_what_replicas_do() -> None:
         assert {replica["hit_ratio"] for replica in used} == {0.8}
         assert service["trend"]["recent"]["hit_ratio"] == 0.8
         assert service["trend"]["recent"]["failed_ratio"] == 0
+
+
+async def test_nothing_is_shown_as_measured_that_is_not() -> None:
+    """Routing assumes a speed until an engine has told its own."""
+    async with rig([FakeEngine(script=answer)], admin_port=0) as r:
+        base = r.router.admin_url
+
+        async def speeds() -> tuple[Any, ...]:
+            (shown,) = (await r.http.get(base + "/overview")).json()["services"][0]["replicas"]
+            explained = (await r.http.post(base + "/explain", json=chat())).json()
+            await r.chat("some text", stream=True)
+            (decision, *_) = (await r.http.get(base + "/decisions?limit=9")).json()
+            (candidate,) = explained["candidates"]
+            return (
+                shown["prefill_tokens_per_s"],
+                explained["predicted_ttft_s"],
+                candidate["is_measured"],
+                decision["predicted_ttft_s"],
+            )
+
+        assert await speeds() == (None, None, False, None)
+        r.engines[0].announce(Load(core_step_age_s=0.0, prefill_tokens_per_s=500.0))
+        await r.until(lambda: r.replica(0).load.measured.prefill_tokens_per_s == 500.0)
+        prefill, expected_s, is_measured, noted_s = await speeds()
+        assert (prefill, is_measured) == (500.0, True)
+        assert expected_s > 0
+        assert noted_s > 0
 
 
 FETCHING = ModelFetchState(source="hf://org/name", state="fetching 40 %")
@@ -286,6 +314,28 @@ async def test_a_person_sees_the_fleet(page: Page) -> None:
         assert await page.js(light) != dark
         refused = [problem for problem in page.problems if "401" not in problem]
         assert refused == []
+
+
+@needs_browser
+async def test_a_person_sees_all_services_also_on_a_phone(page: Page) -> None:
+    engines = [FakeEngine(script=answer), FakeEngine(script=answer)]
+    async with rig(engines, fleet_key=FLEET_KEY, admin_port=0) as r:
+        other = service([engines[1]], name="other", uid="u2", model="large")
+        r.discovery.set(FleetDocument(services=(service([engines[0]]), other)))
+        await page.look(width=390, height=844)
+        await page.goto(f"{r.router.admin_url}/#key={ADMIN_KEY}")
+        await page.until(f"{cells('services')}.length === 2")
+        await page.until(f"{cells('services')}.every(row => row[2] === '1 / 1')")
+        shown = await page.js(cells("services"))
+        assert [row[:2] for row in shown] == [["default/svc", "tiny"], ["default/other", "large"]]
+        await page.js("[...document.querySelectorAll('#services button')].at(-1).click()")
+        await page.until("document.getElementById('model').selectedOptions[0].textContent === 'large'")
+        top = "document.querySelector('#replicas tbody tr').getBoundingClientRect().bottom"
+        await page.until(f"document.querySelector('#replicas tbody tr') && {top} < innerHeight")
+        await picture(page, "phone")
+        assert await page.js("document.querySelector('.bar').getBoundingClientRect().height") < 60
+        assert await page.js("document.documentElement.scrollWidth <= innerWidth")
+        assert page.problems == []
 
 
 @needs_browser

@@ -93,10 +93,14 @@ def _render(answer: dict[str, Any]) -> str:
     if chosen is None:
         lines.append(printable(f"no replica: {answer['reason']}"))
     else:
+        ttft_s = answer["predicted_ttft_s"]
+        expected = (
+            "its speed is not measured yet" if ttft_s is None else f"first token in about {_duration(ttft_s)}"
+        )
         lines.append(
             f"{printable(chosen)}  {answer['reason']}, policy {answer['policy']}: about {answer['prompt_tokens']} "
             f"prompt tokens in {answer['prompt_chunks']} chunks, {answer['predicted_cached_tokens']} expected in its "
-            f"cache, first token in about {_duration(answer['predicted_ttft_s'])}"
+            f"cache, {expected}"
         )
     candidates = answer["candidates"]
     if candidates:

@@ -40,6 +40,8 @@ class CandidateReport(Struct, frozen=True, kw_only=True):
     kv_usage: float
     prefill_tokens_per_s: float
     decode_step_s: float
+    is_measured: bool
+    """Whether the speed of its prefill was measured; else its peers' or a prior is assumed."""
 
 
 class ExcludedReport(Struct, frozen=True, kw_only=True):
@@ -63,7 +65,8 @@ class Explanation(Struct, frozen=True, kw_only=True):
     reason: str
     """Value of the `x-argosy-route` header, or why no replica is available."""
     predicted_cached_tokens: int = 0
-    predicted_ttft_s: float = 0.0
+    predicted_ttft_s: float | None = None
+    """None: the replica's speed was not measured yet."""
     candidates: tuple[CandidateReport, ...] = ()
     excluded: tuple[ExcludedReport, ...] = ()
 
@@ -97,7 +100,7 @@ def explain(fleet: Fleet, service: Service, prompt: Prompt, now: float) -> Expla
         replica=choice.replica.name,
         reason=choice.decision.reason,
         predicted_cached_tokens=choice.decision.predicted_tokens,
-        predicted_ttft_s=choice.predicted_ttft_s,
+        predicted_ttft_s=choice.measured_ttft_s,
         candidates=_candidates(service, prompt, candidates, policy),
         excluded=_excluded(service, prompt, candidates.replicas, now),
     )
@@ -128,6 +131,7 @@ def _candidates(
                 kv_usage=load.kv_usage,
                 prefill_tokens_per_s=load.prefill_tokens_per_s,
                 decode_step_s=load.decode_step_s,
+                is_measured=load.measured.prefill_tokens_per_s > 0.0,
             )
         )
     return tuple(reports)

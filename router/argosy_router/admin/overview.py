@@ -33,8 +33,9 @@ class ReplicaView(Struct, frozen=True, kw_only=True):
     max_num_seqs: int
     queued_tokens: int
     kv_usage: float
-    prefill_tokens_per_s: float
-    decode_step_s: float
+    prefill_tokens_per_s: float | None
+    """As measured; None: not measured yet."""
+    decode_step_s: float | None
     hit_ratio: float | None
     """Share of prompt tokens that came from its cache, since the router started."""
     heard_s: float | None
@@ -130,8 +131,8 @@ class Overviews:
             max_num_seqs=load.max_num_seqs,
             queued_tokens=load.queued_tokens,
             kv_usage=load.kv_usage,
-            prefill_tokens_per_s=load.prefill_tokens_per_s,
-            decode_step_s=load.decode_step_s,
+            prefill_tokens_per_s=load.measured.prefill_tokens_per_s or None,
+            decode_step_s=load.measured.decode_step_s or None,
             hit_ratio=cached / prompt if prompt else None,
             heard_s=None if replica.heard_at is None else now - replica.heard_at,
             idle_connections=replica.pool.idle,

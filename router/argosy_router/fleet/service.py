@@ -56,6 +56,11 @@ class Choice:
         self.hit_value = hit_value
         """Value of the expected hit, as `cache_value` defines it."""
 
+    @property
+    def measured_ttft_s(self) -> float | None:
+        """The predicted time to the first token; None if the replica's speed is assumed."""
+        return self.predicted_ttft_s if self.replica.load.measured.prefill_tokens_per_s > 0.0 else None
+
 
 class Service:
     """A named set of replicas that serve one model."""

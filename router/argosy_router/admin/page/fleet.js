@@ -107,6 +107,59 @@ class Tile {
 const tiles = TILES.map((description) => new Tile(description));
 $("tiles").append(...tiles.map((tile) => tile.node));
 
+// all services
+
+const serviceTable = new Table($("services"), [
+  {
+    name: "Service",
+    make(cell) {
+      cell.link = element("button", "link");
+      cell.link.type = "button";
+      cell.append(cell.link);
+    },
+    show(cell, s) {
+      setText(cell.link, s.service);
+      cell.link.onclick = () => choose(s.service);
+    },
+  },
+  { name: "Model", make: makeClip, show: (cell, s) => showClip(cell, s.model, [s.model, ...s.aliases].join(", ")) },
+  {
+    name: "Replicas",
+    title: "that may get requests, of all",
+    kind: "number",
+    make() {},
+    show(cell, { replicas }) {
+      const routable = replicas.filter((r) => r.is_available).length;
+      setText(cell, `${routable} / ${replicas.length}`);
+      setClass(cell, routable < replicas.length ? "number warn-text" : "number");
+    },
+  },
+  { name: "Requests/s", kind: "number", show: (_, { trend }) => rate(trend.recent.requests_per_s) },
+  {
+    name: "Failed",
+    kind: "number",
+    make() {},
+    show(cell, { trend }) {
+      setText(cell, share(trend.recent.failed_ratio));
+      setClass(cell, trend.recent.failed_ratio > 0 ? "number bad-text" : "number");
+    },
+  },
+  { name: "First token", title: "median of the last minute", kind: "number", show: (_, { trend }) => seconds(trend.recent.ttft_p50_s) },
+  { name: "From cache", kind: "number", show: (_, { trend }) => share(trend.recent.hit_ratio) },
+  { name: "Output tok/s", kind: "number", show: (_, { trend }) => rate(trend.recent.output_tokens_per_s) },
+  { name: "Queued tokens", kind: "number", show: (_, { replicas }) => count(replicas.reduce((sum, r) => sum + r.queued_tokens, 0)) },
+]);
+
+let choose = () => {};
+
+/** `onChoose` gets the key of a service whose name is pressed. */
+export function showServices(services, chosen, onChoose) {
+  choose = onChoose;
+  $("services").closest("section").hidden = services.length < 2;
+  serviceTable.show(services, (s) => s.service, (s) => (s.service === chosen ? "chosen" : ""));
+  setText($("services-note"), `${services.length} services`);
+}
+
 // replicas
 
 const STATES = {
@@ -167,8 +220,8 @@ const replicaTable = new Table($("replicas"), [
   },
   { name: "Queued tokens", title: "prompt tokens ahead of a new request", kind: "number", show: (_, r) => count(r.queued_tokens) },
   { name: "Hit rate", title: "prompt tokens from its cache, since this router started", kind: "number", show: (_, r) => share(r.hit_ratio) },
-  { name: "Prefill tok/s", kind: "number", show: (_, r) => short(r.prefill_tokens_per_s) },
-  { name: "Decode step", kind: "number", show: (_, r) => seconds(r.decode_step_s) },
+  { name: "Prefill tok/s", title: "measured; – until it is", kind: "number", show: (_, r) => short(r.prefill_tokens_per_s) },
+  { name: "Decode step", title: "measured; – until it is", kind: "number", show: (_, r) => seconds(r.decode_step_s) },
   { name: "In flight", title: "requests of this router", kind: "number", show: (_, r) => count(r.inflight) },
 ]);
 
@@ -209,7 +262,7 @@ const decisionTable = new Table($("decisions"), [
   { name: "Prompt", title: "tokens; estimated until the answer tells", kind: "number", show: (_, d) => count(d.prompt_tokens) },
   { name: "Hit expected", kind: "number", show: (_, d) => count(d.predicted_cached_tokens) },
   { name: "Hit", title: "as the answer told", kind: "number", show: (_, d) => count(d.cached_tokens) },
-  { name: "First token expected", kind: "number", show: (_, d) => seconds(d.predicted_ttft_s) },
+  { name: "First token expected", title: "once the replica's speed is measured", kind: "number", show: (_, d) => seconds(d.predicted_ttft_s) },
   { name: "First token", title: "of streams", kind: "number", show: (_, d) => seconds(d.ttft_s) },
   { name: "Output", title: "tokens", kind: "number", show: (_, d) => count(d.completion_tokens) },
   {

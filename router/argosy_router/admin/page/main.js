@@ -52,6 +52,10 @@ async function look() {
   const overview = await json("overview");
   showHead(overview);
   const service = showModels(overview.services);
+  fleet.showServices(overview.services, service?.service, (key) => {
+    picker.value = key;
+    turn();
+  });
   playground.show(service);
   const path = `decisions?limit=${SHOWN_DECISIONS}&model=${encodeURIComponent(service?.model ?? "")}`;
   fleet.show(service, fleet.isPaused() ? null : await json(path));

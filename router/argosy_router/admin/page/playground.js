@@ -180,7 +180,7 @@ const candidates = new Table($("candidates"), [
   { name: "Hit", title: "prompt tokens expected in its cache", kind: "number", show: (_, c) => count(c.hit_tokens) },
   { name: "Known from", show: (_, c) => c.hit_source },
   { name: "Queue", title: "prompt tokens ahead", kind: "number", show: (_, c) => count(c.queued_tokens) },
-  { name: "Cost", title: "what the policy compares", kind: "number", show: (_, c) => seconds(c.cost_s) },
+  { name: "Cost", title: "what the policy compares, above the cheapest", kind: "number", show: (_, c) => seconds(c.above_s) },
 ]);
 
 let explained = null;
@@ -190,7 +190,9 @@ function showRoute(explanation) {
   $("route-empty").hidden = Boolean(explanation);
   $("facts").replaceChildren();
   setText($("route-note"), explanation ? `policy ${explanation.policy}` : "");
-  const rows = [...(explanation?.candidates ?? [])].sort((a, b) => a.cost_s - b.cost_s);
+  const costs = explanation?.candidates ?? [];
+  const least = Math.min(...costs.map((c) => c.cost_s)); // an expected hit makes costs negative: only differences count
+  const rows = costs.map((c) => ({ ...c, above_s: c.cost_s - least })).sort((a, b) => a.cost_s - b.cost_s);
   candidates.show(rows, (c) => c.replica, (c) => (c.replica === explanation.replica ? "chosen" : ""));
   for (const [position, row] of rows.entries()) {
     const terms = Object.entries(row.terms).map(([name, value]) => `${name} ${Number(value.toPrecision(3))}`);
@@ -210,7 +212,7 @@ function showFacts(result) {
     ["Prompt", usage ? `${count(usage.prompt_tokens)} tokens` : `about ${count(explained.prompt_tokens)} tokens`],
     ["From cache", `${count(explained.predicted_cached_tokens)} expected${
       usage ? `, ${count(usage.prompt_tokens_details?.cached_tokens ?? 0)} in fact` : ""}`],
-    ["First token", `${seconds(explained.predicted_ttft_s)} expected${
+    ["First token", `${explained.predicted_ttft_s == null ? "not measured before" : `${seconds(explained.predicted_ttft_s)} expected`}${
       result?.first ? `, ${seconds((result.first - result.began) / 1000)} seen here` : ""}`],
   ];
   $("facts").replaceChildren(...facts.flatMap(([name, text]) => [element("dt", "", name), element("dd", "", text)]));

@@ -62,7 +62,7 @@ class RequestAccounting:
             attempt,
             choice.uncached_tokens + decision.predicted_tokens,
             decision.predicted_tokens,
-            choice.predicted_ttft_s,
+            choice.measured_ttft_s,
             decision.cost_s,
             replica.link,
         )

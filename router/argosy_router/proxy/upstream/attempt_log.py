@@ -41,7 +41,7 @@ class AttemptRecord:
         attempt: int,
         prompt_tokens: int,
         predicted_cached_tokens: int,
-        predicted_ttft_s: float,
+        predicted_ttft_s: float | None,
         cost_s: float,
         mode: str,
     ) -> None:
@@ -56,6 +56,7 @@ class AttemptRecord:
         """Estimated; once the answer has reported its usage, the true number."""
         self.predicted_cached_tokens = predicted_cached_tokens
         self.predicted_ttft_s = predicted_ttft_s
+        """None if the replica's speed was not measured yet."""
         self.cost_s = cost_s
         self.mode = mode
         """State of the replica's telemetry at the dispatch: `synced`, `stale` or `foreign`."""
