@@ -136,3 +136,38 @@ async def test_stop_strings_are_found_at_once(tokenizer: Tokenizer) -> None:
     assert aborted == ["a"]
     (output,) = await collector.take()
     assert (output.text.strip(), output.stop_reason) == ("one", "two")
+
+
+@pytest.mark.parametrize("include", [False, True])
+async def test_what_comes_after_a_stop_string_is_no_part_of_the_output(
+    tokenizer: Tokenizer, include: bool
+) -> None:
+    """However many tokens one message has."""
+    tokens = tokenizer.encode("one two three four five", add_special_tokens=False).ids
+    outputs = []
+    for sizes in ([1] * len(tokens), [2] * (len(tokens) // 2) + [len(tokens) % 2], [1, len(tokens) - 1]):
+        for reason in (None, FinishReason.LENGTH):
+            params: dict[str, Any] = {"stop": ("o th",), "include_stop_str_in_output": include, "logprobs": 0}
+            request = request_of(final_only=False, **params)
+            steps = steps_of(tokens, [size for size in sizes if size], reason)
+            output, _ = await run(OutputProcessor(tokenizer), request, steps)
+            outputs.append(output)
+    assert outputs[1:] == outputs[:-1]
+    assert outputs[0].text == ("one two th" if include else "one tw")
+    output = outputs[0]
+    assert [entry.token_ids[0] for entry in output.logprobs] == output.token_ids
+    assert output.num_output_tokens == len(output.token_ids) < len(tokens)
+    assert tokenizer.decode(output.token_ids).startswith("one two th")
+    assert not tokenizer.decode(output.token_ids[:-1]).startswith("one two th")
+
+
+async def test_a_run_that_is_continued_past_its_stop_string_ends_there(tokenizer: Tokenizer) -> None:
+    tokens = tokenizer.encode("one two three four", add_special_tokens=False).ids
+    processor = OutputProcessor(tokenizer)
+    collector = OutputCollector()
+    state = processor.add_request(request_of(final_only=True, stop=("two",)), 0, queue=collector)
+    assert not state.resume(tokens)
+    processor.process_outputs([EngineCoreOutput("a", [], FinishReason.STOP)])
+    (output,) = await collector.take()
+    assert output.stop_reason == "two"
+    assert tokenizer.decode(tokens[: output.num_output_tokens]).endswith("two")

@@ -351,7 +351,7 @@ def test_stop_strings_wherever_tokens_are_cut(
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     text = tokenizer.decode(ids)
 
-    def feed(sizes: list[int]) -> tuple[str, str | None]:
+    def feed(sizes: list[int]) -> tuple[str, str | None, int, int]:
         params = SamplingParams(stop=tuple(stops), include_stop_str_in_output=include, min_tokens=min_tokens)
         detokenizer = IncrementalDetokenizer(tokenizer, params, [])
         got, position = "", 0
@@ -361,10 +361,15 @@ def test_stop_strings_wherever_tokens_are_cut(
             got += detokenizer.update(piece, position >= len(ids))
             if detokenizer.stop_reason is not None or position >= len(ids):
                 break
-        return got, detokenizer.stop_reason
+        num_tokens = min(position, len(ids)) - detokenizer.num_past_stop
+        return got, detokenizer.stop_reason, num_tokens, detokenizer.num_unshown
 
-    got, reason = feed(groups)
-    assert (got, reason) == feed([1] * len(ids))
+    fed = got, reason, num_tokens, num_unshown = feed(groups)
+    assert fed == feed([1] * len(ids))
+    # The tokens that are shown have all of the text, and the last one of them has some of it.
+    shown = tokenizer.decode(ids[: num_tokens - num_unshown])
+    assert shown.startswith(got) or "\ufffd" in shown
+    assert num_unshown == 0 or tokenizer.decode(ids[: num_tokens - num_unshown + 1]).startswith(got)
     exempt = 0
     if min_tokens:
         plain = IncrementalDetokenizer(tokenizer, SamplingParams(), [])

@@ -92,6 +92,81 @@ def test_completion_logprobs_echo_and_offsets(client: openai.OpenAI) -> None:
     assert [offset for part in parts for offset in part.text_offset or []] == logprobs.text_offset
 
 
+@pytest.mark.parametrize("include", [False, True])
+def test_tokens_of_a_stop_string_are_reported_after_the_text(http: httpx.Client, include: bool) -> None:
+    """As in vLLM: the tokens up to the one that completes it, each with its log probabilities."""
+    chat = {"model": "tiny", "messages": MESSAGES, "chat_template_kwargs": {"enable_thinking": False}}
+    fields = {"temperature": 0, "max_tokens": 12, "return_token_ids": True}
+    free = http.post("/v1/chat/completions", json={**chat, **fields, "logprobs": True}).json()["choices"][0]
+    pieces = [entry["token"] for entry in free["logprobs"]["content"]]
+    stop = pieces[2][-1] + pieces[3] + pieces[4][:2]
+    text = "".join(pieces[:2]) + pieces[2][:-1]
+    expected = text + stop if include else text
+    fields |= {"stop": stop, "include_stop_str_in_output": include}
+
+    answer = http.post("/v1/chat/completions", json={**chat, **fields, "logprobs": True}).json()
+    choice = answer["choices"][0]
+    assert (choice["message"]["content"], choice["stop_reason"]) == (expected, stop)
+    assert choice["token_ids"] == free["token_ids"][:5]
+    assert [entry["token"] for entry in choice["logprobs"]["content"]] == pieces[:5]
+    assert answer["usage"]["completion_tokens"] == 5
+    chunks = events_of(
+        http,
+        "/v1/chat/completions",
+        {**chat, **fields, "logprobs": True, "stream": True, "stream_options": {"include_usage": True}},
+    )
+    parts = [each for chunk in chunks for each in chunk["choices"]]
+    assert "".join(part["delta"].get("content") or "" for part in parts) == expected
+    entries = [entry for part in parts for entry in (part.get("logprobs") or {"content": []})["content"]]
+    assert [entry["token"] for entry in entries] == pieces[:5]
+    assert [token for part in parts for token in part["token_ids"]] == choice["token_ids"]
+    assert chunks[-1]["usage"] == answer["usage"] | {
+        "prompt_tokens_details": chunks[-1]["usage"]["prompt_tokens_details"]
+    }
+
+    prompt = http.post("/tokenize", json=chat).json()["tokens"]
+    body = {"model": "tiny", "prompt": prompt, **fields, "logprobs": 0}
+    answer = http.post("/v1/completions", json=body).json()
+    choice = answer["choices"][0]
+    assert (choice["text"], choice["token_ids"]) == (expected, free["token_ids"][:5])
+    assert choice["logprobs"]["tokens"] == pieces[:5]
+    # A token that is no part of the text begins at its end or after it.
+    beyond = [offset >= len(expected) for offset in choice["logprobs"]["text_offset"]]
+    assert beyond == [False, False, False, *([False, False] if include else [True, True])]
+    assert answer["usage"]["completion_tokens"] == 5
+    parts = [each["choices"][0] for each in events_of(http, "/v1/completions", {**body, "stream": True})]
+    assert "".join(part["text"] for part in parts) == expected
+    assert [token for part in parts for token in part["token_ids"]] == choice["token_ids"]
+    offsets = [at for part in parts for at in (part["logprobs"] or {"text_offset": []})["text_offset"]]
+    assert offsets == choice["logprobs"]["text_offset"]
+
+    body = {
+        "model": "tiny",
+        "input": MESSAGES,
+        "temperature": 0,
+        "max_output_tokens": 12,
+        "stop": stop,
+        "include_stop_str_in_output": include,
+        "chat_template_kwargs": {"enable_thinking": False},
+        "include": ["message.output_text.logprobs"],
+    }
+    whole = http.post("/v1/responses", json=body).json()
+    last = events_of(http, "/v1/responses", {**body, "stream": True})
+    deltas = [event for event in last if event["type"] == "response.output_text.delta"]
+    streamed = [entry["token"] for event in deltas for entry in event["logprobs"]]
+    for response in (whole, last[-1]["response"]):
+        (part,) = response["output"][-1]["content"]
+        assert part["text"] == expected
+        assert [entry["token"] for entry in part["logprobs"]] == streamed == pieces[: 5 if include else 3]
+        assert response["usage"]["output_tokens"] == 5
+
+
+def events_of(http: httpx.Client, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    answer = http.post(path, json=body)
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
+    return [json.loads(line) for line in lines if line != "[DONE]"]
+
+
 def test_scoring_a_prompt_generates_nothing(http: httpx.Client) -> None:
     body = {"model": "tiny", "prompt": [PROMPT, "Hello there"], "max_tokens": 0, "echo": True, "logprobs": 1}
     answer = http.post("/v1/completions", json=body).json()

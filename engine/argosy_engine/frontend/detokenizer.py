@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import accumulate
 
 from tokenizers.decoders import DecodeStream
 
@@ -25,7 +26,11 @@ class IncrementalDetokenizer:
     """Decoder of one request's output.
 
     `stop_reason` is set to the stop string that ended the text. Text after it is dropped, and so is the stop string,
-    unless `include_stop_str_in_output` is set.
+    unless `include_stop_str_in_output` is set. `num_past_stop` is then the number of tokens of the last call after the
+    one that completed the stop string. They are not part of the output: one that came token by token has none.
+
+    `num_unshown` is the number of tokens, the last ones so far, without any text that `update` has returned: what they
+    say is held back, or ended the output.
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: Sequence[int]) -> None:
@@ -54,6 +59,12 @@ class IncrementalDetokenizer:
         self._num_exempt = params.min_tokens
         """Number of further tokens whose text is not searched for stop strings (`min_tokens`)."""
         self.stop_reason: str | None = None
+        self.num_past_stop = 0
+        self.num_unshown = 0
+        self._num_decoded = self._num_released = 0
+        """Characters, if there are stop strings."""
+        self._starts: deque[int] = deque()
+        """Where the text of each token begins of which nothing is released, if there are stop strings."""
 
     def update(self, token_ids: Sequence[int], is_last: bool, *, ends_at_stop_token: bool = False) -> str:
         """Decode tokens, and return the text that is certain by now. With `is_last` nothing is held back.
@@ -62,30 +73,50 @@ class IncrementalDetokenizer:
             ends_at_stop_token: the last token is the one that ended the output. As in vLLM, its text is shown only
                 with `include_stop_str_in_output`.
         """
+        shown = token_ids
         if ends_at_stop_token and not self._params.include_stop_str_in_output:
-            token_ids = token_ids[:-1]
-        if self._dropped:
-            token_ids = [token_id for token_id in token_ids if token_id not in self._dropped]
+            shown = token_ids[:-1]
+        self.num_unshown = len(token_ids) - len(shown)
         if is_last and self._stream is None and not self._params.stop and not self._joined:
             text = self._tokenizer.text_after(
                 self._prompt_token_ids[-_PRIMING_TOKENS:],
-                token_ids,
+                [token_id for token_id in shown if token_id not in self._dropped] if self._dropped else shown,
                 skip_special_tokens=self._skips_special_tokens,
             )
             if text is not None:
                 return text
-        pieces = [self._step(token_id) for token_id in token_ids]
+        pieces = ["" if token_id in self._dropped else self._step(token_id) for token_id in shown]
         if not self._params.stop:
             return "".join(pieces)
         num_exempt = min(self._num_exempt, len(pieces))
         self._num_exempt -= num_exempt
-        return self._match_stop("".join(pieces[:num_exempt]), "".join(pieces[num_exempt:]), is_last)
+        text, num_searched = self._match_stop("".join(pieces[:num_exempt]), pieces[num_exempt:], is_last)
+        if self.stop_reason is not None:
+            self.num_past_stop = len(token_ids) - num_exempt - num_searched
+            self.num_unshown = 0
+            del pieces[num_exempt + num_searched :]
+        self._count_unshown(pieces, len(text), is_last and self.stop_reason is None)
+        return text
 
-    def _match_stop(self, exempt: str, fresh: str, is_last: bool) -> str:
-        """Find the stop string that completes first, in `fresh`; `_tail` is released text that a match may still
-        need."""
+    def _count_unshown(self, pieces: Sequence[str], num_released: int, is_all: bool) -> None:
+        starts, position = self._starts, self._num_decoded
+        for piece in pieces:
+            starts.append(position)
+            position += len(piece)
+        self._num_decoded = position
+        self._num_released += num_released
+        if is_all:
+            starts.clear()
+        while starts and starts[0] < self._num_released:
+            starts.popleft()
+        self.num_unshown += len(starts)
+
+    def _match_stop(self, exempt: str, pieces: Sequence[str], is_last: bool) -> tuple[str, int]:
+        """Find the stop string that completes first, in `pieces`; return the text to release, and the number of pieces
+        up to the one that completes it, or of all. `_tail` is released text that a match may still need."""
         text = self._tail + self._pending + exempt
         searched = len(text)
+        fresh = "".join(pieces)
         text += fresh
         released = len(self._tail)
         match = None
@@ -98,13 +129,14 @@ class IncrementalDetokenizer:
             self.stop_reason = self._params.stop[order]
             cut = end if self._params.include_stop_str_in_output else end - len(self.stop_reason)
             self._pending = ""
-            return text[released : max(cut, released)]
+            ends = accumulate(map(len, pieces), initial=searched)
+            return text[released : max(cut, released)], next(n for n, at in enumerate(ends) if at >= end)
         keep = 0 if is_last else min(self._hold_back, len(text) - released)
         boundary = len(text) - keep
         self._pending = text[boundary:]
         longest = max(len(stop) for stop in self._params.stop)
         self._tail = text[max(0, boundary - longest + 1) : boundary]
-        return text[released:boundary]
+        return text[released:boundary], len(pieces)
 
     def _step(self, token_id: int) -> str:
         text = self._decoded(token_id)

@@ -174,6 +174,7 @@ class OutputProcessor:
             if finish_reason is None:
                 processed.reqs_to_abort.append(output.request_id)
             finish_reason, stop_reason = str(FinishReason.STOP), detokenizer.stop_reason
+            output = state.without_tokens_past_stop(output)
         if finish_reason is not None:
             self.finish(output.request_id, finish_reason)
         if state.queue is not None:

@@ -26,6 +26,8 @@ class GenerationOutput(msgspec.Struct):
     num_output_tokens: int = 0
     logprobs: list[TokenLogprobs] = []
     """One per token of `token_ids`, if the request asked for them."""
+    num_unshown: int = 0
+    """Number of tokens, the last ones so far, of whose text nothing has come: it is held back, or ended the output."""
     resumed_text: str = ""
     """Text of the run that this one continues, with a choice's first output. The reader has it already."""
     prompt_logprobs: list[TokenLogprobs] | None = None
@@ -49,6 +51,7 @@ class GenerationOutput(msgspec.Struct):
         self.num_prompt_tokens = later.num_prompt_tokens
         self.num_cached_tokens = later.num_cached_tokens
         self.num_output_tokens = later.num_output_tokens
+        self.num_unshown = later.num_unshown
         self.resumed_text += later.resumed_text
         if later.prompt_logprobs is not None:
             self.prompt_logprobs = later.prompt_logprobs

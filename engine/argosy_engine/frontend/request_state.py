@@ -107,10 +107,23 @@ class RequestState:
         logprobs = [entry for each in withheld for entry in each.logprobs or ()]
         return msgspec.structs.replace(output, new_token_ids=token_ids, logprobs=logprobs or None)
 
+    def without_tokens_past_stop(self, output: EngineCoreOutput) -> EngineCoreOutput:
+        """Return an output up to the token that completed a stop string, and count no others."""
+        num_past = self.detokenizer.num_past_stop
+        if not num_past or not output.new_token_ids:
+            return output
+        self.num_output -= num_past
+        num_kept = len(output.new_token_ids) - num_past
+        return msgspec.structs.replace(
+            output,
+            new_token_ids=output.new_token_ids[:num_kept],
+            logprobs=output.logprobs and output.logprobs[:num_kept],
+        )
+
     def resume(self, token_ids: Sequence[int]) -> bool:
         """Decode the output of the run that this one continues; return whether the core has more to compute."""
-        self.num_output = len(token_ids)
         self.resumed_text = self.detokenizer.update(token_ids, is_last=False)
+        self.num_output = len(token_ids) - self.detokenizer.num_past_stop
         return self.detokenizer.stop_reason is None and not self.is_finished
 
     def delta(
@@ -131,6 +144,7 @@ class RequestState:
             num_prompt_tokens=self.num_prompt,
             num_cached_tokens=self.timings.num_cached,
             num_output_tokens=self.num_output,
+            num_unshown=self.detokenizer.num_unshown,
             resumed_text=self.resumed_text if is_first else "",
             logprobs=output.logprobs or [],
             prompt_logprobs=output.prompt_logprobs,

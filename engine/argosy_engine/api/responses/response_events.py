@@ -119,6 +119,8 @@ class ResponseEvents:
         """Those of the open message's text."""
         self._waiting: list[TokenLogprob] = []
         """Those of tokens whose text has not come yet."""
+        self._num_unshown = 0
+        """How many of these, the last ones, the engine has shown no text of."""
         self._was_reasoning = chat_format.is_reasoning
 
     @property
@@ -144,6 +146,7 @@ class ResponseEvents:
         delta = Delta() if choice is None else choice.delta
         entries = choice.logprobs.content if choice is not None and choice.logprobs is not None else []
         self._wait_for_text(entries, delta)
+        self._num_unshown = output.num_unshown
         calls = delta.tool_calls
         if calls and calls[0].id is None:
             self._add_arguments(events, calls[0].function.arguments)
@@ -184,15 +187,21 @@ class ResponseEvents:
         if self._open != kind:
             self._begin(events, kind)
         logprobs = _NO_LOGPROBS
-        if kind == _MESSAGE and self._waiting:
-            self._logprobs += self._waiting
-            logprobs, self._waiting = _encode(self._waiting), []
+        if kind == _MESSAGE and (shown := self._shown()):
+            self._logprobs += shown
+            logprobs = _encode(shown)
         self._texts.append(text)
         head, number, self._number = self._head, self._number, self._number + 1
         if kind == _MESSAGE:
             events.append(b'%b%d,"logprobs":%b,"delta":%b}\n\n' % (head, number, logprobs, _encode(text)))
         else:
             events.append(b'%b%d,"delta":%b}\n\n' % (head, number, _encode(text)))
+
+    def _shown(self) -> list[TokenLogprob]:
+        """Take the log probabilities of the tokens whose text has come."""
+        num_shown = max(len(self._waiting) - self._num_unshown, 0)
+        shown, self._waiting = self._waiting[:num_shown], self._waiting[num_shown:]
+        return shown
 
     def _begin(self, events: list[bytes], kind: str) -> None:
         self._close(events, "completed")
@@ -278,6 +287,8 @@ class ResponseEvents:
         if self._raw is not None:
             shown = [self._raw.message(self._raw.output_ids)]
             self.response = _replace(self.response, output_messages=shown)
+        if self._open == _MESSAGE:
+            self._logprobs += self._shown()  # of tokens without a text, such as a part of a character
         self._close(events, "incomplete" if is_cut else "completed")
         self.response = _replace(
             self.response,
