@@ -96,7 +96,11 @@ WITHOUT_EFFECT = (
     VllmFlag("disable-cascade-attn", "there is no cascade attention", True),
     VllmFlag("max-seq-len-to-capture", _SAYS_CAPTURED),
     VllmFlag("max-parallel-loading-workers", "weights are read in the order of the checkpoint's files"),
-    VllmFlag("limit-mm-per-prompt", "images, videos and audio are refused"),
+    VllmFlag(
+        "limit-mm-per-prompt",
+        "images, videos and audio are not served; leave it out, or set every limit to 0",
+        pattern="[^1-9]*",
+    ),
     VllmFlag("reasoning-config", "the reasoning parser knows the marks around the reasoning"),
     VllmFlag("chat-template-content-format", "templates get the content of a message as text"),
     VllmFlag(

@@ -10,9 +10,11 @@ honours (`config`, `server_args`).
 from __future__ import annotations
 
 import argparse
+import json
+import re
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from argosy_protocol.program.flags import add_switch
 
@@ -31,10 +33,17 @@ class VllmFlag(NamedTuple):
     short: str = ""
     is_list: bool = False
     """Whether it takes several values."""
+    pattern: str = ""
+    """The values of a flag without effect that ask for nothing; any other is refused."""
 
     @property
     def dest(self) -> str:
         return f"vllm.{self.name}"
+
+    def asks_for_nothing(self, value: Any) -> bool:
+        """Whether a flag without effect is accepted with this value, a text or what a Python caller gives."""
+        text = value if isinstance(value, str) else json.dumps(value, default=str)
+        return not self.pattern or re.fullmatch(self.pattern, text) is not None
 
 
 LOCAL_SIZE = "data-parallel-size-local"
@@ -95,5 +104,8 @@ def check_vllm_flags(
         if value and value not in neutral:
             parser.error(f"--{flag.name} is not supported: {flag.reason}")
     for flag in without_effect:
-        if getattr(options, flag.dest) is not None:
+        value = getattr(options, flag.dest)
+        if value is not None and not flag.asks_for_nothing(value):
+            parser.error(f"--{flag.name} {value[:64]} is not supported: {flag.reason}")
+        if value is not None:
             print(f"{parser.prog}: --{flag.name} has no effect: {flag.reason}", file=sys.stderr)

@@ -32,7 +32,7 @@ def _flags() -> Iterator[dict[str, Any]]:
             if not field.flag.is_hidden:
                 yield _flag(field)
     for vllm in WITHOUT_EFFECT:
-        yield _vllm_flag(vllm)
+        yield _vllm_flag(vllm) | ({"pattern": vllm.pattern, "asked": vllm.reason} if vllm.pattern else {})
     for vllm in REFUSED:
         yield {**_vllm_flag(vllm), "refused": vllm.reason, "neutral": list(vllm.neutral)}
 

@@ -25,6 +25,7 @@ from argosy_resource.engine_flags import (
     NUMBER,
     OPERATOR_FLAGS,
     SIZE,
+    EngineFlag,
     field_problem,
     settable_flags,
 )
@@ -155,9 +156,12 @@ def _value_rules() -> Iterable[ArgumentRule]:
     """One for each kind of values. Patterns of several flags' names and values together would cost too much."""
     kinds: dict[str, list[str]] = {}
     choices: dict[tuple[str, ...], list[str]] = {}
+    asking: list[EngineFlag] = []
     for flag in settable_flags():
         if flag.choices:
             choices.setdefault(flag.choices, []).append(flag.name)
+        elif flag.pattern:
+            asking.append(flag)
         else:
             kinds.setdefault("size" if flag.is_size else flag.kind, []).append(flag.name)
     switches = kinds.pop("switch")
@@ -181,6 +185,14 @@ def _value_rules() -> Iterable[ArgumentRule]:
             allowed=f"^[^=]*={_any_of(values)}$",
             value_may_follow=True,
             message=f"{', '.join(f'--{name}' for name in names)} must be one of {', '.join(values)}",
+        )
+    for flag in asking:
+        yield ArgumentRule(
+            matching=(FORM, _names([flag.name])),
+            allowed=f"^[^=]*={flag.pattern}$",
+            value_may_follow=True,
+            message=f"--{flag.name} asks for what the engine does not do: {flag.asked}",
+            named=f"%s is not supported: {flag.asked}",
         )
 
 

@@ -93,6 +93,10 @@ class EngineFlag(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     is_size: bool = False
     """Whether a whole number may have one of the suffixes k, m, g, K, M, G."""
     is_repeatable: bool = False
+    pattern: str = ""
+    """Of the values of a text that the engine takes; any other asks for what it does not do..."""
+    asked: str = ""
+    """... with this reason."""
     refused: str = ""
     """Why the engine refuses it, if it does."""
     neutral: tuple[str, ...] = ()
@@ -195,7 +199,8 @@ def _value_problem(flag: EngineFlag, value: str) -> str:
     if flag.kind == "json":
         return "" if _is_json(value) else f"--{flag.name} is not JSON: {value[:64]!r}"
     if flag.kind == "text":
-        return ""
+        is_taken = not flag.pattern or re.fullmatch(flag.pattern, value) is not None
+        return "" if is_taken else f"--{flag.name}={value[:64]} is not supported: {flag.asked}"
     number = _number(flag, value)
     low, above, high, below = flag.ge, flag.gt, flag.le, flag.lt
     if (

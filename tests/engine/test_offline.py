@@ -243,7 +243,8 @@ def test_arguments_of_vllm_s_engine_are_those_of_its_command_line(caplog: pytest
         model="m",
         trust_remote_code=True,
         disable_log_stats=True,
-        limit_mm_per_prompt={"image": 1},
+        limit_mm_per_prompt={"image": 0},
+        language_model_only=True,
         cudagraph_capture_sizes=[1, 2],
         structured_outputs_config={"reasoning_parser": "qwen3"},
     )
@@ -252,10 +253,16 @@ def test_arguments_of_vllm_s_engine_are_those_of_its_command_line(caplog: pytest
     assert caplog.messages == [
         "trust_remote_code has no effect: a checkpoint's code is never run; the engine's own model is",
         "disable_log_stats has no effect: lines of statistics are a server's",
-        "limit_mm_per_prompt has no effect: images, videos and audio are refused",
+        "limit_mm_per_prompt has no effect: images, videos and audio are not served; leave it out, or set every limit "
+        "to 0",
+        "language_model_only has no effect: models read text only",
     ]
     for arguments, told in (
         ({"enable_lora": True}, "enable_lora is not supported: adapters are not served yet"),
+        (
+            {"limit_mm_per_prompt": {"image": 1}},
+            "limit_mm_per_prompt={'image': 1} is not supported: images, videos",
+        ),
         ({"tokenizer": "n"}, "tokenizer is not supported: the tokenizer is that of the model's directory"),
         ({"structured_outputs_config": {"disable_any_whitespace": True}}, "disable_any_whitespace is not"),
         ({"trust_remote": True}, "there is no argument trust_remote"),

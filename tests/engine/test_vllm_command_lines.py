@@ -420,6 +420,32 @@ def test_a_file_of_flags_takes_those_of_vllm(tmp_path: Path, capsys: pytest.Capt
     assert "--swap-space has no effect" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flags", [
+    ["--limit-mm-per-prompt", '{"image": 2}'], ["--limit-mm-per-prompt", "image=4,video=0"],
+    ["--limit-mm-per-prompt.video", "1"], ["--limit-mm-per-prompt", '{"video": {"count": 1}}'],
+])  # fmt: skip
+def test_media_that_are_asked_for_are_refused_by_name(
+    flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse_args(["builtin://tiny", *flags])
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert told.startswith("argosy serve: --limit-mm-per-prompt ")
+    assert "images, videos and audio are not served; leave it out, or set every limit to 0" in told
+
+
+@pytest.mark.parametrize("flags", [
+    ["--limit-mm-per-prompt", '{"image": 0, "video": 0}'], ["--limit-mm-per-prompt.image=0"], ["--language-model-only"],
+    ["--allowed-media-domains", "example.com"], ["--allowed-local-media-path", "/media"],
+])  # fmt: skip
+def test_flags_that_ask_for_no_media_are_accepted(
+    flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    parse_args(["builtin://tiny", *flags])
+    assert "has no effect" in capsys.readouterr().err
+
+
 def test_keys_behind_a_dot_are_json() -> None:
     line = (
         f"{LLAMA} --override-generation-config.temperature 0.5 --limit-mm-per-prompt.image 0 -cc.mode 3 "

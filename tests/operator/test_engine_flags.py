@@ -178,8 +178,25 @@ REFUSED = [
     *("--port=1", "--no-enable-lora", "--max-num-seqs=4", "--no-enable-prefix-caching", "--revision=a"),
     *("--chat-template", "--pooler-config=a", "--kv-cache-dtype=a", "--watermark=a", "--runner"),
     *("--frobnicate", "--frobnicate=5", "--no-max-logprobs=5", "--max-logprobs=x", "--enforce-eager=1"),
+    *("--limit-mm-per-prompt=image=2", "--limit-mm-per-prompt"),
     *("-tp=2", "max-logprobs=5", "--max-logprobs 5", "--port 9000", "--max-logprobs=5\n", "--", "-", "5"),
 ]
+
+
+@pytest.mark.parametrize(("value", "is_taken"), [
+    ("0", True), ('{"image": 0}', True), ('{"image": 0, "video": 0}', True), ("image=0,video=0", True), ("{}", True),
+    ('{"image": 1}', False), ("image=0,video=4", False), ('{"video": {"count": 1, "num_frames": 32}}', False),
+    ("10", False),
+])  # fmt: skip
+def test_limits_of_media_are_zero(value: str, is_taken: bool) -> None:
+    """A resource, `argosy up` and the engine's command line agree."""
+    argument = f"--limit-mm-per-prompt={value}"
+    told = "images, videos and audio are not served; leave it out, or set every limit to 0"
+    assert argument_problems([argument]) == ([] if is_taken else [f"{argument} is not supported: {told}"])
+    assert takes(argument) is is_taken
+    messages = refusals(argument, "--seed=1")
+    assert len(messages) == (0 if is_taken else 1)
+    assert all(json.dumps([argument]) in message and told in message for message in messages)
 
 
 def test_an_argument_is_refused_once() -> None:
