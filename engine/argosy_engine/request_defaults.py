@@ -5,6 +5,7 @@ Owns: the flags' values once files are read, and their bounds. Must not know: ho
 
 from __future__ import annotations
 
+from collections.abc import Container
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,23 +14,17 @@ from msgspec import Meta, Struct
 
 from argosy_engine.errors import ConfigError
 from argosy_engine.model_configs.model_config import read_json
+from argosy_protocol.program.flags import InvalidValue, convert
 
 MAX_TEMPLATE_BYTES = 1 << 20
 _LITERAL_SIGNS = frozenset("{}\n")
 """Characters of templates that no file name has; vLLM tells them apart in the same way."""
-_NAMES = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-)
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+_NAMES = ("temperature", "top_p", "top_k", "min_p", *_PENALTIES)
 
 
 class GenerationConfig(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Sampling parameters that `--override-generation-config` may set; names are transformers'."""
+    """Sampling parameters of `--override-generation-config` and generation_config.json; names are transformers'."""
 
     temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
@@ -103,10 +98,10 @@ def chat_template_source(argument: str) -> str:
 def sampling_defaults(model_path: Path, defaults: RequestDefaults) -> SamplingDefaults:
     """Return the sampling parameters of the generation config, and over them those of the flags.
 
-    A generation config that disables sampling means greedy decoding.
+    A generation config that disables sampling means greedy decoding, to which its penalties still apply.
 
     Raises:
-        ConfigError: the generation config cannot be read.
+        ConfigError: the generation config cannot be read, or has a value out of bounds that no flag replaces.
     """
     override = {
         name: value
@@ -114,10 +109,12 @@ def sampling_defaults(model_path: Path, defaults: RequestDefaults) -> SamplingDe
         if value is not None
     }
     is_of_model = defaults.generation_config == "auto"
-    config = {} if defaults.generation_config == "vllm" else _read(model_path, defaults.generation_config)
+    config = (
+        {}
+        if defaults.generation_config == "vllm"
+        else _read(model_path, defaults.generation_config, override)
+    )
     limit = override.get("max_new_tokens", None if is_of_model else config.get("max_new_tokens"))
-    if config.get("do_sample") is False:
-        config = {"temperature": 0.0, "max_new_tokens": config.get("max_new_tokens")}
     merged = {**config, **override}
     return SamplingDefaults(
         values={name: merged[name] for name in _NAMES if merged.get(name) is not None},
@@ -126,6 +123,31 @@ def sampling_defaults(model_path: Path, defaults: RequestDefaults) -> SamplingDe
     )
 
 
-def _read(model_path: Path, source: str) -> dict[str, Any]:
+def _read(model_path: Path, source: str, override: Container[str]) -> dict[str, Any]:
+    """Return the parameters of a generation config, except those in `override`."""
     file = (model_path if source == "auto" else Path(source)) / "generation_config.json"
-    return {} if source == "auto" and not file.is_file() else read_json(file)
+    given = {} if source == "auto" and not file.is_file() else read_json(file)
+    samples = _checked(file, "do_sample", given.get("do_sample"), _Sampling)
+    names = _PENALTIES if samples is False else _NAMES
+    config = {
+        name: _checked(file, name, given.get(name), GenerationConfig)
+        for name in (*names, "max_new_tokens")
+        if name not in override
+    }
+    return {"temperature": 0.0, **config} if samples is False else config
+
+
+class _Sampling(Struct):
+    do_sample: bool | None = None
+
+
+def _checked(file: Path, name: str, value: Any, kind: type[Struct]) -> Any:
+    """Return the value of a key as a flag would take it."""
+    try:
+        return getattr(convert({name: value}, kind), name)
+    except InvalidValue as error:
+        _, _, told = str(error).partition(": ")
+        raise ConfigError(
+            f"{file}: {name}: {told or error}; correct it, replace it by --override-generation-config, or leave the "
+            "file out by --generation-config vllm"
+        ) from None

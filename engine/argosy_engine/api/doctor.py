@@ -34,6 +34,7 @@ from argosy_engine.model_configs.quantization_config import (
 from argosy_engine.model_configs.sharding import check_tensor_parallel
 from argosy_engine.model_configs.stage import check_pipeline_parallel
 from argosy_engine.models.config_file import load_model_config
+from argosy_engine.request_defaults import sampling_defaults
 from argosy_engine.resolved_config import MemoryBudget
 from argosy_engine.sizing.device import DeviceMemory, choose_dtype, cpu_memory, gpu_memory
 from argosy_engine.sizing.kv_cache_sizing import (
@@ -116,6 +117,7 @@ def diagnose(args: EngineArgs, device: DeviceMemory | None = None) -> Diagnosis:
     """
     with model_headers(args) as path:
         config = load_model_config(path, args.model_use)
+        sampling_defaults(path, args.request_defaults)
         has_weights = args.load_format != "dummy"
         check_folder(path, has_tokenizer=not is_remote(args), has_weights=has_weights)
         elements = checkpoint_elements(path) if has_weights else dummy_elements(config)

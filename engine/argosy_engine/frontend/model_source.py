@@ -22,6 +22,7 @@ from argosy_engine.checkpoint.model_path import hold_stored_model, resolve_model
 from argosy_engine.config import EngineArgs
 from argosy_engine.errors import ConfigError, FetchFailed
 from argosy_engine.models.fetch_check import check_fetched_config
+from argosy_engine.request_defaults import sampling_defaults
 from argosy_fetcher.errors import FetchError, NoSpace, TransientError
 from argosy_fetcher.progress import Progress
 from argosy_fetcher.progress_display import ProgressDisplay, progress_display
@@ -53,13 +54,12 @@ def local_model(args: EngineArgs, display: ProgressDisplay | None = None) -> Ite
     """
     uri = _uri(args)
     if not uri.is_remote:
-        resolve_model(args.model)  # a wrong path is told before torch is imported
-        yield args
+        yield _checked(args)
         return
     with display or progress_display() as progress:
         model = _pull(uri, args, progress)
     try:
-        yield _localized(args, model)
+        yield _checked(_localized(args, model))
     finally:
         model.close()
 
@@ -71,15 +71,21 @@ async def local_model_async(
     """As `local_model`, while the event loop goes on. Cancelling it ends the fetch, which the next one continues."""
     uri = _uri(args)
     if not uri.is_remote:
-        resolve_model(args.model)  # a wrong path is told before torch is imported
-        yield args
+        yield _checked(args)
         return
     with display or progress_display() as progress:
         model = await _pull_in_daemon_thread(uri, args, progress)
     try:
-        yield _localized(args, model)
+        yield _checked(_localized(args, model))
     finally:
         model.close()
+
+
+def _checked(args: EngineArgs) -> EngineArgs:
+    """Return the arguments. A wrong path, and wrong sampling parameters beside the model, are told before torch is
+    imported."""
+    sampling_defaults(resolve_model(args.model), args.request_defaults)
+    return args
 
 
 @contextmanager
