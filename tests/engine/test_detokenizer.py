@@ -161,6 +161,57 @@ def test_stop_strings(
     assert got == (expected, reason)
 
 
+SPECIAL = "one<|im_end|>\ntwo<|im_start|>three"
+
+
+@pytest.mark.parametrize("groups", [[], [1] * 60, [2, 1, 3, 1, 5] * 12])
+@pytest.mark.parametrize(
+    ("stop", "include", "expected", "reason"),
+    [
+        (("<|im_end|>",), False, "one", "<|im_end|>"),
+        (("<|im_end|>",), True, "one<|im_end|>", "<|im_end|>"),
+        (("e<|im_end|>\ntw",), False, "on", "e<|im_end|>\ntw"),
+        (("e<|im_end|>\ntw",), True, "one<|im_end|>\ntw", "e<|im_end|>\ntw"),
+        (("never<|im_start|>", "three"), False, "one\ntwo", "three"),
+        (("<|im_end|>two", "|>\ntwo"), False, "one\ntwothree", None),
+        (("two<|im_start|>", "<|im_end|>"), False, "one", "<|im_end|>"),
+    ],
+)
+def test_stop_strings_with_special_tokens(
+    tokenizer: Tokenizer,
+    groups: list[int],
+    stop: tuple[str, ...],
+    include: bool,
+    expected: str,
+    reason: str | None,
+) -> None:
+    """They are found although the text does not show them."""
+    ids = tokenizer.encode(SPECIAL, add_special_tokens=False).ids
+    assert tokenizer.decode(ids) == "one\ntwothree"
+    got = detokenize(tokenizer, ids, groups, stop=stop, include_stop_str_in_output=include)
+    assert got == (expected, reason)
+
+
+@pytest.mark.parametrize("kept", ["<|im_start|>", "<|im_end|>"])
+@pytest.mark.parametrize("groups", [[], [1] * 60])
+def test_stop_strings_with_special_tokens_of_which_a_parser_reads_one(
+    tokenizer: Tokenizer, groups: list[int], kept: str
+) -> None:
+    ids = tokenizer.encode(SPECIAL, add_special_tokens=False).ids
+    fields = {"kept_special_token_ids": (tokenizer.control_tokens[kept],), "stop": ("<|im_start|>th",)}
+    shown = "one<|im_end|>\ntwo" if kept == "<|im_end|>" else "one\ntwo"
+    assert detokenize(tokenizer, ids, groups, **fields) == (shown, "<|im_start|>th")
+
+
+@pytest.mark.parametrize("groups", [[], [1] * 60])
+def test_text_that_spells_a_special_token_ends_the_output_as_well(
+    tokenizer: Tokenizer, groups: list[int]
+) -> None:
+    ids = tokenizer.encode("one<|im_", add_special_tokens=False).ids
+    ids += tokenizer.encode("end|>two", add_special_tokens=False).ids
+    assert detokenize(tokenizer, ids, groups, stop=("<|im_end|>",)) == ("one", "<|im_end|>")
+
+
 @pytest.mark.parametrize("stop", [(), ("never",)])
 @pytest.mark.parametrize("include", [False, True])
 def test_the_text_of_a_stop_token_is_shown_only_if_asked_for(

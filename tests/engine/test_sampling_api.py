@@ -161,6 +161,44 @@ def test_tokens_of_a_stop_string_are_reported_after_the_text(http: httpx.Client,
         assert response["usage"]["output_tokens"] == 5
 
 
+@pytest.mark.parametrize("stop", ["<|im_end|>", "{end}<|im_end|>"])
+def test_a_special_token_in_a_stop_string_is_found_though_the_text_does_not_show_it(
+    http: httpx.Client, stop: str
+) -> None:
+    chat = {"model": "tiny", "messages": MESSAGES, "chat_template_kwargs": {"enable_thinking": False}}
+    fields = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    free = http.post("/v1/chat/completions", json={**chat, "temperature": 0, "max_tokens": 64}).json()
+    choice = free["choices"][0]
+    assert choice["finish_reason"] == "stop"
+    said, count = choice["message"]["content"], free["usage"]["completion_tokens"]
+    stop = stop.format(end=said[-2:])
+    expected = said if stop == "<|im_end|>" else said[:-2]
+    fields |= {"stop": [stop]}
+    prompt = http.post("/tokenize", json=chat).json()["tokens"]
+    for path, body in (
+        ("/v1/chat/completions", {**chat, **fields, "max_tokens": count + 8}),
+        ("/v1/completions", {"model": "tiny", "prompt": prompt, **fields, "max_tokens": count + 8}),
+    ):
+        answer = http.post(path, json=body).json()
+        (choice,) = answer["choices"]
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop), path
+        assert (choice.get("text") or choice["message"]["content"]) == expected
+        assert len(choice["token_ids"]) == answer["usage"]["completion_tokens"] == count
+        parts = [each["choices"][0] for each in events_of(http, path, {**body, "stream": True})]
+        texts = [part["text"] if "text" in part else part["delta"].get("content") or "" for part in parts]
+        assert ("".join(texts), parts[-1]["stop_reason"]) == (expected, stop)
+        shown = http.post(path, json={**body, "include_stop_str_in_output": True}).json()["choices"][0]
+        assert (shown.get("text") or shown["message"]["content"]) == said + "<|im_end|>"
+    body = {"model": "tiny", "input": MESSAGES, "temperature": 0, "ignore_eos": True, "stop": [stop]}
+    body |= {"max_output_tokens": count + 8, "chat_template_kwargs": {"enable_thinking": False}}
+    for response in (
+        http.post("/v1/responses", json=body).json(),
+        events_of(http, "/v1/responses", {**body, "stream": True})[-1]["response"],
+    ):
+        assert response["status"] == "completed"
+        assert response["output"][-1]["content"][0]["text"] == expected
+
+
 def events_of(http: httpx.Client, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
     answer = http.post(path, json=body)
     lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]

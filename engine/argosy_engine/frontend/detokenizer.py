@@ -7,7 +7,7 @@ calls.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 from tokenizers.decoders import DecodeStream
@@ -20,13 +20,16 @@ _PRIMING_TOKENS = 6
 _MAX_PRIMING_TOKENS = 24
 """Maximum number, used if fewer begin inside a character: with byte fallback that spoils all bytes up to the next
 complete token."""
+_MARKS = range(0xDC00, 0xE000)
+"""Characters that stand for hidden special tokens while stop strings are looked for; no text has them."""
 
 
 class IncrementalDetokenizer:
     """Decoder of one request's output.
 
     `stop_reason` is set to the stop string that ended the text. Text after it is dropped, and so is the stop string,
-    unless `include_stop_str_in_output` is set. `num_past_stop` is then the number of tokens of the last call after the
+    unless `include_stop_str_in_output` is set. A special token is found where a stop string contains its text, also if
+    the text does not show special tokens. `num_past_stop` is then the number of tokens of the last call after the
     one that completed the stop string. They are not part of the output: one that came token by token has none.
 
     `num_unshown` is the number of tokens, the last ones so far, without any text that `update` has returned: what they
@@ -41,10 +44,15 @@ class IncrementalDetokenizer:
         """Made when a token comes whose text only decoding can tell; from then on it decodes every token."""
         self._shown: deque[int] | None = None
         """The last tokens before it, the prompt's included; None until the first token."""
+        self._dropped: frozenset[int] = frozenset()
+        if params.skip_special_tokens and params.kept_special_token_ids:
+            self._dropped = tokenizer.special_ids.difference(params.kept_special_token_ids)
+        self._marks = _marks(tokenizer, params)
+        self._stops = _marked_stops(tokenizer, params.stop, self._marks)
         # Characters that could still become the beginning of a stop string are held back.
         self._hold_back = (
             0
-            if params.include_stop_str_in_output
+            if params.include_stop_str_in_output and not self._marks
             else max((len(stop) for stop in params.stop), default=1) - 1
         )
         keeps_spaces = params.skip_special_tokens or params.spaces_between_special_tokens
@@ -53,12 +61,11 @@ class IncrementalDetokenizer:
         self._is_after_joined = False
         self._pending = ""
         self._tail = ""
-        self._dropped: frozenset[int] = frozenset()
-        if params.skip_special_tokens and params.kept_special_token_ids:
-            self._dropped = tokenizer.special_ids.difference(params.kept_special_token_ids)
         self._num_exempt = params.min_tokens
         """Number of further tokens whose text is not searched for stop strings (`min_tokens`)."""
         self.stop_reason: str | None = None
+        self._matched = ""
+        """The stop string as it was found, with marks."""
         self.num_past_stop = 0
         self.num_unshown = 0
         self._num_decoded = self._num_released = 0
@@ -86,6 +93,9 @@ class IncrementalDetokenizer:
             if text is not None:
                 return text
         pieces = ["" if token_id in self._dropped else self._step(token_id) for token_id in shown]
+        if self._marks:
+            marks = (self._marks.get(token_id, "") for token_id in shown)
+            pieces = [piece + mark for piece, mark in zip(pieces, marks, strict=True)]
         if not self._params.stop:
             return "".join(pieces)
         num_exempt = min(self._num_exempt, len(pieces))
@@ -96,7 +106,16 @@ class IncrementalDetokenizer:
             self.num_unshown = 0
             del pieces[num_exempt + num_searched :]
         self._count_unshown(pieces, len(text), is_last and self.stop_reason is None)
-        return text
+        return self._unmarked(text)
+
+    def _unmarked(self, text: str) -> str:
+        """Return text without marks, except in the stop string that it ends with."""
+        if not self._marks:
+            return text
+        shown_stop = ""
+        if self.stop_reason is not None and self._params.include_stop_str_in_output:
+            text, shown_stop = text.removesuffix(self._matched), self.stop_reason
+        return text.translate(dict.fromkeys(map(ord, self._marks.values()))) + shown_stop
 
     def _count_unshown(self, pieces: Sequence[str], num_released: int, is_all: bool) -> None:
         starts, position = self._starts, self._num_decoded
@@ -120,14 +139,14 @@ class IncrementalDetokenizer:
         text += fresh
         released = len(self._tail)
         match = None
-        for order, stop in enumerate(self._params.stop if fresh else ()):
+        for order, (stop, _) in enumerate(self._stops if fresh else ()):
             start = text.find(stop, max(searched - len(stop) + 1, 0))
             if start >= 0:
                 match = min(match or (start + len(stop), order), (start + len(stop), order))
         if match is not None:
             end, order = match
-            self.stop_reason = self._params.stop[order]
-            cut = end if self._params.include_stop_str_in_output else end - len(self.stop_reason)
+            self._matched, self.stop_reason = self._stops[order]
+            cut = end if self._params.include_stop_str_in_output else end - len(self._matched)
             self._pending = ""
             ends = accumulate(map(len, pieces), initial=searched)
             return text[released : max(cut, released)], next(n for n, at in enumerate(ends) if at >= end)
@@ -182,6 +201,35 @@ class IncrementalDetokenizer:
     @property
     def _skips_special_tokens(self) -> bool:
         return self._params.skip_special_tokens and not self._params.kept_special_token_ids
+
+
+def _marks(tokenizer: Tokenizer, params: SamplingParams) -> dict[int, str]:
+    """Return a character for each special token that a stop string contains and the text does not show."""
+    if not params.stop or not params.skip_special_tokens:
+        return {}
+    hidden = (
+        token_id
+        for token_id, text in tokenizer.special_texts.items()
+        if any(text in stop for stop in params.stop) and token_id not in params.kept_special_token_ids
+    )
+    return {token_id: chr(mark) for token_id, mark in zip(hidden, _MARKS, strict=False)}
+
+
+def _marked_stops(
+    tokenizer: Tokenizer, stops: Sequence[str], marks: Mapping[int, str]
+) -> list[tuple[str, str]]:
+    """Return what to look for, and the stop string that each stands for: the text of special tokens may be theirs, or
+    ordinary text."""
+    texts = [(tokenizer.special_texts[token_id], mark) for token_id, mark in marks.items()]
+    texts.sort(key=lambda item: len(item[0]), reverse=True)
+    found = [(stop, stop) for stop in stops]
+    for stop in stops:
+        marked = stop
+        for text, mark in texts:
+            marked = marked.replace(text, mark)
+        if marked != stop:
+            found.append((marked, stop))
+    return found
 
 
 def _context(tokenizer: Tokenizer, token_ids: Sequence[int]) -> Sequence[int]:

@@ -117,6 +117,11 @@ class Tokenizer:
         return frozenset(self._added.values())
 
     @cached_property
+    def special_texts(self) -> dict[int, str]:
+        """Texts of the special tokens that have one, by id."""
+        return {id_: text for id_, text in sorted(self._added.items()) if id_ in self.special_ids and text}
+
+    @cached_property
     def max_token_chars(self) -> int:
         """Maximum number of characters of a token."""
         return max(len(token) for token in self.backend.get_vocab(with_added_tokens=True))
