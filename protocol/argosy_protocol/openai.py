@@ -78,6 +78,10 @@ class ChatMessage(Struct, kw_only=True, omit_defaults=True):
     name: Annotated[str, Meta(max_length=256)] | None = None
     tool_calls: Annotated[list[dict[str, Any]], Meta(max_length=256)] | None = None
     tool_call_id: Annotated[str, Meta(max_length=256)] | None = None
+    function_call: dict[str, Any] | None = None
+    """The call of an assistant of OpenAI's older models, in a history."""
+    refusal: str | None = None
+    """What an assistant has said instead of `content`."""
     reasoning: str | None = None
     reasoning_content: str | None = None
 

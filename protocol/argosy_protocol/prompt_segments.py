@@ -94,8 +94,12 @@ def _chat_segments(request: ChatCompletionRequest) -> list[Segment]:
         elif content is not None:
             for part in content:
                 add(_part_segment(part))
+        if not content and message.refusal:
+            add((SegmentKind.TEXT, message.refusal.encode("utf-8", "surrogatepass")))
         if message.tool_calls:
             add((SegmentKind.TOOL_CALLS, _encoder.encode(message.tool_calls)))
+        elif message.function_call:
+            add((SegmentKind.TOOL_CALLS, _encoder.encode(message.function_call)))
         if message.tool_call_id is not None:
             add((SegmentKind.TOOL_CALL_ID, message.tool_call_id.encode("utf-8", "surrogatepass")))
     return segments

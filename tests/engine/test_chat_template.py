@@ -42,6 +42,15 @@ REPLAYED: list[tuple[str, list[dict[str, Any]], list[dict[str, Any]]]] = [
         [HI, {"role": "assistant", "content": "No."}, HI],
     ),
     (
+        "an answer of OpenAI's SDK that is a refusal",
+        [
+            HI,
+            {"role": "assistant", "content": None, "refusal": "No.", "function_call": None, "audio": None},
+            HI,
+        ],
+        [HI, {"role": "assistant", "content": "No."}, HI],
+    ),
+    (
         "an image that was answered",
         [{"role": "user", "content": [IMAGE_PART]}, {"role": "assistant", "content": "A cat."}, HI],
         [
@@ -225,12 +234,23 @@ def test_the_tag_for_trainers_has_no_effect() -> None:
     assert template.render(chat(messages=messages)) == "ab.False"
 
 
+TOOL = [{"type": "function", "function": {"name": "f"}}]
+
+
 @pytest.mark.parametrize(
     ("templates", "plain", "with_tools"),
     [
-        ({"default": "{{ messages[0].content }}\n", "tool_use": "{{ tools[0].type }}:\n"}, "Hi", "function:"),
-        ({"default": "{{ messages[0].content }}", "rag": "{{ documents }}"}, "Hi", "Hi"),
-        ({"tool_use": "{{ messages[0].content }}!"}, "Hi!", "Hi!"),
+        (
+            {"default": "{{ messages[0].content }}\n", "tool_use": "{{ tools[0].function.name }}:\n"},
+            "Hi",
+            "f:",
+        ),
+        (
+            {"default": "{{ messages[0].content }}{{ tools }}", "rag": "{{ documents }}"},
+            "HiNone",
+            f"Hi{TOOL}",
+        ),
+        ({"tool_use": "{{ messages[0].content }}{{ tools }}!"}, "HiNone!", f"Hi{TOOL}!"),
     ],
 )
 def test_a_model_may_have_a_template_for_tools(
@@ -242,8 +262,27 @@ def test_a_model_may_have_a_template_for_tools(
     assert template is not None
     messages = [{"role": "user", "content": "Hi"}]
     assert template.render(chat(messages=messages)) == plain
-    tools = [{"type": "function", "function": {"name": "f"}}]
-    assert template.render(chat(messages=messages, tools=tools)) == with_tools
+    assert template.render(chat(messages=messages, tools=TOOL)) == with_tools
+
+
+@pytest.mark.parametrize(("arguments", "written"), [
+    ("", '{"b": "é", "a": [1, {"d": 2, "c": null}]}'),
+    ("separators=(',', ':')", '{"b":"é","a":[1,{"d":2,"c":null}]}'),
+    ("sort_keys=True", '{"a": [1, {"c": null, "d": 2}], "b": "é"}'),
+    ("True, None, [', ', ':'], True", '{"a":[1, {"c":null, "d":2}], "b":"\\u00e9"}'),
+])  # fmt: skip
+@pytest.mark.parametrize("is_of_request", [False, True])
+def test_json_in_templates_is_written_as_transformers_does(
+    arguments: str, written: str, is_of_request: bool
+) -> None:
+    source = "{{ {'b': 'é', 'a': [1, {'d': 2, 'c': none}]} | tojson(" + arguments + ") }}"
+    template = ChatTemplate(source, {}, is_of_request=is_of_request)
+    assert template.render(chat(messages=[HI])) == written
+
+
+def test_an_option_of_json_that_there_is_not_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="unexpected keyword argument 'seperators'"):
+        ChatTemplate("{{ [1, 2] | tojson(seperators=(',', ':')) }}", {}).render(chat(messages=[HI]))
 
 
 def _failure(value: Undefined) -> tuple[type[Exception], str]:

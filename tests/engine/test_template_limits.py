@@ -106,6 +106,8 @@ def doubling(start: str, expression: str) -> str:
         "{{ [1] | batch(1000000000, 0) | list }}",
         "{{ 1.5 | round(1000000000, 'ceil') }}",
         "{{ {'a': 1} | tojson(indent=1000000000) }}",
+        "{{ range(9999) | list | tojson(separators=('x' * 9999, ':')) }}",
+        "{{ range(9999) | list | tojson(False, none, ('x' * 9999, ':')) }}",
         "{{ 'a'.translate({97: 'b'}) }}",
         "{{ (5).to_bytes(1000000000, 'big') }}",
         "{{ [[1], [2]] | sum(start=[]) }}",

@@ -12,7 +12,7 @@ USER = {"role": "user", "content": "Hi"}
 ANY_ROLE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 TOOL_RESULT = {"role": "tool", "content": "42", "tool_call_id": "c"}
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
-IF_TOOLS = """{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}
+IF_TOOLS = """{{ tools }}{{ documents }}{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}
 {% elif m.role == 'tool' and tools %}({{ m.content }}){% endif %}{% endfor %}"""
 IF_DOCUMENTS = IF_TOOLS.replace("and tools", "and documents")
 IF_ASKED = IF_TOOLS.replace("and tools", "and shows_results is defined and shows_results")
@@ -27,12 +27,83 @@ def test_developer_becomes_system_where_a_template_does_not_know_it(template: Ch
         assert "<|im_start|>system\nAnswer in verse<|im_end|>" in text
 
 
+def test_function_becomes_tool_where_a_template_does_not_know_it(template: ChatTemplate) -> None:
+    """Both ends of a call by OpenAI's older fields."""
+    call = {"name": "area", "arguments": '{"side": 3}'}
+    old = [
+        USER,
+        {"role": "assistant", "content": None, "function_call": call},
+        {"role": "function", "name": "area", "content": "9"},
+    ]
+    new = [
+        USER,
+        {"role": "assistant", "tool_calls": [{"id": "c", "type": "function", "function": call}]},
+        {"role": "tool", "content": "9", "tool_call_id": "c"},
+    ]
+    text = template.render(chat(messages=old))
+    assert text == template.render(chat(messages=new))
+    assert '{"name": "area", "arguments": {"side": 3}}' in text
+    source = (
+        "{% for m in messages %}{% for c in m.tool_calls %}{{ c.id }}{% endfor %}{% if m.role == 'tool' %}"
+        + ("={{ m.tool_call_id }}:{{ m.name }}:{{ m.content }}{% endif %}{% endfor %}")
+    )
+    assert ChatTemplate(source, {}).render(chat(messages=old)) == "function0=function0:area:9"
+    assert "<function>9" in ChatTemplate(ANY_ROLE, {}).render(chat(messages=old))
+    with pytest.raises(InvalidRequest, match="does not render the role 'function'"):
+        ChatTemplate(IF_TOOLS, {}).render(chat(messages=old))
+
+
+def test_a_function_call_without_a_name_is_refused_by_name(template: ChatTemplate) -> None:
+    with pytest.raises(InvalidRequest, match="function_call needs a name") as caught:
+        template.render(chat(messages=[USER, {"role": "assistant", "function_call": {"arguments": "{}"}}]))
+    assert caught.value.param == "messages[1].function_call"
+
+
+PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
+OF_TOOLS = {"tools": TOOLS}
+OF_DOCUMENTS = {"documents": [{"title": "t", "text": "x"}]}
+
+
+@pytest.mark.parametrize(("source", "fields", "param"), [
+    (PLAIN, OF_TOOLS, "tools"),
+    (PLAIN, {**OF_TOOLS, "tool_choice": "required"}, "tools"),
+    (PLAIN, OF_DOCUMENTS, "documents"),
+    ("{{ tools }}" + PLAIN, {**OF_TOOLS, **OF_DOCUMENTS}, "documents"),
+    ("{% if tools %}You have {{ tools | length }} tools.{% endif %}" + PLAIN, OF_TOOLS, "tools"),
+    ("{% if shows is defined and shows %}{{ tools }}{% endif %}" + PLAIN, OF_TOOLS, "tools"),
+])  # fmt: skip
+@pytest.mark.parametrize("is_of_request", [False, True])
+def test_tools_and_documents_that_would_vanish_are_refused(
+    source: str, fields: dict[str, object], param: str, is_of_request: bool
+) -> None:
+    template = ChatTemplate(source, {}, is_of_request=is_of_request)
+    for _ in range(2):
+        with pytest.raises(
+            InvalidRequest, match=f"{param}: this model's chat template does not render"
+        ) as caught:
+            template.render(chat(messages=[USER], **fields))
+        assert caught.value.param == param
+    assert template.render(chat(messages=[USER])).endswith("Hi")
+
+
+@pytest.mark.parametrize(("source", "fields"), [
+    (PLAIN, {**OF_TOOLS, "tool_choice": "none"}),
+    ("{% for t in tools %}{{ t.function.description | upper }}{% endfor %}" + PLAIN, OF_TOOLS),
+    ("{% if shows %}{{ tools }}{% endif %}" + PLAIN, {**OF_TOOLS, "chat_template_kwargs": {"shows": True}}),
+    ("{% if messages[0].role == 'system' %}{{ tools }}{% endif %}" + PLAIN, OF_TOOLS),
+    ("{% if messages[-1].content == 'Hi' %}{{ tools }}{% else %}{{ raise_exception('no') }}{% endif %}", OF_TOOLS),
+])  # fmt: skip
+def test_tools_that_a_template_may_render_pass(source: str, fields: dict[str, object]) -> None:
+    """Also those of a template that fails on the probes."""
+    ChatTemplate(source, {}).render(chat(messages=[USER], **fields))
+
+
 def test_developer_stays_where_a_template_knows_it() -> None:
     rendered = ChatTemplate(ANY_ROLE, {}).render(chat(messages=[{"role": "developer", "content": "x"}, USER]))
     assert rendered == "<developer>x<user>Hi"
 
 
-@pytest.mark.parametrize("role", ["wizard", "function"])
+@pytest.mark.parametrize("role", ["wizard", "critic"])
 @pytest.mark.parametrize("is_first", [True, False])
 def test_a_role_that_would_vanish_is_refused(template: ChatTemplate, role: str, is_first: bool) -> None:
     message = {"role": role, "content": "x", "name": "f"}

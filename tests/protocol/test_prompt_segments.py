@@ -51,3 +51,11 @@ def test_the_view_is_in_prompt_order() -> None:
 def test_a_batch_has_one_chain_per_prompt() -> None:
     request = decode_request("completions", b'{"prompt": ["a", "b"]}')
     assert [segments[0][1] for segments in prompt_segments(request)] == [b"a", b"b"]
+
+
+def test_calls_and_refusals_of_older_models_are_part_of_the_prompt() -> None:
+    call = {"name": "f", "arguments": "{}"}
+    (role, segment) = view(messages=[{"role": "assistant", "content": None, "function_call": call}])
+    assert (role[0], segment[0], json.loads(segment[1])) == (SegmentKind.ROLE, SegmentKind.TOOL_CALLS, call)
+    refused = view(messages=[{"role": "assistant", "content": None, "refusal": "No."}])
+    assert refused == view(messages=[{"role": "assistant", "content": "No."}])

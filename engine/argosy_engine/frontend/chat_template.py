@@ -29,7 +29,7 @@ from argosy_engine.frontend.bounded_template import (
 from argosy_engine.frontend.generation_tag import GenerationTag
 from argosy_engine.frontend.guarded_template import GuardedEnvironment
 from argosy_engine.frontend.render_pool import Abandoned
-from argosy_engine.frontend.template_roles import TemplateRoles
+from argosy_engine.frontend.template_roles import FUNCTION_CALL_ID, TemplateRoles
 from argosy_engine.model_configs.model_config import read_json
 from argosy_engine.parsers.parser_registry import has_reasoning
 from argosy_engine.request_defaults import RequestDefaults
@@ -169,8 +169,8 @@ class ChatTemplate:
         With `continue_final_message` it ends with the last message's content, as in transformers.
 
         Raises:
-            InvalidRequest: the template rejects or drops a message, rejects tools or template arguments, or does not
-                render a final message that is to be continued.
+            InvalidRequest: the template rejects or drops a message, tools or documents, rejects template arguments, or
+                does not render a final message that is to be continued.
         """
         is_continued = request.continue_final_message
         if is_continued and request.add_generation_prompt:
@@ -181,6 +181,7 @@ class ChatTemplate:
             )
         arguments = self._arguments(request)
         tools = request.tools if request.tools and request.tool_choice != "none" else None
+        self._roles.check(bool(tools), bool(request.documents), arguments)
         values = {
             **arguments,
             "messages": self._roles.known(
@@ -312,12 +313,15 @@ def _plain_message(message: ChatMessage, where: str, is_replay: bool) -> dict[st
         plain["tool_calls"] = [
             _plain_tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls)
         ]
+    elif message.function_call:
+        call = {"id": FUNCTION_CALL_ID, "type": "function", "function": message.function_call}
+        plain["tool_calls"] = [_plain_tool_call(call, f"{where}.function_call", "function_call needs a name")]
     return plain
 
 
 def _text_content(message: ChatMessage, where: str, is_replay: bool) -> str:
-    if message.content is None:
-        return ""
+    if not message.content:
+        return message.refusal or ""
     if isinstance(message.content, str):
         return message.content
     texts = []
@@ -338,14 +342,17 @@ def _text_content(message: ChatMessage, where: str, is_replay: bool) -> str:
     return "\n".join(texts)
 
 
-def _plain_tool_call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _plain_tool_call(
+    call: Mapping[str, Any], where: str, needed: str = "a tool call needs function.name"
+) -> dict[str, Any]:
     function, custom = call.get("function"), call.get("custom")
     if function is None and isinstance(custom, dict):  # of a tool whose input is a text
         function = {"name": custom.get("name"), "arguments": {CUSTOM_ARGUMENT: custom.get("input")}}
         call = {name: value for name, value in call.items() if name != "custom"} | {"type": "function"}
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise InvalidRequest("a tool call needs function.name", param=where)
-    arguments = function.get("arguments", {})
+        raise InvalidRequest(needed, param=where)
+    arguments = function.get("arguments")
+    arguments = {} if arguments is None else arguments
     if isinstance(arguments, str):
         with contextlib.suppress(ApiError):
             value = parse_text(arguments or "{}", f"{where}.function.arguments")
@@ -353,11 +360,19 @@ def _plain_tool_call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **_: Any) -> str:
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     """Format a value as JSON as Hugging Face does: without HTML escaping."""
     if isinstance(value, _TextArguments):
         return str(value)
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _raise_exception(message: str) -> NoReturn:

@@ -30,6 +30,8 @@ from argosy_engine.frontend.bounded_template import (
 _MAX_INT_BITS = 1 << 12
 _MAX_WIDTH = 1 << 12
 """Largest width that a text is padded to, and largest number of digits."""
+_MAX_SEPARATOR = 16
+"""Characters of a separator of JSON."""
 _FORMAT_DANGERS = re.compile(r"\d{5}|%[^%a-zA-Z]*\*|:[^{}]*\{")
 """Widths in a format that are long, or are taken from its values."""
 _SIZED_FILTERS = frozenset(("batch", "center", "indent", "round", "slice", "tojson"))
@@ -228,6 +230,12 @@ def _check_replacement(text: Any, old: Any, new: Any) -> None:
         _check(len(text) + len(new) * (text.count(old) if type(old) is type(text) else 0))
 
 
+def _check_separators(separators: Any) -> None:
+    """Check the texts that JSON has between values, as often as it has values."""
+    if separators is not None and any(len(separator) > _MAX_SEPARATOR for separator in separators):
+        raise LimitExceeded("writes JSON with long separators")
+
+
 def _checked_parts(parts: Any, num_between: int) -> list[Any]:
     """Return the values to be joined.
 
@@ -252,6 +260,8 @@ def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         before, (value, *others) = args[:num_before], args[num_before:]
         if name in _SIZED_FILTERS:
             _check_width(_length(name, value), (*others, *kwargs.values()))
+        if name == "tojson":
+            _check_separators(kwargs.get("separators", others[2] if len(others) > 2 else None))
         if name == "join" and not kwargs and len(others) < 2:
             value = _checked_parts(value, len(str(_measured(others[0]))) if others else 0)
         elif name in _WRITING_FILTERS:

@@ -1,8 +1,9 @@
-"""TemplateRoles: which roles a chat template renders, found by rendering probes.
+"""TemplateRoles: which roles a chat template renders, and whether tools and documents, found by rendering probes.
 
 Many templates skip a message whose role they do not know, and the model answers without having read it. Such a role is
 refused; `developer`, by which OpenAI's newer models call what others call `system`, becomes `system` where a template
-does not know it.
+does not know it, and `function`, the older name of what a tool returns, becomes `tool`. Tools and documents that a
+template leaves out are refused as well.
 
 Invariant: a role counts as dropped only if the template rendered probes of it, and what it made of them did not depend
 on their text. A template that fails on a probe may fail on the request, too, and says why.
@@ -20,15 +21,31 @@ from argosy_engine.errors import InvalidRequest
 
 Message = dict[str, Any]
 
+FUNCTION_CALL_ID = "function0"
+"""Id of a call by OpenAI's older `function_call`, which has none. Mistral's templates want nine letters and digits."""
 _MARKS = ("argosyprobe", "Text of Another")
 """Two texts of a probe: they differ in every part, since templates may trim, cut or change what they render."""
+
+
+def _tools(name: str, text: str) -> Sequence[Mapping[str, Any]]:
+    parameters = {"type": "object", "properties": {name: {"type": "string", "description": text}}}
+    return ({"type": "function", "function": {"name": name, "description": text, "parameters": parameters}},)
+
+
+def _documents(name: str, text: str) -> Sequence[Mapping[str, Any]]:
+    return ({"title": name, "text": text},)
+
+
 _TOOLS: Sequence[Mapping[str, Any]] = (
     {
         "type": "function",
         "function": {"name": "f", "description": "c", "parameters": {"type": "object", "properties": {}}},
     },
 )
-_DOCUMENTS: Sequence[Mapping[str, Any]] = ({"title": "d", "text": "e"},)
+_DOCUMENTS = _documents("d", "e")
+_NAMES = (("f", "c"), ("argosy_probe", "Text of Another"))
+"""Name and text of what two probes of tools or documents have."""
+_SYSTEM: Message = {"role": "system", "content": "s"}
 _USER: Message = {"role": "user", "content": "a"}
 _ANSWER: Message = {"role": "assistant", "content": "b"}
 _CALL: Message = {
@@ -81,6 +98,26 @@ class TemplateRoles:
     def __init__(self, render: Render) -> None:
         self._render = render
         self._is_dropped = lru_cache(_KNOWN_ROLES)(self._probe)
+        self._is_left_out = lru_cache(_KNOWN_ROLES)(self._probe_given)
+
+    def check(self, has_tools: bool, has_documents: bool, arguments: Mapping[str, Any]) -> None:
+        """
+        Raises:
+            InvalidRequest: the template would leave out the tools or the documents.
+        """
+        given = _given(has_tools, has_documents, arguments)
+        for name, is_given, remedy in (
+            (
+                "tools",
+                has_tools,
+                "leave them out, or give the engine a template that does, by --chat-template",
+            ),
+            ("documents", has_documents, "put them into a message"),
+        ):
+            if is_given and self._is_left_out(name, given):
+                raise InvalidRequest(
+                    f"{name}: this model's chat template does not render {name}; {remedy}", name
+                )
 
     def known(
         self,
@@ -103,11 +140,7 @@ class TemplateRoles:
         num_roles = len({message["role"] for message in messages})
         if num_roles > _MAX_ROLES:
             raise InvalidRequest(f"the messages have {num_roles} roles; at most {_MAX_ROLES}", "messages")
-        texts = {name: json.dumps(value) for name, value in (arguments or {}).items()}
-        short = (
-            f"{json.dumps(name)}: {text}" for name, text in texts.items() if len(text) <= _MAX_VALUE_CHARS
-        )
-        given = _Given(has_tools, has_documents, f"{{{', '.join(sorted(short))}}}")
+        given = _given(has_tools, has_documents, arguments or {})
         return [self._known(message, index, given) for index, message in enumerate(messages)]
 
     def _known(self, message: Message, index: int, given: _Given) -> Message:
@@ -117,6 +150,8 @@ class TemplateRoles:
             return message
         if role == "developer" and not self._is_dropped("system", is_first, given):
             return {**message, "role": "system"}
+        if role == "function" and not self._is_dropped("tool", is_first, given):
+            return {**message, "role": "tool", "tool_call_id": FUNCTION_CALL_ID}
         where = f"messages[{index}].role"
         place = "in the first message" if is_first else "after the first message"
         remedy = "use system, user, assistant or tool"
@@ -126,6 +161,30 @@ class TemplateRoles:
             f"{where}: this model's chat template does not render the role {role!r} {place}; {remedy}",
             param=where,
         )
+
+    def _probe_given(self, name: str, given: _Given) -> bool:
+        """Return whether the template leaves out tools, or documents."""
+        arguments = json.loads(given.arguments)
+        is_rendered = False
+        for messages in ([_USER], [_SYSTEM, _USER], [_USER, _ANSWER, _USER]):
+            with contextlib.suppress(Exception):  # a template may fail in any way
+                one, other = (
+                    self._render(
+                        messages=messages,
+                        tools=_tools(*names) if name == "tools" else _TOOLS if given.tools else None,
+                        documents=_documents(*names)
+                        if name == "documents"
+                        else _DOCUMENTS
+                        if given.documents
+                        else None,
+                        **arguments,
+                    )
+                    for names in _NAMES
+                )
+                if one != other:
+                    return False
+                is_rendered = True
+        return is_rendered
 
     def _probe(self, role: str, is_first: bool, given: _Given) -> bool:
         """Return whether the template leaves out a message of that role."""
@@ -149,3 +208,9 @@ class TemplateRoles:
                     return False
                 is_rendered = True
         return is_rendered
+
+
+def _given(has_tools: bool, has_documents: bool, arguments: Mapping[str, Any]) -> _Given:
+    texts = {name: json.dumps(value) for name, value in arguments.items()}
+    short = (f"{json.dumps(name)}: {text}" for name, text in texts.items() if len(text) <= _MAX_VALUE_CHARS)
+    return _Given(has_tools, has_documents, f"{{{', '.join(sorted(short))}}}")
