@@ -16,7 +16,7 @@ from argosy_engine.model_configs.model_config import (
     layer_count,
     sliding_windows_of,
 )
-from argosy_engine.model_configs.rope_config import RopeParameters, rope_fields
+from argosy_engine.model_configs.rope_config import RopeParameters, rope_fields, shared_rope_fields
 
 
 class GemmaConfig(ModelConfig, frozen=True, kw_only=True):
@@ -85,15 +85,16 @@ def _rope(raw: RawConfig, is_gemma3: bool, positions: Any) -> tuple[dict[str, An
 
     Newer Gemma 3 configs have one entry per layer type, older ones two bases. Gemma 2 uses the same RoPE in all layers.
     """
-    entries = raw.get("rope_parameters") or {}
     if not is_gemma3:
-        theta = raw.get("rope_theta") or 10000.0
-        both = rope_fields(entries, theta=theta, max_position_embeddings=positions)
+        both = shared_rope_fields(raw, max_position_embeddings=positions)
         return both, both
-    if "full_attention" in entries or "sliding_attention" in entries:
-        scaled, local = entries.get("full_attention") or {}, entries.get("sliding_attention") or {}
-    else:
-        scaled, local = raw.get("rope_scaling") or entries, {}
+    entries = raw.get("rope_parameters") or {}
+    if not entries.keys() <= {"full_attention", "sliding_attention"}:
+        raise ConfigError(
+            "rope_parameters must have RoPE by layer type: full_attention and sliding_attention"
+        )
+    scaled = {**(entries.get("full_attention") or {}), **(raw.get("rope_scaling") or {})}
+    local = entries.get("sliding_attention") or {}
     return (
         rope_fields(scaled, theta=raw.get("rope_theta") or 1e6, max_position_embeddings=positions),
         rope_fields(

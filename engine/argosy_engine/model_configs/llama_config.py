@@ -15,7 +15,7 @@ from argosy_engine.model_configs.model_config import (
     layer_count,
     sliding_windows_of,
 )
-from argosy_engine.model_configs.rope_config import RopeParameters, rope_fields
+from argosy_engine.model_configs.rope_config import RopeParameters, shared_rope_fields
 
 
 class LlamaConfig(ModelConfig, frozen=True, kw_only=True):
@@ -40,11 +40,7 @@ class LlamaConfig(ModelConfig, frozen=True, kw_only=True):
         heads = raw.get("num_attention_heads")
         has_bias = bool(raw.get("attention_bias", architecture == "Qwen2ForCausalLM"))
         positions = raw.get("max_position_embeddings", 2048)
-        rope = rope_fields(
-            raw.get("rope_scaling") or raw.get("rope_parameters") or {},
-            theta=(raw.get("rope_parameters") or {}).get("rope_theta") or raw.get("rope_theta") or 10000.0,
-            max_position_embeddings=positions,
-        )
+        rope = shared_rope_fields(raw, max_position_embeddings=positions)
         return {
             "vocab_size": raw.get("vocab_size"),
             "hidden_size": raw.get("hidden_size"),

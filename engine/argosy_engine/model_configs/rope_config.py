@@ -64,6 +64,30 @@ _OPTIONAL = {
 }  # fmt: skip
 
 
+def shared_rope_fields(raw: RawConfig, *, max_position_embeddings: Any) -> dict[str, Any]:
+    """Map the RoPE fields of a config whose layers all have the same RoPE to fields of RopeParameters, as transformers
+    reads them: `rope_scaling` wins over `rope_parameters`, and the trained context beside them over one in them.
+
+    Raises:
+        ConfigError: as `rope_fields`, or the two have different bases: transformers' one has no part of the other.
+    """
+    scaling, parameters = raw.get("rope_scaling"), raw.get("rope_parameters") or {}
+    theta = raw.get("rope_theta") or 10000.0
+    entry = dict(scaling or parameters)
+    if any(isinstance(value, dict) for value in entry.values()):
+        raise ConfigError("RoPE parameters by layer type are not supported for this architecture")
+    used, other = entry.get("rope_theta") or theta, parameters.get("rope_theta")
+    if scaling and other is not None and other != used:
+        raise ConfigError(
+            f"rope_scaling, with rope_theta {used:g}, and rope_parameters, with rope_theta {other:g}, disagree; put "
+            "rope_theta and the fields of rope_scaling into rope_parameters, and leave out rope_scaling"
+        )
+    for name in ("original_max_position_embeddings", "partial_rotary_factor"):
+        if raw.get(name) is not None and (name.startswith("original") or entry.get(name) is None):
+            entry[name] = raw[name]
+    return rope_fields(entry, theta=theta, max_position_embeddings=max_position_embeddings)
+
+
 def rope_fields(parameters: RawConfig, *, theta: Any, max_position_embeddings: Any) -> dict[str, Any]:
     """Map a config's RoPE entry (`rope_parameters`, or `rope_scaling` in older configs) to fields of RopeParameters.
 
