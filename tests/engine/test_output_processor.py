@@ -450,6 +450,27 @@ def test_token_bytes_join_to_the_text(renderer: Renderer) -> None:
                 continue
 
 
+def test_alternatives_of_a_completion_do_not_hide_each_other(renderer: Renderer) -> None:
+    """Parts of characters are all the same as text; OpenAI names them by their bytes."""
+    tokenizer = renderer.tokenizer
+    parts = [tokenizer.encode(text, add_special_tokens=False).ids for text in ("é", "😀")]
+    first, second = parts[0][0], parts[1][0]
+    assert tokenizer.token_text(first) == tokenizer.token_text(second) == "\ufffd"
+    (space,) = tokenizer.encode(" ", add_special_tokens=False).ids
+    missing = [renderer.config.vocab_size + 5, renderer.config.vocab_size + 6]
+    ids = [first, second, space, *missing]
+    entry = TokenLogprobs([ids[0], *ids], [-1.0, -1.0, -2.0, -3.0, -4.0, -5.0], 1)
+    offsets = TextOffsets(tokenizer, skip_special_tokens=True)
+    made = LogprobsFormat(tokenizer, as_token_ids=False).completion([entry], offsets, first_token_id=second)
+    names = ["bytes:" + "".join(f"\\x{byte:02x}" for byte in tokenizer.token_bytes(each)) for each in ids[:2]]
+    assert made.tokens == [names[1], names[0]]
+    assert made.top_logprobs == [
+        None,
+        {names[0]: -1.0, names[1]: -2.0, " ": -3.0, "": -4.0, f"token_id:{missing[1]}": -5.0},
+    ]
+    assert made.text_offset == [0, 0]
+
+
 def test_impossible_tokens_are_finite_numbers_in_json(renderer: Renderer) -> None:
     entry = TokenLogprobs([5, 9, 5], [float("-inf"), -0.1, float("-inf")], 2)
     formatted = LogprobsFormat(renderer.tokenizer, as_token_ids=True)

@@ -92,17 +92,17 @@ class LogprobsFormat:
         """
         result = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
         if first_token_id is not None:
-            result.tokens.append(self._name(first_token_id))
+            result.tokens.append(self._completion_name(first_token_id))
             result.token_logprobs.append(None)
             result.top_logprobs.append(None)
             result.text_offset.append(offsets.advance(first_token_id, is_echoed=is_first_shown))
         for index, entry in enumerate(entries):
-            result.tokens.append(self._name(entry.token_ids[0]))
+            result.tokens.append(self._completion_name(entry.token_ids[0]))
             result.token_logprobs.append(_finite(entry.logprobs[0]))
             best: dict[str, float] = {}
             for token_id, logprob in _alternatives(entry):
-                # The likeliest of several tokens with one name, such as parts of characters, stays.
-                best.setdefault(self._name(token_id), _finite(logprob))
+                name = self._completion_name(token_id)
+                best[f"token_id:{token_id}" if name in best else name] = _finite(logprob)
             result.top_logprobs.append(best)
             result.text_offset.append(offsets.advance(entry.token_ids[0], is_echoed=index < num_echoed))
         return result
@@ -124,6 +124,18 @@ class LogprobsFormat:
                 )
             result.append(alternatives)
         return result
+
+    def _completion_name(self, token_id: int) -> str:
+        """Return a token as text, or as its bytes if these are not text alone, in OpenAI's form: `bytes:\\xe2\\x80`."""
+        if self._as_token_ids:
+            return f"token_id:{token_id}"
+        data = self._tokenizer.token_bytes(token_id)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(
+                chr(byte) if 0x20 <= byte < 0x7F and byte != ord("\\") else f"\\x{byte:02x}" for byte in data
+            )
 
     def _name(self, token_id: int) -> str:
         return f"token_id:{token_id}" if self._as_token_ids else self._tokenizer.token_text(token_id)
