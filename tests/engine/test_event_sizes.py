@@ -55,11 +55,14 @@ def opening(tokenizer: Tokenizer, num_prompt_tokens: int, **fields: Any) -> list
 def test_a_long_echo_is_split(
     tokenizer: Tokenizer, num_prompt_tokens: int, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parts = opening(tokenizer, num_prompt_tokens, **fields)
+    *parts, end = opening(tokenizer, num_prompt_tokens, **fields)
     monkeypatch.setattr(completion_format, "MAX_ECHOED_VALUES", 10**9)
     monkeypatch.setattr(completion_format, "MAX_ECHOED_CHARS", 10**9)
-    (whole,) = opening(tokenizer, num_prompt_tokens, **fields)
+    whole, same_end = opening(tokenizer, num_prompt_tokens, **fields)
     assert len(parts) > 1
+    assert (end.text, end.token_ids, end.logprobs) == ("", [], None)
+    assert end == same_end
+    assert end.finish_reason
     for part in parts:
         event = Completion(id="id", created=1, model="tiny", choices=[part])
         assert len(msgspec.json.encode(event)) < MAX_BYTES
@@ -71,12 +74,12 @@ def test_a_long_echo_is_split(
             joined = [value for part in parts for value in getattr(part.logprobs, name)]
             assert joined == getattr(whole.logprobs, name), name
     assert [part.token_ids for part in parts] == [*([[]] * (len(parts) - 1)), whole.token_ids]
-    assert [part.finish_reason for part in parts] == [*([None] * (len(parts) - 1)), whole.finish_reason]
+    assert {part.finish_reason for part in (*parts, whole)} == {None}
 
 
-def test_a_short_echo_is_one_event(tokenizer: Tokenizer) -> None:
-    assert len(opening(tokenizer, 100, logprobs=2)) == 1
-    assert len(opening(tokenizer, 100)) == 1
+def test_a_short_echo_is_one_event_before_the_end(tokenizer: Tokenizer) -> None:
+    assert len(opening(tokenizer, 100, logprobs=2)) == 2
+    assert len(opening(tokenizer, 100)) == 2
 
 
 def test_prompt_token_ids_come_once(tokenizer: Tokenizer) -> None:

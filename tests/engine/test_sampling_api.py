@@ -326,6 +326,9 @@ def test_fields_reach_the_sampler(
         ("completions", {"prompt": PROMPT, "logprobs": 1}),
         ("chat/completions", {"messages": MESSAGES, "logprobs": True}),
         ("chat/completions", {"messages": MESSAGES, "thinking_token_budget": 3}),
+        # Text is held back, and comes with the last tokens.
+        ("completions", {"prompt": PROMPT, "stop": "\u2029 never is said"}),
+        ("chat/completions", {"messages": MESSAGES, "stop": "\u2029 never is said"}),
     ],
 )
 def test_a_stream_cut_between_chunks_continues_on_another_run(
@@ -339,6 +342,9 @@ def test_a_stream_cut_between_chunks_continues_on_another_run(
     first, second = (choice["ids"] for choice in fold(events(http, endpoint, body, headers))[0].values())
     body["stop_token_ids"] = [next(token_id for token_id in first[3:] if token_id not in second)]
     whole = events(http, endpoint, body, headers)
+    for choice in (each for event in whole for each in event["choices"]):
+        said = choice["text"] if "text" in choice else "".join(filter(None, choice["delta"].values()))
+        assert not (said and choice["finish_reason"]), "the end comes after the text"
     for cut in range(1, len(whole)):
         seen = whole[:cut]
         choices: list[dict[str, Any]] = [{"token_ids": []}, {"token_ids": []}]

@@ -152,12 +152,9 @@ def test_a_streamed_beam_search_has_the_choices_of_the_whole_answer(http: httpx.
         shown = choice["message"] if "message" in choice else {"content": choice["text"]}
         text = (shown.get("reasoning") or "") + (shown["content"] or "")
         assert "".join(said[choice["index"]]) == text
-        (last,) = [
-            c
-            for chunk in chunks
-            for c in chunk["choices"]
-            if c["index"] == choice["index"] and c["finish_reason"]
-        ]
+        parts = [c for chunk in chunks for c in chunk["choices"] if c["index"] == choice["index"]]
+        assert parts[-1]["finish_reason"] == choice["finish_reason"]
+        (last,) = (part for part in parts if part["token_ids"])  # the end comes after the text
         assert last["token_ids"] == choice["token_ids"]
         assert last["logprobs"] == within_rounding(choice["logprobs"])
     assert chunks[-1]["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]

@@ -10,9 +10,10 @@ import time
 from collections.abc import Callable, Sequence
 
 from msgspec import UNSET
+from msgspec.structs import replace
 
 from argosy_engine.api.openai.call_ids import CallIds
-from argosy_engine.api.openai.choice_stream import ChoiceFormat, created_at
+from argosy_engine.api.openai.choice_stream import ChoiceFormat, created_at, is_sent
 from argosy_engine.api.openai.event_template import EventTemplate, encode_event
 from argosy_engine.api.openai.logprobs_format import LogprobsFormat
 from argosy_engine.api.openai.reasoning_counter import ReasoningCounter
@@ -141,7 +142,22 @@ class ChatFormat(ChoiceFormat[ChatChunkChoice, ChatCompletionChunk, ChatCompleti
                 template = self._template(output.index, is_reasoning=bool(reasoning))
                 return (template.event(text),) if text else ()
         choice = self._chunk_choice(output, parsed, num_calls)
-        return () if choice is None else (encode_event(self.chunk([choice])),)
+        return [encode_event(self.chunk([each])) for each in self._with_end_apart(choice, output)]
+
+    def deltas(self, output: GenerationOutput) -> Sequence[ChatChunkChoice]:
+        return self._with_end_apart(self.delta(output), output)
+
+    def _with_end_apart(
+        self, choice: ChatChunkChoice | None, output: GenerationOutput
+    ) -> Sequence[ChatChunkChoice]:
+        if choice is None:
+            return ()
+        if choice.finish_reason is None or choice.delta == _EMPTY_DELTA:
+            return (choice,)
+        end = replace(choice, delta=_EMPTY_DELTA, logprobs=None, token_ids=[] if self._with_ids else None)
+        if is_sent(self._request, output):
+            return (end,)
+        return replace(choice, finish_reason=None, stop_reason=None), end
 
     def _template(self, choice: int, *, is_reasoning: bool) -> EventTemplate:
         """Return the template of events that add reasoning, or content, to a choice, and nothing else."""

@@ -54,7 +54,10 @@ class ChoiceFormat(ABC, Generic[_Choice, _Chunk, _Response]):
         """Format what an output adds to its choice; None if it adds nothing that clients see."""
 
     def deltas(self, output: GenerationOutput) -> Sequence[_Choice]:
-        """Format what an output adds to its choice as the contents of as many events as it takes."""
+        """Format what an output adds to its choice as the contents of as many events as it takes.
+
+        The reason why a choice has ended comes without text, in an event after the text, as in OpenAI's API.
+        """
         choice = self.delta(output)
         return () if choice is None else (choice,)
 
@@ -130,11 +133,13 @@ async def stream_choices(
         update_total(totals[output.index], output)
         if not has_id_comments or output.index in finished:
             return events
+        # Only after the last event with text does the client have all that the ids say. The end follows it.
+        num_before = max(len(events) - (1 if output.finish_reason is None else 2), 0)
         lines: list[bytes] = []
-        for event in events[:-1]:  # only after the last one does the client have all that the ids say
-            lines += (token_id_comment(output.index, ()), b"\n", event)
-        last = events[-1] if events else b"\n"
-        return (*lines, token_id_comment(output.index, output.token_ids), b"\n", last)
+        for number, event in enumerate(events or (b"\n",)):
+            token_ids = output.token_ids if number == num_before else ()
+            lines += (token_id_comment(output.index, token_ids), b"\n", event)
+        return lines
 
     def write_directly(output: GenerationOutput) -> bool:
         if direct is None or not direct.is_ready or choice_format.num_shown(output) > MAX_INLINE_TOKENS:
@@ -192,6 +197,14 @@ async def whole_response(
     if sum(map(choice_format.num_shown, outputs)) <= MAX_INLINE_TOKENS:
         return choice_format.response(outputs)
     return await asyncio.to_thread(choice_format.response, outputs)
+
+
+def is_sent(request: GenerationRequest, output: GenerationOutput) -> bool:
+    """Whether a resumed stream's client has all of the choice but its end: the last tokens come with the text."""
+    if request.resume is None:
+        return False
+    token_ids = request.resume.choices[output.index].token_ids
+    return bool(token_ids) and output.num_output_tokens == len(token_ids)
 
 
 def created_at(request: GenerationRequest) -> int:

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from msgspec.structs import replace
 
-from argosy_engine.api.openai.choice_stream import ChoiceFormat, created_at
+from argosy_engine.api.openai.choice_stream import ChoiceFormat, created_at, is_sent
 from argosy_engine.api.openai.event_template import EventTemplate
 from argosy_engine.api.openai.logprobs_format import LogprobsFormat, TextOffsets
 from argosy_engine.api.openai.usage import usage_of
@@ -94,9 +94,17 @@ class CompletionFormat(ChoiceFormat[CompletionChoice, Completion, Completion]):
     def deltas(self, output: GenerationOutput) -> Sequence[CompletionChoice]:
         is_echoed = self._request.echo and output.index in self._unopened
         choice = self.delta(output)
-        if choice is None or not is_echoed:
-            return () if choice is None else (choice,)
-        return _split_echo(choice, len(choice.text) - len(output.text), len(output.logprobs))
+        if choice is None:
+            return ()
+        ends: Sequence[CompletionChoice] = ()
+        if choice.finish_reason is not None and (choice.text or is_echoed):
+            ends = (_end_of(choice),)
+            if is_sent(self._request, output):
+                return ends
+            choice = replace(choice, finish_reason=None, stop_reason=None)
+        if not is_echoed:
+            return (choice, *ends)
+        return (*_split_echo(choice, len(choice.text) - len(output.text), len(output.logprobs)), *ends)
 
     def events(self, output: GenerationOutput) -> Sequence[bytes]:
         is_plain = output.index not in self._unopened and output.finish_reason is None
@@ -181,6 +189,14 @@ class CompletionFormat(ChoiceFormat[CompletionChoice, Completion, Completion]):
 
     def _prompt(self, choice: int) -> TokenizedPrompt:
         return self._prompts[choice // self._n]
+
+
+def _end_of(choice: CompletionChoice) -> CompletionChoice:
+    """Return the end of a choice without its text."""
+    token_ids: list[int] | None = None if choice.token_ids is None else []
+    return replace(
+        choice, text="", logprobs=None, token_ids=token_ids, prompt_token_ids=None, prompt_logprobs=None
+    )
 
 
 def _split_echo(choice: CompletionChoice, num_chars: int, num_generated: int) -> Sequence[CompletionChoice]:
