@@ -103,4 +103,6 @@ class LoadReport(Struct, frozen=True, kw_only=True):
     version: int = 1
     revision: int = 0
     """Incremented whenever a service begins to hold requests."""
+    uptime_s: float | None = None
+    """Seconds since the router started: it knows of no earlier answer. None from routers that do not say."""
     services: tuple[ServiceLoadReport, ...] = ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -45,6 +46,11 @@ def load(sequences: int = 0, *, replicas: int = 2, **fields: Any) -> ServiceLoad
     return ServiceLoad(**{"replicas": each, **fields})
 
 
+def slow(ttft_p90_s: float, *, replicas: int = 2, **fields: Any) -> ServiceLoad:
+    """A busy service whose answers begin so late."""
+    return load(40, replicas=replicas, ttft_p90_s=ttft_p90_s, **{"answers": 100, **fields})
+
+
 def decided(
     spec: Scaling,
     load: ServiceLoad | None,
@@ -80,9 +86,9 @@ def decided(
             4,
             "KVCacheUtilization",
         ),
-        ({"ttftP90Seconds": 1}, load(ttft_p90_s=1.4), 3, "TTFTP90"),
-        ({"ttftP90Seconds": 1}, load(ttft_p90_s=90.0), 4, "TTFTP90"),
-        ({"ttftP90Seconds": 1}, load(ttft_p90_s=0.6), 2, "TTFTP90"),
+        ({"ttftP90Seconds": 1}, slow(1.4), 3, "TTFTP90"),
+        ({"ttftP90Seconds": 1}, slow(90.0), 4, "TTFTP90"),
+        ({"ttftP90Seconds": 1}, slow(0.6), 2, "TTFTP90"),
         ({"concurrency": 10, "queuedTokens": 1000}, load(45, queued_tokens=6000), 6, "QueuedTokens"),
     ],
 )
@@ -95,7 +101,7 @@ def test_the_metric_that_asks_for_most_decides(
 
 def test_slow_first_tokens_wait_for_replicas_that_start() -> None:
     spec = scaling(metrics={"ttftP90Seconds": 1})
-    assert decided(spec, load(ttft_p90_s=5.0, replicas=2), 3).wanted == 3
+    assert decided(spec, slow(5.0, replicas=2), 3).wanted == 3
 
 
 @pytest.mark.parametrize("cold_start", [10.0, 60.0, 180.0])
@@ -106,10 +112,10 @@ def test_slow_first_tokens_of_fewer_replicas_add_none(cold_start: float) -> None
     for tick in range(120):
         now = tick * 5.0
         routable = current if now >= complete else 2
-        slow = routable < 4 or now < complete + TTFT_WINDOW_S
+        is_slow = routable < 4 or now < complete + TTFT_WINDOW_S
         decision, history = decide(
             spec,
-            load=load(replicas=routable, ttft_p90_s=8.0 if slow else 1.5),
+            load=slow(8.0 if is_slow else 1.5, replicas=routable),
             current=current,
             serving=frozenset(),
             history=history,
@@ -122,6 +128,80 @@ def test_slow_first_tokens_of_fewer_replicas_add_none(cold_start: float) -> None
             complete = now + cold_start
         current = decision.wanted
     assert moves == [4]
+
+
+def reached(found: Callable[[int, int], ServiceLoad], *, start: int = 1, minutes: int = 30) -> int:
+    """How many replicas `found(tick, replicas)`, a load every five seconds, comes to."""
+    spec, history, current = scaling(metrics={"ttftP90Seconds": 2}, maxReplicas=32), LONG_AGO, start
+    for tick in range(minutes * 12):
+        decision, history = decide(
+            spec,
+            load=found(tick, current),
+            current=current,
+            serving=frozenset(),
+            history=history,
+            now=tick * 5.0,
+            wall=NOON,
+            start_deadline=DEADLINE,
+        )
+        current = decision.wanted
+    return current
+
+
+def test_a_slow_answer_a_minute_adds_no_replica() -> None:
+    """A long prompt takes as long on any number of replicas."""
+    assert reached(lambda tick, replicas: load(replicas=replicas, ttft_p90_s=8.0, answers=1)) == 1
+    running = reached(
+        lambda tick, replicas: load(int(tick % 12 < 2), replicas=replicas, ttft_p90_s=8.0, answers=1)
+    )
+    assert running == 1, "also while it runs"
+
+
+@pytest.mark.parametrize("running", [0, 1])
+def test_a_slow_answer_a_minute_keeps_no_replica_that_a_burst_has_left(running: int) -> None:
+    assert (
+        reached(lambda tick, replicas: load(running, replicas=replicas, ttft_p90_s=8.0, answers=1), start=3)
+        == 1
+    )
+
+
+@pytest.mark.parametrize("clients", [2, 5])
+def test_slow_first_tokens_add_no_more_replicas_than_there_are_sequences(clients: int) -> None:
+    """Clients that send one long prompt after another: a replica for each is all that can help."""
+    assert (
+        reached(lambda tick, replicas: load(clients, replicas=replicas, ttft_p90_s=8.0, answers=10 * clients))
+        == clients
+    )
+
+
+def test_slow_first_tokens_of_few_answers_add_none_unless_requests_wait() -> None:
+    spec = scaling(metrics={"ttftP90Seconds": 1})
+    few = decided(spec, slow(5.0, answers=4), 2)
+    assert (few.wanted, few.reason) == (2, "TTFTP90")
+    assert "4 answers" in few.message
+    assert decided(spec, slow(5.0, answers=5), 2).wanted == 4
+    assert decided(spec, slow(5.0, answers=3, queued=2), 2).wanted == 4, "each will be a slow one"
+
+
+def test_no_answers_count_as_no_load_once_all_routers_have_counted_for_the_window() -> None:
+    spec = scaling(metrics={"ttftP90Seconds": 1}, scaleDown={"stabilizationWindowSeconds": 0})
+
+    def restarted(uptime_s: float | None) -> ServiceLoad:
+        service = ServiceLoadReport(
+            service="team/tiny",
+            replicas=tuple(ReplicaLoadReport(name=f"p{number}", routable=True) for number in range(4)),
+        )
+        reports = [
+            LoadReport(router="a", services=(service,), uptime_s=5000.0),
+            LoadReport(router="b", services=(service,), uptime_s=uptime_s),
+        ]
+        return merge_loads(reports, is_complete=True)["team/tiny"]
+
+    new = decided(spec, restarted(TTFT_WINDOW_S - 1), 4)
+    assert new.wanted == 4
+    assert "router" in new.message
+    assert decided(spec, restarted(TTFT_WINDOW_S), 4).wanted == 3
+    assert decided(spec, restarted(None), 4).wanted == 3, "a router of an earlier version does not say"
 
 
 def test_replicas_are_added_in_steps() -> None:
@@ -473,6 +553,7 @@ def test_reports_of_two_routers_are_merged() -> None:
     assert (use.sequences, use.is_routable, use.cache_value) == (9, True, 4.0)
     assert merged.sequences == 12
     assert merged.ttft_p90_s == pytest.approx(0.97)
+    assert merged.answers == 1
 
 
 def test_a_quantile_lies_in_the_bucket_of_its_rank() -> None:

@@ -44,6 +44,8 @@ async def test_the_report_shows_what_runs_and_what_waits() -> None:
         idle = await only_service(r)
         assert (idle.service, idle.queued, idle.held) == ("default/svc", 0, 0)
         assert idle.idle_s > 0
+        uptimes = [(await report(r)).uptime_s or 0.0 for _ in range(2)]
+        assert 0 < uptimes[0] < uptimes[1]
         first = asyncio.create_task(r.chat("first"))
         await r.until(lambda: turnstile.order == ["first"])
         second = await send(r, "second", 1)

@@ -3,8 +3,9 @@
 Owns the decision and the history that it needs. Must not ask routers, look at a clock or remember anything.
 
     queuedTokens, concurrency, kvCacheUtilization   sum over the service / target
-    ttftP90Seconds   replicas * p90 / target, at most twice as many, once all replicas were routable for as long as the
-                     answers counted; one fewer below half of the target
+    ttftP90Seconds   replicas * p90 / target, at most twice as many and at most one for each sequence, once all replicas
+                     were routable for as long as the answers counted, and there were enough of these; one fewer below
+                     half of the target, or if there were too few and fewer sequences than replicas
     the metric that asks for most decides, within 10 per cent of the target none does
 
 Replicas are added when all recommendations of the scale-up window ask for more, removed when all of the scale-down
@@ -40,6 +41,8 @@ TOLERANCE: Final = 0.1
 """As the HorizontalPodAutoscaler's."""
 _MAX_TTFT_FACTOR: Final = 2.0
 """Time to first token grows without bound when a service is overloaded, far beyond what capacity is missing."""
+_LEAST_ANSWERS: Final = 5
+"""Answers, with requests that wait, by which TTFT adds replicas: of fewer the slowest alone would decide."""
 _TTFT_SPARE: Final = 0.5
 """Below this share of the target a replica is removed. Without load the time is that of computing a prompt, which more
 replicas do not shorten, so a ratio would say nothing."""
@@ -222,17 +225,28 @@ def _by_ttft(target: float, load: ServiceLoad, current: int, complete_s: float) 
     """`complete_s`: for how many seconds all replicas have been routable. Answers of the window that began earlier say
     what fewer replicas could do."""
     p90 = load.ttft_p90_s
-    if p90 is None:
-        replicas = current if load.sequences else current - 1
-        return _Want(max(0, replicas), "TTFTP90", "no answer began within the last minute")
-    message = f"p90 {p90:.3g} s, target {target:g} s"
-    if p90 > target * (1.0 + TOLERANCE):
-        if load.routable < current:
-            return _Want(current, "TTFTP90", f"{message}; replicas are starting")
-        if complete_s < TTFT_WINDOW_S:
-            return _Want(current, "TTFTP90", f"{message}; some answers began with fewer replicas")
-        return _Want(math.ceil(current * min(_MAX_TTFT_FACTOR, p90 / target)), "TTFTP90", message)
-    return _Want(current - 1 if p90 < target * _TTFT_SPARE else current, "TTFTP90", message)
+    if p90 is None and not load.is_window_covered:
+        return _Want(current, "TTFTP90", "a router has not counted answers for a minute yet")
+    if p90 is not None and p90 < target * _TTFT_SPARE:
+        return _Want(current - 1, "TTFTP90", _ttft_message(p90, target))
+    if p90 is None or load.answers + load.queued < _LEAST_ANSWERS:
+        few = f"{load.answers} answers began within the last minute, too few to add replicas by"
+        return _Want(max(0, current - (load.sequences < current)), "TTFTP90", few)
+    message = _ttft_message(p90, target)
+    if p90 <= target * (1.0 + TOLERANCE):
+        return _Want(current, "TTFTP90", message)
+    if load.routable < current:
+        return _Want(current, "TTFTP90", f"{message}; replicas are starting")
+    if complete_s < TTFT_WINDOW_S:
+        return _Want(current, "TTFTP90", f"{message}; some answers began with fewer replicas")
+    if load.sequences <= current:
+        return _Want(current, "TTFTP90", f"{message}; each of {load.sequences} sequences has a replica")
+    wanted = math.ceil(current * min(_MAX_TTFT_FACTOR, p90 / target))
+    return _Want(min(wanted, load.sequences), "TTFTP90", message)
+
+
+def _ttft_message(p90: float, target: float) -> str:
+    return f"p90 {p90:.3g} s, target {target:g} s"
 
 
 def _with_complete(history: ScalingHistory, load: ServiceLoad, current: int, now: float) -> ScalingHistory:

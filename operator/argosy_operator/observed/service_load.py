@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from argosy_protocol.load_report import (
     TTFT_BOUNDS_S,
+    TTFT_WINDOW_S,
     LoadReport,
     ReplicaLoadReport,
     RolloutReport,
@@ -53,6 +54,10 @@ class ServiceLoad(Struct, frozen=True, kw_only=True):
     """Seconds without any request."""
     ttft_p90_s: float | None = None
     """Of the last minute; None if no answer began."""
+    answers: int = 0
+    """Streamed answers that began within the last minute."""
+    is_window_covered: bool = True
+    """Whether every router has run for that minute. A router that has just started knows of no earlier answer."""
     replicas: Mapping[str, ReplicaUse] = {}
     """By UID of the pod."""
     rollouts: tuple[RolloutReport | None, ...] = ()
@@ -76,25 +81,34 @@ class ServiceLoad(Struct, frozen=True, kw_only=True):
 def merge_loads(reports: Iterable[LoadReport], *, is_complete: bool) -> dict[str, ServiceLoad]:
     """Merge the last reports of all routers, by `namespace/name` of the service."""
     by_service: dict[str, list[ServiceLoadReport]] = {}
+    is_window_covered = True
     for report in reports:
+        if report.uptime_s is not None and report.uptime_s < TTFT_WINDOW_S:
+            is_window_covered = False
         for service in report.services:
             by_service.setdefault(service.service, []).append(service)
-    return {name: _merged(each, is_complete=is_complete) for name, each in by_service.items()}
+    return {
+        name: _merged(each, is_complete=is_complete, is_window_covered=is_window_covered)
+        for name, each in by_service.items()
+    }
 
 
-def _merged(reports: list[ServiceLoadReport], *, is_complete: bool) -> ServiceLoad:
+def _merged(reports: list[ServiceLoadReport], *, is_complete: bool, is_window_covered: bool) -> ServiceLoad:
     by_uid: dict[str, list[ReplicaLoadReport]] = {}
     for report in reports:
         for replica in report.replicas:
             by_uid.setdefault(replica.uid or replica.name, []).append(replica)
     counts = [report.ttft_counts for report in reports if len(report.ttft_counts) == len(TTFT_BOUNDS_S) + 1]
+    answers = [sum(column) for column in zip(*counts, strict=True)]
     return ServiceLoad(
         is_complete=is_complete,
         held=sum(report.held for report in reports),
         queued=sum(report.queued for report in reports),
         queued_tokens=sum(report.queued_tokens for report in reports),
         idle_s=min(report.idle_s for report in reports),
-        ttft_p90_s=quantile([sum(column) for column in zip(*counts, strict=True)], _QUANTILE),
+        ttft_p90_s=quantile(answers, _QUANTILE),
+        answers=sum(answers),
+        is_window_covered=is_window_covered,
         replicas={uid: _replica(each) for uid, each in by_uid.items()},
         rollouts=tuple(report.rollout for report in reports),
     )

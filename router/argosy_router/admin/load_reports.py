@@ -20,6 +20,7 @@ class LoadReports:
     def __init__(self, fleet: Fleet, flow_control: FlowController) -> None:
         self._fleet = fleet
         self._flow_control = flow_control
+        self._started = time.monotonic()
 
     async def wait_for_hold(self, after: int, timeout_s: float) -> None:
         """Wait until a service begins to hold requests after revision `after`, at most `timeout_s`."""
@@ -31,6 +32,7 @@ class LoadReports:
         return LoadReport(
             router=router,
             revision=self._flow_control.hold_revision,
+            uptime_s=round(now - self._started, 3),
             services=tuple(self._service(service, now) for service in self._fleet.services.values()),
         )
 
