@@ -80,6 +80,10 @@ VARIABLES = {
         "ARGOSY_VLLM_IMAGE, ARGOSY_SGLANG_IMAGE": "Images of services of engine type vllm and sglang that name none.",
         "ARGOSY_ENGINE_UPGRADE_POLICY": "What another `ARGOSY_ENGINE_IMAGE` does to services that name no image: "
         "`OnSpecChange` (the default; nothing until their own next change) or `Automatic` (it is rolled out).",
+        "ARGOSY_RESERVED_SECRETS": "Further Secrets of the operator's namespace that no service may name, separated by "
+        "commas.",
+        "ARGOSY_RESERVED_CLAIMS": "PersistentVolumeClaims of the operator's namespace that no service may name, "
+        "separated by commas.",
         "ARGOSY_ENGINE_SERVICE_ACCOUNTS": "ServiceAccounts that services may name, separated by commas; `*` is every "
         "one.",
         "ARGOSY_MODEL_NAMES": "Patterns of the model names that services of each namespace may claim, as a JSON object "

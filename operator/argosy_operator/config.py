@@ -60,6 +60,12 @@ class OperatorConfig:
     image_pull_secrets: tuple[str, ...] = ()
     """Secrets for the registry of engine images, by name in each service's own namespace
     (`ARGOSY_IMAGE_PULL_SECRETS`, separated by commas)."""
+    reserved_secrets: tuple[str, ...] = ()
+    """Further Secrets of the operator's namespace that no service may name: those of routers and `argosy batch`
+    (`ARGOSY_RESERVED_SECRETS`, separated by commas)."""
+    reserved_claims: tuple[str, ...] = ()
+    """PersistentVolumeClaims of the operator's namespace that no service may name: that of files and batches
+    (`ARGOSY_RESERVED_CLAIMS`, separated by commas)."""
     engine_service_accounts: tuple[str, ...] = ()
     """ServiceAccounts that services may name, in each service's own namespace (`ARGOSY_ENGINE_SERVICE_ACCOUNTS`,
     separated by commas); `*` is every one. Who may write an InferenceService chooses the engine's image, and so gets
@@ -143,6 +149,8 @@ class OperatorConfig:
             fleet_key_secret=fleet_key_secret,
             router_keys_secret=env.get("ARGOSY_ROUTER_KEYS_SECRET", ""),
             image_pull_secrets=_names(env, "ARGOSY_IMAGE_PULL_SECRETS"),
+            reserved_secrets=_names(env, "ARGOSY_RESERVED_SECRETS"),
+            reserved_claims=_names(env, "ARGOSY_RESERVED_CLAIMS"),
             engine_service_accounts=_names(env, "ARGOSY_ENGINE_SERVICE_ACCOUNTS"),
             router_url=env.get("ARGOSY_ROUTER_URL", "").rstrip("/"),
             fetch_env=_strings(env, "ARGOSY_MODEL_FETCH_ENV"),

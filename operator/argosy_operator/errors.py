@@ -2,7 +2,8 @@
 
 OperatorError
 ├── ApiError          the API server refused or did not answer; retried with back-off
-└── ChildNotOwned     an object with a child's name has another owner; a person must rename one of the two
+├── ChildNotOwned     an object with a child's name has another owner; a person must rename one of the two
+└── SecretReserved    a service names a Secret that an operator has made; its author must remove it
 """
 
 from __future__ import annotations
@@ -43,3 +44,9 @@ class ChildNotOwned(OperatorError):
             f"{kind} {name!r} exists and is not controlled by this InferenceService; delete it, or rename "
             "the InferenceService"
         )
+
+
+class SecretReserved(OperatorError):
+    """A service names Secrets that an operator has made, as their labels say."""
+
+    reason = "ObjectReserved"

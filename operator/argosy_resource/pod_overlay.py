@@ -7,6 +7,7 @@ containers. Invariant: an overlay never takes a pod out of the restricted Pod Se
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 from msgspec import Meta, Struct
@@ -19,6 +20,7 @@ from argosy_resource.schema_types import (
     ListedQuantity,
     ObjectName,
     Rule,
+    SecretObjectName,
     rules_of,
 )
 
@@ -124,7 +126,7 @@ class ConfigMapVolume(Struct, frozen=True, kw_only=True, rename="camel"):
 class SecretVolume(Struct, frozen=True, kw_only=True, rename="camel"):
     """A Secret of the resource's own namespace."""
 
-    secret_name: ObjectName
+    secret_name: SecretObjectName
     """Name of the Secret."""
     items: KeysToPaths = ()
     """Keys to project; every key if left out."""
@@ -137,7 +139,7 @@ class SecretVolume(Struct, frozen=True, kw_only=True, rename="camel"):
 class SecretProjection(Struct, frozen=True, kw_only=True, rename="camel"):
     """A Secret inside a projected volume."""
 
-    name: ObjectName
+    name: SecretObjectName
     """Name of the Secret."""
     items: KeysToPaths = ()
     """Keys to project; every key if left out."""
@@ -241,10 +243,21 @@ class VolumeMount(Struct, frozen=True, kw_only=True, rename="camel"):
     """Whether the engine may only read it."""
 
 
-class KeySelector(Struct, frozen=True, kw_only=True, rename="camel"):
-    """One key of a ConfigMap or Secret of the resource's own namespace."""
+class ConfigMapKeySelector(Struct, frozen=True, kw_only=True, rename="camel"):
+    """One key of a ConfigMap of the resource's own namespace."""
 
     name: ObjectName
+    """Name of the object."""
+    key: Key
+    """Key whose value is taken."""
+    optional: bool | None = None
+    """Whether the pod may start without it."""
+
+
+class SecretKeySelector(Struct, frozen=True, kw_only=True, rename="camel"):
+    """One key of a Secret of the resource's own namespace."""
+
+    name: SecretObjectName
     """Name of the object."""
     key: Key
     """Key whose value is taken."""
@@ -261,9 +274,9 @@ class EnvVarSource(Struct, frozen=True, kw_only=True, rename="camel"):
             message="name exactly one of configMapKeyRef and secretKeyRef",
         ),
     )
-    config_map_key_ref: KeySelector | None = None
+    config_map_key_ref: ConfigMapKeySelector | None = None
     """A key of a ConfigMap."""
-    secret_key_ref: KeySelector | None = None
+    secret_key_ref: SecretKeySelector | None = None
     """A key of a Secret."""
 
 
@@ -301,10 +314,10 @@ class ContainerOverlay(Struct, frozen=True, kw_only=True, rename="camel"):
     """Mounts of the volumes below podTemplate.spec.volumes."""
 
 
-class LocalObjectReference(Struct, frozen=True, kw_only=True, rename="camel"):
-    """An object of the resource's own namespace."""
+class PullSecretReference(Struct, frozen=True, kw_only=True, rename="camel"):
+    """A Secret of the resource's own namespace."""
 
-    name: ObjectName
+    name: SecretObjectName
     """Name of the object."""
 
 
@@ -318,9 +331,30 @@ class PodSpecOverlay(Struct, frozen=True, kw_only=True, rename="camel"):
     ] = ()
     """Additions to the engine container."""
     image_pull_secrets: Annotated[
-        tuple[LocalObjectReference, ...], Meta(max_length=8, extra_json_schema=MAP_BY_NAME)
+        tuple[PullSecretReference, ...], Meta(max_length=8, extra_json_schema=MAP_BY_NAME)
     ] = ()
     """Secrets for the registry of the engine's image, besides those of the operator's own settings."""
+
+    @property
+    def secrets(self) -> Iterator[str]:
+        """Names of the Secrets that pods get."""
+        for volume in self.volumes:
+            if volume.secret is not None:
+                yield volume.secret.secret_name
+            if volume.projected is not None:
+                yield from (each.secret.name for each in volume.projected.sources if each.secret is not None)
+        for container in self.containers:
+            for variable in container.env:
+                if variable.value_from is not None and variable.value_from.secret_key_ref is not None:
+                    yield variable.value_from.secret_key_ref.name
+        yield from (each.name for each in self.image_pull_secrets)
+
+    @property
+    def claims(self) -> Iterator[str]:
+        """Names of the PersistentVolumeClaims that pods get."""
+        for volume in self.volumes:
+            if volume.persistent_volume_claim is not None:
+                yield volume.persistent_volume_claim.claim_name
 
 
 _own_key_rule = (

@@ -106,8 +106,49 @@ LabelValue = Annotated[str, Meta(max_length=63, pattern=r"^([A-Za-z0-9]([A-Za-z0
 LabelKey = Annotated[str, Meta(max_length=317)]
 AnnotationValue = Annotated[str, Meta(max_length=16384)]
 ObjectName = Annotated[str, Meta(min_length=1, max_length=253, pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$")]
-SecretName = Annotated[str, Meta(min_length=1, max_length=247, pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$")]
-"""Name of a Secret after which a directory of a cache is named, so that it is shorter than a file's name may be."""
+ENGINE_KEY_SUFFIX: Final = "engine-key"
+"""The Secret with the internal key of a service's engines is `NAME-engine-key`."""
+OWN_SECRETS: Final = ("argosy-fleet-key", "argosy-router-given-keys", "argosy-router-keys")
+"""Secrets that operator and chart make with the keys of an installation."""
+_own_secret_rules: Final = rules_of(
+    Rule(
+        rule=(
+            f"!self.endsWith('-{ENGINE_KEY_SUFFIX}') && "
+            f"!(self in [{', '.join(repr(name) for name in OWN_SECRETS)}])"
+        ),
+        message=(
+            f"names that end in -{ENGINE_KEY_SUFFIX}, and {', '.join(OWN_SECRETS)}, are those of Secrets with keys of "
+            "Argosy, which no service may name"
+        ),
+    )
+)
+SecretObjectName = Annotated[
+    str,
+    Meta(
+        min_length=1,
+        max_length=253,
+        pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$",
+        extra_json_schema=_own_secret_rules,
+    ),
+]
+"""Name of a Secret. Pods of a service run what its writer chooses, who so reads each Secret that it names."""
+SecretName = Annotated[
+    str,
+    Meta(
+        min_length=1,
+        max_length=247,
+        pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$",
+        extra_json_schema=_own_secret_rules,
+    ),
+]
+"""The same where a directory of a cache is named after the Secret, so that it is shorter than a file's name may be."""
+
+
+def is_own_secret(name: str) -> bool:
+    """Whether a Secret of this name has keys of Argosy."""
+    return name.endswith(f"-{ENGINE_KEY_SUFFIX}") or name in OWN_SECRETS
+
+
 InferenceServiceName = Annotated[str, Meta(max_length=63, pattern=r"^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$")]
 _DOMAIN: Final = r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?"
 _RESOURCE_PATTERN: Final = rf"^{_DOMAIN}/[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$"

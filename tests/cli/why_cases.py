@@ -255,6 +255,17 @@ CASES: dict[str, tuple[Object, list[Object], str, str, list[str]]] = {
         "failed",
         ["serviceAccountName is 'x'", "engine.serviceAccounts"],
     ),
+    "a Secret with keys of Argosy": (
+        service(
+            condition(
+                "Stalled", "True", "ObjectReserved", "the Secret b-engine-key: has keys or data of Argosy"
+            )
+        ),
+        [],
+        "accepted",
+        "failed",
+        ["the Secret b-engine-key", "remove what the message names"],
+    ),
     "idle at zero": (
         scaled(
             0, condition("Ready", "True", "ScaledToZero", "the next one is held until a replica has started")

@@ -53,6 +53,22 @@ def operator_environment(objects: list[Object]) -> dict[str, str]:
     return {each["name"]: each["value"] for each in container["env"] if "value" in each}
 
 
+def test_services_may_not_name_what_the_release_keeps_its_keys_and_files_in() -> None:
+    told = operator_environment(render())
+    assert told["ARGOSY_RESERVED_SECRETS"].split(",") == ["argosy-fleet-key", "argosy-router-keys"]
+    assert "ARGOSY_RESERVED_CLAIMS" not in told
+    values = {
+        "fleetKey": {"existingSecret": "fleet"},
+        "router": {"existingKeysSecret": "clients", "tlsSecret": "tls", "ingress": {"tlsSecret": "tls"}},
+        "batch": {
+            "storage": {"volume": {"persistentVolumeClaim": {"claimName": "files"}}, "credentialsSecret": "b"}
+        },
+    }
+    told = operator_environment(render(values))
+    assert told["ARGOSY_RESERVED_SECRETS"].split(",") == ["fleet", "clients", "tls", "b"]
+    assert told["ARGOSY_RESERVED_CLAIMS"] == "files"
+
+
 def test_rendered_twice_it_is_the_same() -> None:
     assert render(EVERYTHING) == render(EVERYTHING)
 

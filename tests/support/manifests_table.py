@@ -120,6 +120,9 @@ GOOD: dict[str, str] = {
     "root of a volume claim": manifest("model: {source: 'pvc://models'}"),
     "file": manifest("model: {source: 'file:///models/qwen3-8b'}"),
     "secret of a source": manifest(f"model: {{{HUB}, secretRef: {{name: hf-token}}}}"),
+    "Secret whose name is like one of Argosy's": manifest(
+        f"{TINY}\npodTemplate: {{spec: {{volumes: [{{name: a, secret: {{secretName: engine-keys}}}}]}}}}"
+    ),
     "cache in the pod": manifest(f"model: {{{HUB}, cache: {{}}}}"),
     "cache in the pod, with a limit": manifest(f"model: {{{HUB}, cache: {{type: none, sizeLimit: 60Gi}}}}"),
     "cache in the pod, with a limit only": manifest(f"model: {{{HUB}, cache: {{sizeLimit: 60Gi}}}}"),
@@ -429,6 +432,37 @@ podTemplate: {{spec: {{containers: [{{name: engine, volumeMounts: [{{name: a, mo
         ),
         "/models is where fetched models are mounted; mount the volume elsewhere",
     ),
+    **{
+        f"Secret with keys of Argosy, {where}": (
+            manifest(text.replace("SECRET", name)),
+            "are those of Secrets with keys of Argosy, which no service may name",
+        )
+        for name, where, text in (
+            (
+                "other-engine-key",
+                "as a volume",
+                f"{TINY}\npodTemplate: {{spec: {{volumes: [{{name: a, secret: {{secretName: SECRET}}}}]}}}}",
+            ),
+            (
+                "argosy-fleet-key",
+                "projected",
+                f"{TINY}\npodTemplate: {{spec: {{volumes: [{{name: a, projected: {{sources: "
+                "[{secret: {name: SECRET}}]}}]}}",
+            ),
+            (
+                "argosy-router-keys",
+                "as a variable",
+                f"{TINY}\npodTemplate: {{spec: {{containers: [{{name: engine, env: [{{name: A, valueFrom: "
+                "{secretKeyRef: {name: SECRET, key: api-keys}}}]}]}}",
+            ),
+            ("argosy-router-given-keys", "as credentials", f"model: {{{HUB}, secretRef: {{name: SECRET}}}}"),
+            (
+                "tiny-engine-key",
+                "for images",
+                f"{TINY}\npodTemplate: {{spec: {{imagePullSecrets: [{{name: SECRET}}]}}}}",
+            ),
+        )
+    },
     "mount of a volume of the operator": (
         manifest(
             f"{TINY}\npodTemplate: {{spec: {{containers: [{{name: engine, volumeMounts: "

@@ -87,6 +87,13 @@ argosy-router-keys
 {{- end -}}
 {{- end -}}
 
+{{/* Secrets of the release that no service of its namespace may name. */}}
+{{- define "argosy.reservedSecrets" -}}
+{{- $names := list (include "argosy.fleetKeySecret" .) (include "argosy.routerKeysSecret" .) -}}
+{{- $names = concat $names (list .Values.router.tlsSecret .Values.router.ingress.tlsSecret .Values.batch.storage.credentialsSecret) -}}
+{{- join "," (compact $names | uniq) -}}
+{{- end -}}
+
 {{/* Whether the operator creates a key for clients. */}}
 {{- define "argosy.makesRouterKeys" -}}
 {{- if and .Values.router.requireKeys (not .Values.router.existingKeysSecret) (not .Values.router.apiKeys) }}true{{ end -}}

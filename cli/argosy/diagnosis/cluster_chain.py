@@ -57,6 +57,7 @@ _REFUSED: Final = (
     "InvalidSpec",
     "InvalidEngineArgs",
     "ServiceAccountNotAllowed",
+    "ObjectReserved",
     *_LOST_NAME,
     "ChildNotOwned",
     "NodeCacheDisabled",

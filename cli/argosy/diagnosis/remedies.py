@@ -52,6 +52,8 @@ REMEDIES: Final[dict[str, str]] = {
     "InvalidEngineArgs": "correct the flag of spec.engine.args that the message names",
     "ServiceAccountNotAllowed": "leave spec.placement.serviceAccountName out, or have the administrator list the "
     "account in the chart's engine.serviceAccounts",
+    "ObjectReserved": "remove what the message names from spec.podTemplate or spec.model, or give an object of yours "
+    "another name",
     "ScaledTwice": "remove one of the two that scale: spec.scaling, or the HorizontalPodAutoscaler or other client "
     "that the message names",
     "UnknownTimeZone": "correct spec.scaling.schedules: a time zone is an IANA name, such as Europe/Berlin",

@@ -47,7 +47,7 @@ from argosy_resource.pod_overlay import (
     Volume,
 )
 from argosy_resource.resources import ResourceClaim
-from argosy_resource.schema_types import quantity_text
+from argosy_resource.schema_types import ENGINE_KEY_SUFFIX, quantity_text
 from argosy_resource.types import InferenceService
 
 USER_ID: Final = 10001
@@ -76,7 +76,7 @@ _FOREIGN_STARTUP_SECONDS: Final = 3600
 
 def key_secret_name(service: InferenceService) -> str:
     """Name of the Secret with the engines' internal key."""
-    return child_name(service, "engine-key")
+    return child_name(service, ENGINE_KEY_SUFFIX)
 
 
 def follows_keys(service: InferenceService, images: Images) -> bool:

@@ -22,21 +22,22 @@ from argosy_operator.cluster.store import Store
 from argosy_operator.config import OperatorConfig
 from argosy_operator.desired.cached_condition import cached_patch
 from argosy_operator.desired.deletion_cost import CostChange, cost_changes
-from argosy_operator.desired.deployment_problem import deployment_problem
+from argosy_operator.desired.deployment_problem import deployment_problem, named_secrets, reserved
 from argosy_operator.desired.diff import ChildChange, Diff, GateChange, compute_diff
 from argosy_operator.desired.readiness_gate import gate_patch
-from argosy_operator.errors import ApiError, OperatorError
+from argosy_operator.errors import ApiError, OperatorError, SecretReserved
 from argosy_operator.kinds import (
     DEPLOYMENTS,
     INFERENCE_SERVICES,
     PODS,
+    SECRETS,
     STATEFUL_SETS,
     Kind,
     Name,
     kind_of,
     object_name,
 )
-from argosy_operator.names import TURN_ANNOTATION
+from argosy_operator.names import FIELD_MANAGER, MANAGED_BY_LABEL, TURN_ANNOTATION
 from argosy_operator.observed.deployment import has_the_turn
 from argosy_operator.observed.observation import Observation, Routers
 from argosy_operator.observed.pod import Pod, Problem
@@ -198,6 +199,8 @@ class Reconciler:
     async def _act_on_replicas(
         self, service: InferenceService, observed: Observation, diff: Diff, deployments: list[ChildChange]
     ) -> None:
+        if deployments:
+            await self._refuse_own_secrets(service)
         for change in deployments:  # in the plan's order
             await self._apply(service, observed, change)
         if diff.plan.problem is not None and has_the_turn(observed.deployment):
@@ -213,6 +216,20 @@ class Reconciler:
             partial(self._patch_pod, service, cached.pod, cached_patch(cached, now=now))
             for cached in diff.cached
         )
+
+    async def _refuse_own_secrets(self, service: InferenceService) -> None:
+        """Read the labels of the Secrets that the pods of a Deployment would get.
+
+        Raises:
+            SecretReserved: an operator has made one of them, under whatever name.
+        """
+        made = []
+        for name in sorted(named_secrets(service)):
+            live = await self._api.read_metadata(SECRETS, service.metadata.namespace, name)
+            if live is not None and live["metadata"].get("labels", {}).get(MANAGED_BY_LABEL) == FIELD_MANAGER:
+                made.append(f"the Secret {name}")
+        if made:
+            raise SecretReserved(reserved(made).message)
 
     async def _set_gate(self, service: InferenceService, observed: Observation, gate: GateChange) -> None:
         router_lives = observed.routers.alive > 0
