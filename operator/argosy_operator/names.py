@@ -57,6 +57,8 @@ NODE_TEMPLATE_ANNOTATION: Final = f"{GROUP}/node-template"
 """On a pod whose engine spans several nodes: the pod template of the others, as JSON (`desired.engine_nodes`)."""
 LEADER_LABEL: Final = f"{GROUP}/leader"
 """On these others, and on their StatefulSet: the UID of that pod."""
+NUDGE_ANNOTATION: Final = f"{GROUP}/asked-again"
+"""On a Deployment whose pods the API server refuses: when Kubernetes was last asked for them again (RFC 3339)."""
 TURN_ANNOTATION: Final = f"{GROUP}/has-turn"
 """On the one Deployment to which a change of the operator's is being rolled out."""
 

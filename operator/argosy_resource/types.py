@@ -184,9 +184,10 @@ class Rollout(Struct, frozen=True, kw_only=True, rename="camel"):
     """Replicas that may be missing while a change rolls out. 0 if left out, 1 if maxSurge is 0. The last routable
     replica is removed only if this allows all of them to be missing."""
     in_place_after_seconds: Annotated[int, Meta(ge=0, le=86_400)] = 0
-    """How long a rollout that finds no GPU for its surge waits for one before it replaces replicas in place: the time
-    that a cluster autoscaler takes to add a node (reason NoGPUForSurge). 0, the default, does not wait. Where replicas
-    are never replaced in place, it has no effect."""
+    """How long a rollout that finds no GPU or quota for its surge waits for one before it replaces replicas in place:
+    the time that a cluster autoscaler takes to add a node (reason NoGPUForSurge). 0, the default, does not wait. For
+    memory or a node it waits for 300 s at least (NoRoomForSurge). Where replicas are never replaced in place, it has no
+    effect."""
     canary: CanaryRollout | None = None
     """Tries a change on a few replicas and a share of the requests first, and takes it back if it makes figures worse.
     If left out, a change is rolled out as soon as its first replica works."""

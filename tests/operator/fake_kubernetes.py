@@ -51,6 +51,16 @@ READY_STEPS = 3
 Listener = Callable[[Kind, str, Object], None]
 
 
+class Refusal(msgspec.Struct, frozen=True, kw_only=True):
+    """A pod that a ResourceQuota has refused."""
+
+    digest: str
+    annotations: Object
+    tries: int
+    next_step: int
+    condition: Object
+
+
 class FakeKubernetes:
     """Implements `argosy_operator.cluster.api_server.Api`, and the rest of a cluster."""
 
@@ -90,7 +100,17 @@ class FakeKubernetes:
         self.admit_pod: Callable[[Object], None] = lambda pod: None
         """A mutating webhook: may change a pod before it is created."""
         self.has_quota: Callable[[str], bool] = lambda name: True
-        """Whether a pod of this name, of a StatefulSet, may be created."""
+        """Whether a pod of this name, or of the Deployment of this name, may be created."""
+        self.now: Callable[[], str] = lambda: "2026-01-01T00:00:00Z"
+        """The clock of its controllers."""
+        self.is_gated: Callable[[Object], bool] = lambda pod: False
+        """Whether a gate keeps the scheduler from looking at a pod."""
+        self.lacks: Callable[[Object], str] = lambda pod: ""
+        """What the scheduler says of a pod that no node takes for another reason than GPUs and CPUs; empty if one
+        does."""
+        self._steps = 0
+        self._refusals: dict[str, Refusal] = {}
+        """The last attempt to create a pod that the quota refused, by UID of the Deployment."""
         self.is_stuck: Callable[[Object], bool] = lambda pod: False
         """Whether a pod that terminates never goes, since its machine does not answer."""
         self.on_replaced: Callable[[Object, Object], None] = lambda deployment, pod: None
@@ -345,6 +365,7 @@ class FakeKubernetes:
     def step(self) -> bool:
         """Let every controller act once. False if none had anything to do."""
         before = next(self._counter)
+        self._steps += 1
         self._finish_termination()
         for key, obj in list(self.objects.items()):
             if key[0] is DEPLOYMENTS:
@@ -391,7 +412,12 @@ class FakeKubernetes:
         else:
             self._roll(deployment, pods, digest)
         status = {"observedGeneration": deployment["metadata"]["generation"], "replicas": len(pods)}
-        self._store(key, {**deployment, "status": {**deployment.get("status", {}), **status}})
+        present = deployment.get("status", {})
+        conditions = [each for each in present.get("conditions", ()) if each["type"] != "ReplicaFailure"]
+        refusal = self._refusals.get(deployment["metadata"]["uid"])
+        if refusal is not None and refusal.digest == digest:
+            conditions.append(refusal.condition)
+        self._store(key, {**deployment, "status": {**present, **status, "conditions": conditions}})
 
     def _scale_paused(self, deployment: Object, pods: list[tuple[Key, Object]]) -> None:
         """Scale a paused Deployment: its only ReplicaSet to its size, several to its size and surge together."""
@@ -439,7 +465,39 @@ class FakeKubernetes:
                 self.on_replaced(deployment, pod)
             self.remove(key)
 
+    def _is_refused_by_quota(self, deployment: Object, digest: str) -> bool:
+        """As the ReplicaSet controller: after each refusal it waits twice as long, unless its ReplicaSet changes."""
+        metadata = deployment["metadata"]
+        before = self._refusals.get(metadata["uid"])
+        annotations = _copy(metadata.get("annotations", {}))
+        is_same = before is not None and (before.digest, before.annotations) == (digest, annotations)
+        if is_same and before is not None and self._steps < before.next_step:
+            return True
+        if self.has_quota(metadata["name"]):
+            self._refusals.pop(metadata["uid"], None)
+            return False
+        tries = before.tries + 1 if before is not None and before.digest == digest else 1
+        condition = {
+            "type": "ReplicaFailure",
+            "status": "True",
+            "reason": "FailedCreate",
+            "message": f'pods "{metadata["name"]}-x" is forbidden: exceeded quota: team, requested: pods=1',
+            "lastTransitionTime": before.condition["lastTransitionTime"]
+            if before and tries > 1
+            else self.now(),
+        }
+        self._refusals[metadata["uid"]] = Refusal(
+            digest=digest,
+            annotations=annotations,
+            tries=tries,
+            next_step=self._steps + 2 ** min(tries, 10),
+            condition=condition,
+        )
+        return True
+
     def _create_pod(self, deployment: Object, digest: str) -> None:
+        if self._is_refused_by_quota(deployment, digest):
+            return
         template, name = (
             self._templates[digest],
             f"{deployment['metadata']['name']}-{next(self._counter):06d}",
@@ -487,23 +545,25 @@ class FakeKubernetes:
             if pod["spec"].get("nodeName") or pod["metadata"].get("deletionTimestamp"):
                 continue
             changed = _copy(pod)
+            if self.is_gated(pod):
+                changed["spec"]["schedulingGates"] = [{"name": "kueue.x-k8s.io/admission"}]
+                gated = {"type": "PodScheduled", "status": "False", "reason": "SchedulingGated"}
+                _set_condition(changed, gated)
+                self._store(pod_key(changed), changed)
+                continue
             present = sum(
                 "nodeName" in each["spec"] and "ownerReferences" in each["metadata"]
                 for each in self._all_pods()
             )
-            if _gpus(pod) <= free and present < self.room:
+            if lacking := self.lacks(pod):
+                condition = _unschedulable(pod, lacking, self.now())
+            elif _gpus(pod) <= free and present < self.room:
                 free -= _gpus(pod)
                 changed["spec"]["nodeName"] = "node-a"
                 condition = {"type": "PodScheduled", "status": "True"}
             else:
                 lacking = "nvidia.com/gpu" if _gpus(pod) > free else "cpu"
-                message = f"0/1 nodes are available: 1 Insufficient {lacking}."
-                condition = {
-                    "type": "PodScheduled",
-                    "status": "False",
-                    "reason": "Unschedulable",
-                    "message": message,
-                }
+                condition = _unschedulable(pod, f"Insufficient {lacking}", "")
             _set_condition(changed, condition)
             self._store(pod_key(changed), changed)
 
@@ -676,6 +736,19 @@ def is_pod_ready(pod: Object) -> bool:
         return False
     conditions = {each["type"]: each["status"] for each in found}
     return conditions.get("ContainersReady") == "True" and conditions.get(ROUTABLE_GATE) == "True"
+
+
+def _unschedulable(pod: Object, lacking: str, now: str) -> Object:
+    """The condition, with the time since which it is so; without one if `now` is empty."""
+    condition = {
+        "type": "PodScheduled",
+        "status": "False",
+        "reason": "Unschedulable",
+        "message": f"0/1 nodes are available: 1 {lacking}.",
+    }
+    found = pod.get("status", {}).get("conditions", ())
+    before = next((each for each in found if each["type"] == "PodScheduled"), {})
+    return condition | ({"lastTransitionTime": before.get("lastTransitionTime", now)} if now else {})
 
 
 def _set_condition(pod: Object, condition: Object) -> None:

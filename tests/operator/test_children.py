@@ -10,8 +10,8 @@ import msgspec
 import pytest
 from builders import CONFIG, isvc, pod
 
+from argosy_operator.desired.blocked_surge import blocked_surge
 from argosy_operator.desired.children import Plan, plan_children
-from argosy_operator.desired.gpu_surge import no_gpu_for_surge
 from argosy_operator.names import REVISION_LABEL, ROUTABLE_GATE
 from argosy_operator.observed.observation import Observation
 from argosy_operator.observed.pod import Pod
@@ -407,36 +407,60 @@ def deployment(revision: str, surge: int) -> dict[str, Any]:
 GPU = {"resources": {"gpu": {}}}
 
 
+def refused(message: str) -> dict[str, Any]:
+    return {"status": {"conditions": [{"type": "ReplicaFailure", "status": "True", "message": message}]}}
+
+
+REFUSED = refused(
+    'pods "a" is forbidden: exceeded quota: team, requested: pods=1, used: pods=2, limited: pods=2'
+)
+FORBIDDEN = refused('pods "a" is forbidden: violates PodSecurity "restricted:latest"')
+
+
 @pytest.mark.parametrize(
     ("name", "spec", "pods", "live", "expected"),
     [
-        ("no gpu wanted", {}, (WAITING, OLD), deployment("new", 1), False),
-        ("surge starves", GPU, (WAITING, OLD), deployment("new", 1), True),
-        ("starved pod got the GPU, old ones left", GPU, (STARTING, OLD), deployment("new", 0), True),
-        ("surge found a GPU", GPU, (STARTING, OLD), deployment("new", 1), False),
-        ("no old pod left", GPU, (STARTING,), deployment("new", 0), False),
-        ("old pod is going", GPU, (WAITING, pod("old-1", "old", is_terminating=True)), deployment("new", 1), False),
+        ("no gpu wanted", {}, (WAITING, OLD), deployment("new", 1), None),
+        ("surge starves", GPU, (WAITING, OLD), deployment("new", 1), "gpu"),
+        ("starved pod got the GPU, old ones left", GPU, (STARTING, OLD), deployment("new", 0), "gpu"),
+        ("surge found a GPU", GPU, (STARTING, OLD), deployment("new", 1), None),
+        ("no old pod left", GPU, (STARTING,), deployment("new", 0), None),
+        ("old pod is going", GPU, (WAITING, pod("old-1", "old", is_terminating=True)), deployment("new", 1), None),
         ("a GPU is about to be free", GPU, (WAITING, OLD, pod("old-2", "old", is_terminating=True)),
-         deployment("new", 1), False),
+         deployment("new", 1), None),
         ("fewer are about to be free than are wanted", GPU,
          (WAITING, pod("new-2", "new", ready=False, node="", unschedulable=STARVED), OLD,
-          pod("old-2", "old", is_terminating=True)), deployment("new", 1), True),
-        ("old pod holds no GPU", GPU, (WAITING, pod("old-1", "old", node="")), deployment("new", 1), False),
-        ("surge finds no device of a claim", CLAIMS, (WITHOUT_DEVICE, OLD), deployment("new", 1), True),
-        ("replicas share the claim", SHARED_CLAIM, (WITHOUT_DEVICE, OLD), deployment("new", 1), False),
+          pod("old-2", "old", is_terminating=True)), deployment("new", 1), "gpu"),
+        ("old pod holds no GPU", GPU, (WAITING, pod("old-1", "old", node="")), deployment("new", 1), None),
+        ("surge finds no device of a claim", CLAIMS, (WITHOUT_DEVICE, OLD), deployment("new", 1), "gpu"),
+        ("replicas share the claim", SHARED_CLAIM, (WITHOUT_DEVICE, OLD), deployment("new", 1), None),
         ("starves for something else", GPU, (
-            pod("new-1", "new", ready=False, node="", unschedulable=NO_CPU), OLD), deployment("new", 1), False),
-        ("scaling up, no rollout", GPU, (WAITING, pod("new-2", "new")), deployment("new", 1), False),
-        ("next edit tries a surge again", GPU, (pod("b-1", "b"), OLD), deployment("b", 0), False),
-        ("user wants no surge", {**GPU, "rollout": {"maxSurge": 0}}, (WAITING, OLD), deployment("new", 0), False),
-        ("other resource name", {"resources": {"gpu": {"resourceName": "amd.com/gpu"}}}, (WAITING, OLD), None, False),
+            pod("new-1", "new", ready=False, node="", unschedulable=NO_CPU), OLD), deployment("new", 1), "room"),
+        ("starves for memory, without a GPU", {}, (
+            pod("new-1", "new", ready=False, node="", unschedulable="0/2 nodes: 2 Insufficient memory."), OLD),
+         deployment("new", 1), "room"),
+        ("a gate holds it", {}, (pod("new-1", "new", ready=False, node="", gate_words="waits for kueue"), OLD),
+         deployment("new", 1), "room"),
+        ("no node has the label that it asks for", {}, (
+            pod("new-1", "new", ready=False, node="",
+                unschedulable="0/2 nodes: 2 node(s) didn't match Pod's node affinity/selector."), OLD),
+         deployment("new", 1), None),
+        ("the quota is full", {}, (OLD,), deployment("new", 1) | REFUSED, "quota"),
+        ("the quota is full, no rollout", {}, (pod("new-1", "new"),), deployment("new", 1) | REFUSED, None),
+        ("it was full for another revision", {}, (OLD,), deployment("other", 1) | REFUSED, None),
+        ("pods are refused for another reason", {}, (OLD,), deployment("new", 1) | FORBIDDEN, None),
+        ("scaling up, no rollout", GPU, (WAITING, pod("new-2", "new")), deployment("new", 1), None),
+        ("next edit tries a surge again", GPU, (pod("b-1", "b"), OLD), deployment("b", 0), None),
+        ("user wants no surge", {**GPU, "rollout": {"maxSurge": 0}}, (WAITING, OLD), deployment("new", 0), None),
+        ("other resource name", {"resources": {"gpu": {"resourceName": "amd.com/gpu"}}}, (WAITING, OLD), None, None),
     ],
 )  # fmt: skip
-def test_no_gpu_for_surge(
-    name: str, spec: dict[str, Any], pods: tuple[Pod, ...], live: dict[str, Any] | None, expected: bool
+def test_what_a_surge_lacks(
+    name: str, spec: dict[str, Any], pods: tuple[Pod, ...], live: dict[str, Any] | None, expected: str | None
 ) -> None:
     observed = Observation(deployment=live, pods=pods)
-    assert no_gpu_for_surge(isvc(**spec), observed, "new") is expected, name
+    found = blocked_surge(isvc(**spec), observed, "new")
+    assert (None if found is None else found.missing) == expected, name
 
 
 @pytest.mark.parametrize(

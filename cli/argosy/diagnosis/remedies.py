@@ -41,7 +41,9 @@ REMEDIES: Final[dict[str, str]] = {
     "spec.rollout.canary.action to Promote with the revision in status.rollout",
     "CanaryHeld": "set spec.rollout.canary.action to Promote or Abort, with the revision in status.rollout; or remove "
     "what holds: hold of spec.rollout.canary, or of its step, which action Continue lets go on as well",
-    "WaitingForCapacity": "free or add a GPU, or set spec.rollout.maxUnavailable",
+    "WaitingForCapacity": "free what the message says is missing (a GPU, memory, the namespace's quota), or set "
+    "spec.rollout.maxUnavailable to 1, with which a serving replica is stopped for its successor",
+    "SchedulingGated": "look at what holds the gate that the message names, such as the pod's Workload of Kueue",
     "WaitingForTurn": "wait: new defaults reach one service at a time",
     "ProgressDeadlineExceeded": "look at the pods' logs; spec.rollout.progressDeadlineSeconds is the limit",
     "WaitingForRouter": "look at the routers' logs, in the operator's namespace",

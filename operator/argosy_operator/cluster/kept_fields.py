@@ -78,6 +78,8 @@ def _pod(obj: Object) -> Object:
             ],
             "initContainers": [{"name": each["name"]} for each in spec.get("initContainers") or ()],
         }
+        if gates := spec.get("schedulingGates"):
+            kept["spec"]["schedulingGates"] = [{"name": each["name"]} for each in gates]
     return kept
 
 

@@ -25,9 +25,10 @@ from msgspec import Meta, Struct
 from argosy_operator.desired.canary_analysis import Baseline, Verdict, baseline_of, judge, missing_baseline
 from argosy_operator.desired.spec_digest import input_digest
 from argosy_operator.desired.staged_rollout import held_revision, is_healthy
-from argosy_operator.names import CANARY_ANNOTATION, KEY_ANNOTATION
+from argosy_operator.kinds import DEPLOYMENTS
+from argosy_operator.names import CANARY_ANNOTATION, KEY_ANNOTATION, canary_name
 from argosy_operator.observed.canary_figures import SplitFigures, split_figures
-from argosy_operator.observed.deployment import has_the_turn, serving_revision
+from argosy_operator.observed.deployment import deployment_condition, has_the_turn, serving_revision
 from argosy_operator.observed.elapsed import min_time, seconds_between
 from argosy_operator.observed.observation import Object, Observation
 from argosy_operator.observed.pod import Pod
@@ -156,7 +157,7 @@ def plan_canary(
         before,
         replicas=service.spec.replicas,
         routable=routable,
-        trouble=_trouble(replicas),
+        trouble=_trouble(replicas) or _refusal(service, observed, revision),
         figures=figures,
         now=observed.time,
         began=observed.began,
@@ -252,9 +253,16 @@ def _trouble(replicas: list[Pod]) -> str:
     for pod in sorted(replicas, key=lambda pod: pod.name):
         if pod.problem is not None:
             return f"pod {pod.name}: {pod.problem.reason}: {pod.problem.message}".rstrip(": ")
-        if pod.unschedulable:
-            return f"pod {pod.name}: {pod.unschedulable}"
+        if pod.unschedulable or pod.gate_words:
+            return f"pod {pod.name}: {pod.unschedulable or pod.gate_words}"
     return ""
+
+
+def _refusal(service: InferenceService, observed: Observation, revision: str) -> str:
+    """Why the API server refuses the canary's replicas; empty if it does not."""
+    name = (service.metadata.namespace, canary_name(service, revision))
+    condition = deployment_condition(observed.children.get((DEPLOYMENTS, name)), "ReplicaFailure")
+    return condition.get("message", "") if condition.get("status") == "True" else ""
 
 
 def _late_abort(canary: CanaryRollout, revision: str) -> str:
@@ -303,11 +311,11 @@ def _missing(
     if routable >= state.size:
         return msgspec.structs.replace(state, missing_since=""), ""
     so_far = f"{routable} of {state.size} canary replicas routable"
+    why = f"; {trouble}" if trouble else ""
     since = state.missing_since or now
     if seconds_between(since, now) > deadline_s:
-        why = f"; {trouble}" if trouble else ""
         return _failed(state, f"{so_far} after {deadline_s:g} s{why}"), so_far
-    return msgspec.structs.replace(state, missing_since=since), so_far
+    return msgspec.structs.replace(state, missing_since=since), f"{so_far}{why}"[:MAX_MESSAGE]
 
 
 def _weighted(

@@ -17,6 +17,7 @@ import xxhash
 from msgspec import Struct
 
 from argosy_operator.config import OperatorConfig
+from argosy_operator.desired.blocked_surge import nudge
 from argosy_operator.desired.canary import key_of_trial
 from argosy_operator.desired.deployment_problem import deployment_problem
 from argosy_operator.desired.engine_nodes import node_sets
@@ -33,6 +34,7 @@ from argosy_operator.desired.rollout import MIN_READY_SECONDS, RolloutPlan, plan
 from argosy_operator.kinds import DEPLOYMENTS
 from argosy_operator.names import (
     CANARY_TRACK,
+    NUDGE_ANNOTATION,
     REVISION_LABEL,
     SERVED_ANNOTATION,
     TRACK_LABEL,
@@ -70,6 +72,8 @@ class Plan(Struct, frozen=True, kw_only=True):
     """The StatefulSets of replicas that span several nodes."""
     images: Images
     rollout: RolloutPlan = RolloutPlan()
+    nudge_wait_s: float = 0.0
+    """While the API server refuses pods: seconds until Kubernetes is asked for them again."""
     problem: Problem | None = None
     """Why the Deployment cannot be had in this cluster: it is not applied, and one that exists stays as it is."""
 
@@ -92,6 +96,8 @@ def plan_children(service: InferenceService, observed: Observation, config: Oper
     template, revision = pod_template(service, config, images, key_digest=key_digest)
     rollout = plan_rollout(service, observed, revision, key_digest=key_digest)
     held = rollout.held_revision or replaced_revision(service, observed, config, revision, images)
+    asked_again, nudge_wait_s = nudge(observed.deployment, observed.time)
+    canary, canary_wait_s = _canary(service, template, rollout, observed)
     return Plan(
         revision=revision if rollout.canary is not None else rollout.held_revision or revision,
         secret=secret,
@@ -103,12 +109,13 @@ def plan_children(service: InferenceService, observed: Observation, config: Oper
             rollout,
             images,
             served=served_revision(observed, revision),
-            held=held_annotations(observed.deployment, held),
+            held={**held_annotations(observed.deployment, held), **_nudged(asked_again)},
         ),
-        canary=_canary(service, template, rollout, observed),
+        canary=canary,
         node_sets=node_sets(service, observed.pods),
         images=images,
         rollout=rollout,
+        nudge_wait_s=min((each for each in (nudge_wait_s, canary_wait_s) if each), default=0.0),
         problem=deployment_problem(service, config),
     )
 
@@ -230,24 +237,26 @@ def _deployment(
 
 def _canary(
     service: InferenceService, template: Manifest, rollout: RolloutPlan, observed: Observation
-) -> Manifest | None:
+) -> tuple[Manifest | None, float]:
     """The Deployment of a canary's replicas. It is named after the revision, so that the next canary never has pods of
     the one before. The selector of the service's own Deployment matches its pods as well; each controller goes by the
     owner of a pod. It is created once the routers are told to divide the service: a replica of which they know
-    nothing would get an ordinary share."""
+    nothing would get an ordinary share. With it the seconds until Kubernetes is asked again for pods that were
+    refused."""
     plan = rollout.canary
     if plan is None or not plan.state.size:
-        return None
+        return None, 0.0
     name = canary_name(service, plan.state.revision)
-    exists = (DEPLOYMENTS, (service.metadata.namespace, name)) in observed.children
-    if not exists and observed.published_canary != plan.state.revision:
-        return None
+    live = observed.children.get((DEPLOYMENTS, (service.metadata.namespace, name)))
+    if live is None and observed.published_canary != plan.state.revision:
+        return None, 0.0
+    asked_again, wait_s = nudge(live, observed.time)
     labels = {TRACK_LABEL: CANARY_TRACK}
     metadata = template["metadata"]
-    return {
+    manifest: Manifest = {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
-        "metadata": _metadata(service, name),
+        "metadata": {**_metadata(service, name), "annotations": _nudged(asked_again)},
         "spec": {
             "replicas": plan.state.size,
             "minReadySeconds": MIN_READY_SECONDS,
@@ -258,3 +267,8 @@ def _canary(
             "template": {**template, "metadata": {**metadata, "labels": {**metadata["labels"], **labels}}},
         },
     }
+    return manifest, wait_s
+
+
+def _nudged(time: str) -> dict[str, str]:
+    return {NUDGE_ANNOTATION: time} if time else {}

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Final
 
-from argosy_operator.desired.gpu_surge import NO_DEVICE
+from argosy_operator.desired.blocked_surge import NO_DEVICE
 from argosy_operator.observed.observation import Observation
 from argosy_operator.observed.pod import Pod
 

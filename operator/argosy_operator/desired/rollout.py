@@ -8,8 +8,8 @@ Invariant: the operator takes the last routable replica only if `spec.rollout` s
 
     rollout_policy         bounds the surge and the unavailability; a new replica that fails halts the rollout: the
                            Deployment is paused until that replica is ready or the spec changes
-    gpu_surge              no GPU for a surge: replicas are replaced in place, at once or after a time in which a
-                           cluster autoscaler may bring a node, or the rollout waits
+    blocked_surge          no GPU, node or quota for a surge: replicas are replaced in place, at once or after a time in
+                           which a cluster autoscaler may bring a node, or the rollout waits
     failed_replicas        old replicas that never served and cannot start are removed at once, whatever
                            `spec.rollout` says, so that they take no place from the correction
     canary                 a change is tried on replicas of a Deployment of its own first: this one is paused with the
@@ -26,9 +26,9 @@ from typing import Final, Literal
 
 from msgspec import Struct
 
+from argosy_operator.desired.blocked_surge import BlockedSurge, blocked_surge, seconds_until_in_place
 from argosy_operator.desired.canary import CanaryPlan, encode_canary, plan_canary
 from argosy_operator.desired.failed_replicas import failed_replicas, unavailable_without
-from argosy_operator.desired.gpu_surge import no_gpu_for_surge, seconds_until_in_place
 from argosy_operator.desired.spec_digest import input_digest
 from argosy_operator.desired.staged_rollout import held_revision, is_healthy
 from argosy_operator.names import CANARY_ANNOTATION, HELD_ANNOTATION, INPUT_ANNOTATION, TURN_ANNOTATION
@@ -74,8 +74,10 @@ class RolloutPlan(Struct, frozen=True, kw_only=True):
     """The canary rollout of the revision, until it is complete."""
     halted_by: Pod | None = None
     """The new replica that does not come up, while that halts the rollout."""
+    blocked: BlockedSurge | None = None
+    """What the rollout lacks for its surge."""
     node_wait_s: float = 0.0
-    """While the rollout waits for a node with a GPU: seconds until replicas are replaced in place."""
+    """While the rollout waits for what it lacks: seconds until replicas are replaced in place."""
     has_turn: bool = False
     """The operator's own change is being rolled out to this service; no other one starts meanwhile."""
     input_digest: str = ""
@@ -136,9 +138,10 @@ def plan_rollout(
     phase = "normal"
     node_wait_s = 0.0
     failed = failed_replicas(observed, revision)
-    if no_gpu_for_surge(service, observed, revision, failed):
+    blocked = blocked_surge(service, observed, revision, failed)
+    if blocked is not None:
         phase = "in-place" if may_replace_in_place(service) else "waiting-for-capacity"
-        if phase == "in-place" and (node_wait_s := seconds_until_in_place(service, observed, revision)):
+        if phase == "in-place" and (node_wait_s := seconds_until_in_place(service, observed, blocked)):
             phase = "waiting-for-node"
     replicas = _replicas(observed, revision)
     surge, unavailable = rollout_bounds(service.spec.rollout, replicas, is_in_place=phase == "in-place")
@@ -160,6 +163,7 @@ def plan_rollout(
         canary=canary,
         halted_by=halted_by,
         has_turn=has_turn,
+        blocked=blocked,
         node_wait_s=node_wait_s,
         input_digest=digest,
     )

@@ -58,6 +58,9 @@ def is_healthy(service: InferenceService, observed: Observation, revision: str) 
         and template_revision(live) == revision
         and live.get("status", {}).get("observedGeneration", 0) >= live["metadata"].get("generation", 0)
         and len(alive) == service.spec.replicas
-        and all(pod.revision == revision and (pod.is_routable or pod.unschedulable) for pod in alive)
+        and all(
+            pod.revision == revision and (pod.is_routable or pod.unschedulable or pod.gate_words)
+            for pod in alive
+        )
         and (service.spec.replicas == 0 or any(pod.is_routable for pod in alive))
     )

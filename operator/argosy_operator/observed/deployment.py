@@ -38,6 +38,12 @@ def waits_for_its_turn(deployment: Object) -> bool:
     return HELD_ANNOTATION in deployment["metadata"].get("annotations", {})
 
 
+def deployment_condition(deployment: Object | None, kind: str) -> Object:
+    """The Deployment's condition of this type; empty if it has none."""
+    found = (deployment or {}).get("status", {}).get("conditions", ())
+    return next((each for each in found if each["type"] == kind), {})
+
+
 def rolling_update(deployment: Object) -> dict[str, int]:
     """maxSurge and maxUnavailable of the Deployment, as far as it has them."""
     found: dict[str, int] = deployment["spec"].get("strategy", {}).get("rollingUpdate", {})

@@ -73,7 +73,9 @@ class Pod(Struct, frozen=True, kw_only=True):
     unschedulable: str = ""
     """Message of the scheduler, while no node takes the pod; else empty."""
     unschedulable_since: str = ""
-    """Time since which the scheduler finds no node (RFC 3339); else empty."""
+    """Time since which the scheduler finds no node, or may not look for one (RFC 3339); else empty."""
+    gate_words: str = ""
+    """What keeps the scheduler from looking for a node (`spec.schedulingGates`), such as Kueue; else empty."""
     unmounted_since: str = ""
     """Time since which it has a node (RFC 3339), while the node has not prepared it for its containers: volumes are
     mounted first, then the network is set up. Else empty."""
@@ -176,7 +178,7 @@ def _with_workers(leader: Pod, workers: list[Pod]) -> Pod:
         if problem is None and worker.problem is not None:
             message = worker.problem.message or worker.problem.reason
             problem = Problem(worker.problem.reason, f"its node {worker.name}: {message}")
-        if not waiting.unschedulable and worker.unschedulable:
+        if not (waiting.unschedulable or waiting.gate_words) and (worker.unschedulable or worker.gate_words):
             waiting = worker
         unmounted = unmounted or worker.unmounted_since
     return msgspec.structs.replace(
@@ -185,6 +187,7 @@ def _with_workers(leader: Pod, workers: list[Pod]) -> Pod:
         problem=problem,
         unschedulable=waiting.unschedulable,
         unschedulable_since=waiting.unschedulable_since,
+        gate_words=waiting.gate_words,
         unmounted_since=unmounted,
     )
 
@@ -197,12 +200,14 @@ def read_pod(obj: Object) -> Pod:
     containers = {each["name"]: each for each in status.get("containerStatuses", ())}
     container: Object = containers.get(ENGINE_CONTAINER, {})
     fetch = read_fetch(spec, status)
+    created = metadata.get("creationTimestamp") or ""
+    gated = _gate_words(spec) if scheduled.get("reason") == "SchedulingGated" else ""
     return Pod(
         name=metadata["name"],
         uid=metadata["uid"],
         revision=metadata.get("labels", {}).get(REVISION_LABEL, ""),
         is_canary=metadata.get("labels", {}).get(TRACK_LABEL) == CANARY_TRACK,
-        created=metadata.get("creationTimestamp") or "",
+        created=created,
         node=spec.get("nodeName") or "",
         is_terminating=bool(metadata.get("deletionTimestamp")),
         is_finished=status.get("phase") in ("Failed", "Succeeded"),
@@ -212,7 +217,8 @@ def read_pod(obj: Object) -> Pod:
         is_ready=conditions.get("Ready", {}).get("status") == "True",
         is_lost=_is_lost(conditions),
         unschedulable=scheduled.get("message", "") if scheduled.get("reason") == "Unschedulable" else "",
-        unschedulable_since=scheduled.get("lastTransitionTime") or "",
+        unschedulable_since=scheduled.get("lastTransitionTime") or (created if gated else ""),
+        gate_words=gated,
         unmounted_since=_unmounted_since(conditions),
         problem=_problem(status, container, fetch),
         fetch=fetch,
@@ -226,6 +232,11 @@ def read_pod(obj: Object) -> Pod:
         replica_set=_controller(obj, DEPLOYMENTS.api_version, "ReplicaSet"),
         node_template=_node_template(metadata, spec),
     )
+
+
+def _gate_words(spec: Object) -> str:
+    names = ", ".join(gate["name"] for gate in spec.get("schedulingGates") or ()) or "a scheduling gate"
+    return f"waits for {names}, which keeps it from being scheduled"
 
 
 def _controller(obj: Object, api_version: str, kind: str) -> str:

@@ -91,7 +91,7 @@ class Reporter:
             if pod.is_terminating
         ]
         waits.append(seconds_until_scaled_once(service, observed.scalers, now))
-        waits.append(plan.rollout.node_wait_s)
+        waits += [plan.rollout.node_wait_s, plan.nudge_wait_s]
         if later := [seconds for seconds in waits if seconds > 0]:
             self._look_again(name, min(later))
         has_missed_its_turn = plan.rollout.phase == "waiting-for-turn" and not observed.rolling_elsewhere

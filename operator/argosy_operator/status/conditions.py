@@ -18,8 +18,10 @@ a message names the pod and what it waits for; equal inputs give equal condition
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
+from argosy_operator.desired.blocked_surge import BlockedSurge, Missing, patience
 from argosy_operator.desired.canary import ABORTED
 from argosy_operator.observed.pod import Problem
 from argosy_operator.status.condition_state import ConditionState
@@ -39,9 +41,25 @@ from argosy_operator.status.rollout_status import rollout_phase
 from argosy_operator.status.scaling_status import scaling_problem
 from argosy_operator.status.service_view import Counts, ServiceView
 from argosy_resource.canary_spec import CanaryAction
-from argosy_resource.types import ConditionType
+from argosy_resource.types import ConditionStatus, ConditionType
 
+_UNTIL_SOMEBODY_ACTS: Final = (
+    *("RolloutHalted", "ProgressDeadlineExceeded", "CanaryFailed", "WaitingForCapacity"),
+)
+"""Reasons of Progressing, if it is false, for which nothing more happens by itself."""
 NO_ROUTER: Final = "no router answers; routers run in the operator's namespace"
+
+
+_MISSING: Final[Mapping[Missing, str]] = {
+    "gpu": "no GPU is free for an additional replica",
+    "room": "no node has room for an additional replica",
+    "quota": "the namespace's quota has no room for an additional replica",
+}
+_FREED: Final[Mapping[Missing, str]] = {
+    "gpu": "free a GPU",
+    "room": "make room, or add a node",
+    "quota": "raise the quota",
+}
 
 
 def condition_states(view: ServiceView) -> dict[ConditionType, ConditionState]:
@@ -68,7 +86,7 @@ def ready(view: ServiceView) -> ConditionState:
         return ConditionState(
             "False", "Paused", "spec.paused holds this generation back; unset it to apply it"
         )
-    if view.plan.rollout.phase in ("canary", "canary-failed", "halted"):
+    if view.plan.rollout.phase in ("canary", "canary-failed", "halted", "waiting-for-capacity"):
         cause = progressing(view)
         return ConditionState("False", cause.reason, cause.message)
     if not view.is_complete and not view.is_scaling:
@@ -117,21 +135,23 @@ def progressing(view: ServiceView) -> ConditionState:
     if deadline.get("reason") == "ProgressDeadlineExceeded" and not is_excused:
         seconds = view.service.spec.rollout.progress_deadline_seconds
         return ConditionState("False", "ProgressDeadlineExceeded", f"no progress for {seconds} s: {so_far}")
-    if phase == "waiting-for-capacity":
-        return ConditionState("True", "WaitingForCapacity", f"{_capacity_message(view)}: {so_far}")
-    if phase == "waiting-for-node":
-        seconds = view.service.spec.rollout.in_place_after_seconds
-        message = (
-            f"no GPU is free for an additional replica; replicas are replaced in place if no node brings one within "
-            f"{seconds} s: {so_far}"
-        )
-        return ConditionState("True", "NoGPUForSurge", message)
-    if phase == "in-place":
+    blocked = view.plan.rollout.blocked
+    if blocked is not None and phase == "waiting-for-capacity":
+        # Nothing but a person, or the end of other pods, makes room in a quota.
+        is_waiting: ConditionStatus = "False" if blocked.missing == "quota" else "True"
         return ConditionState(
-            "True",
-            "NoGPUForSurge",
-            f"no GPU is free for an additional replica; replacing one at a time without surge: {so_far}",
+            is_waiting, "WaitingForCapacity", f"{_capacity_message(view, blocked)}: {so_far}"
         )
+    if blocked is not None and phase in ("in-place", "waiting-for-node"):
+        reason = "NoGPUForSurge" if blocked.missing == "gpu" else "NoRoomForSurge"
+        what = "replacing one at a time without surge"
+        if phase == "waiting-for-node":
+            seconds = patience(view.service, blocked)
+            what = f"replicas are replaced in place if that does not change within {seconds} s"
+        return ConditionState("True", reason, f"{_missing_message(blocked)}; {what}: {so_far}")
+    refused = failed_create(view)
+    if refused is not None and view.is_current:
+        return ConditionState("False", refused.reason, f"{refused.message}: {so_far}")
     if not view.is_current:
         return ConditionState("True", "Reconciling", so_far)
     under_way = fetching(view)
@@ -282,7 +302,8 @@ def stalled(view: ServiceView) -> ConditionState:
     if view.is_main_name_lost:
         return ConditionState("True", view.lost_names[0].reason, _lost_names_message(view))
     progress = progressing(view)
-    if progress.reason in ("RolloutHalted", "ProgressDeadlineExceeded", "CanaryFailed"):
+    is_refused = progress.status == "False" and progress.reason in _UNTIL_SOMEBODY_ACTS
+    if is_refused or (progress.status == "False" and failed_create(view) is not None):
         return ConditionState("True", progress.reason, progress.message)
     if (locked := _locked(view)) is not None:
         return ConditionState("True", locked.reason, locked.message)
@@ -336,15 +357,20 @@ def _zero_message(view: ServiceView) -> str:
     return "no request for some time; the next one is held until a replica has started"
 
 
-def _capacity_message(view: ServiceView) -> str:
+def _missing_message(blocked: BlockedSurge) -> str:
+    message = _MISSING[blocked.missing]
+    return f"{message} ({blocked.words})" if blocked.words and blocked.missing != "gpu" else message
+
+
+def _capacity_message(view: ServiceView, blocked: BlockedSurge) -> str:
     if view.service.spec.rollout.max_unavailable == 0:
         why, remedy = "maxUnavailable is 0", "raise maxUnavailable"
     else:
         why, remedy = "it is the only one", "set rollout.maxUnavailable to 1"
     state = "serving" if view.counts.old_routable else "starting"
     return (
-        f"no GPU is free for an additional replica, and no {state} replica is stopped for one because {why}; "
-        f"free a GPU, or {remedy}"
+        f"{_missing_message(blocked)}, and no {state} replica is stopped for one because {why}; "
+        f"{_FREED[blocked.missing]}, or {remedy}"
     )
 
 

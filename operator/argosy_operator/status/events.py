@@ -21,6 +21,7 @@ _PROGRESS: Final[Mapping[str, EventType]] = {
     "RolloutHalted": "Warning",
     "WaitingForCapacity": "Warning",
     "NoGPUForSurge": "Normal",
+    "NoRoomForSurge": "Normal",
     "CanaryStarting": "Normal",
     "CanaryAnalyzing": "Normal",
     "CanaryHeld": "Normal",
@@ -41,10 +42,14 @@ _PLANNED: Final = frozenset(
     }
 )
 """Reasons for which a service that was ready is not any more because somebody has changed it."""
-_WORKLOAD: Final[Mapping[str, EventType]] = {"Unschedulable": "Normal", "VolumesNotMounted": "Warning"}
+_WORKLOAD: Final[Mapping[str, EventType]] = {
+    "Unschedulable": "Normal",
+    "SchedulingGated": "Normal",
+    "VolumesNotMounted": "Warning",
+}
 """Reasons of WorkloadReady that become an event, and its type. An autoscaler takes minutes to add a node; if none
 comes, Degraded has a Warning."""
-_WAITS_FOR_GPU: Final = frozenset({"WaitingForCapacity", "NoGPUForSurge"})
+_WAITS_FOR_GPU: Final = frozenset({"WaitingForCapacity", "NoGPUForSurge", "NoRoomForSurge"})
 """Reasons of Progressing that have an event themselves, and say that a replica finds no node."""
 _RECOVERED: Final = "Recovered"
 _FETCH: Final[Mapping[str, tuple[EventType, str]]] = {

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
+from argosy_operator.desired.blocked_surge import QUOTA
 from argosy_operator.desired.model_volume import MODELS_VOLUME
 from argosy_operator.names import LEADER_LABEL
 from argosy_operator.observed.elapsed import seconds_between
@@ -41,8 +42,15 @@ _SIZE_LIMIT_REMEDY: Final = "; the model is larger than spec.model.cache.sizeLim
 
 
 def failed_create(view: ServiceView) -> Problem | None:
+    """Why the API server refuses pods of the service, or of its canary. A quota in which a rollout, or a pod that ends,
+    makes room by itself is no problem."""
     condition = view.deployment_condition("ReplicaFailure")
     if condition.get("status") != "True":
+        condition = view.canary_condition("ReplicaFailure")
+    if condition.get("status") != "True":
+        return None
+    makes_room = view.plan.rollout.phase in ("in-place", "waiting-for-node") or view.counts.draining
+    if makes_room and QUOTA in condition.get("message", ""):
         return None
     message = condition.get("message", "")
     if "PodSecurity" in message and "hostPath" in message:
@@ -116,6 +124,8 @@ def lost_node(view: ServiceView) -> Problem | None:
 
 def unschedulable(view: ServiceView) -> Problem | None:
     for pod in view.judged_pods:
+        if pod.gate_words:
+            return Problem("SchedulingGated", f"pod {pod.name}: {pod.gate_words}")
         if pod.unschedulable:
             reason = "ClaimNotFound" if _lacks_claim(pod) else "Unschedulable"
             return Problem(reason, f"pod {pod.name}: {pod.unschedulable}")

@@ -14,7 +14,8 @@ from msgspec import Struct
 from argosy_operator.config import OperatorConfig
 from argosy_operator.desired.children import Plan
 from argosy_operator.desired.scaling import lower_bound
-from argosy_operator.observed.deployment import serving_revision
+from argosy_operator.kinds import DEPLOYMENTS, object_name
+from argosy_operator.observed.deployment import deployment_condition, serving_revision
 from argosy_operator.observed.observation import Observation
 from argosy_operator.observed.pod import Pod, Problem
 from argosy_resource.name_claims import LostName
@@ -134,6 +135,12 @@ class ServiceView(Struct, frozen=True, kw_only=True):
         return any(lost.name == self.service.served_name for lost in self.observed.lost_names)
 
     def deployment_condition(self, kind: str) -> Mapping[str, Any]:
-        deployment = self.observed.deployment or {}
-        found = deployment.get("status", {}).get("conditions", ())
-        return next((each for each in found if each["type"] == kind), {})
+        return deployment_condition(self.observed.deployment, kind)
+
+    def canary_condition(self, kind: str) -> Mapping[str, Any]:
+        """A condition of the canary's own Deployment, while there is one."""
+        if self.plan.canary is None:
+            return {}
+        return deployment_condition(
+            self.observed.children.get((DEPLOYMENTS, object_name(self.plan.canary))), kind
+        )
