@@ -1,7 +1,8 @@
 -- Health of an InferenceService for Argo CD: resource.customizations.health.inference.argosy.dev_InferenceService.
 -- Progressing until the operator has observed this generation and its replicas are routable, Degraded where a person has
--- to act, Suspended while spec.paused keeps a change from being applied, or a canary waits for a person. A service that
--- spec.replicas: 0 stops is Healthy, as a Deployment is: a sync waits for what is Suspended.
+-- to act, Suspended while spec.paused keeps a change from being applied, a canary waits for a person, or a change of a
+-- service at zero for the request that tries it. A service that spec.replicas: 0 stops is Healthy, as a Deployment is: a
+-- sync waits for what is Suspended.
 local health = {status = "Progressing", message = "waiting for the operator"}
 local status = obj.status
 if status == nil or status.conditions == nil then
@@ -35,7 +36,7 @@ end
 health.message = message_of(ready)
 if ready.status == "True" then
   health.status = "Healthy"
-elseif ready.reason == "CanaryHeld" or (obj.spec ~= nil and obj.spec.paused == true) then
+elseif ready.reason == "CanaryHeld" or ready.reason == "Untried" or (obj.spec ~= nil and obj.spec.paused == true) then
   health.status = "Suspended"
 end
 return health

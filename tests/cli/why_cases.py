@@ -75,6 +75,13 @@ CASES: dict[str, tuple[Object, list[Object], str, str, list[str]]] = {
         "failed",
         [],
     ),
+    "scaled to zero, with an edit that no replica has tried": (
+        scaled(0, condition("Ready", "Unknown", "Untried", "no replica has served with the last change")),
+        [],
+        "ready",
+        "waiting",
+        ["no replica has served with the last change", "send a request"],
+    ),
     "a quota": (
         service(condition("WorkloadReady", "False", "FailedCreate", "exceeded quota")),
         [],

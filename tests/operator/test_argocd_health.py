@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from builders import isvc_object
 from harness import edit_engine, is_ready, new_cluster, settled
@@ -50,6 +52,21 @@ async def test_a_service_without_replicas_is_healthy() -> None:
         status, message = health(cluster.isvc())
         assert status == "Healthy", "a sync waits for every other one"
         assert message.startswith("Stopped: spec.replicas is 0: requests are refused")
+
+
+@virtual_time
+async def test_an_edit_that_no_replica_has_tried_is_suspended() -> None:
+    scaling = {"maxReplicas": 1, "minReplicas": 0, "idleSeconds": 60}
+    async with settled(isvc_object(scaling=scaling)) as (cluster, operator):
+        await asyncio.sleep(100)
+        operator.router.load = msgspec.structs.replace(operator.router.load, idle_s=90.0)
+        await asyncio.sleep(20)
+        await operator.settle()
+        assert health(cluster.isvc())[0] == "Healthy"
+        edit_engine(cluster, threads=2)
+        await operator.settle()
+        status, message = health(cluster.isvc())
+        assert (status, message.split(":")[0]) == ("Suspended", "Untried")
 
 
 @virtual_time

@@ -153,6 +153,41 @@ async def test_a_service_without_requests_goes_to_zero_and_a_held_request_wakes_
 
 
 @virtual_time
+async def test_an_edit_at_zero_is_not_ready_before_a_replica_has_shown_that_it_works() -> None:
+    cluster = new_cluster()
+    cluster.broken_images.add("broken:1")
+    async with Operator(cluster) as operator:
+        cluster.create(isvc_object(scaling=ZERO))
+        await operator.settle()
+        set_load(operator, idle_s=90.0)
+        await asyncio.sleep(100)
+        await operator.settle()
+        assert condition(cluster, "Ready") == ("True", "ScaledToZero")
+        cluster.edit("tiny", lambda spec: spec["engine"].update(image="broken:1"))
+        await operator.settle()
+        assert replicas(cluster) == 0
+        assert condition(cluster, "Ready") == ("Unknown", "Untried")
+        assert "the next request" in cluster.condition("Ready")["message"]
+        assert condition(cluster, "Stalled") == ("False", "AsExpected")
+        assert condition(cluster, "Progressing") == ("False", "Complete")
+        cluster.edit("tiny", lambda spec: spec["engine"].pop("image"))
+        await operator.settle()
+        assert condition(cluster, "Ready") == ("True", "ScaledToZero"), "this has served"
+        cluster.edit("tiny", lambda spec: spec["engine"].update(image="broken:1"))
+        await operator.settle()
+        operator.router.hold(1)
+        await operator.settle()
+        assert condition(cluster, "Ready") == ("False", "ImagePullBackOff")
+        cluster.edit("tiny", lambda spec: spec["engine"].update(image="good:1"))
+        await operator.settle()
+        assert condition(cluster, "Ready") == ("True", "ReplicasRoutable")
+        set_load(operator, idle_s=90.0)
+        await asyncio.sleep(100)
+        await operator.settle()
+        assert condition(cluster, "Ready") == ("True", "ScaledToZero"), "it has served since"
+
+
+@virtual_time
 async def test_the_cold_start_is_learned_and_told_to_routers() -> None:
     cluster = new_cluster()
     async with Operator(cluster) as operator:

@@ -8,11 +8,11 @@ import msgspec
 import pytest
 from builders import NOW, isvc, isvc_object
 from fake_kubernetes import FakeKubernetes, Object
-from harness import Operator, new_cluster
+from harness import Operator, is_ready, living_pods, new_cluster
 from virtual_time import virtual_time
 
 from argosy_operator.errors import ApiError
-from argosy_operator.kinds import EVENTS
+from argosy_operator.kinds import EVENTS, PODS
 from argosy_operator.reconcile.event_recorder import (
     EVENT_BURST,
     EVENT_REFILL_SECONDS,
@@ -247,3 +247,27 @@ async def test_scaling_by_load_is_told() -> None:
     told = [each["message"] for each in events(cluster) if each["reason"] == "Scaled"]
     assert told
     assert told[0].startswith("from 1 to ")
+
+
+def posted(cluster: FakeKubernetes, kind: str) -> set[str]:
+    """Reasons of the events of this type."""
+    found = (obj for key, obj in cluster.objects.items() if key[0] is EVENTS)
+    return {obj["reason"] for obj in found if obj["type"] == kind}
+
+
+@virtual_time
+async def test_a_replica_that_is_lost_without_an_edit_is_a_warning() -> None:
+    cluster = new_cluster()
+    async with Operator(cluster) as operator:
+        cluster.create(isvc_object(replicas=2))
+        await operator.settle()
+        cluster.edit("tiny", lambda spec: spec["engine"].update(threads=2))
+        await operator.settle()
+        assert "RollingOut" in posted(cluster, "Normal")
+        cluster.edit("tiny", lambda spec: spec.update(replicas=3))
+        await operator.settle()
+        assert not posted(cluster, "Warning"), "an edit"
+        cluster.remove((PODS, "team", living_pods(cluster)[0]["metadata"]["name"]))
+        await operator.settle()
+        assert posted(cluster, "Warning") == {"WaitingForReplicas"}
+        assert is_ready(cluster), "it was replaced"

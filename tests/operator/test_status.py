@@ -11,6 +11,7 @@ from msgspec import convert, to_builtins
 
 from argosy_operator.cluster.store import Store
 from argosy_operator.desired.children import plan_children
+from argosy_operator.names import SERVED_ANNOTATION
 from argosy_operator.observed.observation import Observation, Routers
 from argosy_operator.observed.pod import Pod, Problem, read_pod
 from argosy_operator.reconcile.metrics import OperatorMetrics
@@ -136,6 +137,10 @@ FINE = ("False", "AsExpected")
          {"Ready": ("False", "RollingOut"), "Progressing": ("True", "RollingOut"), "Routable": READY}),
         ("new ones serve, an old one still does", report((new(1), new(2), old(1))),
          {"Ready": ("False", "RollingOut"), "Progressing": ("True", "RollingOut")}),
+        ("one is gone, without a change", report((new(1),)),
+         {"Ready": ("False", "WaitingForReplicas"), "Progressing": ("True", "Scaling")}),
+        ("one is gone during a change", report((new(1),), deployment=live_deployment(seen=False)),
+         {"Ready": ("False", "RollingOut")}),
         ("old one drains", report((new(1), new(2), old(1, is_terminating=True, gate="False"))), {"Ready": READY}),
         ("scaling down", report((new(1), new(2), new(3))),
          {"Ready": ("False", "RollingOut"), "Progressing": ("True", "Scaling")}),
@@ -251,7 +256,7 @@ AT_LEAST_TWO = {
             ("True", "ReplicasRoutable"),
         ),
         ("one too many", report((new(1), new(2)), replicas=1, **SCALED), ("True", "ReplicasRoutable")),
-        ("none is up", report((new(1, **STARTING),), replicas=2, **SCALED), ("False", "RollingOut")),
+        ("none is up", report((new(1, **STARTING),), replicas=2, **SCALED), ("False", "WaitingForReplicas")),
         ("an old one serves", report((new(1), old(2)), replicas=2, **SCALED), ("False", "RollingOut")),
         (
             "fewer than a schedule asks for",
@@ -262,7 +267,7 @@ AT_LEAST_TWO = {
                 rollout={"maxUnavailable": 0},
                 **AT_LEAST_TWO,
             ),
-            ("False", "RollingOut"),
+            ("False", "WaitingForReplicas"),
         ),
     ],
 )
@@ -293,8 +298,11 @@ def test_a_foreign_scaling_counts_while_it_may_be_repeated(manager: str, time: s
 
 def test_a_service_that_is_paused_at_zero_is_not_ready() -> None:
     zero = {"scaling": {"minReplicas": 0, "maxReplicas": 4}}
-    idle = report(replicas=0, **zero)
+    served = live_deployment(0)
+    served["metadata"]["annotations"] = {SERVED_ANNOTATION: REVISION}
+    idle = report(replicas=0, deployment=served, **zero)
     assert states(idle)["Ready"] == ("True", "ScaledToZero")
+    assert states(report(replicas=0, **zero))["Ready"] == ("Unknown", "Untried")
     paused = report(replicas=0, paused=True, **zero)
     assert states(paused)["Ready"] == ("False", "Paused")
     messages = {each.type: each.message for each in paused.conditions}

@@ -43,6 +43,9 @@ REMEDIES: Final[dict[str, str]] = {
     "what holds: hold of spec.rollout.canary, or of its step, which action Continue lets go on as well",
     "WaitingForCapacity": "free what the message says is missing (a GPU, memory, the namespace's quota), or set "
     "spec.rollout.maxUnavailable to 1, with which a serving replica is stopped for its successor",
+    "Untried": "send a request, which starts a replica, or wait for one",
+    "NoGPUForSurge": "wait: replicas are replaced one at a time, without an additional one",
+    "NoRoomForSurge": "wait: replicas are replaced one at a time, without an additional one",
     "SchedulingGated": "look at what holds the gate that the message names, such as the pod's Workload of Kueue",
     "WaitingForTurn": "wait: new defaults reach one service at a time",
     "ProgressDeadlineExceeded": "look at the pods' logs; spec.rollout.progressDeadlineSeconds is the limit",

@@ -3,7 +3,8 @@
 Owns every condition's status, reason and message. Must not talk to an API server or look at a clock. Invariants: Ready
 means that the status is of this generation, every replica is updated, enough of them are routable and no old one is;
 with spec.scaling its lower bound says how many are enough, so that a step of it is no outage; a service of which the
-spec wants no replica is Ready with a reason of its own, as nothing is left to be done;
+spec wants no replica is Ready with a reason of its own, as nothing is left to be done; whether one that was scaled to
+zero can serve is not known until a replica of its revision has;
 a message names the pod and what it waits for; equal inputs give equal conditions.
 
     Ready          the summary: clients can use this generation of the service now
@@ -23,6 +24,7 @@ from typing import Final
 
 from argosy_operator.desired.blocked_surge import BlockedSurge, Missing, patience
 from argosy_operator.desired.canary import ABORTED
+from argosy_operator.names import SERVED_ANNOTATION
 from argosy_operator.observed.pod import Problem
 from argosy_operator.status.condition_state import ConditionState
 from argosy_operator.status.model_cached import fetching, has_fetch_progress, model_cached, store_locked
@@ -47,6 +49,7 @@ _UNTIL_SOMEBODY_ACTS: Final = (
     *("RolloutHalted", "ProgressDeadlineExceeded", "CanaryFailed", "WaitingForCapacity"),
 )
 """Reasons of Progressing, if it is false, for which nothing more happens by itself."""
+_UNTRIED: Final = "no replica has served with the last change, and the next request shows whether it works"
 NO_ROUTER: Final = "no router answers; routers run in the operator's namespace"
 
 
@@ -91,11 +94,15 @@ def ready(view: ServiceView) -> ConditionState:
         return ConditionState("False", cause.reason, cause.message)
     if not view.is_complete and not view.is_scaling:
         cause = workload_ready(view)
-        is_specific = cause.reason not in ("Starting", "Reconciling")
-        return ConditionState("False", cause.reason if is_specific else "RollingOut", cause.message)
+        if cause.reason not in ("Starting", "Reconciling"):
+            return ConditionState("False", cause.reason, cause.message)
+        is_unchanged = view.is_current and counts.updated == counts.alive < counts.desired
+        return ConditionState("False", "WaitingForReplicas" if is_unchanged else "RollingOut", cause.message)
     if counts.desired == 0:
         if _cannot_wake(view):
             return ConditionState("False", "Paused", _zero_message(view))
+        if _is_untried(view):
+            return ConditionState("Unknown", "Untried", f"{_UNTRIED}; {_zero_message(view)}")
         return ConditionState("True", _zero_reason(view), _zero_message(view))
     if counts.old_routable:
         return ConditionState("False", "RollingOut", f"{counts.old_routable} old replicas still serve")
@@ -335,6 +342,14 @@ def _cannot_wake(view: ServiceView) -> bool:
     """Whether clients count on a replica that the next request starts, and none is started while paused."""
     is_woken = view.service.spec.scaling is not None and not view.observed.scalers.decide
     return view.service.spec.paused and is_woken
+
+
+def _is_untried(view: ServiceView) -> bool:
+    """Whether the next request starts a replica of a revision of which none has served yet."""
+    deployment = view.observed.deployment
+    if deployment is None or view.service.spec.scaling is None:
+        return False
+    return deployment["metadata"].get("annotations", {}).get(SERVED_ANNOTATION) != view.plan.revision
 
 
 def _zero_reason(view: ServiceView) -> str:

@@ -33,6 +33,7 @@ _PROGRESS: Final[Mapping[str, EventType]] = {
 _PLANNED: Final = frozenset(
     {
         "RollingOut",
+        "Untried",
         "Paused",
         "WaitingForTurn",
         "CanaryStarting",
