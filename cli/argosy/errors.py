@@ -25,7 +25,7 @@ EXIT_CODES: Final = {
     ADDRESS: "the address of a server is taken",
     STALLED: "the load of an engine's model stalled (`--load-stall-timeout`)",
     INTERRUPTED: "interrupted by Ctrl-C",
-    TERMINATED: "a fetch or a repeated prune was ended by SIGTERM",
+    TERMINATED: "a fetch, a repeated prune or the start of a container was ended by SIGTERM",
 }
 """Exit codes of all commands but `argosy operator`, which says its own, and what they mean."""
 

@@ -12,9 +12,11 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 from argosy.errors import EXIT_CODES, FAILURE, INTERRUPTED, OK, USAGE, CommandError
+from argosy.sigterm import ends_at_sigterm
 
 
 class Command(NamedTuple):
@@ -89,7 +91,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = next((command for command in COMMANDS if command.name == name), None)
     if command is None:
         return _unknown(name)
-    return _run(command, rest)
+    with _ends_while_it_starts():
+        return _run(command, rest)
+
+
+def _ends_while_it_starts() -> AbstractContextManager[None]:
+    """Let SIGTERM end a container's first process until the command has a handler of its own: the kernel would drop the
+    signal, and imports take seconds, in which a pod that is deleted would keep its GPU until it is killed."""
+    return ends_at_sigterm("stopped by SIGTERM during its start") if os.getpid() == 1 else nullcontext()
 
 
 def _run(command: Command, arguments: list[str]) -> int:
