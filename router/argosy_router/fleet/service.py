@@ -85,6 +85,8 @@ class Service:
         """Time at which work has weight one. Later work weighs exponentially more, so that older work decays."""
         self._takes_model_names: bool | None = None
         """Cached `takes_model_names`; None if it must be computed anew."""
+        self._has_foreign_replicas: bool | None = None
+        """Likewise."""
 
     # the choice
 
@@ -153,7 +155,7 @@ class Service:
     def invalidate(self) -> None:
         """Drop cached candidates: a replica came, went, or changed its state."""
         self.candidates.invalidate()
-        self._takes_model_names = None
+        self._takes_model_names = self._has_foreign_replicas = None
 
     def rename(self, spec: FleetService) -> None:
         """Take over a new version of the service's entry in the fleet document, perhaps with other names, for the same
@@ -177,6 +179,15 @@ class Service:
             replicas = self.replicas.values()
             takes = self._takes_model_names = bool(replicas) and all(r.takes_model_names for r in replicas)
         return takes
+
+    @property
+    def has_foreign_replicas(self) -> bool:
+        """Whether a replica is an engine of another make, or not known yet."""
+        has = self._has_foreign_replicas
+        if has is None:
+            replicas = self.replicas.values()
+            has = self._has_foreign_replicas = any(not replica.is_argosy_engine for replica in replicas)
+        return has
 
     @property
     def announced_name(self) -> str:

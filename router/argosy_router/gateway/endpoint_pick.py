@@ -80,6 +80,8 @@ class EndpointPick:
         self._relay: UnaryRelay | StreamRelay = UnaryRelay()
         self._status = 0
         self._headers: Headers = []
+        self._heard_at: float | None = None
+        """When the gateway last showed a part of a stream."""
         self.is_over = False
 
     # admission
@@ -197,8 +199,8 @@ class EndpointPick:
         if isinstance(relay, UnaryRelay):
             relay.feed(data)
             return data
+        self._heard_at = now = self._now()
         if data and outcome.first_event_s is None:
-            now = self._now()
             outcome.first_event_s = now - outcome.started
             self._prefilled()
             if self._call.is_stream:
@@ -221,9 +223,7 @@ class EndpointPick:
             if isinstance(refused, Refused) and refused.is_ambiguous:
                 self._outliers.abandoned(service, replica)  # no other replica shows whose fault it was
         if status == 200:
-            self.outcome.usage = relay.usage
-            if self.outcome.usage is None and isinstance(relay, StreamRelay):
-                self.outcome.sent_tokens = relay.num_tokens
+            self.outcome.note_answer(relay, self.choice)
         self._end()
         return b"" if isinstance(relay, UnaryRelay) else rest
 
@@ -241,9 +241,13 @@ class EndpointPick:
     # the end
 
     def on_client_lost(self) -> None:
-        """The gateway's stream has ended. Whether the response was complete is not known."""
+        """The gateway's stream has ended. Whether the response was complete is not known; what the gateway has shown of
+        it counts."""
         if self.is_over:
             return
+        if self._heard_at is not None and self._status == 200:
+            silent_s = self._now() - self._heard_at
+            self.outcome.note_answer(self._relay, self.choice, is_cut=True, silent_s=silent_s)
         if self._choice is not None:
             self._outliers.abandoned(self._call.service, self._choice.replica)
         if not self._status:

@@ -105,6 +105,7 @@ class GatewayRequest:
         self._request = Request(
             pseudo.get(b":method", b""), pseudo.get(b":path", b""), fields, is_http10=False, keep_alive=True
         )
+        self._request.is_from_gateway = True
         self._request_id = request_id_for(self._request.header(b"x-request-id"))
         self._received: bytes | bytearray = b""
         self._body = BodyReservation(intake.memory, None, 0)

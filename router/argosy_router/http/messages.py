@@ -69,6 +69,7 @@ class Request:
         "is_background",
         "is_charged",
         "is_from_allowed_page",
+        "is_from_gateway",
         "is_http10",
         "keep_alive",
         "method",
@@ -106,6 +107,8 @@ class Request:
         """Header lines that the application wants in every answer to this request, whoever gives it."""
         self.is_from_allowed_page = False
         """Whether a web page sent it that may, by its origin."""
+        self.is_from_gateway = False
+        """Whether a gateway forwards it, which need not show the answer."""
         self.sink: BodySink | None = None
         """Set by the application to get the body in pieces; `body` then stays empty."""
 

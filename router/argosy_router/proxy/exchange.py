@@ -36,6 +36,7 @@ from argosy_router.http.deadlines import TimerWheel
 from argosy_router.http.upstream_errors import (
     ConnectFailed,
     FirstByteTimeout,
+    IdleTimeout,
     RequestUnsendable,
     UpstreamError,
 )
@@ -202,7 +203,7 @@ class Exchange(AttemptListener):
         elif progress == "none":
             self._give_up(attempt, error)
         else:
-            self._interrupt(attempt, "refused" if progress == "unresumable" else "failed")
+            self._interrupt(attempt, error, "refused" if progress == "unresumable" else "failed")
 
     def on_attempt_stalled(self, attempt: Attempt, error: CoreStalled) -> None:
         """Continue on another replica if one can; otherwise wait, because the core may still wake up."""
@@ -404,7 +405,7 @@ class Exchange(AttemptListener):
         for replica, status in self._faults.take():
             self._outliers.found_at_fault(self._call.service, replica, status, self._now())
 
-    def _complete_outcome(self) -> None:
+    def _complete_outcome(self, *, is_cut: bool, silent_s: float) -> None:
         """Note the last attempt in the outcome, and the usage of its answer or of the part that was sent."""
         attempt, outcome = self._attempt, self.outcome
         if attempt is None:
@@ -413,12 +414,9 @@ class Exchange(AttemptListener):
         outcome.record = attempt.record
         outcome.sent_at = attempt.started
         if outcome.status == 200:
-            relay = attempt.relay
-            outcome.usage = relay.usage
-            if outcome.usage is None and isinstance(relay, StreamRelay):
-                outcome.sent_tokens = relay.num_tokens
+            outcome.note_answer(attempt.relay, attempt.choice, is_cut=is_cut, silent_s=silent_s)
 
-    def _interrupt(self, attempt: Attempt, outcome: str) -> None:
+    def _interrupt(self, attempt: Attempt, failure: UpstreamError, outcome: str) -> None:
         """End an answer that no replica continues; a stream's client gets an error event, since the status is sent."""
         self._accounting.count_interruption(self._call, attempt.replica)
         if isinstance(attempt.relay, UnaryRelay):
@@ -427,7 +425,9 @@ class Exchange(AttemptListener):
             self._accounting.count_migration(self._call, outcome)
             error = BadGateway("the replica failed while generating; the answer is incomplete")
             self._answer.interrupt(error)
-        self._end()
+        # A replica that was silent for too long had perhaps stopped long before.
+        is_silent = isinstance(failure, IdleTimeout)
+        self._end(is_cut=True, silent_s=0.0 if is_silent else self._now() - attempt.heard_at)
 
     # the client
 
@@ -443,7 +443,8 @@ class Exchange(AttemptListener):
         if not self._answer.is_started:
             self.outcome.status = CLIENT_GONE
         self._accounting.count_disconnect(self._call)
-        self._end()
+        attempt = self._attempt
+        self._end(is_cut=True, silent_s=0.0 if attempt is None else self._now() - attempt.heard_at)
 
     def on_client_paused(self) -> None:
         self._answer.is_client_paused = True
@@ -471,7 +472,7 @@ class Exchange(AttemptListener):
     def _route_headers(self) -> bytes:
         return self._attempt.route_headers if self._attempt is not None else b""
 
-    def _end(self) -> None:
+    def _end(self, *, is_cut: bool = False, silent_s: float = 0.0) -> None:
         assert self._attempt is None or self._attempt.is_over, "every attempt was ended"
         assert self._hedge is None, "one attempt answers"
         assert not self._is_over, "a request ends once"
@@ -479,6 +480,6 @@ class Exchange(AttemptListener):
         self._answer.close()
         for replica, _ in self._faults.take():
             self._outliers.abandoned(self._call.service, replica)
-        self._complete_outcome()
+        self._complete_outcome(is_cut=is_cut, silent_s=silent_s)
         self._on_end(self.outcome)
         self._attempt = None  # breaks a reference cycle, so that both and the body are freed at once

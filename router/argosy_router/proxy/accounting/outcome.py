@@ -6,9 +6,11 @@ Neither of them knows exchanges.
 
 from __future__ import annotations
 
+from argosy_protocol.openai import MAX_TOKENS
 from argosy_router.fleet.service import Choice
 from argosy_router.proxy.request.call import Call
 from argosy_router.proxy.upstream.attempt_log import AttemptRecord
+from argosy_router.proxy.upstream.relay import StreamRelay, UnaryRelay
 from argosy_router.proxy.upstream.usage_scan import TokenUsage
 from argosy_router.ratelimit.key_limits import Reservation
 
@@ -24,13 +26,13 @@ class RequestOutcome:
         "call",
         "choice",
         "first_event_s",
+        "generated_tokens",
         "is_cut_short",
         "migrations",
         "queued_s",
         "record",
         "reservation",
         "sent_at",
-        "sent_tokens",
         "started",
         "status",
         "usage",
@@ -62,5 +64,30 @@ class RequestOutcome:
         """When the attempt began; when the request arrived if there was no attempt."""
         self.usage: TokenUsage | None = None
         """Token counts that the answer reported."""
-        self.sent_tokens: int | None = None
-        """Tokens that the client was sent of a stream that did not report its usage."""
+        self.generated_tokens: int | None = None
+        """Tokens that were generated for a stream that did not report the usage of all of it, as far as that is known;
+        `usage` is then what it last reported of all sequences, if anything."""
+
+    def note_answer(
+        self, relay: UnaryRelay | StreamRelay, choice: Choice, *, is_cut: bool = False, silent_s: float = 0.0
+    ) -> None:
+        """Note what is known of the usage of an answer, or of the part that was sent.
+
+        Args:
+            choice: the replica that gave it.
+            is_cut: it ended before it was whole.
+            silent_s: how long the replica can have generated since it last sent something.
+        """
+        usage = self.usage = relay.usage
+        if isinstance(relay, UnaryRelay) or (usage is not None and (not is_cut or relay.has_whole_usage)):
+            return
+        call, replica = self.call, choice.replica
+        estimate = call.estimate
+        if estimate.sequences > 1:
+            self.usage = None  # perhaps that of one choice
+        sent = relay.tokens(call.service.lengths.bytes_per_token)
+        max_tokens = replica.hello.max_model_len if replica.hello is not None else MAX_TOKENS
+        max_unsent = call.stream_interval - 1 if relay.has_token_ids else max_tokens
+        self.generated_tokens = sent + estimate.unsent_in(
+            silent_s, replica.load.decode_step_s, sent, max_unsent, max_tokens
+        )

@@ -139,13 +139,13 @@ class RequestAccounting:
         call, choice, record, usage = outcome.call, outcome.choice, outcome.record, outcome.usage
         if choice is None or record is None:
             return
+        generated = outcome.generated_tokens
         if usage is None:
-            if outcome.sent_tokens is not None:
-                record.completion_tokens = outcome.sent_tokens
+            record.completion_tokens = generated
             return
         record.prompt_tokens = usage.prompt_tokens
         record.cached_tokens = usage.cached_tokens
-        record.completion_tokens = usage.completion_tokens
+        record.completion_tokens = max(usage.completion_tokens, generated or 0)
         labels = (call.service.model, choice.replica.name)
         self._metrics.prompt_tokens.add(labels, usage.prompt_tokens)
         self._metrics.completion_tokens.add(labels, usage.completion_tokens)
@@ -162,7 +162,7 @@ class RequestAccounting:
         call.service.lengths.learn(call.prompt, usage.prompt_tokens)
         account = call.account
         account.bytes_per_token = learnt(account.bytes_per_token, call.prompt, usage.prompt_tokens)
-        if not call.estimate.has_limit:
+        if not call.estimate.has_limit and generated is None:
             account.learn_output(usage.completion_tokens / call.estimate.sequences)
 
     def _learn_ttft(self, outcome: RequestOutcome, ttft_s: float) -> None:
@@ -186,10 +186,10 @@ class RequestAccounting:
             if outcome.status in (200, CLIENT_GONE) or outcome.is_cut_short:
                 self._ledger.enter_unmetered(call.key_name, model)
             return
-        if record.cached_tokens is None:
+        if outcome.usage is None or generated > outcome.usage.completion_tokens:
             self._ledger.enter_estimate(call.key_name, model, record.prompt_tokens, generated)
             return
-        self._ledger.enter(call.key_name, model, record.prompt_tokens, record.cached_tokens, generated)
+        self._ledger.enter(call.key_name, model, record.prompt_tokens, outcome.usage.cached_tokens, generated)
         if call.is_stream and outcome.first_event_s is not None and generated > 1:
             self._metrics.itl.observe((model,), (duration_s - outcome.first_event_s) / (generated - 1))
 

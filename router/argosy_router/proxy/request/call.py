@@ -4,7 +4,8 @@ Owns: what the router knows about a request after decoding it. Must not know: ho
 replicas.
 Invariant: the body that is forwarded is the client's own bytes, except for the value of `model` where the engine
 would not know the name the client used, of `priority` where the client's key or the engine has a say in it, of
-`cache_salt` where the key's cache is private, and of `stream_options` where a stream would not report its usage.
+`cache_salt` where the key's cache is private, and of `stream_options` where a stream would not report its usage, or an
+engine of another make would not report it all along.
 Engines of other makes get only the fields that `foreign_fields` lists.
 """
 
@@ -44,6 +45,7 @@ class Call:
         "endpoint",
         "estimate",
         "headers",
+        "hides_progress",
         "hides_usage",
         "internal_headers",
         "is_body_reduced",
@@ -56,6 +58,7 @@ class Call:
         "request_id",
         "service",
         "shape",
+        "stream_interval",
         "trace",
     )
 
@@ -101,6 +104,10 @@ class Call:
         """Whether the request was charged to its key's limits at its head."""
         self.hides_usage = False
         """Whether the router, not the client, asked the stream for its usage."""
+        self.hides_progress = False
+        """Whether the router, not the client, asked the stream to report its usage in every event."""
+        self.stream_interval = 1
+        """Tokens of a sequence that an engine may keep back until an event has as many."""
         self.renaming: Renaming | None = None
         """Set if the engine knows the model by another name than the client used."""
         self.canary_of: Service | None = None

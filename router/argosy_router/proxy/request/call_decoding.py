@@ -44,6 +44,8 @@ SESSION_HEADER = b"x-session-id"
 _MODEL_NAME: Final = MODEL_NAME.encode()
 _REPORTING: Final = frozenset(("messages", "responses"))
 """Endpoints whose streams report their usage in any case."""
+_WITH_PROGRESS: Final = frozenset(("chat/completions", "completions"))
+"""Endpoints whose streams can report their usage in every event."""
 _RESOLVED: Final = b"%b: 1\r\n" % RESOLVED.encode()
 _WITH_USAGE: Final = b'{"include_usage":true}'
 _JSON: Final = b"application/json"
@@ -114,6 +116,7 @@ class CallDraft:
         "_adapter",
         "_endpoint",
         "_examined",
+        "_hides_progress",
         "_hides_usage",
         "_model",
         "_named",
@@ -181,9 +184,16 @@ class CallDraft:
         asked = examined.cache_salt
         if asked is not None and salt is not None and salt != asked:
             changes["cache_salt"] = salt
-        if self._hides_usage and options is not None:
+        self._hides_progress = (
+            examined.stream
+            and endpoint in _WITH_PROGRESS
+            and service.has_foreign_replicas  # ours tell token ids
+            and not request.is_from_gateway
+            and not (reports_usage and options is not None and options.continuous_usage_stats)
+        )
+        if self._hides_progress or (self._hides_usage and options is not None):
             changes["stream_options"] = msgspec.structs.replace(
-                options, include_usage=True, continuous_usage_stats=False
+                options or StreamOptions(), include_usage=True, continuous_usage_stats=self._hides_progress
             )
         self.changes = changes
         """Other values of fields of the body (`with_fields`)."""
@@ -191,7 +201,7 @@ class CallDraft:
         """Fields that the body has not, or as null, and their values as JSON."""
         if asked is None and salt is not None:
             self.additions.append(("cache_salt", b'"%b"' % salt.encode()))  # hexadecimal
-        if self._hides_usage and options is None:
+        if self._hides_usage and "stream_options" not in changes:
             self.additions.append(("stream_options", _WITH_USAGE))
 
     def with_additions(self, body: bytes) -> bytes:
@@ -203,7 +213,7 @@ class CallDraft:
     @property
     def is_for_foreign_engines(self) -> bool:
         """Whether a replica that may answer is an engine of another make."""
-        return any(not replica.is_argosy_engine for replica in self._service.replicas.values())
+        return self._service.has_foreign_replicas
 
     def call(self, body: bytes, measured: MeasuredPrompts) -> Call:
         """Return the call.
@@ -250,6 +260,8 @@ class CallDraft:
             if self._response_id:
                 call.name_response(self._response_id)
         call.hides_usage = self._hides_usage
+        call.hides_progress = self._hides_progress
+        call.stream_interval = examined.stream_interval
         if model != examined.model:
             call.renaming = Renaming(model, examined.model)
         if not adapter and (model != service.spec.engine_name or examined.model != model):

@@ -104,6 +104,7 @@ def _examine(
         cache_salt=decoded.cache_salt,
         stream=decoded.stream,
         stream_options=decoded.stream_options,
+        stream_interval=decoded.stream_interval or 1,
         outputs=outputs_of(decoded),
         shape=None if is_response else resumable_shape(decoded, is_message=endpoint == "messages"),
         is_cut=decoded.truncate_prompt_tokens is not None,

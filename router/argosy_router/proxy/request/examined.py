@@ -24,6 +24,8 @@ class Examined(msgspec.Struct, kw_only=True):
     cache_salt: str | None
     stream: bool
     stream_options: StreamOptions | None
+    stream_interval: int
+    """Tokens of a sequence that an engine may keep back until an event has as many; 1 for none."""
     outputs: tuple[int, int | None, float]
     """`token_estimate.Outputs`."""
     shape: tuple[int, bool, bool, bool] | None

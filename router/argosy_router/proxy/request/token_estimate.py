@@ -1,13 +1,15 @@
 """Token estimates: how many tokens a request is charged to its key's limits.
 
-Owns: the estimate before the answer, and the one for answers that end without reporting their usage.
+Owns: the estimate before the answer, and the ones for answers that end without reporting their usage.
 Must not know: limits, queues, answers.
 
 Before the answer: the prompts, and for each sequence that is generated its `max_tokens`, or what the key's answers
 without one have taken on average. A batch has a sequence for each prompt, times `n`, or times the beam width.
 
 After an answer that was cut: the prompts, and what the replica can have generated at its rate since the expected first
-token, up to what was asked for. So a client that leaves pays for what was computed, and gets the rest back.
+token, up to what was asked for. Of a stream that was cut, what was sent counts, and what the replica can have generated
+since the last event: it may tell nothing for thousands of tokens (`stream_interval`, reasoning that is not shown). So a
+client that leaves pays for what was computed, and gets the rest back.
 """
 
 from __future__ import annotations
@@ -72,8 +74,24 @@ class TokenEstimate:
         `max_tokens` for each sequence. `seconds` is not positive before its first token."""
         if seconds <= 0.0:
             return self.prompt_tokens
-        bound = min(self.output_tokens, max_tokens) if self.has_limit else max_tokens
+        bound = self._bound(max_tokens)
         return self.prompt_tokens + self.sequences * min(bound, int(seconds / decode_step_s))
+
+    def unsent_in(
+        self, seconds: float, decode_step_s: float, sent: int, max_unsent: int, max_tokens: int = MAX_TOKENS
+    ) -> int:
+        """Return the tokens that a replica can have generated in the `seconds` since the last event of a stream.
+
+        Args:
+            sent: tokens of all sequences up to then.
+            max_unsent: tokens of each sequence that the replica may have kept back.
+            max_tokens: of each sequence at most.
+        """
+        left = max(0, self._bound(max_tokens) - sent // self.sequences)
+        return self.sequences * min(left, max_unsent, int(max(0.0, seconds) / decode_step_s))
+
+    def _bound(self, max_tokens: int) -> int:
+        return min(self.output_tokens, max_tokens) if self.has_limit else max_tokens
 
 
 class Outputs(NamedTuple):

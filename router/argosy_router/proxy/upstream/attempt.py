@@ -91,11 +91,15 @@ class Attempt:
         self.relay: UnaryRelay | StreamRelay = UnaryRelay()
         resumed_tokens = 0
         if transcript is not None:
-            self.relay = StreamRelay(transcript, hides_usage=call.hides_usage)
+            self.relay = StreamRelay(
+                transcript, hides_usage=call.hides_usage, hides_progress=call.hides_progress
+            )
             resumed_tokens = record.resumed_tokens = transcript.num_tokens
         tokens = choice.uncached_tokens + resumed_tokens
         self._charge = choice.replica.load.charge(tokens, call.estimate.sequences, call.account)
         self.started = now()
+        self.heard_at = self.started
+        """When the replica's response last went on."""
         self.status = 0
         self.headers = b""
         """Header lines of the response as the client gets them."""
@@ -253,11 +257,13 @@ class Attempt:
             self.relay = StreamRelay(
                 self.transcript,
                 hides_usage=self._call.hides_usage,
+                hides_progress=self._call.hides_progress,
                 is_response=self._call.endpoint == "responses",
             )
 
     def on_data(self, data: bytes) -> None:
         relay = self.relay
+        self.heard_at = self._now()
         ready = relay.feed(data)
         if ready:
             self._listener.on_attempt_data(self, ready)

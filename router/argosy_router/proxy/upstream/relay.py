@@ -19,15 +19,17 @@ from argosy_router.http.sse import (
 )
 from argosy_router.http.upstream_errors import ConnectionLost, UpstreamError
 from argosy_router.proxy.upstream.response_status import OversizedEvent, Refused
+from argosy_router.proxy.upstream.stream_tally import StreamTally
 from argosy_router.proxy.upstream.stream_transcript import Transcript
 from argosy_router.proxy.upstream.usage_scan import (
     TokenUsage,
     UsageFinder,
     find_usage,
+    is_final,
     message_delta_usage,
     message_start_usage,
-    num_events,
     response_end_usage,
+    without_progress,
     without_usage,
 )
 
@@ -81,7 +83,7 @@ class StreamRelay:
     Comments before the first event are dropped, because another engine may still answer instead of the one that sent
     them. An engine that shuts down announces it by an event: if the stream can be continued, that event and later ones
     end the attempt and are not forwarded. Comments of token ids are not forwarded either, nor is usage to a client that
-    did not ask for it.
+    did not ask for it, nor the usage that each event reports to one that did not ask for that.
     """
 
     def __init__(
@@ -89,35 +91,45 @@ class StreamRelay:
         transcript: Transcript | None,
         *,
         hides_usage: bool = False,
+        hides_progress: bool = False,
         is_response: bool = False,
     ) -> None:
         """`is_response`: the stream is one of the Responses API."""
         self._cutter = EventCutter(MAX_RESPONSE_EVENT_BYTES if is_response else MAX_EVENT_BYTES)
         self._is_response = is_response
         self._transcript = transcript
+        self._tally = StreamTally(is_response=is_response) if transcript is None else None
         self._hides_usage = hides_usage
+        self._hides_progress = hides_progress
         self._before = b""
         self._last = b""
-        self._events = 0
         self._begun: TokenUsage | None = None
         """The usage in `message_start`; None of streams that are not Anthropic's."""
         self.failure: UpstreamError | None = None
 
     @property
     def usage(self) -> TokenUsage | None:
-        """The usage that the end of the stream reports: usage and `[DONE]` may come in two reads."""
+        """The usage that the last events report: usage and `[DONE]` may come in two reads."""
         end = self._before + self._last
         if self._is_response:
             return response_end_usage(end)
         return find_usage(end) if self._begun is None else message_delta_usage(end, self._begun)
 
     @property
-    def num_tokens(self) -> int:
-        """Generated tokens that the client was sent: counted by the ids in the events, else one for each event."""
-        if self._transcript is None:
-            return self._events
-        self._transcript.read()
-        return self._transcript.num_tokens
+    def has_whole_usage(self) -> bool:
+        """Whether `usage`, if there is one, is that of the whole answer."""
+        return self._is_response or self._begun is not None or is_final(self._before + self._last)
+
+    @property
+    def has_token_ids(self) -> bool:
+        """Whether the events have told the ids of all tokens in them."""
+        return self._transcript is not None and self._transcript.has_all_ids
+
+    def tokens(self, bytes_per_token: float) -> int:
+        """Return the tokens that the client was sent: by the ids in the events, else as `StreamTally.tokens` does."""
+        counted = self._transcript if self._tally is None else self._tally
+        assert counted is not None
+        return counted.tokens(bytes_per_token)
 
     def feed(self, data: bytes) -> bytes:
         """Take in data, and return the whole events to forward now; the last ones if `failure` is set then."""
@@ -136,11 +148,13 @@ class StreamRelay:
             if events.rfind(transcript.error_mark) >= 0:  # half of the time that `in` takes
                 events = self._before_failure(transcript, events)
             transcript.add(events)
-        else:
-            self._events += num_events(events)
+        elif self._tally is not None:
+            self._tally.add(events)
         self._before, self._last = self._last, events
         if transcript is not None:
             events = without_token_ids(events)
+        if self._hides_progress:
+            events = without_progress(events)
         return without_usage(events) if self._hides_usage else events
 
     def end(self) -> bytes:

@@ -20,7 +20,7 @@ from argosy_protocol.headers import ID_COMMENT
 from argosy_protocol.openai import Resume, ResumedChoice
 from argosy_router.proxy.request.stream_shape import StreamShape
 from argosy_router.proxy.upstream.stream_event import decode_chunk
-from argosy_router.proxy.upstream.usage_scan import num_events
+from argosy_router.proxy.upstream.stream_tally import StreamTally
 
 READ_BYTES = 32 * 1024
 """Some 120 events: most streams end before, and are never parsed. 5,000 open ones hold 160 MB at most."""
@@ -46,6 +46,7 @@ class Transcript:
         "_is_done",
         "_is_readable",
         "_shape",
+        "_tally",
         "_token_ids",
         "_unread",
         "_unread_bytes",
@@ -64,8 +65,10 @@ class Transcript:
         self._finished = [False] * shape.choices
         self._half_echoed: set[int] = set()
         """Choices that have begun to echo the prompt."""
+        self._tally: StreamTally | None = None
+        """Counts the events from the first on that could not be parsed."""
         self.num_tokens = 0
-        """Of all choices, as far as they were parsed. An event that cannot be parsed counts as one token."""
+        """Token ids of all choices, as far as they were parsed."""
 
     def is_end(self, events: bytes) -> bool:
         """Whether a stream whose last events are `events` has its end."""
@@ -88,8 +91,21 @@ class Transcript:
             self._is_readable = self.num_tokens <= MAX_TOKENS
         else:
             self._is_readable = False
-            self.num_tokens = before + num_events(events)
+            self.num_tokens = before
+            self._tally = self._tally or StreamTally()
+            self._tally.add(events)
         return self._is_readable and not self._half_echoed
+
+    @property
+    def has_all_ids(self) -> bool:
+        """Whether all events had their token ids, as far as they were parsed."""
+        return self._tally is None
+
+    def tokens(self, bytes_per_token: float) -> int:
+        """Return the tokens of all choices, by their ids as far as the events have some that can be parsed; the others
+        as `StreamTally.tokens` does."""
+        self.read()
+        return self.num_tokens + (0 if self._tally is None else self._tally.tokens(bytes_per_token))
 
     def _read_events(self, events: bytes) -> bool:
         """Return whether all events could be parsed."""

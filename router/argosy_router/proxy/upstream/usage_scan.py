@@ -1,6 +1,6 @@
 """Scan for the token usage of an answer, without parsing it.
 
-Owns: finding the usage, and hiding it from clients that did not ask for it.
+Owns: finding the usage, and hiding it from clients that did not ask for it, or not in every event.
 Must not know: anything else about answers.
 
 A quote inside a JSON string is escaped, so `"usage":` unescaped can only be a key.
@@ -22,6 +22,9 @@ _MAX_COUNT_BYTES: Final = 12
 """Longest count with what precedes it: nine digits, compact or pretty-printed."""
 _NULL: Final = b"null"
 _NO_CHOICES: Final = re.compile(rb'"choices"\s*:\s*\[\s*\]')
+_PROGRESS: Final = re.compile(rb'(,\s*)?"usage"\s*:\s*\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}')
+"""A usage with the comma before it. No string contains it, because quotes are escaped there."""
+_CHOICE: Final = re.compile(rb'"index"\s*:\s*(\d{1,9})')
 _EVENT_END: Final = re.compile(rb"(?<=\n\n)|(?<=\n\r\n)")
 _MESSAGE_START: Final = re.compile(rb"^event: ?message_start\r?$", re.MULTILINE)
 _MESSAGE_DELTA: Final = re.compile(rb"^event: ?message_delta\r?$", re.MULTILINE)
@@ -137,6 +140,28 @@ def _count(usage: bytes, key: bytes) -> int | None:
     return count if num_digits else None
 
 
+def is_final(events: bytes) -> bool:
+    """Whether the last usage in events of chunks is that of the whole answer: its event has no choices."""
+    last = events.rfind(_KEY)
+    start = max(events.rfind(b"\n\n", 0, last), events.rfind(b"\n\r\n", 0, last), 0)
+    return last >= 0 and _NO_CHOICES.search(events, start) is not None
+
+
+def event_usage(events: bytes) -> Iterator[tuple[int, int, int]]:
+    """Yield choice and completion tokens of each whole event that reports them, and where it ends."""
+    if events.find(_KEY) < 0:
+        return
+    end = 0
+    for event in _EVENT_END.split(events):
+        end += len(event)
+        for usage in _usages(event):
+            tokens = _count(usage, b'"completion_tokens"')
+            if tokens is not None:
+                choice = _CHOICE.search(event)
+                yield 0 if choice is None else int(choice[1]), tokens, end
+                break
+
+
 class UsageFinder:
     """Finds the usage, anywhere in an answer that comes in pieces."""
 
@@ -166,3 +191,17 @@ def without_usage(events: bytes) -> bytes:
     return b"".join(
         event for event in _EVENT_END.split(events) if _KEY not in event or _NO_CHOICES.search(event) is None
     )
+
+
+def without_progress(events: bytes) -> bytes:
+    """Drop the usage from whole events that have choices too."""
+    if events.rfind(_KEY) < 0:
+        return events
+    return b"".join(
+        event if _NO_CHOICES.search(event) is not None else _PROGRESS.sub(_no_usage, event)
+        for event in _EVENT_END.split(events)
+    )
+
+
+def _no_usage(found: re.Match[bytes]) -> bytes:
+    return b"" if found[1] is not None else b'"usage":null'  # the first field has no comma before it
