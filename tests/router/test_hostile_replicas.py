@@ -22,7 +22,17 @@ from argosy_router.fleet.links.telemetry_budget import (
     CLEAR_BURST,
     CLEARS_PER_S,
     FRAME_BURST,
+    FRAME_BURST_IN_ALL,
     FRAMES_PER_S,
+    FRAMES_PER_S_IN_ALL,
+    SERVICE_CHUNK_BURST,
+    SERVICE_CHUNKS_PER_S,
+    SERVICE_CLEAR_BURST,
+    SERVICE_CLEARS_PER_S,
+    SERVICE_FRAME_BURST,
+    SERVICE_FRAMES_PER_S,
+    FleetTelemetryBudget,
+    ServiceTelemetryBudget,
     TelemetryBudget,
 )
 
@@ -209,9 +219,92 @@ async def test_the_cores_that_an_engine_reports_raise_its_budget() -> None:
         assert sustained_frames(budget, time.monotonic() + 10) == 6400
 
 
+async def test_frames_of_unknown_types_count() -> None:
+    unknown = msgspec.msgpack.encode({"type": "of a later version"})
+    async with rig([FakeEngine(), FakeEngine()]) as r:
+        syncs = r.replica(0).syncs
+        r.engines[0].announce_raw((len(unknown).to_bytes(4, "little") + unknown) * int(2 * FRAME_BURST))
+        await r.until(lambda: r.replica(0).syncs > syncs)
+
+
+# of all replicas of a service, and of all services
+
+
+def spend(
+    budget: ServiceTelemetryBudget, now: float, frames: float = 0, chunks: float = 0, clears: float = 0
+) -> float:
+    return budget.spend(now, frames=int(frames), chunks=int(chunks), clears=int(clears))
+
+
+def test_the_replicas_of_a_service_together_keep_to_its_rates() -> None:
+    budget = ServiceTelemetryBudget(FleetTelemetryBudget())
+    budget.grant_replicas(10, 100.0)
+    assert spend(budget, 100.0) == 0.0
+    assert spend(budget, 100.0, frames=SERVICE_FRAME_BURST) == 0.0
+    assert spend(budget, 100.0, frames=SERVICE_FRAMES_PER_S) == pytest.approx(1.0)
+    assert spend(budget, 100.5) == pytest.approx(0.5)
+    assert spend(budget, 101.0) == 0.0
+    assert spend(budget, 101.0, chunks=SERVICE_CHUNK_BURST) == 0.0
+    assert spend(budget, 101.0, chunks=3 * SERVICE_CHUNKS_PER_S) == pytest.approx(3.0)
+    assert spend(budget, 200.0, clears=SERVICE_CLEAR_BURST + 20) == 0.0
+    assert spend(budget, 200.0, clears=SERVICE_CLEARS_PER_S) == pytest.approx(1.0)
+
+
+def test_while_all_services_are_in_debt_those_within_their_share_are_read() -> None:
+    fleet = FleetTelemetryBudget()
+    greedy = [ServiceTelemetryBudget(fleet) for _ in range(4)]
+    modest = ServiceTelemetryBudget(fleet)
+    share = FRAMES_PER_S_IN_ALL / 5
+    for step in range(400):
+        now = 100.0 + step / 10
+        waits = [spend(budget, now, frames=SERVICE_FRAMES_PER_S / 10) for budget in greedy]
+        assert spend(modest, now, frames=0.9 * share / 10) == 0.0
+    assert all(waits), "four take twice as much as there is"
+    assert spend(modest, now, frames=2 * FRAME_BURST_IN_ALL) > 0.0
+
+
+def test_one_service_may_take_what_others_leave() -> None:
+    fleet = FleetTelemetryBudget()
+    budgets = [ServiceTelemetryBudget(fleet) for _ in range(1000)]
+    for second in range(100):
+        assert spend(budgets[0], 100.0 + second, frames=SERVICE_FRAMES_PER_S) == 0.0
+
+
+def test_services_that_have_gone_take_no_share() -> None:
+    fleet = FleetTelemetryBudget()
+    gone = [ServiceTelemetryBudget(fleet) for _ in range(999)]
+    budget, other = ServiceTelemetryBudget(fleet), ServiceTelemetryBudget(fleet)
+    for each in gone:
+        each.close()
+    spend(other, 100.0)
+    spend(other, 100.0, frames=2 * FRAME_BURST_IN_ALL)
+    assert spend(budget, 100.0, frames=FRAME_BURST_IN_ALL / 4) == 0.0
+
+
+async def test_a_service_in_debt_is_not_read_until_that_is_paid() -> None:
+    """Its engines wait meanwhile: nothing is lost, and no replica counts as silent."""
+    earlier = _service_budgets()
+    async with rig([FakeEngine()]) as r:
+        (budget,) = [each for each in _service_budgets() if not any(each is one for one in earlier)]
+        syncs = r.replica(0).syncs
+        began, debt_s = time.monotonic(), 0.5
+        spend(budget, began, frames=SERVICE_FRAME_BURST + debt_s * SERVICE_FRAMES_PER_S)
+        for _ in range(2):  # the first is read, and nothing after it
+            before = r.replica(0).heard_at
+            r.engines[0].announce(Load(core_step_age_s=0.0))
+            await r.until(lambda before=before: r.replica(0).heard_at != before)
+        assert time.monotonic() - began >= debt_s - 0.01
+        assert r.replica(0).syncs == syncs
+        assert r.replica(0).state == "synced"
+
+
 def _budgets() -> list[TelemetryBudget]:
     # isinstance would read __class__ of every object alive, and torch has proxies that warn when it is read.
     return [each for each in gc.get_objects() if type(each) is TelemetryBudget]
+
+
+def _service_budgets() -> list[ServiceTelemetryBudget]:
+    return [each for each in gc.get_objects() if type(each) is ServiceTelemetryBudget]
 
 
 def _hello() -> Hello:

@@ -21,6 +21,7 @@ from argosy_protocol.fleet import FleetDocument, FleetService, NameTable, resolv
 from argosy_protocol.fleet_keys import FleetKeys
 from argosy_protocol.routable_report import RoutableReport
 from argosy_router.config import DEFAULT_INDEX_MEMORY, UpstreamLimits
+from argosy_router.fleet.links.telemetry_budget import FleetTelemetryBudget, ServiceTelemetryBudget
 from argosy_router.fleet.links.telemetry_client import TelemetryClient
 from argosy_router.fleet.replica import Member, Replica
 from argosy_router.fleet.replica_key import ReplicaKey, ServiceKeys
@@ -101,6 +102,8 @@ class Fleet:
         self._changed = asyncio.Event()
         self._tasks: dict[Replica, asyncio.Task[None]] = {}
         self._clients: dict[Replica, TelemetryClient] = {}
+        self._telemetry_budget = FleetTelemetryBudget()
+        self._service_budgets: dict[Service, ServiceTelemetryBudget] = {}
 
     def apply(self, snapshot: FleetSnapshot) -> None:
         """Make the fleet equal to `snapshot`.
@@ -308,6 +311,7 @@ class Fleet:
             service = None
         if service is None:
             service = self.services[spec.qualified_name] = Service(spec, ServiceKeys(*self._keys_of(spec)), 0)
+            self._service_budgets[service] = ServiceTelemetryBudget(self._telemetry_budget)
         service.rename(spec)
         return service
 
@@ -338,6 +342,7 @@ class Fleet:
         service.candidates.partial_aliases = frozenset(
             alias for alias in service.spec.aliases if any(alias not in member.aliases for member in members)
         )
+        self._service_budgets[service].grant_replicas(len(service.replicas), time.monotonic())
         service.assume_rates()
 
     def _add_replica(self, service: Service, member: Member) -> None:
@@ -362,6 +367,7 @@ class Fleet:
             lambda is_certain: _fail_requests_of(service, replica, is_certain=is_certain),
             service.may_eject,
             self.rng,
+            self._service_budgets[service],
         )
         self._clients[replica] = client
         self._tasks[replica] = asyncio.create_task(client.run(), name=f"telemetry {member.name}")
@@ -378,6 +384,7 @@ class Fleet:
         service = self.services.pop(name)
         for replica in list(service.replicas.values()):
             self._remove_replica(service, replica)
+        self._service_budgets.pop(service).close()
 
 
 def _fail_requests_of(service: Service, replica: Replica, *, is_certain: bool) -> None:

@@ -47,6 +47,12 @@ class TokenBucket:
         """Take what `wait_s` allowed, or more afterwards; negative amounts are returned to the bucket."""
         self._level = min(self.capacity, self._level - amount)
 
+    def spend(self, amount: float, now: float) -> float:
+        """Take an amount, into debt if there is not enough; return the seconds until the debt is refilled."""
+        self._refill(now)
+        self.take(amount)
+        return self.wait_s(0.0, now)
+
     def remaining(self) -> int:
         return max(0, math.floor(self._level))
 

@@ -42,7 +42,7 @@ from argosy_protocol.telemetry import (
 from argosy_router.backoff import backoff_s
 from argosy_router.fleet.links import reported_figures as figures
 from argosy_router.fleet.links.foreign_poller import ForeignPoller
-from argosy_router.fleet.links.telemetry_budget import TelemetryBudget
+from argosy_router.fleet.links.telemetry_budget import ServiceTelemetryBudget, TelemetryBudget
 from argosy_router.fleet.replica import Replica
 from argosy_router.http.fetch import request_head
 from argosy_router.http.messages import Headers, first_value
@@ -91,12 +91,14 @@ class TelemetryClient:
         on_silent: Callable[[bool], None],
         may_eject: Callable[[], bool],
         rng: random.Random,
+        service_budget: ServiceTelemetryBudget,
     ) -> None:
         """
         Args:
             on_silent: called with False when heartbeats stop, and with True when a new connection gets no answer
                 either: the process is stopped, or its machine is gone.
             may_eject: returns whether one more of the service's replicas may be ejected.
+            service_budget: what the telemetry of all replicas of the service may cost.
         """
         self._replica = replica
         self._model = model
@@ -109,6 +111,8 @@ class TelemetryClient:
         self._rng = rng
         self._foreign = ForeignPoller(replica, on_change, on_silent, rng)
         self._budget = TelemetryBudget()
+        self._service_budget = service_budget
+        self._unspent = _Read()
         self.skipped_frames = 0
 
     async def run(self) -> None:
@@ -184,7 +188,7 @@ class TelemetryClient:
     async def _follow(self) -> bool:
         """Follow one connection until it ends. Returns whether the replica was synced then."""
         connection = await self._replica.pool.connect()
-        stream = _Stream(self._apply)
+        stream = _Stream(self._apply, self._pause_s)
         self._sent_key = self._replica.key.current
         try:
             head = request_head(self._replica.pool, TELEMETRY_PATH, self._sent_key)
@@ -193,6 +197,7 @@ class TelemetryClient:
             await stream.ended
         finally:
             connection.abort()
+            stream.close()
             self.skipped_frames += stream.reader.skipped
         was_synced = self._replica.is_synced
         self._note_loss("stream ended")
@@ -200,7 +205,9 @@ class TelemetryClient:
 
     def _apply(self, frame: Frame) -> None:
         replica = self._replica
-        excess = self._budget.excess(time.monotonic(), chunks=_num_chunks(frame), clears=_clears(frame))
+        chunks, clears = _num_chunks(frame), _clears(frame)
+        self._unspent.add(chunks, clears)
+        excess = self._budget.excess(time.monotonic(), chunks=chunks, clears=clears)
         if excess:
             raise TelemetryError(f"too many {excess}")
         if isinstance(frame, Load):
@@ -214,6 +221,22 @@ class TelemetryClient:
         elif isinstance(frame, Draining) and not replica.has_announced_drain:
             replica.has_announced_drain = True
             self._on_change()
+
+    def _pause_s(self, skipped: int) -> float:
+        """Count what was read, with so many frames of unknown types, against the service's budget; return how long to
+        read no more.
+
+        Raises:
+            TelemetryError: there are too many of these frames.
+        """
+        now, read = time.monotonic(), self._unspent
+        if skipped and self._budget.excess(now, frames=skipped, chunks=0, clears=False):
+            raise TelemetryError("too many frames")
+        pause_s = self._service_budget.spend(
+            now, frames=read.frames + skipped, chunks=read.chunks, clears=read.clears
+        )
+        self._unspent = _Read()
+        return pause_s
 
     def _apply_hello(self, hello: Hello) -> None:
         if hello.min_reader_version > PROTOCOL_VERSION:
@@ -310,14 +333,33 @@ def apply_residency(residency: ReplicaPrefixes, frame: Frame) -> None:
         residency.clear()
 
 
+class _Read:
+    """What was read of a stream since its service's budget was last charged."""
+
+    __slots__ = ("chunks", "clears", "frames")
+
+    def __init__(self) -> None:
+        self.frames = 0
+        self.chunks = 0
+        self.clears = 0
+
+    def add(self, chunks: int, clears: bool) -> None:
+        self.frames += 1
+        self.chunks += chunks
+        self.clears += clears
+
+
 class _Stream:
     """Response sink that feeds a frame reader; `ended` resolves when the stream is over."""
 
-    def __init__(self, apply: Callable[[Frame], None]) -> None:
+    def __init__(self, apply: Callable[[Frame], None], pause_s: Callable[[int], float]) -> None:
+        """`pause_s` is told after each read how many frames were skipped, and returns how long to read no more."""
         self.reader = FrameReader()
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.connection: UpstreamConnection | None = None
         self._apply = apply
+        self._pause_s = pause_s
+        self._resumption: asyncio.TimerHandle | None = None
         self._is_greeted = False
 
     def on_response(self, status: int, headers: Headers) -> None:
@@ -339,16 +381,30 @@ class _Stream:
     def on_data(self, data: bytes) -> None:
         if self.ended.done():
             return
+        skipped = self.reader.skipped
         try:
             for frame in self.reader.feed(data):
                 if isinstance(frame, Hello) == self._is_greeted:
                     raise TelemetryError("a hello is the first frame, and no other one")
                 self._is_greeted = True
                 self._apply(frame)
+            self._pause(self._pause_s(self.reader.skipped - skipped))
         except (TelemetryError, NotArgosyEngine, ValueError) as error:
             self._end(
                 error if isinstance(error, (TelemetryError, NotArgosyEngine)) else TelemetryError(str(error))
             )
+
+    def _pause(self, seconds: float) -> None:
+        if seconds > 0.0 and self.connection is not None:
+            self.close()
+            self.connection.pause_reading()
+            loop = asyncio.get_running_loop()
+            self._resumption = loop.call_later(seconds, self.connection.resume_reading)
+
+    def close(self) -> None:
+        """Do not read on after a pause."""
+        if self._resumption is not None:
+            self._resumption.cancel()
 
     def on_end(self) -> None:
         if not self.ended.done():
