@@ -198,6 +198,32 @@ async def test_a_gateway_may_restrict_the_choice() -> None:
             assert (refused.status, refused.endpoint) == (503, "")
 
 
+@pytest.mark.parametrize("has_limit", [True, False])
+async def test_a_request_waits_for_the_replicas_that_its_gateway_allows(has_limit: bool) -> None:
+    """Like one that may go anywhere: in its account's turn, and until its time has passed."""
+    engines = [FakeEngine(hello={"max_num_seqs": 1}) for _ in range(2)]
+    fields = {"limits": ServiceLimits(max_inflight_per_replica=1)} if has_limit else {}
+    limits = FlowControlLimits(max_queued_requests=2, queue_timeout_s=60.0)
+    async with rig(engines, ext_proc_port=0, flow_control=limits, fields=fields) as r, envoy(r) as gateway:
+        only = [port_of(engines[0])]
+        first = gateway.open(subset=only)
+        assert await first.ask([json.dumps(chat()).encode()]) is None
+        waiting = []
+        for place in range(2):
+            waiting.append(asyncio.create_task(gateway.request(chat("waits"), subset=only)))
+            await r.until(lambda place=place: r.router.requests.inflight == 2 + place)
+        anywhere = await gateway.request(chat("goes elsewhere"), subset=[*only, port_of(engines[1])])
+        assert (anywhere.status, anywhere.endpoint) == (200, port_of(engines[1]))
+        refused = await gateway.request(chat("surplus"), subset=only)
+        assert (refused.status, refused.endpoint) == (429, "")
+        assert not any(task.done() for task in waiting)
+        first.call.cancel()
+        for task in waiting:
+            answer = await task
+            assert (answer.status, answer.endpoint) == (200, port_of(engines[0]))
+        await r.until(lambda: is_settled(r))
+
+
 # keys and headers
 
 

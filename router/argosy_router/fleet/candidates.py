@@ -1,7 +1,7 @@
 """Candidates: the replicas of a service that a request may be sent to now, cached until something changes.
 
 Owns: which replicas are candidates (routable, healthy, below the in-flight limit, able to serve an adapter or alias, of
-the request's side in a canary rollout), and how many more sequences they can take.
+the request's side in a canary rollout, among those that a gateway allows), and how many more sequences they can take.
 Must not know: how one of them is chosen.
 Invariant: a request is refused only when no replica could take it; ejected and suspect replicas are used before that,
 and so are the other side of a canary rollout and, after that, replicas of neither side.
@@ -25,6 +25,10 @@ BATCHES_PER_REPLICA: Final = 1.5
 """Capacity of a replica, as a multiple of its batch size (`max_num_seqs`). Half a batch waits inside the engine, so
 that it never runs dry; requests that wait in the router instead can still be ordered, and go to the first free
 replica."""
+_ONLY: Final = "\0only\0"
+"""Beginning of a name that only some endpoints serve: these follow, then NUL and the name that they serve otherwise."""
+_MAX_KEPT: Final = 256
+"""Names whose candidates are cached; a gateway may allow any subset."""
 NO_LIMIT: Final = 1 << 30
 """Capacity of a service whose replicas do not report their batch size."""
 
@@ -43,6 +47,14 @@ class Candidates:
         """slot -> position"""
         self.slot_changes = slot_changes
         """The index's counter of slot changes when `positions` was made."""
+
+
+def _in_parts(name: str) -> tuple[frozenset[str] | None, str]:
+    """Return the endpoints (None for any) and the rest of a name."""
+    if not name.startswith(_ONLY):
+        return None, name
+    endpoints, _, rest = name[len(_ONLY) :].partition("\0")
+    return frozenset(endpoints.split(",")), rest
 
 
 class CandidatePool:
@@ -68,6 +80,18 @@ class CandidatePool:
     def is_in_panic(self) -> bool:
         """Whether so many replicas are ejected that ejections are ignored."""
         return panics([replica.health for replica in self._replicas.values() if replica.is_routable])
+
+    def restricted(self, name: str, endpoints: Collection[str]) -> str:
+        """Return the name by which only these endpoints (HOST:PORT) count as able to answer as `name`.
+
+        Raises:
+            Unavailable: none of them is routable.
+        """
+        allowed = [replica for replica in self._replicas.values() if replica.endpoint in endpoints]
+        if not any(replica.is_routable for replica in allowed):
+            raise Unavailable("none of the endpoints that the gateway allows can take the request")
+        # Even if they are all that there are: others may join while the request waits.
+        return f"{_ONLY}{','.join(sorted(replica.endpoint for replica in allowed))}\0{name}"
 
     def can_answer(self, now: float) -> bool:
         """Whether some replica is routable and not ejected."""
@@ -167,13 +191,20 @@ class CandidatePool:
             if not self._kept:
                 changes = [replica.health.next_change(now) for replica in self._replicas.values()]
                 self._kept_until = min(changes, default=inf)
+            elif len(self._kept) >= _MAX_KEPT:
+                self._kept.clear()
             self._kept[name] = candidates
         return candidates
 
     def _best_class(self, now: float, tried: Collection[Replica], name: str) -> list[Replica]:
         excluded = set(tried)
+        endpoints, name = _in_parts(name)
         untried = [
-            replica for replica in self._replicas.values() if replica.is_routable and replica not in excluded
+            replica
+            for replica in self._replicas.values()
+            if replica.is_routable
+            and replica not in excluded
+            and (endpoints is None or replica.endpoint in endpoints)
         ]
         usable = [replica for replica in untried if replica.serves(name)]
         side, adapter_or_alias = in_parts(name)

@@ -63,6 +63,8 @@ class Replica:
         self.name = member.name
         self.uid = member.uid
         self.url = member.url
+        self.endpoint = endpoint_of(member.url)
+        """HOST:PORT, as gateways name endpoints."""
         self.name_header = b"x-argosy-replica: %b\r\nx-argosy-service: %b\r\n" % (
             member.name.encode("latin-1", "replace"),
             service.encode("latin-1", "replace"),
@@ -178,3 +180,11 @@ class Replica:
             epoch=self.hello.epoch if self.hello else "",
             inflight=self.load.inflight,
         )
+
+
+def endpoint_of(url: str) -> str:
+    """Return HOST:PORT of a URL."""
+    scheme, _, rest = url.partition("://")
+    authority = rest.partition("/")[0]
+    has_port = ":" in authority.rpartition("]")[2]
+    return authority if has_port else f"{authority}:{443 if scheme == 'https' else 80}"

@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Final
 
-from argosy_protocol.errors import ApiError, Unavailable
-from argosy_router.fleet.replica import Replica
+from argosy_protocol.errors import ApiError
 from argosy_router.fleet.replica_load import Charge
 from argosy_router.fleet.service import Choice
 from argosy_router.http.deadlines import Deadline, TimerWheel
@@ -46,7 +45,6 @@ class EndpointPick:
         on_refused: Callable[[int, bytes, bytes], None],
         on_end: Callable[[RequestOutcome], None],
         *,
-        subset: Collection[str] | None,
         dispatcher: Dispatcher,
         outliers: OutlierDetector,
         accounting: RequestAccounting,
@@ -59,7 +57,6 @@ class EndpointPick:
             on_decided: called when the replica is chosen.
             on_refused: called instead with status, header lines and body of the refusal.
             on_end: gets the outcome record when nothing changes it any more.
-            subset: endpoints (HOST:PORT) that the gateway allows; None for all.
             now: a monotonic clock.
         """
         self.outcome = outcome
@@ -67,7 +64,6 @@ class EndpointPick:
         self._on_decided = on_decided
         self._on_refused = on_refused
         self._on_end = on_end
-        self._subset = subset
         self._dispatcher = dispatcher
         self._outliers = outliers
         self._accounting = accounting
@@ -93,7 +89,7 @@ class EndpointPick:
             Unavailable, TooManyRequests: no replica can take the request; nothing has happened.
         """
         call, now = self._call, self._now()
-        choice = self._dispatcher.choose(call, self._excluded(), now)
+        choice = self._dispatcher.choose(call, (), now)
         self._choice = choice
         self.outcome.attempts = 1
         self.outcome.sent_at = now
@@ -106,16 +102,14 @@ class EndpointPick:
         self._prefill_end.set(choice.predicted_ttft_s)
         self._on_decided()
 
-    def require_subset(self) -> None:
-        """
+    def restrict(self, endpoints: Collection[str]) -> None:
+        """Have only these endpoints (HOST:PORT) count as replicas for the request, here and in the queue.
+
         Raises:
-            Unavailable: no replica that the gateway allows is routable.
+            Unavailable: none of them is routable.
         """
-        if self._subset is not None and not any(
-            replica.is_routable and endpoint_of(replica) in self._subset
-            for replica in self._call.service.replicas.values()
-        ):
-            raise Unavailable("none of the endpoints that the gateway allows can take the request")
+        call = self._call
+        call.prompt.name = call.service.candidates.restricted(call.prompt.name, endpoints)
 
     def refuse(self, error: ApiError) -> None:
         call, outcome = self._call, self.outcome
@@ -127,12 +121,6 @@ class EndpointPick:
         self._end()
         self._on_refused(error.http_status, lines, error_body(error, call.path))
 
-    def _excluded(self) -> list[Replica]:
-        subset = self._subset
-        if subset is None:
-            return []
-        return [r for r in self._call.service.replicas.values() if endpoint_of(r) not in subset]
-
     # what the gateway is told
 
     @property
@@ -143,7 +131,7 @@ class EndpointPick:
     @property
     def endpoint(self) -> str:
         """The chosen replica's HOST:PORT."""
-        return endpoint_of(self.choice.replica)
+        return self.choice.replica.endpoint
 
     def forwarded(self) -> tuple[bytes, bytes]:
         """Return the header lines and the body that the chosen replica must get."""
@@ -274,11 +262,3 @@ class EndpointPick:
         self.outcome.choice = self._choice
         self.outcome.record = self._record
         self._on_end(self.outcome)
-
-
-def endpoint_of(replica: Replica) -> str:
-    """Return HOST:PORT of a replica, as gateways name endpoints."""
-    scheme, _, rest = replica.url.partition("://")
-    authority = rest.partition("/")[0]
-    has_port = ":" in authority.rpartition("]")[2]
-    return authority if has_port else f"{authority}:{443 if scheme == 'https' else 80}"

@@ -74,7 +74,6 @@ class Intake:
         outcome: RequestOutcome,
         on_decided: Callable[[], None],
         on_refused: Callable[[int, bytes, bytes], None],
-        subset: Collection[str] | None,
     ) -> EndpointPick:
         """Make the pick of a request, which is not admitted yet."""
         return EndpointPick(
@@ -82,7 +81,6 @@ class Intake:
             on_decided,
             on_refused,
             self.requests.on_end,
-            subset=subset,
             dispatcher=self._dispatcher,
             outliers=self._outliers,
             accounting=self._accounting,
@@ -96,7 +94,11 @@ class GatewayRequest:
     """One request of a gateway; to the application, its client."""
 
     def __init__(self, intake: Intake, head: Headers, subset: Collection[str] | None) -> None:
-        """`head` has the pseudo-headers `:method` and `:path` too."""
+        """
+        Args:
+            head: has the pseudo-headers `:method` and `:path` too.
+            subset: endpoints (HOST:PORT) that the gateway allows; None for all.
+        """
         self._intake = intake
         self._subset = subset
         self._started = intake.requests.now()
@@ -187,9 +189,10 @@ class GatewayRequest:
         intake = self._intake
         self._request.body = b""
         outcome = RequestOutcome(call, now)
-        pick = intake.pick(outcome, lambda: self._decide(pick), self.respond, self._subset)
+        pick = intake.pick(outcome, lambda: self._decide(pick), self.respond)
         try:
-            pick.require_subset()
+            if self._subset is not None:
+                pick.restrict(self._subset)
         except ApiError as error:
             self.refuse(error)
             return

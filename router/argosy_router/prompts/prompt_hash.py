@@ -61,7 +61,8 @@ class Prompt:
         """Prompt tokens up to the end of each chunk, if known; else they are estimated from `segment_bytes`."""
         self.name = name
         """What a replica must serve to answer: the side of a canary rollout that answers, if there is one, followed by
-        an adapter or alias, if not all replicas serve it. Empty for the model itself at any replica."""
+        an adapter or alias, if not all replicas serve it. Empty for the model itself at any replica. What comes before
+        that if a gateway allows some endpoints only, `CandidatePool.restricted` knows."""
         self.has_media = has_media
         """Whether it has parts that are no text, such as images, whose tokens do not follow from their bytes."""
         self.is_cut = is_cut

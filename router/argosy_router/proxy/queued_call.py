@@ -31,7 +31,7 @@ class QueuedCall(QueuedRequest):
             call.account,
             call.priority,
             call.estimate.cost,
-            len(call.body),
+            len(call.body) + len(call.prompt.name),
             call.prompt.name,
             call.estimate.sequences,
         )
