@@ -5,6 +5,7 @@ Must not know: clients' requests, how HTTP is served.
 fleet           all services, kept equal to discovery's latest snapshot
 service         one service: its replicas, its prefix index, and the choice of a replica
 candidates      the replicas that a request may be sent to now
+capacity        how many more sequences they can take
 replica         one replica
 demand          times to first token of a service, for the operator's autoscaler
 cache_value     what a replica's cache has saved of late

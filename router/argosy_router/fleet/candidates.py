@@ -1,7 +1,7 @@
 """Candidates: the replicas of a service that a request may be sent to now, cached until something changes.
 
 Owns: which replicas are candidates (routable, healthy, below the in-flight limit, able to serve an adapter or alias, of
-the request's side in a canary rollout, among those that a gateway allows), and how many more sequences they can take.
+the request's side in a canary rollout, among those that a gateway allows), and their `capacity`.
 Must not know: how one of them is chosen.
 Invariant: a request is refused only when no replica could take it; ejected and suspect replicas are used before that,
 and so are the other side of a canary rollout and, after that, replicas of neither side.
@@ -15,28 +15,24 @@ from typing import Final
 
 from argosy_protocol.errors import TooManyRequests, Unavailable
 from argosy_protocol.fleet import FleetService
+from argosy_router.fleet.capacity import Capacity
 from argosy_router.fleet.health.ejection_limits import panics
 from argosy_router.fleet.replica import Replica
+from argosy_router.fleet.replica_load import ReplicaLoad
 from argosy_router.fleet.revision_sides import CANARY, STABLE, in_parts
 from argosy_router.policy.policy_interface import Candidate
 from argosy_router.prefixes.index import PrefixIndex
 
-BATCHES_PER_REPLICA: Final = 1.5
-"""Capacity of a replica, as a multiple of its batch size (`max_num_seqs`). Half a batch waits inside the engine, so
-that it never runs dry; requests that wait in the router instead can still be ordered, and go to the first free
-replica."""
 _ONLY: Final = "\0only\0"
 """Beginning of a name that only some endpoints serve: these follow, then NUL and the name that they serve otherwise."""
 _MAX_KEPT: Final = 256
 """Names whose candidates are cached; a gateway may allow any subset."""
-NO_LIMIT: Final = 1 << 30
-"""Capacity of a service whose replicas do not report their batch size."""
 
 
 class Candidates:
     """The replicas that a request may be sent to, ordered by name as policies expect."""
 
-    __slots__ = ("loads", "positions", "replicas", "slot_changes")
+    __slots__ = ("capacity", "loads", "positions", "replicas", "slot_changes")
 
     def __init__(self, replicas: list[Replica], slot_changes: int) -> None:
         self.replicas = replicas
@@ -47,6 +43,8 @@ class Candidates:
         """slot -> position"""
         self.slot_changes = slot_changes
         """The index's counter of slot changes when `positions` was made."""
+        self.capacity: Capacity | None = None
+        """Set by the first lookup."""
 
 
 def _in_parts(name: str) -> tuple[frozenset[str] | None, str]:
@@ -69,12 +67,17 @@ class CandidatePool:
         self._index = index
         self._kept: dict[str, Candidates] = {}
         """Name, as in `Prompt.name` -> cached candidates; the empty name stands for the model itself."""
+        self._changed: set[ReplicaLoad] = set()
+        """Loads that have changed since the last lookup of a capacity, of replicas that are or were candidates."""
+        self.num_rooms_computed = 0
+        """Rooms of replicas that lookups of capacities have computed, ever; tests bound it."""
         self._kept_until = 0.0
         """Time at which the candidates may change by the clock alone."""
 
     def invalidate(self) -> None:
         """Drop the cache: a replica came, went, or changed its state."""
         self._kept.clear()
+        self._changed.clear()
 
     @property
     def is_in_panic(self) -> bool:
@@ -124,35 +127,12 @@ class CandidatePool:
         return candidates
 
     def free_sequences(self, now: float, name: str = "", account: object = None) -> int:
-        """Return how many more sequences the replicas that can answer as `name` can take together; zero or less if they
-        are full.
-
-        Args:
-            account: whose sequences they would be. Other accounts' calls with several sequences then count as half of a
-                replica's batch at most: an engine gives slots that such calls hold beyond that to others, so these need
-                not wait until the calls have ended. Without an account they count in full.
+        """Return how many more sequences the replicas that can answer as `name` can take together, as `Capacity.free`.
 
         Raises:
             Unavailable: no such replica is routable.
         """
-        limit = self.spec.limits.max_inflight_per_replica
-        candidates = self.healthy(now, (), name)
-        free = 0
-        for replica in candidates.replicas:
-            load = replica.load
-            if limit:
-                free += max(0, limit - load.inflight_sequences)
-            elif replica.hello is None:
-                return NO_LIMIT
-            else:
-                capacity = int(BATCHES_PER_REPLICA * load.max_num_seqs)
-                taken = load.requests
-                if account is not None:
-                    taken -= max(0, load.yielding_to(account) - load.max_num_seqs // 2)
-                # A replica overloaded by one huge call counts as negative, but for no more than half a batch, so that
-                # its peers' batches can still be filled.
-                free += max(capacity - taken, load.max_num_seqs - capacity)
-        return free
+        return self._capacity(now, name).free(account)
 
     def can_take(self, now: float, name: str, sequences: int, account: object = None) -> bool:
         """Return whether there is capacity for a request with this many sequences (of this account, as in
@@ -161,18 +141,38 @@ class CandidatePool:
         Raises:
             Unavailable: no replica that can answer as `name` is routable.
         """
-        limit = self.spec.limits.max_inflight_per_replica
-        if limit:
-            most = limit - min(sequences, limit)
+        capacity = self._capacity(now, name)
+        free = capacity.free(account)
+        if limit := capacity.limit:
+            wanted = min(sequences, limit)
+            if free < wanted:
+                return False
             replicas = self.healthy(now, (), name).replicas
-            return any(replica.load.inflight_sequences <= most for replica in replicas)
-        free = self.free_sequences(now, name, account)
-        if free >= sequences or free <= 0:
-            return free > 0
-        capacities = [
-            int(BATCHES_PER_REPLICA * r.load.max_num_seqs) for r in self.healthy(now, (), name).replicas
-        ]
-        return free >= max(capacities)
+            return any(limit - replica.load.inflight_sequences >= wanted for replica in replicas)
+        return free > 0 and free >= min(sequences, capacity.largest)
+
+    def _capacity(self, now: float, name: str) -> Capacity:
+        """Return the capacity of the replicas that can answer as `name`.
+
+        Raises:
+            Unavailable: no such replica is routable.
+        """
+        candidates = self.healthy(now, (), name)
+        if self._changed:
+            known = [kept.capacity for kept in self._kept.values() if kept.capacity is not None]
+            for load in self._changed:
+                for each in known:
+                    each.update(load)
+            self.num_rooms_computed += len(self._changed) * len(known)
+            self._changed.clear()
+        limit = self.spec.limits.max_inflight_per_replica
+        capacity = candidates.capacity
+        if capacity is None or capacity.limit != limit:
+            for replica in candidates.replicas:
+                replica.load.changes = self._changed
+            candidates.capacity = capacity = Capacity(candidates.replicas, limit)
+            self.num_rooms_computed += len(candidates.replicas)
+        return capacity
 
     def healthy(self, now: float, tried: Collection[Replica] = (), name: str = "") -> Candidates:
         """Return the replicas of the best health class that can answer as `name`, including those at the in-flight
@@ -184,15 +184,17 @@ class CandidatePool:
         if tried:
             return self._with_slots(self._best_class(now, tried, name))
         if now >= self._kept_until:
-            self._kept.clear()
+            self.invalidate()
         candidates = self._kept.get(name)
         if candidates is None or candidates.slot_changes != self._index.slot_changes:
-            candidates = self._with_slots(self._best_class(now, (), name))
+            before, candidates = candidates, self._with_slots(self._best_class(now, (), name))
+            if before is not None and before.replicas == candidates.replicas:
+                candidates.capacity = before.capacity
             if not self._kept:
                 changes = [replica.health.next_change(now) for replica in self._replicas.values()]
                 self._kept_until = min(changes, default=inf)
             elif len(self._kept) >= _MAX_KEPT:
-                self._kept.clear()
+                self.invalidate()
             self._kept[name] = candidates
         return candidates
 

@@ -44,6 +44,7 @@ class ReplicaLoad(Candidate):
         "_token_change",
         "_yielding_by_account",
         "_yielding_change",
+        "changes",
         "data_parallel_size",
         "inflight",
         "inflight_sequences",
@@ -58,6 +59,8 @@ class ReplicaLoad(Candidate):
         """`on_measured` is called on the first measurement of a rate, so that the rates assumed for unmeasured replicas
         can be recomputed."""
         super().__init__(name, PRIOR.prefill_tokens_per_s, PRIOR.decode_step_s, PRIOR_MAX_NUM_SEQS)
+        self.changes: set[ReplicaLoad] | None = None
+        """Set by whoever wants to know: gets this load whenever it has changed."""
         self.data_parallel_size = 1
         """Engine cores of the replica, which compute prompts side by side."""
         self.inflight = 0
@@ -199,6 +202,8 @@ class ReplicaLoad(Candidate):
             own = sum(self._yielding_by_account.values())
             self.yielding = max(own, self.reported_yielding + self._yielding_change)
         self.wait_s = waiting_s(self)
+        if self.changes is not None:
+            self.changes.add(self)
 
     def discharge(
         self, tokens: int, generation: int, *, ended_sequences: int = 0, account: object = None
