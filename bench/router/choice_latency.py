@@ -1,6 +1,6 @@
 """Measure the time of a routing decision and the memory of the prefix index, at scale and without sockets.
 
-    python bench/router/choice_latency.py [--replicas 4 64 512] [--chunks 1000000]
+    python bench/router/choice_latency.py [--replicas 4 64 512 1000] [--chunks 1000000]
 
 For each number of replicas it builds an index with the given number of chunks and measures the time of hashing,
 choosing and recording the dispatch, for prompts of 8 KB that share half of their text with one of 1000 prefixes; then
@@ -64,7 +64,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--replicas", type=int, nargs="+", default=[4, 64, 512])
+    parser.add_argument("--replicas", type=int, nargs="+", default=[4, 64, 512, 1000])
     parser.add_argument("--chunks", type=int, default=1_000_000)
     arguments = parser.parse_args()
     rng = random.Random(1)

@@ -408,7 +408,7 @@ class RouterConfig:
             ge=MIN_INDEX_MEMORY,
             le=MAX_BYTES,
             description="memory limit of the prefix indexes of all services together; the default holds 1 to "
-            "1.4 million chunks, 2 to 4.5 million in a compiled router",
+            "1.4 million chunks, 6 million in a compiled router",
         ),
         Flag(group=_ROUTING, metavar="BYTES", is_size=True),
     ] = DEFAULT_INDEX_MEMORY

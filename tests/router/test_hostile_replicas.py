@@ -99,7 +99,7 @@ def test_metrics_of_another_engine_are_bounded(exposition: bytes) -> None:
 
 
 async def test_resets_of_a_cache_do_not_fill_the_routers_memory() -> None:
-    """Each takes a slot of the index until it is scrubbed, and every entry has room for all slots."""
+    """Each takes a slot of the index until it is scrubbed, and entries of many holders have room for all slots."""
     async with rig([FakeEngine(), FakeEngine()]) as r:
         syncs = r.replica(0).syncs
         chunk = Stored(hashes=pack_u64([7]), tokens=pack_u32([1]))

@@ -12,7 +12,7 @@ from hypothesis import given
 
 from argosy_protocol.fleet import FleetDocument
 from argosy_router.config import MIN_INDEX_MEMORY
-from argosy_router.prefixes.index import SHARDS, PrefixIndex
+from argosy_router.prefixes.index import MAX_SPECULATIVE, SHARDS, PrefixIndex
 from argosy_router.prefixes.index_memory import shares
 from argosy_router.prefixes.replica_prefixes import ReplicaPrefixes
 
@@ -46,6 +46,34 @@ def test_no_use_takes_more_than_the_cap(limit: int, replicas: int) -> None:
     assert len(index) > 0.9 * index.capacity
     assert 0.7 * index.bytes < used < 1.03 * index.bytes, "it counts every entry as the largest"
     assert index.capacity * 300 > limit, "a chunk does not cost more than it must"
+
+
+@pytest.mark.parametrize("limit", [MIN_INDEX_MEMORY, 5_000_000, 1 << 40])
+def test_an_index_fits_as_the_capacity_within_its_memory_says(limit: int) -> None:
+    index = PrefixIndex()
+    index.acquire_slot()
+    capacity = index.capacity_within(limit)
+    index.fit(limit)
+    assert index.capacity == capacity
+    assert 0 < index.max_speculative <= min(capacity // 4, MAX_SPECULATIVE)
+
+
+def test_chunks_that_all_replicas_hold_keep_to_the_memory() -> None:
+    rng, limit = random.Random(0), 4_000_000
+    index = PrefixIndex(0)
+    residencies = [ReplicaPrefixes(index) for _ in range(200)]
+    for _ in range(30):
+        index.fit(limit)
+        for number in range(SHARDS):
+            index.trim(number)
+        assert index.bytes <= limit
+        shared = [rng.getrandbits(64) for _ in range(100)]
+        for residency in residencies:
+            residency.stored(shared, range(1, 101))
+            residency.stored([rng.getrandbits(64) for _ in range(20)], range(20))
+        assert index.bytes <= limit
+    runs, _ = index.match(shared[:1])
+    assert set(runs) == {residency.slot for residency in residencies}
 
 
 def test_a_smaller_share_is_kept_after_trimming() -> None:

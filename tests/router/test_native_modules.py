@@ -24,7 +24,7 @@ from compile_router import ROUTER, in_c
 
 SHARDS = 4
 SLOTS = 150
-"""Rows of three words."""
+"""Bitmaps of three words."""
 
 
 @pytest.fixture(scope="session")
@@ -172,6 +172,16 @@ class Tables(RuleBasedStateMachine):
         for each in self.tables:
             each.remove(number, hashes)
 
+    @rule(numbers=st.sets(slot, min_size=3, max_size=12), hashes=chain)
+    def share(self, numbers: set[int], hashes: Sequence[int]) -> None:
+        for number in numbers:
+            self.add(number, hashes, 7, "I")
+
+    @rule(numbers=st.sets(slot, min_size=30, max_size=150), hashes=chain)
+    def drop(self, numbers: set[int], hashes: Sequence[int]) -> None:
+        for number in numbers:
+            self.remove(number, hashes)
+
     @rule(numbers=st.sets(slot, min_size=1, max_size=40))
     def leave(self, numbers: set[int]) -> None:
         self.live -= numbers
@@ -243,6 +253,81 @@ def test_memory_is_what_it_says(native: Callable[[str], ModuleType]) -> None:
     assert not made.is_overfull
     assert 0 < len(made) <= SHARDS * (capacity // 10)
     assert made.bytes / SHARDS < limit / 5
+
+
+HIGHEST = [0, 63, 64, 65_532, 65_533, 65_534, 65_535, 70_000]
+
+
+@pytest.mark.parametrize("first", HIGHEST)
+def test_slots_of_any_number(native: Callable[[str], ModuleType], first: int) -> None:
+    """In a list they have 16 bits."""
+    both = [table.ChunkTable(1), native("_table").ChunkTable(1)]
+    for made in both:
+        made.resize(100)
+    order = [first, *(number for number in HIGHEST if number != first)]
+    for number in order:
+        for made in both:
+            made.set_live(number, True)
+            made.add(number, [1], [10])
+        assert both[0].match([1]) == both[1].match([1])
+    for number in order:
+        for made in both:
+            made.remove(number, [1])
+        assert both[0].match([1]) == both[1].match([1])
+        assert len(both[0]) == len(both[1])
+
+
+def filled(
+    made: Any, limit: int, held_by: Callable[[int], Sequence[int]], chunks: int
+) -> dict[int, set[int]]:
+    """Fill a table of 1000 slots that may take `limit` bytes for a shard, as a router does; return all that it was
+    told."""
+    told: dict[int, set[int]] = {}
+    made.set_live(999, True)
+    for start in range(0, chunks, 500):
+        made.resize(made.shard_capacity(limit, 0), limit)
+        for number in range(SHARDS):
+            made.trim(number)
+        assert made.bytes / SHARDS <= limit
+        for each in range(start, start + 500):
+            told[each] = set(held_by(each))
+            for number in held_by(each):
+                made.set_live(number, True)
+                made.add(number, [each], [each + 1])
+                assert made.bytes / SHARDS <= limit
+    return told
+
+
+def test_a_chunk_of_few_holders_takes_32_bytes(native: Callable[[str], ModuleType]) -> None:
+    made = native("_table").ChunkTable(SHARDS)
+    capacity = made.shard_capacity(64_000, 0)
+    filled(made, 64_000, lambda chunk: range(chunk % 900, chunk % 900 + 1 + chunk % 3), 2 * SHARDS * capacity)
+    assert made.bytes / len(made) < 36, "a shard that was just full lacks a sixteenth of its entries"
+    assert 64_000 / made.shard_capacity(64_000, 0) < 34
+
+
+@pytest.mark.parametrize("holders", [5, 200])
+@pytest.mark.parametrize("many_in", [1, 3, 20])
+@pytest.mark.parametrize("limit", [8_000, 60_000])
+def test_chunks_of_many_holders_keep_to_the_memory(
+    native: Callable[[str], ModuleType], limit: int, many_in: int, holders: int
+) -> None:
+    """What is evicted for them is forgotten; nothing is told that was not announced."""
+    made = native("_table").ChunkTable(SHARDS)
+    told = filled(
+        made,
+        limit,
+        lambda chunk: range(0, 5 * holders, 5)[:holders] if chunk % many_in == 0 else [chunk % 1000],
+        4_000,
+    )
+    known = 0
+    for chunk, slots in told.items():
+        runs, length = made.match([chunk])
+        if length:
+            assert set(runs) == slots
+            known += 1
+    assert known == len(made) > 0
+    assert made.match([3_999])[1], "the newest stays"
 
 
 @pytest.mark.parametrize(

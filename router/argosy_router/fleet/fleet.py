@@ -286,7 +286,7 @@ class Fleet:
         services = list(self.services.values())
         indexes = [service.index for service in services]
         for index, share in zip(indexes, shares(self._index_memory, indexes), strict=True):
-            index.resize(index.capacity_within(share))
+            index.fit(share)
         return [service for service in services if service.index.is_overfull]
 
     async def close(self) -> None:

@@ -1,10 +1,5 @@
-/* Chunk table in flat memory: chunk hash -> the slots that hold the chunk. `prefixes/table.py` documents the methods.
-
-   A shard is a hash table with open addressing and linear probing over two arrays: keys, eight per cache line, and
-   rows, which are read only where the key matches. A row is `tokens | stamp << 32`, then one bit per slot. Removal moves the
-   following entries back, so there are no tombstones. A shard counts its touches, and a row's stamp is the count at its
-   last touch, so the lowest stamp is the least recently used entry. All memory comes from PyMem_RawMalloc, which
-   tracemalloc sees. */
+/* Chunk table in flat memory: chunk hash -> the slots that hold the chunk. `prefixes/table.py` documents the methods, and
+   `_shards.h` has the entries. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -13,201 +8,7 @@
 #include <string.h>
 
 #include "_numbers.h"
-
-#define AHEAD 8 /* chunks whose memory is prefetched */
-#define MAX_CAPACITY (UINT32_MAX / 4)
-#define EVICTED_SHARE 16 /* of a shard at once: finding the oldest entries takes a scan */
-#define FEW_WORDS 64 /* bit masks of up to this many words live on the stack */
-
-typedef struct {
-    uint64_t *keys; /* chunk + 1, or 0 for a free position; the highest chunk shares the key of chunk 0 */
-    uint64_t *rows;
-    uint32_t size; /* positions */
-    uint32_t count;
-    uint32_t words; /* of slot bits in each row */
-    uint32_t stamp;
-} Shard;
-
-typedef struct {
-    PyObject_HEAD
-    Shard *shards;
-    uint32_t shard_count; /* a power of two */
-    uint32_t capacity; /* entries of a shard */
-    uint64_t *live;
-    uint32_t words; /* of slot bits in `live` and in new rows */
-    uint64_t mix; /* odd and random, so that clients cannot choose chunks that collide */
-    size_t count;
-    size_t bytes;
-} Table;
-
-static uint64_t key_of(uint64_t chunk) { return chunk + 1 ? chunk + 1 : 1; }
-
-static uint32_t home(const Table *table, const Shard *shard, uint64_t key) {
-    return (uint32_t)(((unsigned __int128)(key * table->mix) * shard->size) >> 64);
-}
-
-static uint64_t *row(const Shard *shard, uint32_t position) {
-    return shard->rows + (size_t)position * (1 + shard->words);
-}
-
-static uint32_t next(const Shard *shard, uint32_t position) {
-    return position + 1 == shard->size ? 0 : position + 1;
-}
-
-/* Return the positions needed for `count` entries, with a quarter of them free. */
-static uint32_t size_for(uint32_t count) { return count + count / 3 + 2; }
-
-static size_t shard_bytes(uint32_t size, uint32_t words) { return (size_t)size * (2 + words) * sizeof(uint64_t); }
-
-static Shard *shard_of(const Table *table, uint64_t chunk) {
-    return table->shards + (chunk & (table->shard_count - 1));
-}
-
-static int64_t find(const Table *table, const Shard *shard, uint64_t key) {
-    if (!shard->count)
-        return -1;
-    for (uint32_t position = home(table, shard, key); shard->keys[position]; position = next(shard, position))
-        if (shard->keys[position] == key)
-            return position;
-    return -1;
-}
-
-static uint32_t claim(const Table *table, Shard *shard, uint64_t key) {
-    uint32_t position = home(table, shard, key);
-    while (shard->keys[position])
-        position = next(shard, position);
-    shard->keys[position] = key;
-    shard->count++;
-    return position;
-}
-
-static int rebuild(Table *table, Shard *shard, uint32_t size, uint32_t words) {
-    Shard made = {.size = size, .words = words, .stamp = shard->stamp};
-    made.keys = PyMem_RawCalloc(size, sizeof(uint64_t));
-    made.rows = PyMem_RawMalloc((size_t)size * (1 + words) * sizeof(uint64_t));
-    if (!made.keys || !made.rows) {
-        PyMem_RawFree(made.keys);
-        PyMem_RawFree(made.rows);
-        PyErr_NoMemory();
-        return -1;
-    }
-    uint32_t common = shard->words < words ? shard->words : words;
-    for (uint32_t position = 0; position < shard->size; position++) {
-        if (!shard->keys[position])
-            continue;
-        uint64_t *to = row(&made, claim(table, &made, shard->keys[position]));
-        memcpy(to, row(shard, position), (1 + common) * sizeof(uint64_t));
-        memset(to + 1 + common, 0, (words - common) * sizeof(uint64_t));
-    }
-    PyMem_RawFree(shard->keys);
-    PyMem_RawFree(shard->rows);
-    table->bytes += shard_bytes(size, words) - shard_bytes(shard->size, shard->words);
-    *shard = made;
-    return 0;
-}
-
-static void erase(Table *table, Shard *shard, uint32_t hole) {
-    for (uint32_t at = next(shard, hole); shard->keys[at]; at = next(shard, at)) {
-        uint32_t from = home(table, shard, shard->keys[at]);
-        if (hole < at ? from <= hole || from > at : from <= hole && from > at) {
-            shard->keys[hole] = shard->keys[at];
-            memcpy(row(shard, hole), row(shard, at), (1 + shard->words) * sizeof(uint64_t));
-            hole = at;
-        }
-    }
-    shard->keys[hole] = 0;
-    shard->count--;
-    table->count--;
-}
-
-static uint32_t stamp_of(const Shard *shard, uint32_t position) { return (uint32_t)(row(shard, position)[0] >> 32); }
-
-static void touch(Shard *shard, uint32_t position) {
-    if (shard->stamp == UINT32_MAX) { /* halve all stamps, which merges only neighbours */
-        for (uint32_t at = 0; at < shard->size; at++)
-            if (shard->keys[at])
-                row(shard, at)[0] = (row(shard, at)[0] & UINT32_MAX) | (uint64_t)(stamp_of(shard, at) / 2) << 32;
-        shard->stamp /= 2;
-    }
-    uint64_t *entry = row(shard, position);
-    entry[0] = (entry[0] & UINT32_MAX) | (uint64_t)++shard->stamp << 32;
-}
-
-/* Return the stamp that sorting would put at `rank` (quickselect). Reorders the stamps. */
-static uint32_t stamp_at(uint32_t *stamps, uint32_t count, uint32_t rank) {
-    uint32_t low = 0, high = count - 1;
-    while (low < high) {
-        uint32_t pivot = stamps[low + (high - low) / 2], left = low, right = high;
-        for (;;) {
-            while (stamps[left] < pivot)
-                left++;
-            while (stamps[right] > pivot)
-                right--;
-            if (left >= right)
-                break;
-            uint32_t swapped = stamps[left];
-            stamps[left++] = stamps[right];
-            stamps[right--] = swapped;
-        }
-        if (rank <= right)
-            high = right;
-        else
-            low = right + 1;
-    }
-    return stamps[rank];
-}
-
-/* Evict the least recently used 1/EVICTED_SHARE of a full shard. */
-static int evict(Table *table, Shard *shard) {
-    uint32_t surplus = shard->count - table->capacity + 1 + table->capacity / EVICTED_SHARE;
-    if (surplus > shard->count)
-        surplus = shard->count;
-    uint32_t *stamps = PyMem_RawMalloc(shard->count * sizeof(uint32_t)), found = 0;
-    if (!stamps) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    for (uint32_t position = 0; position < shard->size; position++)
-        if (shard->keys[position])
-            stamps[found++] = stamp_of(shard, position);
-    uint32_t last = stamp_at(stamps, found, surplus - 1);
-    PyMem_RawFree(stamps);
-    for (uint32_t position = 0; position < shard->size && surplus;) {
-        if (shard->keys[position] && stamp_of(shard, position) <= last) {
-            erase(table, shard, position); /* then check the entry that moved here */
-            surplus--;
-        } else {
-            position++;
-        }
-    }
-    return 0;
-}
-
-/* Widen the shard's rows so that they have a bit for `slot`. */
-static int widen(Table *table, Shard *shard, uint32_t slot) {
-    if (slot / 64 < shard->words)
-        return 0;
-    return rebuild(table, shard, shard->size ? shard->size : 8, table->words);
-}
-
-static int64_t insert(Table *table, Shard *shard, uint64_t key, uint32_t tokens) {
-    if (shard->count >= table->capacity && evict(table, shard) < 0)
-        return -1;
-    uint32_t needed = size_for(shard->count + 1), most = size_for(table->capacity);
-    if (needed > shard->size) {
-        uint32_t size = 2 * shard->size > needed ? 2 * shard->size : needed;
-        if (rebuild(table, shard, size > most && most >= needed ? most : size, shard->words) < 0)
-            return -1;
-    }
-    uint32_t position = claim(table, shard, key);
-    table->count++;
-    memset(row(shard, position), 0, (1 + shard->words) * sizeof(uint64_t));
-    row(shard, position)[0] = tokens;
-    touch(shard, position);
-    return position;
-}
-
-static uint64_t bit_of(uint32_t slot) { return (uint64_t)1 << (slot & 63); }
+#include "_shards.h"
 
 static int check_slot(const Table *table, uint32_t slot) {
     if (slot < (uint64_t)table->words * 64)
@@ -243,7 +44,8 @@ static PyObject *Table_add(Table *table, PyObject *args) {
             goto end;
         uint64_t *entry = row(shard, (uint32_t)position);
         entry[0] = (entry[0] & ~(uint64_t)UINT32_MAX) | count;
-        entry[1 + slot / 64] |= bit_of(slot);
+        if (hold(table, shard, (uint32_t)position, slot) < 0)
+            goto end;
     }
     result = Py_NewRef(Py_None);
 end:
@@ -290,10 +92,10 @@ static PyObject *Table_insert_speculatively(Table *table, PyObject *args) {
         } else {
             touch(shard, (uint32_t)position);
         }
-        uint64_t *word = row(shard, (uint32_t)position) + 1 + slot / 64;
-        if (!(*word & bit_of(slot)) && append(added, chunk) < 0)
+        if (is_held_by(shard, row(shard, (uint32_t)position)[1], slot))
+            continue;
+        if (append(added, chunk) < 0 || hold(table, shard, (uint32_t)position, slot) < 0)
             goto end;
-        *word |= bit_of(slot);
     }
     result = Py_NewRef(added);
 end:
@@ -304,14 +106,6 @@ end:
     return result;
 }
 
-static int is_held(const Shard *shard, uint32_t position) {
-    const uint64_t *slots = row(shard, position) + 1;
-    for (uint32_t word = 0; word < shard->words; word++)
-        if (slots[word])
-            return 1;
-    return 0;
-}
-
 PyDoc_STRVAR(remove_doc, "remove(slot, hashes)");
 
 static PyObject *Table_remove(Table *table, PyObject *args) {
@@ -320,17 +114,32 @@ static PyObject *Table_remove(Table *table, PyObject *args) {
     Numbers hashes = {0};
     if (!PyArg_ParseTuple(args, "IO", &slot, &hash_argument))
         return NULL;
-    int failed = read_numbers(hash_argument, &hashes);
+    if (read_numbers(hash_argument, &hashes) < 0) {
+        release_numbers(&hashes);
+        return NULL;
+    }
+    uint32_t wide = 1;
+    for (uint32_t number = 0; number < table->shard_count; number++)
+        if (table->shards[number].words > wide)
+            wide = table->shards[number].words;
+    uint64_t few[FEW_WORDS] = {0}, *gone = few;
+    int failed = 0;
+    if (wide > FEW_WORDS && !(gone = PyMem_RawCalloc(wide, sizeof(uint64_t)))) {
+        PyErr_NoMemory();
+        failed = 1;
+    } else if (slot / 64 < wide) {
+        gone[slot / 64] = bit_of(slot);
+    }
     for (Py_ssize_t index = 0; !failed && index < hashes.count; index++) {
         uint64_t chunk = number_at(&hashes, index);
         Shard *shard = shard_of(table, chunk);
         int64_t position = slot / 64 < shard->words ? find(table, shard, key_of(chunk)) : -1;
-        if (position < 0)
-            continue;
-        row(shard, (uint32_t)position)[1 + slot / 64] &= ~bit_of(slot);
-        if (!is_held(shard, (uint32_t)position))
+        int is_left = 1;
+        if (position >= 0 && release(shard, (uint32_t)position, gone, &is_left) && !is_left)
             erase(table, shard, (uint32_t)position);
     }
+    if (gone != few)
+        PyMem_RawFree(gone);
     release_numbers(&hashes);
     return failed ? NULL : Py_NewRef(Py_None);
 }
@@ -344,7 +153,7 @@ static PyObject *Table_holds(Table *table, PyObject *args) {
         return NULL;
     Shard *shard = shard_of(table, chunk);
     int64_t position = slot / 64 < shard->words ? find(table, shard, key_of(chunk)) : -1;
-    return PyBool_FromLong(position >= 0 && row(shard, (uint32_t)position)[1 + slot / 64] & bit_of(slot));
+    return PyBool_FromLong(position >= 0 && is_held_by(shard, row(shard, (uint32_t)position)[1], slot));
 }
 
 /* Set runs[slot] = tokens for every slot whose bit is set in a word. */
@@ -376,13 +185,14 @@ PyDoc_STRVAR(match_doc, "match(hashes): ({slot: prompt tokens of its run}, chunk
 static PyObject *Table_match(Table *table, PyObject *argument) {
     PyObject *runs = NULL, *result = NULL;
     Numbers hashes = {0};
-    uint64_t few[FEW_WORDS], *alive = few;
+    uint64_t few[2 * FEW_WORDS], *alive = few;
     if (read_numbers(argument, &hashes) < 0 || !(runs = PyDict_New()))
         goto end;
-    if (table->words > FEW_WORDS && !(alive = PyMem_RawMalloc(table->words * sizeof(uint64_t)))) {
+    if (table->words > FEW_WORDS && !(alive = PyMem_RawMalloc(2 * table->words * sizeof(uint64_t)))) {
         PyErr_NoMemory();
         goto end;
     }
+    uint64_t *holding = alive + table->words;
     if (table->words)
         memcpy(alive, table->live, table->words * sizeof(uint64_t));
     Py_ssize_t length = 0;
@@ -401,9 +211,10 @@ static PyObject *Table_match(Table *table, PyObject *argument) {
         if (position < 0)
             break;
         const uint64_t *entry = row(shard, (uint32_t)position);
+        expand(shard, entry[1], holding, table->words);
         is_alive = 0;
         for (uint32_t word = 0; word < table->words; word++) {
-            uint64_t held = word < shard->words ? alive[word] & entry[1 + word] : 0;
+            uint64_t held = alive[word] & holding[word];
             /* A prefix of zero tokens is none: the role that chats begin with is shorter than a block. */
             if (tokens && assign(runs, word, alive[word] ^ held, tokens) < 0)
                 goto end;
@@ -473,12 +284,8 @@ static PyObject *Table_scrub(Table *table, PyObject *args) {
     }
     for (uint32_t position = 0; position < shard->size;) {
         if (shard->keys[position]) {
-            uint64_t *held = row(shard, position) + 1, touched = 0;
-            for (uint32_t word = 0; word < shard->words; word++) {
-                touched |= held[word] & gone[word];
-                held[word] &= ~gone[word];
-            }
-            if (touched && !is_held(shard, position)) {
+            int is_left = 1;
+            if (release(shard, position, gone, &is_left) && !is_left) {
                 erase(table, shard, position); /* then check the entry that moved here */
                 continue;
             }
@@ -490,7 +297,8 @@ static PyObject *Table_scrub(Table *table, PyObject *args) {
 }
 
 static int is_overfull(const Table *table, const Shard *shard) {
-    return shard->count > table->capacity || shard->size > size_for(table->capacity);
+    return shard->count > table->capacity || shard->size > size_for(table->capacity) ||
+           shard->map_size > most_maps(table, shard->words);
 }
 
 PyDoc_STRVAR(trim_doc, "trim(number)");
@@ -500,10 +308,15 @@ static PyObject *Table_trim(Table *table, PyObject *args) {
     if (!PyArg_ParseTuple(args, "I", &number))
         return NULL;
     Shard *shard = table->shards + (number & (table->shard_count - 1));
-    if (shard->count > table->capacity && evict(table, shard) < 0)
+    if (shard->count > table->capacity && make_room(table, shard) < 0)
         return NULL;
-    if (is_overfull(table, shard) && rebuild(table, shard, size_for(table->capacity), shard->words) < 0)
+    if (shard->map_count > most_maps(table, shard->words) && make_map_room(table, shard) < 0)
         return NULL;
+    if (is_overfull(table, shard)) {
+        uint32_t most = size_for(table->capacity);
+        if (rebuild(table, shard, shard->size > most ? most : shard->size, shard->words) < 0)
+            return NULL;
+    }
     Py_RETURN_NONE;
 }
 
@@ -532,14 +345,38 @@ static PyObject *Table_narrow_shard(Table *table, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(resize_doc, "resize(shard_capacity)");
+/* Return what the bitmaps of a shard may take of `limit` bytes until memory is divided again. It stays the same while it
+   fits, because every change of it is one of the capacity, for which all shards are written anew. */
+static size_t map_allowance(const Table *table, Py_ssize_t limit) {
+    size_t used = 0, step = limit > 0 ? (size_t)limit / MAP_SHARE : 0, half = limit > 0 ? (size_t)limit / 2 : 0;
+    uint32_t words = table->words;
+    for (uint32_t number = 0; number < table->shard_count; number++) {
+        const Shard *shard = table->shards + number;
+        size_t bytes = shard->map_count * map_row_bytes(shard->words);
+        used = bytes > used ? bytes : used;
+        words = shard->words > words ? shard->words : words;
+    }
+    if (words <= 1)
+        return 0;
+    if (table->map_limit == limit && used + step / 4 <= table->map_bytes &&
+        table->map_bytes <= used + used / MAP_GROWTH + 3 * step)
+        return table->map_bytes;
+    size_t most = used + used / MAP_GROWTH + step, least = LEAST_MAPS * map_row_bytes(words);
+    most = most > half ? half : most;
+    return most > least ? most : least;
+}
+
+PyDoc_STRVAR(resize_doc, "resize(shard_capacity, limit=0): `limit` bytes of memory for each shard; 0 for any");
 
 static PyObject *Table_resize(Table *table, PyObject *args) {
     unsigned capacity;
-    if (!PyArg_ParseTuple(args, "I", &capacity))
+    Py_ssize_t limit = 0;
+    if (!PyArg_ParseTuple(args, "I|n", &capacity, &limit))
         return NULL;
     if (capacity < 1 || capacity > MAX_CAPACITY)
         return PyErr_Format(PyExc_ValueError, "a shard cannot hold %u entries", capacity);
+    table->map_bytes = limit ? map_allowance(table, limit) : SIZE_MAX;
+    table->map_limit = limit;
     table->capacity = capacity;
     Py_RETURN_NONE;
 }
@@ -551,8 +388,8 @@ static PyObject *Table_shard_capacity(Table *table, PyObject *args) {
     if (!PyArg_ParseTuple(args, "nn", &limit, &beside))
         return NULL;
     /* The inverse of `size_for`: four positions for three entries, plus two. */
-    double position = (double)shard_bytes(1, table->words ? table->words : 1);
-    double available = (double)limit - sizeof(Shard) - 2 * position;
+    double position = 3 * sizeof(uint64_t);
+    double available = (double)limit - sizeof(Shard) - 2 * position - (double)map_allowance(table, limit);
     double capacity = available / (position * 4 / 3 + (double)(beside > 0 ? beside : 0));
     return PyLong_FromDouble(capacity < 1 ? 1 : capacity > MAX_CAPACITY ? MAX_CAPACITY : capacity);
 }
@@ -594,16 +431,15 @@ static PyObject *Table_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     }
     table->shard_count = shard_count;
     table->capacity = 1;
+    table->map_bytes = SIZE_MAX;
     table->mix = mix;
     return (PyObject *)table;
 }
 
 static void Table_dealloc(Table *table) {
     PyTypeObject *type = Py_TYPE(table);
-    for (uint32_t number = 0; number < table->shard_count; number++) {
-        PyMem_RawFree(table->shards[number].keys);
-        PyMem_RawFree(table->shards[number].rows);
-    }
+    for (uint32_t number = 0; number < table->shard_count; number++)
+        free_shard(table->shards + number);
     PyMem_RawFree(table->shards);
     PyMem_RawFree(table->live);
     type->tp_free(table);

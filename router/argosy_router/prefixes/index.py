@@ -4,7 +4,7 @@ Owns: the slots that stand for replicas' caches, and the cap on the number of en
 Must not know: replicas' addresses, telemetry frames, policies, time.
 Invariants: entries never exceed `capacity`, and the entry announced or requested longest ago is evicted first. A slot
 is reused only when no entry mentions it, the lowest first; the highest slots are given up while they are free, so that
-entries shrink again with the fleet. A wrong entry costs speed, never correctness.
+entries with room for all slots shrink again with the fleet. A wrong entry costs speed, never correctness.
 
 A chunk hash covers everything before it, so no tree is needed: `match` walks the hashes of a prompt and drops a replica
 at its first missing chunk. Entries are sharded, and the bits of a replica that left are scrubbed shard by shard, so
@@ -22,7 +22,9 @@ SHARDS = 256
 DEFAULT_CAPACITY = 1_000_000
 """In chunks. The router then sizes its indexes by the memory it has (`index_memory`)."""
 SPECULATIVE_SHARE = 4
-"""At most 1/4 as many speculative inserts as the capacity."""
+"""At most 1/4 as many speculative inserts as the capacity,"""
+MAX_SPECULATIVE = 1 << 19
+"""and no more than prompts of 33 million tokens that their replicas have not computed yet."""
 _SPECULATIVE_BYTES = 110
 """Bytes of a chunk in a list and in a set, with the set at its emptiest."""
 
@@ -51,12 +53,30 @@ class PrefixIndex:
         """Change the capacity; surplus entries are evicted as new ones are inserted, or by `trim`."""
         self.capacity = max(SHARDS, capacity)
         self._table.resize(self.capacity // SHARDS)
-        self.max_speculative = self.capacity // SPECULATIVE_SHARE
+        self._note_capacity()
+
+    def _note_capacity(self) -> None:
+        self.max_speculative = min(self.capacity // SPECULATIVE_SHARE, MAX_SPECULATIVE)
+
+    def fit(self, limit: int) -> None:
+        """Change the capacity to the largest with which the index never takes more than `limit` bytes. Call it again
+        now and then: with more holders of many chunks there is room for fewer chunks."""
+        shard_limit, beside = self._within(limit)
+        self.capacity = SHARDS * self._table.shard_capacity(shard_limit, beside)
+        self._table.resize(self.capacity // SHARDS, shard_limit)
+        self._note_capacity()
 
     def capacity_within(self, limit: int) -> int:
         """The largest capacity whose entries and speculative inserts never take more than `limit` bytes with the
-        current number of slots."""
-        return SHARDS * self._table.shard_capacity(limit // SHARDS, _SPECULATIVE_BYTES // SPECULATIVE_SHARE)
+        current number of slots, and the current number of chunks that many slots hold."""
+        return SHARDS * self._table.shard_capacity(*self._within(limit))
+
+    def _within(self, limit: int) -> tuple[int, int]:
+        """Return what each shard may take of `limit` bytes, and for each entry beside that."""
+        each = _SPECULATIVE_BYTES // SPECULATIVE_SHARE
+        if SHARDS * self._table.shard_capacity(limit // SHARDS, each) < SPECULATIVE_SHARE * MAX_SPECULATIVE:
+            return limit // SHARDS, each
+        return (limit - MAX_SPECULATIVE * _SPECULATIVE_BYTES) // SHARDS, 0
 
     @property
     def bytes(self) -> int:
@@ -119,7 +139,8 @@ class PrefixIndex:
             self._give_up_slots()
 
     def _give_up_slots(self) -> None:
-        """Give up the highest slots while they are free, since each entry has room for all slots."""
+        """Give up the highest slots while they are free, since entries of many holders (here all, in C the bitmaps)
+        have room for all slots."""
         free, before = set(self._free), self._slots
         while self._slots and self._slots - 1 in free:
             self._slots -= 1

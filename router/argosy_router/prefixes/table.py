@@ -5,8 +5,8 @@ Invariants: a shard never exceeds its capacity, and the entries announced or req
 there is no entry without a slot.
 
 There are two implementations: this one, of dicts, and `native/_table.c`, in flat memory, where that was built;
-`native.chunk_table` exports the one in use. Hashes and tokens may be any iterables of integers; the C one reads
-`array("Q")` and `array("I")` without copying.
+`native.chunk_table` exports the one in use. In C an entry takes 32 bytes, and more only if many slots hold the chunk.
+Hashes and tokens may be any iterables of integers; the C one reads `array("Q")` and `array("I")` without copying.
 
 Here each entry is one Python int, `slots << 32 | tokens` (tokens are a function of the prompt and the model, hence
 stored once). Entries are spread over many dicts by the hash's low bits, so that no dict's growth blocks the event loop
@@ -45,8 +45,13 @@ class ChunkTable:
         """Chunks left to scrub in the current shard. Chunks added meanwhile cannot mention a retired slot."""
         self.resize(1)
 
-    def resize(self, shard_capacity: int) -> None:
-        """Change the capacity; surplus entries are evicted as new ones are inserted, or by `trim`."""
+    def resize(self, shard_capacity: int, limit: int = 0) -> None:
+        """Change the capacity; surplus entries are evicted as new ones are inserted, or by `trim`.
+
+        Args:
+            limit: bytes that a shard may take, by which `shard_capacity` was found; 0 for any. The table in C divides
+                them between entries and the bitmaps of those with many holders; here all entries are alike.
+        """
         self._capacity = shard_capacity
         self._dict_bytes = _dict_bytes(max(3, (3 * shard_capacity - 1).bit_length()))
 

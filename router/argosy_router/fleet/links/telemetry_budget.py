@@ -33,7 +33,7 @@ CHUNK_BURST: Final = 4_000_000.0
 """A snapshot of 250 million tokens."""
 CLEARS_PER_S: Final = 0.5
 """Resets of the prefix cache, snapshots of new connections among them. Each takes a slot of the service's index until
-it is scrubbed, and every entry of the index has room for all slots."""
+it is scrubbed, and entries of many holders have room for all slots."""
 CLEAR_BURST: Final = 16.0
 
 SERVICE_FRAMES_PER_S: Final = 25_000.0
