@@ -22,9 +22,10 @@ _MAX_COUNT_BYTES: Final = 12
 """Longest count with what precedes it: nine digits, compact or pretty-printed."""
 _NULL: Final = b"null"
 _NO_CHOICES: Final = re.compile(rb'"choices"\s*:\s*\[\s*\]')
-_PROGRESS: Final = re.compile(rb'(,\s*)?"usage"\s*:\s*\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}')
-"""A usage with the comma before it. No string contains it, because quotes are escaped there."""
-_CHOICE: Final = re.compile(rb'"index"\s*:\s*(\d{1,9})')
+_CHOICES: Final = b'"choices"'
+_INDEX: Final = b'"index"'
+_OBJECT: Final = re.compile(rb"\s*:\s*\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}")
+"""What follows a key whose value is an object of numbers, or of objects of numbers."""
 _EVENT_END: Final = re.compile(rb"(?<=\n\n)|(?<=\n\r\n)")
 _MESSAGE_START: Final = re.compile(rb"^event: ?message_start\r?$", re.MULTILINE)
 _MESSAGE_DELTA: Final = re.compile(rb"^event: ?message_delta\r?$", re.MULTILINE)
@@ -143,23 +144,41 @@ def _count(usage: bytes, key: bytes) -> int | None:
 def is_final(events: bytes) -> bool:
     """Whether the last usage in events of chunks is that of the whole answer: its event has no choices."""
     last = events.rfind(_KEY)
-    start = max(events.rfind(b"\n\n", 0, last), events.rfind(b"\n\r\n", 0, last), 0)
-    return last >= 0 and _NO_CHOICES.search(events, start) is not None
+    return last >= 0 and _has_no_choices(events, *_bounds(events, last))
 
 
 def event_usage(events: bytes) -> Iterator[tuple[int, int, int]]:
     """Yield choice and completion tokens of each whole event that reports them, and where it ends."""
-    if events.find(_KEY) < 0:
-        return
-    end = 0
-    for event in _EVENT_END.split(events):
-        end += len(event)
-        for usage in _usages(event):
-            tokens = _count(usage, b'"completion_tokens"')
-            if tokens is not None:
-                choice = _CHOICE.search(event)
-                yield 0 if choice is None else int(choice[1]), tokens, end
-                break
+    at = 0
+    while (start := events.find(_KEY, at)) >= 0:
+        at = start + len(_KEY)
+        begin, end = _bounds(events, start)
+        value = events[at:end].lstrip(_BETWEEN)
+        tokens = _count(value, b'"completion_tokens"') if value.startswith(b"{") else None
+        if tokens is not None:
+            choice = events.find(_INDEX, begin, end)
+            yield (
+                (0 if choice < 0 else _count(events[choice:end], _INDEX) or 0),
+                tokens,
+                end + (3 if events.startswith(b"\n\r", end) else 2),
+            )
+
+
+def _bounds(events: bytes, at: int) -> tuple[int, int]:
+    """Return where the event that has this position begins and ends. Searching for bytes takes a tenth of a regular
+    expression's time."""
+    begin = max(events.rfind(b"\n\n", 0, at), 0)
+    begin = max(events.rfind(b"\n\r\n", begin, at), begin)
+    end = events.find(b"\n\n", at)
+    if end < 0:
+        end = len(events)
+    other = events.find(b"\n\r\n", at, end)
+    return begin, end if other < 0 else other
+
+
+def _has_no_choices(events: bytes, begin: int, end: int) -> bool:
+    choices = events.find(_CHOICES, begin, end)
+    return choices >= 0 and _NO_CHOICES.match(events, choices) is not None
 
 
 class UsageFinder:
@@ -195,13 +214,18 @@ def without_usage(events: bytes) -> bytes:
 
 def without_progress(events: bytes) -> bytes:
     """Drop the usage from whole events that have choices too."""
-    if events.rfind(_KEY) < 0:
-        return events
-    return b"".join(
-        event if _NO_CHOICES.search(event) is not None else _PROGRESS.sub(_no_usage, event)
-        for event in _EVENT_END.split(events)
-    )
-
-
-def _no_usage(found: re.Match[bytes]) -> bytes:
-    return b"" if found[1] is not None else b'"usage":null'  # the first field has no comma before it
+    kept: list[bytes] = []
+    done = at = 0
+    while (start := events.find(_KEY, at)) >= 0:
+        at = start + len(_KEY)
+        value = _OBJECT.match(events, at)
+        if value is None or _has_no_choices(events, *_bounds(events, start)):
+            continue
+        at = value.end()
+        comma = events.rfind(b",", done, start)
+        if comma >= 0 and not events[comma + 1 : start].strip():
+            kept.append(events[done:comma])
+        else:  # the first field has no comma before it
+            kept += (events[done:start], b'"usage":null')
+        done = at
+    return b"".join((*kept, events[done:])) if kept else events
