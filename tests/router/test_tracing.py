@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from argosy_protocol.headers import RESPONSE_ID
+from argosy_protocol.telemetry import Load
 from argosy_router.config import ConfigError, RouterConfig
 from span_collector import Collector, values_of
 
@@ -36,6 +37,8 @@ async def send(r: Rig, **headers: str) -> dict[str, str]:
 
 async def test_a_request_is_one_span_between_client_and_engine(collector: Collector) -> None:
     async with rig([FakeEngine(script=answer)], otlp_traces_endpoint=collector.url) as r:
+        r.engines[0].announce(Load(core_step_age_s=0.0, prefill_tokens_per_s=500.0))
+        await r.until(lambda: r.replica(0).load.measured.prefill_tokens_per_s == 500.0)
         passed_on = await send(r, traceparent=PARENT, tracestate="vendor=1")
     (span,) = collector.spans
     _, trace, own, flags = passed_on["traceparent"].split("-")
