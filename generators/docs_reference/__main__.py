@@ -10,6 +10,7 @@ from pathlib import Path
 from argosy_batch.main import build_parser as batch_parser
 from argosy_engine.api.serve import build_parser as engine_parser
 from argosy_router.main import build_parser as router_parser
+from docs_reference.alerts import alerts_page
 from docs_reference.chart import chart_page
 from docs_reference.commands import commands_page
 from docs_reference.environment import environment_page
@@ -46,6 +47,7 @@ def render() -> dict[str, str]:
         "inferenceservice.md": resource_page(ROOT / "crds" / "inferenceservices.yaml"),
         "chart-values.md": chart_page(ROOT / "charts" / "argosy"),
         "metrics.md": metrics_page(),
+        "alerts.md": alerts_page(),
     }
 
 

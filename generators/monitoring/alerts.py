@@ -10,6 +10,11 @@ from typing import Any
 
 from monitoring.promql import Expressions, Registry
 
+RUNBOOKS = "docs/reference/alerts.md"
+WANTED = "argosy_operator_service_wanted_replicas"
+_SERVICE = "{{ $labels.namespace }}/{{ $labels.name }}"
+SERVICE = "service_namespace, service_name"
+
 
 @dataclass(frozen=True, slots=True)
 class Alert:
@@ -21,6 +26,11 @@ class Alert:
     severity: str
     summary: str
     remedy: str
+
+    @property
+    def runbook(self) -> str:
+        """Its section of the documentation; the chart puts an address in the place of RUNBOOKS."""
+        return f"{RUNBOOKS}#{self.name.lower()}"
 
 
 def alerts(registry: Registry) -> list[Alert]:
@@ -34,15 +44,21 @@ def alerts(registry: Registry) -> list[Alert]:
     return [
         Alert(
             "ArgosyNoRoutableReplica",
-            f"max by (model) ({registry.gauge('routable_replicas')}) == 0",
+            named(
+                f"max by (model) ({registry.gauge('routable_replicas')}) == 0",
+                registry,
+                # Also while the first replica starts, for which requests are held.
+                without=f"min by ({SERVICE}) (min_over_time({WANTED}[10m])) == 0",
+            ),
             "2m",
             "critical",
-            "No replica of {{ $labels.model }} can be reached: its requests are answered with 503.",
-            "`kubectl get isvc -A -o wide` names the reason of a service, `kubectl get pods` whether its pods run.",
+            f"No replica of {_SERVICE} can be reached: its requests are answered with 503.",
+            "`kubectl argosy why NAME -n NAMESPACE` names the reason, `kubectl get pods` whether its pods run. A "
+            "service that wants no replica is left out, also for ten minutes after one is wanted again.",
         ),
         Alert(
             "ArgosyRequestsFail",
-            f"{failed} / {answered} > 0.05 and {answered} > 0.1",
+            named(f"{failed} / {answered} > 0.05 and {answered} > 0.1", registry),
             "5m",
             "critical",
             "{{ $value | humanizePercentage }} of the requests to {{ $labels.model }} fail.",
@@ -50,7 +66,10 @@ def alerts(registry: Registry) -> list[Alert]:
         ),
         Alert(
             "ArgosyReplicaEjected",
-            f'max by ({per_replica}) ({registry.gauge("replica_state")}{{state=~"ejected|half-open"}}) == 1',
+            named(
+                f'max by ({per_replica}) ({registry.gauge("replica_state")}{{state=~"ejected|half-open"}}) == 1',
+                registry,
+            ),
             "5m",
             "warning",
             "{{ $labels.replica }} of {{ $labels.model }} keeps failing and gets no requests.",
@@ -58,7 +77,10 @@ def alerts(registry: Registry) -> list[Alert]:
         ),
         Alert(
             "ArgosyReplicaUnreachable",
-            f'max by ({per_replica}) ({registry.gauge("replica_state")}{{state="connecting"}}) == 1',
+            named(
+                f'max by ({per_replica}) ({registry.gauge("replica_state")}{{state="connecting"}}) == 1',
+                registry,
+            ),
             "30m",
             "warning",
             "{{ $labels.replica }} of {{ $labels.model }} has not answered for half an hour.",
@@ -66,7 +88,7 @@ def alerts(registry: Registry) -> list[Alert]:
         ),
         Alert(
             "ArgosyMostReplicasEjected",
-            f"max by (model) ({registry.gauge('panic')}) == 1",
+            named(f"max by (model) ({registry.gauge('panic')}) == 1", registry),
             "1m",
             "critical",
             "Most replicas of {{ $labels.model }} keep failing; requests are still sent to all of them.",
@@ -74,7 +96,10 @@ def alerts(registry: Registry) -> list[Alert]:
         ),
         Alert(
             "ArgosyReplicaSilent",
-            f'max by ({per_replica}) ({registry.gauge("replica_state")}{{state="suspect"}}) == 1',
+            named(
+                f'max by ({per_replica}) ({registry.gauge("replica_state")}{{state="suspect"}}) == 1',
+                registry,
+            ),
             "5m",
             "warning",
             "{{ $labels.replica }} of {{ $labels.model }} is silent, or its engine core is stuck.",
@@ -82,7 +107,9 @@ def alerts(registry: Registry) -> list[Alert]:
         ),
         Alert(
             "ArgosyTelemetryLost",
-            f'max by ({per_replica}) ({registry.gauge("replica_state")}{{state="stale"}}) == 1',
+            named(
+                f'max by ({per_replica}) ({registry.gauge("replica_state")}{{state="stale"}}) == 1', registry
+            ),
             "5m",
             "warning",
             "The router has lost the telemetry of {{ $labels.replica }}, and routes to it by its own history alone.",
@@ -90,7 +117,7 @@ def alerts(registry: Registry) -> list[Alert]:
         ),
         Alert(
             "ArgosyStreamsCut",
-            f"{e.rate('interrupted_streams', per_replica)} > 0",
+            named(f"{e.rate('interrupted_streams', per_replica)} > 0", registry),
             "10m",
             "warning",
             "{{ $labels.replica }} keeps dying while it streams.",
@@ -98,7 +125,7 @@ def alerts(registry: Registry) -> list[Alert]:
         ),
         Alert(
             "ArgosyRequestsWait",
-            f"min_over_time({registry.gauge('queued_requests')}[10m]) > 0",
+            named(f"min_over_time({registry.gauge('queued_requests')}[10m]) > 0", registry),
             "5m",
             "warning",
             "Requests to {{ $labels.model }} have been waiting for ten minutes: its replicas are full.",
@@ -106,7 +133,9 @@ def alerts(registry: Registry) -> list[Alert]:
         ),
         Alert(
             "ArgosyFirstTokenMispredicted",
-            f"({actual} / {expected} > 4 or {actual} / {expected} < 0.1) and {expected} > 0.01",
+            named(
+                f"({actual} / {expected} > 4 or {actual} / {expected} < 0.1) and {expected} > 0.01", registry
+            ),
             "30m",
             "warning",
             "First tokens of {{ $labels.replica }} come {{ $value | humanize }} times as late as expected.",
@@ -114,7 +143,7 @@ def alerts(registry: Registry) -> list[Alert]:
         ),
         Alert(
             "ArgosyHitsMissing",
-            f"{hits} / {predicted} < 0.5 and {predicted} > 100",
+            named(f"{hits} / {predicted} < 0.5 and {predicted} > 100", registry),
             "30m",
             "warning",
             "{{ $labels.replica }} finds less than half of the prefixes expected in its cache.",
@@ -155,6 +184,24 @@ def alerts(registry: Registry) -> list[Alert]:
     ]
 
 
+def named(expression: str, registry: Registry, *, without: str = "") -> str:
+    """An expression by model, with the labels `namespace` and `name` of the service, by which alerts are routed. Those
+    services are left out that `without` names."""
+    info = f"topk by (model) (1, max by (model, {SERVICE}) ({registry.gauge('service_info')}))"
+    found = f"({expression}) * on (model) group_left ({SERVICE}) {info}"
+    if without:
+        found = f"({found}) unless on ({SERVICE}) ({without})"
+    return as_service(found)
+
+
+def as_service(expression: str) -> str:
+    """The expression with its labels of a service as `namespace` and `name`. Prometheus has labels of its own by these
+    names for what it scrapes."""
+    found = f'label_replace({expression}, "namespace", "$1", "service_namespace", "(.*)")'
+    found = f'label_replace({found}, "name", "$1", "service_name", "(.*)")'
+    return f"max without ({SERVICE}) ({found})"
+
+
 def rules(group: str, found: list[Alert]) -> dict[str, Any]:
     """A PrometheusRule's `spec`."""
     return {
@@ -167,7 +214,11 @@ def rules(group: str, found: list[Alert]) -> dict[str, Any]:
                         "expr": alert.expression,
                         "for": alert.wait,
                         "labels": {"severity": alert.severity},
-                        "annotations": {"summary": alert.summary, "description": alert.remedy},
+                        "annotations": {
+                            "summary": alert.summary,
+                            "description": alert.remedy,
+                            "runbook_url": alert.runbook,
+                        },
                     }
                     for alert in found
                 ],

@@ -6,12 +6,14 @@ Engines have vLLM's names, so the panels show vLLM's engines as well.
 
 from __future__ import annotations
 
-from monitoring.alerts import Alert
+from monitoring.alerts import SERVICE, Alert, as_service
 from monitoring.grafana import Panel, Row
 
 _CHOSEN = '{model_name=~"$model"}'
 _RATE = "[$__rate_interval]"
 _PODS = "pod, engine"
+_INTENDED = "Canary(Starting|Analyzing|Held|Promoting)|Paused|Untried"
+"""Reasons for which a service is not Ready as somebody wants it so."""
 MODELS = "label_values(vllm:num_requests_running, model_name)"
 """Values of the dashboard's variable `model`."""
 
@@ -39,11 +41,14 @@ def operator_alerts() -> list[Alert]:
         ),
         Alert(
             "ArgosyServicesNotReady",
-            'max by (namespace) (argosy_operator_services{ready!="True"}) > 0',
+            as_service(
+                f'max by ({SERVICE}) (argosy_operator_service_not_ready{{reason!~"{_INTENDED}"}}) > 0'
+            ),
             "30m",
             "warning",
-            "{{ $value }} InferenceServices have not been Ready for half an hour.",
-            "`kubectl get isvc -A -o wide` names them and the reason, `kubectl argosy why NAME` what to do.",
+            "{{ $labels.namespace }}/{{ $labels.name }} has not been Ready for half an hour.",
+            "`kubectl argosy why NAME -n NAMESPACE` names the reason and what to do. Canaries that go on or are held, "
+            "services that are paused, and edits at zero replicas are left out.",
         ),
         Alert(
             "ArgosyReconcilesFail",

@@ -53,6 +53,23 @@ def operator_environment(objects: list[Object]) -> dict[str, str]:
     return {each["name"]: each["value"] for each in container["env"] if "value" in each}
 
 
+def test_runbooks_are_where_the_administrator_says() -> None:
+    for given, wanted in (
+        ({}, "docs/reference/alerts.md"),
+        ({"runbookUrl": "https://git/a.md"}, "https://git/a.md"),
+    ):
+        objects = render({"monitoring": {"rules": True, **given}})
+        found = [
+            rule["annotations"]["runbook_url"]
+            for each in objects
+            if each["kind"] == "PrometheusRule"
+            for group in each["spec"]["groups"]
+            for rule in group["rules"]
+        ]
+        assert len(found) > 15
+        assert {url.partition("#")[0] for url in found} == {wanted}
+
+
 def test_services_may_not_name_what_the_release_keeps_its_keys_and_files_in() -> None:
     told = operator_environment(render())
     assert told["ARGOSY_RESERVED_SECRETS"].split(",") == ["argosy-fleet-key", "argosy-router-keys"]

@@ -44,6 +44,8 @@ async def test_every_metric_and_label_they_name_is_on_metrics() -> None:
     async with rig([FakeEngine()], admin_port=0) as r:
         await r.chat()
         exposition = (await r.http.get(r.router.admin_url + "/metrics")).text
+    service = 'model="tiny",service_name="svc",service_namespace="default"'
+    assert f"{PREFIX}service_info{{{service}}} 1.0" in exposition
     families = dict(re.findall(rf"^# TYPE ({PREFIX}\w+) (\w+)", exposition, re.MULTILINE))
     shown = {f"{name}_bucket" if kind == "histogram" else name for name, kind in families.items()}
     for expression in expressions():

@@ -13,7 +13,7 @@ from __future__ import annotations
 import datetime
 import logging
 from collections import Counter
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 from typing import Final
 
 import msgspec
@@ -36,7 +36,7 @@ from argosy_protocol.model_progress import stage
 from argosy_resource.engine_address import COMPONENT_LABEL
 from argosy_resource.fleet_document import fleet_document, with_entries, within, without_canary
 from argosy_resource.name_claims import LostName, NamePolicy, seconds_until_next_end, settle_names
-from argosy_resource.types import InferenceService, parse
+from argosy_resource.types import Condition, InferenceService, parse
 
 logger = logging.getLogger(__name__)
 
@@ -161,11 +161,20 @@ class FleetPublisher:
         ]
 
     def count_services(self) -> None:
-        """Bring the gauge of services up to date, before it is read."""
-        counts = Counter(
-            next((each.status for each in service.status.conditions if each.type == "Ready"), "Unknown")
-            for service in self._services()
-        )
+        """Bring the gauges of services up to date, before they are read."""
+        counts: Counter[str] = Counter()
+        self._metrics.not_ready.clear()
+        self._metrics.wanted_replicas.clear()
+        for service in self._services():
+            status, name = service.status, (service.metadata.namespace, service.metadata.name)
+            conditions = {each.type: each for each in status.conditions}
+            ready = conditions.get("Ready")
+            counts[ready.status if ready is not None else "Unknown"] += 1
+            if ready is None or ready.status != "True":
+                self._metrics.not_ready.labels(*name, _reason(conditions)).set(1)
+            scaled = status.scaling if service.spec.scaling is not None else None
+            wanted = service.spec.replicas if scaled is None else scaled.wanted
+            self._metrics.wanted_replicas.labels(*name).set(wanted)
         for value in ("True", "False", "Unknown"):
             self._metrics.services.labels(value).set(counts[value])
 
@@ -233,3 +242,11 @@ def _canary(division: Division | None) -> str:
 def _shown(obj: Object) -> tuple[str, float]:
     status = obj.get("status", {})
     return stage(status.get("modelCache") or ""), (status.get("scaling") or {}).get("coldStartSeconds", 0)
+
+
+def _reason(conditions: Mapping[str, Condition]) -> str:
+    """Why a service is not ready. While a canary's revision is rolled out, Ready's reason is that of a replica."""
+    ready, progressing = conditions.get("Ready"), conditions.get("Progressing")
+    if progressing is not None and progressing.status == "True" and progressing.reason.startswith("Canary"):
+        return progressing.reason
+    return "NotSeen" if ready is None else ready.reason

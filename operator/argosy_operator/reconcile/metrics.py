@@ -1,7 +1,7 @@
 """Prometheus metrics of the operator.
 
-Invariant: no label has unbounded values: resources are counted, not named, and of namespaces those are named that the
-chart names.
+Invariant: no label has unbounded values: objects are counted, not named, but for services, of which a fleet document
+has some thousands at most, and namespaces that the chart names.
 """
 
 from __future__ import annotations
@@ -31,6 +31,18 @@ class OperatorMetrics:
             "argosy_operator_services",
             "InferenceServices by status of their Ready condition.",
             ["ready"],
+            registry=self.registry,
+        )
+        self.not_ready = Gauge(
+            "argosy_operator_service_not_ready",
+            "1 for each InferenceService whose Ready is not True, by the reason; of a canary that goes on, its own.",
+            ["service_namespace", "service_name", "reason"],
+            registry=self.registry,
+        )
+        self.wanted_replicas = Gauge(
+            "argosy_operator_service_wanted_replicas",
+            "Replicas that each InferenceService should have now: those of its spec, or of spec.scaling.",
+            ["service_namespace", "service_name"],
             registry=self.registry,
         )
         self.queued = Gauge(

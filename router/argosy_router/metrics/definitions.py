@@ -202,6 +202,12 @@ TELEMETRY_SKIPPED_FRAMES = Definition(
 INDEX_CHUNKS = Definition("gauge", "index_chunks", _MODEL, "Chunks in the prefix index.")
 INDEX_BYTES = Definition("gauge", "index_bytes", _MODEL, "Memory of the prefix index.")
 ROUTABLE_REPLICAS = Definition("gauge", "routable_replicas", _MODEL, "Replicas that may get requests.")
+SERVICE_INFO = Definition(
+    "gauge",
+    "service_info",
+    ("model", "service_namespace", "service_name"),
+    "Always 1, by the model's name in the other series and the service that has it.",
+)
 ROLLOUT_WEIGHT = Definition(
     "gauge",
     "rollout_weight_ratio",

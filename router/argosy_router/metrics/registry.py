@@ -93,6 +93,7 @@ class Metrics:
             define.INDEX_CHUNKS.reading(self._by_model(lambda s: len(s.index))),
             define.INDEX_BYTES.reading(self._by_model(lambda s: s.index.bytes)),
             define.ROUTABLE_REPLICAS.reading(self._by_model(_routable)),
+            define.SERVICE_INFO.reading(self._names),
             define.ROLLOUT_WEIGHT.reading(self._rollouts(lambda report: [((), report.weight / 100)])),
             define.ROLLOUT_ATTEMPTS.reading(self._rollouts(_by_side(lambda side: side.attempts))),
             define.ROLLOUT_FAILURES.reading(self._rollouts(_by_side(lambda side: side.failures))),
@@ -163,6 +164,10 @@ class Metrics:
 
     def _by_model(self, value: Callable[[Service], float]) -> Callable[[], Rows]:
         return lambda: [((s.spec.model,), value(s)) for s in self._fleet.services.values()]
+
+    def _names(self) -> Rows:
+        specs = [service.spec for service in self._fleet.services.values()]
+        return [((spec.model, spec.namespace, spec.name), 1.0) for spec in specs]
 
     def _each(self, value: Callable[[Replica], float]) -> Callable[[], Rows]:
         return self._rows(lambda replica: [((), value(replica))])

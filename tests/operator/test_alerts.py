@@ -1,0 +1,408 @@
+"""The alert rules over series as the programs export them, run by Prometheus' own promtool: each fires, and does not.
+
+promtool is that of PATH, or of `ARGOSY_PROMTOOL`."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import yaml
+from builders import isvc_object
+from harness import Operator, edit_engine, new_cluster, settled
+from virtual_time import virtual_time
+
+from argosy_operator.kinds import INFERENCE_SERVICES
+
+FILES = Path(__file__).parents[2] / "charts" / "argosy" / "files"
+ALERTS_PAGE = Path(__file__).parents[2] / "docs" / "reference" / "alerts.md"
+RULES = ("operator-rules.yaml", "router-rules.yaml")
+SERVICE = {"namespace": "team", "name": "chat"}
+INFO = 'argosy_router_service_info{model="chat", service_namespace="team", service_name="chat", pod="r0"}'
+OTHER = 'argosy_router_service_info{model="other", service_namespace="b", service_name="other", pod="r0"}'
+WANTED = 'argosy_operator_service_wanted_replicas{service_namespace="team", service_name="chat", pod="o0"}'
+NOT_READY = "argosy_operator_service_not_ready"
+ROUTABLE = 'argosy_router_routable_replicas{model="chat", pod="r0"}'
+STATE = 'argosy_router_replica_state{model="chat", replica="chat-0", pod="r0"'
+
+
+class Case(NamedTuple):
+    """Series, a value for each minute, and whether the alert fires after an hour."""
+
+    alert: str
+    series: Mapping[str, str]
+    labels: Mapping[str, str] | None
+    """Of the alert that fires, besides its name and severity; None if none does."""
+
+
+def not_ready(reason: str) -> str:
+    return f'{NOT_READY}{{service_namespace="team", service_name="chat", reason="{reason}", pod="o0"}}'
+
+
+def state(name: str) -> str:
+    return f'{STATE}, state="{name}"}}'
+
+
+def counter(name: str, **labels: str) -> str:
+    given = {"model": "chat", "pod": "r0", **labels}
+    return f"argosy_router_{name}_total{{{', '.join(f'{key}={value!r}' for key, value in given.items())}}}".replace(
+        "'", '"'
+    )
+
+
+MODEL = {"model": "chat", **SERVICE}
+REPLICA = {"replica": "chat-0", **MODEL}
+REQUESTS, FAILURES = counter("requests", code="200"), counter("requests", code="503")
+TTFT = (
+    counter("actual_ttft_seconds", replica="chat-0"),
+    counter("predicted_ttft_seconds", replica="chat-0"),
+)
+HITS = (
+    counter("actual_cached_tokens", replica="chat-0"),
+    counter("predicted_cached_tokens", replica="chat-0"),
+)
+
+CASES = {
+    "no replica, and some are wanted": Case(
+        "ArgosyNoRoutableReplica", {INFO: "1x60", ROUTABLE: "0x60", WANTED: "2x60"}, MODEL
+    ),
+    "no replica, and no operator says what is wanted": Case(
+        "ArgosyNoRoutableReplica", {INFO: "1x60", ROUTABLE: "0x60"}, MODEL
+    ),
+    "a service at zero": Case(
+        "ArgosyNoRoutableReplica", {INFO: "1x60", ROUTABLE: "0x60", WANTED: "0x60"}, None
+    ),
+    "its first replica starts": Case(
+        "ArgosyNoRoutableReplica", {INFO: "1x60", ROUTABLE: "0x60", WANTED: "0x54 1x6"}, None
+    ),
+    "its first replica does not come up": Case(
+        "ArgosyNoRoutableReplica", {INFO: "1x60", ROUTABLE: "0x60", WANTED: "0x40 1x20"}, MODEL
+    ),
+    "another service is at zero": Case(
+        "ArgosyNoRoutableReplica",
+        {
+            INFO: "1x60",
+            OTHER: "1x60",
+            ROUTABLE: "0x60",
+            WANTED: "1x60",
+            WANTED.replace("chat", "other"): "0x60",
+        },
+        MODEL,
+    ),
+    "one router reaches a replica": Case(
+        "ArgosyNoRoutableReplica",
+        {INFO: "1x60", ROUTABLE: "0x60", ROUTABLE.replace("r0", "r1"): "1x60", WANTED: "1x60"},
+        None,
+    ),
+    "not ready": Case("ArgosyServicesNotReady", {not_ready("Unschedulable"): "1x60"}, SERVICE),
+    "not ready for several reasons": Case(
+        "ArgosyServicesNotReady",
+        {not_ready("Starting"): "1x30 _x30", not_ready("OOMKilled"): "_x31 1x30"},
+        SERVICE,
+    ),
+    "not ready for a short time": Case("ArgosyServicesNotReady", {not_ready("Starting"): "_x40 1x20"}, None),
+    "a failed canary": Case("ArgosyServicesNotReady", {not_ready("CanaryFailed"): "1x60"}, SERVICE),
+    **{
+        f"not ready as it should be: {reason}": Case(
+            "ArgosyServicesNotReady", {not_ready(reason): "1x60"}, None
+        )
+        for reason in (
+            "CanaryStarting",
+            "CanaryAnalyzing",
+            "CanaryHeld",
+            "CanaryPromoting",
+            "Paused",
+            "Untried",
+        )
+    },
+    "nobody leads": Case(
+        "ArgosyNoOperator", {'argosy_operator_leading{namespace="a", pod="o0"}': "0x60"}, {"namespace": "a"}
+    ),
+    "no operator at all": Case("ArgosyNoOperator", {"up": "1x60"}, {}),
+    "one of two leads": Case(
+        "ArgosyNoOperator",
+        {
+            'argosy_operator_leading{namespace="a", pod="o0"}': "0x60",
+            'argosy_operator_leading{namespace="a", pod="o1"}': "1x60",
+        },
+        None,
+    ),
+    "a namespace cannot be read": Case(
+        "ArgosyNamespaceUnreadable",
+        {'argosy_operator_unreadable_namespaces{namespace="a", watched_namespace="b"}': "1x60"},
+        {"namespace": "a", "watched_namespace": "b"},
+    ),
+    "all can be read": Case(
+        "ArgosyNamespaceUnreadable",
+        {'argosy_operator_unreadable_namespaces{namespace="a", watched_namespace="b"}': "0x60"},
+        None,
+    ),
+    "reconciles fail": Case(
+        "ArgosyReconcilesFail",
+        {'argosy_operator_reconcile_seconds_count{namespace="a", outcome="error"}': "0+1x60"},
+        {"namespace": "a"},
+    ),
+    "reconciles work": Case(
+        "ArgosyReconcilesFail",
+        {'argosy_operator_reconcile_seconds_count{namespace="a", outcome="ok"}': "0+1x60"},
+        None,
+    ),
+    "slow reconciles": Case(
+        "ArgosyOperatorSlow",
+        {
+            'argosy_operator_reconcile_seconds_bucket{le="5"}': "0x60",
+            'argosy_operator_reconcile_seconds_bucket{le="15"}': "0+9x60",
+            'argosy_operator_reconcile_seconds_bucket{le="+Inf"}': "0+9x60",
+        },
+        {},
+    ),
+    "quick reconciles": Case(
+        "ArgosyOperatorSlow",
+        {
+            'argosy_operator_reconcile_seconds_bucket{le="5"}': "0+9x60",
+            'argosy_operator_reconcile_seconds_bucket{le="+Inf"}': "0+9x60",
+        },
+        None,
+    ),
+    "requests fail": Case(
+        "ArgosyRequestsFail", {INFO: "1x60", REQUESTS: "0+80x60", FAILURES: "0+20x60"}, MODEL
+    ),
+    "few requests fail": Case(
+        "ArgosyRequestsFail", {INFO: "1x60", REQUESTS: "0+99x60", FAILURES: "0+1x60"}, None
+    ),
+    "the only request fails": Case("ArgosyRequestsFail", {INFO: "1x60", FAILURES: "0x59 1"}, None),
+    **{
+        f"a replica is {name}": Case(alert, {INFO: "1x60", state(name): "1x60"}, REPLICA)
+        for alert, name in (
+            ("ArgosyReplicaEjected", "ejected"),
+            ("ArgosyReplicaEjected", "half-open"),
+            ("ArgosyReplicaUnreachable", "connecting"),
+            ("ArgosyReplicaSilent", "suspect"),
+            ("ArgosyTelemetryLost", "stale"),
+        )
+    },
+    **{
+        f"a replica is well, says {alert}": Case(
+            alert, {INFO: "1x60", state("synced"): "1x60", state(name): "0x60"}, None
+        )
+        for alert, name in (
+            ("ArgosyReplicaEjected", "ejected"),
+            ("ArgosyReplicaUnreachable", "connecting"),
+            ("ArgosyReplicaSilent", "suspect"),
+            ("ArgosyTelemetryLost", "stale"),
+        )
+    },
+    "most are ejected": Case(
+        "ArgosyMostReplicasEjected", {INFO: "1x60", 'argosy_router_panic{model="chat"}': "1x60"}, MODEL
+    ),
+    "few are ejected": Case(
+        "ArgosyMostReplicasEjected", {INFO: "1x60", 'argosy_router_panic{model="chat"}': "0x60"}, None
+    ),
+    "streams are cut": Case(
+        "ArgosyStreamsCut",
+        {INFO: "1x60", counter("interrupted_streams", replica="chat-0"): "0+1x60"},
+        REPLICA,
+    ),
+    "one was cut": Case(
+        "ArgosyStreamsCut",
+        {INFO: "1x60", counter("interrupted_streams", replica="chat-0"): "0x30 1x30"},
+        None,
+    ),
+    "requests wait": Case(
+        "ArgosyRequestsWait",
+        {INFO: "1x60", 'argosy_router_queued_requests{model="chat", pod="r0"}': "3x60"},
+        {"pod": "r0", **MODEL},
+    ),
+    "requests wait now and then": Case(
+        "ArgosyRequestsWait",
+        {
+            INFO: "1x60",
+            'argosy_router_queued_requests{model="chat", pod="r0"}': "3x54 0 3x5",
+        },
+        None,
+    ),
+    "first tokens come late": Case(
+        "ArgosyFirstTokenMispredicted", {INFO: "1x60", TTFT[0]: "0+60x60", TTFT[1]: "0+6x60"}, REPLICA
+    ),
+    "first tokens come as expected": Case(
+        "ArgosyFirstTokenMispredicted", {INFO: "1x60", TTFT[0]: "0+6x60", TTFT[1]: "0+6x60"}, None
+    ),
+    "hits are missing": Case(
+        "ArgosyHitsMissing", {INFO: "1x60", HITS[0]: "0+1000x60", HITS[1]: "0+9000x60"}, REPLICA
+    ),
+    "hits are as expected": Case(
+        "ArgosyHitsMissing", {INFO: "1x60", HITS[0]: "0+8000x60", HITS[1]: "0+9000x60"}, None
+    ),
+    "choices are slow": Case(
+        "ArgosyChoicesSlow",
+        {
+            'argosy_router_decision_seconds_bucket{le="0.001"}': "0x60",
+            'argosy_router_decision_seconds_bucket{le="0.01"}': "0+9x60",
+            'argosy_router_decision_seconds_bucket{le="+Inf"}': "0+9x60",
+        },
+        {},
+    ),
+    "choices are quick": Case(
+        "ArgosyChoicesSlow",
+        {
+            'argosy_router_decision_seconds_bucket{le="0.001"}': "0+9x60",
+            'argosy_router_decision_seconds_bucket{le="+Inf"}': "0+9x60",
+        },
+        None,
+    ),
+    "connections are refused": Case(
+        "ArgosyConnectionsRefused",
+        {'argosy_router_refused_connections_total{instance="r0"}': "0+1x60"},
+        {"instance": "r0"},
+    ),
+    "none is refused": Case(
+        "ArgosyConnectionsRefused", {'argosy_router_refused_connections_total{instance="r0"}': "5x60"}, None
+    ),
+    "routers are assumed": Case(
+        "ArgosyRoutersNotCounted",
+        {'argosy_router_limiting_routers{instance="r0", source="assumed"}': "2x60"},
+        {"instance": "r0"},
+    ),
+    "routers are counted": Case(
+        "ArgosyRoutersNotCounted",
+        {'argosy_router_limiting_routers{instance="r0", source="counted"}': "2x60"},
+        None,
+    ),
+    "usage is not written": Case(
+        "ArgosyUsageNotWritten",
+        {'argosy_router_usage_write_failures_total{instance="r0"}': "0+1x60"},
+        {"instance": "r0"},
+    ),
+    "usage is written": Case(
+        "ArgosyUsageNotWritten", {'argosy_router_usage_write_failures_total{instance="r0"}': "1x60"}, None
+    ),
+}
+
+
+@virtual_time
+async def test_the_operator_names_services_that_are_not_ready_and_what_they_want() -> None:
+    cluster = new_cluster()
+    cluster.broken_images.add("wrong")
+    async with Operator(cluster) as operator:
+
+        def shown(name: str, **labels: str) -> float | None:
+            operator.controller.count_services()
+            value: float | None = operator.controller.metrics.registry.get_sample_value(name, labels)
+            return value
+
+        names = {"service_namespace": "team", "service_name": "tiny"}
+        cluster.create(isvc_object(replicas=2))
+        await operator.settle()
+        assert shown("argosy_operator_services", ready="True") == 1
+        assert shown("argosy_operator_service_wanted_replicas", **names) == 2
+        edit_engine(cluster, image="wrong")
+        await operator.settle()
+        assert shown("argosy_operator_service_not_ready", reason="RolloutHalted", **names) == 1
+        cluster.edit("tiny", lambda spec: spec.update(replicas=0))
+        await operator.settle()
+        assert shown("argosy_operator_service_wanted_replicas", **names) == 0
+        assert shown("argosy_operator_service_not_ready", reason="RolloutHalted", **names) is None
+        cluster.remove((INFERENCE_SERVICES, "team", "tiny"))
+        await operator.settle()
+        assert shown("argosy_operator_service_wanted_replicas", **names) is None
+
+
+@virtual_time
+async def test_a_canary_that_goes_on_has_its_own_reason() -> None:
+    canary = {"steps": [{"weight": 10, "hold": True}, {"weight": 50}]}
+    async with settled(isvc_object(replicas=2, rollout={"canary": canary})) as (cluster, operator):
+        edit_engine(cluster, threads=2)
+        await operator.settle()
+        operator.controller.count_services()
+        found = [
+            sample.labels["reason"]
+            for metric in operator.controller.metrics.registry.collect()
+            for sample in metric.samples
+            if sample.name == NOT_READY
+        ]
+        assert found == ["CanaryHeld"]
+
+
+def rules() -> dict[str, dict[str, dict[str, str]]]:
+    """The rules by name of their alert."""
+    groups = [group for name in RULES for group in yaml.safe_load((FILES / name).read_text())["groups"]]
+    return {rule["alert"]: rule for group in groups for rule in group["rules"]}
+
+
+@functools.cache
+def promtool() -> str:
+    """Its path; the test is skipped where there is none."""
+    found = os.environ.get("ARGOSY_PROMTOOL") or shutil.which("promtool")
+    if not found:
+        pytest.skip("needs promtool, on PATH or named by ARGOSY_PROMTOOL")
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_rule_fires_or_not(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    labels = {
+        "alertname": case.alert,
+        "alertstate": "firing",
+        "severity": str(rules()[case.alert]["labels"]["severity"]),
+    }
+    shown = ", ".join(f'{key}="{value}"' for key, value in {**labels, **(case.labels or {})}.items())
+    expected = [] if case.labels is None else [{"labels": f"ALERTS{{{shown}}}", "value": 1}]
+    asked = {
+        "expr": f'ALERTS{{alertname="{case.alert}", alertstate="firing"}}',
+        "eval_time": "60m",
+        "exp_samples": expected,
+    }
+    evaluate(case.series, asked, tmp_path)
+
+
+def test_two_services_with_one_model_do_not_fail_a_rule(tmp_path: Path) -> None:
+    """Two routers may disagree for a moment about whose a name is."""
+    series = {INFO: "1x60", INFO.replace('"team"', '"another"'): "1x60", ROUTABLE: "0x60"}
+    alert = 'ALERTS{alertname="ArgosyNoRoutableReplica", alertstate="firing"}'
+    asked = {"expr": f"count({alert})", "eval_time": "60m", "exp_samples": [{"labels": "{}", "value": 1}]}
+    evaluate(series, asked, tmp_path)
+
+
+def evaluate(series: Mapping[str, str], asked: Mapping[str, object], folder: Path) -> None:
+    """Run promtool's test of one expression over the series."""
+    given = [{"series": each, "values": values} for each, values in series.items()]
+    tests = {
+        "rule_files": [str(FILES / each) for each in RULES],
+        "evaluation_interval": "1m",
+        "tests": [{"interval": "1m", "input_series": given, "promql_expr_test": [dict(asked)]}],
+    }
+    path = folder / "tests.yaml"
+    path.write_text(yaml.safe_dump(tests))
+    done = subprocess.run(
+        [promtool(), "test", "rules", str(path)], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_promtool_accepts_the_rules() -> None:
+    for name in RULES:
+        done = subprocess.run(
+            [promtool(), "check", "rules", str(FILES / name)], capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_alert_is_shown_to_fire_and_not_to() -> None:
+    assert {case.alert for case in CASES.values() if case.labels is not None} == rules().keys()
+    assert {case.alert for case in CASES.values() if case.labels is None} == rules().keys()
+
+
+def test_every_alert_has_a_section_that_its_runbook_names() -> None:
+    headings = {line[3:].lower() for line in ALERTS_PAGE.read_text().splitlines() if line.startswith("## ")}
+    for alert, rule in rules().items():
+        page, _, anchor = rule["annotations"]["runbook_url"].partition("#")
+        assert page == "docs/reference/alerts.md"
+        assert anchor == alert.lower()
+        assert anchor in headings
