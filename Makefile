@@ -107,6 +107,7 @@ prepare-tests: $(INSTALLED_DEV) ## build and fetch what tests would otherwise bu
 	$(BIN)/python -P -c 'from argosy_engine.native.build import library_path; print(library_path())'
 	PYTHONPATH=tests/support $(BIN)/python -P -m moto_server
 	PYTHONPATH=tests/support $(BIN)/python -P -m go_registry
+	PYTHONPATH=tests/support $(BIN)/python -P -m promtool
 
 test-gpu: $(INSTALLED_DEV) ## run the tests of the GPU kernels on this machine's GPU; elsewhere 'make test' interprets them
 	ARGOSY_TEST_GPU=1 $(BIN)/python -P -m pytest tests/gpu $(PARALLEL)

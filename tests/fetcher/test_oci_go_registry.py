@@ -11,7 +11,8 @@ import pytest
 from argosy_fetcher.errors import AccessDenied, ModelNotFound
 from argosy_fetcher.source_uri import parse
 from argosy_fetcher.sources.oci import OciSource
-from go_registry import BUILD_TIMEOUT, GoRegistry, built_registry, find_go, running_go_registry
+from go_programs import BUILD_TIMEOUT, find_go
+from go_registry import GoRegistry, built_registry, running_go_registry
 from oci_artifacts import (
     DOCKER_INDEX,
     DOCKER_MANIFEST,

@@ -1,12 +1,10 @@
 """The alert rules over series as the programs export them, run by Prometheus' own promtool: each fires, and does not.
 
-promtool is that of PATH, or of `ARGOSY_PROMTOOL`."""
+promtool is that of PATH or of `ARGOSY_PROMTOOL`, or is built from its Go module."""
 
 from __future__ import annotations
 
 import functools
-import os
-import shutil
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +17,7 @@ from harness import Operator, edit_engine, new_cluster, settled
 from virtual_time import virtual_time
 
 from argosy_operator.kinds import INFERENCE_SERVICES
+from promtool import find_promtool
 
 FILES = Path(__file__).parents[2] / "charts" / "argosy" / "files"
 ALERTS_PAGE = Path(__file__).parents[2] / "docs" / "reference" / "alerts.md"
@@ -338,9 +337,9 @@ def rules() -> dict[str, dict[str, dict[str, str]]]:
 @functools.cache
 def promtool() -> str:
     """Its path; the test is skipped where there is none."""
-    found = os.environ.get("ARGOSY_PROMTOOL") or shutil.which("promtool")
-    if not found:
-        pytest.skip("needs promtool, on PATH or named by ARGOSY_PROMTOOL")
+    found = find_promtool()
+    if found is None:
+        pytest.skip("needs promtool, or Go to build it")
     return found
 
 

@@ -1,16 +1,8 @@
-"""A real container registry for tests: go-containerregistry's, built once from its Go module into a cache folder.
-
-`oci_registry_server/go.mod` pins its version; `go get MODULE@VERSION && go mod tidy` there changes it. The folder of
-the binary is named by a hash of the sources, so that a new version never meets an old binary.
-"""
+"""A real container registry for tests: go-containerregistry's, built from its Go module `oci_registry_server`."""
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
 import os
-import platform
-import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,18 +10,10 @@ from pathlib import Path
 
 import httpx
 
+from go_programs import built_program, find_go
 from oci_artifacts import digest_of
-from prepared_files import prepared_files
 
 SOURCES = Path(__file__).parent / "oci_registry_server"
-BUILD_TIMEOUT = 600.0
-"""Download and compilation: seconds on a desktop, minutes on a loaded machine."""
-_USUAL_GO = Path("/usr/local/go/bin/go")
-
-
-def find_go() -> str | None:
-    """Return the path of the go command; None if there is none."""
-    return shutil.which("go") or (str(_USUAL_GO) if _USUAL_GO.exists() else None)
 
 
 def built_registry(go: str) -> Path:
@@ -37,29 +21,7 @@ def built_registry(go: str) -> Path:
 
     `python -m go_registry` does so before tests begin.
     """
-    digest = hashlib.sha256(platform.machine().encode())
-    for path in sorted(SOURCES.iterdir()):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    folder = prepared_files() / f"oci-registry-{digest.hexdigest()[:12]}"
-    folder.mkdir(parents=True, exist_ok=True)
-    binary = folder / "oci_registry_server"
-    with open(folder / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # of two test runs the second finds it built
-        if not binary.exists():
-            staging = folder / "staging"
-            command = [go, "build", "-mod=readonly", "-trimpath", "-buildvcs=false", "-o", str(staging), "."]
-            done = subprocess.run(
-                command,
-                cwd=SOURCES,
-                env={**os.environ, "CGO_ENABLED": "0"},
-                capture_output=True,
-                text=True,
-                timeout=BUILD_TIMEOUT,
-                check=False,
-            )
-            assert done.returncode == 0, f"{' '.join(command)} in {SOURCES}:\n{done.stderr[-4000:]}"
-            staging.rename(binary)
-    return binary
+    return built_program(go, SOURCES)
 
 
 class GoRegistry:
