@@ -12,6 +12,7 @@ from fake_kubernetes import FakeKubernetes, Object, selects
 
 from argosy_operator.errors import ApiError
 from argosy_operator.kinds import KINDS, NAMESPACES, PODS, Kind
+from argosy_operator.reconcile.controller import WATCHED
 
 Authorize = Callable[[str, Kind, str, str | None, str | None], bool]
 """Whether a request is allowed: verb, kind, resource with subresource, namespace, name."""
@@ -40,8 +41,12 @@ class FakeApiServer:
 
     @property
     def watches(self) -> int:
-        """Watches that clients have open now. They tell of what happens from now on, whatever version they ask for."""
-        transports = (request.transport for request in self._watchers)
+        """Watches that clients have open now of the kinds that kopf watches; those beside it begin at any time.
+
+        They tell of what happens from now on, whatever version they ask for.
+        """
+        watched = {kind.plural for kind in WATCHED}
+        transports = (each.transport for each in self._watchers if each.match_info["plural"] in watched)
         return sum(transport is not None and not transport.is_closing() for transport in transports)
 
     def cut_watches(self) -> None:

@@ -43,7 +43,14 @@ async def test_from_create_to_ready_and_gone(tmp_path: Path, monkeypatch: pytest
     async with served(cluster, tmp_path, monkeypatch) as server:
         operator = asyncio.create_task(main.run(config, health_port=0))
         try:
-            await until(cluster, operator, lambda: server.watches == len(WATCHED) + 1)
+            await until(
+                cluster,
+                operator,
+                lambda: (
+                    server.watches == len(WATCHED)
+                    and sum(path == "/api/v1/namespaces" for _, path, _, _ in server.requests) == 2
+                ),
+            )
             cluster.create(isvc_object(replicas=2))
             await until(cluster, operator, lambda: cluster.condition("Ready").get("status") == "True")
             cluster.edit("tiny", lambda spec: spec.update(replicas=1))
