@@ -388,6 +388,52 @@ def test_tool_calls_become_tags_for_the_tools_asked_for() -> None:
         assert raised.value.param == param
 
 
+FREE = {"type": "object", "additionalProperties": True}
+EMPTY = {"type": "object", "properties": {}, "additionalProperties": False}
+OBJECT = {"type": "object", "properties": {"a": {"type": "string"}}}
+
+
+@pytest.mark.parametrize(("parameters", "enforced"), [
+    (None, EMPTY),
+    ({}, EMPTY),
+    ({"type": "object", "properties": {}}, EMPTY),
+    ({"properties": {}, "required": None}, EMPTY),
+    ({"type": "object"}, FREE),
+    ({"type": "object", "properties": None, "required": None}, FREE),
+    ({"type": "object", "properties": {}, "additionalProperties": True}, {"properties": {}, **FREE}),
+    ({"description": "anything"}, {"description": "anything", **FREE}),
+    ({**OBJECT, "required": None}, OBJECT),
+    (
+        {"type": "object", "properties": {"a": {"type": "object", "properties": None, "required": None}}},
+        {"type": "object", "properties": {"a": FREE}},
+    ),
+    ({"anyOf": [OBJECT, OBJECT]}, {"anyOf": [OBJECT, OBJECT]}),
+    ({"$ref": "#/$defs/a", "$defs": {"a": OBJECT}}, {"$ref": "#/$defs/a", "$defs": {"a": OBJECT}}),
+    ({"enum": [{"a": 1}, {}]}, {"enum": [{"a": 1}, {}]}),
+], ids=str)  # fmt: skip
+def test_what_a_forced_call_s_arguments_may_be(parameters: Any, enforced: dict[str, Any]) -> None:
+    (tag,) = json.loads(tool_call_tag([{"function": {"name": "x", "parameters": parameters}}]))["format"][
+        "tags"
+    ]
+    assert tag["content"]["json_schema"] == enforced
+
+
+@pytest.mark.parametrize("parameters", [
+    {"oneOf": [{"type": "string"}, {"type": "integer"}]},
+    {"anyOf": [OBJECT, {"type": "string"}]},
+    {"anyOf": [OBJECT, {"$ref": "#/$defs/a"}], "$defs": {"a": {"type": "null"}}},
+    {"enum": ["a", "b"]},
+    {"type": "object", "enum": ["a", {}]},
+    {"const": 5},
+    {"$ref": "#/$defs/a", "$defs": {"a": {"type": "array", "items": {"type": "string"}}}},
+    {"type": "string"},
+], ids=str)  # fmt: skip
+def test_arguments_of_a_forced_call_that_may_be_no_object_are_refused(parameters: Any) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        tool_call_tag([{"function": {"name": "x", "parameters": parameters}}])
+    assert caught.value.param == "tools[0].function.parameters"
+
+
 def test_schemas_inside_structural_tags_are_checked() -> None:
     content = {"type": "json_schema", "json_schema": {"type": "array", "uniqueItems": True}}
     with pytest.raises(InvalidRequest, match="uniqueItems"):

@@ -103,6 +103,23 @@ def checked_schema(schema: Any, budget: CheckBudget | None = None) -> Any:
         raise _error("$", f"nested deeper than {MAX_DEPTH} levels") from None
 
 
+def checked_object_schema(schema: Any, budget: CheckBudget | None = None) -> Any:
+    """Check a schema as `checked_schema` does, and that no value but an object meets it.
+
+    Raises:
+        InvalidRequest: as `checked_schema`, or other values may meet it.
+    """
+    try:
+        root = copy.deepcopy(schema)
+        checker = _Checker(root, budget or CheckBudget())
+        checker.check(root, "$", 0)
+        if not checker.is_of_objects(root):
+            raise _error("$", "must be a JSON schema of an object")
+        return root
+    except RecursionError:
+        raise _error("$", f"nested deeper than {MAX_DEPTH} levels") from None
+
+
 class _Checker:
     """Walk over a schema and what its references reach, which normalizes it in place.
 
@@ -119,6 +136,7 @@ class _Checker:
         """For each reference the schema at the end of its chain."""
         self._types: dict[int, frozenset[str]] = {}
         self._tags: dict[int, dict[str, frozenset[Hashable]]] = {}
+        self._are_of_objects: dict[int, bool] = {}
         self._patterns: set[str] = set()
         """Patterns that are not too large."""
 
@@ -133,6 +151,9 @@ class _Checker:
             raise _error(path, f"a schema is an object or a boolean, not {type(schema).__name__}")
         self._count(path, 1)
         self._budget.spend(path, 1)
+        for keyword in ("properties", "required"):  # what some programs write for none
+            if keyword in schema and schema[keyword] is None:
+                del schema[keyword]
         for keyword in _NEVER:
             if keyword in schema:
                 raise _unsupported(path, keyword)
@@ -149,6 +170,31 @@ class _Checker:
             self._combination(schema, path, depth)
         else:
             self._typed(schema, path, depth)
+
+    def is_of_objects(self, schema: Any) -> bool:
+        """Whether no value but an object meets a part of the root, which was checked."""
+        schema = self._follow(schema, "$")
+        if not isinstance(schema, dict):
+            return False
+        known = self._are_of_objects.get(id(schema))
+        if known is None:
+            self._are_of_objects[id(schema)] = True  # of a schema within itself, the other parts tell
+            known = self._are_of_objects[id(schema)] = self._is_of_objects(schema)
+        return known
+
+    def _is_of_objects(self, schema: dict[str, Any]) -> bool:
+        if "const" in schema:
+            return isinstance(schema["const"], dict)
+        if "enum" in schema:
+            return all(isinstance(value, dict) for value in schema["enum"])
+        for keyword in ("anyOf", "oneOf"):
+            if keyword in schema:
+                return all(self.is_of_objects(option) for option in schema[keyword])
+        if "allOf" in schema:
+            return any(self.is_of_objects(part) for part in schema["allOf"])
+        if "type" in schema:
+            return schema["type"] in ("object", ["object"])
+        return "properties" in schema or "additionalProperties" in schema
 
     def _definitions(self, schema: dict[str, Any], path: str) -> None:
         """Check the form of definitions; their schemas are checked where a reference reaches them."""

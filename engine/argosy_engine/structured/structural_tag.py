@@ -24,7 +24,7 @@ from argosy_engine.structured.grammar_size import (
     repeated,
     sum_sizes,
 )
-from argosy_engine.structured.json_schema import CheckBudget, checked_schema
+from argosy_engine.structured.json_schema import CheckBudget, checked_object_schema, checked_schema
 from argosy_engine.structured.json_size import least_json_size
 
 MAX_WHITESPACE = 32
@@ -171,6 +171,15 @@ def tool_call_tag(
     return _encoded(calls, MAX_TOOLS_BYTES)
 
 
+_NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+_OTHER_FORMS = frozenset(("$ref", "const", "enum", "anyOf", "oneOf", "allOf"))
+"""Keywords by which a schema says what its values are without a type."""
+_OTHER_NAMES = _OTHER_FORMS.union(
+    ("additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames", "minProperties")
+)
+"""Keywords with which an object without declared properties may have some."""
+
+
 def _call_tag(
     name: str,
     parameters: Any,
@@ -178,13 +187,17 @@ def _call_tag(
     budget: CheckBudget,
     form: ToolCallForm,
 ) -> dict[str, Any]:
-    schema = parameters or {"type": "object", "properties": {}, "additionalProperties": False}
+    schema = parameters or _NO_PARAMETERS
     if not isinstance(schema, dict) or schema.get("type", "object") != "object":
         raise InvalidRequest(
             "function.parameters must be a JSON schema of an object", f"{where}.function.parameters"
         )
+    if schema.get("properties") is not None or schema.keys().isdisjoint(_OTHER_FORMS):
+        schema = {"type": "object", **schema}
+    if schema.get("properties") == {} and schema.keys().isdisjoint(_OTHER_NAMES):
+        schema = {**schema, "additionalProperties": False}
     try:
-        checked = checked_schema({"type": "object", **schema} if "properties" in schema else schema, budget)
+        checked = checked_object_schema(schema, budget)
     except InvalidRequest as error:
         raise InvalidRequest(str(error), f"{where}.function.parameters") from None
     begin, number, after_number = _named(form.begin, name).partition(NUMBER)
