@@ -15,6 +15,7 @@ import logging
 import os
 import socket
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -103,8 +104,6 @@ class KubernetesDiscovery:
             while True:
                 await self._changed.wait()
                 self._changed.clear()
-                for (of_pods, _), reflector in self._pods.items():
-                    self._note_changes(of_pods, reflector)
                 if self._read(documents.objects.values()):
                     self._follow(client)
                 reflectors = [routers, *self._pods.values()]
@@ -167,13 +166,10 @@ class KubernetesDiscovery:
                 self._changed.set,
                 label_selector=selector,
                 relist_s=self._relist_s,
+                on_object=partial(self._members.change, namespace),
             )
             self._pods[namespace, selector] = reflector
             self._tasks[namespace, selector] = asyncio.create_task(reflector.run(), name=f"pods {namespace}")
-
-    def _note_changes(self, namespace: str, reflector: Reflector[Pod]) -> None:
-        for key, before in reflector.take_changes().items():
-            self._members.change(namespace, key, before, reflector.objects.get(key))
 
 
 def are_settled(reflectors: Sequence[Reflector[Pod]], now: float) -> bool:

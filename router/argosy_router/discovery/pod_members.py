@@ -56,7 +56,7 @@ class PodMembers:
     """The members of each service."""
 
     def __init__(self) -> None:
-        self.members: dict[str, tuple[Member, ...]] = {}
+        self._members: dict[str, tuple[Member, ...]] = {}
         """By the service's qualified name, as of the last `settle`; a tuple is the same object while it does not
         change."""
         self._services: dict[str, FleetService] = {}
@@ -77,7 +77,7 @@ class PodMembers:
         before, self._services = self._services, {service.qualified_name: service for service in services}
         for name in before.keys() - self._services.keys():
             del self._pods[name]
-            self.members.pop(name, None)
+            self._members.pop(name, None)
         self._by_label = _by_rarest_label(services)
         new: dict[str, list[FleetService]] = {}
         for name, service in self._services.items():
@@ -112,10 +112,10 @@ class PodMembers:
         for name in self._changed & self._services.keys():
             service = self._services[name]
             members = tuple(members_of(service, self._pods[name].values()))
-            if members != self.members.get(name):
-                self.members[name] = members
+            if members != self._members.get(name):
+                self._members[name] = members
         self._changed.clear()
-        return dict(self.members)
+        return dict(self._members)
 
 
 def _by_rarest_label(services: Sequence[FleetService]) -> dict[Label, list[FleetService]]:

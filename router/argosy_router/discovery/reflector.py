@@ -102,11 +102,19 @@ class Reflector(Generic[T]):
         field_selector: str = "",
         relist_s: float = RELIST_S,
         rng: random.Random | None = None,
+        on_object: Callable[[str, T | None, T | None], None] = lambda *_: None,
     ) -> None:
+        """
+        Args:
+            on_change: called after each list and each event.
+            on_object: called before that with the key in `objects` of each object that differs, as it was and as it is;
+                None: it was not there, or is gone.
+        """
         self._client = client
         self._path = path
         self._decoder = msgspec.json.Decoder(kind)
         self._on_change = on_change
+        self._on_object = on_object
         self._selectors = [
             pair for pair in (("labelSelector", label_selector), ("fieldSelector", field_selector)) if pair[1]
         ]
@@ -117,7 +125,6 @@ class Reflector(Generic[T]):
         self._version = ""
         """Up to which `objects` are known; empty if they must be listed."""
         self._list_by = 0.0
-        self._changed: dict[str, T | None] = {}
         self.is_settled = False
         """Whether a list has succeeded or was refused for good; before that, an empty copy means nothing."""
         self.has_listed = False
@@ -186,19 +193,14 @@ class Reflector(Generic[T]):
             version, token = page.metadata.resource_version, page.metadata.continue_
             if not token:
                 break
-        for key in self.objects.keys() | objects.keys():
-            before = self.objects.get(key)
-            if objects.get(key) != before:
-                self._changed.setdefault(key, before)
-        self.objects = objects
+        known, self.objects = self.objects, objects
+        for key in known.keys() | objects.keys():
+            before, after = known.get(key), objects.get(key)
+            if before != after:
+                self._on_object(key, before, after)
         self.is_settled = self.has_listed = True
         self._on_change()
         return version
-
-    def take_changes(self) -> dict[str, T | None]:
-        """Return the objects that have changed since the last call, by key in `objects`, as they were before."""
-        changed, self._changed = self._changed, {}
-        return changed
 
     async def _watch(self) -> None:
         """Apply events until the period is over."""
@@ -225,11 +227,12 @@ class Reflector(Generic[T]):
         if event.type == "BOOKMARK":
             return
         key = item.metadata.uid or item.metadata.name
-        self._changed.setdefault(key, self.objects.get(key))
+        before = self.objects.pop(key, None)
         if event.type == "DELETED":
-            self.objects.pop(key, None)
+            self._on_object(key, before, None)
         else:
             self.objects[key] = item
+            self._on_object(key, before, item)
         self._on_change()
 
     async def _get(self, query: list[tuple[str, str]], timeout_s: float) -> aiohttp.ClientResponse:
