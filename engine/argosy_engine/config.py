@@ -53,29 +53,10 @@ _REFUSED_QUANTIZATIONS = tuple(
         f"such weights are not read yet; serve an FP8 checkpoint or the unquantised one, {OTHER_ENGINES}",
     )
     for method in (
-        *(
-            "awq",
-            "awq_marlin",
-            "gptq",
-            "gptq_marlin",
-            "marlin",
-            "auto-round",
-            "inc",
-            "bitsandbytes",
-            "gguf",
-            "torchao",
-        ),
-        *(
-            "modelopt_fp4",
-            "modelopt_mxfp8",
-            "modelopt_mixed",
-            "mxfp4",
-            "mxfp8",
-            "gpt_oss_mxfp4",
-            "quark",
-            "humming",
-        ),
-        *("moe_wna16", "fbgemm_fp8", "ptpc_fp8", "experts_int8", "int8", "tpu_int8", "cpu_awq"),
+        *("awq", "awq_marlin", "gptq", "gptq_marlin", "marlin", "moe_wna16", "cpu_awq", "auto-round", "inc"),
+        *("bitsandbytes", "gguf", "torchao", "quark", "humming", "int8", "tpu_int8", "experts_int8"),
+        *("modelopt_fp4", "modelopt_mxfp8", "modelopt_mixed", "mxfp4", "mxfp8", "gpt_oss_mxfp4"),
+        *("fbgemm_fp8", "ptpc_fp8"),
     )
 )
 _LOAD_FORMATS = tuple(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
@@ -164,50 +164,43 @@ class TemplateRoles:
 
     def _probe_given(self, name: str, given: _Given) -> bool:
         """Return whether the template leaves out tools, or documents."""
-        arguments = json.loads(given.arguments)
+        values, sample = _values(given), _tools if name == "tools" else _documents
+        return self._makes_no_difference(
+            [{**values, "messages": messages, name: sample(*names)} for names in _NAMES]
+            for messages in ([_USER], [_SYSTEM, _USER], [_USER, _ANSWER, _USER])
+        )
+
+    def _probe(self, role: str, is_first: bool, given: _Given) -> bool:
+        """Return whether the template leaves out a message of that role."""
+        values = _values(given)
+        probes = [
+            {"role": role, "content": mark, "name": "f", "tool_call_id": "123456789"} for mark in _MARKS
+        ]
+        return self._makes_no_difference(
+            [{**values, "messages": [*before, probe, *after]} for probe in probes]
+            for before, after in (_FIRST if is_first else _LATER)
+        )
+
+    def _makes_no_difference(self, probes: Iterable[Sequence[Mapping[str, Any]]]) -> bool:
+        """Return whether the template renders some of these pairs of values, and the two of each pair alike."""
         is_rendered = False
-        for messages in ([_USER], [_SYSTEM, _USER], [_USER, _ANSWER, _USER]):
+        for pair in probes:
             with contextlib.suppress(Exception):  # a template may fail in any way
-                one, other = (
-                    self._render(
-                        messages=messages,
-                        tools=_tools(*names) if name == "tools" else _TOOLS if given.tools else None,
-                        documents=_documents(*names)
-                        if name == "documents"
-                        else _DOCUMENTS
-                        if given.documents
-                        else None,
-                        **arguments,
-                    )
-                    for names in _NAMES
-                )
+                one, other = (self._render(**values) for values in pair)
                 if one != other:
                     return False
                 is_rendered = True
         return is_rendered
 
-    def _probe(self, role: str, is_first: bool, given: _Given) -> bool:
-        """Return whether the template leaves out a message of that role."""
-        arguments = json.loads(given.arguments)
-        is_rendered = False
-        for before, after in _FIRST if is_first else _LATER:
-            probes = (
-                {"role": role, "content": mark, "name": "f", "tool_call_id": "123456789"} for mark in _MARKS
-            )
-            with contextlib.suppress(Exception):  # a template may fail in any way
-                one, other = (
-                    self._render(
-                        messages=[*before, probe, *after],
-                        tools=_TOOLS if given.tools else None,
-                        documents=_DOCUMENTS if given.documents else None,
-                        **arguments,
-                    )
-                    for probe in probes
-                )
-                if one != other:
-                    return False
-                is_rendered = True
-        return is_rendered
+
+def _values(given: _Given) -> dict[str, Any]:
+    """What a probe renders besides its messages."""
+    arguments: dict[str, Any] = json.loads(given.arguments)
+    return {
+        **arguments,
+        "tools": _TOOLS if given.tools else None,
+        "documents": _DOCUMENTS if given.documents else None,
+    }
 
 
 def _given(has_tools: bool, has_documents: bool, arguments: Mapping[str, Any]) -> _Given:

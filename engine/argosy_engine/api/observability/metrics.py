@@ -121,8 +121,8 @@ class EngineMetrics(Observer):
             family = Gauge(f"vllm:{name}", text, _LABELS, registry=self.registry)
             return [family.labels(*values) for values in ranks]
 
-        def counter(name: str, text: str) -> list[Counter]:
-            family = Counter(f"vllm:{name}", text, _LABELS, registry=self.registry)
+        def counter(name: str, text: str, prefix: str = "vllm:") -> list[Counter]:
+            family = Counter(f"{prefix}{name}", text, _LABELS, registry=self.registry)
             return [family.labels(*values) for values in ranks]
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> list[LoopHistogram]:
@@ -173,20 +173,16 @@ class EngineMetrics(Observer):
         self._queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
         self._hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
         self._preemptions = counter("num_preemptions", "Preemptions.")
-        recomputed = Counter(
-            "argosy_engine_recomputed_tokens",
+        self._recomputed = counter(
+            "recomputed_tokens",
             "Tokens of preempted requests that were computed again, because the prefix cache no longer had them.",
-            _LABELS,
-            registry=self.registry,
+            "argosy_engine_",
         )
-        self._recomputed = [recomputed.labels(*values) for values in ranks]
-        stalled = Counter(
-            "argosy_engine_stalled_requests",
+        self._stalled = counter(
+            "stalled_requests",
             "Requests failed by the watchdog after --request-stall-timeout without progress.",
-            _LABELS,
-            registry=self.registry,
+            "argosy_engine_",
         )
-        self._stalled = [stalled.labels(*values) for values in ranks]
         slow_clients = Counter(
             "argosy_engine_slow_clients",
             "Clients disconnected because they did not read their responses (--timeout-write).",
