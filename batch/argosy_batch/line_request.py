@@ -38,6 +38,8 @@ class Poster(Protocol):
 
     async def post(self, path: str, body: bytes, account: str, held: HeldAnswer) -> Attempt: ...
 
+    async def is_reached(self) -> bool: ...
+
 
 class LineAnswer(NamedTuple):
     """The final answer to a request."""
@@ -101,6 +103,12 @@ class LineRequests:
                 waits.refused()
             with waits.waiting():
                 await self._sleep(_backoff_s(attempts, answer.retry_after_s))
+                # What stands before the routers answers 502 or 504 while none of them can be reached; that is no
+                # failure of the request, and is counted once.
+                while answer.status in _FAILED_UPSTREAM and not await self._router.is_reached():
+                    attempts += 1
+                    waits.refused()
+                    await self._sleep(_backoff_s(attempts, 0.0))
 
 
 def _backoff_s(attempts: int, asked_s: float) -> float:

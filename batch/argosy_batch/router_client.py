@@ -124,6 +124,13 @@ class RouterClient:
 
     async def room(self, model: str) -> int:
         """Ask how many more requests of batches for a model the router would take now; none if it does not answer."""
+        return await self._room(model) or 0
+
+    async def is_reached(self) -> bool:
+        """Whether a router answers, not only what stands before it."""
+        return await self._room("") is not None
+
+    async def _room(self, model: str) -> int | None:
         assert self._session is not None
         url = URL(self.url).joinpath(ROOM_PATH[1:]).with_query({"model": model})
         try:
@@ -136,8 +143,8 @@ class RouterClient:
                             answer = await joined(response.content.iter_any(), MAX_ROOM_BYTES)
                             return _decode_room(answer or b"").room
         except (aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecError):
-            return 0
-        return 0
+            return None
+        return None
 
     async def _post(self, path: str, body: bytes, account: str, key: str, held: HeldAnswer) -> Attempt:
         assert self._session is not None

@@ -6,6 +6,7 @@ import re
 
 from docs_reference.markdown import page, section
 from monitoring.alerts import Alert, alerts
+from monitoring.batch_views import batch_alerts
 from monitoring.operator_views import operator_alerts
 from monitoring.promql import Registry
 
@@ -17,7 +18,7 @@ leads to its section; set `monitoring.runbookUrl` to the address at which your G
 
 def alerts_page() -> str:
     """The page."""
-    found = [*operator_alerts(), *alerts(Registry.of_router())]
+    found = [*operator_alerts(), *alerts(Registry.of_router()), *batch_alerts()]
     return page("Alerts", _INTRODUCTION, [section(alert.name, _text(alert)) for alert in found])
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import yaml
 
 from monitoring.alerts import alerts, rules
+from monitoring.batch_views import batch_alerts, batch_rows
 from monitoring.grafana import dashboard, router_dashboard
 from monitoring.operator_views import MODELS, operator_alerts, operator_rows
 from monitoring.promql import Registry
@@ -24,13 +25,13 @@ OPERATOR_RULES = "operator-rules.yaml"
 def render(registry: Registry) -> dict[str, str]:
     """Render the files: name -> text."""
     dashboards = {
-        DASHBOARD: router_dashboard(registry),
+        DASHBOARD: router_dashboard(registry, batch_rows()),
         OPERATOR_DASHBOARD: dashboard(
             "argosy-operator", "Argosy operator and engines", operator_rows(), MODELS
         ),
     }
     groups = {
-        RULES: rules("argosy-router", alerts(registry)),
+        RULES: rules("argosy-router", [*alerts(registry), *batch_alerts()]),
         OPERATOR_RULES: rules("argosy-operator", operator_alerts()),
     }
     return {

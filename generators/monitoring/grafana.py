@@ -201,10 +201,10 @@ PANELS_PER_LINE = 3
 _WIDTH, _HEIGHT = 24 // PANELS_PER_LINE, 8
 
 
-def router_dashboard(registry: Registry) -> dict[str, Any]:
-    """The dashboard about routers, and replicas as they see them."""
+def router_dashboard(registry: Registry, more: Sequence[Row]) -> dict[str, Any]:
+    """The dashboard about routers, and replicas as they see them; `more` are its last rows."""
     models = f"label_values({registry.gauge('routable_replicas')}, model)"
-    return dashboard("argosy-router", "Argosy router", rows(registry), models)
+    return dashboard("argosy-router", "Argosy router", [*rows(registry), *more], models)
 
 
 def dashboard(uid: str, title: str, content: Sequence[Row], models: str) -> dict[str, Any]:

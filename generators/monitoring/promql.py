@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from argosy_router.config import BatchConfig, RouterConfig
+from argosy_router.config import BatchLimits, RouterConfig
 from argosy_router.metrics.series import PREFIX, Counter, Histogram, Reading, Series
 from argosy_router.server import Router
 
@@ -18,7 +18,7 @@ _CHOSEN = 'model=~"$model"'
 
 PRODUCTION = RouterConfig(
     replicas=("http://127.0.0.1:1",),
-    batch=BatchConfig(batch_url="http://127.0.0.1:2"),
+    batch=BatchLimits(batch_url="http://127.0.0.1:2"),
     fleet_key=b"0123456789abcdef",
 )
 """A router with all that has metrics. It is never started."""

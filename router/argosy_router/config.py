@@ -201,7 +201,7 @@ class FlowControlLimits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchConfig:
+class BatchLimits:
     """The way to `argosy batch`, and the room that requests of batches have."""
 
     batch_url: Annotated[
@@ -415,7 +415,7 @@ class RouterConfig:
     flow_control: FlowControlLimits = field(default_factory=FlowControlLimits)
     server: ServerLimits = field(default_factory=ServerLimits)
     upstream: UpstreamLimits = field(default_factory=UpstreamLimits)
-    batch: BatchConfig = field(default_factory=BatchConfig)
+    batch: BatchLimits = field(default_factory=BatchLimits)
     request_timeout_s: Annotated[
         float,
         Meta(

@@ -30,7 +30,7 @@ from argosy_router.admin.history import History
 from argosy_router.admin.load_reports import LoadReports
 from argosy_router.admin.overview import Overviews
 from argosy_router.auth.key_file import ApiKeys
-from argosy_router.batch.batch_program import BatchProgram
+from argosy_router.batch.batch_client import BatchClient
 from argosy_router.batch.forwarded_routes import ForwardedRoutes
 from argosy_router.config import DEFAULT_ADMIN_PORT, ConfigError, RouterConfig
 from argosy_router.discovery.dns import DnsDiscovery
@@ -193,14 +193,14 @@ class Router:
         self.server = ServerState(self.application, config.server, self.wheel)
         self.gateway = self._gateway_server()
         """The port for gateways; None without one."""
-        self._batch_program = self._open_batch_program()
+        self._batch_client = self._open_batch_client()
         """`argosy batch`; None without one."""
-        self.responses = None if self._batch_program is None else self._stateful_routes(self._batch_program)
+        self.responses = None if self._batch_client is None else self._stateful_routes(self._batch_client)
         """Stored responses."""
-        self.forwarded = None if self._batch_program is None else self._forwarded_routes(self._batch_program)
+        self.forwarded = None if self._batch_client is None else self._forwarded_routes(self._batch_client)
         """Files and batches."""
         self.application.document = cache(
-            lambda: encoded_document(self.application.endpoints, has_storage=self._batch_program is not None)
+            lambda: encoded_document(self.application.endpoints, has_storage=self._batch_client is not None)
         )
         self.metrics.add(
             define.CLIENT_CONNECTIONS.value(lambda: len(self.server.connections)),
@@ -220,11 +220,15 @@ class Router:
         self.hurry = asyncio.Event()
         """Set this to end a drain at once."""
 
-    def _open_batch_program(self) -> BatchProgram | None:
+    def _open_batch_client(self) -> BatchClient | None:
         url = self.config.batch.batch_url
-        return BatchProgram(url, lambda: batch_keys(self._fleet_keys.keys)) if url else None
+        if not url:
+            return None
+        client = BatchClient(url, lambda: batch_keys(self._fleet_keys.keys))
+        self.metrics.add(define.BATCH_UNAVAILABLE.value(lambda: client.has_failed))
+        return client
 
-    def _stateful_routes(self, program: BatchProgram) -> StatefulRoutes:
+    def _stateful_routes(self, program: BatchClient) -> StatefulRoutes:
         stored = ResponseStore(program, self.config.batch.response_ttl_s)
         self.metrics.add(*stored.series())
         routes = StatefulRoutes(
@@ -238,7 +242,7 @@ class Router:
         self.application.responses = routes
         return routes
 
-    def _forwarded_routes(self, program: BatchProgram) -> ForwardedRoutes:
+    def _forwarded_routes(self, program: BatchClient) -> ForwardedRoutes:
         routes = ForwardedRoutes(program, self.accounting.count_rejection)
         self.application.stored = routes
         return routes
@@ -477,8 +481,8 @@ class Router:
             await self.forwarded.close()
         if self.responses is not None:
             await self.responses.close()
-        if self._batch_program is not None:
-            await self._batch_program.close()
+        if self._batch_client is not None:
+            await self._batch_client.close()
         if self.admin is not None:
             self.admin.should_exit = True
         for task in self._tasks:

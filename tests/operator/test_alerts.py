@@ -67,6 +67,13 @@ HITS = (
     counter("predicted_cached_tokens", replica="chat-0"),
 )
 
+BATCHES = {"namespace": "argosy"}
+UNAVAILABLE = 'argosy_router_batch_unavailable{namespace="argosy", pod="r0"}'
+RUNNING = 'argosy_batch_batches{namespace="argosy", pod="b0", status="in_progress"}'
+ENDED = 'argosy_batch_requests_total{namespace="argosy", pod="b0", outcome="completed"}'
+RESTARTS = 'argosy_batch_task_restarts_total{namespace="argosy", pod="b0", task="sweep"}'
+QUARANTINED = 'argosy_batch_quarantined_objects{namespace="argosy", pod="b0"}'
+
 CASES = {
     "no replica, and some are wanted": Case(
         "ArgosyNoRoutableReplica", {INFO: "1x60", ROUTABLE: "0x60", WANTED: "2x60"}, MODEL
@@ -281,6 +288,40 @@ CASES = {
     "usage is written": Case(
         "ArgosyUsageNotWritten", {'argosy_router_usage_write_failures_total{instance="r0"}': "1x60"}, None
     ),
+    "no answer from the program of batches": Case(
+        "ArgosyBatchUnavailable", {UNAVAILABLE: "0x40 1x20", UNAVAILABLE.replace("r0", "r1"): "0x60"}, BATCHES
+    ),
+    "it answers": Case("ArgosyBatchUnavailable", {UNAVAILABLE: "1x50 0x10"}, None),
+    "batches stall": Case("ArgosyBatchesStall", {RUNNING: "2x60", ENDED: "7x60"}, BATCHES),
+    "batches stall from the start": Case("ArgosyBatchesStall", {RUNNING: "2x60"}, BATCHES),
+    "batches go on slowly": Case("ArgosyBatchesStall", {RUNNING: "2x60", ENDED: "0x20 1x20 2x20"}, None),
+    "one process of two has batches that go on": Case(
+        "ArgosyBatchesStall",
+        {
+            RUNNING: "2x60",
+            RUNNING.replace("b0", "b1"): "0x60",
+            ENDED.replace("b0", "b1"): "0x60",
+            ENDED: "0+1x60",
+        },
+        None,
+    ),
+    "a batch has just begun": Case("ArgosyBatchesStall", {RUNNING: "0x40 1x20", ENDED: "7x60"}, None),
+    "requests of batches fail": Case(
+        "ArgosyBatchRequestsFail",
+        {ENDED: "0+7x60", ENDED.replace("completed", "failed"): "0+3x60"},
+        BATCHES,
+    ),
+    "few requests of batches fail": Case(
+        "ArgosyBatchRequestsFail",
+        {ENDED: "0+9x60", ENDED.replace("completed", "failed"): "0+1x60"},
+        None,
+    ),
+    "a part of the program of batches keeps failing": Case(
+        "ArgosyBatchTasksFail", {RESTARTS: "0+1x60"}, {"task": "sweep", **BATCHES}
+    ),
+    "a part of it failed once": Case("ArgosyBatchTasksFail", {RESTARTS: "0x50 1x10"}, None),
+    "objects are put aside": Case("ArgosyBatchObjectsQuarantined", {QUARANTINED: "0x50 2x10"}, BATCHES),
+    "objects were put aside long ago": Case("ArgosyBatchObjectsQuarantined", {QUARANTINED: "2x60"}, None),
 }
 
 

@@ -18,8 +18,7 @@ from argosy_batch.config import BatchConfig
 from argosy_batch.program import BatchProgram
 from argosy_protocol.fleet import Endpoint, FleetDocument, FleetService, encode_fleet
 from argosy_protocol.routable_report import ReplicaState
-from argosy_router.config import BatchConfig as BatchRoute
-from argosy_router.config import RouterConfig
+from argosy_router.config import BatchLimits, RouterConfig
 from argosy_router.discovery.source import Publish, snapshot_of
 from argosy_router.fleet.replica import Replica
 from argosy_router.http.deadlines import Deadline, TimerWheel
@@ -194,7 +193,7 @@ async def rig(
             await stack.enter_async_context(jobs.serving())
             given |= {
                 "fleet_key": FLEET_KEY,
-                "batch": BatchRoute(batch_url=jobs.url, batch_share=batch_share),
+                "batch": BatchLimits(batch_url=jobs.url, batch_share=batch_share),
             }
         router = Router(
             RouterConfig(**{**given, **config}),

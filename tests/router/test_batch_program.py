@@ -28,8 +28,8 @@ from argosy_protocol.fleet import ServiceLimits
 from argosy_protocol.program import supervision
 from argosy_protocol.response_history import StoredResponse
 from argosy_router.auth.accounts import ANONYMOUS
-from argosy_router.batch import batch_program
-from argosy_router.batch.batch_program import BatchProgram as BatchRoute
+from argosy_router.batch import batch_client
+from argosy_router.batch.batch_client import BatchClient
 from argosy_router.batch.forwarded_routes import ForwardedRoutes
 from argosy_router.config import ConfigError, RouterConfig
 from argosy_router.http.messages import Request
@@ -143,10 +143,10 @@ async def test_requests_of_batches_have_their_room_and_no_more() -> None:
 
 def test_both_programs_need_the_common_key(tmp_path: Path) -> None:
     from argosy_batch.config import ConfigError as BatchConfigError
-    from argosy_router.config import BatchConfig as Route
+    from argosy_router.config import BatchLimits
 
     with pytest.raises(ConfigError, match="ARGOSY_FLEET_KEY"):
-        RouterConfig(replicas=("http://x:1",), batch=Route(batch_url="http://x:1")).check()
+        RouterConfig(replicas=("http://x:1",), batch=BatchLimits(batch_url="http://x:1")).check()
     with pytest.raises(BatchConfigError, match="ARGOSY_FLEET_KEY"):
         BatchConfig(storage=str(tmp_path)).check()
     with pytest.raises(BatchConfigError, match="--storage is required"):
@@ -197,7 +197,7 @@ def record(size: int = 10) -> StoredResponse:
 async def test_the_end_of_an_answer_waits_for_the_storage_for_a_bounded_time() -> None:
     program = HangingProgram()
     async with program.serving() as url:
-        route = BatchRoute(url, lambda: ["k"])
+        route = BatchClient(url, lambda: ["k"])
         responses = ResponseStore(route, 86400.0, patience_s=0.01)
         await responses.keep("shop", responses.new_id(), record())
         outcomes = {series.name: series for series in responses.series()}["response_writes"]
@@ -213,7 +213,7 @@ async def test_what_is_being_stored_has_a_bound(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(response_store, "MAX_WRITING_BYTES", 10_000)
     program = HangingProgram()
     async with program.serving() as url:
-        route = BatchRoute(url, lambda: ["k"])
+        route = BatchClient(url, lambda: ["k"])
         responses = ResponseStore(route, 86400.0, patience_s=0.0)
         for _ in range(20):
             await responses.keep("shop", responses.new_id(), record(3000))
@@ -229,15 +229,16 @@ async def test_a_program_that_hangs_is_not_asked_by_everybody(caplog: pytest.Log
     clock = [0.0]
     program = HangingProgram()
     async with program.serving() as url:
-        route = BatchRoute(url, lambda: ["k"], call_s=0.01, now=lambda: clock[0])
-        for _ in range(batch_program.MAX_FAILURES + 10):
+        route = BatchClient(url, lambda: ["k"], call_s=0.01, now=lambda: clock[0])
+        for _ in range(batch_client.MAX_FAILURES + 10):
             with pytest.raises(StorageUnavailable):
                 await route.call("GET", "/internal/responses/x", "shop")
-        assert program.num_asked == batch_program.MAX_FAILURES
-        clock[0] += batch_program.OPEN_S
+        assert program.num_asked == batch_client.MAX_FAILURES
+        assert route.has_failed
+        clock[0] += batch_client.OPEN_S
         assert not route.is_open
         program.may_answer.set()
-        slow = BatchRoute(url, lambda: ["k"])
+        slow = BatchClient(url, lambda: ["k"])
         assert (await slow.call("GET", "/internal/responses/x", "shop")).body == b"{}"
         await slow.close()
         await route.close()
@@ -482,7 +483,7 @@ async def endless() -> AsyncIterator[bytes]:
     await asyncio.Event().wait()
 
 
-async def ask(route: BatchRoute, method: str = "GET", body: bytes | AsyncIterator[bytes] = b"") -> int:
+async def ask(route: BatchClient, method: str = "GET", body: bytes | AsyncIterator[bytes] = b"") -> int:
     async with route.forward(method, "/v1/files", "shop", {}, body) as response:
         await response.read()
         return response.status
@@ -501,13 +502,13 @@ async def test_a_download_at_its_client_s_pace_is_no_trial_for_others() -> None:
             writer.write(whole("200 OK", b"{}"))
 
     async with answering(answer) as url:
-        route = BatchRoute(url, lambda: ["k"], now=lambda: clock[0])
-        for _ in range(batch_program.MAX_FAILURES):
+        route = BatchClient(url, lambda: ["k"], now=lambda: clock[0])
+        for _ in range(batch_client.MAX_FAILURES):
             with pytest.raises(StorageUnavailable):
                 await ask(route)
         assert route.is_open
         is_well = True
-        clock[0] += batch_program.OPEN_S
+        clock[0] += batch_client.OPEN_S
         async with route.forward("GET", "/v1/files/a/content", "lab", {}, b""):
             assert await ask(route) == 200
         await route.close()
@@ -526,12 +527,12 @@ async def test_an_upload_at_its_client_s_pace_is_no_trial_for_others() -> None:
             writer.write(whole("200 OK", b"{}"))
 
     async with answering(answer) as url:
-        route = BatchRoute(url, lambda: ["k"], now=lambda: clock[0])
-        for _ in range(batch_program.MAX_FAILURES):
+        route = BatchClient(url, lambda: ["k"], now=lambda: clock[0])
+        for _ in range(batch_client.MAX_FAILURES):
             with pytest.raises(StorageUnavailable):
                 await ask(route)
         is_well = True
-        clock[0] += batch_program.OPEN_S
+        clock[0] += batch_client.OPEN_S
         is_sending = asyncio.Event()
 
         async def body() -> AsyncIterator[bytes]:
@@ -566,9 +567,9 @@ async def test_a_forwarded_request_does_not_wait_for_ever(method: str, begins: b
         yield b"end"
 
     async with answering(answer) as url:
-        route = BatchRoute(url, lambda: ["k"], forward_s=0.05)
+        route = BatchClient(url, lambda: ["k"], forward_s=0.05)
         async with asyncio.timeout(DEADLINE_S):
-            for _ in range(batch_program.MAX_FAILURES):
+            for _ in range(batch_client.MAX_FAILURES):
                 with pytest.raises(StorageUnavailable):
                     await ask(route, method, body() if method == "POST" else b"")
         assert route.is_open is not begins.startswith(b"HTTP/1.1 200")
@@ -596,7 +597,7 @@ async def test_a_program_that_takes_no_more_of_an_upload_ends_it_and_a_slow_clie
             yield b"x" * 262144
 
     async with answering(answer) as url:
-        route = BatchRoute(url, lambda: ["k"], forward_s=0.1)
+        route = BatchClient(url, lambda: ["k"], forward_s=0.1)
         headers = {"content-length": "7"}
         async with route.forward("POST", "/v1/files", "shop", headers, slow()) as response:
             assert response.status == 200
@@ -614,15 +615,15 @@ async def test_what_one_account_has_too_much_of_is_no_failure_of_the_program() -
         writer.write(refusal)
 
     async with answering(answer) as url:
-        route = BatchRoute(url, lambda: ["k"])
-        for _ in range(batch_program.MAX_FAILURES + 1):
+        route = BatchClient(url, lambda: ["k"])
+        for _ in range(batch_client.MAX_FAILURES + 1):
             with pytest.raises(Unavailable, match="sends 65 files") as refused:
                 await ask(route)
             assert (refused.value.code, refused.value.retry_after_s) == (None, 1.0)
             with pytest.raises(Unavailable, match="sends 65 files"):
                 await route.call("GET", "/internal/responses/x", "shop")
         refusal = whole("507 x", REFUSED_ONE)
-        for _ in range(batch_program.MAX_FAILURES + 1):  # a full disk can be read, and what is there deleted
+        for _ in range(batch_client.MAX_FAILURES + 1):  # a full disk can be read, and what is there deleted
             with pytest.raises(StorageFull):
                 await route.call("POST", "/internal/responses/x", "shop")
         assert not route.is_open
@@ -645,7 +646,7 @@ async def test_answers_that_the_program_never_gives_reach_no_client(head: str) -
         writer.write(f"HTTP/1.1 {head}\r\ncontent-length: 0\r\n\r\n".encode())
 
     async with answering(answer) as url:
-        route = BatchRoute(url, lambda: ["k"], forward_s=1.0)
+        route = BatchClient(url, lambda: ["k"], forward_s=1.0)
         with pytest.raises(StorageUnavailable):
             await ask(route)
         await route.close()
@@ -663,7 +664,7 @@ async def test_an_upload_is_sent_with_the_key_that_the_program_accepts() -> None
         yield b"end"
 
     async with answering(answer) as url:
-        route = BatchRoute(url, lambda: ["new", "old"])
+        route = BatchClient(url, lambda: ["new", "old"])
         for key in (b"old", b"new", b"old"):
             accepted = key
             assert await ask(route, "POST", body()) == 200
@@ -681,7 +682,7 @@ async def test_a_response_that_does_not_arrive_holds_its_memory_for_a_bounded_ti
         head += f"{KEY['authorization']}\r\ncontent-length: {app.MAX_RECORD_BYTES}\r\n\r\n"
         writer.write(head.encode())
         assert (await asyncio.wait_for(reader.readline(), DEADLINE_S)).startswith(b"HTTP/1.1 408 ")
-        route = BatchRoute(r.jobs.url, lambda: [internal_key(FLEET_KEY, BATCH_KEY_UID)])
+        route = BatchClient(r.jobs.url, lambda: [internal_key(FLEET_KEY, BATCH_KEY_UID)])
         responses = ResponseStore(route, 86400.0)
         name = responses.new_id()
         given = StoredResponse(
@@ -716,6 +717,20 @@ async def test_requests_of_batches_keep_no_cookies_and_follow_no_redirects() -> 
         ROOM_PATH.encode() + b"?model=m",
     ]
     assert not any(b"session=shop" in head for head in heads)
+
+
+async def test_a_proxy_that_answers_for_routers_is_not_a_router(tmp_path: Path) -> None:
+    async def answer(_: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(whole("502 Bad Gateway", b"<html></html>"))
+
+    async with answering(answer) as url, RouterClient(url, lambda: ["k"]) as client:
+        assert not await client.is_reached()
+    key = internal_key(FLEET_KEY, BATCH_KEY_UID)
+    async with (
+        rig([FakeEngine()], storage=BatchConfig(storage=str(tmp_path))) as r,
+        RouterClient(r.router.url, lambda: [key]) as client,
+    ):
+        assert await client.is_reached()
 
 
 async def test_an_endless_answer_to_the_question_for_room_is_not_read() -> None:
@@ -782,7 +797,7 @@ async def test_a_client_that_leaves_ends_what_it_reads_and_nothing_that_changes_
             self.listener = listener
 
     async with answering(answer) as url:
-        route = BatchRoute(url, lambda: ["k"])
+        route = BatchClient(url, lambda: ["k"])
         routes = ForwardedRoutes(route, lambda *_: None)
         request = Request(method.encode(), b"/v1/files/file-1", [], is_http10=False, keep_alive=True)
         client: Any = Leaving()

@@ -143,6 +143,9 @@ class BatchProcess:
         self.answers: Callable[[str], bool] = lambda _: True
         """Whether a request is answered at once."""
         self.has_account = True
+        self.is_away = False
+        """Whether only what stands before the routers answers."""
+        self.num_looks = 0
         self.backoffs: list[float] = []
         self._pace = LinePace(no_room, max_inflight=64)  # one request of a model is in flight at a time
         self.ended: list[str] = []
@@ -173,6 +176,11 @@ class BatchProcess:
         else:
             self.held.append((content, pending))
         return await pending.answer
+
+    async def is_reached(self) -> bool:
+        self.num_looks += 1
+        await asyncio.sleep(0)
+        return not self.is_away
 
     async def back_off(self, seconds: float) -> None:
         self.backoffs.append(seconds)
@@ -391,6 +399,25 @@ async def test_a_lease_without_a_batch_is_removed_once_it_is_old(tmp_path: Path)
         async with asyncio.timeout(60.0):
             while await router.leases.batches():  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
+
+
+async def test_routers_that_are_away_for_long_cost_a_request_one_of_its_attempts(tmp_path: Path) -> None:
+    """An ingress answers 502 and 504 in their place."""
+    async with routers(tmp_path, VirtualTime(), 1) as (router,):
+        router.answers = lambda _: False
+        batch_id = await router.start_batch(lines("a"))
+        for _ in range(3):
+            await until(lambda: bool(router.held))
+            router.is_away = True
+            router.held.pop()[1].respond(502, b"<html>Bad Gateway</html>", "")
+            looks = router.num_looks
+            await until(lambda looks=looks: router.num_looks >= looks + 10)
+            assert not router.held, "nothing is sent to routers that do not answer"
+            router.is_away = False
+        await until(lambda: bool(router.held))
+        router.held.pop()[1].respond(200, completion("a"))
+        stored = await router.until_status(batch_id, "completed")
+        assert stored.batch.request_counts.completed == 1
 
 
 @pytest.mark.parametrize("status", [502, 504])

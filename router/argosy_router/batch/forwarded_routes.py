@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 from argosy_protocol.errors import ApiError, BadRequest, Forbidden, InternalError
 from argosy_protocol.owner_slots import OwnerSlots
 from argosy_router.auth.accounts import ANONYMOUS, Account
-from argosy_router.batch.batch_program import BatchProgram, error_of, read_all
+from argosy_router.batch.batch_client import BatchClient, error_of, read_all
 from argosy_router.batch.content_stream import PendingAnswer
 from argosy_router.http.messages import Request
 from argosy_router.http.server_interface import Client
@@ -59,7 +59,7 @@ class ForwardedUpload:
     max_bytes = MAX_UPLOAD_BYTES
 
     def __init__(
-        self, program: BatchProgram, account: str, headers: dict[str, str], on_end: Callable[[], None]
+        self, program: BatchClient, account: str, headers: dict[str, str], on_end: Callable[[], None]
     ) -> None:
         self._on_end = on_end
         self._held: deque[bytes] = deque()
@@ -98,7 +98,7 @@ class ForwardedUpload:
         return await self._task
 
     async def _send(
-        self, program: BatchProgram, account: str, headers: dict[str, str]
+        self, program: BatchClient, account: str, headers: dict[str, str]
     ) -> tuple[int, bytes, bytes]:
         async with program.forward("POST", _FILES.decode(), account, headers, self._pieces()) as response:
             return response.status, _lines(response), await read_all(response, MAX_ANSWER_BYTES)
@@ -133,7 +133,7 @@ class ForwardedUpload:
 class ForwardedRoutes:
     """Answers requests of the main port for files and batches."""
 
-    def __init__(self, program: BatchProgram, count_rejection: CountRejection) -> None:
+    def __init__(self, program: BatchClient, count_rejection: CountRejection) -> None:
         """`count_rejection` counts a refusal by its request's id and status."""
         self._program = program
         self._count_rejection = count_rejection

@@ -264,6 +264,13 @@ RESPONSE_WRITING_BYTES = Definition(
 TASK_RESTARTS = Definition(
     "counter", "task_restarts", ("task",), "Parts of the router that failed, and were begun anew."
 )
+BATCH_UNAVAILABLE = Definition(
+    "gauge",
+    "batch_unavailable",
+    (),
+    "1 while `argosy batch` has not answered after three failures in a row: files, batches and stored responses are "
+    "refused.",
+)
 BATCH_REQUESTS_INFLIGHT = Definition(
     "gauge", "batch_requests_inflight", (), "Requests of batches that this router has in flight."
 )

@@ -28,7 +28,7 @@ from argosy_protocol.batch_program import (
 from argosy_protocol.errors import ApiError, ResponseNotFound, StorageUnavailable
 from argosy_protocol.response_history import StoredResponse
 from argosy_protocol.response_object import ID_PREFIX, ResponseState
-from argosy_router.batch.batch_program import BatchProgram
+from argosy_router.batch.batch_client import BatchClient
 from argosy_router.metrics import definitions as define
 from argosy_router.metrics.series import Series
 
@@ -57,7 +57,7 @@ class ResponseStore:
 
     def __init__(
         self,
-        program: BatchProgram,
+        program: BatchClient,
         ttl_s: float,
         *,
         patience_s: float = PATIENCE_S,
@@ -164,7 +164,7 @@ class ResponseStore:
 class RunHeartbeat:
     """This router's heartbeat, by which others notice that it does not generate its background responses any more."""
 
-    def __init__(self, program: BatchProgram, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, program: BatchClient, now: Callable[[], float] = time.monotonic) -> None:
         self._program = program
         self._now = now
         self._current = ""

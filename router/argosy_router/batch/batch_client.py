@@ -96,7 +96,7 @@ def error_of(status: int, body: bytes) -> ApiError:
     return InternalError("internal error") if status == 500 else StorageUnavailable()
 
 
-class BatchProgram:
+class BatchClient:
     """`argosy batch`, as one router asks it."""
 
     def __init__(
@@ -123,9 +123,14 @@ class BatchProgram:
         self._session: aiohttp.ClientSession | None = None
 
     @property
+    def has_failed(self) -> bool:
+        """Whether it has failed some times in a row, and not answered since."""
+        return self._failures >= MAX_FAILURES
+
+    @property
     def is_open(self) -> bool:
         """Whether the breaker is open: the program is not asked."""
-        return self._failures >= MAX_FAILURES and (self._is_trying or self._now() < self._open_until)
+        return self.has_failed and (self._is_trying or self._now() < self._open_until)
 
     async def call(self, method: str, path: str, account: str, body: bytes = b"") -> ProgramAnswer:
         """Ask, and read the whole answer.
@@ -157,7 +162,7 @@ class BatchProgram:
             StorageUnavailable: the program does not answer.
             Unavailable: it has no room for the request.
         """
-        if not isinstance(body, bytes) and (self._failures >= MAX_FAILURES or len(self._keys()) > 1):
+        if not isinstance(body, bytes) and (self.has_failed or len(self._keys()) > 1):
             await self._ask_whether_ready(account)
         with self._watched() as succeed:
             async with asyncio.timeout(self._forward_s) as deadline:
@@ -252,7 +257,7 @@ class BatchProgram:
 
         if self.is_open:
             raise StorageUnavailable
-        is_trial = self._failures >= MAX_FAILURES
+        is_trial = self.has_failed
         self._is_trying = self._is_trying or is_trial
 
         def end_trial() -> None:
@@ -284,7 +289,7 @@ class BatchProgram:
 
     def _failed(self) -> None:
         self._failures += 1
-        if self._failures >= MAX_FAILURES:
+        if self.has_failed:
             self._open_until = self._now() + OPEN_S
 
 
