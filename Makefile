@@ -48,7 +48,8 @@ INSTALLED_FUZZ := .venv-fuzz/.installed-$(HASH)
 PARALLEL := --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 # With ccache, where it is installed.
 CACHED := PATH="$(addsuffix :,$(wildcard /usr/lib/ccache))$$PATH"
-PIP := $(BIN)/pip --disable-pip-version-check install --quiet $(PIP_ARGS)
+PIP_INSTALL := $(BIN)/pip --disable-pip-version-check install
+PIP := $(PIP_INSTALL) --quiet $(PIP_ARGS)
 
 .DEFAULT_GOAL := help
 .PHONY: help install install-dev wheel up down test full test-repeated test-pythons prepare-tests prepare-clients test-gpu test-wheel test-wheel-dependencies test-sanitizers attack fuzz generate kustomize gpu-report gpu-accounting lint e2e e2e-core start-phases chaos scale images locks conformance conformance-sample test-clients bench bench-engine bench-router clean
@@ -65,9 +66,9 @@ $(BIN)/python:
 	$(PYTHON) -m venv .venv
 
 $(INSTALLED): | $(BIN)/python
-	@echo 'installing into .venv; the first time takes some minutes'
+	@echo 'installing into .venv; the first time takes some minutes, and pip tells how far it is'
 	$(PIP) 'pip>=25.1'
-	$(PIP) --editable '.[all]'
+	$(PIP_INSTALL) $(if $(wildcard .venv/.installed-*),--quiet) $(PIP_ARGS) --editable '.[all]'
 	@rm -f .venv/.installed-* && touch $@
 
 $(INSTALLED_DEV): $(INSTALLED) $(CONSTRAINTS:%=%/tests.txt)

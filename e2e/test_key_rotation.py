@@ -6,19 +6,26 @@ The kubelets bring the new Secret to the pods at times of their own, so the orde
 from __future__ import annotations
 
 import base64
+import functools
 import json
+import os
+import re
 import secrets
 from collections.abc import Iterator
+from pathlib import Path
 
+import httpx
 import pytest
 
-from cluster.shell import poll
-from conftest import SYSTEM, TENANT, Stack
+from cluster.shell import poll, run
+from conftest import ROUTER_KEY, SYSTEM, TENANT, Stack
 from test_gitops import ROUTERS
 from test_whole_path import NAME, engine_pods, load, manifest, wait_ready
 
 FLEET_KEY = ("secret", "argosy-fleet-key", "-n", SYSTEM)
 ENGINE_KEY = ("secret", f"{NAME}-engine-key", "-n", TENANT)
+GIVEN_KEYS = ("secret", "argosy-router-given-keys", "-n", SYSTEM)
+GUIDE = Path(__file__).parents[1] / "docs" / "access.md"
 OPERATORS = "app.kubernetes.io/component=operator"
 ARRIVES_S = 240
 """Longer than a kubelet takes to update a mounted Secret."""
@@ -95,4 +102,33 @@ def test_the_end_of_a_rotation_touches_no_pod(stack: Stack) -> None:
         stack.cluster.kubectl(
             "patch", *FLEET_KEY, "--type", "merge", "-p", json.dumps({"data": {"previous": None}})
         )
+    assert touched(stack) == before
+
+
+def test_a_key_is_added_as_the_guide_says(stack: Stack, tmp_path: Path) -> None:
+    """Here the chart was given its keys, so another Secret has them."""
+    kubectl = stack.cluster.kubectl
+    (words,) = re.findall(
+        r"^### A key with limits, in a cluster\n\n```bash\n(.*?)^```",
+        GUIDE.read_text(),
+        re.MULTILINE | re.DOTALL,
+    )
+    words = words.replace("argosy-router-keys", GIVEN_KEYS[1]).replace("argosy-system", SYSTEM)
+    words = words.replace("models=tiny", f"models={NAME}")
+    (tmp_path / "kubectl").symlink_to(kubectl.binary)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "KUBECONFIG": str(kubectl.kubeconfig)}
+    before, old = touched(stack), field(stack, GIVEN_KEYS, "api-keys")
+    key = run("bash", "-euo", "pipefail", "-c", words, env=environment).stdout.split()[-1]
+    new = field(stack, GIVEN_KEYS, "api-keys")
+    assert new.startswith(old)
+    assert key not in new, "its digest is there"
+    asked = functools.partial(
+        httpx.post,
+        f"{stack.url}/v1/chat/completions",
+        headers={"authorization": f"Bearer {key}"},
+        json={"model": NAME, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2},
+        timeout=60,
+    )
+    poll("the new key to open its model", lambda: asked().status_code == 200 or None, ARRIVES_S, interval=1.0)
+    assert ROUTER_KEY in new
     assert touched(stack) == before

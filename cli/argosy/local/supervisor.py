@@ -47,6 +47,16 @@ _KEPT_LOGS: Final = 10
 """Number of logs kept of replicas that are gone, so that one can look up why."""
 
 
+_NOT_ROUTABLE: Final = {
+    "connecting": "the router has not reached it yet",
+    "suspect": "it is silent, or its engine core is stuck; the router sends it requests only if nothing else is left",
+    "ejected": "requests to it kept failing; the router tries it again in a moment",
+    "half-open": "requests to it kept failing; the router tries it with the next one",
+    "draining": "it stops, and gets no further requests",
+}
+"""Why a replica that answers gets no requests, by the router's state of it."""
+
+
 class Supervisor:
     """One local fleet."""
 
@@ -327,7 +337,7 @@ class Supervisor:
         is_routable = self._is_routable(replica)
         reason = replica.reason
         if replica.phase == "Ready" and not is_routable:
-            reason = f"the router has it as {entry.state}" if entry else "the router does not list it yet"
+            reason = _NOT_ROUTABLE.get(entry.state if entry else "connecting", "")
         return ReplicaStatus(
             name=replica.name,
             service=replica.service.key,
