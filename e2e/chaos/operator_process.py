@@ -26,7 +26,7 @@ from processes import free_port
 
 ROOT = Path(__file__).parents[2]
 SYSTEM = "argosy-system"
-PARTS = ("protocol", "fetcher", "engine", "router", "operator", "cli")
+PARTS = ("protocol", "fetcher", "engine", "router", "operator", "batch", "cli")
 """Folders of the tree that hold packages."""
 STARTED_WITHIN = 120.0
 _NOT_INSTALLED = ("Deployment", "DaemonSet", "Service", "PodDisruptionBudget", "Pod")
@@ -110,15 +110,12 @@ class OperatorProcess:
         assert not self.is_running
         (container,) = self._deployment["spec"]["template"]["spec"]["containers"]
         self._port = free_port()
-        environment = {
-            key: value
-            for key, value in os.environ.items()
-            if key in ("PATH", "LANG", "HOME", "TMPDIR", "LD_LIBRARY_PATH")
-        }
+        environment = process_environment(self._tree)
         environment |= await self._variables(container["env"])
         environment |= await self._mounted_secrets(container)
-        environment["KUBECONFIG"] = str(await self._kubeconfig(url))
-        environment["PYTHONPATH"] = os.pathsep.join(str(self._tree / part) for part in PARTS)
+        environment["KUBECONFIG"] = str(
+            await kubeconfig(self._api, self._plane, self._folder, "argosy-operator", url)
+        )
         self.starts += 1
         with open(self.log, "ab") as log:
             log.write(f"--- start {self.starts}\n".encode())
@@ -182,11 +179,7 @@ class OperatorProcess:
 
     def memory(self) -> tuple[int, int]:
         """Resident bytes now, and at most so far."""
-        status = Path(f"/proc/{self.pid}/status").read_text().splitlines()
-        sizes = {
-            line.split(":")[0]: line.split()[1] for line in status if line.startswith(("VmRSS", "VmHWM"))
-        }
-        return int(sizes["VmRSS"]) * 1024, int(sizes["VmHWM"]) * 1024
+        return resident(self.pid)
 
     def _get(self, path: str) -> Any:
         timeout = aiohttp.ClientTimeout(total=60)
@@ -230,29 +223,44 @@ class OperatorProcess:
                 paths[mount["mountPath"]] = str(folder)
         return {each["name"]: paths[each["value"]] for each in container["env"] if each.get("value") in paths}
 
-    async def _kubeconfig(self, url: str) -> Path:
-        """A kubeconfig with a token of the operator's account."""
-        token = await self._api.request(
-            "POST",
-            f"api/v1/namespaces/{SYSTEM}/serviceaccounts/argosy-operator/token",
-            {
-                "apiVersion": "authentication.k8s.io/v1",
-                "kind": "TokenRequest",
-                "spec": {"expirationSeconds": 7200},
-            },
-        )
-        cluster: Object = {"server": url}
-        if url.startswith("https"):
-            cluster["certificate-authority"] = str(self._plane.settings.pki / "ca.crt")
-        document = {
-            "apiVersion": "v1",
-            "kind": "Config",
-            "clusters": [{"name": "plane", "cluster": cluster}],
-            "users": [{"name": "operator", "user": {"token": token["status"]["token"]}}],
-            "contexts": [{"name": "plane", "context": {"cluster": "plane", "user": "operator"}}],
-            "current-context": "plane",
-        }
-        path = self._folder / "operator.kubeconfig"
-        path.write_text(json.dumps(document))
-        path.chmod(0o600)
-        return path
+
+def process_environment(tree: Path = ROOT) -> dict[str, str]:
+    """The variables of a process that runs a source tree, beside those of its container."""
+    kept = ("PATH", "LANG", "HOME", "TMPDIR", "LD_LIBRARY_PATH")
+    environment = {key: value for key, value in os.environ.items() if key in kept}
+    return environment | {"PYTHONPATH": os.pathsep.join(str(tree / part) for part in PARTS)}
+
+
+def resident(pid: int) -> tuple[int, int]:
+    """Resident bytes of a process now, and at most so far."""
+    status = Path(f"/proc/{pid}/status").read_text().splitlines()
+    sizes = {line.split(":")[0]: line.split()[1] for line in status if line.startswith(("VmRSS", "VmHWM"))}
+    return int(sizes["VmRSS"]) * 1024, int(sizes["VmHWM"]) * 1024
+
+
+async def kubeconfig(api: Api, plane: Plane, folder: Path, account: str, url: str) -> Path:
+    """A kubeconfig with a token of an account of the chart."""
+    token = await api.request(
+        "POST",
+        f"api/v1/namespaces/{SYSTEM}/serviceaccounts/{account}/token",
+        {
+            "apiVersion": "authentication.k8s.io/v1",
+            "kind": "TokenRequest",
+            "spec": {"expirationSeconds": 7200},
+        },
+    )
+    cluster: Object = {"server": url}
+    if url.startswith("https"):
+        cluster["certificate-authority"] = str(plane.settings.pki / "ca.crt")
+    document = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "clusters": [{"name": "plane", "cluster": cluster}],
+        "users": [{"name": account, "user": {"token": token["status"]["token"]}}],
+        "contexts": [{"name": "plane", "context": {"cluster": "plane", "user": account}}],
+        "current-context": "plane",
+    }
+    path = folder / f"{account}.kubeconfig"
+    path.write_text(json.dumps(document))
+    path.chmod(0o600)
+    return path

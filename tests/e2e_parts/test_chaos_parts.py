@@ -21,6 +21,7 @@ from chaos.faults.load import written_by_operator
 from chaos.faulty_proxy import FaultyProxy, Write
 from chaos.plane import FAST_NODES, Plane
 from chaos.rig import is_settled
+from chaos.router_process import Pauses
 from chaos.scale import Measured
 from chaos.scale_figures import (
     Figures,
@@ -181,6 +182,10 @@ def test_targets_that_are_missed_are_named() -> None:
     bad = replace(good, p99_s=0.2, edit_p99_s=0.2, defects=1, memory_mib=256.0, writes_at_rest=1)
     assert len(bad.missed()) == 5
     assert len(bad.missed(judges_p99=False)) == 3
+    large = replace(good, services=1000, p99_s=0.4, edit_p99_s=0.4, memory_mib=500.0)
+    assert large.missed() == [], "a larger fleet has its own targets"
+    assert len(replace(large, pauses=Pauses(longest_s=0.2, held_s=0.1)).missed()) == 1
+    assert replace(large, pauses=Pauses(longest_s=0.2, held_s=0.01)).missed() == []
 
 
 def test_figures_of_a_time_are_differences() -> None:

@@ -24,7 +24,7 @@ from argosy_engine.core.proc.load_watch import LoadWatch
 from argosy_engine.errors import LoadStalled
 from argosy_engine.executor.factory import make_executor
 from argosy_engine.messages.load_step import LoadStep
-from processes import Server, children, free_port, wait_until
+from processes import Server, children, descendants, free_port, wait_until
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -166,3 +166,25 @@ def test_a_server_ends_with_stacks_and_an_exit_code(bare_workers: None, tmp_path
         "argosy serve: the load of the model has stalled: no progress for 0.5 s (probe, 40 %)"
     )
     assert "--load-stall-timeout" in last
+
+
+def test_a_server_that_is_stopped_during_its_load_ends_at_once(bare_workers: None, tmp_path: Path) -> None:
+    """Not when its load ends, or has stalled: its pod would hold a device for so long."""
+    flags = ("--worker-cls", "probe_worker.HangingWorker")
+    # the gate is never there: the load never counts as stalled
+    with stalling("builtin://tiny", "probe", tmp_path / "gate", GRACE_S, *flags) as server:
+
+        def hangs() -> bool:
+            assert server.process.poll() is None, server.log.read_text()
+            with contextlib.suppress(httpx.TransportError):
+                return "probe, 40 %" in httpx.get(f"{server.url}/ready").text
+            return False
+
+        wait_until(hangs, "the phase that hangs", 200.0, interval_s=0.25)
+        below = descendants(server.process.pid)
+        assert below
+        server.process.terminate()
+        assert server.process.wait(200) == 0, server.log.read_text()
+        wait_until(
+            lambda: not any(Path(f"/proc/{pid}").exists() for pid in below), "its processes to end", 30.0
+        )
