@@ -1,9 +1,10 @@
 """Mock engines that answer at once, so that only the router's own cost is measured.
 
-    python bench/router/mock_engine.py PORT[,PORT...] [--events 32] [--telemetry]
+    python bench/router/mock_engine.py PORT[,PORT...] [--events 32] [--interval S] [--telemetry]
 
-They answer /v1/completions with one JSON object or a stream of EVENTS events. With `--telemetry` they announce every
-prompt that they get, as our engines do; without, routers see them as other engines. One process serves all ports.
+They answer /v1/completions with one JSON object or a stream of EVENTS events, one each INTERVAL seconds. With
+`--telemetry` they announce every prompt that they get, as our engines do; without, routers see them as other engines.
+One process serves all ports.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ class Body(msgspec.Struct):
 class MockEngine(EngineConnection):
     """One connection to a mock engine."""
 
-    def __init__(self, events: int, announcer: Announcer | None) -> None:
+    def __init__(self, events: int, interval_s: float, announcer: Announcer | None) -> None:
         super().__init__(announcer)
+        self._interval_s = interval_s
         self._pieces = [event(completion(" hello", None))] * events + [DONE + STREAM_END]
         self._answer = answer(completion(" hello" * events, "stop", usage=usage(10, events, 0)))
 
@@ -48,7 +50,7 @@ class MockEngine(EngineConnection):
         self.transport.write(STREAM_HEAD)
         for piece in self._pieces:
             self.transport.write(piece)
-            await asyncio.sleep(0)
+            await asyncio.sleep(self._interval_s)
 
 
 def idle() -> Load:
@@ -61,6 +63,7 @@ async def main() -> None:
     )
     parser.add_argument("ports")
     parser.add_argument("--events", type=int, default=32)
+    parser.add_argument("--interval", type=float, default=0.0)
     parser.add_argument("--telemetry", action="store_true")
     arguments = parser.parse_args()
     loop = asyncio.get_running_loop()
@@ -71,7 +74,9 @@ async def main() -> None:
                 announcer = Announcer(port, idle, kv_cache_tokens=KV_CACHE_TOKENS, max_num_seqs=256)
                 tasks.create_task(announcer.report_load())
             await loop.create_server(
-                lambda announcer=announcer: MockEngine(arguments.events, announcer), "127.0.0.1", int(port)
+                lambda announcer=announcer: MockEngine(arguments.events, arguments.interval, announcer),
+                "127.0.0.1",
+                int(port),
             )
         await asyncio.Event().wait()
 

@@ -1,14 +1,19 @@
 """Compare the CPU time per request of our router and of sglang-router, in alternating runs over mock engines.
 
-    python bench/router/overhead.py [--runs 3] [--requests 3000] [--connections 16] [--telemetry]
-        [--compiled FOLDER] [--floor] [--sglang PYTHON] [-o FILE]
+    python bench/router/overhead.py [--runs 3] [--requests 3000] [--connections 16] [--processes 1] [--telemetry]
+        [--compiled FOLDER] [--floor] [--sglang PYTHON] [--workloads NAME...] [-o FILE]
 
 `--sglang` is the interpreter of an environment with `sglang-router` installed; without it only ours is measured. With
 `--telemetry` the engines announce their caches to our router; without, it treats them as engines other than ours. With
 `--compiled` our router also runs from FOLDER, an unpacked wheel of `make wheel`. `--floor` adds two baselines: a proxy
-that only copies bytes (tcp_passthrough.py), and requests sent to an engine directly. Each run starts a new router,
-warms it up, and sends the same bodies; figures are medians over the runs. Absolute figures depend on the machine and
-drift, so compare the ratios.
+that only copies bytes (tcp_passthrough.py), and requests sent to an engine directly. With `--processes` so many routers
+of each kind run at once, and the connections are divided among them. Each run starts new routers, warms them up, and
+sends the same bodies; figures are medians over the runs. Absolute figures depend on the machine and drift, so compare
+the ratios. `per core` is what one core can do, and so one process of ours, which uses one: the inverse of the CPU time.
+A machine does as many times that as it has cores, with any of them: as threads of one process or as processes.
+
+A burst of a stream's events is answered at once, which no engine does; those of `paced stream` come 20 ms apart, as an
+engine's do.
 """
 
 from __future__ import annotations
@@ -28,19 +33,37 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from itertools import product
+from itertools import cycle, product
 from pathlib import Path
+from typing import NamedTuple
 
 import httptools
 import uvloop
 
 HERE = Path(__file__).resolve().parent
 ENGINES = 4
+EVENTS = 32
+
+
+class Workload(NamedTuple):
+    """What is asked for."""
+
+    words: int
+    stream: bool = False
+    interval_s: float = 0.0
+    """Between the events of a stream."""
+    connections: int = 0
+    """In place of `--connections`."""
+    share: int = 1
+    """One in so many of `--requests` is sent."""
+
+
 WORKLOADS = {
-    "20 words": (20, False),
-    "1000 words": (1000, False),
-    "32-event stream": (20, True),
-    "100 KB": (17_000, False),
+    "20 words": Workload(20),
+    "1000 words": Workload(1000),
+    "32-event stream": Workload(20, stream=True, share=4),
+    "paced stream": Workload(20, stream=True, interval_s=0.02, connections=256, share=2),
+    "100 KB": Workload(17_000, share=4),
 }
 KEY = "sk-benchmark"
 """API key of every request. Our router checks it; sglang-router passes it on."""
@@ -136,7 +159,7 @@ class Client(asyncio.Protocol):
             self.done.set_result(None)
 
 
-async def load(port: int, requests: list[bytes], connections: int) -> tuple[list[float], int, float]:
+async def load(ports: list[int], requests: list[bytes], connections: int) -> tuple[list[float], int, float]:
     """Send all requests; returns latencies, the number of errors, and the elapsed seconds."""
     loop = asyncio.get_running_loop()
     work = iter(requests)
@@ -145,7 +168,7 @@ async def load(port: int, requests: list[bytes], connections: int) -> tuple[list
     started = time.perf_counter()
     clients = [
         (await loop.create_connection(lambda: Client(work, latencies, counts), "127.0.0.1", port))[1]
-        for _ in range(connections)
+        for _, port in zip(range(connections), cycle(ports), strict=False)
     ]
     async with asyncio.timeout(LOAD_TIMEOUT_S):
         await asyncio.gather(*(client.done for client in clients))
@@ -245,32 +268,44 @@ def command(router: str, sglang: str, port: int, engines: list[int], admin_port:
     ]
 
 
-def measure(router: str, requests: list[bytes], arguments: argparse.Namespace) -> Result:
-    *engines, port = free_ports(ENGINES + 1)
+def measure(router: str, workload: Workload, requests: list[bytes], arguments: argparse.Namespace) -> Result:
+    count = 1 if router == DIRECT else arguments.processes
+    connections = workload.connections or arguments.connections
+    *ports, engine = free_ports(count + ENGINES)
+    engines = [engine, *ports[count:]]
+    ports = ports[:count]
     mocks = [sys.executable, str(HERE / "mock_engine.py"), ",".join(map(str, engines))]
+    mocks += ["--events", str(EVENTS), "--interval", str(workload.interval_s)]
     if arguments.telemetry:
         mocks.append("--telemetry")
     with ExitStack() as stack:
-        child = stack.enter_context(process(*mocks))
+        children = [stack.enter_context(process(*mocks))]
         if router == DIRECT:
-            port = engines[0]
+            ports = engines[:1]
         else:
             path = arguments.compiled if router == COMPILED else ""
-            child = stack.enter_context(process(*command(router, arguments.sglang, port, engines), path=path))
-        wait_until_answering(port)
+            children = [
+                stack.enter_context(process(*command(router, arguments.sglang, port, engines), path=path))
+                for port in ports
+            ]
+        for port in ports:
+            wait_until_answering(port)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(load(port, requests[: len(requests) // 5], arguments.connections))
-            before = cpu_seconds(child.pid)
-            latencies, errors, seconds = runner.run(load(port, requests, arguments.connections))
-        user, system = (now - then for now, then in zip(cpu_seconds(child.pid), before, strict=True))
+            runner.run(load(ports, requests[: len(requests) // 5], connections))
+            before = [cpu_seconds(child.pid) for child in children]
+            latencies, errors, seconds = runner.run(load(ports, requests, connections))
+        after = [cpu_seconds(child.pid) for child in children]
+        user, system = (
+            sum(now[mode] - then[mode] for now, then in zip(after, before, strict=True)) for mode in (0, 1)
+        )
     latencies.sort()
-    count = len(requests)
+    sent = len(requests)
     return Result(
-        cpu_us=(user + system) / count * 1e6,
-        kernel_us=system / count * 1e6,
+        cpu_us=(user + system) / sent * 1e6,
+        kernel_us=system / sent * 1e6,
         p50_ms=latencies[len(latencies) // 2] * 1e3,
         p99_ms=latencies[int(len(latencies) * 0.99)] * 1e3,
-        requests_per_s=count / seconds,
+        requests_per_s=sent / seconds,
         errors=errors,
     )
 
@@ -292,6 +327,8 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--requests", type=int, default=3000)
     parser.add_argument("--connections", type=int, default=16)
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--telemetry", action="store_true")
     parser.add_argument("--compiled", default="", metavar="FOLDER")
     parser.add_argument("--floor", action="store_true")
@@ -302,23 +339,27 @@ def main() -> None:
     others = [DIRECT, FLOOR] * arguments.floor + ["sglang-router"] * bool(arguments.sglang)
     routers = [*ours, *others]
     table: dict[str, dict[str, Result]] = {}
-    for workload, (words, stream) in WORKLOADS.items():
-        requests = bodies(words, stream, arguments.requests // (4 if words > 10_000 or stream else 1))
+    for name in arguments.workloads:
+        workload = WORKLOADS[name]
+        requests = bodies(workload.words, workload.stream, arguments.requests // workload.share)
         results: dict[str, list[Result]] = {router: [] for router in routers}
         for _ in range(arguments.runs):
             for router in routers:
-                results[router].append(measure(router, requests, arguments))
-        table[workload] = {router: median(runs) for router, runs in results.items()}
-        for router, result in table[workload].items():
+                results[router].append(measure(router, workload, requests, arguments))
+        table[name] = {router: median(runs) for router, runs in results.items()}
+        for router, result in table[name].items():
+            each = EVENTS if workload.stream else 1
+            unit = "events" if workload.stream else "requests"
+            per_core = each * 1e6 / result.cpu_us if result.cpu_us else 0.0
             print(
-                f"{workload:16} {router:14} CPU {result.cpu_us:6.1f} us/request, kernel {result.kernel_us:6.1f}  "
+                f"{name:16} {router:14} CPU {result.cpu_us:6.1f} us/request, kernel {result.kernel_us:6.1f}  "
                 f"p50 {result.p50_ms:6.2f} ms  p99 {result.p99_ms:6.2f} ms  "
-                f"{result.requests_per_s:7.0f}/s  errors {result.errors:g}"
+                f"{result.requests_per_s:7.0f}/s  per core {per_core:7.0f} {unit}/s  errors {result.errors:g}"
             )
         for own, other in product(ours, others):
-            mine, theirs = table[workload][own], table[workload][other]
+            mine, theirs = table[name][own], table[name][other]
             print(
-                f"{workload:16} {own} / {other}: CPU {mine.cpu_us / theirs.cpu_us:.2f}  "
+                f"{name:16} {own} / {other}: CPU {mine.cpu_us / theirs.cpu_us:.2f}  "
                 f"p50 {mine.p50_ms / theirs.p50_ms:.2f}"
             )
     if arguments.output:
