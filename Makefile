@@ -26,6 +26,7 @@ CLIENT_TESTS ?= conformance/clients
 E2E_TESTS ?= e2e
 WHEEL_TESTS ?= tests/router
 PARTS ?=
+FULL_ARGS ?=
 REPEAT ?= 20
 PYTHONS ?= python3.12 python3.13
 PYTEST_ARGS ?=
@@ -94,9 +95,9 @@ down: ## stop the local fleet
 test: $(INSTALLED_DEV) ## try all of the product that needs no root, in TEST_PROCESSES processes at once; LANES= or TESTS= chooses
 	$(BIN)/python -P -m pytest $(TESTS) $(PARALLEL) --lanes '$(LANES)' --durations 10 $(PYTEST_ARGS)
 
-full: ## everything: exhaustive and random tests, end to end, attacks, faults, images; hours, and needs root
+full: ## everything: exhaustive and random tests, end to end, attacks, faults, images; hours, and needs root; FULL_ARGS=--continue goes on with a run of this commit that was ended
 	PYTHONPATH=.ci $(PYTHON) -m gate prepare --full
-	PYTHONPATH=.ci $(PYTHON) -m gate full
+	PYTHONPATH=.ci $(PYTHON) -m gate full $(FULL_ARGS)
 
 test-repeated: $(INSTALLED_DEV) ## run the files of tests changed since the last full run REPEAT (20) times beside a program that keeps the processors half busy
 	PYTHONPATH=.ci $(BIN)/python -P -m gate.repeated --times $(REPEAT) $(REPEAT_ARGS)

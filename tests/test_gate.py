@@ -13,7 +13,7 @@ import pytest
 
 from gate import bases, environments, outcomes, steps, weight, wheels
 from gate.bases import Selection
-from gate.lanes import UNITS, BadTable, Lanes
+from gate.lanes import FULL, UNITS, BadTable, Lanes
 from gate.outcomes import Outcomes, why_not_again
 
 ROOT = Path(__file__).parents[1]
@@ -343,6 +343,51 @@ def test_a_new_skip_is_red(gate: Callable[..., tuple[bool, str]]) -> None:
 def test_a_run_without_a_report_is_red(gate: Callable[..., tuple[bool, str]], repository: Repository) -> None:
     passed, _ = gate(case("test_one", FAILURE))  # the second run finds no report to write
     assert not passed
+
+
+def test_a_full_run_that_was_ended_goes_on_where_it_was(
+    repository: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not with another tree, and nothing is whole before every step has passed."""
+    root = repository.folder
+    (root / ".gitignore").write_text("build/\nran-*\n")
+    (root / "Makefile").write_text(
+        "one two:\n\t@touch ran-$@-$$(ls | wc -l)\nthree:\n\t@touch ran-$@; exit 3\n"
+    )
+    repository.git("add", "-A")
+    repository.git("commit", "-qm", "a tree")
+    monkeypatch.setattr(bases, "read_passed", dict)
+    plan = [steps.Step(name, name) for name in ("one", "two", "three")]
+    monkeypatch.setattr(steps, "full_steps", lambda: plan)
+
+    def run(number: int, *, goes_on: bool) -> bool:
+        gate = steps.Gate(root, TABLE, Selection({UNITS: ""}, {}), is_full=True)
+        if goes_on:
+            gate.go_on()
+        passed = gate.run(plan[:number])
+        if goes_on:
+            assert "seen by a run of this commit" in gate.summary()
+        return passed
+
+    def lanes() -> list[str]:
+        found: list[str] = json.loads((root / "build" / "gate" / "summary.json").read_text())["lanes"]
+        return found
+
+    with pytest.raises(steps.NothingBefore, match="no run"):
+        run(3, goes_on=True)
+    assert run(2, goes_on=False)
+    assert FULL not in lanes()
+    assert not run(3, goes_on=True)
+    assert len(list(root.glob("ran-one*"))) == len(list(root.glob("ran-two*"))) == 1, "they passed before"
+    plan[2] = steps.Step("three", "one")
+    assert run(3, goes_on=True)
+    assert FULL in lanes()
+    repository.commit("docs/b.md")
+    with pytest.raises(steps.NothingBefore, match="that run was of"):
+        run(3, goes_on=True)
+    (root / "docs" / "c.md").write_text("")
+    with pytest.raises(steps.NothingBefore, match="not that of a commit"):
+        run(3, goes_on=True)
 
 
 # Environments

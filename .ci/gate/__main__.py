@@ -2,7 +2,7 @@
 
 prepare [--full]       install what the steps need, from the cache where it has it
 run [--lanes WORDS]    the steps that the change selects, or those lanes; `all` for every lane
-full                   everything
+full [--continue]      everything; or what a run of this commit, which was ended, has not seen pass
 lanes                  which lanes a run would choose, and why
 record [SUMMARY]       note in passed.json which lanes that run saw pass (build/gate/summary.json)
 slow REPORT            fail if a test of `units` took longer than a test of every change may; record how long each file
@@ -37,14 +37,15 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("prepare").add_argument("--full", action="store_true")
     commands.add_parser("run").add_argument("--lanes", default="")
-    for name in ("full", "lanes", "weight"):
+    commands.add_parser("full").add_argument("--continue", action="store_true", dest="goes_on")
+    for name in ("lanes", "weight"):
         commands.add_parser(name)
     commands.add_parser("record").add_argument("summary", nargs="?", default="build/gate/summary.json")
     commands.add_parser("slow").add_argument("report")
     arguments = parser.parse_args()
     try:
         return COMMANDS[arguments.command](arguments)
-    except (BadTable, subprocess.CalledProcessError) as error:
+    except (BadTable, steps.NothingBefore, subprocess.CalledProcessError) as error:
         print(f"gate: {error}", file=sys.stderr)
         return 2
 
@@ -111,7 +112,10 @@ def run(arguments: argparse.Namespace) -> int:
 def full(arguments: argparse.Namespace) -> int:
     table = Lanes.read()
     every = bases.Selection(dict.fromkeys([*table.purposes, steps.SAMPLES], "full"), {})
-    return 0 if steps.Gate(ROOT, table, every, is_full=True).run(steps.full_steps()) else 1
+    gate = steps.Gate(ROOT, table, every, is_full=True)
+    if arguments.goes_on:
+        gate.go_on()
+    return 0 if gate.run(steps.full_steps()) else 1
 
 
 def record(arguments: argparse.Namespace) -> int:

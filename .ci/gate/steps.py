@@ -118,6 +118,10 @@ def full_steps() -> list[Step]:
     ]
 
 
+class NothingBefore(Exception):
+    """There is no run that this one could go on with."""
+
+
 class Gate:
     """One run of the gate in a checkout."""
 
@@ -131,6 +135,28 @@ class Gate:
         self.folder = root / "build" / "gate"
         self.passed = bases.read_passed()
         self.results: list[Result] = []
+        self._before: dict[str, Result] = {}
+        """Steps that a run before this one saw pass."""
+
+    def go_on(self) -> None:
+        """Take over what a run of this very commit in this checkout saw pass before it was ended.
+
+        Raises:
+            NothingBefore: there is none, or the tree is another one.
+        """
+        try:
+            summary = json.loads((self.folder / "summary.json").read_text())
+        except (OSError, ValueError):
+            raise NothingBefore("no run has been ended here") from None
+        if not (summary["clean"] and summary["full"] and self._is_clean()):
+            raise NothingBefore("the tree is not that of a commit, or that was another kind of run")
+        if summary["commit"] != bases.git("rev-parse", "HEAD", root=self.root).strip():
+            raise NothingBefore(f"that run was of {summary['commit'][:8]}")
+        before = [Result(**each) for each in summary["steps"]]
+        self._before = {each.name: each for each in before if each.result in ("passed", "FLAKY")}
+        for each in self._before.values():
+            if not any(note.startswith("seen by a run") for note in each.notes):
+                each.notes.append(f"seen by a run of this commit on {summary['date']}")
 
     def run(self, steps: Sequence[Step]) -> bool:
         """Run the steps, print and write the summary, and return whether all passed."""
@@ -141,7 +167,7 @@ class Gate:
                 reason = self.selection.left_out.get(step.lane, "not selected")
                 self.results.append(Result(step.name, step.lane, 0.0, "left out", notes=[reason]))
                 continue
-            self.results.append(self._run(step))
+            self.results.append(self._before.get(step.name) or self._run(step))
             self._write()
         print(self.summary(), flush=True)
         return all(each.result != "FAILED" for each in self.results)
@@ -260,11 +286,15 @@ class Gate:
         lines.append("{} passed, {} failed, {} skipped".format(*totals))
         return "\n".join(lines)
 
+    def _is_clean(self) -> bool:
+        return not bases.git("status", "--porcelain", root=self.root).strip()
+
     def _write(self) -> None:
         passed = {each.lane for each in self.results} - {
             each.lane for each in self.results if each.result not in ("passed", "FLAKY")
         }
-        if self.is_full and all(each.result in ("passed", "FLAKY") for each in self.results):
+        is_whole = len(self.results) == len(full_steps())
+        if self.is_full and is_whole and all(each.result in ("passed", "FLAKY") for each in self.results):
             passed.add(FULL)
         if UNITS in passed:
             passed |= {lane for lane in LANES_OF_TESTS if lane in self.selection.lanes}
@@ -272,7 +302,8 @@ class Gate:
             json.dumps(
                 {
                     "commit": bases.git("rev-parse", "HEAD", root=self.root).strip(),
-                    "clean": not bases.git("status", "--porcelain", root=self.root).strip(),
+                    "clean": self._is_clean(),
+                    "full": self.is_full,
                     "date": time.strftime("%Y-%m-%d"),
                     "cpu": _cpu(),
                     "python": platform.python_version(),
