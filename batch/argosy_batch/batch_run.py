@@ -168,11 +168,11 @@ class BatchRun:
         if stored is None or stored.batch.status == "cancelling":
             self._is_cancelled = True
             self._interrupted.set()
-        elif self._is_expired(stored):
+        elif await self._is_expired(stored):
             self._interrupted.set()
 
-    def _is_expired(self, stored: StoredBatch) -> bool:
-        return self._context.records.now() >= stored.batch.expires_at
+    async def _is_expired(self, stored: StoredBatch) -> bool:
+        return await self._context.store.has_come(stored.batch.expires_at)
 
     async def _update(self, change: Callable[[StoredBatch], StoredBatch | None]) -> StoredBatch | None:
         stored = await self._context.records.update(self._owner, self._batch_id, change)
@@ -184,8 +184,7 @@ class BatchRun:
     async def _work(self) -> None:
         stored = await self._update(lambda _: None)
         if stored is None:
-            now = self._context.store.now()
-            if now - object_ids.created_at(self._batch_id) > ORPHAN_S:
+            if await self._context.store.has_come(object_ids.created_at(self._batch_id) + ORPHAN_S):
                 await self._remove()
             return
         if stored.batch.status == "validating":
@@ -242,7 +241,7 @@ class BatchRun:
         """Send the requests that have no result; return what the batch ends as, None if another process goes on."""
         results = await self._open_results(stored.batch.request_counts.total)
         self._is_cancelled = stored.batch.status == "cancelling"
-        if self._is_cancelled or self._is_expired(stored):
+        if self._is_cancelled or await self._is_expired(stored):
             self._interrupted.set()
         pending: dict[asyncio.Task[None], int] = {}
         interrupted = asyncio.create_task(self._interrupted.wait())
@@ -279,7 +278,7 @@ class BatchRun:
         await results.flush()
         if self._is_cancelled:
             return "cancelled"
-        if self._is_expired(stored):
+        if await self._is_expired(stored):
             return "expired"
         if self._is_stopping:
             return None

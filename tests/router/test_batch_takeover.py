@@ -133,7 +133,12 @@ class BatchProcess:
 
     def __init__(self, root: Path, time: VirtualTime) -> None:
         self.blobs = MortalStore(root)
-        self.store = ObjectStore(self.blobs, AMPLE, now=time, monotonic=time)
+        self.storage_now: Callable[[], float] = time
+
+        async def storage_now() -> float:
+            return self.storage_now()
+
+        self.store = ObjectStore(self.blobs, AMPLE, now=time, storage_now=storage_now, monotonic=time)
         self.files = FilesApi(self.store, max_file_bytes=1 << 30, ttl_s=30 * DAY_S)
         self.records = BatchRecords(self.store)
         self.leases = BatchLeases(self.blobs, self.store.quarantine, LEASE_S, time)
@@ -360,6 +365,23 @@ async def test_a_batch_ends_with_its_window_and_names_what_was_not_executed(tmp_
             ("b", None, "batch_expired"),
             ("c", None, "batch_expired"),
         ]
+
+
+async def test_a_clock_that_is_ahead_ends_no_batch(tmp_path: Path) -> None:
+    time = VirtualTime()
+    async with routers(tmp_path, time, 1) as (router,):
+        now = time()
+        router.storage_now = lambda: now
+        router.answers = lambda content: content == "a"
+        batch_id = await router.start_batch(lines("a", "b"))
+        await until(lambda: len(router.held) == 1)
+        time.advance(2 * DAY_S)
+        for _ in range(20):  # it notes its progress, and looks whether its window is over
+            time.advance(LEASE_S / 6)
+            await asyncio.sleep(0.01)
+        router.held.pop()[1].respond(200, completion("b"))
+        stored = await router.until_status(batch_id, "completed")
+        assert stored.batch.request_counts.completed == 2
 
 
 async def test_a_batch_whose_input_was_deleted_fails_and_says_so(tmp_path: Path) -> None:

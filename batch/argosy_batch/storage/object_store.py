@@ -90,6 +90,10 @@ class ObjectStore:
         self.max_bytes = quota.max_bytes
         """What one owner may keep."""
 
+    async def has_come(self, moment: float) -> bool:
+        """Whether a moment has come by our clock and by the storage's: ours alone may be ahead."""
+        return self.now() >= moment and await self._storage_now() >= moment
+
     def new_id(self, prefix: str, ttl_s: float) -> str:
         """Return an id for an object that is made now (see `object_ids.new_id`)."""
         return object_ids.new_id(prefix, self.now(), min(ttl_s, MAX_TTL_S))
