@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Final
 
 import msgspec
+from msgspec import Struct
 
 from argosy_resource.foreign_engines import EngineType
 from argosy_resource.types import UpgradePolicy
@@ -20,8 +21,31 @@ ANY_ACCOUNT: Final = "*"
 """In `engine_service_accounts`: every account."""
 
 
+VLLM_IMAGE: Final = "vllm/vllm-openai:v0.32.0"
+SGLANG_IMAGE: Final = "lmsysorg/sglang:v0.5.3"
+MAX_ROLLOUTS: Final = 10_000
+"""Services that the operator's own changes may be rolled out to at once, at most."""
+
+
 class ConfigError(Exception):
     """An environment variable of the operator is missing or invalid."""
+
+
+class RolloutShare(Struct, frozen=True):
+    """How many services the operator's own changes are rolled out to at once: a number, or a share of all."""
+
+    amount: int
+    is_percent: bool
+
+    def __str__(self) -> str:
+        return f"{self.amount}%" if self.is_percent else str(self.amount)
+
+    def of(self, services: int) -> int:
+        """The number for so many services: at least one, rounded down as Kubernetes' maxUnavailable is."""
+        return max(1, services * self.amount // 100 if self.is_percent else self.amount)
+
+
+DEFAULT_SHARE: Final = RolloutShare(5, is_percent=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,9 +66,9 @@ class OperatorConfig:
     """Mounted Secret with the key (`ARGOSY_FLEET_KEY_DIR`), which is followed. Instead of `ARGOSY_FLEET_KEY`."""
     engine_image: str
     """Image of services that name none (`ARGOSY_ENGINE_IMAGE`)."""
-    vllm_image: str = "vllm/vllm-openai:v0.32.0"
+    vllm_image: str = VLLM_IMAGE
     """The same for services of engine type vllm (`ARGOSY_VLLM_IMAGE`)."""
-    sglang_image: str = "lmsysorg/sglang:v0.5.3"
+    sglang_image: str = SGLANG_IMAGE
     """The same for services of engine type sglang (`ARGOSY_SGLANG_IMAGE`)."""
     engine_upgrade_policy: UpgradePolicy = "OnSpecChange"
     """What a new default image does to services that say nothing else (`ARGOSY_ENGINE_UPGRADE_POLICY`)."""
@@ -98,6 +122,9 @@ class OperatorConfig:
     """Namespaces to serve (`ARGOSY_WATCH_NAMESPACES`, separated by commas); all if empty."""
     resync_seconds: float = 300.0
     """Seconds between two resyncs, which list and reconcile everything and so repair a missed event."""
+    max_concurrent_rollouts: RolloutShare = DEFAULT_SHARE
+    """How many services the operator's own changes are rolled out to at once (`ARGOSY_MAX_CONCURRENT_ROLLOUTS`, a
+    number or a percentage). A change that fails reaches few services, and 1000 services of ten minutes take hours."""
     workers: int = 8
     """Number of resources reconciled at the same time. Bounds the load on the API server after a restart."""
 
@@ -142,8 +169,8 @@ class OperatorConfig:
             fleet_key=fleet_key,
             fleet_key_dir=Path(fleet_key_dir) if fleet_key_dir else None,
             engine_image=_required(env, "ARGOSY_ENGINE_IMAGE"),
-            vllm_image=env.get("ARGOSY_VLLM_IMAGE") or cls.vllm_image,
-            sglang_image=env.get("ARGOSY_SGLANG_IMAGE") or cls.sglang_image,
+            vllm_image=env.get("ARGOSY_VLLM_IMAGE") or VLLM_IMAGE,
+            sglang_image=env.get("ARGOSY_SGLANG_IMAGE") or SGLANG_IMAGE,
             engine_upgrade_policy=_upgrade_policy(env),
             image_pull_policy=pull_policy,
             fleet_key_secret=fleet_key_secret,
@@ -162,6 +189,7 @@ class OperatorConfig:
             lease=lease,
             identity=_required(env, "POD_NAME") if lease else "",
             watch_namespaces=_names(env, "ARGOSY_WATCH_NAMESPACES"),
+            max_concurrent_rollouts=_rollout_share(env),
         )
 
 
@@ -170,6 +198,18 @@ def _upgrade_policy(env: Mapping[str, str]) -> UpgradePolicy:
         return msgspec.convert(env.get("ARGOSY_ENGINE_UPGRADE_POLICY") or "OnSpecChange", UpgradePolicy)
     except msgspec.ValidationError:
         raise ConfigError("ARGOSY_ENGINE_UPGRADE_POLICY must be OnSpecChange or Automatic") from None
+
+
+def _rollout_share(env: Mapping[str, str]) -> RolloutShare:
+    variable = "ARGOSY_MAX_CONCURRENT_ROLLOUTS"
+    text = env.get(variable) or str(DEFAULT_SHARE)
+    digits, is_percent = text.removesuffix("%"), text.endswith("%")
+    bound = 100 if is_percent else MAX_ROLLOUTS
+    if not (digits.isascii() and digits.isdigit() and len(digits) < 6 and 1 <= int(digits) <= bound):
+        raise ConfigError(
+            f"{variable} must be a number of services, 1 to {MAX_ROLLOUTS}, or a percentage, 1% to 100%"
+        )
+    return RolloutShare(int(digits), is_percent=is_percent)
 
 
 def _required(env: Mapping[str, str], name: str) -> str:

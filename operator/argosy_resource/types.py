@@ -116,7 +116,7 @@ class Engine(Struct, frozen=True, kw_only=True, rename="camel"):
     """Container image of the engine. The operator's own default if left out."""
     upgrade_policy: UpgradePolicy | None = None
     """What a new default image of the operator does. `OnSpecChange`: the replicas keep the image that they were rolled
-    out with until an edit of this resource replaces them anyway. `Automatic`: it is rolled out, to one service at a
+    out with until an edit of this resource replaces them anyway. `Automatic`: it is rolled out, to few services at a
     time. The operator's own setting if left out, which is OnSpecChange unless an administrator changes it."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """Where the model computes. `auto` uses a GPU if the replica has one. `cuda` needs resources.gpu or

@@ -111,6 +111,8 @@ class FakeKubernetes:
         self._steps = 0
         self._refusals: dict[str, Refusal] = {}
         """The last attempt to create a pod that the quota refused, by UID of the Deployment."""
+        self.is_unready: Callable[[Object], bool] = lambda pod: False
+        """Whether the engine of a pod fails its readiness probe."""
         self.is_stuck: Callable[[Object], bool] = lambda pod: False
         """Whether a pod that terminates never goes, since its machine does not answer."""
         self.on_replaced: Callable[[Object, Object], None] = lambda deployment, pod: None
@@ -607,7 +609,7 @@ class FakeKubernetes:
                 _set_condition(changed, {"type": "ContainersReady", "status": "False"})
             elif status.get("phase") != "Running":
                 status |= {"phase": "Running", "podIP": "10.0.0.1"}
-            elif not self._has_its_nodes(pod):
+            elif not self._has_its_nodes(pod) or self.is_unready(pod):
                 _set_condition(changed, {"type": "ContainersReady", "status": "False"})
             else:
                 _set_condition(changed, {"type": "ContainersReady", "status": "True"})

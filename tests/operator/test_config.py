@@ -22,6 +22,18 @@ def test_config_from_the_environment() -> None:
     assert OperatorConfig.from_env({**ENV, "ARGOSY_ROUTER_URL": "https://r"}).router_speaks_tls
 
 
+def test_images_have_defaults() -> None:
+    config = OperatorConfig.from_env(ENV)
+    assert config.vllm_image.startswith("vllm/vllm-openai:")
+    assert config.sglang_image.startswith("lmsysorg/sglang:")
+
+
+def test_a_share_of_rollouts_is_a_number_or_a_percentage() -> None:
+    for text, share in (("", "5%"), ("3", "3"), ("100%", "100%"), ("1%", "1%"), ("10000", "10000")):
+        found = OperatorConfig.from_env({**ENV, "ARGOSY_MAX_CONCURRENT_ROLLOUTS": text})
+        assert str(found.max_concurrent_rollouts) == share
+
+
 def test_no_fleet_key_is_needed_where_the_operator_is_to_make_it() -> None:
     config = OperatorConfig.from_env(
         {
@@ -77,6 +89,10 @@ def test_settings_of_models() -> None:
         ({"ARGOSY_NODE_CACHE_PATH": "/var/../etc"}, "ARGOSY_NODE_CACHE_PATH"),
         ({"ARGOSY_NODE_CACHE_SELECTOR": "[]"}, "ARGOSY_NODE_CACHE_SELECTOR"),
         ({"ARGOSY_IMAGE_VOLUMES": "yes"}, "ARGOSY_IMAGE_VOLUMES"),
+        *(
+            ({"ARGOSY_MAX_CONCURRENT_ROLLOUTS": text}, "ARGOSY_MAX_CONCURRENT_ROLLOUTS")
+            for text in ("0", "0%", "101%", "10001", "5.5%", "-1", "%", "many", "٣")
+        ),
     ],
 )
 def test_wrong_settings_are_named(change: dict[str, str], variable: str) -> None:

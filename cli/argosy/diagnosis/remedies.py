@@ -47,7 +47,7 @@ REMEDIES: Final[dict[str, str]] = {
     "NoGPUForSurge": "wait: replicas are replaced one at a time, without an additional one",
     "NoRoomForSurge": "wait: replicas are replaced one at a time, without an additional one",
     "SchedulingGated": "look at what holds the gate that the message names, such as the pod's Workload of Kueue",
-    "WaitingForTurn": "wait: new defaults reach one service at a time",
+    "WaitingForTurn": "wait: new defaults reach few services at a time, and only those whose replicas are all routable",
     "ProgressDeadlineExceeded": "look at the pods' logs; spec.rollout.progressDeadlineSeconds is the limit",
     "WaitingForRouter": "look at the routers' logs, in the operator's namespace",
     "NoRouter": "install routers (chart value router.replicas), or look at their pods, in the operator's namespace",

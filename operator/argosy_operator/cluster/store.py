@@ -75,6 +75,12 @@ class Store:
     def all(self, kind: Kind) -> Iterator[Object]:
         return iter(list(self._objects[kind].values()))
 
+    def count(self, kind: Kind) -> int:
+        return len(self._objects[kind])
+
+    def count_marked(self, kind: Kind) -> int:
+        return len(self._marked[kind])
+
     def marked(self, kind: Kind) -> list[Object]:
         """The objects of a kind that are marked, the one stored first at the front."""
         return list(self._marked[kind].values())

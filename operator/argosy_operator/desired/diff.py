@@ -119,8 +119,10 @@ def compute_diff(service: InferenceService, observed: Observation, config: Opera
         gates=gates,
         secret=with_applied_hash(plan.secret),
         is_key_suspect=_is_key_suspect(plan, observed),
-        takes_turn=plan.rollout.has_turn and plan.problem is None and not has_the_turn(observed.deployment),
-        ends_turn=has_the_turn(observed.deployment) and not plan.rollout.has_turn and plan.problem is None,
+        takes_turn=plan.rollout.turn is not None
+        and plan.problem is None
+        and not has_the_turn(observed.deployment),
+        ends_turn=has_the_turn(observed.deployment) and plan.rollout.turn is None and plan.problem is None,
         children=_children(plan, observed),
         broken=broken,
         surplus=_surplus(service, plan, observed),

@@ -8,7 +8,7 @@ that an upgrade of the operator alone replaces no pod, and no older image gets w
 
     OnSpecChange  the images that were rolled out last stay until an edit of the resource replaces the pods anyway;
                   an edit back to a revision that still serves, beside a canary or in a rollout, finds that one's
-    Automatic     the present defaults, to one service at a time (`staged_rollout`)
+    Automatic     the present defaults, to few services at a time (`staged_rollout`)
 """
 
 from __future__ import annotations

@@ -15,9 +15,9 @@ Invariant: the operator takes the last routable replica only if `spec.rollout` s
     canary                 a change is tried on replicas of a Deployment of its own first: this one is paused with the
                            new template, and its pods keep serving with the old one until the last step has passed;
                            a replica of it that fails before its step has begun halts it until that one is ready
-    staged_rollout         the operator's own change is rolled out to one service at a time: the Deployments of the
-                           others are paused with the new template, and their pods keep serving with the old one
-                           until it is their turn; a canary needs none before it is promoted
+    staged_rollout         the operator's own change is rolled out to few services at a time, and to healthy ones only:
+                           the Deployments of the others are paused with the new template, and their pods keep
+                           serving with the old one until it is their turn; a canary needs none before it is promoted
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from argosy_operator.desired.blocked_surge import BlockedSurge, blocked_surge, s
 from argosy_operator.desired.canary import CanaryPlan, encode_canary, plan_canary
 from argosy_operator.desired.failed_replicas import failed_replicas, unavailable_without
 from argosy_operator.desired.spec_digest import input_digest
-from argosy_operator.desired.staged_rollout import held_revision, is_healthy
+from argosy_operator.desired.staged_rollout import held_revision, is_healthy, turn_of, unhealthy_replicas
 from argosy_operator.names import CANARY_ANNOTATION, HELD_ANNOTATION, INPUT_ANNOTATION, TURN_ANNOTATION
-from argosy_operator.observed.deployment import has_the_turn, rolling_update, template_revision
+from argosy_operator.observed.deployment import Turn, has_the_turn, rolling_update, template_revision
 from argosy_operator.observed.observation import Observation
 from argosy_operator.observed.pod import Pod
 from argosy_resource.rollout_policy import (
@@ -69,7 +69,10 @@ class RolloutPlan(Struct, frozen=True, kw_only=True):
     held_revision: str = ""
     """While the service waits for its turn, or for a canary: the revision that keeps serving."""
     waits_for: str = ""
-    """While the service waits for its turn: the service (`namespace/name`) that has it."""
+    """While the service waits for its turn: a service (`namespace/name`) that has one, or is about to. Empty if it
+    waits for its own replicas only."""
+    unhealthy: str = ""
+    """While the operator's own change leaves the service alone, because its replicas are not all routable: how many."""
     canary: CanaryPlan | None = None
     """The canary rollout of the revision, until it is complete."""
     halted_by: Pod | None = None
@@ -78,8 +81,10 @@ class RolloutPlan(Struct, frozen=True, kw_only=True):
     """What the rollout lacks for its surge."""
     node_wait_s: float = 0.0
     """While the rollout waits for what it lacks: seconds until replicas are replaced in place."""
-    has_turn: bool = False
-    """The operator's own change is being rolled out to this service; no other one starts meanwhile."""
+    turn: Turn | None = None
+    """While the operator's own change is being rolled out to this service."""
+    turn_left_s: float = 0.0
+    """Seconds until that may have taken too long."""
     input_digest: str = ""
     """Hash of those parts of the spec that shape the pods. While it stays the same, a new revision comes from a change
     of the operator's."""
@@ -92,8 +97,8 @@ class RolloutPlan(Struct, frozen=True, kw_only=True):
             found[HELD_ANNOTATION] = self.held_revision
         if self.canary is not None:
             found[CANARY_ANNOTATION] = encode_canary(self.canary.state)
-        if self.has_turn:
-            found[TURN_ANNOTATION] = "true"
+        if self.turn is not None:
+            found[TURN_ANNOTATION] = self.turn.text
         return found
 
 
@@ -109,14 +114,16 @@ def plan_rollout(
     held = ""
     if canary is None:
         held = held_revision(service, observed, revision, digest=digest, key_digest=key_digest)
-    if held and observed.rolling_elsewhere:
+    unhealthy = unhealthy_replicas(observed) if held else ""
+    if held and (observed.rolling_elsewhere or unhealthy):
         return RolloutPlan(
             phase="waiting-for-turn",
             surge=service.spec.rollout.surge,
             unavailable=service.spec.rollout.unavailable,
             is_paused=True,
             held_revision=held,
-            waits_for=observed.rolling_elsewhere,
+            waits_for="" if unhealthy else observed.rolling_elsewhere,
+            unhealthy=unhealthy,
             input_digest=digest,
         )
     if canary is not None and canary.held:
@@ -155,6 +162,15 @@ def plan_rollout(
             # Kubernetes scales a paused Deployment to its size plus maxSurge: a smaller surge would remove replicas.
             present = rolling_update(live)
             surge, unavailable = present.get("maxSurge", surge), present.get("maxUnavailable", unavailable)
+    turn, turn_left_s = None, 0.0
+    if has_turn:
+        turn, turn_left_s = turn_of(
+            service,
+            observed,
+            revision,
+            has_failed=halted_by is not None,
+            lacks_room=halted_by is None and blocked is not None,
+        )
     return RolloutPlan(
         phase=phase,
         surge=surge,
@@ -162,7 +178,8 @@ def plan_rollout(
         is_paused=halted_by is not None,
         canary=canary,
         halted_by=halted_by,
-        has_turn=has_turn,
+        turn=turn,
+        turn_left_s=turn_left_s,
         blocked=blocked,
         node_wait_s=node_wait_s,
         input_digest=digest,

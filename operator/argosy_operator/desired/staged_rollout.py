@@ -1,7 +1,8 @@
 """Staged rollout of the operator's own changes (a new default image, say): decides whether a service has to wait.
 
-Only one service at a time rolls out such a change. Owns the decisions whether a service has to wait for its turn, and
-whether it has come through it. Must not know which service has the turn: `reconcile.rollout_lock` does.
+Few services at a time roll out such a change. Owns the decisions whether a service has to wait for its turn, whether it
+has come through it, and what became of a turn that takes too long. Must not know which services have one:
+`reconcile.rollout_lock` does.
 """
 
 from __future__ import annotations
@@ -9,7 +10,16 @@ from __future__ import annotations
 import msgspec
 
 from argosy_operator.names import INPUT_ANNOTATION, KEY_ANNOTATION
-from argosy_operator.observed.deployment import has_the_turn, serving_revision, template_revision
+from argosy_operator.observed.deployment import (
+    Turn,
+    TurnState,
+    deployment_condition,
+    has_the_turn,
+    read_turn,
+    serving_revision,
+    template_revision,
+)
+from argosy_operator.observed.elapsed import seconds_between
 from argosy_operator.observed.observation import Observation
 from argosy_resource.types import InferenceService
 
@@ -36,6 +46,34 @@ def held_revision(
     is_complete = all(pod.revision == serving for pod in alive)
     is_serving = any(pod.is_routable for pod in alive)
     return serving if serving != revision and is_own and is_complete and is_serving else ""
+
+
+def unhealthy_replicas(observed: Observation) -> str:
+    """Why the operator's own change leaves the service alone for now; empty if its replicas are all routable. Those
+    that no node can take are ignored, as in `is_healthy`."""
+    alive = [pod for pod in observed.pods if pod.is_alive]
+    failing = [pod for pod in alive if not (pod.is_routable or pod.unschedulable or pod.gate_words)]
+    return f"{len(failing)} of {len(alive)} replicas are not routable" if failing else ""
+
+
+def turn_of(
+    service: InferenceService, observed: Observation, revision: str, *, has_failed: bool, lacks_room: bool
+) -> tuple[Turn, float]:
+    """The turn of a service that has it, and the seconds until it may have taken too long; 0 if that time is over. It
+    has taken too long if nothing moves any more: a new replica has failed or found no room, Kubernetes sees no
+    progress, or all replicas are new and some are not healthy."""
+    before = read_turn(observed.deployment)
+    now, deadline = observed.time, service.spec.rollout.progress_deadline_seconds
+    since = (before.since if before is not None else "") or now
+    left = deadline - seconds_between(since, now)
+    if left > 0:
+        return Turn(since), left
+    is_late = (
+        deployment_condition(observed.deployment, "Progressing").get("reason") == "ProgressDeadlineExceeded"
+    )
+    is_new = all(pod.revision == revision for pod in observed.pods if pod.is_alive)
+    state: TurnState = "blocked" if lacks_room else "failed" if has_failed or is_late or is_new else ""
+    return Turn(since, state), 0.0
 
 
 def has_ended_while_paused(service: InferenceService, observed: Observation) -> bool:

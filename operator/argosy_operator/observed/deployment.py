@@ -5,8 +5,28 @@ Owns the reading of the Deployment's template, strategy and annotations. Must no
 
 from __future__ import annotations
 
+from typing import Literal
+
+from msgspec import Struct
+
 from argosy_operator.names import HELD_ANNOTATION, REVISION_LABEL, TURN_ANNOTATION
 from argosy_operator.observed.observation import Object
+
+TurnState = Literal["", "failed", "blocked"]
+"""What became of a turn that has not ended within its deadline: the change does not work in this service, or the
+cluster has no room for it. Empty before that."""
+
+
+class Turn(Struct, frozen=True):
+    """A service's turn in the staged rollout of the operator's own changes, as an annotation of its Deployment."""
+
+    since: str
+    """When the service got it (RFC 3339). Empty if that is not known: an earlier state of the operator wrote `true`."""
+    state: TurnState = ""
+
+    @property
+    def text(self) -> str:
+        return f"{self.since} {self.state}".rstrip()
 
 
 def template_revision(deployment: Object) -> str:
@@ -33,9 +53,12 @@ def has_the_turn(deployment: Object | None) -> bool:
     return deployment is not None and TURN_ANNOTATION in deployment["metadata"].get("annotations", {})
 
 
-def waits_for_its_turn(deployment: Object) -> bool:
-    """Whether the operator's own change waits to be rolled out to this Deployment's service."""
-    return HELD_ANNOTATION in deployment["metadata"].get("annotations", {})
+def read_turn(deployment: Object | None) -> Turn | None:
+    """The turn that the Deployment says its service has; None if it has none."""
+    if deployment is None or not has_the_turn(deployment):
+        return None
+    since, _, state = deployment["metadata"]["annotations"][TURN_ANNOTATION].partition(" ")
+    return Turn(since if since[:1].isdigit() else "", state if state in ("failed", "blocked") else "")
 
 
 def deployment_condition(deployment: Object | None, kind: str) -> Object:

@@ -42,7 +42,7 @@ from argosy_operator.kinds import (
 )
 from argosy_operator.names import FIELD_MANAGER, MANAGED_BY_LABEL, NAME_LABEL
 from argosy_operator.observed.canary_steps import has_canary_steps
-from argosy_operator.observed.deployment import has_the_turn, waits_for_its_turn
+from argosy_operator.observed.deployment import has_the_turn
 from argosy_operator.reconcile.allowance import Allowance
 from argosy_operator.reconcile.autoscaler import Autoscaler
 from argosy_operator.reconcile.fleet_publisher import FleetPublisher
@@ -155,7 +155,7 @@ class Controller:
             loads=self.loads.view,
             ask_loads=self.loads.ask,
             is_known=self.lister.is_known,
-            on_turn_ended=self._requeue_waiting_for_turn,
+            wake=self.queue.add,
             look_again=self.queue.add_after,
         )
         self.namespaces = NamespaceWatch(
@@ -240,8 +240,8 @@ class Controller:
                 self.fetches.forget(obj["metadata"].get("uid", ""))
             if self.store.remove(kind, obj):
                 self._enqueue(kind, obj, None)
-                if kind is INFERENCE_SERVICES and self.store.marked(DEPLOYMENTS):
-                    self._requeue_waiting_for_turn()  # its Deployment may stay, and has no turn any more
+                if kind is INFERENCE_SERVICES:
+                    self._reconciler.wake_next()  # its Deployment may stay, and has no turn any more
             return
         before = self.store.get(kind, *object_name(obj))
         if self.store.put(kind, obj):
@@ -271,7 +271,7 @@ class Controller:
         fetching = (read_fetching_pod(obj) for obj in self.store.all(PODS))
         self.fetches.set_pods(pod for pod in fetching if pod is not None)
         self._queue_services(namespaces)
-        self._requeue_waiting_for_turn()
+        self._reconciler.wake_next()
 
     def _queue_services(self, namespaces: Collection[str | None] = (None,)) -> None:
         """Queue the services of some namespaces, None for all, and the fleet document."""
@@ -301,16 +301,9 @@ class Controller:
         if service is not None:
             self.queue.add(service)
         if kind is DEPLOYMENTS and has_the_turn(before or obj) and (before is None or not has_the_turn(obj)):
-            self._requeue_waiting_for_turn()
+            self._reconciler.wake_next()
         if kind is PODS and obj["metadata"].get("labels", {}).get(COMPONENT_LABEL) == "router":
             self._refresh_routers()
-
-    def _requeue_waiting_for_turn(self) -> None:
-        """Queue the services whose rollout waits for another one's, which has ended, or whose Deployment is gone."""
-        for obj in self.store.all(DEPLOYMENTS):
-            service = service_of(obj)
-            if service is not None and waits_for_its_turn(obj):
-                self.queue.add(service)
 
     def _follow_fetch(self, obj: Object) -> None:
         fetching = read_fetching_pod(obj)

@@ -34,6 +34,7 @@ from argosy_operator.kinds import (
     STATEFUL_SETS,
     Kind,
     Name,
+    Object,
     kind_of,
     object_name,
 )
@@ -84,10 +85,10 @@ class Reconciler:
         loads: Callable[[], Mapping[str, ServiceLoad]],
         ask_loads: Callable[[], Awaitable[Mapping[str, ServiceLoad]]],
         is_known: Callable[[str], bool],
-        on_turn_ended: Callable[[], None],
+        wake: Callable[[Name], None],
         look_again: Callable[[Name, float], None],
     ) -> None:
-        """`is_known` says of a namespace whether it was read and may be."""
+        """`is_known` says of a namespace whether it was read and may be; `wake` has a service reconciled soon."""
         self._api = api
         self._store = store
         self._config = config
@@ -98,7 +99,11 @@ class Reconciler:
         self._look_again = look_again
         self._ask_loads = ask_loads
         self.key_secrets = KeySecrets(api, metrics)
-        self._turn = RolloutLock(store, on_turn_ended, is_left_alone=self._is_left_alone)
+        self._turn = RolloutLock(
+            store, config.max_concurrent_rollouts, wake, is_left_alone=self._is_left_alone
+        )
+        self._left_alone: dict[Name, tuple[Object, bool]] = {}
+        """Whether a service is, and the version of it that says so. Of those that have a turn, or wait for one."""
         self._observer = Observer(
             store,
             self._turn,
@@ -129,8 +134,22 @@ class Reconciler:
         Raises:
             OperatorError: try again later; what a user should know of it is already in the status.
         """
+        self._turn.begin(key)
+        try:
+            await self._reconcile(key, lost_names, published, is_left_out=is_left_out)
+        finally:
+            self._turn.wake_next()
+
+    def wake_next(self) -> None:
+        """Have services reconciled that wait for a turn, if one is free."""
+        self._turn.wake_next()
+
+    async def _reconcile(
+        self, key: Name, lost_names: tuple[LostName, ...], published: str, *, is_left_out: bool
+    ) -> None:
         obj = self._store.get(INFERENCE_SERVICES, *key)
         if obj is None or obj["metadata"].get("deletionTimestamp"):
+            self._turn.leave(key)
             return  # its children are deleted by their owner reference, and the fleet document is rendered again
         try:
             stored = parse(obj)
@@ -141,6 +160,10 @@ class Reconciler:
         service = self._autoscaler.scaled(stored)
         observed = self._observer.observe(service, lost_names, published, scalers)
         diff = compute_diff(service, observed, self._config)
+        if diff.plan.rollout.waits_for and diff.plan.problem is None and not service.spec.paused:
+            self._turn.wait(key)
+        else:
+            self._turn.leave(key)
         decision = self._autoscaler.decision(service)
         failure: OperatorError | None = None
         try:
@@ -203,8 +226,6 @@ class Reconciler:
             await self._refuse_own_secrets(service)
         for change in deployments:  # in the plan's order
             await self._apply(service, observed, change)
-        if diff.plan.problem is not None and has_the_turn(observed.deployment):
-            self._turn.skip()
         if diff.ends_turn:
             await self._end_turn(observed.deployment)
         for kind, obj in diff.surplus:
@@ -239,9 +260,7 @@ class Reconciler:
     async def _apply(self, service: InferenceService, observed: Observation, change: ChildChange) -> None:
         if change.removed_replicas:
             await self._mark_least_valuable(service, observed, change.removed_replicas)
-        stored = await self._children.apply(change)
-        if stored is not None:
-            self._turn.note(change.live, stored)
+        await self._children.apply(change)
 
     async def _end_turn(self, deployment: Mapping[str, Any] | None) -> None:
         """Have the Deployment say no more that it has the turn, if it still does after it was applied: the service is
@@ -250,9 +269,7 @@ class Reconciler:
         live = self._store.get(DEPLOYMENTS, *object_name(deployment))
         if live is None or live["metadata"]["uid"] != deployment["metadata"]["uid"] or not has_the_turn(live):
             return
-        stored = await self._children.remove_annotation(DEPLOYMENTS, live, TURN_ANNOTATION)
-        if stored is not None:
-            self._turn.note(live, stored)
+        await self._children.remove_annotation(DEPLOYMENTS, live, TURN_ANNOTATION)
 
     async def _mark_least_valuable(
         self, service: InferenceService, observed: Observation, removed: int
@@ -277,10 +294,17 @@ class Reconciler:
         if not self._is_known(key[0]):
             return True
         obj = self._store.get(INFERENCE_SERVICES, *key)
-        try:
-            return obj is not None and deployment_problem(parse(obj), self._config) is not None
-        except msgspec.ValidationError:
+        if obj is None:
+            self._left_alone.pop(key, None)
             return False
+        known, is_left_alone = self._left_alone.get(key, (None, False))
+        if known is not obj:
+            try:
+                is_left_alone = deployment_problem(parse(obj), self._config) is not None
+            except msgspec.ValidationError:
+                is_left_alone = False
+            self._left_alone[key] = obj, is_left_alone
+        return is_left_alone
 
     async def _patch_pod(self, service: InferenceService, pod: Pod, patch: dict[str, Any]) -> None:
         """Patch the status of a pod, which may be gone by now."""

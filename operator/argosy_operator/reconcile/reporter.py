@@ -91,10 +91,10 @@ class Reporter:
             if pod.is_terminating
         ]
         waits.append(seconds_until_scaled_once(service, observed.scalers, now))
-        waits += [plan.rollout.node_wait_s, plan.nudge_wait_s]
+        waits += [plan.rollout.node_wait_s, plan.rollout.turn_left_s, plan.nudge_wait_s]
         if later := [seconds for seconds in waits if seconds > 0]:
             self._look_again(name, min(later))
-        has_missed_its_turn = plan.rollout.phase == "waiting-for-turn" and not observed.rolling_elsewhere
+        has_missed_its_turn = plan.rollout.waits_for and not observed.rolling_elsewhere
         if has_missed_its_turn and not service.spec.paused:
             self._look_again(name, 0.0)
 

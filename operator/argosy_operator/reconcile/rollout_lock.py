@@ -1,75 +1,125 @@
-"""Staged rollout of the operator's own changes: records which service has the turn.
+"""Staged rollout of the operator's own changes: records which services have a turn, and wakes those that are next.
 
-Only one service at a time rolls out such a change; which one has to wait, `desired.staged_rollout` decides. An
-annotation of the Deployment records the turn; this module covers the time from the decision to the write. A service
-whose Deployment is left alone keeps the annotation, but holds up no other one; nor does a Deployment that is no
-service's, such as one that was left behind when its service was deleted, or one that somebody else made for it.
+Few services at a time roll out such a change (`OperatorConfig.max_concurrent_rollouts`); which one has to wait,
+`desired.staged_rollout` decides. An annotation of the Deployment records a turn and what became of it; this module
+covers the time from the decision to the write. A service whose Deployment is left alone keeps the annotation, but holds
+up no other one; nor does a Deployment that is no service's, such as one that was left behind when its service was
+deleted, or one that somebody else made for it.
+
+A turn that ends in no healthy service is not kept for ever. One that lacks room in the cluster counts no more after its
+deadline. Of those that have failed as many count no more as may be had at once: one service that fails for reasons of
+its own holds up nobody, and a change that fails everywhere stops at twice that number.
 Must not know: what halts a rollout (`argosy_resource.rollout_policy`).
-Invariant: no two services are given the turn, because a claim is made without an await after the observation that
-found no other holder.
+Invariants: no more services are given a turn than may have one, because a claim is made without an await after the
+observation that found one free. What is remembered, who waits in which order, each reconcile tells again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from argosy_operator.cluster.store import Store, service_of
+from argosy_operator.config import RolloutShare
 from argosy_operator.kinds import DEPLOYMENTS, INFERENCE_SERVICES, Name
 from argosy_operator.names import deployment_name
-from argosy_operator.observed.deployment import has_the_turn
+from argosy_operator.observed.deployment import Turn, read_turn
 from argosy_operator.observed.observation import controller_uid
 
 
 class RolloutLock:
-    """Knows which service has the turn. Deployments that have it are marked in `store` (`has_the_turn`). Calls
-    `on_ended` when services that wait should be reconciled again.
-    `is_left_alone(service)`: whether the service's Deployment is not applied at present."""
+    """Knows which services have a turn. Deployments that have one are marked in `store` (`has_the_turn`).
+    `wake(service)` has one that waits reconciled again; `is_left_alone(service)`: whether its Deployment is not applied
+    at present."""
 
     def __init__(
-        self, store: Store, on_ended: Callable[[], None], *, is_left_alone: Callable[[Name], bool]
+        self,
+        store: Store,
+        share: RolloutShare,
+        wake: Callable[[Name], None],
+        *,
+        is_left_alone: Callable[[Name], bool],
     ) -> None:
         self._store = store
+        self._share = share
         self._is_left_alone = is_left_alone
-        self._on_ended = on_ended
-        self._claimed: Name | None = None
+        self._wake = wake
+        self._claimed: set[Name] = set()
+        self._waiting: dict[Name, None] = {}
+        """Services that wait for a turn, and for nothing else, the one that began first at the front."""
+        self._woken: set[Name] = set()
+        """Those that were told of a free turn, until they are reconciled."""
 
     def holder(self, *, besides: Name) -> str:
-        """Another service that has the turn (`namespace/name`), or is about to; empty if there is none."""
-        if self._claimed is not None and self._claimed != besides:
-            return "/".join(self._claimed)
-        for service in self._by_deployment():
-            if service != besides and not self._is_left_alone(service):
-                return "/".join(service)
-        return ""
+        """If no turn is free: another service that has one, or is about to (`namespace/name`). Otherwise empty."""
+        limit = self._limit
+        holders = [] if self._is_free_at_sight(limit) else self._holders(besides=besides)
+        return "/".join(holders[0]) if len(holders) >= limit else ""
 
     @contextmanager
     def claim(self, service: Name) -> Iterator[None]:
-        """Hold the turn for a service until its Deployment says that it has it, or could not be written."""
-        assert self._claimed is None
-        self._claimed = service
+        """Hold a turn for a service until its Deployment says that it has it, or could not be written."""
+        self._claimed.add(service)
         try:
             yield
         finally:
-            self._claimed = None
-            if service not in self._by_deployment():
-                self._on_ended()
+            self._claimed.discard(service)
 
-    def note(self, before: Mapping[str, Any] | None, after: Mapping[str, Any]) -> None:
-        """Note the write of a child: a Deployment that gave the turn back lets another service have it."""
-        if has_the_turn(before) and not has_the_turn(after):
-            self._on_ended()
+    def begin(self, service: Name) -> None:
+        """Note that a service is being reconciled: it tells anew whether it waits."""
+        self._woken.discard(service)
 
-    def skip(self) -> None:
-        """Note that a service which has the turn is left alone: another one may have it."""
-        self._on_ended()
+    def wait(self, service: Name) -> None:
+        """Note that a service waits for a turn."""
+        self._waiting.setdefault(service)
 
-    def _by_deployment(self) -> Iterator[Name]:
+    def leave(self, service: Name) -> None:
+        """Note that a service waits for no turn, at least not for that alone."""
+        self._waiting.pop(service, None)
+
+    def wake_next(self) -> None:
+        """Have as many services reconciled as there are free turns."""
+        if not self._waiting:
+            return
+        self._woken = {each for each in self._woken if not self._is_left_alone(each)}
+        free = self._limit - len(self._woken) - len(self._holders())
+        for service in [*self._waiting]:
+            if free <= 0:
+                return
+            self._waiting.pop(service)
+            if not self._is_left_alone(service):
+                free -= 1
+                self._woken.add(service)
+                self._wake(service)
+
+    @property
+    def _limit(self) -> int:
+        return self._share.of(self._store.count(INFERENCE_SERVICES))
+
+    def _is_free_at_sight(self, limit: int) -> bool:
+        return len(self._claimed) + self._store.count_marked(DEPLOYMENTS) < limit
+
+    def _holders(self, *, besides: Name | None = None) -> list[Name]:
+        """The services whose turn counts, those that have failed first."""
+        rolling, failed = dict.fromkeys(self._claimed), []
+        for service, turn in self._turns():
+            if not turn.state:
+                rolling.setdefault(service)
+            elif turn.state == "failed":
+                failed.append(service)
+        found = (*failed[self._limit :], *rolling)
+        return [each for each in found if each != besides]
+
+    def _turns(self) -> Iterator[tuple[Name, Turn]]:
         for obj in self._store.marked(DEPLOYMENTS):
-            service = service_of(obj)
+            service, turn = service_of(obj), read_turn(obj)
             owner = None if service is None else self._store.get(INFERENCE_SERVICES, *service)
-            if service is None or owner is None or obj["metadata"]["name"] != deployment_name(service[1]):
+            if service is None or turn is None or owner is None or service in self._claimed:
                 continue
-            if controller_uid(obj) == owner["metadata"]["uid"]:
-                yield service
+            is_its_own = controller_uid(obj) == owner["metadata"]["uid"]
+            if (
+                is_its_own
+                and obj["metadata"]["name"] == deployment_name(service[1])
+                and not self._is_left_alone(service)
+            ):
+                yield service, turn

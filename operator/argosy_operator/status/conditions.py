@@ -128,11 +128,12 @@ def progressing(view: ServiceView) -> ConditionState:
             "False", "RolloutHalted", f"{_halt_message(view)}: {so_far}{_stray_of_halted(view)}"
         )
     if phase == "waiting-for-turn":
-        other = view.plan.rollout.waits_for
-        message = (
-            "new defaults of the operator are rolled out to one service at a time; "
-            f"waiting for {other} to become healthy"
-        )
+        share, other = view.config.max_concurrent_rollouts, view.plan.rollout.waits_for
+        message = f"new defaults of the operator are rolled out to {share} of the services at once"
+        if other:
+            message = f"{message}; waiting for {other} to become healthy"
+        else:
+            message = f"{message}, and to healthy ones only: {view.plan.rollout.unhealthy}"
         return ConditionState("False", "WaitingForTurn", message)
     if phase in ("canary", "canary-failed"):
         return _canary(view)

@@ -1,0 +1,201 @@
+"""The operator's own changes reach few services at once: healthy ones, and those that wait next are told."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+from typing import Any
+
+import pytest
+from builders import isvc_object
+from fake_kubernetes import FakeKubernetes, Object
+from harness import Operator, condition, living_pods, new_cluster, num_routable
+from virtual_time import virtual_time
+
+from argosy_operator.config import RolloutShare
+from argosy_operator.kinds import DEPLOYMENTS, INFERENCE_SERVICES
+from argosy_operator.names import TURN_ANNOTATION
+
+DEADLINE = 60
+"""Seconds without progress after which a turn has taken too long, in these tests."""
+OWN = RolloutShare(1, is_percent=False)
+
+
+def now() -> str:
+    begin = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
+    passed = datetime.timedelta(seconds=asyncio.get_running_loop().time())
+    return (begin + passed).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+async def services(cluster: FakeKubernetes, number: int, **spec: Any) -> list[str]:
+    """Create so many services, and have them serve."""
+    names = [f"s{each:02}" for each in range(number)]
+    async with Operator(cluster, now=now) as operator:
+        for name in names:
+            rollout = {"progressDeadlineSeconds": DEADLINE}
+            cluster.create(isvc_object(name, rollout=rollout, **spec))
+        await operator.settle()
+    assert all(num_routable(cluster, name) for name in names)
+    return names
+
+
+def upgraded(cluster: FakeKubernetes, image: str, share: RolloutShare = OWN) -> Operator:
+    return Operator(cluster, now=now, engine_image=image, max_concurrent_rollouts=share)
+
+
+async def pass_time(cluster: FakeKubernetes, seconds: int) -> None:
+    for _ in range(seconds):
+        await asyncio.sleep(1)
+        cluster.step()
+
+
+def with_image(cluster: FakeKubernetes, names: list[str], image: str) -> list[str]:
+    """The services of which some replica has this image."""
+    return [
+        name
+        for name in names
+        if any(pod["spec"]["containers"][0]["image"] == image for pod in living_pods(cluster, name))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("amount", "is_percent", "services", "number"),
+    [(5, True, 3, 1), (5, True, 39, 1), (5, True, 1000, 50), (100, True, 7, 7), (3, False, 1000, 3), (3, False, 0, 3)],
+)  # fmt: skip
+def test_a_share_of_services_is_at_least_one(
+    amount: int, is_percent: bool, services: int, number: int
+) -> None:
+    assert RolloutShare(amount, is_percent=is_percent).of(services) == number
+
+
+@pytest.mark.parametrize(
+    ("share", "at_once"), [(RolloutShare(25, is_percent=True), 3), (RolloutShare(5, is_percent=False), 5)]
+)
+@virtual_time
+async def test_a_share_of_the_services_rolls_out_at_once(share: RolloutShare, at_once: int) -> None:
+    cluster = new_cluster()
+    names = await services(cluster, 12)
+    rolling: list[int] = []
+
+    def note(kind: Any, event: str, obj: Object) -> None:
+        rolling.append(sum(len(living_pods(cluster, name)) != 1 for name in names))
+
+    cluster.listeners.append(note)
+    async with upgraded(cluster, "good:2", share) as operator:
+        await operator.settle()
+    assert max(rolling) == at_once
+    assert with_image(cluster, names, "good:2") == names
+
+
+@virtual_time
+async def test_a_service_that_waits_is_reconciled_when_it_is_next() -> None:
+    async def reconciles(number: int) -> float:
+        cluster = new_cluster()
+        await services(cluster, number)
+        async with upgraded(cluster, "good:2") as operator:
+            await operator.settle()
+            registry = operator.controller.metrics.registry
+            return (
+                registry.get_sample_value("argosy_operator_reconcile_seconds_count", {"outcome": "ok"}) or 0
+            )
+
+    few, many = await reconciles(5), await reconciles(20)
+    assert many < 4.5 * few, "each release would have all of them reconciled"
+
+
+@virtual_time
+async def test_a_service_that_is_not_healthy_is_left_alone_and_holds_up_no_other_one() -> None:
+    cluster = new_cluster()
+    names = await services(cluster, 4, replicas=2)
+    ill = living_pods(cluster, names[0])[0]["metadata"]["name"]
+    cluster.is_unready = lambda pod: pod["metadata"]["name"] == ill
+    await pass_time(cluster, 2)
+    before = {pod["metadata"]["uid"] for pod in living_pods(cluster, names[0])}
+    async with upgraded(cluster, "good:2") as operator:
+        await pass_time(cluster, 2 * DEADLINE)
+        assert with_image(cluster, names, "good:2") == names[1:]
+        assert {pod["metadata"]["uid"] for pod in living_pods(cluster, names[0])} == before
+        assert condition(cluster, "Progressing", names[0]) == ("False", "WaitingForTurn")
+        message = cluster.condition("Progressing", names[0])["message"]
+        assert "healthy ones only: 1 of 2 replicas are not routable" in message
+        cluster.is_unready = lambda pod: False
+        await operator.settle()
+        assert with_image(cluster, names, "good:2") == names
+        assert condition(cluster, "Progressing", names[0]) == ("False", "Complete")
+
+
+@virtual_time
+async def test_a_service_in_which_the_change_fails_gives_its_turn_back_after_its_deadline() -> None:
+    cluster = new_cluster()
+    names = await services(cluster, 4)
+    old = {pod["metadata"]["uid"] for pod in living_pods(cluster, names[1])}
+    cluster.has_image = lambda pod: not pod.startswith(names[1])
+    async with upgraded(cluster, "good:2") as operator:
+        await pass_time(cluster, 8 * DEADLINE)
+        assert with_image(cluster, names, "good:2") == names
+        assert condition(cluster, "Progressing", names[1]) == ("False", "RolloutHalted")
+        assert num_routable(cluster, names[1]) == 1
+        assert old <= {pod["metadata"]["uid"] for pod in living_pods(cluster, names[1])}
+        annotations = cluster.objects[DEPLOYMENTS, "team", f"{names[1]}-engine"]["metadata"]["annotations"]
+        assert annotations[TURN_ANNOTATION].endswith(" failed")
+        cluster.has_image = lambda pod: True
+        await operator.settle()
+        annotations = cluster.objects[DEPLOYMENTS, "team", f"{names[1]}-engine"]["metadata"]["annotations"]
+        assert TURN_ANNOTATION not in annotations
+
+
+@pytest.mark.parametrize("at_once", [1, 2])
+@virtual_time
+async def test_a_change_that_fails_everywhere_stops(at_once: int) -> None:
+    cluster = new_cluster()
+    names = await services(cluster, 8)
+    cluster.broken_images.add("broken:1")
+    async with upgraded(cluster, "broken:1", RolloutShare(at_once, is_percent=False)):
+        await pass_time(cluster, 10 * DEADLINE)
+        assert len(with_image(cluster, names, "broken:1")) == 2 * at_once
+        assert all(num_routable(cluster, name) == 1 for name in names)
+
+
+@virtual_time
+async def test_services_without_room_for_a_surge_hold_up_no_other_one() -> None:
+    cluster = new_cluster(gpus=3)
+    names = await services(cluster, 3, resources={"gpu": {}})
+    rest = isvc_object("t00", rollout={"progressDeadlineSeconds": DEADLINE})
+    async with Operator(cluster, now=now) as operator:
+        cluster.create(rest)
+        await operator.settle()
+    async with upgraded(cluster, "good:2"):
+        await pass_time(cluster, 6 * DEADLINE)
+        assert with_image(cluster, ["t00"], "good:2") == ["t00"]
+        assert all(num_routable(cluster, name) == 1 for name in names)
+
+
+@virtual_time
+async def test_a_turn_that_an_earlier_operator_has_given_has_a_deadline_too() -> None:
+    cluster = new_cluster()
+    names = await services(cluster, 3)
+    cluster.has_image = lambda pod: not pod.startswith(names[0])
+    async with upgraded(cluster, "good:2"):
+        await pass_time(cluster, DEADLINE // 2)
+    key = (DEPLOYMENTS, "team", f"{names[0]}-engine")
+    live = cluster.objects[key]
+    annotations = {**live["metadata"]["annotations"], TURN_ANNOTATION: "true"}
+    cluster.overwrite(key, {**live, "metadata": {**live["metadata"], "annotations": annotations}})
+    async with upgraded(cluster, "good:2"):
+        await pass_time(cluster, DEADLINE // 2)
+        assert with_image(cluster, names, "good:2") == names[:1]
+        await pass_time(cluster, 2 * DEADLINE)
+        assert with_image(cluster, names, "good:2") == names
+
+
+@virtual_time
+async def test_a_service_that_is_deleted_while_it_is_next_holds_up_no_other_one() -> None:
+    cluster = new_cluster()
+    names = await services(cluster, 4)
+    async with upgraded(cluster, "good:2") as operator:
+        await pass_time(cluster, 4)
+        waiting = [name for name in names if condition(cluster, "Progressing", name)[1] == "WaitingForTurn"]
+        assert len(waiting) == 3
+        cluster.remove((INFERENCE_SERVICES, "team", waiting[0]))
+        await operator.settle()
+    assert with_image(cluster, names, "good:2") == [name for name in names if name != waiting[0]]
