@@ -1,4 +1,5 @@
-"""`spec.placement`: on which nodes replicas run, who schedules them, and as whom they run.
+"""`spec.placement`: on which nodes replicas run, who schedules them, and as whom they run; and
+`spec.podDisruptionBudget`: how many of them those who drain nodes may evict.
 
 Owns the types; names and meanings are Kubernetes'. Must not know how pods look. Invariant: no field takes a pod out of
 the restricted Pod Security profile.
@@ -11,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 from msgspec import Meta, Struct
 
 from argosy_resource.affinity import Affinity, LabelSelector, TopologyKey
-from argosy_resource.schema_types import LabelKey, LabelValue, ObjectName, Rule, rules_of
+from argosy_resource.schema_types import CountOrPercent, LabelKey, LabelValue, ObjectName, Rule, rules_of
 
 _BY_DOMAIN: Final[dict[str, Any]] = {
     "x-kubernetes-list-type": "map",
@@ -114,3 +115,19 @@ class Placement(Struct, frozen=True, kw_only=True, rename="camel"):
     goes by accounts. The namespace's `default` if left out."""
     automount_service_account_token: bool = False
     """Whether the engine gets the account's token for the API server. Engines need none."""
+
+
+class PodDisruptionBudget(Struct, frozen=True, kw_only=True, rename="camel"):
+    """How many replicas may be missing because pods were evicted: a drained node, a cluster autoscaler."""
+
+    max_unavailable: CountOrPercent = "10%"
+    """Replicas that evictions may take at once: a number, or a percentage of the replicas, rounded up as Kubernetes
+    does. 10%, the default, is 1 of up to ten replicas and 2 of twenty. 0 has every eviction refused, so that no node
+    with a replica can be drained. A replica that is not ready may always be evicted."""
+
+    def of(self, replicas: int) -> int:
+        """The number for so many replicas. No fewer than one is evicted at once, unless none may be."""
+        if isinstance(self.max_unavailable, int):
+            return self.max_unavailable
+        percent = int(self.max_unavailable.removesuffix("%"))
+        return max(1, -(-replicas * percent // 100)) if percent else 0

@@ -85,6 +85,17 @@ ListedQuantity = _WholeQuantity | _QuantityText
 """A `Quantity` inside a list. Its pattern is no CEL rule: an API server that does not apply `maxLength` to the cost of
 an int-or-string (Kubernetes 1.33) would refuse the definition, as it multiplies the cost by the list's length."""
 
+PERCENT_PATTERN: Final = "^([0-9]|[1-9][0-9]|100)%$"
+CountOrPercent = Annotated[
+    Annotated[int, Meta(ge=0, le=1000)] | Annotated[str, Meta(pattern=PERCENT_PATTERN, max_length=4)],
+    Meta(
+        extra_json_schema=number_or_matches(
+            PERCENT_PATTERN, "must be a number, 0 to 1000, or a percentage between 0% and 100%, such as 10%"
+        ),
+    ),
+]
+"""A number of replicas, or a share of them: Kubernetes' int-or-string."""
+
 CACHE_PATTERN: Final = (
     r"^([1-9][0-9]{6,12}|[1-9][0-9]{3,9}(k|Ki)|[1-9][0-9]{0,6}(M|Mi)|[1-9][0-9]{0,3}(G|Gi)"
     r"|([1-9]|[1-5][0-9]|6[0-3])(T|Ti))$"

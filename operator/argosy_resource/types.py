@@ -35,7 +35,7 @@ from argosy_resource.model_source import (
 )
 from argosy_resource.model_spec import Model
 from argosy_resource.parallelism import Parallelism, devices_expression
-from argosy_resource.placement import Placement
+from argosy_resource.placement import Placement, PodDisruptionBudget
 from argosy_resource.pod_overlay import EnvVar, PodTemplate
 from argosy_resource.resources import Resources
 from argosy_resource.scaling_spec import Scaling, ScalingStatus
@@ -392,6 +392,8 @@ class InferenceServiceSpec(Struct, frozen=True, kw_only=True, rename="camel"):
     """Resources that one replica needs on its node, or on each of them."""
     placement: Placement = Placement()
     """Nodes on which replicas may run."""
+    pod_disruption_budget: PodDisruptionBudget = PodDisruptionBudget()
+    """How many replicas may be evicted at once. Rollouts go by spec.rollout."""
     rollout: Rollout = Rollout()
     """How a change is rolled out to the replicas."""
     router: Router = Router()

@@ -106,6 +106,8 @@ def test_many_other_kinds_are_counted(tmp_path: Path, capsys: pytest.CaptureFixt
             "spec.placement.schedulerName, spec.placement.serviceAccountName",
         ),
         ({"rollout": {"maxSurge": 2, "maxUnavailable": 1, "drainSeconds": 5}}, ""),
+        ({"podDisruptionBudget": {"maxUnavailable": "10%"}}, ""),
+        ({"podDisruptionBudget": {"maxUnavailable": 2}}, "spec.podDisruptionBudget.maxUnavailable"),
         (
             {"rollout": {"drainSeconds": 6, "progressDeadlineSeconds": 60}},
             "spec.rollout.drainSeconds, spec.rollout.progressDeadlineSeconds",

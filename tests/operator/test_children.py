@@ -248,6 +248,28 @@ def test_rollout(rollout: dict[str, int], surge: int, unavailable: int) -> None:
     assert strategy == {"maxSurge": surge, "maxUnavailable": unavailable}
 
 
+@pytest.mark.parametrize(
+    ("replicas", "budget", "number"),
+    [
+        *((replicas, {}, 1) for replicas in (0, 1, 2, 10)),
+        (11, {}, 2),
+        (1000, {}, 100),
+        (100, {"maxUnavailable": 3}, 3),
+        (7, {"maxUnavailable": "50%"}, 4),
+        (7, {"maxUnavailable": "100%"}, 7),
+        (1, {"maxUnavailable": "1%"}, 1),
+        (7, {"maxUnavailable": 0}, 0),
+        (7, {"maxUnavailable": "0%"}, 0),
+    ],
+)
+def test_the_disruption_budget_grows_with_the_replicas(
+    replicas: int, budget: dict[str, Any], number: int
+) -> None:
+    made = plan(replicas=replicas, podDisruptionBudget=budget)
+    assert made.budget["spec"]["maxUnavailable"] == number
+    assert made.deployment == plan(replicas=replicas).deployment, "the pods do not depend on it"
+
+
 @pytest.mark.parametrize("spec", [{}, {"engine": {"type": "vllm"}, "model": {"source": "pvc://claim/model"}}])
 def test_nothing_is_sent_that_the_api_server_leaves_out(spec: dict[str, Any]) -> None:
     """It drops maps and lists of metadata that are empty, which would look like a change by another writer."""

@@ -300,6 +300,8 @@ placement:
     ),
     "scaling to zero": manifest(f"{TINY}\nscaling: {{minReplicas: 0, maxReplicas: 1, idleSeconds: 300}}"),
     "rollout": manifest(f"{TINY}\nrollout: {{maxSurge: 1, maxUnavailable: 0, drainSeconds: 0}}"),
+    "disruption budget": manifest(f"{TINY}\npodDisruptionBudget: {{maxUnavailable: 25%}}"),
+    "disruption budget as a number": manifest(f"{TINY}\npodDisruptionBudget: {{maxUnavailable: 2}}"),
     "policy": manifest(f"{TINY}\nrouter: {{policy: least-load}}"),
     "hedging from a factor on": manifest(f"{TINY}\nrouter: {{hedgeAfter: 1.5}}"),
     "hedging by a whole factor": manifest(f"{TINY}\nrouter: {{hedgeAfter: 1}}"),
@@ -834,6 +836,18 @@ podTemplate: {{spec: {{containers: [{{name: engine, volumeMounts: [{{name: a, mo
     "idle without zero": (
         manifest(f"{TINY}\nscaling: {{maxReplicas: 2, idleSeconds: 60, metrics: {{concurrency: 1}}}}"),
         "idleSeconds is for services that scale to zero",
+    ),
+    "disruption budget of more than all": (
+        manifest(f"{TINY}\npodDisruptionBudget: {{maxUnavailable: 101%}}"),
+        "must be a number, 0 to 1000, or a percentage between 0% and 100%, such as 10%",
+    ),
+    "disruption budget of a number as text": (
+        manifest(f"{TINY}\npodDisruptionBudget: {{maxUnavailable: '3'}}"),
+        "must be a number, 0 to 1000, or a percentage between 0% and 100%, such as 10%",
+    ),
+    "disruption budget of more replicas than a service has": (
+        manifest(f"{TINY}\npodDisruptionBudget: {{maxUnavailable: 1001}}"),
+        "spec.podDisruptionBudget.maxUnavailable in body should be less than or equal to 1000",
     ),
     "rollout that cannot move": (
         manifest(f"{TINY}\nrollout: {{maxSurge: 0, maxUnavailable: 0}}"),

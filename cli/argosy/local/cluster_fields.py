@@ -33,6 +33,7 @@ _FIELDS: Final[dict[str, str]] = {
     "placement.runtimeClassName": "",
     "placement.schedulerName": "",
     "placement.serviceAccountName": "",
+    "podDisruptionBudget.maxUnavailable": "",
     "scaling": "spec.replicas is used",
     "rollout.canary": "a change is rolled out at once",
     "rollout.drainSeconds": "",

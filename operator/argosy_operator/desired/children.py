@@ -194,7 +194,8 @@ def _budget(service: InferenceService, observed: Observation) -> Manifest:
         "kind": "PodDisruptionBudget",
         "metadata": _metadata(service, child_name(service)),
         "spec": {
-            "maxUnavailable": 1,
+            # A number, since a percentage would be of the pods, of which a replica has several.
+            "maxUnavailable": service.spec.pod_disruption_budget.of(service.spec.replicas),
             "selector": {"matchLabels": pods},
             # A replica that never became ready must not block the drain of a node.
             "unhealthyPodEvictionPolicy": "AlwaysAllow",
