@@ -45,6 +45,8 @@ WARM_UP_ANNOTATION: Final = f"{GROUP}/warm-up"
 """On a Deployment whose image was chosen since engines compute their peers' hottest prefixes before they are ready."""
 KEY_FILE_ANNOTATION: Final = f"{GROUP}/key-file"
 """On a Deployment whose image was chosen since engines follow a file of internal keys."""
+REQUESTS_ANNOTATION: Final = f"{GROUP}/gpu-requests"
+"""On a Deployment whose image was chosen since engines with GPUs request CPUs and memory without being told to."""
 HELD_ANNOTATION: Final = f"{GROUP}/held-revision"
 """On a Deployment whose template waits to be rolled out, for its turn or for a canary: the revision that keeps
 serving."""

@@ -1,6 +1,14 @@
 """`spec.resources`: what one replica takes of its node.
 
-Owns the types. Must not know how pods look. Invariant: what is left out is not requested.
+Owns the types, and what engines with GPUs request where CPUs and memory are left out:
+
+    cpu     1 for the API server and the core, 1 for the worker of each GPU
+    memory  2Gi for the API server and the core, 4Gi for the worker of each GPU (torch with CUDA, pinned buffers), and
+            sharedMemory; weights go to GPUs without a copy in host memory
+
+Without requests a pod is of class BestEffort: the scheduler puts any number beside it, and a node that runs out of
+memory ends it first. Must not know how pods look. Invariants: these defaults are requests and no limits, never exceed a
+limit that is set, and no other service requests what is left out.
 """
 
 from __future__ import annotations
@@ -9,10 +17,25 @@ from typing import Annotated, ClassVar, Final
 
 from msgspec import Meta, Struct
 
-from argosy_resource.schema_types import MAP_BY_NAME, ObjectName, Quantity, ResourceName, Rule
+from argosy_resource.schema_types import (
+    MAP_BY_NAME,
+    ObjectName,
+    Quantity,
+    ResourceName,
+    Rule,
+    quantity_bytes,
+    quantity_text,
+    quantity_value,
+)
 
 MAX_DEVICES: Final = 16
 """Most devices of one replica: those of the largest nodes."""
+SHARED_MEMORY: Final = "1Gi"
+"""Size of /dev/shm if the resource does not say."""
+_MEMORY: Final = 2 << 30
+"""Bytes that an engine's API server and core need."""
+_MEMORY_PER_GPU: Final = 4 << 30
+"""Bytes of host memory that the worker of a GPU needs."""
 
 
 class Gpu(Struct, frozen=True, kw_only=True, rename="camel"):
@@ -64,16 +87,25 @@ class Resources(Struct, frozen=True, kw_only=True, rename="camel"):
     gpu: Gpu | None = None
     """GPUs; none if left out."""
     cpu: Quantity | None = None
-    """CPU request."""
+    """CPU request. If left out, 1 and 1 for each GPU of the pod, but no more than cpuLimit; none without GPUs."""
     cpu_limit: Quantity | None = None
     """CPU limit, at least as much as cpu. None if left out: throttling would stall decoding. With cpu the same and
     memory set, the pods are of class Guaranteed, and a kubelet with static CPU management gives them cores of their
     own."""
     memory: Quantity | None = None
-    """Memory request and limit."""
+    """Memory request and limit. If left out there is no limit, and the request is 2Gi, 4Gi for each GPU of the pod, and
+    sharedMemory; none without GPUs."""
     shared_memory: Quantity | None = None
     """Size of `/dev/shm`, through which an engine's processes exchange data; it counts against memory. 1Gi if left
     out."""
     claims: Annotated[tuple[ResourceClaim, ...], Meta(max_length=8, extra_json_schema=MAP_BY_NAME)] = ()
     """Claims of dynamic resource allocation that the engine gets, for devices that no extended resource stands for.
     Kubernetes 1.34 or newer."""
+
+    def default_requests(self, gpus: int) -> dict[str, str]:
+        """What a pod with so many GPUs requests, by name of the resource. What is set comes before it."""
+        cpus, limit = 1 + gpus, self.cpu_limit
+        is_limited = limit is not None and quantity_value(limit) < cpus
+        memory = _MEMORY + gpus * _MEMORY_PER_GPU + quantity_bytes(self.shared_memory or SHARED_MEMORY)
+        cpu = quantity_text(limit) if is_limited else None
+        return {"cpu": cpu or str(cpus), "memory": f"{-(-memory >> 20)}Mi"}

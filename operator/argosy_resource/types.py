@@ -414,6 +414,13 @@ class InferenceServiceSpec(Struct, frozen=True, kw_only=True, rename="camel"):
         """Number of GPUs of each of a replica's pods."""
         return self.gpus // self.parallelism.nodes
 
+    @property
+    def default_requests(self) -> dict[str, str]:
+        """CPUs and memory that each pod of a replica with GPUs requests if the resource does not say."""
+        claims = self.resources.claims if self.engine.device != "cpu" else ()
+        devices = self.gpus or (self.parallelism.devices if claims else 0)
+        return self.resources.default_requests(devices // self.parallelism.nodes) if devices else {}
+
 
 ConditionType = Literal[
     "Ready",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 import dataclasses
 from typing import Any
 
@@ -12,7 +13,7 @@ from builders import CONFIG, isvc, pod
 
 from argosy_operator.desired.blocked_surge import blocked_surge
 from argosy_operator.desired.children import Plan, plan_children
-from argosy_operator.names import REVISION_LABEL, ROUTABLE_GATE
+from argosy_operator.names import REQUESTS_ANNOTATION, REVISION_LABEL, ROUTABLE_GATE
 from argosy_operator.observed.observation import Observation
 from argosy_operator.observed.pod import Pod
 from argosy_protocol.bearer_keys import internal_key
@@ -204,7 +205,38 @@ def test_gate_probes_and_drain() -> None:
     ("resources", "rendered"),
     [
         ({}, {}),
-        ({"gpu": {}}, {"requests": {"nvidia.com/gpu": "1"}, "limits": {"nvidia.com/gpu": "1"}}),
+        (
+            {"gpu": {}},
+            {
+                "requests": {"cpu": "2", "memory": "7168Mi", "nvidia.com/gpu": "1"},
+                "limits": {"nvidia.com/gpu": "1"},
+            },
+        ),
+        (
+            {"gpu": {}, "cpuLimit": "1500m", "sharedMemory": "16Gi"},
+            {
+                "requests": {"cpu": "1500m", "memory": "22528Mi", "nvidia.com/gpu": "1"},
+                "limits": {"cpu": "1500m", "nvidia.com/gpu": "1"},
+            },
+        ),
+        (
+            {"gpu": {}, "cpuLimit": 3, "memory": "1Gi", "sharedMemory": 1},
+            {
+                "requests": {"cpu": "2", "memory": "1Gi", "nvidia.com/gpu": "1"},
+                "limits": {"cpu": "3", "memory": "1Gi", "nvidia.com/gpu": "1"},
+            },
+        ),
+        (
+            {"gpu": {}, "cpu": "100m"},
+            {
+                "requests": {"cpu": "100m", "memory": "11264Mi", "nvidia.com/gpu": "2"},
+                "limits": {"nvidia.com/gpu": "2"},
+            },
+        ),
+        (
+            {"claims": [{"name": "gpu", "resourceClaimTemplateName": "one-gpu"}]},
+            {"requests": {"cpu": "2", "memory": "7168Mi"}, "claims": [{"name": "gpu"}]},
+        ),
         (
             {"gpu": {"resourceName": "amd.com/gpu"}, "cpu": "500m", "memory": "1Gi"},
             {
@@ -217,6 +249,42 @@ def test_gate_probes_and_drain() -> None:
 def test_resources(resources: dict[str, Any], rendered: dict[str, Any]) -> None:
     parallelism = {"tensor": 2} if "cpu" in resources else {}
     assert container(plan(resources=resources, parallelism=parallelism))["resources"] == rendered
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "cpu", "memory"),
+    [
+        ({"tensor": 8}, "9", f"{(2 + 8 * 4 + 1) * 1024}Mi"),
+        ({"tensor": 8, "nodes": 2}, "5", f"{(2 + 4 * 4 + 1) * 1024}Mi"),
+    ],
+)
+def test_each_gpu_of_a_pod_has_a_cpu_and_host_memory(
+    parallelism: dict[str, int], cpu: str, memory: str
+) -> None:
+    made = plan(resources={"gpu": {}}, parallelism=parallelism, model={"source": "hf://org/model"})
+    requests = container(made)["resources"]["requests"]
+    assert (requests["cpu"], requests["memory"]) == (cpu, memory)
+    (fetch,) = pod_spec(made)["initContainers"]
+    assert fetch["resources"] == {}
+
+
+def test_claims_of_a_service_on_cpus_are_no_gpus() -> None:
+    claims = [{"name": "disk", "resourceClaimTemplateName": "disk"}]
+    made = plan(resources={"claims": claims}, engine={"device": "cpu"})
+    assert container(made)["resources"] == {"claims": [{"name": "disk"}]}
+
+
+def test_requests_come_with_the_next_image_or_edit() -> None:
+    before = plan(resources={"gpu": {}})
+    live = copy.deepcopy(before.deployment)
+    del live["metadata"]["annotations"][REQUESTS_ANNOTATION]
+    kept = plan_children(isvc(resources={"gpu": {}}), Observation(deployment=live), CONFIG)
+    assert container(kept)["resources"]["requests"] == {"nvidia.com/gpu": "1"}
+    assert REQUESTS_ANNOTATION not in kept.deployment["metadata"]["annotations"]
+    edited = plan_children(
+        isvc(resources={"gpu": {}}, engine={"maxNumSeqs": 7}), Observation(deployment=live), CONFIG
+    )
+    assert container(edited)["resources"] == container(before)["resources"]
 
 
 def test_placement() -> None:

@@ -159,14 +159,18 @@ def test_devices_are_claimed_for_the_engine_alone() -> None:
         {"name": "nic", "resourceClaimName": "rdma"},
     ]
     assert spec["containers"][0]["resources"] == {
-        "claims": [{"name": "gpu", "request": "one"}, {"name": "nic"}]
+        "requests": {"cpu": "2", "memory": "7168Mi"},
+        "claims": [{"name": "gpu", "request": "one"}, {"name": "nic"}],
     }
     assert spec["initContainers"][0]["resources"] == {}
 
 
 def test_a_slice_of_a_gpu_is_an_extended_resource() -> None:
     slices = container(resources={"gpu": {"resourceName": "nvidia.com/mig-1g.10gb"}})["resources"]
-    assert slices == {"requests": {"nvidia.com/mig-1g.10gb": "1"}, "limits": {"nvidia.com/mig-1g.10gb": "1"}}
+    assert slices == {
+        "requests": {"cpu": "2", "memory": "7168Mi", "nvidia.com/mig-1g.10gb": "1"},
+        "limits": {"nvidia.com/mig-1g.10gb": "1"},
+    }
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 from builders import CONFIG, isvc
 
 from argosy_operator.desired.children import plan_children
-from argosy_operator.names import KEY_FILE_ANNOTATION, REVISION_LABEL
+from argosy_operator.names import KEY_FILE_ANNOTATION, REQUESTS_ANNOTATION, REVISION_LABEL
 from argosy_operator.observed.observation import Observation
 
 HUB = {"source": "hf://org/model"}
@@ -30,6 +30,8 @@ PINNED: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("vLLM", {"model": CLAIM, "engine": {"type": "vllm"}}, "d01ee7375b"),
     ("SGLang", {"model": CLAIM, "engine": {"type": "sglang"}}, "d8e28fb0a2"),
+    ("a GPU", {"resources": {"gpu": {}}}, "25dd36e8b3"),
+    ("vLLM on a GPU", {"model": CLAIM, "engine": {"type": "vllm"}, "resources": {"gpu": {}}}, "534558201b"),
 ]
 
 KEPT: list[tuple[str, dict[str, Any], str]] = [
@@ -41,9 +43,15 @@ KEPT: list[tuple[str, dict[str, Any], str]] = [
         {"model": {**HUB, "cache": {"type": "claim", "claimName": "models"}}},
         "b8ac264aab",
     ),
-    *PINNED[-2:],
+    *PINNED[-4:-2],
 ]
 """Of services that were rolled out before engines followed a file of internal keys."""
+
+WITHOUT_REQUESTS: list[tuple[str, dict[str, Any], str]] = [
+    ("a GPU", {"resources": {"gpu": {}}}, "da80aedb7f"),
+    ("vLLM on a GPU", {"model": CLAIM, "engine": {"type": "vllm"}, "resources": {"gpu": {}}}, "666ad1564f"),
+]
+"""Of services that were rolled out before engines with GPUs requested CPUs and memory."""
 
 
 def revision(spec: dict[str, Any]) -> str:
@@ -66,6 +74,15 @@ def test_a_file_of_keys_rolls_no_pod_of_a_service_that_has_none(spec: dict[str, 
     engine = {**spec.get("engine", {}), "env": [{"name": "A", "value": "1"}]}
     edited = plan_children(isvc(**{**spec, "engine": engine}), Observation(deployment=live), CONFIG)
     assert edited.deployment["metadata"]["annotations"][KEY_FILE_ANNOTATION] == "true"
+
+
+@pytest.mark.parametrize(
+    ("spec", "pinned"), [each[1:] for each in WITHOUT_REQUESTS], ids=[each[0] for each in WITHOUT_REQUESTS]
+)
+def test_default_requests_roll_no_pod_of_a_service_that_has_none(spec: dict[str, Any], pinned: str) -> None:
+    live = copy.deepcopy(plan_children(isvc(**spec), Observation(), CONFIG).deployment)
+    del live["metadata"]["annotations"][REQUESTS_ANNOTATION]
+    assert plan_children(isvc(**spec), Observation(deployment=live), CONFIG).revision == pinned
 
 
 def test_the_pinned_templates_differ() -> None:

@@ -3,8 +3,9 @@
 Owns the decision, and its memory, annotations of the Deployment. Must not know what else is in a pod. Invariants: a
 new default rolls out by itself only where the upgrade policy is Automatic; an image that never served is not kept, so
 that a better default reaches a service that is stuck with a bad one; what a later operator gives its engines
-beside the image (the variable of the warm-up, the file of internal keys) comes with an image that is chosen anew, so
-that an upgrade of the operator alone replaces no pod, and no older image gets what it does not know.
+beside the image (the variable of the warm-up, the file of internal keys, requests for CPUs and memory) comes with an
+image that is chosen anew, so that an upgrade of the operator alone replaces no pod, and no older image gets what it
+does not know.
 
     OnSpecChange  the images that were rolled out last stay until an edit of the resource replaces the pods anyway;
                   an edit back to a revision that still serves, beside a canary or in a rollout, finds that one's
@@ -27,6 +28,7 @@ from argosy_operator.names import (
     HELD_IMAGES_ANNOTATION,
     INPUT_ANNOTATION,
     KEY_FILE_ANNOTATION,
+    REQUESTS_ANNOTATION,
     SERVED_ANNOTATION,
     WARM_UP_ANNOTATION,
 )
@@ -40,6 +42,7 @@ _IMAGE_ANNOTATIONS: Final = (
     FETCH_IMAGE_ANNOTATION,
     WARM_UP_ANNOTATION,
     KEY_FILE_ANNOTATION,
+    REQUESTS_ANNOTATION,
 )
 
 
@@ -53,12 +56,15 @@ class Images(Struct, frozen=True, kw_only=True):
     """Whether engines are told of their peers, to compute their hottest prefixes."""
     has_key_file: bool = True
     """Whether Argosy engines get a file of internal keys, which they follow."""
+    has_requests: bool = True
+    """Whether engines with GPUs request CPUs and memory where the resource does not say how much."""
 
     @property
     def annotations(self) -> Mapping[str, str]:
         """Annotations of the Deployment, by which the next operator knows them."""
         found = {ENGINE_IMAGE_ANNOTATION: self.engine, FETCH_IMAGE_ANNOTATION: self.fetch}
         found |= {WARM_UP_ANNOTATION: "true"} if self.warms_up else {}
+        found |= {REQUESTS_ANNOTATION: "true"} if self.has_requests else {}
         return found | ({KEY_FILE_ANNOTATION: "true"} if self.has_key_file else {})
 
 
@@ -71,6 +77,7 @@ class _HeldImages(Struct, frozen=True, kw_only=True, omit_defaults=True):
     fetch: str
     warms_up: bool = False
     has_key_file: bool = False
+    has_requests: bool = False
 
 
 def held_annotations(live: Object | None, held: str) -> Mapping[str, str]:
@@ -91,6 +98,7 @@ def held_annotations(live: Object | None, held: str) -> Mapping[str, str]:
         fetch=annotations[FETCH_IMAGE_ANNOTATION],
         warms_up=WARM_UP_ANNOTATION in annotations,
         has_key_file=KEY_FILE_ANNOTATION in annotations,
+        has_requests=REQUESTS_ANNOTATION in annotations,
     )
     return {HELD_IMAGES_ANNOTATION: msgspec.json.encode(kept).decode()}
 
@@ -140,6 +148,7 @@ def pinned_images(service: InferenceService, observed: Observation, config: Oper
             fetch=kept.fetch,
             warms_up=kept.warms_up,
             has_key_file=kept.has_key_file,
+            has_requests=kept.has_requests,
         )
     images = _chosen(service, observed, config)
     if live is None:
@@ -152,6 +161,7 @@ def pinned_images(service: InferenceService, observed: Observation, config: Oper
         images,
         warms_up=is_chosen_anew or WARM_UP_ANNOTATION in annotations,
         has_key_file=is_chosen_anew or KEY_FILE_ANNOTATION in annotations,
+        has_requests=is_chosen_anew or REQUESTS_ANNOTATION in annotations,
     )
 
 

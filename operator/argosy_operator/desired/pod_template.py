@@ -46,7 +46,7 @@ from argosy_resource.pod_overlay import (
     PodTemplate,
     Volume,
 )
-from argosy_resource.resources import ResourceClaim
+from argosy_resource.resources import SHARED_MEMORY, ResourceClaim
 from argosy_resource.schema_types import ENGINE_KEY_SUFFIX, quantity_text
 from argosy_resource.types import InferenceService
 
@@ -62,8 +62,6 @@ WARM_UP_ENV: Final = "ARGOSY_WARM_UP_FROM"
 
 _TERMINATION_MARGIN_S: Final = 15
 """Seconds between the engine's own deadline and the kubelet's kill, to close streams and free device memory."""
-_SHARED_MEMORY: Final = "1Gi"
-"""Size of /dev/shm if the resource does not say."""
 _STARTUP_SECONDS: Final = 7 * 24 * 3600
 """Until it is ready no other probe runs, and nothing ends an engine that loads but itself, once its load stalls
 (`--load-stall-timeout`). Kubernetes has no word for `never`."""
@@ -164,7 +162,7 @@ def _init_containers(
     if model.fetch is None:
         return []
     common = _any_container(images.fetch, config)
-    resources = _resources(service, gpu=False)
+    resources = _resources(service, gpu=False, has_defaults=False)
     return [{**common, "resources": resources, **model.fetch, "args": _literal(model.fetch["args"])}]
 
 
@@ -202,7 +200,7 @@ def _engine_container(
         "readinessProbe": _probe(ready_path, period=2, failures=3),
         # Generous: a long prefill on a loaded node must not be mistaken for a dead engine.
         "livenessProbe": _probe("/health", period=10, failures=6),
-        "resources": _resources(service, gpu=True),
+        "resources": _resources(service, gpu=True, has_defaults=images.has_requests),
         "volumeMounts": _volume_mounts(service, model, images),
         # The sleep action of the kubelet needs no shell in the image; zero seconds are not allowed
         # everywhere.
@@ -271,7 +269,7 @@ def _peers(service: InferenceService) -> str:
 
 
 def _volumes(service: InferenceService, model: ModelVolume, images: Images) -> list[Manifest]:
-    shared_memory = quantity_text(service.spec.resources.shared_memory) or _SHARED_MEMORY
+    shared_memory = quantity_text(service.spec.resources.shared_memory) or SHARED_MEMORY
     own: list[Manifest] = [
         {"name": "argosy-tmp", "emptyDir": {}},
         {"name": "argosy-home", "emptyDir": {}},
@@ -311,12 +309,15 @@ def _volume_mounts(service: InferenceService, model: ModelVolume, images: Images
     return [*own, *model.mounts, *users]
 
 
-def _resources(service: InferenceService, *, gpu: bool) -> Manifest:
-    """Requests and limits. CPU and memory are the same for all containers, or the pod could never be Guaranteed."""
+def _resources(service: InferenceService, *, gpu: bool, has_defaults: bool) -> Manifest:
+    """Requests and limits. CPU and memory are the same for all containers, or the pod could never be Guaranteed; what
+    an engine requests by default is no limit, so that such a pod is not Guaranteed anyway."""
     resources = service.spec.resources
     memory = quantity_text(resources.memory)
     requests = present(cpu=quantity_text(resources.cpu), memory=memory)
     limits = present(cpu=quantity_text(resources.cpu_limit), memory=memory)
+    if has_defaults:
+        requests = service.spec.default_requests | requests
     claims = resources.claims if gpu else ()
     if gpu and resources.gpu is not None:
         requests[resources.gpu.resource_name] = limits[resources.gpu.resource_name] = str(
