@@ -95,9 +95,17 @@ def child_name(service: InferenceService, suffix: str = "engine") -> str:
     return _child_name(service.metadata.name, suffix)
 
 
+_ENGINE_SUFFIX: Final = "engine"
+
+
+def may_be_deployment(name: str) -> bool:
+    """Whether a Deployment of this name could be a service's."""
+    return name.endswith(f"-{_ENGINE_SUFFIX}")
+
+
 def deployment_name(service: str) -> str:
     """Name of the Deployment of the service of this name."""
-    return _child_name(service, "engine")
+    return _child_name(service, _ENGINE_SUFFIX)
 
 
 def _child_name(service: str, suffix: str) -> str:

@@ -30,6 +30,7 @@ from virtual_time import virtual_time
 
 from argosy_operator.errors import ApiError
 from argosy_operator.kinds import EVENTS, INFERENCE_SERVICES, Kind
+from argosy_operator.names import deployment_name
 from argosy_operator.observed.scaler import Scaler, read_scaler
 
 SERVICE = (INFERENCE_SERVICES, "team", "tiny")
@@ -272,14 +273,17 @@ async def test_where_autoscalers_cannot_be_listed_spec_scaling_decides(refusal: 
 
 
 @virtual_time
-async def test_without_spec_scaling_autoscalers_are_not_listed() -> None:
+async def test_without_a_service_autoscalers_are_not_listed() -> None:
     cluster = Counting()
     async with Operator(cluster) as operator:
-        cluster.create(isvc_object(replicas=2))
         cluster.create(autoscaler(SYNCED))
         await operator.settle()
         await asyncio.sleep(3600)
         assert cluster.lists == 0
+        cluster.create(isvc_object(replicas=2))
+        await operator.settle()
+        await asyncio.sleep(10)
+        assert (cluster.lists, condition(cluster, "Degraded")) == (1, ("False", "AsExpected"))
         cluster.edit("tiny", lambda spec: spec.update(scaling={**SCALING}))
         await operator.settle()
         await asyncio.sleep(10)
@@ -287,6 +291,38 @@ async def test_without_spec_scaling_autoscalers_are_not_listed() -> None:
         cluster.edit("tiny", lambda spec: spec.pop("scaling"))
         await operator.settle()
         assert condition(cluster, "Degraded") == ("False", "AsExpected")
+
+
+@pytest.mark.parametrize("name", ["tiny", "a" * 63])
+@pytest.mark.parametrize("is_first", [True, False])
+@virtual_time
+async def test_an_autoscaler_of_the_deployment_is_named_with_the_remedy(name: str, is_first: bool) -> None:
+    cluster = new_cluster()
+    scaler = autoscaler(SYNCED, kind="Deployment", apiVersion="apps/v1", name=deployment_name(name))
+    cluster.create(isvc_object("other"))
+    async with Operator(cluster) as operator:
+        for each in (scaler, isvc_object(name)) if is_first else (isvc_object(name), scaler):
+            cluster.create(each)
+            await operator.settle()
+            await asyncio.sleep(10)
+        assert condition(cluster, "Degraded", name) == ("True", "DeploymentScaled")
+        message = cluster.condition("Degraded", name)["message"]
+        assert f"hpa scales the Deployment {deployment_name(name)}" in message
+        assert f"kind: InferenceService, name: {name}" in message
+        assert condition(cluster, "Degraded", "other") == ("False", "AsExpected")
+        assert cluster.condition("Ready", name)["status"] == "True"
+        right = autoscaler(SYNCED, name=name)
+        cluster.overwrite(KEY, {**cluster.objects[KEY], "spec": right["spec"]})
+        await operator.settle()
+        await asyncio.sleep(10)
+        assert condition(cluster, "Degraded", name) == ("False", "AsExpected")
+        cluster.overwrite(KEY, {**cluster.objects[KEY], "spec": scaler["spec"]})
+        await operator.settle()
+        assert condition(cluster, "Degraded", name)[1] == "DeploymentScaled"
+        cluster.remove(KEY)
+        await operator.settle()
+        await asyncio.sleep(10)
+        assert condition(cluster, "Degraded", name) == ("False", "AsExpected")
 
 
 class Expiring(Counting):
@@ -342,6 +378,8 @@ async def test_who_wrote_through_the_scale_subresource_counts_where_it_is_noted(
         ({}, True),
         ({"apiVersion": "inference.argosy.dev/v1"}, True),
         ({"kind": "Deployment", "apiVersion": "apps/v1"}, False),
+        ({"kind": "Deployment", "apiVersion": "apps/v1", "name": "engines"}, False),
+        ({"kind": "StatefulSet", "apiVersion": "apps/v1", "name": "tiny-engine"}, False),
         ({"apiVersion": "example.com/v1alpha1"}, False),
         ({"apiVersion": ""}, False),
     ],

@@ -32,10 +32,15 @@ class Watching:
 
     def __init__(self, cluster: FakeKubernetes) -> None:
         self.changed: list[Name] = []
-        self.watch = ScalerWatch(cluster, (), read_service=self._read, on_change=self.changed.append)
+        self.watch = ScalerWatch(
+            cluster, (), read_service=self._read, find_service=self._find, on_change=self.changed.append
+        )
 
     async def _read(self, name: Name) -> None:
         pass
+
+    def _find(self, deployment: Name) -> Name | None:
+        return None
 
 
 class Opcodes:

@@ -150,7 +150,8 @@ imagePullSecrets:
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]
   verbs: [get, list, watch, create, patch, delete]
-# An autoscaler of a service with spec.scaling decides instead of the operator. Without the rule it is not noticed.
+# An autoscaler of a service with spec.scaling decides instead of the operator, and one of its Deployment is named in the
+# status. Without the rule neither is noticed.
 - apiGroups: [autoscaling]
   resources: [horizontalpodautoscalers]
   verbs: [list, watch]

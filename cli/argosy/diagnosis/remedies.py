@@ -59,6 +59,7 @@ REMEDIES: Final[dict[str, str]] = {
     "account in the chart's engine.serviceAccounts",
     "ObjectReserved": "remove what the message names from spec.podTemplate or spec.model, or give an object of yours "
     "another name",
+    "DeploymentScaled": "let the HorizontalPodAutoscaler's scaleTargetRef be the InferenceService",
     "ScaledTwice": "remove one of the two that scale: spec.scaling, or the HorizontalPodAutoscaler or other client "
     "that the message names",
     "UnknownTimeZone": "correct spec.scaling.schedules: a time zone is an IANA name, such as Europe/Berlin",

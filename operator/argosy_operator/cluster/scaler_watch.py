@@ -1,7 +1,7 @@
-"""Watches HorizontalPodAutoscalers while some service has spec.scaling.
+"""Watches HorizontalPodAutoscalers while there is some service.
 
 Owns one list and watch for each namespace that is served, and which service each autoscaler scales. Must not know what
-follows from that. Invariants: while no service has spec.scaling nothing is asked; a cluster that refuses the list
+follows from that. Invariants: while there is no service nothing is asked; a cluster that refuses the list
 leaves the autoscalers of that namespace unknown, and nothing else fails; a refusal that passes, as of an API server
 that starts, and an answer that is missing for another reason leave what was known; before a change counts its service
 is read, since the watch of services may lag behind the autoscaler's, and with it the number that the autoscaler has
@@ -22,7 +22,15 @@ from argosy_operator.cluster.api_server import Api
 from argosy_operator.cluster.list_watch import EXPIRED, REFUSALS, REFUSED_RETRY, RETRY, changes_since
 from argosy_operator.errors import ApiError
 from argosy_operator.kinds import AUTOSCALERS, Name, Object, object_name
-from argosy_operator.observed.scaler import Scaler, Scalers, read_scaler, summarize
+from argosy_operator.names import deployment_name
+from argosy_operator.observed.scaler import (
+    Scaler,
+    Scalers,
+    deployment_target,
+    read_scaler,
+    summarize,
+    target_deployment,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +55,10 @@ class _Scope:
 
     def of(self, service: Name) -> Scalers:
         known = summarize(self.groups.get(service, {}).values(), is_known=self.is_known)
+        target = deployment_target(service[0], deployment_name(service[1]))
+        if misled := self.groups.get(target):
+            names = tuple(sorted(each.name for each in misled.values()))
+            known = msgspec.structs.replace(known, of_deployment=names)
         return known if self.was_asked.is_set() else msgspec.structs.replace(known, was_asked=False)
 
     def held(self, name: Name) -> Scaler | None:
@@ -64,14 +76,17 @@ class ScalerWatch:
         namespaces: Iterable[str],
         *,
         read_service: Callable[[Name], Awaitable[None]],
+        find_service: Callable[[Name], Name | None],
         on_change: Callable[[Name], None],
     ) -> None:
         """Args:
         namespaces: those that are served; all if empty.
         read_service: reads a service from the API server before a change of its autoscalers counts.
+        find_service: the service of a Deployment; None if it is nobody's.
         on_change: called when it counts.
         """
         self._api = api
+        self._find_service = find_service
         self._read_service = read_service
         self._on_change = on_change
         self._scopes: dict[str | None, _Scope] = {
@@ -79,7 +94,7 @@ class ScalerWatch:
         }
 
     def set_needed(self, is_needed: bool) -> None:
-        """Set whether some service has spec.scaling."""
+        """Set whether there is some service."""
         for namespace, scope in self._scopes.items():
             if is_needed and scope.task is None:
                 scope.task = asyncio.create_task(self._follow(scope), name=f"autoscalers of {namespace}")
@@ -164,13 +179,10 @@ class ScalerWatch:
 
     async def _record(self, scope: _Scope, groups: Mapping[Name, dict[Name, Scaler]]) -> None:
         """Let these be the autoscalers of the services that are named, and of no other."""
-        changed = sorted(
-            service
-            for service, group in groups.items()
-            if scope.of(service) != summarize(group.values(), is_known=True)
-        )
+        changed = sorted(service for service, group in groups.items() if _differs(scope, service, group))
         for service in changed:
-            await self._read_service(service)
+            if target_deployment(service) is None:
+                await self._read_service(service)
         scope.is_known = True
         scope.was_asked.set()
         for service in groups:
@@ -181,10 +193,24 @@ class ScalerWatch:
                 scope.groups[service] = group
                 scope.targets.update(dict.fromkeys(group, service))
         for service in changed:
-            self._on_change(service)
+            self._announce(service)
 
     def _forget(self, scope: _Scope) -> None:
         services = list(scope.groups)
         scope.groups, scope.targets, scope.is_known = {}, {}, False
         for service in services:
+            self._announce(service)
+
+    def _announce(self, target: Name) -> None:
+        deployment = target_deployment(target)
+        service = target if deployment is None else self._find_service(deployment)
+        if service is not None:
             self._on_change(service)
+
+
+def _differs(scope: _Scope, target: Name, group: Mapping[Name, Scaler]) -> bool:
+    """Whether these autoscalers of a target mean something else than those that were known."""
+    if target_deployment(target) is not None:
+        return scope.groups.get(target, {}) != group
+    known = msgspec.structs.replace(scope.of(target), of_deployment=())
+    return known != summarize(group.values(), is_known=True)

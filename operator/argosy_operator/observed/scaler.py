@@ -8,19 +8,23 @@ managedFields on Kubernetes 1.36. KEDA makes one for each ScaledObject, and keep
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Final
 
 from msgspec import Struct
 
 from argosy_operator.kinds import Name
+from argosy_operator.names import may_be_deployment
 from argosy_resource.types import GROUP, KIND
+
+_DEPLOYMENT: Final = "Deployment/"
 
 
 class Scaler(Struct, frozen=True, kw_only=True):
-    """A HorizontalPodAutoscaler whose target is an InferenceService."""
+    """A HorizontalPodAutoscaler whose target is an InferenceService, or could be the Deployment of one."""
 
     name: str
     service: Name
+    """What stands for the target: the service, or the `deployment_target`."""
     is_active: bool = False
     """Whether it has the metrics to decide."""
     has_chosen: bool = False
@@ -48,6 +52,8 @@ class Scalers(Struct, frozen=True, kw_only=True):
     """Whether one of them has chosen the number in spec.replicas by its metrics."""
     are_kedas: bool = False
     """Whether one of them is KEDA's, which writes zero itself."""
+    of_deployment: tuple[str, ...] = ()
+    """Sorted names of those whose target is the service's Deployment, whose number the operator writes."""
     decide: bool = False
     """Whether spec.replicas is the number of replicas, and spec.scaling waits."""
 
@@ -64,18 +70,32 @@ def summarize(scalers: Iterable[Scaler], *, is_known: bool) -> Scalers:
     )
 
 
+def deployment_target(namespace: str, deployment: str) -> Name:
+    """What stands for a Deployment where services are named, none of which has this name."""
+    return namespace, f"{_DEPLOYMENT}{deployment}"
+
+
+def target_deployment(target: Name) -> Name | None:
+    """The Deployment that a `deployment_target` stands for; None if it is a service."""
+    namespace, name = target
+    return (namespace, name.removeprefix(_DEPLOYMENT)) if name.startswith(_DEPLOYMENT) else None
+
+
 def read_scaler(obj: Mapping[str, Any]) -> Scaler | None:
     """Read a HorizontalPodAutoscaler; None if it scales something else."""
     metadata, target = obj["metadata"], obj.get("spec", {}).get("scaleTargetRef", {})
-    group = target.get("apiVersion", "").partition("/")[0]
-    if group != GROUP or target.get("kind") != KIND:
+    name, namespace = target.get("name", ""), metadata.get("namespace", "")
+    group, kind = target.get("apiVersion", "").partition("/")[0], target.get("kind")
+    if (group, kind) == ("apps", "Deployment") and may_be_deployment(name):
+        return Scaler(name=metadata["name"], service=deployment_target(namespace, name))
+    if (group, kind) != (GROUP, KIND):
         return None
     status = obj.get("status", {})
     conditions = {each["type"]: each for each in status.get("conditions") or ()}
     is_active = conditions.get("ScalingActive", {}).get("status") == "True"
     return Scaler(
         name=metadata["name"],
-        service=(metadata.get("namespace", ""), target.get("name", "")),
+        service=(namespace, name),
         is_active=is_active,
         has_chosen=_has_chosen(conditions, is_active=is_active),
         is_kedas=any(owner.get("kind") == "ScaledObject" for owner in metadata.get("ownerReferences") or ()),

@@ -132,7 +132,11 @@ class Controller:
         self.loads = LoadWatch(fetch_load, self._requests_held)
         self.fetches = FetchWatch(ask_progress, self.queue.add)
         self.scalers = ScalerWatch(
-            api, config.watch_namespaces, read_service=self._read_scaled, on_change=self._scalers_changed
+            api,
+            config.watch_namespaces,
+            read_service=self._read_scaled,
+            find_service=self._service_of_deployment,
+            on_change=self._scalers_changed,
         )
         self._autoscaler = Autoscaler(
             self.store,
@@ -344,6 +348,10 @@ class Controller:
         if live is not None:
             self.store.put(INFERENCE_SERVICES, with_kind(live, INFERENCE_SERVICES))
 
+    def _service_of_deployment(self, name: Name) -> Name | None:
+        deployment = self.store.get(DEPLOYMENTS, *name)
+        return None if deployment is None else service_of(deployment)
+
     def _scalers_changed(self, name: Name) -> None:
         """Have a service scaled by whoever scales it now."""
         self._autoscaler.forget_one(name)
@@ -354,7 +362,7 @@ class Controller:
 
     async def _look_for_scalers(self) -> None:
         """Know what else scales services, before this operator decides about their numbers."""
-        self.scalers.set_needed(self._autoscaler.is_needed)
+        self.scalers.set_needed(self.store.count(INFERENCE_SERVICES) > 0)
         await self.scalers.wait_asked()
 
     async def _autoscale_forever(self) -> None:
@@ -433,14 +441,14 @@ class Controller:
         """Have keys reconciled while this operator leads. It lists everything first: the last writes of the leader
         before it need not have reached its watches."""
         if self._leadership is None:
-            self.scalers.set_needed(self._autoscaler.is_needed)
+            self.scalers.set_needed(self.store.count(INFERENCE_SERVICES) > 0)
             self.metrics.leading.set(1)
             self._may_work.set()
             return
         while True:
             await self._leadership.wait_until_held()
             await self._resync_until_done()
-            self.scalers.set_needed(self._autoscaler.is_needed)
+            self.scalers.set_needed(self.store.count(INFERENCE_SERVICES) > 0)
             self._reconciler.begin()
             self.metrics.leading.set(1)
             self._may_work.set()

@@ -70,7 +70,9 @@ class Observer:
             lacks_canary=self._lacks_canary(service),
             published_canary=published,
             load=self._loads().get(service.key) if service.spec.rollout.canary is not None else None,
-            scalers=scalers if service.spec.scaling is not None else Scalers(),
+            scalers=scalers
+            if service.spec.scaling is not None
+            else Scalers(of_deployment=scalers.of_deployment),
             began=self.began,
             time=self._now(),
         )

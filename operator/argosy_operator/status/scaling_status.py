@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from argosy_operator.desired.diff import GateChange
 from argosy_operator.desired.scaling import ScalingDecision, unknown_time_zones
+from argosy_operator.names import deployment_name
 from argosy_operator.observed.pod import Problem
 from argosy_operator.observed.scaler import Scalers
 from argosy_resource.scaling_spec import MAX_COLD_START_SECONDS, ScalingStatus
-from argosy_resource.types import InferenceService, ManagedFieldsEntry
+from argosy_resource.types import API_VERSION, KIND, InferenceService, ManagedFieldsEntry
 
 FOREIGN_WRITE_SECONDS: Final = 600
 """A write by an unknown client may be a person's (k9s, a dashboard): without another one for so long it was."""
@@ -72,8 +73,16 @@ def scaling_status(
 
 
 def scaling_problem(service: InferenceService, scalers: Scalers, now: str) -> Problem | None:
-    """Why spec.scaling does not do what it says at `now` (RFC 3339); None if it does."""
+    """Why spec.replicas or spec.scaling does not do what it says at `now` (RFC 3339); None if it does."""
     scaling = service.spec.scaling
+    if scalers.of_deployment:
+        name = service.metadata.name
+        message = (
+            f"{_listed(scalers.of_deployment)} scales the Deployment {deployment_name(name)}, whose number of replicas "
+            f"the operator writes: each undoes what the other does. Let scaleTargetRef be apiVersion: {API_VERSION}, "
+            f"kind: {KIND}, name: {name} (of KEDA's in the ScaledObject), or remove it"
+        )
+        return Problem("DeploymentScaled", message)
     if scaling is None:
         return None
     if scalers.names:
@@ -139,8 +148,12 @@ def seconds_until_scaled_once(service: InferenceService, scalers: Scalers, now: 
 def _named(scalers: Scalers) -> str:
     if not scalers.names:
         return "a HorizontalPodAutoscaler"  # while it is not known which
-    shown = ", ".join(scalers.names[:_SHOWN])
-    more = len(scalers.names) - _SHOWN
+    return _listed(scalers.names)
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_SHOWN])
+    more = len(names) - _SHOWN
     return f"HorizontalPodAutoscaler {shown}" + (f" and {more} more" if more > 0 else "")
 
 
