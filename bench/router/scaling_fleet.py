@@ -47,7 +47,7 @@ from shared_prefix_load import oracle_share
 
 from argosy_operator.desired.deletion_cost import cost_changes
 from argosy_operator.observed.pod import Pod
-from argosy_operator.observed.service_load import merge_loads
+from argosy_operator.observed.service_load import FleetLoad
 from argosy_protocol.bearer_keys import internal_key
 from argosy_protocol.fleet import Endpoint, FleetDocument, FleetService, encode_fleet
 from argosy_protocol.load_report import LOAD_PATH, LoadReport
@@ -91,7 +91,7 @@ class Fleet:
     def least_valuable(self, count: int) -> list[int]:
         """The engines that the operator would have a Deployment give up."""
         reports = [load_report(port) for port in self.admin_ports]
-        load = merge_loads(reports, is_complete=True)[f"bench/{MODEL}"]
+        load = FleetLoad(reports, is_complete=True)[f"bench/{MODEL}"]
         by_name = {f"engine-{port}": port for port in self.engines}
         pods = [_pod(name) for name in by_name]
         return [by_name[change.pod.name] for change in cost_changes(pods, load, count) if change.cost < 0]

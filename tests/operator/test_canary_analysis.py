@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from argosy_operator.desired.canary_analysis import Baseline, baseline_of, judge
 from argosy_operator.observed.canary_figures import Figures, SplitFigures, split_figures
-from argosy_operator.observed.service_load import merge_loads
+from argosy_operator.observed.service_load import FleetLoad
 from argosy_protocol.load_report import (
     TTFT_BOUNDS_S,
     LoadReport,
@@ -142,7 +142,7 @@ def load_of(*rollouts: RolloutReport | None) -> Any:
         LoadReport(router=str(number), services=(ServiceLoadReport(service="team/tiny", rollout=each),))
         for number, each in enumerate(rollouts)
     ]
-    return merge_loads(reports, is_complete=True)["team/tiny"]
+    return FleetLoad(reports, is_complete=True)["team/tiny"]
 
 
 def test_figures_of_all_routers_are_added_up() -> None:

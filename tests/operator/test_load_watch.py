@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 
+import msgspec
 import pytest
 from builders import router_pods
 from virtual_time import virtual_time
 
 from argosy_operator.cluster.load_watch import FRESH, WAIT, LoadWatch
-from argosy_protocol.load_report import LoadReport, ServiceLoadReport
+from argosy_protocol.load_report import LoadReport, ReplicaLoadReport, ServiceLoadReport
 
 
 class Routers:
@@ -65,6 +67,47 @@ async def test_reports_are_merged_and_kept_fresh() -> None:
     count = len(routers.asked)
     await asyncio.sleep(10 * WAIT)
     assert len(routers.asked) == count
+
+
+class Counted(tuple[ReplicaLoadReport, ...]):
+    """Counts how often the replicas of a report are read."""
+
+    read = 0
+
+    def __iter__(self) -> Iterator[ReplicaLoadReport]:
+        self.read += 1
+        return super().__iter__()
+
+
+@virtual_time
+async def test_reports_are_merged_once_for_each_change_and_each_service_that_is_asked_for() -> None:
+    replicas = [Counted([ReplicaLoadReport(name="p", uid="p", requests=3)]) for _ in range(3)]
+    routers = Routers("a", "b")
+    for number, address in enumerate(("a", "b")):
+        services = tuple(
+            ServiceLoadReport(service=f"team/s{each}", queued=number, replicas=found)
+            for each, found in enumerate(replicas)
+        )
+        routers.reports[address] = LoadReport(router=address, revision=1, services=services)
+    watch = LoadWatch(routers, lambda held: None)
+    watch.set_pods(router_pods("a", "b"))
+    watch.set_needed(True)
+    await asyncio.sleep(1)
+    before = [each.read for each in replicas]
+    for _ in range(100):
+        assert (watch.view()["team/s0"].queued, watch.view()["team/s0"].sequences) == (1, 4)
+        assert watch.view().get("team/s9") is None
+    assert [each.read - read for each, read in zip(replicas, before, strict=True)] == [2, 0, 0]
+    seen = watch.view()
+    routers.say("b", msgspec.structs.replace(routers.reports["b"], revision=2))
+    await asyncio.sleep(1)
+    assert watch.view() is not seen
+    assert watch.view()["team/s0"] == seen["team/s0"]
+    assert replicas[0].read - before[0] == 4
+    routers.silent.add("b")
+    await asyncio.sleep(FRESH + WAIT)
+    assert (watch.view()["team/s0"].is_complete, watch.view()["team/s0"].queued) == (False, 0)
+    watch.close()
 
 
 @virtual_time

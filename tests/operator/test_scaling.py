@@ -19,7 +19,7 @@ from argosy_operator.desired.scaling import (
     lower_bound,
     unknown_time_zones,
 )
-from argosy_operator.observed.service_load import ReplicaUse, ServiceLoad, merge_loads, quantile
+from argosy_operator.observed.service_load import FleetLoad, ReplicaUse, ServiceLoad, quantile
 from argosy_protocol.load_report import (
     TTFT_BOUNDS_S,
     TTFT_WINDOW_S,
@@ -195,7 +195,7 @@ def test_no_answers_count_as_no_load_once_all_routers_have_counted_for_the_windo
             LoadReport(router="a", services=(service,), uptime_s=5000.0),
             LoadReport(router="b", services=(service,), uptime_s=uptime_s),
         ]
-        return merge_loads(reports, is_complete=True)["team/tiny"]
+        return FleetLoad(reports, is_complete=True)["team/tiny"]
 
     new = decided(spec, restarted(TTFT_WINDOW_S - 1), 4)
     assert new.wanted == 4
@@ -541,7 +541,7 @@ def test_reports_of_two_routers_are_merged() -> None:
         return LoadReport(router=name, services=(service,))
 
     counts = tuple(int(bound == 1.0) for bound in (*TTFT_BOUNDS_S, 0.0))
-    merged = merge_loads(
+    merged = FleetLoad(
         [
             router("a", requests=7, inflight=4, counts=counts, queued=2, held=0, idle_s=9.0),
             router("b", requests=6, inflight=5, counts=(), queued=1, held=1, idle_s=3.0),

@@ -16,7 +16,7 @@ import aiohttp
 import msgspec
 
 from argosy_operator.cluster.router_watch import RouterPod
-from argosy_operator.observed.service_load import ServiceLoad, merge_loads
+from argosy_operator.observed.service_load import FleetLoad, ServiceLoad
 from argosy_protocol.load_report import LoadReport
 
 logger = logging.getLogger(__name__)
@@ -58,6 +58,10 @@ class LoadWatch:
         self._pods: dict[str, RouterPod] = {}
         self._peers: dict[str, _Peer] = {}
         self._is_needed = False
+        self._merged: Mapping[str, ServiceLoad] = {}
+        self._merged_of: list[LoadReport] = []
+        """The reports that are merged."""
+        self._is_merged_complete = True
 
     def set_pods(self, pods: Iterable[RouterPod]) -> None:
         """Set the router pods that run now."""
@@ -74,14 +78,20 @@ class LoadWatch:
         self.set_needed(False)
 
     def view(self) -> Mapping[str, ServiceLoad]:
-        """The load of every service that some router has reported of late, by `namespace/name`."""
+        """The load of every service that some router has reported of late, by `namespace/name`. Merged once for each
+        report."""
         oldest = asyncio.get_running_loop().time() - FRESH
         fresh = [
             peer.report
             for peer in self._peers.values()
             if peer.report is not None and peer.reported_at >= oldest
         ]
-        return merge_loads(fresh, is_complete=len(fresh) == len(self._peers))
+        is_complete = len(fresh) == len(self._peers)
+        is_known = self._is_merged_complete == is_complete and len(fresh) == len(self._merged_of)
+        if not is_known or any(new is not old for new, old in zip(fresh, self._merged_of, strict=True)):
+            self._merged = FleetLoad(fresh, is_complete=is_complete)
+            self._merged_of, self._is_merged_complete = fresh, is_complete
+        return self._merged
 
     async def ask(self) -> Mapping[str, ServiceLoad]:
         """Ask every router for its present report, for at most ASK_TIMEOUT; those that do not answer are left out."""
@@ -98,7 +108,7 @@ class LoadWatch:
                 reports.append(task.result())
             elif not isinstance(error, _FAILURES):
                 raise error
-        return merge_loads(reports, is_complete=len(reports) == len(tasks))
+        return FleetLoad(reports, is_complete=len(reports) == len(tasks))
 
     def _follow(self) -> None:
         """Poll the routers that are to be polled, and no other."""

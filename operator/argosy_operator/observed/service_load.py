@@ -7,7 +7,7 @@ Invariant: a replica's figures are finite and within bounds, whatever it has tol
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
 from msgspec import Struct
@@ -78,19 +78,35 @@ class ServiceLoad(Struct, frozen=True, kw_only=True):
         return sum(each.is_routable for each in self.replicas.values())
 
 
-def merge_loads(reports: Iterable[LoadReport], *, is_complete: bool) -> dict[str, ServiceLoad]:
-    """Merge the last reports of all routers, by `namespace/name` of the service."""
-    by_service: dict[str, list[ServiceLoadReport]] = {}
-    is_window_covered = True
-    for report in reports:
-        if report.uptime_s is not None and report.uptime_s < TTFT_WINDOW_S:
-            is_window_covered = False
-        for service in report.services:
-            by_service.setdefault(service.service, []).append(service)
-    return {
-        name: _merged(each, is_complete=is_complete, is_window_covered=is_window_covered)
-        for name, each in by_service.items()
-    }
+class FleetLoad(Mapping[str, ServiceLoad]):
+    """The last reports of all routers, by `namespace/name` of the service. A service's are merged when it is first
+    asked for: most reconciles ask for one."""
+
+    def __init__(self, reports: Iterable[LoadReport], *, is_complete: bool) -> None:
+        self._is_complete, self._is_window_covered = is_complete, True
+        self._reports: dict[str, list[ServiceLoadReport]] = {}
+        self._merged: dict[str, ServiceLoad] = {}
+        for report in reports:
+            if report.uptime_s is not None and report.uptime_s < TTFT_WINDOW_S:
+                self._is_window_covered = False
+            for service in report.services:
+                self._reports.setdefault(service.service, []).append(service)
+
+    def __getitem__(self, service: str) -> ServiceLoad:
+        if (known := self._merged.get(service)) is not None:
+            return known
+        merged = self._merged[service] = _merged(
+            self._reports[service],
+            is_complete=self._is_complete,
+            is_window_covered=self._is_window_covered,
+        )
+        return merged
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._reports)
+
+    def __len__(self) -> int:
+        return len(self._reports)
 
 
 def _merged(reports: list[ServiceLoadReport], *, is_complete: bool, is_window_covered: bool) -> ServiceLoad:
