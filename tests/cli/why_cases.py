@@ -321,5 +321,31 @@ CASES: dict[str, tuple[Object, list[Object], str, str, list[str]]] = {
         "done",
         ["note: UnknownTimeZone", "correct spec.scaling.schedules"],
     ),
+    "router unreachable": (
+        scaled(
+            2,
+            condition("Ready", "True", "ReplicasRoutable"),
+            condition(
+                "Degraded", "True", "RouterUnreachable", "router r-1 runs and has not answered the operator"
+            ),
+        ),
+        [pod()],
+        "ready",
+        "done",
+        ["note: RouterUnreachable", "port 8081 of that pod"],
+    ),
+    "autoscaler of the deployment": (
+        scaled(
+            2,
+            condition("Ready", "True", "ReplicasRoutable"),
+            condition(
+                "Degraded", "True", "DeploymentScaled", "HorizontalPodAutoscaler hpa scales the Deployment"
+            ),
+        ),
+        [pod()],
+        "ready",
+        "done",
+        ["note: DeploymentScaled", "scaleTargetRef be the InferenceService"],
+    ),
 }
 CASES["scaled to zero"] = (*CASES["scaled to zero"][:2], "pods", "stopped", ["--replicas=1"])

@@ -11,7 +11,16 @@ import msgspec
 import pytest
 from builders import isvc_object
 from fake_kubernetes import FakeKubernetes
-from harness import Operator, condition, deployment, is_ready, living_pods, new_cluster
+from harness import (
+    ROUTER_POD,
+    FakeRouter,
+    Operator,
+    condition,
+    deployment,
+    is_ready,
+    living_pods,
+    new_cluster,
+)
 from virtual_time import virtual_time
 
 from argosy_operator.cluster.store import Store
@@ -20,6 +29,8 @@ from argosy_operator.observed.scaler import Scalers
 from argosy_operator.observed.service_load import ServiceLoad
 from argosy_operator.reconcile.autoscaler import Autoscaler
 from argosy_protocol.fleet import decode_fleet
+from argosy_protocol.load_report import LoadReport
+from argosy_protocol.routable_report import RoutableReport
 
 SCALING: dict[str, Any] = {"maxReplicas": 4, "metrics": {"concurrency": 10}}
 ZERO = {**SCALING, "minReplicas": 0, "idleSeconds": 60}
@@ -69,6 +80,53 @@ async def test_a_scaled_service_at_rest_causes_no_write() -> None:
             await asyncio.sleep(120)
         assert cluster.writes[before:] == []
         assert operator.router.asked_for_load > 50
+
+
+class PartlyReachable(FakeRouter):
+    """Two routers, of which the operator reaches one."""
+
+    unreachable = ""
+
+    async def fetch(self, address: str, seen: int | None) -> RoutableReport:
+        if address == self.unreachable:
+            raise TimeoutError
+        return await super().fetch(address, seen)
+
+    async def fetch_load(self, address: str, seen: int | None) -> LoadReport:
+        if address == self.unreachable:
+            raise TimeoutError
+        return await super().fetch_load(address, seen)
+
+
+@virtual_time
+async def test_a_router_that_cannot_be_reached_is_named_and_keeps_only_the_last_replica() -> None:
+    cluster = new_cluster()
+    second = copy.deepcopy(ROUTER_POD)
+    second["metadata"]["name"], second["status"]["podIP"] = "argosy-router-1", "10.0.0.10"
+    cluster.create(second)
+    router = PartlyReachable(cluster)
+    router.unreachable = "10.0.0.10"
+    async with Operator(cluster, router) as operator:
+        cluster.create(isvc_object(scaling=ZERO, replicas=4))
+        cluster.create(isvc_object("fixed"))
+        await operator.settle()
+        set_load(operator, sequences=10)
+        await asyncio.sleep(30)
+        assert (replicas(cluster), condition(cluster, "Degraded")) == (4, ("False", "AsExpected"))
+        set_load(operator, idle_s=9999.0)
+        await asyncio.sleep(3600)
+        await operator.settle()
+        assert replicas(cluster) == 1
+        assert condition(cluster, "Degraded") == ("True", "RouterUnreachable")
+        assert "router argosy-router-1 runs" in cluster.condition("Degraded")["message"]
+        assert condition(cluster, "Degraded", "fixed") == ("False", "AsExpected")
+        registry = operator.controller.metrics.registry
+        assert registry.get_sample_value("argosy_operator_unreachable_routers") == 1
+        router.unreachable = ""
+        await asyncio.sleep(3600)
+        await operator.settle()
+        assert replicas(cluster) == 0
+        assert condition(cluster, "Degraded") == ("False", "AsExpected")
 
 
 @virtual_time

@@ -11,6 +11,7 @@ from builders import router_pods
 from virtual_time import virtual_time
 
 from argosy_operator.cluster.load_watch import FRESH, WAIT, LoadWatch
+from argosy_operator.cluster.router_watch import UNREACHABLE
 from argosy_protocol.load_report import LoadReport, ReplicaLoadReport, ServiceLoadReport
 
 
@@ -67,6 +68,33 @@ async def test_reports_are_merged_and_kept_fresh() -> None:
     count = len(routers.asked)
     await asyncio.sleep(10 * WAIT)
     assert len(routers.asked) == count
+
+
+@virtual_time
+async def test_a_router_that_is_silent_for_a_minute_is_waited_for_no_more() -> None:
+    routers = Routers("a", "b", "c")
+    routers.silent.add("c")
+    watch = LoadWatch(routers, lambda held: None)
+    watch.set_pods(router_pods("a", "b", "c"))
+    watch.set_needed(True)
+
+    def known() -> tuple[bool, bool]:
+        load = watch.view()["team/tiny"]
+        return load.is_complete, load.is_settled
+
+    await asyncio.sleep(1)
+    assert known() == (False, False)
+    await asyncio.sleep(UNREACHABLE)
+    assert known() == (False, True)
+    routers.silent.add("b")
+    await asyncio.sleep(FRESH + WAIT)
+    assert known() == (False, False), "another one may come back yet"
+    await asyncio.sleep(UNREACHABLE)
+    assert known() == (False, True)
+    routers.silent.clear()
+    await asyncio.sleep(WAIT)
+    assert known() == (True, True)
+    watch.close()
 
 
 class Counted(tuple[ReplicaLoadReport, ...]):

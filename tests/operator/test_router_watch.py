@@ -7,7 +7,7 @@ import asyncio
 from builders import NOW, pod_object, router_pods
 from virtual_time import virtual_time
 
-from argosy_operator.cluster.router_watch import GRACE, RouterPod, RouterWatch, read_router_pod
+from argosy_operator.cluster.router_watch import GRACE, UNREACHABLE, RouterPod, RouterWatch, read_router_pod
 from argosy_operator.observed.observation import Routers
 from argosy_protocol.routable_report import ReplicaReport, RoutableReport
 
@@ -96,6 +96,29 @@ async def test_silence_is_forgiven_for_a_while_only() -> None:
     routers.say("a", report(1, "p1"))
     await asyncio.sleep(2)
     assert watch.view.routable == {"p1"}
+    watch.close()
+
+
+@virtual_time
+async def test_a_router_that_is_silent_for_a_minute_is_named() -> None:
+    routers = Scripted(a=report(1, "p1"), b=report(1, "p2"), c=None)
+    changes: list[frozenset[str] | None] = []
+    watch = RouterWatch(routers, changes.append)
+    watch.set_pods(router_pods("a", "b", "c"))
+    await asyncio.sleep(5)
+    routers.say("b", None)
+    await asyncio.sleep(UNREACHABLE - 6)
+    assert watch.view.unreachable == ()
+    changes.clear()
+    await asyncio.sleep(2)
+    assert watch.view.unreachable == ("c",)
+    await asyncio.sleep(UNREACHABLE)
+    assert (watch.view.alive, watch.view.unreachable) == (1, ("b", "c"))
+    assert changes == [None, None], "all services are told, once for each"
+    routers.say("b", report(2, "p2"))
+    await asyncio.sleep(2)
+    watch.set_pods(router_pods("a", "b"))
+    assert watch.view == Routers(known=True, alive=2, routable=frozenset({"p1", "p2"}))
     watch.close()
 
 

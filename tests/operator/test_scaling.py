@@ -306,6 +306,19 @@ def test_after_a_time_without_reports_fewer_replicas_wait_for_the_window() -> No
     assert changes == [(400, 1)]
 
 
+def test_replicas_are_removed_without_a_router_that_stays_silent_but_not_the_last() -> None:
+    known = {"is_complete": False, "is_settled": True}
+    assert decided(scaling(), load(0, replicas=4, **known), 4).wanted == 3
+    assert decided(scaling(), load(35, replicas=4, **known), 4).wanted == 4
+    idle = scaling(minReplicas=0, idleSeconds=60)
+    assert decided(idle, load(idle_s=9999.0, replicas=1, **known), 1).wanted == 1
+    assert decided(idle, load(idle_s=9999.0, replicas=2, **known), 2).wanted == 1
+    by_answers = scaling(metrics={"ttftP90Seconds": 1.0})
+    assert decided(by_answers, load(0, replicas=4, **known), 4).wanted == 4, "it may have had answers"
+    assert decided(by_answers, load(0, replicas=4), 4).wanted == 3
+    assert decided(by_answers, slow(0.1, replicas=4, **known), 4).wanted == 3
+
+
 def test_partial_reports_may_add_replicas() -> None:
     assert decided(scaling(), load(45, is_complete=False), 2).wanted == 5
 

@@ -66,7 +66,7 @@ _REFUSED: Final = (
     "ReconcileError",
 )
 """Reasons for which the operator applies nothing or not all, or publishes the service under no name of its own."""
-_BESIDE: Final = ("ScaledTwice", "DeploymentScaled", "UnknownTimeZone", "CanaryNotFound")
+_BESIDE: Final = ("ScaledTwice", "DeploymentScaled", "UnknownTimeZone", "RouterUnreachable", "CanaryNotFound")
 """Reasons for which a service is Degraded that keep no replica from starting."""
 LINKS: Final = ("manifest", "operator", "accepted", "pods", "node", "volumes", "model", "engine", "loaded")
 """Names of the links, in their order; behind them LAST_LINKS."""

@@ -60,6 +60,7 @@ REMEDIES: Final[dict[str, str]] = {
     "ObjectReserved": "remove what the message names from spec.podTemplate or spec.model, or give an object of yours "
     "another name",
     "DeploymentScaled": "let the HorizontalPodAutoscaler's scaleTargetRef be the InferenceService",
+    "RouterUnreachable": "let the operator reach port 8081 of that pod (a NetworkPolicy, a sidecar), or delete the pod",
     "ScaledTwice": "remove one of the two that scale: spec.scaling, or the HorizontalPodAutoscaler or other client "
     "that the message names",
     "UnknownTimeZone": "correct spec.scaling.schedules: a time zone is an IANA name, such as Europe/Berlin",

@@ -2,7 +2,8 @@
 
 Owns one long poll per router pod while scaling needs the reports, and the merged view. Must not know what follows from
 a load. Invariants: without a service that scales nothing is asked; a router whose last report is older than FRESH makes
-the view incomplete; a request that begins to be held is announced as soon as its router answers.
+the view incomplete, and one that is silent for UNREACHABLE does no more than that; a request that begins to be held is
+announced as soon as its router answers.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, Final
 import aiohttp
 import msgspec
 
-from argosy_operator.cluster.router_watch import RouterPod
+from argosy_operator.cluster.router_watch import UNREACHABLE, RouterPod
 from argosy_operator.observed.service_load import FleetLoad, ServiceLoad
 from argosy_protocol.load_report import LoadReport
 
@@ -42,10 +43,11 @@ _FAILURES: Final = (aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecE
 class _Peer:
     """One router being polled."""
 
-    def __init__(self, pod: RouterPod) -> None:
+    def __init__(self, pod: RouterPod, now: float) -> None:
         self.pod = pod
         self.report: LoadReport | None = None
-        self.reported_at = 0.0
+        self.reported_at = now
+        """When it reported, or began to be asked."""
         self.task: asyncio.Task[None] | None = None
 
 
@@ -61,7 +63,7 @@ class LoadWatch:
         self._merged: Mapping[str, ServiceLoad] = {}
         self._merged_of: list[LoadReport] = []
         """The reports that are merged."""
-        self._is_merged_complete = True
+        self._completeness = (True, True)
 
     def set_pods(self, pods: Iterable[RouterPod]) -> None:
         """Set the router pods that run now."""
@@ -80,17 +82,19 @@ class LoadWatch:
     def view(self) -> Mapping[str, ServiceLoad]:
         """The load of every service that some router has reported of late, by `namespace/name`. Merged once for each
         report."""
-        oldest = asyncio.get_running_loop().time() - FRESH
+        now = asyncio.get_running_loop().time()
         fresh = [
             peer.report
             for peer in self._peers.values()
-            if peer.report is not None and peer.reported_at >= oldest
+            if peer.report is not None and peer.reported_at >= now - FRESH
         ]
-        is_complete = len(fresh) == len(self._peers)
-        is_known = self._is_merged_complete == is_complete and len(fresh) == len(self._merged_of)
+        silent = sum(peer.reported_at < now - UNREACHABLE for peer in self._peers.values())
+        missing = len(self._peers) - len(fresh)
+        completeness = (missing == 0, missing == silent)
+        is_known = self._completeness == completeness and len(fresh) == len(self._merged_of)
         if not is_known or any(new is not old for new, old in zip(fresh, self._merged_of, strict=True)):
-            self._merged = FleetLoad(fresh, is_complete=is_complete)
-            self._merged_of, self._is_merged_complete = fresh, is_complete
+            self._merged = FleetLoad(fresh, is_complete=missing == 0, is_settled=missing == silent)
+            self._merged_of, self._completeness = fresh, completeness
         return self._merged
 
     async def ask(self) -> Mapping[str, ServiceLoad]:
@@ -119,7 +123,7 @@ class LoadWatch:
                 task.cancel()
         for uid, pod in wanted.items():
             if uid not in self._peers:
-                peer = self._peers[uid] = _Peer(pod)
+                peer = self._peers[uid] = _Peer(pod, asyncio.get_running_loop().time())
                 peer.task = asyncio.create_task(self._poll(peer), name=f"load of {pod.name}")
 
     async def _poll(self, peer: _Peer) -> None:

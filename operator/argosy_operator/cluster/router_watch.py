@@ -25,6 +25,9 @@ WAIT: Final = 25
 """Seconds for which a router may hold its answer back while nothing changes."""
 GRACE: Final = 10.0
 """Seconds without an answer after which a router counts as dead. Covers a restart of its pod's container."""
+UNREACHABLE: Final = 60.0
+"""Seconds without an answer after which a router whose pod runs is named, and fewer replicas do not wait for it any
+more: a NetworkPolicy, say, keeps the operator from it, and neither comes back by itself."""
 RETRY: Final = 1.0
 """Seconds until a router that did not answer, or that does not hold answers back, is polled again."""
 PAUSE: Final = 0.05
@@ -140,14 +143,16 @@ class RouterWatch:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        ends = []
+        ends, unreachable = [], []
         for uid, peer in self._peers.items():
             if peer.failing_since is None:
                 continue
             if now >= peer.failing_since + GRACE:
                 self._silent.add(uid)
+            if now >= peer.failing_since + UNREACHABLE:
+                unreachable.append(peer.pod.name)
             else:
-                ends.append(peer.failing_since + GRACE)
+                ends += [peer.failing_since + wait for wait in (GRACE, UNREACHABLE)]
         alive = [
             peer for uid, peer in self._peers.items() if peer.report is not None and uid not in self._silent
         ]
@@ -158,22 +163,30 @@ class RouterWatch:
         if self._alone_since is not None and now < self._alone_since + GRACE:
             ends.append(self._alone_since + GRACE)
         if ends:
-            self._timer = asyncio.get_running_loop().call_at(min(ends), self._refresh, None)
+            next_end = min((end for end in ends if end > now), default=now)
+            self._timer = asyncio.get_running_loop().call_at(next_end, self._refresh, None)
         is_alone = self._alone_since is not None and now >= self._alone_since + GRACE
-        view = _combined(alive, known=bool(alive) or is_alone)
+        view = _combined(alive, known=bool(alive) or is_alone, unreachable=tuple(sorted(unreachable)))
         if view == self._view:
             return
         turned = view.known != self._view.known or (view.alive == 0) != (self._view.alive == 0)
+        turned = turned or view.unreachable != self._view.unreachable
         self._view = view
         self._on_change(None if turned else affected)
 
 
-def _combined(alive: Iterable[_Peer], *, known: bool) -> Routers:
+def _combined(alive: Iterable[_Peer], *, known: bool, unreachable: tuple[str, ...]) -> Routers:
     reports = [peer.report for peer in alive if peer.report is not None]
     replicas = [replica for report in reports for replica in report.replicas if replica.uid]
     routable = frozenset(replica.uid for replica in replicas if replica.routable)
     draining = frozenset(replica.uid for replica in replicas if replica.state == "draining")
-    return Routers(known=known, alive=len(reports), routable=routable, draining=draining - routable)
+    return Routers(
+        known=known,
+        alive=len(reports),
+        routable=routable,
+        draining=draining - routable,
+        unreachable=unreachable,
+    )
 
 
 def _affected(before: RoutableReport | None, after: RoutableReport) -> frozenset[str] | None:

@@ -125,7 +125,7 @@ def decide(
         return decision, _moved(history, current, 0, now)
     want = _wanted(scaling, load, bounded, floor, complete_s=_complete_s(history, now))
     want_replicas = min(max(want.replicas, floor), ceiling)
-    if not load.is_complete or any(uid not in load.replicas for uid in serving):
+    if not (load.is_complete or load.is_settled) or any(uid not in load.replicas for uid in serving):
         want_replicas = max(want_replicas, bounded)
     recommendation = Recommendation(now, want_replicas, want_replicas)
     wanted = min(max(_stable(scaling, history, recommendation, bounded), floor), ceiling)
@@ -225,8 +225,10 @@ def _by_ttft(target: float, load: ServiceLoad, current: int, complete_s: float) 
     """`complete_s`: for how many seconds all replicas have been routable. Answers of the window that began earlier say
     what fewer replicas could do."""
     p90 = load.ttft_p90_s
-    if p90 is None and not load.is_window_covered:
-        return _Want(current, "TTFTP90", "a router has not counted answers for a minute yet")
+    if p90 is None and not (load.is_window_covered and load.is_complete):
+        return _Want(
+            current, "TTFTP90", "a router has not counted answers for a minute yet, or does not answer"
+        )
     if p90 is not None and p90 < target * _TTFT_SPARE:
         return _Want(current - 1, "TTFTP90", _ttft_message(p90, target))
     if p90 is None or load.answers + load.queued < _LEAST_ANSWERS:

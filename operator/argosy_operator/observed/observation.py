@@ -36,6 +36,8 @@ class Routers(Struct, frozen=True, kw_only=True):
     """Number of routers that answer."""
     routable: frozenset[str] = frozenset()
     """UIDs of pods to which at least one router sends requests."""
+    unreachable: tuple[str, ...] = ()
+    """Sorted names of the pods of routers that run and have not answered for a minute."""
     draining: frozenset[str] = frozenset()
     """UIDs of pods that a router reports as draining, and to which none sends requests."""
 

@@ -44,6 +44,10 @@ class ServiceLoad(Struct, frozen=True, kw_only=True):
 
     is_complete: bool = True
     """Whether every router has reported of late. If not, the load is a lower bound."""
+    is_settled: bool = False
+    """Whether every router has, but for those that have been silent for so long that nobody waits for them. What they
+    hold in queues is missing, and how long ago they had a request; what they send is in the replicas' own figures, as
+    far as these tell how much they compute."""
     held: int = 0
     """Requests that wait for a first replica."""
     queued: int = 0
@@ -82,8 +86,8 @@ class FleetLoad(Mapping[str, ServiceLoad]):
     """The last reports of all routers, by `namespace/name` of the service. A service's are merged when it is first
     asked for: most reconciles ask for one."""
 
-    def __init__(self, reports: Iterable[LoadReport], *, is_complete: bool) -> None:
-        self._is_complete, self._is_window_covered = is_complete, True
+    def __init__(self, reports: Iterable[LoadReport], *, is_complete: bool, is_settled: bool = False) -> None:
+        self._is_complete, self._is_settled, self._is_window_covered = is_complete, is_settled, True
         self._reports: dict[str, list[ServiceLoadReport]] = {}
         self._merged: dict[str, ServiceLoad] = {}
         for report in reports:
@@ -98,6 +102,7 @@ class FleetLoad(Mapping[str, ServiceLoad]):
         merged = self._merged[service] = _merged(
             self._reports[service],
             is_complete=self._is_complete,
+            is_settled=self._is_settled,
             is_window_covered=self._is_window_covered,
         )
         return merged
@@ -109,7 +114,9 @@ class FleetLoad(Mapping[str, ServiceLoad]):
         return len(self._reports)
 
 
-def _merged(reports: list[ServiceLoadReport], *, is_complete: bool, is_window_covered: bool) -> ServiceLoad:
+def _merged(
+    reports: list[ServiceLoadReport], *, is_complete: bool, is_settled: bool, is_window_covered: bool
+) -> ServiceLoad:
     by_uid: dict[str, list[ReplicaLoadReport]] = {}
     for report in reports:
         for replica in report.replicas:
@@ -118,6 +125,7 @@ def _merged(reports: list[ServiceLoadReport], *, is_complete: bool, is_window_co
     answers = [sum(column) for column in zip(*counts, strict=True)]
     return ServiceLoad(
         is_complete=is_complete,
+        is_settled=is_settled,
         held=sum(report.held for report in reports),
         queued=sum(report.queued for report in reports),
         queued_tokens=sum(report.queued_tokens for report in reports),

@@ -329,6 +329,7 @@ class Controller:
 
     def _routers_changed(self, affected: frozenset[str] | None) -> None:
         self.metrics.routers.set(self.routers.view.alive)
+        self.metrics.unreachable_routers.set(len(self.routers.view.unreachable))
         for obj in self.store.all(INFERENCE_SERVICES):
             name = object_name(obj)
             if affected is None or "/".join(name) in affected:

@@ -49,6 +49,11 @@ class OperatorMetrics:
             "argosy_operator_queued_keys", "Keys waiting to be reconciled.", registry=self.registry
         )
         self.routers = Gauge("argosy_operator_routers_alive", "Routers that answer.", registry=self.registry)
+        self.unreachable_routers = Gauge(
+            "argosy_operator_unreachable_routers",
+            "Routers whose pod runs and that have not answered the operator for a minute.",
+            registry=self.registry,
+        )
         self.leading = Gauge(
             "argosy_operator_leading",
             "1 if this operator holds the lease and writes, 0 if another one does.",

@@ -40,7 +40,7 @@ from argosy_operator.status.replica_problems import (
     without_workers,
 )
 from argosy_operator.status.rollout_status import rollout_phase
-from argosy_operator.status.scaling_status import scaling_problem
+from argosy_operator.status.scaling_status import router_problem, scaling_problem
 from argosy_operator.status.service_view import Counts, ServiceView
 from argosy_resource.canary_spec import CanaryAction
 from argosy_resource.types import ConditionStatus, ConditionType
@@ -286,6 +286,10 @@ def degraded(view: ServiceView) -> ConditionState:
     if cause is not None:
         return ConditionState("True", cause.reason, cause.message)
     cause = scaling_problem(view.service, view.observed.scalers, view.now)
+    if cause is not None:
+        return ConditionState("True", cause.reason, cause.message)
+    is_trying = view.plan.rollout.canary is not None
+    cause = router_problem(view.observed.routers) if view.service.spec.scaling or is_trying else None
     if cause is not None:
         return ConditionState("True", cause.reason, cause.message)
     canary = view.service.spec.router.canary

@@ -14,6 +14,7 @@ from typing import Final
 from argosy_operator.desired.diff import GateChange
 from argosy_operator.desired.scaling import ScalingDecision, unknown_time_zones
 from argosy_operator.names import deployment_name
+from argosy_operator.observed.observation import Routers
 from argosy_operator.observed.pod import Problem
 from argosy_operator.observed.scaler import Scalers
 from argosy_resource.scaling_spec import MAX_COLD_START_SECONDS, ScalingStatus
@@ -78,9 +79,9 @@ def scaling_problem(service: InferenceService, scalers: Scalers, now: str) -> Pr
     if scalers.of_deployment:
         name = service.metadata.name
         message = (
-            f"{_listed(scalers.of_deployment)} scales the Deployment {deployment_name(name)}, whose number of replicas "
-            f"the operator writes: each undoes what the other does. Let scaleTargetRef be apiVersion: {API_VERSION}, "
-            f"kind: {KIND}, name: {name} (of KEDA's in the ScaledObject), or remove it"
+            f"HorizontalPodAutoscaler {_listed(scalers.of_deployment)} scales the Deployment {deployment_name(name)}, "
+            "whose number of replicas the operator writes: each undoes what the other does. Let scaleTargetRef be "
+            f"apiVersion: {API_VERSION}, kind: {KIND}, name: {name} (of KEDA's in the ScaledObject), or remove it"
         )
         return Problem("DeploymentScaled", message)
     if scaling is None:
@@ -111,6 +112,18 @@ def scaling_problem(service: InferenceService, scalers: Scalers, now: str) -> Pr
             "UnknownTimeZone", f"schedules in {named} are ignored: the operator has no such time zone"
         )
     return None
+
+
+def router_problem(routers: Routers) -> Problem | None:
+    """What keeps figures of some router from the operator; None if nothing does."""
+    if not routers.unreachable:
+        return None
+    message = (
+        f"router {_listed(routers.unreachable)} runs and has not answered the operator for a minute: what "
+        "it holds in queues does not count, fewer replicas follow from what replicas and other routers report, and "
+        "neither does the service go to zero nor a canary on"
+    )
+    return Problem("RouterUnreachable", message)
 
 
 def ignored_scale(service: InferenceService, scalers: Scalers, asked: int) -> str:
@@ -148,13 +161,13 @@ def seconds_until_scaled_once(service: InferenceService, scalers: Scalers, now: 
 def _named(scalers: Scalers) -> str:
     if not scalers.names:
         return "a HorizontalPodAutoscaler"  # while it is not known which
-    return _listed(scalers.names)
+    return f"HorizontalPodAutoscaler {_listed(scalers.names)}"
 
 
 def _listed(names: Sequence[str]) -> str:
     shown = ", ".join(names[:_SHOWN])
     more = len(names) - _SHOWN
-    return f"HorizontalPodAutoscaler {shown}" + (f" and {more} more" if more > 0 else "")
+    return shown + (f" and {more} more" if more > 0 else "")
 
 
 def _foreign_writes(service: InferenceService, scalers: Scalers) -> Iterator[ManagedFieldsEntry]:
