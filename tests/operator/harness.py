@@ -80,7 +80,7 @@ class FakeRouter:
         self.synced, self.reachable = synced, reachable
         self.changed.set()
 
-    async def fetch(self, address: str, seen: int | None) -> RoutableReport:
+    async def fetch(self, address: str, seen: int | None, epoch: str = "") -> RoutableReport:
         deadline = asyncio.get_running_loop().time() + 25
         while True:
             if not self.reachable:

@@ -87,10 +87,10 @@ class PartlyReachable(FakeRouter):
 
     unreachable = ""
 
-    async def fetch(self, address: str, seen: int | None) -> RoutableReport:
+    async def fetch(self, address: str, seen: int | None, epoch: str = "") -> RoutableReport:
         if address == self.unreachable:
             raise TimeoutError
-        return await super().fetch(address, seen)
+        return await super().fetch(address, seen, epoch)
 
     async def fetch_load(self, address: str, seen: int | None) -> LoadReport:
         if address == self.unreachable:

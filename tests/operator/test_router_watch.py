@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
+import msgspec
 from builders import NOW, pod_object, router_pods
 from virtual_time import virtual_time
 
-from argosy_operator.cluster.router_watch import GRACE, UNREACHABLE, RouterPod, RouterWatch, read_router_pod
+from argosy_operator.cluster.router_watch import (
+    GRACE,
+    UNREACHABLE,
+    WHOLE,
+    RouterPod,
+    RouterWatch,
+    read_router_pod,
+)
 from argosy_operator.observed.observation import Routers
 from argosy_protocol.routable_report import ReplicaReport, RoutableReport
+from released_formats import released
 
 
 class Scripted:
@@ -18,14 +28,16 @@ class Scripted:
     def __init__(self, **reports: RoutableReport | None) -> None:
         self.reports = reports
         self.asked: list[tuple[str, int | None]] = []
+        self.epochs: list[str] = []
         self._changed = asyncio.Event()
 
     def say(self, address: str, report: RoutableReport | None) -> None:
         self.reports[address] = report
         self._changed.set()
 
-    async def __call__(self, address: str, seen: int | None) -> RoutableReport:
+    async def __call__(self, address: str, seen: int | None, epoch: str) -> RoutableReport:
         self.asked.append((address, seen))
+        self.epochs.append(epoch)
         while True:
             report = self.reports[address]
             if report is None:
@@ -58,15 +70,105 @@ async def test_view_follows_the_reports_of_all_routers() -> None:
     watch = RouterWatch(routers, changes.append)
     watch.set_pods(router_pods("a", "b"))
     assert not watch.view.known
-    await asyncio.sleep(1)
+    await asyncio.sleep(2)
     assert (watch.view.known, watch.view.alive) == (True, 2)
     assert watch.view.routable == {"p1", "p2"}
     changes.clear()
     routers.say("a", report(2, "p1", "p3"))
-    await asyncio.sleep(1)
+    await asyncio.sleep(0.5)
     assert watch.view.routable == {"p1", "p2", "p3"}
     assert changes == [frozenset({"team/tiny"})], "only the service concerned is reconciled"
+    await asyncio.sleep(1)
     assert routers.asked[-1] == ("a", 2), "the next poll waits for a change"
+    watch.close()
+
+
+class Changing(Scripted):
+    """Routers that answer with what has changed, as those that know epochs do."""
+
+    def __init__(self, **reports: RoutableReport | None) -> None:
+        super().__init__(**reports)
+        self.whole: list[str] = []
+        self.spoils = False
+
+    async def __call__(self, address: str, seen: int | None, epoch: str) -> RoutableReport:
+        found = await super().__call__(address, seen, epoch)
+        if seen is None or epoch != found.epoch:
+            self.whole.append(address)
+            return found
+        changed = tuple(sorted({each.service for each in found.replicas if each.name in ("p2", "p3")}))
+        replicas = tuple(each for each in found.replicas if each.service in changed)
+        base = seen - 1 if self.spoils else seen
+        gone = ("team/gone",)
+        return msgspec.structs.replace(found, base=base, services=changed + gone, replicas=replicas)
+
+
+def with_epoch(revision: int, epoch: str, **services: tuple[str, ...]) -> RoutableReport:
+    replicas = [
+        each for name, uids in services.items() for each in report(0, *uids, service=f"team/{name}").replicas
+    ]
+    return RoutableReport(router="r", revision=revision, epoch=epoch, replicas=tuple(replicas))
+
+
+@virtual_time
+async def test_changes_are_put_into_the_report_before_and_all_is_asked_for_now_and_then() -> None:
+    routers = Changing(a=with_epoch(1, "e", one=("p1",), two=("p2",), gone=("p9",)))
+    changes: list[frozenset[str] | None] = []
+    watch = RouterWatch(routers, changes.append)
+    watch.set_pods(router_pods("a"))
+    await asyncio.sleep(2)
+    changes.clear()
+    routers.say("a", with_epoch(2, "e", one=("p1",), two=("p2", "p3")))
+    await asyncio.sleep(2)
+    assert watch.view.routable == {"p1", "p2", "p3"}
+    assert changes == [frozenset({"team/two", "team/gone"})]
+    routers.say("a", with_epoch(3, "e", one=("p1",)))
+    await asyncio.sleep(2)
+    assert routers.whole == ["a"]
+    routers.say("a", with_epoch(2, "another", one=("p7",)))
+    await asyncio.sleep(2)
+    assert watch.view.routable == {"p7"}, "it has started anew"
+    routers.spoils = True
+    routers.say("a", with_epoch(5, "another", one=("p1",), two=("p2",)))
+    await asyncio.sleep(4)
+    assert (watch.view.routable, watch.view.alive) == ({"p1", "p2"}, 1)
+    routers.spoils = False
+    routers.whole.clear()
+    for revision in range(6, 6 + int(2.5 * WHOLE / 10)):
+        routers.say("a", with_epoch(revision, "another", one=("p1",), two=("p2",)))
+        await asyncio.sleep(10)
+    assert routers.whole == ["a", "a"]
+    watch.close()
+
+
+@virtual_time
+async def test_a_router_of_the_release_before_reports_all() -> None:
+    recorded = json.dumps(released("messages.json")["messages"]["RoutableReport"]["filled"])
+    sent = msgspec.json.decode(recorded, type=RoutableReport)
+    routers = Scripted(a=sent)
+    watch = RouterWatch(routers, lambda affected: None)
+    watch.set_pods(router_pods("a"))
+    await asyncio.sleep(2)
+    assert watch.view.routable == {"words"}
+    routers.say("a", msgspec.structs.replace(sent, revision=sent.revision + 1, replicas=()))
+    await asyncio.sleep(2)
+    assert watch.view.routable == frozenset()
+    assert set(routers.epochs) == {""}
+    watch.close()
+
+
+@virtual_time
+async def test_a_router_that_changes_all_the_time_is_asked_once_a_second() -> None:
+    routers, loop = Scripted(a=report(1)), asyncio.get_running_loop()
+    watch = RouterWatch(routers, lambda affected: None)
+    watch.set_pods(router_pods("a"))
+    began = loop.time()
+    for revision in range(2, 202):
+        routers.say("a", report(revision, f"p{revision}"))
+        await asyncio.sleep(0.1)
+    assert len(routers.asked) <= loop.time() - began + 2
+    await asyncio.sleep(1)
+    assert watch.view.routable == {"p201"}
     watch.close()
 
 
@@ -139,7 +241,7 @@ async def test_nothing_is_known_before_a_router_had_the_time_to_answer() -> None
 async def test_a_router_that_does_not_hold_back_is_not_asked_without_end() -> None:
     asked = 0
 
-    async def fetch(address: str, seen: int | None) -> RoutableReport:
+    async def fetch(address: str, seen: int | None, epoch: str) -> RoutableReport:
         nonlocal asked
         asked += 1
         return report(1, "p1")

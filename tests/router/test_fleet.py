@@ -9,7 +9,7 @@ import pytest
 
 from argosy_protocol.bearer_keys import internal_key
 from argosy_protocol.fleet import Endpoint, FleetDocument, ServiceLimits
-from argosy_protocol.routable_report import ADMIN_KEY_UID, REPORT_PATH, RoutableReport
+from argosy_protocol.routable_report import ADMIN_KEY_UID, REPORT_PATH, RoutableReport, with_changes
 from argosy_protocol.telemetry import Load
 from argosy_router.admin.app import PAGE
 from argosy_router.config import FlowControlLimits
@@ -93,9 +93,9 @@ async def test_inflight_limits_are_kept() -> None:
 # the admin port
 
 
-async def report(r: Rig, after: int = -1, wait: float = 0) -> RoutableReport:
+async def report(r: Rig, after: int = -1, wait: float = 0, epoch: str = "") -> RoutableReport:
     response = await r.http.get(
-        f"{r.router.admin_url}{REPORT_PATH}?after={after}&wait={wait}",
+        f"{r.router.admin_url}{REPORT_PATH}?after={after}&wait={wait}&epoch={epoch}",
         headers={"authorization": f"Bearer {internal_key(FLEET_KEY, ADMIN_KEY_UID)}"},
     )
     assert response.status_code == 200
@@ -125,6 +125,51 @@ async def test_the_report_is_a_long_poll() -> None:
             second = await report(r, second.revision, 30)
         assert second.replicas[0].epoch != first.replicas[0].epoch
         assert (await report(r, second.revision, 0.01)).revision == second.revision
+
+
+async def test_a_reader_that_knows_the_epoch_gets_what_has_changed() -> None:
+    async with rig([FakeEngine(), FakeEngine()], fleet_key=FLEET_KEY, admin_port=0) as r:
+        engines = r.engines
+        r.discovery.set(
+            FleetDocument(
+                services=tuple(
+                    service([engine], name=name, model=name, uid=f"uid-{name}")
+                    for engine, name in zip(engines, ("a", "b"), strict=True)
+                )
+            )
+        )
+        await r.until(lambda: all(replica.is_available for replica in r.router.fleet.replicas()))
+        first = await report(r)
+        assert (first.base, len(first.replicas), len(first.epoch)) == (None, 2, 16)
+        still = await report(r, first.revision, epoch=first.epoch)
+        assert (still.base, still.services, still.replicas) == (first.revision, (), ())
+        waiting = asyncio.create_task(report(r, first.revision, 30, first.epoch))
+        await engines[0].stop()
+        changes = await waiting
+        while changes.replicas[0].routable:
+            changes = await report(r, changes.revision, 30, first.epoch)
+        assert (changes.services, {each.service for each in changes.replicas}) == (
+            ("default/a",),
+            {"default/a"},
+        )
+        all_since = await report(r, first.revision, epoch=first.epoch)
+        whole = await report(r)
+        assert with_changes(first, all_since) is not None
+        assert {each.url: each.routable for each in with_changes(first, all_since).replicas} == {  # type: ignore[union-attr]
+            each.url: each.routable for each in whole.replicas
+        }
+        for after, epoch in (
+            (first.revision, ""),
+            (first.revision, "0" * 16),
+            (10**6, first.epoch),
+            (-1, first.epoch),
+        ):
+            found = await report(r, after, epoch=epoch)
+            assert (found.base, len(found.replicas)) == (None, 2), (
+                "an operator of the release before gives no epoch"
+            )
+        r.router.fleet.changed()
+        assert (await report(r, first.revision, epoch=first.epoch)).base is None, "all has changed"
 
 
 OPEN_BY_DESIGN = {"/health", "/ready", "/metrics", *PAGE}

@@ -26,16 +26,17 @@ def http_fetch(
     *,
     wait: int,
     is_tls: bool,
-) -> Callable[[str, int | None], Coroutine[Any, Any, Report]]:
-    """A function `fetch(pod address, last revision)` that returns the next report at `path` of the router's admin port,
-    for which the router may hold its answer back for `wait` seconds; the present one if no revision is given. It
-    raises aiohttp.ClientError, TimeoutError, OSError, or msgspec.MsgspecError for an answer that is no such report.
+) -> Callable[..., Coroutine[Any, Any, Report]]:
+    """A function `fetch(pod address, last revision, its epoch)` that returns the next report at `path` of the router's
+    admin port, for which the router may hold its answer back for `wait` seconds; the present one if no revision is
+    given. With an epoch a router that knows it answers with the changes since that revision. It raises
+    aiohttp.ClientError, TimeoutError, OSError, or msgspec.MsgspecError for an answer that is no such report.
     """
     scheme = "https" if is_tls else "http"
 
-    async def fetch(address: str, seen: int | None) -> Report:
+    async def fetch(address: str, seen: int | None, epoch: str = "") -> Report:
         host = f"[{address}]" if ":" in address else address
-        query = "" if seen is None else f"?after={seen}&wait={wait}"
+        query = "" if seen is None else f"?after={seen}&wait={wait}" + (f"&epoch={epoch}" if epoch else "")
         timeout = aiohttp.ClientTimeout(total=5 if seen is None else wait + 5, connect=2)
         url = f"{scheme}://{host}:{ROUTER_ADMIN_PORT}{path}{query}"
         return msgspec.json.decode(await get_as_admin(session, url, keys, timeout), type=report)

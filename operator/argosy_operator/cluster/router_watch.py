@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Struct
 
 from argosy_operator.observed.observation import Routers
-from argosy_protocol.routable_report import RoutableReport
+from argosy_protocol.routable_report import RoutableReport, with_changes
 
 logger = logging.getLogger(__name__)
 
@@ -28,13 +28,15 @@ GRACE: Final = 10.0
 UNREACHABLE: Final = 60.0
 """Seconds without an answer after which a router whose pod runs is named, and fewer replicas do not wait for it any
 more: a NetworkPolicy, say, keeps the operator from it, and neither comes back by itself."""
-RETRY: Final = 1.0
-"""Seconds until a router that did not answer, or that does not hold answers back, is polled again."""
-PAUSE: Final = 0.05
-"""Seconds between two polls of one router: bounds the work while a fleet starts."""
+PAUSE: Final = 1.0
+"""Seconds between two polls of one router, whether it has answered or not: bounds the work while a fleet starts."""
 
-Fetch = Callable[[str, "int | None"], Awaitable[RoutableReport]]
-"""`fetch(pod address, last revision)`: the router's next report."""
+WHOLE: Final = 300.0
+"""Seconds after which a router is asked for a whole report again, as the operator lists everything again."""
+
+Fetch = Callable[[str, "int | None", str], Awaitable[RoutableReport]]
+"""`fetch(pod address, last revision, its epoch)`: the router's next report; what has changed since that revision, if
+the router knows epochs."""
 
 
 class RouterPod(Struct, frozen=True, kw_only=True):
@@ -63,6 +65,9 @@ class _Peer:
     def __init__(self, pod: RouterPod, now: float) -> None:
         self.pod = pod
         self.report: RoutableReport | None = None
+        """The last report, with all changes since."""
+        self.whole_at = 0.0
+        """When the last whole one came."""
         self.failing_since: float | None = now
         """Time of the first poll without an answer; None after an answer."""
         self.task: asyncio.Task[None] | None = None
@@ -117,11 +122,13 @@ class RouterWatch:
 
     async def _poll(self, peer: _Peer) -> None:
         loop = asyncio.get_running_loop()
+        is_lost = False
         while True:
-            seen = None if peer.report is None or peer.failing_since is not None else peer.report.revision
-            asked = loop.time()
+            held = peer.report if peer.failing_since is None and not is_lost else None
+            seen = None if held is None else held.revision
+            epoch = held.epoch if held is not None and loop.time() < peer.whole_at + WHOLE else ""
             try:
-                report = await self._fetch(peer.pod.address, seen)
+                answer = await self._fetch(peer.pod.address, seen, epoch)
             except (aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecError) as error:
                 if peer.failing_since is None:
                     peer.failing_since = loop.time()
@@ -129,13 +136,17 @@ class RouterWatch:
                         "router %s does not answer: %s", peer.pod.name, error or type(error).__name__
                     )
                 self._refresh(None)
-                await asyncio.sleep(RETRY)
+                await asyncio.sleep(PAUSE)
                 continue
-            before, peer.report, peer.failing_since = peer.report, report, None
-            self._silent.discard(peer.pod.uid)
-            self._refresh(_affected(before, report))
-            was_held = report.revision != seen or loop.time() - asked >= RETRY
-            await asyncio.sleep(PAUSE if was_held else RETRY)
+            if answer.base is None:
+                peer.whole_at = loop.time()
+            report = with_changes(held, answer)
+            is_lost = report is None  # changes of a revision that is not held: all is asked for
+            if report is not None:
+                before, peer.report, peer.failing_since = peer.report, report, None
+                self._silent.discard(peer.pod.uid)
+                self._refresh(_affected(before, report))
+            await asyncio.sleep(PAUSE)
 
     def _refresh(self, affected: frozenset[str] | None) -> None:
         """Merge the reports again, announce a change, and set a timer for the next end of a grace period."""

@@ -93,6 +93,12 @@ class _Poll(msgspec.Struct):
     wait: Annotated[float, msgspec.Meta(ge=0, le=MAX_WAIT_S)] = 0.0
 
 
+class _ReportPoll(_Poll):
+    """The same of the routable report, and of its changes only, if `after` is of this `epoch`."""
+
+    epoch: Annotated[str, msgspec.Meta(max_length=64)] = ""
+
+
 class _Latest(msgspec.Struct):
     """Latest decisions: how many, and of which model; of all of them without one."""
 
@@ -149,10 +155,11 @@ def build_admin(
         return Response(await metrics.scrape(), headers={"content-type": CONTENT_TYPE.decode()})
 
     async def report(request: Request) -> Response:
-        asked = _query(request, _Poll)
+        asked = _query(request, _ReportPoll)
         if asked.wait and asked.after >= 0:
             await fleet.wait_for_change(asked.after, asked.wait)
-        return _json(msgspec.json.encode(fleet.report(name)))
+        found = fleet.report(name, since=asked.after, epoch=asked.epoch)
+        return _json(msgspec.json.encode(found))
 
     async def load(request: Request) -> Response:
         asked = _query(request, _Poll)

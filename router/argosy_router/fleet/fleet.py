@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import secrets
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -99,6 +100,10 @@ class Fleet:
         self._num_unasked = 0
         self._is_initialized = False
         self.revision = 0
+        self._epoch = secrets.token_hex(8)
+        self._changed_in: dict[str, int] = {}
+        """The last revision in which each service has changed; those without one have changed in `_all_changed_in`."""
+        self._all_changed_in = 0
         self._changed = asyncio.Event()
         self._tasks: dict[Replica, asyncio.Task[None]] = {}
         self._clients: dict[Replica, TelemetryClient] = {}
@@ -117,9 +122,10 @@ class Fleet:
                 members = snapshot.members.get(name, ())
                 if members is not before.members.get(name, ()):
                     self._apply_members(service, members)
-                    service.invalidate()
+                    self._note_changed(service)
         else:
             self._apply_document(snapshot)
+            self._note_all_changed()
         self.fleet_revision = snapshot.revision
         self._loaded_at = self._loaded_at or time.monotonic()
         self.is_loaded = True
@@ -215,15 +221,27 @@ class Fleet:
         """Drop all cached candidates, increment the revision and wake its waiters."""
         for service in self.services.values():
             service.invalidate()
+        self._note_all_changed()
         self._increment()
 
-    def _replica_changed(self, service: Service) -> None:
-        """The same for one service, the state of one of whose replicas has changed. It costs the same in a fleet of any
-        size, because a replica may change its state as often as it likes."""
+    def replica_changed(self, replica: Replica) -> None:
+        """The same for the service of a replica whose state has changed. It costs the same in a fleet of any size,
+        because a replica may change its state as often as it likes."""
+        service = self.services.get(replica.service)
+        if service is not None:
+            self._note_changed(service)
+            self._increment()
+
+    def _note_changed(self, service: Service) -> None:
         service.invalidate()
-        self._increment()
+        self._changed_in[service.spec.qualified_name] = self.revision + 1
+
+    def _note_all_changed(self) -> None:
+        self._changed_in.clear()
+        self._all_changed_in = self.revision + 1
 
     def _increment(self) -> None:
+        """Begin the next revision, whose changes are noted."""
         self.revision += 1
         if not self._was_accepted:
             self._was_accepted = any(replica.link != "connecting" for replica in self.replicas())
@@ -246,12 +264,24 @@ class Fleet:
         except TimeoutError:
             pass
 
-    def report(self, router: str) -> RoutableReport:
+    def report(self, router: str, *, since: int = -1, epoch: str = "") -> RoutableReport:
+        """The report of this router, which has that name: of what has changed since a revision, if that was of this
+        `epoch` and not all has; otherwise of all."""
+        has_base = epoch == self._epoch and self._all_changed_in <= since <= self.revision
+        changed = tuple(name for name, revision in self._changed_in.items() if revision > since)
+        replicas = (
+            (each for name in changed for each in self.services[name].replicas.values())
+            if has_base
+            else self.replicas()
+        )
         return RoutableReport(
             router=router,
             revision=self.revision,
             fleet_revision=self.fleet_revision,
-            replicas=tuple(replica.report() for replica in self.replicas()),
+            epoch=self._epoch,
+            base=since if has_base else None,
+            services=changed if has_base else (),
+            replicas=tuple(replica.report() for replica in replicas),
         )
 
     # lifecycle
@@ -363,7 +393,7 @@ class Fleet:
         client = TelemetryClient(
             replica,
             service.spec.engine_name,
-            lambda: self._replica_changed(service),
+            lambda: self.replica_changed(replica),
             lambda is_certain: _fail_requests_of(service, replica, is_certain=is_certain),
             service.may_eject,
             self.rng,

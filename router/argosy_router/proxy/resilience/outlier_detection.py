@@ -69,12 +69,12 @@ class OutlierDetector:
     def began(self, replica: Replica) -> None:
         """Note that the client gets the beginning of the replica's own answer, which is no error."""
         if replica.health.began():
-            self._fleet.changed()
+            self._fleet.replica_changed(replica)
 
     def answered(self, replica: Replica) -> None:
         """Note that the client gets the replica's own answer, which is whole and no error."""
         if replica.health.succeeded():
-            self._fleet.changed()
+            self._fleet.replica_changed(replica)
 
     def _blame(
         self,
@@ -88,7 +88,7 @@ class OutlierDetector:
         may_eject = service.may_eject()
         if replica.health.failed(now, refused=refused, after=after, may_eject=may_eject):
             self._metrics.ejections.add((service.spec.model, replica.name))
-            self._fleet.changed()
+            self._fleet.replica_changed(replica)
 
     def _cool_down(self, service: Service, replica: Replica, seconds: float, now: float) -> None:
         if replica.health.cool_down(now, seconds, until_capacity=not replica.load.has_free_slot):
