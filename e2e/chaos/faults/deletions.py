@@ -60,7 +60,21 @@ async def _resource(rig: Rig, namespace: str) -> str:
     return f"forgotten {took:.1f} s after the operator's return"
 
 
+async def _is_collected(rig: Rig, namespace: str) -> None:
+    """Wait until Kubernetes' garbage collector follows InferenceServices: it looks for new kinds every 30 s, and keeps
+    the children of owners whose kind has come and gone in between."""
+    await rig.apply(namespace, "first")
+    await rig.ready(namespace, "first")
+    await rig.api.delete("inferenceservices", namespace, "first")
+
+    async def gone() -> bool:
+        return await is_gone(rig, "deployments", namespace) and await is_gone(rig, "pods", namespace)
+
+    await until("the children of a deleted service to be gone", gone, PATIENCE)
+
+
 async def _crd(rig: Rig, namespace: str) -> str:
+    await _is_collected(rig, namespace)
     await _ready_without_operator(rig, namespace, "tiny")
     await rig.api.delete("customresourcedefinitions", "", CRD)
 
