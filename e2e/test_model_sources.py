@@ -275,7 +275,7 @@ def test_each_node_fetches_once_and_engines_have_no_credentials(
         namespace=CACHED,
         secret=S3_SECRET,
         replicas=2,
-        resources={"gpu": {"count": 1}, "memory": "2Gi"},
+        resources={"gpu": {"count": 1}, "cpu": "100m", "memory": "2Gi"},
         placement={"tolerations": [{"operator": "Exists"}]},
     )
     release.kubectl.apply(document)

@@ -32,7 +32,7 @@ def manifest(**changes: Any) -> dict[str, Any]:
         "model": {"source": "builtin://tiny"},
         "replicas": 2,
         "engine": {"threads": 1, "maxNumSeqs": 16},
-        "resources": {"gpu": {"count": 1}, "memory": "2Gi"},
+        "resources": {"gpu": {"count": 1}, "cpu": "100m", "memory": "2Gi"},
         "rollout": {"drainSeconds": 5},
         "podTemplate": {
             "spec": {
