@@ -155,7 +155,7 @@ def test_a_worse_revision_is_taken_back(service: Stack) -> None:
     before = serving(service)
     with streams(service) as seen:
         service.cluster.kubectl.apply(
-            manifest(rollout={"minCachedShareRatio": 0.2}, enablePrefixCaching=False)
+            manifest(rollout={"minCachedShareRatio": 0.8, "windowSeconds": 20}, enablePrefixCaching=False)
         )
         check_taken_back(service, before, "cached")
     assert len(seen.replicas) == 2, "the canary has answered some"

@@ -23,25 +23,29 @@ class CanaryStep(Struct, frozen=True, kw_only=True, rename="camel"):
     """One step of a canary rollout."""
 
     weight: Annotated[int, Meta(ge=0, le=100)]
-    """The canary's share of the requests, in percent. All requests of a session are answered by the same side, and one
-    that the canary answers stays with it while the weight grows."""
+    """The canary's share of the requests, in percent, at most: below 100 a canary replica gets no more requests than an
+    old one, so that their figures can be compared, and beside as many old replicas the canary answers half. All
+    requests of a session are answered by the same side, and one that the canary answers stays with it while the weight
+    grows."""
     pause_seconds: Annotated[int, Meta(ge=0, le=604_800)] = 0
     """How long the step lasts at least."""
     hold: bool = False
     """Whether the step lasts until action Continue names it."""
     replicas: Annotated[int, Meta(ge=1, le=1000)] | None = None
-    """Replicas of the canary. If left out, the weight's share of the service's replicas, rounded up, and at least one.
-    No step has fewer than the one before."""
+    """Replicas of the canary. If left out, as many as answer `weight` percent of the requests with the load of the old
+    ones, rounded down, at least one and at most the service's replicas. With fewer the canary's share is smaller. No
+    step has fewer than the one before."""
 
 
 class CanaryAnalysis(Struct, frozen=True, kw_only=True, rename="camel"):
-    """Bounds of the canary's figures, as the routers measure them. A figure out of bounds ends the canary; a step goes
-    on only while all are within."""
+    """Bounds of the canary's figures, as the routers measure them. What proves that a figure is out of bounds ends the
+    canary: of those that are within all bounds, 1 in 100 at most. A step passes only while all are within."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
             rule=(
-                "has(self.maxErrorRate) || has(self.maxTtftP90Ratio) || has(self.minCachedShareRatio) || "
+                "has(self.maxErrorRate) || has(self.maxErrorRateRatio) || has(self.maxClientErrorRateRatio) || "
+                "has(self.maxTtftP90Ratio) || has(self.maxItlP90Ratio) || has(self.minCachedShareRatio) || "
                 "has(self.minHitRatio)"
             ),
             message="set at least one bound, such as maxErrorRate: 0.01",
@@ -49,20 +53,28 @@ class CanaryAnalysis(Struct, frozen=True, kw_only=True, rename="camel"):
     )
     max_error_rate: Annotated[float, Meta(ge=0, le=1)] | None = None
     """Largest share of the attempts at canary replicas that may fail: errors of the engine (5xx) and of connections,
-    also those that a retry hides from clients. A full replica's refusal is no failure."""
+    and answers that do not come in time, also those that a retry hides from clients. A full replica's refusal is no
+    attempt."""
+    max_error_rate_ratio: Annotated[float, Meta(ge=0.1, le=100)] | None = None
+    """Largest ratio of the canary's share of failed attempts to the stable side's."""
+    max_client_error_rate_ratio: Annotated[float, Meta(ge=0.1, le=100)] | None = None
+    """Largest ratio of the canary's share of attempts that are answered with 4xx to the stable side's."""
     max_ttft_p90_ratio: Annotated[float, Meta(ge=0.1, le=100)] | None = None
     """Largest ratio of the canary's time to first token to the stable side's, at the 90th percentile of streamed
-    answers."""
+    attempts. One without a first token counts with the time that it was waited for."""
+    max_itl_p90_ratio: Annotated[float, Meta(ge=0.1, le=100)] | None = None
+    """Largest ratio of the canary's inter-token latency to the stable side's, at the 90th percentile of streamed
+    answers. Each counts with the mean time between its tokens."""
     min_cached_share_ratio: Annotated[float, Meta(ge=0.01, le=10)] | None = None
     """Smallest ratio of the canary's share of cached prompt tokens to the stable side's. A canary with fewer replicas,
     and caches that are new, has a smaller share at first."""
     min_hit_ratio: Annotated[float, Meta(ge=0.01, le=1)] | None = None
     """Smallest ratio of the canary's cached prompt tokens to those that the routers expected to be cached."""
     min_requests: Annotated[int, Meta(ge=1, le=1_000_000)] = 100
-    """Attempts within the window without which the canary is not judged, and streamed answers without which times to
-    first token are not compared: with less the step waits."""
+    """Attempts within the window without which no step passes, and streamed answers where latencies are compared."""
     window_seconds: Annotated[int, Meta(ge=10, le=3600)] = 300
-    """Length of the window that the figures are of. A step lasts at least as long."""
+    """Length of the window that the figures are of. A step lasts at least as long. By figures of cached tokens a canary
+    fails after two windows at the earliest, since its caches are empty at first."""
 
 
 class CanaryAction(Struct, frozen=True, kw_only=True, rename="camel"):
@@ -121,11 +133,15 @@ class SideFigures(Struct, frozen=True, kw_only=True, rename="camel"):
     """What the routers measured of one side within the window."""
 
     requests: Annotated[int, Meta(ge=0)] = 0
-    """Attempts at its replicas."""
+    """Attempts at its replicas that ended."""
     error_rate: Annotated[float, Meta(ge=0)] | None = None
     """Share of these that failed."""
+    client_error_rate: Annotated[float, Meta(ge=0)] | None = None
+    """Share of these that were answered with 4xx."""
     ttft_p90_seconds: Annotated[float, Meta(ge=0)] | None = None
-    """Time to first token that nine of ten streamed answers stayed below."""
+    """Time to first token that nine of ten streamed attempts stayed below."""
+    itl_p90_seconds: Annotated[float, Meta(ge=0)] | None = None
+    """Mean time between tokens that nine of ten streamed answers stayed below."""
     cached_share: Annotated[float, Meta(ge=0)] | None = None
     """Share of the prompt tokens that were cached."""
     hit_ratio: Annotated[float, Meta(ge=0)] | None = None
@@ -147,7 +163,7 @@ class RolloutStatus(Struct, frozen=True, kw_only=True, rename="camel"):
     steps: Annotated[int, Meta(ge=1, le=MAX_STEPS)] = 1
     """Number of steps."""
     weight: Annotated[int, Meta(ge=0, le=100)] = 0
-    """The canary's share of the requests now, in percent."""
+    """The canary's share of the requests now, in percent, at most; `requests` of the two sides show what it is."""
     window_seconds: Annotated[int, Meta(ge=10, le=3600)] = 300
     """Length of the window that the figures are of."""
     since: Annotated[str, Meta(max_length=64)] = ""

@@ -72,7 +72,8 @@ class RevisionSplit(Struct, frozen=True, kw_only=True, omit_defaults=True):
     stable: Revision = ""
     """Revision of the replicas that serve the others' share; empty for every other one."""
     weight: Annotated[int, Meta(ge=0, le=100)] = 0
-    """The canary's share in per cent."""
+    """The canary's share in per cent, at most: below 100, its replicas get no more requests each than the stable ones,
+    so that their figures can be compared."""
     window_s: Annotated[int, Meta(ge=10, le=3600)] = 300
     """Seconds of attempts that routers' reports count of each side."""
 

@@ -21,6 +21,11 @@ TTFT_BOUNDS_S: Final = (
 """Upper bounds of the buckets of times to first token; a last bucket has no bound."""
 TTFT_WINDOW_S: Final = 60.0
 """Seconds of answers that a report counts."""
+SIDE_BOUNDS_S: Final = tuple(0.001 * 2 ** (step / 8) for step in range(137))
+"""Upper bounds of the buckets in which the latencies of a canary rollout's sides are counted, from 1 ms to 131 s: eight
+to each doubling, so that a ratio of two latencies is known to 9 %. A last bucket has no bound."""
+WINDOW_SLICES: Final = 12
+"""Parts of the window of a canary rollout's figures. The window moves by a part."""
 
 
 class ReplicaLoadReport(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -43,17 +48,19 @@ class ReplicaLoadReport(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 Count = Annotated[int, Meta(ge=0)]
+SideCounts = Annotated[tuple[Count, ...], Meta(max_length=len(SIDE_BOUNDS_S) + 1)]
 
 
 class SideReport(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one router's attempts at the replicas of one revision came to, within the window that the fleet document
-    asks for (`fleet.RevisionSplit`)."""
+    """What one router's attempts at the replicas of one revision came to."""
 
     attempts: Count = 0
-    """Attempts sent, those of retries, hedges and migrations included."""
+    """Attempts that ended, those of retries, hedges and migrations included. One that is given up, since its client
+    left or another attempt was faster, says nothing, and neither does the refusal of a replica that is full."""
     failures: Count = 0
-    """Attempts that ended with an error of the engine (5xx) or of the connection. A replica that is full has not
-    failed, and neither has one that computes for longer than a client waits."""
+    """Those that ended with an error of the engine (5xx) or of the connection, or without an answer in time."""
+    client_errors: Count = 0
+    """Those that the engine answered with another error (4xx)."""
     prompt_tokens: Count = 0
     """Of the answers that reported their usage."""
     predicted_tokens: Count = 0
@@ -61,8 +68,20 @@ class SideReport(Struct, frozen=True, kw_only=True, omit_defaults=True):
     cached_tokens: Count = 0
     """Prompt tokens of these that were cached."""
     ttft_counts: Annotated[tuple[Count, ...], Meta(max_length=len(TTFT_BOUNDS_S) + 1)] = ()
-    """Streamed answers that ended within the window, by the time to their first token as the client saw it, one count
-    for each bucket of TTFT_BOUNDS_S; empty if there were none."""
+    """Streamed attempts by the time to their first token, one count for each bucket of TTFT_BOUNDS_S; empty if there
+    were none. An attempt that had none counts with the time that it was waited for."""
+    ttft: SideCounts = ()
+    """The same attempts by the buckets of SIDE_BOUNDS_S; empty also from routers that do not know these."""
+    itl: SideCounts = ()
+    """Streamed answers that ended, by the mean time between their tokens, likewise."""
+    sampled: Count = 0
+    """Answers that reported their usage. Of each, one prompt token is drawn, so that these are independent."""
+    sampled_cached: Count = 0
+    """Those whose token was cached."""
+    expected: Count = 0
+    """Answers of which the router expected a part to be cached. Of each, one token of that part is drawn."""
+    expected_cached: Count = 0
+    """Those whose token was cached."""
 
 
 class RolloutReport(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -70,9 +89,13 @@ class RolloutReport(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     canary_revision: Annotated[str, Meta(max_length=63)]
     weight: Annotated[int, Meta(ge=0, le=100)] = 0
-    """The canary's share in per cent, by which this router divides."""
+    """The canary's share in per cent, as the fleet document has it."""
     stable: SideReport = SideReport()
+    """Of the window that the fleet document asks for (`fleet.RevisionSplit`)."""
     canary: SideReport = SideReport()
+    stable_total: SideReport | None = None
+    """Since this router divides so; None from routers that count windows only."""
+    canary_total: SideReport | None = None
 
 
 class ServiceLoadReport(Struct, frozen=True, kw_only=True, omit_defaults=True):

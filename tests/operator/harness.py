@@ -123,7 +123,12 @@ class FakeRouter:
         if split is None:
             return None
         return RolloutReport(
-            canary_revision=split.canary, weight=split.weight, stable=self.stable, canary=self.canary
+            canary_revision=split.canary,
+            weight=split.weight,
+            stable=self.stable,
+            canary=self.canary,
+            stable_total=self.stable,
+            canary_total=self.canary,
         )
 
     def replicas(self) -> tuple[ReplicaReport, ...]:

@@ -113,10 +113,11 @@ async def test_a_good_change_goes_step_by_step_to_every_replica() -> None:
         await pass_time(cluster, 40)
         assert rollout(cluster)["step"] == 1
         assert rollout(cluster)["canary"] == {
-            "requests": 100, "errorRate": 0.0, "ttftP90Seconds": None, "cachedShare": None, "hitRatio": None
+            "requests": 100, "errorRate": 0.0, "clientErrorRate": 0.0, "ttftP90Seconds": None, "itlP90Seconds": None,
+            "cachedShare": None, "hitRatio": None,
         }  # fmt: skip
         await until_phase(cluster, "Analyzing", step=2)
-        assert revisions(cluster).count(new) == 3
+        assert revisions(cluster).count(new) == 5, "beside five old ones, with the same load"
         await pass_time(cluster, 2)
         assert (found := split(cluster)) is not None
         assert found.weight == 60

@@ -6,6 +6,7 @@ import datetime
 from typing import Any
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,8 +16,11 @@ from argosy_resource.canary_spec import CanaryRollout
 
 START = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
 ANALYSIS = {"maxErrorRate": 0.01, "minRequests": 10, "windowSeconds": 60}
-GOOD = SplitFigures(is_complete=True, canary=Figures(attempts=100), stable=Figures(attempts=100))
-BAD = SplitFigures(is_complete=True, canary=Figures(attempts=100, failures=50))
+SOME = Figures(attempts=100)
+FAILED = Figures(attempts=100, failures=50)
+GOOD = SplitFigures(is_complete=True, canary=SOME, stable=SOME, canary_total=SOME, stable_total=SOME)
+BAD = SplitFigures(is_complete=True, canary=FAILED, canary_total=FAILED)
+UNCLEAR = SplitFigures(is_complete=True, canary=Figures(attempts=100, failures=2))
 NONE = SplitFigures(is_complete=True)
 
 
@@ -24,8 +28,9 @@ class Trial:
     """A canary of revision `new` of a service with 10 replicas, as time passes."""
 
     def __init__(self, **spec: Any) -> None:
-        self.given = {"steps": [{"weight": 10}, {"weight": 50}], "analysis": ANALYSIS, **spec}
+        self.given = {"steps": [{"weight": 10}, {"weight": 50, "replicas": 5}], "analysis": ANALYSIS, **spec}
         self.seconds = 0
+        self.replicas = 10
         self.state = CanaryState(revision="new", missing_since=self.now)
         self.waits_for = ""
         self.is_held = False
@@ -47,7 +52,7 @@ class Trial:
         self.state, self.waits_for, self.is_held = advance(
             msgspec.convert(self.given, CanaryRollout),
             self.state,
-            replicas=10,
+            replicas=self.replicas,
             routable=self.state.size if routable is None else routable,
             trouble=trouble,
             figures=figures,
@@ -82,6 +87,56 @@ def test_a_bad_figure_ends_it_at_once_and_for_good() -> None:
     promote = {"type": "Promote", "revision": "new"}
     assert trial.edit(action=promote).after(0)[0] == "promoting", "a person may decide otherwise"
     assert trial.state.message == "promoted by spec.rollout.canary.action"
+
+
+def test_a_figure_that_may_be_chance_ends_nothing_and_passes_nothing() -> None:
+    trial = Trial()
+    trial.after(0)
+    assert trial.after(60, UNCLEAR) == ("stepping", 0, 10)
+    assert trial.waits_for.startswith(
+        "error rate 2 %, at most 1 %: 2 of 100 requests failed; that may be chance"
+    )
+    assert trial.after(1) == ("stepping", 1, 10)
+
+
+@pytest.mark.parametrize(
+    ("step", "replicas", "size"),
+    [
+        ({"weight": 0}, 10, 1),
+        ({"weight": 5}, 10, 1),
+        ({"weight": 10}, 10, 1),
+        ({"weight": 20}, 10, 2),
+        ({"weight": 40}, 10, 6),
+        ({"weight": 50}, 10, 10),
+        ({"weight": 75}, 10, 10),
+        ({"weight": 100}, 10, 10),
+        ({"weight": 50}, 1, 1),
+        ({"weight": 50, "replicas": 3}, 10, 3),
+    ],
+    ids=str,
+)
+def test_a_step_has_replicas_for_its_weight_at_the_load_of_the_old_ones(
+    step: dict[str, Any], replicas: int, size: int
+) -> None:
+    trial = Trial(steps=[step])
+    trial.replicas = replicas
+    trial.after(0, routable=0)
+    assert trial.state.size == size
+    weight = step["weight"]
+    if "replicas" not in step and size / (size + replicas) > weight / 100:
+        assert size == 1, "only the least canary is less loaded than the old replicas"
+
+
+def test_a_weight_is_known_since_when_it_applies_over_steps_that_share_it() -> None:
+    trial = Trial(steps=[{"weight": 10}, {"weight": 10, "pauseSeconds": 100}, {"weight": 20}])
+    trial.after(0)
+    began = trial.state.weight_since
+    assert began == trial.now
+    trial.after(60)
+    assert (trial.state.step, trial.state.weight_since, trial.state.since) == (1, began, trial.now)
+    trial.after(100, routable=1)
+    trial.after(1, routable=2)
+    assert (trial.state.weight, trial.state.weight_since) == (20, trial.now)
 
 
 def test_without_data_it_stays() -> None:
@@ -142,7 +197,7 @@ def test_a_step_that_holds_waits_for_a_person() -> None:
         assert trial.edit(action=action).after(1) == ("stepping", 0, 10), "it names another revision"
     trial.edit(action={"type": "Continue", "revision": "new", "step": 1})
     assert trial.after(1) == ("stepping", 1, 10)
-    assert trial.after(1, routable=5) == ("stepping", 1, 50)
+    assert trial.after(1, routable=10) == ("stepping", 1, 50)
     assert trial.after(100_000) == ("stepping", 1, 50), "the next step holds again"
     assert trial.waits_for == "spec.rollout.canary.steps[1].hold is set"
     assert trial.edit(action={"type": "Continue", "revision": "new", "step": 2}).after(1)[0] == "promoting"
@@ -173,7 +228,7 @@ def test_an_aborted_canary_fails() -> None:
 
 
 def test_time_alone_moves_a_canary_without_analysis() -> None:
-    trial = Trial(steps=[{"weight": 10, "pauseSeconds": 300}, {"weight": 50}], analysis=None)
+    trial = Trial(steps=[{"weight": 10, "pauseSeconds": 300}, {"weight": 50, "replicas": 5}], analysis=None)
     trial.after(0)
     assert trial.after(299, SplitFigures()) == ("stepping", 0, 10)
     assert trial.after(1, SplitFigures(), routable=5) == ("stepping", 1, 50)
@@ -191,9 +246,18 @@ def test_blue_green_gives_every_request_to_a_whole_second_set() -> None:
     assert trial.state.size == 10
 
 
+def test_blue_green_is_compared_with_a_whole_window_of_the_old_replicas() -> None:
+    trial = Trial(steps=[{"weight": 100}])
+    trial.state = msgspec.structs.replace(trial.state, weight_since=trial.now)
+    trial.after(0, routable=0)
+    assert trial.after(59, routable=10) == ("stepping", 0, 0)
+    assert trial.waits_for == "the stable side is measured for 60 s before it gets no requests"
+    assert trial.after(1, routable=10) == ("stepping", 0, 100)
+
+
 def test_no_step_is_passed_while_replicas_of_the_canary_are_missing() -> None:
     for analysis, figures in ((ANALYSIS, GOOD), (None, SplitFigures())):
-        trial = Trial(steps=[{"weight": 50, "pauseSeconds": 60}], analysis=analysis)
+        trial = Trial(steps=[{"weight": 50, "replicas": 5, "pauseSeconds": 60}], analysis=analysis)
         trial.after(0, routable=0)
         trial.after(0, routable=5)
         for routable in (0, 4):
@@ -236,7 +300,7 @@ def test_an_edit_raises_the_weight_only_with_its_replicas_and_without_hold() -> 
         assert (trial.state.size, trial.is_held) == (10, False)
         assert trial.after(1, routable=10)[2] == 10
         assert trial.is_held
-        assert trial.edit(hold=False).after(1, routable=9)[2] == 10
+        assert trial.edit(hold=False).after(60, routable=9)[2] == 10
         assert trial.after(1, routable=10)[2] == 100
 
 
@@ -277,7 +341,7 @@ def test_steps_may_be_removed_while_it_runs() -> None:
     trial.after(0)
     trial.after(60)
     assert trial.after(0, routable=5) == ("stepping", 1, 50)
-    assert trial.edit(steps=[{"weight": 50}]).after(60)[0] == "promoting"
+    assert trial.edit(steps=[{"weight": 50, "replicas": 5}]).after(60)[0] == "promoting"
 
 
 def test_a_later_step_never_has_fewer_replicas() -> None:

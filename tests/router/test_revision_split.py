@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -24,16 +25,19 @@ from argosy_protocol.fleet import (
     decode_fleet,
     encode_fleet,
 )
-from argosy_protocol.load_report import LoadReport, RolloutReport
+from argosy_protocol.load_report import SIDE_BOUNDS_S, WINDOW_SLICES, LoadReport, RolloutReport
+from argosy_protocol.telemetry import Load
 from argosy_router.admin.app import explain_body
 from argosy_router.admin.load_reports import LoadReports
 from argosy_router.discovery.pod_members import Pod, members_of
 from argosy_router.discovery.source import snapshot_of
 from argosy_router.fleet.replica import Member, Replica
-from argosy_router.fleet.revision_sides import CANARY, SLICES, STABLE, RevisionSides
+from argosy_router.fleet.revision_sides import CANARY, STABLE, RevisionSides
+from argosy_router.proxy.resilience import hedging
 
+from .failure_scripts import never_answer
 from .fake_engine import DONE, MODEL, Connection, FakeEngine, Received, answer_normally, completion, event
-from .harness import Rig, chat, rig, service
+from .harness import Rig, StoppedClock, chat, rig, service
 
 
 def divided(engines: list[FakeEngine], weight: int, **split: Any) -> FleetDocument:
@@ -111,17 +115,30 @@ async def test_the_canary_gets_its_share_and_other_revisions_nothing(weight: int
         assert counts["r3"] == 0
         assert counts["r0"] + counts["r1"] == 200 - counts["r2"]
         found = sides(r)
-        assert found.canary.attempts >= counts["r2"], "one that is retried on a new connection counts again"
-        assert found.stable.attempts >= 200 - counts["r2"]
-        assert found.canary.attempts + found.stable.attempts < 210
+        assert (found.canary.attempts, found.stable.attempts) == (counts["r2"], 200 - counts["r2"])
         assert r.metric('rollout_weight_ratio{model="tiny"}') == weight / 100
         assert r.metric('rollout_attempts{model="tiny",side="canary"}') == found.canary.attempts
         assert r.metric('rollout_attempts{model="tiny",side="stable"}') == found.stable.attempts
         assert r.metric('rollout_failures{model="tiny",side="canary"}') == 0
 
 
+@pytest.mark.parametrize("weight", [34, 60, 99])
+async def test_a_canary_replica_gets_no_more_requests_than_a_stable_one(weight: int) -> None:
+    async with divided_rig(weight) as r:
+        counts = Counter(await answered_by(r, ids(600)))
+        assert counts["r2"] == pytest.approx(200, abs=45)
+        assert r.metric('rollout_weight_ratio{model="tiny"}') == pytest.approx(1 / 3)
+        assert r.replica(0).health.failed(1e12, refused=True, may_eject=True)
+        r.router.fleet.changed()
+        counts = Counter(await answered_by(r, ids(600)))
+        assert counts["r2"] == pytest.approx(min(weight / 100, 0.5) * 600, abs=50)
+        assert r.replica(2).health.failed(1e12, refused=True, may_eject=True)
+        r.router.fleet.changed()
+        assert r.metric('rollout_weight_ratio{model="tiny"}') > 0, "or it would never be probed"
+
+
 async def test_a_session_stays_on_its_side_while_the_weight_grows() -> None:
-    async with divided_rig(40) as r:
+    async with divided_rig(15) as r:
         sessions = [{"x-session-id": f"session-{number}"} for number in range(30)]
         first = await answered_by(r, sessions)
         assert 0 < first.count("r2") < 30
@@ -131,7 +148,7 @@ async def test_a_session_stays_on_its_side_while_the_weight_grows() -> None:
             for each in sessions
         ]
         assert [name == "r2" for name in explained] == [name == "r2" for name in first]
-        r.discovery.set(divided(list(r.engines), 70))
+        r.discovery.set(divided(list(r.engines), 100))
         raised = await answered_by(r, sessions)
         assert all(after == "r2" for before, after in zip(first, raised, strict=True) if before == "r2")
         assert raised.count("r2") > first.count("r2")
@@ -272,8 +289,75 @@ async def test_a_full_replica_has_not_failed() -> None:
     async with divided_rig(100) as r:
         r.engines[2].script = full
         await r.http.post("/v1/chat/completions", json=chat())
-        assert sides(r).canary.attempts == 1
-        assert sides(r).canary.failures == 0
+        assert (sides(r).canary.attempts, sides(r).canary.failures) == (0, 0), "it says nothing of the build"
+
+
+async def test_an_attempt_counts_when_it_ends_and_not_if_its_client_leaves() -> None:
+    is_done = asyncio.Event()
+
+    async def held(connection: Connection, request: Received) -> None:
+        await is_done.wait()
+        await answer_normally(connection, request)
+
+    async with divided_rig(100) as r:
+        r.engines[2].script = held
+        kept, left = (asyncio.create_task(r.chat()) for _ in range(2))
+        await r.until(lambda: len(r.engines[2].requests) == 2)
+        assert sides(r).canary.attempts == 0
+        left.cancel()
+        await r.until(lambda: r.router.requests.inflight == 1)
+        is_done.set()
+        assert (await kept).status_code == 200
+        assert (sides(r).canary.attempts, sides(r).canary.failures) == (1, 0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_that_does_not_begin_in_time_is_a_slow_failure(stream: bool) -> None:
+    """Although the replica reports that it computes. The stable side's answer to the retry is not slow by it."""
+    times = {"first_byte_timeout_s": 0.2, "request_timeout_s": 0.2}
+    async with divided_rig(100, **times) as r:
+        r.engines[2].script = never_answer
+        r.engines[2].announce(Load(core_step_age_s=0.0, num_running=1, decode_step_s=0.001))
+        await r.until(lambda: r.replica(2).is_computing)
+        status = (await r.chat(stream=stream, max_tokens=1)).status_code
+        found = sides(r)
+        assert (found.canary.attempts, found.canary.failures) == (1, 1)
+        assert status == (200 if stream else 504)
+        waited = bisect_left(SIDE_BOUNDS_S, 0.2)
+        assert [bucket >= waited for bucket in buckets(found.canary.ttft)] == [True] * stream
+        assert [bucket <= waited for bucket in buckets(found.stable.ttft)] == [True] * stream
+
+
+def buckets(counts: tuple[int, ...]) -> list[int]:
+    """The buckets that have a count."""
+    return [number for number, count in enumerate(counts) if count]
+
+
+async def test_a_slow_attempt_that_a_hedge_outruns_is_no_fast_one() -> None:
+    async def slow(connection: Connection, request: Received) -> None:
+        await connection.gone()
+
+    times = {"hedge_after": 1.0, "clock": StoppedClock()}
+    async with divided_rig(100, **times) as r:
+        r.engines[2].script = slow
+        task = asyncio.create_task(r.chat(stream=True))
+        await r.until(lambda: len(r.engines[2].requests) == 1)
+        await r.pass_time(2 * hedging.FLOOR_S)
+        assert (await task).status_code == 200
+        found = sides(r)
+        assert (sum(found.canary.ttft), sum(found.stable.ttft)) == (1, 1)
+        assert buckets(found.canary.ttft) > buckets(found.stable.ttft)
+
+
+async def test_answers_of_4xx_are_counted_by_side() -> None:
+    async def refusing(connection: Connection, request: Received) -> None:
+        connection.answer(400, b'{"error":{"message":"no","type":"t","param":null,"code":400}}')
+
+    async with divided_rig(100) as r:
+        r.engines[2].script = refusing
+        assert (await r.chat()).status_code == 400
+        found = sides(r).canary
+        assert (found.attempts, found.failures, found.client_errors) == (1, 0, 1)
 
 
 async def test_tokens_and_times_to_first_token_are_counted_by_side() -> None:
@@ -292,8 +376,34 @@ async def test_tokens_and_times_to_first_token_are_counted_by_side() -> None:
         await r.chat(stream=True)
         found = sides(r)
         assert found.canary.prompt_tokens > 0
-        assert sum(found.canary.ttft_counts) == 1
-        assert (found.stable.prompt_tokens, found.stable.ttft_counts) == (0, ())
+        assert sum(found.canary.ttft_counts) == sum(found.canary.ttft) == 1
+        assert (found.canary.sampled, found.canary.sampled_cached) == (1, 0)
+        assert (found.stable.prompt_tokens, found.stable.ttft_counts, found.stable.ttft) == (0, (), ())
+
+
+async def test_times_between_tokens_are_counted_by_side() -> None:
+    async def answer(connection: Connection, request: Received) -> None:
+        usage = {"prompt_tokens": 8, "completion_tokens": 5, "total_tokens": 13}
+        last = json.dumps({"id": "c", "object": "chat.completion.chunk", "choices": [], "usage": usage})
+        connection.begin_stream()
+        connection.chunk(event("a") + event("b", "stop") + f"data: {last}\n\n".encode() + DONE)
+        connection.end_stream()
+
+    async with divided_rig(100) as r:
+        r.engines[2].script = answer
+        await r.chat(stream=True, stream_options={"include_usage": True})
+        assert sum(sides(r).canary.itl) == 1
+        assert sides(r).stable.itl == ()
+
+
+def test_of_each_answer_one_token_is_drawn() -> None:
+    divided_sides = RevisionSides(RevisionSplit(canary="new", window_s=60))
+    for _ in range(1000):
+        divided_sides.observe_tokens("new", prompt=100, predicted=50, cached=40, now=1.0)
+    found = divided_sides.report(1.0).canary
+    assert (found.sampled, found.expected) == (1000, 1000)
+    assert found.sampled_cached == pytest.approx(400, abs=100)
+    assert found.expected_cached == pytest.approx(800, abs=80)
 
 
 async def test_another_weight_starts_counting_anew() -> None:
@@ -309,14 +419,18 @@ async def test_another_weight_starts_counting_anew() -> None:
 def test_figures_leave_their_window_and_take_bounded_memory() -> None:
     divided_sides = RevisionSides(RevisionSplit(canary="new", stable="old", weight=10, window_s=60))
     for second in range(600):
-        divided_sides.attempted("new", float(second))
+        divided_sides.ended("new", 200, float(second))
         divided_sides.failed("old", float(second))
     kept = divided_sides.report(599.0)
-    assert 60 - 60 / SLICES <= kept.canary.attempts <= 60
+    assert 60 - 60 / WINDOW_SLICES <= kept.canary.attempts <= 60
     assert kept.stable.failures == kept.canary.attempts
-    divided_sides.attempted("third", 599.0)
+    divided_sides.ended("third", 200, 599.0)
     assert divided_sides.report(599.0) == kept, "a third revision is on no side"
-    assert divided_sides.report(700.0).canary.attempts == 0
+    past = divided_sides.report(700.0)
+    assert past.canary.attempts == 0
+    assert past.canary_total is not None
+    assert past.stable_total is not None
+    assert (past.canary_total.attempts, past.stable_total.failures) == (600, 600)
 
 
 def test_sides_by_revision() -> None:
@@ -347,7 +461,15 @@ def test_reports_of_older_routers_and_documents_for_them_are_read() -> None:
 
 
 @pytest.mark.parametrize(
-    "side", [{"attempts": -1}, {"ttft_counts": [0] * 1000}, {"failures": "1"}, {"ttft_counts": [-1]}]
+    "side",
+    [
+        {"attempts": -1},
+        {"ttft_counts": [0] * 1000},
+        {"ttft": [0] * 1000},
+        {"itl": [-1]},
+        {"failures": "1"},
+        {"ttft_counts": [-1]},
+    ],
 )
 def test_a_report_out_of_bounds_is_refused(side: dict[str, Any]) -> None:
     text = json.dumps(

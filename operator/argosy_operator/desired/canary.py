@@ -16,13 +16,19 @@ revision changes or a person promotes it; equal inputs give an equal state, so t
 
 from __future__ import annotations
 
-import math
 from typing import Annotated, Final, Literal
 
 import msgspec
 from msgspec import Meta, Struct
 
-from argosy_operator.desired.canary_analysis import Baseline, Verdict, baseline_of, judge, missing_baseline
+from argosy_operator.desired.canary_analysis import (
+    Baseline,
+    Look,
+    Verdict,
+    baseline_of,
+    judge,
+    missing_baseline,
+)
 from argosy_operator.desired.spec_digest import input_digest
 from argosy_operator.desired.staged_rollout import held_revision, is_healthy
 from argosy_operator.kinds import DEPLOYMENTS
@@ -51,6 +57,8 @@ class CanaryState(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Index of the step."""
     weight: Annotated[int, Meta(ge=0, le=100)] = 0
     """The canary's share of the requests now, in per cent."""
+    weight_since: str = ""
+    """When it got this weight, perhaps in a step before."""
     size: Annotated[int, Meta(ge=0, le=1000)] = 1
     """Replicas that the canary should have."""
     missing_since: str = ""
@@ -145,7 +153,9 @@ def plan_canary(
         digest = input_digest(service)
         held = held_revision(service, own, revision, digest=digest, key_digest=key_digest)
         needs_turn = bool(held) or has_the_turn(live)
-        before = CanaryState(revision=revision, missing_since=observed.time, needs_turn=needs_turn)
+        before = CanaryState(
+            revision=revision, weight_since=observed.time, missing_since=observed.time, needs_turn=needs_turn
+        )
     if before.phase == "promoting":
         is_done = is_healthy(service, own, revision)
         return None if is_done else CanaryPlan(state=before, waits_for=_late_abort(canary, revision))
@@ -205,7 +215,10 @@ def advance(
         state = msgspec.structs.replace(state, missing_since=began)
     # What is still to come was written by a clock that is set back since, or another operator's.
     state = msgspec.structs.replace(
-        state, since=min_time(state.since, now), missing_since=min_time(state.missing_since, now)
+        state,
+        since=min_time(state.since, now),
+        weight_since=min_time(state.weight_since, now),
+        missing_since=min_time(state.missing_since, now),
     )
     action = canary.action if canary.action is not None and canary.action.revision == state.revision else None
     if action is not None and action.type == "Promote":
@@ -220,7 +233,13 @@ def advance(
         state = msgspec.structs.replace(state, since="")
     verdict, least_s = Verdict("passed"), step.pause_seconds
     if canary.analysis is not None and state.weight:
-        verdict = judge(canary.analysis, figures, state.baseline)
+        divided_since = state.weight_since or state.since
+        look = Look(
+            weight=state.weight,
+            steps=len(canary.steps),
+            elapsed_s=seconds_between(divided_since, now) if divided_since else None,
+        )
+        verdict = judge(canary.analysis, figures, state.baseline, look)
         least_s = max(least_s, canary.analysis.window_seconds)
     if verdict.kind == "failed":
         return _failed(state, verdict.message), "", False
@@ -300,6 +319,14 @@ def _start(
         # With its weight the canary may leave the stable side too few requests to be measured by.
         if canary.analysis is not None and (lacks := missing_baseline(canary.analysis, weighted.baseline)):
             return state, lacks, False
+        if canary.analysis is not None and step.weight == 100 and state.weight_since:
+            window_s = canary.analysis.window_seconds
+            if seconds_between(state.weight_since, now) < window_s:
+                return (
+                    state,
+                    f"the stable side is measured for {window_s} s before it gets no requests",
+                    False,
+                )
     return weighted, "", False
 
 
@@ -326,7 +353,10 @@ def _weighted(
     baseline = state.baseline
     if canary.analysis is not None:
         baseline = baseline_of(canary.analysis, figures.stable, baseline)
-    return msgspec.structs.replace(state, weight=step.weight, since=now, baseline=baseline)
+    weight_since = state.weight_since if step.weight == state.weight else now
+    return msgspec.structs.replace(
+        state, weight=step.weight, weight_since=weight_since, since=now, baseline=baseline
+    )
 
 
 def _promoted(state: CanaryState, message: str = "") -> CanaryState:
@@ -366,4 +396,9 @@ def _sized(state: CanaryState, steps: tuple[CanaryStep, ...], replicas: int) -> 
 
 
 def _size(step: CanaryStep, replicas: int) -> int:
-    return step.replicas or max(1, math.ceil(replicas * step.weight / 100))
+    """Beside all of the old replicas, so many get the weight's share of the requests without more load each."""
+    if step.replicas is not None:
+        return step.replicas
+    if step.weight >= 50:
+        return replicas
+    return max(1, replicas * step.weight // (100 - step.weight))

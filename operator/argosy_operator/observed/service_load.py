@@ -7,7 +7,9 @@ Invariant: a replica's figures are finite and within bounds, whatever it has tol
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Final
 
 from msgspec import Struct
@@ -154,16 +156,15 @@ def _bounded(count: int) -> int:
     return min(_MOST, max(0, count))
 
 
-def quantile(counts: list[int], share: float) -> float | None:
-    """The time to first token below which `share` of the answers began, interpolated within its bucket; None if there
-    are none. Beyond the last bound, that bound."""
-    total = sum(counts)
-    if not total:
+def quantile(counts: Sequence[int], share: float, bounds: Sequence[float] = TTFT_BOUNDS_S) -> float | None:
+    """The time to first token (or another one that is counted by `bounds`) below which `share` of the counts are,
+    interpolated within its bucket; None if there are none. Beyond the last bound, that bound."""
+    below = list(accumulate(counts))
+    if not below or not below[-1]:
         return None
-    rank, below = share * total, 0
-    for number, count in enumerate(counts[:-1]):
-        if count and below + count >= rank:
-            low = TTFT_BOUNDS_S[number - 1] if number else 0.0
-            return low + (TTFT_BOUNDS_S[number] - low) * (rank - below) / count
-        below += count
-    return TTFT_BOUNDS_S[-1]
+    rank = share * below[-1]
+    number = bisect_left(below, rank)
+    if number >= len(bounds):
+        return bounds[-1]
+    low = bounds[number - 1] if number else 0.0
+    return low + (bounds[number] - low) * (rank - below[number] + counts[number]) / counts[number]

@@ -71,7 +71,9 @@ def _figures(figures: Figures) -> SideFigures:
     return SideFigures(
         requests=figures.attempts,
         error_rate=_rounded(figures.error_rate),
+        client_error_rate=_rounded(figures.client_error_rate),
         ttft_p90_seconds=_rounded(figures.ttft_p90_s),
+        itl_p90_seconds=_rounded(figures.itl_p90_s),
         cached_share=_rounded(figures.cached_share),
         hit_ratio=_rounded(figures.hit_ratio),
     )

@@ -19,7 +19,7 @@ from argosy_router.fleet.health.ejection_limits import may_eject
 from argosy_router.fleet.replica import Replica
 from argosy_router.fleet.replica_key import ServiceKeys
 from argosy_router.fleet.replica_load import ReplicaLoad
-from argosy_router.fleet.revision_sides import RevisionSides
+from argosy_router.fleet.revision_sides import CANARY, STABLE, RevisionSides
 from argosy_router.policy import POLICIES, Decision, RouteRequest
 from argosy_router.policy.rate_priors import assumed
 from argosy_router.prefixes.index import PrefixIndex
@@ -87,6 +87,8 @@ class Service:
         """Cached `takes_model_names`; None if it must be computed anew."""
         self._has_foreign_replicas: bool | None = None
         """Likewise."""
+        self._canary_share: float | None = None
+        """Likewise, of `canary_share`."""
 
     # the choice
 
@@ -155,7 +157,7 @@ class Service:
     def invalidate(self) -> None:
         """Drop cached candidates: a replica came, went, or changed its state."""
         self.candidates.invalidate()
-        self._takes_model_names = self._has_foreign_replicas = None
+        self._takes_model_names = self._has_foreign_replicas = self._canary_share = None
 
     def rename(self, spec: FleetService) -> None:
         """Take over a new version of the service's entry in the fleet document, perhaps with other names, for the same
@@ -166,10 +168,26 @@ class Service:
             self.sides = None
         elif self.sides is None or self.sides.split != spec.split:
             self.sides = RevisionSides(spec.split)
+        self._canary_share = None
 
     def side(self, drawn_by: bytes) -> str:
         """Draw the side that answers a request; empty while the service is not divided."""
-        return "" if self.sides is None else self.sides.draw(drawn_by)
+        return "" if self.sides is None else self.sides.draw(drawn_by, self.canary_share)
+
+    @property
+    def canary_share(self) -> float:
+        """The canary's share of the requests, with the replicas that can take some now; 0 without a canary. One that is
+        ejected counts only if all of its side are: it has to be probed."""
+        share = self._canary_share
+        if share is None:
+            share, sides = 0.0, self.sides
+            if sides is not None:
+                routable = [replica for replica in self.replicas.values() if replica.is_routable]
+                of_canary = [each for each in routable if sides.side_of(each.revision) == CANARY]
+                of_stable = [each for each in routable if sides.side_of(each.revision) == STABLE]
+                share = sides.share(_num_admitted(of_stable), _num_admitted(of_canary))
+            self._canary_share = share
+        return share
 
     @property
     def takes_model_names(self) -> bool:
@@ -210,8 +228,6 @@ class Service:
         replica = choice.replica
         if replica.health.dispatched(now):
             self.invalidate()
-        if self.sides is not None:
-            self.sides.attempted(replica.revision, now)
         self._add_recent_work(replica.load, choice.uncached_tokens, now)
         if choice.hit_value:
             replica.cache_value.add(choice.hit_value, now)
@@ -240,3 +256,7 @@ class Service:
         rates = assumed(load.measured for load in loads)
         for load in loads:
             load.assume(rates)
+
+
+def _num_admitted(side: list[Replica]) -> int:
+    return sum(replica.is_available for replica in side) or min(1, len(side))

@@ -192,7 +192,10 @@ class EndpointPick:
             outcome.first_event_s = now - outcome.started
             self._prefilled()
             if self._call.is_stream:
-                self._call.service.demand.observe_ttft(outcome.first_event_s, outcome.started, now)
+                service = self._call.service
+                service.demand.observe_ttft(outcome.first_event_s, outcome.started, now)
+                if service.sides is not None:
+                    service.sides.observe_ttft(self.choice.replica.revision, outcome.first_event_s, now)
         ready = relay.feed(data)
         if relay.failure is not None:
             raise relay.failure
@@ -205,7 +208,7 @@ class EndpointPick:
         service, replica, status = self._call.service, self.choice.replica, self._status
         refused = self._failure()
         if refused is None:
-            self._outliers.answered(replica)
+            self._outliers.answered(service, replica, status, now)
         else:
             self._outliers.attempt_failed(service, replica, refused, now)
             if isinstance(refused, Refused) and refused.is_ambiguous:

@@ -218,7 +218,7 @@ ROLLOUT_ATTEMPTS = Definition(
     "gauge",
     "rollout_attempts",
     ("model", "side"),
-    "Attempts at the replicas of each side of a canary rollout, stable or canary, within its window.",
+    "Attempts that ended at the replicas of each side of a canary rollout, stable or canary, within its window.",
 )
 ROLLOUT_FAILURES = Definition(
     "gauge",

@@ -94,7 +94,7 @@ class Metrics:
             define.INDEX_BYTES.reading(self._by_model(lambda s: s.index.bytes)),
             define.ROUTABLE_REPLICAS.reading(self._by_model(_routable)),
             define.SERVICE_INFO.reading(self._names),
-            define.ROLLOUT_WEIGHT.reading(self._rollouts(lambda report: [((), report.weight / 100)])),
+            define.ROLLOUT_WEIGHT.reading(self._canary_shares),
             define.ROLLOUT_ATTEMPTS.reading(self._rollouts(_by_side(lambda side: side.attempts))),
             define.ROLLOUT_FAILURES.reading(self._rollouts(_by_side(lambda side: side.failures))),
             define.PANIC.reading(self._by_model(lambda service: service.candidates.is_in_panic)),
@@ -194,6 +194,11 @@ class Metrics:
                         yield (service.spec.model, *labels), value
 
         return read
+
+    def _canary_shares(self) -> Iterator[tuple[Labels, float]]:
+        for service in list(self._fleet.services.values()):
+            if service.sides is not None:
+                yield (service.spec.model,), service.canary_share
 
     def _forget_departed(self, now: float) -> Iterator[None]:
         """Drop series of replicas and models that left the fleet, checking `_FORGETTING_ROWS` per step."""

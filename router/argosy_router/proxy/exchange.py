@@ -181,6 +181,8 @@ class Exchange(AttemptListener):
             return
         attempt.end()
         self._outliers.attempt_failed(self._call.service, attempt.replica, error, self._now())
+        if isinstance(error, FirstByteTimeout) and not self._answer.is_started:
+            self._observe_ttft(attempt)
         if isinstance(error, Refused) and error.is_ambiguous:
             self._faults.add(attempt.replica, error.status)
         elif (
@@ -221,6 +223,8 @@ class Exchange(AttemptListener):
             return
         attempt.end()
         self._outliers.attempt_failed(self._call.service, attempt.replica, error, self._now())
+        if not self._answer.is_started:
+            self._observe_ttft(attempt)
         if choice is not None:
             self._send_again(step, choice, attempt, error)
         else:
@@ -321,11 +325,22 @@ class Exchange(AttemptListener):
         first, self._attempt, self._hedge = self._attempt, winner, None
         assert first is not None
         if winner is hedge:
+            self._observe_ttft(
+                first
+            )  # it would have taken longer; left out, a slow revision would look faster
             self._abandon(first)
             self._accounting.count_hedge(self._call, hedge.record, "won")
         else:
             self._abandon(hedge)
             self._accounting.count_hedge(self._call, hedge.record, "lost")
+
+    def _observe_ttft(self, attempt: Attempt) -> None:
+        """Tell the attempt's side of a canary rollout how long a client has waited for it: from its arrival, and from
+        the attempt if another one was made before, which may have been the other side's."""
+        call, now = self._call, self._now()
+        if call.service.sides is not None and call.is_stream:
+            since = self.outcome.started if attempt.record.attempt == 1 else attempt.started
+            call.service.sides.observe_ttft(attempt.replica.revision, now - since, now)
 
     def _abandon(self, attempt: Attempt) -> None:
         """End an attempt that is not needed any more; this says nothing about its replica."""
@@ -358,6 +373,8 @@ class Exchange(AttemptListener):
         if attempt.status < 400:
             self._outliers.began(attempt.replica)
             self._blame_failed_replicas()
+            if not self._answer.is_started:
+                self._observe_ttft(attempt)
         self._tried = [attempt.replica]
         if self._answer.is_started:
             self._accounting.count_migration(self._call, "resumed")
@@ -396,9 +413,9 @@ class Exchange(AttemptListener):
         """End an attempt whose whole response becomes the client's answer."""
         attempt.end()
         if is_error(attempt.status):
-            self._outliers.abandoned(self._call.service, attempt.replica)
+            self._outliers.errored(self._call.service, attempt.replica, self._now())
         else:
-            self._outliers.answered(attempt.replica)
+            self._outliers.answered(self._call.service, attempt.replica, attempt.status, self._now())
 
     def _blame_failed_replicas(self) -> None:
         """Blame the replicas that failed a request which another one can answer."""

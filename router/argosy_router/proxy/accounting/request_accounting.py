@@ -110,14 +110,6 @@ class RequestAccounting:
             metrics.canaried.add((call.canary_of.model, call.service.name))
         if outcome.first_event_s is not None:
             metrics.ttft.observe((model,), outcome.first_event_s)
-            if (
-                call.service.sides is not None
-                and call.is_stream
-                and outcome.status == 200
-                and record is not None
-            ):
-                assert outcome.choice is not None
-                call.service.sides.observe_ttft(outcome.choice.replica.revision, outcome.first_event_s, now_s)
             is_first = record is not None and record.attempt == 1
             if call.is_stream and is_first and outcome.status == 200:
                 self._learn_ttft(outcome, outcome.first_event_s - outcome.queued_s)
@@ -191,7 +183,11 @@ class RequestAccounting:
             return
         self._ledger.enter(call.key_name, model, record.prompt_tokens, outcome.usage.cached_tokens, generated)
         if call.is_stream and outcome.first_event_s is not None and generated > 1:
-            self._metrics.itl.observe((model,), (duration_s - outcome.first_event_s) / (generated - 1))
+            itl_s = (duration_s - outcome.first_event_s) / (generated - 1)
+            self._metrics.itl.observe((model,), itl_s)
+            if call.service.sides is not None and outcome.choice is not None and not outcome.migrations:
+                revision = outcome.choice.replica.revision
+                call.service.sides.observe_itl(revision, itl_s, time.monotonic())
 
 
 def _recorded(call: Call, record: AttemptRecord, arrival_s: float) -> CapturedRequest:

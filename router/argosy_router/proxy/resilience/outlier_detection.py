@@ -2,8 +2,9 @@
 
 Owns: which failure counts against a replica, which one puts it in cooldown.
 Must not know: the bytes of requests and answers, retries; the state of a replica's health is `fleet.health`.
-Invariant: for every attempt exactly one of `attempt_failed`, `abandoned` and `answered` is called; after an ambiguous
-failure `found_at_fault` or `abandoned` follows, once the blame is known. So a half-open replica's probe always ends.
+Invariant: for every attempt exactly one of `attempt_failed`, `abandoned`, `errored` and `answered` is called; after an
+ambiguous failure `found_at_fault` or `abandoned` follows, once the blame is known. So a half-open replica's probe
+always ends.
 
 An error may be the request's fault or the replica's; `fault_attribution` finds out which.
 """
@@ -43,7 +44,7 @@ class OutlierDetector:
         `found_at_fault` or `abandoned` follows."""
         self._metrics.failures.add((service.spec.model, replica.name, error.reason))
         log.info("replica %s failed a request: %s (%s)", replica.name, error.reason, error)
-        if service.sides is not None and _is_failure(error, replica):
+        if service.sides is not None and _is_failure(error):
             service.sides.failed(replica.revision, now)
         if isinstance(error, Refused):
             if error.is_ambiguous:
@@ -71,8 +72,17 @@ class OutlierDetector:
         if replica.health.began():
             self._fleet.replica_changed(replica)
 
-    def answered(self, replica: Replica) -> None:
-        """Note that the client gets the replica's own answer, which is whole and no error."""
+    def errored(self, service: Service, replica: Replica, now: float) -> None:
+        """Note that the client got the replica's own error, of which a part was sent before it was whole: nobody is
+        blamed, but it is a failure of its revision."""
+        if service.sides is not None:
+            service.sides.failed(replica.revision, now)
+        self.abandoned(service, replica)
+
+    def answered(self, service: Service, replica: Replica, status: int, now: float) -> None:
+        """Note that the client gets the replica's own answer, which is whole and no error of the engine."""
+        if service.sides is not None:
+            service.sides.ended(replica.revision, status, now)
         if replica.health.succeeded():
             self._fleet.replica_changed(replica)
 
@@ -96,12 +106,15 @@ class OutlierDetector:
             service.invalidate()
 
 
-def _is_failure(error: UpstreamError, replica: Replica) -> bool:
-    """Whether a failed attempt counts as a failure of its revision: a canary rollout compares what clients would have
-    met without a retry, so ambiguous errors and stalled cores count, while a full replica's refusal does not."""
+def _is_failure(error: UpstreamError) -> bool:
+    """Whether a failed attempt counts as a failure of its revision. A canary rollout compares what clients would have
+    met without a retry: an ambiguous error, a stalled core or an answer that is late counts, whoever is at fault, but
+    no refusal of a full replica and nothing that did not reach it."""
     if isinstance(error, Refused):
         return not error.is_busy
-    return isinstance(error, CoreStalled) or not _is_no_fault(error, replica)
+    return not isinstance(error, RequestUnsendable) and not (
+        isinstance(error, ConnectionLost) and error.stale
+    )
 
 
 def _is_no_fault(error: UpstreamError, replica: Replica) -> bool:
