@@ -380,6 +380,28 @@ def test_output_of_a_family(family: str, text: str, expected: Parsed, cuts: Set[
     assert parse(new_parser(family), cut(text, cuts)) == expected
 
 
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [
+        ("hermes", '<tool_call>{"name": "now", "arguments": null}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "now", "arguments": "null"}</tool_call>'),
+        ("llama3_json", '{"name": "now", "parameters": null}'),
+        ("llama3_json", '{"name": "now", "arguments": null, "parameters": {}}'),
+        ("pythonic", '[{"name": "now", "arguments": null}]'),
+        ("mistral", '[TOOL_CALLS][{"name": "now", "arguments": null}]'),
+        ("kimi_k2", KIMI_NOW.replace("{}", "null")),
+        ("deepseek_v3", V3_NOW.replace("{}", "null")),
+        ("deepseek_v31", f"{DEEPSEEK_CALL}now{DEEPSEEK_SEP}null{DEEPSEEK_END}"),
+        ("openai", "<|start|>assistant to=functions.now<|channel|>commentary json<|message|>null<|call|>"),
+    ],
+)
+@however_cut
+def test_arguments_of_null_are_none(family: str, text: str, cuts: Set[int]) -> None:
+    parsed = parse(new_parser(family), cut(text, cuts))
+    assert (parsed.content, [each.name for each in parsed.calls]) == ("", ["now"])
+    assert parsed.calls[0].arguments == "{}"
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=80, deadline=None)
 @given(data=st.data())

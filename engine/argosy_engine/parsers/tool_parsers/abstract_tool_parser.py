@@ -102,8 +102,8 @@ def json_value(text: str) -> Any:
 
 
 def json_arguments(text: str) -> str | None:
-    """Return the normalised JSON text of an object; None if the text is not one."""
-    return arguments_text(json_value(text))
+    """Return the normalised JSON text of an object, which is empty for null; None if the text is neither."""
+    return "{}" if text.strip() == "null" else arguments_text(json_value(text))
 
 
 def call_of(
@@ -113,14 +113,15 @@ def call_of(
 
     Args:
         keys: names of the arguments, besides `name`.
-        defaults_to_none: whether an object without arguments is a call without any.
+        defaults_to_none: whether an object without arguments is a call without any, as one with null for them is.
     """
     if not isinstance(value, dict):
         return None
     name = value.get("name")
     if not isinstance(name, str) or not name or not is_text(name):
         return None
-    given: Any = next((value[key] for key in keys if key in value), {} if defaults_to_none else None)
+    has_none = defaults_to_none or any(key in value for key in keys)
+    given: Any = next((value[key] for key in keys if value.get(key) is not None), {} if has_none else None)
     # Some models quote the object.
     arguments = json_arguments(given) if isinstance(given, str) else arguments_text(given)
     return None if arguments is None else ParsedCall(name, arguments)
