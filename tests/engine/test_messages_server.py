@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -12,9 +14,10 @@ import httpx
 import pytest
 from anthropic.types import MessageParam, ToolParam
 
+from argosy_engine.checkpoint.model_path import resolve_model
 from message_events import message, parsed
-from processes import Server, wait_until
-from served_engine import KEY, MAX_MODEL_LEN
+from processes import Server, free_port, running, wait_until
+from served_engine import KEY, MAX_MODEL_LEN, SERVE_TINY
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -129,6 +132,36 @@ def test_a_final_assistant_message_is_continued(client: anthropic.Anthropic) -> 
     begun: list[MessageParam] = [*HELLO, {"role": "assistant", "content": text[:cut]}]
     rest = client.messages.create(model="tiny", max_tokens=64, messages=begun, thinking=off)
     assert rest.content[0].text == text[cut:]  # type: ignore[union-attr]
+
+
+def test_a_special_token_in_a_stop_sequence_is_found(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(resolve_model("builtin://tiny"), model, copy_function=shutil.copyfile)
+    for name in (
+        "config.json",
+        "generation_config.json",
+    ):  # the token that ends a text ends no output of this one
+        fields = json.loads((model / name).read_bytes())
+        (model / name).write_text(json.dumps({**fields, "eos_token_id": 0}))
+    port, asked = free_port(), body(thinking={"type": "disabled"})
+    command = [SERVE_TINY[0], str(model), *SERVE_TINY[2:], "--served-model-name", "tiny", "--port", str(port)]
+
+    def answers(stop: str) -> list[dict[str, Any]]:
+        fields = {**asked, "stop_sequences": ["never said", stop]}
+        whole = plain.post("/v1/messages", json=fields)
+        streamed = plain.post("/v1/messages", json={**fields, "stream": True})
+        return [whole.json(), message(parsed(streamed.content))]
+
+    with (
+        running(command, tmp_path / "log", port=port) as server,
+        httpx.Client(base_url=server.url, timeout=60) as plain,
+    ):
+        assert plain.post("/v1/messages", json=asked).json()["stop_reason"] == "max_tokens"
+        said = answers("<|im_end|>")[0]["content"][-1]["text"]
+        for stop, expected in (("<|im_end|>", said), (f"{said[-2:]}<|im_end|>", said[:-2])):
+            for answer in answers(stop):
+                assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", stop)
+                assert answer["content"][-1]["text"] == expected
 
 
 def test_a_stop_sequence_is_named(client: anthropic.Anthropic) -> None:
