@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -202,7 +203,8 @@ async def test_a_refusal_is_told_once_with_its_remedy_and_so_is_its_end(
         assert event["count"] == 1
         assert json.loads(operator.controller.lister.summary()) == {"team": "Forbidden"}
         warnings = [each for each in caplog.records if each.levelno == logging.WARNING]
-        assert len([each for each in warnings if "team" in each.getMessage()]) == 1
+        told = Counter(each.name.rpartition(".")[2] for each in warnings if "team" in each.getMessage())
+        assert told == {"lister": 1, "scaler_watch": 1}, "each of its lists is told once"
 
         cluster.refused = {}
         await asyncio.sleep(RETRIED)

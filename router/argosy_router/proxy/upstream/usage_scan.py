@@ -15,6 +15,10 @@ from typing import Final
 TAIL_BYTES: Final = 2048
 """Length of the longest usage that is found; with details a usage takes a few hundred bytes."""
 
+MAX_LOOKS: Final = 1000
+"""At so many places, from the end of an answer or event, a usage is looked for. Who sends a request, or an engine, may
+have written the word a million times; few fields come behind the usage."""
+
 _KEY: Final = b'"usage"'
 _BETWEEN: Final = b" \t\r\n:"
 """What may stand between a key and its value."""
@@ -121,7 +125,10 @@ def _usages(answer: bytes, *, with_null: bool = False) -> Iterator[bytes]:
     """Yield beginnings of usages, last first. A token of this text among log probabilities is none, and null is one
     only `with_null`."""
     end = len(answer)
-    while (start := answer.rfind(_KEY, 0, end)) >= 0:
+    for _ in range(MAX_LOOKS):
+        start = answer.rfind(_KEY, 0, end)
+        if start < 0:
+            return
         value = answer[start + len(_KEY) : start + TAIL_BYTES].lstrip(_BETWEEN)
         if value.startswith(b"{") or (with_null and value.startswith(_NULL)):
             yield value
@@ -148,26 +155,40 @@ def is_final(events: bytes) -> bool:
 
 
 def event_usage(events: bytes) -> Iterator[tuple[int, int, int]]:
-    """Yield choice and completion tokens of each whole event that reports them, and where it ends."""
+    """Yield choice and completion tokens of each whole event that reports them, and where it ends. Takes a time that
+    grows with the length, whatever an event repeats."""
     at = 0
     while (start := events.find(_KEY, at)) >= 0:
-        at = start + len(_KEY)
-        begin, end = _bounds(events, start)
-        value = events[at:end].lstrip(_BETWEEN)
-        tokens = _count(value, b'"completion_tokens"') if value.startswith(b"{") else None
+        begin, end = _bounds(events, start, at)
+        tokens = _completion_tokens(events, start, end)
         if tokens is not None:
             choice = events.find(_INDEX, begin, end)
             yield (
-                (0 if choice < 0 else _count(events[choice:end], _INDEX) or 0),
+                (0 if choice < 0 else _count(events[choice : choice + TAIL_BYTES], _INDEX) or 0),
                 tokens,
                 end + (3 if events.startswith(b"\n\r", end) else 2),
             )
+        at = end
 
 
-def _bounds(events: bytes, at: int) -> tuple[int, int]:
-    """Return where the event that has this position begins and ends. Searching for bytes takes a tenth of a regular
-    expression's time."""
-    begin = max(events.rfind(b"\n\n", 0, at), 0)
+def _completion_tokens(events: bytes, start: int, end: int) -> int | None:
+    """Read the last usage with completion tokens between two positions."""
+    at = end
+    for _ in range(MAX_LOOKS):
+        at = events.rfind(_KEY, start, at)
+        if at < 0:
+            break
+        value = events[at + len(_KEY) : min(end, at + TAIL_BYTES)].lstrip(_BETWEEN)
+        tokens = _count(value, b'"completion_tokens"') if value.startswith(b"{") else None
+        if tokens is not None:
+            return tokens
+    return None
+
+
+def _bounds(events: bytes, at: int, since: int = 0) -> tuple[int, int]:
+    """Return where the event that has this position begins, not before `since`, and ends. Searching for bytes takes a
+    tenth of a regular expression's time."""
+    begin = max(events.rfind(b"\n\n", since, at), since)
     begin = max(events.rfind(b"\n\r\n", begin, at), begin)
     end = events.find(b"\n\n", at)
     if end < 0:
@@ -215,11 +236,15 @@ def without_usage(events: bytes) -> bytes:
 def without_progress(events: bytes) -> bytes:
     """Drop the usage from whole events that have choices too."""
     kept: list[bytes] = []
-    done = at = 0
+    done = at = end = 0
+    is_last = False
     while (start := events.find(_KEY, at)) >= 0:
+        if start >= end:  # in another event
+            begin, end = _bounds(events, start, end)
+            is_last = _has_no_choices(events, begin, end)
         at = start + len(_KEY)
-        value = _OBJECT.match(events, at)
-        if value is None or _has_no_choices(events, *_bounds(events, start)):
+        value = None if is_last else _OBJECT.match(events, at)
+        if value is None:
             continue
         at = value.end()
         comma = events.rfind(b",", done, start)
