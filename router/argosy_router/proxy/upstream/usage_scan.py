@@ -16,8 +16,8 @@ TAIL_BYTES: Final = 2048
 """Length of the longest usage that is found; with details a usage takes a few hundred bytes."""
 
 MAX_LOOKS: Final = 1000
-"""At so many places, from the end of an answer or event, a usage is looked for. Who sends a request, or an engine, may
-have written the word a million times; few fields come behind the usage."""
+"""So many objects by this name are looked into, from the end of an answer or event. Who sends a request, or an engine,
+may have written a million of them; few fields come behind the usage."""
 
 _KEY: Final = b'"usage"'
 _BETWEEN: Final = b" \t\r\n:"
@@ -124,15 +124,21 @@ def _usage_of(usage: bytes) -> TokenUsage | None:
 def _usages(answer: bytes, *, with_null: bool = False) -> Iterator[bytes]:
     """Yield beginnings of usages, last first. A token of this text among log probabilities is none, and null is one
     only `with_null`."""
-    end = len(answer)
-    for _ in range(MAX_LOOKS):
-        start = answer.rfind(_KEY, 0, end)
-        if start < 0:
-            return
-        value = answer[start + len(_KEY) : start + TAIL_BYTES].lstrip(_BETWEEN)
-        if value.startswith(b"{") or (with_null and value.startswith(_NULL)):
-            yield value
+    end, looks = len(answer), 0
+    while looks < MAX_LOOKS and (start := answer.rfind(_KEY, 0, end)) >= 0:
+        at = _value(answer, start)
+        if answer.startswith(b"{", at) or (with_null and answer.startswith(_NULL, at)):
+            looks += 1
+            yield answer[at : start + TAIL_BYTES]
         end = start
+
+
+def _value(answer: bytes, start: int) -> int:
+    """Return where the value of the key at `start` begins."""
+    at = start + len(_KEY)
+    while at < len(answer) and answer[at] in _BETWEEN:
+        at += 1
+    return at
 
 
 def _count(usage: bytes, key: bytes) -> int | None:
@@ -173,15 +179,14 @@ def event_usage(events: bytes) -> Iterator[tuple[int, int, int]]:
 
 def _completion_tokens(events: bytes, start: int, end: int) -> int | None:
     """Read the last usage with completion tokens between two positions."""
-    at = end
-    for _ in range(MAX_LOOKS):
-        at = events.rfind(_KEY, start, at)
-        if at < 0:
-            break
-        value = events[at + len(_KEY) : min(end, at + TAIL_BYTES)].lstrip(_BETWEEN)
-        tokens = _count(value, b'"completion_tokens"') if value.startswith(b"{") else None
-        if tokens is not None:
-            return tokens
+    key, looks = end, 0
+    while looks < MAX_LOOKS and (key := events.rfind(_KEY, start, key)) >= 0:
+        at = _value(events, key)
+        if events.startswith(b"{", at):
+            looks += 1
+            tokens = _count(events[at : min(end, key + TAIL_BYTES)], b'"completion_tokens"')
+            if tokens is not None:
+                return tokens
     return None
 
 
