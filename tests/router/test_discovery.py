@@ -17,6 +17,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from kubernetes.aio import client as kubernetes_client
+from kubernetes.aio.config import ConfigException
 
 from argosy_protocol.errors import ApiError
 from argosy_protocol.fleet import Endpoint, FleetDocument, FleetService, encode_fleet
@@ -517,11 +518,13 @@ async def test_the_last_good_state_survives_an_outage(monkeypatch: pytest.Monkey
         assert all(snapshot.members["default/svc"] for snapshot in published[count:])
 
 
-@pytest.mark.parametrize("status", [403, 500])
+@pytest.mark.parametrize("status", [403, 410, 500])
 async def test_pods_that_cannot_be_listed_in_one_namespace_keep_no_other_from_being_served(
     status: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(reflector, "BACKOFF_CAP_S", 0.1)
     monkeypatch.setattr(reflector, "BACKOFF_BASE_S", 0.005)
+    monkeypatch.setattr(reflector, "WATCH_S", 1.0)  # by which the others show that the API server is there
     monkeypatch.setattr(kubernetes, "SETTLE_AFTER_S", 0.05, raising=False)
     caplog.set_level(logging.INFO)
     other = msgspec.structs.replace(SERVICE, namespace="other", uid="v", model="m")
@@ -539,8 +542,59 @@ async def test_pods_that_cannot_be_listed_in_one_namespace_keep_no_other_from_be
         await until(lambda: published.members == {"default/svc": ["a"], "other/svc": ["b"]})
 
 
+@pytest.mark.parametrize("status", [403, 500])
+async def test_replicas_stay_while_their_namespace_cannot_be_listed_for_one_service_more(
+    status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A further service changes by what the namespace's pods are selected."""
+    monkeypatch.setattr(reflector, "BACKOFF_CAP_S", 0.1)
+    monkeypatch.setattr(reflector, "BACKOFF_BASE_S", 0.005)
+    monkeypatch.setattr(reflector, "WATCH_S", 1.0)
+    monkeypatch.setattr(kubernetes, "SETTLE_AFTER_S", 0.01)
+    more = msgspec.structs.replace(SERVICE, name="more", uid="v", model="m", selector={"app": "more"})
+    async with cluster() as (api, published):
+        api.put("pods", "default", "a", **pod_fields())
+        publish_document(api, SERVICE)
+        await until(lambda: published.members == {"default/svc": ["a"]})
+        api.forbidden, api.forbidden_status = {("pods", "default")}, status
+        publish_document(api, SERVICE, more)
+        await until(lambda: "default/more" in published.members)
+        assert published.members == {"default/svc": ["a"], "default/more": []}
+        api.delete("pods", "default", "a")
+        api.put("pods", "default", "b", **pod_fields("10.0.0.2"))
+        api.forbidden = set()
+        await until(lambda: published.members == {"default/svc": ["b"], "default/more": []})
+        assert all(snapshot.members["default/svc"] for snapshot in published[1:])
+
+
+async def test_a_failure_that_nobody_expects_ends_no_watch(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The client refreshes its token, and may find an empty file."""
+    monkeypatch.setattr(reflector, "BACKOFF_CAP_S", 0.1)
+    monkeypatch.setattr(reflector, "BACKOFF_BASE_S", 0.005)
+    failures = iter(range(5))
+
+    class Client(kubernetes_client.ApiClient):
+        async def param_serialize(self, method: str, path: str, **given: Any) -> Any:
+            if "/default/pods" in path and next(failures, None) is not None:
+                raise ConfigException("Token file exists but empty.")
+            return await super().param_serialize(method, path, **given)
+
+    async with FakeApiServer() as api:
+        configuration = kubernetes_client.Configuration()
+        configuration.host = api.url
+        publish_document(api, SERVICE)
+        api.put("pods", "default", "a", **pod_fields())
+        discovery = KubernetesDiscovery("argosy", "argosy-fleet", client=Client(configuration))
+        async with following(discovery) as published:
+            await until(lambda: published.members == {"default/svc": ["a"]})
+    assert sum("Token file" in (each.exc_text or "") for each in caplog.records) == 1
+
+
 async def test_nothing_is_known_while_no_pods_can_be_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a router that starts during an outage would answer for services without replicas."""
+    monkeypatch.setattr(reflector, "BACKOFF_CAP_S", 0.1)
     monkeypatch.setattr(reflector, "BACKOFF_BASE_S", 0.005)
     monkeypatch.setattr(kubernetes, "SETTLE_AFTER_S", 0.01, raising=False)
     async with FakeApiServer(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import socket
 from collections.abc import Iterable, Mapping, Sequence
@@ -153,10 +154,18 @@ class KubernetesDiscovery:
         for (namespace, _), reflector in self._pods.items():
             known.setdefault(namespace, []).append(reflector.objects)
         self._members.set_services(self._document.services, known)
-        wanted = set(pod_selectors(self._document.services).items())
+        selectors = pod_selectors(self._document.services)
+        wanted = set(selectors.items())
+        replaced: dict[str, Mapping[str, Pod]] = {}
+        """Namespace -> its pods, which stay until they have been listed by another selector: the API server may be
+        away."""
         for gone in self._pods.keys() - wanted:
             self._tasks.pop(gone).cancel()
-            for key, pod in self._pods.pop(gone).objects.items():
+            pods = self._pods.pop(gone).objects
+            if gone[0] in selectors:
+                replaced[gone[0]] = pods
+                continue
+            for key, pod in pods.items():
                 self._members.change(gone[0], key, pod, None)
         for namespace, selector in wanted - self._pods.keys():
             reflector = Reflector(
@@ -167,6 +176,7 @@ class KubernetesDiscovery:
                 label_selector=selector,
                 relist_s=self._relist_s,
                 on_object=partial(self._members.change, namespace),
+                known=replaced.get(namespace),
             )
             self._pods[namespace, selector] = reflector
             self._tasks[namespace, selector] = asyncio.create_task(reflector.run(), name=f"pods {namespace}")
@@ -174,10 +184,11 @@ class KubernetesDiscovery:
 
 def are_settled(reflectors: Sequence[Reflector[Pod]], now: float) -> bool:
     """Whether pods are known wherever they can be: each list has succeeded or is refused, or has failed for long while
-    others succeed, so that it is not the API server that is away."""
-    has_listed = any(pods.has_listed for pods in reflectors)
+    others go on succeeding, so that it is not the API server that is away."""
+    succeeded_at = max((pods.succeeded_at for pods in reflectors), default=-math.inf)
     return all(
-        pods.is_settled or (has_listed and now - pods.failing_since >= SETTLE_AFTER_S) for pods in reflectors
+        pods.is_settled or (succeeded_at > pods.failing_since and now - pods.failing_since >= SETTLE_AFTER_S)
+        for pods in reflectors
     )
 
 

@@ -14,7 +14,7 @@ import asyncio
 import logging
 import math
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Generic, TypeVar
 
 import aiohttp
@@ -38,6 +38,8 @@ REFUSED_CAP_S = 30.0
 """Longest pause after a refusal, which may last for as long as a namespace lacks its RoleBinding."""
 REFUSALS = frozenset((400, 401, 403, 404, 405))
 """Answers that do not change unless somebody changes rights or configuration; 429 of a busy API server is none."""
+EXPECTED = (ApiException, aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecError)
+"""How the API server, and the way to it, fail. Anything else is logged with its traceback."""
 PAGE = 500
 MAX_EVENT_BYTES = 4 * 1024 * 1024
 """A ConfigMap holds 1 MiB; escaped in JSON it may take more."""
@@ -103,9 +105,11 @@ class Reflector(Generic[T]):
         relist_s: float = RELIST_S,
         rng: random.Random | None = None,
         on_object: Callable[[str, T | None, T | None], None] = lambda *_: None,
+        known: Mapping[str, T] | None = None,
     ) -> None:
         """
         Args:
+            known: what one before it had of the collection, perhaps by another selector; it stays until a list.
             on_change: called after each list and each event.
             on_object: called before that with the key in `objects` of each object that differs, as it was and as it is;
                 None: it was not there, or is gone.
@@ -121,7 +125,7 @@ class Reflector(Generic[T]):
         self._relist_s = relist_s
         self._watch_s = min(WATCH_S, relist_s)
         self._rng = rng or random.Random()  # noqa: S311 - jitter
-        self.objects: dict[str, T] = {}
+        self.objects: dict[str, T] = dict(known or {})
         self._version = ""
         """Up to which `objects` are known; empty if they must be listed."""
         self._list_by = 0.0
@@ -131,6 +135,8 @@ class Reflector(Generic[T]):
         """Whether a list has succeeded."""
         self.failing_since = math.inf
         """When the first list failed, if none has succeeded yet (the loop's clock)."""
+        self.succeeded_at = -math.inf
+        """When the API server last answered as asked."""
         self._told = ""
         """The failure that was logged last, if nothing has succeeded since."""
 
@@ -154,11 +160,12 @@ class Reflector(Generic[T]):
             except WatchExpired:
                 self._version = ""
                 log.debug("kubernetes %s: the watch has expired", self._path)
-            except (ApiException, aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecError) as error:
+            except Exception as error:  # whatever it is, nobody else would list and watch again
                 status = getattr(error, "status", 0) or 0
+                is_known = isinstance(error, EXPECTED)
                 if status in REFUSALS:
                     cap_s = REFUSED_CAP_S
-                if status in REFUSALS or isinstance(error, msgspec.MsgspecError):
+                if status in REFUSALS or isinstance(error, msgspec.MsgspecError) or not is_known:
                     self._version = ""
                 if not self.is_settled:
                     # A forbidden namespace must not keep the others from being published.
@@ -171,6 +178,7 @@ class Reflector(Generic[T]):
                     "kubernetes %s: %s",
                     self._path,
                     failure,
+                    exc_info=not is_known and failure != self._told,
                 )
                 self._told = failure
             is_brief = now() - watched_at < min(BACKOFF_CAP_S, self._watch_s / 2)
@@ -179,12 +187,20 @@ class Reflector(Generic[T]):
                 await asyncio.sleep(backoff_s(failures, BACKOFF_BASE_S, cap_s, self._rng))
 
     async def _list(self) -> str:
+        """List everything, and return the version.
+
+        Raises:
+            ApiException: any status but 200.
+        """
         objects: dict[str, T] = {}
         token = version = ""
         while True:
             query = [("limit", str(PAGE)), *([("continue", token)] if token else [])]
             async with asyncio.timeout(LIST_TIMEOUT_S):
-                response = await self._get(query, LIST_TIMEOUT_S)
+                try:
+                    response = await self._get(query, LIST_TIMEOUT_S)
+                except WatchExpired:  # between two pages
+                    raise ApiException(status=410, reason="the list has expired") from None
                 async with response:
                     page = msgspec.json.decode(await response.read(), type=_Page)
             for raw in page.items or ():
@@ -199,6 +215,7 @@ class Reflector(Generic[T]):
             if before != after:
                 self._on_object(key, before, after)
         self.is_settled = self.has_listed = True
+        self.succeeded_at = asyncio.get_running_loop().time()
         self._on_change()
         return version
 
@@ -212,6 +229,7 @@ class Reflector(Generic[T]):
             ("timeoutSeconds", str(max(1, int(period)))),
         ]
         response = await self._get(query, period + LIST_TIMEOUT_S)
+        self.succeeded_at = asyncio.get_running_loop().time()
         try:
             async with response:
                 async for line in _lines(response):
@@ -223,6 +241,7 @@ class Reflector(Generic[T]):
         if event.type == "ERROR":
             raise WatchExpired
         item = self._decoder.decode(event.object)
+        self.succeeded_at = asyncio.get_running_loop().time()
         self._version = item.metadata.resource_version or self._version
         if event.type == "BOOKMARK":
             return
