@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import itertools
 import json
@@ -508,6 +509,34 @@ async def test_a_streamed_response_that_nests_too_deeply_is_passed_on_but_not_st
         told = await r.http.post(PATH, json=body(stream=True))
         assert told.content == last
         assert not list((tmp_path / "storage").rglob("resp_*"))
+
+
+async def test_an_engine_that_goes_on_behind_the_last_event_is_stopped(tmp_path: Path) -> None:
+    """Nothing that comes there is sent on, so that no client paces it."""
+    response = {"id": "resp_1", "object": "response", "status": "completed", "output": [], "created_at": 1}
+    last = b"event: response.completed\ndata: " + json.dumps({"response": response}).encode() + b"\n\n"
+    sent = 0
+
+    async def go_on(connection: Connection, _: Received) -> None:
+        nonlocal sent
+        connection.begin_stream()
+        connection.chunk(last)
+        with contextlib.suppress(ConnectionError):
+            while True:
+                connection.chunk(b"event: x\ndata: " + b"a" * 4096 + b"\n\n")
+                sent += 4096
+                await connection.writer.drain()
+                await asyncio.sleep(0)
+
+    async with stateful(tmp_path, go_on, has_telemetry=False) as r:
+        async with asyncio.timeout(60.0):
+            told = await r.http.post(PATH, json=body(stream=True))
+        (event, *others) = told.content.split(b"\n\n")
+        name = json.loads(event.partition(b"data: ")[2])["response"]["id"]
+        assert len(b"".join(others)) < 128 * 1024
+        assert (await r.http.get(f"{PATH}/{name}")).json()["status"] == "completed"
+        await r.until(lambda: r.router.requests.inflight == 0)
+        assert sent < 64 * 1024 * 1024
 
 
 @pytest.mark.parametrize("use", ["cancel", "delete"])

@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 
 MAX_KEPT_BYTES: Final = 64 * 1024 * 1024
 """Size of the largest answer that is stored."""
+MAX_BEHIND_BYTES: Final = 64 * 1024
+"""What may come behind the last event of a stream: `[DONE]`, in bytes."""
 _LAST_EVENT: Final = re.compile(
     rb"^event: response\.(?:completed|incomplete|failed)\r?\ndata: ?(.*?)\r?$", re.MULTILINE
 )
@@ -66,6 +68,10 @@ class StoringClient:
         self._size = 0
         self._held: list[bytes] = []
         """The end of a stream."""
+        self._behind = 0
+        """Bytes behind the piece that has its last event."""
+        self._has_ended = False
+        """Whether what answers is not listened to any more: it goes on behind the last event."""
         self._start: tuple[int, bytes] | None = None
         """Status and headers of an answer that begins with its end."""
         self._is_gone = False
@@ -95,6 +101,13 @@ class StoringClient:
         self._keep(first)
 
     def send(self, data: bytes) -> None:
+        if self._has_ended:
+            return
+        if self._held:
+            self._behind += len(data)
+            if self._behind > MAX_BEHIND_BYTES:
+                self._end_at_last()
+                return
         data = self._adopted.renamed(data)
         if self._held or self._is_last(data):
             self._held.append(data)
@@ -102,12 +115,23 @@ class StoringClient:
         self._keep(data)
         self._client.send(data)
 
+    def _end_at_last(self) -> None:
+        """Answer with what has come, and have the replica stop: nothing paces what is not sent on."""
+        listener = self._listener
+        self.finish()
+        self._has_ended = True
+        if listener is not None:
+            listener.on_client_lost()
+
     def finish(self) -> None:
+        if self._has_ended:
+            return
         response = last_response(b"".join(self._held)) if self._is_stream else b"".join(self._parts)
         self._finish(response, self._send_end)
 
     def abort(self) -> None:
-        self._client.abort()
+        if not self._has_ended:
+            self._client.abort()
 
     # called by the client
 
