@@ -139,3 +139,22 @@ async def test_many_removals_are_sent_in_frames_of_bounded_size(hub: Any) -> Non
     assert removed == chunks
     made.close()
     await stream.aclose()
+
+
+async def test_many_readers_are_served_and_loads_become_rarer(hub: Any) -> None:
+    """All of them together get no more load frames in a second than `PACED_READERS` do."""
+    made: TelemetryHub = hub()
+    streams = []
+    for number in range(telemetry.MAX_READERS):
+        assert made.has_room
+        stream = made.stream()
+        await anext(stream)
+        streams.append(stream)
+        expected = telemetry.LOAD_INTERVAL_S * max(1.0, (number + 1) / telemetry.PACED_READERS)
+        assert made.load_interval_s == pytest.approx(expected)
+    assert not made.has_room
+    for stream in streams:
+        await stream.aclose()
+    assert made.has_room
+    assert made.load_interval_s == telemetry.LOAD_INTERVAL_S
+    made.close()

@@ -35,7 +35,9 @@ from argosy_protocol.telemetry import (
     snapshot_of,
 )
 
-MAX_READERS = 64
+MAX_READERS = 256
+PACED_READERS = 64
+"""Above this number load frames become rarer, so that all readers together cost what so many do."""
 _QUEUE_FRAMES = 4096
 LOAD_INTERVAL_S = 0.1
 """Minimum interval between load frames sent with the core's statistics. The last one is always sent, because a replica
@@ -74,6 +76,11 @@ class TelemetryHub(Observer):
     def has_room(self) -> bool:
         return len(self._readers) < MAX_READERS
 
+    @property
+    def load_interval_s(self) -> float:
+        """Minimum interval between load frames, with as many readers as there are."""
+        return LOAD_INTERVAL_S * max(1.0, len(self._readers) / PACED_READERS)
+
     async def stream(self) -> AsyncIterator[bytes]:
         """Yield the frames for one router: hello, snapshot, then changes, until it is drained or too slow."""
         reader = _Reader()
@@ -96,7 +103,7 @@ class TelemetryHub(Observer):
             if not self._readers:
                 return  # one that connects is sent the load first
             loop = asyncio.get_running_loop()
-            due = self._last_load + LOAD_INTERVAL_S
+            due = self._last_load + self.load_interval_s
             if loop.time() >= due:
                 self._send_load()
             elif self._next_load is None:
