@@ -26,13 +26,74 @@ Messages are written for the client: they contain no addresses, paths or traceba
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, Final, NamedTuple
 
 import msgspec
 from msgspec import Struct
 
 from argosy_protocol.headers import RESOURCE_BUSY
+
+MAX_REASON_BYTES: Final = 16 * 1024
+"""A body beyond it is no error of the API, and is not read for its reason."""
+_MAX_WORD: Final = 64
+_NAME: Final = r"_?[A-Za-z]{1,32}[0-9]{0,3}(?:_[A-Za-z]{1,32}[0-9]{0,3})*"
+_HARMLESS: Final = re.compile(rf"{_NAME}(?:\.{_NAME}|\[[0-9]{{1,6}}\])*")
+"""Names of fields and the paths of such names. Keys and tokens do not match: they have hyphens, or digits among their
+letters."""
+
+
+class ErrorReason(NamedTuple):
+    """What a log may tell of an error: words that match a harmless pattern, and empty where one does not."""
+
+    type: str = ""
+    code: str = ""
+    param: str = ""
+
+    @classmethod
+    def of(cls, type_: object, code: object, param: object) -> ErrorReason:
+        """Take what is harmless of values that a client or an engine may have chosen."""
+        return cls(_harmless(type_), _harmless(code), _harmless(param))
+
+    @classmethod
+    def read(cls, body: bytes) -> ErrorReason:
+        """Read the reason from an answer's body: of OpenAI's or Anthropic's shape, or of OpenAI's without `error`
+        around it, as SGLang's. Nothing is read from other bodies."""
+        if len(body) > MAX_REASON_BYTES:
+            return NO_REASON
+        try:
+            answer = _decode_answer(body)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return NO_REASON
+        given = answer.error if answer.error is not None else answer
+        code = given.code
+        if code is None and isinstance(given.details, dict):
+            code = given.details.get("error_code")
+        return cls.of(given.type, code, given.param)
+
+
+NO_REASON: Final = ErrorReason()
+
+
+class _GivenError(Struct):
+    type: object = None
+    code: object = None
+    param: object = None
+    details: object = None
+
+
+class _GivenAnswer(_GivenError):
+    error: _GivenError | None = None
+
+
+_decode_answer = msgspec.json.Decoder(_GivenAnswer).decode
+
+
+def _harmless(value: object) -> str:
+    if isinstance(value, str) and len(value) <= _MAX_WORD and _HARMLESS.fullmatch(value) is not None:
+        return value
+    return ""
 
 
 class ErrorBody(Struct, frozen=True):
@@ -85,6 +146,10 @@ class ApiError(Exception):
         return msgspec.json.encode(
             ErrorResponse(ErrorBody(self.message, self.error_type, self.param, self.code))
         )
+
+    def reason(self) -> ErrorReason:
+        """Return what a log may tell of the error."""
+        return ErrorReason.of(self.error_type, self.code, self.param)
 
     def headers(self) -> dict[str, str]:
         """Extra response headers. OpenAI SDKs prefer `retry-after-ms` to `retry-after`; both are rounded up."""

@@ -391,6 +391,7 @@ class Router:
             self.fleet,
             self.metrics,
             self.accounting.attempt_log,
+            self.accounting.refusal_log,
             self._admin_keys,
             frozenset((config.host, config.admin_host, socket.gethostname(), *config.admin_names)),
             self.application,

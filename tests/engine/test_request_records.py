@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Iterator
 from typing import Any
@@ -265,6 +266,80 @@ async def test_a_record_is_that_of_its_request_alone() -> None:
     assert seen[0] is not None
     assert seen[0].trace_headers == {"traceparent": "p"}
     assert current_record.get() is None
+
+
+HOSTILE = ("two words", "x\nstatus=200", "\x1b[2J", "<b>", "sk-secret", "a" * 300, {"a": 1}, 400)
+
+
+async def line_of_error(body: bytes, caplog: pytest.LogCaptureFixture, *, pieces: int = 1) -> dict[str, str]:
+    """Answer a request with an error, and return the fields of its line."""
+    sent: list[Any] = []
+    size = -(-len(body) // pieces)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 400, "headers": []})
+        for start in range(0, len(body), size):
+            piece = {"type": "http.response.body", "body": body[start : start + size], "more_body": True}
+            await send(piece)
+            assert sent[-1] is piece, "it is passed on before the next is made"
+        await send({"type": "http.response.body"})
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+    with caplog.at_level("INFO", "argosy.access"):
+        await RequestRecords(app, is_logged=True)(scope, send, send)  # type: ignore[arg-type]
+    (shown,) = caplog.messages
+    assert b"".join(message.get("body", b"") for message in sent) == body
+    return dict(each.split("=", 1) for each in shown.split(" "))
+
+
+def reason_in(fields: dict[str, str]) -> tuple[str, ...]:
+    return tuple(fields[name] for name in ("status", "error_type", "error_code", "error_param"))
+
+
+@pytest.mark.parametrize("pieces", [1, 7])
+async def test_an_error_has_its_reason_in_its_line(pieces: int, caplog: pytest.LogCaptureFixture) -> None:
+    error = {"message": SECRET, "type": "invalid_request_error", "code": "unsupported", "param": "tools[0]"}
+    fields = await line_of_error(json.dumps({"error": error}).encode(), caplog, pieces=pieces)
+    assert reason_in(fields) == ("400", "invalid_request_error", "unsupported", "tools[0]")
+    assert SECRET not in caplog.text
+
+
+@pytest.mark.parametrize("value", HOSTILE)
+async def test_an_error_writes_only_names_into_its_line(
+    value: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    error = {"message": SECRET, "type": value, "code": value, "param": value}
+    assert reason_in(await line_of_error(json.dumps({"error": error}).encode(), caplog)) == (
+        "400",
+        "-",
+        "-",
+        "-",
+    )
+
+
+@pytest.mark.parametrize("pieces", [1, 40])
+async def test_a_long_error_is_passed_on_and_not_read(pieces: int, caplog: pytest.LogCaptureFixture) -> None:
+    body = json.dumps({"error": {"type": "t", "message": "m" * 1_000_000}}).encode()
+    assert reason_in(await line_of_error(body, caplog, pieces=pieces)) == ("400", "-", "-", "-")
+
+
+def test_a_refused_request_has_its_reason_in_its_line(server: Server, http: httpx.Client) -> None:
+    bad = {**PROMPT, "max_tokens": -1}
+    assert http.post("/v1/completions", json=bad, headers={"x-request-id": "refused"}).status_code == 400
+    fields = line(server, "refused")
+    assert (fields["status"], fields["error_type"]) == ("400", "invalid_request_error")
+    assert fields["error_param"] == "max_tokens"
+    headers = {"authorization": "Bearer wrong"}
+    assert http.post("/v1/completions", json=PROMPT, headers=headers).status_code == 401
+    reason = " status=401 ", " error_type=authentication_error error_code=invalid_api_key error_param=-"
+    wait_until(
+        lambda: any(all(each in line for each in reason) for line in server.log.read_text().splitlines()),
+        "the line of a request without a key",
+    )
+    assert SECRET not in server.log.read_text()
 
 
 @pytest.mark.parametrize("text", ["a b", 'a"b', "a=b", "a\nb", "ü", "x" * 1000])

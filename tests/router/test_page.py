@@ -317,6 +317,27 @@ async def test_a_person_sees_the_fleet(page: Page) -> None:
 
 
 @needs_browser
+async def test_a_person_sees_why_requests_failed(page: Page) -> None:
+    error = {"message": "secret", "type": "t", "code": "unsupported", "param": "tools[0]"}
+
+    async def script(connection: Connection, request: Received) -> None:
+        connection.answer(400, json.dumps({"error": error}).encode())
+
+    async with rig([FakeEngine(script=script)], fleet_key=FLEET_KEY, admin_port=0) as r:
+        await page.goto(f"{r.router.admin_url}/#key={ADMIN_KEY}")
+        await page.until("document.getElementById('refusals-empty')?.checkVisibility()")
+        await r.chat()
+        await r.http.post("/v1/chat/completions", json={**chat(), "model": "another"})
+        await page.until(f"{cells('decisions')}.some(row => row[10] === '400')")
+        await page.until(f"{cells('refusals')}.length === 1")
+        (decision,) = await page.js(cells("decisions"))
+        assert decision[10:] == ["400", "unsupported, tools[0]"]
+        (refusal,) = await page.js(cells("refusals"))
+        assert refusal[2:] == ["–", "404", "model_not_found, model"]
+        assert "secret" not in await page.js("document.body.textContent")
+
+
+@needs_browser
 async def test_a_person_sees_all_services_also_on_a_phone(page: Page) -> None:
     engines = [FakeEngine(script=answer), FakeEngine(script=answer)]
     async with rig(engines, fleet_key=FLEET_KEY, admin_port=0) as r:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import time
 from contextvars import ContextVar
 
+from argosy_protocol.errors import NO_REASON
+
 MAX_FINISH_REASONS = 8
 
 
@@ -19,6 +21,7 @@ class RequestRecord:
         "arrived",
         "cached_tokens",
         "completion_tokens",
+        "error",
         "finish_reasons",
         "first_byte",
         "is_relayed",
@@ -49,6 +52,8 @@ class RequestRecord:
         self.tenant = ""
         self.status = 0
         """0: its client left before it was answered."""
+        self.error = NO_REASON
+        """Why the request was refused or failed, if its answer says so."""
         self.is_relayed = False
         """Whether another API process answers the request, and so has a record of it that is logged."""
         self.first_byte: float | None = None

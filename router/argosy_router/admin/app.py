@@ -54,7 +54,7 @@ from argosy_router.proxy.downstream.playground_client import PlaygroundClient
 from argosy_router.proxy.request.call_decoding import SESSION_HEADER, prompt_of, session_of
 from argosy_router.proxy.request.examination import examine
 from argosy_router.proxy.request.model_names import find_service
-from argosy_router.proxy.upstream.attempt_log import CAPACITY, AttemptLog
+from argosy_router.proxy.upstream.attempt_log import CAPACITY, AttemptLog, RefusalLog
 
 MAX_WAIT_S = 60.0
 HANDSHAKE_TIMEOUT_S = 10.0
@@ -106,6 +106,10 @@ class _Latest(msgspec.Struct):
     model: Annotated[str, msgspec.Meta(max_length=512)] = ""
 
 
+class _LatestRefusals(msgspec.Struct):
+    limit: Annotated[int, msgspec.Meta(ge=1, le=CAPACITY)] = 100
+
+
 class _Explained(msgspec.Struct):
     """A chat of one message, to be explained."""
 
@@ -123,6 +127,7 @@ def build_admin(
     fleet: Fleet,
     metrics: Metrics,
     decisions: AttemptLog,
+    refusals: RefusalLog,
     keys: KeyRing,
     names: Collection[str],
     application: RouterApplication,
@@ -170,6 +175,10 @@ def build_admin(
     async def latest(request: Request) -> Response:
         asked = _query(request, _Latest)
         records = decisions.latest(asked.limit, asked.model)
+        return _json(msgspec.json.encode([record.as_dict() for record in records]))
+
+    async def refused(request: Request) -> Response:
+        records = refusals.latest(_query(request, _LatestRefusals).limit)
         return _json(msgspec.json.encode([record.as_dict() for record in records]))
 
     async def explain_request(request: Request) -> Response:
@@ -223,6 +232,7 @@ def build_admin(
             guarded(REPORT_PATH, report),
             guarded(LOAD_PATH, load),
             guarded("/decisions", latest),
+            guarded("/refusals", refused),
             guarded("/explain", explain_request, "GET", "POST"),
             guarded("/overview", overview),
             guarded("/playground/chat/completions", chat, "POST"),

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import TYPE_CHECKING, Final
 
-from argosy_protocol.errors import ApiError, BadRequest, Forbidden, InternalError
+from argosy_protocol.errors import ApiError, BadRequest, ErrorReason, Forbidden, InternalError
 from argosy_protocol.owner_slots import OwnerSlots
 from argosy_router.auth.accounts import ANONYMOUS, Account
 from argosy_router.batch.batch_client import BatchClient, error_of, read_all
@@ -50,7 +50,7 @@ _RETURNED: Final = (
     "x-should-retry",
 )
 
-CountRejection = Callable[[bytes, int], None]
+CountRejection = Callable[[bytes, int, ErrorReason], None]
 
 
 class ForwardedUpload:
@@ -134,7 +134,7 @@ class ForwardedRoutes:
     """Answers requests of the main port for files and batches."""
 
     def __init__(self, program: BatchClient, count_rejection: CountRejection) -> None:
-        """`count_rejection` counts a refusal by its request's id and status."""
+        """`count_rejection` counts a refusal by its request's id, status and reason."""
         self._program = program
         self._count_rejection = count_rejection
         self._tasks: set[asyncio.Task[None]] = set()
@@ -215,7 +215,7 @@ class ForwardedRoutes:
         self, answer: PendingAnswer, status: int, lines: bytes, body: bytes, request_id: bytes
     ) -> None:
         if status >= 400:
-            self._count_rejection(request_id, status)
+            self._count_rejection(request_id, status, ErrorReason.read(body))
         answer.respond(status, lines, body)
 
     def _refuse(self, answer: PendingAnswer, error: ApiError, request: Request, request_id: bytes) -> None:

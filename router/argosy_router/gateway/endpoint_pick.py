@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Final
 
-from argosy_protocol.errors import ApiError
+from argosy_protocol.errors import ApiError, ErrorReason
 from argosy_router.fleet.replica_load import Charge
 from argosy_router.fleet.service import Choice
 from argosy_router.http.deadlines import Deadline, TimerWheel
@@ -114,6 +114,7 @@ class EndpointPick:
     def refuse(self, error: ApiError) -> None:
         call, outcome = self._call, self.outcome
         outcome.status = error.http_status
+        outcome.error = error.reason()
         error.name_as_asked(call.client_model)
         lines = error_headers(error) + id_headers(call.request_id, call.path)
         if outcome.reservation is not None:
@@ -215,6 +216,8 @@ class EndpointPick:
                 self._outliers.abandoned(service, replica)  # no other replica shows whose fault it was
         if status == 200:
             self.outcome.note_answer(relay, self.choice)
+        elif status >= 400:
+            self.outcome.error = ErrorReason.read(rest)
         self._end()
         return b"" if isinstance(relay, UnaryRelay) else rest
 

@@ -13,6 +13,7 @@ from functools import lru_cache
 
 import msgspec
 
+from argosy_protocol.errors import NO_REASON, ErrorReason
 from argosy_router.config import AccessFormat
 from argosy_router.metrics.definitions import ACCESS_LOG_DROPPED_LINES
 from argosy_router.metrics.series import Reading
@@ -29,6 +30,7 @@ class AccessEntry:
         "cached_tokens",
         "completion_tokens",
         "duration_ms",
+        "error",
         "key",
         "migrations",
         "model",
@@ -43,7 +45,16 @@ class AccessEntry:
         "ttft_ms",
     )
 
-    def __init__(self, time: float, request: str, status: int, key: str = "", model: str = "") -> None:
+    def __init__(
+        self,
+        time: float,
+        request: str,
+        status: int,
+        key: str = "",
+        model: str = "",
+        *,
+        error: ErrorReason = NO_REASON,
+    ) -> None:
         self.time = time
         """Unix time at which the request ended; in text `2026-11-21T10:00:00.123Z`."""
         self.request = request
@@ -67,6 +78,8 @@ class AccessEntry:
         self.ttft_ms: float | None = None
         """Milliseconds to the first byte of the response."""
         self.duration_ms: float | None = None
+        self.error = error
+        """Why the request was refused or failed."""
 
 
 class AccessLog:
@@ -127,6 +140,9 @@ def _as_json(entry: AccessEntry) -> bytes:
         "queue_ms": _rounded(e.queue_ms),
         "ttft_ms": _rounded(e.ttft_ms),
         "duration_ms": _rounded(e.duration_ms),
+        "error_type": e.error.type or None,
+        "error_code": e.error.code or None,
+        "error_param": e.error.param or None,
     }
     return _encode({name: value for name, value in fields.items() if value is not None})
 
@@ -140,7 +156,8 @@ def _as_text(entry: AccessEntry) -> bytes:
         f"attempts={e.attempts} migrations={e.migrations} predicted_tokens={_count(e.predicted_tokens)} "
         f"prompt_tokens={_count(e.prompt_tokens)} cached_tokens={_count(e.cached_tokens)} "
         f"completion_tokens={_count(e.completion_tokens)} queue_ms={_tenths(e.queue_ms)} ttft_ms={_tenths(e.ttft_ms)} "
-        f"duration_ms={_tenths(e.duration_ms)}"
+        f"duration_ms={_tenths(e.duration_ms)} error_type={e.error.type or '-'} error_code={e.error.code or '-'} "
+        f"error_param={e.error.param or '-'}"
     )
     return line.encode("ascii", "backslashreplace")
 

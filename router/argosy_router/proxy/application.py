@@ -269,7 +269,7 @@ class RouterApplication:
 
     def _refusal(self, request_id: bytes, error: ApiError, path: bytes) -> bytes:
         """Count a refusal and return its header lines."""
-        self._accounting.count_rejection(request_id, error.http_status)
+        self._accounting.count_rejection(request_id, error.http_status, error.reason())
         return error_headers(error) + id_headers(request_id, path)
 
     def _route(self, client: Client, request: Request, request_id: bytes) -> None:

@@ -20,6 +20,7 @@ import msgspec
 from argosy_protocol.errors import (
     ApiError,
     BadRequest,
+    ErrorReason,
     InternalError,
     PayloadTooLarge,
     Unavailable,
@@ -91,14 +92,14 @@ class StatefulRoutes:
         stored: ResponseStore,
         background: BackgroundResponses,
         send: Send,
-        count_rejection: Callable[[bytes, int], None],
+        count_rejection: Callable[[bytes, int, ErrorReason], None],
         max_conversation_bytes: int,
         memory: BodyMemory,
     ) -> None:
         """
         Args:
             memory: of request bodies; what is loaded for a request counts in it until the request has ended.
-            count_rejection: counts a refusal by its request's id and status.
+            count_rejection: counts a refusal by its request's id, status and reason.
             max_conversation_bytes: bounds what a request refers to, and the conversation that this makes.
         """
         self._stored = stored
@@ -345,7 +346,7 @@ class StatefulRoutes:
         )
 
     def _refuse(self, client: Client, error: ApiError, request: Request, request_id: bytes) -> None:
-        self._count_rejection(request_id, error.http_status)
+        self._count_rejection(request_id, error.http_status, error.reason())
         headers = error_headers(error) + id_headers(request_id, request.path)
         client.respond(error.http_status, headers, error_body(error, request.path))
 

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from argosy_engine.frontend.observer import Observer, RequestTimings
 from argosy_engine.frontend.request_record import RequestRecord, current_record
 from argosy_protocol import headers
+from argosy_protocol.errors import MAX_REASON_BYTES, ErrorReason
 
 logger = logging.getLogger("argosy.access")
 
@@ -49,6 +50,8 @@ class RequestRecords:
         }
         record = RequestRecord(scope["method"], scope["path"], context)
 
+        error_body = bytearray()
+
         async def send_recorded(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
@@ -56,6 +59,8 @@ class RequestRecords:
                     record.request_id = _request_id_of(message)
             elif record.first_byte is None and message.get("body"):
                 record.first_byte = time.monotonic()
+            if record.status >= 400 and len(error_body) <= MAX_REASON_BYTES:
+                error_body.extend(message.get("body", b"")[: MAX_REASON_BYTES + 1])
             await send(message)
 
         token = current_record.set(record)
@@ -63,6 +68,8 @@ class RequestRecords:
             await self._app(scope, receive, send_recorded)
         finally:
             current_record.reset(token)
+            if error_body:
+                record.error = ErrorReason.read(bytes(error_body))
             if self._is_logged and _is_shown(record):
                 logger.info("%s", line_of(record, time.monotonic()))
 
@@ -99,6 +106,9 @@ def line_of(record: RequestRecord, now: float) -> str:
         "queue_ms": _milliseconds(record.queued_s if has_output else None),
         "ttft_ms": _milliseconds(ttft_s),
         "duration_ms": _milliseconds(now - record.arrived),
+        "error_type": record.error.type or "-",
+        "error_code": record.error.code or "-",
+        "error_param": record.error.param or "-",
     }
     return " ".join(f"{name}={value}" for name, value in fields.items())
 

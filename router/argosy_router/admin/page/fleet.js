@@ -244,6 +244,24 @@ const ID_LENGTH = 14;
 /** Ids of one process differ at their ends. */
 const ending = (id) => (id.length > ID_LENGTH ? `…${id.slice(1 - ID_LENGTH)}` : id);
 
+const statusColumn = {
+  name: "Status",
+  kind: "number",
+  make() {},
+  show(cell, row) {
+    setText(cell, row.status ? String(row.status) : "…");
+    setClass(cell, row.status >= SEVERE ? "number bad-text" : row.status >= 400 ? "number warn-text" : "number");
+  },
+};
+
+/** The code of an error, or its type if it has none, and the field of the request that it is about. */
+const errorColumn = {
+  name: "Error",
+  title: "code or type; field of the request",
+  make: makeClip,
+  show: (cell, row) => showClip(cell, [row.error_code || row.error_type, row.error_param].filter(Boolean).join(", ")),
+};
+
 const decisionTable = new Table($("decisions"), [
   { name: "Time", kind: "number", show: (_, d) => clock.format(d.time * 1000) },
   { name: "Request", kind: "mono", make: makeClip, show: (cell, d) => showClip(cell, ending(d.request_id), d.request_id) },
@@ -265,15 +283,16 @@ const decisionTable = new Table($("decisions"), [
   { name: "First token expected", title: "once the replica's speed is measured", kind: "number", show: (_, d) => seconds(d.predicted_ttft_s) },
   { name: "First token", title: "of streams", kind: "number", show: (_, d) => seconds(d.ttft_s) },
   { name: "Output", title: "tokens", kind: "number", show: (_, d) => count(d.completion_tokens) },
-  {
-    name: "Status",
-    kind: "number",
-    make() {},
-    show(cell, d) {
-      setText(cell, d.status ? String(d.status) : "…");
-      setClass(cell, d.status >= SEVERE ? "number bad-text" : d.status >= 400 ? "number warn-text" : "number");
-    },
-  },
+  statusColumn,
+  errorColumn,
+]);
+
+const refusalTable = new Table($("refusals"), [
+  { name: "Time", kind: "number", show: (_, r) => clock.format(r.time * 1000) },
+  { name: "Request", kind: "mono", make: makeClip, show: (cell, r) => showClip(cell, ending(r.request_id), r.request_id) },
+  { name: "Model", make: makeClip, show: (cell, r) => showClip(cell, r.model || "–") },
+  statusColumn,
+  errorColumn,
 ]);
 
 const pause = $("pause");
@@ -293,8 +312,8 @@ export const isPaused = () => pause.getAttribute("aria-pressed") === "true";
 const fetched = ({ model_fetch: state, model_source: source }, start = ", model ") =>
   state && state !== "cached" ? `${start}${state} (${source})` : "";
 
-/** `service` is undefined where the router has none; `latest` is null while paused. */
-export function show(service, latest) {
+/** `service` is undefined where the router has none; `latest` and `refusals` are null while paused. */
+export function show(service, latest, refusals) {
   $("tiles").hidden = !service;
   if (service) for (const tile of tiles) tile.show(service);
   const replicas = service?.replicas ?? [];
@@ -307,6 +326,11 @@ export function show(service, latest) {
     : "The router knows no service yet: create an InferenceService, or name engines with --replica.");
   if (latest) decisions = latest;
   showDecisions();
+  if (refusals) {
+    refusalTable.show(refusals, (r) => `${r.request_id} ${r.time}`);
+    $("refusals-empty").hidden = refusals.length > 0;
+    $("refusals").parentElement.hidden = refusals.length === 0;
+  }
 }
 
 function showDecisions() {

@@ -8,6 +8,7 @@ import * as playground from "./playground.js";
 const PERIOD_MS = 1000;
 const RETRY_MS = 3000;
 const SHOWN_DECISIONS = 200;
+const SHOWN_REFUSALS = 100;
 const views = ["fleet", "playground"];
 const picker = $("model");
 
@@ -58,7 +59,9 @@ async function look() {
   });
   playground.show(service);
   const path = `decisions?limit=${SHOWN_DECISIONS}&model=${encodeURIComponent(service?.model ?? "")}`;
-  fleet.show(service, fleet.isPaused() ? null : await json(path));
+  const refused = `refusals?limit=${SHOWN_REFUSALS}`;
+  const [latest, refusals] = fleet.isPaused() ? [null, null] : await Promise.all([json(path), json(refused)]);
+  fleet.show(service, latest, refusals);
 }
 
 let timer = 0;

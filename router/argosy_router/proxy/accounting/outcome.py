@@ -6,6 +6,7 @@ Neither of them knows exchanges.
 
 from __future__ import annotations
 
+from argosy_protocol.errors import NO_REASON
 from argosy_protocol.openai import MAX_TOKENS
 from argosy_router.fleet.service import Choice
 from argosy_router.proxy.request.call import Call
@@ -25,6 +26,7 @@ class RequestOutcome:
         "attempts",
         "call",
         "choice",
+        "error",
         "first_event_s",
         "generated_tokens",
         "is_cut_short",
@@ -44,6 +46,8 @@ class RequestOutcome:
         self.started = started
         self.status = 0
         """Status sent to the client; `CLIENT_GONE` if it left before one was sent."""
+        self.error = NO_REASON
+        """Why the client got an error, if it did."""
         self.attempts = 0
         """Attempts sent to replicas, including those repeated on a new connection."""
         self.migrations = 0

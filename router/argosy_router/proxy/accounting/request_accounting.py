@@ -1,7 +1,7 @@
 """Request accounting: turns the outcome of each request into metrics, log lines and usage.
 
-Owns: the request metrics, the ring of decision records, and what the access log, the usage ledger, the capture and
-traces are told.
+Owns: the request metrics, the rings of decision records and refusals, and what the access log, the usage ledger, the
+capture and traces are told.
 Must not know: exchanges, connections, retries, how a replica is chosen.
 Invariant: `close` is called once per request, when nothing can change its outcome any more; so a request that was
 retried or migrated is counted, logged and billed once.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 
+from argosy_protocol.errors import ErrorReason
 from argosy_router.fleet.replica import Replica
 from argosy_router.fleet.service import Choice
 from argosy_router.metrics.registry import Metrics
@@ -20,7 +21,13 @@ from argosy_router.observability.usage_ledger import UsageLedger
 from argosy_router.prompts.prompt_length_model import learnt
 from argosy_router.proxy.accounting.outcome import CLIENT_GONE, RequestOutcome
 from argosy_router.proxy.request.call import Call
-from argosy_router.proxy.upstream.attempt_log import AttemptLog, AttemptRecord, HedgeOutcome
+from argosy_router.proxy.upstream.attempt_log import (
+    AttemptLog,
+    AttemptRecord,
+    HedgeOutcome,
+    RefusalLog,
+    RefusedRequest,
+)
 
 
 class RequestAccounting:
@@ -42,6 +49,7 @@ class RequestAccounting:
         self._capture = capture
         self._policy = policy
         self.attempt_log = AttemptLog()
+        self.refusal_log = RefusalLog()
 
     def usage_of(self, key: str) -> bytes:
         """Render what the key of this name has used in Prometheus' text format."""
@@ -90,11 +98,13 @@ class RequestAccounting:
         """Count a client that left before the end of its answer."""
         self._metrics.disconnects.add((call.service.spec.model,))
 
-    def count_rejection(self, request_id: bytes, status: int) -> None:
+    def count_rejection(self, request_id: bytes, status: int, error: ErrorReason) -> None:
         """Count and log a request that got an error before it was decoded into a call."""
         self._metrics.requests.add(("", str(status)))
+        now, name = time.time(), request_id.decode()
+        self.refusal_log.add(RefusedRequest(now, name, "", status, error))
         if self._access_log.is_enabled:
-            self._access_log.write(AccessEntry(time.time(), request_id.decode(), status))
+            self._access_log.write(AccessEntry(now, name, status, error=error))
 
     # at its end
 
@@ -115,9 +125,13 @@ class RequestAccounting:
                 self._learn_ttft(outcome, outcome.first_event_s - outcome.queued_s)
         if record is not None:
             record.status = outcome.status
+            record.error = outcome.error
             self._bill(outcome, record, duration_s)
             if self._capture is not None:
                 self._capture.add(_recorded(call, record, time.time() - duration_s))
+        elif outcome.status != CLIENT_GONE:
+            name = call.request_id.decode()
+            self.refusal_log.add(RefusedRequest(time.time(), name, model, outcome.status, outcome.error))
         if self._access_log.is_enabled or call.trace is not None:
             entry = _access_entry(outcome, duration_s)
             if self._access_log.is_enabled:
@@ -205,7 +219,12 @@ def _recorded(call: Call, record: AttemptRecord, arrival_s: float) -> CapturedRe
 def _access_entry(outcome: RequestOutcome, duration_s: float) -> AccessEntry:
     call, choice, record = outcome.call, outcome.choice, outcome.record
     entry = AccessEntry(
-        time.time(), call.request_id.decode(), outcome.status, call.key_name, call.service.model
+        time.time(),
+        call.request_id.decode(),
+        outcome.status,
+        call.key_name,
+        call.service.model,
+        error=outcome.error,
     )
     entry.attempts = outcome.attempts
     entry.migrations = outcome.migrations

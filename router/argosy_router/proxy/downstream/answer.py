@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from argosy_protocol.errors import ApiError, InternalError
+from argosy_protocol.errors import ApiError, ErrorReason, InternalError
 from argosy_router.http.deadlines import Deadline, TimerWheel
 from argosy_router.http.server_interface import Client
 from argosy_router.proxy.accounting.outcome import RequestOutcome
@@ -132,6 +132,8 @@ class Answer:
         """Send a whole answer; the arguments are those of `start`."""
         self._outcome.status = status
         self._client.respond(status, headers + self._identity + route, body)
+        if status >= 400:
+            self._outcome.error = ErrorReason.read(body)
 
     def respond_error(self, error: ApiError, route: bytes) -> None:
         """Send an error of the router's own."""
@@ -139,10 +141,12 @@ class Answer:
             log.error("request %s: %s", self._outcome.call.request_id.decode(), error.message)
         body = error_body(error, self._outcome.call.path)
         self.respond(error.http_status, error_headers(error), route, body)
+        self._outcome.error = error.reason()
 
     def interrupt(self, error: ApiError) -> None:
         """End a stream by an error event, since the status is sent."""
         path = self._outcome.call.path
+        self._outcome.error = error.reason()
         self._client.send(error_event(error_body(error, path), path))
         self._client.finish()
 
