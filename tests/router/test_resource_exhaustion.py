@@ -12,7 +12,7 @@ from pathlib import Path
 
 from argosy_router.config import ServerLimits
 from argosy_router.http.request_reader import Phase
-from argosy_router.proxy.upstream.attempt_log import AttemptLog
+from argosy_router.proxy.upstream.attempt_log import AttemptLog, RefusalLog
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, completion, event
 from .harness import DEADLINE_S, StoppedClock, raw, read_all, rig, until
@@ -107,6 +107,7 @@ async def test_memory_does_not_grow_with_requests_served() -> None:
     engine = FakeEngine(script=play)
     async with rig([engine], clock=StoppedClock()) as r:
         r.router.accounting.attempt_log = AttemptLog(100)
+        r.router.accounting.refusal_log = RefusalLog(100)
 
         async def serve() -> int:
             for number in range(ROUNDS):  # the same each time: of other prompts the prefix index would learn
