@@ -24,6 +24,7 @@ EXEMPT = {
     "argosy_engine_stalled_requests_total",
     "argosy_engine_slow_clients_total",
     "argosy_engine_dropped_tools_total",
+    "argosy_engine_relaxed_tool_schemas_total",
     "argosy_engine_skipped_content_total",
     "vllm:admission_rejections_total",
     "vllm:sleep_mode_operations_in_flight",

@@ -370,3 +370,23 @@ def test_what_agents_replay_is_answered_and_what_was_left_out_is_told(http: http
     for kind in ("image", "server_tool_use", "tool_search_tool_result"):
         name = f'argosy_engine_skipped_content_total{{api="messages",kind="{kind}",model_name="tiny"}}'
         assert re.search(rf"^{re.escape(name)} [1-9]", shown, re.MULTILINE), kind
+
+
+def test_a_schema_that_no_grammar_enforces_is_relaxed_unless_it_is_strict(http: httpx.Client) -> None:
+    text = {"type": "string", "pattern": "^x+$", "maxLength": 3}
+    bad = {"name": "bad", "input_schema": {"type": "object", "properties": {"a": text}}}
+    good = {
+        "name": "good",
+        "input_schema": {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"]},
+    }
+    asked = body(tools=[bad, good], tool_choice={"type": "any"}, max_tokens=100)
+    answer = http.post("/v1/messages", json=asked)
+    assert answer.status_code == 200, answer.text
+    assert any(block["type"] == "tool_use" for block in answer.json()["content"])
+    name = 'argosy_engine_relaxed_tool_schemas_total{keyword="maxLength",model_name="tiny"} 1.0'
+    assert name in http.get("/metrics").text
+    refused = http.post("/v1/messages", json={**asked, "tools": [{**bad, "strict": True}, good]})
+    assert refused.status_code == 400
+    message = refused.json()["error"]["message"]
+    assert "maxLength" in message
+    assert "$.properties.a" in message

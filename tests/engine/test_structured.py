@@ -379,7 +379,9 @@ def test_tool_calls_become_tags_for_the_tools_asked_for() -> None:
         (lambda: tool_call_tag([{"type": "function"}]), "tools[0]"),
         (lambda: tool_call_tag([{"function": {"name": "a{name}"}}]), "tools[0].function.name"),
         (
-            lambda: tool_call_tag([{"function": {"name": "x", "parameters": {"type": "object", "not": {}}}}]),
+            lambda: tool_call_tag(
+                [{"function": {"name": "x", "strict": True, "parameters": {"type": "object", "not": {}}}}]
+            ),
             "tools[0].function.parameters",
         ),
     ):

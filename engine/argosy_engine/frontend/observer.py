@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar, Literal
 
 from argosy_engine.frontend.request_record import current_record
@@ -122,6 +122,9 @@ class Observer:
             has_calls: whether it calls a tool.
             api: `chat_completions`, `responses` or `other`.
         """
+
+    def on_relaxed(self, keywords: Sequence[str]) -> None:
+        """Keywords of the schemas of a request's tools are not enforced, though its calls are."""
 
     def on_skipped(self, api: SkippingApi, skipped: Skipped) -> None:
         """A request was translated into a chat, which leaves out what `skipped` has."""

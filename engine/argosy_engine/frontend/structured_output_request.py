@@ -153,6 +153,6 @@ def _of_tool_choice(request: ChatCompletionRequest, calls: ToolCallForm) -> Stru
     if not request.tools:
         raise InvalidRequest("tool_choice needs tools", "tool_choice")
     parallel = request.parallel_tool_calls is not False
-    return StructuredOutputsParams.of_checked_tag(
-        tool_call_tag(request.tools, name=name, parallel=parallel, form=calls)
-    )
+    relaxed: set[str] = set()
+    tag = tool_call_tag(request.tools, name=name, parallel=parallel, form=calls, relaxed=relaxed)
+    return StructuredOutputsParams.of_checked_tag(tag, relaxed)

@@ -9,6 +9,8 @@ in it is ignored. Annotations and unknown keywords have no effect on validation 
 `pattern` is matched against the whole string, which is stricter than the search that the standard specifies. Objects
 without `additionalProperties` have no properties but the declared ones, as in OpenAI's strict mode.
 
+Of a tool whose `strict` is not true, keywords that cannot be enforced are dropped instead (`schema_relaxation`).
+
 The module is pure Python over plain values; `structured_outputs_params` bounds the size of the text.
 """
 
@@ -22,6 +24,7 @@ from typing import Any
 
 from argosy_engine.errors import InvalidRequest
 from argosy_engine.structured.grammar_size import check_pattern
+from argosy_engine.structured.schema_relaxation import OPEN_OBJECT, Relaxation, merge_all_of
 
 MAX_DEPTH = 64
 MAX_WORK = 200_000
@@ -44,6 +47,8 @@ _OBJECT = (
 )  # fmt: skip
 _COMBINING = ("const", "enum", "anyOf", "oneOf", "allOf")
 _CONSTRAINTS = ("type", *_COMBINING, *_NUMBER, *_STRING, *_ARRAY, *_OBJECT)
+_TELLING = frozenset(("additionalProperties", "unevaluatedProperties", "unevaluatedItems"))
+"""Keywords that tell a type which is not given, as `properties`, `items` and `prefixItems` do."""
 _TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
 _FORMATS = frozenset(
     {
@@ -109,15 +114,42 @@ def checked_object_schema(schema: Any, budget: CheckBudget | None = None) -> Any
     Raises:
         InvalidRequest: as `checked_schema`, or other values may meet it.
     """
+    return _object_schema(schema, budget or CheckBudget(), None)
+
+
+def relaxed_object_schema(
+    schema: Any, budget: CheckBudget | None = None
+) -> tuple[dict[str, Any], frozenset[str]]:
+    """Check a schema as `checked_object_schema` does, and drop what cannot be enforced.
+
+    Returns:
+        The schema, which accepts all that the given one does, and the keywords that were dropped.
+
+    Raises:
+        InvalidRequest: the schema is malformed, too deep or too large, or other values than objects may meet it.
+    """
+    budget, relaxation = budget or CheckBudget(), Relaxation()
+    root = _object_schema(schema, budget, relaxation)
+    if relaxation.must_open:
+        relaxation = Relaxation(is_open=True)
+        root = _object_schema(schema, budget, relaxation)
+    return root, frozenset(relaxation.keywords)
+
+
+def _object_schema(schema: Any, budget: CheckBudget, relaxation: Relaxation | None) -> Any:
     try:
         root = copy.deepcopy(schema)
-        checker = _Checker(root, budget or CheckBudget())
+        checker = _Checker(root, budget, relaxation)
         checker.check(root, "$", 0)
-        if not checker.is_of_objects(root):
-            raise _error("$", "must be a JSON schema of an object")
-        return root
+        if relaxation is not None and relaxation.keywords and not checker.can_resolve():
+            return dict(OPEN_OBJECT)
+        if checker.is_of_objects(root):
+            return root
     except RecursionError:
         raise _error("$", f"nested deeper than {MAX_DEPTH} levels") from None
+    if relaxation is None or not relaxation.keywords:
+        raise _error("$", "must be a JSON schema of an object")
+    return dict(OPEN_OBJECT)
 
 
 class _Checker:
@@ -127,8 +159,10 @@ class _Checker:
     therefore results are kept by reference, or by the `id` of a part of the root.
     """
 
-    def __init__(self, root: Any, budget: CheckBudget) -> None:
+    def __init__(self, root: Any, budget: CheckBudget, relaxation: Relaxation | None = None) -> None:
+        """With `relaxation`, keywords that cannot be enforced are dropped rather than refused."""
         self._root = root
+        self._relaxation = relaxation
         self._budget = budget
         self._work = 0
         self._visited: set[str] = set()
@@ -154,12 +188,16 @@ class _Checker:
         for keyword in ("properties", "required"):  # what some programs write for none
             if keyword in schema and schema[keyword] is None:
                 del schema[keyword]
+        if self._relaxation is not None:
+            merge_all_of(schema)
         for keyword in _NEVER:
             if keyword in schema:
-                raise _unsupported(path, keyword)
+                self._cannot(schema, path, f"the keyword {keyword} is not supported", keyword)
         if schema.get("uniqueItems"):
-            raise _unsupported(path, "uniqueItems")
+            self._cannot(schema, path, "the keyword uniqueItems is not supported", "uniqueItems")
         self._definitions(schema, path)
+        if self._relaxation is not None:
+            self._drop_conflicts(schema, path)
         if "$ref" in schema:
             self._reference(schema, path, depth)
         elif "const" in schema:
@@ -170,6 +208,71 @@ class _Checker:
             self._combination(schema, path, depth)
         else:
             self._typed(schema, path, depth)
+
+    def can_resolve(self) -> bool:
+        """Whether all references still lead somewhere after what was dropped."""
+        try:
+            for uri in self._visited:
+                self._resolve(uri, "$")
+        except InvalidRequest:
+            return False
+        return True
+
+    def _cannot(self, schema: dict[str, Any], path: str, message: str, *keywords: str) -> None:
+        """Refuse a schema for keywords, or drop those of them that it has."""
+        if self._relaxation is None:
+            raise _error(path, message)
+        self._relaxation.drop(schema, *(keyword for keyword in keywords if keyword in schema))
+
+    def _drop_conflicts(self, schema: dict[str, Any], path: str) -> None:
+        """Drop combinations of schemas that cannot be enforced as a whole."""
+        assert self._relaxation is not None
+        drop = self._relaxation.drop
+        if "$ref" in schema:
+            try:
+                self._target(schema["$ref"], path)
+            except InvalidRequest:
+                drop(schema, "$ref")
+        is_declared = "properties" in schema or "items" in schema or "prefixItems" in schema
+        for keyword in ("anyOf", "oneOf", "allOf"):
+            if keyword not in schema or not isinstance(options := schema[keyword], list) or not options:
+                continue  # absent or malformed
+            if (
+                is_declared
+                or (keyword == "allOf" and len(options) > 1)
+                or not self._agree(schema, keyword, path)
+            ):
+                drop(schema, keyword)
+        if "oneOf" in schema and isinstance(options := schema["oneOf"], list) and len(options) > 1:
+            try:
+                self._check_exclusive(options, path)
+            except InvalidRequest:
+                if "anyOf" in schema:
+                    drop(schema, "oneOf")
+                else:
+                    schema["anyOf"] = schema.pop("oneOf")
+                    self._relaxation.keywords.add("oneOf")
+        first = next((keyword for keyword in ("$ref", *_COMBINING) if keyword in schema), None)
+        if first is not None:
+            allowed = (first,) if first == "$ref" else (first, "type")
+            drop(schema, *(each for each in _CONSTRAINTS if each in schema and each not in allowed))
+        elif "type" not in schema and not is_declared and not schema.keys() & _TELLING:
+            drop(schema, *(each for each in _CONSTRAINTS if each in schema))
+
+    def _agree(self, schema: Mapping[str, Any], keyword: str, path: str) -> bool:
+        """Whether each option has a type of its own, of those that the schema has beside them."""
+        if "type" not in schema:
+            return True
+        types = _wider(_types(schema["type"], path))
+        own = [self._possible_types(option, path) for option in schema[keyword]]
+        return all(kinds and kinds <= types for kinds in own)
+
+    def _check_child(self, parent: Any, key: Any, path: str, depth: int) -> None:
+        """Check a schema within another. One that allows no value is relaxed to any value."""
+        if self._relaxation is not None and parent[key] is False:
+            self._relaxation.keywords.add("false")
+            parent[key] = True
+        self.check(parent[key], path, depth)
 
     def is_of_objects(self, schema: Any) -> bool:
         """Whether no value but an object meets a part of the root, which was checked."""
@@ -202,7 +305,8 @@ class _Checker:
             if keyword in schema and not isinstance(schema[keyword], dict):
                 raise _error(path, f"{keyword} must be an object")
         if path != "$" and "$id" in schema:
-            raise _unsupported(path, "$id")
+            message = "the keyword $id is not supported"  # it changes what references within lead to
+            self._cannot(schema, path, message, "$id", "$ref", *_CONSTRAINTS)
 
     def _reference(self, schema: Mapping[str, Any], path: str, depth: int) -> None:
         _only(schema, path, "$ref", allowed=())
@@ -241,7 +345,7 @@ class _Checker:
             target = target[part]
         return target
 
-    def _values(self, schema: Mapping[str, Any], path: str, keyword: str, values: Any) -> None:
+    def _values(self, schema: dict[str, Any], path: str, keyword: str, values: Any) -> None:
         if not isinstance(values, list) or not values:
             raise _error(path, f"{keyword} must be a list of at least one value")
         _only(schema, path, keyword, allowed=("type",))
@@ -251,7 +355,10 @@ class _Checker:
             types = _types(schema["type"], path)
             for value in values:
                 if types.isdisjoint(_types_of_value(value)):
-                    raise _error(path, f"{keyword} has a value that is no {' or '.join(sorted(types))}")
+                    message = f"{keyword} has a value that is no {' or '.join(sorted(types))}"
+                    if path == "$":
+                        raise _error(path, message)
+                    self._cannot(schema, path, message, "type")
 
     def _combination(self, schema: dict[str, Any], path: str, depth: int) -> None:
         keyword = next(keyword for keyword in ("anyOf", "oneOf", "allOf") if keyword in schema)
@@ -270,8 +377,8 @@ class _Checker:
                     )
         if keyword == "oneOf" and len(options) > 1:
             self._check_exclusive(options, path)
-        for index, option in enumerate(options):
-            self.check(option, f"{path}.{keyword}[{index}]", depth + 1)
+        for index in range(len(options)):
+            self._check_child(options, index, f"{path}.{keyword}[{index}]", depth + 1)
 
     def _check_exclusive(self, options: list[Any], path: str) -> None:
         """Reject a oneOf whose options may overlap, because XGrammar treats it as an anyOf."""
@@ -306,8 +413,14 @@ class _Checker:
         return self._tags[id(option)]
 
     def _follow(self, schema: Any, path: str) -> Any:
-        is_reference = isinstance(schema, dict) and "$ref" in schema
-        return self._target(schema["$ref"], path) if is_reference else schema
+        if not isinstance(schema, dict) or "$ref" not in schema:
+            return schema
+        try:
+            return self._target(schema["$ref"], path)
+        except InvalidRequest:
+            if self._relaxation is None:
+                raise
+            return {}  # the reference will be dropped
 
     def _possible_types(self, schema: Any, path: str) -> frozenset[str]:
         """Return the types that a schema's values can have; empty if it does not tell."""
@@ -338,6 +451,8 @@ class _Checker:
             self._number(schema, path, types)
 
     def _object(self, schema: dict[str, Any], path: str, depth: int) -> None:
+        if self._relaxation is not None:
+            self._relaxation.open_object(schema)
         properties = schema.get("properties", {})
         if not isinstance(properties, dict):
             raise _error(path, "properties must be an object")
@@ -347,34 +462,47 @@ class _Checker:
         self._budget.spend(path, len(required))
         for name in required:
             if name not in properties:
-                raise _error(path, f"required names {name[:128]!r}, which is not among the properties")
+                if self._relaxation is None:
+                    raise _error(path, f"required names {name[:128]!r}, which is not among the properties")
+                if not properties and "unevaluatedProperties" not in schema:
+                    schema.setdefault("additionalProperties", True)
+                properties = schema["properties"] = {**properties, name: {}}
         is_counted = _count_of(schema, "minProperties", path) > 0 or "maxProperties" in schema
         _count_of(schema, "maxProperties", path)
         self._count(path, len(properties) ** 2 if is_counted else len(properties))
-        for name, value in properties.items():
-            self.check(value, f"{path}.properties.{name[:64]}", depth + 1)
+        for name in properties:
+            self._check_child(properties, name, f"{path}.properties.{name[:64]}", depth + 1)
         for keyword in ("additionalProperties", "unevaluatedProperties"):
             if not isinstance(schema.get(keyword, False), bool):
                 self.check(schema[keyword], f"{path}.{keyword}", depth + 1)
+        self._names(schema, path, depth)
+
+    def _names(self, schema: dict[str, Any], path: str, depth: int) -> None:
+        """Check what says which names an object's further properties may have."""
+        properties = schema.get("properties", {})
         has_more = schema.get("additionalProperties", schema.get("unevaluatedProperties", False)) is not False
         if "patternProperties" in schema:
             patterns = schema["patternProperties"]
             if not isinstance(patterns, dict) or len(patterns) != 1 or properties or has_more:
-                raise _error(
-                    path, "patternProperties is supported as the only source of names, with one pattern"
-                )
-            for pattern, value in patterns.items():
-                self._check_pattern(pattern, path)
-                self.check(value, f"{path}.patternProperties", depth + 1)
+                message = "patternProperties is supported as the only source of names, with one pattern"
+                self._cannot(schema, path, message, "patternProperties")
+            for pattern in schema.get("patternProperties", ()):
+                self._check_pattern(schema, "patternProperties", pattern, path)
+                if "patternProperties" in schema:
+                    self._check_child(patterns, pattern, f"{path}.patternProperties", depth + 1)
+            if "patternProperties" not in schema:  # names of the patterns were exempt from the other rules
+                schema["additionalProperties"] = True
         if "propertyNames" in schema:
             if (
                 properties
                 or "patternProperties" in schema
                 or schema.get("additionalProperties", True) is not True
             ):
-                raise _error(
-                    path, "propertyNames is supported only for an object without other rules on its names"
-                )
+                message = "propertyNames is supported only for an object without other rules on its names"
+                self._cannot(schema, path, message, "propertyNames")
+            elif self._relaxation is not None and isinstance(schema["propertyNames"], bool):
+                self._relaxation.drop(schema, "propertyNames")
+        if "propertyNames" in schema:
             if isinstance(schema["propertyNames"], dict):
                 schema["propertyNames"].setdefault("type", "string")
             self.check(schema["propertyNames"], f"{path}.propertyNames", depth + 1)
@@ -382,13 +510,17 @@ class _Checker:
             schema.setdefault("additionalProperties", True)
 
     def _array(self, schema: dict[str, Any], path: str, depth: int) -> None:
+        if self._relaxation is not None and isinstance(schema.get("items"), list):
+            self._relaxation.drop(schema, "items")
+        if self._relaxation is not None:
+            self._relaxation.open_array(schema)
         prefix = schema.get("prefixItems", [])
         if not isinstance(prefix, list):
             raise _error(path, "prefixItems must be a list")
         self._count(path, len(prefix))
         for index, item in enumerate(prefix):
-            prefix[index] = item = {} if item is True else item
-            self.check(item, f"{path}.prefixItems[{index}]", depth + 1)
+            prefix[index] = {} if item is True else item
+            self._check_child(prefix, index, f"{path}.prefixItems[{index}]", depth + 1)
         for keyword in ("items", "unevaluatedItems"):
             if not isinstance(schema.get(keyword, False), bool):
                 self.check(schema[keyword], f"{path}.{keyword}", depth + 1)
@@ -400,22 +532,31 @@ class _Checker:
     def _string(self, schema: dict[str, Any], path: str) -> None:
         if not isinstance(schema.get("format", ""), str):
             raise _error(path, "format must be a string")
-        given = [keyword for keyword in ("format", "pattern") if keyword in schema]
+        given: list[str] = [keyword for keyword in ("format", "pattern") if keyword in schema]
         if schema.get("format") in _ANNOTATION_FORMATS:
             given.remove("format")
-        if len(given) == 2:
-            raise _error(path, "format and pattern cannot be enforced together")
         has_length = _count_of(schema, "minLength", path) > 0 or "maxLength" in schema
         _count_of(schema, "maxLength", path)
+        if self._relaxation is not None:  # what is dropped for itself is in the way of nothing
+            given = self._enforced_texts(schema, path, given)
+        if len(given) == 2:
+            self._cannot(schema, path, "format and pattern cannot be enforced together", "format")
         if given and has_length:
-            raise _error(path, f"minLength and maxLength cannot be enforced beside {given[0]}")
+            message = f"minLength and maxLength cannot be enforced beside {given[0]}"
+            self._cannot(schema, path, message, "minLength", "maxLength")
+        if self._relaxation is None:
+            self._enforced_texts(schema, path, given)
+
+    def _enforced_texts(self, schema: dict[str, Any], path: str, given: list[str]) -> list[str]:
+        """Check `format` and `pattern`, each for itself; return those of them that are left."""
         if "format" in given and schema["format"] not in _FORMATS:
-            raise _error(
-                path,
-                f"format {str(schema['format'])[:64]!r} is not supported; use {', '.join(sorted(_FORMATS))}",
+            message = (
+                f"format {str(schema['format'])[:64]!r} is not supported; use {', '.join(sorted(_FORMATS))}"
             )
+            self._cannot(schema, path, message, "format")
         if "pattern" in given:
-            self._check_pattern(schema["pattern"], path)
+            self._check_pattern(schema, "pattern", schema["pattern"], path)
+        return [keyword for keyword in given if keyword in schema]
 
     def _number(self, schema: dict[str, Any], path: str, types: frozenset[str]) -> None:
         for keyword in _NUMBER:
@@ -426,25 +567,29 @@ class _Checker:
             return
         step = schema["multipleOf"]
         if "number" in types or step != int(step) or not 0 < step <= _MAX_MULTIPLE:
-            raise _error(
-                path, f"multipleOf is supported for integers, with a whole number up to {_MAX_MULTIPLE}"
-            )
+            message = f"multipleOf is supported for integers, with a whole number up to {_MAX_MULTIPLE}"
+            self._cannot(schema, path, message, "multipleOf")
+            return
         low = max((schema[k] for k in ("minimum", "exclusiveMinimum") if k in schema), default=None)
         high = min((schema[k] for k in ("maximum", "exclusiveMaximum") if k in schema), default=None)
         if low is None and high is None:
             self._count(path, 10 * int(step))
         elif low is None or high is None or high - low > _MAX_MULTIPLE_RANGE:
-            raise _error(path, f"multipleOf beside bounds needs both, at most {_MAX_MULTIPLE_RANGE} apart")
+            message = f"multipleOf beside bounds needs both, at most {_MAX_MULTIPLE_RANGE} apart"
+            self._cannot(schema, path, message, "multipleOf")
         else:
             self._count(path, int(high - low) // int(step))
 
-    def _check_pattern(self, pattern: object, path: str) -> None:
+    def _check_pattern(self, schema: dict[str, Any], keyword: str, pattern: object, path: str) -> None:
         if isinstance(pattern, str) and pattern in self._patterns:
             return
         try:
             check_pattern(pattern)
         except InvalidRequest as error:
-            raise _error(path, f"pattern {error}") from None
+            if self._relaxation is None or not isinstance(pattern, str):
+                raise _error(path, f"pattern {error}") from None
+            self._relaxation.drop(schema, keyword)
+            return
         self._patterns.add(str(pattern))
 
     def _count(self, path: str, work: int) -> None:
@@ -548,10 +693,6 @@ def _count_of(schema: Mapping[str, Any], keyword: str, path: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MAX_COUNT:
         raise _error(path, f"{keyword} must be a whole number between 0 and {_MAX_COUNT}")
     return value
-
-
-def _unsupported(path: str, keyword: str) -> InvalidRequest:
-    return _error(path, f"the keyword {keyword} is not supported")
 
 
 def _error(path: str, message: str) -> InvalidRequest:

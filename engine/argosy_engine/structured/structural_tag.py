@@ -24,7 +24,12 @@ from argosy_engine.structured.grammar_size import (
     repeated,
     sum_sizes,
 )
-from argosy_engine.structured.json_schema import CheckBudget, checked_object_schema, checked_schema
+from argosy_engine.structured.json_schema import (
+    CheckBudget,
+    checked_object_schema,
+    checked_schema,
+    relaxed_object_schema,
+)
 from argosy_engine.structured.json_size import least_json_size
 
 MAX_WHITESPACE = 32
@@ -122,6 +127,7 @@ def tool_call_tag(
     name: str | None = None,
     parallel: bool = True,
     form: ToolCallForm = HERMES_CALLS,
+    relaxed: set[str] | None = None,
 ) -> str:
     """Make the structural tag of tool calls, for Hermes `<tool_call>{"name": ..., "arguments": ...}</tool_call>`.
 
@@ -130,13 +136,15 @@ def tool_call_tag(
         name: if given, only this function may be called, and only once.
         parallel: whether there may be several calls.
         form: how the model writes calls.
+        relaxed: gets the keywords that cannot be enforced and are dropped from tools whose `strict` is not true.
 
     Raises:
-        InvalidRequest: a tool has no name or a schema that cannot be enforced, `name` is not among the tools, or the
-            tag is too large.
+        InvalidRequest: a tool has no name, a malformed schema, or a strict one that cannot be enforced, `name` is not
+            among the tools, or the tag is too large.
     """
     tags = []
     budget, size = CheckBudget(), 0
+    relaxed = set() if relaxed is None else relaxed
     check_tools(tools)
     for index, tool in enumerate(tools):
         function = tool["function"]
@@ -152,6 +160,7 @@ def tool_call_tag(
                     f"tools[{index}]",
                     budget,
                     form,
+                    None if function.get("strict") else relaxed,
                 )
             )
     if not tags:
@@ -175,7 +184,19 @@ _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fa
 _OTHER_FORMS = frozenset(("$ref", "const", "enum", "anyOf", "oneOf", "allOf"))
 """Keywords by which a schema says what its values are without a type."""
 _OTHER_NAMES = _OTHER_FORMS.union(
-    ("additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames", "minProperties")
+    (
+        "additionalProperties",
+        "unevaluatedProperties",
+        "patternProperties",
+        "propertyNames",
+        "minProperties",
+        "if",
+        "then",
+        "else",
+        "dependentSchemas",
+        "dependentRequired",
+        "dependencies",
+    )
 )
 """Keywords with which an object without declared properties may have some."""
 
@@ -186,7 +207,9 @@ def _call_tag(
     where: str,
     budget: CheckBudget,
     form: ToolCallForm,
+    relaxed: set[str] | None,
 ) -> dict[str, Any]:
+    """Args: relaxed: gets the keywords that are dropped; None refuses them."""
     schema = parameters or _NO_PARAMETERS
     if not isinstance(schema, dict) or schema.get("type", "object") != "object":
         raise InvalidRequest(
@@ -197,7 +220,11 @@ def _call_tag(
     if schema.get("properties") == {} and schema.keys().isdisjoint(_OTHER_NAMES):
         schema = {**schema, "additionalProperties": False}
     try:
-        checked = checked_object_schema(schema, budget)
+        if relaxed is None:
+            checked = checked_object_schema(schema, budget)
+        else:
+            checked, keywords = relaxed_object_schema(schema, budget)
+            relaxed |= keywords
     except InvalidRequest as error:
         raise InvalidRequest(str(error), f"{where}.function.parameters") from None
     begin, number, after_number = _named(form.begin, name).partition(NUMBER)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json as json_codec
 import math
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Any, Literal
 
@@ -76,11 +77,21 @@ class StructuredOutputsParams(
     _backend_was_auto: bool = False
 
     @classmethod
-    def of_checked_tag(cls, tag: str) -> StructuredOutputsParams:
-        """Return parameters with a structural tag that needs no check (`tool_call_tag`)."""
+    def of_checked_tag(cls, tag: str, relaxed: Iterable[str] = ()) -> StructuredOutputsParams:
+        """Return parameters with a structural tag that needs no check (`tool_call_tag`).
+
+        Args:
+            relaxed: keywords of the tools' schemas that the tag does not enforce.
+        """
         params = cls(structural_tag=tag)
+        params.__dict__["relaxed"] = tuple(sorted(relaxed))
         params.__dict__["_checked_spec"] = GrammarSpec("structural_tag", tag)
         return params
+
+    @cached_property
+    def relaxed(self) -> tuple[str, ...]:
+        """Keywords of the tools' schemas that are not enforced, sorted. Not sent to the core."""
+        return ()
 
     def spec(self) -> GrammarSpec:
         """Check the parameters and return the grammar to compile. The check is made once, for all prompts of a call.

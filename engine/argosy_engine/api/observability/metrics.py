@@ -253,6 +253,13 @@ class EngineMetrics(Observer):
         self._dropped = {
             kind: dropped.labels(config.model_name, kind) for kind in sorted((*TOOL_KINDS, OTHER))
         }
+        self._model_name = config.model_name
+        self._relaxed = Counter(
+            "argosy_engine_relaxed_tool_schemas",
+            "Requests with required tool calls whose schemas have a keyword that is not enforced, by keyword.",
+            ("model_name", "keyword"),
+            registry=self.registry,
+        )
         self._ttft = histogram("time_to_first_token_seconds", "Time to first token.", _TTFT)
         self._itl = histogram("inter_token_latency_seconds", "Time between output tokens.", _ITL)
         self._tpot = histogram(
@@ -412,6 +419,10 @@ class EngineMetrics(Observer):
 
     def on_tools_parsed(self, has_calls: bool, is_stream: bool, api: str) -> None:
         self._parsed[has_calls, is_stream, api].inc()
+
+    def on_relaxed(self, keywords: Sequence[str]) -> None:
+        for keyword in keywords:
+            self._relaxed.labels(self._model_name, keyword).inc()
 
     def on_skipped(self, api: SkippingApi, skipped: Skipped) -> None:
         for kind, count in skipped.content.items():

@@ -217,6 +217,9 @@ class OpenAIServing:
         if request.stream and request.prompt_logprobs is not None:
             raise BadRequest("prompt_logprobs cannot be streamed", param="prompt_logprobs")
         params = self.llm.input_processor.sampling_params(request, len(prompts))
+        if params.structured_outputs is not None and params.structured_outputs.relaxed:
+            for observer in self.llm.observers:
+                observer.on_relaxed(params.structured_outputs.relaxed)
         core_requests = [
             core_request
             for index, prompt in enumerate(prompts)
