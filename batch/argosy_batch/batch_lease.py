@@ -78,6 +78,9 @@ class BatchLeases:
         """Make the lease of a new batch, which nobody holds."""
         await self.blobs.create(_key(owner, batch_id), msgspec.json.encode(_Lease()))
 
+    async def exists(self, owner: str, batch_id: str) -> bool:
+        return await self.blobs.get(_key(owner, batch_id)) is not None
+
     async def remove(self, owner: str, batch_id: str) -> None:
         """Remove the lease of a batch that has ended."""
         self._seen.pop(batch_id, None)

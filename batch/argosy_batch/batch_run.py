@@ -52,8 +52,9 @@ log = logging.getLogger(__name__)
 
 MAX_PENDING_BYTES: Final = 16 * 1024 * 1024
 """Bytes of one batch's requests in memory, in flight or not; a larger request is alone."""
-ORPHAN_S: Final = 60.0
-"""A lease without a batch is removed when it is older; a younger one may be of a batch that is being made."""
+ORPHAN_S: Final = 3600.0
+"""A lease without a batch is removed when it is older; a younger one may be of a batch that is being made. Longer than
+all calls of the storage that make one may take together, each with its retries."""
 
 Ending = Literal["completed", "expired", "cancelled", "failed"]
 _INTERNAL: Final = "this request could not be executed; the log of argosy batch has the cause"

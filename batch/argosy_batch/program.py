@@ -82,7 +82,7 @@ class BatchProgram:
         self.runner = BatchRunner(
             self.leases, lambda held: BatchRun(held, context), poll_s=self.leases.renew_s
         )
-        batches = BatchesApi(
+        self._batches = BatchesApi(
             self.store,
             self.files,
             records,
@@ -98,7 +98,12 @@ class BatchProgram:
             quarantined=lambda: self.store.quarantine.num_taken,
         )
         self.app = BatchApp(
-            self.files, batches, self._responses, self._keys, self.metrics, lambda: not self.stopping.is_set()
+            self.files,
+            self._batches,
+            self._responses,
+            self._keys,
+            self.metrics,
+            lambda: not self.stopping.is_set(),
         ).asgi()
         """The HTTP application, which `server` serves."""
         self.server = _Server(
@@ -148,7 +153,7 @@ class BatchProgram:
             try:
                 self._begin("server", lambda: self.server.serve(sockets))
                 self._begin("batches", self.runner.run)
-                self._begin("sweep", self.store.sweep_for_ever)
+                self._begin("sweep", lambda: self.store.sweep_for_ever(self._batches.lease_again))
                 self._begin("fleet keys", self._follow_keys)
                 await self.server.listening.wait()
                 yield self

@@ -16,8 +16,9 @@ import pytest
 from argosy_batch.answer_memory import AnswerMemory, HeldAnswer
 from argosy_batch.batch_lease import BatchLeases
 from argosy_batch.batch_records import BatchRecords
-from argosy_batch.batch_run import BatchRun, RunContext
+from argosy_batch.batch_run import ORPHAN_S, BatchRun, RunContext
 from argosy_batch.batch_runner import BatchRunner
+from argosy_batch.batches_api import BatchesApi
 from argosy_batch.files_api import FilesApi
 from argosy_batch.line_pace import LinePace
 from argosy_batch.line_request import LineRequests
@@ -168,6 +169,14 @@ class BatchProcess:
             sleep=time.sleep,
         )
         self.runner = BatchRunner(self.leases, lambda held: BatchRun(held, context), poll_s=0.01)
+        self.api = BatchesApi(
+            self.store,
+            self.files,
+            self.records,
+            self.leases,
+            ttl_s=30 * DAY_S,
+            on_created=self.runner.wake,
+        )
         self._task = asyncio.create_task(self.runner.run())
 
     async def post(self, path: str, body: bytes, account: str, held: HeldAnswer) -> Attempt:
@@ -417,10 +426,72 @@ async def test_a_lease_without_a_batch_is_removed_once_it_is_old(tmp_path: Path)
         for _ in range(20):
             await asyncio.sleep(0.005)
         assert await router.leases.batches(), "its batch may be about to be made"
-        time.advance(120.0)
+        time.advance(ORPHAN_S + 1.0)
         async with asyncio.timeout(60.0):
             while await router.leases.batches():  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
+
+
+async def upload_for_batch(router: BatchProcess) -> bytes:
+    """Upload a file; return the body of the request that makes a batch of it."""
+
+    async def chunks() -> AsyncIterator[bytes]:
+        yield lines("a")
+
+    file_id = router.store.new_id("file-", 30 * DAY_S)
+    size = await router.store.upload("files", OWNER, file_id, chunks())
+    await router.files.add(OWNER, StoredFile(id=file_id, filename="a", purpose="batch", bytes=size))
+    create = {"input_file_id": file_id, "endpoint": CHATS, "completion_window": "24h"}
+    return json.dumps(create).encode()
+
+
+async def test_a_batch_whose_lease_is_gone_when_it_is_stored_runs_all_the_same(tmp_path: Path) -> None:
+    async with routers(tmp_path, VirtualTime(), 1) as (router,):
+        body = await upload_for_batch(router)
+        create = router.blobs.create
+
+        async def slow(key: str, data: bytes) -> str:
+            if "/batches/" in key:  # so slow that the lease is taken for one that no batch will have
+                for owner, batch_id in await router.leases.batches():
+                    await router.leases.remove(owner, batch_id)
+            return await create(key, data)
+
+        router.blobs.create = slow  # type: ignore[method-assign]
+        batch = await router.api.create(OWNER, "", body)
+        await router.until_status(batch.id, "completed")
+
+
+async def test_a_batch_that_is_stored_although_the_answer_was_lost_runs(tmp_path: Path) -> None:
+    async with routers(tmp_path, VirtualTime(), 1) as (router,):
+        body = await upload_for_batch(router)
+        create = router.blobs.create
+
+        async def lost(key: str, data: bytes) -> str:
+            version = await create(key, data)
+            if "/batches/" in key:
+                raise StorageUnavailable
+            return version
+
+        router.blobs.create = lost  # type: ignore[method-assign]
+        with pytest.raises(StorageUnavailable):
+            await router.api.create(OWNER, "", body)
+        (batch,) = (await router.api.list(OWNER, {})).data
+        await router.until_status(batch.id, "completed")
+
+
+async def test_a_sweep_makes_the_lease_of_a_batch_that_has_lost_it(tmp_path: Path) -> None:
+    async with routers(tmp_path, VirtualTime(), 1) as (router,):
+        batch_id = await router.start_batch(lines("a"))
+        await router.until_status(batch_id, "completed")
+        await until(lambda: router.ended == ["completed"])
+        body = await upload_for_batch(router)
+        lost = router.store.new_id("batch_", 30 * DAY_S)
+        await router.records.create(OWNER, new_batch(lost, decode_create(body), "", 30 * DAY_S))
+        await router.api.cancel(OWNER, lost)
+        await router.api.lease_again(await router.store.sweep())
+        await router.until_status(lost, "cancelled")
+        await until(lambda: len(router.ended) > 1)
+        assert router.ended == ["completed", "cancelled"], "one that has ended is not begun again"
 
 
 async def test_routers_that_are_away_for_long_cost_a_request_one_of_its_attempts(tmp_path: Path) -> None:

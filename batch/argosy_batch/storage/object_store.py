@@ -236,8 +236,9 @@ class ObjectStore:
 
     # expiry
 
-    async def sweep(self) -> None:
-        """Delete the objects that have expired, and what crashes have left; update `total`."""
+    async def sweep(self) -> set[str]:
+        """Delete the objects that have expired, and what crashes have left; update `total`. Return the keys of the
+        documents that were found, without their ending."""
         # Our clock may be ahead, and have everybody's objects deleted.
         now = min(self.now(), await self._storage_now())
         self._usage.forget_idle()
@@ -270,12 +271,13 @@ class ObjectStore:
             objects += ending == "json"
         self.total = StoredTotal(size, objects)
         await self.blobs.remove_leftovers(now - LEFTOVER_S)
+        return documents
 
-    async def sweep_for_ever(self) -> None:
-        """Sweep now and then until cancelled."""
+    async def sweep_for_ever(self, then: Callable[[set[str]], Awaitable[None]]) -> None:
+        """Sweep now and then until cancelled; `then` is called with what each sweep returned."""
         while True:
             try:
-                await self.sweep()
+                await then(await self.sweep())
             except StorageUnavailable:
                 log.warning("the storage could not be swept; it will be tried again")
             except Exception:  # one object must not keep the others from being swept
