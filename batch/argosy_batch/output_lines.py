@@ -5,7 +5,9 @@ Owns: their types. Must not know: the storage, how requests are sent.
 
 from __future__ import annotations
 
+import codecs
 import secrets
+from typing import Final
 
 import msgspec
 from msgspec import Struct
@@ -13,6 +15,9 @@ from msgspec import Struct
 from argosy_batch.batch_results import Tokens
 from argosy_batch.line_request import LineAnswer
 from argosy_protocol.batch_objects import BatchUsage, InputDetails, OutputDetails
+
+_PIECE_BYTES: Final = 1024 * 1024
+_check: Final = msgspec.json.Decoder(msgspec.Raw).decode
 
 
 class _CachedDetails(Struct, frozen=True):
@@ -115,10 +120,18 @@ def usage_of(tokens: Tokens) -> BatchUsage:
     )
 
 
+def _check_utf8(body: bytes) -> None:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    for start in range(0, len(body), _PIECE_BYTES):
+        decoder.decode(body[start : start + _PIECE_BYTES])
+    decoder.decode(b"", final=True)
+
+
 def _json_of(body: bytes) -> msgspec.Raw:
     """Return an answer's body as JSON: as it is, or as a text if it is none."""
     try:
-        msgspec.json.decode(body)
+        _check(body)  # makes no objects
+        _check_utf8(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return msgspec.Raw(msgspec.json.encode(body[:65536].decode("utf-8", "replace")))
     # a line of its own must not have line breaks; in JSON they occur between values only

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import tracemalloc
+
 import pytest
 
 from argosy_batch import answer_memory
 from argosy_batch.answer_memory import AnswerMemory, HeldAnswer
+from argosy_batch.line_request import LineAnswer
+from argosy_batch.output_lines import answered
 
 
 @pytest.fixture(autouse=True)
@@ -66,3 +71,41 @@ def test_an_answer_leaves_nothing_behind() -> None:
         held.add(300)
         assert memory.held == 300
     assert memory.held == 0
+
+
+def test_an_answer_of_many_values_takes_a_few_times_its_size() -> None:
+    body = b"[" + b"[]," * 700_000 + b"[]]"
+    tracemalloc.start()
+    try:
+        line = answered("a", LineAnswer(200, "r", body))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(body) < len(line) <= peak < 6 * len(body)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"a": 1',
+        b'{"a": 1}}',
+        b'{"a": "\xff"}',
+        b'{"a": "\xc3',
+        b'["\xc3\xa4", "\xed\xa0\x80"]',
+        b"[NaN]",
+        b"",
+        b"[" * 100_000 + b"]" * 100_000,
+        b'["' + b"x" * (1 << 20) + b'\xff"]',
+    ],
+)
+def test_an_answer_that_is_no_json_is_a_text(body: bytes) -> None:
+    shown = json.loads(answered("a", LineAnswer(200, "r", body)))["response"]["body"]
+    assert shown == body[:65536].decode("utf-8", "replace")
+
+
+def test_an_answer_that_is_json_is_kept_as_it_is() -> None:
+    text = "x" * ((1 << 20) - 3) + "\u00e4\U0001f642"  # a character on both sides of a piece's end
+    body = json.dumps({"a": [1, 2.5, None, text]}, ensure_ascii=False, indent=1).encode()
+    line = answered("a", LineAnswer(200, "r", body))
+    assert b"\n" not in line
+    assert json.loads(line)["response"]["body"] == json.loads(body)
