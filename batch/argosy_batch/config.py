@@ -92,7 +92,7 @@ class BatchConfig:
         Meta(
             ge=1,
             le=1 << 16,
-            description="requests of batches in flight, of all services",
+            description="requests of batches in flight, of all services; beyond it, one of a service that has none",
         ),
         Flag(group=_BATCHES, metavar="N"),
     ] = 64

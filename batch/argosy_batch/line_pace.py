@@ -3,7 +3,8 @@
 Owns: the number of this process's requests in flight, by model, and those that wait. Must not know: batches, HTTP.
 Invariants: a model has no more requests in flight than its router had room for when it was last asked, one at least;
 the accounts that wait for a model take turns, and the models too; a request that ends wakes those that can go, and
-nobody else. The routers decide in the end: what they have no room for they refuse, and it is sent again.
+nobody else. No model has so many that others have none: one request of each may always be in flight. The routers decide
+in the end: what they have no room for they refuse, and it is sent again.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from typing import Final
 
 ASK_S: Final = 1.0
 """Pause between two questions for the room of a model that others have freed or taken."""
+SHARE: Final = 3
+"""A model may have so many times the places that are free (see `argosy_protocol.owner_slots`): one alone has three
+quarters, so that one whose requests are not answered leaves places to others."""
 
 Room = Callable[[str], Awaitable[int]]
 
@@ -71,7 +75,7 @@ class LinePace:
         """
         Args:
             room: asks a router how many more requests for a model it would take now; must not raise.
-            max_inflight: of all models.
+            max_inflight: of all models; beyond it only one of a model that has none.
         """
         self._room = room
         self._max_inflight = max_inflight
@@ -148,10 +152,14 @@ class LinePace:
             self._can_go.append(name)
 
     def _go(self) -> None:
-        while self._can_go and self.inflight < self._max_inflight:
+        without_place: list[str] = []
+        while self._can_go:
             name = self._can_go.popleft()
             model = self._models.get(name)
             if model is None:
+                continue
+            if model.can_go and not self._has_place(model):
+                without_place.append(name)
                 continue
             model.is_listed = False
             if not model.can_go:
@@ -163,6 +171,10 @@ class LinePace:
             model.inflight += 1
             turn.set_result(None)
             self._offer(name, model)
+        self._can_go.extend(without_place)
+
+    def _has_place(self, model: _Model) -> bool:
+        return not model.inflight or model.inflight < SHARE * (self._max_inflight - self.inflight)
 
     def _ask_again(self, name: str, model: _Model) -> None:
         """Have the room of a model asked for while requests wait for it."""

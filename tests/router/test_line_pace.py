@@ -82,6 +82,25 @@ async def test_as_many_go_as_the_router_has_room_for_and_all_models_together_may
     assert rooms.num_asked <= asked + 2, "nobody is asked while nothing waits"
 
 
+async def test_a_model_that_does_not_answer_leaves_places_to_others() -> None:
+    pace, order = LinePace(Rooms(hung=64, other=64, third=64), max_inflight=16, ask_s=0.0), list[str]()
+    hung = begin(pace, order, "a", [f"hung-{n}" for n in range(40)], "hung")
+    await until(lambda: pace.inflight == 12)
+    others = begin(pace, order, "b", [f"other-{n}" for n in range(20)], "other")
+    await until(lambda: pace.inflight == 15)
+    third = begin(pace, order, "c", ["third-0", "third-1"], "third")
+    fourth = begin(pace, order, "c", ["fourth-0"], "fourth")
+    await until(lambda: "third-0" in order and "fourth-0" in order)
+    for line in (*others, *third, *fourth):
+        await line.end()
+    assert [name for name in order if name.startswith("other")] == [f"other-{n}" for n in range(20)]
+    assert {"third-1", "fourth-0"} <= set(order)
+    assert pace.inflight == len([name for name in order if name.startswith("hung")]) == 12
+    for line in hung:
+        await line.end()
+    assert (len(order), pace.inflight) == (63, 0)
+
+
 async def test_a_router_without_room_has_one_request_less_in_flight() -> None:
     pace, order = LinePace(Rooms(m=3), max_inflight=8, ask_s=0.0), list[str]()
     lines = begin(pace, order, "a", list("abcdefgh"))
