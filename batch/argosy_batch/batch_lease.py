@@ -71,6 +71,8 @@ class BatchLeases:
         self._quarantine = quarantine
         self._now = now
         self._holder = secrets.token_hex(16)
+        self._terms: dict[str, int] = {}
+        """Of each batch with a lease, the term that this process took last."""
         self._seen: dict[str, tuple[str, float]] = {}
         """Of each lease that another process holds, its version and when this process first saw it."""
 
@@ -94,6 +96,7 @@ class BatchLeases:
             if len(names) == 2 and object_ids.is_id(batch_id := names[1].removesuffix(".json")):
                 found.append((names[0], batch_id))
         ids = {batch_id for _, batch_id in found}
+        self._terms = {batch_id: term for batch_id, term in self._terms.items() if batch_id in ids}
         self._seen = {batch_id: seen for batch_id, seen in self._seen.items() if batch_id in ids}
         return sorted(found, key=lambda each: each[1])
 
@@ -124,6 +127,7 @@ class BatchLeases:
         except Changed:
             return None
         self._seen.pop(batch_id, None)
+        self._terms[batch_id] = term
         return HeldLease(owner, batch_id, term, version, now)
 
     async def renew(self, held: HeldLease) -> None:
@@ -167,6 +171,8 @@ class BatchLeases:
         try:
             lease = _decode(blob.data)
         except (msgspec.MsgspecError, UnicodeDecodeError):
+            return None
+        if self._terms.get(held.batch_id, held.term) != held.term:  # this process has taken it again since
             return None
         is_own = lease.holder == self._holder and held.term <= lease.renewals <= held.renewals + 1
         return blob.version if is_own else None

@@ -148,6 +148,8 @@ class BatchRunner:
             if run.is_yielding:
                 self._num_yielded += 1
                 self._yielded[held.batch_id] = self._num_yielded
-            del self._runs[held.batch_id]
-            with contextlib.suppress(StorageUnavailable):
-                await self._leases.release(held)
+            try:
+                with contextlib.suppress(StorageUnavailable):
+                    await self._leases.release(held)
+            finally:
+                del self._runs[held.batch_id]  # not before, or it would be taken again meanwhile

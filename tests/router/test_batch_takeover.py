@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from argosy_batch.answer_memory import AnswerMemory, HeldAnswer
-from argosy_batch.batch_lease import BatchLeases
+from argosy_batch.batch_lease import BatchLeases, HeldLease
 from argosy_batch.batch_records import BatchRecords
 from argosy_batch.batch_run import ORPHAN_S, BatchRun, RunContext
 from argosy_batch.batch_runner import BatchRunner
@@ -27,6 +27,7 @@ from argosy_batch.storage.blob_store import Blob, BlobEntry
 from argosy_batch.storage.directory_store import DirectoryStore
 from argosy_batch.storage.object_store import ObjectStore, owner_of
 from argosy_batch.storage.owner_usage import Quota
+from argosy_batch.storage.quarantine import Quarantine
 from argosy_protocol.batch_objects import StoredBatch, decode_create, new_batch
 from argosy_protocol.errors import StorageUnavailable
 from argosy_protocol.file_objects import StoredFile
@@ -75,6 +76,7 @@ class MortalStore:
     def __init__(self, root: Path) -> None:
         self._store = DirectoryStore(root)
         self.is_alive = True
+        self.num_listings = 0
         self.may_upload = asyncio.Event()
         self.may_upload.set()
         self.uploads: list[str] = []
@@ -105,6 +107,7 @@ class MortalStore:
         return await self._check().delete(key)
 
     async def entries(self, folder: str) -> list[BlobEntry]:
+        self.num_listings += 1
         return await self._check().entries(folder)
 
     async def time(self) -> float:
@@ -430,6 +433,52 @@ async def test_a_lease_without_a_batch_is_removed_once_it_is_old(tmp_path: Path)
         async with asyncio.timeout(60.0):
             while await router.leases.batches():  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
+
+
+async def test_the_end_of_a_run_leaves_the_lease_of_the_next_one_of_its_process(tmp_path: Path) -> None:
+    time, blobs = VirtualTime(), MortalStore(tmp_path)
+    quarantine = Quarantine(blobs)
+    leases, elsewhere = (BatchLeases(blobs, quarantine, LEASE_S, time) for _ in range(2))
+    batch_id = ObjectStore(blobs, AMPLE, now=time).new_id("batch_", DAY_S)
+    await leases.create(OWNER, batch_id)
+    before = await leases.take(OWNER, batch_id)
+    now = await leases.take(OWNER, batch_id)
+    assert before is not None
+    assert now is not None
+    await leases.release(before)
+    assert await elsewhere.take(OWNER, batch_id) is None
+    await leases.renew(now)
+    assert leases.is_held(now)
+
+
+async def test_a_batch_is_not_taken_again_while_its_lease_is_released(tmp_path: Path) -> None:
+    async with routers(tmp_path, VirtualTime(), 1) as (router,):
+        await router.start_batch(lines("a"))
+        router.has_account = False  # each run ends at once, and another one begins
+        release, take = router.leases.release, router.leases.take
+        releasing = set[str]()
+        taken_meanwhile, num_released = list[str](), 0
+
+        async def slow_release(held: HeldLease) -> None:
+            nonlocal num_released
+            releasing.add(held.batch_id)
+            for _ in range(3):
+                looks = router.blobs.num_listings
+                router.runner.wake()
+                await until(lambda looks=looks: router.blobs.num_listings > looks)  # type: ignore[misc]
+            releasing.discard(held.batch_id)
+            await release(held)
+            num_released += 1
+
+        async def watched_take(owner: str, batch_id: str) -> HeldLease | None:
+            taken_meanwhile.extend(releasing & {batch_id})
+            return await take(owner, batch_id)
+
+        router.leases.release = slow_release  # type: ignore[method-assign]
+        router.leases.take = watched_take  # type: ignore[method-assign]
+        await until(lambda: num_released >= 2)
+        router.leases.release, router.leases.take = release, take  # type: ignore[method-assign]
+        assert not taken_meanwhile
 
 
 async def upload_for_batch(router: BatchProcess) -> bytes:
