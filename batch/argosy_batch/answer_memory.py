@@ -62,10 +62,13 @@ class HeldAnswer:
         self._pause: Callable[[], None] | None = None
         self._resume: Callable[[], None] | None = None
         self._is_paused = False
+        self.was_paused = False
+        """Whether the attempt that is read, or was read last, has been paused."""
 
     def reads(self, pause: Callable[[], None], resume: Callable[[], None]) -> None:
         """Take what pauses and resumes the reading, until `stops_reading`."""
         self._pause, self._resume = pause, resume
+        self.was_paused = False
 
     def stops_reading(self) -> None:
         """Note that the answer is complete, or its attempt over."""
@@ -85,7 +88,7 @@ class HeldAnswer:
 
     def pause(self) -> None:
         if self._pause is not None and not self._is_paused:
-            self._is_paused = True
+            self._is_paused = self.was_paused = True
             self._pause()
 
     def resume(self) -> None:

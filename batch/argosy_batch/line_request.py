@@ -18,12 +18,12 @@ from argosy_batch.answer_memory import HeldAnswer
 from argosy_batch.input_lines import InputLine, model_of
 from argosy_batch.line_pace import LinePace
 from argosy_batch.line_waits import LineWaits
-from argosy_batch.router_client import CUT, NOT_SENT, Attempt, NoRoom
+from argosy_batch.router_client import CUT, CUT_UNREAD, NOT_SENT, Attempt, NoRoom
 from argosy_protocol.batch_program import BACKGROUND_PRIORITY
 
 MIN_BACKOFF_S: Final = 0.5
 MAX_BACKOFF_S: Final = 60.0
-_RETRIED: Final = frozenset((429, 503, NOT_SENT))
+_RETRIED: Final = frozenset((429, 503, NOT_SENT, CUT_UNREAD))
 """Repeated until the batch expires: the request can succeed once there is capacity, and a router."""
 _FAILED_UPSTREAM: Final = frozenset((CUT, 408, 502, 504))
 """Repeated a few times: the request itself may be what fails replicas."""

@@ -42,6 +42,8 @@ NOT_SENT: Final = -1
 """Status of a request that reached no router."""
 CUT: Final = 0
 """Status of a request whose answer was cut, or too long."""
+CUT_UNREAD: Final = -2
+"""Status of a request whose answer was cut after it was not read on for a while, for want of memory here."""
 _decode_error: Final = msgspec.json.Decoder(ErrorResponse).decode
 _decode_room: Final = msgspec.json.Decoder(RoomReport).decode
 
@@ -166,7 +168,7 @@ class RouterClient:
             async with response:
                 answer = await _read(response, held)
         except (aiohttp.ClientError, OSError, TimeoutError):
-            answer = None
+            return Attempt(CUT_UNREAD if held.was_paused else CUT, 0.0, "", b"")
         if answer is None:
             return Attempt(CUT, 0.0, "", b"")
         hint, request_id = response.headers.get("retry-after", ""), response.headers.get("x-request-id", "")

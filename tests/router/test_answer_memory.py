@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import tracemalloc
 
@@ -9,8 +10,15 @@ import pytest
 
 from argosy_batch import answer_memory
 from argosy_batch.answer_memory import AnswerMemory, HeldAnswer
-from argosy_batch.line_request import LineAnswer
+from argosy_batch.input_lines import decode_line
+from argosy_batch.line_pace import LinePace
+from argosy_batch.line_request import LineAnswer, LineRequests
+from argosy_batch.line_waits import LineWaits
 from argosy_batch.output_lines import answered
+from argosy_batch.router_client import RouterClient
+
+from .batch_rig import line
+from .harness import until
 
 
 @pytest.fixture(autouse=True)
@@ -109,3 +117,47 @@ def test_an_answer_that_is_json_is_kept_as_it_is() -> None:
     line = answered("a", LineAnswer(200, "r", body))
     assert b"\n" not in line
     assert json.loads(line)["response"]["body"] == json.loads(body)
+
+
+async def test_answers_that_were_cut_because_they_were_not_read_cost_no_attempt() -> None:
+    """A router gives a connection up that is not read for a minute; the replica has not failed."""
+    memory, num_asked = AnswerMemory(), 0
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 202\r\n\r\n"
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_asked
+        asked = await reader.readuntil(b"\r\n\r\n")
+        if asked.startswith(b"GET"):
+            writer.write(b'HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 11\r\n\r\n{"room": 1}')
+            writer.close()
+            return
+        length = int(asked.lower().partition(b"content-length:")[2].partition(b"\r\n")[0])
+        await reader.readexactly(length)
+        num_asked += 1
+        before = memory.held
+        writer.write(head + b'"' + b"x" * 100)
+        await until(lambda: memory.held > before)  # above the limit, so the reading is paused
+        other.clear()  # it is written, and the reading goes on
+        if num_asked > 6:
+            writer.write(b"x" * 100 + b'"')
+        else:
+            writer.transport.abort()
+            other.add(150)
+        writer.close()
+
+    async def room(_: str) -> int:
+        return 1
+
+    async def at_once(_: float) -> None:
+        return
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    with memory.answer() as other, memory.answer() as held:
+        other.add(150)
+        async with server, RouterClient(f"http://127.0.0.1:{port}", lambda: ["k" * 40]) as router:
+            requests = LineRequests(router, LinePace(room, max_inflight=8), lambda: None, at_once)
+            answer = await asyncio.wait_for(
+                requests.answer(decode_line(line("a")), "", LineWaits(), held), 60.0
+            )
+    assert (answer.status, num_asked) == (200, 7)
