@@ -15,6 +15,7 @@ from virtual_time import virtual_time
 from argosy_operator.config import RolloutShare
 from argosy_operator.kinds import DEPLOYMENTS, INFERENCE_SERVICES
 from argosy_operator.names import TURN_ANNOTATION
+from argosy_operator.reconcile.rollout_lock import MAX_TURN_S
 
 DEADLINE = 60
 """Seconds without progress after which a turn has taken too long, in these tests."""
@@ -199,3 +200,60 @@ async def test_a_service_that_is_deleted_while_it_is_next_holds_up_no_other_one(
         cluster.remove((INFERENCE_SERVICES, "team", waiting[0]))
         await operator.settle()
     assert with_image(cluster, names, "good:2") == [name for name in names if name != waiting[0]]
+
+
+@pytest.mark.parametrize("how", ["paused", "refused", "invalid"])
+@virtual_time
+async def test_a_turn_ends_for_others_although_nothing_is_written_of_its_service_any_more(how: str) -> None:
+    cluster = new_cluster()
+    names = await services(cluster, 4)
+    first = names[0]
+    cluster.has_image = lambda pod: not pod.startswith(first)
+    async with upgraded(cluster, "good:2") as operator:
+        await pass_time(cluster, 10)
+        assert with_image(cluster, names, "good:2") == [first]
+        if how == "paused":
+            cluster.edit(first, lambda spec: spec.update(paused=True))
+        elif how == "refused":
+            cluster.is_refused = lambda obj: obj["kind"] == "Deployment" and "no-such-thing" in str(obj)
+            cluster.edit(
+                first, lambda spec: spec.update(engine={"env": [{"name": "no-such-thing", "value": "1"}]})
+            )
+        else:
+            large = {f"a{number}": "x" * 16000 for number in range(20)}
+            cluster.edit(first, lambda spec: spec.update(podTemplate={"metadata": {"annotations": large}}))
+        await operator.settle()
+        await asyncio.sleep(MAX_TURN_S / 2)
+        assert with_image(cluster, names, "good:2") == [first]
+        await asyncio.sleep(MAX_TURN_S / 2 + 600)
+        await operator.settle()
+        assert with_image(cluster, names, "good:2") == names
+
+
+@virtual_time
+async def test_a_turn_that_a_clock_ahead_has_noted_ends_like_others() -> None:
+    cluster = new_cluster()
+    names = await services(cluster, 3)
+    cluster.has_image = lambda pod: not pod.startswith(names[0])
+    async with Operator(
+        cluster, now=lambda: "2026-02-01T00:00:00Z", engine_image="good:2", max_concurrent_rollouts=OWN
+    ):
+        await pass_time(cluster, 5)
+    async with upgraded(cluster, "good:2") as operator:
+        await pass_time(cluster, 3 * DEADLINE)
+        await operator.settle()
+        assert with_image(cluster, names, "good:2") == names
+
+
+@virtual_time
+async def test_services_that_run_nothing_make_no_share_larger() -> None:
+    cluster = new_cluster()
+    names = await services(cluster, 4)
+    async with Operator(cluster, now=now) as operator:
+        for number in range(60):
+            cluster.create(isvc_object(f"empty-{number}", replicas=0))
+        await operator.settle()
+    cluster.has_image = lambda pod: "s0" not in pod
+    async with upgraded(cluster, "good:2", RolloutShare(5, is_percent=True)) as operator:
+        await pass_time(cluster, DEADLINE // 2)
+        assert len(with_image(cluster, names, "good:2")) == 1

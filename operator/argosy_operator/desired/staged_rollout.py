@@ -19,7 +19,7 @@ from argosy_operator.observed.deployment import (
     serving_revision,
     template_revision,
 )
-from argosy_operator.observed.elapsed import seconds_between
+from argosy_operator.observed.elapsed import min_time, seconds_between
 from argosy_operator.observed.observation import Observation
 from argosy_resource.types import InferenceService
 
@@ -64,7 +64,9 @@ def turn_of(
     progress, or all replicas are new and some are not healthy."""
     before = read_turn(observed.deployment)
     now, deadline = observed.time, service.spec.rollout.progress_deadline_seconds
-    since = (before.since if before is not None else "") or now
+    since = min_time(
+        (before.since if before is not None else "") or now, now
+    )  # another clock may have been ahead
     left = deadline - seconds_between(since, now)
     if left > 0:
         return Turn(since), left

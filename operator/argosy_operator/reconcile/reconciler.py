@@ -100,7 +100,7 @@ class Reconciler:
         self._ask_loads = ask_loads
         self.key_secrets = KeySecrets(api, metrics)
         self._turn = RolloutLock(
-            store, config.max_concurrent_rollouts, wake, is_left_alone=self._is_left_alone
+            store, config.max_concurrent_rollouts, wake, now=now, is_left_alone=self._is_left_alone
         )
         self._left_alone: dict[Name, tuple[Object, bool]] = {}
         """Whether a service is, and the version of it that says so. Of those that have a turn, or wait for one."""

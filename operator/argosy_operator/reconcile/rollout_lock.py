@@ -7,8 +7,10 @@ up no other one; nor does a Deployment that is no service's, such as one that wa
 deleted, or one that somebody else made for it.
 
 A turn that ends in no healthy service is not kept for ever. One that lacks room in the cluster counts no more after its
-deadline. Of those that have failed as many count no more as may be had at once: one service that fails for reasons of
-its own holds up nobody, and a change that fails everywhere stops at twice that number.
+deadline. One that is older than MAX_TURN_S has failed, whatever its Deployment says: nobody writes that of a service
+that is paused meanwhile, or refused by the API server. Of those that have failed as many count no more as may be had at
+once: one service that fails for reasons of its own holds up nobody, and a change that fails everywhere stops at twice
+that number.
 Must not know: what halts a rollout (`argosy_resource.rollout_policy`).
 Invariants: no more services are given a turn than may have one, because a claim is made without an await after the
 observation that found one free. What is remembered, who waits in which order, each reconcile tells again.
@@ -18,13 +20,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Final
 
 from argosy_operator.cluster.store import Store, service_of
 from argosy_operator.config import RolloutShare
 from argosy_operator.kinds import DEPLOYMENTS, INFERENCE_SERVICES, Name
 from argosy_operator.names import deployment_name
 from argosy_operator.observed.deployment import Turn, read_turn
+from argosy_operator.observed.elapsed import min_time, seconds_between
 from argosy_operator.observed.observation import controller_uid
+
+MAX_TURN_S: Final = 7200.0
+"""The longest that a turn holds up others. A service's own deadline may be a day."""
 
 
 class RolloutLock:
@@ -38,12 +45,17 @@ class RolloutLock:
         share: RolloutShare,
         wake: Callable[[Name], None],
         *,
+        now: Callable[[], str],
         is_left_alone: Callable[[Name], bool],
     ) -> None:
         self._store = store
         self._share = share
         self._is_left_alone = is_left_alone
         self._wake = wake
+        self._now = now
+        self._seen: dict[Name, tuple[str, str]] = {}
+        """When a turn began by its Deployment, which another operator's clock may have said, and when it was first
+        seen."""
         self._claimed: set[Name] = set()
         self._waiting: dict[Name, None] = {}
         """Services that wait for a turn, and for nothing else, the one that began first at the front."""
@@ -94,7 +106,9 @@ class RolloutLock:
 
     @property
     def _limit(self) -> int:
-        return self._share.of(self._store.count(INFERENCE_SERVICES))
+        """Services that run nothing are left out: their namespace would have others change at once."""
+        running = sum(obj["spec"].get("replicas", 1) > 0 for obj in self._store.all(DEPLOYMENTS))
+        return self._share.of(running)
 
     def _is_free_at_sight(self, limit: int) -> bool:
         return len(self._claimed) + self._store.count_marked(DEPLOYMENTS) < limit
@@ -102,13 +116,22 @@ class RolloutLock:
     def _holders(self, *, besides: Name | None = None) -> list[Name]:
         """The services whose turn counts, those that have failed first."""
         rolling, failed = dict.fromkeys(self._claimed), []
-        for service, turn in self._turns():
-            if not turn.state:
-                rolling.setdefault(service)
-            elif turn.state == "failed":
+        turns = list(self._turns())
+        self._seen = {service: self._begin(service, turn) for service, turn in turns}
+        now = self._now()
+        for service, turn in turns:
+            has_passed = seconds_between(min_time(*self._seen[service]), now) >= MAX_TURN_S
+            if turn.state == "failed" or (has_passed and not turn.state):
                 failed.append(service)
+            elif not turn.state:
+                rolling.setdefault(service)
         found = (*failed[self._limit :], *rolling)
         return [each for each in found if each != besides]
+
+    def _begin(self, service: Name, turn: Turn) -> tuple[str, str]:
+        known = self._seen.get(service)
+        seen = known[1] if known is not None and known[0] == turn.since else self._now()
+        return turn.since or seen, seen
 
     def _turns(self) -> Iterator[tuple[Name, Turn]]:
         for obj in self._store.marked(DEPLOYMENTS):
