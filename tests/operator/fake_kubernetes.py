@@ -421,6 +421,16 @@ class FakeKubernetes:
             conditions.append(refusal.condition)
         self._store(key, {**deployment, "status": {**present, **status, "conditions": conditions}})
 
+    def evict(self, pod: Object) -> None:
+        """Remove a pod of a Deployment. Its ReplicaSet makes another one like it at once, also while the Deployment is
+        paused."""
+        owners = [
+            obj for (kind, _, _), obj in self.objects.items() if kind is DEPLOYMENTS and _owned_by(pod, obj)
+        ]
+        self.remove(pod_key(pod))
+        for owner in owners:
+            self._create_pod(owner, _template_of(pod))
+
     def _scale_paused(self, deployment: Object, pods: list[tuple[Key, Object]]) -> None:
         """Scale a paused Deployment: its only ReplicaSet to its size, several to its size and surge together."""
         wanted, surge = (

@@ -257,3 +257,45 @@ async def test_services_that_run_nothing_make_no_share_larger() -> None:
     async with upgraded(cluster, "good:2", RolloutShare(5, is_percent=True)) as operator:
         await pass_time(cluster, DEADLINE // 2)
         assert len(with_image(cluster, names, "good:2")) == 1
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+@virtual_time
+async def test_a_moment_without_a_routable_replica_brings_no_service_a_change_that_waits(
+    replicas: int,
+) -> None:
+    cluster = new_cluster()
+    names = await services(cluster, 6, replicas=replicas)
+    cluster.broken_images.add("bad:2")
+    async with upgraded(cluster, "bad:2") as operator:
+        await pass_time(cluster, 10)
+        before = with_image(cluster, names, "bad:2")
+        assert len(before) == 1
+        cluster.is_unready = lambda pod: True
+        await pass_time(cluster, 5)
+        cluster.is_unready = lambda pod: False
+        await pass_time(cluster, 10)
+        assert with_image(cluster, names, "bad:2") == before
+        await operator.settle()
+        assert all(num_routable(cluster, name) for name in names)
+
+
+@virtual_time
+async def test_a_replica_that_moves_to_another_node_keeps_its_image_while_a_change_waits() -> None:
+    """Its replacement finds no room for a moment, as after a drain of a full node."""
+    cluster = new_cluster()
+    names = await services(cluster, 4)
+    cluster.broken_images.add("bad:2")
+    async with upgraded(cluster, "bad:2") as operator:
+        await pass_time(cluster, 10)
+        moved = next(name for name in reversed(names) if name not in with_image(cluster, names, "bad:2"))
+        cluster.lacks = lambda pod: "nvidia.com/gpu" if pod["metadata"]["name"].startswith(moved) else ""
+        (pod,) = living_pods(cluster, moved)
+        cluster.evict(pod)
+        await pass_time(cluster, 20)
+        assert not num_routable(cluster, moved)
+        cluster.lacks = lambda _: ""
+        await pass_time(cluster, 10)
+        await operator.settle()
+        assert moved not in with_image(cluster, names, "bad:2")
+        assert num_routable(cluster, moved)

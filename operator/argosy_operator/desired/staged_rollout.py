@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from argosy_operator.names import INPUT_ANNOTATION, KEY_ANNOTATION
+from argosy_operator.names import INPUT_ANNOTATION, KEY_ANNOTATION, SERVED_ANNOTATION
 from argosy_operator.observed.deployment import (
     Turn,
     TurnState,
@@ -29,9 +29,10 @@ def held_revision(
 ) -> str:
     """The revision that keeps serving if this service may have to wait for its turn; empty if it need not wait.
 
-    It waits only if the change is the operator's own, the last rollout is complete and a replica is routable: otherwise
-    there is nothing to protect. Engines that read their key when they start do not wait once the last key that
-    they have is no longer valid, because a router that starts now cannot reach them.
+    It waits only if the change is the operator's own, the last rollout is complete, and a replica is routable, or may
+    be again: its revision has served, and not every replica keeps failing. Otherwise there is nothing to protect.
+    Engines that read their key when they start do not wait once the last key that they have is no longer valid, because
+    a router that starts now cannot reach them.
     """
     live = observed.deployment
     if live is None or has_the_turn(live) or service.spec.replicas == 0:
@@ -44,14 +45,18 @@ def held_revision(
     )
     alive = [pod for pod in observed.pods if pod.is_alive]
     is_complete = all(pod.revision == serving for pod in alive)
-    is_serving = any(pod.is_routable for pod in alive)
+    has_served = annotations.get(SERVED_ANNOTATION) == serving
+    may_recover = has_served and not (alive and all(pod.is_backing_off for pod in alive))
+    is_serving = may_recover or any(pod.is_routable for pod in alive)
     return serving if serving != revision and is_own and is_complete and is_serving else ""
 
 
 def unhealthy_replicas(observed: Observation) -> str:
     """Why the operator's own change leaves the service alone for now; empty if its replicas are all routable. Those
-    that no node can take are ignored, as in `is_healthy`."""
+    that no node can take are ignored beside others, as in `is_healthy`."""
     alive = [pod for pod in observed.pods if pod.is_alive]
+    if not any(pod.is_routable for pod in alive):
+        return f"none of {len(alive)} replicas is routable"
     failing = [pod for pod in alive if not (pod.is_routable or pod.unschedulable or pod.gate_words)]
     return f"{len(failing)} of {len(alive)} replicas are not routable" if failing else ""
 
