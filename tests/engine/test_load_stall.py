@@ -24,7 +24,7 @@ from argosy_engine.core.proc.load_watch import LoadWatch
 from argosy_engine.errors import LoadStalled
 from argosy_engine.executor.factory import make_executor
 from argosy_engine.messages.load_step import LoadStep
-from processes import Server, children, descendants, free_port, wait_until
+from processes import Server, children, descendants, free_port, is_alive, wait_until
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -186,5 +186,5 @@ def test_a_server_that_is_stopped_during_its_load_ends_at_once(bare_workers: Non
         server.process.terminate()
         assert server.process.wait(200) == 0, server.log.read_text()
         wait_until(
-            lambda: not any(Path(f"/proc/{pid}").exists() for pid in below), "its processes to end", 30.0
+            lambda: not any(map(is_alive, below)), "its processes to end", 30.0
         )
