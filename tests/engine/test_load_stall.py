@@ -185,6 +185,4 @@ def test_a_server_that_is_stopped_during_its_load_ends_at_once(bare_workers: Non
         assert below
         server.process.terminate()
         assert server.process.wait(200) == 0, server.log.read_text()
-        wait_until(
-            lambda: not any(map(is_alive, below)), "its processes to end", 30.0
-        )
+        wait_until(lambda: not any(map(is_alive, below)), "its processes to end", 30.0)
