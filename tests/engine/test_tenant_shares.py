@@ -73,7 +73,7 @@ def test_the_tenant_of_a_request_reaches_the_core(name: str | None) -> None:
         return []
 
     processor = SimpleNamespace(
-        sampling_params=lambda request, num_prompts: None, process_inputs=process_inputs
+        sampling_params=lambda request, num_prompts: SamplingParams(), process_inputs=process_inputs
     )
     serving = OpenAIServing(cast(Any, SimpleNamespace(input_processor=processor)), ("tiny",))
     request = CompletionRequest(prompt="a")
