@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -119,18 +120,8 @@ class OperatorProcess:
         self.starts += 1
         with open(self.log, "ab") as log:
             log.write(f"--- start {self.starts}\n".encode())
-            log.flush()
-            self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", "argosy"),
-                *container["args"],
-                *("--health-port", str(self._port)),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=environment,
-                cwd="/",
-                start_new_session=True,
-            )
+        words = [*container["args"], "--health-port", str(self._port)]
+        self._process = await start_argosy(words, environment, self.log)
         if wait:
             await until("the operator to be ready", self.is_ready, STARTED_WITHIN)
 
@@ -156,9 +147,7 @@ class OperatorProcess:
 
     async def is_ready(self) -> bool:
         assert self._process
-        if self._process.returncode is not None:
-            tail = self.log.read_text(errors="replace").splitlines()[-15:]
-            raise RuntimeError(f"the operator ended with {self._process.returncode}:\n" + "\n".join(tail))
+        require_running(self._process, "the operator", self.log)
         async with self._get("/readyz") as response:
             return response.status == 200
 
@@ -222,6 +211,29 @@ class OperatorProcess:
                     (folder / name).write_bytes(base64.b64decode(value))
                 paths[mount["mountPath"]] = str(folder)
         return {each["name"]: paths[each["value"]] for each in container["env"] if each.get("value") in paths}
+
+
+async def start_argosy(
+    words: Sequence[str], environment: dict[str, str], log: Path
+) -> asyncio.subprocess.Process:
+    """Start `argosy WORDS` as a container's process, which writes to the end of a log."""
+    with open(log, "ab") as output:
+        return await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-m", "argosy", *words),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=environment,
+            cwd="/",
+            start_new_session=True,
+        )
+
+
+def require_running(process: asyncio.subprocess.Process, name: str, log: Path) -> None:
+    """Raises RuntimeError, with the end of its log, if the process has ended."""
+    if process.returncode is not None:
+        tail = log.read_text(errors="replace").splitlines()[-15:]
+        raise RuntimeError(f"{name} ended with {process.returncode}:\n" + "\n".join(tail))
 
 
 def process_environment(tree: Path = ROOT) -> dict[str, str]:

@@ -16,7 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from chaos.api import Api, until
-from chaos.operator_process import SYSTEM, kubeconfig, process_environment, resident
+from chaos.operator_process import (
+    SYSTEM,
+    kubeconfig,
+    process_environment,
+    require_running,
+    resident,
+    start_argosy,
+)
 from chaos.plane import Plane
 from processes import free_port
 
@@ -57,24 +64,13 @@ class RouterProcess:
             "POD_NAME": "argosy-router-real",
             "POD_NAMESPACE": SYSTEM,
         }
-        with open(self._folder / "router.log", "wb") as log:
-            self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", "argosy", "router", "--host=127.0.0.1", f"--port={port}"),
-                *(f"--admin-port={admin}", "--kubernetes", f"--fleet-namespace={SYSTEM}", "--no-auth"),
-                "--fleet-configmap=argosy-fleet",
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=environment,
-                cwd="/",
-                start_new_session=True,
-            )
+        log = self._folder / "router.log"
+        words = ["router", "--host=127.0.0.1", f"--port={port}", f"--admin-port={admin}", "--no-auth"]
+        words += ["--kubernetes", f"--fleet-namespace={SYSTEM}", "--fleet-configmap=argosy-fleet"]
+        process = self._process = await start_argosy(words, environment, log)
 
         async def listens() -> bool:
-            assert self._process is not None
-            if self._process.returncode is not None:
-                tail = (self._folder / "router.log").read_text(errors="replace").splitlines()[-15:]
-                raise RuntimeError(f"the router ended with {self._process.returncode}:\n" + "\n".join(tail))
+            require_running(process, "the router", log)
             try:
                 _, writer = await asyncio.open_connection("127.0.0.1", port)
             except OSError:
@@ -84,7 +80,7 @@ class RouterProcess:
 
         await until("the router to listen", listens, 60)
         self._asking = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "chaos.router_process", str(port), str(self._process.pid)),
+            *(sys.executable, "-P", "-m", "chaos.router_process", str(port), str(process.pid)),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
         )

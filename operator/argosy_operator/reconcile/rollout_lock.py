@@ -64,8 +64,9 @@ class RolloutLock:
 
     def holder(self, *, besides: Name) -> str:
         """If no turn is free: another service that has one, or is about to (`namespace/name`). Otherwise empty."""
-        limit = self._limit
-        holders = [] if self._is_free_at_sight(limit) else self._holders(besides=besides)
+        if not self._claimed and not self._store.count_marked(DEPLOYMENTS):
+            return ""
+        holders, limit = self._holders(besides=besides), self._limit
         return "/".join(holders[0]) if len(holders) >= limit else ""
 
     @contextmanager
@@ -110,14 +111,11 @@ class RolloutLock:
         running = sum(obj["spec"].get("replicas", 1) > 0 for obj in self._store.all(DEPLOYMENTS))
         return self._share.of(running)
 
-    def _is_free_at_sight(self, limit: int) -> bool:
-        return len(self._claimed) + self._store.count_marked(DEPLOYMENTS) < limit
-
     def _holders(self, *, besides: Name | None = None) -> list[Name]:
         """The services whose turn counts, those that have failed first."""
         rolling, failed = dict.fromkeys(self._claimed), []
         turns = list(self._turns())
-        self._seen = {service: self._begin(service, turn) for service, turn in turns}
+        self._seen = {service: self._times_of(service, turn) for service, turn in turns}
         now = self._now()
         for service, turn in turns:
             has_passed = seconds_between(min_time(*self._seen[service]), now) >= MAX_TURN_S
@@ -128,7 +126,7 @@ class RolloutLock:
         found = (*failed[self._limit :], *rolling)
         return [each for each in found if each != besides]
 
-    def _begin(self, service: Name, turn: Turn) -> tuple[str, str]:
+    def _times_of(self, service: Name, turn: Turn) -> tuple[str, str]:
         known = self._seen.get(service)
         seen = known[1] if known is not None and known[0] == turn.since else self._now()
         return turn.since or seen, seen

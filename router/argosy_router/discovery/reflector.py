@@ -109,10 +109,10 @@ class Reflector(Generic[T]):
     ) -> None:
         """
         Args:
-            known: what one before it had of the collection, perhaps by another selector; it stays until a list.
             on_change: called after each list and each event.
             on_object: called before that with the key in `objects` of each object that differs, as it was and as it is;
                 None: it was not there, or is gone.
+            known: what one before it had of the collection, perhaps by another selector; it stays until a list.
         """
         self._client = client
         self._path = path

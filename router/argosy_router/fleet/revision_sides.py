@@ -133,9 +133,8 @@ class RevisionSides:
         """The side that answers a request; the same for equal `drawn_by`, at all routers that know of the same
         replicas. `share` is the canary's, as `share` computes it."""
         drawn = xxh3_64_intdigest(b"revision " + drawn_by)
-        percent = (
-            drawn % 100 + drawn // 100 % 100 / 100
-        )  # the whole part first, as routers have drawn that know no other
+        # The whole part first, as routers have drawn that know no other.
+        percent = drawn % 100 + drawn // 100 % 100 / 100
         return CANARY if percent < 100 * share else STABLE
 
     def share(self, num_stable: int, num_canary: int) -> float:

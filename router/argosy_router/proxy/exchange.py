@@ -325,9 +325,8 @@ class Exchange(AttemptListener):
         first, self._attempt, self._hedge = self._attempt, winner, None
         assert first is not None
         if winner is hedge:
-            self._observe_ttft(
-                first
-            )  # it would have taken longer; left out, a slow revision would look faster
+            # It would have taken longer; left out, a slow revision would look faster.
+            self._observe_ttft(first)
             self._abandon(first)
             self._accounting.count_hedge(self._call, hedge.record, "won")
         else:

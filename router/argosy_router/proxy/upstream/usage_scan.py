@@ -121,16 +121,18 @@ def _usage_of(usage: bytes) -> TokenUsage | None:
     return (_response_usage if is_response else _message_usage)(usage, input_tokens)
 
 
-def _usages(answer: bytes, *, with_null: bool = False) -> Iterator[bytes]:
-    """Yield beginnings of usages, last first. A token of this text among log probabilities is none, and null is one
-    only `with_null`."""
-    end, looks = len(answer), 0
-    while looks < MAX_LOOKS and (start := answer.rfind(_KEY, 0, end)) >= 0:
-        at = _value(answer, start)
+def _usages(
+    answer: bytes, begin: int = 0, end: int | None = None, *, with_null: bool = False
+) -> Iterator[bytes]:
+    """Yield beginnings of usages between two positions, last first. A token of this text among log probabilities is
+    none, and null is one only `with_null`."""
+    end = len(answer) if end is None else end
+    key, looks = end, 0
+    while looks < MAX_LOOKS and (key := answer.rfind(_KEY, begin, key)) >= 0:
+        at = _value(answer, key)
         if answer.startswith(b"{", at) or (with_null and answer.startswith(_NULL, at)):
             looks += 1
-            yield answer[at : start + TAIL_BYTES]
-        end = start
+            yield answer[at : min(end, key + TAIL_BYTES)]
 
 
 def _value(answer: bytes, start: int) -> int:
@@ -179,14 +181,10 @@ def event_usage(events: bytes) -> Iterator[tuple[int, int, int]]:
 
 def _completion_tokens(events: bytes, start: int, end: int) -> int | None:
     """Read the last usage with completion tokens between two positions."""
-    key, looks = end, 0
-    while looks < MAX_LOOKS and (key := events.rfind(_KEY, start, key)) >= 0:
-        at = _value(events, key)
-        if events.startswith(b"{", at):
-            looks += 1
-            tokens = _count(events[at : min(end, key + TAIL_BYTES)], b'"completion_tokens"')
-            if tokens is not None:
-                return tokens
+    for usage in _usages(events, start, end):
+        tokens = _count(usage, b'"completion_tokens"')
+        if tokens is not None:
+            return tokens
     return None
 
 
