@@ -164,7 +164,7 @@ chaos: $(INSTALLED_DEV) ## cause faults around the real operator, each by its na
 	PYTHONPATH=e2e:tests/operator:tests/support $(BIN)/python -P -m chaos --faults '$(CHAOS_FAULTS)' $(CHAOS_ARGS)
 
 scale: $(INSTALLED_DEV) ## measure the operator with SCALE_SERVICES (200) services of SCALE_REPLICAS (5) replicas on simulated nodes, and SCALE_REST_S (600) seconds at rest. Needs no root
-	PYTHONPATH=e2e:tests/support $(BIN)/python -P -m chaos.scale --services $(SCALE_SERVICES) --replicas $(SCALE_REPLICAS) --rest-seconds $(SCALE_REST_S) $(SCALE_ARGS)
+	PYTHONPATH=e2e:tests/operator:tests/support $(BIN)/python -P -m chaos.scale --services $(SCALE_SERVICES) --replicas $(SCALE_REPLICAS) --rest-seconds $(SCALE_REST_S) $(SCALE_ARGS)
 
 images: $(INSTALLED_DEV) ## build the three images as they ship (CUDA torch, compilers) and try each; needs root
 	PATH="$(CURDIR)/$(BIN):$$PATH" PYTHONPATH=e2e $(BIN)/python -m shipped_images

@@ -2,7 +2,8 @@
 
 prepare [--full]       install what the steps need, from the cache where it has it
 run [--lanes WORDS]    the steps that the change selects, or those lanes; `all` for every lane
-full [--continue]      everything; or what a run of this commit, which was ended, has not seen pass
+full [--continue] [--steps NAMES]
+                       everything; or what a run of this tree, which was ended, has not seen pass; or some steps of it
 lanes                  which lanes a run would choose, and why
 record [SUMMARY]       note in passed.json which lanes that run saw pass (build/gate/summary.json)
 slow REPORT            fail if a test of `units` took longer than a test of every change may; record how long each file
@@ -37,7 +38,9 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("prepare").add_argument("--full", action="store_true")
     commands.add_parser("run").add_argument("--lanes", default="")
-    commands.add_parser("full").add_argument("--continue", action="store_true", dest="goes_on")
+    everything = commands.add_parser("full")
+    everything.add_argument("--continue", action="store_true", dest="goes_on")
+    everything.add_argument("--steps", default="", help="only these, comma-separated, of those not yet seen")
     for name in ("lanes", "weight"):
         commands.add_parser(name)
     commands.add_parser("record").add_argument("summary", nargs="?", default="build/gate/summary.json")
@@ -115,7 +118,14 @@ def full(arguments: argparse.Namespace) -> int:
     gate = steps.Gate(ROOT, table, every, is_full=True)
     if arguments.goes_on:
         gate.go_on()
-    return 0 if gate.run(steps.full_steps()) else 1
+    plan = steps.full_steps()
+    if wanted := {*arguments.steps.replace(",", " ").split()}:
+        if unknown := wanted - {step.name for step in plan}:
+            raise BadTable(
+                f"no step {', '.join(sorted(unknown))}; there are {', '.join(step.name for step in plan)}"
+            )
+        plan = [step for step in plan if step.name in wanted or gate.has_seen(step)]
+    return 0 if gate.run(plan) else 1
 
 
 def record(arguments: argparse.Namespace) -> int:
@@ -134,6 +144,8 @@ def record(arguments: argparse.Namespace) -> int:
     for lane in summary["lanes"]:
         passed[lane] = {"commit": commit, "date": summary["date"]}
     bases.PASSED.write_text(json.dumps(dict(sorted(passed.items())), indent=1) + "\n", encoding="utf-8")
+    if summary["full"]:
+        steps.FULL_RECORD.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     print(f"recorded at {commit[:8]}: {' '.join(summary['lanes'])}")
     return 0
 

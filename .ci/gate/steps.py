@@ -27,6 +27,10 @@ SAMPLES = "samples"
 SAMPLES_AFTER = 30
 LANES_OF_TESTS = ("units", "gpu", "executors", "processes", "fetcher")
 """Lanes whose tests are in tests/: one step runs all of them."""
+FULL_RECORD = Path(__file__).with_name("full.json")
+"""Summary of the last full run that was recorded, whole or not: another machine can go on with it."""
+RECORDS = (".ci/gate/passed.json", ".ci/gate/full.json", ".ci/gate/flaky.jsonl")
+"""What a run is recorded in: a full run goes on with a commit that changed only these, and docs/log."""
 COMPILED = (
     "attempts", "batches", "canary", "compiled_modules", "connections", "cross_origin", "discovery", "ext_proc",
     "framing", "hedging", "key_enforcement", "message_migration", "metrics", "migration", "native_modules", "policy",
@@ -139,24 +143,36 @@ class Gate:
         """Steps that a run before this one saw pass."""
 
     def go_on(self) -> None:
-        """Take over what a run of this very commit in this checkout saw pass before it was ended.
+        """Take over what a run of this tree saw pass before it was ended, here or as recorded in full.json.
 
         Raises:
             NothingBefore: there is none, or the tree is another one.
         """
-        try:
-            summary = json.loads((self.folder / "summary.json").read_text())
-        except (OSError, ValueError):
-            raise NothingBefore("no run has been ended here") from None
-        if not (summary["clean"] and summary["full"] and self._is_clean()):
-            raise NothingBefore("the tree is not that of a commit, or that was another kind of run")
-        if summary["commit"] != bases.git("rev-parse", "HEAD", root=self.root).strip():
-            raise NothingBefore(f"that run was of {summary['commit'][:8]}")
+        if not self._is_clean():
+            raise NothingBefore("the tree is not that of a commit")
+        summary = self._read_before(self.folder / "summary.json") or self._read_before(FULL_RECORD)
+        if summary is None:
+            raise NothingBefore("no run of this tree has been ended here or recorded")
         before = [Result(**each) for each in summary["steps"]]
         self._before = {each.name: each for each in before if each.result in ("passed", "FLAKY")}
         for each in self._before.values():
             if not any(note.startswith("seen by a run") for note in each.notes):
-                each.notes.append(f"seen by a run of this commit on {summary['date']}")
+                each.notes.append(f"seen by a run of {summary['commit'][:8]} on {summary['date']}")
+
+    def _read_before(self, path: Path) -> dict[str, Any] | None:
+        """Return the summary of a full run whose commit differs from HEAD by records at most."""
+        try:
+            summary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        if not (summary["clean"] and summary["full"] and bases.is_ancestor(summary["commit"], self.root)):
+            return None
+        changed = bases.changed_since(summary["commit"], self.root)
+        return summary if all(name in RECORDS or name.startswith("docs/log/") for name in changed) else None
+
+    def has_seen(self, step: Step) -> bool:
+        """Whether the run that this one goes on with saw a step pass."""
+        return step.name in self._before
 
     def run(self, steps: Sequence[Step]) -> bool:
         """Run the steps, print and write the summary, and return whether all passed."""

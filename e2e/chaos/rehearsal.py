@@ -8,13 +8,14 @@ cluster for administrators, and watches that begin at a resource version, as the
 from __future__ import annotations
 
 import asyncio
+import bisect
 import contextlib
-import json
 import ssl
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 from aiohttp import web
 from fake_http import FakeApiServer
 from fake_kubernetes import FakeKubernetes, selects
@@ -32,13 +33,14 @@ STEP_S: Final = 0.2
 class Rehearsal:
     """Has the methods of `Plane`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, cluster: FakeKubernetes | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.cluster = FakeKubernetes()
+        self.cluster = FakeKubernetes() if cluster is None else cluster
         self._server = FakeApiServer(self.cluster)
         self._namespaces: dict[str, Object] = {}
-        self._events: list[tuple[int, Kind, str, Object]] = []
-        self._told = asyncio.Event()
+        self._events: dict[Kind, list[tuple[int, Object, bytes]]] = {kind: [] for kind in KINDS.values()}
+        """All that watches of a kind tell: version, namespace and labels of the object, the line."""
+        self._told = {kind: asyncio.Event() for kind in KINDS.values()}
         self._writes: list[dict[str, str]] = []
         self._port = free_port()
         self._runner: web.AppRunner | None = None
@@ -79,8 +81,8 @@ class Rehearsal:
 
     async def _step(self) -> None:
         while True:
-            self.cluster.step()
-            self._collect_garbage()
+            if self.cluster.step():
+                self._collect_garbage()
             await asyncio.sleep(STEP_S)
 
     def _collect_garbage(self) -> None:
@@ -92,9 +94,11 @@ class Rehearsal:
                 self.cluster.remove(key)
 
     def _remember(self, kind: Kind, event: str, obj: Object) -> None:
-        self._events.append((int(obj["metadata"]["resourceVersion"]), kind, event, obj))
-        self._told.set()
-        self._told = asyncio.Event()
+        metadata = {name: obj["metadata"].get(name) or {} for name in ("namespace", "labels")}
+        line = msgspec.json.encode({"type": event, "object": obj}) + b"\n"
+        self._events[kind].append((int(obj["metadata"]["resourceVersion"]), {"metadata": metadata}, line))
+        self._told[kind].set()
+        self._told[kind] = asyncio.Event()
 
     @web.middleware
     async def _route(self, request: web.Request, handler: Any) -> web.StreamResponse:
@@ -122,17 +126,17 @@ class Rehearsal:
         kind = _kind(target["resource"])
         labels, namespace = request.query.get("labelSelector", ""), target["namespace"]
         since = int(request.query.get("resourceVersion") or 0)
-        position = next((i for i, each in enumerate(self._events) if each[0] > since), len(self._events))
+        events = self._events[kind]
+        position = bisect.bisect(events, since, key=lambda each: each[0])
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
         await response.prepare(request)
         with contextlib.suppress(ConnectionError):
             while True:
-                told = self._told
-                for _, each, event, obj in self._events[position:]:
+                told = self._told[kind]
+                for _, obj, line in events[position:]:
                     position += 1
-                    where = obj["metadata"].get("namespace", "")
-                    if each is kind and namespace in ("", where) and selects(labels, obj):
-                        await response.write(_line(event, obj))
+                    if namespace in ("", obj["metadata"]["namespace"]) and selects(labels, obj):
+                        await response.write(line)
                 await told.wait()
         return response
 
@@ -282,7 +286,3 @@ def _merge(live: Object, patch: Object) -> None:
             _merge(live[name], value)
         else:
             live[name] = value
-
-
-def _line(event: str, obj: Object) -> bytes:
-    return json.dumps({"type": event, "object": obj}, separators=(",", ":")).encode() + b"\n"

@@ -178,11 +178,13 @@ async def running(
 
 
 @asynccontextmanager
-async def rehearsing(folder: Path) -> AsyncIterator[Rig]:
-    """The same on a Kubernetes in memory."""
-    from chaos import rehearsal
+async def rehearsing(
+    folder: Path, *, is_large: bool = False, through_proxy: bool = True
+) -> AsyncIterator[Rig]:
+    """The same on a Kubernetes in memory; a large one only runs pods."""
+    from chaos import large_cluster, rehearsal
 
-    plane = rehearsal.Rehearsal(folder / "plane")
+    plane = rehearsal.Rehearsal(folder / "plane", large_cluster.LargeCluster() if is_large else None)
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(plane.close, keep=False)
         await plane.start()
@@ -190,7 +192,7 @@ async def rehearsing(folder: Path) -> AsyncIterator[Rig]:
         api = await stack.enter_async_context(plane.connect())
         nodes = rehearsal.RehearsedNodes(plane.cluster)
         chart = rehearsal.chart()
-        yield await _assembled(stack, folder, plane, api, nodes, chart, through_proxy=True)
+        yield await _assembled(stack, folder, plane, api, nodes, chart, through_proxy=through_proxy)
 
 
 async def _assembled(

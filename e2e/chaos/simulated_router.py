@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import defaultdict
 from collections.abc import Callable
 
 import msgspec
@@ -21,6 +22,8 @@ from chaos.api import Api, Object
 from chaos.simulated_nodes import ADDRESS_ANNOTATION, SimulatedNodes
 from processes import free_port
 
+EPOCH = "simulated"
+
 
 class SimulatedRouter:
     """Serves the report. `start` comes first."""
@@ -33,7 +36,11 @@ class SimulatedRouter:
         self._nodes = nodes
         self._namespace = namespace
         self._runner: web.AppRunner | None = None
-        self._report = RoutableReport(router="simulated", revision=1)
+        self._revision = 1
+        self._replicas: dict[str, list[ReplicaReport]] = {}
+        """By service."""
+        self._changed_in: dict[str, int] = {}
+        """Service -> the revision in which its replicas changed last."""
         self._load = LoadReport(router="simulated")
         self._task: asyncio.Task[None] | None = None
         self._changed = asyncio.Condition()
@@ -81,33 +88,54 @@ class SimulatedRouter:
         while True:
             await self._nodes.changed.wait()
             self._nodes.changed.clear()
-            replicas = tuple(
-                sorted(
-                    (_replica(each) for each in self._nodes.pods if _answers(each)), key=lambda each: each.uid
-                )
-            )
-            if replicas != self._report.replicas:
+            found: dict[str, list[ReplicaReport]] = defaultdict(list)
+            for pod in self._nodes.pods:
+                if _answers(pod):
+                    replica = _replica(pod)
+                    found[replica.service].append(replica)
+            for replicas in found.values():
+                replicas.sort(key=lambda each: each.uid)
+            names = {*found, *self._replicas}
+            if changed := [name for name in names if found.get(name) != self._replicas.get(name)]:
                 async with self._changed:
-                    revision = self._report.revision + 1
-                    self._report = RoutableReport(router="simulated", revision=revision, replicas=replicas)
+                    self._replicas = dict(found)
+                    self._revision += 1
+                    self._changed_in |= dict.fromkeys(changed, self._revision)
                     self._changed.notify_all()
 
+    def _report(self, seen: int, epoch: str) -> RoutableReport:
+        """Of all services, or of those that have changed since the report `seen` of this router."""
+        base = seen if epoch == EPOCH and 0 <= seen <= self._revision else None
+        names = [name for name, revision in self._changed_in.items() if base is None or revision > base]
+        return RoutableReport(
+            router="simulated",
+            revision=self._revision,
+            epoch=EPOCH,
+            base=base,
+            services=() if base is None else tuple(names),
+            replicas=tuple(replica for name in names for replica in self._replicas.get(name, ())),
+        )
+
     async def _answer(self, request: web.Request) -> web.Response:
-        return await self._answered(request, lambda: self._report)
+        seen = await self._wait(request, lambda: self._revision)
+        return _json(self._report(seen, request.query.get("epoch", "")))
 
     async def _answer_load(self, request: web.Request) -> web.Response:
-        return await self._answered(request, lambda: self._load)
+        await self._wait(request, lambda: self._load.revision)
+        return _json(self._load)
 
-    async def _answered(
-        self, request: web.Request, current: Callable[[], RoutableReport | LoadReport]
-    ) -> web.Response:
-        """Answer with a report, once it is another one than the client has seen, or its wait is over."""
+    async def _wait(self, request: web.Request, revision: Callable[[], int]) -> int:
+        """Wait for a report that the client has not seen, or for the end of its wait; returns what it has seen."""
         seen = int(request.query.get("after", -1))
         wait = min(60.0, float(request.query.get("wait", 0)))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait), self._changed:
-                await self._changed.wait_for(lambda: current().revision != seen)
-        return web.Response(body=msgspec.json.encode(current()), content_type="application/json")
+                await self._changed.wait_for(lambda: revision() != seen)
+        return seen
+
+
+def _json(report: RoutableReport | LoadReport) -> web.Response:
+    return web.Response(body=msgspec.json.encode(report), content_type="application/json")
 
 
 def _answers(pod: Object) -> bool:

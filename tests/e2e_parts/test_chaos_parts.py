@@ -15,6 +15,10 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from argosy_operator.kinds import DEPLOYMENTS as DEPLOYMENT_KIND
+from argosy_operator.kinds import INFERENCE_SERVICES, Kind
+from argosy_protocol.routable_report import with_changes
+from argosy_resource.engine_address import COMPONENT_LABEL, SERVICE_LABEL
 from chaos.api import TooLate, path_of, until
 from chaos.fault import comparable, differences, foreign_writes
 from chaos.faults.load import written_by_operator
@@ -22,7 +26,7 @@ from chaos.faulty_proxy import FaultyProxy, Write
 from chaos.plane import FAST_NODES, Plane
 from chaos.rig import is_settled
 from chaos.router_process import Pauses
-from chaos.scale import Measured
+from chaos.scale import Acts, Measured
 from chaos.scale_figures import (
     Figures,
     api_requests,
@@ -32,6 +36,7 @@ from chaos.scale_figures import (
     since,
 )
 from chaos.simulated_nodes import BROKEN, SimulatedNodes
+from chaos.simulated_router import SimulatedRouter
 from cluster import control_plane
 from processes import free_port
 
@@ -400,3 +405,58 @@ async def test_watches_expire_lose_deletions_and_are_cut() -> None:
             assert proxy.cut_watches() == 1
             with pytest.raises(aiohttp.ClientError):
                 await response.content.readline()
+
+
+def test_an_edits_time_ends_with_the_change_of_its_deployment() -> None:
+    obj = {"metadata": {"namespace": "team", "name": "s", "generation": 1}}
+    acts = Acts([(INFERENCE_SERVICES, obj), (DEPLOYMENT_KIND, obj)])
+
+    def change(kind: Kind, name: str, generation: int) -> None:
+        labels = {SERVICE_LABEL: name}
+        metadata = {"namespace": "team", "name": name, "labels": labels, "generation": generation}
+        acts.note(kind, "MODIFIED", {"metadata": metadata})
+
+    change(DEPLOYMENT_KIND, "s", 1)  # nobody has edited it
+    change(INFERENCE_SERVICES, "s", 1)  # its status
+    assert acts.seconds == []
+    change(INFERENCE_SERVICES, "s", 2)
+    change(DEPLOYMENT_KIND, "other", 2)
+    assert acts.seconds == []
+    change(DEPLOYMENT_KIND, "s", 2)
+    change(DEPLOYMENT_KIND, "s", 3)
+    assert len(acts.seconds) == 1
+
+
+class _Nodes:
+    """What a simulated router knows of nodes."""
+
+    def __init__(self) -> None:
+        self.pods: list[dict[str, Any]] = []
+        self.changed = asyncio.Event()
+
+    def run(self, service: str, name: str) -> None:
+        labels = {COMPONENT_LABEL: "engine", SERVICE_LABEL: service}
+        metadata = {"namespace": "team", "name": name, "uid": name, "labels": labels}
+        ready = {"type": "ContainersReady", "status": "True"}
+        self.pods.append({"metadata": metadata, "status": {"podIP": "127.84.0.1", "conditions": [ready]}})
+        self.changed.set()
+
+
+async def test_a_simulated_router_tells_whoever_knows_it_what_has_changed() -> None:
+    nodes: Any = _Nodes()
+    router: Any = SimulatedRouter(None, nodes, "argosy-system")  # type: ignore[arg-type]
+    following = asyncio.create_task(router._follow())
+    nodes.run("a", "a-0")
+    nodes.run("b", "b-0")
+    await until("both", lambda: asyncio.sleep(0, router._revision == 2), 10)
+    whole = router._report(-1, "")
+    nodes.run("a", "a-1")
+    await until("the third", lambda: asyncio.sleep(0, router._revision == 3), 10)
+    changes = router._report(whole.revision, whole.epoch)
+    assert changes.base == whole.revision
+    assert changes.services == ("team/a",)
+    merged = with_changes(whole, changes)
+    assert merged is not None
+    assert sorted(each.name for each in merged.replicas) == ["a-0", "a-1", "b-0"]
+    assert router._report(whole.revision, "another").base is None
+    following.cancel()
