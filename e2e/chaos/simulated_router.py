@@ -36,7 +36,7 @@ class SimulatedRouter:
         self._nodes = nodes
         self._namespace = namespace
         self._runner: web.AppRunner | None = None
-        self._revision = 1
+        self.revision = 1
         self._replicas: dict[str, list[ReplicaReport]] = {}
         """By service."""
         self._changed_in: dict[str, int] = {}
@@ -52,7 +52,7 @@ class SimulatedRouter:
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
         await web.TCPSite(self._runner, self._address, ROUTER_ADMIN_PORT).start()
-        self._task = asyncio.create_task(self._follow(), name="router")
+        self._task = asyncio.create_task(self.follow(), name="router")
         labels = {NAME_LABEL: "argosy", COMPONENT_LABEL: "router"}
         metadata = {
             "name": "argosy-router-0",
@@ -84,7 +84,8 @@ class SimulatedRouter:
         if self._runner is not None:
             await self._runner.cleanup()
 
-    async def _follow(self) -> None:
+    async def follow(self) -> None:
+        """Report what becomes of the pods."""
         while True:
             await self._nodes.changed.wait()
             self._nodes.changed.clear()
@@ -99,17 +100,17 @@ class SimulatedRouter:
             if changed := [name for name in names if found.get(name) != self._replicas.get(name)]:
                 async with self._changed:
                     self._replicas = dict(found)
-                    self._revision += 1
-                    self._changed_in |= dict.fromkeys(changed, self._revision)
+                    self.revision += 1
+                    self._changed_in |= dict.fromkeys(changed, self.revision)
                     self._changed.notify_all()
 
-    def _report(self, seen: int, epoch: str) -> RoutableReport:
+    def report(self, seen: int, epoch: str) -> RoutableReport:
         """Of all services, or of those that have changed since the report `seen` of this router."""
-        base = seen if epoch == EPOCH and 0 <= seen <= self._revision else None
+        base = seen if epoch == EPOCH and 0 <= seen <= self.revision else None
         names = [name for name, revision in self._changed_in.items() if base is None or revision > base]
         return RoutableReport(
             router="simulated",
-            revision=self._revision,
+            revision=self.revision,
             epoch=EPOCH,
             base=base,
             services=() if base is None else tuple(names),
@@ -117,8 +118,8 @@ class SimulatedRouter:
         )
 
     async def _answer(self, request: web.Request) -> web.Response:
-        seen = await self._wait(request, lambda: self._revision)
-        return _json(self._report(seen, request.query.get("epoch", "")))
+        seen = await self._wait(request, lambda: self.revision)
+        return _json(self.report(seen, request.query.get("epoch", "")))
 
     async def _answer_load(self, request: web.Request) -> web.Response:
         await self._wait(request, lambda: self._load.revision)

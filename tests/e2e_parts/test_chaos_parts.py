@@ -445,18 +445,18 @@ class _Nodes:
 async def test_a_simulated_router_tells_whoever_knows_it_what_has_changed() -> None:
     nodes: Any = _Nodes()
     router: Any = SimulatedRouter(None, nodes, "argosy-system")  # type: ignore[arg-type]
-    following = asyncio.create_task(router._follow())
+    following = asyncio.create_task(router.follow())
     nodes.run("a", "a-0")
     nodes.run("b", "b-0")
-    await until("both", lambda: asyncio.sleep(0, router._revision == 2), 10)
-    whole = router._report(-1, "")
+    await until("both", lambda: asyncio.sleep(0, router.revision == 2), 10)
+    whole = router.report(-1, "")
     nodes.run("a", "a-1")
-    await until("the third", lambda: asyncio.sleep(0, router._revision == 3), 10)
-    changes = router._report(whole.revision, whole.epoch)
+    await until("the third", lambda: asyncio.sleep(0, router.revision == 3), 10)
+    changes = router.report(whole.revision, whole.epoch)
     assert changes.base == whole.revision
     assert changes.services == ("team/a",)
     merged = with_changes(whole, changes)
     assert merged is not None
     assert sorted(each.name for each in merged.replicas) == ["a-0", "a-1", "b-0"]
-    assert router._report(whole.revision, "another").base is None
+    assert router.report(whole.revision, "another").base is None
     following.cancel()
