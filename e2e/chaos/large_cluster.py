@@ -9,12 +9,15 @@ ready once the operator has opened the gate). It knows nothing of rollouts, quot
 from __future__ import annotations
 
 import hashlib
+import itertools
 
 import msgspec
 from fake_kubernetes import FakeKubernetes, Key, Object, pod_key
 
 from argosy_operator.kinds import DEPLOYMENTS, PODS, Kind
 
+AT_ONCE = 20
+"""Objects that its controllers look at in one turn of the event loop."""
 SCHEDULED = ("PodScheduled",)
 RUNNING = ("PodReadyToStartContainers", "Initialized", "PodScheduled")
 
@@ -33,8 +36,11 @@ class LargeCluster(FakeKubernetes):
         self.listeners.append(self._note)
 
     def step(self) -> bool:
-        dirty, self._dirty = self._dirty, {}
-        for key in dirty:
+        """Act on some of what has changed, so that its API answers meanwhile."""
+        keys = list(itertools.islice(self._dirty, AT_ONCE))
+        for key in keys:
+            del self._dirty[key]
+        for key in keys:
             obj = self.objects.get(key)
             if obj is None:
                 continue
@@ -44,7 +50,11 @@ class LargeCluster(FakeKubernetes):
                 self.remove(key)
             else:
                 self._run(key, obj)
-        return bool(dirty)
+        return bool(keys)
+
+    def _tell(self, kind: Kind, event: str, obj: Object) -> None:
+        for listener in list(self.listeners):
+            listener(kind, event, obj)  # the same object to all: nobody here changes it
 
     def _note(self, kind: Kind, event: str, obj: Object) -> None:
         metadata = obj["metadata"]

@@ -22,6 +22,7 @@ from fake_kubernetes import FakeKubernetes, selects
 
 from argosy_operator.kinds import DEPLOYMENTS, INFERENCE_SERVICES, KINDS, PODS, Kind
 from chaos.api import Api, Object
+from chaos.large_cluster import LargeCluster
 from chaos.simulated_nodes import ADDRESS_ANNOTATION
 from processes import free_port
 
@@ -33,9 +34,14 @@ STEP_S: Final = 0.2
 class Rehearsal:
     """Has the methods of `Plane`."""
 
-    def __init__(self, folder: Path, cluster: FakeKubernetes | None = None) -> None:
+    def __init__(self, folder: Path, *, is_large: bool = False) -> None:
+        """
+        Args:
+            is_large: its controllers act at once, and only run pods (`LargeCluster`).
+        """
         folder.mkdir(parents=True, exist_ok=True)
-        self.cluster = FakeKubernetes() if cluster is None else cluster
+        self._is_large = is_large
+        self.cluster = LargeCluster() if is_large else FakeKubernetes()
         self._server = FakeApiServer(self.cluster)
         self._namespaces: dict[str, Object] = {}
         self._events: dict[Kind, list[tuple[int, Object, bytes]]] = {kind: [] for kind in KINDS.values()}
@@ -81,9 +87,12 @@ class Rehearsal:
 
     async def _step(self) -> None:
         while True:
-            if self.cluster.step():
+            has_acted = self.cluster.step()
+            if self._is_large:
+                await asyncio.sleep(0 if has_acted else STEP_S)
+            else:
                 self._collect_garbage()
-            await asyncio.sleep(STEP_S)
+                await asyncio.sleep(STEP_S)
 
     def _collect_garbage(self) -> None:
         """Remove what was made for an owner that was gone by then."""

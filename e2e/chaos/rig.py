@@ -182,9 +182,9 @@ async def rehearsing(
     folder: Path, *, is_large: bool = False, through_proxy: bool = True
 ) -> AsyncIterator[Rig]:
     """The same on a Kubernetes in memory; a large one only runs pods."""
-    from chaos import large_cluster, rehearsal
+    from chaos import rehearsal
 
-    plane = rehearsal.Rehearsal(folder / "plane", large_cluster.LargeCluster() if is_large else None)
+    plane = rehearsal.Rehearsal(folder / "plane", is_large=is_large)
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(plane.close, keep=False)
         await plane.start()

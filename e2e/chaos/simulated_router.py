@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import defaultdict
 from collections.abc import Callable
 
@@ -23,6 +24,8 @@ from chaos.simulated_nodes import ADDRESS_ANNOTATION, SimulatedNodes
 from processes import free_port
 
 EPOCH = "simulated"
+SHARE = 4
+"""It rests so many times as long as it has looked at all pods: in a large fleet others want the processor too."""
 
 
 class SimulatedRouter:
@@ -89,6 +92,7 @@ class SimulatedRouter:
         while True:
             await self._nodes.changed.wait()
             self._nodes.changed.clear()
+            began = time.monotonic()
             found: dict[str, list[ReplicaReport]] = defaultdict(list)
             for pod in self._nodes.pods:
                 if _answers(pod):
@@ -103,6 +107,7 @@ class SimulatedRouter:
                     self.revision += 1
                     self._changed_in |= dict.fromkeys(changed, self.revision)
                     self._changed.notify_all()
+            await asyncio.sleep(SHARE * (time.monotonic() - began))
 
     def report(self, seen: int, epoch: str) -> RoutableReport:
         """Of all services, or of those that have changed since the report `seen` of this router."""

@@ -115,6 +115,15 @@ async def test_a_replica_is_tried_only_after_its_model_was_asked_for() -> None:
     wheel.close()
 
 
+async def test_a_replica_that_leaves_need_not_be_tried() -> None:
+    slow, good = Slow("/internal/telemetry"), FakeEngine()
+    async with rig([slow, good], wait=False) as r:
+        await r.until(lambda: any(replica.is_routable for replica in r.router.fleet.replicas()))
+        assert not await ready(r)
+        r.discovery.set(FleetDocument(services=(service([good]),)))
+        await until_ready(r)
+
+
 def test_without_replicas_there_is_nothing_to_try() -> None:
     loop = asyncio.new_event_loop()
     fleet = Fleet(TimerWheel(loop), UpstreamLimits())

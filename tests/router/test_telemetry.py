@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import math
 import struct
+from collections import Counter
 
 import msgspec
 import pytest
 
 from argosy_protocol.chunk_hash import chain_seed, chunk_hashes
+from argosy_protocol.fleet import FleetDocument
 from argosy_protocol.openai import decode_request
 from argosy_protocol.prompt_segments import prompt_segments
 from argosy_protocol.telemetry import (
@@ -27,7 +29,7 @@ from argosy_router.fleet.links import telemetry_client
 from argosy_router.http.fetch import fetch
 
 from .fake_engine import MODEL, FakeEngine
-from .harness import Rig, chat, rig
+from .harness import Rig, chat, rig, service
 
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 60
 
@@ -268,6 +270,51 @@ async def test_streams_that_end_before_they_are_of_use_are_asked_for_ever_less_o
     async with rig([engine, FakeEngine()], wait=False) as r:
         await r.until(lambda: len(doublings) >= 6)
         assert doublings[:6] == [1, 2, 3, 4, 5, 6], "each pause is the next of the backoff"
+
+
+async def test_streams_begin_a_few_in_each_turn_of_the_loop() -> None:
+    """However large the fleet is that a router discovers at once."""
+    loop = asyncio.get_running_loop()
+    reconnects = telemetry_client.Reconnects()
+    begun: Counter[int] = Counter()
+    turn = 0
+
+    def count_turns() -> None:
+        nonlocal turn
+        turn += 1
+        if sum(begun.values()) < 99:
+            loop.call_soon(count_turns)
+
+    async def begin() -> None:
+        await reconnects.turn()
+        begun[turn] += 1
+
+    count_turns()
+    tasks = [asyncio.create_task(begin()) for _ in range(100)]
+    await asyncio.sleep(0)
+    tasks[50].cancel()  # its replica has gone, and takes nobody's place
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert sum(begun.values()) == 99
+    assert max(begun.values()) == telemetry_client.CONNECTS_PER_TURN
+    assert len(begun) == 7
+    await reconnects.turn()  # nobody waits any more
+
+
+async def test_the_more_replicas_are_unreachable_the_less_often_each_is_tried() -> None:
+    engines = [FakeEngine() for _ in range(3)]
+    async with rig(engines) as r:
+        reconnects = r.router.fleet.reconnects
+        assert (reconnects.num_failing, reconnects.cap_s) == (0, telemetry_client.BACKOFF_CAP_S)
+        for engine in engines[:2]:
+            await engine.stop()
+        await r.until(lambda: reconnects.num_failing == 2)
+        reconnects.num_failing += 20_000
+        assert reconnects.cap_s == 20_002 / telemetry_client.CONNECTS_PER_S
+        reconnects.num_failing -= 20_000
+        await engines[0].start()
+        await r.until(lambda: reconnects.num_failing == 1)
+        r.discovery.set(FleetDocument(services=(service(engines[:1]),)))
+        await r.until(lambda: reconnects.num_failing == 0)
 
 
 # not foreign

@@ -23,7 +23,7 @@ from argosy_protocol.fleet_keys import FleetKeys
 from argosy_protocol.routable_report import RoutableReport
 from argosy_router.config import DEFAULT_INDEX_MEMORY, UpstreamLimits
 from argosy_router.fleet.links.telemetry_budget import FleetTelemetryBudget, ServiceTelemetryBudget
-from argosy_router.fleet.links.telemetry_client import TelemetryClient
+from argosy_router.fleet.links.telemetry_client import Reconnects, TelemetryClient
 from argosy_router.fleet.replica import Member, Replica
 from argosy_router.fleet.replica_key import ReplicaKey, ServiceKeys
 from argosy_router.fleet.service import Service
@@ -39,6 +39,8 @@ log = logging.getLogger(__name__)
 
 MAINTENANCE_S = 0.25
 """Pause between rounds of expiring speculative inserts and scrubbing indexes."""
+REPLICAS_PER_TURN, SERVICES_PER_TURN = 1000, 32
+"""As many are looked at in one turn of the event loop."""
 FIRST_ANSWER_S = 1.0
 """Time in which a replica that is well answers a new router."""
 MAX_LOGGED_CONFLICTS = 20
@@ -107,8 +109,13 @@ class Fleet:
         self._changed = asyncio.Event()
         self._tasks: dict[Replica, asyncio.Task[None]] = {}
         self._clients: dict[Replica, TelemetryClient] = {}
+        self._untried: dict[Replica, None] = {}
+        """Replicas that no attempt to reach has ended of, and maybe others behind the first such one."""
+        self.reconnects = Reconnects()
         self._telemetry_budget = FleetTelemetryBudget()
         self._service_budgets: dict[Service, ServiceTelemetryBudget] = {}
+        self._divisions = 0
+        """How often the memory for indexes was divided."""
 
     def apply(self, snapshot: FleetSnapshot) -> None:
         """Make the fleet equal to `snapshot`.
@@ -144,7 +151,8 @@ class Fleet:
             self._apply_members(service, snapshot.members.get(name, ()))
             service.invalidate()
         if present != set(self.services.values()):
-            self._share_index_memory()
+            for _ in self._share_index_memory():
+                pass
         known = set(self.names.conflicts)
         self.names = resolve_names(document)
         self._by_name = {name: self.services[spec.qualified_name] for name, spec in self.names.names.items()}
@@ -227,6 +235,7 @@ class Fleet:
     def replica_changed(self, replica: Replica) -> None:
         """The same for the service of a replica whose state has changed. It costs the same in a fleet of any size,
         because a replica may change its state as often as it likes."""
+        self._was_accepted |= replica.link != "connecting"
         service = self.services.get(replica.service)
         if service is not None:
             self._note_changed(service)
@@ -243,13 +252,11 @@ class Fleet:
     def _increment(self) -> None:
         """Begin the next revision, whose changes are noted."""
         self.revision += 1
-        if not self._was_accepted:
-            self._was_accepted = any(replica.link != "connecting" for replica in self.replicas())
+        while self._untried and next(iter(self._untried)).was_tried:
+            del self._untried[next(iter(self._untried))]
         if not self._is_initialized:
             self._is_initialized = self.is_initialized or (
-                self.is_loaded
-                and not self._num_unasked
-                and all(replica.was_tried for replica in self.replicas())
+                self.is_loaded and not self._num_unasked and not self._untried
             )
         self._changed.set()
         self._changed = asyncio.Event()
@@ -295,29 +302,46 @@ class Fleet:
         round_number = 0
         while True:
             await asyncio.sleep(MAINTENANCE_S)
-            for replica in list(self.replicas()):
+            for number, replica in enumerate(list(self.replicas()), 1):
                 replica.prefixes.expire(time.monotonic())
-            for service in list(self.services.values()):
+                if number % REPLICAS_PER_TURN == 0:
+                    await asyncio.sleep(0)
+            for number, service in enumerate(list(self.services.values()), 1):
                 service.assume_rates()
                 for _ in range(SHARDS):  # a replica that clears all the time holds up no other service
                     if not service.index.scrub():
                         break
                     await asyncio.sleep(0)  # one shard per turn of the loop
-            round_number += 1
-            if round_number % SHARING_ROUNDS:
-                continue
-            for service in self._share_index_memory():
-                for shard in range(SHARDS):
-                    service.index.trim(shard)
+                if number % SERVICES_PER_TURN == 0:
                     await asyncio.sleep(0)
+            round_number += 1
+            if round_number % SHARING_ROUNDS == 0:
+                await self._share_again()
 
-    def _share_index_memory(self) -> list[Service]:
-        """Give each index its share of memory. Return the services whose index exceeds it and must be trimmed."""
+    def _share_index_memory(self) -> Iterator[Service]:
+        """Give each index its share of memory, one after the other, as each service is asked for."""
+        self._divisions += 1
         services = list(self.services.values())
         indexes = [service.index for service in services]
-        for index, share in zip(indexes, shares(self._index_memory, indexes), strict=True):
-            index.fit(share)
-        return [service for service in services if service.index.is_overfull]
+        for service, share in zip(services, shares(self._index_memory, indexes), strict=True):
+            service.index.fit(share)
+            yield service
+
+    async def _share_again(self) -> None:
+        """Divide memory anew, and trim what has less than before, in turns."""
+        overfull = []
+        division = self._divisions + 1
+        for number, service in enumerate(self._share_index_memory(), 1):
+            if service.index.is_overfull:
+                overfull.append(service)
+            if number % SERVICES_PER_TURN == 0:
+                await asyncio.sleep(0)
+                if self._divisions != division:
+                    return  # services have come or gone, and all have their shares
+        for service in overfull:
+            for shard in range(SHARDS):
+                service.index.trim(shard)
+                await asyncio.sleep(0)
 
     async def close(self) -> None:
         tasks = list(self._tasks.values())
@@ -398,14 +422,17 @@ class Fleet:
             service.may_eject,
             self.rng,
             self._service_budgets[service],
+            self.reconnects,
         )
         self._clients[replica] = client
+        self._untried[replica] = None
         self._tasks[replica] = asyncio.create_task(client.run(), name=f"telemetry {member.name}")
 
     def _remove_replica(self, service: Service, replica: Replica) -> None:
         del service.replicas[replica.name]
         self._tasks.pop(replica).cancel()
         del self._clients[replica]
+        self._untried.pop(replica, None)
         replica.is_draining = True  # requests that still hold it must not retry on it
         replica.prefixes.close()
         replica.pool.close()

@@ -20,6 +20,7 @@ import asyncio
 import logging
 import random
 import time
+from collections import deque
 from collections.abc import Callable
 
 from argosy_protocol.headers import TELEMETRY_CONTENT_TYPE, TELEMETRY_PATH
@@ -55,7 +56,12 @@ log = logging.getLogger(__name__)
 BACKOFF_BASE_S = 0.05
 """First pause before reconnecting: a restarted process is back soon, and its peers carry the load meanwhile."""
 BACKOFF_CAP_S = 2.0
-"""A thousand unreachable replicas cost some 500 connects per second; a recovered one waits 2 s at worst."""
+"""A recovered replica waits 2 s at worst, while not more than a thousand are unreachable."""
+CONNECTS_PER_S = 500.0
+"""To replicas that cannot be reached, in all: a router that a thousand engines answer must not spend its time on ten
+thousand that do not."""
+CONNECTS_PER_TURN = 16
+"""Streams that begin in one turn of the event loop, about a tenth of a millisecond each."""
 MIN_STREAM_S = 5.0
 """A stream that ends sooner counts as a failure: a replica that ends each of them at once is not reconnected to all the
 time."""
@@ -80,6 +86,48 @@ class TelemetryFull(UpstreamError):
     """The replica is an Argosy engine and healthy, but its telemetry serves its maximum of readers."""
 
 
+class Reconnects:
+    """What beginning streams costs a router in all.
+
+    When a large fleet is discovered, its streams begin a few in each turn of the event loop, first come first served;
+    and the more replicas are unreachable, the less often each is tried.
+    """
+
+    def __init__(self) -> None:
+        self.num_failing = 0
+        """Replicas whose last stream failed."""
+        self._num_begun = 0
+        """In this turn of the loop."""
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    @property
+    def cap_s(self) -> float:
+        """The longest pause before a replica is tried again."""
+        return max(BACKOFF_CAP_S, self.num_failing / CONNECTS_PER_S)
+
+    async def turn(self) -> None:
+        """Wait until a stream may begin."""
+        loop = asyncio.get_running_loop()
+        if not self._num_begun:
+            loop.call_soon(self._next_turn)
+        if self._num_begun < CONNECTS_PER_TURN:
+            self._num_begun += 1
+            return
+        waiter = loop.create_future()
+        self._waiting.append(waiter)
+        await waiter
+
+    def _next_turn(self) -> None:
+        self._num_begun = 0
+        while self._waiting and self._num_begun < CONNECTS_PER_TURN:
+            waiter = self._waiting.popleft()
+            if not waiter.done():  # cancelled: its replica has gone
+                waiter.set_result(None)
+                self._num_begun += 1
+        if self._num_begun:
+            asyncio.get_running_loop().call_soon(self._next_turn)
+
+
 class TelemetryClient:
     """Follows one replica's telemetry, and updates its health, load and prefixes."""
 
@@ -92,6 +140,7 @@ class TelemetryClient:
         may_eject: Callable[[], bool],
         rng: random.Random,
         service_budget: ServiceTelemetryBudget,
+        reconnects: Reconnects,
     ) -> None:
         """
         Args:
@@ -99,6 +148,7 @@ class TelemetryClient:
                 either: the process is stopped, or its machine is gone.
             may_eject: returns whether one more of the service's replicas may be ejected.
             service_budget: what the telemetry of all replicas of the service may cost.
+            reconnects: what beginning streams may cost, to all replicas.
         """
         self._replica = replica
         self._model = model
@@ -112,15 +162,24 @@ class TelemetryClient:
         self._foreign = ForeignPoller(replica, on_change, on_silent, rng)
         self._budget = TelemetryBudget()
         self._service_budget = service_budget
+        self._reconnects = reconnects
+        self._is_failing = False
         self._unspent = _Read()
         self.skipped_frames = 0
 
     async def run(self) -> None:
         """Keep the stream open, or poll a foreign replica, until cancelled."""
+        try:
+            await self._run()
+        finally:
+            self._note_failing(False)
+
+    async def _run(self) -> None:
         replica = self._replica
         failures = 0
         while True:
             is_foreign = has_other_key = False
+            await self._reconnects.turn()
             began = time.monotonic()
             try:
                 failures = 0 if await self._follow() and _has_lasted(began) else failures + 1
@@ -135,6 +194,7 @@ class TelemetryClient:
                 self._stream_failed(error)
             # Not awaited in `except`: compiled code would keep the exception current for every other task meanwhile.
             if is_foreign:
+                self._note_failing(False)
                 if replica.health.reachable():
                     self._on_change()
                 self._set_link("foreign")
@@ -142,7 +202,12 @@ class TelemetryClient:
                 continue
             if not has_other_key and replica.note_tried():
                 self._on_change()
-            await asyncio.sleep(backoff_s(failures, BACKOFF_BASE_S, BACKOFF_CAP_S, self._rng))
+            self._note_failing(failures > 0)
+            await asyncio.sleep(backoff_s(failures, BACKOFF_BASE_S, self._reconnects.cap_s, self._rng))
+
+    def _note_failing(self, is_failing: bool) -> None:
+        self._reconnects.num_failing += is_failing - self._is_failing
+        self._is_failing = is_failing
 
     def _has_other_key(self, error: Exception) -> bool:
         """Whether the replica has refused its key and gets another one now."""
@@ -156,6 +221,7 @@ class TelemetryClient:
         return False
 
     def _key_accepted(self) -> None:
+        self._note_failing(False)
         self._replica.key.is_refused = False
         self._tried.clear()
 
