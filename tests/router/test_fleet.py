@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import msgspec
 import pytest
@@ -170,6 +171,43 @@ async def test_a_reader_that_knows_the_epoch_gets_what_has_changed() -> None:
             )
         r.router.fleet.changed()
         assert (await report(r, first.revision, epoch=first.epoch)).base is None, "all has changed"
+
+
+async def test_a_new_document_touches_only_what_it_changes() -> None:
+    def document(engines: list[FakeEngine], *names: str, **more: Any) -> FleetDocument:
+        entries = zip(engines, names, strict=False)
+        return FleetDocument(
+            services=tuple(
+                service([engine], name=name, model=name, uid=f"uid-{name}", **more)
+                for engine, name in entries
+            )
+        )
+
+    async with rig([FakeEngine(), FakeEngine()], fleet_key=FLEET_KEY, admin_port=0) as r:
+        r.discovery.set(document(r.engines, "a", "b"))
+        await r.until(lambda: all(replica.is_available for replica in r.router.fleet.replicas()))
+        first = await report(r)
+        r.discovery.set(document(r.engines, "a"))
+        await r.until(lambda: "default/b" not in r.router.fleet.services)
+        changes = await report(r, first.revision, epoch=first.epoch)
+        assert (changes.base, changes.services, changes.replicas) == (first.revision, ("default/b",), ())
+        merged = with_changes(first, changes)
+        assert merged is not None
+        assert [each.service for each in merged.replicas] == ["default/a"]
+        r.discovery.set(document(r.engines, "a", limits=ServiceLimits(max_inflight_per_replica=1)))
+        await r.until(lambda: r.router.fleet.services["default/a"].spec.limits.max_inflight_per_replica == 1)
+        again = await report(r, changes.revision, epoch=first.epoch)
+        assert (again.services, len(again.replicas)) == (("default/a",), 1)
+
+
+async def test_services_that_have_left_are_not_remembered_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet, "MAX_NOTED_GONE", 3)
+    async with rig([], document=FleetDocument(), fleet_key=FLEET_KEY, admin_port=0) as r:
+        first = await report(r)
+        for number in range(5):
+            r.discovery.set(FleetDocument(services=(service([], name=f"s{number}", uid=f"u{number}"),)))
+            await r.until(lambda name=f"default/s{number}": name in r.router.fleet.services)  # type: ignore[misc]
+        assert (await report(r, first.revision, epoch=first.epoch)).base is None
 
 
 OPEN_BY_DESIGN = {"/health", "/ready", "/metrics", *PAGE}

@@ -67,7 +67,7 @@ class LeaderElection:
                 async with asyncio.timeout(_REQUEST_DEADLINE):
                     await self._attempt()
             except (ApiError, TimeoutError) as error:
-                logger.warning("lease %s: %s", self._name, error or "no answer in time")
+                logger.warning("lease %s: %s", self._name, str(error) or "no answer in time")
             if self._leadership.is_held != was_held:
                 logger.info("%s the lease %s", "lost" if was_held else "took", self._name)
             await asyncio.sleep(RETRY * random.uniform(1.0, 1.2))  # noqa: S311 - jitter
@@ -84,7 +84,7 @@ class LeaderElection:
                 if live is not None and live.get("spec", {}).get("holderIdentity") == self._identity:
                     await self._api.replace(self._manifest("", live))
         except (ApiError, TimeoutError) as error:
-            logger.warning("lease %s was not given up: %s", self._name, error or "no answer in time")
+            logger.warning("lease %s was not given up: %s", self._name, str(error) or "no answer in time")
 
     async def _attempt(self) -> None:
         """Take the lease or renew it; drop it if somebody else has it."""

@@ -39,6 +39,8 @@ log = logging.getLogger(__name__)
 
 MAINTENANCE_S = 0.25
 """Pause between rounds of expiring speculative inserts and scrubbing indexes."""
+MAX_NOTED_GONE = 1000
+"""Services that have left, of which readers of the report are told, beside as many as there are."""
 REPLICAS_PER_TURN, SERVICES_PER_TURN = 1000, 32
 """As many are looked at in one turn of the event loop."""
 FIRST_ANSWER_S = 1.0
@@ -120,8 +122,7 @@ class Fleet:
     def apply(self, snapshot: FleetSnapshot) -> None:
         """Make the fleet equal to `snapshot`.
 
-        With the document of the last one, only services are looked at whose members are another tuple: in a large fleet
-        some pod changes all the time.
+        Only services are touched whose entry or members have changed: in a large fleet one of them does all the time.
         """
         before, self._applied = self._applied, snapshot
         if snapshot.document is before.document:
@@ -131,8 +132,7 @@ class Fleet:
                     self._apply_members(service, members)
                     self._note_changed(service)
         else:
-            self._apply_document(snapshot)
-            self._note_all_changed()
+            self._apply_document(before, snapshot)
         self.fleet_revision = snapshot.revision
         self._loaded_at = self._loaded_at or time.monotonic()
         self.is_loaded = True
@@ -140,16 +140,24 @@ class Fleet:
         self._num_unasked = snapshot.unasked
         self._increment()
 
-    def _apply_document(self, snapshot: FleetSnapshot) -> None:
+    def _apply_document(self, before: FleetSnapshot, snapshot: FleetSnapshot) -> None:
         document = snapshot.document
         wanted = {spec.qualified_name: spec for spec in document.services}
         present = set(self.services.values())
         for name in [name for name in self.services if name not in wanted]:
             self._remove_service(name)
+            self._note_gone(name)
         for name, spec in wanted.items():
+            present_one, members = self.services.get(name), snapshot.members.get(name, ())
+            if (
+                present_one is not None
+                and present_one.spec == spec
+                and members == before.members.get(name, ())
+            ):
+                continue
             service = self._keep_service(spec)
-            self._apply_members(service, snapshot.members.get(name, ()))
-            service.invalidate()
+            self._apply_members(service, members)
+            self._note_changed(service)
         if present != set(self.services.values()):
             for _ in self._share_index_memory():
                 pass
@@ -245,6 +253,11 @@ class Fleet:
         service.invalidate()
         self._changed_in[service.spec.qualified_name] = self.revision + 1
 
+    def _note_gone(self, name: str) -> None:
+        self._changed_in[name] = self.revision + 1
+        if len(self._changed_in) > 2 * len(self.services) + MAX_NOTED_GONE:
+            self._note_all_changed()
+
     def _note_all_changed(self) -> None:
         self._changed_in.clear()
         self._all_changed_in = self.revision + 1
@@ -277,7 +290,12 @@ class Fleet:
         has_base = epoch == self._epoch and self._all_changed_in <= since <= self.revision
         changed = tuple(name for name, revision in self._changed_in.items() if revision > since)
         replicas = (
-            (each for name in changed for each in self.services[name].replicas.values())
+            (
+                each
+                for name in changed
+                if name in self.services
+                for each in self.services[name].replicas.values()
+            )
             if has_base
             else self.replicas()
         )
