@@ -24,7 +24,7 @@ from virtual_time import run, virtual_time
 
 from argosy_operator.cluster.api_server import ObjectList
 from argosy_operator.errors import ApiError
-from argosy_operator.kinds import DEPLOYMENTS, INFERENCE_SERVICES, Kind
+from argosy_operator.kinds import DEPLOYMENTS, INFERENCE_SERVICES, SERVICES, Kind
 from argosy_protocol.fleet import decode_fleet
 
 RESYNC = "argosy_operator_last_resync_timestamp_seconds"
@@ -371,3 +371,34 @@ async def test_an_old_resource_beside_a_new_deployment_costs_no_replica() -> Non
     assert {pod["metadata"]["uid"] for pod in cluster.pods()} == before
     assert not [write for write in cluster.writes[written:] if write[1] == "Deployment"]
     assert cluster.condition("Ready")["status"] == "True"
+
+
+@virtual_time
+async def test_objects_that_a_tenant_labels_as_children_hold_up_no_other_service() -> None:
+    cluster = new_cluster()
+    delete = cluster.delete
+
+    async def delete_slowly(kind: Kind, namespace: str, name: str, *, uid: str) -> None:
+        await asyncio.sleep(0.1)
+        await delete(kind, namespace, name, uid=uid)
+
+    async with Operator(cluster) as operator:
+        names = [f"owner-{number}" for number in range(8)]
+        cluster.create(isvc_object())
+        for name in names:
+            cluster.create(isvc_object(name, namespace="other"))
+        await operator.settle()
+        cluster.delete = delete_slowly  # type: ignore[method-assign]
+        for name in names:
+            service = cluster.objects[SERVICES, "other", f"{name}-engine"]["metadata"]
+            kept = {field: service[field] for field in ("namespace", "labels", "ownerReferences")}
+            for number in range(60):
+                metadata = {**kept, "name": f"{name}-{number}"}
+                cluster.create({"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": {}})
+        await asyncio.sleep(1)
+        edit_engine(cluster, maxNumSeqs=77)
+        await asyncio.sleep(3)
+        assert "'77'" in str(deployment(cluster)["spec"]["template"]["spec"]["containers"])
+        await asyncio.sleep(60)
+        left = [name for kind, namespace, name in cluster.objects if (kind, namespace) == (SERVICES, "other")]
+        assert sorted(left) == sorted(f"{name}-engine" for name in names)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import datetime
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from builders import CONFIG, isvc, isvc_object
-from harness import Operator, condition, edit_engine, new_cluster
+from fake_kubernetes import FakeKubernetes, Object
+from harness import Operator, condition, deployment, edit_engine, new_cluster
 from virtual_time import virtual_time
 
 from argosy_operator.config import OperatorConfig
 from argosy_operator.desired.deployment_problem import deployment_problem
-from argosy_operator.kinds import DEPLOYMENTS
+from argosy_operator.kinds import DEPLOYMENTS, Kind
 from argosy_operator.names import FIELD_MANAGER, MANAGED_BY_LABEL
 from argosy_resource.types import parse
 
@@ -24,6 +28,11 @@ INSTALLED: OperatorConfig = dataclasses.replace(
     reserved_secrets=("tls", "bucket"),
     reserved_claims=("files",),
 )
+
+
+def now() -> str:
+    passed = datetime.timedelta(seconds=asyncio.get_running_loop().time())
+    return (datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC) + passed).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def secret_volume(name: str) -> dict[str, Any]:
@@ -117,3 +126,76 @@ async def test_at_rest_the_labels_of_secrets_are_not_read() -> None:
         edit_engine(cluster, maxNumSeqs=7)
         await operator.settle()
         assert sum(name == "mine" for _, _, name in cluster.metadata_reads) > read
+
+
+def many(number: int, *further: str) -> dict[str, Any]:
+    """So many Secrets, and these."""
+    names = [*(f"secret-{each:03}" for each in range(number)), *further]
+    sources = [{"secret": {"name": name, "optional": True}} for name in names]
+    volumes = [
+        {"name": f"a{first}", "projected": {"sources": sources[first : first + 16]}}
+        for first in range(0, len(sources), 16)
+    ]
+    return {"podTemplate": {"spec": {"volumes": volumes}}}
+
+
+def answer_slowly(cluster: FakeKubernetes, seconds: float) -> None:
+    """Have each dry run take so long."""
+    at_once: Callable[[Kind, str, str], Any] = cluster.read_metadata
+
+    async def read_metadata(kind: Kind, namespace: str, name: str) -> Object | None:
+        await asyncio.sleep(seconds)
+        found: Object | None = await at_once(kind, namespace, name)
+        return found
+
+    cluster.read_metadata = read_metadata  # type: ignore[method-assign]
+
+
+@virtual_time
+async def test_services_that_name_many_secrets_hold_up_no_other_one() -> None:
+    cluster = new_cluster()
+    async with Operator(cluster) as operator:
+        cluster.create(isvc_object())
+        await operator.settle()
+        answer_slowly(cluster, 0.1)
+        for number in range(12):
+            cluster.create(isvc_object(f"many-{number}", namespace="other", **many(256)))
+        await asyncio.sleep(1)
+        edit_engine(cluster, maxNumSeqs=77)
+        await asyncio.sleep(3)
+        assert "'77'" in str(deployment(cluster)["spec"]["template"]["spec"]["containers"])
+        assert (DEPLOYMENTS, "other", "many-0-engine") not in cluster.objects
+        await asyncio.sleep(120)
+        assert all((DEPLOYMENTS, "other", f"many-{number}-engine") in cluster.objects for number in range(12))
+
+
+@virtual_time
+async def test_every_one_of_many_secrets_is_looked_at_before_pods_get_them() -> None:
+    cluster = new_cluster()
+    metadata = {"name": "zz-made", "namespace": "team", "labels": {MANAGED_BY_LABEL: FIELD_MANAGER}}
+    cluster.create({"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "data": {}})
+    async with Operator(cluster) as operator:
+        cluster.create(isvc_object(**many(100, "zz-made")))
+        await operator.settle(rounds=1000)
+        assert (DEPLOYMENTS, "team", "tiny-engine") not in cluster.objects
+        assert "the Secret zz-made: " in cluster.condition("Degraded")["message"]
+
+
+@virtual_time
+async def test_pods_that_are_asked_for_again_cost_no_further_look_at_secrets() -> None:
+    cluster = new_cluster()
+    cluster.has_quota = lambda name: False
+    cluster.now = now
+    metadata = {"name": "mine", "namespace": "team"}
+    cluster.create({"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "data": {}})
+    async with Operator(cluster, now=now, resync_seconds=3600.0):
+        cluster.create(isvc_object(**many(40, "mine")))
+        for _ in range(30):
+            await asyncio.sleep(1)
+            cluster.step()
+        read, written = sum(name == "mine" for *_, name in cluster.metadata_reads), len(cluster.writes)
+        for _ in range(120):
+            await asyncio.sleep(1)
+            cluster.step()
+        assert len(cluster.writes) >= written + 5, "it is asked again"
+        assert sum(name == "mine" for *_, name in cluster.metadata_reads) == read > 0

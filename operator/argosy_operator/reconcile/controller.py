@@ -265,6 +265,7 @@ class Controller:
             ApiError: no namespace could be read.
         """
         self._reconciler.key_secrets.check_all_again()
+        self._reconciler.named_secrets.check_all_again()
         await self.lister.list_all()
         self.resynced_at = time.monotonic()
         self.metrics.resync_timestamp.set_to_current_time()

@@ -22,15 +22,14 @@ from argosy_operator.cluster.store import Store
 from argosy_operator.config import OperatorConfig
 from argosy_operator.desired.cached_condition import cached_patch
 from argosy_operator.desired.deletion_cost import CostChange, cost_changes
-from argosy_operator.desired.deployment_problem import deployment_problem, named_secrets, reserved
+from argosy_operator.desired.deployment_problem import deployment_problem
 from argosy_operator.desired.diff import ChildChange, Diff, GateChange, compute_diff
 from argosy_operator.desired.readiness_gate import gate_patch
-from argosy_operator.errors import ApiError, OperatorError, SecretReserved
+from argosy_operator.errors import ApiError, OperatorError
 from argosy_operator.kinds import (
     DEPLOYMENTS,
     INFERENCE_SERVICES,
     PODS,
-    SECRETS,
     STATEFUL_SETS,
     Kind,
     Name,
@@ -38,7 +37,7 @@ from argosy_operator.kinds import (
     kind_of,
     object_name,
 )
-from argosy_operator.names import FIELD_MANAGER, MANAGED_BY_LABEL, TURN_ANNOTATION
+from argosy_operator.names import TURN_ANNOTATION
 from argosy_operator.observed.deployment import has_the_turn
 from argosy_operator.observed.observation import Observation, Routers
 from argosy_operator.observed.pod import Pod, Problem
@@ -48,6 +47,7 @@ from argosy_operator.reconcile.child_writer import ChildWriter
 from argosy_operator.reconcile.concurrent_steps import run_together
 from argosy_operator.reconcile.key_secrets import KeySecrets
 from argosy_operator.reconcile.metrics import OperatorMetrics
+from argosy_operator.reconcile.named_secrets import NamedSecrets
 from argosy_operator.reconcile.observer import Observer
 from argosy_operator.reconcile.reporter import Reporter
 from argosy_operator.reconcile.rollout_lock import RolloutLock
@@ -59,6 +59,10 @@ from argosy_resource.types import InferenceService, parse
 
 _REPORTED: Final = (400, 403, 422)
 """HTTP statuses of refusals that do not go away by themselves, so a user should read of them."""
+
+_SURPLUS_AT_ONCE: Final = 16
+"""Objects that one reconcile deletes. Who may create Services can label any number as a service's children, and other
+services wait for a worker meanwhile."""
 
 _LEFT_OUT: Final = Problem(
     "FleetDocumentFull",
@@ -99,6 +103,7 @@ class Reconciler:
         self._look_again = look_again
         self._ask_loads = ask_loads
         self.key_secrets = KeySecrets(api, metrics)
+        self.named_secrets = NamedSecrets(api)
         self._turn = RolloutLock(
             store, config.max_concurrent_rollouts, wake, now=now, is_left_alone=self._is_left_alone
         )
@@ -171,7 +176,7 @@ class Reconciler:
             with self._turn.claim(key) if diff.takes_turn else nullcontext():
                 is_current = await self._act(service, observed, diff)
             if not is_current:
-                return  # with its resource the API server deletes the children; a newer one is reconciled next
+                return  # deleted: its children go with it; a newer resource, or the rest, is reconciled next
         except OperatorError as error:
             failure = error
             if isinstance(error, ApiError):
@@ -190,7 +195,8 @@ class Reconciler:
             raise failure
 
     async def _act(self, service: InferenceService, observed: Observation, diff: Diff) -> bool:
-        """Do what was decided. False if the resource turned out to be deleted, or newer than what was observed."""
+        """Do what was decided. False if the resource turned out to be deleted, or newer than what was observed, or if
+        the rest follows."""
         await run_together(partial(self._set_gate, service, observed, gate) for gate in diff.gates)
         if diff.children and not await self._is_current(service):
             return False
@@ -211,25 +217,30 @@ class Reconciler:
         await run_together(steps)
         nodes = [partial(self._apply, service, observed, each) for each in node_sets]
         try:
-            await self._act_on_replicas(service, observed, diff, deployments)
+            is_done = await self._act_on_replicas(service, observed, diff, deployments)
         except OperatorError:
             with suppress(OperatorError):  # what failed first is reported
                 await run_together(nodes)
             raise
         await run_together(nodes)
-        return True
+        if not is_done:
+            self._look_again((service.metadata.namespace, service.metadata.name), 0.0)
+        return is_done
 
     async def _act_on_replicas(
         self, service: InferenceService, observed: Observation, diff: Diff, deployments: list[ChildChange]
-    ) -> None:
-        if deployments:
-            await self._refuse_own_secrets(service)
+    ) -> bool:
+        """False if something is left to be looked at before a Deployment may be applied."""
+        if deployments and not await self.named_secrets.check(service):
+            return False
         for change in deployments:  # in the plan's order
             await self._apply(service, observed, change)
         if diff.ends_turn:
             await self._end_turn(observed.deployment)
-        for kind, obj in diff.surplus:
+        for kind, obj in diff.surplus[:_SURPLUS_AT_ONCE]:
             await self._children.delete(kind, obj)
+        if len(diff.surplus) > _SURPLUS_AT_ONCE:
+            self._look_again((service.metadata.namespace, service.metadata.name), 0.0)
         for pod in diff.broken:
             await self._children.delete_pod(service.metadata.namespace, pod)
         now = self._now()
@@ -237,20 +248,7 @@ class Reconciler:
             partial(self._patch_pod, service, cached.pod, cached_patch(cached, now=now))
             for cached in diff.cached
         )
-
-    async def _refuse_own_secrets(self, service: InferenceService) -> None:
-        """Read the labels of the Secrets that the pods of a Deployment would get.
-
-        Raises:
-            SecretReserved: an operator has made one of them, under whatever name.
-        """
-        made = []
-        for name in sorted(named_secrets(service)):
-            live = await self._api.read_metadata(SECRETS, service.metadata.namespace, name)
-            if live is not None and live["metadata"].get("labels", {}).get(MANAGED_BY_LABEL) == FIELD_MANAGER:
-                made.append(f"the Secret {name}")
-        if made:
-            raise SecretReserved(reserved(made).message)
+        return True
 
     async def _set_gate(self, service: InferenceService, observed: Observation, gate: GateChange) -> None:
         router_lives = observed.routers.alive > 0
