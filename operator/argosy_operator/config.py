@@ -32,7 +32,8 @@ class ConfigError(Exception):
 
 
 class RolloutShare(Struct, frozen=True):
-    """How many services the operator's own changes are rolled out to at once: a number, or a share of all."""
+    """How many services the operator's own changes are rolled out to at once: a number, or a share of those of which a
+    replica is ready."""
 
     amount: int
     is_percent: bool

@@ -413,7 +413,12 @@ class FakeKubernetes:
             self._scale_paused(deployment, pods)
         else:
             self._roll(deployment, pods, digest)
-        status = {"observedGeneration": deployment["metadata"]["generation"], "replicas": len(pods)}
+        ready = sum(is_pod_ready(pod) for _, pod in pods)
+        status = {
+            "observedGeneration": deployment["metadata"]["generation"],
+            "replicas": len(pods),
+            "readyReplicas": ready,
+        }
         present = deployment.get("status", {})
         conditions = [each for each in present.get("conditions", ()) if each["type"] != "ReplicaFailure"]
         refusal = self._refusals.get(deployment["metadata"]["uid"])

@@ -259,6 +259,31 @@ async def test_services_that_run_nothing_make_no_share_larger() -> None:
         assert len(with_image(cluster, names, "good:2")) == 1
 
 
+@pytest.mark.parametrize("kind", ["refused by quota", "without an image", "labelled as children"])
+@virtual_time
+async def test_what_serves_nothing_makes_no_share_larger(kind: str) -> None:
+    cluster = new_cluster()
+    names = await services(cluster, 12)
+    cluster.has_quota = lambda name: kind != "refused by quota"
+    cluster.has_image = lambda pod: False
+    async with Operator(cluster, now=now):
+        for number in range(60):
+            if kind == "labelled as children":
+                live = cluster.objects[DEPLOYMENTS, "team", f"{names[0]}-engine"]
+                metadata = {"namespace": "other", "name": f"x{number}", "labels": live["metadata"]["labels"]}
+                spec = {**live["spec"], "replicas": 0}
+                cluster.create(
+                    {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": metadata, "spec": spec}
+                )
+            else:
+                cluster.create(isvc_object(f"x{number}"))
+        await pass_time(cluster, 30)
+    cluster.has_quota = lambda name: True
+    async with upgraded(cluster, "good:2", RolloutShare(5, is_percent=True)):
+        await pass_time(cluster, DEADLINE // 2)
+        assert len(with_image(cluster, names, "good:2")) == 1
+
+
 @pytest.mark.parametrize("replicas", [1, 3])
 @virtual_time
 async def test_a_moment_without_a_routable_replica_brings_no_service_a_change_that_waits(

@@ -97,6 +97,19 @@ def test_store_keeps_marked_objects_apart() -> None:
     assert store.marked(PODS) == []
 
 
+def test_store_tallies_objects() -> None:
+    store = Store(tallied={PODS: lambda obj: obj["metadata"]["labels"][SERVICE_LABEL] == "tiny"})
+    assert store.tally(PODS) == 0
+    store.put(PODS, version(1))
+    store.put(PODS, version(2))
+    assert store.tally(PODS) == 1
+    store.put(PODS, version(3, service="other"))
+    assert store.tally(PODS) == 0
+    store.put(PODS, version(4))
+    assert store.remove(PODS, version(5))
+    assert store.tally(PODS) == 0
+
+
 def test_of_a_pod_only_what_is_read_is_kept() -> None:
     """A tenant chooses how many pods there are, and what is in their specs: up to 1.5 MiB in each."""
     text = '{"workers":1}'

@@ -53,10 +53,16 @@ class Listing(Struct):
 class Store:
     """Objects by kind and name."""
 
-    def __init__(self, marks: Mapping[Kind, Callable[[Object], bool]] | None = None) -> None:
-        """`marks` says of each kind which of its objects `marked` returns: few, so that nothing has to look through all
-        of a large fleet."""
+    def __init__(
+        self,
+        marks: Mapping[Kind, Callable[[Object], bool]] | None = None,
+        tallied: Mapping[Kind, Callable[[Object], bool]] | None = None,
+    ) -> None:
+        """`marks` says of each kind which of its objects `marked` returns, and `tallied` which of them `tally` counts,
+        so that nothing has to look through all of a large fleet."""
         self._marks = marks or {}
+        self._tallied = tallied or {}
+        self._tallies: dict[Kind, set[Name]] = {kind: set() for kind in self._tallied}
         self._marked: dict[Kind, dict[Name, Object]] = {kind: {} for kind in self._marks}
         self._objects: dict[Kind, dict[Name, Object]] = {
             kind: {} for kind in (INFERENCE_SERVICES, DEPLOYMENTS, STATEFUL_SETS, SERVICES, BUDGETS, PODS)
@@ -84,6 +90,10 @@ class Store:
     def marked(self, kind: Kind) -> list[Object]:
         """The objects of a kind that are marked, the one stored first at the front."""
         return list(self._marked[kind].values())
+
+    def tally(self, kind: Kind) -> int:
+        """How many objects of a kind are tallied."""
+        return len(self._tallies[kind])
 
     def put(self, kind: Kind, obj: Object) -> bool:
         """Store a version of an object. False if it is not newer than the stored one."""
@@ -166,6 +176,8 @@ class Store:
         stored = self._objects[kind][name] = kept_fields(kind, obj)
         if kind in self._marks and self._marks[kind](stored):
             self._marked[kind][name] = stored
+        if kind in self._tallied and self._tallied[kind](stored):
+            self._tallies[kind].add(name)
         service = service_of(obj)
         if service is not None:
             self._by_service[kind, service].add(name)
@@ -173,6 +185,8 @@ class Store:
     def _drop(self, kind: Kind, name: Name) -> None:
         if kind in self._marked:
             self._marked[kind].pop(name, None)
+        if kind in self._tallies:
+            self._tallies[kind].discard(name)
         service = service_of(self._objects[kind].pop(name))
         if service is not None:
             names = self._by_service[kind, service]

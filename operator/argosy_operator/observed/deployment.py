@@ -9,8 +9,9 @@ from typing import Literal
 
 from msgspec import Struct
 
-from argosy_operator.names import HELD_ANNOTATION, REVISION_LABEL, TURN_ANNOTATION
+from argosy_operator.names import HELD_ANNOTATION, REVISION_LABEL, TURN_ANNOTATION, deployment_name
 from argosy_operator.observed.observation import Object
+from argosy_resource.engine_address import SERVICE_LABEL
 
 TurnState = Literal["", "failed", "blocked"]
 """What became of a turn that has not ended within its deadline: the change does not work in this service, or the
@@ -51,6 +52,15 @@ def serving_revision(deployment: Object) -> str:
 def has_the_turn(deployment: Object | None) -> bool:
     """Whether the operator's own change is being rolled out to this Deployment's service."""
     return deployment is not None and TURN_ANNOTATION in deployment["metadata"].get("annotations", {})
+
+
+def serves(deployment: Object) -> bool:
+    """Whether it is the Deployment of a service, and a replica of it is ready. The count of these is not a tenant's to
+    choose: each costs a replica that runs, while labels and numbers of replicas cost nothing."""
+    metadata = deployment["metadata"]
+    service = metadata.get("labels", {}).get(SERVICE_LABEL)
+    ready = deployment.get("status", {}).get("readyReplicas") or 0
+    return bool(service) and metadata["name"] == deployment_name(service) and ready > 0
 
 
 def read_turn(deployment: Object | None) -> Turn | None:

@@ -42,7 +42,7 @@ from argosy_operator.kinds import (
 )
 from argosy_operator.names import FIELD_MANAGER, MANAGED_BY_LABEL, NAME_LABEL
 from argosy_operator.observed.canary_steps import has_canary_steps
-from argosy_operator.observed.deployment import has_the_turn
+from argosy_operator.observed.deployment import has_the_turn, serves
 from argosy_operator.reconcile.allowance import Allowance
 from argosy_operator.reconcile.autoscaler import Autoscaler
 from argosy_operator.reconcile.fleet_publisher import FleetPublisher
@@ -116,7 +116,7 @@ class Controller:
         """Set while keys are reconciled."""
         self._config = config
         self.metrics = metrics or OperatorMetrics()
-        self.store = Store({DEPLOYMENTS: has_the_turn})
+        self.store = Store({DEPLOYMENTS: has_the_turn}, {DEPLOYMENTS: serves})
         self.queue: WorkQueue[Name] = WorkQueue()
         self.lister = Lister(
             api,

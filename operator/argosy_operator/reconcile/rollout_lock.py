@@ -35,7 +35,8 @@ MAX_TURN_S: Final = 7200.0
 
 
 class RolloutLock:
-    """Knows which services have a turn. Deployments that have one are marked in `store` (`has_the_turn`).
+    """Knows which services have a turn. Deployments that have one are marked in `store` (`has_the_turn`), and those of
+    services that have a ready replica are tallied (`serves`).
     `wake(service)` has one that waits reconciled again; `is_left_alone(service)`: whether its Deployment is not applied
     at present."""
 
@@ -107,9 +108,8 @@ class RolloutLock:
 
     @property
     def _limit(self) -> int:
-        """Services that run nothing are left out: their namespace would have others change at once."""
-        running = sum(obj["spec"].get("replicas", 1) > 0 for obj in self._store.all(DEPLOYMENTS))
-        return self._share.of(running)
+        """Services of which no replica is ready are left out: their namespace would have others change at once."""
+        return self._share.of(self._store.tally(DEPLOYMENTS))
 
     def _holders(self, *, besides: Name | None = None) -> list[Name]:
         """The services whose turn counts, those that have failed first."""
