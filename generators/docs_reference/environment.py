@@ -81,7 +81,7 @@ VARIABLES = {
         "ARGOSY_ENGINE_UPGRADE_POLICY": "What another `ARGOSY_ENGINE_IMAGE` does to services that name no image: "
         "`OnSpecChange` (the default; nothing until their own next change) or `Automatic` (it is rolled out).",
         "ARGOSY_MAX_CONCURRENT_ROLLOUTS": "How many services the operator's own changes are rolled out to at once: a "
-        "number, or a percentage of all services (`5%` by default), rounded down; at least one.",
+        "number, or a percentage of those of which a replica is ready (`5%` by default), rounded down; at least one.",
         "ARGOSY_RESERVED_SECRETS": "Further Secrets of the operator's namespace that no service may name, separated by "
         "commas.",
         "ARGOSY_RESERVED_CLAIMS": "PersistentVolumeClaims of the operator's namespace that no service may name, "

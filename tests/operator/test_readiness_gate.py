@@ -11,6 +11,7 @@ from builders import NOW, isvc_object, pod
 from harness import (
     FakeRouter,
     Operator,
+    condition,
     is_ready,
     new_cluster,
     num_routable,
@@ -18,6 +19,7 @@ from harness import (
 )
 from virtual_time import virtual_time
 
+from argosy_operator.cluster.router_watch import UNSENT
 from argosy_operator.desired.readiness_gate import REOPEN_SECONDS, gate_patch, gate_status
 from argosy_operator.observed.observation import Routers
 from argosy_operator.observed.pod import Pod
@@ -94,6 +96,27 @@ async def test_gate_waits_for_a_router_that_lives() -> None:
         router.set(synced=False)
         await operator.settle()
     assert num_routable(cluster) == 1, "a router that loses a replica does not close the gate"
+
+
+@virtual_time
+async def test_a_service_to_which_no_router_sends_requests_is_not_ready() -> None:
+    cluster = new_cluster()
+    router = FakeRouter(cluster)
+    async with Operator(cluster, router) as operator:
+        cluster.create(isvc_object(replicas=2))
+        await operator.settle()
+        assert is_ready(cluster)
+        router.set(synced=False)
+        await asyncio.sleep(UNSENT / 2)
+        assert is_ready(cluster), "the only router may have started anew"
+        await asyncio.sleep(UNSENT)
+        assert condition(cluster, "Ready") == condition(cluster, "Routable") == ("False", "WaitingForRouter")
+        assert cluster.isvc()["status"]["routable"] == "0/2"
+        assert num_routable(cluster) == 2, "the gates stay open"
+        router.set()
+        await operator.settle()
+        assert is_ready(cluster)
+        assert cluster.isvc()["status"]["routable"] == "2/2"
 
 
 @virtual_time

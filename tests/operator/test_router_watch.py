@@ -12,6 +12,7 @@ from virtual_time import virtual_time
 from argosy_operator.cluster.router_watch import (
     GRACE,
     UNREACHABLE,
+    UNSENT,
     WHOLE,
     RouterPod,
     RouterWatch,
@@ -80,6 +81,30 @@ async def test_view_follows_the_reports_of_all_routers() -> None:
     assert changes == [frozenset({"team/tiny"})], "only the service concerned is reconciled"
     await asyncio.sleep(1)
     assert routers.asked[-1] == ("a", 2), "the next poll waits for a change"
+    watch.close()
+
+
+@virtual_time
+async def test_services_that_get_no_requests_for_a_while_are_told_once_and_alone() -> None:
+    routers = Scripted(a=report(1, "p1", "p2"), b=report(1, "p1", state="ejected"))
+    changes: list[frozenset[str] | None] = []
+    watch = RouterWatch(routers, changes.append)
+    watch.set_pods(router_pods("a", "b"))
+    await asyncio.sleep(UNSENT + 5)
+    assert watch.view.unsent == frozenset()
+    both = report(2, "p1", state="ejected").replicas + report(2, "p9", service="team/other").replicas
+    routers.say("a", RoutableReport(router="r", revision=2, replicas=both))
+    await asyncio.sleep(UNSENT - 5)
+    assert watch.view.unsent == frozenset(), "it may have started anew"
+    changes.clear()
+    await asyncio.sleep(10)
+    assert watch.view.unsent == {"team/tiny"}
+    assert changes == [frozenset({"team/tiny"})]
+    changes.clear()
+    routers.say("b", report(2, "p1"))
+    await asyncio.sleep(2)
+    assert watch.view.unsent == frozenset()
+    assert changes == [frozenset({"team/tiny"})]
     watch.close()
 
 

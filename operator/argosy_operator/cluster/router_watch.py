@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import aiohttp
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from argosy_operator.observed.observation import Routers
 from argosy_protocol.routable_report import RoutableReport, with_changes
@@ -28,6 +28,9 @@ GRACE: Final = 10.0
 UNREACHABLE: Final = 60.0
 """Seconds without an answer after which a router whose pod runs is named, and fewer replicas do not wait for it any
 more: a NetworkPolicy, say, keeps the operator from it, and neither comes back by itself."""
+UNSENT: Final = 60.0
+"""Seconds for which no router sends requests to any replica of a service that routers know, after which that is told.
+Covers a restart of the only router, which connects to its replicas anew."""
 PAUSE: Final = 1.0
 """Seconds between two polls of one router, whether it has answered or not: bounds the work while a fleet starts."""
 
@@ -84,6 +87,8 @@ class RouterWatch:
         """Routers that have not answered for longer than GRACE."""
         self._alone_since: float | None = None
         """Time since which no router is alive; None while one is, and before pods were listed."""
+        self._unsent_since: dict[str, float] = {}
+        """Since when no router sends requests to any replica of a service, of those that some router knows."""
         self._view = Routers()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -173,20 +178,47 @@ class RouterWatch:
             self._alone_since = now
         if self._alone_since is not None and now < self._alone_since + GRACE:
             ends.append(self._alone_since + GRACE)
+        unsent, waits = self._unsent(alive, now)
+        ends += waits
         if ends:
             next_end = min((end for end in ends if end > now), default=now)
             self._timer = asyncio.get_running_loop().call_at(next_end, self._refresh, None)
         is_alone = self._alone_since is not None and now >= self._alone_since + GRACE
-        view = _combined(alive, known=bool(alive) or is_alone, unreachable=tuple(sorted(unreachable)))
+        view = _combined(
+            alive, known=bool(alive) or is_alone, unreachable=tuple(sorted(unreachable)), unsent=unsent
+        )
         if view == self._view:
             return
+        dimmed = view.unsent ^ self._view.unsent
+        if affected is not None:
+            affected |= dimmed
+        elif structs.replace(view, unsent=self._view.unsent) == self._view:
+            affected = dimmed
         turned = view.known != self._view.known or (view.alive == 0) != (self._view.alive == 0)
         turned = turned or view.unreachable != self._view.unreachable
         self._view = view
         self._on_change(None if turned else affected)
 
+    def _unsent(self, alive: Iterable[_Peer], now: float) -> tuple[frozenset[str], list[float]]:
+        """The services that get no requests, and when others will have got none for UNSENT seconds."""
+        known: set[str] = set()
+        sent: set[str] = set()
+        for peer in alive:
+            for replica in peer.report.replicas if peer.report is not None else ():
+                known.add(replica.service)
+                if replica.routable:
+                    sent.add(replica.service)
+        self._unsent_since = {each: self._unsent_since.get(each, now) for each in known - sent}
+        ends = {each: since + UNSENT for each, since in self._unsent_since.items()}
+        return (
+            frozenset(each for each, end in ends.items() if end <= now),
+            [end for end in ends.values() if end > now],
+        )
 
-def _combined(alive: Iterable[_Peer], *, known: bool, unreachable: tuple[str, ...]) -> Routers:
+
+def _combined(
+    alive: Iterable[_Peer], *, known: bool, unreachable: tuple[str, ...], unsent: frozenset[str]
+) -> Routers:
     reports = [peer.report for peer in alive if peer.report is not None]
     replicas = [replica for report in reports for replica in report.replicas if replica.uid]
     routable = frozenset(replica.uid for replica in replicas if replica.routable)
@@ -197,6 +229,7 @@ def _combined(alive: Iterable[_Peer], *, known: bool, unreachable: tuple[str, ..
         routable=routable,
         draining=draining - routable,
         unreachable=unreachable,
+        unsent=unsent,
     )
 
 

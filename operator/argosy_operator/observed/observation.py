@@ -38,6 +38,9 @@ class Routers(Struct, frozen=True, kw_only=True):
     """UIDs of pods to which at least one router sends requests."""
     unreachable: tuple[str, ...] = ()
     """Sorted names of the pods of routers that run and have not answered for a minute."""
+    unsent: frozenset[str] = frozenset()
+    """Services (`namespace/name`) with replicas that routers know and have sent no requests to for a minute, to none of
+    them."""
     draining: frozenset[str] = frozenset()
     """UIDs of pods that a router reports as draining, and to which none sends requests."""
 

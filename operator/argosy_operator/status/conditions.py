@@ -109,7 +109,7 @@ def ready(view: ServiceView) -> ConditionState:
     if counts.ready < view.wanted_routable:
         cause = workload_ready(view)
         return ConditionState("False", cause.reason, cause.message)
-    if view.has_no_router or counts.routable < view.wanted_routable:
+    if view.has_no_router or view.gets_no_requests or counts.routable < view.wanted_routable:
         cause = routable(view)
         return ConditionState("False", cause.reason, cause.message)
     return ConditionState("True", "ReplicasRoutable", f"{counts.routable}/{counts.desired} replicas routable")
@@ -259,6 +259,8 @@ def routable(view: ServiceView) -> ConditionState:
         return ConditionState("False", _zero_reason(view), _zero_message(view))
     if view.has_no_router:
         return ConditionState("Unknown", "NoRouter", NO_ROUTER)
+    if view.gets_no_requests:
+        return ConditionState("False", "WaitingForRouter", _unsent_message(view))
     if counts.routable >= view.wanted_routable:
         return ConditionState("True", "ReplicasRoutable", so_far)
     lost = lost_node(view)
@@ -270,6 +272,14 @@ def routable(view: ServiceView) -> ConditionState:
             "False", "WaitingForRouter", f"{so_far}; no router is synced with {_names(unrouted)}"
         )
     return ConditionState("False", "WaitingForReplicas", so_far)
+
+
+def _unsent_message(view: ServiceView) -> str:
+    names = _names([pod.name for pod in view.observed.pods if pod.is_routable])
+    return (
+        f"routers know {names} and have sent requests to none for a minute: they cannot connect, or requests fail; "
+        "look at the routers' logs"
+    )
 
 
 def degraded(view: ServiceView) -> ConditionState:

@@ -54,6 +54,7 @@ def status(
         service=service, observed=observed, plan=plan, config=config, counts=counts, failure=failure, now=now
     )
     labels = selector(service)
+    routable = 0 if view.gets_no_requests else counts.routable
     return InferenceServiceStatus(
         observed_generation=service.metadata.generation,
         url=f"{config.router_url}/v1" if config.router_url else "",
@@ -63,9 +64,9 @@ def status(
         replicas=counts.alive,
         updated_replicas=counts.updated,
         ready_replicas=sum(pod.is_up for pod in observed.pods),
-        routable_replicas=counts.routable,
+        routable_replicas=routable,
         draining_replicas=counts.draining,
-        routable=f"{counts.routable}/{counts.desired}",
+        routable=f"{routable}/{counts.desired}",
         image=service.spec.engine.image or plan.images.engine,
         available_image=_available_image(service, plan, config),
         model_cache=model_cache_column(view),

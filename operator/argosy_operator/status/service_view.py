@@ -125,6 +125,15 @@ class ServiceView(Struct, frozen=True, kw_only=True):
         return bool(self.config.router_url) and routers.known and routers.alive == 0
 
     @property
+    def gets_no_requests(self) -> bool:
+        """Whether routers know the replicas and send them nothing, though they were routable once: gates stay open."""
+        return (
+            bool(self.config.router_url)
+            and self.counts.routable > 0
+            and self.service.key in self.observed.routers.unsent
+        )
+
+    @property
     def lost_names(self) -> tuple[LostName, ...]:
         """Names that the service claims and does not have, its main one first."""
         main = self.service.served_name
