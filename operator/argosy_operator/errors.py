@@ -29,6 +29,11 @@ class ApiError(OperatorError):
         self.message = message
 
     @property
+    def is_unclear(self) -> bool:
+        """Whether a write may have been carried out all the same."""
+        return self.status == 0 or self.status >= 500
+
+    @property
     def is_namespace_ending(self) -> bool:
         """Whether an object was not created because its namespace is being deleted."""
         return self.status == 403 and "because it is being terminated" in self.message

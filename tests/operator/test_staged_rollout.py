@@ -13,7 +13,8 @@ from harness import Operator, condition, living_pods, new_cluster, num_routable
 from virtual_time import virtual_time
 
 from argosy_operator.config import RolloutShare
-from argosy_operator.kinds import DEPLOYMENTS, INFERENCE_SERVICES
+from argosy_operator.errors import ApiError
+from argosy_operator.kinds import DEPLOYMENTS, INFERENCE_SERVICES, Kind
 from argosy_operator.names import TURN_ANNOTATION
 from argosy_operator.reconcile.rollout_lock import MAX_TURN_S
 
@@ -263,11 +264,11 @@ async def test_services_that_run_nothing_make_no_share_larger() -> None:
 @virtual_time
 async def test_what_serves_nothing_makes_no_share_larger(kind: str) -> None:
     cluster = new_cluster()
-    names = await services(cluster, 12)
+    names = await services(cluster, 4)
     cluster.has_quota = lambda name: kind != "refused by quota"
     cluster.has_image = lambda pod: False
     async with Operator(cluster, now=now):
-        for number in range(60):
+        for number in range(40):
             if kind == "labelled as children":
                 live = cluster.objects[DEPLOYMENTS, "team", f"{names[0]}-engine"]
                 metadata = {"namespace": "other", "name": f"x{number}", "labels": live["metadata"]["labels"]}
@@ -277,10 +278,10 @@ async def test_what_serves_nothing_makes_no_share_larger(kind: str) -> None:
                 )
             else:
                 cluster.create(isvc_object(f"x{number}"))
-        await pass_time(cluster, 30)
+        await pass_time(cluster, 10)
     cluster.has_quota = lambda name: True
     async with upgraded(cluster, "good:2", RolloutShare(5, is_percent=True)):
-        await pass_time(cluster, DEADLINE // 2)
+        await pass_time(cluster, DEADLINE // 4)
         assert len(with_image(cluster, names, "good:2")) == 1
 
 
@@ -324,3 +325,51 @@ async def test_a_replica_that_moves_to_another_node_keeps_its_image_while_a_chan
         await operator.settle()
         assert moved not in with_image(cluster, names, "bad:2")
         assert num_routable(cluster, moved)
+
+
+@pytest.mark.parametrize("is_written", [True, False])
+@virtual_time
+async def test_a_missing_answer_gives_no_other_service_a_turn(is_written: bool) -> None:
+    """The watch lags behind meanwhile."""
+    cluster = new_cluster()
+    names = await services(cluster, 4)
+    apply, get = cluster.apply, cluster.get
+    losses: list[str] = []
+    async with upgraded(cluster, "good:2") as operator:
+        handle = operator.controller.handle
+        late: list[tuple[Kind, str | None, Object]] = []
+
+        def handle_late(kind: Kind, event: str | None, obj: Object) -> None:
+            late.append((kind, event, obj))
+
+        def catch_up() -> None:
+            operator.controller.handle = handle  # type: ignore[method-assign]
+            for event in late:
+                handle(*event)
+
+        async def apply_and_lose(manifest: Object) -> Object:
+            if losses or TURN_ANNOTATION not in manifest["metadata"].get("annotations", {}):
+                return await apply(manifest)
+            losses.append(manifest["metadata"]["name"])
+            operator.controller.handle = handle_late  # type: ignore[method-assign]
+            asyncio.get_running_loop().call_later(5.0, catch_up)
+            if is_written:
+                await apply(manifest)
+                cluster.step()
+            raise ApiError("apply", 0, "no answer")
+
+        async def get_late(kind: Kind, namespace: str, name: str) -> Object | None:
+            if kind is DEPLOYMENTS and losses:
+                losses.append(name)
+                if len(losses) < 4:
+                    raise ApiError("get", 503, "away")
+            return await get(kind, namespace, name)
+
+        cluster.apply, cluster.get = apply_and_lose, get_late  # type: ignore[method-assign]
+        cluster.has_image = lambda pod: False
+        await pass_time(cluster, DEADLINE // 2)
+        assert len(with_image(cluster, names, "good:2")) == 1
+        assert len(losses) >= 4, "it was read until there was an answer"
+        cluster.has_image = lambda pod: True
+        await operator.settle()
+    assert with_image(cluster, names, "good:2") == names

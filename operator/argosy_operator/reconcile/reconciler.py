@@ -37,7 +37,7 @@ from argosy_operator.kinds import (
     kind_of,
     object_name,
 )
-from argosy_operator.names import TURN_ANNOTATION
+from argosy_operator.names import TURN_ANNOTATION, deployment_name
 from argosy_operator.observed.deployment import has_the_turn
 from argosy_operator.observed.observation import Observation, Routers
 from argosy_operator.observed.pod import Pod, Problem
@@ -152,6 +152,8 @@ class Reconciler:
     async def _reconcile(
         self, key: Name, lost_names: tuple[LostName, ...], published: str, *, is_left_out: bool
     ) -> None:
+        if self._turn.is_unclear(key):
+            await self._read_deployment(key)
         obj = self._store.get(INFERENCE_SERVICES, *key)
         if obj is None or obj["metadata"].get("deletionTimestamp"):
             self._turn.leave(key)
@@ -193,6 +195,17 @@ class Reconciler:
         await self._reporter.report(service, later, diff.plan, problem, scaling, asked=asked)
         if failure is not None:
             raise failure
+
+    async def _read_deployment(self, key: Name) -> None:
+        """Have the store know what became of a write whose answer is missing.
+
+        Raises:
+            ApiError: that is still not known.
+        """
+        live = await self._api.get(DEPLOYMENTS, key[0], deployment_name(key[1]))
+        if live is not None:
+            self._store.put(DEPLOYMENTS, live)
+        self._turn.note_read(key)
 
     async def _act(self, service: InferenceService, observed: Observation, diff: Diff) -> bool:
         """Do what was decided. False if the resource turned out to be deleted, or newer than what was observed, or if

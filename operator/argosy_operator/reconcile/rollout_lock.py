@@ -13,7 +13,8 @@ once: one service that fails for reasons of its own holds up nobody, and a chang
 that number.
 Must not know: what halts a rollout (`argosy_resource.rollout_policy`).
 Invariants: no more services are given a turn than may have one, because a claim is made without an await after the
-observation that found one free. What is remembered, who waits in which order, each reconcile tells again.
+observation that found one free, and is kept until it is known what became of the write. What is remembered, who waits
+in which order, each reconcile tells again.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Final
 
 from argosy_operator.cluster.store import Store, service_of
 from argosy_operator.config import RolloutShare
+from argosy_operator.errors import ApiError
 from argosy_operator.kinds import DEPLOYMENTS, INFERENCE_SERVICES, Name
 from argosy_operator.names import deployment_name
 from argosy_operator.observed.deployment import Turn, read_turn
@@ -58,6 +60,9 @@ class RolloutLock:
         """When a turn began by its Deployment, which another operator's clock may have said, and when it was first
         seen."""
         self._claimed: set[Name] = set()
+        self._unclear: set[Name] = set()
+        """Those of which it is not known whether their Deployment says that they have a turn: the answer to the write
+        is missing, and the watch may lag behind."""
         self._waiting: dict[Name, None] = {}
         """Services that wait for a turn, and for nothing else, the one that began first at the front."""
         self._woken: set[Name] = set()
@@ -72,12 +77,27 @@ class RolloutLock:
 
     @contextmanager
     def claim(self, service: Name) -> Iterator[None]:
-        """Hold a turn for a service until its Deployment says that it has it, or could not be written."""
+        """Hold a turn for a service until its Deployment says that it has it, or could not be written. If that is not
+        clear, the turn is held until `note_read`."""
         self._claimed.add(service)
         try:
             yield
+        except ApiError as error:
+            if error.is_unclear:
+                self._unclear.add(service)
+            raise
         finally:
-            self._claimed.discard(service)
+            if service not in self._unclear:
+                self._claimed.discard(service)
+
+    def is_unclear(self, service: Name) -> bool:
+        """Whether it is not known if the service's Deployment says that it has a turn: it has to be read."""
+        return service in self._unclear
+
+    def note_read(self, service: Name) -> None:
+        """Note that the store has the service's Deployment as it is."""
+        self._unclear.discard(service)
+        self._claimed.discard(service)
 
     def begin(self, service: Name) -> None:
         """Note that a service is being reconciled: it tells anew whether it waits."""
@@ -113,7 +133,8 @@ class RolloutLock:
 
     def _holders(self, *, besides: Name | None = None) -> list[Name]:
         """The services whose turn counts, those that have failed first."""
-        rolling, failed = dict.fromkeys(self._claimed), []
+        claimed = self._claimed - {each for each in self._unclear if self._is_left_alone(each)}
+        rolling, failed = dict.fromkeys(claimed), []
         turns = list(self._turns())
         self._seen = {service: self._times_of(service, turn) for service, turn in turns}
         now = self._now()
