@@ -10,7 +10,7 @@ import pytest
 from builders import router_pods
 from virtual_time import virtual_time
 
-from argosy_operator.cluster.load_watch import FRESH, WAIT, LoadWatch
+from argosy_operator.cluster.load_watch import ASK_PAUSE, FRESH, WAIT, LoadWatch
 from argosy_operator.cluster.router_watch import UNREACHABLE
 from argosy_protocol.load_report import LoadReport, ReplicaLoadReport, ServiceLoadReport
 
@@ -165,6 +165,20 @@ async def test_routers_are_asked_once_without_being_followed() -> None:
     loads = await watch.ask()
     assert (loads["team/tiny"].queued, loads["team/tiny"].is_complete) == (4, False)
     assert routers.asked == [("a", None), ("b", None)]
+
+
+@virtual_time
+async def test_removals_share_an_answer_for_a_second() -> None:
+    routers = Routers("a")
+    watch = LoadWatch(routers, lambda held: None)
+    watch.set_pods(router_pods("a"))
+    for _ in range(10):
+        await asyncio.gather(*(watch.ask() for _ in range(50)))
+        await asyncio.sleep(ASK_PAUSE / 5)
+    assert len(routers.asked) == 2
+    routers.reports["a"] = report(1, queued=4)
+    await asyncio.sleep(ASK_PAUSE)
+    assert (await watch.ask())["team/tiny"].queued == 4
 
 
 @virtual_time

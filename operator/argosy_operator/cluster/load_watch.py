@@ -34,6 +34,10 @@ RETRY: Final = 1.0
 ASK_TIMEOUT: Final = 2.0
 """Seconds for which a removal of replicas waits to learn what their caches are worth."""
 
+ASK_PAUSE: Final = 1.0
+"""Seconds for which all removals share an answer. Each is the report of a whole fleet, and who may edit a service can
+have replicas removed as often as they like."""
+
 LoadFetch = Callable[[str, "int | None"], Coroutine[Any, Any, LoadReport]]
 """`fetch(pod address, last revision)`: the router's next load report; the present one if no revision is given."""
 
@@ -64,6 +68,8 @@ class LoadWatch:
         self._merged_of: list[LoadReport] = []
         """The reports that are merged."""
         self._completeness = (True, True)
+        self._asked: tuple[float, asyncio.Task[Mapping[str, ServiceLoad]]] | None = None
+        """When all routers were asked last by `ask`, and their answers."""
 
     def set_pods(self, pods: Iterable[RouterPod]) -> None:
         """Set the router pods that run now."""
@@ -98,7 +104,16 @@ class LoadWatch:
         return self._merged
 
     async def ask(self) -> Mapping[str, ServiceLoad]:
-        """Ask every router for its present report, for at most ASK_TIMEOUT; those that do not answer are left out."""
+        """Ask every router for its present report, for at most ASK_TIMEOUT; those that do not answer are left out. At
+        most once in ASK_PAUSE: a report may be so old."""
+        if not self._pods:
+            return {}  # not kept: one may come
+        now = asyncio.get_running_loop().time()
+        if self._asked is None or (self._asked[1].done() and now >= self._asked[0] + ASK_PAUSE):
+            self._asked = now, asyncio.create_task(self._ask(), name="loads")
+        return await asyncio.shield(self._asked[1])
+
+    async def _ask(self) -> Mapping[str, ServiceLoad]:
         tasks = [asyncio.create_task(self._fetch(pod.address, None)) for pod in self._pods.values()]
         if not tasks:
             return {}
