@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import convert
 
+from argosy_operator.desired import scaling as scaling_decisions
 from argosy_operator.desired.scaling import (
     INTERVAL,
     ScalingDecision,
@@ -577,3 +578,24 @@ def test_a_quantile_lies_in_the_bucket_of_its_rank() -> None:
     assert TTFT_BOUNDS_S[6] < (quantile(counts, 0.95) or 0) < TTFT_BOUNDS_S[7]
     counts[-1] = 1000
     assert quantile(counts, 0.9) == TTFT_BOUNDS_S[-1]
+
+
+def test_schedules_are_looked_up_once_a_minute_by_all_who_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_up: list[str] = []
+
+    def look_up(start: str, end: str, now: datetime.datetime) -> bool:
+        looked_up.append(start)
+        return False
+
+    monkeypatch.setattr(scaling_decisions, "is_between", look_up)
+    schedules = [
+        {"name": f"s{each}", "start": f"{each} 0 */31 * */7", "end": "0 1 * * *", "minReplicas": 2}
+        for each in range(16)
+    ]
+    spec = scaling(schedules=schedules)
+    minute = datetime.datetime(2026, 7, 15, 12, 7, tzinfo=datetime.UTC)
+    for second in range(60):
+        assert lower_bound(spec, minute + datetime.timedelta(seconds=second)) == (1, "minReplicas")
+    assert len(looked_up) == 16
+    lower_bound(spec, minute + datetime.timedelta(minutes=1))
+    assert len(looked_up) == 32

@@ -33,7 +33,7 @@ from msgspec import Struct
 from argosy_operator.observed.service_load import ServiceLoad
 from argosy_protocol.load_report import TTFT_WINDOW_S
 from argosy_resource.cron_schedule import is_between, passed_local_time
-from argosy_resource.scaling_spec import Scaling, ScalingMetrics
+from argosy_resource.scaling_spec import Scaling, ScalingMetrics, ScalingSchedule
 
 INTERVAL: Final = 5.0
 """Seconds between two decisions. Load reports are as old. A request that is held has one made at once."""
@@ -149,8 +149,20 @@ def decide(
 
 def lower_bound(scaling: Scaling, wall: datetime.datetime) -> tuple[int, str]:
     """The smallest number of replicas now, and what says so."""
-    floor, why = scaling.min_replicas, "minReplicas"
-    for schedule in scaling.schedules:
+    if not scaling.schedules:
+        return scaling.min_replicas, "minReplicas"
+    minute = wall.astimezone(datetime.UTC).replace(second=0, microsecond=0)
+    return _scheduled_bound(scaling.min_replicas, scaling.schedules, minute)
+
+
+@functools.lru_cache(maxsize=4096)
+def _scheduled_bound(
+    floor: int, schedules: tuple[ScalingSchedule, ...], wall: datetime.datetime
+) -> tuple[int, str]:
+    """Cron's times are whole minutes. A look-up of schedules that hardly ever match takes milliseconds, and each
+    decision and status asks."""
+    why = "minReplicas"
+    for schedule in schedules:
         zone = _zone(schedule.time_zone)
         if zone is None or schedule.min_replicas <= floor:
             continue

@@ -31,7 +31,7 @@ from argosy_resource.types import InferenceService, parse
 
 logger = logging.getLogger(__name__)
 
-AT_ONCE: Final = 32
+AT_ONCE: Final = 8
 """Services evaluated before others get the event loop."""
 
 
