@@ -342,6 +342,28 @@ async def test_a_spec_that_is_too_large_is_refused_and_costs_no_other_service_an
     assert is_ready(cluster, "large")
 
 
+@virtual_time
+async def test_a_service_of_very_many_values_is_refused_and_costs_nothing_at_rest() -> None:
+    cluster = new_cluster()
+    items = [{"key": "k", "path": f"p{number}"} for number in range(32)]
+    sources = [{"configMap": {"name": "c", "items": items}}] * 16
+    volumes = [{"name": f"v{number}", "projected": {"sources": sources}} for number in range(12)]
+    async with Operator(cluster) as operator:
+        cluster.create(isvc_object("large", podTemplate={"spec": {"volumes": volumes}}))
+        cluster.create(isvc_object())
+        await operator.settle()
+        refused = cluster.condition("Ready", "large")
+        assert refused["reason"] == "InvalidSpec"
+        assert "too many values" in refused["message"]
+        assert is_ready(cluster)
+        cluster.writes.clear()
+        await asyncio.sleep(3600)
+        assert cluster.writes == []
+        cluster.edit("large", lambda spec: spec["podTemplate"]["spec"].update(volumes=volumes[:2]))
+        await operator.settle()
+    assert is_ready(cluster, "large")
+
+
 class StaleServices(FakeKubernetes):
     """Lists InferenceServices as they were at an earlier moment, if told."""
 

@@ -35,6 +35,7 @@ from argosy_operator.observed.node_template import digest
 from argosy_operator.observed.observation import Observation
 from argosy_operator.observed.pod import DELETION_COST_ANNOTATION, NODE_TEMPLATE_HASH_ENV, read_pod
 from argosy_resource.engine_address import SERVICE_LABEL
+from argosy_resource.types import GROUP
 
 
 def version(number: int, *, uid: str = "u", service: str = "tiny") -> dict[str, Any]:
@@ -221,6 +222,53 @@ def test_of_what_only_has_a_childs_labels_little_is_kept(kind: Kind) -> None:
     assert kept["metadata"]["labels"] == labels
     assert kept["metadata"]["annotations"] == {TURN_ANNOTATION: "true"}
     assert kept_fields(kind, kept) == kept
+
+
+def items(number: int) -> list[dict[str, str]]:
+    return [{"key": "k", "path": f"p{each}"} for each in range(number)]
+
+
+def owner(number: int = 1) -> list[dict[str, Any]]:
+    first = {"apiVersion": f"{GROUP}/v1alpha1", "kind": "InferenceService", "name": "s", "uid": "o"}
+    return [{**first, "controller": True}, *({**first, "uid": f"o{each}"} for each in range(1, number))]
+
+
+@pytest.mark.parametrize(
+    ("kind", "metadata", "more"),
+    [
+        (INFERENCE_SERVICES, {}, {"spec": {"podTemplate": items(9_000)}}),
+        (INFERENCE_SERVICES, {"labels": {f"a/{each}": "" for each in range(60_000)}}, {"spec": {}}),
+        (DEPLOYMENTS, {"ownerReferences": owner()}, {"spec": {"template": items(30_000)}}),
+        (DEPLOYMENTS, {"annotations": {f"{GROUP}/{each}": "" for each in range(9_000)}}, {}),
+        (SERVICES, {"labels": {f"{GROUP}/{each}": "" for each in range(20_000)}}, {}),
+        (STATEFUL_SETS, {"ownerReferences": owner(9_000)}, {}),
+        (PODS, {"labels": {f"{GROUP}/{each}": "" for each in range(20_000)}}, {"status": {}}),
+        (PODS, {}, {"spec": {"containers": [{"name": f"c{each}"} for each in range(30_000)]}, "status": {}}),
+    ],
+)  # fmt: skip
+def test_what_takes_much_memory_is_not_kept(
+    kind: Kind, metadata: dict[str, Any], more: dict[str, Any]
+) -> None:
+    """Many small values take ten times the memory of their JSON."""
+    labels = {SERVICE_LABEL: "tiny", **metadata.get("labels", {})}
+    obj = {
+        "metadata": {
+            "name": "x",
+            "namespace": "team",
+            "uid": "u",
+            "resourceVersion": "7",
+            **metadata,
+            "labels": labels,
+        }
+    }
+    obj |= {"apiVersion": kind.api_version, "kind": kind.name, **more}
+    assert len(json.dumps(obj)) < 1_500_000
+    kept = kept_fields(kind, obj)
+    assert len(json.dumps(kept)) < 500
+    assert kept["metadata"]["uid"] == "u"
+    assert kept_fields(kind, kept) == kept
+    if kind is INFERENCE_SERVICES:
+        assert "too many values" in oversize_problem(kept)
 
 
 def test_of_a_child_all_is_kept_that_is_compared() -> None:

@@ -1,9 +1,10 @@
 """What the operator keeps of an object in memory: what it reads.
 
-Owns the fields that are kept of each kind, and the largest spec of a service. Must not know the cache. Invariants: of a
-pod some kilobytes are kept, of a service at most MAX_SPEC and its metadata, of an object that only has the labels of a
-child its metadata, because a tenant chooses how many there are and what they contain; what is kept of an object that
-was cut already is the same.
+Owns the fields that are kept of each kind, and how large they may be. Must not know the cache. Invariants: of a pod
+some kilobytes are kept, of a service at most MAX_SPEC and its metadata, of an object that only has the labels of a
+child its metadata, because a tenant chooses how many there are and what they contain; whatever they contain, what is
+kept of one takes no more than MAX_MEMORY, or nothing but its name is; what is kept of an object that was cut already is
+the same.
 """
 
 from __future__ import annotations
@@ -20,13 +21,23 @@ from argosy_resource.types import GROUP, KIND
 MAX_SPEC: Final = 256 * 1024
 """Bytes of a service's spec as JSON. The pods of one with as many variables and annotations would hardly start: a
 process gets 2 MiB of both arguments and variables, a pod 256 KiB of annotations."""
+MAX_MEMORY: Final = 1024 * 1024
+"""Bytes of memory, roughly, that one object may take; half of it for a service. Many small values take ten times as
+much as their JSON."""
+_OF_CONTAINER: Final = 160
+"""Bytes of memory of an object or list, besides what it holds."""
+_OF_VALUE: Final = 50
+"""Of a text besides its characters, of a number and of a place in an object."""
 LAST_APPLIED: Final = "kubectl.kubernetes.io/last-applied-configuration"
 _OVERSIZE: Final = "oversizeBytes"
 """The only field of a spec that was too large."""
-_METADATA: Final = (
+_OVERSIZE_MEMORY: Final = "oversizeMemory"
+"""The only field of the spec of a service that would take too much memory."""
+_IDENTITY: Final = (
     *("name", "namespace", "uid", "resourceVersion", "generation", "creationTimestamp", "deletionTimestamp"),
-    "ownerReferences",
 )
+"""Fields of the metadata that are kept of what takes too much memory."""
+_METADATA: Final = (*_IDENTITY, "ownerReferences")
 """Fields that are kept of pods and children."""
 _LABELS: Final = (f"{GROUP}/", "app.kubernetes.io/")
 """Beginnings of the labels that are kept of these."""
@@ -36,20 +47,49 @@ _POD_ANNOTATIONS: Final = (NODE_TEMPLATE_ANNOTATION, DELETION_COST_ANNOTATION)
 
 def kept_fields(kind: Kind, obj: Object) -> Object:
     """The object, without what nobody reads."""
-    if kind is PODS:
-        return _pod(obj)
-    if kind is not INFERENCE_SERVICES:
-        return _child(kind, obj)
-    kept = _service(obj)
-    size = len(msgspec.json.encode(obj.get("spec")))
-    if size > MAX_SPEC:
+    kept = _pod(obj) if kind is PODS else _service(obj) if kind is INFERENCE_SERVICES else _child(kind, obj)
+    if kind is INFERENCE_SERVICES and (size := len(msgspec.json.encode(obj.get("spec")))) > MAX_SPEC:
         kept["spec"] = {_OVERSIZE: size}
+    if kind is INFERENCE_SERVICES:
+        memory = _memory({**kept, "status": {}})  # which is the operator's own
+        if memory <= MAX_MEMORY // 2:  # its Deployment has all that it says, and more
+            return kept
+        kept["spec"] = {_OVERSIZE_MEMORY: memory}
+    else:
+        if _memory(kept) <= MAX_MEMORY:
+            return kept
+        kept |= {name: {} for name in ("spec", "status") if name in kept}
+        if kind is PODS:
+            kept.pop("spec", None)
+    kept["metadata"] = {name: kept["metadata"][name] for name in _IDENTITY if name in kept["metadata"]}
     return kept
+
+
+def _memory(obj: Object) -> int:
+    """Bytes of memory that an object takes, roughly; no exact number beyond MAX_MEMORY."""
+    memory, left = 0, [obj]
+    while left and memory <= MAX_MEMORY:
+        value = left.pop()
+        if isinstance(value, dict):
+            memory += _OF_CONTAINER + sum(_OF_VALUE + len(key) for key in value)
+            left += value.values()
+        elif isinstance(value, list | tuple):
+            memory += _OF_CONTAINER
+            left += value
+        else:
+            memory += _OF_VALUE + (len(value) if isinstance(value, str) else 0)
+    return memory
 
 
 def oversize_problem(obj: Object) -> str:
     """Why nothing is done for a service whose spec is too large to be kept; empty if it is not."""
-    size = (obj.get("spec") or {}).get(_OVERSIZE)
+    spec = obj.get("spec") or {}
+    if _OVERSIZE_MEMORY in spec:
+        return (
+            "the resource has too many values, labels or annotations to be kept in memory; leave out what it does not "
+            "need, or move files and variables into a ConfigMap"
+        )
+    size = spec.get(_OVERSIZE)
     if size is None:
         return ""
     return (

@@ -132,4 +132,4 @@ def invalid_status(obj: Mapping[str, Any], message: str, *, now: str) -> dict[st
     }
     generation = obj["metadata"].get("generation", 0)
     merged = conditions(states, previous, generation=generation, now=now)
-    return {"observedGeneration": generation, "conditions": msgspec.to_builtins(merged)}
+    return {"observedGeneration": generation, "conditions": msgspec.to_builtins(list(merged))}
