@@ -9,7 +9,7 @@ the same.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -67,7 +67,8 @@ def kept_fields(kind: Kind, obj: Object) -> Object:
 
 def _memory(obj: Object) -> int:
     """Bytes of memory that an object takes, roughly; no exact number beyond MAX_MEMORY."""
-    memory, left = 0, [obj]
+    memory = 0
+    left: list[Any] = [obj]
     while left and memory <= MAX_MEMORY:
         value = left.pop()
         if isinstance(value, dict):
