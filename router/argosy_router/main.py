@@ -15,6 +15,7 @@ from dataclasses import replace
 from argosy_protocol.program.flags import FlagParser, InvalidValue, decode_path
 from argosy_protocol.program.freed_memory import return_freed_memory
 from argosy_protocol.program.log_format import configure_logging
+from argosy_protocol.program.short_collections import ShortCollections
 from argosy_router.config import ConfigError, RouterConfig
 from argosy_router.http.connection_limit import SPARE_DESCRIPTORS, default_connections, open_files_limit
 from argosy_router.observability.debug_signal import describe_on_signal, signal_held
@@ -103,6 +104,7 @@ def _main(argv: Sequence[str] | None) -> int:
     try:
         _raise_file_limit()
         return_freed_memory()
+        ShortCollections().install()
         config = config_of(arguments, os.environ, parser)
         configure_logging(config.log_level.upper(), LineHandler(stderr))
         return _run(config, stderr)
