@@ -85,6 +85,37 @@ def test_files_that_pages_name_exist(name: str) -> None:
     assert {end for end in ends if not any(file.endswith(f"/{end}") for file in files)} == set()
 
 
+def missing_files(text: str) -> list[str]:
+    """Files that a text names and that do not exist.
+
+    A name is a path from the root, or one from the folder of the path before it, or from a folder above that.
+    """
+    folder, missing = ROOT, []
+    for name in re.findall(r"`([\w./-]+\.(?:py|md|toml|jsonl|txt))`", text):
+        path = ROOT / name
+        above = [ROOT / name, *(each / name for each in (folder, *folder.parents) if each != ROOT)]
+        found = next((each for each in above if each.exists()), None)
+        if found is None and not path.stem.startswith("NAME"):
+            missing.append(name)
+        else:
+            folder = (found or path).parent
+    return missing
+
+
+def test_files_that_contributors_are_sent_to_exist() -> None:
+    """Each of two parts may have a file of one name, so the end of a path is not enough."""
+    text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    assert missing_files(text) == []
+    assert missing_files("`router/argosy_router/config.py`, `server.py`, `auth/key_file.py`") == []
+    assert missing_files("`protocol/argosy_protocol/openai.py`, `messages.py`") == ["messages.py"]
+
+
+def test_the_test_that_contributors_try_first_runs() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    path, word = re.findall(r"pytest (tests/\S+\.py) -k (\w+)", text)[0]
+    assert re.search(rf"^def test_\w*{word}", (ROOT / path).read_text("utf-8"), re.MULTILINE)
+
+
 def test_every_page_of_docs_is_in_the_index() -> None:
     index = ROOT / "docs" / "README.md"
     links = _LINK.findall(without_code(index.read_text("utf-8")))
