@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from gate import bases, environments, outcomes, steps, weight, wheels
+from gate.__main__ import main
 from gate.bases import Selection
 from gate.lanes import FULL, UNITS, BadTable, Lanes
 from gate.outcomes import Outcomes, why_not_again
@@ -471,3 +472,13 @@ def test_the_path_of_a_request_is_counted_in_its_table() -> None:
         "\n## Next\n| `three.py` |\n"
     )
     assert weight.path_of_a_request(page) == {"one.py", "two.py"}
+
+
+@pytest.mark.parametrize("command", ["slow", "record"])
+def test_a_command_without_its_report_names_the_run_that_writes_it(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = tmp_path / "report"
+    monkeypatch.setattr(sys, "argv", ["gate", command, str(missing)])
+    assert main() == 2
+    assert f"there is no {missing}: run `bash .ci/run --lanes all` first" in capsys.readouterr().err

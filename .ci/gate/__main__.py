@@ -33,6 +33,10 @@ SLOW_WITH_PROCESS_S = 1.0
 """One that starts programs: small ones, no engine."""
 
 
+class NoReport(Exception):
+    """A command needs what a run writes, and it is not there."""
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="gate", description="the gate that a change passes")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -48,7 +52,7 @@ def main() -> int:
     arguments = parser.parse_args()
     try:
         return COMMANDS[arguments.command](arguments)
-    except (BadTable, steps.NothingBefore, subprocess.CalledProcessError) as error:
+    except (BadTable, NoReport, steps.NothingBefore, subprocess.CalledProcessError) as error:
         print(f"gate: {error}", file=sys.stderr)
         return 2
 
@@ -128,8 +132,15 @@ def full(arguments: argparse.Namespace) -> int:
     return 0 if gate.run(plan) else 1
 
 
+def _report(name: str) -> Path:
+    path = Path(name)
+    if not path.is_file():
+        raise NoReport(f"there is no {name}: run `bash .ci/run --lanes all` first, which writes it")
+    return path
+
+
 def record(arguments: argparse.Namespace) -> int:
-    summary = json.loads(Path(arguments.summary).read_text(encoding="utf-8"))
+    summary = json.loads(_report(arguments.summary).read_text(encoding="utf-8"))
     commit = summary["commit"]
     if not summary["clean"]:
         print(
@@ -156,7 +167,7 @@ def longest(taken: dict[str, float]) -> list[tuple[str, float]]:
 
 def slow(arguments: argparse.Namespace) -> int:
     """Judge a run of all lanes by what a test of every change may do, and record the seconds of the files."""
-    table, outcomes = Lanes.read(), Outcomes.read(Path(arguments.report))
+    table, outcomes = Lanes.read(), Outcomes.read(_report(arguments.report))
     units = {test for test in outcomes.seconds if table.of_test(test.partition("::")[0]) == UNITS}
     bad = False
     for test in sorted(units, key=lambda test: -outcomes.seconds[test]):
