@@ -45,7 +45,7 @@ class BatchConfig:
             pattern=r"^https?://[^/?#@]+/?$",
             description="the router, or what stands before several, through which the requests of batches are sent",
         ),
-        Flag(group=_ROUTER, metavar="URL", form="http://HOST:PORT"),
+        Flag(group=_ROUTER, metavar="URL", form="must be a URL such as http://HOST:PORT, without a path"),
     ] = "http://127.0.0.1:8080"
     storage: Annotated[
         Url,

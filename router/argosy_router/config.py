@@ -213,7 +213,7 @@ class BatchLimits:
         Flag(
             group=_BATCHES,
             metavar="URL",
-            form="http://HOST:PORT",
+            form="must be a URL such as http://HOST:PORT, without a path",
             default="none: no /v1/files and /v1/batches, and no stored responses",
         ),
     ] = ""

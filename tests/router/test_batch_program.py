@@ -18,6 +18,7 @@ from argosy_batch import app
 from argosy_batch.answer_memory import AnswerMemory
 from argosy_batch.app import MAX_DOWNLOADS
 from argosy_batch.config import BatchConfig
+from argosy_batch.main import build_parser, config_of
 from argosy_batch.program import BatchProgram
 from argosy_batch.router_client import MAX_ROOM_BYTES, ROOM_S, RouterClient
 from argosy_batch.storage.directory_store import DirectoryStore
@@ -26,6 +27,7 @@ from argosy_protocol.bearer_keys import internal_key
 from argosy_protocol.errors import StorageFull, StorageUnavailable, Unavailable
 from argosy_protocol.fleet import ServiceLimits
 from argosy_protocol.program import supervision
+from argosy_protocol.program.flags import InvalidValue
 from argosy_protocol.response_history import StoredResponse
 from argosy_router.auth.accounts import ANONYMOUS
 from argosy_router.batch import batch_client
@@ -151,6 +153,15 @@ def test_both_programs_need_the_common_key(tmp_path: Path) -> None:
         BatchConfig(storage=str(tmp_path)).check()
     with pytest.raises(BatchConfigError, match="--storage is required"):
         BatchConfig(fleet_key=FLEET_KEY).check()
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8080", "http://a:1/v1", "http://user:secret@a:1"])
+def test_the_router_s_address_must_be_a_url(url: str) -> None:
+    """The message does not repeat it, because it may have a password."""
+    parser = build_parser()
+    flags = parser.parse_args(["--storage", "s", "--router-url", url])
+    with pytest.raises(InvalidValue, match=r"^--router-url: must be a URL such as http://HOST:PORT, without a path$"):
+        config_of(parser, flags, {"ARGOSY_FLEET_KEY": FLEET_KEY.decode()})
 
 
 # a storage that hangs

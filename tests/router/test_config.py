@@ -37,6 +37,14 @@ def test_unsafe_or_contradictory_configuration_is_refused(
         config_of(build_parser().parse_args(flags), environment)
 
 
+@pytest.mark.parametrize("url", ["127.0.0.1:8082", "http://a:1/v1", "http://user:secret@a:1"])
+def test_the_address_of_argosy_batch_must_be_a_url(url: str) -> None:
+    """The message does not repeat it, because it may have a password."""
+    flags = ["--replica", "http://a:1", "--batch-url", url]
+    with pytest.raises(ConfigError, match=r"^--batch-url: must be a URL such as http://HOST:PORT, without a path$"):
+        config_of(build_parser().parse_args(flags), {"ARGOSY_FLEET_KEY": "k" * 32})
+
+
 @pytest.mark.parametrize(
     "flags", [["--port", "8081", "--admin-host", "127.0.0.2"], ["--port", "0", "--admin-port", "0"]]
 )
