@@ -188,6 +188,8 @@ def test_the_command_line_wins_over_the_environment_and_that_over_the_file(tmp_p
         (["--memory", "0"], "--memory: must be a whole number at least 1"),
         (["--memory", "1.0001k"], "--memory 1.0001k is not a whole number"),
         (["--options", "{"], "--options is not JSON"),
+        (["--options", '{"k": 1'], "is not JSON: '{\"k\": 1' .Expecting ',' delimiter at character 8."),
+        (["--options", "9" * 5000], "a number is too long"),
         (["--options", '{"k": "v"}'], "--options: Expected `int`"),
         (["--shape", "{"], "--shape is not JSON"),
         (["--shape", '{"form": "flat"}'], "--shape: form: must be one of round, square, not 'flat'"),

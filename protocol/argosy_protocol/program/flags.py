@@ -571,8 +571,11 @@ def _number(value: Any, kind: type) -> Any:
 def _json_value(value: str, name: str) -> Any:
     try:
         return json.loads(value)
+    except json.JSONDecodeError as error:
+        why = f"{error.msg} at character {error.pos + 1}"
     except (ValueError, RecursionError):
-        raise InvalidValue(f"--{name} is not JSON: {value[:64]!r}") from None
+        why = "a number is too long, or it is nested too deeply"
+    raise InvalidValue(f"--{name} is not JSON: {value[:64]!r} ({why})")
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
