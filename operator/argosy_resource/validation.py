@@ -216,7 +216,8 @@ def _documents(text: str) -> Iterator[object]:
             else:
                 yield document
     except yaml.YAMLError as error:
-        raise ManifestError((FieldError("", f"not valid YAML: {error}"),)) from error
+        text = str(error).replace('in "<unicode string>", line', "at line")  # PyYAML's name of a text
+        raise ManifestError((FieldError("", f"not valid YAML: {text}"),)) from error
     except RecursionError as error:
         raise ManifestError((FieldError("", "not valid YAML: nested too deeply"),)) from error
 

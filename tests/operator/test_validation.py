@@ -73,6 +73,7 @@ def test_unknown_field_is_answered_with_the_nearest() -> None:
     [
         ("- a list", "a manifest must be a mapping, not array"),
         ("a: [", "not valid YAML"),
+        ("a: [b\nc: d", "  at line 2, column 2"),
         ("a: 1\na: 2", "key 'a' already set in map"),
         (
             manifest(TINY).replace("v1alpha1", "v1"),
