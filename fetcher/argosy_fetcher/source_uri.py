@@ -206,7 +206,8 @@ def _parse_bucket(scheme: Literal["s3", "gs"], rest: str) -> SourceUri:
     prefix = prefix.strip("/")
     if not _BUCKET[scheme].fullmatch(bucket) or ".." in bucket:
         raise InvalidSource(
-            f"model source {_shown(rest, f'{scheme}://')}: {_shown(bucket)} is no name of a bucket"
+            f"model source {_shown(rest, f'{scheme}://')}: {_shown(bucket)} is no name of a bucket: give "
+            f"{scheme}://BUCKET/PREFIX, where BUCKET is three or more lower-case letters, digits, '-' and '.'"
         )
     if any(part in ("", ".", "..") for part in prefix.split("/") if prefix):
         raise InvalidSource(

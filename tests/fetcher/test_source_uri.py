@@ -71,7 +71,7 @@ def test_a_source_is_scheme_location_and_revision(
         ("hf://a/b\n", "control characters"),
         ("s3://ab", "is no name of a bucket"),
         ("s3://Bucket/x", "is no name of a bucket"),
-        ("s3:///x", "is no name of a bucket"),
+        ("s3:///x", "'' is no name of a bucket: give s3://BUCKET/PREFIX, where BUCKET is three or more"),
         ("s3://a..b/x", "is no name of a bucket"),
         ("s3://bucket/a/../b", "an empty or a dotted part"),
         ("gs://bucket/a//b", "an empty or a dotted part"),
