@@ -28,7 +28,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from gate.lanes import FULL, BadTable, Lanes
+from gate.lanes import FULL, UNITS, BadTable, Lanes
 
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS = ROOT / ".ci" / "gate" / "seconds.json"
@@ -90,7 +90,8 @@ class ChosenLanes:
         if collection_path.suffix != ".py" or not collection_path.is_relative_to(ROOT):
             return None
         path = collection_path.relative_to(ROOT).as_posix()
-        return True if self._lane_of(path) not in self.chosen and not self.lanes.has_smoke(path) else None
+        has_smoke = UNITS in self.chosen and self.lanes.has_smoke(path)
+        return True if self._lane_of(path) not in self.chosen and not has_smoke else None
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -104,8 +105,7 @@ class ChosenLanes:
     def _is_chosen(self, item: pytest.Item) -> bool:
         if item.get_closest_marker("full") and FULL not in self.chosen:
             return False
-        path = item.nodeid.partition("::")[0]
-        return self._lane_of(path) in self.chosen or self.lanes.is_smoke(item.nodeid)
+        return self.lanes.holds(item.nodeid, self.chosen)
 
 
 class StartedProcesses:

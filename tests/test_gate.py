@@ -51,6 +51,15 @@ def test_product_sources_select_a_lane_that_runs_them() -> None:
     assert without == []
 
 
+def test_one_lane_runs_its_own_tests_alone() -> None:
+    """Smokes start engines, which take minutes: they belong to `units`, which every change runs."""
+    smoke, own = TABLE.smokes[0], "tests/fetcher/test_object_store.py::test_it"
+    assert not TABLE.holds(smoke, frozenset({"fetcher"}))
+    assert TABLE.holds(own, frozenset({"fetcher"}))
+    assert TABLE.holds(f"{smoke}[1]", frozenset({UNITS}))
+    assert not TABLE.holds(own, frozenset({UNITS}))
+
+
 def test_smokes_are_tests_of_other_lanes() -> None:
     wrong = []
     for smoke in TABLE.smokes:

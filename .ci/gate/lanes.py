@@ -79,6 +79,11 @@ class Lanes:
     def is_smoke(self, node_id: str) -> bool:
         return any(node_id == smoke or node_id.startswith(f"{smoke}[") for smoke in self.smokes)
 
+    def holds(self, node_id: str, chosen: frozenset[str]) -> bool:
+        """Return whether a test runs in one of the lanes. Every change runs `units`, and with it the smokes of others."""
+        path = node_id.partition("::")[0]
+        return self.of_test(path) in chosen or (UNITS in chosen and self.is_smoke(node_id))
+
     def rows_of(self, path: str) -> list[str]:
         """Return the patterns of `paths` that a path matches."""
         return [pattern for pattern in self.paths if fnmatchcase(path, pattern)]
