@@ -15,6 +15,13 @@ from argosy.local.control_messages import FleetStatus, RouterStatus, ServiceStat
 from argosy.local.state_dir import StateDir
 from argosy.main import main
 
+MANIFEST = """\
+apiVersion: inference.argosy.dev/v1alpha1
+kind: InferenceService
+metadata: {name: tiny}
+spec: {model: {source: builtin://tiny}}
+"""
+
 
 def test_services_of_one_model_are_listed_separately() -> None:
     router = RouterStatus(url="http://127.0.0.1:8080", is_ready=True)
@@ -59,9 +66,30 @@ def test_a_key_that_is_not_reported_is_not_compared(
 ) -> None:
     monkeypatch.setenv("ARGOSY_ROUTER_API_KEY", "sesame")
     manifest = earlier_fleet.root / "fleet.yaml"
-    manifest.write_text(
-        "apiVersion: inference.argosy.dev/v1alpha1\nkind: InferenceService\nmetadata: {name: tiny}\n"
-        "spec: {model: {source: builtin://tiny}}\n"
-    )
+    manifest.write_text(MANIFEST)
     assert main(["up", "-f", str(manifest), "--state-dir", str(earlier_fleet.root)]) == 0
     assert capsys.readouterr().out.endswith("ready: http://127.0.0.1:8080/v1\n")
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("sk-a name=a\nsk-b colour=red\nsk-c models=\n", ["line 2: unknown term 'colour'", "line 3: "]),
+        ("sk-a x\n" * 12, ["line 1: ", "line 10: ", "2 more lines"]),
+        ("", ["no key is accepted: it is empty"]),
+        ("sk-a name=a weight=2\n# a comment\n", []),
+    ],
+)
+def test_lines_whose_keys_the_router_refuses_are_named(
+    earlier_fleet: StateDir, content: str, told: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    manifest, keys = earlier_fleet.root / "fleet.yaml", earlier_fleet.root / "keys"
+    manifest.write_text(MANIFEST)
+    keys.write_text(content)
+    flags = ["--state-dir", str(earlier_fleet.root), "--api-keys-file", str(keys)]
+    assert main(["up", "-f", str(manifest), *flags]) == 0
+    error = capsys.readouterr().err
+    assert "sk-" not in error
+    assert [each for each in told if f"{keys}: {each}" not in error] == []
+    assert ("the router refuses these keys" in error) == bool(told)
+    assert "line 11" not in error

@@ -38,6 +38,8 @@ _MOST_FAILURES: Final = 3
 _HOPELESS: Final = "exited with code 2"
 """The exit code of wrong usage, with which every further start would fail as well."""
 _TAIL_LINES: Final = 20
+_MOST_PROBLEMS: Final = 10
+"""Lines of a key file that are named one by one."""
 
 
 class Failure(NamedTuple):
@@ -50,6 +52,8 @@ class Failure(NamedTuple):
 def main(argv: Sequence[str]) -> int:
     options = _parse(argv)
     services = read_services(options.file, gpus=len(local_gpus()))
+    if options.api_keys_file is not None:
+        _tell_of_keys(options.api_keys_file)
     state = choose_state_dir(options.state_dir)
     _is_running(state, options)  # before a model is fetched, which may take an hour
     with local_services(services, is_plain=options.detach) as local:
@@ -133,6 +137,19 @@ def _keys_file(name: str) -> Path:
     except OSError as error:
         raise argparse.ArgumentTypeError(f"{path}: {error.strerror}") from None
     return path
+
+
+def _tell_of_keys(path: Path) -> None:
+    """Name the lines whose keys the router refuses; it says so in its log only, since it takes the rest of the file."""
+    from argosy_router.auth.key_file import ApiKeys
+
+    problems = ApiKeys((), None).problems_of(path)
+    for problem in problems[:_MOST_PROBLEMS]:
+        print(f"{path}: {problem}", file=sys.stderr)
+    if more := problems[_MOST_PROBLEMS:]:
+        print(f"{path}: {len(more)} more lines cannot be used", file=sys.stderr)
+    if problems:
+        print("the router refuses these keys, and reads the file again when it changes", file=sys.stderr, flush=True)
 
 
 def _tell_of_waiting() -> None:

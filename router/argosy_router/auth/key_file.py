@@ -60,6 +60,15 @@ class ApiKeys:
             for _ in self._take(await asyncio.to_thread(self._read, self._path)):
                 await asyncio.sleep(0)
 
+    def problems_of(self, path: Path) -> list[str]:
+        """Take the keys of another file once; return what the router would log of it."""
+        content = self._read(path)
+        if content is None:
+            return []
+        if content.problem:
+            return [f"no key is accepted: it {content.problem}"]
+        return self.table.load(content.text, time.monotonic())
+
     def _read(self, path: Path) -> _Content | None:
         """Read the file; None if it has not changed. In a thread."""
         try:
