@@ -80,7 +80,7 @@ class Lanes:
         return any(node_id == smoke or node_id.startswith(f"{smoke}[") for smoke in self.smokes)
 
     def holds(self, node_id: str, chosen: frozenset[str]) -> bool:
-        """Return whether a test runs in one of the lanes. Every change runs `units`, and with it the smokes of others."""
+        """Return whether a test runs in one of the lanes. `units` has the smokes of the others as well."""
         path = node_id.partition("::")[0]
         return self.of_test(path) in chosen or (UNITS in chosen and self.is_smoke(node_id))
 

@@ -160,7 +160,9 @@ def test_the_router_s_address_must_be_a_url(url: str) -> None:
     """The message does not repeat it, because it may have a password."""
     parser = build_parser()
     flags = parser.parse_args(["--storage", "s", "--router-url", url])
-    with pytest.raises(InvalidValue, match=r"^--router-url: must be a URL such as http://HOST:PORT, without a path$"):
+    with pytest.raises(
+        InvalidValue, match=r"^--router-url: must be a URL such as http://HOST:PORT, without a path$"
+    ):
         config_of(parser, flags, {"ARGOSY_FLEET_KEY": FLEET_KEY.decode()})
 
 

@@ -41,7 +41,9 @@ def test_unsafe_or_contradictory_configuration_is_refused(
 def test_the_address_of_argosy_batch_must_be_a_url(url: str) -> None:
     """The message does not repeat it, because it may have a password."""
     flags = ["--replica", "http://a:1", "--batch-url", url]
-    with pytest.raises(ConfigError, match=r"^--batch-url: must be a URL such as http://HOST:PORT, without a path$"):
+    with pytest.raises(
+        ConfigError, match=r"^--batch-url: must be a URL such as http://HOST:PORT, without a path$"
+    ):
         config_of(build_parser().parse_args(flags), {"ARGOSY_FLEET_KEY": "k" * 32})
 
 

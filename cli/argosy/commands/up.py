@@ -149,7 +149,11 @@ def _tell_of_keys(path: Path) -> None:
     if more := problems[_MOST_PROBLEMS:]:
         print(f"{path}: {len(more)} more lines cannot be used", file=sys.stderr)
     if problems:
-        print("the router refuses these keys, and reads the file again when it changes", file=sys.stderr, flush=True)
+        print(
+            "the router refuses these keys, and reads the file again when it changes",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _tell_of_waiting() -> None:
