@@ -16,7 +16,10 @@ from safetensors.torch import load_file, save_file
 from argosy_engine.api.doctor import main as doctor
 from argosy_engine.checkpoint.folder_check import check_folder
 from argosy_engine.checkpoint.model_path import resolve_model
+from argosy_engine.config import EngineArgs
+from argosy_engine.core.proc.async_core_client import AsyncMPClient
 from argosy_engine.errors import ConfigError
+from argosy_engine.frontend.async_llm import AsyncLLM
 
 INDEX = "model.safetensors.index.json"
 SHARDS = tuple(f"model-{number:05}-of-00003.safetensors" for number in (1, 2, 3))
@@ -107,6 +110,31 @@ def test_doctor_names_what_is_missing(fault: str, folder: Path, capsys: pytest.C
     assert captured.err.count("\n") == 1
     assert name in captured.err
     assert message in captured.err
+
+
+@pytest.mark.parametrize(
+    ("architecture", "message"),
+    [
+        ("Qwen3ForCausalLM", "has no tokenizer.json"),
+        ("T5ForConditionalGeneration", "T5For.* is not supported"),
+    ],
+)
+async def test_a_server_reads_no_weights_without_a_tokenizer(
+    architecture: str, message: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "tokenizer.json").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": [architecture]}))
+    started: list[object] = []
+
+    async def start(*arguments: object, **_: object) -> None:
+        started.append(arguments)
+        raise ConfigError("the core was started")
+
+    monkeypatch.setattr(AsyncMPClient, "start", start)
+    with pytest.raises(ConfigError, match=message):
+        await AsyncLLM.start(EngineArgs.of(model=str(folder), device="cpu"))
+    assert started == []
 
 
 def test_everything_that_is_missing_is_named_at_once(folder: Path) -> None:

@@ -47,6 +47,17 @@ def check_folder(path: Path, *, has_tokenizer: bool = True, has_weights: bool = 
         raise ConfigError(f"the model in {path} cannot be loaded: {text}")
 
 
+def check_tokenizer_exists(path: Path) -> None:
+    """Check that a model's directory has a tokenizer, without reading it.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    if path.is_dir() and not (path / TOKENIZER).exists():
+        remedy = tokenizer_remedy({each.name for each in path.iterdir()})
+        raise ConfigError(f"{path} has no {TOKENIZER}; {remedy}")
+
+
 def _tokenizer_faults(path: Path) -> Iterator[str]:
     file = path / TOKENIZER
     if not file.is_file():

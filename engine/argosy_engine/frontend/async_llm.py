@@ -16,6 +16,8 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Container, Iter
 from contextlib import aclosing
 from typing import Any, Literal
 
+from argosy_engine.checkpoint.folder_check import check_tokenizer_exists
+from argosy_engine.checkpoint.model_path import resolve_model
 from argosy_engine.config import EngineArgs
 from argosy_engine.core.proc.async_core_client import AsyncClient, AsyncMPClient
 from argosy_engine.core.proc.client_group import ALONE, ClientGroup, num_balancer_columns
@@ -32,6 +34,7 @@ from argosy_engine.messages.collective_rpc import CollectiveRpc
 from argosy_engine.messages.core_messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from argosy_engine.messages.load_step import LoadStep
 from argosy_engine.messages.sleep_levels import check_level
+from argosy_engine.sizing.kv_cache_sizing import check_model
 
 logger = logging.getLogger("argosy.frontend")
 
@@ -94,6 +97,7 @@ class AsyncLLM:
             FetchFailed: the model could not be fetched for now.
         """
         async with local_model_async(args) as local:
+            await asyncio.to_thread(_check_before_load, local)
             client: AsyncClient
             if local.data_parallel_size == 1:
                 client = await AsyncMPClient.start(local, group=group)
@@ -481,6 +485,16 @@ class AsyncLLM:
     def _fail_running(self, error: EngineDead) -> None:
         self._dead = error
         self.output_processor.fail_all(EngineDead("the engine stopped while it was working on this request"))
+
+
+def _check_before_load(args: EngineArgs) -> None:
+    """Refuse what the core and this process would refuse, the latter only after the weights are loaded.
+
+    Raises:
+        ConfigError: config.json or flags do not allow it, or there is no tokenizer.
+    """
+    check_model(args)
+    check_tokenizer_exists(resolve_model(args.model))
 
 
 def _group_into_call(requests: Sequence[EngineCoreRequest], n: int) -> None:

@@ -15,9 +15,9 @@ from typing import Protocol
 from tokenizers import Encoding
 from tokenizers import Tokenizer as _Tokenizer
 
+from argosy_engine.checkpoint.folder_check import TOKENIZER, check_tokenizer_exists
 from argosy_engine.errors import ConfigError
 from argosy_engine.frontend.word_cache import WordCache
-from argosy_fetcher.selection import tokenizer_remedy
 
 _CONTROL = re.compile(r"<[|\uff5c].*[|\uff5c]>")
 """Form of control tokens. DeepSeek's role markers, for example, are not marked as special."""
@@ -84,10 +84,8 @@ class Tokenizer:
     """
 
     def __init__(self, path: Path) -> None:
-        file = path / "tokenizer.json"
-        if path.is_dir() and not file.exists():
-            remedy = tokenizer_remedy({each.name for each in path.iterdir()})
-            raise ConfigError(f"{path} has no {file.name}; {remedy}")
+        file = path / TOKENIZER
+        check_tokenizer_exists(path)
         try:
             # Read here: the library would hold the interpreter's lock, for ever if the volume is lost.
             self.backend = _Tokenizer.from_buffer(file.read_bytes())
