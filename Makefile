@@ -99,8 +99,8 @@ full: ## everything: exhaustive and random tests, end to end, attacks, faults, i
 	PYTHONPATH=.ci $(PYTHON) -m gate prepare --full
 	PYTHONPATH=.ci $(PYTHON) -m gate full $(FULL_ARGS)
 
-test-repeated: $(INSTALLED_DEV) ## run the files of tests changed since the last full run REPEAT (20) times beside a program that keeps the processors half busy
-	PYTHONPATH=.ci $(BIN)/python -P -m gate.repeated --times $(REPEAT) $(REPEAT_ARGS)
+test-repeated: $(INSTALLED_DEV) ## run the files of tests changed since the last full run, or TESTS=, REPEAT (20) times beside a program that keeps the processors half busy
+	PYTHONPATH=.ci $(BIN)/python -P -m gate.repeated --times $(REPEAT) $(if $(filter-out file,$(origin TESTS)),--tests '$(TESTS)') $(REPEAT_ARGS)
 
 test-pythons: $(INSTALLED_DEV) ## run the tests of every change on the other Pythons that are installed (PYTHONS), each in an environment of its own
 	PYTHONPATH=.ci $(BIN)/python -P -m gate.pythons $(PYTHONS)

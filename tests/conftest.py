@@ -162,6 +162,9 @@ def pytest_configure(config: pytest.Config) -> None:
         chosen = lanes.parse(words.split())
     except BadTable as error:
         raise pytest.UsageError(str(error)) from None
+    for name in config.args:  # of which xdist says nothing but that no tests ran
+        if not (config.invocation_params.dir / name.partition("::")[0]).exists():
+            raise pytest.UsageError(f"there is no {name}; TESTS= takes files and folders of tests")
     if FULL in chosen:
         settings.load_profile("random")
     config.pluginmanager.register(ChosenLanes(lanes, chosen), "chosen-lanes")

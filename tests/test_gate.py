@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gate import bases, environments, outcomes, steps, weight, wheels
+from gate import bases, environments, outcomes, repeated, steps, weight, wheels
 from gate.__main__ import main
 from gate.bases import Selection
 from gate.lanes import FULL, UNITS, BadTable, Lanes
@@ -491,3 +491,32 @@ def test_a_command_without_its_report_names_the_run_that_writes_it(
     monkeypatch.setattr(sys, "argv", ["gate", command, str(missing)])
     assert main() == 2
     assert f"there is no {missing}: run `bash .ci/run --lanes all` first" in capsys.readouterr().err
+
+
+def test_the_tests_that_are_named_are_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever has changed."""
+    told = tmp_path / "told"
+    make = tmp_path / "make"
+    make.write_text(f'#!/bin/sh\nfor each; do echo "$each" >> {told}; done\n')
+    make.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(
+        sys, "argv", ["repeated", "--times", "1", "--busy", "0", "--tests", "tests/test_a.py b"]
+    )
+    assert repeated.main() == 0
+    assert "TESTS=tests/test_a.py b" in told.read_text().splitlines()
+
+
+def test_make_hands_the_named_tests_to_the_repetition() -> None:
+    for words, is_named in ((["TESTS=tests/test_gate.py"], True), ([], False)):
+        command = ["make", "-n", "test-repeated", "INSTALLED_DEV=Makefile", *words]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        assert ("--tests 'tests/test_gate.py'" in done.stdout) == is_named
+        assert ("--tests" in done.stdout) == is_named
+
+
+def test_a_file_that_does_not_exist_is_named() -> None:
+    command = [sys.executable, "-P", "-m", "pytest", "tests/no_such_test.py", "-n", "2", "--lanes", "units"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "there is no tests/no_such_test.py; TESTS= takes files and folders" in done.stderr

@@ -1,6 +1,6 @@
-"""python -m gate.repeated [--times N] [--busy SHARE] [-- COMMAND ...]: run tests again and again on a busy machine.
+"""python -m gate.repeated [--times N] [--busy SHARE] [--tests FILES] [-- COMMAND ...]: run tests again and again.
 
-Without a command: the files of tests that changed since the last full run. A command that runs pytest with
+Without files and command: the files of tests that changed since the last full run. A command that runs pytest with
 $(PYTEST_ARGS), as `make test` does, is counted test by test. Beside it one process for each processor keeps that
 processor busy for a share of the time. Prints how often each test failed; exits 1 if any did.
 """
@@ -37,7 +37,7 @@ while os.getppid() == parent:
 @contextmanager
 def busy_processors(share: float) -> Iterator[None]:
     """Keep each processor busy for this share of the time, in bursts of 50 ms, until the block ends."""
-    idle = BURST_S * (1 - share) / share
+    idle = BURST_S * (1 - share) / share if share else 0.0
     command = [sys.executable, "-c", HOG, str(BURST_S), str(idle)]
     hogs = [subprocess.Popen(command) for _ in range(os.cpu_count() or 1)] if share else []
     try:
@@ -65,6 +65,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="gate.repeated", description=__doc__.splitlines()[0])
     parser.add_argument("--times", type=int, default=20)
     parser.add_argument("--busy", type=float, default=0.5, help="share of each processor taken by others")
+    parser.add_argument("--tests", default="", help="files of tests, separated by spaces")
     parser.add_argument("command", nargs="*", metavar="COMMAND")
     arguments = parser.parse_args()
     if not 0 <= arguments.busy < 1 or arguments.times < 1:
@@ -74,7 +75,7 @@ def main() -> int:
     options = f"--junitxml={report} -o junit_family=xunit1"
     command = arguments.command
     if not command:
-        if not (tests := changed_tests()):
+        if not (tests := arguments.tests.split() or changed_tests()):
             print("no file of tests has changed")
             return 0
         command = ["make", "--no-print-directory", "test", "LANES=full", f"TESTS={' '.join(tests)}"]
