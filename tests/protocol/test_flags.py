@@ -205,6 +205,19 @@ def test_a_bad_value_is_told_by_its_flag_and_in_words(arguments: list[str], mess
         read(arguments)
 
 
+def test_a_file_that_cannot_be_read_is_told_with_the_place(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "flags.yaml"
+    with pytest.raises(SystemExit):
+        read([], file=path)
+    assert f"cannot read {path}: No such file or directory; " in capsys.readouterr().err
+    path.write_text("port: 1\ncolours: [")
+    with pytest.raises(SystemExit):
+        read([], file=path)
+    assert " at line 2, column 11" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("text", "number"), [(".9", 0.9), ("5.", 5.0), ("+.5", 0.5), (" 1 ", 1.0), ("1e1", 10.0), ("007", 7.0)]
 )

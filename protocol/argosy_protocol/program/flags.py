@@ -530,8 +530,11 @@ def _read_yaml(path: Path) -> dict[Any, Any]:
         if path.stat().st_size > MAX_CONFIG_FILE_BYTES:
             raise InvalidValue(f"{path} is larger than {MAX_CONFIG_FILE_BYTES} bytes")
         value = yaml.safe_load(path.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
-        raise InvalidValue(f"cannot read {path}: {' '.join(str(error).split())}") from None
+    except OSError as error:
+        raise InvalidValue(f"cannot read {path}: {error.strerror}") from None
+    except (UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+        text = str(error).replace('in "<unicode string>", line', "at line")  # PyYAML's name of a text
+        raise InvalidValue(f"cannot read {path}: {' '.join(text.split())}") from None
     if value is None:
         return {}
     if not isinstance(value, dict):
