@@ -77,11 +77,14 @@ def of_length(number: int, kind: str) -> bytes:
         "words of a schema": b'"usage",' * number,
         "objects": b'"usage":{"a":1},' * number,
         "tokens of log probabilities": b'{"token":"usage","logprob":-1.5},' * number,
+        "ends of other events": b'"usage"\r\n\r\n' * number,
     }[kind]
     return b'data: {"choices":[{"index":0}],"x":[' + repeated + b'0],"usage":{"completion_tokens":7}}\n\n'
 
 
-@pytest.mark.parametrize("kind", ["words of a schema", "objects", "tokens of log probabilities"])
+@pytest.mark.parametrize(
+    "kind", ["words of a schema", "objects", "tokens of log probabilities", "ends of other events"]
+)
 @pytest.mark.parametrize("scan", [lambda events: list(event_usage(events)), without_progress])
 def test_the_time_of_a_scan_grows_with_the_length_of_an_event(
     kind: str, scan: Callable[[bytes], object]

@@ -8,6 +8,7 @@ Invariant: what `feed` has returned so far, plus `tail`, is exactly what was fed
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Final
 
 from argosy_protocol.headers import ID_COMMENT
@@ -68,14 +69,35 @@ class EventCutter:
         return events
 
 
+def response_events(*names: bytes) -> re.Pattern[bytes]:
+    """Return the pattern of the line that names an event of the Responses API, for `named_events` and `named_data`. It
+    begins with a text, for which the search takes a sixth of the time that one for the beginnings of lines takes."""
+    return re.compile(rb"event: ?response\.(?:%b)\r?(?=\n|\Z)" % b"|".join(names))
+
+
+def named_events(events: bytes, name: re.Pattern[bytes]) -> Iterator[int]:
+    """Yield where lines begin that name an event so."""
+    for found in name.finditer(events):
+        if not found.start() or events.startswith(b"\n", found.start() - 1):
+            yield found.start()
+
+
+def named_data(events: bytes, name: re.Pattern[bytes]) -> tuple[int, int] | None:
+    """Return where the data of the first event of such a name begins and ends; None if there is no such event, or no
+    data behind its name."""
+    for start in named_events(events, name):
+        data = _DATA.match(events, events.find(b"\n", start)) if events.find(b"\n", start) >= 0 else None
+        if data is not None:
+            end = events.find(b"\n", data.end())
+            end = len(events) if end < 0 else end
+            return data.end(), end - (end > data.end() and events.endswith(b"\r", 0, end))
+    return None
+
+
 def without_comments(events: bytes) -> bytes:
     """Drop leading comments and blank lines from whole events, up to a comment of token ids."""
-    while events.startswith((b":", b"\n", b"\r")) and not events.startswith(ID_COMMENT):
-        line_end = _LINE_END.search(events)
-        if line_end is None:
-            break
-        events = events[line_end.end() :]
-    return events
+    leading = _COMMENTS.match(events)
+    return events if leading is None else events[leading.end() :]
 
 
 def without_token_ids(events: bytes) -> bytes:
@@ -84,7 +106,9 @@ def without_token_ids(events: bytes) -> bytes:
 
 
 _TOKEN_IDS: Final = re.compile(rb"^%b[^\n]*\n\n?" % ID_COMMENT, re.MULTILINE)
-_LINE_END: Final = re.compile(rb"\r\n|\n|\r")
+_COMMENTS: Final = re.compile(rb"(?:(?!%b)(?::[^\r\n]*+)?+(?:\r\n|\n|\r))*+" % ID_COMMENT)
+"""One search for all of them: who sends a million empty ones has them looked at once."""
+_DATA: Final = re.compile(rb"\ndata: ?")
 _EDGE_BYTES = 2
 """One less than the longest separator, which is three bytes."""
 

@@ -11,10 +11,11 @@ from typing import Final
 
 import msgspec
 
+from argosy_router.http.sse import named_data, response_events
+
 _ID: Final = re.compile(rb'"id":\s?"(resp_[^"]{1,200})"')
-_STATE_EVENT: Final = re.compile(
-    rb"^event: response\.(?:created|queued|in_progress|completed|incomplete|failed)\r?\ndata: ?(.*?)\r?$",
-    re.MULTILINE,
+_STATE_EVENT: Final = response_events(
+    b"created", b"queued", b"in_progress", b"completed", b"incomplete", b"failed"
 )
 _decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
@@ -50,15 +51,16 @@ def with_response_fields(response: bytes, fields: dict[str, msgspec.Raw]) -> byt
 
 def event_with_response_fields(event: bytes, fields: dict[str, msgspec.Raw]) -> bytes:
     """Return one event of a stream; if it has the response, with some fields of that replaced."""
-    found = _STATE_EVENT.search(event)
+    found = named_data(event, _STATE_EVENT)
     if found is None:
         return event
+    start, end = found
     try:
-        data = _decode_fields(found[1])
+        data = _decode_fields(event[start:end])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return event
     response = data.get("response")
     if response is None:
         return event
     data["response"] = msgspec.Raw(with_response_fields(bytes(response), fields))
-    return event[: found.start(1)] + msgspec.json.encode(data) + event[found.end(1) :]
+    return event[:start] + msgspec.json.encode(data) + event[end:]

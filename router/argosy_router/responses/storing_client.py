@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 from collections.abc import Awaitable, Callable
 from typing import Final
 
 import msgspec
 
 from argosy_router.http.server_interface import Client, ClientListener
+from argosy_router.http.sse import named_data, named_events, response_events
 from argosy_router.responses.adopted_answer import AdoptedAnswer
 from argosy_router.responses.response_store import is_response
 
@@ -25,10 +25,7 @@ MAX_KEPT_BYTES: Final = 64 * 1024 * 1024
 """Size of the largest answer that is stored."""
 MAX_BEHIND_BYTES: Final = 64 * 1024
 """What may come behind the last event of a stream: `[DONE]`, in bytes."""
-_LAST_EVENT: Final = re.compile(
-    rb"^event: response\.(?:completed|incomplete|failed)\r?\ndata: ?(.*?)\r?$", re.MULTILINE
-)
-_BEGINS_LAST: Final = re.compile(rb"^event: response\.(?:completed|incomplete|failed)\r?$", re.MULTILINE)
+_LAST_EVENT: Final = response_events(b"completed", b"incomplete", b"failed")
 
 Store = Callable[[bytes], Awaitable[None]]
 
@@ -42,11 +39,16 @@ _decode_event = msgspec.json.Decoder(_LastEvent).decode
 
 def last_response(events: bytes) -> bytes:
     """Return the response of the last event of a stream, as JSON; nothing if the stream has no such event."""
-    found = _LAST_EVENT.search(events)
+    found = named_data(events, _LAST_EVENT)
     try:
-        return b"" if found is None else bytes(_decode_event(found[1]).response)
+        return b"" if found is None else bytes(_decode_event(events[found[0] : found[1]]).response)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return b""
+
+
+def begins_last(events: bytes) -> bool:
+    """Whether one of some events ends the response."""
+    return next(named_events(events, _LAST_EVENT), None) is not None
 
 
 class StoringClient:
@@ -169,7 +171,7 @@ class StoringClient:
 
     def _is_last(self, events: bytes) -> bool:
         """Whether one of some whole events ends the response."""
-        return self._is_stream and _BEGINS_LAST.search(events) is not None
+        return self._is_stream and begins_last(events)
 
     def _finish(self, response: bytes, answer: Callable[[], None]) -> None:
         """Store the response, if there is one, and then answer."""

@@ -12,6 +12,8 @@ import re
 from collections.abc import Iterator
 from typing import Final
 
+from argosy_router.http.sse import named_events, response_events
+
 TAIL_BYTES: Final = 2048
 """Length of the longest usage that is found; with details a usage takes a few hundred bytes."""
 
@@ -33,7 +35,7 @@ _OBJECT: Final = re.compile(rb"\s*:\s*\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}")
 _EVENT_END: Final = re.compile(rb"(?<=\n\n)|(?<=\n\r\n)")
 _MESSAGE_START: Final = re.compile(rb"^event: ?message_start\r?$", re.MULTILINE)
 _MESSAGE_DELTA: Final = re.compile(rb"^event: ?message_delta\r?$", re.MULTILINE)
-_RESPONSE_END: Final = re.compile(rb"^event: ?response\.(?:completed|incomplete|failed)\r?$", re.MULTILINE)
+_RESPONSE_END: Final = response_events(b"completed", b"incomplete", b"failed")
 """No JSON string contains a line break, so that text of an answer cannot match."""
 
 
@@ -65,7 +67,7 @@ def response_end_usage(events: bytes) -> TokenUsage | None:
     All events with the response repeat objects of the request, such as schemas of tools, in which a client may have
     written a usage of its own. The response's usage comes behind them.
     """
-    ends = [found.start() for found in _RESPONSE_END.finditer(events)]
+    ends = list(named_events(events, _RESPONSE_END))
     for usage in _usages(events[ends[-1] :] if ends else b"", with_null=True):
         return None if usage.startswith(_NULL) else _usage_of(usage)
     return None
@@ -159,15 +161,16 @@ def _count(usage: bytes, key: bytes) -> int | None:
 def is_final(events: bytes) -> bool:
     """Whether the last usage in events of chunks is that of the whole answer: its event has no choices."""
     last = events.rfind(_KEY)
-    return last >= 0 and _has_no_choices(events, *_bounds(events, last))
+    return last >= 0 and _has_no_choices(events, *_Bounds(events).around(last))
 
 
 def event_usage(events: bytes) -> Iterator[tuple[int, int, int]]:
     """Yield choice and completion tokens of each whole event that reports them, and where it ends. Takes a time that
-    grows with the length, whatever an event repeats."""
+    grows with the length, whatever an event repeats, and however events are divided."""
+    bounds = _Bounds(events)
     at = 0
     while (start := events.find(_KEY, at)) >= 0:
-        begin, end = _bounds(events, start, at)
+        begin, end = bounds.around(start, at)
         tokens = _completion_tokens(events, start, end)
         if tokens is not None:
             choice = events.find(_INDEX, begin, end)
@@ -188,16 +191,31 @@ def _completion_tokens(events: bytes, start: int, end: int) -> int | None:
     return None
 
 
-def _bounds(events: bytes, at: int, since: int = 0) -> tuple[int, int]:
-    """Return where the event that has this position begins, not before `since`, and ends. Searching for bytes takes a
-    tenth of a regular expression's time."""
-    begin = max(events.rfind(b"\n\n", since, at), since)
-    begin = max(events.rfind(b"\n\r\n", begin, at), begin)
-    end = events.find(b"\n\n", at)
-    if end < 0:
-        end = len(events)
-    other = events.find(b"\n\r\n", at, end)
-    return begin, end if other < 0 else other
+class _Bounds:
+    """Where events begin and end, asked for at ever later positions. Searching for bytes takes a tenth of a regular
+    expression's time; what was found is kept, because one of the two blank lines may be in no event."""
+
+    __slots__ = ("_crlf", "_events", "_lf")
+
+    def __init__(self, events: bytes) -> None:
+        self._events = events
+        self._lf = self._crlf = -1
+        """The next blank lines of either form, from the last position on."""
+
+    def around(self, at: int, since: int = 0) -> tuple[int, int]:
+        """Return where the event that has this position begins, not before `since`, and ends."""
+        events = self._events
+        begin = max(events.rfind(b"\n\n", since, at), since)
+        begin = max(events.rfind(b"\n\r\n", begin, at), begin)
+        if self._lf < at:
+            self._lf = _found(events.find(b"\n\n", at), events)
+        if self._crlf < at:
+            self._crlf = _found(events.find(b"\n\r\n", at), events)
+        return begin, min(self._lf, self._crlf)
+
+
+def _found(position: int, events: bytes) -> int:
+    return len(events) if position < 0 else position
 
 
 def _has_no_choices(events: bytes, begin: int, end: int) -> bool:
@@ -239,11 +257,12 @@ def without_usage(events: bytes) -> bytes:
 def without_progress(events: bytes) -> bytes:
     """Drop the usage from whole events that have choices too."""
     kept: list[bytes] = []
+    bounds = _Bounds(events)
     done = at = end = 0
     is_last = False
     while (start := events.find(_KEY, at)) >= 0:
         if start >= end:  # in another event
-            begin, end = _bounds(events, start, end)
+            begin, end = bounds.around(start, end)
             is_last = _has_no_choices(events, begin, end)
         at = start + len(_KEY)
         value = None if is_last else _OBJECT.match(events, at)
