@@ -20,7 +20,7 @@ SCAN_BYTES: Final = 32 * 1024
 MAX_CHOICES: Final = 1024
 """Choices whose usage is kept apart; more than a request may have."""
 
-_STRING: Final = rb'"\s*:\s*"([^"\\]*(?:\\.[^"\\]*)*)"'
+_STRING: Final = rb'"\s*+:\s*+"([^"\\]*+(?:\\.[^"\\]*+)*+)"'
 _TEXT: Final = re.compile(
     rb'"(?:content|reasoning_content|reasoning|text|thinking|refusal|arguments|partial_json)' + _STRING,
     re.DOTALL,
